@@ -1,0 +1,38 @@
+# `make test` and `make demo` set everything up themselves; they need Python 3.11 or newer and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv with conjoin (editable) and all it needs
+
+# torch goes first, at the version the tests are run with, so that no other package chooses another build of it.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Conjoin needs Python 3.11 or newer: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## see what conjoin does, in a minute, without a GPU
+	$(BIN)/python examples/demo.py
+
+# A worker takes about three seconds to import torch, then one thread each: more threads than cores only wait for each other.
+test: $(STAMP) ## run all tests, doctests and the code in the docs
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+
+lint: $(STAMP) ## check style, imports and complexity
+	$(BIN)/ruff check
+
+types: $(STAMP) ## check types
+	$(BIN)/mypy
+
+clean: ## remove caches and build outputs; .venv stays
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,114 @@
+"""Capture time against model depth: it must grow linearly, and building the graph must cost no more than torch.export.
+
+    python benchmarks/capture.py            # prints the table and writes benchmarks/results/capture.json
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+
+import conjoin
+import zoo
+from zoo.llama import Llama, LlamaConfig
+
+RESULTS = Path(__file__).parent / "results" / "capture.json"
+DEPTHS = (2, 4, 8, 16, 32, 64)
+NAMED = ("inception-v3", "llama-7b", "llama-70b")
+LINEAR = 1.3
+"""Twice the depth may take this much more than twice the time: room for noise, none for a quadratic part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One model: seconds of torch.export alone, and of the whole capture, which contains an export."""
+
+    model: str
+    num_nodes: int
+    export_seconds: float
+    capture_seconds: float
+    build_over_export: float
+    """Everything capture does besides exporting, in units of the export."""
+
+
+def measure(name: str, model: torch.nn.Module, inputs: tuple[torch.Tensor, ...], repeats: int) -> Row:
+    """The fastest of some runs of each, taken in turn so that both see the same machine."""
+    exports, captures, num_nodes = [], [], 0
+    for _ in range(repeats):
+        start = time.perf_counter()
+        torch.export.export(model, inputs, strict=False)
+        middle = time.perf_counter()
+        num_nodes = len(conjoin.capture(model, inputs).nodes)
+        exports.append(middle - start)
+        captures.append(time.perf_counter() - middle)
+    export, capture = min(exports), min(captures)
+    return Row(name, num_nodes, round(export, 3), round(capture, 3), round((capture - export) / export, 2))
+
+
+def by_depth() -> list[Row]:
+    """A llama of growing depth, everything else fixed, on the meta device."""
+    rows = []
+    for depth in DEPTHS:
+        with torch.device("meta"):
+            model = Llama(LlamaConfig(depth, 4096, 11008, 32, 32, 32000, 2048))
+            tokens = torch.zeros(1, 2048, dtype=torch.int64)
+        rows.append(measure(f"llama, {depth} layers", model, (tokens,), repeats=3))
+    return rows
+
+
+def by_name() -> list[Row]:
+    """Full-size models of the zoo in training mode."""
+    rows = []
+    for name in NAMED:
+        model, batch, _ = zoo.build(name, device="meta", batch_size=2)
+        assert isinstance(batch, tuple)
+        rows.append(measure(name, model.train(), batch[:1], repeats=2))
+    return rows
+
+
+def growth(rows: list[Row]) -> list[float]:
+    """For each doubling of the depth, time per layer relative to before: 1 is linear."""
+    pairs = zip(rows, rows[1:], strict=False)
+    return [round(after.capture_seconds / before.capture_seconds / 2, 2) for before, after in pairs]
+
+
+def circumstances() -> dict[str, str]:
+    """Where and with what the figures were taken."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "command": "python benchmarks/capture.py",
+        "date": date.today().isoformat(),
+        "commit": commit.stdout.strip() or "unknown",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, one thread",
+    }
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    measure("warm-up", torch.nn.Linear(2, 2), (torch.zeros(1, 2),), repeats=1)
+    depth_rows, named_rows = by_depth(), by_name()
+    print(f"{'model':<18} {'nodes':>6} {'export s':>9} {'capture s':>10} {'rest / export':>14}")
+    for row in (*depth_rows, *named_rows):
+        print(f"{row.model:<18} {row.num_nodes:>6} {row.export_seconds:>9.2f} {row.capture_seconds:>10.2f} {row.build_over_export:>14.2f}")
+    doublings = growth(depth_rows)
+    print(f"time per layer at each doubling of the depth, relative to before: {doublings} (1 is linear)")
+    result = {**circumstances(), "depth": [asdict(r) for r in depth_rows], "models": [asdict(r) for r in named_rows], "growth": doublings}
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    linear = max(doublings[2:]) <= LINEAR
+    quick = all(row.build_over_export <= 1 for row in (*depth_rows[2:], *named_rows))
+    print("linear, and building costs no more than exporting" if linear and quick else "TOO SLOW")
+    return 0 if linear and quick else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

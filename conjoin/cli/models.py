@@ -1,0 +1,155 @@
+"""What a user may name as MODEL: a model of the zoo, a function in a file or module, or a saved graph."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect as python_inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from conjoin.api import ConjoinError, Graph, UsageError, capture, load_graph, verify
+
+_PACKAGES = tuple(f"{path}{os.sep}" for path in (*torch.__path__, *importlib.__path__, Path(__file__).parents[1]))
+"""Code that is not the user's."""
+
+
+def load_model_graph(model: str, *, batch_size: int | None, training: bool | None) -> Graph:
+    """Find MODEL, build it without memory where that is possible, and capture it; a saved graph is verified instead."""
+    if model.endswith(".json"):
+        return _from_file(model, batch_size, training)
+    is_function = ":" in model and not _is_zoo(model)
+    found, batch, loss = (_from_function if is_function else _from_zoo)(model, batch_size)
+    _run(f"Setting the mode of {model}", lambda: found.train(training is not False))
+    return capture(found, batch, loss)
+
+
+def _from_file(model: str, batch_size: int | None, training: bool | None) -> Graph:
+    graph = verify(load_graph(model))
+    mode = "train" if graph.training else "eval"
+    if batch_size is not None or training not in (None, graph.training):
+        asked = f"--batch {batch_size}" if batch_size is not None else f"--{'train' if training else 'eval'}"
+        raise UsageError(
+            f"{asked} was given for the saved graph {model}. Its batch and its mode ({mode}) were fixed at capture. "
+            f"Leave the option out, or capture the model again with it."
+        )
+    return graph
+
+
+def _is_zoo(model: str) -> bool:
+    return model.endswith(":tiny") and not model.removesuffix(":tiny").endswith(".py")
+
+
+def _from_zoo(model: str, batch_size: int | None) -> tuple[nn.Module, Any, Any]:
+    if model.endswith(".py"):
+        raise UsageError(
+            f"{model} was given without a function. A model is named path/to/file.py:function. "
+            f"Add a colon and the name of the function that returns the model and a batch."
+        )
+    zoo = importlib.import_module("zoo")
+    known = zoo.names()
+    if model.removesuffix(":tiny") not in known:
+        near = get_close_matches(model.removesuffix(":tiny"), known, n=3)
+        hint = f"Did you mean {' or '.join(near)}?" if near else f"Known are {', '.join(known)}."
+        raise UsageError(
+            f"There is no model named {model!r} in the zoo. {hint} "
+            f"A model of your own is named path/to/file.py:function or package.module:function, a saved graph "
+            f"file.json."
+        )
+    workload = zoo.build(model, batch_size=batch_size, device="meta")
+    return workload.model, workload.batch, workload.loss
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise UsageError(f"There is no file {path}. A model is named path/to/file.py:function. Check the path.")
+    # A user's file may be called like a module in use: it must not take that one's place.
+    name = path.stem if path.stem not in sys.modules else f"{path.stem} of {path.resolve()}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is not a Python file. A model is named path/to/file.py:function. Name a file in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    _search(path.parent.resolve())
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import_module(name: str) -> Any:
+    _search(Path.cwd())
+    return importlib.import_module(name)
+
+
+def _search(folder: Path) -> None:
+    """Let the user's program import what lies beside it, as `python` itself would."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line of the user's own code that an error came through."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"\n  at {error.filename}:{error.lineno}: {(error.text or '').strip()}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((*_PACKAGES, "<"))]
+    return f"\n  at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
+
+
+def _run(what: str, action: Callable[[], Any]) -> Any:
+    """Run the user's own code; whatever it raises is told with its line."""
+    try:
+        return action()
+    except ConjoinError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's program may raise anything; it is told, never swallowed
+        raise UsageError(
+            f"{what} failed with {type(error).__name__}: {str(error)[:300]}. The error is in the program that was "
+            f"named, not in conjoin. Run it by itself to see more.{_user_line(error)}"
+        ) from error
+
+
+def _from_function(model: str, batch_size: int | None) -> tuple[nn.Module, Any, Any]:
+    place, _, name = model.rpartition(":")
+    is_file = place.endswith(".py") or os.sep in place
+    module = _run(f"Loading {place}", lambda: _import_file(Path(place)) if is_file else _import_module(place))
+    function = getattr(module, name, None)
+    if not callable(function):
+        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        near = get_close_matches(name, public, n=1)
+        hint = f"Did you mean {near[0]}?" if near else "It must be a function that returns the model and a batch."
+        raise UsageError(f"{place} has no function {name!r}. {hint} Check the name after the colon.")
+    made = _run(f"{model}()", lambda: function(**_batch_keyword(model, function, batch_size)))
+    return _check(model, made)
+
+
+def _batch_keyword(model: str, function: Callable[..., Any], batch_size: int | None) -> dict[str, int]:
+    if batch_size is None:
+        return {}
+    for name in ("batch_size", "batch"):
+        if name in python_inspect.signature(function).parameters:
+            return {name: batch_size}
+    raise UsageError(
+        f"--batch {batch_size} was given, but {model} takes no batch_size. Only the function knows how to make its "
+        f"batch. Give it a parameter batch_size, or leave --batch out."
+    )
+
+
+def _check(model: str, made: Any) -> tuple[nn.Module, Any, Any]:
+    if isinstance(made, tuple | list) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
+        return made[0], made[1], made[2] if len(made) == 3 else None
+    shape = f"a tuple of {len(made)}" if isinstance(made, tuple | list) else type(made).__name__
+    raise UsageError(
+        f"{model} returned {shape}. It must return (model, batch) or (model, batch, loss). Change its return statement."
+    )

@@ -1,0 +1,23 @@
+"""The one place where the environment is read: where conjoin keeps what it may recompute."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from conjoin.errors import UsageError
+
+
+def cache_directory() -> Path:
+    """`CONJOIN_CACHE`, else `conjoin` under the user's cache directory; it is not created here."""
+    given = os.environ.get("CONJOIN_CACHE")
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "conjoin"
+    except RuntimeError as error:
+        raise UsageError(
+            "The cache directory was asked for, and there is no place for it. This account has no home directory. "
+            "Set CONJOIN_CACHE to a directory that may be written to."
+        ) from error

@@ -1,0 +1,298 @@
+"""Run torch.export on a model and its loss: one flat program, or an error that names the user's line."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conjoin.errors import CaptureError
+from conjoin.frontends.functional import Updates, functionalize
+from conjoin.frontends.problems import HIDDEN, Problem, find_user_line
+from conjoin.frontends.regions import make_explicit
+from conjoin.frontends.torch_private import (
+    ExportedProgram,
+    KnownDraws,
+    describe_tree,
+    fake_copy,
+    keep_markers,
+    quiet,
+    spec_of,
+    unflatten_tree,
+    user_lines,
+)
+from conjoin.ir import Structure
+
+Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
+
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A batch dealt out: what the model takes, what is left for the loss."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss_args: tuple[Any, ...] = ()
+    loss_kwargs: dict[str, Any] | None = None
+    whole_to_loss: bool = False
+    """Nothing is left over, and the loss takes the batch as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What capture has in hand after torch.export."""
+
+    program: ExportedProgram
+    updates: Updates
+    """New values of buffers, where the program does not return them itself."""
+    reassigned: tuple[str, ...]
+    """Buffers that forward replaced by other tensors, whose new values are the last outputs of the program.
+
+    Export itself follows that in the outermost module only."""
+    problems: tuple[Problem, ...]
+    inputs: tuple[Any, ...]
+    """Flattened inputs: tensors, or plain values fixed at capture."""
+    input_names: tuple[str, ...]
+    input_structure: Structure
+    outputs: tuple[Any, ...]
+    """For every flattened output: `TENSOR`, or the plain value returned."""
+    output_structure: Structure
+    dropped: tuple[str, ...]
+    """Outputs that are neither tensors nor plain values, by path and type."""
+
+
+class _TensorMark:
+    def __repr__(self) -> str:
+        return "TENSOR"
+
+
+TENSOR = _TensorMark()
+
+
+def _positional(function: Callable[..., Any]) -> tuple[list[str], bool, bool]:
+    """Names of positional parameters, and whether any number of positional and of keyword arguments is taken."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return named, any(p.kind is p.VAR_POSITIONAL for p in parameters), any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def deal_out(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None) -> Arguments:
+    """Give the model what its forward takes; with a loss, what is left over goes to the loss after the output."""
+    names, any_args, any_kwargs = _positional(model.forward)
+    if isinstance(batch, Tensor):
+        batch = (batch,)
+    if isinstance(batch, Mapping):
+        keywords = {p.name for p in inspect.signature(model.forward).parameters.values()}
+        taken = {key: value for key, value in batch.items() if any_kwargs or key in keywords or loss is None}
+        rest = {key: value for key, value in batch.items() if key not in taken}
+        return _with_whole_batch(Arguments((), taken, (), rest), loss)
+    if isinstance(batch, tuple | list):
+        count = len(batch) if any_args or loss is None else min(len(batch), len(names))
+        return _with_whole_batch(Arguments(tuple(batch[:count]), {}, tuple(batch[count:]), {}), loss)
+    raise CaptureError(
+        f"A batch was given as {type(batch).__name__}. Capture needs the model's inputs: a tensor, a tuple of "
+        f"positional inputs or a dict of keyword inputs. Pass one of these."
+    )
+
+
+def _with_whole_batch(dealt: Arguments, loss: Callable[..., Any] | None) -> Arguments:
+    """A loss of two arguments that nothing was left over for gets the whole batch."""
+    if loss is None or dealt.loss_args or dealt.loss_kwargs:
+        return dealt
+    try:
+        required = [
+            p for p in inspect.signature(loss).parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+        ]  # fmt: skip
+    except (TypeError, ValueError):
+        return dealt
+    return replace(dealt, whole_to_loss=len(required) == 2)
+
+
+class _Step(nn.Module):
+    """Model and loss as one module over flat tensors, so that export sees neither containers nor plain values."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., Any] | None,
+        rebuild: Callable[..., Arguments],
+        record: Callable[[Any, tuple[str, ...]], list[Tensor]],
+    ) -> None:
+        super().__init__()
+        self.training = model.training  # its own flag only: parts of a model may be in another mode on purpose
+        self.model = model
+
+        if isinstance(loss, nn.Module):
+            self.loss = loss
+        self._call_loss = (lambda *a, **k: loss(*a, **k)) if loss is not None else None
+        self._rebuild = rebuild
+        self._record = record
+        self._autocast = _ambient_autocast()
+
+    def forward(self, *tensors: Tensor) -> list[Tensor]:
+        given = self._rebuild(tensors)
+        before = dict(self.model.named_buffers(remove_duplicate=False))
+        with self._autocast():
+            output = self.model(*given.args, **given.kwargs)
+            if self._call_loss is not None:
+                output = self._call_loss(output, *given.loss_args, **(given.loss_kwargs or {}))
+        after = dict(self.model.named_buffers(remove_duplicate=False))
+        reassigned = tuple(name for name, tensor in before.items() if after.get(name, tensor) is not tensor)
+        return [*self._record(output, reassigned), *(after[name] for name in reassigned)]
+
+
+def _ambient_autocast() -> Callable[[], AbstractContextManager[Any]]:
+    """What enters again the autocast region that capture is called in, so that its casts become part of the graph."""
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            return partial(torch.autocast, "cpu", dtype=torch.get_autocast_dtype(device))
+    return nullcontext
+
+
+def _input_names(model: nn.Module, dealt: Arguments, structure: Structure) -> tuple[str, ...]:
+    """Names a user knows: the parameter of forward, then the way into a container; `target` for what the loss takes."""
+    names, _, _ = _positional(model.forward)
+    found: dict[str, None] = {}
+    for path in structure.paths():
+        part, *rest = path
+        if part == 0:
+            rest[0] = names[int(rest[0])] if int(rest[0]) < len(names) else f"input_{rest[0]}"
+        elif part == 2:
+            rest[0] = "target" if len(dealt.loss_args) == 1 else f"target_{rest[0]}"
+        name = ".".join(str(step) for step in rest)
+        while name in found:
+            name += "_"
+        found[name] = None
+    return tuple(found)
+
+
+def export(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None) -> Exported:
+    """Export model and loss on this batch to a functional program over parameters, buffers and flat inputs."""
+    dealt = deal_out(model, batch, loss)
+    leaves, structure = describe_tree([dealt.args, dealt.kwargs, dealt.loss_args, dealt.loss_kwargs or {}])
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    _check_batch(leaves, tensors)
+
+    spec = spec_of(structure)
+
+    def rebuild(given: tuple[Tensor, ...]) -> Arguments:
+        feed = iter(given)
+        args, kwargs, loss_args, loss_kwargs = unflatten_tree(
+            [next(feed) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+        )
+        if dealt.whole_to_loss:
+            loss_args = (kwargs or (args[0] if isinstance(batch, Tensor) else args),)
+        return Arguments(tuple(args), kwargs, tuple(loss_args), loss_kwargs)
+
+    seen: list[tuple[tuple[Any, ...], Structure, tuple[str, ...]]] = []
+
+    def record(output: Any, reassigned: tuple[str, ...]) -> list[Tensor]:
+        found, nesting = describe_tree(output)
+        seen.append((tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in found), nesting, reassigned))
+        return [leaf for leaf in found if isinstance(leaf, Tensor)]
+
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers(), *tensors)):
+        model, tensors = fake_copy(model, tensors)
+    step = _Step(model, loss, rebuild, record)
+    program, updates, problems = _run_export(step, tuple(tensors))
+    outputs, output_structure, reassigned = seen[-1]
+    kept, dropped = _plain(outputs, output_structure)
+    names = _input_names(model, dealt, structure)
+    return Exported(
+        program, updates, reassigned, problems, tuple(leaves), names, structure, kept, output_structure, dropped
+    )
+
+
+def _check_batch(leaves: list[Any], tensors: list[Tensor]) -> None:
+    if not tensors:
+        raise CaptureError(
+            f"A batch of {len(leaves)} value(s) without any tensor was given. Capture follows tensors through the "
+            f"model. Pass the inputs of one training step as tensors."
+        )
+    strange = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor | bool | int | float | str | None)}
+    if strange:
+        raise CaptureError(
+            f"The batch holds values of type {', '.join(sorted(strange))}. Capture takes tensors, numbers, strings and "
+            f"None, nested in tuples, lists and dicts. Convert the others (numpy arrays: torch.from_numpy)."
+        )
+    sparse = [tuple(tensor.shape) for tensor in tensors if tensor.layout != torch.strided]
+    if sparse:
+        raise CaptureError(
+            f"The batch holds a sparse tensor of shape {sparse[0]}. Only dense tensors are supported. "
+            f"Call .to_dense() on it."
+        )
+
+
+def _plain(outputs: tuple[Any, ...], structure: Structure) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """Keep numbers, strings and None among the outputs; other objects become None and are reported."""
+    kept, dropped = [], []
+    for path, leaf in zip(structure.paths(), outputs, strict=True):
+        if leaf is TENSOR or isinstance(leaf, bool | int | float | str | None):
+            kept.append(leaf)
+        else:
+            kept.append(None)
+            dropped.append(f"{'.'.join(map(str, path)) or 'output'} ({type(leaf).__name__})")
+    return tuple(kept), tuple(dropped)
+
+
+def _run_export(step: _Step, tensors: tuple[Tensor, ...]) -> tuple[ExportedProgram, Updates, tuple[Problem, ...]]:
+    """Export with gradients on and autocast off, whatever region the caller is in: the graph says itself what it needs."""
+    try:
+        with quiet(), _neutral(), KnownDraws(), keep_markers(), user_lines(_line_within_step):
+            program = torch.export.export(step, tensors, strict=False)
+            problems = make_explicit(program)
+            updates = functionalize(program)
+            if updates is None:
+                return program.run_decompositions({}), (), problems
+            return program, updates, problems
+    except Exception as error:  # a user's forward may raise anything; it is told with its line, never swallowed
+        raise translate(error) from error
+
+
+@contextmanager
+def _neutral() -> Iterator[None]:
+    off = partial(torch.autocast, enabled=False)
+    with torch.inference_mode(False), torch.enable_grad(), off("cpu"), off("cuda"):
+        yield
+
+
+def _line_within_step(frame: FrameType | None) -> str:
+    return find_user_line(frame, _Step.forward.__code__)
+
+
+def user_line(error: BaseException) -> str:
+    """The innermost line of the user's own code that an error came through."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(HIDDEN)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+
+
+_DATA_DEPENDENT = ("data-dependent", "DataDependent", "unbacked", "_local_scalar_dense", "aten.item", "aten.nonzero")
+
+
+def translate(error: Exception) -> CaptureError:
+    """What torch.export said, in three sentences and with the user's line."""
+    text = f"{type(error).__name__}: {error}"
+    line = user_line(error)
+    place = f"\n  at {line}" if line else ""
+    if any(sign in text for sign in _DATA_DEPENDENT):
+        return CaptureError(
+            "Capture needs one program for every batch, but the model's control flow or a shape depends on tensor "
+            "values. Such a branch would be frozen to what this batch happened to take. Compute both sides and choose "
+            f"with torch.where, use fixed shapes (masks, capacities), or move the decision out of forward.{place}"
+        )
+    first = next((part.strip() for part in str(error).splitlines() if part.strip()), type(error).__name__)
+    return CaptureError(
+        f"The model could not be captured on this batch: {type(error).__name__}: {first[:300]}. "
+        f"torch.export stopped there, before any graph was made. Check that model(batch) runs, and rewrite that line "
+        f"if it does.{place}"
+    )

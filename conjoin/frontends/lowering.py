@@ -1,0 +1,356 @@
+"""From an exported FX graph to our graph: leaves named as the user named them, operators in canonical form."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+
+from conjoin.frontends.exporting import Exported
+from conjoin.frontends.problems import LOSS_PREFIX, MODEL_PREFIX, Problem, source_of
+from conjoin.frontends.torch_private import PINNED, InputKind, OutputKind
+from conjoin.ir import MAX_CONSTANT_BYTES, Graph, GraphBuilder, LeafKind, Result, Source, Value, make_leaf
+from conjoin.ops import (
+    EMBEDDING_BAG,
+    RAGGED_EMBEDDING_BAG,
+    TensorType,
+    bind_args,
+    operator_name,
+    signature,
+)
+
+_CHECKS = (
+    "_assert_tensor_metadata",
+    "_assert_async.msg",
+    "_assert_async",
+    "_assert_scalar",
+    "sym_constrain_range_for_size",
+)
+_BAG_MODES = ("sum", "mean", "max")
+
+
+def tensor_type(value: Tensor) -> TensorType:
+    """The type of a (fake) tensor; ValueError when a size is not a number."""
+    if not all(isinstance(size, int) for size in value.shape):
+        raise ValueError(f"shape {tuple(value.shape)} depends on data")
+    return TensorType(tuple(value.shape), value.dtype)
+
+
+@dataclass(slots=True)
+class Lowering:
+    """The state of one translation: the builder, what each FX node became, and every problem met."""
+
+    exported: Exported
+    model: nn.Module
+    builder: GraphBuilder = field(default_factory=GraphBuilder)
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.problems += self.exported.problems
+
+    def run(self, name: str, training: bool) -> Graph | None:
+        """The graph, or None when there were problems."""
+        self._lower_inputs()
+        for node in self.exported.program.graph.nodes:
+            if node.op == "call_function":
+                self._lower_call(node)
+            elif node.op == "get_attr":
+                self._lower_attribute(node)
+        return None if self.problems else self._finish(name, training)
+
+    def _lower_inputs(self) -> None:
+        program = self.exported.program
+        placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+        tensors = iter(
+            name
+            for name, leaf in zip(self.exported.input_names, self.exported.inputs, strict=True)
+            if isinstance(leaf, Tensor)
+        )
+        names = _canonical_names(self.model)
+        for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+            match spec.kind:
+                case InputKind.PARAMETER | InputKind.BUFFER if str(spec.target).startswith(MODEL_PREFIX):
+                    self.values[node] = self._state_leaf(str(spec.target).removeprefix(MODEL_PREFIX), spec.kind, names)
+                case InputKind.PARAMETER | InputKind.BUFFER | InputKind.CONSTANT_TENSOR:
+                    self.values[node] = self._constant_leaf(str(spec.target), node)
+                case InputKind.USER_INPUT:
+                    self.values[node] = self._add(LeafKind.INPUT, next(tensors), tensor_type(node.meta["val"]))
+                case _:
+                    self._problem(f"input of kind {spec.kind.name.lower()}", None, "only tensors can be captured")
+
+    def _add(self, kind: LeafKind, name: str, type: TensorType, **facts: Any) -> Value:
+        leaf = make_leaf(kind, name, type, **facts)
+        known = self.builder.leaf(str(leaf))
+        return Value(known) if known is leaf else self.builder.add_leaf(leaf)
+
+    def _state_leaf(self, name: str, kind: InputKind, names: Mapping[str, tuple[str, ...]]) -> Value:
+        first, *aliases = names[name]
+        tensor = _find_tensor(self.model, first)
+        parameter = kind is InputKind.PARAMETER
+        return self._add(
+            LeafKind.PARAMETER if parameter else LeafKind.BUFFER,
+            first,
+            tensor_type(tensor),
+            trainable=parameter and tensor.requires_grad,
+            aliases=tuple(aliases),
+        )
+
+    def _constant_leaf(self, target: str, node: fx.Node) -> Value:
+        program = self.exported.program
+        found = program.constants.get(target)
+        found = program.state_dict.get(target) if found is None else found
+        type = tensor_type(node.meta["val"])
+        name = target.removeprefix(MODEL_PREFIX)
+        if target.startswith(LOSS_PREFIX) and isinstance(found, nn.Parameter) and found.requires_grad:
+            self._problem(f"parameter {target}", None, "a loss with parameters of its own: make it part of the model")
+        if type.bytes > MAX_CONSTANT_BYTES:
+            self._problem(
+                f"constant {name} of {type.bytes / 2**20:.0f} MiB", source_of(node),
+                "tensors this large belong to the model's state: use register_buffer",
+            )  # fmt: skip
+            found = None
+        return self._add(LeafKind.CONSTANT, name, type, data=_bytes_of(found))
+
+    def _lower_attribute(self, node: fx.Node) -> None:
+        found = getattr(self.exported.program.graph_module, str(node.target), None)
+        if isinstance(found, Tensor):
+            self.values[node] = self._add(
+                LeafKind.CONSTANT, str(node.target), tensor_type(found), data=_bytes_of(found)
+            )
+
+    def _problem(self, what: str, source: Source | None, advice: str) -> None:
+        self.problems.append(Problem(what, source, advice))
+
+    def _lower_call(self, node: fx.Node) -> None:
+        if node.target is operator.getitem:
+            made = self.values.get(node.args[0])  # type: ignore[arg-type]
+            index = int(node.args[1])  # type: ignore[call-overload]
+            self.values[node] = made[index] if isinstance(made, tuple) and index < len(made) else None
+        elif isinstance(node.target, OpOverload):
+            self._lower_operator(node, operator_name(node.target))
+        elif not isinstance(node.meta.get("val"), bool | int | float):
+            name = getattr(node.target, "__name__", str(node.target))
+            self._problem(
+                f"operator {name}", source_of(node), "control-flow operators are not supported: unroll or use torch.where"
+            )
+
+    def _lower_operator(self, node: fx.Node, op: str) -> None:
+        if op in _CHECKS:
+            return
+        known = signature(op)
+        outputs = node.meta.get("val")
+        if known.mutates:
+            self._problem(
+                f"operator {op}", source_of(node), "it writes to its inputs in a way export cannot make functional"
+            )
+            return
+        try:
+            types = tuple(tensor_type(t) for t in (outputs if isinstance(outputs, tuple | list) else (outputs,)))
+            args = bind_args(
+                op, fx.node.map_arg(node.args, self._value_of), fx.node.map_arg(node.kwargs, self._value_of)
+            )
+        except (ValueError, AttributeError, TypeError):
+            self._problem(
+                f"operator {op}", source_of(node), "the shape of its result depends on tensor values: use fixed shapes"
+            )
+            return
+        try:
+            op, args, types = canonical(op, args, types, node)
+        except _Refused as refused:
+            self._problem(f"operator {op}", source_of(node), str(refused))
+            return
+        if op == _IDENTITY:
+            self.values[node] = args[0]
+            return
+        pinned = bool(node.meta.get("custom", {}).get(PINNED))
+        made = self.builder.add_call(op, args, types, source_of(node), pinned=pinned)
+        values = tuple(made.outputs())
+        self.values[node] = values if isinstance(outputs, tuple | list) else values[0]
+
+    def _value_of(self, node: fx.Node) -> Any:
+        found = self.values.get(node)
+        if found is not None:
+            return found
+        value = node.meta.get("val")
+        if isinstance(value, bool | int | float):
+            return value
+        raise ValueError(f"{node.name} was not understood")
+
+    def _finish(self, name: str, training: bool) -> Graph | None:
+        program, exported = self.exported.program, self.exported
+        results = next(node for node in program.graph.nodes if node.op == "output").args[0]
+        user: list[Result] = []
+        updates: list[tuple[str, Value]] = []
+        for result, spec in zip(results, program.graph_signature.output_specs, strict=True):  # type: ignore[arg-type]
+            match spec.kind:
+                case OutputKind.USER_OUTPUT | OutputKind.LOSS_OUTPUT:
+                    user.append(self._value_of(result) if isinstance(result, fx.Node) else result)
+                case OutputKind.BUFFER_MUTATION:
+                    updates.append((str(spec.target).removeprefix(MODEL_PREFIX), self._value_of(result)))
+                case _:
+                    self._problem(
+                        f"{spec.kind.name.lower().replace('_', ' ')} of {spec.target}",
+                        None,
+                        "forward may write to buffers only",
+                    )
+        updates += [(name.removeprefix(MODEL_PREFIX), self._value_of(node)) for name, node in exported.updates]
+        user, replaced = user[: len(user) - len(exported.reassigned)], user[len(user) - len(exported.reassigned) :]
+        updates = [*dict([*updates, *zip(exported.reassigned, replaced, strict=True)]).items()]
+        if self.problems:
+            return None
+        tensors = iter(user)
+        outputs = tuple(next(tensors) if repr(leaf) == "TENSOR" else leaf for leaf in exported.outputs)
+        return self.builder.finish(
+            name,
+            training=training,
+            inputs=self._input_values(),
+            outputs=outputs,
+            updates=tuple(updates),
+            loss=find_loss(outputs, exported),
+            input_structure=exported.input_structure,
+            output_structure=exported.output_structure,
+        )
+
+    def _input_values(self) -> tuple[Result, ...]:
+        found: list[Result] = []
+        for name, leaf in zip(self.exported.input_names, self.exported.inputs, strict=True):
+            made = self.builder.leaf(f"input:{name}")
+            found.append(Value(made) if isinstance(leaf, Tensor) and made is not None else leaf)
+        return tuple(found)
+
+
+def find_loss(outputs: tuple[Result, ...], exported: Exported) -> int | None:
+    """The output called `loss`, or the only one, if it is a floating-point number."""
+    paths = list(exported.output_structure.paths())
+    named = [i for i, path in enumerate(paths) if path and path[-1] == "loss"]
+    for i in named or ([0] if len(outputs) == 1 else []):
+        output = outputs[i]
+        if isinstance(output, Value) and output.type.shape == () and output.type.dtype.is_floating_point:
+            return i
+    return None
+
+
+def _canonical_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """For every parameter and buffer name all names of that tensor, the first one first."""
+    by_tensor: dict[int, list[str]] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in named:
+        by_tensor.setdefault(id(tensor), []).append(name)
+    return {name: tuple(by_tensor[id(tensor)]) for name, tensor in named}
+
+
+def _find_tensor(model: nn.Module, name: str) -> Tensor:
+    owner, _, last = name.rpartition(".")
+    found = getattr(model.get_submodule(owner), last)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _bytes_of(tensor: Any) -> bytes | None:
+    """The values of a real tensor, row by row; None for one without values."""
+    if not isinstance(tensor, Tensor) or tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
+        return None
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+class _Refused(Exception):
+    """A call in a form that cannot be captured; says what to do."""
+
+
+_IDENTITY = "identity"
+"""Stands for a call that hands its first argument on."""
+Canonical = tuple[str, tuple[Any, ...], tuple[TensorType, ...]]
+
+
+def canonical(op: str, args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
+    """The form in which a call enters the graph, where that differs from what export emits."""
+    change = _CANONICAL.get(op)
+    return change(args, types, node) if change else (op, args, types)
+
+
+def _unused(node: fx.Node, index: int) -> bool:
+    return all(user.target is operator.getitem and user.args[1] != index for user in node.users)
+
+
+def _native_dropout(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
+    """The operator the user's module calls, which draws as it does; the mask output is kept only where it is read."""
+    return ("dropout", args, types[:1]) if _unused(node, 1) else ("native_dropout", args, types)
+
+
+def _dropout(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
+    """Out of training nothing is dropped."""
+    return ("dropout" if args[2] else _IDENTITY), args, types
+
+
+def _cast(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
+    """Every way to ask for a dtype is one operator; where the dtype is there already, nothing is done."""
+    if args[0].type.dtype == types[0].dtype:
+        return _IDENTITY, args, types
+    return "_to_copy", bind_args("_to_copy", (args[0],), {"dtype": types[0].dtype}), types
+
+
+def _sized(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
+    """A shape without -1, so that a piece's shape can take its place."""
+    return "expand", bind_args("expand", (args[0], types[0].shape), {}), types
+
+
+def _reshaped(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
+    """One operator for every change of shape, blind to strides: those of a run may differ from those at capture."""
+    return "reshape", (args[0], types[0].shape), types
+
+
+def _copy(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
+    """The target's values are overwritten: only its type counts."""
+    source, kind = args[1], types[0]
+    if source.type.shape == kind.shape:
+        return "_to_copy", bind_args("_to_copy", (source,), {"dtype": kind.dtype}), types
+    return "expand", bind_args("expand", (source, kind.shape), {}), (TensorType(kind.shape, source.type.dtype),)
+
+
+def _embedding_bag(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
+    """Bags of equal length, as `nn.EmbeddingBag` makes of a matrix of indices, are told from bags of any length."""
+    weight, indices, offsets, scaled, mode, sparse, per_sample, last, padding = (*args, None)[:9]
+    if scaled or sparse:
+        raise _Refused("its scale_grad_by_freq and sparse options change the gradient: leave them off")
+    length = _bag_length(indices, offsets)
+    flat = indices.owner.args[0] if length else None
+    if length and per_sample is None and not last:
+        return EMBEDDING_BAG, (weight, flat, None, _BAG_MODES[mode], padding), types[:1]
+    return (
+        RAGGED_EMBEDDING_BAG,
+        (weight, indices, offsets, per_sample, _BAG_MODES[mode], bool(last), padding),
+        types[:1],
+    )
+
+
+def _bag_length(indices: Value, offsets: Value) -> int | None:
+    """The bag length when the indices are a flattened matrix and the offsets count its rows."""
+    flat, steps = indices.owner, offsets.owner
+    if not (hasattr(flat, "op") and hasattr(steps, "op")):
+        return None
+    if flat.op not in ("view", "reshape") or not steps.op.startswith("arange"):
+        return None
+    rows = flat.args[0].type.shape
+    names = [parameter.name for parameter in signature(steps.op).parameters]
+    given = dict(zip(names, steps.args, strict=True))
+    found = (given.get("start", 0), given["end"], given.get("step", 1))
+    return rows[1] if len(rows) == 2 and found == (0, rows[0] * rows[1], rows[1]) else None
+
+
+_CANONICAL: Mapping[str, Callable[[Any, Any, fx.Node], Canonical]] = {
+    "native_dropout": _native_dropout,
+    "dropout": _dropout,
+    **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten.using_ints", "unflatten.int", "view_as", "reshape_as", "ravel"), _reshaped),
+    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _sized),
+    **dict.fromkeys(("to.dtype", "to.dtype_layout", "to.device", "to.other", "to.prim_Device", "type_as", "_to_copy"), _cast),
+    "copy": _copy,
+    "embedding_bag.padding_idx": _embedding_bag,
+    "embedding_bag": _embedding_bag,
+}

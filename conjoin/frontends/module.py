@@ -1,0 +1,266 @@
+"""`to_module`: a graph as an `nn.Module` again, by generated code, over the model's own parameters and buffers."""
+
+from __future__ import annotations
+
+import linecache
+import operator
+from collections import ChainMap
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from conjoin.errors import GraphError, UsageError
+from conjoin.frontends.torch_private import flatten_tree, spec_of, unflatten_tree
+from conjoin.ir import Graph, Leaf, LeafKind, Node, Value, fingerprint, verify
+from conjoin.ops import Kind, TensorType, find_operator, signature
+
+Slot = tuple[nn.Module, str]
+"""A module and the name under which it holds a parameter or buffer."""
+
+
+def run_pinned(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call with autocast switched off."""
+    device = next((arg.device.type for arg in args if isinstance(arg, Tensor)), "cpu")
+    if not torch.is_autocast_enabled(device):
+        return function(*args, **kwargs)
+    with torch.autocast(device, enabled=False):
+        return function(*args, **kwargs)
+
+
+def _emit_call(program: fx.Graph, node: Node, values: MutableMapping[Value, fx.Node], device: fx.Node) -> fx.Node:
+    """One call: the operator itself on the values of its arguments, on the caller's device where it makes a tensor."""
+    positional: list[Any] = []
+    keywords: dict[str, Any] = {}
+    read = _as_written(program, node, values) if node.pinned else values
+    for parameter, argument in zip(signature(node.op).parameters, node.args, strict=True):
+        value = _resolve(argument, read)
+        if parameter.name == "device" and not node.inputs:
+            value = device
+        if not parameter.keyword_only:
+            positional.append(list(value) if parameter.kind is Kind.TENSORS and value is not None else value)
+        elif value is not None:
+            keywords[parameter.name] = value
+    function = find_operator(node.op)
+    if node.pinned:
+        return program.call_function(run_pinned, (function, *positional), keywords)
+    return program.call_function(function, tuple(positional), keywords)
+
+
+def _as_written(program: fx.Graph, node: Node, values: MutableMapping[Value, fx.Node]) -> Mapping[Value, fx.Node]:
+    """What a pinned call reads, in the dtypes written: an autocast around the program may have made others."""
+    open_to_autocast = [v for v in node.inputs if isinstance(v.owner, Node) and not v.owner.pinned]
+    casts = {
+        v: program.call_function(torch.ops.aten.to.dtype, (values[v], v.type.dtype))
+        for v in dict.fromkeys(open_to_autocast)
+        if v.type.dtype.is_floating_point
+    }
+    return ChainMap(casts, values) if casts else values
+
+
+def _resolve(argument: Any, values: Mapping[Value, fx.Node]) -> Any:
+    if isinstance(argument, Value):
+        return values[argument]
+    return tuple(_resolve(item, values) for item in argument) if isinstance(argument, tuple) else argument
+
+
+def emit_program(graph: Graph, state: tuple[Leaf, ...]) -> fx.Graph:
+    """The graph as FX: `forward(self, state, device, *inputs)` returns the outputs, then the new values of buffers."""
+    program = fx.Graph()
+    stored, device = program.placeholder("state"), program.placeholder("device")
+    values: dict[Value, fx.Node] = {}
+    for i, leaf in enumerate(graph.leaves_of(LeafKind.INPUT)):
+        values[Value(leaf)] = program.placeholder(f"input_{i}")
+    for i, leaf in enumerate(state):
+        values[Value(leaf)] = program.call_function(operator.getitem, (stored, i))
+    for node in graph.nodes:
+        made = _emit_call(program, node, values, device)
+        outputs = tuple(node.outputs())
+        single = signature(node.op).num_outputs == 1 and len(outputs) == 1 and node.op not in _LISTS
+        for i, value in enumerate(outputs):
+            values[value] = made if single else program.call_function(operator.getitem, (made, i))
+    results = [values[output] if isinstance(output, Value) else output for output in graph.outputs]
+    program.output((*results, *(values[value] for _, value in graph.updates)))
+    return program
+
+
+_LISTS = ("split.Tensor", "split_with_sizes", "split.sizes", "chunk", "unbind.int")
+"""Operators whose schema returns one list: its items are outputs even when there is only one."""
+
+
+def compile_program(program: fx.Graph, name: str) -> Callable[..., tuple[Any, ...]]:
+    """Turn FX into a Python function; its text can be seen in tracebacks and debuggers."""
+    code = program.python_code("self")
+    filename = f"<conjoin {name}>"
+    linecache.cache[filename] = (len(code.src), None, code.src.splitlines(keepends=True), filename)
+    namespace: dict[str, Any] = dict(code.globals)
+    exec(compile(code.src, filename, "exec"), namespace)  # text made by torch.fx from operators looked up by name
+    return namespace["forward"]  # type: ignore[no-any-return]
+
+
+def _find_slot(model: nn.Module, shell: nn.Module, leaf: Leaf) -> Slot:
+    owner, _, name = leaf.name.rpartition(".")
+    try:
+        module = model.get_submodule(owner)
+        tensor = getattr(module, name)
+    except AttributeError:
+        raise _mismatch(leaf, "the model has no tensor of that name") from None
+    found = TensorType(tuple(tensor.shape), tensor.dtype)
+    if found != TensorType(leaf.type.shape, leaf.type.dtype):
+        raise _mismatch(leaf, f"the model's is {found}")
+    return (shell if module is model else module), name
+
+
+def _mismatch(leaf: Leaf, why: str) -> UsageError:
+    return UsageError(
+        f"The graph needs {leaf} of type {leaf.type}, but {why}. The graph was captured from another model or another dtype. "
+        f"Capture this model again, or pass the model the graph came from."
+    )
+
+
+def _constant(model: nn.Module, leaf: Leaf) -> Tensor:
+    """A constant's values: those in the graph, else the model's attribute of that name."""
+    if leaf.data is not None:
+        empty = torch.empty(leaf.type.shape, dtype=leaf.type.dtype)
+        if leaf.data:
+            empty = torch.frombuffer(bytearray(leaf.data), dtype=leaf.type.dtype).reshape(leaf.type.shape).clone()
+        return empty
+    owner, _, name = leaf.name.rpartition(".")
+    try:
+        found = getattr(model.get_submodule(owner), name)
+    except AttributeError:
+        found = None
+    if not isinstance(found, Tensor):
+        raise _mismatch(leaf, "the graph was captured without its values and the model has no such attribute")
+    return found
+
+
+class CapturedModule(nn.Module):
+    """A graph that runs on one device: the model's own submodules, parameters and buffers under a generated forward."""
+
+    def __init__(self, graph: Graph, model: nn.Module) -> None:
+        super().__init__()
+        # The shell shares the model's dictionaries: names, hooks and state_dict are the model's own.
+        for store in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[store] = model.__dict__[store]
+        self.training = graph.training
+        self.graph = graph
+        kept = tuple(leaf for leaf in graph.leaves if leaf.kind is not LeafKind.INPUT)
+        self._slots: tuple[Slot | Leaf, ...] = tuple(
+            leaf if leaf.kind is LeafKind.CONSTANT else _find_slot(model, self, leaf) for leaf in kept
+        )
+        self._constants = {leaf.name: _constant(model, leaf) for leaf in kept if leaf.kind is LeafKind.CONSTANT}
+        places = {leaf.name: slot for leaf, slot in zip(kept, self._slots, strict=True) if leaf.kind is LeafKind.BUFFER}
+        self._updates = tuple(places[name] for name, _ in graph.updates)
+        self._inputs = tuple(leaf.type for leaf in graph.leaves_of(LeafKind.INPUT))
+        self._compile()
+
+    def _compile(self) -> None:
+        kept = tuple(leaf for leaf in self.graph.leaves if leaf.kind is not LeafKind.INPUT)
+        program = emit_program(self.graph, kept)
+        self._program = compile_program(program, f"{self.graph.name} {fingerprint(self.graph)[:12]}")
+        self.code = program.python_code("self").src
+        self._input_spec, self._output_spec = spec_of(self.graph.input_structure), spec_of(self.graph.output_structure)
+
+    def __getstate__(self) -> dict[str, Any]:
+        made = ("_program", "code", "_input_spec", "_output_spec")
+        return {key: value for key, value in self.__dict__.items() if key not in made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._compile()
+
+    def train(self, mode: bool = True) -> CapturedModule:
+        """Only the captured mode: dropout and batch norm were fixed when the graph was made."""
+        if mode != self.graph.training:
+            wanted, have = ("training", "eval") if mode else ("eval", "training")
+            raise UsageError(
+                f"A graph captured in {have} mode was asked to switch to {wanted} mode. Dropout and batch norm are part of the "
+                f"graph. Call model.{'train' if mode else 'eval'}() on the original model and capture it again."
+            )
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph on a batch: the inputs as the model takes them, then what the loss takes; or the batch as captured."""
+        inputs = [x for x in self._arrange(args, kwargs) if isinstance(x, Tensor)]
+        for tensor, kind in zip(inputs, self._inputs, strict=True):
+            if tuple(tensor.shape) != kind.shape or tensor.dtype != kind.dtype:
+                raise self._refuse(
+                    f"it was captured for {kind} where {tensor.dtype} of shape {tuple(tensor.shape)} came"
+                )
+        state = self._state(inputs[0].device)
+        results = self._program(self, state, inputs[0].device, *inputs)
+        for (module, name), value in zip(self._updates, results[len(self.graph.outputs) :], strict=True):
+            module._buffers[name] = value.detach()
+        return unflatten_tree(list(results[: len(self.graph.outputs)]), self._output_spec)
+
+    def _state(self, device: torch.device) -> list[Tensor]:
+        state = []
+        for slot in self._slots:
+            if isinstance(slot, Leaf):
+                constant = self._constants[slot.name]
+                if constant.device != device:
+                    constant = self._constants[slot.name] = constant.to(device)
+                state.append(constant)
+            else:
+                module, name = slot
+                state.append(getattr(module, name))
+        return state
+
+    def _arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The flattened inputs in the captured order, from arguments or from one batch object."""
+        candidates = [(args, kwargs)]
+        if len(args) == 1 and not kwargs:
+            whole = args[0]
+            candidates += [((), dict(whole))] if isinstance(whole, Mapping) else []
+            candidates += [(tuple(whole), {})] if isinstance(whole, tuple | list) else []
+        for positional, named in candidates:
+            leaves, spec = flatten_tree(self._deal(positional, named))
+            if spec == self._input_spec and self._fixed_match(leaves):
+                return leaves
+        names = [leaf.name for leaf in self.graph.leaves_of(LeafKind.INPUT)]
+        raise self._refuse(
+            f"it takes {', '.join(names)}, as captured; {len(args)} positional and {sorted(kwargs)} came"
+        )
+
+    def _deal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        taken, named, _, loss_named = self.graph.input_structure.children
+        count = len(taken.children)
+        for_model = {str(key): kwargs[str(key)] for key in named.keys if key in kwargs}
+        for_loss = {str(key): kwargs[str(key)] for key in loss_named.keys if key in kwargs}
+        unknown = {key: value for key, value in kwargs.items() if key not in for_model and key not in for_loss}
+        return [tuple(args[:count]), {**for_model, **unknown}, tuple(args[count:]), for_loss]
+
+    def _fixed_match(self, leaves: list[Any]) -> bool:
+        fixed = zip(leaves, self.graph.inputs, strict=True)
+        return all(isinstance(leaf, Tensor) if isinstance(want, Value) else leaf == want for leaf, want in fixed)
+
+    def _refuse(self, why: str) -> UsageError:
+        return UsageError(
+            f"The captured {self.graph.name} was called with other inputs: {why}. A graph holds the shapes and plain values it "
+            f"was captured with. Call it like that, or capture the model again with this batch."
+        )
+
+
+def to_module(graph: Graph, model: nn.Module) -> CapturedModule:
+    """The graph as a module over `model`'s own parameters and buffers: same names, same outputs, same gradients.
+
+    >>> from conjoin.frontends import capture
+    >>> model = nn.Linear(4, 2)
+    >>> x = torch.ones(3, 4)
+    >>> torch.equal(to_module(capture(model, x), model)(x), model(x))
+    True
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"A {type(model).__name__} was given instead of the model. The module runs over the model's own parameters. "
+            f"Pass the nn.Module the graph was captured from."
+        )
+    try:
+        return CapturedModule(verify(graph), model)
+    except LookupError as error:
+        raise GraphError(
+            f"The graph {graph.name!r} cannot run here: it needs {error}. An operator or an output class is not known to this "
+            f"process. Import the library that defines it first."
+        ) from None

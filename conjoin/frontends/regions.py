@@ -1,0 +1,216 @@
+"""Regions of a forward with gradients or autocast switched, made explicit in the calls themselves.
+
+Export leaves a marker where a region begins and ends. Afterwards there are none: what enters a `no_grad` region is
+detached, the casts that autocast made are written out, and calls inside any autocast region are marked as pinned, so
+that they are computed in the dtypes written whatever autocast the graph is run under.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from conjoin.frontends.problems import Problem, source_of
+from conjoin.frontends.torch_private import (
+    ENTER_AUTOCAST,
+    EXIT_AUTOCAST,
+    PINNED,
+    SET_GRAD,
+    ExportedProgram,
+    InputKind,
+    aliases_input,
+    is_mutable,
+)
+from conjoin.ops import operator_name
+
+_CASTS = ("to.dtype", "to.dtype_layout", "to.device", "to.other", "to.prim_Device", "type_as", "contiguous")
+_LOW_PRECISION = (
+    "linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "einsum", "conv1d", "conv2d", "conv3d",
+    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution", "scaled_dot_product_attention",
+)  # fmt: skip
+"""Operators that autocast computes in its own dtype on every device."""
+_DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+
+
+@dataclass(slots=True)
+class _Walk:
+    """Where the walk along the calls stands: gradients on or off, the autocast regions open, what carries gradients."""
+
+    graph: fx.Graph
+    grad: bool = True
+    open: list[fx.Node] = field(default_factory=list)
+    roots: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """For a view the node whose memory it shows, for any other node itself."""
+    carrying: set[fx.Node] = field(default_factory=set)
+    """Roots through which gradients flow."""
+    detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    casts: dict[tuple[fx.Node, torch.dtype, bool], fx.Node] = field(default_factory=dict)
+    """Casts of parameters, made once a region as autocast does."""
+    problems: list[Problem] = field(default_factory=list)
+
+    def carries(self, node: fx.Node) -> bool:
+        return self.roots.get(node, node) in self.carrying
+
+
+def make_explicit(program: ExportedProgram) -> tuple[Problem, ...]:
+    """Take the markers out of a program; what cannot be said without them comes back as problems."""
+    walk = _Walk(program.graph)
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        if spec.kind in (InputKind.PARAMETER, InputKind.USER_INPUT) and _is_floating(node):
+            walk.carrying.add(node)
+    markers = []
+    for node in list(program.graph.nodes):
+        if node.op == "call_function":
+            if _is_marker(walk, node):
+                markers.append(node)
+            else:
+                _visit(walk, node)
+    for node in reversed(markers):
+        program.graph.erase_node(node)
+    return tuple(walk.problems)
+
+
+def _is_marker(walk: _Walk, node: fx.Node) -> bool:
+    if node.target is SET_GRAD:
+        walk.grad = bool(node.args[0])
+    elif node.target is ENTER_AUTOCAST:
+        walk.open.append(node)
+    elif node.target is EXIT_AUTOCAST:
+        walk.open.pop()
+        if not walk.open:
+            walk.casts.clear()
+    else:
+        return False
+    return True
+
+
+def _visit(walk: _Walk, node: fx.Node) -> None:
+    if (walk.open or not walk.grad) and _hands_on(node):
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        walk.graph.erase_node(node)
+        return
+    if walk.open:
+        _write_casts(walk, node)
+        node.meta["custom"] = {**node.meta.get("custom", {}), PINNED: True}
+    if not walk.grad:
+        _stop_gradients(walk, node)
+    _follow(walk, node)
+
+
+def _follow(walk: _Walk, node: fx.Node) -> None:
+    """Note whether gradients flow through what a call makes."""
+    first = node.args[0] if node.args else None
+    is_view = isinstance(node.target, OpOverload) and aliases_input(node.target) and not _is_detach(node)
+    if isinstance(first, fx.Node) and walk.grad and (is_view or not isinstance(node.target, OpOverload)):
+        walk.roots[node] = walk.roots.get(first, first)
+    flows = any(walk.carries(operand) for operand in node.all_input_nodes)
+    if walk.grad and flows and _is_floating(node) and not _is_detach(node):
+        walk.carrying.add(walk.roots.get(node, node))
+
+
+def _stop_gradients(walk: _Walk, node: fx.Node) -> None:
+    if isinstance(node.target, OpOverload) and is_mutable(node.target) and walk.carries(node.all_input_nodes[0]):
+        walk.problems.append(
+            Problem(
+                f"operator {operator_name(node.target)} under no_grad",
+                source_of(node),
+                "it writes into a tensor through which gradients flow, past those gradients: compute a new tensor",
+            )
+        )
+        return
+    for operand in node.all_input_nodes:
+        if walk.carries(operand):
+            node.replace_input_with(operand, _detach(walk, operand, node))
+
+
+def _detach(walk: _Walk, operand: fx.Node, before: fx.Node) -> fx.Node:
+    if operand not in walk.detached:
+        with walk.graph.inserting_before(before):
+            made = walk.graph.call_function(torch.ops.aten.detach.default, (operand,))
+        made.meta = {**before.meta, "val": operand.meta["val"]}
+        walk.detached[operand] = made
+    return walk.detached[operand]
+
+
+def _is_detach(node: fx.Node) -> bool:
+    return node.target in (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    value = node.meta.get("val")
+    return [item for item in (value if isinstance(value, tuple | list) else (value,)) if isinstance(item, Tensor)]
+
+
+def _is_floating(node: fx.Node) -> bool:
+    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in _tensors(node))
+
+
+def _hands_on(node: fx.Node) -> bool:
+    """Whether a call returns its first argument itself, so that outside the region too it is that argument."""
+    if not isinstance(node.target, OpOverload) or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    name = operator_name(node.target)
+    if name in _DROPOUTS:
+        return node.args[2] is False or node.args[1] == 0
+    if name not in _CASTS or node.kwargs.get("copy") or True in node.args[2:]:
+        return False
+    (before,), (after,) = _tensors(node.args[0]), _tensors(node)
+    return before.dtype == after.dtype and before.stride() == after.stride()
+
+
+def _write_casts(walk: _Walk, node: fx.Node) -> None:
+    """Put in front of a call the casts that autocast made: those under which it gives the dtypes it gave."""
+    enabled, dtype = walk.open[-1].args[2], walk.open[-1].args[1]
+    if not enabled or not isinstance(node.target, OpOverload) or is_mutable(node.target):
+        return
+    operands = [n for n in node.all_input_nodes if _can_be_cast(n)]
+    wanted = [tensor.dtype for tensor in _tensors(node)]
+    candidates = (None, dtype, torch.float32)
+    if operator_name(node.target).partition(".")[0] in _LOW_PRECISION:
+        candidates = (dtype, None)  # some of these take mixed dtypes without tensors' values, but not with them
+    for target in candidates:
+        if operands and _dtypes_given(node, operands, target) == wanted:
+            for operand in operands if isinstance(target, torch.dtype) else ():
+                if operand.meta["val"].dtype != target:
+                    node.replace_input_with(operand, _cast(walk, operand, target, node))
+            return
+
+
+def _can_be_cast(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _dtypes_given(node: fx.Node, operands: list[fx.Node], target: Any) -> list[torch.dtype] | None:
+    """The dtypes a call gives when these operands are cast; None when it cannot be made so."""
+
+    def value(n: fx.Node) -> Any:
+        return n.meta["val"].to(target) if target is not None and n in operands else n.meta["val"]
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+    try:
+        with torch.no_grad():
+            made = node.target(*args, **kwargs)  # type: ignore[operator]
+    except RuntimeError:
+        return None
+    return [t.dtype for t in (made if isinstance(made, tuple | list) else (made,)) if isinstance(t, Tensor)]
+
+
+def _cast(walk: _Walk, operand: fx.Node, dtype: torch.dtype, before: fx.Node) -> fx.Node:
+    key = (operand, dtype, walk.grad)
+    if operand.op == "placeholder" and key in walk.casts:
+        return walk.casts[key]
+    with walk.graph.inserting_before(before):
+        made = walk.graph.call_function(torch.ops.aten._to_copy.default, (operand,), {"dtype": dtype})
+    made.meta = {**before.meta, "val": operand.meta["val"].to(dtype)}
+    made.meta["custom"] = {**before.meta.get("custom", {}), PINNED: True}
+    if not walk.grad:
+        _stop_gradients(walk, made)
+    _follow(walk, made)
+    walk.casts[key] = made
+    return made

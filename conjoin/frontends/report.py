@@ -1,0 +1,53 @@
+"""What capture did not understand, complete and in one piece: operator, count, the user's line, consequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from conjoin.ir import Graph, Source
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueOperator:
+    """An operator nobody declared: it runs, the same on every device."""
+
+    op: str
+    count: int
+    source: Source | None
+
+    def __str__(self) -> str:
+        where = f", first at {self.source}" if self.source else ""
+        return f"{self.op}: {self.count} call(s){where}; runs replicated, is never split or rewritten"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything not understood; `complete` when there is nothing."""
+
+    opaque: tuple[OpaqueOperator, ...]
+    dropped: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        return not self.opaque and not self.dropped
+
+    def __str__(self) -> str:
+        lines = [str(entry) for entry in self.opaque]
+        lines += [
+            f"output {entry}: neither tensor nor plain value; the graph returns None there" for entry in self.dropped
+        ]
+        if not lines:
+            return "Everything was understood."
+        return f"{len(lines)} thing(s) not understood; the rest is still optimized:\n" + "\n".join(
+            f"  {line}" for line in lines
+        )
+
+
+def not_understood(graph: Graph, dropped: tuple[str, ...] = ()) -> Report:
+    """Everything in a graph that is kept as it is, because nothing is known about it."""
+    found: dict[str, tuple[int, Source | None]] = {}
+    for node in graph.nodes:
+        if node.spec is None:
+            count, first = found.get(node.op, (0, graph.source_of(node)))
+            found[node.op] = count + 1, first
+    return Report(tuple(OpaqueOperator(op, count, source) for op, (count, source) in found.items()), dropped)

@@ -1,0 +1,249 @@
+"""The one place that touches torch's private parts for capture: fake tensors, pytrees, schemas, region markers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import config as fx_config
+from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from conjoin.ir import LEAF, Structure
+
+__all__ = [
+    "ENTER_AUTOCAST",
+    "EXIT_AUTOCAST",
+    "PINNED",
+    "SET_GRAD",
+    "ExportedProgram",
+    "InputKind",
+    "KnownDraws",
+    "OutputKind",
+    "aliases_input",
+    "describe_tree",
+    "fake_copy",
+    "flatten_tree",
+    "is_mutable",
+    "keep_markers",
+    "quiet",
+    "spec_of",
+    "unflatten_tree",
+    "user_lines",
+    "writes_only_self",
+]  # fmt: skip
+
+PINNED = "conjoin_pinned"
+_BUILTIN = {tuple: "tuple", list: "list", dict: "dict"}
+
+
+def _type_name(spec: pytree.TreeSpec) -> str:
+    if spec.type in _BUILTIN:
+        return _BUILTIN[spec.type]
+    if spec.type is pytree.namedtuple:
+        return f"{spec.context.__module__}.{spec.context.__qualname__}"
+    return f"{spec.type.__module__}.{spec.type.__qualname__}"
+
+
+def _describe(spec: pytree.TreeSpec) -> Structure:
+    if spec.is_leaf():
+        return LEAF
+    children = tuple(_describe(child) for child in _children(spec))
+    keys = spec.context if isinstance(spec.context, list) and len(spec.context) == len(children) else ()
+    if not all(isinstance(key, str | int) for key in keys):
+        raise TypeError(f"keys of a {_type_name(spec)} must be strings or integers")
+    return Structure(_type_name(spec), tuple(keys), children)
+
+
+def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
+    return list(spec.children()) if hasattr(spec, "children") else list(spec.children_specs)
+
+
+def describe_tree(tree: Any) -> tuple[list[Any], Structure]:
+    """Flatten nested containers: the leaves, and the nesting as plain data."""
+    leaves, spec = pytree.tree_flatten(tree)
+    return leaves, _describe(spec)
+
+
+def _find_class(kind: str) -> type:
+    """A class already imported: registered with torch's pytrees, or a named tuple. Nothing is ever imported for it."""
+    for registered in pytree.SUPPORTED_NODES:
+        if f"{registered.__module__}.{registered.__qualname__}" == kind:
+            return registered
+    parts = kind.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:cut]))
+        for name in parts[cut:]:
+            found = getattr(found, name, None)
+        if isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields"):
+            return found
+    raise LookupError(kind)
+
+
+def spec_of(structure: Structure) -> pytree.TreeSpec:
+    """torch's description of a nesting; LookupError for a class this program has not imported."""
+    if structure.kind == "leaf":
+        return pytree.tree_structure(0)
+    children = [spec_of(child) for child in structure.children]
+    match structure.kind:
+        case "tuple" | "list":
+            return pytree.TreeSpec({"tuple": tuple, "list": list}[structure.kind], None, children)
+        case "dict":
+            return pytree.TreeSpec(dict, list(structure.keys), children)
+    found = _find_class(structure.kind)
+    if issubclass(found, tuple) and found not in pytree.SUPPORTED_NODES:
+        return pytree.TreeSpec(pytree.namedtuple, found, children)
+    return pytree.TreeSpec(found, list(structure.keys) or None, children)
+
+
+def flatten_tree(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of nested containers and torch's own description of the nesting."""
+    return pytree.tree_flatten(tree)
+
+
+def unflatten_tree(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
+    """Put leaves back into containers."""
+    return pytree.tree_unflatten(leaves, spec)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch's warnings, logs and dumps about export off the user's screen: what matters is told in our report.
+
+    What the user's own forward writes to stderr is shown afterwards, unless export failed.
+    """
+    said = io.StringIO()
+    loggers = [logging.getLogger(name) for name in ("torch.export", "torch._export", "torch._dynamo", "torch.fx")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), redirect_stderr(said):
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+    sys.stderr.write(said.getvalue())
+
+
+SET_GRAD = torch._C._set_grad_enabled
+ENTER_AUTOCAST, EXIT_AUTOCAST = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+
+
+@contextmanager
+def keep_markers() -> Iterator[None]:
+    """Have export leave `no_grad` and autocast regions in place, between markers.
+
+    By default it moves each into a graph of its own, and loses a `no_grad` that stands inside an autocast region.
+    """
+    passes = (replace_set_grad_with_hop_pass, replace_autocast_with_hop_pass)
+    names = [module.__name__.rpartition(".")[2] for module in passes]
+    kept = [getattr(module, name) for module, name in zip(passes, names, strict=True)]
+    for module, name in zip(passes, names, strict=True):
+        setattr(module, name, lambda graph_module, signature: (graph_module, signature))
+    try:
+        yield
+    finally:
+        for module, name, function in zip(passes, names, kept, strict=True):
+            setattr(module, name, function)
+
+
+@contextmanager
+def user_lines(find: Callable[[FrameType | None], str]) -> Iterator[None]:
+    """Have export note for every call the line that `find` sees in the frames of the call.
+
+    By default it notes lines of functions called `forward` only, and takes a third of its time for that.
+    """
+    create, emit = _ModuleStackTracer.create_node, fx_config.do_not_emit_stack_traces
+
+    def create_node(self: _ModuleStackTracer, *args: Any, **kwargs: Any) -> fx.Node:
+        node = create(self, *args, **kwargs)
+        if node.op == "call_function":
+            node.meta["stack_trace"] = find(sys._getframe(1))
+        return node
+
+    _ModuleStackTracer.create_node = create_node  # type: ignore[method-assign]
+    fx_config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        _ModuleStackTracer.create_node = create  # type: ignore[method-assign]
+        fx_config.do_not_emit_stack_traces = emit
+
+
+def is_mutable(op: OpOverload) -> bool:
+    """Whether an operator writes to any of its arguments."""
+    return bool(op._schema.is_mutable)
+
+
+def writes_only_self(op: OpOverload) -> bool:
+    """Whether an in-place operator writes to its first argument alone, and returns it."""
+    written = [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
+    return written[:1] == [True] and not any(written[1:]) and len(op._schema.returns) == 1
+
+
+def aliases_input(op: OpOverload) -> bool:
+    """Whether the result may share memory with the first argument."""
+    return bool(op._schema.arguments) and op._schema.arguments[0].alias_info is not None
+
+
+class KnownDraws(TorchFunctionMode):
+    """Decides `torch.rand(()) < p` for p <= 0 or p >= 1, which holds never or always, and takes `x.data` as detached.
+
+    Published models skip layers at random that way, and with a rate of 0 by default: no branch is left then. Export
+    cannot follow `x.data`, but can `x.detach()`, which differs only in what autograd checks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._draws: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.lt, Tensor.__lt__, torch.lt) and any(args[0] is draw for draw in self._draws):
+            rate = args[1]
+            if isinstance(rate, int | float) and not 0 < rate < 1:
+                return rate >= 1
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()
+        result = func(*args, **(kwargs or {}))
+        if func is torch.rand and result.dim() == 0:
+            self._draws.append(result)
+        return result
+
+
+def _attribute_tensors(module: nn.Module) -> Iterator[Tensor]:
+    for part in module.modules():
+        yield from (value for value in vars(part).values() if isinstance(value, Tensor))
+
+
+def fake_copy(model: nn.Module, inputs: Sequence[Tensor]) -> tuple[nn.Module, list[Tensor]]:
+    """A model and inputs on the meta device as if on the CPU, without memory: what a forward creates there fits them."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    memo: dict[int, Any] = {}
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        with mode:
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+
+    for tensor in (*model.parameters(), *model.buffers(), *_attribute_tensors(model)):
+        if tensor.is_meta:
+            memo[id(tensor)] = stand_in(tensor)
+    return copy.deepcopy(model, memo), [stand_in(x) if x.is_meta else mode.from_tensor(x) for x in inputs]

@@ -1,0 +1,151 @@
+"""The parts of a graph: leaves (what comes from outside), nodes (calls of operators), values (what they make).
+
+Leaves and nodes are hash-consed: building the same one twice gives the same object, so equality is identity and a graph
+of any depth is compared and hashed in constant time. The table holds them weakly and is the only global state here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, assert_never
+from weakref import WeakValueDictionary
+
+from conjoin.ops import Args, Call, Kind, OpSpec, TensorType, map_tensors, spec_for, walk_tensors
+
+
+class LeafKind(Enum):
+    """Where a leaf comes from."""
+
+    INPUT = "input"
+    PARAMETER = "param"
+    BUFFER = "buffer"
+    CONSTANT = "const"
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Leaf:
+    """A tensor from outside the graph; `aliases` are further names of the same tensor (tied weights)."""
+
+    kind: LeafKind
+    name: str
+    type: TensorType
+    trainable: bool = False
+    aliases: tuple[str, ...] = ()
+    data: bytes | None = None
+    """The values of a constant, row by row, where they are known."""
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}:{self.name}"
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False, weakref_slot=True)
+class Node:
+    """One call of an operator; arguments stand in the order of its signature, values where tensors go."""
+
+    op: str
+    args: Args
+    types: tuple[TensorType, ...]
+    occurrence: int = 0
+    """Tells equal calls apart that must not be merged: random draws, and copies whose gradients add up separately."""
+    pinned: bool = False
+    """Computed in the dtypes written, whatever autocast the caller runs under."""
+
+    def __repr__(self) -> str:
+        """The call alone: with its inputs spelled out, and theirs, it would be as long as the graph has paths."""
+        return f"<Node {self.op} -> {', '.join(map(str, self.types))}>"
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        """The values this node reads, in order, lists flattened."""
+        return tuple(value for _, value in walk_tensors(self.op, self.args))
+
+    @property
+    def call(self) -> Call:
+        """The call on types, as the declarations take it."""
+        return Call(self.op, map_tensors(self.op, self.args, lambda value: value.type))
+
+    @property
+    def spec(self) -> OpSpec | None:
+        """The declaration of the operator; None when it is opaque, or used in a form nobody declared."""
+        return spec_for(self.call)
+
+    def outputs(self) -> Iterator[Value]:
+        """The values this node makes."""
+        return (Value(self, i) for i in range(len(self.types)))
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor of the graph: a leaf, or one output of a node."""
+
+    owner: Leaf | Node
+    index: int = 0
+
+    @property
+    def type(self) -> TensorType:
+        return self.owner.type if isinstance(self.owner, Leaf) else self.owner.types[self.index]
+
+
+def fits(kind: Kind, argument: Any) -> bool:
+    """Whether an argument is of the kind a parameter takes: a number may stand for a tensor, a value for no literal."""
+    match kind:
+        case Kind.ATTRIBUTE:
+            return not _holds_value(argument)
+        case Kind.TENSOR:
+            return argument is None or isinstance(argument, Value | bool | int | float)
+        case Kind.TENSORS:
+            if argument is None:
+                return True
+            return isinstance(argument, tuple) and all(isinstance(item, Value | None) for item in argument)
+        case _:
+            assert_never(kind)
+
+
+def _holds_value(item: Any) -> bool:
+    return any(map(_holds_value, item)) if isinstance(item, tuple) else isinstance(item, Value)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where in the user's program a node comes from: file, line, and the module's path inside the model."""
+
+    file: str
+    line: int
+    module: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" + (f" ({self.module})" if self.module else "")
+
+
+_interned: WeakValueDictionary[Any, Any] = WeakValueDictionary()
+
+
+def typed_key(value: Any) -> Any:
+    """What stands for a literal, a value or a tuple of them in comparisons: 1, 1.0 and True differ, as do 0.0 and -0.0;
+    nan is equal to itself.
+    """
+    if isinstance(value, tuple):
+        return tuple(typed_key(item) for item in value)
+    return type(value), repr(value) if isinstance(value, float) else value
+
+
+def make_leaf(
+    kind: LeafKind,
+    name: str,
+    type: TensorType,
+    *,
+    trainable: bool = False,
+    aliases: tuple[str, ...] = (),
+    data: bytes | None = None,
+) -> Leaf:
+    """The leaf with these properties; the same object every time."""
+    key = (kind, name, type, trainable, aliases, data)
+    return _interned.setdefault(key, Leaf(kind, name, type, trainable, aliases, data))  # type: ignore[no-any-return]
+
+
+def make_node(op: str, args: Args, types: tuple[TensorType, ...], *, occurrence: int = 0, pinned: bool = False) -> Node:
+    """The node with these properties; the same object every time."""
+    key = (op, typed_key(args), types, occurrence, pinned)
+    return _interned.setdefault(key, Node(op, args, types, occurrence, pinned))  # type: ignore[no-any-return]

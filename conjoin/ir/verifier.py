@@ -1,0 +1,190 @@
+"""Is this a well-formed graph? Every fault is found and told with its place, not only the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from conjoin.errors import GraphError
+from conjoin.ir.graph import Graph
+from conjoin.ir.limits import MAX_PIECES
+from conjoin.ir.nodes import Leaf, LeafKind, Node, Value, fits
+from conjoin.ir.printer import node_text
+from conjoin.ops import TensorType, output_types, signature, types_on_meta
+
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong, and where."""
+
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}"
+
+
+def find_faults(graph: Graph) -> tuple[Fault, ...]:
+    """Everything that is wrong with a graph; empty when it is well formed."""
+    return (*_leaf_faults(graph), *_node_faults(graph), *_boundary_faults(graph))
+
+
+def verify(graph: Graph) -> Graph:
+    """The graph itself when it is well formed; otherwise GraphError lists the faults."""
+    faults = find_faults(graph)
+    if not faults:
+        return graph
+    listed = "\n".join(f"  {fault}" for fault in faults[:_SHOWN])
+    more = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+    raise GraphError(
+        f"The graph {graph.name!r} is not well formed: {len(faults)} fault{'s' if len(faults) > 1 else ''} found. "
+        f"It was edited wrongly, or written for other operators. "
+        f"Correct these or capture the model again:\n{listed}{more}"
+    )
+
+
+def _leaf_faults(graph: Graph) -> Iterator[Fault]:
+    seen: set[str] = set()
+    for leaf in graph.leaves:
+        if str(leaf) in seen:
+            yield Fault(str(leaf), "the name is used twice")
+        seen.add(str(leaf))
+        if leaf.trainable and leaf.kind is not LeafKind.PARAMETER:
+            yield Fault(str(leaf), "only parameters are trainable")
+        if leaf.data is not None and leaf.kind is not LeafKind.CONSTANT:
+            yield Fault(str(leaf), "only constants carry data")
+        elif leaf.data is not None and len(leaf.data) != leaf.type.bytes:
+            yield Fault(str(leaf), f"{len(leaf.data):,} bytes of data do not fill {leaf.type}")
+
+
+def _node_faults(graph: Graph) -> Iterator[Fault]:
+    known: set[Leaf | Node] = set(graph.leaves)
+    for i, node in enumerate(graph.nodes):
+        source = graph.sources[i] if i < len(graph.sources) else None
+        where = f"node {i} {node.op}" + (f" at {source}" if source else "")
+        if node in known:
+            yield Fault(where, "stands twice")
+        yield from (Fault(where, what) for what in _form_faults(node) or _call_faults(node, known))
+        known.add(node)
+
+
+def _form_faults(node: Node) -> list[str]:
+    """What keeps a node from being read as a call at all."""
+    try:
+        known = signature(node.op)
+    except LookupError as error:
+        return [str(error)]
+    if len(node.args) != len(known.parameters):
+        return [f"takes {len(known.parameters)} arguments, {len(node.args)} are given"]
+    pairs = zip(known.parameters, node.args, strict=True)
+    return [f"cannot take what is given for {p.name!r}" for p, argument in pairs if not fits(p.kind, argument)]
+
+
+def _call_faults(node: Node, known: set[Leaf | Node]) -> Iterator[str]:
+    if signature(node.op).mutates:
+        yield "writes to its inputs"
+        return
+    missing = [value for value in node.inputs if not _is_made(value, known)]
+    if missing:
+        yield f"reads {len(missing)} value(s) that are not made before it"
+    if not all(_has_type(value) for value in node.inputs):
+        return
+    pieces = _num_pieces(node)
+    if pieces > max(MAX_PIECES, len(node.types)):
+        yield f"gives {pieces:,} tensors, the graph states {len(node.types)}"
+    else:
+        yield from _type_faults(node)
+
+
+def _has_type(value: Value) -> bool:
+    return 0 <= value.index < (1 if isinstance(value.owner, Leaf) else len(value.owner.types))
+
+
+def _is_made(value: Value, known: set[Leaf | Node]) -> bool:
+    return value.owner in known and _has_type(value)
+
+
+def _num_pieces(node: Node) -> int:
+    """How many tensors a call cuts its operand into, counted before anybody makes them; 0 for one that does not cut."""
+    name, call = node.op.partition(".")[0], node.call
+    if name not in _CUTTING or not call.tensors:
+        return 0
+    shape, dim = call.tensors[0].shape, call["dim"] or 0
+    size = shape[dim] if type(dim) is int and -len(shape) <= dim < len(shape) else 0
+    if type(call["split_size"]) is int:
+        return -(-size // max(call["split_size"], 1))
+    if type(call["chunks"]) is int:
+        return min(call["chunks"], size)
+    if type(call["sections"]) is int:
+        return int(call["sections"])
+    return size if name.startswith("unbind") else 0
+
+
+_CUTTING = frozenset({
+    "split", "unsafe_split", "split_copy", "chunk", "unsafe_chunk", "tensor_split", "hsplit", "vsplit", "dsplit",
+    "unbind", "unbind_copy",
+})  # fmt: skip
+
+
+def _type_faults(node: Node) -> Iterator[str]:
+    """What torch or the declaration says of the outputs, against what the graph states."""
+    try:
+        spec = node.spec
+        if spec is None and not node.inputs:
+            yield "is not declared and takes no tensor: only declared operators may make tensors from nothing"
+            return
+        derived = output_types(spec, node.call) if spec is not None else types_on_meta(node.call)
+    except Exception as error:  # an operator may refuse its operands with any error; it is told, never swallowed
+        yield f"does not fit its operands: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        return
+    stated = tuple(TensorType(output.shape, output.dtype) for output in node.types)
+    if derived is not None and derived != stated:
+        yield f"gives {', '.join(map(str, derived))}, the graph states {', '.join(map(str, stated))}"
+
+
+def _boundary_faults(graph: Graph) -> Iterator[Fault]:
+    known: set[Leaf | Node] = {*graph.leaves, *graph.nodes}
+    buffers = {leaf.name: leaf for leaf in graph.leaves_of(LeafKind.BUFFER)}
+    for i, output in enumerate(graph.outputs):
+        if isinstance(output, Value) and not _is_made(output, known):
+            yield Fault(f"output {i}", "is not made by the graph")
+    for name, value in graph.updates:
+        if name not in buffers:
+            yield Fault(f"update {name}", "there is no such buffer")
+        elif not isinstance(value, Value) or not _is_made(value, known):
+            yield Fault(f"update {name}", "the value is not made by the graph")
+        elif value.type != buffers[name].type:
+            yield Fault(f"update {name}", f"{value.type} does not fit the buffer's {buffers[name].type}")
+    yield from _structure_faults(graph)
+    if graph.loss is not None:
+        loss = graph.outputs[graph.loss] if 0 <= graph.loss < len(graph.outputs) else None
+        if not isinstance(loss, Value) or not _has_type(loss) or not _is_loss(loss.type):
+            yield Fault("loss", f"output {graph.loss} is not a floating-point number")
+
+
+def _is_loss(type: TensorType) -> bool:
+    return type.shape == () and type.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def _structure_faults(graph: Graph) -> Iterator[Fault]:
+    if graph.input_structure.num_leaves != len(graph.inputs):
+        yield Fault("inputs", f"{len(graph.inputs)} are named, the structure has {graph.input_structure.num_leaves}")
+    if graph.output_structure.num_leaves != len(graph.outputs):
+        yield Fault("outputs", f"{len(graph.outputs)} are named, the structure has {graph.output_structure.num_leaves}")
+    given = {value.owner for value in graph.inputs if isinstance(value, Value)}
+    inputs = graph.leaves_of(LeafKind.INPUT)
+    for i, value in enumerate(graph.inputs):
+        if isinstance(value, Value) and value.owner not in inputs:
+            yield Fault(f"input {i}", "is not an input leaf of the graph")
+    for leaf in inputs:
+        if leaf not in given:
+            yield Fault(str(leaf), "is not among the inputs")
+
+
+def describe(graph: Graph, node: Node) -> str:
+    """A node as one line of text, for messages."""
+    return node_text(node, graph.numbers, graph.source_of(node))

@@ -1,0 +1,133 @@
+"""The one place that touches torch's private operator schemas: names, signatures and lookup of ATen overloads."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from conjoin.ops.composites import COMPOSITES
+
+
+class Kind(Enum):
+    """What a parameter of an operator takes."""
+
+    TENSOR = "tensor"
+    TENSORS = "tensors"
+    ATTRIBUTE = "attribute"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of an operator, as its schema states it."""
+
+    name: str
+    kind: Kind
+    default: object
+    has_default: bool
+    keyword_only: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The parameters of one overload, and whether it writes to its inputs or draws random numbers."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    num_outputs: int
+    mutates: bool
+    random: bool
+
+    def position(self, name: str) -> int:
+        """Where the parameter of that name stands, or -1."""
+        return next((i for i, parameter in enumerate(self.parameters) if parameter.name == name), -1)
+
+
+PLACEMENT_PARAMETERS = frozenset({"device", "layout", "pin_memory", "generator", "non_blocking"})
+"""Parameters that say where or when, not what: a graph leaves them to whoever runs it."""
+
+
+def operator_name(op: OpOverload) -> str:
+    """The name of an overload in graphs: `linear`, `sum.dim_IntList`, `mylib::scan`.
+
+    >>> operator_name(torch.ops.aten.linear.default), operator_name(torch.ops.aten.sum.dim_IntList)
+    ('linear', 'sum.dim_IntList')
+    """
+    namespace, _, name = op._schema.name.partition("::")
+    full = name if namespace == "aten" else f"{namespace}::{name}"
+    return full if op._overloadname == "default" else f"{full}.{op._overloadname}"
+
+
+@cache
+def find_operator(name: str) -> Callable[..., Any]:
+    """The overload, or our own composite, of that name; LookupError when there is none.
+
+    >>> find_operator("sum.dim_IntList")
+    <OpOverload(op='aten.sum', overload='dim_IntList')>
+    """
+    if name in COMPOSITES:
+        return COMPOSITES[name]
+    namespace, _, rest = name.rpartition("::")
+    base, _, overload = rest.partition(".")
+    if not all(part.isidentifier() for part in (base, overload or "default", namespace or "aten")):
+        raise LookupError(f"{name!r} is not an operator name")
+    try:
+        packet = getattr(getattr(torch.ops, namespace or "aten"), base)
+        found = getattr(packet, overload or "default")
+    except AttributeError:
+        raise LookupError(f"torch {torch.__version__} has no operator {name!r}") from None
+    if not isinstance(found, OpOverload):
+        raise LookupError(f"{name!r} is not an operator overload")
+    return found
+
+
+_KINDS = {
+    "Tensor": Kind.TENSOR, "Optional[Tensor]": Kind.TENSOR,
+    "List[Tensor]": Kind.TENSORS, "List[Optional[Tensor]]": Kind.TENSORS, "Optional[List[Tensor]]": Kind.TENSORS,
+}  # fmt: skip
+
+
+def _freeze(value: object) -> object:
+    return tuple(_freeze(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+@cache
+def signature(name: str) -> Signature:
+    """The signature of an operator by name.
+
+    >>> [p.name for p in signature("linear").parameters]
+    ['input', 'weight', 'bias']
+    """
+    op = find_operator(name)
+    if not isinstance(op, OpOverload):
+        return _composite_signature(name, op)
+    schema: Any = op._schema
+    parameters = tuple(
+        Parameter(
+            argument.name,
+            _KINDS.get(str(argument.type), Kind.ATTRIBUTE),
+            _freeze(argument.default_value),
+            argument.has_default_value(),
+            argument.kwarg_only,
+        )
+        for argument in schema.arguments
+    )
+    random = torch.Tag.nondeterministic_seeded in op.tags
+    return Signature(name, parameters, len(schema.returns), schema.is_mutable, random)
+
+
+def _composite_signature(name: str, function: Callable[..., Any]) -> Signature:
+    """Read the parameters off a Python function whose annotations name tensors as `Tensor` or `Tensor | None`."""
+    parameters = tuple(
+        Parameter(
+            parameter.name, Kind.TENSOR if "Tensor" in str(parameter.annotation) else Kind.ATTRIBUTE, None, False, False
+        )
+        for parameter in inspect.signature(function).parameters.values()
+    )
+    return Signature(name, parameters, 1, mutates=False, random=False)

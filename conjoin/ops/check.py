@@ -1,0 +1,154 @@
+"""Proof by running: split as a rule says, compute the parts, recombine, compare values and gradients with the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, assert_never
+
+import torch
+from torch import Tensor
+
+from conjoin.ops.aten import find_operator, signature
+from conjoin.ops.local import LocalForm, Pieces, Span, operand_spans, run_local
+from conjoin.ops.placement import Copies, Invariant, Partial, Placement, Split
+from conjoin.ops.sharding import ShardingRule
+from conjoin.ops.spec import Call, OpSpec, map_tensors, space_of
+from conjoin.ops.tensor_type import TensorType
+
+
+class CheckFailed(AssertionError):
+    """A declaration says something that running it refutes."""
+
+
+def execute(op: str, *args: Any) -> Any:
+    """Apply an operator by name to real tensors; lists of outputs come back as tuples."""
+    parameters = signature(op).parameters
+    positional = [value for parameter, value in zip(parameters, args, strict=False) if not parameter.keyword_only]
+    keywords = {p.name: v for p, v in zip(parameters, args, strict=False) if p.keyword_only and v is not None}
+    result = find_operator(op)(*positional, **keywords)
+    return tuple(result) if isinstance(result, list) else result
+
+
+def run_whole(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The operator on the whole operands."""
+    feed = iter(tensors)
+    result = execute(call.op, *map_tensors(call.op, call.args, lambda _: next(feed)))
+    return tuple(result) if isinstance(result, tuple) else (result,)
+
+
+def _take(tensor: Tensor, spans: Sequence[Span]) -> Tensor:
+    for span in spans:
+        tensor = tensor.narrow(span.dim, span.start, span.stop - span.start)
+    return tensor
+
+
+def _addend(tensor: Tensor, part: int) -> Tensor:
+    """One of the partial sums of a tensor: the first two differ in every element and in sign, the rest is zero."""
+    generator = torch.Generator().manual_seed(tensor.numel())
+    if tensor.is_floating_point() or tensor.is_complex():
+        share = torch.rand(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype) * 3 - 1
+        return tensor * (share, 1 - share, torch.zeros_like(share))[min(part, 2)]
+    noise = torch.randint(-3, 4, tensor.shape, generator=generator, dtype=tensor.dtype)
+    return (tensor - noise, noise, torch.zeros_like(noise))[min(part, 2)]
+
+
+def _part_of(tensor: Tensor, placement: Placement, spans: Sequence[Span], part: int) -> Tensor:
+    match placement:
+        case Partial():
+            return _addend(tensor, part)
+        case Split() | Copies() | Invariant():
+            return _take(tensor, spans)
+        case _:
+            assert_never(placement)
+
+
+def _recombine(parts: Sequence[Tensor], placement: Placement) -> Tensor:
+    match placement:
+        case Split(dim):
+            return torch.cat(list(parts), dim)
+        case Partial():
+            return torch.stack(list(parts)).sum(0, dtype=parts[0].dtype)
+        case Copies() | Invariant():
+            if any(not torch.allclose(part, parts[0], rtol=0, atol=0, equal_nan=True) for part in parts[1:]):
+                raise CheckFailed("copies differ")
+            return parts[0]
+        case _:
+            assert_never(placement)
+
+
+def split_run_recombine(
+    spec: OpSpec, call: Call, rule: ShardingRule, tensors: Sequence[Tensor], cuts: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """Run every part of a call split at `cuts` (piece boundaries of the rule's index) and put the outputs together."""
+    results = []
+    for part, piece in enumerate(pairwise(cuts)):
+        pieces: Pieces = {} if rule.index is None else {rule.index: piece}
+        spans = operand_spans(spec, call, pieces)
+        local = [_part_of(t, p, s, part) for t, p, s in zip(tensors, rule.operands, spans, strict=True)]
+        results.append(run_local(spec, call, pieces, local, execute))
+    if isinstance(rule.operands[0] if rule.operands else None, Invariant):
+        results = results[:1]
+    return tuple(
+        _recombine(parts, placement) for parts, placement in zip(zip(*results, strict=True), rule.outputs, strict=True)
+    )
+
+
+def _gradients(outputs: Sequence[Tensor], tensors: Sequence[Tensor], seed: int) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(seed)
+    pairs = [(o, torch.randn(o.shape, generator=generator, dtype=o.dtype)) for o in outputs if o.requires_grad]
+    wanted = [t for t in tensors if t.requires_grad]
+    if not pairs or not wanted:
+        return [None] * len(wanted)
+    return list(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+
+
+def _compare(what: str, got: Tensor, want: Tensor) -> None:
+    if got.shape != want.shape:
+        raise CheckFailed(f"{what}: shape {tuple(got.shape)} instead of {tuple(want.shape)}")
+    if got.dtype != want.dtype:
+        raise CheckFailed(f"{what}: dtype {got.dtype} instead of {want.dtype}")
+    wide = torch.complex128 if want.is_complex() else torch.float64
+    got, want = got.detach().to(wide), want.detach().to(wide)
+    if not torch.allclose(got, want, rtol=1e-9, atol=1e-9, equal_nan=True):
+        raise CheckFailed(f"{what}: off by {(got - want).abs().max().item():.3g}")
+
+
+def _compare_all(what: str, got: Sequence[Tensor], want: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Compare outputs, then the gradients of every operand; an absent gradient is zero."""
+    if len(got) != len(want):
+        raise CheckFailed(f"{what}: {len(got)} outputs instead of {len(want)}")
+    for i, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+        _compare(f"{what}: output {i}", ours, theirs)
+    wanted = [t for t in tensors if t.requires_grad]
+    for i, (tensor, *pair) in enumerate(
+        zip(wanted, _gradients(got, tensors, 0), _gradients(want, tensors, 0), strict=True)
+    ):
+        ours, theirs = (torch.zeros_like(tensor) if gradient is None else gradient for gradient in pair)
+        _compare(f"{what}: gradient {i}", ours, theirs)
+
+
+def check_rule(spec: OpSpec, call: Call, rule: ShardingRule, tensors: Sequence[Tensor], cuts: Sequence[int]) -> None:
+    """Raise CheckFailed unless the parts, recombined, are the whole: outputs and the gradients of every operand."""
+    parts = split_run_recombine(spec, call, rule, tensors, cuts)
+    _compare_all(f"{call.op} [{rule}] split {rule.index} at {list(cuts)}", parts, run_whole(call, tensors), tensors)
+
+
+def check_expansion(spec: OpSpec, call: Call, tensors: Sequence[Tensor]) -> None:
+    """Raise CheckFailed unless the operator's expansion computes what the operator does, outputs and gradients."""
+    assert spec.expansion is not None, f"{spec.name} has no expansion"
+    feed = iter(tensors)
+    args = map_tensors(call.op, call.args, lambda _: next(feed))
+    result = spec.expansion(LocalForm(spec, call, space_of(spec, call), {}, args, execute))
+    expanded = tuple(result) if isinstance(result, tuple) else (result,)
+    _compare_all(f"{call.op} expanded", expanded, run_whole(call, tensors), tensors)
+
+
+def types_on_meta(call: Call) -> tuple[TensorType, ...] | None:
+    """What torch itself says of the outputs, asked without data; None where the operator has no such answer."""
+    tensors = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in call.tensors]
+    try:
+        outputs = run_whole(call, tensors)
+    except NotImplementedError:
+        return None
+    return tuple(TensorType(tuple(output.shape), output.dtype) for output in outputs)

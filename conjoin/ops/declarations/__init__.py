@@ -1,0 +1,1 @@
+"""Every operator, by family; each file lists its own in `OPS`."""

@@ -1,0 +1,190 @@
+"""Normalisation: statistics over some dims, which must be whole or are reduced by the expansion."""
+
+from __future__ import annotations
+
+from functools import partial
+from random import Random
+from typing import Any
+
+from conjoin.ops.dtypes import Dtype
+from conjoin.ops.local import LocalForm, local_sizes
+from conjoin.ops.notation import NotationError
+from conjoin.ops.sampling import Sample, real
+from conjoin.ops.spec import Args, Call, Indexed, OpSpec
+
+
+def _uses_batch(call: Call) -> bool:
+    """Whether the statistics are those of this batch, not the running ones."""
+    return call["running_mean"] is None or bool(call["training"])
+
+
+def _batch_norm(call: Call) -> Indexed:
+    """In training the statistics are over batch and space, which are whole; in eval every element is on its own."""
+    batch = _uses_batch(call)
+    mark = "!" if batch else ""
+    x = " ".join([f"n{mark}", "c", *(f"s{i}{mark}" for i in range(len(call["input"].shape) - 2))])
+    if call.op == "batch_norm":
+        if batch and call["running_mean"] is not None:
+            raise NotationError("batch_norm in training writes to its running statistics")
+        return Indexed(f"{x}{', c' * (len(call.tensors) - 1)} -> {x}")
+    saved = ["c", "c"] if batch else ["none", "none"]
+    moved = ["c", "c"] if call.op.endswith("functional") else []
+    return Indexed(f"{x}{', c' * (len(call.tensors) - 1)} -> {', '.join([x, *saved, *moved])}", (("none", 0),))
+
+
+def _batch_norm_sample(*flags: bool, statistics: bool = True) -> Sample:
+    def sample(rng: Random) -> Args:
+        c = rng.randint(1, 4)
+        x = real(rng.randint(2, 4), c, *(rng.randint(1, 4) for _ in range(rng.choice((0, 1, 2)))))
+        affine = rng.choice(((real(c), real(c)), (None, None)))
+        running = (real(c), real(c)) if statistics else ()
+        return (x, *affine, *running, *flags, 0.1, 1e-5)
+
+    return sample
+
+
+def _eval_sample(rng: Random) -> Args:
+    return (*_batch_norm_sample(False)(rng), False)
+
+
+def batch_norm_expansion(form: LocalForm) -> Any:
+    """Training-mode batch norm from sums over the batch: those may be partial, so the batch may be split.
+
+    mean = sum(x) / m, var = sum((x - mean)^2) / m, y = (x - mean) * rsqrt(var + eps) * weight + bias.
+    """
+    if not _uses_batch(form.call):
+        return form.run()
+    x, emit = form["input"], form.emit
+    shape = form.call["input"].shape
+    dims = (0, *range(2, len(shape)))
+    count = form.call["input"].num_elements // max(shape[1], 1)
+    column, flat = (1, shape[1], *(1,) * (len(shape) - 2)), (shape[1],)
+    mean = emit("div.Tensor", emit("sum.dim_IntList", x, dims, True), float(count))
+    centred = emit("sub.Tensor", x, mean)
+    var = emit("div.Tensor", emit("sum.dim_IntList", emit("mul.Tensor", centred, centred), dims, True), float(count))
+    scale = emit("rsqrt", emit("add.Tensor", var, form.call["eps"]))
+    y = emit("mul.Tensor", centred, scale)
+    if form["weight"] is not None:
+        y = emit("mul.Tensor", y, emit("view", form["weight"], column))
+        y = emit("add.Tensor", y, emit("view", form["bias"], column))
+    saved = tuple(emit("detach", emit("view", statistic, flat)) for statistic in (mean, scale))
+    if not form.call.op.endswith("functional"):
+        return y, *saved
+    new_mean = _moved(form, "running_mean", saved[0], 1.0)
+    new_var = _moved(form, "running_var", emit("view", var, flat), count / max(count - 1, 1))
+    return y, *saved, new_mean, new_var
+
+
+def _moved(form: LocalForm, name: str, new: Any, factor: float) -> Any:
+    """A running statistic after this batch; the variance is made unbiased first."""
+    momentum = form.call["momentum"]
+    kept = form.emit("mul.Tensor", form[name], 1 - momentum)
+    return form.emit("add.Tensor", kept, form.emit("mul.Tensor", form.emit("detach", new), momentum * factor))
+
+
+def _trailing(call: Call, outputs: str = "{x}") -> str:
+    """The last dims, as many as `normalized_shape` has, are whole."""
+    rank, width = len(call.tensors[0].shape), len(call["normalized_shape"])
+    x = " ".join(f"d{i}!" if i >= rank - width else f"d{i}" for i in range(rank))
+    vector = " ".join(f"d{i}!" for i in range(rank - width, rank))
+    stats = " ".join([f"d{i}" for i in range(rank - width)] + ["1"] * width)
+    return f"{', '.join([x] + [vector] * (len(call.tensors) - 1))} -> {outputs.format(x=x, stats=stats)}"
+
+
+def _affine_terms(call: Call) -> str:
+    """Linear in weight and bias together; a bias alone is added to what no partial sum shares."""
+    return "weight + bias" if call["weight"] is not None else ""
+
+
+def _layer_norm_sample(num_affine: int, always: bool = False) -> Sample:
+    def sample(rng: Random) -> Args:
+        shape = tuple(rng.randint(2, 5) for _ in range(rng.randint(1, 4)))
+        width = rng.randint(1, min(2, len(shape)))
+        given = real(*shape[-width:])
+        affine = [given if always or rng.random() < 0.7 else None for _ in range(num_affine)]
+        return (real(*shape), shape[-width:], *affine, 1e-5)
+
+    return sample
+
+
+def _group_norm(call: Call) -> Indexed:
+    """Groups of channels may be split; the native form also gives mean and scale of every group."""
+    spatial = " ".join(f"s{i}!" for i in range(len(call.tensors[0].shape) - 2))
+    vectors = ", (g c!)" * (len(call.tensors) - 1)
+    statistics = ", n g, n g" if call.op == "native_group_norm" else ""
+    groups = call["num_groups"] or call["group"]
+    return Indexed(f"n (g c!) {spatial}{vectors} -> n (g c!) {spatial}{statistics}", (("g", groups),))
+
+
+def _group_norm_sample(rng: Random) -> Args:
+    g, c = rng.randint(1, 3), rng.randint(1, 3)
+    affine = rng.choice(((real(g * c), real(g * c)), (None, None)))
+    return real(rng.randint(1, 3), g * c, *(3,) * rng.randint(0, 2)), g, *affine, 1e-5
+
+
+def _native_group_sample(rng: Random) -> Args:
+    x, g, weight, bias, eps = _group_norm_sample(rng)
+    n, c = x.shape[:2]
+    return x, weight, bias, n, c, x.num_elements // (n * c), g, eps
+
+
+def _local_native_group(form: LocalForm) -> Any:
+    """Its sizes are attributes, which follow the pieces."""
+    sizes = local_sizes(form.space, form.pieces)
+    return form.run(
+        input=form.emit("contiguous", form["input"]), N=sizes["n"], C=sizes["g"] * sizes["c"], group=sizes["g"]
+    )
+
+
+def _instance_norm(call: Call) -> str:
+    """Statistics of every sample and channel over space."""
+    if call["running_mean"] is not None:
+        raise NotationError("instance_norm with running statistics writes to them")
+    x = " ".join(["n", "c", *(f"s{i}!" for i in range(len(call["input"].shape) - 2))])
+    return f"{x}{', c' * (len(call.tensors) - 1)} -> {x}"
+
+
+def _instance_norm_sample(rng: Random) -> Args:
+    c = rng.randint(1, 4)
+    x = real(rng.randint(1, 3), c, *(rng.randint(2, 4) for _ in range(rng.randint(1, 2))))
+    affine = rng.choice(((real(c), real(c)), (None, None)))
+    return x, *affine, None, None, True, 0.1, 1e-5, False
+
+
+def _weight_norm(call: Call) -> str:
+    """Norms over all dims but one."""
+    v, dim = call["v"].shape, call.dim()
+    names = " ".join("k" if i == dim else f"d{i}!" for i in range(len(v)))
+    norms = " ".join("k" if i == dim else "1" for i in range(len(v)))
+    return f"{names}, {norms} -> {names}"
+
+
+def _weight_norm_sample(rng: Random) -> Args:
+    shape = tuple(rng.randint(2, 4) for _ in range(3))
+    dim = rng.choice((0, 2))
+    return real(*shape), real(*(n if i == dim else 1 for i, n in enumerate(shape))), dim
+
+
+_STATISTICS = ("running_mean", "running_var")
+_THREE = (Dtype.FIRST,) * 3
+_FIVE = (*_THREE, Dtype.WIDE, Dtype.WIDE)
+_batch = partial(OpSpec, flops=8, domain=(0.1, 2.0), constants=_STATISTICS)
+_norm = partial(OpSpec, dtype=Dtype.FIRST, flops=8)
+
+OPS: tuple[OpSpec, ...] = (
+    _batch("_native_batch_norm_legit_functional", _batch_norm, _batch_norm_sample(True), dtype=_FIVE,
+           expansion=batch_norm_expansion),
+    _batch("_native_batch_norm_legit.no_stats", _batch_norm, _batch_norm_sample(True, statistics=False),
+           dtype=_THREE, expansion=batch_norm_expansion, constants=()),
+    _batch("_native_batch_norm_legit_no_training", _batch_norm, _batch_norm_sample(), dtype=_THREE),
+    _batch("batch_norm", _batch_norm, _eval_sample, dtype=Dtype.FIRST),
+    _norm("layer_norm", _trailing, _layer_norm_sample(2), terms=_affine_terms),
+    _norm("native_layer_norm", lambda call: _trailing(call, "{x}, {stats}, {stats}"), _layer_norm_sample(2, True)),
+    _norm("rms_norm", _trailing, _layer_norm_sample(1), terms="weight", flops=6),
+    _norm("_fused_rms_norm", lambda call: _trailing(call, "{x}, {stats}"), _layer_norm_sample(1), flops=6,
+          dtype=(Dtype.FIRST, Dtype.WIDE)),
+    _norm("group_norm", _group_norm, _group_norm_sample, follows={"num_groups": "g"}, terms=_affine_terms),
+    _norm("native_group_norm", _group_norm, _native_group_sample, local=_local_native_group),
+    _norm("instance_norm", _instance_norm, _instance_norm_sample, terms=_affine_terms),
+    _norm("_weight_norm", _weight_norm, _weight_norm_sample, terms="g", flops=4),
+)  # fmt: skip

@@ -1,0 +1,42 @@
+"""How much work a call is: floating-point operations, and bytes read and written."""
+
+from __future__ import annotations
+
+from math import prod
+
+from conjoin.ops.spec import Call, OpSpec, output_types, space_of
+
+
+def flops(spec: OpSpec, call: Call) -> float:
+    """Floating-point operations of one forward call.
+
+    >>> import torch
+    >>> from conjoin.ops import TensorType, find_spec
+    >>> x, w = TensorType((8, 4), torch.float32), TensorType((16, 4), torch.float32)
+    >>> flops(find_spec("linear"), Call("linear", (x, w, None)))
+    1024.0
+    """
+    space = space_of(spec, call)
+    if callable(spec.flops):
+        return float(spec.flops(call, space.sizes))
+    if spec.flops == 0:
+        return 0.0
+    return float(spec.flops) * prod(space.sizes[index] for index in space.notation.indices())
+
+
+def bytes_read(spec: OpSpec, call: Call) -> int:
+    """Bytes of operands that a call reads; of a table that is looked up, the rows looked up."""
+    if spec.view:
+        return 0
+    space = space_of(spec, call)
+    addressed = {access.addresses for access in space.notation.operands} - {None}
+    total = 0
+    for access, tensor in zip(space.notation.operands, call.tensors, strict=True):
+        looked_up = bool(addressed & access.indices())
+        total += min(tensor.bytes, bytes_written(spec, call)) if looked_up else tensor.bytes
+    return total
+
+
+def bytes_written(spec: OpSpec, call: Call) -> int:
+    """Bytes of outputs that a call writes; none for a view."""
+    return 0 if spec.view else sum(output.bytes for output in output_types(spec, call))

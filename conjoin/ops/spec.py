@@ -1,0 +1,222 @@
+"""What an operator is: one declaration of facts, and a call of it on tensors known by type only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from conjoin.ops.aten import PLACEMENT_PARAMETERS, Kind, Signature, signature
+from conjoin.ops.dtypes import Dtype, Number, output_dtype
+from conjoin.ops.notation import Notation, NotationError, bind_sizes, expand_dots, output_shapes, parse_notation
+from conjoin.ops.tensor_type import TensorType
+
+if TYPE_CHECKING:
+    from conjoin.ops.local import LocalForm
+
+Args = tuple[Any, ...]
+"""Arguments in the order of the signature: tensors (or what stands for them), None, or literals; lists are tuples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Indexed:
+    """A notation together with the sizes that no operand shows."""
+
+    text: str
+    sizes: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operator applied to tensors of given types.
+
+    >>> call = Call("linear", (TensorType((2, 4), torch.float32), TensorType((3, 4), torch.float32), None))
+    >>> call["weight"].shape, len(call.tensors)
+    ((3, 4), 2)
+    """
+
+    op: str
+    args: Args
+
+    @property
+    def signature(self) -> Signature:
+        return signature(self.op)
+
+    @property
+    def tensors(self) -> tuple[TensorType, ...]:
+        """The operands, lists flattened, absent ones left out."""
+        return tuple(value for _, value in walk_tensors(self.op, self.args))
+
+    @property
+    def operand_names(self) -> tuple[str, ...]:
+        """The parameter each operand was given for."""
+        return tuple(name for name, _ in walk_tensors(self.op, self.args))
+
+    def __getitem__(self, name: str) -> Any:
+        place = self.signature.position(name)
+        return None if place < 0 else self.args[place]
+
+    def dim(self, name: str = "dim", rank: int | None = None) -> int:
+        """The non-negative dim that an attribute names, on the first operand unless a rank is given."""
+        rank = len(self.tensors[0].shape) if rank is None else rank
+        if self[name] is None:
+            raise NotationError(f"{self.op} is called without {name}")
+        return int(self[name]) % max(rank, 1)
+
+    def dims(self, name: str = "dim") -> tuple[int, ...]:
+        """The dims that an attribute names; all of them where it is absent or empty."""
+        rank = len(self.tensors[0].shape)
+        value = self[name]
+        if value is None or value == ():
+            return tuple(range(rank))
+        return tuple(dim % max(rank, 1) for dim in (value if isinstance(value, tuple) else (value,)))
+
+
+def walk_tensors(op: str, args: Args) -> Iterator[tuple[str, Any]]:
+    """Every operand of a call with the name of its parameter; literals given for a tensor are not operands."""
+    for parameter, value in zip(signature(op).parameters, args, strict=True):
+        if parameter.kind is Kind.TENSOR and not isinstance(value, Number | None):
+            yield parameter.name, value
+        elif parameter.kind is Kind.TENSORS and value is not None:
+            yield from ((parameter.name, item) for item in value if item is not None)
+
+
+def map_tensors(op: str, args: Args, change: Callable[[Any], Any]) -> Args:
+    """The arguments with every operand changed."""
+
+    def changed(kind: Kind, value: Any) -> Any:
+        if kind is Kind.TENSOR and not isinstance(value, Number | None):
+            return change(value)
+        if kind is Kind.TENSORS and value is not None:
+            return tuple(None if item is None else change(item) for item in value)
+        return value
+
+    return tuple(changed(p.kind, value) for p, value in zip(signature(op).parameters, args, strict=True))
+
+
+def bind_args(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Args:
+    """Line arguments up with the signature; what only says where to run is left out.
+
+    >>> bind_args("zeros", ([2, 3],), {"device": "cpu"})
+    ((2, 3), None, None, None, None)
+    """
+    bound = []
+    for i, parameter in enumerate(signature(op).parameters):
+        value = args[i] if i < len(args) else kwargs.get(parameter.name, parameter.default)
+        bound.append(None if parameter.name in PLACEMENT_PARAMETERS else _frozen(value))
+    return tuple(bound)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True, slots=True)
+class OpSpec:
+    """One operator, declared in facts; everything else about it is derived from them."""
+
+    name: str
+    """The name in graphs; `overloads` lists further ATen overloads that mean the same."""
+    index: str | Callable[[Call], str | Indexed]
+    """Index notation (see `notation.py`), or how to write it for a given call."""
+    sample: Callable[[Random], Args] | Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Random arguments for tests with `TensorType` where a tensor goes; or values to choose each attribute from, the
+    tensors then being drawn from the notation."""
+    overloads: tuple[str, ...] = ()
+    terms: str | Callable[[Call], str] = ""
+    """The output as a sum of products of operands, `input weight + bias`; what is not named is not linear. Or how to
+    write it for a given call, where a literal decides."""
+    dtype: Dtype | tuple[Dtype, ...] = Dtype.PROMOTE
+    flops: float | Callable[[Call, Mapping[str, int]], float] = 1.0
+    """Per point of the index space, or for the whole call; 0 for what only moves data."""
+    follows: Mapping[str, str] = field(default_factory=dict)
+    """Attributes that are the size of an index, or (`shape`) the shape of the output, and shrink with a split; or
+    (`@v`) an address in an index, which moves with it and is -1 on devices that do not have it."""
+    pad_value: float = 0.0
+    """What a window reads outside the tensor."""
+    view: bool = False
+    """The output aliases the input: nothing is read or written."""
+    local: Callable[[LocalForm], Any] | None = None
+    """How a piece is computed where the operator on the pieces of its operands is not the piece of its output."""
+    expansion: Callable[[LocalForm], Any] | None = None
+    """The same operator as a composition of others, which may be split where this one may not."""
+    random: bool = False
+    """Each element is drawn on its own: shards draw independently, copies draw alike."""
+    domain: tuple[float, float] = (-2.0, 2.0)
+    """Where test values lie."""
+    smooth: bool = True
+    """Whether gradients pass; False where the outputs carry none."""
+    constants: tuple[str, ...] = ()
+    """Operands that never carry a gradient."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.overloads)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The index space of one call: its notation, bound to sizes."""
+
+    notation: Notation
+    sizes: Mapping[str, int]
+
+    @property
+    def output_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return output_shapes(self.notation, self.sizes)
+
+
+def _drop_absent(text: str, call: Call) -> str:
+    """Leave out the operands of a declared notation that this call does not have."""
+    left, _, right = text.partition("->")
+    parts = left.split(",")
+    present = dict.fromkeys(call.operand_names)
+    tensor_names = [p.name for p in call.signature.parameters if p.kind is Kind.TENSOR]
+    if len(parts) > len(call.tensors):
+        parts = [part for part, name in zip(parts, tensor_names, strict=False) if name in present]
+    return f"{','.join(parts)}->{right}"
+
+
+@lru_cache(maxsize=65536)
+def _space(index: str, given: tuple[tuple[str, int], ...], shapes: tuple[tuple[int, ...], ...]) -> Space:
+    try:
+        notation = expand_dots(parse_notation(index), shapes)
+        return Space(notation, bind_sizes(notation, shapes, dict(given)))
+    except NotationError as error:
+        raise NotationError(f"{index!r} does not fit the shapes {', '.join(map(str, shapes))}: {error}") from None
+
+
+def space_of(spec: OpSpec, call: Call) -> Space:
+    """The index space of a call; NotationError when the declaration does not fit it."""
+    declared = spec.index if isinstance(spec.index, str) else spec.index(call)
+    if isinstance(declared, str):
+        declared = Indexed(declared)
+    shapes = tuple(tensor.shape for tensor in call.tensors)
+    return _space(_drop_absent(declared.text, call), declared.sizes, shapes)
+
+
+def _numbers(call: Call) -> list[Number]:
+    """The literals that count for the dtype as operands do."""
+    return [
+        value
+        for parameter, value in zip(call.signature.parameters, call.args, strict=True)
+        if (parameter.kind is Kind.TENSOR or parameter.name in _PROMOTING) and isinstance(value, Number)
+    ]
+
+
+_PROMOTING = frozenset({"self", "other", "exponent", "min", "max", "fill_value", "start", "end", "step"})
+
+
+def output_types(spec: OpSpec, call: Call) -> tuple[TensorType, ...]:
+    """Shapes and dtypes of the outputs, derived from the declaration."""
+    shapes = space_of(spec, call).output_shapes
+    rules = spec.dtype if isinstance(spec.dtype, tuple) else (spec.dtype,) * len(shapes)
+    asked, numbers = call["dtype"], _numbers(call)
+    return tuple(
+        TensorType(shape, asked if isinstance(asked, torch.dtype) else output_dtype(rule, call.tensors, numbers))
+        for shape, rule in zip(shapes, rules, strict=True)
+    )

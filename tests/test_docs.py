@@ -1,0 +1,183 @@
+"""Code in the documentation runs: every Python and shell block of every Markdown file, in order.
+
+Python blocks of one file share a namespace; one that has `>>>` prompts is checked like a doctest. Of shell blocks the
+`conjoin` commands are run, in the same empty folder as the Python; `make` targets must exist; set-up commands are only
+read. In a `console` block what follows a `$ conjoin ...` line must be its output, `...` standing for what varies.
+"""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+PATTERNS = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/**/*.md", "conjoin/**/*.md", "zoo/**/*.md")
+PYTHON = ("python", "py", "pycon")
+SHELL = ("bash", "sh", "shell", "console")
+READ_ONLY = (".", "cd", "export", "git", "pip", "python", "python3", "source", "torchrun")
+"""Commands that set things up or start many processes: the scripts they name must exist, that is all."""
+LENIENT = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One fenced block: its language, its text, and the line of the file on which the text begins."""
+
+    language: str
+    text: str
+    line: int
+
+
+class BrokenBlock(AssertionError):
+    """A block that does not do what the page says."""
+
+
+def find_blocks(markdown: str) -> Iterator[Block]:
+    """All fenced blocks of a page, those inside lists too.
+
+    >>> [(block.language, block.text) for block in find_blocks("Say\\n```python\\nx = 1\\n```\\n")]
+    [('python', 'x = 1\\n')]
+    """
+    pattern = r"^(?P<indent> *)(?P<fence>`{3,})(?P<language>\w*)[^\n`]*\n(?P<text>.*?)^ *(?P=fence) *$"
+    for match in re.finditer(pattern, markdown, re.MULTILINE | re.DOTALL):
+        text = re.sub(f"^{match['indent']}", "", match["text"], flags=re.MULTILINE)
+        yield Block(match["language"].lower(), text, markdown.count("\n", 0, match.start("text")) + 1)
+
+
+def run_page(path: Path, namespace: dict[str, object]) -> int:
+    """Run all blocks of a page in the current folder; how many were run."""
+    blocks = [block for block in find_blocks(path.read_text()) if block.language in (*PYTHON, *SHELL)]
+    for block in blocks:
+        try:
+            (_run_python if block.language in PYTHON else _run_shell)(block, path, namespace)
+        except Exception as error:
+            where = f"{path.name}:{block.line}"
+            raise BrokenBlock(f"{where}: {type(error).__name__}: {error}\n\n{block.text}") from error
+    return len(blocks)
+
+
+def _run_python(block: Block, path: Path, namespace: dict[str, object]) -> None:
+    if re.search(r"^\s*>>> ", block.text, re.MULTILINE):
+        examples = doctest.DocTestParser().get_doctest(block.text, namespace, path.name, str(path), block.line - 1)
+        told: list[str] = []
+        doctest.DocTestRunner(optionflags=LENIENT, verbose=False).run(examples, out=told.append, clear_globs=False)
+        namespace.update(examples.globs)
+        if told:
+            raise BrokenBlock("".join(told))
+        return
+    # Blank lines in front keep the line numbers of a traceback those of the page.
+    exec(compile("\n" * (block.line - 1) + block.text, str(path), "exec"), namespace)
+
+
+def _run_shell(block: Block, path: Path, namespace: dict[str, object]) -> None:
+    for line, output in _find_commands(block):
+        for command in line.split("&&"):
+            words = shlex.split(command, comments=True)
+            if words and Path(words[0]).name == "conjoin":
+                _check_command(command.replace(words[0], "conjoin", 1), output)
+            elif words:
+                _check_words(words)
+
+
+def _find_commands(block: Block) -> Iterator[tuple[str, str]]:
+    """(command, output shown for it); in a console block commands follow `$ `, elsewhere every line is one."""
+    text = block.text.replace("\\\n", " ")
+    if block.language != "console":
+        yield from ((line.strip(), "") for line in text.splitlines())
+        return
+    for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+        command, _, output = part.partition("\n")
+        yield command.strip(), output
+
+
+def _check_command(command: str, output: str) -> None:
+    places = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    environment = {**os.environ, "PATH": places, "NO_COLOR": "1", "COLUMNS": "120"}
+    line = f"set -euo pipefail; {command}"
+    done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BrokenBlock(f"`{command}` ends with {done.returncode}:\n{done.stdout}{done.stderr}")
+    if output.strip() and not doctest.OutputChecker().check_output(output.strip(), done.stdout.strip(), LENIENT):
+        raise BrokenBlock(f"`{command}` prints\n{done.stdout}\nand the page shows\n{output}")
+
+
+def _check_words(words: list[str]) -> None:
+    program = Path(words[0]).name or words[0]
+    if program == "make":
+        targets = set(re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+        missing = {word for word in words[1:] if "=" not in word} - targets
+        if missing:
+            raise BrokenBlock(f"the Makefile has no target {', '.join(sorted(missing))}")
+    elif program not in READ_ONLY:
+        raise BrokenBlock(f"`{program}` is neither conjoin nor make nor one of {', '.join(READ_ONLY)}")
+    missing_scripts = [word for word in words[1:] if word.endswith(".py") and not (REPOSITORY / word).exists()]
+    if missing_scripts and program.startswith(("python", "torchrun")):
+        raise BrokenBlock(f"there is no {', '.join(missing_scripts)}")
+
+
+def find_pages() -> list[str]:
+    """Every Markdown page of the project, by its path."""
+    return sorted({str(p.relative_to(REPOSITORY)) for pattern in PATTERNS for p in REPOSITORY.glob(pattern)})
+
+
+@pytest.fixture
+def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """The names that the blocks of a page share, as a module so that classes defined there can be found again."""
+    monkeypatch.chdir(tmp_path)
+    module = ModuleType("documented")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return vars(module)
+
+
+@pytest.mark.parametrize("page", find_pages())
+def test_the_code_on_a_page_runs(page: str, namespace: dict[str, object]) -> None:
+    run_page(REPOSITORY / page, namespace)
+
+
+def test_blocks_share_names_and_folder(tmp_path: Path, namespace: dict[str, object]) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nx = 20\n```\n"
+        "- in a list\n  ```python\n  from pathlib import Path\n  x += 1\n  Path('kept').write_text(str(2 * x))\n  ```\n"
+        "```python\n>>> Path('kept').read_text(), x\n('42', ...)\n>>> y = 1\n```\n"
+        "```python\nassert y == 1\n```\n"
+        "```bash\nmake test PYTHON=python3\npip install conjoin  # and wait\n\n# a comment\n```\n"
+        "```text\nnot code\n```\n"
+    )
+    assert run_page(page, namespace) == 5
+
+
+@pytest.mark.parametrize(
+    ("block", "complaint"),
+    [
+        ("```python\nx = 1\n1 / 0\n```", "page.md:3: ZeroDivisionError"),
+        ("```python\nx = \n```", "page.md:3: SyntaxError"),
+        ("```python\n>>> 1 + 1\n3\n```", "Expected:\n    3"),
+        ("```bash\ncd conjoin && make coffee\n```", "no target coffee"),
+        ("```bash\nrm -rf everything\n```", "`rm` is neither"),
+        ("```bash\npython examples/missing.py\n```", "there is no examples/missing.py"),
+        ("```bash\nconjoin no-such-command\n```", "`conjoin no-such-command` ends with"),
+        ("```console\n$ conjoin no-such-command\nwell done\n```", "`conjoin no-such-command` ends with"),
+    ],
+)
+def test_a_broken_block_is_caught(tmp_path: Path, namespace: dict[str, object], block: str, complaint: str) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"A page.\n{block}\n")
+    with pytest.raises(BrokenBlock, match=re.escape(complaint)):
+        run_page(page, namespace)
+
+
+def test_output_that_differs_from_the_page_is_caught() -> None:
+    _check_command("echo conjoin 0.1.0", "conjoin ...\n")
+    with pytest.raises(BrokenBlock, match="prints\nconjoin"):
+        _check_command("echo conjoin 0.1.0", "conjoin 0.2.0\n")
