@@ -31,20 +31,22 @@ def capture(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None = No
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(
-            f"A {type(model).__name__} was given to capture. Capture takes a torch.nn.Module, whose parameters it can name. "
-            f"Wrap the function in a module, or pass the module itself."
+            f"A {type(model).__name__} was given to capture. Capture takes a torch.nn.Module, whose parameters it can "
+            f"name. Wrap the function in a module, or pass the module itself."
         )
     if loss is not None and not callable(loss):
         raise CaptureError(
-            f"A loss of type {type(loss).__name__} was given. A loss is called with the model's output. Pass a function or None."
+            f"A loss of type {type(loss).__name__} was given. A loss is called with the model's output. "
+            f"Pass a function or None."
         )
     exported = export(model, batch, loss)
     lowering = Lowering(exported, model)
     graph = lowering.run(type(model).__name__, model.training)
     if graph is None:
-        listed = "\n".join(f"  {problem}" for problem in dict.fromkeys(map(str, lowering.problems)))
+        problems = list(dict.fromkeys(map(str, lowering.problems)))
+        listed = "\n".join(f"  {problem}" for problem in problems)
         raise CaptureError(
-            f"{len(lowering.problems)} part(s) of the model cannot be captured. Every one is listed here, with the user's line "
+            f"{len(problems)} part(s) of the model cannot be captured. Every one is listed here, with the user's line "
             f"and what to do. Change them and capture again:\n{listed}"
         )
     if loss is not None and graph.loss is None:

@@ -1,4 +1,4 @@
-"""`torch.autograd.Function`s in a model: export traces their forward and forgets their backward, so that is checked here.
+"""`torch.autograd.Function`s in a model: export traces their forward and forgets their backward, so that is checked.
 
 Every call is noted while the model is traced. Afterwards each is run on random numbers of the same shapes: if its own
 backward gives what differentiating its forward gives (an analytic derivative, as in published models), the graph is
@@ -110,7 +110,8 @@ def _forward(call: CustomCall, args: list[Any]) -> Any:
 
 def _gradients(outputs: Any, inputs: list[Tensor]) -> list[Tensor]:
     made = [o for o in (outputs if isinstance(outputs, tuple | list) else (outputs,)) if isinstance(o, Tensor)]
-    total = sum((o * torch.linspace(0.5, 1.5, o.numel(), dtype=o.dtype).reshape(o.shape)).sum() for o in made if o.requires_grad)
+    weighted = (o * torch.linspace(0.5, 1.5, o.numel(), dtype=o.dtype).reshape(o.shape) for o in made if o.requires_grad)
+    total = sum(o.sum() for o in weighted)
     if not isinstance(total, Tensor):
         return [torch.zeros_like(x) for x in inputs]
     found = torch.autograd.grad(total, inputs, allow_unused=True)
@@ -118,7 +119,7 @@ def _gradients(outputs: Any, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def _is_derivative(call: CustomCall) -> bool:
-    """Compare the function's own backward with the derivative of its forward on random numbers; False when it cannot be run."""
+    """Compare its own backward with the derivative of its forward on random numbers; False when it cannot be run."""
     if sum(a.numel() for a in call.args if isinstance(a, Tensor)) > _MAX_ELEMENTS:
         return False
     generator = torch.Generator().manual_seed(0)
@@ -126,7 +127,7 @@ def _is_derivative(call: CustomCall) -> bool:
     inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
     try:
         with torch.enable_grad():
-            own = _gradients(call.function.apply(*args), inputs)
+            own = _gradients(call.function.apply(*args), inputs)  # type: ignore[no-untyped-call]
             derived = _gradients(_forward(call, args), inputs)
     except Exception:  # a stranger's function on made-up numbers may fail in any way; unproven means refused
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import CaptureError
+from conjoin.frontends.custom_functions import watch_custom_functions
+from conjoin.frontends.diagnosis import explain
 from conjoin.frontends.functional import Updates, functionalize
-from conjoin.frontends.problems import HIDDEN, Problem, find_user_line
+from conjoin.frontends.problems import MODEL_PREFIX, Problem, find_user_line
 from conjoin.frontends.regions import make_explicit
 from conjoin.frontends.torch_private import (
     ExportedProgram,
-    KnownDraws,
+    FollowedCalls,
     describe_tree,
     fake_copy,
     keep_markers,
@@ -29,7 +30,7 @@ from conjoin.frontends.torch_private import (
     unflatten_tree,
     user_lines,
 )
-from conjoin.ir import Structure
+from conjoin.ir import Source, Structure
 
 Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
@@ -58,6 +59,8 @@ class Exported:
     """Buffers that forward replaced by other tensors, whose new values are the last outputs of the program.
 
     Export itself follows that in the outermost module only."""
+    changed: tuple[str, ...]
+    """Attributes of the model, no state, that forward gives another value."""
     problems: tuple[Problem, ...]
     inputs: tuple[Any, ...]
     """Flattened inputs: tensors, or plain values fixed at capture."""
@@ -67,7 +70,7 @@ class Exported:
     """For every flattened output: `TENSOR`, or the plain value returned."""
     output_structure: Structure
     dropped: tuple[str, ...]
-    """Outputs that are neither tensors nor plain values, by path and type."""
+    """What a graph cannot keep of outputs and attributes, in words."""
 
 
 class _TensorMark:
@@ -126,7 +129,7 @@ class _Step(nn.Module):
         model: nn.Module,
         loss: Callable[..., Any] | None,
         rebuild: Callable[..., Arguments],
-        record: Callable[[Any, tuple[str, ...]], list[Tensor]],
+        record: Callable[[Any, tuple[str, ...], tuple[str, ...]], list[Tensor]],
     ) -> None:
         super().__init__()
         self.training = model.training  # its own flag only: parts of a model may be in another mode on purpose
@@ -141,14 +144,33 @@ class _Step(nn.Module):
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         given = self._rebuild(tensors)
-        before = dict(self.model.named_buffers(remove_duplicate=False))
+        before, attributes = dict(self.model.named_buffers(remove_duplicate=False)), _plain_attributes(self.model)
         with self._autocast():
             output = self.model(*given.args, **given.kwargs)
             if self._call_loss is not None:
                 output = self._call_loss(output, *given.loss_args, **(given.loss_kwargs or {}))
         after = dict(self.model.named_buffers(remove_duplicate=False))
         reassigned = tuple(name for name, tensor in before.items() if after.get(name, tensor) is not tensor)
-        return [*self._record(output, reassigned), *(after[name] for name in reassigned)]
+        changed = _plain_attributes(self.model)
+        names = tuple(name for name in changed if not _is_same(attributes.get(name, _NOTHING), changed[name]))
+        return [*self._record(output, reassigned, names), *(after[name] for name in reassigned)]
+
+
+_NOTHING = object()
+
+
+def _plain_attributes(model: nn.Module) -> dict[str, Any]:
+    """Tensors and plain values that a model holds beside its state, by path."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, part in model.named_modules()
+        for name, value in vars(part).items()
+        if not name.startswith("_") and isinstance(value, Tensor | bool | int | float | str | None)
+    }
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    return before is after or (not isinstance(after, Tensor) and type(before) is type(after) and before == after)
 
 
 def _ambient_autocast() -> Callable[[], AbstractContextManager[Any]]:
@@ -179,7 +201,13 @@ def _input_names(model: nn.Module, dealt: Arguments, structure: Structure) -> tu
 def export(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None) -> Exported:
     """Export model and loss on this batch to a functional program over parameters, buffers and flat inputs."""
     dealt = deal_out(model, batch, loss)
-    leaves, structure = describe_tree([dealt.args, dealt.kwargs, dealt.loss_args, dealt.loss_kwargs or {}])
+    try:
+        leaves, structure = describe_tree([dealt.args, dealt.kwargs, dealt.loss_args, dealt.loss_kwargs or {}])
+    except TypeError as error:
+        raise CaptureError(
+            f"The batch is nested in a way that a graph cannot name: {error}. Inputs keep their names in the graph. "
+            f"Use strings or integers as keys."
+        ) from error
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     _check_batch(leaves, tensors)
 
@@ -194,23 +222,26 @@ def export(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None) -> E
             loss_args = (kwargs or (args[0] if isinstance(batch, Tensor) else args),)
         return Arguments(tuple(args), kwargs, tuple(loss_args), loss_kwargs)
 
-    seen: list[tuple[tuple[Any, ...], Structure, tuple[str, ...]]] = []
+    seen: list[tuple[tuple[Any, ...], Structure, tuple[str, ...], tuple[str, ...]]] = []
 
-    def record(output: Any, reassigned: tuple[str, ...]) -> list[Tensor]:
+    def record(output: Any, reassigned: tuple[str, ...], changed: tuple[str, ...]) -> list[Tensor]:
         found, nesting = describe_tree(output)
-        seen.append((tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in found), nesting, reassigned))
+        marked = tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in found)
+        seen.append((marked, nesting, reassigned, changed))
         return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers(), *tensors)):
         model, tensors = fake_copy(model, tensors)
     step = _Step(model, loss, rebuild, record)
-    program, updates, problems = _run_export(step, tuple(tensors))
-    outputs, output_structure, reassigned = seen[-1]
-    kept, dropped = _plain(outputs, output_structure)
     names = _input_names(model, dealt, structure)
+    named = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)]
+    program, updates, problems = _run_export(step, tuple(tensors), named)
+    outputs, output_structure, reassigned, changed = seen[-1]
+    kept, dropped = _plain(outputs, output_structure)
     return Exported(
-        program, updates, reassigned, problems, tuple(leaves), names, structure, kept, output_structure, dropped
-    )
+        program, updates, reassigned, changed, problems, tuple(leaves), names, structure, kept, output_structure,
+        (*dropped, *(f"attribute {name}: forward changes it, the graph does not" for name in changed)),
+    )  # fmt: skip
 
 
 def _check_batch(leaves: list[Any], tensors: list[Tensor]) -> None:
@@ -241,22 +272,42 @@ def _plain(outputs: tuple[Any, ...], structure: Structure) -> tuple[tuple[Any, .
             kept.append(leaf)
         else:
             kept.append(None)
-            dropped.append(f"{'.'.join(map(str, path)) or 'output'} ({type(leaf).__name__})")
+            dropped.append(
+                f"output {'.'.join(map(str, path)) or 'itself'} ({type(leaf).__name__}): "
+                "neither tensor nor plain value; the graph returns None there"
+            )
     return tuple(kept), tuple(dropped)
 
 
-def _run_export(step: _Step, tensors: tuple[Tensor, ...]) -> tuple[ExportedProgram, Updates, tuple[Problem, ...]]:
-    """Export with gradients on and autocast off, whatever region the caller is in: the graph says itself what it needs."""
+def _run_export(
+    step: _Step, tensors: tuple[Tensor, ...], input_names: list[str]
+) -> tuple[ExportedProgram, Updates, tuple[Problem, ...]]:
+    """Export with gradients on and autocast off, whatever region the caller is in: the graph says what it needs."""
+    hooked: dict[Problem, None] = {}
+
+    def note_hook(frame: FrameType | None) -> None:
+        place = find_user_line(frame, _Step.forward.__code__)
+        hooked[Problem("a hook on a gradient", Source(*place) if place else None, _HOOK_ADVICE)] = None
+
     try:
-        with quiet(), _neutral(), KnownDraws(), keep_markers(), user_lines(_line_within_step):
-            program = torch.export.export(step, tensors, strict=False)
-            problems = make_explicit(program)
+        with quiet(), _neutral():
+            with watch_custom_functions() as functions, FollowedCalls(note_hook), keep_markers():
+                program = _export_with_lines(step, tensors)
+            problems = make_explicit(program, input_names)
             updates = functionalize(program)
             if updates is None:
-                return program.run_decompositions({}), (), problems
-            return program, updates, problems
+                program, updates = program.run_decompositions({}), ()
     except Exception as error:  # a user's forward may raise anything; it is told with its line, never swallowed
-        raise translate(error) from error
+        raise explain(error, step, tensors) from error
+    return program, updates, (*_backward_hooks(step), *hooked, *functions.problems(), *problems)
+
+
+_HOOK_ADVICE = "a graph would forget it: remove it, or do what it does in forward"
+
+
+def _backward_hooks(step: _Step) -> list[Problem]:
+    hooked = [name for name, part in step.named_modules() if part._backward_hooks or part._backward_pre_hooks]
+    return [Problem(f"the backward hook of {name.removeprefix(MODEL_PREFIX)}", None, _HOOK_ADVICE) for name in hooked]
 
 
 @contextmanager
@@ -266,33 +317,11 @@ def _neutral() -> Iterator[None]:
         yield
 
 
+def _export_with_lines(step: _Step, tensors: tuple[Tensor, ...]) -> ExportedProgram:
+    with user_lines(_line_within_step):
+        return torch.export.export(step, tensors, strict=False)
+
+
 def _line_within_step(frame: FrameType | None) -> str:
-    return find_user_line(frame, _Step.forward.__code__)
-
-
-def user_line(error: BaseException) -> str:
-    """The innermost line of the user's own code that an error came through."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(HIDDEN)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
-
-
-_DATA_DEPENDENT = ("data-dependent", "DataDependent", "unbacked", "_local_scalar_dense", "aten.item", "aten.nonzero")
-
-
-def translate(error: Exception) -> CaptureError:
-    """What torch.export said, in three sentences and with the user's line."""
-    text = f"{type(error).__name__}: {error}"
-    line = user_line(error)
-    place = f"\n  at {line}" if line else ""
-    if any(sign in text for sign in _DATA_DEPENDENT):
-        return CaptureError(
-            "Capture needs one program for every batch, but the model's control flow or a shape depends on tensor "
-            "values. Such a branch would be frozen to what this batch happened to take. Compute both sides and choose "
-            f"with torch.where, use fixed shapes (masks, capacities), or move the decision out of forward.{place}"
-        )
-    first = next((part.strip() for part in str(error).splitlines() if part.strip()), type(error).__name__)
-    return CaptureError(
-        f"The model could not be captured on this batch: {type(error).__name__}: {first[:300]}. "
-        f"torch.export stopped there, before any graph was made. Check that model(batch) runs, and rewrite that line "
-        f"if it does.{place}"
-    )
+    place = find_user_line(frame, _Step.forward.__code__)
+    return f'File "{place[0]}", line {place[1]}' if place else ""

@@ -1,8 +1,9 @@
 """Making an exported program functional: every in-place call becomes a call that returns a new value.
 
 torch can do this for any program by tracing it again, which takes longer than the export itself. Most programs need
-less: an in-place call whose target is seen under no other name afterwards is replaced where it stands. A program with
-any other kind of writing is left alone, and torch's way is taken.
+less: an in-place call whose target is seen under no other name afterwards is replaced where it stands, and a write to a
+slice (`x[:, 1:] = y`) becomes a new value of the whole. A program with any other kind of writing is left alone, and
+torch's way is taken.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class _Aliases:
         self.position[node] = len(self.position)
 
     def seen_otherwise(self, target: fx.Node, now: int, last_read: dict[fx.Node, int]) -> bool:
-        """Whether memory of the target is read later under another name."""
-        return any(other is not target and last_read.get(other, -1) > now for other in self.members[self.root[target]])
+        """Whether memory of the target is read later under a name other than its own or, for a slice, the whole's."""
+        own = {target, _whole(target)}
+        return any(other not in own and last_read.get(other, -1) > now for other in self.members[self.root[target]])
 
 
 def _source(node: fx.Node) -> fx.Node | None:
@@ -51,6 +53,20 @@ def _source(node: fx.Node) -> fx.Node | None:
     if not isinstance(node.target, OpOverload) or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     return node.args[0] if aliases_input(node.target) or operator_name(node.target) in _MAY_RETURN_INPUT else None
+
+
+_SCATTERS = {
+    torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
+    torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
+}
+"""Ways to look at a part of a tensor, and what puts a new part in its place; their further arguments are the same."""
+
+
+def _whole(node: fx.Node) -> fx.Node:
+    """The tensor that a slice of a slice … is a part of; the node itself when it is none."""
+    while node.target in _SCATTERS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _functional_name(op: OpOverload) -> str:
@@ -82,7 +98,7 @@ def _is_opaque_writer(node: fx.Node) -> bool:
 
 
 def _counterpart(node: fx.Node) -> Any:
-    """The functional operator that computes what an in-place call leaves in its target; None when types would differ."""
+    """The functional operator that computes what an in-place call leaves behind; None when types would differ."""
     try:
         function = find_operator(_functional_name(node.target))  # type: ignore[arg-type]
     except LookupError:
@@ -114,14 +130,9 @@ def _plan(program: ExportedProgram) -> list[fx.Node] | None:
                 return None
             targets = _targets(node)
             for target in targets:
-                buffer = kinds.get(aliases.root[target])
-                outside = buffer is not None and (buffer is not InputKind.BUFFER or aliases.root[target] is not target)
-                if (
-                    (outside
-                    and not _is_detach(node))
-                    or (aliases.seen_otherwise(target, now, last_read)
-                    and not _is_detach(node))
-                ):
+                root = aliases.root[target]
+                outside = root in kinds and (kinds[root] is not InputKind.BUFFER or root is not _whole(target))
+                if (outside or aliases.seen_otherwise(target, now, last_read)) and not _is_detach(node):
                     return None
             writers += [node] if targets else []
         aliases.add(node, _source(node) if node.op == "call_function" else None)
@@ -164,6 +175,16 @@ def _replace_batch_norm(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
     return [_insert(graph, node, operator.getitem, (whole, i), values[i]) for i in (0, 3, 4)]
 
 
+def _put_back(graph: fx.Graph, part: fx.Node, value: fx.Node) -> fx.Node:
+    """The whole with a new value in place of one of its parts."""
+    while part.target in _SCATTERS:
+        whole: Any = part.args[0]
+        made = graph.call_function(_SCATTERS[part.target], (whole, value, *part.args[1:]), dict(part.kwargs))  # type: ignore[index]
+        made.meta = {**value.meta, "val": whole.meta["val"]}
+        part, value = whole, made
+    return value
+
+
 def functionalize(program: ExportedProgram) -> Updates | None:
     """Replace every in-place call; the new values of buffers, or None when torch has to do it."""
     writers = _plan(program)
@@ -178,7 +199,7 @@ def functionalize(program: ExportedProgram) -> Updates | None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     updates: dict[str, fx.Node] = {}
     for node in writers:
-        originals = [_original(target, names, updates) for target in _targets(node)]
+        wholes = [_whole(target) for target in _targets(node)]
         with graph.inserting_before(node):
             if _is_batch_norm_in_training(node):
                 result, *new = _replace_batch_norm(graph, node)
@@ -186,14 +207,17 @@ def functionalize(program: ExportedProgram) -> Updates | None:
                 function = find_operator(_functional_name(node.target))  # type: ignore[arg-type]
                 result = _insert(graph, node, function, node.args, node.meta["val"])
                 new = [result]
-        for target, value, name in zip(_targets(node), new, originals, strict=True):
+            written = [_put_back(graph, target, value) for target, value in zip(_targets(node), new, strict=True)]
+        for target, value, whole, full in zip(_targets(node), new, wholes, written, strict=True):
+            name = _original(whole, names, updates)
             _replace_later(target, value, order, order[node])
+            _replace_later(whole, full, order, order[node])
             if name is not None and not _is_detach(node):
-                updates[name] = value
+                updates[name] = full
         node.replace_all_uses_with(result)
         graph.erase_node(node)
     kept = set(updates.values())
-    graph.eliminate_dead_code(is_impure_node=lambda node: node in kept or node.op in ("placeholder", "output") or _draws(node))
+    graph.eliminate_dead_code(lambda node: node in kept or node.op in ("placeholder", "output") or _draws(node))
     return tuple(updates.items())
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
 from torch._ops import OpOverload
 
 from conjoin.frontends.exporting import Exported
 from conjoin.frontends.problems import LOSS_PREFIX, MODEL_PREFIX, Problem, source_of
 from conjoin.frontends.torch_private import PINNED, InputKind, OutputKind
-from conjoin.ir import MAX_CONSTANT_BYTES, Graph, GraphBuilder, LeafKind, Result, Source, Value, make_leaf
+from conjoin.ir import MAX_CONSTANT_BYTES, Graph, GraphBuilder, LeafKind, Node, Result, Source, Value, make_leaf
 from conjoin.ops import (
     EMBEDDING_BAG,
     RAGGED_EMBEDDING_BAG,
@@ -22,6 +22,7 @@ from conjoin.ops import (
     bind_args,
     operator_name,
     signature,
+    walk_tensors,
 )
 
 _CHECKS = (
@@ -31,6 +32,8 @@ _CHECKS = (
     "_assert_scalar",
     "sym_constrain_range_for_size",
 )
+_ONE_DTYPE = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
+"""Operators that refuse operands of different dtypes when run, but not when exported."""
 _BAG_MODES = ("sum", "mean", "max")
 
 
@@ -50,6 +53,8 @@ class Lowering:
     builder: GraphBuilder = field(default_factory=GraphBuilder)
     values: dict[fx.Node, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    lost: set[fx.Node] = field(default_factory=set)
+    """Nodes that were not understood: what is made from them is not told again."""
 
     def __post_init__(self) -> None:
         self.problems += self.exported.problems
@@ -107,6 +112,8 @@ class Lowering:
         found = program.state_dict.get(target) if found is None else found
         type = tensor_type(node.meta["val"])
         name = target.removeprefix(MODEL_PREFIX)
+        if target.startswith(MODEL_PREFIX) and name in self.exported.changed:
+            self._problem(f"attribute {name}", None, "forward reads it and replaces it, as state: use register_buffer")
         if target.startswith(LOSS_PREFIX) and isinstance(found, nn.Parameter) and found.requires_grad:
             self._problem(f"parameter {target}", None, "a loss with parameters of its own: make it part of the model")
         if type.bytes > MAX_CONSTANT_BYTES:
@@ -127,43 +134,45 @@ class Lowering:
     def _problem(self, what: str, source: Source | None, advice: str) -> None:
         self.problems.append(Problem(what, source, advice))
 
+    def _lose(self, node: fx.Node, advice: str) -> None:
+        target = node.target
+        name = operator_name(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))
+        self.lost.add(node)
+        self._problem(f"operator {name}", source_of(node), advice)
+
     def _lower_call(self, node: fx.Node) -> None:
-        if node.target is operator.getitem:
-            made = self.values.get(node.args[0])  # type: ignore[arg-type]
-            index = int(node.args[1])  # type: ignore[call-overload]
+        if any(operand in self.lost for operand in node.all_input_nodes):
+            self.lost.add(node)
+        elif node.target is operator.getitem:
+            source, index = cast(tuple[fx.Node, int], node.args)
+            made = self.values.get(source)
             self.values[node] = made[index] if isinstance(made, tuple) and index < len(made) else None
         elif isinstance(node.target, OpOverload):
             self._lower_operator(node, operator_name(node.target))
         elif not isinstance(node.meta.get("val"), bool | int | float):
-            name = getattr(node.target, "__name__", str(node.target))
-            self._problem(
-                f"operator {name}", source_of(node), "control-flow operators are not supported: unroll or use torch.where"
-            )
+            self._lose(node, "control-flow operators are not supported: unroll or use torch.where")
 
     def _lower_operator(self, node: fx.Node, op: str) -> None:
         if op in _CHECKS:
             return
-        known = signature(op)
+        if signature(op).mutates:
+            self._lose(node, "it writes to its inputs in a way export cannot make functional")
+            return
         outputs = node.meta.get("val")
-        if known.mutates:
-            self._problem(
-                f"operator {op}", source_of(node), "it writes to its inputs in a way export cannot make functional"
-            )
+        if isinstance(outputs, SymInt | SymFloat | SymBool):
+            self._lose(node, "what follows depends on tensor values read into Python: keep them in tensors")
             return
         try:
             types = tuple(tensor_type(t) for t in (outputs if isinstance(outputs, tuple | list) else (outputs,)))
             args = bind_args(
                 op, fx.node.map_arg(node.args, self._value_of), fx.node.map_arg(node.kwargs, self._value_of)
             )
-        except (ValueError, AttributeError, TypeError):
-            self._problem(
-                f"operator {op}", source_of(node), "the shape of its result depends on tensor values: use fixed shapes"
-            )
-            return
-        try:
             op, args, types = canonical(op, args, types, node)
+        except (ValueError, AttributeError, TypeError):
+            self._lose(node, "the shape of its result depends on tensor values: use fixed shapes")
+            return
         except _Refused as refused:
-            self._problem(f"operator {op}", source_of(node), str(refused))
+            self._lose(node, str(refused))
             return
         if op == _IDENTITY:
             self.values[node] = args[0]
@@ -186,22 +195,21 @@ class Lowering:
         program, exported = self.exported.program, self.exported
         results = next(node for node in program.graph.nodes if node.op == "output").args[0]
         user: list[Result] = []
-        updates: list[tuple[str, Value]] = []
-        for result, spec in zip(results, program.graph_signature.output_specs, strict=True):  # type: ignore[arg-type]
+        written: list[tuple[str, Value]] = [(name, self._value_of(node)) for name, node in exported.updates]
+        for result, spec in zip(cast(tuple[Any, ...], results), program.graph_signature.output_specs, strict=True):
             match spec.kind:
                 case OutputKind.USER_OUTPUT | OutputKind.LOSS_OUTPUT:
                     user.append(self._value_of(result) if isinstance(result, fx.Node) else result)
                 case OutputKind.BUFFER_MUTATION:
-                    updates.append((str(spec.target).removeprefix(MODEL_PREFIX), self._value_of(result)))
+                    written.append((str(spec.target), self._value_of(result)))
                 case _:
                     self._problem(
                         f"{spec.kind.name.lower().replace('_', ' ')} of {spec.target}",
                         None,
                         "forward may write to buffers only",
                     )
-        updates += [(name.removeprefix(MODEL_PREFIX), self._value_of(node)) for name, node in exported.updates]
         user, replaced = user[: len(user) - len(exported.reassigned)], user[len(user) - len(exported.reassigned) :]
-        updates = [*dict([*updates, *zip(exported.reassigned, replaced, strict=True)]).items()]
+        updates = self._updates(written, dict(zip(exported.reassigned, replaced, strict=True)))
         if self.problems:
             return None
         tensors = iter(user)
@@ -211,11 +219,28 @@ class Lowering:
             training=training,
             inputs=self._input_values(),
             outputs=outputs,
-            updates=tuple(updates),
+            updates=updates,
             loss=find_loss(outputs, exported),
             input_structure=exported.input_structure,
             output_structure=exported.output_structure,
         )
+
+    def _updates(self, written: list[tuple[str, Value]], replaced: dict[str, Any]) -> tuple[tuple[str, Value], ...]:
+        """New values of buffers, written in place or replaced, under the first name of each."""
+        names = _canonical_names(self.model)
+        for name, _ in written:
+            if name.startswith(LOSS_PREFIX):
+                advice = "a loss that changes buffers of its own: make it part of the model"
+                self._problem(f"buffer {name}", None, advice)
+        for name, value in replaced.items():
+            buffer = _find_tensor(self.model, name)
+            if len(names[name]) > 1 or value.type != tensor_type(buffer):
+                self._problem(
+                    f"buffer {name}", None, "forward puts another tensor there than fits its type and all its names: "
+                    "write into it with copy_",
+                )  # fmt: skip
+        own = [(name.removeprefix(MODEL_PREFIX), value) for name, value in written if name.startswith(MODEL_PREFIX)]
+        return tuple({**{names[name][0]: value for name, value in own}, **replaced}.items())
 
     def _input_values(self) -> tuple[Result, ...]:
         found: list[Result] = []
@@ -271,6 +296,10 @@ Canonical = tuple[str, tuple[Any, ...], tuple[TensorType, ...]]
 
 def canonical(op: str, args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
     """The form in which a call enters the graph, where that differs from what export emits."""
+    if op.partition(".")[0] in _ONE_DTYPE:
+        dtypes = {value.type.dtype for _, value in walk_tensors(op, args) if value.type.dtype.is_floating_point}
+        if len(dtypes) > 1:
+            raise _Refused(f"it is given {' and '.join(sorted(map(str, dtypes)))}: convert one to the other")
     change = _CANONICAL.get(op)
     return change(args, types, node) if change else (op, args, types)
 
@@ -282,6 +311,14 @@ def _unused(node: fx.Node, index: int) -> bool:
 def _native_dropout(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
     """The operator the user's module calls, which draws as it does; the mask output is kept only where it is read."""
     return ("dropout", args, types[:1]) if _unused(node, 1) else ("native_dropout", args, types)
+
+
+def _batch_norm_in_evaluation(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
+    """The operator the user's module calls; the statistics among the outputs of this one depend on the device."""
+    if not (_unused(node, 1) and _unused(node, 2)):
+        raise _Refused("its second and third outputs are empty on some devices: do not use them")
+    x, weight, bias, mean, variance, momentum, eps = args
+    return "batch_norm", (x, weight, bias, mean, variance, False, momentum, eps, True), types[:1]
 
 
 def _dropout(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
@@ -333,7 +370,7 @@ def _embedding_bag(args: tuple[Any, ...], types: tuple[TensorType, ...], node: f
 def _bag_length(indices: Value, offsets: Value) -> int | None:
     """The bag length when the indices are a flattened matrix and the offsets count its rows."""
     flat, steps = indices.owner, offsets.owner
-    if not (hasattr(flat, "op") and hasattr(steps, "op")):
+    if not (isinstance(flat, Node) and isinstance(steps, Node)):
         return None
     if flat.op not in ("view", "reshape") or not steps.op.startswith("arange"):
         return None
@@ -344,12 +381,17 @@ def _bag_length(indices: Value, offsets: Value) -> int | None:
     return rows[1] if len(rows) == 2 and found == (0, rows[0] * rows[1], rows[1]) else None
 
 
+_RESHAPES = (
+    "view", "reshape", "_unsafe_view", "flatten.using_ints", "unflatten.int", "view_as", "reshape_as", "ravel",
+)  # fmt: skip
+_CASTS = ("to.dtype", "to.dtype_layout", "to.device", "to.other", "to.prim_Device", "type_as", "_to_copy")
 _CANONICAL: Mapping[str, Callable[[Any, Any, fx.Node], Canonical]] = {
     "native_dropout": _native_dropout,
+    "_native_batch_norm_legit_no_training": _batch_norm_in_evaluation,
     "dropout": _dropout,
-    **dict.fromkeys(("view", "reshape", "_unsafe_view", "flatten.using_ints", "unflatten.int", "view_as", "reshape_as", "ravel"), _reshaped),
+    **dict.fromkeys(_RESHAPES, _reshaped),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _sized),
-    **dict.fromkeys(("to.dtype", "to.dtype_layout", "to.device", "to.other", "to.prim_Device", "type_as", "_to_copy"), _cast),
+    **dict.fromkeys(_CASTS, _cast),
     "copy": _copy,
     "embedding_bag.padding_idx": _embedding_bag,
     "embedding_bag": _embedding_bag,

@@ -13,11 +13,13 @@ from torch import Tensor, fx, nn
 
 from conjoin.errors import GraphError, UsageError
 from conjoin.frontends.torch_private import flatten_tree, spec_of, unflatten_tree
-from conjoin.ir import Graph, Leaf, LeafKind, Node, Value, fingerprint, verify
+from conjoin.ir import Graph, Leaf, LeafKind, Node, Value, fingerprint, from_json, to_json, verify
 from conjoin.ops import Kind, TensorType, find_operator, signature
 
 Slot = tuple[nn.Module, str]
 """A module and the name under which it holds a parameter or buffer."""
+_GRAPH_TEXT = "conjoin graph"
+"""Under this the graph of a saved module is found."""
 
 
 def run_pinned(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +46,7 @@ def _emit_call(program: fx.Graph, node: Node, values: MutableMapping[Value, fx.N
             keywords[parameter.name] = value
     function = find_operator(node.op)
     if node.pinned:
-        return program.call_function(run_pinned, (function, *positional), keywords)
+        return program.call_function(run_pinned, (function, *positional), keywords)  # type: ignore[arg-type]
     return program.call_function(function, tuple(positional), keywords)
 
 
@@ -99,23 +101,43 @@ def compile_program(program: fx.Graph, name: str) -> Callable[..., tuple[Any, ..
     return namespace["forward"]  # type: ignore[no-any-return]
 
 
-def _find_slot(model: nn.Module, shell: nn.Module, leaf: Leaf) -> Slot:
-    owner, _, name = leaf.name.rpartition(".")
+def _find_slot(model: nn.Module, name: str) -> Slot | None:
+    owner, _, last = name.rpartition(".")
     try:
         module = model.get_submodule(owner)
-        tensor = getattr(module, name)
     except AttributeError:
-        raise _mismatch(leaf, "the model has no tensor of that name") from None
-    found = TensorType(tuple(tensor.shape), tensor.dtype)
-    if found != TensorType(leaf.type.shape, leaf.type.dtype):
-        raise _mismatch(leaf, f"the model's is {found}")
-    return (shell if module is model else module), name
+        return None
+    return (module, last) if _read((module, last)) is not None else None
+
+
+def _read(slot: Slot) -> Tensor | None:
+    """The parameter or buffer in its dictionary: an attribute of that name may be something else."""
+    module, name = slot
+    found = module._parameters.get(name)
+    return module._buffers.get(name) if found is None else found
+
+
+def _slots(model: nn.Module, leaf: Leaf) -> tuple[Slot, ...]:
+    """Where the model holds the tensor of a leaf: once for every name it has."""
+    found: list[Slot] = []
+    for name in (leaf.name, *leaf.aliases):
+        slot = _find_slot(model, name)
+        tensor = _read(slot) if slot else None
+        if slot is None or tensor is None:
+            raise _mismatch(leaf, "the model has no tensor of that name" if name == leaf.name else f"{name} is missing")
+        type = TensorType(tuple(tensor.shape), tensor.dtype)
+        if type != TensorType(leaf.type.shape, leaf.type.dtype):
+            raise _mismatch(leaf, f"the model's is {type}")
+        if found and tensor is not _read(found[0]):
+            raise _mismatch(leaf, f"{name} is another tensor in the model, where the graph has one under both names")
+        found.append(slot)
+    return tuple(found)
 
 
 def _mismatch(leaf: Leaf, why: str) -> UsageError:
     return UsageError(
-        f"The graph needs {leaf} of type {leaf.type}, but {why}. The graph was captured from another model or another dtype. "
-        f"Capture this model again, or pass the model the graph came from."
+        f"The graph needs {leaf} of type {leaf.type}, but {why}. The graph was captured from another model or another "
+        f"dtype. Capture this model again, or pass the model the graph came from."
     )
 
 
@@ -131,7 +153,7 @@ def _constant(model: nn.Module, leaf: Leaf) -> Tensor:
         found = getattr(model.get_submodule(owner), name)
     except AttributeError:
         found = None
-    if not isinstance(found, Tensor):
+    if not isinstance(found, Tensor) or TensorType(tuple(found.shape), found.dtype) != leaf.type:
         raise _mismatch(leaf, "the graph was captured without its values and the model has no such attribute")
     return found
 
@@ -139,74 +161,110 @@ def _constant(model: nn.Module, leaf: Leaf) -> Tensor:
 class CapturedModule(nn.Module):
     """A graph that runs on one device: the model's own submodules, parameters and buffers under a generated forward."""
 
+    graph: Graph
+    code: str
+    """The generated forward as Python text."""
+    _program: Callable[..., tuple[Any, ...]]
+    _sources: tuple[Slot | str, ...]
+    """Where the value of each leaf is found: in a module, or among the constants."""
+    _targets: tuple[tuple[Slot, ...], ...]
+    """Where the new value of each buffer goes."""
+    _constants: dict[str, Tensor]
+    _input_spec: Any
+    _output_spec: Any
+
     def __init__(self, graph: Graph, model: nn.Module) -> None:
         super().__init__()
-        # The shell shares the model's dictionaries: names, hooks and state_dict are the model's own.
+        # The shell shares the model's dictionaries: names and state_dict are the model's own.
         for store in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[store] = model.__dict__[store]
         self.training = graph.training
-        self.graph = graph
-        kept = tuple(leaf for leaf in graph.leaves if leaf.kind is not LeafKind.INPUT)
-        self._slots: tuple[Slot | Leaf, ...] = tuple(
-            leaf if leaf.kind is LeafKind.CONSTANT else _find_slot(model, self, leaf) for leaf in kept
-        )
-        self._constants = {leaf.name: _constant(model, leaf) for leaf in kept if leaf.kind is LeafKind.CONSTANT}
-        places = {leaf.name: slot for leaf, slot in zip(kept, self._slots, strict=True) if leaf.kind is LeafKind.BUFFER}
-        self._updates = tuple(places[name] for name, _ in graph.updates)
-        self._inputs = tuple(leaf.type for leaf in graph.leaves_of(LeafKind.INPUT))
-        self._compile()
+        self.__dict__["_constants"] = {leaf.name: _constant(model, leaf) for leaf in graph.leaves_of(LeafKind.CONSTANT)}
+        self._prepare(graph)
 
-    def _compile(self) -> None:
-        kept = tuple(leaf for leaf in self.graph.leaves if leaf.kind is not LeafKind.INPUT)
-        program = emit_program(self.graph, kept)
-        self._program = compile_program(program, f"{self.graph.name} {fingerprint(self.graph)[:12]}")
-        self.code = program.python_code("self").src
-        self._input_spec, self._output_spec = spec_of(self.graph.input_structure), spec_of(self.graph.output_structure)
+    def _prepare(self, graph: Graph) -> None:
+        """Make all that follows from the graph; past `__setattr__`, as a submodule may have any of these names."""
+        kept = tuple(leaf for leaf in graph.leaves if leaf.kind is not LeafKind.INPUT)
+        slots = {leaf: _slots(self, leaf) for leaf in kept if leaf.kind is not LeafKind.CONSTANT}
+        places = {leaf.name: slots[leaf] for leaf in slots if leaf.kind is LeafKind.BUFFER}
+        program = emit_program(graph, kept)
+        self.__dict__.update(
+            graph=graph,
+            code=program.python_code("self").src,
+            _program=compile_program(program, f"{graph.name} {fingerprint(graph)[:12]}"),
+            _sources=tuple(slots[leaf][0] if leaf in slots else leaf.name for leaf in kept),
+            _targets=tuple(places[name] for name, _ in graph.updates),
+            _input_spec=spec_of(graph.input_structure),
+            _output_spec=spec_of(graph.output_structure),
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("_program", "code", "_input_spec", "_output_spec")
-        return {key: value for key, value in self.__dict__.items() if key not in made}
+        """The module's own state and the graph as text; the rest is made anew."""
+        made = ("graph", "code", "_program", "_sources", "_targets", "_input_spec", "_output_spec")
+        kept = {key: value for key, value in self.__dict__.items() if key not in made}
+        return {**kept, _GRAPH_TEXT: to_json(self.graph)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._compile()
+        text = state.pop(_GRAPH_TEXT)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._prepare(from_json(text))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CapturedModule:
+        state = (LeafKind.PARAMETER, LeafKind.BUFFER)
+        for dtype in {leaf.type.dtype for leaf in self.graph.leaves if leaf.kind in state}:
+            wanted = fn(torch.empty(0, dtype=dtype)).dtype
+            if wanted != dtype:
+                raise UsageError(
+                    f"The captured {self.graph.name} was asked to change from {dtype} to {wanted}. A graph holds the "
+                    f"dtypes it was captured with. Change the original model and capture it again."
+                )
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     def train(self, mode: bool = True) -> CapturedModule:
         """Only the captured mode: dropout and batch norm were fixed when the graph was made."""
         if mode != self.graph.training:
             wanted, have = ("training", "eval") if mode else ("eval", "training")
             raise UsageError(
-                f"A graph captured in {have} mode was asked to switch to {wanted} mode. Dropout and batch norm are part of the "
-                f"graph. Call model.{'train' if mode else 'eval'}() on the original model and capture it again."
+                f"A graph captured in {have} mode was asked to switch to {wanted} mode. Dropout and batch norm are "
+                f"part of the graph. Call model.{'train' if mode else 'eval'}() on the original model and capture "
+                f"it again."
             )
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph on a batch: the inputs as the model takes them, then what the loss takes; or the batch as captured."""
+        """Run the graph: the inputs as the model takes them, then what the loss takes; or the batch as captured."""
         inputs = [x for x in self._arrange(args, kwargs) if isinstance(x, Tensor)]
-        for tensor, kind in zip(inputs, self._inputs, strict=True):
+        for tensor, leaf in zip(inputs, self.graph.leaves_of(LeafKind.INPUT), strict=True):
+            kind = leaf.type
             if tuple(tensor.shape) != kind.shape or tensor.dtype != kind.dtype:
                 raise self._refuse(
                     f"it was captured for {kind} where {tensor.dtype} of shape {tuple(tensor.shape)} came"
                 )
-        state = self._state(inputs[0].device)
-        results = self._program(self, state, inputs[0].device, *inputs)
-        for (module, name), value in zip(self._updates, results[len(self.graph.outputs) :], strict=True):
-            module._buffers[name] = value.detach()
+        results = self._program(self, self._state(inputs[0].device), inputs[0].device, *inputs)
+        self._write_back(results[len(self.graph.outputs) :])
         return unflatten_tree(list(results[: len(self.graph.outputs)]), self._output_spec)
 
-    def _state(self, device: torch.device) -> list[Tensor]:
-        state = []
-        for slot in self._slots:
-            if isinstance(slot, Leaf):
-                constant = self._constants[slot.name]
-                if constant.device != device:
-                    constant = self._constants[slot.name] = constant.to(device)
-                state.append(constant)
+    def _state(self, device: torch.device) -> list[Tensor | None]:
+        state: list[Tensor | None] = []
+        for source in self._sources:
+            if isinstance(source, str):
+                if self._constants[source].device != device:
+                    self._constants[source] = self._constants[source].to(device)
+                state.append(self._constants[source])
             else:
-                module, name = slot
-                state.append(getattr(module, name))
+                state.append(_read(source))
         return state
+
+    def _write_back(self, values: tuple[Tensor, ...]) -> None:
+        """Give buffers their new values: as new tensors, since the old ones may be needed for the gradients."""
+        for slots, value in zip(self._targets, values, strict=True):
+            if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+                first, name = slots[0]
+                first._buffers[name].copy_(value)  # type: ignore[union-attr] # one made in this mode is never trained
+                continue
+            made = value.detach()
+            for module, name in slots:
+                module._buffers[name] = made
 
     def _arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The flattened inputs in the captured order, from arguments or from one batch object."""
@@ -234,12 +292,15 @@ class CapturedModule(nn.Module):
 
     def _fixed_match(self, leaves: list[Any]) -> bool:
         fixed = zip(leaves, self.graph.inputs, strict=True)
-        return all(isinstance(leaf, Tensor) if isinstance(want, Value) else leaf == want for leaf, want in fixed)
+        return all(
+            isinstance(leaf, Tensor) if isinstance(want, Value) else type(leaf) is type(want) and leaf == want
+            for leaf, want in fixed
+        )
 
     def _refuse(self, why: str) -> UsageError:
         return UsageError(
-            f"The captured {self.graph.name} was called with other inputs: {why}. A graph holds the shapes and plain values it "
-            f"was captured with. Call it like that, or capture the model again with this batch."
+            f"The captured {self.graph.name} was called with other inputs: {why}. A graph holds the shapes and plain "
+            f"values it was captured with. Call it like that, or capture the model again with this batch."
         )
 
 
@@ -254,13 +315,13 @@ def to_module(graph: Graph, model: nn.Module) -> CapturedModule:
     """
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"A {type(model).__name__} was given instead of the model. The module runs over the model's own parameters. "
-            f"Pass the nn.Module the graph was captured from."
+            f"A {type(model).__name__} was given instead of the model. The module runs over the model's own "
+            f"parameters. Pass the nn.Module the graph was captured from."
         )
     try:
         return CapturedModule(verify(graph), model)
     except LookupError as error:
         raise GraphError(
-            f"The graph {graph.name!r} cannot run here: it needs {error}. An operator or an output class is not known to this "
-            f"process. Import the library that defines it first."
+            f"The graph {graph.name!r} cannot run here: it needs {error}. An operator or an output class is not known "
+            f"to this process. Import the library that defines it first."
         ) from None

@@ -32,13 +32,13 @@ class Problem:
         return f"{self.what}{f' at {self.source}' if self.source else ''}: {self.advice}"
 
 
-def find_user_line(frame: FrameType | None, outermost: CodeType) -> str:
-    """The innermost line of the user's among the frames up to the outermost, as tracebacks write it; empty when none is."""
+def find_user_line(frame: FrameType | None, outermost: CodeType) -> tuple[str, int] | None:
+    """File and number of the innermost line of the user's among the frames up to the outermost."""
     while frame is not None and frame.f_code is not outermost:
         if not frame.f_code.co_filename.startswith(HIDDEN):
-            return f'File "{frame.f_code.co_filename}", line {frame.f_lineno}'
+            return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    return ""
+    return None
 
 
 def source_of(node: fx.Node) -> Source | None:

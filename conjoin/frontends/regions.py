@@ -7,14 +7,15 @@ that they are computed in the dtypes written whatever autocast the graph is run 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from conjoin.frontends.problems import Problem, source_of
+from conjoin.frontends.problems import MODEL_PREFIX, Problem, source_of
 from conjoin.frontends.torch_private import (
     ENTER_AUTOCAST,
     EXIT_AUTOCAST,
@@ -47,6 +48,10 @@ class _Walk:
     """For a view the node whose memory it shows, for any other node itself."""
     carrying: set[fx.Node] = field(default_factory=set)
     """Roots through which gradients flow."""
+    memory: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """For a node the one whose memory it shares, gradients or not."""
+    protected: dict[fx.Node, str] = field(default_factory=dict)
+    """Inputs and parameters, with what they are called: a forward may not write to them."""
     detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
     casts: dict[tuple[fx.Node, torch.dtype, bool], fx.Node] = field(default_factory=dict)
     """Casts of parameters, made once a region as autocast does."""
@@ -56,12 +61,17 @@ class _Walk:
         return self.roots.get(node, node) in self.carrying
 
 
-def make_explicit(program: ExportedProgram) -> tuple[Problem, ...]:
-    """Take the markers out of a program; what cannot be said without them comes back as problems."""
+def make_explicit(program: ExportedProgram, input_names: Sequence[str]) -> tuple[Problem, ...]:
+    """Take the markers out of a program; what a graph cannot say comes back as problems."""
     walk = _Walk(program.graph)
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    names = iter(input_names)
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
-        if spec.kind in (InputKind.PARAMETER, InputKind.USER_INPUT) and _is_floating(node):
+        if spec.kind is InputKind.PARAMETER:
+            walk.protected[node] = f"parameter {str(spec.target).removeprefix(MODEL_PREFIX)}"
+        elif spec.kind is InputKind.USER_INPUT:
+            walk.protected[node] = f"input {next(names)}"
+        if node in walk.protected and _is_floating(node):
             walk.carrying.add(node)
     markers = []
     for node in list(program.graph.nodes):
@@ -94,12 +104,33 @@ def _visit(walk: _Walk, node: fx.Node) -> None:
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         walk.graph.erase_node(node)
         return
+    if _writes_to_protected(walk, node):
+        return
     if walk.open:
         _write_casts(walk, node)
         node.meta["custom"] = {**node.meta.get("custom", {}), PINNED: True}
     if not walk.grad:
         _stop_gradients(walk, node)
     _follow(walk, node)
+
+
+def _writes_to_protected(walk: _Walk, node: fx.Node) -> bool:
+    first = node.args[0] if node.args else None
+    if not isinstance(node.target, OpOverload) or not isinstance(first, fx.Node):
+        return False
+    root = walk.memory.get(first, first)
+    if aliases_input(node.target) or _is_detach(node):
+        walk.memory[node] = root
+    if root not in walk.protected or not is_mutable(node.target) or _is_detach(node):
+        return False
+    walk.problems.append(
+        Problem(
+            f"operator {operator_name(node.target)}",
+            source_of(node),
+            f"it writes to {walk.protected[root]}, and forward may write to buffers only: compute a new tensor",
+        )
+    )
+    return True
 
 
 def _follow(walk: _Walk, node: fx.Node) -> None:
@@ -156,27 +187,27 @@ def _hands_on(node: fx.Node) -> bool:
         return False
     name = operator_name(node.target)
     if name in _DROPOUTS:
-        return node.args[2] is False or node.args[1] == 0
+        return bool(node.args[2] is False or node.args[1] == 0)
     if name not in _CASTS or node.kwargs.get("copy") or True in node.args[2:]:
         return False
     (before,), (after,) = _tensors(node.args[0]), _tensors(node)
-    return before.dtype == after.dtype and before.stride() == after.stride()
+    return bool(before.dtype == after.dtype and before.stride() == after.stride())
 
 
 def _write_casts(walk: _Walk, node: fx.Node) -> None:
     """Put in front of a call the casts that autocast made: those under which it gives the dtypes it gave."""
-    enabled, dtype = walk.open[-1].args[2], walk.open[-1].args[1]
+    dtype, enabled = cast(tuple[torch.dtype, bool], walk.open[-1].args[1:3])
     if not enabled or not isinstance(node.target, OpOverload) or is_mutable(node.target):
         return
     operands = [n for n in node.all_input_nodes if _can_be_cast(n)]
     wanted = [tensor.dtype for tensor in _tensors(node)]
-    candidates = (None, dtype, torch.float32)
+    candidates: tuple[torch.dtype | None, ...] = (None, dtype, torch.float32)
     if operator_name(node.target).partition(".")[0] in _LOW_PRECISION:
         candidates = (dtype, None)  # some of these take mixed dtypes without tensors' values, but not with them
     for target in candidates:
         if operands and _dtypes_given(node, operands, target) == wanted:
-            for operand in operands if isinstance(target, torch.dtype) else ():
-                if operand.meta["val"].dtype != target:
+            for operand in operands:
+                if target is not None and operand.meta["val"].dtype != target:
                     node.replace_input_with(operand, _cast(walk, operand, target, node))
             return
 
@@ -186,7 +217,7 @@ def _can_be_cast(node: fx.Node) -> bool:
     return isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _dtypes_given(node: fx.Node, operands: list[fx.Node], target: Any) -> list[torch.dtype] | None:
+def _dtypes_given(node: fx.Node, operands: list[fx.Node], target: torch.dtype | None) -> list[torch.dtype] | None:
     """The dtypes a call gives when these operands are cast; None when it cannot be made so."""
 
     def value(n: fx.Node) -> Any:

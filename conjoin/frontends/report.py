@@ -26,6 +26,7 @@ class Report:
 
     opaque: tuple[OpaqueOperator, ...]
     dropped: tuple[str, ...] = ()
+    """What a graph cannot keep of outputs and attributes, in words."""
 
     @property
     def complete(self) -> bool:
@@ -33,9 +34,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [str(entry) for entry in self.opaque]
-        lines += [
-            f"output {entry}: neither tensor nor plain value; the graph returns None there" for entry in self.dropped
-        ]
+        lines += self.dropped
         if not lines:
             return "Everything was understood."
         return f"{len(lines)} thing(s) not understood; the rest is still optimized:\n" + "\n".join(

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import config as fx_config
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from conjoin.ir import LEAF, Structure
 
@@ -32,15 +33,17 @@ __all__ = [
     "PINNED",
     "SET_GRAD",
     "ExportedProgram",
+    "FollowedCalls",
     "InputKind",
-    "KnownDraws",
     "OutputKind",
     "aliases_input",
     "describe_tree",
     "fake_copy",
     "flatten_tree",
+    "is_fake",
     "is_mutable",
     "keep_markers",
+    "pretend_exporting",
     "quiet",
     "spec_of",
     "unflatten_tree",
@@ -50,12 +53,13 @@ __all__ = [
 
 PINNED = "conjoin_pinned"
 _BUILTIN = {tuple: "tuple", list: "list", dict: "dict"}
+_NAMED_TUPLE: Any = pytree.namedtuple  # type: ignore[attr-defined]
 
 
 def _type_name(spec: pytree.TreeSpec) -> str:
     if spec.type in _BUILTIN:
         return _BUILTIN[spec.type]
-    if spec.type is pytree.namedtuple:
+    if spec.type is _NAMED_TUPLE:
         return f"{spec.context.__module__}.{spec.context.__qualname__}"
     return f"{spec.type.__module__}.{spec.type.__qualname__}"
 
@@ -107,7 +111,7 @@ def spec_of(structure: Structure) -> pytree.TreeSpec:
             return pytree.TreeSpec(dict, list(structure.keys), children)
     found = _find_class(structure.kind)
     if issubclass(found, tuple) and found not in pytree.SUPPORTED_NODES:
-        return pytree.TreeSpec(pytree.namedtuple, found, children)
+        return pytree.TreeSpec(_NAMED_TUPLE, found, children)
     return pytree.TreeSpec(found, list(structure.keys) or None, children)
 
 
@@ -187,6 +191,20 @@ def user_lines(find: Callable[[FrameType | None], str]) -> Iterator[None]:
         fx_config.do_not_emit_stack_traces = emit
 
 
+@contextmanager
+def pretend_exporting() -> Iterator[None]:
+    """Have `torch.compiler.is_exporting()` hold, which published models ask before they look at tensor values."""
+    flags = ("_is_compiling_flag", "_is_exporting_flag")
+    before = [getattr(torch.compiler, flag) for flag in flags]
+    try:
+        for flag in flags:
+            setattr(torch.compiler, flag, True)
+        yield
+    finally:
+        for flag, value in zip(flags, before, strict=True):
+            setattr(torch.compiler, flag, value)
+
+
 def is_mutable(op: OpOverload) -> bool:
     """Whether an operator writes to any of its arguments."""
     return bool(op._schema.is_mutable)
@@ -203,16 +221,18 @@ def aliases_input(op: OpOverload) -> bool:
     return bool(op._schema.arguments) and op._schema.arguments[0].alias_info is not None
 
 
-class KnownDraws(TorchFunctionMode):
-    """Decides `torch.rand(()) < p` for p <= 0 or p >= 1, which holds never or always, and takes `x.data` as detached.
+class FollowedCalls(TorchFunctionMode):
+    """Helps export over calls it cannot follow.
 
-    Published models skip layers at random that way, and with a rate of 0 by default: no branch is left then. Export
-    cannot follow `x.data`, but can `x.detach()`, which differs only in what autograd checks.
+    `torch.rand(()) < p` for p <= 0 or p >= 1 holds never or always: published models skip layers at random that way,
+    and with a rate of 0 by default. `x.data` is taken as `x.detach()`, which differs only in what autograd checks.
+    A hook on a gradient is left out, and told to `note_hook`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note_hook: Callable[[FrameType | None], None]) -> None:
         super().__init__()
         self._draws: list[Tensor] = []
+        self._note_hook = note_hook
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.lt, Tensor.__lt__, torch.lt) and any(args[0] is draw for draw in self._draws):
@@ -221,10 +241,18 @@ class KnownDraws(TorchFunctionMode):
                 return rate >= 1
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             return args[0].detach()
+        if func is Tensor.register_hook:
+            self._note_hook(sys._getframe(1))
+            return RemovableHandle({})
         result = func(*args, **(kwargs or {}))
         if func is torch.rand and result.dim() == 0:
             self._draws.append(result)
         return result
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no values."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def _attribute_tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -233,7 +261,7 @@ def _attribute_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 def fake_copy(model: nn.Module, inputs: Sequence[Tensor]) -> tuple[nn.Module, list[Tensor]]:
-    """A model and inputs on the meta device as if on the CPU, without memory: what a forward creates there fits them."""
+    """A model and inputs on the meta device as if on the CPU, without memory: what forward creates there fits them."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
 

@@ -204,6 +204,7 @@ def _load(data: dict[str, Any]) -> Graph:
     loader = _Loader()
     for entry in leaves:
         loader.leaf(entry)
+    taken = loader.results(inputs)
     if sources and len(sources) != len(nodes):
         raise ValueError(f"there are {len(nodes)} nodes and {len(sources)} sources")
     for entry, source in zip(nodes, sources or [None] * len(nodes), strict=True):
@@ -211,7 +212,7 @@ def _load(data: dict[str, Any]) -> Graph:
     return loader.builder.finish(
         _typed(data["name"], str, "name"),
         training=_typed(data["training"], bool, "training"),
-        inputs=loader.results(inputs),
+        inputs=taken,
         outputs=loader.results(outputs),
         updates=tuple(loader.update(entry) for entry in updates),
         loss=_loss(data["loss"]),

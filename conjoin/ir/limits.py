@@ -19,7 +19,7 @@ MAX_NUMBER = 2**31
 """Of lines in a source file, and of equal calls in one graph."""
 MAX_ELEMENTS = 2**62
 MAX_PIECES = 65_536
-"""Tensors that one operator may cut another into: a short line could ask for more than memory holds."""
+"""Tensors that one call may make: a short line could ask for more than memory holds."""
 
 
 def check_size(num_bytes: int) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from conjoin.errors import GraphError
 from conjoin.ir.graph import Graph
 from conjoin.ir.limits import MAX_PIECES
-from conjoin.ir.nodes import Leaf, LeafKind, Node, Value, fits
+from conjoin.ir.nodes import Leaf, LeafKind, Node, Value, fits, typed_key
 from conjoin.ir.printer import node_text
 from conjoin.ops import TensorType, output_types, signature, types_on_meta
 
@@ -63,12 +64,13 @@ def _leaf_faults(graph: Graph) -> Iterator[Fault]:
 
 def _node_faults(graph: Graph) -> Iterator[Fault]:
     known: set[Leaf | Node] = set(graph.leaves)
+    judged: dict[Any, list[str]] = {}
     for i, node in enumerate(graph.nodes):
         source = graph.sources[i] if i < len(graph.sources) else None
         where = f"node {i} {node.op}" + (f" at {source}" if source else "")
         if node in known:
             yield Fault(where, "stands twice")
-        yield from (Fault(where, what) for what in _form_faults(node) or _call_faults(node, known))
+        yield from (Fault(where, what) for what in _form_faults(node) or _call_faults(node, known, judged))
         known.add(node)
 
 
@@ -84,20 +86,19 @@ def _form_faults(node: Node) -> list[str]:
     return [f"cannot take what is given for {p.name!r}" for p, argument in pairs if not fits(p.kind, argument)]
 
 
-def _call_faults(node: Node, known: set[Leaf | Node]) -> Iterator[str]:
+def _call_faults(node: Node, known: set[Leaf | Node], judged: dict[Any, list[str]]) -> Iterator[str]:
+    """What is wrong with a call; equal calls on equal types are judged once."""
     if signature(node.op).mutates:
         yield "writes to its inputs"
         return
     missing = [value for value in node.inputs if not _is_made(value, known)]
     if missing:
         yield f"reads {len(missing)} value(s) that are not made before it"
-    if not all(_has_type(value) for value in node.inputs):
-        return
-    pieces = _num_pieces(node)
-    if pieces > max(MAX_PIECES, len(node.types)):
-        yield f"gives {pieces:,} tensors, the graph states {len(node.types)}"
-    else:
-        yield from _type_faults(node)
+    if all(_has_type(value) for value in node.inputs):
+        key = node.op, typed_key(node.call.args), node.types
+        if key not in judged:
+            judged[key] = list(_size_faults(node) or _type_faults(node))
+        yield from judged[key]
 
 
 def _has_type(value: Value) -> bool:
@@ -108,10 +109,16 @@ def _is_made(value: Value, known: set[Leaf | Node]) -> bool:
     return value.owner in known and _has_type(value)
 
 
-def _num_pieces(node: Node) -> int:
-    """How many tensors a call cuts its operand into, counted before anybody makes them; 0 for one that does not cut."""
+def _size_faults(node: Node) -> list[str]:
+    """A call that makes more tensors than a graph can name is not tried."""
+    count = _num_tensors(node)
+    return [f"makes {count:,} tensors, the limit is {MAX_PIECES:,}"] if count > MAX_PIECES else []
+
+
+def _num_tensors(node: Node) -> int:
+    """How many tensors a call cuts its operand into or makes on the way; 0 for one that makes a fixed number."""
     name, call = node.op.partition(".")[0], node.call
-    if name not in _CUTTING or not call.tensors:
+    if name not in _MANY or not call.tensors:
         return 0
     shape, dim = call.tensors[0].shape, call["dim"] or 0
     size = shape[dim] if type(dim) is int and -len(shape) <= dim < len(shape) else 0
@@ -121,29 +128,39 @@ def _num_pieces(node: Node) -> int:
         return min(call["chunks"], size)
     if type(call["sections"]) is int:
         return int(call["sections"])
+    if name == "diff":
+        return min(call["n"], size) if type(call["n"]) is int else 0
     return size if name.startswith("unbind") else 0
 
 
-_CUTTING = frozenset({
+_MANY = frozenset({
     "split", "unsafe_split", "split_copy", "chunk", "unsafe_chunk", "tensor_split", "hsplit", "vsplit", "dsplit",
-    "unbind", "unbind_copy",
+    "unbind", "unbind_copy", "diff",
 })  # fmt: skip
 
 
 def _type_faults(node: Node) -> Iterator[str]:
-    """What torch or the declaration says of the outputs, against what the graph states."""
+    """What torch and the declaration say of the outputs, against what the graph states.
+
+    Torch is asked first: a declaration may take for granted that its operands are such as torch accepts.
+    """
+    stated = tuple(TensorType(output.shape, output.dtype) for output in node.types)
     try:
-        spec = node.spec
-        if spec is None and not node.inputs:
-            yield "is not declared and takes no tensor: only declared operators may make tensors from nothing"
-            return
-        derived = output_types(spec, node.call) if spec is not None else types_on_meta(node.call)
+        derived = types_on_meta(node.call) if node.inputs else None
+        if derived is None or derived == stated:
+            derived = _declared_types(node) or derived
     except Exception as error:  # an operator may refuse its operands with any error; it is told, never swallowed
         yield f"does not fit its operands: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         return
-    stated = tuple(TensorType(output.shape, output.dtype) for output in node.types)
-    if derived is not None and derived != stated:
+    if derived is None and not node.inputs:
+        yield "is not declared and takes no tensor: only declared operators may make tensors from nothing"
+    elif derived is not None and derived != stated:
         yield f"gives {', '.join(map(str, derived))}, the graph states {', '.join(map(str, stated))}"
+
+
+def _declared_types(node: Node) -> tuple[TensorType, ...] | None:
+    spec = node.spec
+    return None if spec is None else output_types(spec, node.call)
 
 
 def _boundary_faults(graph: Graph) -> Iterator[Fault]:

@@ -96,7 +96,7 @@ def run_both(captured: Captured, mine: Callable[[], Any], theirs: Callable[[], A
 
 @pytest.fixture
 def compare() -> Callable[..., Captured]:
-    """`compare(model, batch, plain_step, loss=...)`: capture, run both for some steps, demand equality, hand both back."""
+    """`compare(model, batch, plain_step, loss=...)`: capture, run both for some steps, demand that they are equal."""
 
     def run(
         model: nn.Module,

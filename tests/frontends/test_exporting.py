@@ -230,7 +230,9 @@ LOSSES: dict[str, tuple[Any, Callable[..., Tensor], Callable[[nn.Module], Tensor
         {"x": X, "labels": TARGET}, lambda out, labels: functional.cross_entropy(out, labels),
         lambda m: functional.cross_entropy(m(X), TARGET), ["x", "labels"],
     ),
-    "of output and batch": (X, lambda out, batch: (out - batch).square().mean(), lambda m: (m(X) - X).square().mean(), ["x"]),
+    "of output and batch": (
+        X, lambda out, batch: (out - batch).square().mean(), lambda m: (m(X) - X).square().mean(), ["x"],
+    ),
     "of output and batch, a tuple": (
         (X,), lambda out, batch: (out - batch[0]).abs().mean(), lambda m: (m(X) - X).abs().mean(), ["x"],
     ),

@@ -81,7 +81,9 @@ def test_multi_head_attention(compare: Callable[..., Any], weights: bool, mask: 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_transformer_layers(compare: Callable[..., Any], training: bool) -> None:
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True), 2, enable_nested_tensor=False)
+    encoder = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True), 2, enable_nested_tensor=False
+    )
     compare(encoder.train(training), torch.randn(3, 5, 8))
     decoder = nn.TransformerDecoderLayer(8, 2, 16, activation="gelu", batch_first=True)
     x, memory = torch.randn(3, 5, 8), torch.randn(3, 4, 8)
@@ -145,7 +147,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "alpha dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.SELU(), nn.AlphaDropout(0.2)), X),
     "randomised relu": (lambda: nn.Sequential(nn.Linear(4, 4), nn.RReLU()), X),
     "activations": (lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU("tanh"), nn.SiLU(), nn.PReLU(), nn.Softplus()), X),
-    "activations in place": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(True), nn.Linear(4, 4), nn.ELU(inplace=True)), X),
+    "activations in place": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(True), nn.Linear(4, 4), nn.ELU(inplace=True)),
+        X,
+    ),
     "bilinear": (lambda: nn.Sequential(nn.Upsample(scale_factor=2, mode="bilinear"), nn.PixelUnshuffle(2)), IMAGE),
     "nearest": (lambda: nn.Sequential(nn.Upsample(size=(9, 9)), nn.ZeroPad2d(1), nn.Flatten()), IMAGE),
     "flatten": (lambda: nn.Sequential(nn.Flatten(), nn.Unflatten(1, (4, 3)), nn.Softmax(-1)), X),
@@ -209,7 +214,9 @@ def called_twice(weight: Tensor, x: Tensor) -> Tensor:
 
 def drawn_twice(weight: Tensor, x: Tensor) -> Tensor:
     y = x @ weight
-    return functional.dropout(y, 0.5) - functional.dropout(y, 0.5) + torch.rand_like(y) * torch.rand(4) + torch.randn(3, 4)
+    return (
+        functional.dropout(y, 0.5) - functional.dropout(y, 0.5) + torch.rand_like(y) * torch.rand(4) + torch.randn(3, 4)
+    )
 
 
 def integer_arithmetic(weight: Tensor, x: Tensor) -> Tensor:
@@ -226,7 +233,7 @@ def lists_of_tensors(weight: Tensor, x: Tensor) -> Any:
 
 
 WRITTEN: dict[str, Callable[..., Any]] = {
-    "views": lambda w, x: (x @ w.T).view(6, 4).t().reshape(2, 12)[:, 1::2].unsqueeze(1).expand(2, 3, 6).permute(2, 0, 1),
+    "views": lambda w, x: (x @ w.T).view(6, 4).t().reshape(2, 12)[:, 1::2].unsqueeze(1).expand(2, 3, 6).mT,
     "views of parameters": lambda w, x: x @ w.view(2, 8).reshape(4, 4).transpose(0, 1),
     "strided": lambda w, x: (x @ w).as_strided((2, 2), (12, 1)) + w.diagonal()[:2],
     "in place": lambda w, x: (x @ w).add_(1).mul_(2).sub_(x).relu_() * 2,
@@ -240,9 +247,9 @@ WRITTEN: dict[str, Callable[..., Any]] = {
     "integers": integer_arithmetic,
     "lists of tensors": lists_of_tensors,
     "einsum": lambda w, x: torch.einsum("bij,jk->bki", x, w),
-    "reductions": lambda w, x: ((x @ w).amax(1), (x @ w).std(-1), (x @ w).logsumexp((0, 1)), (x @ w).max(1), x.cumsum(1)),
+    "reductions": lambda w, x: ((x @ w).amax(1), (x @ w).std(-1), (x @ w).logsumexp((0, 1)), (x @ w).max(1)),
     "sorting": lambda w, x: ((x @ w).sort(-1, descending=True), (x @ w).topk(2), (x @ w).argsort()),
-    "indexing": lambda w, x: ((x @ w)[torch.tensor([1, 0, 1])], (x @ w)[..., [0, 2]], (x @ w)[:, torch.tensor([2]), 1:]),
+    "indexing": lambda w, x: ((x @ w)[torch.tensor([1, 0])], (x @ w)[..., [0, 2]], (x @ w)[:, torch.tensor([2]), 1:]),
     "scatter": lambda w, x: torch.zeros(2, 3, 5).scatter_add(2, torch.tensor([[[0, 4, 4, 1]] * 3] * 2), x @ w),
     "half precision": lambda w, x: ((x.bfloat16() @ w.bfloat16()).float(), (x @ w).to(torch.float64), (x @ w).long()),
     "checkpoint": lambda w, x: torch.utils.checkpoint.checkpoint(lambda y: (y @ w).tanh(), x, use_reentrant=False),

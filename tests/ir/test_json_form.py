@@ -93,6 +93,7 @@ def test_an_unknown_key_is_told(graph: Graph) -> None:
         (("loss",), -1, "-1 is not a number"),
         (("loss",), 0.0, "loss is '0.0', not of type int"),
         (("inputs",), [[1]], "something other than values"),
+        (("inputs",), [{"value": 0}], "value 0 is used before it is made"),
         (("outputs",), [{"value": 10}], "value 10 is used before it is made"),
         (("outputs",), [{"value": -1}], "value -1 is used before it is made"),
         (("outputs",), [{"value": True}], "is not a literal"),
@@ -214,7 +215,9 @@ def test_a_saved_graph_may_be_read_by_whom_the_user_lets_read(graph: Graph, tmp_
     assert (tmp_path / "g.json").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "failure", [OSError(28, "No space left on device"), PermissionError(13, "Permission denied"), KeyboardInterrupt()]
+)
 @pytest.mark.parametrize("step", ["replace", "open"])
 def test_a_failing_write_leaves_what_was_there(
     graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException, step: str
@@ -231,7 +234,7 @@ def test_a_failing_write_leaves_what_was_there(
         with pytest.raises(expected) as told:
             save_graph(replace(graph, name="other"), tmp_path / "g.json")
     if isinstance(failure, OSError):
-        assert "No space left on device" in str(told.value)
+        assert failure.strerror in str(told.value)
         assert_three_sentences(told.value)
     assert load_graph(tmp_path / "g.json") == graph
     assert [path.name for path in tmp_path.iterdir()] == ["g.json"]
@@ -246,12 +249,6 @@ def test_a_path_that_cannot_be_written_is_told(
     Path("folder").mkdir()
     assert "could not be written" in refuse(lambda: save_graph(graph, path))
     assert sorted(found.name for found in tmp_path.rglob("*")) == ["file", "folder"]
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission_is_told(graph: Graph, tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    assert "Permission denied" in refuse(lambda: save_graph(graph, tmp_path / "g.json"))
 
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:

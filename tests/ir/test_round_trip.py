@@ -40,7 +40,7 @@ def test_models_round_trip(name: str) -> None:
 
 @given(random_graphs())
 @example(parse_graph(GOLDEN))
-@settings(settings.get_profile("ir"), max_examples=300)
+@settings(settings.get_profile("ir"), max_examples=150)
 def test_random_graphs_round_trip(graph: Graph) -> None:
     check(graph)
 

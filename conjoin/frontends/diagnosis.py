@@ -1,0 +1,84 @@
+"""Why export stopped: told in three sentences at the user's line, with every place that depends on tensor values."""
+
+from __future__ import annotations
+
+import copy
+import linecache
+import sys
+import traceback
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conjoin.errors import CaptureError
+from conjoin.frontends.problems import HIDDEN, find_user_line
+from conjoin.frontends.torch_private import FollowedCalls, is_fake, pretend_exporting, quiet
+
+_DATA_DEPENDENT = ("data-dependent", "DataDependent", "unbacked", "_local_scalar_dense", "aten.item", "aten.nonzero")
+_LONGEST = 300
+
+
+class _ValueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the user's lines whose result, or its shape, depends on the values of tensors."""
+
+    def __init__(self, outermost: CodeType) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.outermost = outermost
+        self.places: dict[tuple[str, int], None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _depends_on_values(func, args):
+            place = find_user_line(sys._getframe(), self.outermost)
+            if place is not None:
+                self.places[place] = None
+        return func(*args, **(kwargs or {}))
+
+
+def _depends_on_values(func: Any, args: Any) -> bool:
+    if func is torch.ops.aten.index.Tensor:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+def _places_that_depend_on_values(step: nn.Module, tensors: tuple[Tensor, ...]) -> list[tuple[str, int]]:
+    """Run a copy of the step on the batch itself, which export cannot, and note every such place."""
+    if any(is_fake(tensor) for tensor in (*step.parameters(), *step.buffers(), *tensors)):
+        return []
+    watch = _ValueWatch(type(step).forward.__code__)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), quiet(), pretend_exporting():
+            clones = [tensor.clone() for tensor in tensors]
+            with FollowedCalls(lambda _: None), watch:
+                copy.deepcopy(step)(*clones)
+    except Exception:  # export has failed already and is reported; this only adds what can be found
+        pass
+    return list(watch.places)
+
+
+def explain(error: Exception, step: nn.Module, tensors: tuple[Tensor, ...]) -> CaptureError:
+    """What export said, in three sentences and with the user's lines."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(HIDDEN)]
+    places = [(frames[-1].filename, frames[-1].lineno or 0)] if frames else []
+    text = f"{type(error).__name__}: {error}"
+    if any(sign in text for sign in _DATA_DEPENDENT):
+        places = list(dict.fromkeys(places + _places_that_depend_on_values(step, tensors)))
+        return CaptureError(
+            "Capture needs one program for every batch, but the model's control flow or a shape depends on tensor "
+            "values. Such a branch would be frozen to what this batch happened to take. Compute both sides and choose "
+            "with torch.where, use fixed shapes (masks, capacities), or move the decision out of forward."
+            + "".join(map(_shown, places))
+        )
+    first = next((part.strip() for part in str(error).splitlines() if part.strip()), "no message")
+    return CaptureError(
+        f"The model could not be captured on this batch: {type(error).__name__}: {first[:_LONGEST]}. "
+        "torch.export stopped there, before any graph was made. Check that model(batch) runs, and rewrite that line "
+        "if it does." + "".join(map(_shown, places))
+    )
+
+
+def _shown(place: tuple[str, int]) -> str:
+    file, line = place
+    return f"\n  at {file}:{line}: {linecache.getline(file, line).strip()}"

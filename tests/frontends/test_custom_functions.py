@@ -1,0 +1,87 @@
+"""Custom autograd functions: kept where their backward is the derivative of their forward, refused where it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import conjoin
+
+
+class StraightThrough(torch.autograd.Function):
+    """Rounds; its gradient pretends that it does not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+class Cube(torch.autograd.Function):
+    """x^3 with its analytic derivative, in the older style."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return factor * x**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return 3 * ctx.factor * x**2 * gradient, None
+
+
+class Sine(torch.autograd.Function):
+    """sin(x) with its analytic derivative, in the newer style."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return x.cos() * gradient
+
+
+class Uses(nn.Module):
+    def __init__(self, function: Any, *more: float) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.function, self.more = function, more
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function.apply(self.body(x), *self.more).sum()
+
+
+@pytest.mark.parametrize("model", [Uses(Cube, 2.0), Uses(Sine)], ids=["older-style", "newer-style"])
+def test_an_analytic_backward_is_kept(model: nn.Module) -> None:
+    x = torch.randn(3, 4)
+    step = conjoin.to_module(conjoin.capture(model, x), model)
+    ours = torch.autograd.grad(step(x), list(model.parameters()))
+    plain = torch.autograd.grad(model(x), list(model.parameters()))
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(ours, plain, strict=True))
+
+
+def test_another_backward_is_refused_with_its_line() -> None:
+    with pytest.raises(conjoin.CaptureError, match=r"StraightThrough at .*test_custom_functions.py:\d+") as caught:
+        conjoin.capture(Uses(StraightThrough), torch.randn(3, 4))
+    assert "custom_op" in str(caught.value)
+
+
+def test_watching_leaves_torch_as_it_was() -> None:
+    before = torch.autograd.Function.__dict__["apply"]
+    with pytest.raises(conjoin.CaptureError):
+        conjoin.capture(Uses(StraightThrough), torch.randn(3, 4))
+    assert torch.autograd.Function.__dict__["apply"] is before

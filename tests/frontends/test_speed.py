@@ -1,0 +1,55 @@
+"""How long capture takes at full size, on the meta device; the bounds are generous, the cores may be busy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import zoo
+from conjoin.frontends import capture
+
+SECONDS = 15.0
+
+
+@pytest.fixture
+def export_seconds(monkeypatch: pytest.MonkeyPatch) -> Callable[[], float]:
+    """How long torch.export itself took since the start of the test, without what is done to its program afterwards."""
+    spent: list[float] = []
+    original = torch.export.export
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            spent.append(time.perf_counter() - start)
+
+    monkeypatch.setattr(torch.export, "export", timed)
+    return lambda: sum(spent)
+
+
+@contextmanager
+def stopwatch() -> Iterator[Callable[[], float]]:
+    start = time.perf_counter()
+    yield lambda: time.perf_counter() - start
+
+
+@pytest.mark.parametrize("name", ["inception-v3", "llama-7b", "bert-large"])
+def test_capture_at_full_size_is_fast(
+    name: str, export_seconds: Callable[[], float], record_property: Callable[[str, Any], None]
+) -> None:
+    workload = zoo.build(name, device="meta")
+    with stopwatch() as elapsed:
+        graph = capture(*workload)
+        whole = elapsed()
+    ours = whole - export_seconds()
+    record_property("seconds", whole)
+    record_property("of which after torch.export", ours)
+    print(f"{name}: {len(graph.nodes)} nodes, {whole:.1f} s, of which {ours:.1f} s after torch.export")
+    assert whole < SECONDS
+    assert ours < export_seconds()

@@ -1,0 +1,57 @@
+"""Every model of the zoo: loss, gradients and statistics of the graph are those of the plain model, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from conjoin.frontends import CapturedModule, capture, not_understood, to_module
+from conjoin.ir import from_json, parse_graph, to_json
+
+MODES = {
+    "train, float32": (True, torch.float32),
+    "train, float64": (True, torch.float64),
+    "eval": (False, torch.float32),
+}
+
+
+def in_dtype(workload: zoo.Workload, dtype: torch.dtype) -> zoo.Workload:
+    batch = tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in workload.batch)
+    return zoo.Workload(workload.model.to(dtype), batch, workload.loss)
+
+
+def step(net: nn.Module, workload: zoo.Workload) -> tuple[Tensor, Tensor]:
+    """Loss and random state after one forward and backward from a fixed seed."""
+    torch.manual_seed(3)
+    if isinstance(net, CapturedModule):
+        loss = net(*workload.batch)
+    else:
+        taken = len(inspect.signature(net.forward).parameters)
+        loss = workload.loss(net(*workload.batch[:taken]), *workload.batch[taken:])
+    loss.backward()
+    return loss, torch.get_rng_state()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", zoo.names())
+def test_graph_equals_the_plain_model(name: str, mode: str, unequal: Callable[..., list[str]]) -> None:
+    training, dtype = MODES[mode]
+    workload = in_dtype(zoo.build(f"{name}:tiny"), dtype)
+    workload.model.train(training)
+    plain = copy.deepcopy(workload.model)
+    graph = capture(*workload)
+    module = to_module(graph, workload.model)
+    (loss, drawn), (want, want_drawn) = step(module, workload), step(plain, workload)
+    assert torch.equal(loss, want) and loss.dtype == dtype
+    assert torch.equal(drawn, want_drawn)
+    assert unequal(module, plain) == []
+    assert not_understood(graph).complete, str(not_understood(graph))
+    assert graph.training is training and graph.loss == 0
+    again = from_json(to_json(graph))
+    assert again == graph == parse_graph(str(graph)) and again.sources == graph.sources

@@ -1,0 +1,214 @@
+"""The verifier: one graph for every fault it must find, each told with its place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conjoin.errors import GraphError
+from conjoin.ir import (
+    LEAF,
+    Fault,
+    Graph,
+    LeafKind,
+    Node,
+    Source,
+    Structure,
+    Value,
+    find_faults,
+    make_leaf,
+    make_node,
+    parse_graph,
+    verify,
+)
+from conjoin.ops import TensorType
+from tests.ir.graphs import GOLDEN
+from tests.ir.wording import assert_three_sentences
+
+F32, F64 = (TensorType((4, 3), dtype) for dtype in (torch.float32, torch.float64))
+X = Value(make_leaf(LeafKind.INPUT, "x", F32))
+
+
+def with_nodes(*nodes: Node) -> Graph:
+    """A graph of one input and these nodes."""
+    outputs = (Value(nodes[-1]),)
+    return Graph("g", True, (X.owner,), nodes, (X,), outputs, sources=(Source("m.py", 7, "fc"),))  # type: ignore[arg-type]
+
+
+def faults_of(graph: Graph) -> list[str]:
+    found = list(map(str, find_faults(graph)))
+    if found:
+        with pytest.raises(GraphError) as told:
+            verify(graph)
+        assert_three_sentences(told.value)
+        assert all(line in str(told.value) for line in found[:8])
+    else:
+        assert verify(graph) is graph
+    return found
+
+
+def edited(old: str, new: str) -> list[str]:
+    assert GOLDEN.count(old) == 1
+    return faults_of(parse_graph(GOLDEN.replace(old, new)))
+
+
+def test_a_well_formed_graph_has_no_faults() -> None:
+    assert faults_of(parse_graph(GOLDEN)) == []
+
+
+def test_a_value_used_before_it_is_made() -> None:
+    first = make_node("relu", (X,), (F32,))
+    second = make_node("neg", (Value(first),), (F32,))
+    assert faults_of(with_nodes(first, second)) == []
+    assert faults_of(with_nodes(second, first)) == [
+        "node 0 neg at m.py:7 (fc): reads 1 value(s) that are not made before it"
+    ]
+
+
+def test_a_leaf_that_is_not_in_the_graph() -> None:
+    other = Value(make_leaf(LeafKind.INPUT, "y", F32))
+    graph = with_nodes(make_node("add.Tensor", (X, other, 1), (F32,)))
+    assert faults_of(graph) == ["node 0 add.Tensor at m.py:7 (fc): reads 1 value(s) that are not made before it"]
+
+
+def test_an_output_that_a_node_does_not_have() -> None:
+    first = make_node("relu", (X,), (F32,))
+    found = faults_of(with_nodes(first, make_node("neg", (Value(first, 1),), (F32,))))
+    assert found == ["node 1 neg: reads 1 value(s) that are not made before it"]
+    assert faults_of(replace(with_nodes(first), outputs=(Value(first, 2),))) == ["output 0: is not made by the graph"]
+
+
+def test_a_node_that_stands_twice() -> None:
+    node = make_node("relu", (X,), (F32,))
+    assert faults_of(with_nodes(node, node)) == ["node 1 relu: stands twice"]
+
+
+def test_a_wrong_type_is_told_with_the_right_one() -> None:
+    assert edited("%4: f32[3]", "%4: f64[3]") == [
+        "node 4 mean.dim: gives f32[3], the graph states f64[3]",
+        "update running mean: f64[3] does not fit the buffer's f32[3]",
+    ]
+    assert faults_of(with_nodes(make_node("relu", (X,), (F32, F32)))) == [
+        "node 0 relu at m.py:7 (fc): gives f32[4,3], the graph states f32[4,3], f32[4,3]"
+    ]
+
+
+def test_a_wrong_type_of_an_undeclared_operator_is_found() -> None:
+    found = faults_of(with_nodes(make_node("trapezoid.dx", (X, 1, -1), (F32,))))
+    assert found == ["node 0 trapezoid.dx at m.py:7 (fc): gives f32[4], the graph states f32[4,3]"]
+
+
+def test_a_layout_is_not_judged_as_a_shape() -> None:
+    assert edited("%0: f32[4,3] =", "%0: f32[4,3]{x:S(0)} =") == []
+
+
+@pytest.mark.parametrize(("args", "given"), [((X,), 1), ((X, X, 1, 1), 4)])
+def test_a_wrong_number_of_arguments(args: tuple[object, ...], given: int) -> None:
+    found = faults_of(with_nodes(make_node("add.Tensor", args, (F32,))))
+    assert found == [f"node 0 add.Tensor at m.py:7 (fc): takes 3 arguments, {given} are given"]
+
+
+def test_arguments_of_the_wrong_kind() -> None:
+    found = faults_of(with_nodes(make_node("add.Tensor", ("x", X, X), (F32,))))
+    where = "node 0 add.Tensor at m.py:7 (fc)"
+    assert found == [f"{where}: cannot take what is given for {name!r}" for name in ("self", "alpha")]
+
+
+@pytest.mark.parametrize("op", ["linear", "mm"])
+def test_operands_that_do_not_fit(op: str) -> None:
+    args = (X, X, None) if op == "linear" else (X, X)
+    if op == "linear":
+        args = (X, Value(make_leaf(LeafKind.INPUT, "x", TensorType((5, 7), torch.float32))), None)
+    found = faults_of(with_nodes(make_node(op, args, (F32,))))
+    assert any(f"node 0 {op} at m.py:7 (fc): does not fit its operands: " in line for line in found)
+
+
+def test_an_operator_that_torch_does_not_have() -> None:
+    found = faults_of(with_nodes(make_node("lineer", (X,), (F32,))))
+    assert len(found) == 1 and "node 0 lineer" in found[0] and "has no operator 'lineer'" in found[0]
+
+
+@pytest.mark.parametrize("op", ["add_.Tensor", "relu_", "add.out"])
+def test_an_operator_that_writes_to_its_inputs(op: str) -> None:
+    args = {"add_.Tensor": (X, X, 1), "relu_": (X,), "add.out": (X, X, 1, X)}[op]
+    assert faults_of(with_nodes(make_node(op, args, (F32,)))) == [f"node 0 {op} at m.py:7 (fc): writes to its inputs"]
+
+
+def test_an_undeclared_operator_that_reads_no_tensor_is_never_run() -> None:
+    found = faults_of(with_nodes(make_node("from_file", ("/etc/passwd", False, 8, *[None] * 4), (F32,))))
+    assert len(found) == 1 and "only declared operators may make tensors from nothing" in found[0]
+
+
+def test_updates() -> None:
+    assert edited('update "running mean"', 'update "fc.bias"') == ["update fc.bias: there is no such buffer"]
+    assert edited('mean" = %4', 'mean" = %9') == ["update running mean: f32[] does not fit the buffer's f32[3]"]
+    graph = parse_graph(GOLDEN)
+    stray = make_node("neg", (Value(graph.leaves[4]),), (graph.leaves[4].type,))
+    found = faults_of(replace(graph, updates=(("running mean", Value(stray)),)))
+    assert found == ["update running mean: the value is not made by the graph"]
+
+
+def test_leaves() -> None:
+    graph = parse_graph(GOLDEN)
+    again = make_leaf(LeafKind.INPUT, "x", F64)
+    trainable = make_leaf(LeafKind.BUFFER, "b", F32, trainable=True)
+    filled = make_leaf(LeafKind.BUFFER, "c", F32, data=b"")
+    short = make_leaf(LeafKind.CONSTANT, "d", F32, data=b"1234")
+    assert faults_of(replace(graph, leaves=(*graph.leaves, again, trainable, filled, short))) == [
+        "input:x: the name is used twice",
+        "buffer:b: only parameters are trainable",
+        "buffer:c: only constants carry data",
+        "const:d: 4 bytes of data do not fill f32[4,3]",
+        "input:x: is not among the inputs",
+    ]
+
+
+def test_a_name_may_be_used_by_leaves_of_different_kinds() -> None:
+    graph = parse_graph(GOLDEN)
+    assert faults_of(replace(graph, leaves=(*graph.leaves, make_leaf(LeafKind.BUFFER, "x", F32)))) == []
+
+
+@pytest.mark.parametrize("loss", [1, 2, 3, 99])
+def test_a_loss_that_is_no_number(loss: int) -> None:
+    graph = parse_graph(GOLDEN)
+    structure = replace(graph.output_structure, keys=("a", "b", "c", "d"), children=(LEAF,) * 4)
+    graph = replace(graph, outputs=(*graph.outputs, Value(graph.nodes[0])), output_structure=structure)
+    assert faults_of(replace(graph, loss=loss)) == [f"loss: output {loss} is not a floating-point number"]
+
+
+def test_an_integer_loss() -> None:
+    node = make_node("argmax", (X, None, False), (TensorType((), torch.int64),))
+    assert faults_of(replace(with_nodes(node), loss=0)) == ["loss: output 0 is not a floating-point number"]
+
+
+def test_outputs_and_inputs() -> None:
+    graph = parse_graph(GOLDEN)
+    stray = make_node("neg", (X,), (F32,))
+    assert faults_of(replace(graph, outputs=(graph.outputs[0], None, Value(stray)))) == [
+        "output 2: is not made by the graph"
+    ]
+    parameter = Value(graph.leaves[2])
+    assert faults_of(replace(graph, inputs=(graph.inputs[0], parameter, graph.inputs[2]))) == [
+        "input 1: is not an input leaf of the graph"
+    ]
+    assert faults_of(replace(graph, inputs=(graph.inputs[0], 2, 3))) == ["input:target: is not among the inputs"]
+
+
+def test_structures_that_count_otherwise() -> None:
+    graph = replace(parse_graph(GOLDEN), input_structure=LEAF, output_structure=Structure("tuple"))
+    assert faults_of(graph) == [
+        "inputs: 3 are named, the structure has 1",
+        "outputs: 3 are named, the structure has 0",
+    ]
+
+
+def test_all_faults_are_told_at_once_and_many_are_counted() -> None:
+    wrong = [make_node("relu", (X,), (F64,), occurrence=i) for i in range(20)]
+    graph = with_nodes(*wrong)
+    found = find_faults(graph)
+    assert len(found) == 20 and isinstance(found[0], Fault) and found[0].where == "node 0 relu at m.py:7 (fc)"
+    with pytest.raises(GraphError, match=r"'g' is not well formed: 20 faults found\.") as told:
+        verify(graph)
+    assert str(told.value).endswith("node 7 relu: gives f32[4,3], the graph states f64[4,3]\n  and 12 more")
