@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -76,8 +77,7 @@ def by_name() -> list[Row]:
 
 def growth(rows: list[Row]) -> list[float]:
     """For each doubling of the depth, time per layer relative to before: 1 is linear."""
-    pairs = zip(rows, rows[1:], strict=False)
-    return [round(after.capture_seconds / before.capture_seconds / 2, 2) for before, after in pairs]
+    return [round(after.capture_seconds / before.capture_seconds / 2, 2) for before, after in pairwise(rows)]
 
 
 def circumstances() -> dict[str, str]:
@@ -99,10 +99,12 @@ def main() -> int:
     depth_rows, named_rows = by_depth(), by_name()
     print(f"{'model':<18} {'nodes':>6} {'export s':>9} {'capture s':>10} {'rest / export':>14}")
     for row in (*depth_rows, *named_rows):
-        print(f"{row.model:<18} {row.num_nodes:>6} {row.export_seconds:>9.2f} {row.capture_seconds:>10.2f} {row.build_over_export:>14.2f}")
+        seconds = f"{row.export_seconds:>9.2f} {row.capture_seconds:>10.2f}"
+        print(f"{row.model:<18} {row.num_nodes:>6} {seconds} {row.build_over_export:>14.2f}")
     doublings = growth(depth_rows)
     print(f"time per layer at each doubling of the depth, relative to before: {doublings} (1 is linear)")
-    result = {**circumstances(), "depth": [asdict(r) for r in depth_rows], "models": [asdict(r) for r in named_rows], "growth": doublings}
+    tables = {"depth": [asdict(row) for row in depth_rows], "models": [asdict(row) for row in named_rows]}
+    result = {**circumstances(), **tables, "growth": doublings}
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
     linear = max(doublings[2:]) <= LINEAR
     quick = all(row.build_over_export <= 1 for row in (*depth_rows[2:], *named_rows))

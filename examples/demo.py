@@ -52,7 +52,8 @@ def show_training() -> bool:
     start = time.perf_counter()
     graph = conjoin.capture(model, batch, loss)
     captured = conjoin.to_module(graph, model)
-    print(f"captured {len(graph.nodes)} operators in {time.perf_counter() - start:.1f} s, fingerprint {conjoin.fingerprint(graph)[:16]}")
+    seconds, mark = time.perf_counter() - start, conjoin.fingerprint(graph)[:16]
+    print(f"captured {len(graph.nodes)} operators in {seconds:.1f} s, fingerprint {mark}")
     ours, theirs = train(captured, batch, None), train(plain, batch, loss)
     print("step   captured      plain")
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):

@@ -1,4 +1,4 @@
-"""What the zoo hands out: a plain model, one synthetic batch for it, and the loss that turns its output into a number."""
+"""What the zoo hands out: a plain model, one synthetic batch, and the loss that turns its output into a number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Batch = tuple[Tensor, ...] | dict[str, Tensor]
 
 
 class Workload(NamedTuple):
-    """A model, a batch, and a loss called as `loss(model_output, *what_forward_does_not_take)`; None: forward returns the loss."""
+    """A model, a batch, and a loss called as `loss(output, *what_forward_does_not_take)`; None: forward returns it."""
 
     model: nn.Module
     batch: Batch
@@ -22,7 +22,7 @@ class Workload(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One row of the catalogue: how to make a model and a batch of `n` samples, at the published size and at a tiny one."""
+    """One row of the catalogue: how to make a model and a batch of n samples, at the published size and a tiny one."""
 
     model: Callable[[], nn.Module]
     data: Callable[[int], Batch]
@@ -36,7 +36,7 @@ class Entry:
 
 
 def build_entry(entry: Entry, *, tiny: bool, batch_size: int | None, device: str, seed: int) -> Workload:
-    """Build the model and its data on `device`, reproducibly for a seed and without touching the global random state."""
+    """Build the model and its data on `device`, reproducibly for a seed, leaving the global random state alone."""
     make, data = (entry.tiny_model, entry.tiny_data) if tiny else (entry.model, entry.data)
     count = batch_size or (entry.tiny_batch_size if tiny else entry.batch_size)
     with torch.random.fork_rng(devices=[]), torch.device(device):

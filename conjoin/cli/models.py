@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect as python_inspect
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,20 @@ def load_model_graph(model: str, *, batch_size: int | None, training: bool | Non
     is_function = ":" in model and not _is_zoo(model)
     found, batch, loss = (_from_function if is_function else _from_zoo)(model, batch_size)
     _run(f"Setting the mode of {model}", lambda: found.train(training is not False))
-    return capture(found, batch, loss)
+    with _without_torch_logs():
+        return capture(found, batch, loss)
+
+
+@contextmanager
+def _without_torch_logs() -> Iterator[None]:
+    """Keep the traceback that torch logs of a failing forward off the screen: the error is told in one message."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _from_file(model: str, batch_size: int | None, training: bool | None) -> Graph:

@@ -110,8 +110,8 @@ def _forward(call: CustomCall, args: list[Any]) -> Any:
 
 def _gradients(outputs: Any, inputs: list[Tensor]) -> list[Tensor]:
     made = [o for o in (outputs if isinstance(outputs, tuple | list) else (outputs,)) if isinstance(o, Tensor)]
-    weighted = (o * torch.linspace(0.5, 1.5, o.numel(), dtype=o.dtype).reshape(o.shape) for o in made if o.requires_grad)
-    total = sum(o.sum() for o in weighted)
+    weights = (torch.linspace(0.5, 1.5, o.numel(), dtype=o.dtype).reshape(o.shape) for o in made)
+    total = sum((o * weight).sum() for o, weight in zip(made, weights, strict=True) if o.requires_grad)
     if not isinstance(total, Tensor):
         return [torch.zeros_like(x) for x in inputs]
     found = torch.autograd.grad(total, inputs, allow_unused=True)

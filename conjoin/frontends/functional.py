@@ -106,10 +106,14 @@ def _counterpart(node: fx.Node) -> Any:
     target, others = node.args[0], [n for n in node.all_input_nodes if n is not node.args[0]]
     kept = target.meta["val"]  # type: ignore[union-attr]
     same = all(n.meta["val"].dtype == kept.dtype or n.meta["val"].dtype == torch.bool for n in others)
-    fits = all(
-        torch.broadcast_shapes(n.meta["val"].shape, kept.shape) == kept.shape for n in others if _is_pointwise(node)
-    )
+    fits = not _is_pointwise(node) or all(_broadcasts(n.meta["val"].shape, kept.shape) for n in others)
     return function if (same or _functional_name(node.target) == "copy") and fits else None  # type: ignore[arg-type]
+
+
+def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
+    """Whether a shape broadcasts to the target without growing it."""
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return len(shape) <= len(target) and all(have in (1, want) for have, want in pairs)
 
 
 def _is_pointwise(node: fx.Node) -> bool:
@@ -179,7 +183,8 @@ def _put_back(graph: fx.Graph, part: fx.Node, value: fx.Node) -> fx.Node:
     """The whole with a new value in place of one of its parts."""
     while part.target in _SCATTERS:
         whole: Any = part.args[0]
-        made = graph.call_function(_SCATTERS[part.target], (whole, value, *part.args[1:]), dict(part.kwargs))  # type: ignore[index]
+        scatter = _SCATTERS[part.target]
+        made = graph.call_function(scatter, (whole, value, *part.args[1:]), dict(part.kwargs))
         made.meta = {**value.meta, "val": whole.meta["val"]}
         part, value = whole, made
     return value

@@ -18,10 +18,14 @@ from conjoin.ir import MAX_CONSTANT_BYTES, Graph, GraphBuilder, LeafKind, Node, 
 from conjoin.ops import (
     EMBEDDING_BAG,
     RAGGED_EMBEDDING_BAG,
+    Call,
     TensorType,
     bind_args,
+    map_tensors,
     operator_name,
+    output_types,
     signature,
+    spec_for,
     walk_tensors,
 )
 
@@ -177,6 +181,7 @@ class Lowering:
         if op == _IDENTITY:
             self.values[node] = args[0]
             return
+        types = _corrected(op, args, types, node)
         pinned = bool(node.meta.get("custom", {}).get(PINNED))
         made = self.builder.add_call(op, args, types, source_of(node), pinned=pinned)
         values = tuple(made.outputs())
@@ -287,6 +292,26 @@ def _bytes_of(tensor: Any) -> bytes | None:
 
 class _Refused(Exception):
     """A call in a form that cannot be captured; says what to do."""
+
+
+def _corrected(op: str, args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> tuple[TensorType, ...]:
+    """The types that export states, but for what some torch releases state wrong about calls with several outputs.
+
+    Those are outputs nobody reads, and the states of an LSTM, which have a dim of size 1 too many.
+    """
+    call = Call(op, map_tensors(op, args, lambda value: value.type))
+    spec = spec_for(call) if len(types) > 1 else None
+    derived = output_types(spec, call) if spec is not None else types
+    if len(derived) != len(types):
+        return types
+    return tuple(
+        declared if _unused(node, i) or _same_but_for_ones(stated, declared) else stated
+        for i, (stated, declared) in enumerate(zip(types, derived, strict=True))
+    )
+
+
+def _same_but_for_ones(a: TensorType, b: TensorType) -> bool:
+    return a.dtype == b.dtype and [n for n in a.shape if n != 1] == [n for n in b.shape if n != 1]
 
 
 _IDENTITY = "identity"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import operator
 from collections import ChainMap
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Set
 from typing import Any
 
 import torch
@@ -31,8 +31,31 @@ def run_pinned(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
-def _emit_call(program: fx.Graph, node: Node, values: MutableMapping[Value, fx.Node], device: fx.Node) -> fx.Node:
-    """One call: the operator itself on the values of its arguments, on the caller's device where it makes a tensor."""
+def run_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    *attributes: Any,
+) -> tuple[Tensor, None, None, Tensor, Tensor]:
+    """Batch norm by the operator users call, which takes the device's own kernels; new statistics beside its output."""
+    mean, var = mean.clone(), var.clone()
+    training, momentum, eps = attributes
+    y = torch.batch_norm(x, weight, bias, mean, var, training, momentum, eps, torch.backends.cudnn.enabled)
+    return y, None, None, mean, var
+
+
+def _function_of(node: Node, read: Set[Value]) -> Callable[..., Any]:
+    """What runs a call: the operator itself, but for batch norm where nobody reads its saved statistics."""
+    is_batch_norm = node.op == "_native_batch_norm_legit_functional" and read.isdisjoint(tuple(node.outputs())[1:3])
+    return run_batch_norm if is_batch_norm else find_operator(node.op)
+
+
+def _emit_call(
+    program: fx.Graph, node: Node, values: MutableMapping[Value, fx.Node], device: fx.Node, function: Callable[..., Any]
+) -> fx.Node:
+    """One call: the function on the values of the arguments, on the caller's device where it makes a tensor."""
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
     read = _as_written(program, node, values) if node.pinned else values
@@ -44,7 +67,6 @@ def _emit_call(program: fx.Graph, node: Node, values: MutableMapping[Value, fx.N
             positional.append(list(value) if parameter.kind is Kind.TENSORS and value is not None else value)
         elif value is not None:
             keywords[parameter.name] = value
-    function = find_operator(node.op)
     if node.pinned:
         return program.call_function(run_pinned, (function, *positional), keywords)  # type: ignore[arg-type]
     return program.call_function(function, tuple(positional), keywords)
@@ -76,19 +98,16 @@ def emit_program(graph: Graph, state: tuple[Leaf, ...]) -> fx.Graph:
         values[Value(leaf)] = program.placeholder(f"input_{i}")
     for i, leaf in enumerate(state):
         values[Value(leaf)] = program.call_function(operator.getitem, (stored, i))
+    read = graph.users.keys() | {output for output in graph.outputs if isinstance(output, Value)}
     for node in graph.nodes:
-        made = _emit_call(program, node, values, device)
+        made = _emit_call(program, node, values, device, _function_of(node, read))
         outputs = tuple(node.outputs())
-        single = signature(node.op).num_outputs == 1 and len(outputs) == 1 and node.op not in _LISTS
+        single = signature(node.op).num_outputs == 1 and not signature(node.op).returns_list
         for i, value in enumerate(outputs):
             values[value] = made if single else program.call_function(operator.getitem, (made, i))
     results = [values[output] if isinstance(output, Value) else output for output in graph.outputs]
     program.output((*results, *(values[value] for _, value in graph.updates)))
     return program
-
-
-_LISTS = ("split.Tensor", "split_with_sizes", "split.sizes", "chunk", "unbind.int")
-"""Operators whose schema returns one list: its items are outputs even when there is only one."""
 
 
 def compile_program(program: fx.Graph, name: str) -> Callable[..., tuple[Any, ...]]:

@@ -7,6 +7,7 @@ that they are computed in the dtypes written whatever autocast the graph is run 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -50,6 +51,10 @@ class _Walk:
     """Roots through which gradients flow."""
     memory: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """For a node the one whose memory it shares, gradients or not."""
+    names: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    """For a node the others that share its memory, itself included."""
+    order: dict[fx.Node, int] = field(default_factory=dict)
+    last_read: dict[fx.Node, int] = field(default_factory=dict)
     protected: dict[fx.Node, str] = field(default_factory=dict)
     """Inputs and parameters, with what they are called: a forward may not write to them."""
     detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -63,7 +68,9 @@ class _Walk:
 
 def make_explicit(program: ExportedProgram, input_names: Sequence[str]) -> tuple[Problem, ...]:
     """Take the markers out of a program; what a graph cannot say comes back as problems."""
-    walk = _Walk(program.graph)
+    order = {node: i for i, node in enumerate(program.graph.nodes)}
+    last_read = {node: max((order[user] for user in node.users), default=-1) for node in order}
+    walk = _Walk(program.graph, order=order, last_read=last_read)
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     names = iter(input_names)
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
@@ -100,11 +107,14 @@ def _is_marker(walk: _Walk, node: fx.Node) -> bool:
 
 
 def _visit(walk: _Walk, node: fx.Node) -> None:
-    if (walk.open or not walk.grad) and _hands_on(node):
+    if _hands_on(node):
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         walk.graph.erase_node(node)
         return
-    if _writes_to_protected(walk, node):
+    _share_memory(walk, node)
+    objection = _objection_to_writing(walk, node)
+    if objection:
+        walk.problems.append(Problem(f"operator {operator_name(node.target)}", source_of(node), objection))  # type: ignore[arg-type]
         return
     if walk.open:
         _write_casts(walk, node)
@@ -114,46 +124,50 @@ def _visit(walk: _Walk, node: fx.Node) -> None:
     _follow(walk, node)
 
 
-def _writes_to_protected(walk: _Walk, node: fx.Node) -> bool:
+def _shares(node: fx.Node) -> fx.Node | None:
+    """The operand whose memory a call's result may share."""
     first = node.args[0] if node.args else None
-    if not isinstance(node.target, OpOverload) or not isinstance(first, fx.Node):
-        return False
-    root = walk.memory.get(first, first)
-    if aliases_input(node.target) or _is_detach(node):
-        walk.memory[node] = root
-    if root not in walk.protected or not is_mutable(node.target) or _is_detach(node):
-        return False
-    walk.problems.append(
-        Problem(
-            f"operator {operator_name(node.target)}",
-            source_of(node),
-            f"it writes to {walk.protected[root]}, and forward may write to buffers only: compute a new tensor",
-        )
-    )
-    return True
+    shared = node.target is operator.getitem or (isinstance(node.target, OpOverload) and aliases_input(node.target))
+    return first if shared and isinstance(first, fx.Node) else None
+
+
+def _share_memory(walk: _Walk, node: fx.Node) -> None:
+    source = _shares(node)
+    if source is not None:
+        walk.memory[node] = walk.memory.get(source, source)
+
+
+def _objection_to_writing(walk: _Walk, node: fx.Node) -> str | None:
+    """Why a call must not write where it does; None when it may, or does not write."""
+    if not isinstance(node.target, OpOverload) or not is_mutable(node.target) or _is_detach(node):
+        return None
+    target = node.all_input_nodes[0]
+    root = walk.memory.get(target, target)
+    if root in walk.protected:
+        return f"it writes to {walk.protected[root]}, and forward may write to buffers only: compute a new tensor"
+    # The same memory under other names that are read later: with gradients where this write has none, or without.
+    own = walk.roots.get(target, target)
+    later = [n for n in walk.names.get(root, ()) if walk.last_read.get(n, -1) > walk.order[node]]
+    later += [target] if node.users else []
+    flows = walk.grad and any(walk.carries(operand) for operand in node.all_input_nodes)
+    past = any(walk.carries(n) and (not walk.grad or walk.roots.get(n, n) is not own) for n in later)
+    if past or (flows and any(walk.roots.get(n, n) is not own for n in later)):
+        return "it writes into a tensor through which gradients flow, past those gradients: compute a new tensor"
+    return None
 
 
 def _follow(walk: _Walk, node: fx.Node) -> None:
     """Note whether gradients flow through what a call makes."""
-    first = node.args[0] if node.args else None
-    is_view = isinstance(node.target, OpOverload) and aliases_input(node.target) and not _is_detach(node)
-    if isinstance(first, fx.Node) and walk.grad and (is_view or not isinstance(node.target, OpOverload)):
-        walk.roots[node] = walk.roots.get(first, first)
+    source = _shares(node)
+    if source is not None and walk.grad and not _is_detach(node):
+        walk.roots[node] = walk.roots.get(source, source)
+    walk.names.setdefault(walk.memory.get(node, node), []).append(node)
     flows = any(walk.carries(operand) for operand in node.all_input_nodes)
     if walk.grad and flows and _is_floating(node) and not _is_detach(node):
         walk.carrying.add(walk.roots.get(node, node))
 
 
 def _stop_gradients(walk: _Walk, node: fx.Node) -> None:
-    if isinstance(node.target, OpOverload) and is_mutable(node.target) and walk.carries(node.all_input_nodes[0]):
-        walk.problems.append(
-            Problem(
-                f"operator {operator_name(node.target)} under no_grad",
-                source_of(node),
-                "it writes into a tensor through which gradients flow, past those gradients: compute a new tensor",
-            )
-        )
-        return
     for operand in node.all_input_nodes:
         if walk.carries(operand):
             node.replace_input_with(operand, _detach(walk, operand, node))
@@ -164,6 +178,7 @@ def _detach(walk: _Walk, operand: fx.Node, before: fx.Node) -> fx.Node:
         with walk.graph.inserting_before(before):
             made = walk.graph.call_function(torch.ops.aten.detach.default, (operand,))
         made.meta = {**before.meta, "val": operand.meta["val"]}
+        walk.memory[made] = walk.memory.get(operand, operand)
         walk.detached[operand] = made
     return walk.detached[operand]
 
@@ -182,7 +197,7 @@ def _is_floating(node: fx.Node) -> bool:
 
 
 def _hands_on(node: fx.Node) -> bool:
-    """Whether a call returns its first argument itself, so that outside the region too it is that argument."""
+    """Whether a call returns its first argument itself: export sees two tensors where a write to one changes both."""
     if not isinstance(node.target, OpOverload) or not node.args or not isinstance(node.args[0], fx.Node):
         return False
     name = operator_name(node.target)

@@ -174,7 +174,9 @@ def user_lines(find: Callable[[FrameType | None], str]) -> Iterator[None]:
 
     By default it notes lines of functions called `forward` only, and takes a third of its time for that.
     """
-    create, emit = _ModuleStackTracer.create_node, fx_config.do_not_emit_stack_traces
+    create = _ModuleStackTracer.create_node
+    switch = "do_not_emit_stack_traces"  # not in torch before 2.12, which then notes its own lines first
+    before = vars(fx_config).get(switch)
 
     def create_node(self: _ModuleStackTracer, *args: Any, **kwargs: Any) -> fx.Node:
         node = create(self, *args, **kwargs)
@@ -183,12 +185,14 @@ def user_lines(find: Callable[[FrameType | None], str]) -> Iterator[None]:
         return node
 
     _ModuleStackTracer.create_node = create_node  # type: ignore[method-assign]
-    fx_config.do_not_emit_stack_traces = True
+    if before is not None:
+        setattr(fx_config, switch, True)
     try:
         yield
     finally:
         _ModuleStackTracer.create_node = create  # type: ignore[method-assign]
-        fx_config.do_not_emit_stack_traces = emit
+        if before is not None:
+            setattr(fx_config, switch, before)
 
 
 @contextmanager
@@ -226,7 +230,7 @@ class FollowedCalls(TorchFunctionMode):
 
     `torch.rand(()) < p` for p <= 0 or p >= 1 holds never or always: published models skip layers at random that way,
     and with a rate of 0 by default. `x.data` is taken as `x.detach()`, which differs only in what autograd checks.
-    A hook on a gradient is left out, and told to `note_hook`.
+    A hook on a gradient is left out, and told to `note_hook`. torch 2.11 traces the states of an LSTM with a dim too many.
     """
 
     def __init__(self, note_hook: Callable[[FrameType | None], None]) -> None:
@@ -247,6 +251,8 @@ class FollowedCalls(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func is torch.rand and result.dim() == 0:
             self._draws.append(result)
+        if func is torch.lstm and result[1].dim() > args[1][0].dim():
+            return result[0], *(new.reshape(old.shape) for new, old in zip(result[1:], args[1], strict=True))
         return result
 
 

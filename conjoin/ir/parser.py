@@ -29,9 +29,7 @@ _LEAF = re.compile(
 )
 _OUTPUT = re.compile(rf"%({_NUMBER}): ({_TYPE})")
 _NODE = re.compile(rf"(%{_NUMBER}: {_TYPE}(?:, %{_NUMBER}: {_TYPE})*) = ([\w:.]+)\(")
-_MARKS = re.compile(
-    rf"(?: #({_NUMBER}))?( pinned)?(?:  @ ({_STRING.pattern}):({_NUMBER})(?: ({_STRING.pattern}))?)?"
-)
+_MARKS = re.compile(rf"(?: #({_NUMBER}))?( pinned)?(?:  @ ({_STRING.pattern}):({_NUMBER})(?: ({_STRING.pattern}))?)?")
 
 
 class _Malformed(ValueError):

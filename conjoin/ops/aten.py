@@ -41,6 +41,8 @@ class Signature:
     name: str
     parameters: tuple[Parameter, ...]
     num_outputs: int
+    returns_list: bool
+    """One list of tensors: its items are the outputs."""
     mutates: bool
     random: bool
 
@@ -119,7 +121,8 @@ def signature(name: str) -> Signature:
         for argument in schema.arguments
     )
     random = torch.Tag.nondeterministic_seeded in op.tags
-    return Signature(name, parameters, len(schema.returns), schema.is_mutable, random)
+    returns_list = [str(result.type) for result in schema.returns] == ["List[Tensor]"]
+    return Signature(name, parameters, len(schema.returns), returns_list, schema.is_mutable, random)
 
 
 def _composite_signature(name: str, function: Callable[..., Any]) -> Signature:
@@ -130,4 +133,4 @@ def _composite_signature(name: str, function: Callable[..., Any]) -> Signature:
         )
         for parameter in inspect.signature(function).parameters.values()
     )
-    return Signature(name, parameters, 1, mutates=False, random=False)
+    return Signature(name, parameters, 1, returns_list=False, mutates=False, random=False)

@@ -63,5 +63,5 @@ def spec_for(call: Call) -> OpSpec | None:
     spec = find_spec(call.op)
     try:
         return spec if spec is not None and space_of(spec, call) else None
-    except (NotationError, ValueError, LookupError, TypeError, AssertionError):
+    except (NotationError, ArithmeticError, AttributeError, ValueError, LookupError, TypeError, AssertionError):
         return None

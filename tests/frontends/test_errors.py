@@ -209,9 +209,8 @@ def assertion(m: Written, x: Tensor) -> Tensor:
 
 
 def split_by_values(m: Written, x: Tensor) -> Tensor:
-    return torch.cat(
-        m.layer(x).split([int(n) for n in (x[0] > 0).long().sum().expand(1)] + [1])
-    )  # line: split_by_values
+    sizes = [int((x[0] > 0).sum()), 1]  # line: split_by_values
+    return torch.cat(m.layer(x).split(sizes))
 
 
 DATA_DEPENDENT = {

@@ -1,4 +1,4 @@
-"""In-place writing becomes functional: values, gradients and buffers as the plain model has them, whichever way is taken."""
+"""In-place writing becomes functional: values, gradients and buffers are those of the plain model."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def widened(y: Tensor, total: Tensor) -> Tensor:
     return z
 
 
-BODIES = [shifted, slice_of_slice, part_of_a_buffer, chained, counted, through_a_transpose, view_read_afterwards, widened]
+BODIES = [
+    shifted, slice_of_slice, part_of_a_buffer, chained, counted, through_a_transpose, view_read_afterwards, widened,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)

@@ -321,7 +321,7 @@ def test_a_plain_value_is_the_one_of_the_capture() -> None:
 
 MISMATCHED: dict[str, tuple[Callable[[Net], Any], str]] = {
     "another model": (lambda net: nn.Linear(3, 3), r"param:conv.weight of type f32\[4,2,3,3\], but the model has no"),
-    "another size": (lambda net: _with(net, "head", nn.Linear(8, 4)), r"param:head.weight .* the model's is f32\[4,8\]"),
+    "another size": (lambda net: _with(net, "head", nn.Linear(8, 4)), r"param:head.weight .* model's is f32\[4,8\]"),
     "another dtype": (lambda net: net.double(), r"param:conv.weight .* the model's is f64"),
     "a parameter missing": (lambda net: _with(net, "head", nn.Identity()), "param:head.weight .* no tensor"),
     "a module where a tensor was": (lambda net: _with(net.head, "weight", None) or net, "param:head.weight"),

@@ -100,34 +100,35 @@ WHISPER = {
     "decoder_start_token_id": 1,
 }  # fmt: skip
 
-MODELS: dict[str, tuple[Any, dict[str, Any], Callable[[], Batch]]] = {
-    "bert": (hf.BertForMaskedLM, SMALL, masked),
-    "gpt2": (hf.GPT2LMHeadModel, GPT2, tokens),
-    "llama": (hf.LlamaForCausalLM, GROUPED, masked),
-    "t5": (hf.T5ForConditionalGeneration, T5, tokens),
-    "vit": (hf.ViTForImageClassification, VISION, image),
-    "mixtral": (hf.MixtralForCausalLM, MIXTRAL, tokens),
-    "roberta": (hf.RobertaForMaskedLM, {**SMALL, "max_position_embeddings": 32}, tokens),
-    "distilbert": (hf.DistilBertForSequenceClassification, DISTILBERT, classes),
-    "qwen2": (hf.Qwen2ForCausalLM, GROUPED, tokens),
-    "mistral": (hf.MistralForCausalLM, GROUPED, tokens),
-    "gemma2": (hf.Gemma2ForCausalLM, {**GROUPED, "head_dim": 8}, tokens),
-    "gpt-neox": (hf.GPTNeoXForCausalLM, SMALL, tokens),
-    "deberta": (hf.DebertaV2ForMaskedLM, DEBERTA, tokens),
-    "clip": (hf.CLIPModel, CLIP, pairs),
-    "swin": (hf.SwinForImageClassification, SWIN, image),
-    "convnext": (hf.ConvNextForImageClassification, CONVNEXT, image),
-    "resnet": (hf.ResNetForImageClassification, RESNET, image),
-    "mamba": (hf.MambaForCausalLM, MAMBA, tokens),
+MODELS: dict[str, tuple[str, dict[str, Any], Callable[[], Batch]]] = {
+    "bert": ("BertForMaskedLM", SMALL, masked),
+    "gpt2": ("GPT2LMHeadModel", GPT2, tokens),
+    "llama": ("LlamaForCausalLM", GROUPED, masked),
+    "t5": ("T5ForConditionalGeneration", T5, tokens),
+    "vit": ("ViTForImageClassification", VISION, image),
+    "mixtral": ("MixtralForCausalLM", MIXTRAL, tokens),
+    "roberta": ("RobertaForMaskedLM", {**SMALL, "max_position_embeddings": 32}, tokens),
+    "distilbert": ("DistilBertForSequenceClassification", DISTILBERT, classes),
+    "qwen2": ("Qwen2ForCausalLM", GROUPED, tokens),
+    "mistral": ("MistralForCausalLM", GROUPED, tokens),
+    "gemma2": ("Gemma2ForCausalLM", {**GROUPED, "head_dim": 8}, tokens),
+    "gpt-neox": ("GPTNeoXForCausalLM", SMALL, tokens),
+    "deberta": ("DebertaV2ForMaskedLM", DEBERTA, tokens),
+    "clip": ("CLIPModel", CLIP, pairs),
+    "swin": ("SwinForImageClassification", SWIN, image),
+    "convnext": ("ConvNextForImageClassification", CONVNEXT, image),
+    "resnet": ("ResNetForImageClassification", RESNET, image),
+    "mamba": ("MambaForCausalLM", MAMBA, tokens),
     # These draw a number for every layer even at a rate of 0, and the graph does not: any other draw would differ.
-    "opt": (hf.OPTForCausalLM, {**OPT, "dropout": 0.0}, tokens),
-    "bart": (hf.BartForConditionalGeneration, {**SEQ2SEQ, "max_position_embeddings": 32, "dropout": 0.0}, tokens),
-    "whisper": (hf.WhisperForConditionalGeneration, {**WHISPER, "dropout": 0.0}, speech),
+    "opt": ("OPTForCausalLM", {**OPT, "dropout": 0.0}, tokens),
+    "bart": ("BartForConditionalGeneration", {**SEQ2SEQ, "max_position_embeddings": 32, "dropout": 0.0}, tokens),
+    "whisper": ("WhisperForConditionalGeneration", {**WHISPER, "dropout": 0.0}, speech),
 }
 
 
 def build(name: str) -> tuple[nn.Module, Batch]:
-    cls, options, data = MODELS[name]
+    class_name, options, data = MODELS[name]
+    cls = getattr(hf, class_name)
     torch.manual_seed(0)
     return cls(cls.config_class(**options)), data()
 

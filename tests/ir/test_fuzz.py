@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zoo
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import conjoin
+import zoo
 from conjoin.errors import GraphError
 from conjoin.ir import Graph, find_faults, from_json, load_graph, parse_graph, to_json, verify
 from tests.ir.graphs import GOLDEN, random_graphs
@@ -52,10 +52,11 @@ def check(read: Callable[[], Graph]) -> None:
 
 
 PLACES = st.integers(0, 10**6)
-STRANGE = st.sampled_from(
-    ["%", "[", "]", "(", ")", ", ", '"', "\\", "=", "@", "#1", " pinned", "-", "0", "99999999999", "1e999", "nan", "none",
-     "true", "f32", "\n", "\u2028", "\x00", "é", "input:x", "%1", "relu", "add_.Tensor", "from_file", "{x:S(0)}", "b64:"]
-)  # fmt: skip
+STRANGE = st.sampled_from([
+    "%", "[", "]", "(", ")", ", ", '"', "\\", "=", "@", "#1", " pinned", "-", "0", "99999999999", "1e999", "nan",
+    "none", "true", "f32", "\n", "\u2028", "\x00", "é", "input:x", "%1", "relu", "add_.Tensor", "from_file",
+    "{x:S(0)}", "b64:",
+])  # fmt: skip
 
 
 @st.composite
@@ -94,10 +95,10 @@ JSON = st.recursive(
     lambda items: st.lists(items, max_size=3) | st.dictionaries(st.text(max_size=4), items, max_size=3),
     max_leaves=6,
 )
-WORDS = st.sampled_from(
-    [{"value": 0}, {"value": 3}, {"leaf": "input:x"}, {"word": "f32"}, {"word": "inf"}, [], {}, "f32[2]", "f32[4,3]{x:P}",
-     "relu", "split.Tensor", "add_.Tensor", "from_file", 2**63, -(2**63), 10**18, 1.5, True, None, ""]
-)  # fmt: skip
+WORDS: st.SearchStrategy[Any] = st.sampled_from([
+    {"value": 0}, {"value": 3}, {"leaf": "input:x"}, {"word": "f32"}, {"word": "inf"}, [], {}, "f32[2]",
+    "f32[4,3]{x:P}", "relu", "split.Tensor", "add_.Tensor", "from_file", 2**63, -(2**63), 10**18, 1.5, True, None, "",
+])  # fmt: skip
 
 
 @st.composite
@@ -210,4 +211,5 @@ def test_a_line_that_asks_for_too_much_is_a_fault(call: str) -> None:
 def test_reading_takes_time_proportional_to_the_text(length: int) -> None:
     name = "\\\\" * length
     for text in (f'graph "{name}', f'input:"{name} f32[]', f"param:{'a.' * length}", "%0: " * length, "[" * length):
-        check(lambda text=text: parse_graph(text))
+        with pytest.raises(GraphError):
+            parse_graph(text)

@@ -8,7 +8,19 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from conjoin.ir import LEAF, Graph, LeafKind, Source, Structure, Value, fingerprint, from_json, parse_graph, to_json, verify
+from conjoin.ir import (
+    LEAF,
+    Graph,
+    LeafKind,
+    Source,
+    Structure,
+    Value,
+    fingerprint,
+    from_json,
+    parse_graph,
+    to_json,
+    verify,
+)
 from tests.ir.graphs import GOLDEN, chain
 
 

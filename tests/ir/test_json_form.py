@@ -41,7 +41,11 @@ def test_the_form_names_itself_and_its_version(graph: Graph) -> None:
     assert (data["format"], data["version"]) == ("conjoin.graph", 1)
     assert data["nodes"][0] == {
         "op": "linear",
-        "args": {"input": {"leaf": "input:x"}, "weight": {"leaf": "param:fc.weight"}, "bias": {"leaf": "param:fc.bias"}},
+        "args": {
+            "input": {"leaf": "input:x"},
+            "weight": {"leaf": "param:fc.weight"},
+            "bias": {"leaf": "param:fc.bias"},
+        },
         "types": ["f32[4,3]"],
     }
     assert data["leaves"][2] == {
@@ -234,7 +238,7 @@ def test_a_failing_write_leaves_what_was_there(
         with pytest.raises(expected) as told:
             save_graph(replace(graph, name="other"), tmp_path / "g.json")
     if isinstance(failure, OSError):
-        assert failure.strerror in str(told.value)
+        assert str(failure.strerror) in str(told.value)
         assert_three_sentences(told.value)
     assert load_graph(tmp_path / "g.json") == graph
     assert [path.name for path in tmp_path.iterdir()] == ["g.json"]
@@ -281,4 +285,3 @@ def test_too_large_a_file_is_refused_unread(tmp_path: Path) -> None:
     with (tmp_path / "g.json").open("wb") as file:
         file.truncate(limits.MAX_BYTES + 1)
     assert "268,435,457 bytes, the limit is 268,435,456" in refuse(lambda: load_graph(tmp_path / "g.json"))
-

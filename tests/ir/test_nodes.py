@@ -78,7 +78,7 @@ def test_operands_operator_types_occurrence_and_pin_are_told_apart() -> None:
 
 
 def test_unreferenced_nodes_are_freed() -> None:
-    seen = []
+    seen: list[weakref.ReferenceType[Any]] = []
 
     def build() -> None:
         node = make_node("relu", (Value(leaf(name="freed")),), (F32,), occurrence=77)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-import zoo
 from hypothesis import example, given, settings
 
 import conjoin
+import zoo
 from conjoin.ir import Graph, fingerprint, from_json, parse_graph, to_json, verify
 from tests.ir.graphs import GOLDEN, random_graphs
 
@@ -46,4 +46,5 @@ def test_random_graphs_round_trip(graph: Graph) -> None:
 
 
 def test_half_a_character_in_a_name_round_trips() -> None:
-    check(parse_graph('graph "\\ud800" eval\ninput:"\\udc00" f32[]\ntakes [input:"\\udc00"] in null\nreturns [] in null'))
+    text = 'graph "\\ud800" eval\ninput:"\\udc00" f32[]\ntakes [input:"\\udc00"] in null\nreturns [] in null'
+    check(parse_graph(text))

@@ -24,6 +24,7 @@ from conjoin.ir import (
     verify,
 )
 from conjoin.ops import TensorType
+from tests.ir import opaque
 from tests.ir.graphs import GOLDEN
 from tests.ir.wording import assert_three_sentences
 
@@ -96,8 +97,19 @@ def test_a_wrong_type_is_told_with_the_right_one() -> None:
 
 
 def test_a_wrong_type_of_an_undeclared_operator_is_found() -> None:
-    found = faults_of(with_nodes(make_node("trapezoid.dx", (X, 1, -1), (F32,))))
-    assert found == ["node 0 trapezoid.dx at m.py:7 (fc): gives f32[4], the graph states f32[4,3]"]
+    half = TensorType((2, 3), torch.float32)
+    assert faults_of(with_nodes(make_node(opaque.NAME, (X,), (half,)))) == []
+    found = faults_of(with_nodes(make_node(opaque.NAME, (X,), (F32,))))
+    assert found == [f"node 0 {opaque.NAME} at m.py:7 (fc): gives f32[2,3], the graph states f32[4,3]"]
+
+
+def test_outputs_that_differ_from_device_to_device_are_as_declared() -> None:
+    """On a CPU this operator leaves its second and third output empty, on the meta device it does not."""
+    image, channels, nothing = (TensorType(shape, torch.float32) for shape in ((2, 4, 3), (4,), (0,)))
+    x, mean = make_leaf(LeafKind.INPUT, "x", image), make_leaf(LeafKind.BUFFER, "mean", channels)
+    args = (Value(x), None, None, Value(mean), Value(mean), 0.1, 1e-5)
+    node = make_node("_native_batch_norm_legit_no_training", args, (image, nothing, nothing))
+    assert faults_of(Graph("g", False, (x, mean), (node,), (Value(x),), (Value(node),))) == []
 
 
 def test_a_layout_is_not_judged_as_a_shape() -> None:
@@ -116,13 +128,41 @@ def test_arguments_of_the_wrong_kind() -> None:
     assert found == [f"{where}: cannot take what is given for {name!r}" for name in ("self", "alpha")]
 
 
-@pytest.mark.parametrize("op", ["linear", "mm"])
-def test_operands_that_do_not_fit(op: str) -> None:
-    args = (X, X, None) if op == "linear" else (X, X)
-    if op == "linear":
-        args = (X, Value(make_leaf(LeafKind.INPUT, "x", TensorType((5, 7), torch.float32))), None)
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        ("mm", (X, X)),
+        ("reshape", (X, (5, 7))),
+        ("sum.dim_IntList", (X, (2,), False, None)),
+        ("transpose.int", (X, 0, 7)),
+        ("layer_norm", (X, "all", None, None, 1e-5, True)),
+        ("_to_copy", (X, torch.channels_last, *[None] * 5)),
+        ("max_pool2d", (X, (0, 0), (0, 0), (0, 0), (1, 1), False)),
+    ],
+)
+def test_operands_that_do_not_fit(op: str, args: tuple[object, ...]) -> None:
     found = faults_of(with_nodes(make_node(op, args, (F32,))))
-    assert any(f"node 0 {op} at m.py:7 (fc): does not fit its operands: " in line for line in found)
+    assert len(found) == 1 and found[0].startswith(f"node 0 {op} at m.py:7 (fc): does not fit its operands: ")
+
+
+def test_literals_that_differ_in_type_only_are_judged_apart() -> None:
+    counts = TensorType((4, 3), torch.int64)
+    x = make_leaf(LeafKind.INPUT, "x", counts)
+    nodes = tuple(make_node("add.Scalar", (Value(x), literal, 1), (counts,)) for literal in (1, True, 1.0))
+    graph = Graph("g", True, (x,), nodes, (Value(x),), (Value(nodes[0]),))
+    assert faults_of(graph) == ["node 2 add.Scalar: gives f32[4,3], the graph states i64[4,3]"]
+
+
+def test_what_torch_warns_of_is_no_fault() -> None:
+    """In these tests warnings are errors."""
+    assert faults_of(with_nodes(make_node(opaque.NOISY, (X,), (F32,)))) == []
+
+
+def test_verifying_draws_no_random_numbers() -> None:
+    before = torch.get_rng_state()
+    drawn = make_node("dropout", (X, 0.5, True), (F32,)), make_node("rand_like", (X, *[None] * 5), (F32,))
+    assert faults_of(with_nodes(*drawn)) == []
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_an_operator_that_torch_does_not_have() -> None:

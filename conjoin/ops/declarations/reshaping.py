@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 from math import gcd, prod
 
+from conjoin.ops.notation import NotationError
 from conjoin.ops.spec import Indexed
 
 
@@ -67,7 +68,9 @@ def reshape_notation(left: tuple[int, ...], right: tuple[int, ...]) -> Indexed:
     >>> reshape_notation((2, 3, 8), (2, 3, 4, 2)).text
     'a0 a1 (a2 a3) -> a0 a1 a2 a3'
     """
-    if prod(left) == 0 or prod(left) == 1:
+    if prod(left) != prod(right):
+        raise NotationError(f"{prod(left)} elements of shape {left} do not fill the shape {right}")
+    if prod(left) in (0, 1):
         return trivial_notation(left, right)
     dims: tuple[list[str], list[str]] = ([], [])
     sizes: list[tuple[str, int]] = []
