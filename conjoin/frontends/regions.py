@@ -68,6 +68,7 @@ class _Walk:
 
 def make_explicit(program: ExportedProgram, input_names: Sequence[str]) -> tuple[Problem, ...]:
     """Take the markers out of a program; what a graph cannot say comes back as problems."""
+    _remove_identities(program.graph)
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     last_read = {node: max((order[user] for user in node.users), default=-1) for node in order}
     walk = _Walk(program.graph, order=order, last_read=last_read)
@@ -106,11 +107,15 @@ def _is_marker(walk: _Walk, node: fx.Node) -> bool:
     return True
 
 
+def _remove_identities(graph: fx.Graph) -> None:
+    """Export sees two tensors where a call hands its argument on, though a write to one changes both."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and _hands_on(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
 def _visit(walk: _Walk, node: fx.Node) -> None:
-    if _hands_on(node):
-        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-        walk.graph.erase_node(node)
-        return
     _share_memory(walk, node)
     objection = _objection_to_writing(walk, node)
     if objection:
@@ -197,7 +202,7 @@ def _is_floating(node: fx.Node) -> bool:
 
 
 def _hands_on(node: fx.Node) -> bool:
-    """Whether a call returns its first argument itself: export sees two tensors where a write to one changes both."""
+    """Whether a call returns its first argument itself."""
     if not isinstance(node.target, OpOverload) or not node.args or not isinstance(node.args[0], fx.Node):
         return False
     name = operator_name(node.target)

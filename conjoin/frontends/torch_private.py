@@ -132,7 +132,8 @@ def quiet() -> Iterator[None]:
     What the user's own forward writes to stderr is shown afterwards, unless export failed.
     """
     said = io.StringIO()
-    loggers = [logging.getLogger(name) for name in ("torch.export", "torch._export", "torch._dynamo", "torch.fx")]
+    rooms = ("export", "_export", "_dynamo", "_subclasses", "fx")
+    loggers = [logging.getLogger(f"torch.{room}") for room in rooms]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings(), redirect_stderr(said):
         warnings.simplefilter("ignore")
@@ -230,7 +231,7 @@ class FollowedCalls(TorchFunctionMode):
 
     `torch.rand(()) < p` for p <= 0 or p >= 1 holds never or always: published models skip layers at random that way,
     and with a rate of 0 by default. `x.data` is taken as `x.detach()`, which differs only in what autograd checks.
-    A hook on a gradient is left out, and told to `note_hook`. torch 2.11 traces the states of an LSTM with a dim too many.
+    A hook on a gradient is left out, and told to `note_hook`. torch 2.11 gives the states of an LSTM a dim too many.
     """
 
     def __init__(self, note_hook: Callable[[FrameType | None], None]) -> None:

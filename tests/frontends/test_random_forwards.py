@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from conjoin.errors import CaptureError
 from conjoin.frontends import capture, to_module
 
-NUM_SEEDS, NUM_STEPS = 60, 9
-X = torch.linspace(-1, 1, 12).reshape(3, 4)
+NUM_SEEDS, CHUNK, NUM_STEPS = 150, 15, 9
+X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
 Made = list[Tensor]
 
 
@@ -81,7 +81,13 @@ class Random(nn.Module):
         self.register_buffer("total", torch.full((4,), 0.5))
         self.register_buffer("table", torch.ones(3, 4))
         self.calls = [
-            (draw.choice(MAKERS), draw.choice([*WRITERS, None, None]), draw.randrange(9), draw.randrange(9), draw.random() < 0.25)
+            (
+                draw.choice(MAKERS),
+                draw.choice([*WRITERS, None, None]),
+                draw.randrange(9),
+                draw.randrange(9),
+                draw.random() < 0.25,
+            )
             for _ in range(NUM_STEPS)
         ]
 
@@ -101,21 +107,31 @@ def tensors(net: nn.Module) -> list[tuple[str, Tensor]]:
 
 def run(net: nn.Module) -> Tensor:
     torch.manual_seed(1)
-    loss = net(X.double())
+    loss = net(X)
     loss.backward()
     return loss.detach()
 
 
-@pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_graph_equals_the_plain_model(seed: int) -> None:
+def draw_differentiable(seed: int) -> tuple[Random, Random, list[Tensor]]:
+    """The first forward from this seed on that torch itself can differentiate: some write over what backward needs."""
+    while True:
+        model = Random(seed).double()
+        plain = copy.deepcopy(model)
+        try:
+            return model, plain, [run(plain) for _ in range(2)]
+        except RuntimeError:
+            seed += NUM_SEEDS
+
+
+def check(seed: int) -> None:
     model = Random(seed).double()
     plain = copy.deepcopy(model)
     try:
         want = [run(plain) for _ in range(2)]
-    except RuntimeError:
-        pytest.skip("the plain model cannot be differentiated")
+    except RuntimeError:  # what a write destroyed is needed for a gradient: the plain model fails too
+        return
     try:
-        graph = capture(model, X.double())
+        graph = capture(model, X)
     except CaptureError as error:
         assert "past those gradients" in str(error)
         return
@@ -123,4 +139,10 @@ def test_graph_equals_the_plain_model(seed: int) -> None:
     got = [run(module) for _ in range(2)]
     torch.testing.assert_close(got, want)
     for (name, mine), (_, theirs) in zip(tensors(module), tensors(plain), strict=True):
-        torch.testing.assert_close(mine, theirs, msg=name)
+        torch.testing.assert_close(mine, theirs, msg=f"seed {seed}: {name}")
+
+
+@pytest.mark.parametrize("start", range(0, NUM_SEEDS, CHUNK))
+def test_graph_equals_the_plain_model(start: int) -> None:
+    for seed in range(start, start + CHUNK):
+        check(seed)

@@ -173,7 +173,6 @@ OPS: tuple[OpSpec, ...] = (
     _extreme("max", sample=_all_sample, overloads=("min", "median")),
     _extreme_at("max.dim", sample=_dim_sample, overloads=("min.dim", "median.dim", "mode")),
     _extreme_at("kthvalue", sample=lambda rng: (*_ranked_sample(rng), rng.random() < 0.5)),
-    OpSpec("aminmax", reduce_over("!", 2), lambda rng: (real(3, 4), rng.choice((None, 0)), True), dtype=Dtype.FIRST),
     _extreme("prod", sample=_all_sample, dtype=Dtype.TOTAL),
     _extreme("prod.dim_int", sample=_dim_sample, dtype=Dtype.TOTAL),
     _truth("any", sample=_all_sample, overloads=("all",)),
