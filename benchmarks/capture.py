@@ -1,4 +1,7 @@
-"""Capture time against model depth: it must grow linearly, and building the graph must cost no more than torch.export.
+"""Capture time against model depth: it must grow linearly, and the whole capture take at most two torch.exports.
+
+Capture contains an export of its own, which notes the user's lines in a cheaper way than torch's default: that is why the
+whole can take less than a plain `torch.export`.
 
     python benchmarks/capture.py            # prints the table and writes benchmarks/results/capture.json
 """
@@ -12,7 +15,6 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from datetime import date
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -25,7 +27,7 @@ RESULTS = Path(__file__).parent / "results" / "capture.json"
 DEPTHS = (2, 4, 8, 16, 32, 64)
 NAMED = ("inception-v3", "llama-7b", "llama-70b")
 LINEAR = 1.3
-"""Twice the depth may take this much more than twice the time: room for noise, none for a quadratic part."""
+"""Eight times the depth may take this much more than eight times the time: room for noise, none for a quadratic part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,7 @@ class Row:
     num_nodes: int
     export_seconds: float
     capture_seconds: float
-    build_over_export: float
-    """Everything capture does besides exporting, in units of the export."""
+    capture_over_export: float
 
 
 def measure(name: str, model: torch.nn.Module, inputs: tuple[torch.Tensor, ...], repeats: int) -> Row:
@@ -51,7 +52,7 @@ def measure(name: str, model: torch.nn.Module, inputs: tuple[torch.Tensor, ...],
         exports.append(middle - start)
         captures.append(time.perf_counter() - middle)
     export, capture = min(exports), min(captures)
-    return Row(name, num_nodes, round(export, 3), round(capture, 3), round((capture - export) / export, 2))
+    return Row(name, num_nodes, round(export, 3), round(capture, 3), round(capture / export, 2))
 
 
 def by_depth() -> list[Row]:
@@ -75,9 +76,9 @@ def by_name() -> list[Row]:
     return rows
 
 
-def growth(rows: list[Row]) -> list[float]:
-    """For each doubling of the depth, time per layer relative to before: 1 is linear."""
-    return [round(after.capture_seconds / before.capture_seconds / 2, 2) for before, after in pairwise(rows)]
+def growth(rows: list[Row]) -> float:
+    """Time per layer at the largest depth relative to that at an eighth of it: 1 is linear."""
+    return round(rows[-1].capture_seconds / rows[-4].capture_seconds / 8, 2)
 
 
 def circumstances() -> dict[str, str]:
@@ -97,19 +98,18 @@ def main() -> int:
     torch.set_num_threads(1)
     measure("warm-up", torch.nn.Linear(2, 2), (torch.zeros(1, 2),), repeats=1)
     depth_rows, named_rows = by_depth(), by_name()
-    print(f"{'model':<18} {'nodes':>6} {'export s':>9} {'capture s':>10} {'rest / export':>14}")
+    print(f"{'model':<18} {'nodes':>6} {'export s':>9} {'capture s':>10} {'capture / export':>17}")
     for row in (*depth_rows, *named_rows):
         seconds = f"{row.export_seconds:>9.2f} {row.capture_seconds:>10.2f}"
-        print(f"{row.model:<18} {row.num_nodes:>6} {seconds} {row.build_over_export:>14.2f}")
-    doublings = growth(depth_rows)
-    print(f"time per layer at each doubling of the depth, relative to before: {doublings} (1 is linear)")
+        print(f"{row.model:<18} {row.num_nodes:>6} {seconds} {row.capture_over_export:>17.2f}")
+    linearity = growth(depth_rows)
+    print(f"time per layer at {DEPTHS[-1]} layers over that at {DEPTHS[-4]}: {linearity} (1 is linear)")
     tables = {"depth": [asdict(row) for row in depth_rows], "models": [asdict(row) for row in named_rows]}
-    result = {**circumstances(), **tables, "growth": doublings}
+    result = {**circumstances(), **tables, "time_per_layer_ratio": linearity}
     RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-    linear = max(doublings[2:]) <= LINEAR
-    quick = all(row.build_over_export <= 1 for row in (*depth_rows[2:], *named_rows))
-    print("linear, and building costs no more than exporting" if linear and quick else "TOO SLOW")
-    return 0 if linear and quick else 1
+    quick = all(row.capture_over_export <= 2 for row in (*depth_rows[2:], *named_rows))
+    print("linear, and at most two exports" if linearity <= LINEAR and quick else "TOO SLOW")
+    return 0 if linearity <= LINEAR and quick else 1
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def explain(error: Exception, step: nn.Module, tensors: tuple[Tensor, ...]) -> C
         )
     first = next((part.strip() for part in str(error).splitlines() if part.strip()), "no message")
     return CaptureError(
-        f"The model could not be captured on this batch: {type(error).__name__}: {first[:_LONGEST]}. "
+        f"The model could not be captured on this batch: {type(error).__name__}: {first[:_LONGEST].rstrip('.')}. "
         "torch.export stopped there, before any graph was made. Check that model(batch) runs, and rewrite that line "
         "if it does." + "".join(map(_shown, places))
     )

@@ -85,3 +85,26 @@ def test_watching_leaves_torch_as_it_was() -> None:
     with pytest.raises(conjoin.CaptureError):
         conjoin.capture(Uses(StraightThrough), torch.randn(3, 4))
     assert torch.autograd.Function.__dict__["apply"] is before
+
+
+class BoundedRoot(torch.autograd.Function):
+    """The square root, its derivative bounded near zero: right where the root exists."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sqrt()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return gradient / (4 * x).clamp(min=1e-6).sqrt()
+
+
+def test_numbers_outside_the_domain_say_nothing() -> None:
+    class Rooted(Uses):
+        def forward(self, x: Tensor) -> Tensor:
+            return BoundedRoot.apply(self.body(x) ** 2 + 0.5).sum()
+
+    graph = conjoin.capture(Rooted(BoundedRoot), torch.randn(3, 4))
+    assert "sqrt" in [node.op for node in graph.nodes]

@@ -269,18 +269,50 @@ def viewed_inside_written_outside(m: Counted, x: Tensor) -> Tensor:
     return y + row
 
 
-@pytest.mark.parametrize(
-    "function", [returned_unchanged_inside, viewed_inside_written_outside], ids=lambda f: f.__name__
-)
+def written_under_a_second_name(m: Counted, x: Tensor) -> Tensor:
+    y = m.layer(x)
+    same = nn.functional.dropout(y.float(), training=False)
+    same.add_(1)
+    return y * 2
+
+
+def noted_then_written(m: Counted, x: Tensor) -> Tensor:
+    y = m.layer(x)
+    m.mean.add_(y.detach().mean(0))
+    with torch.no_grad():
+        m.steps += y.argmax()
+    return y.relu_() * 2
+
+
+OUTSIDE = (
+    returned_unchanged_inside, viewed_inside_written_outside, written_under_a_second_name, noted_then_written,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("function", OUTSIDE, ids=lambda function: function.__name__)
 def test_gradients_outside_a_region_are_not_touched(compare: Callable[..., Any], function: Callable[..., Any]) -> None:
     compare(Counted(function), X)
 
 
-def test_writing_past_the_gradients_is_refused() -> None:
+def under_no_grad(y: Tensor) -> None:
+    with torch.no_grad():
+        y.clamp_(min=0)
+
+
+def to_a_view_under_no_grad(y: Tensor) -> None:
+    with torch.no_grad():
+        y[0].clamp_(min=0)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [under_no_grad, to_a_view_under_no_grad, lambda y: y.detach().clamp_(min=0), lambda y: y.data.clamp_(min=0)],
+    ids=["under no_grad", "to a view under no_grad", "detached", "data"],
+)
+def test_writing_past_the_gradients_is_refused(write: Callable[[Tensor], None]) -> None:
     def forward(m: Counted, x: Tensor) -> Tensor:
         y = m.layer(x)
-        with torch.no_grad():
-            y.clamp_(min=0)
+        write(y)
         return y
 
     with pytest.raises(CaptureError, match=r"operator clamp_ at .*test_regions.py:\d+: it writes into a tensor"):
