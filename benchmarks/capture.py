@@ -1,7 +1,7 @@
 """Capture time against model depth: it must grow linearly, and the whole capture take at most two torch.exports.
 
-Capture contains an export of its own, which notes the user's lines in a cheaper way than torch's default: that is why the
-whole can take less than a plain `torch.export`.
+Capture contains an export of its own, which notes the user's lines in a cheaper way than torch's default: that is why
+the whole can take less than a plain `torch.export`.
 
     python benchmarks/capture.py            # prints the table and writes benchmarks/results/capture.json
 """
@@ -27,7 +27,7 @@ RESULTS = Path(__file__).parent / "results" / "capture.json"
 DEPTHS = (2, 4, 8, 16, 32, 64)
 NAMED = ("inception-v3", "llama-7b", "llama-70b")
 LINEAR = 1.3
-"""Eight times the depth may take this much more than eight times the time: room for noise, none for a quadratic part."""
+"""Eight times the depth may take this much more than eight times the time: room for noise, not for a square."""
 
 
 @dataclass(frozen=True, slots=True)
