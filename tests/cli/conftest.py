@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -148,6 +149,11 @@ def start(folder: Path) -> Callable[..., subprocess.Popen[str]]:
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "conjoin", *arguments]
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+        # Shells start background jobs with Ctrl-C ignored, and that is inherited: a user's terminal has it on.
+        ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+        finally:
+            signal.signal(signal.SIGINT, ignored)
 
     return start_there
