@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
-from torch import Tensor
 
+from tests.zoo.workloads import build_tiny, inputs_and_targets, loss_of
 from zoo import recommendation
 from zoo.workload import Workload, build_entry
 
@@ -25,26 +23,8 @@ PARAMETERS = {
 OUTPUT_SHAPES = {"dlrm": (2,), "dlrm-cat": (2,), "xdl": (2, 2), "candle-uno": (2,), "candle-uno-pair": (2,)}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def tiny(name: str, seed: int = 0, batch_size: int | None = None) -> Workload:
-    """The tiny size on the CPU in double precision."""
-    model, batch, loss = build_entry(ENTRIES[name], tiny=True, batch_size=batch_size, device="cpu", seed=seed)
-    return Workload(model.double(), tuple(t.double() if t.is_floating_point() else t for t in batch), loss)
-
-
-def inputs_and_targets(workload: Workload) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Split the batch after the tensors that `forward` takes."""
-    taken = len(inspect.signature(workload.model.forward).parameters)
-    return workload.batch[:taken], workload.batch[taken:]
-
-
-def loss_of(workload: Workload) -> Tensor:
-    inputs, targets = inputs_and_targets(workload)
-    return workload.loss(workload.model(*inputs), *targets)
+    return build_tiny(ENTRIES[name], seed, batch_size)
 
 
 @pytest.mark.parametrize("name", ENTRIES)

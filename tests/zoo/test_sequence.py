@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.zoo.workloads import build_tiny, inputs_and_targets, loss_of
 from zoo import bert, gpt, llama, mlp, moe, nmt, rnn, u_transformer
 from zoo.workload import Entry, Workload, build_entry
 
@@ -56,26 +55,8 @@ OUTPUT_SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def tiny(name: str, seed: int = 0, batch_size: int | None = None) -> Workload:
-    """The tiny size on the CPU in double precision."""
-    model, batch, loss = build_entry(ENTRIES[name], tiny=True, batch_size=batch_size, device="cpu", seed=seed)
-    return Workload(model.double(), tuple(t.double() if t.is_floating_point() else t for t in batch), loss)
-
-
-def inputs_and_targets(workload: Workload) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Split the batch after the tensors that `forward` takes."""
-    taken = len(inspect.signature(workload.model.forward).parameters)
-    return workload.batch[:taken], workload.batch[taken:]
-
-
-def loss_of(workload: Workload) -> Tensor:
-    inputs, targets = inputs_and_targets(workload)
-    return workload.loss(workload.model(*inputs), *targets)
+    return build_tiny(ENTRIES[name], seed, batch_size)
 
 
 def num_parameters(model: nn.Module) -> int:
