@@ -28,17 +28,15 @@ _MAY_RETURN_INPUT = ("dropout", "feature_dropout", "alpha_dropout", "feature_alp
 
 @dataclass(slots=True)
 class _Aliases:
-    """Which nodes may share memory, and when each was last read."""
+    """Which nodes may share memory."""
 
     root: dict[fx.Node, fx.Node] = field(default_factory=dict)
     members: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
-    position: dict[fx.Node, int] = field(default_factory=dict)
 
     def add(self, node: fx.Node, source: fx.Node | None) -> None:
         root = self.root[source] if source is not None else node
         self.root[node] = root
         self.members.setdefault(root, []).append(node)
-        self.position[node] = len(self.position)
 
     def seen_otherwise(self, target: fx.Node, now: int, last_read: dict[fx.Node, int]) -> bool:
         """Whether memory of the target is read later under a name other than its own or, for a slice, the whole's."""

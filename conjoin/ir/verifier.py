@@ -13,7 +13,6 @@ from conjoin.errors import GraphError
 from conjoin.ir.graph import Graph
 from conjoin.ir.limits import MAX_PIECES
 from conjoin.ir.nodes import Leaf, LeafKind, Node, Value, fits, typed_key
-from conjoin.ir.printer import node_text
 from conjoin.ops import TensorType, output_types, signature, types_on_meta
 
 _SHOWN = 8
@@ -202,8 +201,3 @@ def _structure_faults(graph: Graph) -> Iterator[Fault]:
     for leaf in inputs:
         if leaf not in given:
             yield Fault(str(leaf), "is not among the inputs")
-
-
-def describe(graph: Graph, node: Node) -> str:
-    """A node as one line of text, for messages."""
-    return node_text(node, graph.numbers, graph.source_of(node))

@@ -119,12 +119,6 @@ _TOKEN = re.compile(
 _DOTS = "..."
 
 
-@dataclass(frozen=True, slots=True)
-class _Side:
-    accesses: tuple[Access, ...]
-    marks: frozenset[str]
-
-
 def _parse_token(match: re.Match[str], marks: set[str]) -> DimExpr:
     if match["window"]:
         return Window(match["wo"], int(match["ws"]), match["wk"], int(match["wd"]), int(match["wp"]))
