@@ -15,5 +15,21 @@ class GraphError(ConjoinError):
     """A graph that is malformed, or a file that does not hold one."""
 
 
+class PlanError(ConjoinError):
+    """A plan that is malformed or not legal, or that does not fit the model, the machine or the ranks that run it."""
+
+
+class StrategyError(ConjoinError):
+    """A named strategy that does not fit a model or a machine."""
+
+
+class RankError(ConjoinError):
+    """A rank that was lost, or that disagrees with the others."""
+
+
+class CheckpointError(ConjoinError):
+    """A checkpoint that cannot be written, is damaged, or does not fit."""
+
+
 class UsageError(ConjoinError):
     """A request that names something which is not there."""

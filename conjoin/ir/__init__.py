@@ -1,18 +1,45 @@
-"""The graph: immutable, hash-consed, with text form, JSON, fingerprint and verifier."""
+"""The graph: immutable, hash-consed, with layouts, text form, JSON, fingerprint and verifier; and the plan."""
 
 from conjoin.ir.builder import GraphBuilder, is_random
+from conjoin.ir.expanding import can_expand, drop_unused, expand
+from conjoin.ir.files import read_json, write_file
 from conjoin.ir.graph import Graph, Result, Scalar
 from conjoin.ir.json_form import fingerprint, from_json, load_graph, save_graph, to_json
 from conjoin.ir.limits import MAX_CONSTANT_BYTES
 from conjoin.ir.literals import is_literal
 from conjoin.ir.nodes import Leaf, LeafKind, Node, Source, Value, make_leaf, make_node
+from conjoin.ir.parallel_verifier import find_layout_faults, node_fault
+from conjoin.ir.parallelize import Choice, choose, parallelize, sequential
 from conjoin.ir.parser import parse_graph
+from conjoin.ir.placing import Placed, layout_fault, place, plain_call, rules_for
+from conjoin.ir.plan import (
+    REGATHER,
+    Mark,
+    MemoryAction,
+    Plan,
+    Substitution,
+    check_plan,
+    load_plan,
+    plan_fingerprint,
+    plan_from_json,
+    plan_to_json,
+    plan_to_text,
+)
+from conjoin.ir.printer import arguments_text, node_text, value_text
+from conjoin.ir.regions import Range, Region, cut, cut_along, num_elements, overlap, region_of, region_shape
+from conjoin.ir.reshards import Elementary, LayoutError, elementary, is_parallel, origin, reshard_chain
 from conjoin.ir.structure import LEAF, Structure
 from conjoin.ir.types import parse_type
 from conjoin.ir.verifier import Fault, find_faults, verify
 
 __all__ = [
-    "LEAF", "MAX_CONSTANT_BYTES", "Fault", "Graph", "GraphBuilder", "Leaf", "LeafKind", "Node", "Result", "Scalar",
-    "Source", "Structure", "Value", "find_faults", "fingerprint", "from_json", "is_literal", "is_random", "load_graph",
-    "make_leaf", "make_node", "parse_graph", "parse_type", "save_graph", "to_json", "verify",
+    "LEAF", "MAX_CONSTANT_BYTES", "REGATHER", "Choice", "Elementary", "Fault", "Graph", "GraphBuilder", "LayoutError",
+    "Leaf", "LeafKind", "Mark", "MemoryAction", "Node", "Placed", "Plan", "Range", "Region", "Result", "Scalar",
+    "Source", "Structure", "Substitution", "Value", "arguments_text", "can_expand", "check_plan", "choose", "cut",
+    "cut_along", "drop_unused", "elementary", "expand", "find_faults", "find_layout_faults", "fingerprint",
+    "from_json", "is_literal", "is_parallel", "is_random", "layout_fault", "load_graph", "load_plan", "make_leaf",
+    "make_node", "node_fault", "node_text", "num_elements", "origin", "overlap", "parallelize", "parse_graph",
+    "parse_type", "place", "plain_call", "plan_fingerprint", "plan_from_json", "plan_to_json", "plan_to_text",
+    "read_json", "region_of", "region_shape", "reshard_chain", "rules_for", "save_graph", "sequential", "to_json",
+    "value_text", "verify", "write_file",
 ]  # fmt: skip

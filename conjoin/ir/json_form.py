@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import uuid
 from pathlib import Path
 from typing import Any, TypeVar
 
 from conjoin.errors import GraphError
 from conjoin.ir.builder import GraphBuilder
+from conjoin.ir.files import read_json, write_file
 from conjoin.ir.graph import Graph, Result
-from conjoin.ir.limits import MAX_NESTING, MAX_NUMBER, check_constant, check_count, read_limited
+from conjoin.ir.limits import MAX_NESTING, MAX_NUMBER, check_constant, check_count
 from conjoin.ir.literals import literal_from_json, literal_to_json
 from conjoin.ir.nodes import Leaf, LeafKind, Node, Source, Value, make_leaf, make_node
 from conjoin.ir.parser import add_new, bind_checked, checked_number, checked_results
@@ -248,44 +248,9 @@ def _shown(version: Any) -> str:
 
 def save_graph(graph: Graph, path: str | Path) -> None:
     """Write a graph to a file, aside first and then renamed, so that a half-written file never stands there."""
-    target, text = Path(path), json.dumps(to_json(graph), indent=1)
-    try:
-        _write_aside(target, text)
-    except (OSError, ValueError) as error:
-        raise GraphError(
-            f"The graph could not be written to {target}: {_reason(error)}. Nothing was changed. Choose another path."
-        ) from None
-
-
-def _write_aside(target: Path, text: str) -> None:
-    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        with aside.open("x", encoding="utf-8") as file:
-            file.write(text)
-        aside.replace(target)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-
-
-def _reason(error: OSError | ValueError) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    write_file(path, json.dumps(to_json(graph), indent=1), "graph", GraphError)
 
 
 def load_graph(path: str | Path) -> Graph:
     """Read a graph file."""
-    target = Path(path)
-    try:
-        content = read_limited(target)
-    except (OSError, ValueError) as error:
-        raise GraphError(
-            f"The graph file {target} could not be read: {_reason(error)}. Nothing was loaded. Check the path."
-        ) from None
-    try:
-        data = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise GraphError(
-            f"The file {target} is not JSON: {str(error)[:200]}. It was damaged or is another kind of file. "
-            f"Check the path."
-        ) from None
-    return from_json(data)
+    return from_json(read_json(path, "graph", GraphError))

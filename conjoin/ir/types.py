@@ -6,7 +6,7 @@ import re
 from math import prod
 
 from conjoin.ir.limits import MAX_ELEMENTS, MAX_RANK
-from conjoin.ops import Invariant, Layout, TensorType, parse_dtype, parse_placement
+from conjoin.ops import Invariant, Layout, TensorType, make_layout, parse_dtype, parse_placement
 
 _TYPE = re.compile(r"(\w+)\[((?:[0-9]{1,18}(?:,[0-9]{1,18})*)?)\](?:\{([^{}]+)\})?")
 
@@ -34,4 +34,4 @@ def _parse_layout(text: str | None) -> Layout:
         if not axis.isidentifier() or isinstance(parsed, Invariant):
             raise ValueError(f"{entry!r} is not an axis with S(dim), B or P")
         entries.append((axis, parsed))
-    return tuple(entries)
+    return make_layout(entries)

@@ -17,6 +17,7 @@ from conjoin.ops.declarations import (
     losses,
     movement,
     normalization,
+    parallel,
     pooling,
     randomness,
     recurrent,
@@ -30,7 +31,7 @@ from conjoin.ops.spec import Call, OpSpec, space_of
 
 _FAMILIES = (
     contraction, convolution, pooling, normalization, attention, recurrent, lookup, scattering, elementwise, reductions,
-    joining, movement, resampling, views, creation, randomness, losses,
+    joining, movement, resampling, views, creation, randomness, losses, parallel,
 )  # fmt: skip
 
 

@@ -36,7 +36,37 @@ def ragged_embedding_bag(  # noqa: PLR0913 - what ATen asks for
     )  # fmt: skip
 
 
+def reshard_along_dim(x: Tensor, dim: int, axes: tuple[str, ...]) -> Tensor:
+    """Partition and Combine: the value stays, only where its pieces lie along a dim changes."""
+    return x
+
+
+def reshard_whole(x: Tensor, axes: tuple[str, ...]) -> Tensor:
+    """Replicate, Reduce and their inverses: the value stays, only what the devices along the axes hold changes."""
+    return x
+
+
+def in_micro_batches(x: Tensor, dim: int, count: int) -> Tensor:
+    """Pipeline and Batch: the value stays, only how many pieces of it are under way changes."""
+    return x
+
+
+PARTITION, COMBINE = "conjoin::partition", "conjoin::combine"
+REPLICATE, REDUCE = "conjoin::replicate", "conjoin::reduce"
+UNIFY, ASSIGN = "conjoin::unify", "conjoin::assign"
+PIPELINE, BATCH = "conjoin::pipeline", "conjoin::batch"
+PARALLEL_OPS = (PARTITION, COMBINE, REPLICATE, REDUCE, UNIFY, ASSIGN, PIPELINE, BATCH)
+"""Unity's parallelization operators (its section 3.1), with B -> I (unify) and I -> P (assign) that close the table."""
+
 COMPOSITES: dict[str, Callable[..., Tensor]] = {
     EMBEDDING_BAG: embedding_bag,
     RAGGED_EMBEDDING_BAG: ragged_embedding_bag,
+    PARTITION: reshard_along_dim,
+    COMBINE: reshard_along_dim,
+    REPLICATE: reshard_whole,
+    REDUCE: reshard_whole,
+    UNIFY: reshard_whole,
+    ASSIGN: reshard_whole,
+    PIPELINE: in_micro_batches,
+    BATCH: in_micro_batches,
 }

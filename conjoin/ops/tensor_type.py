@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import assert_never
 
 import torch
 
-from conjoin.ops.placement import Invariant, Placement
+from conjoin.ops.placement import Copies, Invariant, Partial, Placement, Split
 
 _SHORT_DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -37,7 +39,50 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 Layout = tuple[tuple[str, Placement], ...]
-"""(axis, placement) for each mesh axis on which the tensor is not I."""
+"""(axis, placement) for each mesh axis on which the tensor is not I, as `make_layout` orders them. Axes that split the
+same dim stand from the outermost to the innermost: the first cuts the dim, the next cuts each piece."""
+
+
+def make_layout(entries: Iterable[tuple[str, Placement]]) -> Layout:
+    """The one way to write a layout: splits dim by dim in their nesting order, then B, then P; I left out.
+
+    >>> make_layout([("y", Copies()), ("x", Invariant()), ("z", Split(1)), ("w", Split(0))])
+    (('w', Split(dim=0)), ('z', Split(dim=1)), ('y', Copies()))
+    """
+    kept = [(axis, placement) for axis, placement in entries if not isinstance(placement, Invariant)]
+    axes = [axis for axis, _ in kept]
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"an axis is placed twice: {', '.join(axes)}")
+    return tuple(sorted(kept, key=_order))
+
+
+def _order(entry: tuple[str, Placement]) -> tuple[int, str]:
+    axis, placement = entry
+    match placement:
+        case Split(dim):
+            return dim, ""
+        case Copies():
+            return _LAST, axis
+        case Partial():
+            return _LAST + 1, axis
+        case Invariant():
+            return -1, axis
+        case _:
+            assert_never(placement)
+
+
+_LAST = 1 << 16
+"""After every dim."""
+
+
+def placement_on(layout: Layout, axis: str) -> Placement:
+    """What a layout says of one axis."""
+    return next((placement for name, placement in layout if name == axis), Invariant())
+
+
+def split_axes(layout: Layout, dim: int) -> tuple[str, ...]:
+    """The axes that split a dim, outermost first."""
+    return tuple(axis for axis, placement in layout if placement == Split(dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +98,16 @@ class TensorType:
     layout: Layout = ()
 
     def __post_init__(self) -> None:
-        assert all(not isinstance(placement, Invariant) for _, placement in self.layout), (
-            "I is written by leaving it out"
-        )
+        assert not self.layout or self.layout == make_layout(self.layout), "layouts are made by make_layout"
 
     def __str__(self) -> str:
         dims = ",".join(map(str, self.shape))
         where = ",".join(f"{axis}:{placement}" for axis, placement in self.layout)
         return f"{dtype_name(self.dtype)}[{dims}]" + (f"{{{where}}}" if where else "")
+
+    def laid_out(self, layout: Layout) -> TensorType:
+        """The same tensor in another layout."""
+        return self if layout == self.layout else TensorType(self.shape, self.dtype, layout)
 
     @property
     def num_elements(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from conjoin.ir import LEAF, Graph, GraphBuilder, Leaf, LeafKind, Source, Structure, Value, make_leaf, make_node
-from conjoin.ops import PLACEMENT_PARAMETERS, Copies, Kind, Parameter, Partial, Split, TensorType, signature
+from conjoin.ops import PLACEMENT_PARAMETERS, Copies, Kind, Parameter, Partial, Split, TensorType, make_layout, signature
 
 GOLDEN = """\
 graph "mlp" train
@@ -57,7 +57,7 @@ LITERALS: st.SearchStrategy[Any] = st.recursive(
 _SCALARS = st.one_of(st.none(), st.booleans(), _NUMBERS, _NAMES)
 _PLACEMENTS = st.one_of(st.just(Copies()), st.just(Partial()), st.builds(Split, st.integers(0, 3)))
 _AXES = st.sampled_from(["x", "node_2", "ä"])
-_LAYOUTS = st.dictionaries(_AXES, _PLACEMENTS, max_size=2).map(lambda placed: tuple(placed.items()))
+_LAYOUTS = st.dictionaries(_AXES, _PLACEMENTS, max_size=2).map(lambda placed: make_layout(placed.items()))
 TYPES = st.builds(TensorType, st.lists(st.integers(0, 9), max_size=3).map(tuple), _DTYPES, _LAYOUTS)
 _KEYS = st.one_of(_NAMES, st.integers(-3, 3))
 

@@ -1,0 +1,241 @@
+"""The plan: all that crosses from deciding to running, as one versioned file that people can read, diff and edit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from conjoin.errors import GraphError, PlanError
+from conjoin.ir.files import read_json, write_file
+from conjoin.ir.graph import Graph
+from conjoin.ir.limits import MAX_ITEMS
+from conjoin.ir.nodes import LeafKind
+from conjoin.ir.parallel_verifier import find_layout_faults
+from conjoin.ir.parser import parse_graph
+from conjoin.ir.verifier import find_faults
+from conjoin.machine import Axis, Mesh
+
+FORMAT = "conjoin.plan"
+VERSION = 1
+REGATHER = "regather"
+"""Memory action: a parameter gathered for the forward pass is dropped after it and gathered again for the backward."""
+_ACTIONS = (REGATHER,)
+_MAX_RANKS = 2**20
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a plan was made for: a name for people, a fingerprint for the check."""
+
+    name: str
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryAction:
+    """What is done to a tensor to save memory."""
+
+    action: str
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Substitution:
+    """A rewrite that was applied, where, and why it is right."""
+
+    name: str
+    where: str
+    proof: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A parallel graph on a mesh, with what it was made from and for."""
+
+    graph: Graph
+    mesh: Mesh
+    model: Mark
+    """Of the captured graph."""
+    machine: Mark
+    strategy: str
+    """How the plan was made: a strategy with its degrees, or a search."""
+    memory: tuple[MemoryAction, ...] = ()
+    substitutions: tuple[Substitution, ...] = ()
+    predictions: tuple[tuple[str, float], ...] = ()
+    """Named figures with their unit: `seconds_per_step`."""
+    stages: tuple[tuple[str, tuple[int, ...]], ...] = field(default=())
+    """Pipeline stages and the ranks of each; none is one stage of all ranks."""
+    schedule: str | None = None
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file."""
+        write_file(path, plan_to_text(self), "plan", PlanError)
+
+    def __str__(self) -> str:
+        return f"{self.strategy} plan of {self.model.name} for {self.mesh.size} ranks ({self.mesh or 'one device'})"
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data; the graph as its text form, line by line."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "strategy": plan.strategy,
+        "model": {"name": plan.model.name, "fingerprint": plan.model.fingerprint},
+        "machine": {"name": plan.machine.name, "fingerprint": plan.machine.fingerprint},
+        "mesh": [{"axis": a.name, "size": a.size, "between_nodes": a.between_nodes} for a in plan.mesh.axes],
+        "stages": [{"name": name, "ranks": list(ranks)} for name, ranks in plan.stages],
+        "schedule": plan.schedule,
+        "memory": [{"action": action.action, "tensor": action.tensor} for action in plan.memory],
+        "substitutions": [{"name": s.name, "where": s.where, "proof": s.proof} for s in plan.substitutions],
+        "predictions": dict(plan.predictions),
+        "graph": str(plan.graph).splitlines(),
+    }
+
+
+def plan_to_text(plan: Plan) -> str:
+    """The plan as it stands in its file: one line for every operator."""
+    return json.dumps(plan_to_json(plan), indent=1, ensure_ascii=False) + "\n"
+
+
+def plan_fingerprint(plan: Plan) -> str:
+    """What must be equal on all ranks: everything that decides what runs."""
+    data = {k: v for k, v in plan_to_json(plan).items() if k not in ("predictions", "strategy")}
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def check_plan(plan: Plan) -> Plan:
+    """The plan itself when it is legal; otherwise PlanError lists every fault."""
+    faults = find_faults(plan.graph) or find_layout_faults(plan.graph, plan.mesh)
+    if not faults:
+        return plan
+    listed = "\n".join(f"  {fault}" for fault in faults[:_SHOWN])
+    more = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+    raise PlanError(
+        f"The plan of {plan.model.name} on the mesh {plan.mesh} is not legal: {len(faults)} "
+        f"fault{'s' if len(faults) > 1 else ''} found. It was edited, or written for other operators or another mesh. "
+        f"Correct these lines or make the plan again:\n{listed}{more}"
+    )
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan file and check that it is legal."""
+    return check_plan(plan_from_json(read_json(path, "plan", PlanError)))
+
+
+def plan_from_json(data: Any) -> Plan:
+    """Rebuild a plan from plain data; PlanError says what is wrong with it."""
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise PlanError(
+            f"This is not a plan: its 'format' is not {FORMAT!r}. Another kind of file was given. Check the path."
+        )
+    if type(data.get("version")) is not int or data["version"] != VERSION:
+        raise PlanError(
+            f"The plan has another format version than {VERSION}. It was written by another release. "
+            f"Make the plan again."
+        )
+    try:
+        return _load(data)
+    except GraphError as error:
+        raise PlanError(f"The plan's graph cannot be read. {error}") from None
+    except (ValueError, LookupError, TypeError, RecursionError, OverflowError) as error:
+        reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
+        raise PlanError(
+            f"The plan is malformed: {reason[:300]}. It was damaged or edited wrongly. Correct it or make it again."
+        ) from None
+
+
+_KEYS = frozenset({
+    "format", "version", "strategy", "model", "machine", "mesh", "stages", "schedule", "memory", "substitutions",
+    "predictions", "graph",
+})  # fmt: skip
+
+
+def _load(data: dict[str, Any]) -> Plan:
+    unknown = data.keys() - _KEYS
+    if unknown:
+        raise ValueError(f"{', '.join(sorted(map(repr, unknown)))[:200]} is unknown")
+    if data["stages"] or data["schedule"] is not None:
+        raise ValueError("pipeline stages are not executed by this release")
+    graph = parse_graph("\n".join(_text(line, "a line of the graph") for line in _items(data, "graph")) + "\n")
+    return Plan(
+        graph=graph,
+        mesh=_mesh(_items(data, "mesh")),
+        model=_mark(data["model"], "model"),
+        machine=_mark(data["machine"], "machine"),
+        strategy=_text(data["strategy"], "strategy"),
+        memory=tuple(_action(entry, graph) for entry in _items(data, "memory")),
+        substitutions=tuple(_substitution(entry) for entry in _items(data, "substitutions")),
+        predictions=_figures(data["predictions"]),
+    )
+
+
+def _items(data: Mapping[str, Any], key: str) -> list[Any]:
+    entries = data[key]
+    if not isinstance(entries, list) or len(entries) > MAX_ITEMS:
+        raise ValueError(f"{key} is not a list of at most {MAX_ITEMS:,} entries")
+    return entries
+
+
+def _text(item: Any, what: str) -> str:
+    if not isinstance(item, str):
+        raise ValueError(f"{what} is not text")
+    return item
+
+
+def _fields(entry: Any, names: tuple[str, ...]) -> list[str]:
+    if not isinstance(entry, dict) or entry.keys() != set(names):
+        raise ValueError(f"{str(entry)[:60]} does not have exactly {', '.join(names)}")
+    return [_text(entry[name], name) for name in names]
+
+
+def _substitution(entry: Any) -> Substitution:
+    return Substitution(*_fields(entry, ("name", "where", "proof")))
+
+
+def _mark(entry: Any, what: str) -> Mark:
+    name, fingerprint = _fields(entry, ("name", "fingerprint"))
+    if len(fingerprint) > 128:
+        raise ValueError(f"the fingerprint of the {what} is too long")
+    return Mark(name, fingerprint)
+
+
+def _mesh(entries: list[Any]) -> Mesh:
+    axes = []
+    for entry in entries:
+        match entry:
+            case {"axis": str(name), "size": int(size), "between_nodes": bool(between), **rest} if not rest:
+                pass
+            case _:
+                raise ValueError(f"{str(entry)[:60]} is not an axis of the mesh")
+        if isinstance(size, bool) or not 2 <= size <= _MAX_RANKS or not name.isidentifier():
+            raise ValueError(f"{name[:40]!r} of size {size} is not an axis of the mesh")
+        axes.append(Axis(name, size, between))
+    mesh = Mesh(tuple(axes))
+    if len({axis.name for axis in axes}) < len(axes) or len(axes) > 20 or mesh.size > _MAX_RANKS:
+        raise ValueError(f"the mesh has an axis twice, or more than {_MAX_RANKS:,} ranks")
+    return mesh
+
+
+def _action(entry: Any, graph: Graph) -> MemoryAction:
+    action, tensor = _fields(entry, ("action", "tensor"))
+    if action not in _ACTIONS:
+        raise ValueError(f"there is no memory action {action[:40]!r}; known are {', '.join(_ACTIONS)}")
+    if tensor not in {leaf.name for leaf in graph.leaves_of(LeafKind.PARAMETER)}:
+        raise ValueError(f"{action} names {tensor[:60]!r}, which is no parameter")
+    return MemoryAction(action, tensor)
+
+
+def _figures(entry: Any) -> tuple[tuple[str, float], ...]:
+    if not isinstance(entry, dict) or len(entry) > 1000:
+        raise ValueError("predictions are not named figures")
+    for name, figure in entry.items():
+        if isinstance(figure, bool) or not isinstance(figure, int | float):
+            raise ValueError(f"the prediction {name[:40]!r} is not a number")
+    return tuple((name, float(figure)) for name, figure in entry.items())
+

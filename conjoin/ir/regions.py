@@ -1,0 +1,59 @@
+"""Which part of a tensor a rank holds in a layout: half-open ranges, one for each dim."""
+
+from __future__ import annotations
+
+from math import prod
+
+from conjoin.machine import Mesh
+from conjoin.ops import Layout, Split, split_axes
+
+Range = tuple[int, int]
+Region = tuple[Range, ...]
+
+
+def cut(whole: Range, parts: int, part: int) -> Range:
+    """One of the parts of a range: as equal as can be, the larger ones first.
+
+    >>> [cut((0, 7), 3, i) for i in range(3)]
+    [(0, 3), (3, 5), (5, 7)]
+    """
+    start, stop = whole
+    size, larger = divmod(stop - start, parts)
+    begin = start + part * size + min(part, larger)
+    return begin, begin + size + (part < larger)
+
+
+def cut_along(size: int, axes: tuple[str, ...], mesh: Mesh, rank: int) -> Range:
+    """What a rank has of `size` positions that axes split one inside the other."""
+    coordinates = mesh.coordinates(rank)
+    piece = (0, size)
+    for axis in axes:
+        piece = cut(piece, mesh.sizes[axis], coordinates[axis])
+    return piece
+
+
+def region_of(shape: tuple[int, ...], layout: Layout, mesh: Mesh, rank: int) -> Region:
+    """The part of a tensor that a rank holds; copies and partial sums have the whole range.
+
+    >>> region_of((4, 6), (("d0", Split(1)),), Mesh.of_nodes(1, 2), 1)
+    ((0, 4), (3, 6))
+    """
+    if not any(isinstance(placement, Split) for _, placement in layout):
+        return tuple((0, size) for size in shape)
+    return tuple(cut_along(size, split_axes(layout, dim), mesh, rank) for dim, size in enumerate(shape))
+
+
+def region_shape(region: Region) -> tuple[int, ...]:
+    """The shape of a region."""
+    return tuple(stop - start for start, stop in region)
+
+
+def num_elements(region: Region) -> int:
+    """How many elements a region has."""
+    return prod(stop - start for start, stop in region)
+
+
+def overlap(one: Region, other: Region) -> Region | None:
+    """What two regions share; None when that is nothing."""
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return shared if all(start < stop for start, stop in shared) else None
