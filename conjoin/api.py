@@ -5,9 +5,10 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 from conjoin.errors import CaptureError, ConjoinError, GraphError, UsageError
-from conjoin.frontends import CapturedModule, capture, not_understood, to_module
+from conjoin.frontends import capture, not_understood
 from conjoin.ir import Graph, fingerprint, load_graph, parse_graph, save_graph, verify
 from conjoin.report import Inspection, inspect
+from conjoin.runtime import CapturedModule, to_module
 
 __all__ = [
     "CaptureError", "CapturedModule", "ConjoinError", "Graph", "GraphError", "Inspection", "UsageError",

@@ -22,15 +22,12 @@ from conjoin.frontends.regions import make_explicit
 from conjoin.frontends.torch_private import (
     ExportedProgram,
     FollowedCalls,
-    describe_tree,
     fake_copy,
     keep_markers,
     quiet,
-    spec_of,
-    unflatten_tree,
     user_lines,
 )
-from conjoin.ir import Source, Structure
+from conjoin.ir import Source, Structure, describe_tree, spec_of, unflatten_tree
 
 Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 

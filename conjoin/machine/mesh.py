@@ -90,9 +90,7 @@ class Mesh:
         """The ranks that differ from this one along the given axes only, the last axis given running fastest."""
         base = rank - sum(self._strides[name] * (rank // self._strides[name] % self.sizes[name]) for name in axes)
         places = product(*(range(self.sizes[name]) for name in axes))
-        return tuple(
-            base + sum(self._strides[n] * p for n, p in zip(axes, place, strict=True)) for place in places
-        )
+        return tuple(base + sum(self._strides[n] * p for n, p in zip(axes, place, strict=True)) for place in places)
 
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """All groups along the given axes: every rank is in exactly one."""

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from conjoin.frontends import CapturedModule, capture, to_module
+from conjoin.frontends import capture
 from conjoin.ir import Graph
+from conjoin.runtime import CapturedModule, to_module
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from conjoin.frontends import capture, to_module
+from conjoin.frontends import capture
 from conjoin.ir import Graph, LeafKind, Value, from_json, parse_graph, to_json
+from conjoin.runtime import to_module
 
 
 class Point(NamedTuple):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conjoin.frontends import capture, to_module
+from conjoin.frontends import capture
+from conjoin.runtime import to_module
 
 
 class Writes(nn.Module):

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from conjoin.errors import CaptureError
-from conjoin.frontends import capture, not_understood, to_module
+from conjoin.frontends import capture, not_understood
 from conjoin.ir import LeafKind
+from conjoin.runtime import to_module
 
 X = torch.linspace(-1, 1, 24).reshape(2, 3, 4)
 IDS = torch.tensor([[1, 2, 2], [0, 4, 1]])

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import zoo
 from conjoin.errors import CaptureError
-from conjoin.frontends import capture, not_understood, to_module
+from conjoin.frontends import capture, not_understood
 from conjoin.ir import Graph, LeafKind, Source
+from conjoin.runtime import to_module
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from conjoin.frontends import capture, to_module
+from conjoin.frontends import capture
 from conjoin.ir import LeafKind
+from conjoin.runtime import to_module
 
 
 class Model(nn.Module):

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import CaptureError
-from conjoin.frontends import capture, to_module
+from conjoin.frontends import capture
+from conjoin.runtime import to_module
 
 NUM_SEEDS, CHUNK, NUM_STEPS = 150, 15, 9
 X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import CaptureError
-from conjoin.frontends import capture, to_module
+from conjoin.frontends import capture
 from conjoin.ir import LeafKind
+from conjoin.runtime import to_module
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 

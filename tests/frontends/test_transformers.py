@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import CaptureError
-from conjoin.frontends import capture, to_module
+from conjoin.frontends import capture
 from conjoin.ir import from_json, to_json
+from conjoin.runtime import to_module
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # raised while transformers and what it imports are loaded

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import zoo
-from conjoin.frontends import CapturedModule, capture, not_understood, to_module
+from conjoin.frontends import capture, not_understood
 from conjoin.ir import from_json, parse_graph, to_json
+from conjoin.runtime import CapturedModule, to_module
 
 MODES = {
     "train, float32": (True, torch.float32),

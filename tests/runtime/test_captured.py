@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from conjoin.errors import GraphError, UsageError
-from conjoin.frontends import CapturedModule, capture, to_module
+from conjoin.frontends import capture
 from conjoin.ir import LeafKind, from_json, load_graph, parse_graph, save_graph, to_json
+from conjoin.runtime import CapturedModule, to_module
 
 
 class Net(nn.Module):

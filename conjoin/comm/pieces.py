@@ -1,0 +1,113 @@
+"""Who holds which piece when axes split dims one inside the other, counted without visiting every rank.
+
+`Splits` are the axes that split each dim, outermost first: all that a layout says about regions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import takewhile
+from math import prod
+
+from conjoin.ir import Range, Region, cut
+from conjoin.machine import Mesh
+from conjoin.ops import Layout, split_axes
+
+Splits = tuple[tuple[str, ...], ...]
+
+
+def splits_of(layout: Layout, num_dims: int) -> Splits:
+    """The axes that split each dim."""
+    return tuple(split_axes(layout, dim) for dim in range(num_dims))
+
+
+def num_devices(axes: Iterable[str], mesh: Mesh) -> int:
+    """How many devices there are along some axes together."""
+    return prod(mesh.sizes[axis] for axis in axes)
+
+
+def is_even(shape: tuple[int, ...], splits: Splits, mesh: Mesh) -> bool:
+    """Whether all pieces have the same shape."""
+    return all(size % num_devices(axes, mesh) == 0 for size, axes in zip(shape, splits, strict=True))
+
+
+def common_outer(one: tuple[str, ...], other: tuple[str, ...]) -> int:
+    """How many of the outermost axes two splits of a dim share.
+
+    >>> common_outer(("x", "y", "z"), ("x", "z"))
+    1
+    """
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+def tails(one: Splits, other: Splits) -> tuple[Splits, Splits]:
+    """What is left of two splits without the outermost axes they share in each dim."""
+    shared = [common_outer(*axes) for axes in zip(one, other, strict=True)]
+    return (
+        tuple(axes[n:] for axes, n in zip(one, shared, strict=True)),
+        tuple(axes[n:] for axes, n in zip(other, shared, strict=True)),
+    )
+
+
+@lru_cache(maxsize=4096)
+def pieces(size: int, parts: tuple[int, ...]) -> tuple[Range, ...]:
+    """All pieces of a dim that is cut into parts and each of these into parts again, innermost running fastest.
+
+    >>> pieces(5, (2, 2))
+    ((0, 2), (2, 3), (3, 4), (4, 5))
+    """
+    ranges: tuple[Range, ...] = ((0, size),)
+    for n in parts:
+        ranges = tuple(cut(whole, n, part) for whole in ranges for part in range(n))
+    return ranges
+
+
+def piece_numbers(split: Sequence[str], axes: Sequence[str], mesh: Mesh) -> list[int]:
+    """Which piece of a split dim is held at each place along the given axes, the last axis given running fastest."""
+    weights = {axis: num_devices(split[i + 1 :], mesh) for i, axis in enumerate(split)}
+    numbers = [0]
+    for axis in axes:
+        steps = [weights.get(axis, 0) * place for place in range(mesh.sizes[axis])]
+        numbers = [number + step for number in numbers for step in steps]
+    return numbers
+
+
+def ranges_along(size: int, split: tuple[str, ...], axes: Sequence[str], mesh: Mesh) -> list[Range]:
+    """The range of a dim held at each place along the given axes; axes of the split that are not given stand at 0."""
+    ranges = pieces(size, tuple(mesh.sizes[axis] for axis in split))
+    return [ranges[number] for number in piece_numbers(split, axes, mesh)]
+
+
+@lru_cache(maxsize=256)
+def all_regions(shape: tuple[int, ...], splits: Splits, mesh: Mesh) -> tuple[Region, ...]:
+    """The region each rank holds."""
+    by_dim = [ranges_along(size, axes, mesh.names, mesh) for size, axes in zip(shape, splits, strict=True)]
+    return tuple(zip(*by_dim, strict=True)) if shape else ((),) * mesh.size
+
+
+@lru_cache(maxsize=1 << 15)
+def kept_elements(shape: tuple[int, ...], have: Splits, want: Splits, mesh: Mesh) -> int:
+    """How many elements, over all ranks together, of what a rank is to have it has already.
+
+    >>> kept_elements((4, 4), (("d0",), ()), ((), ("d0",)), Mesh.of_nodes(1, 2))
+    8
+    """
+    total, coupled = 1, []
+    for size, had, wanted in zip(shape, have, want, strict=True):
+        finer = max(had, wanted, key=len)
+        nested = common_outer(had, wanted) == min(len(had), len(wanted))
+        if nested and size % num_devices(finer, mesh) == 0:
+            total *= size // num_devices(finer, mesh)
+        else:
+            coupled.append((size, had, wanted))
+    axes = tuple(dict.fromkeys(axis for _, had, wanted in coupled for axis in (*had, *wanted)))
+    products = [1] * num_devices(axes, mesh)
+    for size, had, wanted in coupled:
+        lengths = _shared_lengths(ranges_along(size, had, axes, mesh), ranges_along(size, wanted, axes, mesh))
+        products = [product * length for product, length in zip(products, lengths, strict=True)]
+    return total * sum(products) * (mesh.size // len(products))
+
+
+def _shared_lengths(some: list[Range], others: list[Range]) -> list[int]:
+    return [max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in zip(some, others, strict=True)]

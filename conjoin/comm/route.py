@@ -1,0 +1,200 @@
+"""How a tensor comes from one layout to another: the local steps and collectives, cheapest in bytes on the wire.
+
+`waypoints` chooses between which layouts to pass; here the steps between them are named. What a step is, is decided by
+regions: a move is an all-gather where each rank's target region is the disjoint union of its group's source regions,
+local where each rank has all it wants, and else an all-to-all, in which every rank gets the part it lacks from a holder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+from conjoin.comm.pieces import Splits, num_devices, splits_of, tails
+from conjoin.comm.waypoints import Problem, Spread, Waypoints, best_waypoints, sliced_first, sliced_last
+from conjoin.machine import Mesh
+from conjoin.ops import Copies, Invariant, Layout, Partial, Placement, Split, dual, make_layout, placement_on
+
+
+class StepKind(Enum):
+    """What a step does, in the word users see."""
+
+    RELABEL = "relabel"
+    SLICE = "slice"
+    KEEP = "keep"
+    PAD = "pad"
+    ALL_REDUCE = "all-reduce"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_GATHER = "all-gather"
+    ALL_TO_ALL = "all-to-all"
+
+    @property
+    def is_local(self) -> bool:
+        return self in _LOCAL
+
+
+_LOCAL = frozenset({StepKind.RELABEL, StepKind.SLICE, StepKind.KEEP, StepKind.PAD})
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One collective over `axes`, or one local change of what `axes` hold.
+
+    RELABEL reads the same data as I or B. SLICE cuts the rank's part out of what it holds. KEEP leaves the value at
+    coordinate 0 of each of the axes and zeros it elsewhere. PAD puts the piece into zeros of the larger region.
+    REDUCE_SCATTER sums, over the group, the part of the target region out of everyone's partial sum; the target regions of
+    a group are disjoint, but where copies are sliced at the same time they need not cover what the group holds.
+    """
+
+    kind: StepKind
+    axes: tuple[str, ...]
+    source: Layout
+    target: Layout
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} over {' '.join(self.axes)}: {_text(self.source)} -> {_text(self.target)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The steps from one layout of a tensor to another; none where they are the same."""
+
+    shape: tuple[int, ...]
+    source: Layout
+    target: Layout
+    steps: tuple[Step, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.steps)) or "nothing to do"
+
+
+def _text(layout: Layout) -> str:
+    return ",".join(f"{axis}:{placement}" for axis, placement in layout) or "I"
+
+
+@lru_cache(maxsize=1 << 14)
+def reshard(shape: tuple[int, ...], source: Layout, target: Layout, mesh: Mesh) -> Route:
+    """The cheapest route between two layouts: the fewest bytes over all ranks, then the fewest collectives.
+
+    >>> mesh = Mesh.of_nodes(1, 4)
+    >>> print(reshard((8, 8), make_layout([("d0", Partial()), ("d1", Partial())]), (), mesh))
+    all-reduce over d0 d1: d0:P,d1:P -> I
+    >>> print(reshard((8, 8), make_layout([("d0", Partial())]), make_layout([("d0", Split(0)), ("d1", Split(1))]), mesh))
+    slice over d1: d0:P -> d1:S(1),d0:P
+    reduce-scatter over d0: d1:S(1),d0:P -> d0:S(0),d1:S(1)
+    """
+    for layout in (source, target):
+        _check(shape, layout, mesh)
+    if source == target:
+        return Route(shape, source, target, ())
+    problem = Problem(shape, _spread(source, len(shape)), _spread(target, len(shape)), mesh)
+    return Route(shape, source, target, _steps(problem, best_waypoints(problem), source, target))
+
+
+def dual_layout(layout: Layout) -> Layout:
+    """The layout of the gradient of a tensor laid out so.
+
+    >>> dual_layout((("d0", Split(1)), ("d1", Copies())))
+    (('d0', Split(dim=1)), ('d1', Partial()))
+    """
+    return make_layout((axis, dual(placement)) for axis, placement in layout)
+
+
+def backward_route(route: Route, mesh: Mesh) -> Route:
+    """How the gradient comes back: from the dual of the target to the dual of the source."""
+    return reshard(route.shape, dual_layout(route.target), dual_layout(route.source), mesh)
+
+
+def _check(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> None:
+    for axis, placement in layout:
+        if axis not in mesh.sizes:
+            raise ValueError(f"layout {_text(layout)} names the axis {axis!r}; the mesh has {mesh}")
+        if isinstance(placement, Split) and placement.dim >= len(shape):
+            raise ValueError(f"layout {_text(layout)} splits dim {placement.dim} of a tensor of shape {shape}")
+    for dim, axes in enumerate(splits_of(layout, len(shape))):
+        if num_devices(axes, mesh) > max(shape[dim], 1):
+            raise ValueError(
+                f"layout {_text(layout)} cuts dim {dim} of shape {shape} into {num_devices(axes, mesh)} pieces; "
+                f"it has {shape[dim]} positions"
+            )
+
+
+def _spread(layout: Layout, num_dims: int) -> Spread:
+    partial = frozenset(axis for axis, placement in layout if isinstance(placement, Partial))
+    return Spread(splits_of(layout, num_dims), partial)
+
+
+def _steps(problem: Problem, waypoints: Waypoints, source: Layout, target: Layout) -> tuple[Step, ...]:
+    """The steps that pass through the waypoints, without those that change nothing."""
+    steps: list[Step] = []
+    here, layout = problem.source, source
+    for kind, there in _stages(problem, waypoints):
+        if there != here:
+            reached = _layout(problem.mesh, there, source, target)
+            steps.append(_step(problem.mesh, kind, (here, there), (layout, reached)))
+            here, layout = there, reached
+    if layout != target:
+        changed = (axis for axis in problem.mesh.names if placement_on(layout, axis) != placement_on(target, axis))
+        steps.append(Step(StepKind.RELABEL, tuple(changed), layout, target))
+    return tuple(steps)
+
+
+def _stages(problem: Problem, waypoints: Waypoints) -> Iterable[tuple[StepKind, Spread]]:
+    """What is done in which order, and what is held after it."""
+    source, target = problem.source, problem.target
+    scattered, gathered = waypoints.scattered, waypoints.gathered
+    reduced = source.partial - set(scattered.split())
+    padded = set(gathered.split())
+    coarse = sliced_last(target.splits, padded)
+    assert coarse is not None, "waypoints are between source and target"
+    yield StepKind.SLICE, Spread(sliced_first(problem, waypoints), source.partial)
+    yield StepKind.REDUCE_SCATTER, Spread(scattered.splits, reduced)
+    yield StepKind.ALL_REDUCE, scattered
+    yield StepKind.ALL_TO_ALL, gathered
+    yield StepKind.KEEP, Spread(gathered.splits, target.partial - padded)
+    yield StepKind.PAD, Spread(coarse, target.partial)
+    yield StepKind.SLICE, target
+
+
+def _layout(mesh: Mesh, spread: Spread, source: Layout, target: Layout) -> Layout:
+    """What is held, as a layout: copies are called as in the source, or if they come from elsewhere as in the target."""
+
+    def label(axis: str) -> Placement:
+        named = (placement_on(source, axis), placement_on(target, axis))
+        return next((placement for placement in named if isinstance(placement, Copies | Invariant)), Copies())
+
+    splits = [(axis, Split(dim)) for dim, axes in enumerate(spread.splits) for axis in axes]
+    split = {axis for axis, _ in splits}
+    others = [
+        (axis, Partial() if axis in spread.partial else label(axis)) for axis in mesh.names if axis not in split
+    ]
+    return make_layout([*splits, *others])
+
+
+def _step(mesh: Mesh, kind: StepKind, spreads: tuple[Spread, Spread], layouts: tuple[Layout, Layout]) -> Step:
+    here, there = spreads
+    match kind:
+        case StepKind.ALL_TO_ALL:
+            return _move(here.splits, there.splits, *layouts)
+        case StepKind.REDUCE_SCATTER:
+            axes = tuple(axis for axis in there.split() if axis in here.partial)
+        case StepKind.SLICE:
+            axes = tuple(axis for axis in there.split() if axis not in here.split())
+        case _:
+            axes = mesh.in_order(here.partial ^ there.partial)
+    return Step(kind, axes, *layouts)
+
+
+def _move(have: Splits, want: Splits, source: Layout, target: Layout) -> Step:
+    """The step for a change of splits; it communicates over the axes whose pieces must leave their place.
+
+    Outermost axes that a dim shares in both layouts divide the mesh into groups that need nothing of each other. Inside a
+    group the pieces make up the whole; where nothing else is split in the target, everyone wants just that whole.
+    """
+    leaving, arriving = tails(have, want)
+    if not any(leaving):
+        return Step(StepKind.SLICE, tuple(axis for axes in arriving for axis in axes), source, target)
+    kind = StepKind.ALL_TO_ALL if any(arriving) else StepKind.ALL_GATHER
+    return Step(kind, tuple(axis for axes in leaving for axis in axes), source, target)

@@ -1,0 +1,47 @@
+"""How a machine is named in one word, as on the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from conjoin.errors import UsageError
+from conjoin.machine.limits import shown
+from conjoin.machine.machine import Machine
+
+_NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+def parse_machine(text: str) -> Machine:
+    """The machine that a word names: `local:4`, a preset as `summit` or `summit:4`, or a path that ends in .toml.
+
+    >>> print(parse_machine("local:4"))
+    local: 1 node × 4 cpu, axes d0:2 d1:2
+    >>> print(parse_machine("summit:32"))
+    summit: 32 nodes × 6 cuda, axes n0:2 n1:2 n2:2 n3:2 n4:2 d0:2 d1:3
+    """
+    if text.endswith(".toml") or os.sep in text:
+        return Machine.load(text)
+    name, colon, digits = text.partition(":")
+    number = _parse_number(text, digits) if colon else None
+    if name == "local":
+        return _local(number)
+    return Machine.preset(name, number)
+
+
+def _local(num_processes: int | None) -> Machine:
+    if num_processes is None:
+        raise UsageError(
+            "The machine local was named without a number. It stands for processes on this host, and their number is "
+            "not known. Write local:4 for four of them."
+        )
+    return Machine("local", 1, num_processes, "cpu", "Processes on the CPU of this host.")
+
+
+def _parse_number(text: str, digits: str) -> int:
+    if not _NUMBER.fullmatch(digits):
+        raise UsageError(
+            f"The machine {shown(text)} was asked for, and {shown(digits)} is not a number of nodes. "
+            f"What follows the colon must be a whole number of at most nine digits. Write a name such as summit:4."
+        )
+    return int(digits)

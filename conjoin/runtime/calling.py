@@ -1,0 +1,62 @@
+"""How a captured program is called: the inputs as the model takes them, then what the loss takes; or the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from conjoin.errors import UsageError
+from conjoin.ir import Graph, LeafKind, Value, flatten_tree, spec_of, unflatten_tree
+
+
+class Calling:
+    """Brings arguments into the captured order and results into the captured containers."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._input_spec = spec_of(graph.input_structure)
+        self._output_spec = spec_of(graph.output_structure)
+
+    def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The input tensors in the captured order, from arguments or from one batch object."""
+        candidates = [(args, kwargs)]
+        if len(args) == 1 and not kwargs:
+            whole = args[0]
+            candidates += [((), dict(whole))] if isinstance(whole, Mapping) else []
+            candidates += [(tuple(whole), {})] if isinstance(whole, tuple | list) else []
+        for positional, named in candidates:
+            leaves, spec = flatten_tree(self._deal(positional, named))
+            if spec == self._input_spec and self._fixed_match(leaves):
+                return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        names = [leaf.name for leaf in self.graph.leaves_of(LeafKind.INPUT)]
+        raise self.refusal(
+            f"it takes {', '.join(names)}, as captured; {len(args)} positional and {sorted(kwargs)} came"
+        )
+
+    def results(self, outputs: list[Any]) -> Any:
+        """The outputs in the containers the model returned them in."""
+        return unflatten_tree(outputs, self._output_spec)
+
+    def _deal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        taken, named, _, loss_named = self.graph.input_structure.children
+        count = len(taken.children)
+        for_model = {str(key): kwargs[str(key)] for key in named.keys if key in kwargs}
+        for_loss = {str(key): kwargs[str(key)] for key in loss_named.keys if key in kwargs}
+        unknown = {key: value for key, value in kwargs.items() if key not in for_model and key not in for_loss}
+        return [tuple(args[:count]), {**for_model, **unknown}, tuple(args[count:]), for_loss]
+
+    def _fixed_match(self, leaves: list[Any]) -> bool:
+        fixed = zip(leaves, self.graph.inputs, strict=True)
+        return all(
+            isinstance(leaf, Tensor) if isinstance(want, Value) else type(leaf) is type(want) and leaf == want
+            for leaf, want in fixed
+        )
+
+    def refusal(self, why: str) -> UsageError:
+        """The error for inputs that are not those captured."""
+        return UsageError(
+            f"The captured {self.graph.name} was called with other inputs: {why}. A graph holds the shapes and plain "
+            f"values it was captured with. Call it like that, or capture the model again with this batch."
+        )

@@ -1,0 +1,268 @@
+"""A graph as generated code: what one rank runs, operators on its local pieces, reshards where the plan has them.
+
+On one device nothing is split and the code is the model's own program. On a mesh every node is emitted in its local
+form (`ops.run_local`); where an operand's local piece is not quite what the form needs (halos, uneven heads), a move
+between neighbours stands before it.
+"""
+
+from __future__ import annotations
+
+import linecache
+import operator
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from conjoin.ir import (
+    Graph,
+    Leaf,
+    LeafKind,
+    Node,
+    Region,
+    Value,
+    is_parallel,
+    is_random,
+    origin,
+    place,
+    plain_call,
+    region_of,
+)
+from conjoin.machine import Mesh
+from conjoin.ops import (
+    Kind,
+    Layout,
+    Span,
+    Split,
+    bind_args,
+    find_operator,
+    operand_spans,
+    output_spans,
+    run_local,
+    signature,
+    space_of,
+)
+
+Function = Callable[..., Any]
+
+
+def run_pinned(function: Function, *args: Any, **kwargs: Any) -> Any:
+    """Call with autocast switched off."""
+    device = next((arg.device.type for arg in args if isinstance(arg, Tensor)), "cpu")
+    if not torch.is_autocast_enabled(device):
+        return function(*args, **kwargs)
+    with torch.autocast(device, enabled=False):
+        return function(*args, **kwargs)
+
+
+def run_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    *attributes: Any,
+) -> tuple[Tensor, None, None, Tensor, Tensor]:
+    """Batch norm by the operator users call, which takes the device's own kernels; new statistics beside its output."""
+    mean, var = mean.clone(), var.clone()
+    training, momentum, eps = attributes
+    y = torch.batch_norm(x, weight, bias, mean, var, training, momentum, eps, torch.backends.cudnn.enabled)
+    return y, None, None, mean, var
+
+
+def _function_of(node: Node, read: Set[Value]) -> Function:
+    """What runs a call: the operator itself, but for batch norm where nobody reads its saved statistics."""
+    is_batch_norm = node.op == "_native_batch_norm_legit_functional" and read.isdisjoint(tuple(node.outputs())[1:3])
+    return run_batch_norm if is_batch_norm else find_operator(node.op)
+
+
+class Carriers(Protocol):
+    """Makes the functions that move tensors between the ranks; a program on one device needs none."""
+
+    mesh: Mesh
+    rank: int
+
+    def reshard(self, value: Value, target: Layout) -> Function:
+        """From the layout of a value to another; differentiable."""
+
+    def move(self, have: Sequence[Region], want: Sequence[Region], group: tuple[int, ...]) -> Function:
+        """From the regions the ranks of a group have to those they want; differentiable."""
+
+    def draw(self, node: Node, function: Function) -> Function:
+        """A random operator whose draws differ along the axes that split its output, and nowhere else."""
+
+
+class Emitter:
+    """Emits the nodes of a graph one after the other into an FX program."""
+
+    def __init__(self, graph: Graph, carriers: Carriers | None = None) -> None:
+        self.program = fx.Graph()
+        self.graph = graph
+        self.carriers = carriers
+        self.values: dict[tuple[Value, Layout], fx.Node] = {}
+        """Every value that is there, in every layout it is there in."""
+        self.read = {*graph.users, *(output for output in graph.outputs if isinstance(output, Value))}
+        self.device: fx.Node | None = None
+        self._unpinned: dict[fx.Node, torch.dtype] = {}
+        """What an autocast around the program may have made in another dtype than written."""
+
+    def set(self, value: Value, made: fx.Node) -> None:
+        """A value is there in its own layout."""
+        self.values[value, value.type.layout] = made
+
+    def find(self, value: Value) -> fx.Node:
+        """A value in its layout, resharded from where its chain of reshards starts when it is not there yet."""
+        root, layout = origin(value), value.type.layout
+        if (root, layout) not in self.values:
+            assert self.carriers is not None, "a program on one device has no reshards"
+            function = self.carriers.reshard(root, layout)
+            self.values[root, layout] = self.call(function, self.values[root, root.type.layout])
+        return self.values[root, layout]
+
+    def call(self, function: Function, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.program.call_function(function, args, kwargs)
+
+    def emit_node(self, node: Node) -> None:
+        """One node in its local form; reshards wait until somebody reads them."""
+        if is_parallel(node):
+            return
+        function = _function_of(node, self.read)
+        if self.carriers is not None and is_random(node.op, node.args):
+            function = self.carriers.draw(node, function)
+        if self.carriers is None or not any(t.layout for t in (*node.types, *(v.type for v in node.inputs))):
+            outputs = self._apply(node, function, node.op, self._resolve(node))
+        else:
+            outputs = self._emit_local(node, function, self.carriers)
+        for value, made in zip(node.outputs(), outputs, strict=True):
+            self.set(value, made)
+            if not node.pinned and value.type.dtype.is_floating_point:
+                self._unpinned[made] = value.type.dtype
+
+    def _resolve(self, node: Node) -> tuple[Any, ...]:
+        def resolve(argument: Any) -> Any:
+            if isinstance(argument, Value):
+                return self._as_written(self.find(argument)) if node.pinned else self.find(argument)
+            return tuple(map(resolve, argument)) if isinstance(argument, tuple) else argument
+
+        return tuple(map(resolve, node.args))
+
+    def _as_written(self, made: fx.Node) -> fx.Node:
+        """What a pinned call reads is in the dtype written, whatever autocast the caller runs under."""
+        if made not in self._unpinned:
+            return made
+        return self.call(torch.ops.aten.to.dtype, made, self._unpinned[made])
+
+    def _apply(self, node: Node, function: Function, op: str, args: Sequence[Any]) -> tuple[fx.Node, ...]:
+        """One call: on the caller's device where it makes a tensor; its outputs one by one."""
+        known = signature(op)
+        positional: list[Any] = []
+        keywords: dict[str, Any] = {}
+        for parameter, value in zip(known.parameters, args, strict=True):
+            if parameter.name == "device" and not any(map(_holds_node, args)):
+                value = self.device
+            if not parameter.keyword_only:
+                positional.append(list(value) if parameter.kind is Kind.TENSORS and value is not None else value)
+            elif value is not None:
+                keywords[parameter.name] = value
+        if node.pinned:
+            made = self.call(run_pinned, function, *positional, **keywords)
+        else:
+            made = self.call(function, *positional, **keywords)
+        if known.num_outputs == 1 and not known.returns_list:
+            return (made,)
+        count = len(node.types) if op == node.op else known.num_outputs
+        return tuple(self.call(operator.getitem, made, i) for i in range(count))
+
+    def _emit_local(self, node: Node, function: Function, carriers: Carriers) -> tuple[fx.Node, ...]:
+        spec, call = node.spec, plain_call(node)
+        placed = place(node, carriers.mesh)
+        if spec is None or not placed.splits:
+            return self._apply(node, function, node.op, self._resolve(node))
+        sizes = space_of(spec, call).sizes
+
+        def pieces(rank: int) -> Mapping[str, tuple[int, int]]:
+            return placed.pieces(sizes, carriers.mesh, rank)
+
+        def emit(op: str, *given: Any) -> Any:
+            made = self._apply(node, function if op == node.op else find_operator(op), op, bind_args(op, given, {}))
+            return made if len(made) > 1 else made[0]
+
+        def wanted(i: int, rank: int) -> Region:
+            return _widened(call.tensors[i].shape, operand_spans(spec, call, pieces(rank))[i])
+
+        def made_at(i: int, rank: int) -> Region:
+            return _widened(node.types[i].shape, output_spans(spec, call, pieces(rank))[i])
+
+        parts = []
+        for i, value in enumerate(node.inputs):
+            part = self._as_written(self.find(value)) if node.pinned else self.find(value)
+            have, want = _held(value.type.shape, value.type.layout, carriers.mesh), lambda rank, i=i: wanted(i, rank)
+            parts.append(self._moved(part, value.type.layout, have, want))
+        outputs = run_local(spec, call, pieces(carriers.rank), parts, emit)
+        return tuple(
+            self._moved(part, t.layout, lambda rank, i=i: made_at(i, rank), _held(t.shape, t.layout, carriers.mesh))
+            for i, (part, t) in enumerate(zip(outputs, node.types, strict=True))
+        )
+
+    def _moved(
+        self, part: fx.Node, layout: Layout, have: Callable[[int], Region], want: Callable[[int], Region]
+    ) -> fx.Node:
+        """A part in the region wanted; nothing happens where every rank has it already."""
+        carriers = self.carriers
+        assert carriers is not None
+        group = carriers.mesh.group(carriers.rank, carriers.mesh.in_order(_splitting(layout)))
+        haves, wants = [have(rank) for rank in group], [want(rank) for rank in group]
+        return part if haves == wants else self.call(carriers.move(haves, wants, group), part)
+
+
+def _holds_node(argument: Any) -> bool:
+    return any(map(_holds_node, argument)) if isinstance(argument, tuple) else isinstance(argument, fx.Node)
+
+
+def _splitting(layout: Layout) -> list[str]:
+    return [axis for axis, placement in layout if isinstance(placement, Split)]
+
+
+def _held(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Callable[[int], Region]:
+    return lambda rank: region_of(shape, layout, mesh, rank)
+
+
+def _widened(shape: tuple[int, ...], spans: Sequence[Span]) -> Region:
+    """The region that spans cut out of a tensor; dims without a span are whole."""
+    region = [(0, size) for size in shape]
+    for span in spans:
+        region[span.dim] = (span.start, span.stop)
+    return tuple(region)
+
+
+def emit_program(graph: Graph, state: tuple[Leaf, ...]) -> fx.Graph:
+    """A graph on one device: `forward(self, state, device, *inputs)` gives the outputs, then the new buffers."""
+    emitter = Emitter(graph)
+    stored = emitter.program.placeholder("state")
+    emitter.device = emitter.program.placeholder("device")
+    for i, leaf in enumerate(graph.leaves_of(LeafKind.INPUT)):
+        emitter.set(Value(leaf), emitter.program.placeholder(f"input_{i}"))
+    for i, leaf in enumerate(state):
+        emitter.set(Value(leaf), emitter.call(operator.getitem, stored, i))
+    for node in graph.nodes:
+        emitter.emit_node(node)
+    return finish_program(emitter)
+
+
+def finish_program(emitter: Emitter) -> fx.Graph:
+    """The program with its results: the outputs, then the new values of buffers."""
+    graph = emitter.graph
+    results = [emitter.find(output) if isinstance(output, Value) else output for output in graph.outputs]
+    emitter.program.output((*results, *(emitter.find(value) for _, value in graph.updates)))
+    return emitter.program
+
+
+def compile_program(program: fx.Graph, name: str) -> Callable[..., tuple[Any, ...]]:
+    """Turn FX into a Python function; its text can be seen in tracebacks and debuggers."""
+    code = program.python_code("self")
+    filename = f"<conjoin {name}>"
+    linecache.cache[filename] = (len(code.src), None, code.src.splitlines(keepends=True), filename)
+    namespace: dict[str, Any] = dict(code.globals)
+    exec(compile(code.src, filename, "exec"), namespace)  # text made by torch.fx from operators looked up by name
+    return namespace["forward"]  # type: ignore[no-any-return]

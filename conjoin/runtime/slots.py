@@ -1,0 +1,70 @@
+"""Where a model holds the tensors of a graph's leaves, and that they are the ones the graph was captured with."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from conjoin.errors import UsageError
+from conjoin.ir import Leaf
+from conjoin.ops import TensorType
+
+Slot = tuple[nn.Module, str]
+"""A module and the name under which it holds a parameter or buffer."""
+
+
+def _find_slot(model: nn.Module, name: str) -> Slot | None:
+    owner, _, last = name.rpartition(".")
+    try:
+        module = model.get_submodule(owner)
+    except AttributeError:
+        return None
+    return (module, last) if read_slot((module, last)) is not None else None
+
+
+def read_slot(slot: Slot) -> Tensor | None:
+    """The parameter or buffer in its dictionary: an attribute of that name may be something else."""
+    module, name = slot
+    found = module._parameters.get(name)
+    return module._buffers.get(name) if found is None else found
+
+
+def find_slots(model: nn.Module, leaf: Leaf) -> tuple[Slot, ...]:
+    """Where the model holds the tensor of a leaf: once for every name it has."""
+    found: list[Slot] = []
+    for name in (leaf.name, *leaf.aliases):
+        slot = _find_slot(model, name)
+        tensor = read_slot(slot) if slot else None
+        if slot is None or tensor is None:
+            raise mismatch(leaf, "the model has no tensor of that name" if name == leaf.name else f"{name} is missing")
+        type = TensorType(tuple(tensor.shape), tensor.dtype)
+        if type != TensorType(leaf.type.shape, leaf.type.dtype):
+            raise mismatch(leaf, f"the model's is {type}")
+        if found and tensor is not read_slot(found[0]):
+            raise mismatch(leaf, f"{name} is another tensor in the model, where the graph has one under both names")
+        found.append(slot)
+    return tuple(found)
+
+
+def mismatch(leaf: Leaf, why: str) -> UsageError:
+    return UsageError(
+        f"The graph needs {leaf} of type {leaf.type}, but {why}. The graph was captured from another model or another "
+        f"dtype. Capture this model again, or pass the model the graph came from."
+    )
+
+
+def find_constant(model: nn.Module, leaf: Leaf) -> Tensor:
+    """A constant's values: those in the graph, else the model's attribute of that name."""
+    if leaf.data is not None:
+        empty = torch.empty(leaf.type.shape, dtype=leaf.type.dtype)
+        if leaf.data:
+            empty = torch.frombuffer(bytearray(leaf.data), dtype=leaf.type.dtype).reshape(leaf.type.shape).clone()
+        return empty
+    owner, _, name = leaf.name.rpartition(".")
+    try:
+        found = getattr(model.get_submodule(owner), name)
+    except AttributeError:
+        found = None
+    if not isinstance(found, Tensor) or TensorType(tuple(found.shape), found.dtype) != leaf.type:
+        raise mismatch(leaf, "the graph was captured without its values and the model has no such attribute")
+    return found

@@ -1,0 +1,16 @@
+"""Settings of the property tests of this room: the same examples in every run, and none that takes seconds."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "machine",
+    max_examples=100,
+    deadline=timedelta(seconds=5),  # far above what any example takes, far below a reader that hangs
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
