@@ -13,7 +13,7 @@ from enum import Enum
 from functools import lru_cache
 
 from conjoin.comm.pieces import Splits, num_devices, splits_of, tails
-from conjoin.comm.waypoints import Problem, Spread, Waypoints, best_waypoints, sliced_first, sliced_last
+from conjoin.comm.waypoints import Problem, Spread, Waypoints, best_legs, sliced_first
 from conjoin.machine import Mesh
 from conjoin.ops import Copies, Invariant, Layout, Partial, Placement, Split, dual, make_layout, placement_on
 
@@ -90,7 +90,14 @@ def reshard(shape: tuple[int, ...], source: Layout, target: Layout, mesh: Mesh) 
     if source == target:
         return Route(shape, source, target, ())
     problem = Problem(shape, _spread(source, len(shape)), _spread(target, len(shape)), mesh)
-    return Route(shape, source, target, _steps(problem, best_waypoints(problem), source, target))
+    steps: tuple[Step, ...] = ()
+    for leg, waypoints in best_legs(problem):
+        steps += _steps(leg, waypoints, source, target)
+    reached = steps[-1].target if steps else source
+    if reached != target:
+        changed = (axis for axis in mesh.names if placement_on(reached, axis) != placement_on(target, axis))
+        steps += (Step(StepKind.RELABEL, tuple(changed), reached, target),)
+    return Route(shape, source, target, steps)
 
 
 def dual_layout(layout: Layout) -> Layout:
@@ -129,15 +136,12 @@ def _spread(layout: Layout, num_dims: int) -> Spread:
 def _steps(problem: Problem, waypoints: Waypoints, source: Layout, target: Layout) -> tuple[Step, ...]:
     """The steps that pass through the waypoints, without those that change nothing."""
     steps: list[Step] = []
-    here, layout = problem.source, source
+    here = problem.source
     for kind, there in _stages(problem, waypoints):
         if there != here:
-            reached = _layout(problem.mesh, there, source, target)
-            steps.append(_step(problem.mesh, kind, (here, there), (layout, reached)))
-            here, layout = there, reached
-    if layout != target:
-        changed = (axis for axis in problem.mesh.names if placement_on(layout, axis) != placement_on(target, axis))
-        steps.append(Step(StepKind.RELABEL, tuple(changed), layout, target))
+            layouts = _layout(problem.mesh, here, source, target), _layout(problem.mesh, there, source, target)
+            steps.append(_step(problem.mesh, kind, (here, there), layouts))
+            here = there
     return tuple(steps)
 
 
@@ -145,17 +149,22 @@ def _stages(problem: Problem, waypoints: Waypoints) -> Iterable[tuple[StepKind, 
     """What is done in which order, and what is held after it."""
     source, target = problem.source, problem.target
     scattered, gathered = waypoints.scattered, waypoints.gathered
-    reduced = source.partial - set(scattered.split())
-    padded = set(gathered.split())
-    coarse = sliced_last(target.splits, padded)
-    assert coarse is not None, "waypoints are between source and target"
-    yield StepKind.SLICE, Spread(sliced_first(problem, waypoints), source.partial)
-    yield StepKind.REDUCE_SCATTER, Spread(scattered.splits, reduced)
-    yield StepKind.ALL_REDUCE, scattered
+    padded = scattered.partial | source.partial
+    yield StepKind.PAD, Spread(waypoints.padded, padded)
+    yield from _sums(Spread(waypoints.padded, padded), scattered)
     yield StepKind.ALL_TO_ALL, gathered
-    yield StepKind.KEEP, Spread(gathered.splits, target.partial - padded)
-    yield StepKind.PAD, Spread(coarse, target.partial)
-    yield StepKind.SLICE, target
+    made = gathered.partial | target.partial
+    yield StepKind.KEEP, Spread(gathered.splits, made - gathered.axes)
+    yield StepKind.PAD, Spread(waypoints.coarse, made)
+    yield from _sums(Spread(waypoints.coarse, made), target)
+
+
+def _sums(here: Spread, there: Spread) -> Iterable[tuple[StepKind, Spread]]:
+    """Slices, and sums with and without scattering."""
+    summed = here.partial - there.partial
+    yield StepKind.SLICE, Spread(sliced_first(here.splits, there.splits, summed), here.partial)
+    yield StepKind.REDUCE_SCATTER, Spread(there.splits, here.partial - there.axes)
+    yield StepKind.ALL_REDUCE, there
 
 
 def _layout(mesh: Mesh, spread: Spread, source: Layout, target: Layout) -> Layout:
@@ -179,9 +188,9 @@ def _step(mesh: Mesh, kind: StepKind, spreads: tuple[Spread, Spread], layouts: t
         case StepKind.ALL_TO_ALL:
             return _move(here.splits, there.splits, *layouts)
         case StepKind.REDUCE_SCATTER:
-            axes = tuple(axis for axis in there.split() if axis in here.partial)
+            axes = tuple(axis for axis in _nested(there.splits) if axis in here.partial)
         case StepKind.SLICE:
-            axes = tuple(axis for axis in there.split() if axis not in here.split())
+            axes = tuple(axis for axis in _nested(there.splits) if axis not in here.axes)
         case _:
             axes = mesh.in_order(here.partial ^ there.partial)
     return Step(kind, axes, *layouts)
@@ -195,6 +204,11 @@ def _move(have: Splits, want: Splits, source: Layout, target: Layout) -> Step:
     """
     leaving, arriving = tails(have, want)
     if not any(leaving):
-        return Step(StepKind.SLICE, tuple(axis for axes in arriving for axis in axes), source, target)
+        return Step(StepKind.SLICE, _nested(arriving), source, target)
     kind = StepKind.ALL_TO_ALL if any(arriving) else StepKind.ALL_GATHER
-    return Step(kind, tuple(axis for axes in leaving for axis in axes), source, target)
+    return Step(kind, _nested(leaving), source, target)
+
+
+def _nested(splits: Splits) -> tuple[str, ...]:
+    """The axes that split dims, dim by dim, outermost first."""
+    return tuple(axis for axes in splits for axis in axes)

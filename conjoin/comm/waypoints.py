@@ -2,25 +2,28 @@
 
 Every route has the same form, any part of which may be missing:
 
-    source ─slice, reduce-scatter, all-reduce─► scattered ─one move─► gathered ─pad, keep─► target
+    source ─pad, slice, reduce-scatter, all-reduce─► scattered
+           ─one move─►                               gathered
+           ─keep, pad, slice, reduce-scatter, all-reduce─► target
 
 I and B hold the same data, so here both are C (copies). On each axis there is little to choose (`OPTIONS`): a sum may be
-scattered or reduced whole, copies may be sliced first so that less is summed, and a sum that is asked for may be made of
-pieces put into zeros. What that costs, in elements over all ranks, for a tensor of `whole` elements:
+scattered or reduced whole, copies may be sliced first so that less is summed, and a sum that is asked for may be made
+of pieces put into zeros. What that costs, in elements over all ranks, for a tensor of `whole` elements of which
+`copies` are held (the devices along the axes that do not split it):
 
-    reduce-scatter over n ranks     (n - 1) · whole · (devices along the axes that do not split the result)
-    all-reduce over n ranks         2 (n - 1) / n · whole · (devices along the axes that do not split it)
-    move                            whole · (devices along the axes that do not split the result) - what is kept in place
+    reduce-scatter over n ranks     (n - 1) · whole · copies of the result
+    all-reduce over n ranks         2 (n - 1) / n · whole · copies
+    move                            whole · copies of the result - what is kept in place
 
 Only the last term needs regions, and it is bounded without them (`_bound`): choices are tried by their bound until no
-bound is below the best found. Without partial sums this is the direct move, of which no composition can be cheaper.
+bound is below the best found. Without partial sums this is the direct move, than which no composition can be cheaper.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice, product
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from itertools import islice, permutations, product
 from math import prod
 from typing import Literal
 
@@ -34,20 +37,26 @@ Option = tuple[Letter, Letter]
 OPTIONS: Mapping[tuple[Letter, Letter], tuple[Option, ...]] = {
     ("S", "S"): (("S", "S"), ("S", "C")),
     ("S", "C"): (("S", "C"),),
-    ("S", "P"): (("S", "S"), ("S", "C")),
+    ("S", "P"): (("S", "S"), ("S", "C"), ("P", "P")),
     ("C", "S"): (("S", "S"), ("C", "S"), ("C", "C"), ("S", "C")),
     ("C", "C"): (("C", "C"), ("S", "C")),
-    ("C", "P"): (("C", "C"), ("S", "S"), ("S", "C"), ("C", "S")),
-    ("P", "S"): (("S", "S"), ("C", "S"), ("C", "C"), ("S", "C")),
-    ("P", "C"): (("C", "C"), ("S", "C")),
+    ("C", "P"): (("C", "C"), ("S", "S"), ("C", "S"), ("S", "C")),
+    ("P", "S"): (("S", "S"), ("C", "S"), ("P", "P"), ("C", "C"), ("S", "C")),
+    ("P", "C"): (("C", "C"), ("S", "C"), ("P", "P")),
     ("P", "P"): (("P", "P"), ("S", "S"), ("S", "C"), ("C", "S"), ("C", "C")),
 }
-"""By what an axis is in source and target: what it may be before and after the move."""
+"""By what an axis is in source and target: what it may be before and after the move, the usual first."""
 
 FEW_AXES = 4
-"""Up to so many axes with a choice each is decided on its own; beyond, those with the same fate are decided together."""
-MAX_TRIES = 64
-"""Into which dims axes are scattered makes a difference only where pieces are uneven or do not line up."""
+"""Up to so many axes with a choice, each is decided on its own; beyond, those of the same fate are decided together."""
+USUAL_OPTIONS = 2
+"""How many options are tried beyond `FEW_AXES`."""
+MAX_TRIES = 48
+"""How many ways to nest axes in dims are tried before and after the move; all of them for three axes and two dims."""
+
+
+def _axes_of(splits: Splits) -> frozenset[str]:
+    return frozenset(axis for axes in splits for axis in axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +66,15 @@ class Spread:
     splits: Splits
     partial: frozenset[str] = frozenset()
 
+    @property
+    def axes(self) -> frozenset[str]:
+        """All axes that split a dim."""
+        return _axes_of(self.splits)
+
     def letter(self, axis: str) -> Letter:
         if axis in self.partial:
             return "P"
-        return "S" if any(axis in axes for axes in self.splits) else "C"
-
-    def dim_of(self, axis: str) -> int | None:
-        """The dim that the axis splits."""
-        return next((dim for dim, axes in enumerate(self.splits) if axis in axes), None)
-
-    def split(self) -> tuple[str, ...]:
-        """All axes that split a dim."""
-        return tuple(axis for axes in self.splits for axis in axes)
-
-
-@dataclass(frozen=True, slots=True)
-class Waypoints:
-    """Where a route passes: all sums and slices are done at `scattered`, all movement at `gathered`."""
-
-    scattered: Spread
-    gathered: Spread
+        return "S" if axis in self.axes else "C"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +86,21 @@ class Problem:
     target: Spread
     mesh: Mesh
 
-    def options(self, axis: str) -> tuple[Option, ...]:
-        """What the axis may be before and after the move: copies are sliced early for a sum, late for the sake of a pad."""
-        fate = self.source.letter(axis), self.target.letter(axis)
-        options = OPTIONS[fate]
-        if fate == ("C", "C") and not self.source.partial:
-            return options[:1]
-        if fate[1] == "S" and not self.target.partial:
-            return tuple(option for option in options if option[1] == "S")
-        return options
-
     def copies(self, spread: Spread) -> int:
-        """How often each element of the tensor is held, over all ranks; partial sums count as held."""
-        return self.mesh.size // num_devices(spread.split(), self.mesh)
+        """How often each element is held, over all ranks; partial sums count as held."""
+        return self.mesh.size // num_devices(spread.axes, self.mesh)
+
+
+@dataclass(frozen=True, slots=True)
+class Waypoints:
+    """What is held before and after the move, with the coarser layouts beyond which only pads and slices remain."""
+
+    padded: Splits
+    """The source after its first pads."""
+    scattered: Spread
+    gathered: Spread
+    coarse: Splits
+    """The target before its last slices and sums."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -112,153 +112,216 @@ class Score:
     general_moves: int = 0
     local: int = 0
 
-
-def best_waypoints(problem: Problem) -> Waypoints:
-    """The waypoints with the fewest elements on the wire, then the fewest steps."""
-    kept = kept_elements(problem.shape, problem.source.splits, problem.target.splits, problem.mesh)
-    bounded = sorted(
-        ((_bound(problem, choice, kept), i, choice) for i, choice in enumerate(_choices(problem))), key=lambda b: b[:2]
-    )
-    best: tuple[Score, Waypoints] | None = None
-    for bound, _, choice in bounded:
-        if best is not None and bound > best[0]:
-            break
-        for waypoints in _realisations(problem, choice):
-            score = score_of(problem, waypoints)
-            if best is None or score < best[0]:
-                best = score, waypoints
-            if score.elements == bound.elements:
-                break
-    assert best is not None, "there is always a choice"
-    return best[1]
+    def __add__(self, other: Score) -> Score:
+        return Score(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 Choice = Mapping[str, Option]
 
 
-def _choices(problem: Problem) -> Iterator[Choice]:
+Leg = tuple[Problem, Waypoints]
+
+
+def best_legs(problem: Problem) -> tuple[Leg, ...]:
+    """One leg, or two where the tensor has too few positions to be scattered as it lies and is better moved first."""
+    score, waypoints = best_waypoints(problem)
+    best: tuple[Leg, ...] = ((problem, waypoints),)
+    for via in _roomier_sources(problem):
+        first, second = replace(problem, target=via), replace(problem, source=via)
+        moved, first_waypoints = best_waypoints(first)
+        if moved >= score:
+            continue
+        rest, second_waypoints = best_waypoints(second)
+        if moved + rest < score:
+            score, best = moved + rest, ((first, first_waypoints), (second, second_waypoints))
+    return best
+
+
+def _roomier_sources(problem: Problem) -> Iterator[Spread]:
+    """Other ways to lay out the source with its partial sums, for small tensors of which not every rank has a piece."""
+    source, mesh = problem.source, problem.mesh
+    if not source.partial or len(mesh.names) > FEW_AXES:
+        return
+    if any(len(_axes_of(splits)) == len(mesh.names) for splits in extensions(problem, source.splits, mesh.names, ())):
+        return
+    empty: Splits = tuple(() for _ in problem.shape)
+    copies = frozenset(mesh.names) - source.axes - source.partial
+    for axes in dict.fromkeys((source.axes, source.axes | copies)):
+        for splits in islice(extensions(problem, empty, mesh.in_order(axes), source.splits), MAX_TRIES):
+            yield Spread(splits, source.partial)
+
+
+def best_waypoints(problem: Problem) -> tuple[Score, Waypoints]:
+    """The waypoints with the fewest elements on the wire, then the fewest steps."""
+    bounded = [(_bound(problem, weights), choice) for choice, weights in _choices(problem)]
+    best: tuple[Score, Waypoints] | None = None
+    for bound, choice in sorted(bounded, key=lambda entry: entry[0]):
+        if best is not None and bound > best[0]:
+            break
+        waypoints = _realisation(problem, choice)
+        if waypoints is None:
+            continue
+        score = score_of(problem, waypoints)
+        if best is None or score < best[0]:
+            best = score, waypoints
+    assert best is not None, "there is always a choice"
+    return best
+
+
+def _options(problem: Problem, axis: str) -> tuple[Option, ...]:
+    """What makes sense for an axis: copies are sliced early only for a sum, late only for a pad."""
+    fate = problem.source.letter(axis), problem.target.letter(axis)
+    match fate:
+        case ("C", "C") if not problem.source.partial:
+            return OPTIONS[fate][:1]
+        case (_, "S") if not problem.target.partial:
+            return tuple(option for option in OPTIONS[fate] if option[1] != "C")
+        case _:
+            return OPTIONS[fate]
+
+
+Weights = tuple[int, int, int, int, int, int]
+"""Devices along the axes that do not split before, nor after the move; that are scattered, and reduced, before; after."""
+
+
+def _weights(problem: Problem, axis: str, option: Option) -> Weights:
+    """What one axis contributes."""
+    (before, after), size = option, problem.mesh.sizes[axis]
+    fate = problem.source.letter(axis), problem.target.letter(axis)
+    applies = (
+        before != "S",
+        after != "S",
+        fate[0] == "P" and before == "S",
+        fate[0] == "P" and before == "C",
+        fate == ("P", "S") and after == "P",
+        fate == ("P", "C") and after == "P",
+    )
+    return tuple(size if applied else 1 for applied in applies)  # type: ignore[return-value] # six of them
+
+
+def _choices(problem: Problem) -> Iterator[tuple[Choice, Weights]]:
     """All ways to choose, for each axis or for all axes of the same fate together."""
-    mesh = problem.mesh
-    chooses = [axis for axis in mesh.names if len(problem.options(axis)) > 1]
-    fixed = {axis: problem.options(axis)[0] for axis in mesh.names if axis not in chooses}
-    if len(chooses) <= FEW_AXES:
-        choosers = [[axis] for axis in chooses]
-    else:
-        fates: dict[tuple[Letter, Letter], list[str]] = {}
-        for axis in chooses:
-            fates.setdefault((problem.source.letter(axis), problem.target.letter(axis)), []).append(axis)
-        choosers = list(fates.values())
-    for options in product(*(problem.options(axes[0]) for axes in choosers)):
-        decided = {axis: option for axes, option in zip(choosers, options, strict=True) for axis in axes}
-        yield fixed | decided
+    options = {axis: _options(problem, axis) for axis in problem.mesh.names}
+    num_choosing = sum(len(tried) > 1 for tried in options.values())
+    choosers: dict[object, list[str]] = {}
+    for axis, tried in options.items():
+        fate = problem.source.letter(axis), problem.target.letter(axis)
+        choosers.setdefault(axis if len(tried) > 1 and num_choosing <= FEW_AXES else fate, []).append(axis)
+    num_tried = None if num_choosing <= FEW_AXES else USUAL_OPTIONS
+    weighted = (
+        [
+            (dict.fromkeys(axes, option), _product(_weights(problem, axis, option) for axis in axes))
+            for option in options[axes[0]][:num_tried]
+        ]
+        for axes in choosers.values()
+    )
+    for decided in product(*weighted):
+        yield {a: o for part, _ in decided for a, o in part.items()}, _product(weights for _, weights in decided)
 
 
-def _bound(problem: Problem, choice: Choice, kept: int) -> Score:
-    """No realisation of the choice has a better score: what is kept in place is at most what is there at all."""
-    whole, sizes, partial = prod(problem.shape), problem.mesh.sizes, problem.source.partial
-    held = prod(sizes[axis] for axis, (before, _) in choice.items() if before != "S")
-    wanted = prod(sizes[axis] for axis, (_, after) in choice.items() if after != "S")
-    scattered = prod(sizes[axis] for axis in partial if choice[axis][0] == "S")
-    reduced = prod(sizes[axis] for axis in partial if choice[axis][0] == "C")
-    moved = whole * wanted - min(whole * wanted, whole * held, kept)
-    elements = _reduction_elements(whole * held, scattered, reduced) + moved
-    return Score(elements, (scattered > 1) + (reduced > 1) + (moved > 0))
+def _product(weights: Iterable[Weights]) -> Weights:
+    return tuple(map(prod, zip(*weights, strict=True)))  # type: ignore[return-value] # as many as come in
 
 
-def _reduction_elements(held: int, scattered: int, reduced: int) -> int:
+def _bound(problem: Problem, weights: Weights) -> Score:
+    """No realisation of a choice has a better score: what is kept in place is at most what there is."""
+    held, wanted, scattered, reduced, late_scattered, late_reduced = weights
+    whole = prod(problem.shape)
+    elements = whole * max(0, wanted - held) + _elements_summed(whole * held, scattered, reduced)
+    if late_scattered * late_reduced > 1:
+        elements += _elements_summed(whole * problem.copies(problem.target), late_scattered, late_reduced)
+    return Score(elements, (scattered > 1) + (reduced > 1) + (wanted > held))
+
+
+def _elements_summed(held: int, scattered: int, reduced: int) -> int:
+    """By a reduce-scatter, and then by an all-reduce of what is held."""
     return held * (scattered - 1) + 2 * held * (reduced - 1) // reduced
 
 
 def score_of(problem: Problem, waypoints: Waypoints) -> Score:
     """The elements on the wire over all ranks, and the steps."""
-    source, target, mesh = problem.source, problem.target, problem.mesh
-    scattered, gathered = waypoints.scattered, waypoints.gathered
-    whole = prod(problem.shape)
-    split = set(scattered.split())
-    summed = source.partial - scattered.partial
-    num_scattered = num_devices(summed & split, mesh)
-    num_reduced = num_devices(summed - split, mesh)
-    moved = whole * problem.copies(gathered) - kept_elements(problem.shape, scattered.splits, gathered.splits, mesh)
+    source, target, scattered, gathered = problem.source, problem.target, waypoints.scattered, waypoints.gathered
+    whole, mesh = prod(problem.shape), problem.mesh
+    elements = whole * problem.copies(gathered)
+    elements -= kept_elements(problem.shape, scattered.splits, gathered.splits, mesh)
     leaving, arriving = (any(tail) for tail in tails(scattered.splits, gathered.splits))
-    sliced = split - set(source.split()) - summed
-    local = bool(sliced) + (arriving and not leaving)
+    communicating = int(leaving)
+    for summed, reached in (
+        (source.partial - scattered.partial, scattered), (gathered.partial - target.partial, target),
+    ):  # fmt: skip
+        num_scattered = num_devices(summed & reached.axes, mesh)
+        num_reduced = num_devices(summed - reached.axes, mesh)
+        elements += _elements_summed(whole * problem.copies(reached), num_scattered, num_reduced)
+        communicating += (num_scattered > 1) + (num_reduced > 1)
     made = target.partial - gathered.partial
-    padded = made & set(gathered.split())
-    return Score(
-        elements=_reduction_elements(whole * problem.copies(scattered), num_scattered, num_reduced) + moved,
-        communicating=(num_scattered > 1) + (num_reduced > 1) + leaving,
-        general_moves=int(leaving and arriving),
-        local=local + bool(padded) + bool(made - padded) + (not set(target.split()) <= set(gathered.split())),
+    local = (
+        waypoints.padded != source.splits,
+        not scattered.axes <= source.axes | source.partial,
+        arriving and not leaving,
+        not made <= gathered.axes,
+        waypoints.coarse != gathered.splits,
+        not target.axes <= gathered.axes | gathered.partial,
     )
+    return Score(elements, communicating, int(leaving and arriving), sum(local))
 
 
-def _realisations(problem: Problem, choice: Choice) -> Iterator[Waypoints]:
-    """The choice with each dim tried for the axes that split both before and after the move, where they line up.
-
-    For an axis that splits only before or only after, all dims are equally good as long as it is the innermost: its
-    pieces together make up the same region.
-    """
-    base = sliced_last(problem.target.splits, {axis for axis, (_, after) in choice.items() if after == "S"})
-    if base is None:
-        return
-    aligned = [axis for axis in problem.mesh.names if choice[axis] == ("S", "S") and not _is_fixed(problem, axis)]
-    preferences = [_preferred_dims(problem, axis) for axis in aligned]
-    for dims in islice(product(*preferences), MAX_TRIES):
-        wanted = dict(zip(aligned, dims, strict=True))
-        before = [axis for axis in problem.mesh.names if choice[axis][0] == "S"]
-        after = [axis for axis in problem.mesh.names if choice[axis][1] == "S"]
-        stays = frozenset(axis for axis, option in choice.items() if option == ("P", "P"))
-        yield Waypoints(
-            Spread(_extended(problem, problem.source.splits, _nested_as(problem.target, before, wanted), wanted), stays),
-            Spread(_extended(problem, base, _nested_as(problem.source, after, wanted), wanted), stays),
-        )
-
-
-def _is_fixed(problem: Problem, axis: str) -> bool:
-    return problem.source.letter(axis) == problem.target.letter(axis) == "S"
+def _realisation(problem: Problem, choice: Choice) -> Waypoints | None:
+    """The choice with axes in those dims, and nested in that order, in which the most is kept in place."""
+    before = [axis for axis, (letter, _) in choice.items() if letter == "S"]
+    after = [axis for axis, (_, letter) in choice.items() if letter == "S"]
+    padded = coarser(problem.source.splits, before)
+    coarse = coarser(problem.target.splits, after)
+    if padded is None or coarse is None:
+        return None
+    stays = frozenset(axis for axis, option in choice.items() if option == ("P", "P"))
+    most = kept_elements(problem.shape, padded, coarse, problem.mesh)
+    best = -1, padded, coarse
+    for have in islice(extensions(problem, padded, before, coarse), MAX_TRIES):
+        for want in islice(extensions(problem, coarse, after, have), MAX_TRIES):
+            kept = kept_elements(problem.shape, have, want, problem.mesh)
+            if kept > best[0]:
+                best = kept, have, want
+            if kept == most:
+                break
+    return Waypoints(padded, Spread(best[1], stays), Spread(best[2], stays), coarse)
 
 
-def _preferred_dims(problem: Problem, axis: str) -> list[int]:
-    """All dims, the one in which the axis is split in source or target first."""
-    dims = list(range(len(problem.shape)))
-    natural = problem.source.dim_of(axis) if problem.target.dim_of(axis) is None else problem.target.dim_of(axis)
-    return sorted(dims, key=lambda dim: dim != natural)
+def coarser(splits: Splits, present: Sequence[str]) -> Splits | None:
+    """Splits by the axes present only; None where another axis is not inside all of them."""
+    kept = tuple(tuple(axis for axis in axes if axis in present) for axes in splits)
+    nested = all(common_outer(some, axes) == len(some) for some, axes in zip(kept, splits, strict=True))
+    return kept if nested else None
 
 
-def _nested_as(model: Spread, axes: Sequence[str], aligned: Mapping[str, int]) -> list[str]:
-    """Axes in the order in which they shall nest: as in the other layout where they line up with it, the rest inside."""
-    order = {axis: i for i, axis in enumerate(model.split())}
-    return sorted(axes, key=lambda axis: (axis not in aligned, order.get(axis, len(order))))
+def extensions(problem: Problem, base: Splits, axes: Sequence[str], model: Splits) -> Iterator[Splits]:
+    """Splits with more axes inside, in all dims and orders, beginning as in a model; what finds no room is left out."""
+    present = {axis for split in base for axis in split}
+    dims = {axis: dim for dim, split in enumerate(model) for axis in split}
+    order = [axis for axis in dims if axis in axes and axis not in present]
+    order += [axis for axis in axes if axis not in dims and axis not in present]
+    for nested in permutations(order):
+        for places in product(*(sorted(range(len(base)), key=lambda d: d != dims.get(axis)) for axis in nested)):
+            yield _extended(problem, base, nested, places)
 
 
-def _extended(problem: Problem, base: Splits, axes: Sequence[str], dims: Mapping[str, int]) -> Splits:
-    """Splits with more axes inside, each in its dim or else in the dim with the largest pieces; without room, nowhere."""
-    splits = [list(axes) for axes in base]
-    room = [size // num_devices(axes, problem.mesh) for size, axes in zip(problem.shape, base, strict=True)]
-    present = {axis for axes in base for axis in axes}
-    for axis in axes:
-        if axis in present:
-            continue
+def _extended(problem: Problem, base: Splits, axes: Sequence[str], dims: Sequence[int]) -> Splits:
+    """Splits with more axes inside, each in its dim, or else in the dim with the largest pieces, or else nowhere."""
+    splits = [list(split) for split in base]
+    room = [size // num_devices(split, problem.mesh) for size, split in zip(problem.shape, base, strict=True)]
+    for axis, wanted in zip(axes, dims, strict=True):
         size = problem.mesh.sizes[axis]
-        by_room = sorted(range(len(room)), key=lambda dim: (dim != dims.get(axis), -room[dim]))
-        fitting = next((dim for dim in by_room if room[dim] >= size), None)
-        if fitting is not None:
-            splits[fitting].append(axis)
-            room[fitting] //= size
+        dim = wanted if room[wanted] >= size else max(range(len(room)), key=room.__getitem__)
+        if room[dim] >= size:
+            splits[dim].append(axis)
+            room[dim] //= size
     return tuple(map(tuple, splits))
 
 
-def sliced_first(problem: Problem, waypoints: Waypoints) -> Splits:
-    """The source with the copies sliced that can be before anything is summed: those not inside a scattered sum."""
-    result = []
-    for base, axes in zip(problem.source.splits, waypoints.scattered.splits, strict=True):
-        num_sliced = common_outer(tuple(a for a in axes if a not in problem.source.partial), axes)
-        result.append(axes[: max(num_sliced, len(base))])
-    return tuple(result)
+def sliced_first(base: Splits, splits: Splits, summed: frozenset[str]) -> Splits:
+    """Of the axes that splits have inside a base, those that can be sliced before anything is summed.
 
-
-def sliced_last(target: Splits, present: Container[str]) -> Splits | None:
-    """The target without the axes that are not yet present; None where one is not inside all that are."""
-    kept = tuple(tuple(axis for axis in axes if axis in present) for axes in target)
-    nested = all(common_outer(some, axes) == len(some) for some, axes in zip(kept, target, strict=True))
-    return kept if nested else None
+    >>> sliced_first((("x",),), (("x", "y", "sum", "z"),), frozenset({"sum"}))
+    (('x', 'y'),)
+    """
+    heads = (common_outer(tuple(axis for axis in axes if axis not in summed), axes) for axes in splits)
+    return tuple(axes[: max(n, len(some))] for some, axes, n in zip(base, splits, heads, strict=True))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import linecache
 import operator
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -37,12 +38,14 @@ from conjoin.ops import (
     Split,
     bind_args,
     find_operator,
+    map_tensors,
     operand_spans,
     output_spans,
     run_local,
     signature,
     space_of,
 )
+from conjoin.runtime.bundles import Bundle
 
 Function = Callable[..., Any]
 
@@ -89,8 +92,14 @@ class Carriers(Protocol):
     def move(self, have: Sequence[Region], want: Sequence[Region], group: tuple[int, ...]) -> Function:
         """From the regions the ranks of a group have to those they want; differentiable."""
 
-    def draw(self, node: Node, function: Function) -> Function:
+    def bundle(self, root: Value, layout: Layout) -> Bundle | None:
+        """The bundle of parameters that brings this one into this layout; None where it goes on its own."""
+
+    def draw(self, function: Function, axes: tuple[str, ...]) -> Function:
         """A random operator whose draws differ along the axes that split its output, and nowhere else."""
+
+    def draws_whole(self) -> bool:
+        """Whether every rank draws the randomness of the whole tensor and takes its part, as one device would."""
 
 
 class Emitter:
@@ -104,6 +113,7 @@ class Emitter:
         """Every value that is there, in every layout it is there in."""
         self.read = {*graph.users, *(output for output in graph.outputs if isinstance(output, Value))}
         self.device: fx.Node | None = None
+        self._held: dict[int, fx.Node] = {}
         self._unpinned: dict[fx.Node, torch.dtype] = {}
         """What an autocast around the program may have made in another dtype than written."""
 
@@ -116,9 +126,24 @@ class Emitter:
         root, layout = origin(value), value.type.layout
         if (root, layout) not in self.values:
             assert self.carriers is not None, "a program on one device has no reshards"
-            function = self.carriers.reshard(root, layout)
-            self.values[root, layout] = self.call(function, self.values[root, root.type.layout])
+            bundle = self.carriers.bundle(root, layout)
+            if bundle is None:
+                function = self.carriers.reshard(root, layout)
+                self.values[root, layout] = self.call(function, self.values[root, root.type.layout])
+            else:
+                self._launch(bundle)
         return self.values[root, layout]
+
+    def hold(self, bundle: Bundle) -> None:
+        """Take the parameters of a bundle at the start of the program."""
+        stored = [self.values[root, root.type.layout] for root, _ in bundle.entries]
+        self._held[id(bundle)] = self.call(bundle.hold, *stored)
+
+    def _launch(self, bundle: Bundle) -> None:
+        held = self._held[id(bundle)]
+        made = self.call(bundle.launch, *(self.call(operator.getitem, held, i) for i in range(len(bundle.entries))))
+        for i, entry in enumerate(bundle.entries):
+            self.values[entry] = self.call(operator.getitem, made, i)
 
     def call(self, function: Function, *args: Any, **kwargs: Any) -> fx.Node:
         return self.program.call_function(function, args, kwargs)
@@ -129,8 +154,8 @@ class Emitter:
             return
         function = _function_of(node, self.read)
         if self.carriers is not None and is_random(node.op, node.args):
-            function = self.carriers.draw(node, function)
-        if self.carriers is None or not any(t.layout for t in (*node.types, *(v.type for v in node.inputs))):
+            outputs = self._emit_draw(node, function, self.carriers)
+        elif self.carriers is None or not any(t.layout for t in (*node.types, *(v.type for v in node.inputs))):
             outputs = self._apply(node, function, node.op, self._resolve(node))
         else:
             outputs = self._emit_local(node, function, self.carriers)
@@ -197,13 +222,37 @@ class Emitter:
         parts = []
         for i, value in enumerate(node.inputs):
             part = self._as_written(self.find(value)) if node.pinned else self.find(value)
-            have, want = _held(value.type.shape, value.type.layout, carriers.mesh), lambda rank, i=i: wanted(i, rank)
-            parts.append(self._moved(part, value.type.layout, have, want))
+            held = _held(value.type.shape, value.type.layout, carriers.mesh)
+            parts.append(self._moved(part, value.type.layout, held, partial(wanted, i)))
         outputs = run_local(spec, call, pieces(carriers.rank), parts, emit)
         return tuple(
-            self._moved(part, t.layout, lambda rank, i=i: made_at(i, rank), _held(t.shape, t.layout, carriers.mesh))
+            self._moved(part, t.layout, partial(made_at, i), _held(t.shape, t.layout, carriers.mesh))
             for i, (part, t) in enumerate(zip(outputs, node.types, strict=True))
         )
+
+    def _emit_draw(self, node: Node, function: Function, carriers: Carriers) -> tuple[fx.Node, ...]:
+        """A random call: pieces draw on their own, copies alike."""
+        drawn = carriers.draw(function, place(node, carriers.mesh).axes)
+        if carriers.draws_whole():
+            return self._draw_whole(node, drawn, carriers)
+        return self._emit_local(node, drawn, carriers)
+
+    def _draw_whole(self, node: Node, function: Function, carriers: Carriers) -> tuple[fx.Node, ...]:
+        """A random call as one device makes it: on whole tensors, zero where others have the values; then the part."""
+        mesh, rank = carriers.mesh, carriers.rank
+        parts = [self._as_written(self.find(value)) if node.pinned else self.find(value) for value in node.inputs]
+        regions = [region_of(value.type.shape, value.type.layout, mesh, rank) for value in node.inputs]
+        feed = iter(
+            self.call(torch.ops.aten.constant_pad_nd.default, part, _pads(region, value.type.shape))
+            for part, region, value in zip(parts, regions, node.inputs, strict=True)
+        )
+        outputs = self._apply(node, function, node.op, map_tensors(node.op, node.args, lambda _: next(feed)))
+        made = []
+        for part, kind in zip(outputs, node.types, strict=True):
+            for dim, (start, stop) in enumerate(region_of(kind.shape, kind.layout, mesh, rank)):
+                part = self.call(torch.ops.aten.slice.Tensor, part, dim, start, stop)
+            made.append(part)
+        return tuple(made)
 
     def _moved(
         self, part: fx.Node, layout: Layout, have: Callable[[int], Region], want: Callable[[int], Region]
@@ -226,6 +275,12 @@ def _splitting(layout: Layout) -> list[str]:
 
 def _held(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Callable[[int], Region]:
     return lambda rank: region_of(shape, layout, mesh, rank)
+
+
+def _pads(region: Region, shape: tuple[int, ...]) -> list[int]:
+    """Zeros around a region, last dim first, as torch takes them."""
+    pairs = zip(reversed(region), reversed(shape), strict=True)
+    return [pad for (start, stop), size in pairs for pad in (start, size - stop)]
 
 
 def _widened(shape: tuple[int, ...], spans: Sequence[Span]) -> Region:

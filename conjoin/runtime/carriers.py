@@ -1,0 +1,229 @@
+"""Reshards at run time: a route's steps on real tensors, and autograd functions whose backward is the dual route."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conjoin.comm import Movement, Route, Step, StepKind, backward_route, move_regions, movement, reshard
+from conjoin.ir import Region, num_elements, region_of, region_shape
+from conjoin.ops import Layout
+from conjoin.runtime.communicator import Axes, Communicator, uncompiled
+
+Carry = Callable[[Tensor], Tensor]
+
+
+def _slices(part: Region, whole: Region) -> tuple[slice, ...]:
+    """Where a part lies inside a local tensor that holds `whole`."""
+    return tuple(slice(lo - base, hi - base) for (lo, hi), (base, _) in zip(part, whole, strict=True))
+
+
+class Exchange:
+    """Parts of what this rank holds to others of its group, parts of theirs into what it wants.
+
+    Backward it runs the other way: what a rank received gives its gradient back to where it came from, and what several
+    took adds up.
+    """
+
+    def __init__(self, table: Movement, axes: Axes, communicator: Communicator) -> None:
+        order = sorted(range(len(table.group)), key=lambda place: table.group[place])
+        self._axes, self._communicator = axes, communicator
+        self._have, self._want = table.have, table.want
+        self._sends = _by_member(table.sends, order)
+        self._receives = _by_member(table.receives, order)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._run(x, (self._have, self._sends), (self._want, self._receives), add=False)
+
+    def back(self, gradient: Tensor) -> Tensor:
+        """The gradient of what was held, from the gradient of what was wanted."""
+        return self._run(gradient, (self._want, self._receives), (self._have, self._sends), add=True)
+
+    def _run(
+        self,
+        x: Tensor,
+        source: tuple[Region, Sequence[Region | None]],
+        target: tuple[Region, Sequence[Region | None]],
+        add: bool,
+    ) -> Tensor:
+        (have, sends), (want, receives) = source, target
+        parts = [x[_slices(part, have)].reshape(-1) for part in sends if part is not None]
+        packed = torch.cat(parts) if parts else x.new_empty(0)
+        sizes = [[num_elements(part) if part else 0 for part in parts] for parts in (receives, sends)]
+        arrived = x.new_empty(sum(sizes[0]))
+        self._communicator.all_to_all(arrived, packed, (sizes[0], sizes[1]), self._axes).wait()
+        result = x.new_zeros(region_shape(want)) if add else x.new_empty(region_shape(want))
+        for part, piece in zip(receives, torch.split(arrived, sizes[0]), strict=True):
+            if part is not None:
+                place = result[_slices(part, want)]
+                _ = place.add_(piece.view_as(place)) if add else place.copy_(piece.view_as(place))
+        return result
+
+
+def _by_member(parts: Sequence[tuple[int, Region]], order: Sequence[int]) -> list[Region | None]:
+    found = dict(parts)
+    return [found.get(place) for place in order]
+
+
+class Gather:
+    """Everyone's piece, put together; pieces of one size go in one collective, others as an exchange."""
+
+    def __init__(self, table: Movement, axes: Axes, communicator: Communicator) -> None:
+        self._axes, self._communicator = axes, communicator
+        self._want = table.want
+        found = dict(table.receives)
+        order = sorted(range(len(table.group)), key=lambda place: table.group[place])
+        self._parts = [found[place] for place in order]
+        self._piece = region_shape(table.have)
+        along = [d for d, (a, b) in enumerate(zip(table.have, table.want, strict=True)) if a != b]
+        in_order = self._parts == sorted(self._parts)
+        self._stacks = len(along) == 1 and along[0] == 0 and in_order
+
+    @staticmethod
+    def fits(table: Movement) -> bool:
+        """Whether all pieces of the group have one size."""
+        shapes = {region_shape(part) for _, part in table.receives}
+        return len(shapes) == 1 and len(table.receives) == len(table.group)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        flat = x.new_empty((len(self._parts), *self._piece))
+        self._communicator.all_gather(flat.view(-1), x.reshape(-1), self._axes).wait()
+        if self._stacks:
+            return flat.view(region_shape(self._want))
+        result = x.new_empty(region_shape(self._want))
+        for part, piece in zip(self._parts, flat, strict=True):
+            result[_slices(part, self._want)].copy_(piece)
+        return result
+
+
+class ReduceScatter:
+    """The sum over the group of the part of a partial sum that belongs to this rank."""
+
+    def __init__(self, table: Movement, axes: Axes, communicator: Communicator) -> None:
+        self._axes, self._communicator = axes, communicator
+        self._have, self._want = table.have, table.want
+        order = sorted(range(len(table.group)), key=lambda place: table.group[place])
+        found = dict(table.sends)
+        self._parts = [found[place] for place in order]
+        self._even = len({num_elements(part) for part in self._parts}) == 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        packed = torch.cat([x[_slices(part, self._have)].reshape(-1) for part in self._parts])
+        result = x.new_empty(num_elements(self._want))
+        if self._even:
+            self._communicator.reduce_scatter(result, packed, self._axes).wait()
+            return result.view(region_shape(self._want))
+        sizes = [result.numel()] * len(self._parts), [num_elements(part) for part in self._parts]
+        arrived = x.new_empty(sum(sizes[0]))
+        self._communicator.all_to_all(arrived, packed, sizes, self._axes).wait()
+        return arrived.view(len(self._parts), *region_shape(self._want)).sum(0)
+
+
+def _all_reduce(x: Tensor, axes: Axes, communicator: Communicator) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    communicator.all_reduce(total, axes).wait()
+    return total
+
+
+def _pad(x: Tensor, have: Region, want: Region) -> Tensor:
+    result = x.new_zeros(region_shape(want))
+    result[_slices(have, want)] = x
+    return result
+
+
+def carry_step(step: Step, shape: tuple[int, ...], communicator: Communicator) -> Carry:
+    """A step as a function of this rank's local tensor."""
+    mesh, rank = communicator.mesh, communicator.rank
+    axes = mesh.in_order(step.axes)
+    if not step.kind.is_local:
+        communicator.prepare(axes)
+    have, want = (region_of(shape, layout, mesh, rank) for layout in (step.source, step.target))
+    match step.kind:
+        case StepKind.RELABEL:
+            return lambda x: x
+        case StepKind.SLICE:
+            cut = _slices(want, have)
+            return lambda x: x[cut]
+        case StepKind.KEEP:
+            places = mesh.coordinates(rank)
+            return torch.zeros_like if any(places[axis] for axis in step.axes) else lambda x: x
+        case StepKind.PAD:
+            return partial(_pad, have=have, want=want)
+        case StepKind.ALL_REDUCE:
+            return partial(_all_reduce, axes=axes, communicator=communicator)
+    table = movement(step, shape, mesh, rank)
+    if step.kind is StepKind.REDUCE_SCATTER:
+        return ReduceScatter(table, axes, communicator)
+    even = step.kind is StepKind.ALL_GATHER and _even_gather(step, shape, communicator)
+    return Gather(table, axes, communicator) if even else Exchange(table, axes, communicator)
+
+
+def _even_gather(step: Step, shape: tuple[int, ...], communicator: Communicator) -> bool:
+    return Gather.fits(movement(step, shape, communicator.mesh, communicator.rank))
+
+
+def carry(route: Route, communicator: Communicator) -> Carry:
+    """A whole route as a function of this rank's local tensor."""
+    steps = [carry_step(step, route.shape, communicator) for step in route.steps]
+
+    def run(x: Tensor) -> Tensor:
+        for step in steps:
+            x = step(x)
+        return x
+
+    return run
+
+
+class _Carried(torch.autograd.Function):
+    """Moves a tensor forward one way and its gradient back the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Carry, back: Carry) -> Tensor:
+        ctx.back = back
+        moved = there(x)
+        return moved.view_as(moved) if moved is x else moved
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.back(gradients[0]), None, None
+
+
+def differentiable(there: Carry, back: Carry) -> Carry:
+    """A function that moves a tensor, and its gradient back."""
+
+    @uncompiled
+    def moved(x: Tensor) -> Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            return _Carried.apply(x, there, back)  # type: ignore[no-any-return, no-untyped-call]
+        return there(x)
+
+    return moved
+
+
+def carry_reshard(shape: tuple[int, ...], source: Layout, target: Layout, communicator: Communicator) -> Carry:
+    """A reshard as a differentiable function: backward it is the reshard of the duals."""
+    route = reshard(shape, source, target, communicator.mesh)
+    back = backward_route(route, communicator.mesh)
+    return differentiable(carry(route, communicator), carry(back, communicator))
+
+
+def carry_move(
+    have: Sequence[Region], want: Sequence[Region], group: tuple[int, ...], communicator: Communicator
+) -> Carry:
+    """A move between the regions of a group (a halo, or pieces that do not line up) as a differentiable function."""
+    table = move_regions(have, want, group, communicator.rank)
+    axes = _axes_of(group, communicator)
+    communicator.prepare(axes)
+    exchange = Exchange(table, axes, communicator)
+    return differentiable(exchange, exchange.back)
+
+
+def _axes_of(group: tuple[int, ...], communicator: Communicator) -> Axes:
+    """The axes along which the ranks of a group differ."""
+    mesh = communicator.mesh
+    places = [mesh.coordinates(rank) for rank in group]
+    return tuple(name for name in mesh.names if len({place[name] for place in places}) > 1)

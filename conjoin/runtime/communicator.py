@@ -1,0 +1,223 @@
+"""What carries tensors between ranks: process groups of torch.distributed, or threads of one process that play ranks.
+
+Both speak the same four collectives over a set of mesh axes, flat tensors in and out, so that a rank's program is the
+same in training and in a check without a cluster. Members of a group stand in the order of their ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conjoin.errors import RankError
+from conjoin.machine import Mesh
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F) -> F:
+    """Keep `torch.compile` out of what talks to other ranks: it compiles what stands before and after."""
+    return cast(F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+
+
+Axes = tuple[str, ...]
+"""Axis names in the order of the mesh."""
+Sizes = tuple[Sequence[int], Sequence[int]]
+"""How many elements come from each member of a group, and how many go to each."""
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Return when its result may be read."""
+
+
+class Communicator(Protocol):
+    """The collectives of one rank; each returns at once, the result is there after `wait`."""
+
+    mesh: Mesh
+    rank: int
+    bytes_sent: int
+    """Payload that left this rank so far, counted for the algorithm each collective is known to use."""
+
+    def prepare(self, axes: Axes) -> None:
+        """Make ready to communicate over these axes; all ranks prepare the same sets of axes in the same order."""
+
+    def all_reduce(self, tensor: Tensor, axes: Axes, largest: bool = False) -> Work:
+        """Sum (or take the largest) over the group, in place."""
+
+    def all_gather(self, output: Tensor, tensor: Tensor, axes: Axes) -> Work:
+        """Everyone's flat tensor, one after the other."""
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, axes: Axes) -> Work:
+        """The sum over the group of the part of a flat tensor that belongs to this rank."""
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, sizes: Sizes, axes: Axes) -> Work:
+        """Parts of a flat tensor to everyone, parts from everyone; sizes received, then sizes sent."""
+
+
+class Done:
+    """A collective that is over already."""
+
+    def wait(self) -> None:
+        return None
+
+
+class Sum:
+    """An all-to-all under way whose parts are added up at the end."""
+
+    def __init__(self, work: Work, parts: Tensor, output: Tensor) -> None:
+        self._work, self._parts, self._output = work, parts, output
+
+    def wait(self) -> None:
+        self._work.wait()
+        torch.sum(self._parts.view(-1, self._output.numel()), 0, out=self._output)
+
+
+class ProcessGroups:
+    """The ranks of torch.distributed: one process group for every set of axes that a plan communicates over."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.rank = dist.get_rank()
+        self.bytes_sent = 0
+        self._scatters_by_sum = dist.get_backend() == dist.Backend.GLOO
+        """Gloo's reduce-scatter is an all-reduce that forgets: exchanging and adding moves half the bytes."""
+        self._groups: dict[Axes, dist.ProcessGroup] = {}
+
+    def prepare(self, axes: Axes) -> None:
+        if axes not in self._groups:
+            self._groups[axes] = self._make_group(axes)
+
+    def _make_group(self, axes: Axes) -> dist.ProcessGroup:
+        if set(axes) == set(self.mesh.names):
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        mine: Any = None
+        for ranks in self.mesh.groups(axes):
+            made = dist.new_group(list(ranks))  # every rank makes every group, in the same order
+            mine = made if self.rank in ranks else mine
+        assert isinstance(mine, dist.ProcessGroup)
+        return mine
+
+    def all_reduce(self, tensor: Tensor, axes: Axes, largest: bool = False) -> Work:
+        group = self._groups[axes]
+        self.bytes_sent += 2 * (group.size() - 1) * tensor.nbytes // group.size()
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        return _started(dist.all_reduce(tensor, op, group, async_op=True))
+
+    def all_gather(self, output: Tensor, tensor: Tensor, axes: Axes) -> Work:
+        group = self._groups[axes]
+        self.bytes_sent += (group.size() - 1) * tensor.nbytes
+        return _started(dist.all_gather_into_tensor(output, tensor, group, async_op=True))
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, axes: Axes) -> Work:
+        if self._scatters_by_sum:
+            parts = torch.empty_like(tensor)
+            size = [output.numel()] * (tensor.numel() // output.numel())
+            return Sum(self.all_to_all(parts, tensor, (size, size), axes), parts, output)
+        group = self._groups[axes]
+        self.bytes_sent += (group.size() - 1) * output.nbytes
+        return _started(dist.reduce_scatter_tensor(output, tensor, group=group, async_op=True))
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, sizes: Sizes, axes: Axes) -> Work:
+        group = self._groups[axes]
+        received, sent = list(sizes[0]), list(sizes[1])
+        own = self.mesh.group(self.rank, axes).index(self.rank)
+        self.bytes_sent += (tensor.numel() - sent[own]) * tensor.itemsize
+        return _started(dist.all_to_all_single(output, tensor, received, sent, group, async_op=True))
+
+
+def _started(work: Work | None) -> Work:
+    return Done() if work is None else work
+
+
+@dataclass
+class Board:
+    """Where the threads of one process lay down tensors for each other."""
+
+    num_ranks: int
+    timeout_seconds: float = 120.0
+    slots: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
+    barriers: dict[tuple[int, ...], threading.Barrier] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    failed: bool = False
+
+    def exchange(self, group: tuple[int, ...], place: int, mine: Any, use: Callable[[list[Any]], Any]) -> Any:
+        """Lay down what is mine, use what all members of the group laid down."""
+        with self.lock:
+            if self.failed:
+                raise threading.BrokenBarrierError
+            slots = self.slots.setdefault(group, [None] * len(group))
+            barrier = self.barriers.setdefault(group, threading.Barrier(len(group)))
+        slots[place] = mine
+        barrier.wait(self.timeout_seconds)
+        result = use(slots)
+        barrier.wait(self.timeout_seconds)
+        return result
+
+    def fail(self) -> None:
+        """Let nobody wait for a rank that has stopped."""
+        with self.lock:
+            self.failed = True
+            for barrier in self.barriers.values():
+                barrier.abort()
+
+
+class ThreadRanks:
+    """One rank among the threads of this process."""
+
+    def __init__(self, mesh: Mesh, rank: int, board: Board) -> None:
+        self.mesh, self.rank, self._board = mesh, rank, board
+        self.bytes_sent = 0
+
+    def prepare(self, axes: Axes) -> None:
+        return None
+
+    def _exchange(self, axes: Axes, mine: Any, use: Callable[[list[Any]], Any]) -> Any:
+        group = self.mesh.group(self.rank, axes)
+        try:
+            return self._board.exchange(group, group.index(self.rank), mine, use)
+        except threading.BrokenBarrierError:
+            raise RankError(
+                f"Rank {self.rank} waits for its group {group}, and not all of it came. Another rank stopped or runs "
+                f"another program. See its error."
+            ) from None
+
+    def all_reduce(self, tensor: Tensor, axes: Axes, largest: bool = False) -> Work:
+        def use(parts: list[Tensor]) -> Tensor:
+            stacked = torch.stack(parts)
+            return stacked.amax(0) if largest else stacked.sum(0, dtype=tensor.dtype)
+
+        size = len(self.mesh.group(self.rank, axes))
+        self.bytes_sent += 2 * (size - 1) * tensor.nbytes // size
+        with torch.no_grad():
+            tensor.copy_(self._exchange(axes, tensor.detach().clone(), use))
+        return Done()
+
+    def all_gather(self, output: Tensor, tensor: Tensor, axes: Axes) -> Work:
+        self.bytes_sent += (output.numel() // max(tensor.numel(), 1) - 1) * tensor.nbytes
+        output.copy_(self._exchange(axes, tensor, torch.cat))
+        return Done()
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, axes: Axes) -> Work:
+        place = self.mesh.group(self.rank, axes).index(self.rank)
+        size = output.numel()
+        self.bytes_sent += tensor.nbytes - output.nbytes
+        cut = slice(place * size, (place + 1) * size)
+        output.copy_(self._exchange(axes, tensor, lambda parts: torch.stack([p[cut] for p in parts]).sum(0)))
+        return Done()
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, sizes: Sizes, axes: Axes) -> Work:
+        place = self.mesh.group(self.rank, axes).index(self.rank)
+        self.bytes_sent += (tensor.numel() - sizes[1][place]) * tensor.itemsize
+        mine = torch.split(tensor, list(sizes[1]))
+        output.copy_(self._exchange(axes, mine, lambda parts: torch.cat([part[place] for part in parts])))
+        return Done()

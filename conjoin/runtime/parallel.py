@@ -1,0 +1,200 @@
+"""One rank's part of a plan as an `nn.Module`: local pieces of parameters and buffers under a generated forward."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conjoin.errors import UsageError
+from conjoin.ir import (
+    REGATHER,
+    Leaf,
+    LeafKind,
+    Plan,
+    Region,
+    Value,
+    plan_fingerprint,
+    region_of,
+    region_shape,
+)
+from conjoin.ops import Layout
+from conjoin.runtime.bundles import Bundle, make_bundles
+from conjoin.runtime.calling import Calling
+from conjoin.runtime.carriers import carry_move, carry_reshard
+from conjoin.runtime.communicator import Communicator
+from conjoin.runtime.emission import Emitter, Function, compile_program, finish_program
+from conjoin.runtime.norms import clip_grad_norm
+from conjoin.runtime.randomness import Streams
+from conjoin.runtime.slots import Slot
+from conjoin.runtime.storage import Store
+
+
+class _RankCarriers:
+    """What the emitter asks for, for one rank of a plan."""
+
+    def __init__(self, plan: Plan, communicator: Communicator, exact_seed: int | None) -> None:
+        self.mesh, self.rank = communicator.mesh, communicator.rank
+        self._communicator = communicator
+        regathered = frozenset(action.tensor for action in plan.memory if action.action == REGATHER)
+        self.bundles = make_bundles(plan.graph, communicator, regathered)
+        self.regathered = tuple(b for b in self.bundles if any(_name(v) in regathered for v, _ in b.entries))
+        self.streams = Streams(communicator, exact_seed)
+        self._by_entry = {entry: bundle for bundle in self.bundles for entry in bundle.entries}
+
+    def reshard(self, value: Value, target: Layout) -> Function:
+        return carry_reshard(value.type.shape, value.type.layout, target, self._communicator)
+
+    def move(self, have: Sequence[Region], want: Sequence[Region], group: tuple[int, ...]) -> Function:
+        return carry_move(have, want, group, self._communicator)
+
+    def bundle(self, root: Value, layout: Layout) -> Bundle | None:
+        return self._by_entry.get((root, layout))
+
+    def draw(self, function: Function, axes: tuple[str, ...]) -> Function:
+        return self.streams.draw(function, axes)
+
+    def draws_whole(self) -> bool:
+        return self.streams.exact
+
+
+def _name(value: Value) -> str:
+    assert isinstance(value.owner, Leaf)
+    return value.owner.name
+
+
+def _emit(plan: Plan, carriers: _RankCarriers, state: Sequence[Leaf]) -> Any:
+    """The rank's program: `forward(self, state, device, *inputs)` gives the outputs, then the new buffers."""
+    emitter = Emitter(plan.graph, carriers)
+    stored = emitter.program.placeholder("state")
+    emitter.device = emitter.program.placeholder("device")
+    for i, leaf in enumerate(plan.graph.leaves_of(LeafKind.INPUT)):
+        emitter.set(Value(leaf), emitter.program.placeholder(f"input_{i}"))
+    for i, leaf in enumerate(state):
+        emitter.set(Value(leaf), emitter.call(operator.getitem, stored, i))
+    for bundle in carriers.bundles:
+        emitter.hold(bundle)
+    for node in plan.graph.nodes:
+        emitter.emit_node(node)
+    return finish_program(emitter)
+
+
+class ParallelModule(nn.Module):
+    """A plan on this rank. Parameters and buffers have the user's names and this rank's shapes."""
+
+    plan: Plan
+    code: str
+    """The generated forward of this rank as Python text."""
+
+    def __init__(
+        self, plan: Plan, store: Store, communicator: Communicator, exact_seed: int | None = None
+    ) -> None:
+        super().__init__()
+        self.training = plan.graph.training
+        carriers = _RankCarriers(plan, communicator, exact_seed)
+        kept = tuple(leaf for leaf in plan.graph.leaves if leaf.kind is not LeafKind.INPUT)
+        program = _emit(plan, carriers, kept)
+        inputs = plan.graph.leaves_of(LeafKind.INPUT)
+        # past `__setattr__`: a submodule of the user's may have any of these names
+        self.__dict__.update(
+            plan=plan,
+            communicator=communicator,
+            store=store,
+            code=program.python_code("self").src,
+            _program=compile_program(program, f"{plan.graph.name} {plan_fingerprint(plan)[:12]} @{communicator.rank}"),
+            _carriers=carriers,
+            _calling=Calling(plan.graph),
+            _regions=tuple(region_of(x.type.shape, x.type.layout, plan.mesh, communicator.rank) for x in inputs),
+            _slots=tuple(store.slot(leaf) for leaf in kept),
+            _targets=tuple(store.slots_of_buffer(name) for name, _ in plan.graph.updates),
+        )
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[name] = store.root.__dict__[name]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """One forward pass: the batch as captured, whole or this rank's part of it; the loss is that of the whole."""
+        inputs = self._local(self._calling.arrange(args, kwargs))
+        device = inputs[0].device if inputs else self.store.device
+        self._carriers.streams.begin(device)
+        state = [self.store.read(slot, device) for slot in self._slots]
+        with self._dropping():
+            results = self._program(self, state, device, *inputs)
+        count = len(self.plan.graph.outputs)
+        self._write_back(results[count:])
+        return self._calling.results(list(results[:count]))
+
+    def _local(self, inputs: list[Tensor]) -> list[Tensor]:
+        leaves = self.plan.graph.leaves_of(LeafKind.INPUT)
+        return [self._part(x, leaf, region) for x, leaf, region in zip(inputs, leaves, self._regions, strict=True)]
+
+    def _part(self, x: Tensor, leaf: Leaf, region: Region) -> Tensor:
+        """This rank's part of an input that came whole, or as it came when it is the part already."""
+        shape = tuple(x.shape)
+        if x.dtype == leaf.type.dtype and shape == leaf.type.shape:
+            return x[tuple(slice(*span) for span in region)] if region_shape(region) != shape else x
+        if x.dtype == leaf.type.dtype and shape == region_shape(region):
+            return x
+        raise self._calling.refusal(
+            f"{leaf.name} is {leaf.type} as a whole and {region_shape(region)} on rank {self.communicator.rank}, where "
+            f"{x.dtype} of shape {shape} came"
+        )
+
+    def _dropping(self) -> AbstractContextManager[Any]:
+        """Drop gathered parameters after the forward pass where the plan says so; backward gathers them again."""
+        bundles = self._carriers.regathered
+        if not bundles or not torch.is_grad_enabled():
+            return nullcontext()
+
+        def pack(tensor: Tensor) -> Any:
+            for bundle in bundles:
+                found = bundle.find(tensor)
+                if found is not None:
+                    return bundle, bundle.ticket, found, tensor.size(), tensor.stride(), tensor.storage_offset()
+            return tensor
+
+        def unpack(saved: Any) -> Tensor:
+            if isinstance(saved, Tensor):
+                return saved
+            bundle, ticket, i, *view = saved
+            whole: Tensor = bundle.bring_again(ticket, i)
+            return whole.as_strided(*view)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def _write_back(self, values: tuple[Tensor, ...]) -> None:
+        """Give buffers their new values: as new tensors, since the old ones may be needed for the gradients."""
+        for slots, value in zip(self._targets, values, strict=True):
+            made = value.detach()
+            for module, name in slots:
+                module._buffers[name] = made
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm before it."""
+        return clip_grad_norm(self.pieces(), max_norm, norm_type, self.communicator)
+
+    def pieces(self) -> Iterator[tuple[nn.Parameter, Layout]]:
+        """Every parameter once, with the layout in which it is stored."""
+        return self.store.parameters()
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        """Only the captured mode: dropout and batch norm were fixed when the graph was made."""
+        if mode != self.plan.graph.training:
+            wanted, have = ("training", "eval") if mode else ("eval", "training")
+            raise UsageError(
+                f"A plan made in {have} mode was asked to switch to {wanted} mode. Dropout and batch norm are part of "
+                f"the graph. Make a plan of the model in {wanted} mode for that."
+            )
+        return self
+
+    _program: Callable[..., tuple[Any, ...]]
+    _carriers: _RankCarriers
+    _calling: Calling
+    _regions: tuple[Region, ...]
+    _slots: tuple[Slot | str, ...]
+    _targets: tuple[tuple[Slot, ...], ...]
+    communicator: Communicator
+    store: Store

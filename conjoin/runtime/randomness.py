@@ -1,0 +1,143 @@
+"""Random draws on a mesh: independent along axes that split what is drawn, equal along all others.
+
+Operators that are split along the same axes share a stream: a state of the device's generator that is swapped in while
+they run. At every forward pass the streams start from one number drawn from the caller's own generator, so
+`torch.manual_seed` and activation checkpointing mean what they mean on one device. Ranks that must draw alike and whose
+generators differ are found out.
+
+For checks there is also one stream for everything, in which every rank draws what one device would.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conjoin.errors import RankError
+from conjoin.runtime.communicator import Communicator, Work, uncompiled
+
+Function = Callable[..., Any]
+_swap = threading.RLock()
+"""Ranks that are threads of one process share its generators."""
+
+
+class _Stream:
+    """A generator state of its own for the operators that are split along the same axes."""
+
+    def __init__(self) -> None:
+        self._seed = 0
+        self._state: Tensor | None = None
+
+    def restart(self, seed: int) -> None:
+        self._seed, self._state = seed, None
+
+    def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call with the device's generator in the state of this stream."""
+        device = _device_of(args, kwargs)
+        state = _HostState() if device.type == "cpu" else _DeviceState(device)
+        if self._state is None:
+            self._state = torch.Generator(device).manual_seed(self._seed).get_state()
+        with _swap:
+            outside = state.read()
+            state.write(self._state)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._state = state.read()
+                state.write(outside)
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    for item in (*args, *kwargs.values()):
+        if isinstance(item, Tensor):
+            return item.device
+        if isinstance(item, torch.device):
+            return item
+    return torch.device("cpu")
+
+
+class _HostState:
+    """The state of the CPU's generator."""
+
+    def read(self) -> Tensor:
+        return torch.get_rng_state()
+
+    def write(self, state: Tensor) -> None:
+        torch.set_rng_state(state)
+
+
+class _DeviceState:
+    """The state of an accelerator's generator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device.type)
+
+    def read(self) -> Tensor:
+        state: Tensor = self._module.get_rng_state(self._device)
+        return state
+
+    def write(self, state: Tensor) -> None:
+        self._module.set_rng_state(state, self._device)
+
+
+class Streams:
+    """The streams of one rank's program; with a seed there is one, and it draws what one device so seeded would."""
+
+    def __init__(self, communicator: Communicator, exact_seed: int | None = None) -> None:
+        self._communicator = communicator
+        self.exact = exact_seed is not None
+        self._streams: dict[tuple[str, ...], _Stream] = {}
+        if exact_seed is not None:
+            self._streams[()] = _Stream()
+            self._streams[()].restart(exact_seed)
+        self._must_agree = False
+        self._check: tuple[Work, Tensor] | None = None
+
+    def draw(self, function: Function, axes: tuple[str, ...]) -> Function:
+        """The function with its draws from the stream of these axes."""
+        key = () if self.exact else tuple(sorted(axes))
+        stream = self._streams.setdefault(key, _Stream())
+        if not self.exact and set(key) != set(self._communicator.mesh.names):
+            self._must_agree = True
+            self._communicator.prepare(self._communicator.mesh.names)
+
+        @uncompiled
+        def drawn(*args: Any, **kwargs: Any) -> Any:
+            return stream.run(function, args, kwargs)
+
+        return drawn
+
+    @uncompiled
+    def begin(self, device: torch.device) -> None:
+        """Start all streams anew for a forward pass."""
+        if not self._streams or self.exact:
+            return
+        with _swap:
+            base = int(torch.randint(2**52, (), dtype=torch.int64))
+        places = self._communicator.mesh.coordinates(self._communicator.rank)
+        for axes, stream in self._streams.items():
+            where = ",".join(f"{axis}={places[axis]}" for axis in axes)
+            digest = hashlib.sha256(f"{base}:{where}".encode()).digest()
+            stream.restart(int.from_bytes(digest[:7], "big"))
+        if self._must_agree:
+            self._compare(base, device)
+
+    def _compare(self, base: int, device: torch.device) -> None:
+        """Ask whether all ranks drew the same number; the answer is looked at when the next pass begins."""
+        if self._check is not None:
+            work, found = self._check
+            work.wait()
+            highest, lowest = found.tolist()
+            if highest != -lowest:
+                raise RankError(
+                    "The ranks drew different random numbers where the plan needs the same ones. Their generators "
+                    "were seeded differently, or one rank drew more than another. Call torch.manual_seed with one "
+                    "seed on all ranks, and use generators of your own for what differs between them."
+                )
+        found = torch.tensor([base, -base], dtype=torch.int64, device=device)
+        self._check = self._communicator.all_reduce(found, self._communicator.mesh.names, largest=True), found

@@ -1,0 +1,143 @@
+"""What a rank keeps between steps: its pieces of the model's parameters and buffers, under the user's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from conjoin.errors import PlanError
+from conjoin.ir import Leaf, LeafKind, Plan, Region, region_of
+from conjoin.ops import Layout, TensorType
+from conjoin.runtime.slots import Slot, find_constant, read_slot
+
+
+class Store:
+    """Empty modules nested as the user's, holding this rank's pieces."""
+
+    def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
+        self.root = nn.Module()
+        self.device = device
+        self._plan, self._rank = plan, rank
+        self._leaves: dict[str, Leaf] = {}
+        for leaf in plan.graph.leaves:
+            if leaf.kind in (LeafKind.PARAMETER, LeafKind.BUFFER):
+                self._leaves.update((name, leaf) for name in (leaf.name, *leaf.aliases))
+        self._constants: dict[str, Tensor] = {}
+
+    def leaf(self, name: str) -> Leaf | None:
+        """The leaf of the graph that a parameter or buffer of that name is; None when the graph does not use it."""
+        return self._leaves.get(name)
+
+    def layout(self, name: str) -> Layout:
+        """How a parameter or buffer is stored; what the graph does not use is whole."""
+        leaf = self._leaves.get(name)
+        return leaf.type.layout if leaf else ()
+
+    def region(self, name: str, shape: tuple[int, ...]) -> Region:
+        """The part of a parameter or buffer that this rank holds."""
+        return region_of(shape, self.layout(name), self._plan.mesh, self._rank)
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, as a tensor of its own on this rank's device."""
+        region = self.region(name, tuple(whole.shape))
+        part = whole.detach()[tuple(slice(*span) for span in region)]
+        return part.to(self.device, copy=True, memory_format=torch.contiguous_format)
+
+    def fill(self, model: nn.Module) -> None:
+        """Take this rank's pieces out of a model that is there as a whole."""
+        check_model(self._plan, model)
+        made: dict[int, nn.Parameter] = {}
+        for name, whole in model.named_parameters(remove_duplicate=False):
+            if id(whole) not in made:
+                made[id(whole)] = nn.Parameter(self.cut(name, whole), requires_grad=whole.requires_grad)
+            self.put_parameter(name, made[id(whole)])
+        cuts: dict[int, Tensor] = {}
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            if id(buffer) not in cuts:
+                cuts[id(buffer)] = self.cut(name, buffer)
+            self.put_buffer(name, cuts[id(buffer)], persistent=_is_persistent(model, name))
+        self.keep_constants(model)
+
+    def keep_constants(self, model: nn.Module) -> None:
+        """This rank's parts of the graph's constants."""
+        for leaf in self._plan.graph.leaves_of(LeafKind.CONSTANT):
+            whole = find_constant(model, leaf)
+            region = region_of(leaf.type.shape, leaf.type.layout, self._plan.mesh, self._rank)
+            self._constants[leaf.name] = whole[tuple(slice(*span) for span in region)].to(self.device)
+
+    def put_parameter(self, name: str, parameter: nn.Parameter) -> None:
+        module, last = self._owner(name)
+        module.register_parameter(last, parameter)
+
+    def put_buffer(self, name: str, buffer: Tensor, persistent: bool) -> None:
+        module, last = self._owner(name)
+        module.register_buffer(last, buffer, persistent)
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        path, _, last = name.rpartition(".")
+        module = self.root
+        for part in path.split(".") if path else ():
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            child = module._modules[part]
+            assert child is not None
+            module = child
+        return module, last
+
+    def slot(self, leaf: Leaf) -> Slot | str:
+        """Where the value of a leaf is found: in a module, or among the constants by name."""
+        return leaf.name if leaf.kind is LeafKind.CONSTANT else self._owner(leaf.name)
+
+    def slots_of_buffer(self, name: str) -> tuple[Slot, ...]:
+        """All places of a buffer: once for every name it has."""
+        leaf = self._leaves[name]
+        return tuple(self._owner(other) for other in (leaf.name, *leaf.aliases))
+
+    def read(self, slot: Slot | str, device: torch.device) -> Tensor | None:
+        """The value of a leaf; a constant is brought to the device of the step."""
+        if not isinstance(slot, str):
+            return read_slot(slot)
+        if self._constants[slot].device != device:
+            self._constants[slot] = self._constants[slot].to(device)
+        return self._constants[slot]
+
+    def parameters(self) -> Iterator[tuple[nn.Parameter, Layout]]:
+        """Every parameter once, with the layout in which it is stored."""
+        return ((parameter, self.layout(name)) for name, parameter in self.root.named_parameters())
+
+
+def _is_persistent(model: nn.Module, name: str) -> bool:
+    owner, _, last = name.rpartition(".")
+    return last not in model.get_submodule(owner)._non_persistent_buffers_set
+
+
+def check_model(plan: Plan, model: nn.Module) -> None:
+    """Refuse a model other than the plan's: names, shapes, dtypes, what is trained, what is tied."""
+    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    found.update(model.named_buffers(remove_duplicate=False))
+    for leaf in plan.graph.leaves:
+        if leaf.kind not in (LeafKind.PARAMETER, LeafKind.BUFFER):
+            continue
+        for name in (leaf.name, *leaf.aliases):
+            why = _difference(leaf, name, found)
+            if why:
+                raise PlanError(
+                    f"The plan of {plan.model.name} was given a model in which {why}. It was made for another model, "
+                    f"or the model was changed since. Make the plan again for this model."
+                )
+
+
+def _difference(leaf: Leaf, name: str, found: dict[str, Tensor]) -> str | None:
+    tensor = found.get(name)
+    if tensor is None:
+        return f"there is no {leaf.kind.value} {name}"
+    type, wanted = TensorType(tuple(tensor.shape), tensor.dtype), leaf.type.laid_out(())
+    if type != wanted:
+        return f"{name} is {type} instead of {wanted}"
+    if tensor is not found[leaf.name]:
+        return f"{leaf.name} and {name} are two tensors instead of one"
+    if leaf.kind is LeafKind.PARAMETER and tensor.requires_grad != leaf.trainable:
+        return f"{name} is {'trained' if tensor.requires_grad else 'frozen'}, which it was not"
+    return None

@@ -1,0 +1,93 @@
+"""From flows to a plan: the layouts of all groups put together, checked, and told with what they were made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from conjoin.ir import (
+    Choice,
+    Graph,
+    Leaf,
+    Mark,
+    MemoryAction,
+    Node,
+    Plan,
+    Substitution,
+    check_plan,
+    choose,
+    expand,
+    fingerprint,
+    parallelize,
+)
+from conjoin.machine import Machine
+from conjoin.ops import Layout, make_layout
+from conjoin.search.facts import Facts
+from conjoin.search.propagation import Flow, output_placements
+from conjoin.search.request import Request
+
+_PROOF = "the expansion is checked against the operator, forward and backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a strategy decides: the flows of its groups, outermost first, and what departs from them."""
+
+    request: Request
+    """With every degree filled in."""
+    flows: tuple[Flow, ...]
+    storage: Mapping[Leaf, Layout] = field(default_factory=dict)
+    """Leaves that are stored in another layout than the flows say."""
+    memory: tuple[MemoryAction, ...] = ()
+
+
+def make_plan_by(graph: Graph, machine: Machine, strategy: Callable[[Facts], Draft]) -> Plan:
+    """The plan that a strategy makes; operators that it would have to gather are expanded where they can be."""
+    captured = graph
+    substitutions: tuple[Substitution, ...] = ()
+    draft = strategy(Facts(graph))
+    while stuck := {node for flow in draft.flows for node in flow.stuck}:
+        found = (node for node in graph.nodes if node in stuck)
+        substitutions += tuple(Substitution(f"expand-{node.op}", _where(graph, node), _PROOF) for node in found)
+        graph = expand(graph, stuck)
+        draft = strategy(Facts(graph))
+    plan = Plan(
+        graph=parallelize(graph, _leaf_layouts(graph, draft), _choices(graph, draft), _output_layouts(graph, draft)),
+        mesh=machine.mesh,
+        model=Mark(captured.name, fingerprint(captured)),
+        machine=Mark(machine.name, machine.fingerprint()),
+        strategy=str(draft.request),
+        memory=draft.memory,
+        substitutions=substitutions,
+    )
+    return check_plan(plan)
+
+
+def _where(graph: Graph, node: Node) -> str:
+    source = graph.source_of(node)
+    return str(source) if source else f"node {graph.nodes.index(node)}"
+
+
+def _choices(graph: Graph, draft: Draft) -> dict[Node, Choice]:
+    return {
+        node: choose({axis: flow.rules[node] for flow in draft.flows for axis in flow.group.axes})
+        for node in graph.nodes
+        if any(flow.group.axes for flow in draft.flows)
+    }
+
+
+def _leaf_layouts(graph: Graph, draft: Draft) -> dict[Leaf, Layout]:
+    return {
+        leaf: draft.storage[leaf]
+        if leaf in draft.storage
+        else make_layout((axis, flow.leaves[leaf]) for flow in draft.flows for axis in flow.group.axes)
+        for leaf in graph.leaves
+    }
+
+
+def _output_layouts(graph: Graph, draft: Draft) -> dict[int, Layout]:
+    kept = [(flow, output_placements(graph, flow)) for flow in draft.flows]
+    return {
+        i: make_layout((axis, placed[i]) for flow, placed in kept if i in placed for axis in flow.group.axes)
+        for i in range(len(graph.outputs))
+    }

@@ -1,0 +1,219 @@
+"""What the strategies ask of a graph: who carries gradients, what depends on the batch, which nodes are layers.
+
+Everything is worked out once for each graph, and what depends on a call alone once for each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from conjoin.ir import (
+    Graph,
+    GraphBuilder,
+    Leaf,
+    LeafKind,
+    Node,
+    Value,
+    expand,
+    make_leaf,
+    make_node,
+    plain_call,
+    rules_for,
+)
+from conjoin.ops import (
+    Call,
+    Copies,
+    Partial,
+    ShardingRule,
+    Split,
+    TensorType,
+    map_tensors,
+    output_types,
+    space_of,
+    spec_for,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A product of data with weights, summed over an index that both have (linear, matmul, convolution, einsum)."""
+
+    data: int
+    """The operand that is not made of weights alone."""
+    weight: int
+    columns: tuple[ShardingRule, ...]
+    """Ways to split the output's features: data B, weight S, output S."""
+    rows: tuple[ShardingRule, ...]
+    """Ways to split the summed index: data S, weight S, output P."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Rows of a table of weights, read at addresses (embedding, embedding bag)."""
+
+    columns: tuple[ShardingRule, ...]
+    """Ways to split the columns: the addresses B, the table S, the output S."""
+    rows: tuple[ShardingRule, ...]
+    """Ways to split the rows: the addresses B, the table S, the output P."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """One node with the ways it may be placed."""
+
+    node: Node
+    inputs: tuple[Value, ...]
+    rules: tuple[ShardingRule, ...]
+    sizes: Mapping[str, int]
+    """The size of every index."""
+    is_view: bool
+    of_weights: bool
+    """Made of weights and constants alone: its layout is decided by whoever reads it first."""
+    layer: Layer | None
+    lookup: Lookup | None
+    expandable: bool
+    """Whether it can be replaced by a composition of others."""
+
+    @property
+    def is_convolution(self) -> bool:
+        return self.node.op.removeprefix("_").startswith("conv")
+
+
+@lru_cache(maxsize=65536)
+def _space_facts(call: Call) -> tuple[Mapping[str, int], bool, frozenset[int]]:
+    """The sizes of the indices, whether the call is a view, and which operands are read at addresses."""
+    spec = spec_for(call)
+    if spec is None:
+        return {}, False, frozenset()
+    space = space_of(spec, call)
+    addressed = {access.addresses for access in space.notation.operands} & space.notation.summed()
+    tables = (i for i, access in enumerate(space.notation.operands) if addressed & access.indices())
+    return space.sizes, spec.view, frozenset(tables)
+
+
+@lru_cache(maxsize=65536)
+def _find_layer(call: Call, num_outputs: int, weights: tuple[bool, ...]) -> Layer | None:
+    rules = rules_for(call, num_outputs)
+    for weight, data in ((i, j) for i, w in enumerate(weights) for j, v in enumerate(weights) if w and not v):
+        rows = tuple(
+            rule
+            for rule in rules
+            if rule.index is not None
+            and isinstance(rule.operands[weight], Split)
+            and isinstance(rule.operands[data], Split)
+            and rule.outputs[0] == Partial()
+        )
+        if rows:
+            return Layer(data, weight, _columns(rules, weight, data), rows)
+    return None
+
+
+def _columns(rules: Iterable[ShardingRule], weight: int, data: int) -> tuple[ShardingRule, ...]:
+    return tuple(
+        rule
+        for rule in rules
+        if isinstance(rule.operands[weight], Split)
+        and rule.operands[data] == Copies()
+        and isinstance(rule.outputs[0], Split)
+    )
+
+
+def _find_lookup(call: Call, num_outputs: int, weights: tuple[bool, ...]) -> Lookup | None:
+    rules = rules_for(call, num_outputs)
+    for table in sorted(_space_facts(call)[2]):
+        if not weights[table] or all(weights):
+            continue
+        address = weights.index(False)
+        rows = tuple(
+            rule
+            for rule in rules
+            if isinstance(rule.operands[table], Split)
+            and rule.operands[address] == Copies()
+            and rule.outputs[0] == Partial()
+        )
+        return Lookup(_columns(rules, table, address), rows)
+    return None
+
+
+@lru_cache(maxsize=65536)
+def _is_expandable(call: Call) -> bool:
+    """Whether a call expands to another composition: some forms of an operator expand to themselves."""
+    spec = spec_for(call)
+    if spec is None or spec.expansion is None:
+        return False
+    builder, names = GraphBuilder(), iter(range(len(call.tensors)))
+
+    def leaf(type: TensorType) -> Value:
+        return builder.add_leaf(make_leaf(LeafKind.INPUT, f"x{next(names)}", type))
+
+    node = make_node(call.op, map_tensors(call.op, call.args, leaf), output_types(spec, call))
+    builder.add_node(node)
+    graph = builder.finish("expansion", training=True, inputs=(), outputs=tuple(node.outputs()))
+    return expand(graph, (node,)).nodes != (node,)
+
+
+class Facts:
+    """A graph with what the strategies ask of it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    @cached_property
+    def with_gradient(self) -> frozenset[Value]:
+        """The values that a gradient flows back through."""
+        found = {Value(leaf) for leaf in self.graph.leaves if leaf.trainable}
+        for node in self.graph.nodes:
+            if any(value in found for value in node.inputs) and (node.spec is None or node.spec.smooth):
+                found.update(value for value in node.outputs() if value.type.dtype.is_floating_point)
+        return frozenset(found)
+
+    @cached_property
+    def of_inputs(self) -> frozenset[Value]:
+        """The values that depend on the inputs of the step."""
+        found = {Value(leaf) for leaf in self.graph.leaves_of(LeafKind.INPUT)}
+        for node in self.graph.nodes:
+            if any(value in found for value in node.inputs):
+                found.update(node.outputs())
+        return frozenset(found)
+
+    @cached_property
+    def of_weights(self) -> frozenset[Value]:
+        """The parameters, and the values made of them and of constants alone."""
+        found = {Value(leaf) for leaf in self.graph.leaves_of(LeafKind.PARAMETER)}
+        for node in self.graph.nodes:
+            inputs = node.inputs
+            if any(v in found for v in inputs) and not any(v in self.of_inputs for v in inputs):
+                found.update(node.outputs())
+        return frozenset(found)
+
+    @cached_property
+    def nodes(self) -> tuple[NodeFacts, ...]:
+        """Every node, in the order of the graph."""
+        return tuple(map(self._study, self.graph.nodes))
+
+    @cached_property
+    def by_node(self) -> Mapping[Node, NodeFacts]:
+        return {facts.node: facts for facts in self.nodes}
+
+    def _study(self, node: Node) -> NodeFacts:
+        call, inputs, num_outputs = plain_call(node), node.inputs, len(node.types)
+        sizes, is_view, tables = _space_facts(call)
+        weights = tuple(value in self.of_weights for value in inputs)
+        mixed = any(weights) and not all(weights)
+        return NodeFacts(
+            node,
+            inputs,
+            rules_for(call, num_outputs),
+            sizes,
+            is_view,
+            num_outputs > 0 and Value(node) in self.of_weights,
+            _find_layer(call, num_outputs, weights) if mixed and not tables else None,
+            _find_lookup(call, num_outputs, weights) if mixed and tables else None,
+            _is_expandable(call),
+        )
+
+    def parameters(self) -> tuple[Leaf, ...]:
+        """The parameters, in order."""
+        return self.graph.leaves_of(LeafKind.PARAMETER)

@@ -1,0 +1,102 @@
+"""Groups of mesh axes: axes with one role in a strategy, such as tp or dp, and how degrees are dealt to axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from conjoin.errors import StrategyError
+from conjoin.machine import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Axes with the same role, outermost first; together they are one axis of size `degree`."""
+
+    role: str
+    axes: tuple[str, ...]
+    degree: int
+
+    def __str__(self) -> str:
+        return f"{self.role}={self.degree}"
+
+
+def make_groups(mesh: Mesh, degrees: Mapping[str, int]) -> dict[str, Group]:
+    """A group for every role; the first role named gets the innermost axes that fit its degree.
+
+    >>> [(role, group.axes) for role, group in make_groups(Mesh.of_nodes(2, 6), {"tp": 3, "dp": 4}).items()]
+    [('tp', ('d1',)), ('dp', ('n0', 'd0'))]
+    """
+    free = list(mesh.names)
+    groups = {}
+    for role, degree in degrees.items():
+        taken, left = set(), degree
+        for axis in reversed(free):
+            if left % mesh.sizes[axis] == 0:
+                taken.add(axis)
+                left //= mesh.sizes[axis]
+        if left != 1:
+            raise _not_a_product(mesh, role, degree, free)
+        groups[role] = Group(role, mesh.in_order(taken), degree)
+        free = [axis for axis in free if axis not in taken]
+    if free:
+        asked = " × ".join(f"{role}={degree}" for role, degree in degrees.items())
+        raise StrategyError(
+            f"The degrees {asked} ask for {prod(degrees.values())} devices. The mesh {mesh} has {mesh.size}, and every "
+            f"device must be used. Multiply one degree by {prod(mesh.sizes[axis] for axis in free)}."
+        )
+    return groups
+
+
+def _not_a_product(mesh: Mesh, role: str, degree: int, free: Sequence[str]) -> StrategyError:
+    sizes = [mesh.sizes[axis] for axis in free]
+    nearest = min(products(sizes), key=lambda size: (abs(size - degree), size))
+    left = f"axes of sizes {' × '.join(map(str, sizes))} are left for it" if sizes else "no axis is left for it"
+    return StrategyError(
+        f"The degree {role}={degree} was asked for on the mesh {mesh or 'of one device'}. A degree is a product of "
+        f"axes, and {left}. The nearest degree that fits is {role}={nearest}."
+    )
+
+
+def products(sizes: Sequence[int]) -> list[int]:
+    """Every product of some of the sizes, smallest first.
+
+    >>> products((2, 2, 3))
+    [1, 2, 3, 4, 6, 12]
+    """
+    found = {1}
+    for size in sizes:
+        found |= {product * size for product in found}
+    return sorted(found)
+
+
+def deal(sizes: Sequence[int], roles: Sequence[str]) -> dict[str, int]:
+    """Degrees for roles that were left out: the axes are dealt to them in turn, from the last.
+
+    >>> deal((2, 2, 3), ("h", "w"))
+    {'h': 6, 'w': 2}
+    """
+    degrees = dict.fromkeys(roles, 1)
+    for turn, size in enumerate(reversed(sizes)):
+        degrees[roles[turn % len(roles)]] *= size
+    return degrees
+
+
+def sizes_left(mesh: Mesh, given: Mapping[str, int]) -> tuple[int, ...]:
+    """The sizes of the axes that the degrees given leave to others."""
+    return tuple(mesh.sizes[axis] for axis in mesh.names if axis not in _taken(mesh, given))
+
+
+def _taken(mesh: Mesh, given: Mapping[str, int]) -> set[str]:
+    taken: set[str] = set()
+    for role, degree in given.items():
+        left = degree
+        free = [axis for axis in mesh.names if axis not in taken]
+        for axis in reversed(free):
+            if left % mesh.sizes[axis] == 0:
+                taken.add(axis)
+                left //= mesh.sizes[axis]
+        if left != 1:
+            raise _not_a_product(mesh, role, degree, free)
+    return taken

@@ -1,0 +1,48 @@
+"""The door to the named strategies: a graph, a machine and a strategy's name make a plan."""
+
+from __future__ import annotations
+
+from conjoin.ir import Graph, Plan
+from conjoin.machine import Machine
+from conjoin.search.drafting import make_plan_by
+from conjoin.search.request import check_product, parse_request
+from conjoin.search.strategies import STRATEGIES
+
+
+def strategy_names() -> tuple[str, ...]:
+    """The names that `make_plan` knows.
+
+    >>> strategy_names()[:4]
+    ('single', 'data-parallel', 'zero1', 'fsdp')
+    """
+    return tuple(STRATEGIES)
+
+
+def make_plan(graph: Graph, machine: Machine, strategy: str) -> Plan:
+    """The legal plan that a named strategy makes for a model on a machine; StrategyError says why there is none.
+
+    >>> from conjoin.ir import parse_graph
+    >>> graph = parse_graph('''graph "sum" train
+    ... param:w f32[4] trainable
+    ... input:x f32[8,4]
+    ... takes [input:x] in null
+    ... %0: f32[8,4] = mul.Tensor(input:x, param:w)
+    ... %1: f32[] = sum(%0)
+    ... returns [%1] in null loss 0
+    ... ''')
+    >>> print(make_plan(graph, Machine("two", 1, 2, "cpu"), "data-parallel").graph)
+    graph "sum" train
+    param:w f32[4] trainable
+    input:x f32[8,4]{d0:S(0)}
+    takes [input:x] in null
+    %0: f32[4]{d0:B} = conjoin::replicate(param:w, axes=["d0"])
+    %1: f32[8,4]{d0:S(0)} = mul.Tensor(input:x, %0)
+    %2: f32[]{d0:P} = sum(%1)
+    %3: f32[] = conjoin::reduce(%2, axes=["d0"])
+    returns [%3] in null loss 0
+    <BLANKLINE>
+    """
+    request = parse_request(strategy, {name: found.keys for name, found in STRATEGIES.items()})
+    check_product(request, machine.mesh.size)
+    draft = STRATEGIES[request.name].draft
+    return make_plan_by(graph, machine, lambda facts: draft(facts, machine.mesh, request))

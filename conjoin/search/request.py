@@ -1,0 +1,110 @@
+"""How a strategy is asked for: `NAME[:degrees]`, such as `megatron:tp=2,dp=4,sp`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from math import prod
+
+from conjoin.errors import StrategyError, UsageError
+
+_MAX_DIGITS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A strategy with the degrees and flags that were given; what was left out is decided by the strategy.
+
+    >>> print(Request("megatron", {"tp": 2, "dp": 4}, frozenset({"sp"})))
+    megatron:tp=2,dp=4,sp
+    """
+
+    name: str
+    degrees: Mapping[str, int]
+    flags: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        words = [f"{key}={degree}" for key, degree in self.degrees.items()] + sorted(self.flags)
+        return f"{self.name}:{','.join(words)}" if words else self.name
+
+    @property
+    def product(self) -> int:
+        """How many devices the degrees given ask for."""
+        return prod(self.degrees.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The degrees and flags that a strategy takes."""
+
+    degrees: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+
+
+def parse_request(text: str, known: Mapping[str, Keys]) -> Request:
+    """Read a request; UsageError names the nearest strategy or key.
+
+    >>> parse_request("spatial:w=2", {"spatial": Keys(("h", "w"))}).degrees
+    {'w': 2}
+    """
+    name, _, rest = text.strip().partition(":")
+    if name not in known:
+        raise UsageError(
+            f"There is no strategy named {name[:40]!r}. The strategies are {', '.join(known)}. {nearest(name, known)}"
+        )
+    degrees: dict[str, int] = {}
+    flags: set[str] = set()
+    for word in filter(None, (word.strip() for word in rest.split(","))):
+        key, equals, number = (part.strip() for part in word.partition("="))
+        _check_key(name, key, bool(equals), known[name])
+        if key in degrees or key in flags:
+            raise UsageError(
+                f"The strategy {name} was given {key} twice. A key has one meaning. Leave one of them out."
+            )
+        if equals:
+            degrees[key] = _parse_degree(name, key, number)
+        else:
+            flags.add(key)
+    return Request(name, degrees, frozenset(flags))
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A sentence that names what was probably meant.
+
+    >>> nearest("megatorn", ["fsdp", "megatron"])
+    'Did you mean megatron?'
+    """
+    names = tuple(known)
+    near = get_close_matches(word, names, n=1, cutoff=0.4) or names[:1]
+    return f"Did you mean {near[0]}?" if near else "It takes none."
+
+
+def _check_key(name: str, key: str, is_degree: bool, keys: Keys) -> None:
+    right, wrong = (keys.degrees, keys.flags) if is_degree else (keys.flags, keys.degrees)
+    if key in right:
+        return
+    forms = [*(f"{degree}=N" for degree in keys.degrees), *keys.flags]
+    listed = f"The keys of {name} are {', '.join(forms)}." if forms else f"The strategy {name} takes no keys."
+    if key in wrong:
+        form = key if is_degree else f"{key}=2"
+        raise UsageError(f"The strategy {name} was given {key!r} in the wrong form. {listed} Write {form}.")
+    hint = nearest(key, (*keys.degrees, *keys.flags)) if forms else f"Write {name} alone."
+    raise UsageError(f"The strategy {name} was given an unknown key {key[:40]!r}. {listed} {hint}")
+
+
+def _parse_degree(name: str, key: str, number: str) -> int:
+    if number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS and int(number) > 0:
+        return int(number)
+    raise UsageError(
+        f"The strategy {name} was given {key}={number[:40]!r}. A degree is a whole number from 1. Write {key}=2."
+    )
+
+
+def check_product(request: Request, size: int) -> None:
+    """StrategyError when the degrees given cannot multiply to the number of devices."""
+    if request.degrees and size % request.product:
+        raise StrategyError(
+            f"The strategy {request} asks for {request.product} devices. The machine has {size}, which is no multiple "
+            f"of that. Choose degrees that multiply to {size}."
+        )
