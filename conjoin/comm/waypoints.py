@@ -123,10 +123,10 @@ Leg = tuple[Problem, Waypoints]
 
 
 def best_legs(problem: Problem) -> tuple[Leg, ...]:
-    """One leg, or two where the tensor has too few positions to be scattered as it lies and is better moved first."""
+    """One leg, or two where the tensor has too few positions to be scattered as it lies: it is moved with its sums."""
     score, waypoints = best_waypoints(problem)
     best: tuple[Leg, ...] = ((problem, waypoints),)
-    for via in _roomier_sources(problem):
+    for via in (*_rearranged(problem, problem.source), *_rearranged(problem, problem.target)):
         first, second = replace(problem, target=via), replace(problem, source=via)
         moved, first_waypoints = best_waypoints(first)
         if moved >= score:
@@ -137,18 +137,17 @@ def best_legs(problem: Problem) -> tuple[Leg, ...]:
     return best
 
 
-def _roomier_sources(problem: Problem) -> Iterator[Spread]:
-    """Other ways to lay out the source with its partial sums, for small tensors of which not every rank has a piece."""
-    source, mesh = problem.source, problem.mesh
-    if not source.partial or len(mesh.names) > FEW_AXES:
+def _rearranged(problem: Problem, end: Spread) -> Iterator[Spread]:
+    """Other ways to lay out source or target with its partial sums, where not every rank can have a piece of its own."""
+    mesh = problem.mesh
+    if not end.partial or len(mesh.names) > FEW_AXES:
         return
-    if any(len(_axes_of(splits)) == len(mesh.names) for splits in extensions(problem, source.splits, mesh.names, ())):
+    if any(len(_axes_of(splits)) == len(mesh.names) for splits in extensions(problem, end.splits, mesh.names, ())):
         return
     empty: Splits = tuple(() for _ in problem.shape)
-    copies = frozenset(mesh.names) - source.axes - source.partial
-    for axes in dict.fromkeys((source.axes, source.axes | copies)):
-        for splits in islice(extensions(problem, empty, mesh.in_order(axes), source.splits), MAX_TRIES):
-            yield Spread(splits, source.partial)
+    for axes in dict.fromkeys((end.axes, frozenset(mesh.names) - end.partial)):
+        for splits in islice(extensions(problem, empty, mesh.in_order(axes), end.splits), MAX_TRIES):
+            yield Spread(splits, end.partial)
 
 
 def best_waypoints(problem: Problem) -> tuple[Score, Waypoints]:

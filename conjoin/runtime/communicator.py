@@ -84,9 +84,10 @@ class Sum:
 class ProcessGroups:
     """The ranks of torch.distributed: one process group for every set of axes that a plan communicates over."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, explain: Callable[[BaseException], Exception] | None = None) -> None:
         self.mesh = mesh
         self.rank = dist.get_rank()
+        self._explain = explain
         self.bytes_sent = 0
         self._scatters_by_sum = dist.get_backend() == dist.Backend.GLOO
         """Gloo's reduce-scatter is an all-reduce that forgets: exchanging and adding moves half the bytes."""
@@ -107,16 +108,27 @@ class ProcessGroups:
         assert isinstance(mine, dist.ProcessGroup)
         return mine
 
+    def _started(self, start: Callable[[], Work | None]) -> Work:
+        try:
+            work = start()
+        except RuntimeError as error:
+            if self._explain is None:
+                raise
+            raise self._explain(error) from error
+        if work is None:
+            return Done()
+        return work if self._explain is None else Explained(work, self._explain)
+
     def all_reduce(self, tensor: Tensor, axes: Axes, largest: bool = False) -> Work:
         group = self._groups[axes]
         self.bytes_sent += 2 * (group.size() - 1) * tensor.nbytes // group.size()
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        return _started(dist.all_reduce(tensor, op, group, async_op=True))
+        return self._started(lambda: dist.all_reduce(tensor, op, group, async_op=True))
 
     def all_gather(self, output: Tensor, tensor: Tensor, axes: Axes) -> Work:
         group = self._groups[axes]
         self.bytes_sent += (group.size() - 1) * tensor.nbytes
-        return _started(dist.all_gather_into_tensor(output, tensor, group, async_op=True))
+        return self._started(lambda: dist.all_gather_into_tensor(output, tensor, group, async_op=True))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, axes: Axes) -> Work:
         if self._scatters_by_sum:
@@ -125,18 +137,27 @@ class ProcessGroups:
             return Sum(self.all_to_all(parts, tensor, (size, size), axes), parts, output)
         group = self._groups[axes]
         self.bytes_sent += (group.size() - 1) * output.nbytes
-        return _started(dist.reduce_scatter_tensor(output, tensor, group=group, async_op=True))
+        return self._started(lambda: dist.reduce_scatter_tensor(output, tensor, group=group, async_op=True))
 
     def all_to_all(self, output: Tensor, tensor: Tensor, sizes: Sizes, axes: Axes) -> Work:
         group = self._groups[axes]
         received, sent = list(sizes[0]), list(sizes[1])
         own = self.mesh.group(self.rank, axes).index(self.rank)
         self.bytes_sent += (tensor.numel() - sent[own]) * tensor.itemsize
-        return _started(dist.all_to_all_single(output, tensor, received, sent, group, async_op=True))
+        return self._started(lambda: dist.all_to_all_single(output, tensor, received, sent, group, async_op=True))
 
 
-def _started(work: Work | None) -> Work:
-    return Done() if work is None else work
+class Explained:
+    """A collective under way; when it fails the error names the rank that was lost."""
+
+    def __init__(self, work: Work, explain: Callable[[BaseException], Exception]) -> None:
+        self._work, self._explain = work, explain
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._explain(error) from error
 
 
 @dataclass

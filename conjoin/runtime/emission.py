@@ -32,16 +32,20 @@ from conjoin.ir import (
 )
 from conjoin.machine import Mesh
 from conjoin.ops import (
+    Copies,
     Kind,
     Layout,
     Span,
     Split,
+    TensorType,
     bind_args,
     find_operator,
+    make_layout,
     map_tensors,
     operand_spans,
     output_spans,
     run_local,
+    run_whole,
     signature,
     space_of,
 )
@@ -116,6 +120,7 @@ class Emitter:
         self._held: dict[int, fx.Node] = {}
         self._unpinned: dict[fx.Node, torch.dtype] = {}
         """What an autocast around the program may have made in another dtype than written."""
+        self._strides: Mapping[Value, tuple[int, ...]] | None = None
 
     def set(self, value: Value, made: fx.Node) -> None:
         """A value is there in its own layout."""
@@ -238,21 +243,26 @@ class Emitter:
         return self._emit_local(node, drawn, carriers)
 
     def _draw_whole(self, node: Node, function: Function, carriers: Carriers) -> tuple[fx.Node, ...]:
-        """A random call as one device makes it: on whole tensors, zero where others have the values; then the part."""
-        mesh, rank = carriers.mesh, carriers.rank
-        parts = [self._as_written(self.find(value)) if node.pinned else self.find(value) for value in node.inputs]
-        regions = [region_of(value.type.shape, value.type.layout, mesh, rank) for value in node.inputs]
-        feed = iter(
-            self.call(torch.ops.aten.constant_pad_nd.default, part, _pads(region, value.type.shape))
-            for part, region, value in zip(parts, regions, node.inputs, strict=True)
-        )
+        """A random call as one device makes it, on whole tensors; then the part of this rank."""
+        feed = iter([self._whole(value, node.pinned, carriers) for value in node.inputs])
         outputs = self._apply(node, function, node.op, map_tensors(node.op, node.args, lambda _: next(feed)))
         made = []
         for part, kind in zip(outputs, node.types, strict=True):
-            for dim, (start, stop) in enumerate(region_of(kind.shape, kind.layout, mesh, rank)):
+            region = region_of(kind.shape, kind.layout, carriers.mesh, carriers.rank)
+            for dim, (start, stop) in enumerate(region):
                 part = self.call(torch.ops.aten.slice.Tensor, part, dim, start, stop)
             made.append(part)
         return tuple(made)
+
+    def _whole(self, value: Value, pinned: bool, carriers: Carriers) -> fx.Node:
+        """An operand put together from its pieces, in the memory order that it has on one device: draws follow it."""
+        part = self._as_written(self.find(value)) if pinned else self.find(value)
+        layout = value.type.layout
+        target = make_layout((axis, Copies() if isinstance(p, Split) else p) for axis, p in layout)
+        whole = part if target == layout else self.call(carriers.reshard(value, target), part)
+        if self._strides is None:
+            self._strides = _drawn_strides(self.graph)
+        return self.call(in_strides, whole, self._strides[value])
 
     def _moved(
         self, part: fx.Node, layout: Layout, have: Callable[[int], Region], want: Callable[[int], Region]
@@ -277,10 +287,39 @@ def _held(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Callable[[int],
     return lambda rank: region_of(shape, layout, mesh, rank)
 
 
-def _pads(region: Region, shape: tuple[int, ...]) -> list[int]:
-    """Zeros around a region, last dim first, as torch takes them."""
-    pairs = zip(reversed(region), reversed(shape), strict=True)
-    return [pad for (start, stop), size in pairs for pad in (start, size - stop)]
+def in_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The same tensor in another order in memory."""
+    return x if x.stride() == strides else x.new_empty_strided(x.shape, strides).copy_(x)
+
+
+def _drawn_strides(graph: Graph) -> dict[Value, tuple[int, ...]]:
+    """For each operand of a random call the strides of a tensor that one device makes like it, asked without data."""
+    drawn = [value for node in graph.nodes if is_random(node.op, node.args) for value in node.inputs]
+    needed = {value.owner for value in drawn}
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(value.owner for value in node.inputs)
+    made: dict[Value, Tensor] = {Value(leaf): _on_meta(leaf.type) for leaf in graph.leaves}
+    for node in graph.nodes:
+        if is_parallel(node):
+            made[Value(node)] = made.get(node.inputs[0], _on_meta(node.types[0]))
+        elif node in needed:
+            made.update(zip(node.outputs(), _run_on_meta(node, made), strict=True))
+    return {value: torch.empty_like(made[value]).stride() for value in drawn}
+
+
+def _run_on_meta(node: Node, made: Mapping[Value, Tensor]) -> Sequence[Tensor]:
+    """A call without data; what is opaque or has no such form makes tensors in the usual order."""
+    if node.inputs and node.spec is not None:
+        try:
+            return run_whole(node.call, [made[value] for value in node.inputs])
+        except NotImplementedError:
+            pass
+    return [_on_meta(type) for type in node.types]
+
+
+def _on_meta(type: TensorType) -> Tensor:
+    return torch.empty(type.shape, dtype=type.dtype, device="meta")
 
 
 def _widened(shape: tuple[int, ...], spans: Sequence[Span]) -> Region:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
-from conjoin.errors import PlanError
+from conjoin.errors import PlanError, UsageError
 from conjoin.ir import Leaf, LeafKind, Plan, Region, region_of
 from conjoin.ops import Layout, TensorType
 from conjoin.runtime.slots import Slot, find_constant, read_slot
@@ -45,25 +45,46 @@ class Store:
         part = whole.detach()[tuple(slice(*span) for span in region)]
         return part.to(self.device, copy=True, memory_format=torch.contiguous_format)
 
+    def shape(self, name: str, local: Tensor) -> tuple[int, ...]:
+        """The whole shape of a parameter or buffer of which this rank holds `local`."""
+        leaf = self._leaves.get(name)
+        return leaf.type.shape if leaf else tuple(local.shape)
+
     def fill(self, model: nn.Module) -> None:
         """Take this rank's pieces out of a model that is there as a whole."""
         check_model(self._plan, model)
+        self.place(model, self.cut)
+        self.keep_constants(model)
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a model other than the plan's."""
+        check_model(self._plan, model)
+
+    def place(self, model: nn.Module, make_piece: Callable[[str, Tensor], Tensor]) -> None:
+        """Hold the piece that is made of every parameter and buffer of a model, in its order and under all its names."""
+        for name, module in model.named_modules(remove_duplicate=False):
+            if module._parameters or module._buffers:
+                self._owner(f"{name}." if name else "")
         made: dict[int, nn.Parameter] = {}
         for name, whole in model.named_parameters(remove_duplicate=False):
             if id(whole) not in made:
-                made[id(whole)] = nn.Parameter(self.cut(name, whole), requires_grad=whole.requires_grad)
+                made[id(whole)] = nn.Parameter(make_piece(name, whole), requires_grad=whole.requires_grad)
             self.put_parameter(name, made[id(whole)])
         cuts: dict[int, Tensor] = {}
         for name, buffer in model.named_buffers(remove_duplicate=False):
             if id(buffer) not in cuts:
-                cuts[id(buffer)] = self.cut(name, buffer)
-            self.put_buffer(name, cuts[id(buffer)], persistent=_is_persistent(model, name))
-        self.keep_constants(model)
+                cuts[id(buffer)] = make_piece(name, buffer)
+            self.put_buffer(name, cuts[id(buffer)], persistent=is_persistent(model, name))
 
     def keep_constants(self, model: nn.Module) -> None:
         """This rank's parts of the graph's constants."""
         for leaf in self._plan.graph.leaves_of(LeafKind.CONSTANT):
             whole = find_constant(model, leaf)
+            if whole.is_meta:
+                raise UsageError(
+                    f"The plan of {self._plan.model.name} needs the values of the model's attribute {leaf.name}. It is "
+                    f"on the meta device and has none. Make it a buffer, or build the model on the CPU."
+                )
             region = region_of(leaf.type.shape, leaf.type.layout, self._plan.mesh, self._rank)
             self._constants[leaf.name] = whole[tuple(slice(*span) for span in region)].to(self.device)
 
@@ -108,7 +129,8 @@ class Store:
         return ((parameter, self.layout(name)) for name, parameter in self.root.named_parameters())
 
 
-def _is_persistent(model: nn.Module, name: str) -> bool:
+def is_persistent(model: nn.Module, name: str) -> bool:
+    """Whether a buffer belongs to the model's `state_dict`."""
     owner, _, last = name.rpartition(".")
     return last not in model.get_submodule(owner)._non_persistent_buffers_set
 

@@ -14,6 +14,7 @@ from conjoin.ir import (
     Node,
     Plan,
     Substitution,
+    can_expand,
     check_plan,
     choose,
     expand,
@@ -25,8 +26,10 @@ from conjoin.ops import Layout, make_layout
 from conjoin.search.facts import Facts
 from conjoin.search.propagation import Flow, output_placements
 from conjoin.search.request import Request
+from conjoin.search.unfusing import unfuse
 
-_PROOF = "the expansion is checked against the operator, forward and backward"
+_EXPANDED = "expansion checked against the operator, forward and backward"
+_UNFUSED = "an output feature of a layer depends on its own weights alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +50,9 @@ def make_plan_by(graph: Graph, machine: Machine, strategy: Callable[[Facts], Dra
     substitutions: tuple[Substitution, ...] = ()
     draft = strategy(Facts(graph))
     while stuck := {node for flow in draft.flows for node in flow.stuck}:
-        found = (node for node in graph.nodes if node in stuck)
-        substitutions += tuple(Substitution(f"expand-{node.op}", _where(graph, node), _PROOF) for node in found)
-        graph = expand(graph, stuck)
+        substitutions += tuple(_substitution(graph, node) for node in graph.nodes if node in stuck)
+        fused = [node for node in graph.nodes if node in stuck and not can_expand(node)]
+        graph = expand(graph, [node for node in stuck if can_expand(node)]) if not fused else unfuse(graph, fused)
         draft = strategy(Facts(graph))
     plan = Plan(
         graph=parallelize(graph, _leaf_layouts(graph, draft), _choices(graph, draft), _output_layouts(graph, draft)),
@@ -61,6 +64,12 @@ def make_plan_by(graph: Graph, machine: Machine, strategy: Callable[[Facts], Dra
         substitutions=substitutions,
     )
     return check_plan(plan)
+
+
+def _substitution(graph: Graph, node: Node) -> Substitution:
+    if can_expand(node):
+        return Substitution(f"expand-{node.op}", _where(graph, node), _EXPANDED)
+    return Substitution(f"unfuse-{node.op}", _where(graph, node), _UNFUSED)
 
 
 def _where(graph: Graph, node: Node) -> str:

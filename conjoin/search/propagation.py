@@ -11,9 +11,9 @@ reader decides it, back to the parameters, which are stored where that reader wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from conjoin.ir import Graph, Leaf, LeafKind, Node, Value
 from conjoin.ops import Copies, Invariant, Partial, Placement, ShardingRule, Split
@@ -70,16 +70,11 @@ def propagate(
     facts: Facts, group: Group, inputs: Mapping[Leaf, Placement], policy: Policy, earlier: Sequence[Flow] = ()
 ) -> Flow:
     """Run a group through the graph, beside the groups that ran before; inputs that are not named are I."""
-    work = _Propagation(facts, group, tuple(earlier))
-    for leaf in facts.graph.leaves:
-        if leaf.kind is not LeafKind.PARAMETER:
-            work.placements[Value(leaf)] = inputs.get(leaf, Invariant())
+    work = Propagation(facts, group, tuple(earlier))
+    work.start(inputs)
     for node in facts.nodes:
-        if not node.of_weights:
-            work.place(node, policy)
-    work.settle()
-    leaves = {leaf: work.placements[Value(leaf)] for leaf in facts.graph.leaves}
-    return Flow(group, leaves, work.rules, work.placements, tuple(work.stuck))
+        work.place(node, policy)
+    return work.finish()
 
 
 def fits(facts: NodeFacts, rule: ShardingRule, degree: int, earlier: Sequence[Flow]) -> bool:
@@ -102,23 +97,35 @@ def fits(facts: NodeFacts, rule: ShardingRule, degree: int, earlier: Sequence[Fl
 
 
 @dataclass(slots=True)
-class _Propagation:
-    """What is decided so far."""
+class Propagation:
+    """A flow as far as it is decided; the nodes are placed in order, and the last ones can be taken back."""
 
     facts: Facts
     group: Group
     earlier: tuple[Flow, ...]
     rules: dict[Node, ShardingRule] = field(default_factory=dict)
     placements: dict[Value, Placement] = field(default_factory=dict)
-    reads: dict[Value, list[Placement]] = field(default_factory=dict)
+    reads: dict[Value, tuple[Placement, ...]] = field(default_factory=dict)
     """The placements in which each value is read so far."""
+    stuck: dict[Node, None] = field(default_factory=dict)
     pulled: dict[tuple[Value, Placement], tuple[ShardingRule | None, float]] = field(default_factory=dict)
     """For values of weights that nobody has read yet: the best way to make them so, and its bytes."""
     legal_rules: dict[Node, tuple[ShardingRule, ...]] = field(default_factory=dict)
-    stuck: list[Node] = field(default_factory=list)
+    undo: list[Callable[[], object]] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
+    """How long `undo` was before each node was placed."""
+
+    def start(self, inputs: Mapping[Leaf, Placement]) -> None:
+        """Place the leaves, but for the parameters."""
+        for leaf in self.facts.graph.leaves:
+            if leaf.kind is not LeafKind.PARAMETER:
+                self.placements[Value(leaf)] = inputs.get(leaf, Invariant())
 
     def place(self, node: NodeFacts, policy: Policy) -> None:
-        """Choose the way of a node."""
+        """Choose the way of the next node; one that is made of weights alone waits for its first reader."""
+        self.marks.append(len(self.undo))
+        if node.of_weights:
+            return
         arriving = tuple(self.placements.get(value, Invariant()) for value in node.inputs)
         candidates = policy(node, arriving, self.legal(node))
         rule = candidates[0]
@@ -128,14 +135,42 @@ class _Propagation:
         if node.expandable:
             self._pass_by(node, arriving, rule)
 
+    def take_back(self, num_kept: int) -> None:
+        """Forget all that was decided after the first so many nodes."""
+        length = self.marks[num_kept]
+        while len(self.undo) > length:
+            self.undo.pop()()
+        del self.marks[num_kept:]
+        self.pulled.clear()
+
+    def finish(self) -> Flow:
+        """The flow, when all nodes are placed; weights that nobody read are I."""
+        for node in self.facts.nodes:
+            if node.node not in self.rules:
+                self._decide(node, node.rules[0])
+        for leaf in self.facts.parameters():
+            self.placements.setdefault(Value(leaf), Invariant())
+        leaves = {leaf: self.placements[Value(leaf)] for leaf in self.facts.graph.leaves}
+        return Flow(self.group, leaves, self.rules, self.placements, tuple(self.stuck))
+
     def _pass_by(self, node: NodeFacts, arriving: tuple[Placement, ...], rule: ShardingRule) -> None:
         """Note a node that is to be expanded; its outputs are taken to lie as the operand of their shape."""
         for value, placement, wanted in zip(node.inputs, arriving, rule.operands, strict=True):
             if isinstance(placement, Split) and wanted != placement:
-                self.stuck.append(node.node)
-                alike = (v for v in node.node.outputs() if v.type.shape == value.type.shape)
-                self.placements.update(dict.fromkeys(alike, placement))
+                self._set(self.stuck, node.node, None)
+                for output in node.node.outputs():
+                    if output.type.shape == value.type.shape:
+                        self._set(self.placements, output, placement)
                 return
+
+    def _set(self, table: dict[Any, Any], key: Any, value: Any) -> None:
+        """Write to one of the tables so that it can be taken back."""
+        if key in table:
+            before = table[key]
+            self.undo.append(lambda: table.__setitem__(key, before))
+        else:
+            self.undo.append(lambda: table.pop(key))
+        table[key] = value
 
     def legal(self, node: NodeFacts) -> tuple[ShardingRule, ...]:
         """The ways of a node whose pieces are long enough."""
@@ -205,31 +240,24 @@ class _Propagation:
         return wanted if ways <= value.type.shape[wanted.dim] else Invariant()
 
     def _decide(self, node: NodeFacts, rule: ShardingRule) -> None:
-        self.rules[node.node] = rule
+        self._set(self.rules, node.node, rule)
         for value, placement in zip(node.inputs, rule.operands, strict=True):
             self._read(value, placement)
-        self.placements.update(zip(node.node.outputs(), rule.outputs, strict=True))
+        for value, placement in zip(node.node.outputs(), rule.outputs, strict=True):
+            self._set(self.placements, value, placement)
 
     def _read(self, value: Value, wanted: Placement) -> None:
         """Decide what a reader makes necessary: its reshard, and the places of weights that it is the first to read."""
         if value not in self.placements:
             rule, _ = self._pull(value, wanted)
             if isinstance(value.owner, Leaf):
-                self.placements[value] = self._storage(value, wanted)
+                self._set(self.placements, value, self._storage(value, wanted))
             else:
                 assert rule is not None
                 self._decide(self.facts.by_node[value.owner], rule)
             self.pulled.clear()
         if wanted != self.placements[value]:
-            self.reads.setdefault(value, []).append(wanted)
-
-    def settle(self) -> None:
-        """Weights that nobody read are I."""
-        for node in self.facts.nodes:
-            if node.node not in self.rules:
-                self._decide(node, node.rules[0])
-        for leaf in self.facts.parameters():
-            self.placements.setdefault(Value(leaf), Invariant())
+            self._set(self.reads, value, (*self.reads.get(value, ()), wanted))
 
 
 def output_placements(graph: Graph, flow: Flow) -> dict[int, Placement]:

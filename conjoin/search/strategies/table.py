@@ -10,6 +10,12 @@ from conjoin.search.drafting import Draft
 from conjoin.search.facts import Facts
 from conjoin.search.request import Keys, Request
 from conjoin.search.strategies.data_parallel import draft_data_parallel, draft_fsdp, draft_single, draft_zero1
+from conjoin.search.strategies.megatron import draft_megatron
+from conjoin.search.strategies.one_weird_trick import draft_one_weird_trick
+from conjoin.search.strategies.reduction import draft_reduction
+from conjoin.search.strategies.sbp3d import draft_sbp3d
+from conjoin.search.strategies.spatial import draft_spatial
+from conjoin.search.strategies.table_parallel import draft_table_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,12 @@ _TABLE = (
     Strategy("data-parallel", Keys(("dp",)), draft_data_parallel),
     Strategy("zero1", Keys(("dp",)), draft_zero1),
     Strategy("fsdp", Keys(("dp",)), draft_fsdp),
+    Strategy("megatron", Keys(("tp", "dp"), ("sp", "vocab")), draft_megatron),
+    Strategy("one-weird-trick", Keys(("dp",)), draft_one_weird_trick),
+    Strategy("table-parallel", Keys(("dp",)), draft_table_parallel),
+    Strategy("spatial", Keys(("h", "w", "dp")), draft_spatial),
+    Strategy("reduction", Keys(("k",)), draft_reduction),
+    Strategy("sbp3d", Keys(("m", "n", "k")), draft_sbp3d),
 )
 
 STRATEGIES = {strategy.name: strategy for strategy in _TABLE}

@@ -1,0 +1,110 @@
+"""Which part of each operand a node reads on a rank, which part of each output it makes there, and what must move.
+
+Mostly these are the regions that the layouts give. They differ where windows reach into a neighbour's piece (halos) and
+where the pieces of an index do not line up with the pieces of the dim that it is a factor of (uneven heads).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from conjoin.ir.nodes import Node
+from conjoin.ir.placing import Placed, plain_call
+from conjoin.ir.regions import Range, Region, region_of
+from conjoin.machine import Mesh
+from conjoin.ops import Call, Layout, Span, Split, TensorType, operand_spans, output_spans, space_of, spec_for
+
+
+@dataclass(frozen=True, slots=True)
+class RegionMove:
+    """What each rank of a group has of a tensor and what it wants, by position in the group."""
+
+    group: tuple[int, ...]
+    have: tuple[Region, ...]
+    want: tuple[Region, ...]
+
+
+def wanted_region(node: Node, operand: int, placed: Placed, mesh: Mesh, rank: int) -> Region:
+    """The part of an operand that the local form of a node reads on a rank."""
+    operands, _ = _regions_on(node, placed, mesh, rank)
+    if operands is None:
+        type = node.inputs[operand].type
+        return region_of(type.shape, type.layout, mesh, rank)
+    return operands[operand]
+
+
+def made_region(node: Node, output: int, placed: Placed, mesh: Mesh, rank: int) -> Region:
+    """The part of an output that the local form of a node makes on a rank."""
+    _, outputs = _regions_on(node, placed, mesh, rank)
+    if outputs is None:
+        type = node.types[output]
+        return region_of(type.shape, type.layout, mesh, rank)
+    return outputs[output]
+
+
+def operand_move(node: Node, operand: int, placed: Placed, mesh: Mesh, rank: int) -> RegionMove | None:
+    """What the rank's group exchanges before a node reads an operand; None where everyone has what it wants."""
+    type = node.inputs[operand].type
+    return _move(
+        type.layout,
+        lambda member: region_of(type.shape, type.layout, mesh, member),
+        lambda member: wanted_region(node, operand, placed, mesh, member),
+        mesh,
+        rank,
+    )
+
+
+def output_move(node: Node, output: int, placed: Placed, mesh: Mesh, rank: int) -> RegionMove | None:
+    """What the rank's group exchanges after a node has made an output; None where everyone has what it wants."""
+    type = node.types[output]
+    return _move(
+        type.layout,
+        lambda member: made_region(node, output, placed, mesh, member),
+        lambda member: region_of(type.shape, type.layout, mesh, member),
+        mesh,
+        rank,
+    )
+
+
+def _move(
+    layout: Layout, have: Callable[[int], Region], want: Callable[[int], Region], mesh: Mesh, rank: int
+) -> RegionMove | None:
+    group = mesh.group(rank, mesh.in_order(axis for axis, placement in layout if isinstance(placement, Split)))
+    haves, wants = tuple(map(have, group)), tuple(map(want, group))
+    return None if haves == wants else RegionMove(group, haves, wants)
+
+
+Regions = tuple[Region, ...]
+
+
+def _regions_on(node: Node, placed: Placed, mesh: Mesh, rank: int) -> tuple[Regions, Regions] | tuple[None, None]:
+    """The regions of all operands and outputs; None where nothing is split and the layouts say it all."""
+    call = plain_call(node)
+    spec = spec_for(call)
+    if spec is None or not placed.splits:
+        return None, None
+    pieces = placed.pieces(space_of(spec, call).sizes, mesh, rank)
+    return _local_regions(call, node.types, tuple(pieces.items()))
+
+
+@lru_cache(maxsize=1 << 15)
+def _local_regions(
+    call: Call, outputs: tuple[TensorType, ...], pieces: tuple[tuple[str, Range], ...]
+) -> tuple[Regions, Regions]:
+    spec = spec_for(call)
+    assert spec is not None
+    read, made = operand_spans(spec, call, dict(pieces)), output_spans(spec, call, dict(pieces))
+    return (
+        tuple(_cut_out(type.shape, spans) for type, spans in zip(call.tensors, read, strict=True)),
+        tuple(_cut_out(type.shape, spans) for type, spans in zip(outputs, made, strict=True)),
+    )
+
+
+def _cut_out(shape: tuple[int, ...], spans: Sequence[Span]) -> Region:
+    """The region that spans cut out of a tensor; dims without a span are whole."""
+    region = [(0, size) for size in shape]
+    for span in spans:
+        region[span.dim] = (span.start, span.stop)
+    return tuple(region)

@@ -1,0 +1,99 @@
+"""The explanation of a plan as text: a header, then one line an operator with what is sent before and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import PurePath
+
+from conjoin.ir import Source
+from conjoin.report.explanation import Explanation, Operator, Shipment, layout_text
+from conjoin.report.text import format_bytes
+from conjoin.report.traffic import BACKWARD, Collective, PerRank
+
+_INDENT = "    ~ "
+
+
+def explanation_text(found: Explanation) -> str:
+    """The whole explanation, line by line."""
+    lines = [*explanation_summary(found), "", *_code(found)]
+    return "\n".join(lines) + "\n"
+
+
+def explanation_summary(found: Explanation) -> list[str]:
+    """The header: what the plan is for, what is stored, what is sent."""
+    devices = "1 device" if found.mesh.size == 1 else f"{found.mesh.size} devices, axes {found.mesh}"
+    facts = [
+        ("strategy", found.strategy),
+        ("mesh", devices),
+        ("model", f"{found.model.name} {found.model.fingerprint[:16]}, {'train' if found.training else 'eval'}"),
+        ("machine", f"{found.machine.name} {found.machine.fingerprint.removeprefix('machine-v1:')[:16]}"),
+        ("operators", str(len(found.operators))),
+        ("parameters", f"{format_bytes(found.stored_bytes)} stored per rank, {format_bytes(found.parameter_bytes)} whole"),
+        *((action, f"{count} parameter{'s' if count > 1 else ''}") for action, count in found.memory),
+        ("rewritten", ", ".join(f"{name} × {count}" for name, count in found.substitutions)),
+        ("sent", f"{_amount(found.sent())} in a step"),
+    ]
+    return [*(f"{name:<12} {text}" for name, text in facts if text), *_kind_lines(found)]
+
+
+def _kind_lines(found: Explanation) -> Iterator[str]:
+    for total in found.totals:
+        ways = [f"{format_bytes(sent.largest)} {way}" for way, sent in _directions(total.forward, total.backward)]
+        yield f"  {total.kind:<16} {' + '.join(ways)} per rank"
+
+
+def _directions(forward: PerRank, backward: PerRank) -> list[tuple[str, PerRank]]:
+    return [(way, sent) for way, sent in (("forward", forward), (BACKWARD, backward)) if sent.largest]
+
+
+def _amount(sent: PerRank) -> str:
+    return f"{format_bytes(sent.largest)} per rank, {format_bytes(sent.total)} by all ranks"
+
+
+def _code(found: Explanation) -> Iterator[str]:
+    yield from _shipment_lines(found.start)
+    for operator in found.operators:
+        yield from _shipment_lines(operator.before)
+        yield operator_line(operator)
+        yield from _shipment_lines(operator.after)
+    if found.results:
+        yield "results"
+        yield from _shipment_lines(found.results)
+
+
+def operator_line(operator: Operator) -> str:
+    """One operator: what it makes, the call, how its work is split, and where in the user's program it stands."""
+    made = ", ".join(f"{name}: {type}" for name, type in zip(operator.outputs, operator.node.types, strict=True))
+    notes = "; ".join(filter(None, (split_text(operator), source_text(operator.source))))
+    return f"{made} = {operator.node.op}({operator.arguments})" + (f"  # {notes}" if notes else "")
+
+
+def split_text(operator: Operator) -> str:
+    """How the work is split: `split n over d0 d1`."""
+    return ", ".join(f"split {index} over {' '.join(axes)}" for index, axes in operator.splits)
+
+
+def source_text(source: Source | None) -> str:
+    """Where an operator stands, in few words: the module's path, then file and line."""
+    if source is None:
+        return ""
+    return f"{source.module} {PurePath(source.file).name}:{source.line}".strip()
+
+
+def _shipment_lines(shipments: Iterable[Shipment]) -> Iterator[str]:
+    for shipment in shipments:
+        for collective in shipment.collectives:
+            yield f"{_INDENT}{collective_text(shipment, collective)}, {_amount(collective.sent)}"
+
+
+def collective_text(shipment: Shipment, collective: Collective) -> str:
+    """One collective without its bytes: direction, kind, axes, and what it moves from which layout to which."""
+    arrow = "" if shipment.becomes is None or shipment.type is None else f" -> {layout_text(shipment.becomes)}"
+    what = f"{shipment.what}{arrow}"
+    if collective.of_gradient and shipment.type is None:
+        what = f"{len(shipment.tensors)} gradients"
+    elif collective.of_gradient:
+        what = f"the gradient of {what.replace(' -> ', ' <- ')}"
+    elif collective.direction == BACKWARD:
+        what = f"{what} again"
+    return f"{collective.direction} {collective.kind} of {what} over {' '.join(collective.axes)}"

@@ -1,0 +1,72 @@
+"""Through which tensors a gradient comes back in a training step, as autograd decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from conjoin.ir import Graph, Node, Value, is_parallel, origin, plain_call
+from conjoin.ops import Layout, spec_for
+
+Entry = tuple[Value, Layout]
+"""A value of the model and a layout in which somebody reads it."""
+
+
+class Gradients:
+    """Which values need a gradient, and which get one: those from which a path leads to the loss."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._passing: dict[Node, tuple[int, ...]] = {}
+        """For every node the operands that it gives a gradient to."""
+        self._needing = {Value(leaf) for leaf in graph.leaves if leaf.trainable}
+        self._entries: set[Entry] = set()
+        self._reached: set[Value] = set()
+        nodes = [node for node in graph.nodes if not is_parallel(node)]
+        for node in nodes:
+            self._find_needs(node)
+        self._reach(_ends(graph))
+        for node in reversed(nodes):
+            if any(value in self._reached for value in node.outputs()):
+                inputs = node.inputs
+                self._reach(inputs[i] for i in self._passing[node])
+
+    def reach_read(self, root: Value, layout: Layout) -> bool:
+        """Whether a gradient comes back to a value from those who read it in this layout."""
+        return (root, layout) in self._entries
+
+    def reach_operand(self, node: Node, operand: int) -> bool:
+        """Whether a node gives a gradient to one of its operands."""
+        return operand in self._passing[node] and any(value in self._reached for value in node.outputs())
+
+    def reach(self, value: Value) -> bool:
+        """Whether a value gets a gradient from anyone."""
+        return value in self._reached
+
+    def _find_needs(self, node: Node) -> None:
+        call = plain_call(node)
+        spec = spec_for(call)
+        if spec is not None and not spec.smooth:
+            self._passing[node] = ()
+            return
+        constants = spec.constants if spec is not None else ()
+        self._passing[node] = tuple(
+            i
+            for i, (name, value) in enumerate(zip(call.operand_names, node.inputs, strict=True))
+            if name not in constants and origin(value) in self._needing
+        )
+        if self._passing[node]:
+            self._needing.update(value for value in node.outputs() if value.type.dtype.is_floating_point)
+
+    def _reach(self, values: Iterable[Value]) -> None:
+        for value in values:
+            root = origin(value)
+            if root in self._needing:
+                self._reached.add(root)
+                self._entries.add((root, value.type.layout))
+
+
+def _ends(graph: Graph) -> list[Value]:
+    """Where gradients start: the loss; every output of a model trained with a loss of the caller's; nothing in eval."""
+    if not graph.training:
+        return []
+    ends = graph.outputs if graph.loss is None else (graph.outputs[graph.loss],)
+    return [value for value in ends if isinstance(value, Value)]

@@ -1,0 +1,91 @@
+"""Before the first collective: do all ranks run the same plan of the same model? Asked through the rendezvous store."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from conjoin.errors import PlanError, RankError
+
+_WAIT = timedelta(seconds=60)
+
+
+class KeyStore(Protocol):
+    """What is used of torch.distributed's rendezvous store."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def add(self, key: str, amount: int, /) -> int: ...
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+def check_world(num_ranks: int, plan_ranks: int, name: str) -> None:
+    """Refuse to run a plan on another number of ranks."""
+    if num_ranks != plan_ranks:
+        raise PlanError(
+            f"The plan of {name} is for {plan_ranks} ranks and {num_ranks} are running. Every rank has its own part of "
+            f"the work. Start {plan_ranks} ranks (torchrun --nproc-per-node {plan_ranks}), or make a plan for "
+            f"{num_ranks}."
+        )
+
+
+def agree(store: KeyStore, what: str, mine: str, rank: int, num_ranks: int) -> None:
+    """Raise RankError on every rank unless all say the same."""
+    said = compare(store, what, mine, rank, num_ranks)
+    others = sorted(rank for rank, text in said.items() if text != said[0])
+    if others:
+        shown = ", ".join(map(str, others[:8])) + (" …" if len(others) > 8 else "")
+        raise RankError(
+            f"The ranks do not agree on the {what}: rank {shown} has another than rank 0. They would wait for each "
+            f"other or train different models. Give every rank the same {what}."
+        )
+
+
+def compare(store: KeyStore, what: str, mine: str, rank: int, num_ranks: int) -> dict[int, str]:
+    """What every rank says."""
+    store.set(f"{what}/{rank}", mine)
+    keys = [f"{what}/{other}" for other in range(num_ranks)]
+    try:
+        store.wait(keys, _WAIT)
+    except RuntimeError:
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise RankError(
+            f"Rank {', '.join(map(str, missing[:8]))} did not come to compare the {what} within "
+            f"{_WAIT.total_seconds():.0f} s. It stopped, or runs another program. See its own error."
+        ) from None
+    return {other: store.get(key).decode() for other, key in enumerate(keys)}
+
+
+def digest(model: nn.Module) -> str:
+    """A quick mark of a model's values: sums and first elements, exact enough to tell two initialisations apart."""
+    marks = hashlib.sha256()
+    for name, tensor in _tensors(model):
+        marks.update(name.encode())
+        if tensor.numel() and not tensor.is_meta:
+            wide = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+            marks.update(repr((wide.sum().item(), wide.reshape(-1)[0].item())).encode())
+    return marks.hexdigest()
+
+
+def take_first(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Give every rank the values that rank 0 has, as DistributedDataParallel does."""
+    for _, tensor in _tensors(model):
+        if not tensor.is_meta:
+            contiguous = tensor.detach().contiguous()
+            dist.broadcast(contiguous, 0, group)
+            with torch.no_grad():
+                tensor.copy_(contiguous)
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]

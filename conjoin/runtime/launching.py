@@ -1,0 +1,144 @@
+"""Starting the ranks of a plan on this host: one process each, one error message for all."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from conjoin.errors import ConjoinError, RankError, UsageError
+
+Program = Callable[..., Any]
+MAX_LOCAL_RANKS = 256
+_GRACE_SECONDS = 30.0
+"""How long the other ranks may take to stop by themselves, and to say why, after one has failed."""
+
+
+def launch(num_ranks: int, program: Program, *args: Any) -> list[Any]:
+    """Run `program(rank, *args)` on processes of this host that form a process group; what each returned.
+
+    The first rank that fails ends the run: its own message is raised here, and every process is gone.
+    """
+    if not 1 <= num_ranks <= MAX_LOCAL_RANKS:
+        raise UsageError(
+            f"{num_ranks} ranks were asked for on this host; between 1 and {MAX_LOCAL_RANKS} can be started. More do "
+            f"not fit one machine. Start them with torchrun on several hosts."
+        )
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
+    cuda = torch.cuda.is_available()
+    context = multiprocessing.get_context("spawn" if cuda else "fork")
+    ranks = [_Rank(context, rank, num_ranks, store.port, program, args) for rank in range(num_ranks)]
+    try:
+        return _collect(ranks)
+    finally:
+        for rank in ranks:
+            rank.end()
+
+
+class _Rank:
+    """One process, and the pipe on which it says how it ended."""
+
+    def __init__(
+        self, context: BaseContext, rank: int, num_ranks: int, port: int, program: Program, args: tuple[Any, ...]
+    ) -> None:
+        self.rank = rank
+        self.answer, theirs = context.Pipe(duplex=False)
+        self.process = context.Process(  # type: ignore[attr-defined]
+            target=_run, args=(theirs, rank, num_ranks, port, program, args), daemon=True
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # forking beside torch's own idle threads
+            self.process.start()
+        theirs.close()
+
+    def read(self) -> tuple[str, Any]:
+        """How the rank ended: with a value, with a message for the user, or without a word."""
+        try:
+            kind, content = self.answer.recv()
+        except EOFError:
+            self.process.join(5)
+            return "died", self.process.exitcode
+        return kind, content
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.process.terminate()
+            self.process.join(2)
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.answer.close()
+
+
+def _run(answer: Connection, rank: int, num_ranks: int, port: int, program: Program, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))  # also: a forked child must not use more at first
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
+        cuda = torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=num_ranks)
+        answer.send(("value", program(rank, *args)))
+        dist.destroy_process_group()
+    except ConjoinError as error:
+        answer.send(("lost" if isinstance(error, RankError) else "refused", error))
+    except KeyboardInterrupt:
+        answer.send(("interrupted", None))
+    except BaseException:
+        answer.send(("failed", traceback.format_exc()))
+    finally:
+        sys.stdout.flush()
+        answer.close()
+
+
+def _collect(ranks: list[_Rank]) -> list[Any]:
+    values: dict[int, Any] = {}
+    troubles: dict[int, tuple[str, Any]] = {}
+    waiting = {rank.answer: rank for rank in ranks}
+    deadline: float | None = None
+    while waiting:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            break
+        for ready in wait(list(waiting), left):
+            assert isinstance(ready, Connection)
+            rank = waiting.pop(ready)
+            kind, content = rank.read()
+            if kind == "value":
+                values[rank.rank] = content
+                continue
+            troubles[rank.rank] = (kind, content)
+            deadline = deadline or time.monotonic() + _GRACE_SECONDS
+    if troubles:
+        raise _trouble(troubles)
+    return [values[rank.rank] for rank in ranks]
+
+
+def _trouble(troubles: dict[int, tuple[str, Any]]) -> BaseException:
+    """The one error that says most: a refusal, then an unexpected end, then what it did to the others."""
+    order = ("interrupted", "refused", "failed", "died", "lost")
+    rank, (kind, content) = min(troubles.items(), key=lambda item: order.index(item[1][0]))
+    match kind:
+        case "interrupted":
+            return KeyboardInterrupt()
+        case "refused" | "lost":
+            assert isinstance(content, ConjoinError)
+            return content
+        case "failed":
+            return RankError(
+                f"Rank {rank} failed with an error of its own. The other ranks were stopped. It said:\n{content}"
+            )
+        case _:
+            return RankError(
+                f"Rank {rank} ended in the middle of a step with exit code {content}. It was killed or ran out of "
+                f"memory, and the other ranks were stopped. Start again from the last checkpoint."
+            )

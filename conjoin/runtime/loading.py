@@ -1,0 +1,93 @@
+"""`load`: from a plan and the user's model to this rank's module, under torchrun or any other launcher."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from conjoin.errors import PlanError, UsageError
+from conjoin.ir import Plan, check_plan, load_plan, plan_fingerprint
+from conjoin.runtime.agreement import KeyStore, agree, check_world, compare, digest, take_first
+from conjoin.runtime.communicator import Board, Communicator, ProcessGroups, ThreadRanks
+from conjoin.runtime.parallel import ParallelModule
+from conjoin.runtime.storage import Store, check_model
+from conjoin.runtime.torch_private import default_store
+from conjoin.runtime.watching import Watch
+
+Initialise = Callable[[nn.Module], None]
+
+
+def load(
+    plan: Plan | str | Path,
+    model: nn.Module,
+    *,
+    device: torch.device | str | None = None,
+    init: Initialise | None = None,
+    seed: int = 0,
+    exact_seed: int | None = None,
+) -> ParallelModule:
+    """This rank's part of a plan, as a module that trains like the model does on one device.
+
+    Every rank calls it with the same plan and model. The process group is set up from the launcher's environment unless
+    it is there already; nothing is sent before plan, model and number of ranks are known to agree. A model on the meta
+    device is never built as a whole: `init` (or each module's `reset_parameters`) fills one module at a time, from
+    `seed`. `exact_seed` makes every rank draw the random numbers one device so seeded would draw, for comparisons.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"A {type(model).__name__} was given instead of the model. A plan is run over the model it was made for. "
+            f"Pass the nn.Module."
+        )
+    plan = check_plan(plan) if isinstance(plan, Plan) else load_plan(plan)
+    check_model(plan, model)
+    communicator, keys = connect(plan)
+    if keys is not None and not any(x.is_meta for x in model.parameters()):
+        said = compare(keys, "values", digest(model), communicator.rank, communicator.mesh.size)
+        if len(set(said.values())) > 1:
+            take_first(model)  # ranks that initialised their models differently all take the values of rank 0
+    chosen = torch.device(device) if device is not None else _default_device()
+    store = Store(plan, communicator.rank, chosen)
+    store.fill(model, init=init, seed=seed)
+    return ParallelModule(plan, store, communicator, exact_seed)
+
+
+def connect(plan: Plan) -> tuple[Communicator, KeyStore | None]:
+    """This rank's communicator, and the store to compare notes in; another number of ranks or other plans are refused."""
+    if plan.mesh.size == 1 and not dist.is_initialized():
+        return ThreadRanks(plan.mesh, 0, Board(1)), None
+    if not dist.is_initialized():
+        _join(plan)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    check_world(num_ranks, plan.mesh.size, plan.model.name)
+    loads = default_store("conjoin").add(f"loads/{rank}", 1)
+    store = default_store(f"conjoin/{loads}")
+    agree(store, "plan", plan_fingerprint(plan), rank, num_ranks)
+    watch = Watch(store, rank, num_ranks)
+    atexit.register(watch.leave)
+    return ProcessGroups(plan.mesh, watch.explain), store
+
+
+def _join(plan: Plan) -> None:
+    backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() > 0 else "gloo"
+    try:
+        dist.init_process_group(backend)
+    except ValueError as error:
+        raise PlanError(
+            f"The plan of {plan.model.name} needs {plan.mesh.size} ranks, and this process was not started as one of "
+            f"them ({error}). Ranks find each other through their launcher. Start the program with torchrun "
+            f"--nproc-per-node {plan.mesh.size}, or call torch.distributed.init_process_group first."
+        ) from None
+
+
+def _default_device() -> torch.device:
+    if not torch.cuda.is_available() or (dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO):
+        return torch.device("cpu")
+    index = dist.get_node_local_rank(0) if dist.is_initialized() else torch.cuda.current_device()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+

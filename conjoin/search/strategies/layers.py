@@ -1,0 +1,181 @@
+"""Layers split by columns and then by rows: the policy that Megatron and AutoDDL's 3-D matmul share.
+
+A layer whose data arrives whole is split by columns (its output is then split by features); a layer whose data arrives
+split along the index it sums over is split by rows (its output is then a partial sum). Everything between follows. A
+split that is gathered before a row-split layer takes it up was not worth making: the pass goes back to
+that column-split layer and leaves it whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from conjoin.ir import LeafKind, Node, Value
+from conjoin.ops import Partial, Placement, ShardingRule, Split
+from conjoin.search.facts import Facts, NodeFacts
+from conjoin.search.groups import Group
+from conjoin.search.propagation import Flow, Policy, Propagation, Rules, follow
+from conjoin.search.unfusing import find_fused
+
+
+class LayerPolicy(Policy, Protocol):
+    """A policy that splits layers by columns, and can be told to leave some of them."""
+
+    def without(self, nodes: frozenset[Node]) -> LayerPolicy:
+        """The same policy that leaves these layers whole too."""
+        ...
+
+
+def legal_of(some: Rules, legal: Rules) -> list[ShardingRule]:
+    """Those of some ways that are legal."""
+    return [rule for rule in some if rule in legal]
+
+
+def rows_taking_up(facts: NodeFacts, arriving: tuple[Placement, ...], legal: Rules) -> Rules:
+    """The ways to split a layer by rows that need nothing moved; where weights that others use too are stored
+    otherwise, the one way that gathers the data."""
+    layer = facts.layer
+    if layer is None:
+        return []
+    rows = [rule for rule in legal_of(layer.rows, legal) if rule.operands[layer.data] == arriving[layer.data]]
+    return as_stored(facts, arriving, rows) or legal[: min(1, len(rows))]
+
+
+def as_stored(facts: NodeFacts, arriving: tuple[Placement, ...], some: Rules) -> Rules:
+    """Those of some ways of a layer that take its weights as they are stored, where a split is decided already."""
+    assert facts.layer is not None
+    weight = facts.layer.weight
+    stored = arriving[weight]
+    return [rule for rule in some if rule.operands[weight] == stored] if isinstance(stored, Split) else some
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnsThenRows:
+    """Megatron's policy (Shoeybi et al., 2019); with `sequence`, sums are scattered along the sequence between blocks
+    (Korthikanti et al., 2022); with `vocabulary`, tables that only embed are split by rows."""
+
+    left: frozenset[Node] = frozenset()
+    sequence: bool = False
+    vocabulary: frozenset[Node] = frozenset()
+
+    def __call__(self, facts: NodeFacts, arriving: tuple[Placement, ...], legal: Rules) -> Rules:
+        """The ways considered at a node."""
+        if facts.layer is not None:
+            return self._layer(facts, arriving, legal)
+        if facts.lookup is not None and facts.node in self.vocabulary:
+            return legal_of(facts.lookup.rows, legal) or follow(facts, arriving, legal)
+        if self.sequence and Partial() in arriving:
+            return _scatter(facts, arriving, legal) or follow(facts, arriving, legal)
+        return follow(facts, arriving, legal)
+
+    def without(self, nodes: frozenset[Node]) -> ColumnsThenRows:
+        """The same policy that leaves these layers whole too."""
+        return replace(self, left=self.left | nodes)
+
+    def _layer(self, facts: NodeFacts, arriving: tuple[Placement, ...], legal: Rules) -> Rules:
+        assert facts.layer is not None
+        rows = rows_taking_up(facts, arriving, legal)
+        is_split = isinstance(arriving[facts.layer.data], Split)
+        if rows or (is_split and not self.sequence):
+            return rows or follow(facts, arriving, legal)
+        if facts.node not in self.left:
+            columns = as_stored(facts, arriving, legal_of(facts.layer.columns, legal))
+            if columns:
+                return columns
+        return legal[:1] if is_split else follow(facts, arriving, legal)
+
+
+def _scatter(facts: NodeFacts, arriving: tuple[Placement, ...], legal: Rules) -> Rules:
+    """The ways that read sums scattered along the sequence: the second of three dims or more, else the first."""
+    sums = [i for i, placement in enumerate(arriving) if placement == Partial()]
+    if facts.is_view:
+        return [rule for rule in legal if rule.index is None and Partial() in rule.outputs]
+    dims = {i: Split(1 if len(facts.inputs[i].type.shape) > 2 else 0) for i in sums if facts.inputs[i].type.shape}
+    return [rule for rule in legal if len(dims) == len(sums) and all(rule.operands[i] == d for i, d in dims.items())]
+
+
+def settle_columns(facts: Facts, group: Group, policy: LayerPolicy, earlier: Sequence[Flow]) -> Flow:
+    """Run the group through the graph; where the split of a column-split layer would be gathered, go back and leave
+    that layer.
+
+    Layers that are left because several were computed as one are noted as stuck: taken apart, they may be split.
+    """
+    work = Propagation(facts, group, tuple(earlier))
+    work.start({})
+    carried: dict[Value, frozenset[Node]] = {}
+    places = {node.node: place for place, node in enumerate(facts.nodes)}
+    fused: dict[Node, None] = {}
+    while True:
+        gathered = frozenset[Node]()
+        while not gathered and len(work.marks) < len(facts.nodes):
+            node = facts.nodes[len(work.marks)]
+            work.place(node, policy)
+            gathered = _carry(node, work, carried)
+        gathered = gathered or _carried_out(facts, carried)
+        if not gathered:
+            flow = work.finish()
+            return replace(flow, stuck=(*flow.stuck, *fused))
+        fused.update(dict.fromkeys(node for node in gathered if find_fused(facts.graph, node) is not None))
+        policy = policy.without(gathered)
+        work.take_back(min(places[node] for node in gathered))
+
+
+def _carry(node: NodeFacts, work: Propagation, carried: dict[Value, frozenset[Node]]) -> frozenset[Node]:
+    """Note which column-split layers the outputs of a node owe their split to; those whose split the node undoes."""
+    rule = work.rules.get(node.node)
+    if rule is None:
+        return frozenset()
+    sources = {node.node} if is_column(node, rule) else set()
+    gathered: set[Node] = set()
+    for value, placement in zip(node.inputs, rule.operands, strict=True):
+        if value in carried:
+            (sources if placement == work.placements[value] else gathered).update(carried[value])
+    for value, placement in zip(node.node.outputs(), rule.outputs, strict=True):
+        carried.pop(value, None)
+        if sources and isinstance(placement, Split):
+            carried[value] = frozenset(sources)
+    return frozenset(gathered)
+
+
+def _carried_out(facts: Facts, carried: dict[Value, frozenset[Node]]) -> frozenset[Node]:
+    """Without a loss the outputs are gathered for the caller."""
+    if facts.graph.loss is not None:
+        return frozenset()
+    outputs = (value for value in facts.graph.outputs if isinstance(value, Value))
+    return frozenset(node for value in outputs for node in carried.get(value, ()))
+
+
+def is_column(facts: NodeFacts, rule: ShardingRule) -> bool:
+    """Whether a way splits a layer by columns."""
+    return facts.layer is not None and rule in facts.layer.columns
+
+
+def is_row(facts: NodeFacts, rule: ShardingRule) -> bool:
+    """Whether a way splits a layer by rows."""
+    return facts.layer is not None and rule in facts.layer.rows
+
+
+def split_layers(facts: Facts, flow: Flow) -> list[NodeFacts]:
+    """The layers that a flow splits by columns or rows."""
+    pairs = ((node, flow.rules[node.node]) for node in facts.nodes)
+    return [node for node, rule in pairs if is_column(node, rule) or is_row(node, rule)]
+
+
+def width_of(facts: NodeFacts) -> int:
+    """The largest number of features or of terms in a sum that a layer has."""
+    assert facts.layer is not None
+    rules = facts.layer.columns + facts.layer.rows
+    return max(facts.sizes[rule.index] for rule in rules if rule.index is not None)
+
+
+def embedding_nodes(facts: Facts) -> frozenset[Node]:
+    """The lookups in tables that nothing else reads."""
+    found = {node.node for node in facts.nodes if node.lookup is not None}
+    only = {
+        Value(leaf)
+        for leaf in facts.graph.leaves_of(LeafKind.PARAMETER)
+        if set(facts.graph.users.get(Value(leaf), ())) <= found
+    }
+    return frozenset(node for node in found if any(value in only for value in node.inputs))

@@ -1,0 +1,81 @@
+"""Megatron: pairs of layers split by columns and then rows inside a node, data parallel between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+from conjoin.errors import StrategyError
+from conjoin.machine import Mesh
+from conjoin.search.drafting import Draft
+from conjoin.search.facts import Facts
+from conjoin.search.groups import Group, make_groups, sizes_left
+from conjoin.search.propagation import Flow
+from conjoin.search.request import Request
+from conjoin.search.strategies.data_parallel import data_flow
+from conjoin.search.strategies.layers import (
+    ColumnsThenRows,
+    embedding_nodes,
+    is_row,
+    settle_columns,
+    split_layers,
+    width_of,
+)
+
+
+def draft_megatron(facts: Facts, mesh: Mesh, request: Request) -> Draft:
+    """Tensor parallel on the innermost axes, data parallel on the rest."""
+    degrees = _degrees(facts, mesh, request)
+    groups = make_groups(mesh, degrees)
+    earlier = (data_flow(facts, groups["dp"]),)
+    flow = _tensor_flow(facts, groups["tp"], request, earlier)
+    if groups["tp"].degree > 1 and not flow.stuck and not _num_rows(facts, flow):
+        raise _no_pairs(facts, groups["tp"])
+    return Draft(Request(request.name, degrees, request.flags), (*earlier, flow))
+
+
+def _tensor_flow(facts: Facts, group: Group, request: Request, earlier: tuple[Flow, ...]) -> Flow:
+    vocabulary = embedding_nodes(facts) if "vocab" in request.flags else frozenset()
+    policy = ColumnsThenRows(sequence="sp" in request.flags, vocabulary=vocabulary)
+    return settle_columns(facts, group, policy, earlier)
+
+
+def _num_rows(facts: Facts, flow: Flow) -> int:
+    return sum(is_row(node, flow.rules[node.node]) for node in split_layers(facts, flow))
+
+
+def _degrees(facts: Facts, mesh: Mesh, request: Request) -> Mapping[str, int]:
+    given = request.degrees
+    if "tp" in given:
+        return {"tp": given["tp"], "dp": given.get("dp", prod(sizes_left(mesh, {"tp": given["tp"]})))}
+    if "dp" in given:
+        make_groups(mesh, {"dp": given["dp"], "tp": prod(sizes_left(mesh, given))})
+        return {"tp": mesh.size // given["dp"], "dp": given["dp"]}
+    tp = _largest(facts, mesh, request)
+    return {"tp": tp, "dp": mesh.size // tp}
+
+
+def _largest(facts: Facts, mesh: Mesh, request: Request) -> int:
+    """The largest degree, from the axes inside a node, that splits all the layers which the smallest one splits."""
+    inside = [axis for axis in mesh.axes if not axis.between_nodes] or list(mesh.axes)
+    degrees, degree = [], 1
+    for axis in reversed(inside):
+        degree *= axis.size
+        degrees.append(degree)
+    best, most = degrees[0] if degrees else 1, 1
+    for degree in degrees:
+        group = make_groups(mesh, {"tp": degree, "dp": mesh.size // degree})["tp"]
+        found = _num_rows(facts, _tensor_flow(facts, group, request, ()))
+        if found < most:
+            break
+        best, most = degree, found
+    return best
+
+
+def _no_pairs(facts: Facts, group: Group) -> StrategyError:
+    widths = [width_of(node) for node in facts.nodes if node.layer is not None]
+    return StrategyError(
+        f"The layers of {facts.graph.name} were to be split {group.degree} ways ({group}). None of its {len(widths)} "
+        f"layers with weights, of at most {max(widths, default=0)} features, can be split by columns and lead to one "
+        f"split by rows without a gather between. Choose a lower tp, or data-parallel."
+    )
