@@ -1,24 +1,14 @@
-"""The commands: `inspect` shows what is in a model, `doctor` what this installation has."""
+"""The list of commands, and what becomes of a user's mistake."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import sys
-from pathlib import Path
-from typing import Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from conjoin.api import ConjoinError, Inspection, __version__, inspect, save_graph
-from conjoin.cli.models import load_model_graph
-from conjoin.environment import cache_directory
-from conjoin.report import format_bytes, inspection_summary, inspection_table
+from conjoin.api import ConjoinError
+from conjoin.cli.inspecting import doctor_command, inspect_command
+from conjoin.cli.planning import diff_command, explain_command, plan_command
 
 app = typer.Typer(
     name="conjoin",
@@ -27,85 +17,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-_MODEL_HELP = "Zoo name (bert-large, bert-large:tiny), file.py:function, module:function, or graph.json."
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
-_LEGEND = "S(d): split along dim d; P: partial sums of a split reduction; +: also by expansion into other operators."
-
-
-def _print_json(data: Any) -> None:
-    typer.echo(json.dumps(data, indent=2))
-
-
-def _show(found: Inspection) -> None:
-    console = Console()
-    console.print(f"[bold]{escape(found.name)}[/bold]", highlight=False)
-    for name, text in inspection_summary(found):
-        console.print(f"  {name:<12} {escape(text)}", highlight=False)
-    columns = ("operator", "calls", "flop", "bytes moved", "the output can be")
-    table = Table(*columns, box=None, pad_edge=True, header_style="bold")
-    for column in table.columns[1:4]:
-        column.justify = "right"
-    for row in inspection_table(found):
-        table.add_row(*map(escape, row))
-    console.print(table)
-    console.print(f"  {_LEGEND}", highlight=False)
-
-
-@app.command("inspect")
-def inspect_command(
-    model: ModelArgument,
-    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
-    train: Annotated[bool | None, typer.Option("--train/--eval", help="The mode to capture; default: train.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Also save the graph as JSON here.")] = None,
-) -> None:
-    """Show what is in a model: operators, parameters, work, memory, what can be split, what is opaque."""
-    graph = load_model_graph(model, batch_size=batch, training=train)
-    found = inspect(graph)
-    if output is not None:
-        save_graph(graph, output)
-    if as_json:
-        _print_json({"model": model, **found.to_json()})
-    else:
-        _show(found)
-
-
-def _devices() -> list[dict[str, Any]]:
-    """CPU cores and memory, and every accelerator torch sees."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    name = platform.processor() or platform.machine()
-    devices: list[dict[str, Any]] = [{"kind": "cpu", "name": name, "count": os.cpu_count(), "bytes": memory}]
-    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        found = torch.cuda.get_device_properties(i)
-        devices.append({"kind": "cuda", "name": found.name, "count": 1, "bytes": found.total_memory})
-    return devices
-
-
-@app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Print versions, devices and where the cache is."""
-    cache, devices = cache_directory(), _devices()
-    facts = {
-        "conjoin": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "system": platform.platform(),
-        "devices": devices,
-        "distributed": torch.distributed.is_available(),
-        "cache": str(cache),
-        "cache_exists": cache.exists(),
-    }
-    if as_json:
-        _print_json(facts)
-        return
-    for name in ("conjoin", "python", "torch", "system"):
-        typer.echo(f"{name:<12} {facts[name]}")
-    for device in devices:
-        what = f"{device['kind']}: {device['count']} x {device['name']}, {format_bytes(device['bytes'])}"
-        typer.echo(f"{'device':<12} {what}")
-    typer.echo(f"{'distributed':<12} {'available' if facts['distributed'] else 'not in this torch'}")
-    typer.echo(f"{'cache':<12} {cache}{'' if cache.exists() else ' (not there yet)'}")
+app.command("inspect")(inspect_command)
+app.command("plan")(plan_command)
+app.command("explain")(explain_command)
+app.command("diff")(diff_command)
+app.command("doctor")(doctor_command)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,13 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import nn
 
 from conjoin.api import ConjoinError, Graph, UsageError, capture, load_graph, verify
 
+_MODEL_HELP = "Zoo name (bert-large, bert-large:tiny), file.py:function, module:function, or graph.json."
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
 _PACKAGES = tuple(f"{path}{os.sep}" for path in (*torch.__path__, *importlib.__path__, Path(__file__).parents[1]))
 """Code that is not the user's."""
 
@@ -33,6 +36,19 @@ def load_model_graph(model: str, *, batch_size: int | None, training: bool | Non
     _run(f"Setting the mode of {model}", lambda: found.train(training is not False))
     with _without_torch_logs():
         return capture(found, batch, loss)
+
+
+def load_workload(model: str, batch_size: int | None) -> tuple[nn.Module, Any, Any]:
+    """MODEL in training mode with its values, a batch and the loss, to be run; a saved graph has no values."""
+    if model.endswith(".json"):
+        raise UsageError(
+            f"The saved graph {model} was given to be run. A graph has no parameters' values. Name the model itself: "
+            f"a zoo name, file.py:function or module:function."
+        )
+    is_function = ":" in model and not _is_zoo(model)
+    found, batch, loss = _from_function(model, batch_size) if is_function else _from_zoo(model, batch_size, "cpu")
+    _run(f"Setting the mode of {model}", lambda: found.train(True))
+    return found, batch, loss
 
 
 @contextmanager
@@ -63,7 +79,7 @@ def _is_zoo(model: str) -> bool:
     return model.endswith(":tiny") and not model.removesuffix(":tiny").endswith(".py")
 
 
-def _from_zoo(model: str, batch_size: int | None) -> tuple[nn.Module, Any, Any]:
+def _from_zoo(model: str, batch_size: int | None, device: str = "meta") -> tuple[nn.Module, Any, Any]:
     if model.endswith(".py"):
         raise UsageError(
             f"{model} was given without a function. A model is named path/to/file.py:function. "
@@ -79,7 +95,7 @@ def _from_zoo(model: str, batch_size: int | None) -> tuple[nn.Module, Any, Any]:
             f"A model of your own is named path/to/file.py:function or package.module:function, a saved graph "
             f"file.json."
         )
-    workload = zoo.build(model, batch_size=batch_size, device="meta")
+    workload = zoo.build(model, batch_size=batch_size, device=device)
     return workload.model, workload.batch, workload.loss
 
 

@@ -30,8 +30,8 @@ def move_regions(
 ) -> Movement:
     """The table of one rank when each member of a group has a region and wants another.
 
-    `have` and `want` are by position in the group. Regions that members have are the same or disjoint; regions that they
-    want may overlap, as halos do. What a member has itself it keeps; what several others have, they send in turn.
+    `have` and `want` are by position in the group. Regions that members have are the same or disjoint; regions that
+    they want may overlap, as halos do. What a member has it keeps; what several others have, they send in turn.
 
     >>> halo = move_regions([((0, 4),), ((4, 8),)], [((0, 5),), ((3, 8),)], (0, 1), 1)
     >>> halo.sends
@@ -69,8 +69,8 @@ def _senders(region: Region, holders: list[int], want: Sequence[Region]) -> dict
 def movement(step: Step, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Movement:
     """One rank's table for an all-gather, an all-to-all or a reduce-scatter.
 
-    In a reduce-scatter everyone sends to each member that member's target region out of its own partial sum; what a rank
-    receives has all the same region, and is to be summed.
+    In a reduce-scatter everyone sends to each member that member's target region out of its own partial sum; all that
+    a rank receives is of the same region, and is to be summed.
     """
     group = mesh.group(rank, step.axes)
     held, wanted = (all_regions(shape, splits_of(layout, len(shape)), mesh) for layout in (step.source, step.target))

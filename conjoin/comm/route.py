@@ -1,8 +1,8 @@
 """How a tensor comes from one layout to another: the local steps and collectives, cheapest in bytes on the wire.
 
-`waypoints` chooses between which layouts to pass; here the steps between them are named. What a step is, is decided by
-regions: a move is an all-gather where each rank's target region is the disjoint union of its group's source regions,
-local where each rank has all it wants, and else an all-to-all, in which every rank gets the part it lacks from a holder.
+`waypoints` chooses between which layouts to pass; here the steps between them are named. What a step is, regions
+decide: a move is an all-gather where each rank's target region is the disjoint union of its group's source regions,
+local where each rank has all it wants, and else an all-to-all, in which every rank gets what it lacks from a holder.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
+from conjoin.comm.merging import merge_axes
 from conjoin.comm.pieces import Splits, num_devices, splits_of, tails
-from conjoin.comm.waypoints import Problem, Spread, Waypoints, best_legs, sliced_first
+from conjoin.comm.waypoints import FEW_AXES, Leg, Problem, Spread, Waypoints, best_legs, sliced_first
 from conjoin.machine import Mesh
 from conjoin.ops import Copies, Invariant, Layout, Partial, Placement, Split, dual, make_layout, placement_on
 
@@ -44,8 +45,8 @@ class Step:
 
     RELABEL reads the same data as I or B. SLICE cuts the rank's part out of what it holds. KEEP leaves the value at
     coordinate 0 of each of the axes and zeros it elsewhere. PAD puts the piece into zeros of the larger region.
-    REDUCE_SCATTER sums, over the group, the part of the target region out of everyone's partial sum; the target regions of
-    a group are disjoint, but where copies are sliced at the same time they need not cover what the group holds.
+    REDUCE_SCATTER sums, over the group, the rank's target region out of everyone's partial sum; the target regions of a
+    group are disjoint, but where copies are sliced at the same time they need not cover what the group holds.
     """
 
     kind: StepKind
@@ -81,7 +82,8 @@ def reshard(shape: tuple[int, ...], source: Layout, target: Layout, mesh: Mesh) 
     >>> mesh = Mesh.of_nodes(1, 4)
     >>> print(reshard((8, 8), make_layout([("d0", Partial()), ("d1", Partial())]), (), mesh))
     all-reduce over d0 d1: d0:P,d1:P -> I
-    >>> print(reshard((8, 8), make_layout([("d0", Partial())]), make_layout([("d0", Split(0)), ("d1", Split(1))]), mesh))
+    >>> scattered = make_layout([("d0", Split(0)), ("d1", Split(1))])
+    >>> print(reshard((8, 8), make_layout([("d0", Partial())]), scattered, mesh))
     slice over d1: d0:P -> d1:S(1),d0:P
     reduce-scatter over d0: d1:S(1),d0:P -> d0:S(0),d1:S(1)
     """
@@ -91,7 +93,7 @@ def reshard(shape: tuple[int, ...], source: Layout, target: Layout, mesh: Mesh) 
         return Route(shape, source, target, ())
     problem = Problem(shape, _spread(source, len(shape)), _spread(target, len(shape)), mesh)
     steps: tuple[Step, ...] = ()
-    for leg, waypoints in best_legs(problem):
+    for leg, waypoints in _legs(problem):
         steps += _steps(leg, waypoints, source, target)
     reached = steps[-1].target if steps else source
     if reached != target:
@@ -126,6 +128,13 @@ def _check(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> None:
                 f"layout {_text(layout)} cuts dim {dim} of shape {shape} into {num_devices(axes, mesh)} pieces; "
                 f"it has {shape[dim]} positions"
             )
+
+
+def _legs(problem: Problem) -> tuple[Leg, ...]:
+    if len(problem.mesh.names) <= FEW_AXES:
+        return best_legs(problem)
+    merged = merge_axes(problem)
+    return tuple(merged.expand(leg) for leg in best_legs(merged.problem))
 
 
 def _spread(layout: Layout, num_dims: int) -> Spread:
@@ -168,7 +177,7 @@ def _sums(here: Spread, there: Spread) -> Iterable[tuple[StepKind, Spread]]:
 
 
 def _layout(mesh: Mesh, spread: Spread, source: Layout, target: Layout) -> Layout:
-    """What is held, as a layout: copies are called as in the source, or if they come from elsewhere as in the target."""
+    """What is held, as a layout: copies are called as in the source, or where it has none as in the target."""
 
     def label(axis: str) -> Placement:
         named = (placement_on(source, axis), placement_on(target, axis))
@@ -199,8 +208,8 @@ def _step(mesh: Mesh, kind: StepKind, spreads: tuple[Spread, Spread], layouts: t
 def _move(have: Splits, want: Splits, source: Layout, target: Layout) -> Step:
     """The step for a change of splits; it communicates over the axes whose pieces must leave their place.
 
-    Outermost axes that a dim shares in both layouts divide the mesh into groups that need nothing of each other. Inside a
-    group the pieces make up the whole; where nothing else is split in the target, everyone wants just that whole.
+    Outermost axes that a dim shares in both layouts divide the mesh into groups that need nothing of each other. Inside
+    a group the pieces make up the whole; where nothing else is split in the target, everyone wants just that whole.
     """
     leaving, arriving = tails(have, want)
     if not any(leaving):

@@ -1,19 +1,42 @@
 """How many bytes a step or a route puts on the wire: for one rank, for the busiest, and for all together.
 
-The figures are those of the movement tables (and of a ring for all-reduce), but in closed form: in a target layout an axis
-splits one dim only, so what a rank sends to all members of a group is a product over dims.
+The figures are those of the movement tables (and of a ring for all-reduce), but in closed form: in a target layout an
+axis splits one dim only, so what a rank sends to all members of its group is a product over dims.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
 
 from conjoin.comm.pieces import Splits, all_regions, is_even, num_devices, pieces, splits_of, tails
 from conjoin.comm.route import Route, Step, StepKind
-from conjoin.ir import Range, num_elements, overlap
+from conjoin.ir import Range, Region, num_elements, overlap
 from conjoin.machine import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """What all ranks hold and want in a step."""
+
+    step: Step
+    shape: tuple[int, ...]
+    mesh: Mesh
+    want: Splits
+    leaving: Splits
+    arriving: Splits
+    """What source and target split besides the outermost axes they share."""
+    held: tuple[Region, ...]
+    wanted: tuple[Region, ...]
+
+
+@lru_cache(maxsize=64)
+def _exchange(step: Step, shape: tuple[int, ...], mesh: Mesh) -> _Exchange:
+    have, want = (splits_of(layout, len(shape)) for layout in (step.source, step.target))
+    held, wanted = (all_regions(shape, splits, mesh) for splits in (have, want))
+    return _Exchange(step, shape, mesh, want, *tails(have, want), held, wanted)
 
 
 def bytes_sent(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, rank: int) -> int:
@@ -24,42 +47,43 @@ def bytes_sent(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, ra
     >>> bytes_sent(all_reduce, (6,), 4, Mesh.of_nodes(1, 3), 0)
     32
     """
-    if step.kind.is_local:
-        return 0
-    have, want = (splits_of(layout, len(shape)) for layout in (step.source, step.target))
-    num_ranks = num_devices(step.axes, mesh)
-    held = all_regions(shape, have, mesh)[rank]
-    match step.kind:
+    return 0 if step.kind.is_local else _bytes_sent(_exchange(step, shape, mesh), itemsize, rank)
+
+
+def _bytes_sent(exchange: _Exchange, itemsize: int, rank: int) -> int:
+    num_ranks = num_devices(exchange.step.axes, exchange.mesh)
+    held = exchange.held[rank]
+    match exchange.step.kind:
         case StepKind.ALL_REDUCE:
             return round(2 * (num_ranks - 1) * num_elements(held) * itemsize / num_ranks)
         case StepKind.ALL_GATHER:
             return (num_ranks - 1) * num_elements(held) * itemsize
         case _:
-            wanted = all_regions(shape, want, mesh)[rank]
-            kept = overlap(held, wanted)
-            sent = _elements_wanted_by_group(step, shape, mesh, rank) - (num_elements(kept) if kept is not None else 0)
+            kept = overlap(held, exchange.wanted[rank])
+            sent = _elements_wanted_by_group(exchange, rank) - (num_elements(kept) if kept is not None else 0)
             return sent * itemsize
 
 
-def _elements_wanted_by_group(step: Step, shape: tuple[int, ...], mesh: Mesh, rank: int) -> int:
+def _elements_wanted_by_group(exchange: _Exchange, rank: int) -> int:
     """Of what the rank holds, how many elements the members of its group want, counted once for each."""
-    have, want = (splits_of(layout, len(shape)) for layout in (step.source, step.target))
-    held = all_regions(shape, have, mesh)[rank]
-    along = [tuple(axis for axis in axes if axis in step.axes) for axes in want]
-    by_dim = (
-        sum(max(0, min(stop, b) - max(start, a)) for a, b in _wanted_ranges(size, axes, step.axes, mesh, rank))
-        for size, axes, (start, stop) in zip(shape, want, held, strict=True)
-    )
-    return prod(by_dim) * (num_devices(step.axes, mesh) // num_devices((axis for axes in along for axis in axes), mesh))
+    mesh, group_axes = exchange.mesh, exchange.step.axes
+    by_dim = []
+    for dim, (first, last) in enumerate(exchange.held[rank]):
+        if all(axis in group_axes for axis in exchange.arriving[dim]):
+            by_dim.append(last - first)
+        else:
+            wanted = _wanted_ranges(dim, exchange, rank)
+            by_dim.append(sum(max(0, min(last, stop) - max(first, start)) for start, stop in wanted))
+    splitting = num_devices((axis for axes in exchange.want for axis in axes if axis in group_axes), mesh)
+    return prod(by_dim) * (num_devices(group_axes, mesh) // splitting)
 
 
-def _wanted_ranges(
-    size: int, split: tuple[str, ...], group_axes: tuple[str, ...], mesh: Mesh, rank: int
-) -> list[Range]:
+def _wanted_ranges(dim: int, exchange: _Exchange, rank: int) -> list[Range]:
     """The pieces of a dim that members of the rank's group want, each once."""
+    mesh, along, split = exchange.mesh, exchange.step.axes, exchange.want[dim]
     here = mesh.coordinates(rank)
-    places = [range(mesh.sizes[axis]) if axis in group_axes else (here[axis],) for axis in split]
-    ranges = pieces(size, tuple(mesh.sizes[axis] for axis in split))
+    places = [range(mesh.sizes[axis]) if axis in along else (here[axis],) for axis in split]
+    ranges = pieces(exchange.shape[dim], tuple(mesh.sizes[axis] for axis in split))
     weights = [num_devices(split[i + 1 :], mesh) for i in range(len(split))]
     return [ranges[sum(w * p for w, p in zip(weights, place, strict=True))] for place in product(*places)]
 
@@ -77,25 +101,24 @@ def total_bytes(route: Route, itemsize: int, mesh: Mesh) -> int:
     return sum(sent) * (mesh.size // len(sent))
 
 
-def _bytes_by_rank(route: Route, itemsize: int, mesh: Mesh) -> list[int]:
+@lru_cache(maxsize=1 << 10)
+def _bytes_by_rank(route: Route, itemsize: int, mesh: Mesh) -> tuple[int, ...]:
     """What is sent by each of the ranks along the axes that make a difference; the others are like these."""
-    shape = route.shape
-    ranks = mesh.group(0, mesh.in_order(axis for step in route.steps for axis in _unlike_axes(step, shape, mesh)))
-    return [sum(bytes_sent(step, shape, itemsize, mesh, rank) for step in route.steps) for rank in ranks]
+    exchanges = [_exchange(step, route.shape, mesh) for step in route.steps if not step.kind.is_local]
+    ranks = mesh.group(0, mesh.in_order(axis for exchange in exchanges for axis in _unlike_axes(exchange)))
+    return tuple(sum(_bytes_sent(exchange, itemsize, rank) for exchange in exchanges) for rank in ranks)
 
 
-def _unlike_axes(step: Step, shape: tuple[int, ...], mesh: Mesh) -> set[str]:
+def _unlike_axes(exchange: _Exchange) -> frozenset[str]:
     """The axes along which ranks may send different amounts."""
-    have, want = (splits_of(layout, len(shape)) for layout in (step.source, step.target))
-    if step.kind.is_local:
-        return set()
+    shape, mesh, want = exchange.shape, exchange.mesh, exchange.want
+    have = splits_of(exchange.step.source, len(shape))
     if not (is_even(shape, have, mesh) and is_even(shape, want, mesh)):
         return _axes_of(have) | _axes_of(want)
-    if step.kind is StepKind.ALL_TO_ALL:
-        leaving, arriving = tails(have, want)
-        return _axes_of(leaving) | _axes_of(arriving)
-    return set()
+    if exchange.step.kind is StepKind.ALL_TO_ALL:
+        return _axes_of(exchange.leaving) | _axes_of(exchange.arriving)
+    return frozenset()
 
 
-def _axes_of(splits: Splits) -> set[str]:
-    return {axis for axes in splits for axis in axes}
+def _axes_of(splits: Splits) -> frozenset[str]:
+    return frozenset(axis for axes in splits for axis in axes)

@@ -6,9 +6,9 @@ Every route has the same form, any part of which may be missing:
            ─one move─►                               gathered
            ─keep, pad, slice, reduce-scatter, all-reduce─► target
 
-I and B hold the same data, so here both are C (copies). On each axis there is little to choose (`OPTIONS`): a sum may be
-scattered or reduced whole, copies may be sliced first so that less is summed, and a sum that is asked for may be made
-of pieces put into zeros. What that costs, in elements over all ranks, for a tensor of `whole` elements of which
+I and B hold the same data, so here both are C (copies). On each axis there is little to choose (`OPTIONS`): a sum may
+be scattered or reduced whole, copies may be sliced first so that less is summed, and a sum that is asked for may be
+made of pieces put into zeros. What that costs, in elements over all ranks, for a tensor of `whole` elements of which
 `copies` are held (the devices along the axes that do not split it):
 
     reduce-scatter over n ranks     (n - 1) · whole · copies of the result
@@ -51,8 +51,20 @@ FEW_AXES = 4
 """Up to so many axes with a choice, each is decided on its own; beyond, those of the same fate are decided together."""
 USUAL_OPTIONS = 2
 """How many options are tried beyond `FEW_AXES`."""
-MAX_TRIES = 48
-"""How many ways to nest axes in dims are tried before and after the move; all of them for three axes and two dims."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How many choices are tried, and how many ways to nest axes in dims before and after the move."""
+
+    choices: int
+    nestings: int
+
+
+MANY_TRIES = Effort(choices=1000, nestings=48)
+"""All of them, for three axes and two dims."""
+FEW_TRIES = Effort(choices=6, nestings=1)
+"""Beyond `FEW_AXES`: a few milliseconds on 512 devices."""
 
 
 def _axes_of(splits: Splits) -> frozenset[str]:
@@ -128,17 +140,24 @@ def best_legs(problem: Problem) -> tuple[Leg, ...]:
     best: tuple[Leg, ...] = ((problem, waypoints),)
     for via in (*_rearranged(problem, problem.source), *_rearranged(problem, problem.target)):
         first, second = replace(problem, target=via), replace(problem, source=via)
-        moved, first_waypoints = best_waypoints(first)
-        if moved >= score:
+        if _least(first) + _least(second) >= score:
             continue
-        rest, second_waypoints = best_waypoints(second)
-        if moved + rest < score:
-            score, best = moved + rest, ((first, first_waypoints), (second, second_waypoints))
+        (reached, first_waypoints), (rest, second_waypoints) = best_waypoints(first), best_waypoints(second)
+        if reached + rest < score:
+            score, best = reached + rest, ((first, first_waypoints), (second, second_waypoints))
     return best
 
 
+def _least(problem: Problem) -> Score:
+    """A bound for all choices; exact for a move that leaves sums alone."""
+    if problem.source.partial == problem.target.partial:
+        kept = kept_elements(problem.shape, problem.source.splits, problem.target.splits, problem.mesh)
+        return Score(prod(problem.shape) * problem.copies(problem.target) - kept, 0)
+    return min(_bound(problem, weights) for _, weights in _choices(problem))
+
+
 def _rearranged(problem: Problem, end: Spread) -> Iterator[Spread]:
-    """Other ways to lay out source or target with its partial sums, where not every rank can have a piece of its own."""
+    """Other ways to lay out source or target with its partial sums, for tensors of so few positions that room is scarce."""
     mesh = problem.mesh
     if not end.partial or len(mesh.names) > FEW_AXES:
         return
@@ -146,7 +165,7 @@ def _rearranged(problem: Problem, end: Spread) -> Iterator[Spread]:
         return
     empty: Splits = tuple(() for _ in problem.shape)
     for axes in dict.fromkeys((end.axes, frozenset(mesh.names) - end.partial)):
-        for splits in islice(extensions(problem, empty, mesh.in_order(axes), end.splits), MAX_TRIES):
+        for splits in islice(extensions(problem, empty, mesh.in_order(axes), end.splits), MANY_TRIES.nestings):
             yield Spread(splits, end.partial)
 
 
@@ -154,10 +173,11 @@ def best_waypoints(problem: Problem) -> tuple[Score, Waypoints]:
     """The waypoints with the fewest elements on the wire, then the fewest steps."""
     bounded = [(_bound(problem, weights), choice) for choice, weights in _choices(problem)]
     best: tuple[Score, Waypoints] | None = None
-    for bound, choice in sorted(bounded, key=lambda entry: entry[0]):
+    effort = MANY_TRIES if len(problem.mesh.names) <= FEW_AXES else FEW_TRIES
+    for bound, choice in islice(sorted(bounded, key=lambda entry: entry[0]), effort.choices):
         if best is not None and bound > best[0]:
             break
-        waypoints = _realisation(problem, choice)
+        waypoints = _realisation(problem, choice, effort.nestings)
         if waypoints is None:
             continue
         score = score_of(problem, waypoints)
@@ -180,7 +200,7 @@ def _options(problem: Problem, axis: str) -> tuple[Option, ...]:
 
 
 Weights = tuple[int, int, int, int, int, int]
-"""Devices along the axes that do not split before, nor after the move; that are scattered, and reduced, before; after."""
+"""Devices along the axes that do not split before, after the move; that are scattered, reduced before; and after it."""
 
 
 def _weights(problem: Problem, axis: str, option: Option) -> Weights:
@@ -264,7 +284,7 @@ def score_of(problem: Problem, waypoints: Waypoints) -> Score:
     return Score(elements, communicating, int(leaving and arriving), sum(local))
 
 
-def _realisation(problem: Problem, choice: Choice) -> Waypoints | None:
+def _realisation(problem: Problem, choice: Choice, num_nestings: int) -> Waypoints | None:
     """The choice with axes in those dims, and nested in that order, in which the most is kept in place."""
     before = [axis for axis, (letter, _) in choice.items() if letter == "S"]
     after = [axis for axis, (_, letter) in choice.items() if letter == "S"]
@@ -273,15 +293,15 @@ def _realisation(problem: Problem, choice: Choice) -> Waypoints | None:
     if padded is None or coarse is None:
         return None
     stays = frozenset(axis for axis, option in choice.items() if option == ("P", "P"))
-    most = kept_elements(problem.shape, padded, coarse, problem.mesh)
-    best = -1, padded, coarse
-    for have in islice(extensions(problem, padded, before, coarse), MAX_TRIES):
-        for want in islice(extensions(problem, coarse, after, have), MAX_TRIES):
+    most = kept_elements(problem.shape, padded, coarse, problem.mesh) if num_nestings > 1 else 0
+    best, num_axes = ((-1, -1), padded, coarse), len(before) + len(after)
+    for have in islice(extensions(problem, padded, before, coarse), num_nestings):
+        for want in islice(extensions(problem, coarse, after, have), num_nestings):
+            placed = len(_axes_of(have)) + len(_axes_of(want))
             kept = kept_elements(problem.shape, have, want, problem.mesh)
-            if kept > best[0]:
-                best = kept, have, want
-            if kept == most:
-                break
+            best = max(best, ((placed, kept), have, want), key=lambda found: found[0])
+            if (placed, kept) == (num_axes, most):
+                return Waypoints(padded, Spread(have, stays), Spread(want, stays), coarse)
     return Waypoints(padded, Spread(best[1], stays), Spread(best[2], stays), coarse)
 
 

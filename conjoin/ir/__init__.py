@@ -20,6 +20,7 @@ from conjoin.ir.plan import (
     Substitution,
     check_plan,
     load_plan,
+    model_mark,
     plan_fingerprint,
     plan_from_json,
     plan_to_json,
@@ -36,15 +37,14 @@ from conjoin.ir.verifier import Fault, find_faults, verify
 from conjoin.ir.widening import widen
 
 __all__ = [
-    "LEAF", "MAX_CONSTANT_BYTES", "REGATHER", "Choice", "Elementary", "Fault", "Graph", "GraphBuilder",
-    "LayoutError", "Leaf", "LeafKind", "Mark", "MemoryAction", "Node", "Placed", "Plan", "Range", "Region",
-    "RegionMove", "Result", "Scalar", "Source", "Structure", "Substitution", "Value", "arguments_text",
-    "can_expand", "check_plan", "choose", "cut", "cut_along", "describe_tree", "drop_unused", "elementary",
-    "expand", "find_faults", "find_layout_faults", "fingerprint", "flatten_tree", "from_json", "is_literal",
-    "is_parallel", "is_random", "layout_fault", "load_graph", "load_plan", "made_region", "make_leaf", "make_node",
-    "node_fault", "node_text", "num_elements", "operand_move", "origin", "output_move", "overlap", "parallelize",
-    "parse_graph", "parse_type", "place", "plain_call", "plan_fingerprint", "plan_from_json", "plan_to_json",
-    "plan_to_text", "read_json", "region_of", "region_shape", "reshard_chain", "rules_for", "save_graph",
-    "sequential", "spec_of", "to_json", "unflatten_tree", "value_text", "verify", "wanted_region", "widen",
-    "write_file",
+    "LEAF", "MAX_CONSTANT_BYTES", "REGATHER", "Choice", "Elementary", "Fault", "Graph", "GraphBuilder", "LayoutError",
+    "Leaf", "LeafKind", "Mark", "MemoryAction", "Node", "Placed", "Plan", "Range", "Region", "RegionMove", "Result",
+    "Scalar", "Source", "Structure", "Substitution", "Value", "arguments_text", "can_expand", "check_plan", "choose",
+    "cut", "cut_along", "describe_tree", "drop_unused", "elementary", "expand", "find_faults", "find_layout_faults",
+    "fingerprint", "flatten_tree", "from_json", "is_literal", "is_parallel", "is_random", "layout_fault",
+    "load_graph", "load_plan", "made_region", "make_leaf", "make_node", "model_mark", "node_fault", "node_text",
+    "num_elements", "operand_move", "origin", "output_move", "overlap", "parallelize", "parse_graph", "parse_type",
+    "place", "plain_call", "plan_fingerprint", "plan_from_json", "plan_to_json", "plan_to_text", "read_json",
+    "region_of", "region_shape", "reshard_chain", "rules_for", "save_graph", "sequential", "spec_of", "to_json",
+    "unflatten_tree", "value_text", "verify", "wanted_region", "widen", "write_file",
 ]  # fmt: skip

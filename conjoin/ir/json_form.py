@@ -85,15 +85,20 @@ def to_json(graph: Graph) -> dict[str, Any]:
     return {**_program(graph), "name": graph.name, "sources": sources}
 
 
-def fingerprint(graph: Graph) -> str:
+def fingerprint(graph: Graph, *, constants: bool = True) -> str:
     """A digest of what the graph computes: the same in every process and on every machine, blind to names of files.
+
+    Without `constants` their values do not count: a graph captured on the meta device has none.
 
     >>> from conjoin.ir import parse_graph
     >>> lines = ['graph "g" eval', "input:x f32[2]", "takes [input:x] in null", "%0: f32[2] = relu(input:x)"]
     >>> fingerprint(parse_graph("\\n".join([*lines, "returns [%0] in null"])))[:12]
     '5bc7e0a43218'
     """
-    canonical = json.dumps(_program(graph), sort_keys=True, separators=(",", ":"))
+    program = _program(graph)
+    if not constants:
+        program["leaves"] = [{k: v for k, v in leaf.items() if k != "data"} for leaf in program["leaves"]]
+    canonical = json.dumps(program, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 

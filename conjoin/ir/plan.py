@@ -12,6 +12,7 @@ from typing import Any
 from conjoin.errors import GraphError, PlanError
 from conjoin.ir.files import read_json, write_file
 from conjoin.ir.graph import Graph
+from conjoin.ir.json_form import fingerprint
 from conjoin.ir.limits import MAX_ITEMS
 from conjoin.ir.nodes import LeafKind
 from conjoin.ir.parallel_verifier import find_layout_faults
@@ -34,6 +35,11 @@ class Mark:
 
     name: str
     fingerprint: str
+
+
+def model_mark(graph: Graph) -> Mark:
+    """The mark of a captured model; the values of its constants do not count, a model on meta has none."""
+    return Mark(graph.name, fingerprint(graph, constants=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +148,7 @@ def plan_from_json(data: Any) -> Plan:
     try:
         return _load(data)
     except GraphError as error:
-        raise PlanError(f"The plan's graph cannot be read. {error}") from None
+        raise PlanError(f"The graph in the plan cannot be read. {error}") from None
     except (ValueError, LookupError, TypeError, RecursionError, OverflowError) as error:
         reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise PlanError(

@@ -65,6 +65,8 @@ class Elementary:
         axes = self.attributes[-1]
         if not isinstance(axes, tuple) or not axes or not all(isinstance(axis, str) for axis in axes):
             raise LayoutError(f"{self.op} needs the names of axes, not {axes!r}")
+        if len(set(axes)) < len(axes):
+            raise LayoutError(f"{self.op} names an axis twice: {', '.join(axes)}")
         if self.op in _WHOLE:
             before, after = _WHOLE[self.op]
         else:

@@ -33,6 +33,8 @@ class ParameterBundle:
 
     kind: BundleKind
     entries: tuple[Entry, ...]
+    after: ParameterBundle | None
+    """The next of its kind: gathered ahead in the forward pass, and gathers this one ahead in the backward pass."""
 
 
 def find_bundles(graph: Graph, mesh: Mesh, regathered: frozenset[str]) -> tuple[ParameterBundle, ...]:
@@ -48,7 +50,14 @@ def find_bundles(graph: Graph, mesh: Mesh, regathered: frozenset[str]) -> tuple[
             filled[kind] = 0
         groups[kind][-1].append(entry)
         filled[kind] += entry[0].type.bytes
-    return tuple(ParameterBundle(kind, tuple(entries)) for kind, parts in groups.items() for entries in parts)
+    return tuple(bundle for kind, parts in groups.items() for bundle in _chain(kind, parts))
+
+
+def _chain(kind: BundleKind, parts: list[list[Entry]]) -> list[ParameterBundle]:
+    bundles: list[ParameterBundle] = []
+    for entries in reversed(parts):
+        bundles.insert(0, ParameterBundle(kind, tuple(entries), bundles[0] if bundles else None))
+    return bundles
 
 
 def _parameter_reads(graph: Graph) -> list[Entry]:

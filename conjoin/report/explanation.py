@@ -9,7 +9,6 @@ from typing import Any
 
 from conjoin.ir import (
     Graph,
-    Leaf,
     LeafKind,
     Mark,
     Node,
@@ -113,6 +112,12 @@ class Explanation:
         """Every collective of a step."""
         return tuple(collective for shipment in self.shipments for collective in shipment.collectives)
 
+    @property
+    def num_regathered(self) -> int:
+        """How many parameters are gathered again for the backward pass: those that travel in bundles."""
+        again = (s for s in self.shipments if any(c.direction == BACKWARD and not c.of_gradient for c in s.collectives))
+        return len({name for shipment in again for name in shipment.tensors})
+
     def sent(self, kind: str | None = None, direction: str | None = None) -> PerRank:
         """The bytes that every rank sends in a step: all, or those of one kind of collective, or of one direction."""
         found = (c for c in self.collectives if kind in (None, c.kind) and direction in (None, c.direction))
@@ -142,6 +147,7 @@ class Explanation:
             "parameter_bytes": self.parameter_bytes,
             "stored_bytes": self.stored_bytes,
             "memory": dict(self.memory),
+            "num_regathered": self.num_regathered,
             "substitutions": dict(self.substitutions),
             "num_operators": len(self.operators),
             "bytes_sent": {"largest": sent.largest, "total": sent.total, "by_rank": list(sent.all)},

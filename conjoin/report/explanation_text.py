@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 
 from conjoin.ir import Source
+from conjoin.ops import Partial, Split, placement_on
 from conjoin.report.explanation import Explanation, Operator, Shipment, layout_text
 from conjoin.report.text import format_bytes
 from conjoin.report.traffic import BACKWARD, Collective, PerRank
@@ -22,18 +23,25 @@ def explanation_text(found: Explanation) -> str:
 def explanation_summary(found: Explanation) -> list[str]:
     """The header: what the plan is for, what is stored, what is sent."""
     devices = "1 device" if found.mesh.size == 1 else f"{found.mesh.size} devices, axes {found.mesh}"
+    stored, whole = format_bytes(found.stored_bytes), format_bytes(found.parameter_bytes)
     facts = [
         ("strategy", found.strategy),
         ("mesh", devices),
         ("model", f"{found.model.name} {found.model.fingerprint[:16]}, {'train' if found.training else 'eval'}"),
         ("machine", f"{found.machine.name} {found.machine.fingerprint.removeprefix('machine-v1:')[:16]}"),
         ("operators", str(len(found.operators))),
-        ("parameters", f"{format_bytes(found.stored_bytes)} stored per rank, {format_bytes(found.parameter_bytes)} whole"),
-        *((action, f"{count} parameter{'s' if count > 1 else ''}") for action, count in found.memory),
+        ("parameters", f"{stored} stored per rank, {whole} whole"),
+        *((action, _memory_text(count, found.num_regathered)) for action, count in found.memory),
         ("rewritten", ", ".join(f"{name} × {count}" for name, count in found.substitutions)),
         ("sent", f"{_amount(found.sent())} in a step"),
     ]
     return [*(f"{name:<12} {text}" for name, text in facts if text), *_kind_lines(found)]
+
+
+def _memory_text(asked: int, done: int) -> str:
+    """Parameters with uneven pieces travel on their own and are kept; some are not read in the backward pass."""
+    parameters = f"{asked} parameter{'s' if asked > 1 else ''}"
+    return parameters if done == asked else f"{parameters} asked for, {done} gathered again"
 
 
 def _kind_lines(found: Explanation) -> Iterator[str]:
@@ -69,8 +77,18 @@ def operator_line(operator: Operator) -> str:
 
 
 def split_text(operator: Operator) -> str:
-    """How the work is split: `split n over d0 d1`."""
-    return ", ".join(f"split {index} over {' '.join(axes)}" for index, axes in operator.splits)
+    """How the work is split: `split n over d0 d1`; what is split is an output dim, or an index of the declaration."""
+    return ", ".join(f"split {_index_text(operator, *split)} over {' '.join(split[1])}" for split in operator.splits)
+
+
+def _index_text(operator: Operator, index: str, axes: tuple[str, ...]) -> str:
+    """The index; one that only numbers a dim (`d0`, which an axis may be called too) is named by the output's dim."""
+    match placement_on(operator.node.types[0].layout, axes[0]):
+        case Split(dim) if index[1:].isdigit():
+            return f"dim {dim}"
+        case Partial():
+            return f"summed {index}"
+    return index
 
 
 def source_text(source: Source | None) -> str:

@@ -20,6 +20,7 @@ class Gradients:
         self._needing = {Value(leaf) for leaf in graph.leaves if leaf.trainable}
         self._entries: set[Entry] = set()
         self._reached: set[Value] = set()
+        self._saved: set[Entry] = set()
         nodes = [node for node in graph.nodes if not is_parallel(node)]
         for node in nodes:
             self._find_needs(node)
@@ -28,10 +29,15 @@ class Gradients:
             if any(value in self._reached for value in node.outputs()):
                 inputs = node.inputs
                 self._reach(inputs[i] for i in self._passing[node])
+                self._saved.update((origin(inputs[i]), inputs[i].type.layout) for i in self._find_saved(node))
 
     def reach_read(self, root: Value, layout: Layout) -> bool:
         """Whether a gradient comes back to a value from those who read it in this layout."""
         return (root, layout) in self._entries
+
+    def save(self, root: Value, layout: Layout) -> bool:
+        """Whether somebody who reads a value in this layout keeps it for the backward pass."""
+        return (root, layout) in self._saved
 
     def reach_operand(self, node: Node, operand: int) -> bool:
         """Whether a node gives a gradient to one of its operands."""
@@ -55,6 +61,26 @@ class Gradients:
         )
         if self._passing[node]:
             self._needing.update(value for value in node.outputs() if value.type.dtype.is_floating_point)
+
+    def _find_saved(self, node: Node) -> list[int]:
+        """The operands whose values the backward of a node reads.
+
+        A factor of a product is read for the gradients of the other factors, what is only added is not read; where the
+        call is not linear in what needs a gradient all is read; who reads a view reads what it is a view of.
+        """
+        call, passing = plain_call(node), self._passing[node]
+        spec = spec_for(call)
+        if spec is None:
+            return list(range(len(node.inputs)))
+        if spec.view:
+            return [0] if any((value, value.type.layout) in self._saved for value in node.outputs()) else []
+        declared = spec.terms if isinstance(spec.terms, str) else spec.terms(call)
+        terms = [{word.strip("*") for word in term.split()} for term in declared.split("+")]
+        needing = {call.operand_names[i] for i in passing}
+        if needing - set().union(*terms):
+            return list(range(len(call.operand_names)))
+        added = {name for term in terms for name in term if not needing & (term - {name})}
+        return [i for i, name in enumerate(call.operand_names) if name not in added]
 
     def _reach(self, values: Iterable[Value]) -> None:
         for value in values:

@@ -166,7 +166,8 @@ class Traffic:
         for step in route.steps:
             if not step.kind.is_local:
                 sent = step_bytes(step, route.shape, type.dtype.itemsize, self._mesh)
-                yield Collective(step.kind.value, self._mesh.in_order(step.axes), direction, direction == BACKWARD, sent)
+                axes = self._mesh.in_order(step.axes)
+                yield Collective(step.kind.value, axes, direction, direction == BACKWARD, sent)
 
     def _bundle(self, bundle: ParameterBundle) -> Transfer:
         mesh, kind = self._mesh, bundle.kind
@@ -185,9 +186,14 @@ class Traffic:
         to_others = lambda size: (num_members - 1) * size
         found = [sent(StepKind.ALL_GATHER, FORWARD, to_others)]
         if back:
-            found += [sent(StepKind.ALL_GATHER, BACKWARD, to_others)] if kind.regather else []
+            found += [sent(StepKind.ALL_GATHER, BACKWARD, to_others)] if self._gathered_again(bundle) else []
             found.append(sent(StepKind.REDUCE_SCATTER, BACKWARD, to_others))
         return Transfer(*_of(bundle), tuple(found))
+
+    def _gathered_again(self, bundle: ParameterBundle) -> bool:
+        """Where the backward pass reads one of its parameters, or one of the bundle that gathers it ahead."""
+        bundles = [bundle] + ([bundle.after] if bundle.after is not None else [])
+        return bundle.kind.regather and any(self._gradients.save(*e) for found in bundles for e in found.entries)
 
     def _exchange(self, value: Value, move: _Move | None, with_gradient: bool) -> list[Transfer]:
         if move is None:
@@ -257,7 +263,7 @@ def _of(bundle: ParameterBundle) -> tuple[tuple[Value, ...], Layout | None]:
 
 
 def _ring_bytes(num_bytes: int, num_members: int) -> int:
-    return 2 * (num_members - 1) * num_bytes // num_members
+    return round(2 * (num_members - 1) * num_bytes / num_members)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -273,11 +279,7 @@ def step_bytes(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) ->
     """What every rank sends in a step of a route."""
     even = all(_is_even(shape, layout, mesh) for layout in (step.source, step.target))
     ranks = (0,) if even and step.kind is not StepKind.ALL_TO_ALL else range(mesh.size)
-    if step.kind is not StepKind.ALL_REDUCE:
-        return PerRank(tuple(bytes_sent(step, shape, itemsize, mesh, rank) for rank in ranks), mesh.size)
-    num_members = prod(mesh.sizes[axis] for axis in step.axes)
-    held = (num_elements(region_of(shape, step.source, mesh, rank)) * itemsize for rank in ranks)
-    return PerRank(tuple(_ring_bytes(size, num_members) for size in held), mesh.size)
+    return PerRank(tuple(bytes_sent(step, shape, itemsize, mesh, rank) for rank in ranks), mesh.size)
 
 
 def _is_even(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:

@@ -287,25 +287,33 @@ def _is_even(step: Step | None, value: Value, communicator: Communicator) -> boo
 
 
 def make_bundles(graph: Graph, communicator: Communicator, regathered: frozenset[str]) -> tuple[Bundle, ...]:
-    """All bundles of a plan, kind by kind in the order of use; those of `regathered` are kept apart."""
-    groups: dict[_Kind, list[list[Entry]]] = {}
-    filled: dict[_Kind, int] = {}
+    """All bundles of a plan, kind by kind in the order of use."""
+    entries: dict[_Kind, list[Entry]] = {}
     for entry in parameter_reads(graph):
         kind = _kind_of(entry, communicator, regathered)
-        if kind is None:
-            continue
-        if filled.get(kind, BUNDLE_BYTES) >= BUNDLE_BYTES:
-            groups.setdefault(kind, []).append([])
-            filled[kind] = 0
-        groups[kind][-1].append(entry)
-        filled[kind] += entry[0].type.bytes
+        if kind is not None:
+            entries.setdefault(kind, []).append(entry)
     bundles: list[Bundle] = []
-    for kind, parts in groups.items():
-        made = [Bundle(entries, _mover(kind, entries, communicator)) for entries in parts]
+    for kind, found in entries.items():
+        made = [Bundle(part, _mover(kind, part, communicator)) for part in _filled(found)]
         for one, other in pairwise(made):
             one.after, other.before = other, one
         bundles.extend(made)
     return tuple(bundles)
+
+
+def _filled(entries: list[Entry]) -> list[list[Entry]]:
+    """Entries in the order of use, cut into bundles filled from the last: the first one, whose gradients come last and
+    whose gather comes first, is what remains, so that little is left to wait for."""
+    parts: list[list[Entry]] = []
+    num_bytes = BUNDLE_BYTES
+    for entry in reversed(entries):
+        if num_bytes >= BUNDLE_BYTES:
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append(entry)
+        num_bytes += entry[0].type.bytes
+    return [part[::-1] for part in reversed(parts)]
 
 
 def _mover(kind: _Kind, entries: list[Entry], communicator: Communicator) -> Mover:

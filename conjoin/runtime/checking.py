@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import PlanError
-from conjoin.ir import Graph, Plan, fingerprint, flatten_tree, unflatten_tree, widen
+from conjoin.ir import Graph, Plan, flatten_tree, model_mark, unflatten_tree, widen
 from conjoin.runtime.captured import to_module
 from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.parallel import ParallelModule
@@ -69,7 +69,7 @@ class Reference:
 
 def check_made_for(plan: Plan, graph: Graph) -> None:
     """Refuse a plan that was made for another model than the one captured."""
-    mark = fingerprint(graph)
+    mark = model_mark(graph).fingerprint
     if plan.model.fingerprint != mark:
         raise PlanError(
             f"The plan was made for {plan.model.name} with fingerprint {plan.model.fingerprint[:12]}, and the model "

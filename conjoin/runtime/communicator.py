@@ -17,6 +17,7 @@ from torch import Tensor
 
 from conjoin.errors import RankError
 from conjoin.machine import Mesh
+from conjoin.runtime.torch_private import all_gather, reduce_scatter
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -121,14 +122,14 @@ class ProcessGroups:
 
     def all_reduce(self, tensor: Tensor, axes: Axes, largest: bool = False) -> Work:
         group = self._groups[axes]
-        self.bytes_sent += 2 * (group.size() - 1) * tensor.nbytes // group.size()
+        self.bytes_sent += _ring_bytes(tensor, group.size())
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         return self._started(lambda: dist.all_reduce(tensor, op, group, async_op=True))
 
     def all_gather(self, output: Tensor, tensor: Tensor, axes: Axes) -> Work:
         group = self._groups[axes]
         self.bytes_sent += (group.size() - 1) * tensor.nbytes
-        return self._started(lambda: dist.all_gather_into_tensor(output, tensor, group, async_op=True))
+        return self._started(lambda: all_gather(output, tensor, group=group, async_op=True))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, axes: Axes) -> Work:
         if self._scatters_by_sum:
@@ -137,7 +138,7 @@ class ProcessGroups:
             return Sum(self.all_to_all(parts, tensor, (size, size), axes), parts, output)
         group = self._groups[axes]
         self.bytes_sent += (group.size() - 1) * output.nbytes
-        return self._started(lambda: dist.reduce_scatter_tensor(output, tensor, group=group, async_op=True))
+        return self._started(lambda: reduce_scatter(output, tensor, group=group, async_op=True))
 
     def all_to_all(self, output: Tensor, tensor: Tensor, sizes: Sizes, axes: Axes) -> Work:
         group = self._groups[axes]
@@ -145,6 +146,11 @@ class ProcessGroups:
         own = self.mesh.group(self.rank, axes).index(self.rank)
         self.bytes_sent += (tensor.numel() - sent[own]) * tensor.itemsize
         return self._started(lambda: dist.all_to_all_single(output, tensor, received, sent, group, async_op=True))
+
+
+def _ring_bytes(tensor: Tensor, num_members: int) -> int:
+    """What each member of a ring sends to reduce a tensor everywhere."""
+    return round(2 * (num_members - 1) * tensor.nbytes / num_members)
 
 
 class Explained:
@@ -217,8 +223,7 @@ class ThreadRanks:
             stacked = torch.stack(parts)
             return stacked.amax(0) if largest else stacked.sum(0, dtype=tensor.dtype)
 
-        size = len(self.mesh.group(self.rank, axes))
-        self.bytes_sent += 2 * (size - 1) * tensor.nbytes // size
+        self.bytes_sent += _ring_bytes(tensor, len(self.mesh.group(self.rank, axes)))
         with torch.no_grad():
             tensor.copy_(self._exchange(axes, tensor.detach().clone(), use))
         return Done()

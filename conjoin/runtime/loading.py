@@ -12,9 +12,9 @@ from torch import nn
 
 from conjoin.errors import PlanError, UsageError
 from conjoin.ir import Plan, check_plan, load_plan, plan_fingerprint
-from conjoin.runtime.agreement import KeyStore, agree, check_world, compare, digest, take_first
 from conjoin.runtime.communicator import Board, Communicator, ProcessGroups, ThreadRanks
 from conjoin.runtime.parallel import ParallelModule
+from conjoin.runtime.rendezvous import KeyStore, agree, check_world, compare, digest, draw_alike, take_first
 from conjoin.runtime.storage import Store, check_model
 from conjoin.runtime.torch_private import default_store
 from conjoin.runtime.watching import Watch
@@ -52,12 +52,15 @@ def load(
             take_first(model)  # ranks that initialised their models differently all take the values of rank 0
     chosen = torch.device(device) if device is not None else _default_device()
     store = Store(plan, communicator.rank, chosen)
-    store.fill(model, init=init, seed=seed)
-    return ParallelModule(plan, store, communicator, exact_seed)
+    store.fill(model)
+    module = ParallelModule(plan, store, communicator, exact_seed)
+    if keys is not None and module.draws_alike:
+        draw_alike(keys, communicator.rank, communicator.mesh.size)
+    return module
 
 
 def connect(plan: Plan) -> tuple[Communicator, KeyStore | None]:
-    """This rank's communicator, and the store to compare notes in; another number of ranks or other plans are refused."""
+    """This rank's communicator and the store to compare notes in; other plans or numbers of ranks are refused."""
     if plan.mesh.size == 1 and not dist.is_initialized():
         return ThreadRanks(plan.mesh, 0, Board(1)), None
     if not dist.is_initialized():

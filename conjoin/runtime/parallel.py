@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,6 +29,7 @@ from conjoin.runtime.carriers import carry_move, carry_reshard
 from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.emission import Emitter, Function, compile_program, finish_program
 from conjoin.runtime.norms import clip_grad_norm
+from conjoin.runtime.pieces import UnmatchedKeys, load_pieces, mark_pieces
 from conjoin.runtime.randomness import Streams
 from conjoin.runtime.slots import Slot
 from conjoin.runtime.storage import Store
@@ -176,9 +177,33 @@ class ParallelModule(nn.Module):
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm before it."""
         return clip_grad_norm(self.pieces(), max_norm, norm_type, self.communicator)
 
+    @property
+    def draws_alike(self) -> bool:
+        """Whether some ranks have to draw the same random numbers: their generators must then be in the same state."""
+        return self._carriers.streams.must_agree
+
     def pieces(self) -> Iterator[tuple[nn.Parameter, Layout]]:
         """Every parameter once, with the layout in which it is stored."""
         return self.store.parameters()
+
+    def state_dict(  # type: ignore[override]
+        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """This rank's parameters and persistent buffers under the user's names: whole tensors, and a `Piece` of each
+        split one, which torch.distributed.checkpoint saves and loads."""
+        state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return mark_pieces(self.store, state, prefix)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> UnmatchedKeys:
+        """Copy whole tensors or this rank's pieces into the parameters and buffers: all or nothing."""
+        if assign:
+            raise UsageError(
+                "load_state_dict was asked to assign tensors instead of copying them. Optimizers hold the parameters "
+                "that are there. Leave assign out."
+            )
+        return load_pieces(self.store, state_dict, strict)
 
     def train(self, mode: bool = True) -> ParallelModule:
         """Only the captured mode: dropout and batch norm were fixed when the graph was made."""

@@ -95,7 +95,8 @@ class Streams:
         if exact_seed is not None:
             self._streams[()] = _Stream()
             self._streams[()].restart(exact_seed)
-        self._must_agree = False
+        self.must_agree = False
+        """Whether some ranks have to draw the same numbers."""
         self._check: tuple[Work, Tensor] | None = None
 
     def draw(self, function: Function, axes: tuple[str, ...]) -> Function:
@@ -103,7 +104,7 @@ class Streams:
         key = () if self.exact else tuple(sorted(axes))
         stream = self._streams.setdefault(key, _Stream())
         if not self.exact and set(key) != set(self._communicator.mesh.names):
-            self._must_agree = True
+            self.must_agree = True
             self._communicator.prepare(self._communicator.mesh.names)
 
         @uncompiled
@@ -124,7 +125,7 @@ class Streams:
             where = ",".join(f"{axis}={places[axis]}" for axis in axes)
             digest = hashlib.sha256(f"{base}:{where}".encode()).digest()
             stream.restart(int.from_bytes(digest[:7], "big"))
-        if self._must_agree:
+        if self.must_agree:
             self._compare(base, device)
 
     def _compare(self, base: int, device: torch.device) -> None:

@@ -61,7 +61,7 @@ class Store:
         check_model(self._plan, model)
 
     def place(self, model: nn.Module, make_piece: Callable[[str, Tensor], Tensor]) -> None:
-        """Hold the piece that is made of every parameter and buffer of a model, in its order and under all its names."""
+        """Hold the piece made of every parameter and buffer of a model, in its order and under all their names."""
         for name, module in model.named_modules(remove_duplicate=False):
             if module._parameters or module._buffers:
                 self._owner(f"{name}." if name else "")

@@ -1,13 +1,38 @@
-"""The one place here that touches torch's private parts."""
+"""The one place here that touches torch's private parts, and names that differ between its releases."""
 
 from __future__ import annotations
 
-from torch.distributed import distributed_c10d
+from collections.abc import Callable
+from typing import Any
 
-from conjoin.runtime.agreement import KeyStore
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from conjoin.runtime.rendezvous import KeyStore
 
 
 def default_store(prefix: str) -> KeyStore:
     """The store through which the ranks of the default process group found each other, under a prefix of our own."""
     store: KeyStore = distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
     return store
+
+
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""torch 2.13 gave the collectives on one flat tensor new names, and warns of the old ones."""
+
+
+class MetaWatch(TorchDispatchMode):
+    """Notices when something is done with a tensor on the meta device, which has no values to read or write."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.touched = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(item, Tensor) and item.is_meta for item in tree_leaves((args, kwargs))):
+            self.touched = True
+        return func(*args, **(kwargs or {}))

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from conjoin.errors import RankError
-from conjoin.runtime.agreement import KeyStore
+from conjoin.runtime.rendezvous import KeyStore
 
 BEAT_SECONDS = 1.0
 LOOK_SECONDS = 4.0

@@ -18,7 +18,7 @@ from conjoin.ir import (
     check_plan,
     choose,
     expand,
-    fingerprint,
+    model_mark,
     parallelize,
 )
 from conjoin.machine import Machine
@@ -57,7 +57,7 @@ def make_plan_by(graph: Graph, machine: Machine, strategy: Callable[[Facts], Dra
     plan = Plan(
         graph=parallelize(graph, _leaf_layouts(graph, draft), _choices(graph, draft), _output_layouts(graph, draft)),
         mesh=machine.mesh,
-        model=Mark(captured.name, fingerprint(captured)),
+        model=model_mark(captured),
         machine=Mark(machine.name, machine.fingerprint()),
         strategy=str(draft.request),
         memory=draft.memory,

@@ -71,6 +71,8 @@ class NodeFacts:
     is_view: bool
     of_weights: bool
     """Made of weights and constants alone: its layout is decided by whoever reads it first."""
+    weights: tuple[bool, ...]
+    """Which operands are made of weights alone."""
     layer: Layer | None
     lookup: Lookup | None
     expandable: bool
@@ -209,6 +211,7 @@ class Facts:
             sizes,
             is_view,
             num_outputs > 0 and Value(node) in self.of_weights,
+            weights,
             _find_layer(call, num_outputs, weights) if mixed and not tables else None,
             _find_lookup(call, num_outputs, weights) if mixed and tables else None,
             _is_expandable(call),

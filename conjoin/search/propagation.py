@@ -34,7 +34,10 @@ class Policy(Protocol):
 
 def follow(facts: NodeFacts, arriving: tuple[Placement, ...], legal: Rules) -> Rules:
     """What arrives split stays so where a way allows it; nothing else is split: sums alone are passed on or reduced."""
-    split = [(i, placement) for i, placement in enumerate(arriving) if isinstance(placement, Split)]
+    operands = enumerate(zip(arriving, facts.weights, strict=True))
+    split = [
+        (i, placement) for i, (placement, of_weights) in operands if not of_weights and isinstance(placement, Split)
+    ]
     if split:
         return [rule for rule in legal if all(rule.operands[i] == placement for i, placement in split)] or legal
     if all(placement == Invariant() for placement in arriving):
@@ -110,7 +113,8 @@ class Propagation:
     stuck: dict[Node, None] = field(default_factory=dict)
     pulled: dict[tuple[Value, Placement], tuple[ShardingRule | None, float]] = field(default_factory=dict)
     """For values of weights that nobody has read yet: the best way to make them so, and its bytes."""
-    legal_rules: dict[Node, tuple[ShardingRule, ...]] = field(default_factory=dict)
+    legal_rules: dict[tuple[int, ...], tuple[ShardingRule, ...]] = field(default_factory=dict)
+    """By the identity of the rules of a call, which are made once for equal calls and held by `facts`."""
     undo: list[Callable[[], object]] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
     """How long `undo` was before each node was placed."""
@@ -173,11 +177,12 @@ class Propagation:
         table[key] = value
 
     def legal(self, node: NodeFacts) -> tuple[ShardingRule, ...]:
-        """The ways of a node whose pieces are long enough."""
-        if node.node not in self.legal_rules:
+        """The ways of a node whose pieces are long enough; equal calls that earlier groups split alike share them."""
+        key = (id(node.rules), *(id(flow.rules[node.node]) for flow in self.earlier))
+        if key not in self.legal_rules:
             kept = tuple(rule for rule in node.rules if fits(node, rule, self.group.degree, self.earlier))
-            self.legal_rules[node.node] = kept
-        return self.legal_rules[node.node]
+            self.legal_rules[key] = kept
+        return self.legal_rules[key]
 
     def _rank(self, node: NodeFacts, rule: ShardingRule) -> tuple[float, float, bool, bool]:
         moved = Bytes()

@@ -25,17 +25,19 @@ _FEATURE_DIMS = {
 """Operands whose dim named here is the last dim of the output; the others do not have it."""
 _VIEWS = {"reshape": "shape", "view": "size", "_unsafe_view": "size"}
 _CUTS = ("unbind.int", "split.Tensor", "split_with_sizes", "split.sizes", "chunk")
+_SLICE = "slice.Tensor"
 
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A layer, what moves its output, and the node that cuts it along a dim which the layer's features lead."""
+    """A layer, what moves its output, and what cuts it along a dim which the layer's features lead."""
 
     layer: Node
     view: Node | None
     moves: tuple[tuple[int, ...], ...]
     """Permutations after the view, in order."""
-    cut: Node
+    pieces: tuple[tuple[Value, int], ...]
+    """The values cut out, in order, and the length of each along the dim."""
     dim: int
     """The dim that is cut, before the permutations."""
 
@@ -43,51 +45,61 @@ class Fused:
     def num_features(self) -> tuple[int, ...]:
         """How many features of the layer each piece has."""
         each = prod(self.shape[self.dim + 1 :])
-        return tuple(size * each for size in self.sizes)
+        return tuple(size * each for _, size in self.pieces)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape before the permutations."""
         return (self.view or self.layer).types[0].shape
 
     @property
     def drops_dim(self) -> bool:
-        return self.cut.op == "unbind.int"
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The length of each piece along the dim."""
-        if self.drops_dim:
-            return (1,) * len(self.cut.types)
-        place = self.dim
-        for move in self.moves:
-            place = move.index(place)
-        return tuple(type.shape[place] for type in self.cut.types)
+        return len(self.pieces[0][0].type.shape) < len(self.shape)
 
 
 def find_fused(graph: Graph, layer: Node) -> Fused | None:
     """The way from a layer to where its features are cut, when that is all its output is used for."""
-    if layer.op not in _FEATURE_DIMS or Value(layer) in graph.outputs:
+    if layer.op not in _FEATURE_DIMS:
         return None
-    node, view = _only_user(graph, layer), None
-    if node is not None and node.op in _VIEWS:
-        node, view = _only_user(graph, node), node
+    node, users = layer, _users(graph, layer)
+    view = None
+    if len(users) == 1 and users[0].op in _VIEWS:
+        node = view = users[0]
+        users = _users(graph, view)
     moves: list[tuple[int, ...]] = []
-    while node is not None and (move := _permutation(node)) is not None:
+    while len(users) == 1 and (move := _permutation(users[0])) is not None:
         moves.append(move)
-        node = _only_user(graph, node)
-    if node is None or node.op not in _CUTS:
-        return None
-    dim = node.call.dim()
+        node, users = users[0], _users(graph, users[0])
+    dim, pieces = _find_cut(users, node.types[0].shape)
     for move in reversed(moves):
         dim = move[dim]
-    found = Fused(layer, view, tuple(moves), node, dim)
-    lead = prod(layer.types[0].shape[:-1])
-    return found if prod(found.shape[:dim]) == lead and sum(found.num_features) == layer.types[0].shape[-1] else None
+    if len(pieces) < 2:
+        return None
+    found = Fused(layer, view, tuple(moves), pieces, dim)
+    *lead, width = layer.types[0].shape
+    return found if prod(found.shape[:dim]) == prod(lead) and sum(found.num_features) == width else None
 
 
-def _only_user(graph: Graph, node: Node) -> Node | None:
-    users = graph.users.get(Value(node), ())
-    return users[0] if len(users) == 1 and Value(node) not in graph.outputs else None
+def _users(graph: Graph, node: Node) -> tuple[Node, ...]:
+    """The nodes that read the output of a node; none where the caller reads it too."""
+    return () if Value(node) in graph.outputs else graph.users.get(Value(node), ())
+
+
+def _find_cut(users: tuple[Node, ...], shape: tuple[int, ...]) -> tuple[int, tuple[tuple[Value, int], ...]]:
+    """The dim along which the users cut a tensor into parts without gaps, and the parts; none where they do not."""
+    if len(users) == 1 and users[0].op in _CUTS:
+        dim, drops = users[0].call.dim(), users[0].op == "unbind.int"
+        return dim, tuple((value, 1 if drops else value.type.shape[dim]) for value in users[0].outputs())
+    if len(users) < 2 or any(node.op != _SLICE for node in users):
+        return 0, ()
+    dim, end, parts = users[0].call.dim(), 0, []
+    for node in sorted(users, key=lambda node: int(node.call["start"] or 0)):
+        size = node.types[0].shape[dim]
+        if (node.call.dim(), node.call["start"] or 0, node.call["step"]) != (dim, end, 1):
+            return 0, ()
+        parts.append((Value(node), size))
+        end += size
+    return (dim, tuple(parts)) if end == shape[dim] else (0, ())
 
 
 def _permutation(node: Node) -> tuple[int, ...] | None:
@@ -126,16 +138,16 @@ class _Unfuser:
         self.builder.add_node(made, source)
         self.values.update(zip(node.outputs(), made.outputs(), strict=True))
 
-    def replace_cut(self, fused: Fused, source: Source | None) -> None:
+    def take_apart(self, fused: Fused, source: Source | None) -> None:
         """Put a layer for each piece where the pieces were cut."""
         like = fused.layer, source
-        for i, args in enumerate(self._piece_args(fused, like)):
+        for (value, size), args in zip(fused.pieces, self._piece_args(fused, like), strict=True):
             piece = self.emit(like, fused.layer.op, *args)[0]
             if fused.view is not None:
-                piece = self.emit(like, fused.view.op, piece, _piece_shape(fused, i))[0]
+                piece = self.emit(like, fused.view.op, piece, _piece_shape(fused, size))[0]
             for move in _piece_moves(fused):
                 piece = self.emit(like, "permute", piece, move)[0]
-            self.values[Value(fused.cut, i)] = piece
+            self.values[value] = piece
 
     def _piece_args(self, fused: Fused, like: tuple[Node, Source | None]) -> list[Args]:
         """The arguments of each piece's layer: operands that have the features are cut along them."""
@@ -160,9 +172,9 @@ class _Unfuser:
         return self.pieces[key]
 
 
-def _piece_shape(fused: Fused, piece: int) -> tuple[int, ...]:
+def _piece_shape(fused: Fused, size: int) -> tuple[int, ...]:
     shape, dim = fused.shape, fused.dim
-    own = () if fused.drops_dim else (fused.sizes[piece],)
+    own = () if fused.drops_dim else (size,)
     return (*shape[:dim], *own, *shape[dim + 1 :])
 
 
@@ -180,7 +192,8 @@ def _piece_moves(fused: Fused) -> list[tuple[int, ...]]:
 def unfuse(graph: Graph, layers: Collection[Node]) -> Graph:
     """The graph with each of the fused layers taken apart where its output is cut."""
     found = [fused for layer in layers if (fused := find_fused(graph, layer)) is not None]
-    by_cut = {fused.cut: fused for fused in found}
+    by_cut = {fused.pieces[0][0].owner: fused for fused in found}
+    cuts = {value.owner for fused in found for value, _ in fused.pieces}
     if not by_cut:
         return graph
     work = _Unfuser()
@@ -188,8 +201,8 @@ def unfuse(graph: Graph, layers: Collection[Node]) -> Graph:
         work.values[Value(leaf)] = work.builder.add_leaf(leaf)
     for node in graph.nodes:
         if node in by_cut:
-            work.replace_cut(by_cut[node], graph.source_of(by_cut[node].layer))
-        else:
+            work.take_apart(by_cut[node], graph.source_of(by_cut[node].layer))
+        elif node not in cuts:
             work.keep(node, graph.source_of(node))
 
     def read(result: Result) -> Result:

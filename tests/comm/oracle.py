@@ -15,12 +15,12 @@ from itertools import permutations, product
 from math import prod
 
 import numpy
-from layouts import INVARIANT, PARTIAL, all_layouts, is_legal
 from numpy.typing import NDArray
 
 from conjoin.ir import num_elements, overlap, region_of
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, Partial, Split, make_layout, placement_on, split_axes
+from tests.comm.layouts import INVARIANT, PARTIAL, all_layouts, is_legal
 
 Distances = NDArray[numpy.float64]
 

@@ -1,4 +1,4 @@
-"""Runs steps on all ranks of a mesh in one process, with the tables the ranks would use, and reads what they then hold."""
+"""Runs steps on all ranks of a mesh in one process, with the tables ranks would use, and reads what they then hold."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy
 from numpy.typing import NDArray
 
 from conjoin.comm import Movement, Route, Step, StepKind, movement
-from conjoin.ir import Region, region_of, region_shape
+from conjoin.ir import Region, overlap, region_of, region_shape
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, Partial, Split, placement_on
 
@@ -26,11 +26,11 @@ def spread(value: Array, layout: Layout, mesh: Mesh, rng: numpy.random.Generator
                 held[group[0]] = held[group[0]] - sum(shares)
                 for rank, share in zip(group[1:], shares, strict=True):
                     held[rank] = share
-            held = _same_along_copies(held, axis, layout, mesh)
+            held = _same_along_copies(held, layout, mesh)
     return [part[_slices(region_of(value.shape, layout, mesh, rank))] for rank, part in enumerate(held)]
 
 
-def _same_along_copies(held: list[Array], axis: str, layout: Layout, mesh: Mesh) -> list[Array]:
+def _same_along_copies(held: list[Array], layout: Layout, mesh: Mesh) -> list[Array]:
     """Ranks that differ only along axes that hold no partial sums hold the same."""
     summed = [name for name in mesh.names if isinstance(placement_on(layout, name), Partial)]
     places = [mesh.coordinates(rank) for rank in range(mesh.size)]
@@ -81,7 +81,8 @@ def run_step(step: Step, shape: tuple[int, ...], held: list[Array], mesh: Mesh, 
         case StepKind.SLICE | StepKind.PAD:
             return [_recut(step, shape, part, mesh, rank) for rank, part in enumerate(held)]
         case StepKind.ALL_REDUCE:
-            return [sum((held[r] for r in mesh.group(rank, step.axes)), start=0 * part) for rank, part in enumerate(held)]
+            groups = [mesh.group(rank, step.axes) for rank in range(mesh.size)]
+            return [numpy.sum([held[member] for member in group], axis=0) for group in groups]
         case _:
             return _exchange(step, shape, held, mesh, table)
 
@@ -91,7 +92,7 @@ def _recut(step: Step, shape: tuple[int, ...], part: Array, mesh: Mesh, rank: in
     whole = numpy.zeros(shape, numpy.int64)
     whole[_slices(source)] = part
     if step.kind is StepKind.SLICE:
-        assert all(a <= c and d <= b for (a, b), (c, d) in zip(source, target, strict=True)), "slice of what is not there"
+        assert overlap(source, target) == target, "slice of what is not there"
     return whole[_slices(target)]
 
 
@@ -104,7 +105,7 @@ def _exchange(step: Step, shape: tuple[int, ...], held: list[Array], mesh: Mesh,
             sent[rank, own.group[position]] = region, held[rank][_slices(region, own.have)]
     results = []
     for rank, own in enumerate(tables):
-        result, count = numpy.zeros(region_shape(own.want), numpy.int64), numpy.zeros(region_shape(own.want), numpy.int64)
+        result, count = numpy.zeros((2, *region_shape(own.want)), numpy.int64)
         for position, region in own.receives:
             sent_region, data = sent.pop((own.group[position], rank))
             assert sent_region == region, "sender and receiver disagree"

@@ -57,7 +57,7 @@ from conjoin.runtime.threads import run_ranks
 
 MESHES = tuple(
     Mesh(tuple(Axis(name, size) for name, size in zip("xyz", sizes, strict=False)))
-    for sizes in ((2,), (3,), (2, 2), (2, 3), (3, 2), (2, 2, 2))
+    for sizes in ((2,), (3,), (2, 2), (2, 2), (2, 3), (2, 2, 2))
 )
 SEED = 11
 """Of what random operators draw, on one device and on many."""
@@ -200,7 +200,7 @@ def _bmm(m: Maker, x: Value) -> Value:
 
 
 def _einsum(m: Maker, x: Value) -> Value:
-    b, s, d = x.type.shape
+    b, _, d = x.type.shape
     return m.call("einsum", "bsd,btd->bst", (x, m.new(b, m.rng.randint(2, 4), d)))
 
 
@@ -320,7 +320,8 @@ def _conv(m: Maker, x: Value) -> Value:
 def _conv_transpose(m: Maker, x: Value) -> Value:
     c = x.type.shape[1]
     weight = m.new(c, m.rng.randint(1, 3), 3, 2)
-    return m.call("conv_transpose2d.input", x, weight, m.rng.choice([None, m.new(weight.type.shape[1])]), (2, 1), (1, 0))
+    bias = m.new(weight.type.shape[1]) if m.rng.random() < 0.5 else None
+    return m.call("conv_transpose2d.input", x, weight, bias, (2, 1), (1, 0))
 
 
 def _batch_norm(m: Maker, x: Value) -> Value:
@@ -350,7 +351,8 @@ def _start(m: Maker) -> Value:
     match m.rng.randrange(4):
         case 0:
             table = m.new(m.rng.randint(4, 9), m.rng.choice([4, 6]))
-            return m.call("embedding", table, m.addresses(table.type.shape[0], m.rng.randint(2, 5), m.rng.randint(3, 7)))
+            words = m.addresses(table.type.shape[0], m.rng.randint(2, 5), m.rng.randint(3, 7))
+            return m.call("embedding", table, words)
         case 1:
             return m.new(m.rng.randint(2, 4), m.rng.randint(2, 4), m.rng.randint(5, 8), m.rng.randint(4, 7))
         case 2:
@@ -364,7 +366,8 @@ def _loss(m: Maker, x: Value) -> Value:
     kind = m.rng.choice(["weighed", "mse", "entropy", "mean"])
     if kind == "entropy" and len(shape) >= 2 and shape[-1] > 1:
         rows = x if len(shape) == 2 else m.call("reshape", x, (x.type.num_elements // shape[-1], shape[-1]))
-        return m.call("cross_entropy_loss", rows, m.addresses(shape[-1], rows.type.shape[0]), None, m.rng.choice([1, 2]), 0)
+        labels = m.addresses(shape[-1], rows.type.shape[0])
+        return m.call("cross_entropy_loss", rows, labels, None, m.rng.choice([1, 2]), 0)
     if kind == "mse":
         return m.call("mse_loss", x, m.new(*shape, kind=LeafKind.INPUT))
     if kind == "mean":
@@ -463,7 +466,8 @@ class Outcome:
     buffers: Mapping[str, Tensor]
 
 
-def _outcome(module: nn.Module, outputs: tuple[Tensor, ...]) -> Outcome:
+def _outcome(module: nn.Module, results: Any) -> Outcome:
+    outputs = results if isinstance(results, tuple) else (results,)
     if outputs[0].requires_grad:
         outputs[0].backward()  # type: ignore[no-untyped-call]
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}

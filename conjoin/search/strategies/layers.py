@@ -19,6 +19,8 @@ from conjoin.search.groups import Group
 from conjoin.search.propagation import Flow, Policy, Propagation, Rules, follow
 from conjoin.search.unfusing import find_fused
 
+_SUMS = ("add.Tensor", "sub.Tensor")
+
 
 class LayerPolicy(Policy, Protocol):
     """A policy that splits layers by columns, and can be told to leave some of them."""
@@ -107,23 +109,28 @@ def settle_columns(facts: Facts, group: Group, policy: LayerPolicy, earlier: Seq
     carried: dict[Value, frozenset[Node]] = {}
     places = {node.node: place for place, node in enumerate(facts.nodes)}
     fused: dict[Node, None] = {}
+    left: set[Node] = set()
     while True:
         gathered = frozenset[Node]()
         while not gathered and len(work.marks) < len(facts.nodes):
             node = facts.nodes[len(work.marks)]
             work.place(node, policy)
-            gathered = _carry(node, work, carried)
-        gathered = gathered or _carried_out(facts, carried)
+            gathered = _carry(facts, node, work, carried) - left
+        gathered = gathered or _carried_out(facts, carried) - left
         if not gathered:
             flow = work.finish()
             return replace(flow, stuck=(*flow.stuck, *fused))
         fused.update(dict.fromkeys(node for node in gathered if find_fused(facts.graph, node) is not None))
         policy = policy.without(gathered)
+        left |= gathered
         work.take_back(min(places[node] for node in gathered))
 
 
-def _carry(node: NodeFacts, work: Propagation, carried: dict[Value, frozenset[Node]]) -> frozenset[Node]:
-    """Note which column-split layers the outputs of a node owe their split to; those whose split the node undoes."""
+def _carry(facts: Facts, node: NodeFacts, work: Propagation, carried: dict[Value, frozenset[Node]]) -> frozenset[Node]:
+    """Note which column-split layers the outputs of a node owe their split to; those whose split the node undoes.
+
+    A split that is added to an activation which is whole would run on through all the blocks; it is undone, too.
+    """
     rule = work.rules.get(node.node)
     if rule is None:
         return frozenset()
@@ -132,6 +139,9 @@ def _carry(node: NodeFacts, work: Propagation, carried: dict[Value, frozenset[No
     for value, placement in zip(node.inputs, rule.operands, strict=True):
         if value in carried:
             (sources if placement == work.placements[value] else gathered).update(carried[value])
+        elif node.node.op in _SUMS and value in facts.with_gradient and value not in facts.of_weights:
+            is_cut = isinstance(placement, Split) and not isinstance(work.placements[value], Split)
+            gathered.update(*(carried[v] for v in node.inputs if is_cut and v in carried))
     for value, placement in zip(node.node.outputs(), rule.outputs, strict=True):
         carried.pop(value, None)
         if sources and isinstance(placement, Split):

@@ -89,3 +89,10 @@ def take_first(model: nn.Module, group: dist.ProcessGroup | None = None) -> None
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
+
+
+def draw_alike(store: KeyStore, rank: int, num_ranks: int) -> None:
+    """Ranks whose generators are in different states all take the state of rank 0's."""
+    said = compare(store, "random state", torch.get_rng_state().numpy().tobytes().hex(), rank, num_ranks)
+    if len(set(said.values())) > 1:
+        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(said[0]), dtype=torch.uint8))

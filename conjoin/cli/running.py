@@ -1,0 +1,155 @@
+"""`run` trains a plan on real ranks; `verify` compares it with one device, without a cluster or on real ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+
+from conjoin.api import UsageError, capture
+from conjoin.cli.models import load_workload
+from conjoin.ir import Plan, flatten_tree, load_plan, unflatten_tree, widen
+from conjoin.runtime import (
+    TOLERANCE,
+    ParallelModule,
+    Verdict,
+    check_made_for,
+    compare_rank,
+    connect,
+    launch,
+    load,
+    train_alone,
+    verdict,
+    verify_in_process,
+)
+
+PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
+StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Training steps.")]
+_MODEL_HELP = "The model the plan was made for: zoo name, file.py:function or module:function."
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
+_LEARNING_RATE = 1e-3
+
+
+def run_command(
+    plan: PlanArgument,
+    model: ModelArgument,
+    steps: StepsOption = 10,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
+) -> None:
+    """Train a model by a plan: starts the ranks on this host, or is one of them under torchrun."""
+    found = load_plan(plan)
+    if dist.is_torchelastic_launched() or found.mesh.size == 1:
+        _train(_rank_of_launcher(), str(plan), model, batch, steps)
+    else:
+        launch(found.mesh.size, _train, str(plan), model, batch, steps)
+
+
+def _rank_of_launcher() -> int:
+    """Rank 0 prints; under torchrun the process group is set up when the plan is loaded."""
+    return dist.get_node_local_rank(0) if dist.is_torchelastic_launched() else 0
+
+
+def _train(rank: int, plan_path: str, name: str, batch_size: int | None, num_steps: int) -> None:
+    plan = load_plan(plan_path)
+    model, batch, loss = load_workload(name, batch_size)
+    check_made_for(plan, capture(model, batch, loss))
+    torch.manual_seed(0)
+    step = load(plan, model)
+    first = step.communicator.rank == 0
+    if first:
+        typer.echo(f"{plan}")
+    optimizer = torch.optim.AdamW(step.parameters(), lr=_LEARNING_RATE)
+    batch = _on_device(batch, step.store.device)
+    for i in range(num_steps):
+        start = time.perf_counter()
+        value = _loss_of(step, batch)
+        optimizer.zero_grad()
+        value.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        shown = value.item()
+        if first:
+            typer.echo(f"step {i + 1:>4}   loss {shown:.6f}   {1e3 * (time.perf_counter() - start):9.1f} ms")
+
+
+def _loss_of(step: ParallelModule, batch: Any) -> torch.Tensor:
+    index = step.plan.graph.loss
+    if index is None:
+        raise UsageError(
+            "The plan is of a model without a loss, and was asked to train. There is nothing to differentiate. "
+            "Let the model's function return (model, batch, loss) and make the plan again."
+        )
+    outputs = step(*batch) if isinstance(batch, tuple | list) else step(batch)
+    found: torch.Tensor = flatten_tree(outputs)[0][index]
+    return found
+
+
+def verify_command(
+    plan: PlanArgument,
+    model: ModelArgument,
+    steps: StepsOption = 5,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
+    ranks: Annotated[bool, typer.Option("--ranks", help="On real processes, not only in this one.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare a plan with one device: loss, gradients and weights in double precision; exit code 1 if they differ."""
+    found = load_plan(plan)
+    if dist.is_torchelastic_launched():
+        result = _gathered(_compare(0, str(plan), model, batch, steps))
+    elif ranks and found.mesh.size > 1:
+        answers = launch(found.mesh.size, _compare, str(plan), model, batch, steps)
+        result = verdict(answers[0][0], [answer[1] for answer in answers])
+    else:
+        built, data, loss = load_workload(model, batch)
+        result = verify_in_process(found, capture(built, data, loss), built, data, steps)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _show(found, result, as_json)
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def _compare(rank: int, plan_path: str, name: str, batch_size: int | None, num_steps: int) -> Any:
+    plan = load_plan(plan_path)
+    model, batch, loss = load_workload(name, batch_size)
+    graph = capture(model, batch, loss)
+    check_made_for(plan, graph)
+    wide = replace(plan, graph=widen(plan.graph))
+    communicator, _ = connect(wide)
+    reference = train_alone(graph, model, batch, num_steps)
+    return reference, compare_rank(wide, model.double(), batch, reference, communicator)
+
+
+def _gathered(mine: Any) -> Verdict:
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, mine[1])
+    return verdict(mine[0], answers)
+
+
+def _show(plan: Plan, result: Verdict, as_json: bool) -> None:
+    if as_json:
+        shown = [asdict(difference) for difference in result.differences[:20]]
+        facts = {
+            "passed": result.passed, "ranks": result.num_ranks, "worst": result.worst, "tolerance": TOLERANCE,
+            "losses": result.losses, "plan_losses": result.plan_losses, "differences": shown,
+        }  # fmt: skip
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    typer.echo(f"{plan}")
+    typer.echo("step        one device              plan")
+    for i, (alone, planned) in enumerate(zip(result.losses, result.plan_losses, strict=True)):
+        typer.echo(f"{i + 1:>4}   {alone:.12f}   {planned:.12f}")
+    for difference in result.differences[: 1 if result.passed else 8]:
+        what = f"{difference.what} on rank {difference.rank}"
+        typer.echo(f"largest difference: {difference.relative:.1e} in {what}")
+    verb = "trains exactly like one device" if result.passed else "does NOT train like one device"
+    typer.echo(f"{'verified' if result.passed else 'refuted'}: the plan {verb} (relative tolerance {TOLERANCE:.0e})")
+
+
+def _on_device(batch: Any, device: torch.device) -> Any:
+    leaves, spec = flatten_tree(batch)
+    return unflatten_tree([x.to(device) if isinstance(x, torch.Tensor) else x for x in leaves], spec)

@@ -1,0 +1,120 @@
+"""The four collectives, alike among threads and among Gloo processes; and what happens when a rank does not come."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from conjoin.errors import RankError
+from conjoin.machine import Axis, Mesh
+from conjoin.runtime.communicator import Board, Communicator, ThreadRanks
+from conjoin.runtime.threads import run_ranks
+from tests.ir.wording import assert_three_sentences
+from tests.runtime.gloo_ranks import run_processes
+
+MESH = Mesh((Axis("x", 2), Axis("y", 2)))
+
+
+def mine(communicator: Communicator, count: int) -> Tensor:
+    return torch.arange(count, dtype=torch.float64) + 100 * communicator.rank
+
+
+def collect(communicator: Communicator) -> list[tuple[list[float], int]]:
+    """Every collective over one axis, the other and both; what each gave and how many bytes it sent."""
+    found: list[tuple[list[float], int]] = []
+
+    def note(tensor: Tensor) -> None:
+        found.append((tensor.tolist(), communicator.bytes_sent))
+
+    for axes in (("x",), ("y",), ("x", "y")):
+        communicator.prepare(axes)
+        count = len(communicator.mesh.group(communicator.rank, axes))
+        total = mine(communicator, 3)
+        communicator.all_reduce(total, axes).wait()
+        note(total)
+        largest = -mine(communicator, 3)
+        communicator.all_reduce(largest, axes, largest=True).wait()
+        note(largest)
+        gathered = torch.empty(3 * count, dtype=torch.float64)
+        communicator.all_gather(gathered, mine(communicator, 3), axes).wait()
+        note(gathered)
+        part = torch.empty(2, dtype=torch.float64)
+        communicator.reduce_scatter(part, mine(communicator, 2 * count), axes).wait()
+        note(part)
+        place = communicator.mesh.group(communicator.rank, axes).index(communicator.rank)
+        sent = [i + place for i in range(count)]
+        received = [place + i for i in range(count)]
+        output = torch.empty(sum(received), dtype=torch.float64)
+        communicator.all_to_all(output, mine(communicator, sum(sent)), (received, sent), axes).wait()
+        note(output)
+    return found
+
+
+def test_threads_and_processes_give_the_same(tmp_path: Path) -> None:
+    threads = run_ranks(MESH, collect)
+    assert threads == run_processes(MESH, collect, tmp_path)
+    first = [result for result, _ in threads[0][:5]]
+    assert first == [
+        [200, 202, 204],
+        [0, -1, -2],
+        [0, 1, 2, 200, 201, 202],
+        [200, 202],
+        [200],
+    ]
+    sent = [0, *(sent for _, sent in threads[0][:5])]
+    assert [after - before for before, after in zip(sent, sent[1:], strict=False)] == [24, 24, 24, 16, 8]
+
+
+def test_what_a_rank_does_to_its_tensor_afterwards_concerns_nobody_else() -> None:
+    def program(communicator: Communicator) -> list[float]:
+        total, gathered = mine(communicator, 2), torch.empty(8, dtype=torch.float64)
+        communicator.all_reduce(total, MESH.names).wait()
+        kept = total.clone()
+        total.mul_(communicator.rank)
+        own = mine(communicator, 2)
+        communicator.all_gather(gathered, own, MESH.names).wait()
+        own.zero_()
+        return [*kept.tolist(), *gathered.tolist()]
+
+    found = run_ranks(MESH, program)
+    assert found == [[600, 604, 0, 1, 100, 101, 200, 201, 300, 301]] * 4
+
+
+def test_the_error_of_the_rank_that_failed_is_raised() -> None:
+    def program(communicator: Communicator) -> None:
+        if communicator.rank == 2:
+            raise ZeroDivisionError("rank 2 divides by zero")
+        communicator.all_reduce(torch.ones(1), MESH.names).wait()
+
+    with pytest.raises(ZeroDivisionError, match="rank 2 divides by zero"):
+        run_ranks(MESH, program)
+
+
+def test_a_rank_that_waits_in_vain_says_so() -> None:
+    board = Board(2, timeout_seconds=0.2)
+    mesh = Mesh((Axis("x", 2),))
+    with pytest.raises(RankError) as told:
+        ThreadRanks(mesh, 1, board).all_reduce(torch.ones(1), ("x",))
+    assert_three_sentences(told.value)
+    assert "Rank 1 waits for its group (0, 1), and not all of it came" in str(told.value)
+
+
+def test_ranks_that_come_after_a_failure_do_not_wait() -> None:
+    board = Board(2)
+    board.fail()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            ThreadRanks(Mesh((Axis("x", 2),)), 0, board).all_reduce(torch.ones(1), ("x",))
+        except RankError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive() and len(errors) == 1

@@ -1,0 +1,296 @@
+"""Sharded initialisation: every plan gets the pieces of one and the same model, and no rank ever holds the whole."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from conjoin.errors import UsageError
+from conjoin.frontends import capture
+from conjoin.ir import Graph, Plan
+from conjoin.machine import parse_machine
+from conjoin.runtime.communicator import ThreadRanks
+from conjoin.runtime.initialization import initialise
+from conjoin.runtime.parallel import ParallelModule
+from conjoin.runtime.pieces import full_state_dict
+from conjoin.runtime.storage import Store
+from conjoin.runtime.threads import run_ranks
+from conjoin.search import make_plan
+from tests.ir.wording import assert_three_sentences
+
+CPU = torch.device("cpu")
+WIDTH, WORDS = 6, 11
+
+
+class Scale(nn.Module):
+    """Parameters and buffers of its own, with an initialisation of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(WIDTH))
+        self.register_buffer("steps", torch.empty((), dtype=torch.int64))
+        self.register_buffer("frequencies", torch.empty(WIDTH), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.gain, 0.5, 1.5)
+        self.steps.fill_(7)
+        self.frequencies.copy_(torch.arange(1.0, WIDTH + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain * self.frequencies
+
+
+class Net(nn.Module):
+    """Tied weights, a module in two places, layers of several sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.up = nn.Linear(WIDTH, 10)
+        self.norm = nn.BatchNorm1d(10)
+        self.down = nn.Linear(10, WIDTH)
+        self.scale = Scale()
+        self.again = self.scale
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, i: Tensor) -> Tensor:
+        x = self.scale(self.embed(i))
+        y: Tensor = self.head(self.again(self.down(self.norm(self.up(x)).relu())))
+        return y
+
+
+def on_meta() -> Net:
+    with torch.device("meta"):
+        return Net()
+
+
+@cache
+def graph() -> Graph:
+    batch = (torch.zeros(12, dtype=torch.int64), torch.zeros(12, dtype=torch.int64))
+    return capture(on_meta(), batch, cross_entropy)
+
+
+def plan_of(strategy: str, num_ranks: int) -> Plan:
+    return make_plan(graph(), parse_machine(f"local:{num_ranks}"), strategy)
+
+
+def gathered(plan: Plan, fill: Callable[[Store], None]) -> dict[str, Tensor]:
+    """The whole state after every rank of a plan was filled."""
+
+    def program(communicator: ThreadRanks) -> dict[str, Tensor]:
+        store = Store(plan, communicator.rank, CPU)
+        fill(store)
+        module = ParallelModule(plan, store, communicator)
+        state = full_state_dict(module, everywhere=True)
+        state["frequencies"] = dict(module.named_buffers())["scale.frequencies"]
+        return state
+
+    results = run_ranks(plan.mesh, program)
+    for other in results[1:]:
+        assert all(torch.equal(other[name], results[0][name]) for name in results[0])
+    return results[0]
+
+
+def alone(seed: int, init: Callable[[nn.Module], None]) -> nn.Module:
+    """The whole model on one device, initialised in the order of `apply`."""
+    model = Net()
+    torch.manual_seed(seed)
+    return model.apply(init)
+
+
+def reset(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear | nn.Embedding | nn.BatchNorm1d | Scale):
+        module.reset_parameters()
+
+
+def small_normal(module: nn.Module) -> None:
+    """As published models do it: some kinds of layers, through `.data`."""
+    if isinstance(module, nn.Linear):
+        module.weight.data.normal_(0.0, 0.02)
+        if module.bias is not None:
+            module.bias.data.zero_()
+    elif isinstance(module, nn.Embedding):
+        module.weight.data.normal_(0.0, 0.02)
+
+
+def small_or_reset(module: nn.Module) -> None:
+    (small_normal if isinstance(module, nn.Linear | nn.Embedding) else reset)(module)
+
+
+PLANS = [("data-parallel", 2), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("megatron", 4), ("fsdp", 1)]
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks"), PLANS)
+@pytest.mark.parametrize(("init", "reference"), [(None, reset), (small_normal, small_or_reset)], ids=["reset", "init"])
+def test_every_plan_gets_the_pieces_of_one_model(
+    strategy: str, num_ranks: int, init: Callable[[nn.Module], None] | None, reference: Callable[[nn.Module], None]
+) -> None:
+    model, wanted = on_meta(), alone(3, reference)
+    generator = torch.get_rng_state()
+    found = gathered(plan_of(strategy, num_ranks), lambda store: initialise(store, model, seed=3, init=init))
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert found.keys() - {"frequencies"} == wanted.state_dict().keys()
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(found[name], tensor), name
+    assert torch.equal(found["frequencies"], torch.arange(1.0, WIDTH + 1))
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_another_seed_is_another_model() -> None:
+    model = on_meta()
+    plan = plan_of("fsdp", 2)
+    one, other = (gathered(plan, lambda store, s=seed: initialise(store, model, seed=s)) for seed in (0, 1))
+    assert not torch.equal(one["up.weight"], other["up.weight"])
+
+
+class Stack(nn.Sequential):
+    """Many layers, the first larger than the others."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 64), nn.Linear(64, 8), *[nn.Linear(8, 8) for _ in range(6)])
+
+
+def test_no_more_than_one_module_is_there_at_a_time() -> None:
+    with torch.device("meta"):
+        model = Stack()
+    plan = plan_of_stack(model)
+    peak = 0
+    alive: list[weakref.ref[Tensor]] = []
+
+    def init(module: nn.Module) -> None:
+        nonlocal peak
+        assert not any(reference() is not None for reference in alive), "a whole tensor outlived its module"
+        real = [tensor for tensor in model.parameters() if not tensor.is_meta]
+        peak = max(peak, sum(tensor.nbytes for tensor in real))
+        alive[:] = [weakref.ref(tensor) for tensor in real]
+        module.reset_parameters()
+
+    initialise(Store(plan, 1, CPU), model, init=init)
+    largest = max(sum(tensor.nbytes for tensor in layer.parameters()) for layer in model)
+    assert peak == largest < sum(tensor.nbytes for tensor in model.parameters()) / 2
+
+
+def plan_of_stack(model: nn.Module) -> Plan:
+    return make_plan(capture(model, torch.zeros(4, 8), lambda y: y.sum()), parse_machine("local:2"), "fsdp")
+
+
+def test_a_tied_tensor_is_whole_until_its_last_module_and_one_afterwards() -> None:
+    model = on_meta()
+    plan = plan_of("fsdp", 2)
+    store = Store(plan, 0, CPU)
+    initialise(store, model)
+    assert store.root.embed.weight is store.root.head.weight
+    assert store.root.scale.frequencies is store.root.again.frequencies
+
+
+class Bare(nn.Module):
+    """Says nothing of how it is initialised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        self.register_buffer("mask", torch.empty(4), persistent=False)
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x @ self.weight) * self.mask
+
+
+@pytest.fixture
+def bare() -> tuple[Bare, Store]:
+    with torch.device("meta"):
+        model = Bare()
+    plan = make_plan(capture(model, torch.zeros(4, 4), lambda y: y.sum()), parse_machine("local:2"), "fsdp")
+    return model, Store(plan, 0, CPU)
+
+
+def refusal(bare: tuple[Bare, Store], **arguments: object) -> str:
+    model, store = bare
+    with pytest.raises(UsageError) as caught:
+        initialise(store, model, **arguments)
+    assert_three_sentences(caught.value)
+    assert not list(store.root.parameters()) and all(tensor.is_meta for tensor in model.parameters())
+    return str(caught.value)
+
+
+def test_a_module_that_cannot_be_initialised_is_named(bare: tuple[Bare, Store]) -> None:
+    message = refusal(bare)
+    assert "the model itself (Bare) with weight, mask" in message and "for 1 module it is not known how" in message
+
+
+def test_what_init_leaves_out_is_named(bare: tuple[Bare, Store]) -> None:
+    def init(module: nn.Module) -> None:
+        if isinstance(module, Bare):
+            module.weight.data[:3].zero_()
+            module.mask.fill_(1)
+
+    assert "values are left out" in refusal(bare, init=init)
+
+
+def test_an_init_that_reaches_into_submodules_is_refused(bare: tuple[Bare, Store]) -> None:
+    def init(module: nn.Module) -> None:
+        for parameter in module.parameters():
+            nn.init.zeros_(parameter)
+
+    assert "other tensors than its own" in refusal(bare, init=init)
+
+
+def test_an_init_that_changes_a_shape_is_refused(bare: tuple[Bare, Store]) -> None:
+    def init(module: nn.Module) -> None:
+        module.weight = nn.Parameter(torch.zeros(2))
+
+    assert "other tensors than its own" in refusal(bare, init=init)
+
+
+def test_an_init_that_fails_leaves_the_model_as_it_was(bare: tuple[Bare, Store]) -> None:
+    model, store = bare
+    with pytest.raises(ZeroDivisionError):
+        initialise(store, model, init=lambda module: 1 / 0)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_an_init_may_put_new_parameters(bare: tuple[Bare, Store]) -> None:
+    model, store = bare
+
+    def init(module: nn.Module) -> None:
+        module.weight = nn.Parameter(torch.full_like(module.weight, 2.0))
+        if isinstance(module, Bare):
+            module.mask = torch.ones(4)
+        else:
+            module.bias.data.zero_()
+
+    initialise(store, model, init=init)
+    assert all((parameter == 2).all() for name, parameter in store.root.named_parameters() if "weight" in name)
+
+
+def test_empty_leaves_what_a_checkpoint_holds(bare: tuple[Bare, Store]) -> None:
+    model, store = bare
+    assert "mask" in refusal(bare, empty=True)
+    initialise(store, model, empty=True, init=lambda module: module.mask.fill_(3))
+    assert all(parameter.isnan().all() for parameter in store.root.parameters())
+    assert (store.root.mask == 3).all()
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_tensors_that_have_values_keep_them(bare: tuple[Bare, Store]) -> None:
+    model, store = bare
+    model.weight = nn.Parameter(torch.full((4, 4), 5.0))
+    model.inner = nn.Linear(4, 4)
+    before = copy.deepcopy(model.inner.state_dict())
+
+    def init(module: nn.Module) -> None:
+        assert module is model
+        module.weight.data.zero_()
+        module.mask.fill_(1)
+
+    initialise(store, model, init=init)
+    assert (store.root.weight == 5).all() and (model.weight == 5).all()
+    assert torch.equal(model.inner.weight, before["weight"])

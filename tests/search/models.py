@@ -1,0 +1,35 @@
+"""What the tests of this room share: tiny models of the zoo, each captured once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import zoo
+from conjoin.frontends import capture
+from conjoin.ir import Graph, Plan, is_parallel
+
+FAMILIES = (
+    "mlp", "mlp-autoddl", "candle-uno", "lenet", "alexnet", "vgg13", "resnet-50", "resnext-50", "inception-v3",
+    "vit-b-16", "rnnlm", "rnnlm-fused", "rnntc", "nasrnn-taso", "nmt", "bert-base", "gpt-125m", "llama-7b", "llama-70b",
+    "moe-8x7b", "moe-gpt-1.3b-8e", "u-transformer", "dlrm", "dlrm-cat", "xdl",
+)  # fmt: skip
+"""One name for each architecture: other names have the same tiny size."""
+
+
+@cache
+def captured(name: str, batch_size: int = 4) -> Graph:
+    """The graph of a tiny model with its loss."""
+    model, batch, loss = zoo.build(f"{name}:tiny", batch_size=batch_size)
+    return capture(model.train(), batch, loss)
+
+
+def reshards(plan: Plan) -> dict[str, int]:
+    """How many reshards of each kind a plan has."""
+    return dict(Counter(node.op.removeprefix("conjoin::") for node in plan.graph.nodes if is_parallel(node)))
+
+
+def lines_with(plan: Plan, *words: str) -> list[str]:
+    """The lines of a plan's graph that have all of the words, without where they come from."""
+    lines = (line.split("  @")[0] for line in str(plan.graph).splitlines())
+    return [line for line in lines if all(word in line for word in words)]
