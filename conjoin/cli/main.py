@@ -9,6 +9,7 @@ import typer
 from conjoin.api import ConjoinError
 from conjoin.cli.inspecting import doctor_command, inspect_command
 from conjoin.cli.planning import diff_command, explain_command, plan_command
+from conjoin.cli.running import run_command, verify_command
 
 app = typer.Typer(
     name="conjoin",
@@ -21,6 +22,8 @@ app.command("inspect")(inspect_command)
 app.command("plan")(plan_command)
 app.command("explain")(explain_command)
 app.command("diff")(diff_command)
+app.command("run")(run_command)
+app.command("verify")(verify_command)
 app.command("doctor")(doctor_command)
 
 

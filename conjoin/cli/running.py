@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,9 +14,10 @@ import typer
 
 from conjoin.api import UsageError, capture
 from conjoin.cli.models import load_workload
-from conjoin.ir import Plan, flatten_tree, load_plan, unflatten_tree, widen
+from conjoin.ir import Plan, flatten_tree, load_plan, unflatten_tree
 from conjoin.runtime import (
     TOLERANCE,
+    Case,
     ParallelModule,
     Verdict,
     check_made_for,
@@ -106,7 +107,7 @@ def verify_command(
         result = verdict(answers[0][0], [answer[1] for answer in answers])
     else:
         built, data, loss = load_workload(model, batch)
-        result = verify_in_process(found, capture(built, data, loss), built, data, steps)
+        result = verify_in_process(Case(found, capture(built, data, loss), built, data), steps)
     if not dist.is_initialized() or dist.get_rank() == 0:
         _show(found, result, as_json)
     if not result.passed:
@@ -118,10 +119,10 @@ def _compare(rank: int, plan_path: str, name: str, batch_size: int | None, num_s
     model, batch, loss = load_workload(name, batch_size)
     graph = capture(model, batch, loss)
     check_made_for(plan, graph)
-    wide = replace(plan, graph=widen(plan.graph))
-    communicator, _ = connect(wide)
-    reference = train_alone(graph, model, batch, num_steps)
-    return reference, compare_rank(wide, model.double(), batch, reference, communicator)
+    case = Case(plan, graph, model, batch).widened()
+    communicator, _ = connect(case.plan)
+    reference = train_alone(case, num_steps)
+    return reference.losses, compare_rank(case, reference, communicator)
 
 
 def _gathered(mine: Any) -> Verdict:

@@ -157,7 +157,7 @@ def _least(problem: Problem) -> Score:
 
 
 def _rearranged(problem: Problem, end: Spread) -> Iterator[Spread]:
-    """Other ways to lay out source or target with its partial sums, for tensors of so few positions that room is scarce."""
+    """Other ways to lay out source or target with its partial sums, where not every rank can have its own piece."""
     mesh = problem.mesh
     if not end.partial or len(mesh.names) > FEW_AXES:
         return

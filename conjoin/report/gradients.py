@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from conjoin.ir import Graph, Node, Value, is_parallel, origin, plain_call
-from conjoin.ops import Layout, spec_for
+from conjoin.ops import Call, Layout, OpSpec, spec_for
 
 Entry = tuple[Value, Layout]
 """A value of the model and a layout in which somebody reads it."""
@@ -74,13 +74,11 @@ class Gradients:
             return list(range(len(node.inputs)))
         if spec.view:
             return [0] if any((value, value.type.layout) in self._saved for value in node.outputs()) else []
-        declared = spec.terms if isinstance(spec.terms, str) else spec.terms(call)
-        terms = [{word.strip("*") for word in term.split()} for term in declared.split("+")]
-        needing = {call.operand_names[i] for i in passing}
-        if needing - set().union(*terms):
+        terms = _terms(spec, call)
+        reads_all = node.op.removeprefix("_").startswith("conv")  # torch keeps both factors of a convolution always
+        if reads_all or not set(passing) <= set().union(*terms):
             return list(range(len(call.operand_names)))
-        added = {name for term in terms for name in term if not needing & (term - {name})}
-        return [i for i, name in enumerate(call.operand_names) if name not in added]
+        return [i for i in range(len(call.operand_names)) if any(i in t and set(passing) & (t - {i}) for t in terms)]
 
     def _reach(self, values: Iterable[Value]) -> None:
         for value in values:
@@ -88,6 +86,17 @@ class Gradients:
             if root in self._needing:
                 self._reached.add(root)
                 self._entries.add((root, value.type.layout))
+
+
+def _terms(spec: OpSpec, call: Call) -> list[set[int]]:
+    """The operands, by position, multiplied in each term of a sum; a list is added up, or multiplied (`*`)."""
+    declared = spec.terms if isinstance(spec.terms, str) else spec.terms(call)
+    terms = []
+    for words in (term.split() for term in declared.split("+")):
+        places = {i for i, name in enumerate(call.operand_names) if name in {word.strip("*") for word in words}}
+        multiplied = len(words) > 1 or declared.endswith("*")
+        terms += [places] if multiplied else [{place} for place in places]
+    return terms
 
 
 def _ends(graph: Graph) -> list[Value]:

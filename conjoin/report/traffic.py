@@ -13,7 +13,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from conjoin.comm import Route, Step, StepKind, backward_route, bytes_sent, move_regions, reshard
+from conjoin.comm import (
+    ParameterBundle,
+    Route,
+    Step,
+    StepKind,
+    backward_route,
+    bytes_sent,
+    find_bundles,
+    move_regions,
+    reshard,
+)
 from conjoin.ir import (
     REGATHER,
     Node,
@@ -32,7 +42,6 @@ from conjoin.ir import (
 )
 from conjoin.machine import Mesh
 from conjoin.ops import Call, Layout, Split, TensorType, split_axes
-from conjoin.report.bundling import ParameterBundle, find_bundles
 from conjoin.report.gradients import Entry, Gradients
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -191,9 +200,8 @@ class Traffic:
         return Transfer(*_of(bundle), tuple(found))
 
     def _gathered_again(self, bundle: ParameterBundle) -> bool:
-        """Where the backward pass reads one of its parameters, or one of the bundle that gathers it ahead."""
-        bundles = [bundle] + ([bundle.after] if bundle.after is not None else [])
-        return bundle.kind.regather and any(self._gradients.save(*e) for found in bundles for e in found.entries)
+        """Whether it is dropped after the forward pass, and the backward pass reads one of its parameters."""
+        return bundle.kind.regather and any(self._gradients.save(*entry) for entry in bundle.entries)
 
     def _exchange(self, value: Value, move: _Move | None, with_gradient: bool) -> list[Transfer]:
         if move is None:

@@ -3,6 +3,7 @@
 from conjoin.runtime.captured import CapturedModule, to_module
 from conjoin.runtime.checking import (
     TOLERANCE,
+    Case,
     Difference,
     Verdict,
     check_made_for,
@@ -17,7 +18,7 @@ from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.threads import run_ranks
 
 __all__ = [
-    "TOLERANCE", "CapturedModule", "Difference", "ParallelModule", "Verdict", "check_made_for", "compare_rank",
-    "connect",
-    "launch", "load", "run_ranks", "to_module", "train_alone", "verdict", "verify_in_process",
+    "TOLERANCE", "CapturedModule", "Case", "Difference", "ParallelModule", "Verdict", "check_made_for",
+    "compare_rank", "connect", "launch", "load", "run_ranks", "to_module", "train_alone", "verdict",
+    "verify_in_process",
 ]  # fmt: skip

@@ -16,21 +16,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from conjoin.comm import Route, Step, StepKind, backward_route, movement, reshard
-from conjoin.ir import Graph, Leaf, LeafKind, Region, Value, is_parallel, num_elements, origin, region_of, region_shape
-from conjoin.ops import Layout
-from conjoin.runtime.communicator import Axes, Communicator, Work, uncompiled
-
-BUNDLE_BYTES = 25 * 2**20
-"""As DistributedDataParallel's buckets (torch documentation, `bucket_cap_mb`)."""
-Entry = tuple[Value, Layout]
-"""A parameter and the layout of its use."""
+from conjoin.comm import BundleKind, Entry, ParameterBundle, find_bundles
+from conjoin.ir import Graph, Region, num_elements, region_of, region_shape
+from conjoin.runtime.communicator import Axes, Communicator, Work
 
 
 @dataclass(slots=True)
@@ -41,6 +34,10 @@ class _Ticket:
     made: tuple[weakref.ref[Tensor], ...] = ()
     """The parameters as they are used, as long as somebody holds them."""
     works: list[Work] = field(default_factory=list)
+    versions: tuple[int, ...] = ()
+    """Which state of the parameters was held."""
+    dropped: bool = False
+    """Whether the backward pass needs something that was dropped."""
     again: tuple[Tensor, ...] | None = None
     """The parameters brought once more, for the backward pass."""
 
@@ -93,13 +90,13 @@ class Bundle:
         self.before: Bundle | None = None
         self.after: Bundle | None = None
 
-    @uncompiled
     def hold(self, *stored: Tensor) -> tuple[Tensor, ...]:
         """The parameters as stored; in backward the wait for their gradients."""
-        self.ticket = _Ticket(tuple(x.detach() for x in stored))
+        self.ticket = _Ticket(tuple(x.detach() for x in stored), versions=tuple(x._version for x in stored))
+        if isinstance(self.mover, Gathering):
+            self.mover.forget()
         return _Hold.apply(self.ticket, *stored)  # type: ignore[no-any-return, no-untyped-call]
 
-    @uncompiled
     def launch(self, *held: Tensor) -> tuple[Tensor, ...]:
         """The parameters in the layouts of their use; in backward the start of the collective."""
         made: tuple[Tensor, ...] = _Launch.apply(self, self.ticket, *held)  # type: ignore[no-untyped-call]
@@ -115,15 +112,24 @@ class Bundle:
 
     def find(self, tensor: Tensor) -> int | None:
         """Which parameter, as it was made for use, a tensor is or is a view of."""
-        base = tensor if tensor._base is None else tensor._base
-        return next((i for i, made in enumerate(self.ticket.made) if made() is base), None)
+        for i, made in enumerate(self.ticket.made):
+            whole = made()  # autograd hands out aliases, so it is the memory that tells
+            if whole is not None and whole.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+                self.ticket.dropped = True
+                return i
+        return None
 
     def bring_again(self, ticket: _Ticket, i: int) -> Tensor:
         """A parameter that was dropped after the forward pass; the bundle before is started on the way."""
         if ticket.again is None:
+            if tuple(x._version for x in ticket.held) != ticket.versions:
+                raise RuntimeError(
+                    "A parameter was changed between a forward pass and its backward pass, which gathers it again. "
+                    "The gradient would be that of another model. Call backward before the optimizer's step."
+                )
             if isinstance(self.mover, Gathering):
                 self.mover.start(ticket.held)
-                if self.before is not None and self.before.ticket.again is None:
+                if self.before is not None and self.before.ticket.dropped and self.before.ticket.again is None:
                     _start(self.before)
             with torch.no_grad():
                 ticket.again = self.mover.bring(ticket.held)
@@ -189,6 +195,12 @@ class Gathering:
             output = flat.new_empty(self._num_members * flat.numel())
             self._under_way = self._communicator.all_gather(output, flat, self._axes), output
 
+    def forget(self) -> None:
+        """What was started ahead and not used is of an earlier step: the parameters may have changed since."""
+        if self._under_way is not None:
+            self._under_way[0].wait()
+            self._under_way = None
+
     def bring(self, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         self.start(held)
         assert self._under_way is not None
@@ -230,91 +242,21 @@ def _gathered(entry: Entry, communicator: Communicator, axes: Axes) -> _Gathered
     return _Gathered(held, region_of(shape, layout, mesh, communicator.rank), parts)
 
 
-def parameter_reads(graph: Graph) -> list[Entry]:
-    """Every trainable parameter that is used in another layout than stored, with that layout, in the order of use."""
-    found: dict[Entry, None] = {}
-    results = [value for value in (*graph.outputs, *(v for _, v in graph.updates)) if isinstance(value, Value)]
-    reads = [value for node in graph.nodes if not is_parallel(node) for value in node.inputs]
-    for value in (*reads, *results):
-        root = origin(value)
-        if isinstance(root.owner, Leaf) and root.owner.trainable and root.type.layout != value.type.layout:
-            assert root.owner.kind is LeafKind.PARAMETER
-            found[root, value.type.layout] = None
-    return list(found)
-
-
-def _only(route: Route) -> Step | None:
-    """The one step of a route that communicates; None when there are more, or other work to do."""
-    steps = [step for step in route.steps if step.kind is not StepKind.RELABEL]
-    return steps[0] if len(steps) == 1 else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    gathers: bool
-    axes: Axes
-    dtype: torch.dtype
-    regather: bool
-
-
-def _kind_of(entry: Entry, communicator: Communicator, regathered: frozenset[str]) -> _Kind | None:
-    """In which kind of bundle a parameter goes; None when it goes on its own."""
-    value, layout = entry
-    mesh = communicator.mesh
-    there = reshard(value.type.shape, value.type.layout, layout, mesh)
-    back = _only(backward_route(there, mesh))
-    free = all(step.kind is StepKind.RELABEL for step in there.steps)
-    if back is None:
-        return None
-    axes, dtype = mesh.in_order(back.axes), value.type.dtype
-    if free and back.kind is StepKind.ALL_REDUCE:
-        return _Kind(False, axes, dtype, False)
-    forward = _only(there)
-    gathers = forward is not None and forward.kind is StepKind.ALL_GATHER and set(forward.axes) == set(axes)
-    if gathers and back.kind is StepKind.REDUCE_SCATTER and _is_even(forward, value, communicator):
-        assert isinstance(value.owner, Leaf)
-        return _Kind(True, axes, dtype, value.owner.name in regathered)
-    return None
-
-
-def _is_even(step: Step | None, value: Value, communicator: Communicator) -> bool:
-    """Whether every member of every group holds a piece of one size."""
-    assert step is not None
-    shape, mesh = value.type.shape, communicator.mesh
-    table = movement(step, shape, mesh, communicator.rank)
-    pieces = {region_shape(region_of(shape, value.type.layout, mesh, rank)) for rank in range(mesh.size)}
-    return len(pieces) == 1 and len(table.receives) == len(table.group)
-
-
 def make_bundles(graph: Graph, communicator: Communicator, regathered: frozenset[str]) -> tuple[Bundle, ...]:
     """All bundles of a plan, kind by kind in the order of use."""
-    entries: dict[_Kind, list[Entry]] = {}
-    for entry in parameter_reads(graph):
-        kind = _kind_of(entry, communicator, regathered)
-        if kind is not None:
-            entries.setdefault(kind, []).append(entry)
     bundles: list[Bundle] = []
-    for kind, found in entries.items():
-        made = [Bundle(part, _mover(kind, part, communicator)) for part in _filled(found)]
-        for one, other in pairwise(made):
-            one.after, other.before = other, one
-        bundles.extend(made)
+    last: dict[BundleKind, Bundle] = {}
+    for found in find_bundles(graph, communicator.mesh, regathered):
+        bundle = Bundle(found.entries, _mover(found, communicator))
+        if found.kind in last:
+            bundle.before = last[found.kind]
+            last[found.kind].after = bundle
+        last[found.kind] = bundle
+        bundles.append(bundle)
     return tuple(bundles)
 
 
-def _filled(entries: list[Entry]) -> list[list[Entry]]:
-    """Entries in the order of use, cut into bundles filled from the last: the first one, whose gradients come last and
-    whose gather comes first, is what remains, so that little is left to wait for."""
-    parts: list[list[Entry]] = []
-    num_bytes = BUNDLE_BYTES
-    for entry in reversed(entries):
-        if num_bytes >= BUNDLE_BYTES:
-            parts.append([])
-            num_bytes = 0
-        parts[-1].append(entry)
-        num_bytes += entry[0].type.bytes
-    return [part[::-1] for part in reversed(parts)]
-
-
-def _mover(kind: _Kind, entries: list[Entry], communicator: Communicator) -> Mover:
-    return Gathering(entries, kind.axes, communicator) if kind.gathers else Reducing(kind.axes, communicator)
+def _mover(found: ParameterBundle, communicator: Communicator) -> Mover:
+    if found.kind.gathers:
+        return Gathering(found.entries, found.kind.axes, communicator)
+    return Reducing(found.kind.axes, communicator)

@@ -8,7 +8,19 @@ from typing import Any
 from torch import Tensor
 
 from conjoin.errors import UsageError
-from conjoin.ir import Graph, LeafKind, Value, flatten_tree, spec_of, unflatten_tree
+from conjoin.ir import LEAF, Graph, LeafKind, Structure, Value, flatten_tree, spec_of, unflatten_tree
+
+
+def _takes_tensors(graph: Graph) -> bool:
+    """Whether model and loss take nothing but tensors by position."""
+    if len(graph.input_structure.children) != 4 or not all(isinstance(value, Value) for value in graph.inputs):
+        return False
+    taken, named, for_loss, loss_named = graph.input_structure.children
+    return not named.keys and not loss_named.keys and _is_flat(taken) and _is_flat(for_loss)
+
+
+def _is_flat(structure: Structure) -> bool:
+    return structure.kind == "tuple" and all(child.kind == "leaf" for child in structure.children)
 
 
 class Calling:
@@ -18,9 +30,14 @@ class Calling:
         self.graph = graph
         self._input_spec = spec_of(graph.input_structure)
         self._output_spec = spec_of(graph.output_structure)
+        self._num_tensors = len(graph.inputs) if _takes_tensors(graph) else -1
+        """How many tensors are taken one after the other; -1 where there is more to it."""
 
     def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The input tensors in the captured order, from arguments or from one batch object."""
+        given = args[0] if len(args) == 1 and self._num_tensors > 1 and isinstance(args[0], tuple | list) else args
+        if not kwargs and len(given) == self._num_tensors and all(isinstance(x, Tensor) for x in given):
+            return list(given)
         candidates = [(args, kwargs)]
         if len(args) == 1 and not kwargs:
             whole = args[0]
@@ -37,6 +54,8 @@ class Calling:
 
     def results(self, outputs: list[Any]) -> Any:
         """The outputs in the containers the model returned them in."""
+        if self.graph.output_structure == LEAF:
+            return outputs[0]
         return unflatten_tree(outputs, self._output_spec)
 
     def _deal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from conjoin.comm import Movement, Route, Step, StepKind, backward_route, move_regions, movement, reshard
-from conjoin.ir import Region, num_elements, region_of, region_shape
+from conjoin.ir import Region, RegionMove, num_elements, region_of, region_shape
 from conjoin.ops import Layout
 from conjoin.runtime.communicator import Axes, Communicator, uncompiled
 
@@ -211,14 +211,11 @@ def carry_reshard(shape: tuple[int, ...], source: Layout, target: Layout, commun
     return differentiable(carry(route, communicator), carry(back, communicator))
 
 
-def carry_move(
-    have: Sequence[Region], want: Sequence[Region], group: tuple[int, ...], communicator: Communicator
-) -> Carry:
+def carry_move(move: RegionMove, communicator: Communicator) -> Carry:
     """A move between the regions of a group (a halo, or pieces that do not line up) as a differentiable function."""
-    table = move_regions(have, want, group, communicator.rank)
-    axes = _axes_of(group, communicator)
+    axes = _axes_of(move.group, communicator)
     communicator.prepare(axes)
-    exchange = Exchange(table, axes, communicator)
+    exchange = Exchange(move_regions(move.have, move.want, move.group, communicator.rank), axes, communicator)
     return differentiable(exchange, exchange.back)
 
 

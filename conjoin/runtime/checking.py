@@ -38,6 +38,10 @@ class Difference:
     relative: float
 
 
+Compared = tuple[tuple[float, ...], list[Difference]]
+"""The losses of a rank, and how far everything it holds is from one device."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The comparison of a plan with one device."""
@@ -77,14 +81,35 @@ def check_made_for(plan: Plan, graph: Graph) -> None:
         )
 
 
-def train_alone(graph: Graph, model: nn.Module, batch: Any, num_steps: int) -> Reference:
-    """Train the captured graph on one device, in double precision."""
-    module = to_module(widen(graph), copy.deepcopy(model).double())
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A plan, the captured graph it was made from, the model with its values, and a batch."""
+
+    plan: Plan
+    graph: Graph
+    model: nn.Module
+    batch: Any
+
+    def widened(self) -> Case:
+        """The same in double precision."""
+        leaves, spec = flatten_tree(self.batch)
+        batch = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
+        return Case(
+            replace(self.plan, graph=widen(self.plan.graph)),
+            widen(self.graph),
+            copy.deepcopy(self.model).double(),
+            unflatten_tree(batch, spec),
+        )
+
+
+def train_alone(case: Case, num_steps: int) -> Reference:
+    """Train the captured graph on one device."""
+    graph, module = case.graph, to_module(case.graph, copy.deepcopy(case.model))
     torch.manual_seed(_SEED)
     losses, gradients = [], []
     optimizer = _optimizer(module.parameters())
     for _ in range(num_steps):
-        loss = _step(module, optimizer, _wide(batch), graph)
+        loss = _step(module, optimizer, case.batch, graph)
         losses.append(loss)
         gradients.append(_clones((n, p.grad) for n, p in module.named_parameters(remove_duplicate=False)))
         optimizer.step()
@@ -92,10 +117,9 @@ def train_alone(graph: Graph, model: nn.Module, batch: Any, num_steps: int) -> R
     return Reference(tuple(losses), tuple(gradients), _clones(state.items()))
 
 
-def compare_rank(
-    plan: Plan, model: nn.Module, batch: Any, reference: Reference, communicator: Communicator
-) -> tuple[tuple[float, ...], list[Difference]]:
+def compare_rank(case: Case, reference: Reference, communicator: Communicator) -> Compared:
     """Train this rank's part of the plan and compare everything it holds with one device."""
+    plan, model, batch = case.plan, case.model, case.batch
     store = Store(plan, communicator.rank, torch.device("cpu"))
     store.fill(model)
     module = ParallelModule(plan, store, communicator, exact_seed=_SEED)
@@ -104,7 +128,7 @@ def compare_rank(
     found: list[Difference] = []
     cut = _Cutter(plan, store, communicator.rank)
     for loss, gradients in zip(reference.losses, reference.gradients, strict=True):
-        losses.append(_step(module, optimizer, _wide(batch), plan.graph))
+        losses.append(_step(module, optimizer, batch, plan.graph))
         found.append(Difference("loss", communicator.rank, abs(losses[-1] - loss) / max(abs(loss), _SMALL)))
         largest = max((g.abs().max().item() for g in gradients.values() if g.numel()), default=0.0)
         mine = {n: p.grad for n, p in module.named_parameters(remove_duplicate=False)}
@@ -138,16 +162,16 @@ class _Cutter:
         return found
 
 
-def verify_in_process(plan: Plan, graph: Graph, model: nn.Module, batch: Any, num_steps: int = 5) -> Verdict:
-    """Compare a plan with one device, all ranks in this process."""
-    check_made_for(plan, graph)
-    reference = train_alone(graph, model, batch, num_steps)
-    wide, wide_model = replace(plan, graph=widen(plan.graph)), copy.deepcopy(model).double()
-    results = run_ranks(plan.mesh, lambda ranks: compare_rank(wide, wide_model, batch, reference, ranks))
-    return verdict(reference, results)
+def verify_in_process(case: Case, num_steps: int = 5) -> Verdict:
+    """Compare a plan with one device in double precision, all ranks in this process."""
+    check_made_for(case.plan, case.graph)
+    wide = case.widened()
+    reference = train_alone(wide, num_steps)
+    results = run_ranks(case.plan.mesh, lambda ranks: compare_rank(wide, reference, ranks))
+    return verdict(reference.losses, results)
 
 
-def verdict(reference: Reference, results: list[tuple[tuple[float, ...], list[Difference]]]) -> Verdict:
+def verdict(losses: tuple[float, ...], results: list[Compared]) -> Verdict:
     """The comparison of all ranks as one: of every tensor the worst."""
     worst: dict[str, Difference] = {}
     for _, found in results:
@@ -155,7 +179,7 @@ def verdict(reference: Reference, results: list[tuple[tuple[float, ...], list[Di
             if difference.what not in worst or difference.relative > worst[difference.what].relative:
                 worst[difference.what] = difference
     ordered = tuple(sorted(worst.values(), key=lambda difference: -difference.relative))
-    return Verdict(len(results), reference.losses, results[0][0], ordered)
+    return Verdict(len(results), losses, results[0][0], ordered)
 
 
 def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -179,8 +203,3 @@ def _step(module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, graph
 def _clones(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named if tensor is not None}
 
-
-def _wide(batch: Any) -> Any:
-    leaves, spec = flatten_tree(batch)
-    wide = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
-    return unflatten_tree(wide, spec)

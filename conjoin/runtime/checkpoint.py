@@ -36,7 +36,7 @@ from conjoin.runtime.checkpoint_index import Index, SavedFile, SavedOptimizer, d
 from conjoin.runtime.joint_action import exchange, place, together
 from conjoin.runtime.optimizer_state import GROUPS, STATE, state_by_name
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.pieces import Piece, count
+from conjoin.runtime.pieces import count
 
 INDEX = "conjoin.json"
 _OURS = (".metadata", ".distcp", INDEX)
@@ -122,7 +122,7 @@ def _draft_optimizer(step: ParallelModule, optimizer: Optimizer) -> tuple[SavedO
     values = []
     for name, entries in found[STATE].items():
         for key, value in entries.items():
-            if isinstance(value, Tensor | Piece):
+            if isinstance(value, Tensor):
                 tensors.setdefault(name, {})[key] = value
             else:
                 values.append((name, key, value))

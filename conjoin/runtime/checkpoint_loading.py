@@ -27,7 +27,7 @@ from conjoin.runtime.optimizer_state import (
     parameter_names,
 )
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.pieces import Piece, as_piece, count, listed, state_tensors
+from conjoin.runtime.pieces import as_piece, count, listed, state_tensors
 
 _MODEL = "model."
 
@@ -160,7 +160,7 @@ def _read(checked: _Checked, step: ParallelModule, optimizer: Optimizer | None) 
         load_optimizer_state_dict(step, optimizer, {STATE: kept, GROUPS: list(saved.groups)})
 
 
-def _model_targets(step: ParallelModule) -> dict[str, Tensor | Piece]:
+def _model_targets(step: ParallelModule) -> dict[str, Tensor]:
     """Where to read to: into the parameters, and into new tensors for buffers."""
     targets = {}
     for name, local in state_tensors(step.store):
@@ -169,12 +169,10 @@ def _model_targets(step: ParallelModule) -> dict[str, Tensor | Piece]:
     return targets
 
 
-def _optimizer_targets(
-    step: ParallelModule, optimizer: Optimizer, index: Index
-) -> list[tuple[str, str, Tensor | Piece]]:
+def _optimizer_targets(step: ParallelModule, optimizer: Optimizer, index: Index) -> list[tuple[str, str, Tensor]]:
     """New tensors to read the state of an optimizer to, split as the parameters are."""
     parameters = {name: parameter for parameter, name in parameter_names(step.store, optimizer).items()}
-    targets: list[tuple[str, str, Tensor | Piece]] = []
+    targets: list[tuple[str, str, Tensor]] = []
     for name, key in index.optimizer.tensors if index.optimizer else ():
         tensor, parameter = index.tensors[state_key(name, key)], parameters[name]
         if tensor.shape == step.store.shape(name, parameter):
@@ -185,7 +183,7 @@ def _optimizer_targets(
     return targets
 
 
-def _read_tensors(checked: _Checked, state: dict[str, Tensor | Piece]) -> None:
+def _read_tensors(checked: _Checked, state: dict[str, Tensor]) -> None:
     """Let torch find and read the chunks that this rank needs; ranks need nothing from each other for that."""
     metadata = as_metadata({name: checked.index.tensors[name] for name in state})
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

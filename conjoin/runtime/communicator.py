@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -24,7 +25,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def uncompiled(function: F) -> F:
     """Keep `torch.compile` out of what talks to other ranks: it compiles what stands before and after."""
-    return cast(F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the switch itself loads the compiler, which eager runs do without
+            return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return function(*args, **kwargs)
+
+    return cast(F, call)
 
 
 Axes = tuple[str, ...]

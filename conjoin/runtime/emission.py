@@ -10,7 +10,6 @@ from __future__ import annotations
 import linecache
 import operator
 from collections.abc import Callable, Mapping, Sequence, Set
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,11 +20,13 @@ from conjoin.ir import (
     Leaf,
     LeafKind,
     Node,
-    Region,
+    RegionMove,
     Value,
     is_parallel,
     is_random,
+    operand_move,
     origin,
+    output_move,
     place,
     plain_call,
     region_of,
@@ -35,21 +36,19 @@ from conjoin.ops import (
     Copies,
     Kind,
     Layout,
-    Span,
     Split,
     TensorType,
     bind_args,
     find_operator,
     make_layout,
     map_tensors,
-    operand_spans,
-    output_spans,
     run_local,
     run_whole,
     signature,
     space_of,
 )
 from conjoin.runtime.bundles import Bundle
+from conjoin.runtime.communicator import uncompiled
 
 Function = Callable[..., Any]
 
@@ -93,7 +92,7 @@ class Carriers(Protocol):
     def reshard(self, value: Value, target: Layout) -> Function:
         """From the layout of a value to another; differentiable."""
 
-    def move(self, have: Sequence[Region], want: Sequence[Region], group: tuple[int, ...]) -> Function:
+    def move(self, move: RegionMove) -> Function:
         """From the regions the ranks of a group have to those they want; differentiable."""
 
     def bundle(self, root: Value, layout: Layout) -> Bundle | None:
@@ -142,11 +141,12 @@ class Emitter:
     def hold(self, bundle: Bundle) -> None:
         """Take the parameters of a bundle at the start of the program."""
         stored = [self.values[root, root.type.layout] for root, _ in bundle.entries]
-        self._held[id(bundle)] = self.call(bundle.hold, *stored)
+        self._held[id(bundle)] = self.call(uncompiled(bundle.hold), *stored)
 
     def _launch(self, bundle: Bundle) -> None:
         held = self._held[id(bundle)]
-        made = self.call(bundle.launch, *(self.call(operator.getitem, held, i) for i in range(len(bundle.entries))))
+        parameters = [self.call(operator.getitem, held, i) for i in range(len(bundle.entries))]
+        made = self.call(uncompiled(bundle.launch), *parameters)
         for i, entry in enumerate(bundle.entries):
             self.values[entry] = self.call(operator.getitem, made, i)
 
@@ -209,31 +209,19 @@ class Emitter:
         placed = place(node, carriers.mesh)
         if spec is None or not placed.splits:
             return self._apply(node, function, node.op, self._resolve(node))
-        sizes = space_of(spec, call).sizes
-
-        def pieces(rank: int) -> Mapping[str, tuple[int, int]]:
-            return placed.pieces(sizes, carriers.mesh, rank)
+        mesh, rank = carriers.mesh, carriers.rank
 
         def emit(op: str, *given: Any) -> Any:
             made = self._apply(node, function if op == node.op else find_operator(op), op, bind_args(op, given, {}))
             return made if len(made) > 1 else made[0]
 
-        def wanted(i: int, rank: int) -> Region:
-            return _widened(call.tensors[i].shape, operand_spans(spec, call, pieces(rank))[i])
-
-        def made_at(i: int, rank: int) -> Region:
-            return _widened(node.types[i].shape, output_spans(spec, call, pieces(rank))[i])
-
         parts = []
         for i, value in enumerate(node.inputs):
             part = self._as_written(self.find(value)) if node.pinned else self.find(value)
-            held = _held(value.type.shape, value.type.layout, carriers.mesh)
-            parts.append(self._moved(part, value.type.layout, held, partial(wanted, i)))
-        outputs = run_local(spec, call, pieces(carriers.rank), parts, emit)
-        return tuple(
-            self._moved(part, t.layout, partial(made_at, i), _held(t.shape, t.layout, carriers.mesh))
-            for i, (part, t) in enumerate(zip(outputs, node.types, strict=True))
-        )
+            parts.append(self._moved(part, operand_move(node, i, placed, mesh, rank)))
+        pieces = placed.pieces(space_of(spec, call).sizes, mesh, rank)
+        outputs = run_local(spec, call, pieces, parts, emit)
+        return tuple(self._moved(part, output_move(node, i, placed, mesh, rank)) for i, part in enumerate(outputs))
 
     def _emit_draw(self, node: Node, function: Function, carriers: Carriers) -> tuple[fx.Node, ...]:
         """A random call: pieces draw on their own, copies alike."""
@@ -264,27 +252,16 @@ class Emitter:
             self._strides = _drawn_strides(self.graph)
         return self.call(in_strides, whole, self._strides[value])
 
-    def _moved(
-        self, part: fx.Node, layout: Layout, have: Callable[[int], Region], want: Callable[[int], Region]
-    ) -> fx.Node:
+    def _moved(self, part: fx.Node, move: RegionMove | None) -> fx.Node:
         """A part in the region wanted; nothing happens where every rank has it already."""
-        carriers = self.carriers
-        assert carriers is not None
-        group = carriers.mesh.group(carriers.rank, carriers.mesh.in_order(_splitting(layout)))
-        haves, wants = [have(rank) for rank in group], [want(rank) for rank in group]
-        return part if haves == wants else self.call(carriers.move(haves, wants, group), part)
+        if move is None:
+            return part
+        assert self.carriers is not None
+        return self.call(self.carriers.move(move), part)
 
 
 def _holds_node(argument: Any) -> bool:
     return any(map(_holds_node, argument)) if isinstance(argument, tuple) else isinstance(argument, fx.Node)
-
-
-def _splitting(layout: Layout) -> list[str]:
-    return [axis for axis, placement in layout if isinstance(placement, Split)]
-
-
-def _held(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Callable[[int], Region]:
-    return lambda rank: region_of(shape, layout, mesh, rank)
 
 
 def in_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -320,14 +297,6 @@ def _run_on_meta(node: Node, made: Mapping[Value, Tensor]) -> Sequence[Tensor]:
 
 def _on_meta(type: TensorType) -> Tensor:
     return torch.empty(type.shape, dtype=type.dtype, device="meta")
-
-
-def _widened(shape: tuple[int, ...], spans: Sequence[Span]) -> Region:
-    """The region that spans cut out of a tensor; dims without a span are whole."""
-    region = [(0, size) for size in shape]
-    for span in spans:
-        region[span.dim] = (span.start, span.stop)
-    return tuple(region)
 
 
 def emit_program(graph: Graph, state: tuple[Leaf, ...]) -> fx.Graph:

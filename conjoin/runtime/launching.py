@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -18,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 from conjoin.errors import ConjoinError, RankError, UsageError
+from conjoin.runtime.watching import SILENT_EXIT
 
 Program = Callable[..., Any]
 MAX_LOCAL_RANKS = 256
-_GRACE_SECONDS = 30.0
+_GRACE_SECONDS = 15.0
 """How long the other ranks may take to stop by themselves, and to say why, after one has failed."""
 
 
@@ -44,6 +46,7 @@ def launch(num_ranks: int, program: Program, *args: Any) -> list[Any]:
     finally:
         for rank in ranks:
             rank.end()
+        del store  # now: a later child that inherits it as garbage would wait for its thread, which only the parent has
 
 
 class _Rank:
@@ -68,7 +71,8 @@ class _Rank:
             kind, content = self.answer.recv()
         except EOFError:
             self.process.join(5)
-            return "died", self.process.exitcode
+            code = self.process.exitcode
+            return "silent" if code == SILENT_EXIT else "died", code
         return kind, content
 
     def end(self) -> None:
@@ -82,6 +86,7 @@ class _Rank:
 
 
 def _run(answer: Connection, rank: int, num_ranks: int, port: int, program: Program, args: tuple[Any, ...]) -> None:
+    gc.freeze()  # what the parent has is the parent's to clean up
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))  # also: a forked child must not use more at first
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
@@ -125,7 +130,7 @@ def _collect(ranks: list[_Rank]) -> list[Any]:
 
 def _trouble(troubles: dict[int, tuple[str, Any]]) -> BaseException:
     """The one error that says most: a refusal, then an unexpected end, then what it did to the others."""
-    order = ("interrupted", "refused", "failed", "died", "lost")
+    order = ("interrupted", "refused", "died", "failed", "silent", "lost")
     rank, (kind, content) = min(troubles.items(), key=lambda item: order.index(item[1][0]))
     match kind:
         case "interrupted":
@@ -133,6 +138,11 @@ def _trouble(troubles: dict[int, tuple[str, Any]]) -> BaseException:
         case "refused" | "lost":
             assert isinstance(content, ConjoinError)
             return content
+        case "silent":
+            return RankError(
+                f"Rank {rank} noticed that another rank was silent, and ended. Its message stands above. Look at that "
+                f"rank's process, then start again from the last checkpoint."
+            )
         case "failed":
             return RankError(
                 f"Rank {rank} failed with an error of its own. The other ranks were stopped. It said:\n{content}"

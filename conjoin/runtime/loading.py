@@ -13,6 +13,7 @@ from torch import nn
 from conjoin.errors import PlanError, UsageError
 from conjoin.ir import Plan, check_plan, load_plan, plan_fingerprint
 from conjoin.runtime.communicator import Board, Communicator, ProcessGroups, ThreadRanks
+from conjoin.runtime.initialization import initialise
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.rendezvous import KeyStore, agree, check_world, compare, digest, draw_alike, take_first
 from conjoin.runtime.storage import Store, check_model
@@ -52,7 +53,10 @@ def load(
             take_first(model)  # ranks that initialised their models differently all take the values of rank 0
     chosen = torch.device(device) if device is not None else _default_device()
     store = Store(plan, communicator.rank, chosen)
-    store.fill(model)
+    if any(x.is_meta for x in model.parameters()):
+        initialise(store, model, seed=seed, init=init)
+    else:
+        store.fill(model)
     module = ParallelModule(plan, store, communicator, exact_seed)
     if keys is not None and module.draws_alike:
         draw_alike(keys, communicator.rank, communicator.mesh.size)

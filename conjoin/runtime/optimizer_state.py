@@ -152,12 +152,13 @@ def _take(
     taken: dict[str, Any] = {}
     for key, value in entries.items():
         part = value
-        is_tensor = isinstance(value, Tensor)
-        if isinstance(value, Piece) or (is_tensor and is_split_state(store, name, parameter, value.shape)):
+        if isinstance(value, Tensor) and is_split_state(store, name, parameter, value.shape):
             part = local_part(store, name, parameter, value)
-        if isinstance(part, str) and part is not value:
-            faults.append(f"{key} of {name} {part}")
-        taken[key] = part.clone() if isinstance(part, Tensor) and is_tensor else part
+            if isinstance(part, str):
+                faults.append(f"{key} of {name} {part}")
+            elif not isinstance(value, Piece):
+                part = part.clone()  # the whole is not kept
+        taken[key] = part
     return taken
 
 

@@ -17,6 +17,7 @@ from conjoin.ir import (
     LeafKind,
     Plan,
     Region,
+    RegionMove,
     Value,
     plan_fingerprint,
     region_of,
@@ -26,7 +27,7 @@ from conjoin.ops import Layout
 from conjoin.runtime.bundles import Bundle, make_bundles
 from conjoin.runtime.calling import Calling
 from conjoin.runtime.carriers import carry_move, carry_reshard
-from conjoin.runtime.communicator import Communicator
+from conjoin.runtime.communicator import Communicator, uncompiled
 from conjoin.runtime.emission import Emitter, Function, compile_program, finish_program
 from conjoin.runtime.norms import clip_grad_norm
 from conjoin.runtime.pieces import UnmatchedKeys, load_pieces, mark_pieces
@@ -50,8 +51,8 @@ class _RankCarriers:
     def reshard(self, value: Value, target: Layout) -> Function:
         return carry_reshard(value.type.shape, value.type.layout, target, self._communicator)
 
-    def move(self, have: Sequence[Region], want: Sequence[Region], group: tuple[int, ...]) -> Function:
-        return carry_move(have, want, group, self._communicator)
+    def move(self, move: RegionMove) -> Function:
+        return carry_move(move, self._communicator)
 
     def bundle(self, root: Value, layout: Layout) -> Bundle | None:
         return self._by_entry.get((root, layout))
@@ -108,6 +109,7 @@ class ParallelModule(nn.Module):
             code=program.python_code("self").src,
             _program=compile_program(program, f"{plan.graph.name} {plan_fingerprint(plan)[:12]} @{communicator.rank}"),
             _carriers=carriers,
+            _begin=uncompiled(carriers.streams.begin),
             _calling=Calling(plan.graph),
             _regions=tuple(region_of(x.type.shape, x.type.layout, plan.mesh, communicator.rank) for x in inputs),
             _slots=tuple(store.slot(leaf) for leaf in kept),
@@ -120,7 +122,7 @@ class ParallelModule(nn.Module):
         """One forward pass: the batch as captured, whole or this rank's part of it; the loss is that of the whole."""
         inputs = self._local(self._calling.arrange(args, kwargs))
         device = inputs[0].device if inputs else self.store.device
-        self._carriers.streams.begin(device)
+        self._begin(device)
         state = [self.store.read(slot, device) for slot in self._slots]
         with self._dropping():
             results = self._program(self, state, device, *inputs)
@@ -217,6 +219,7 @@ class ParallelModule(nn.Module):
 
     _program: Callable[..., tuple[Any, ...]]
     _carriers: _RankCarriers
+    _begin: Callable[[torch.device], None]
     _calling: Calling
     _regions: tuple[Region, ...]
     _slots: tuple[Slot | str, ...]

@@ -7,7 +7,6 @@ plan is read by another plan, by another number of ranks, or by plain torch, wha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -16,46 +15,69 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from conjoin.errors import CheckpointError
+from conjoin.errors import CheckpointError, UsageError
 from conjoin.ir import Region, region_shape
 from conjoin.runtime.carriers import carry_reshard
 from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.storage import Store, is_persistent
+from conjoin.runtime.torch_private import no_torch_function, wrapper_of
 
 _SHOWN = 8
 
 
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """One rank's part of a tensor; methods between underscores are torch.distributed.checkpoint's protocol.
+class Piece(Tensor):
+    """One rank's part of a tensor: of the shape of the whole, with the memory of the part.
 
-    >>> piece = Piece(torch.ones(2, 3), (4, 3), ((2, 4), (0, 3)))
-    >>> piece
+    Methods between underscores are the protocol of torch.distributed.checkpoint, which asks for a tensor. It can be
+    copied, moved and written from a piece of the same place; to compute, use `local` or `full_state_dict`.
+
+    >>> Piece(torch.ones(2, 3), (4, 3), ((2, 4), (0, 3)))
     Piece([2:4, 0:3] of (4, 3), torch.float32)
     """
 
     local: Tensor
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
     region: Region
-    """Which part of it this is."""
+    """Which part of the whole it is."""
 
-    def __repr__(self) -> str:
+    @staticmethod
+    def __new__(cls, local: Tensor, shape: tuple[int, ...], region: Region) -> Piece:
+        made: Piece = wrapper_of(cls, shape, local)
+        made.local, made.region = local, region
+        return made
+
+    def __init__(self, local: Tensor, shape: tuple[int, ...], region: Region) -> None:
+        """All is done in `__new__`, as tensors are made."""
+
+    __torch_function__ = no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        packet, first = func.overloadpacket, args[0]
+        if packet in _COPIES and isinstance(first, Piece):
+            return Piece(func(first.local, *args[1:], **(kwargs or {})), tuple(first.shape), first.region)
+        if packet is _SAME_SIZE and tuple(args[1]) == tuple(first.shape):  # so asynchronous saves begin their copies
+            return Piece(func(first.local, first.local.shape, **(kwargs or {})), tuple(first.shape), first.region)
+        if packet is _WRITE and all(isinstance(x, Piece) and x.region == first.region for x in args[:2]):
+            first.local.copy_(args[1].local)
+            return first
+        raise UsageError(
+            f"{packet} was called on a piece of a tensor. This rank has only a part of its values. Use .local for the "
+            f"part, or full_state_dict for whole tensors."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Piece, (self.local, tuple(self.shape), self.region)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spans = ", ".join(f"{start}:{stop}" for start, stop in self.region)
-        return f"Piece([{spans}] of {self.shape}, {self.dtype})"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.local.dtype
+        return f"Piece([{spans}] of {tuple(self.shape)}, {self.dtype})"
 
     @property
     def offsets(self) -> tuple[int, ...]:
         """Where in the whole tensor this part begins."""
         return tuple(start for start, _ in self.region)
-
-    def size(self) -> torch.Size:
-        """The shape of the whole tensor."""
-        return torch.Size(self.shape)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """What to write: this part, unless it is empty; of a tensor without elements, that it is there."""
@@ -83,12 +105,16 @@ class Piece:
         return self.local.detach()
 
 
+_COPIES = frozenset({torch.ops.aten.detach, torch.ops.aten.clone, torch.ops.aten._to_copy, torch.ops.aten.empty_like})
+_SAME_SIZE, _WRITE = torch.ops.aten.new_empty, torch.ops.aten.copy_
+
+
 def _chunk(region: Region | list[tuple[int, int]]) -> ChunkStorageMetadata:
     offsets, sizes = [start for start, _ in region], [stop - start for start, stop in region]
     return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
 
 
-def as_piece(store: Store, name: str, local: Tensor) -> Tensor | Piece:
+def as_piece(store: Store, name: str, local: Tensor) -> Tensor:
     """A rank's tensor of a parameter's layout: as it is when it is the whole one."""
     shape = store.shape(name, local)
     region = store.region(name, shape)
@@ -145,11 +171,11 @@ def local_part(store: Store, name: str, local: Tensor, value: Any) -> Tensor | s
     """What a value has for this rank's tensor of a parameter's layout; in words why it does not fit."""
     shape = store.shape(name, local)
     region = store.region(name, shape)
-    if not isinstance(value, Tensor | Piece):
+    if not isinstance(value, Tensor):
         return f"is a {type(value).__name__}, not a tensor"
     if tuple(value.shape) != shape:
         return f"has shape {tuple(value.shape)} instead of {shape}"
-    if isinstance(value, Tensor):
+    if not isinstance(value, Piece):
         return value.detach()[tuple(slice(*span) for span in region)]
     if value.region != region:
         return f"is {value} where this rank holds {Piece(local, shape, region)}"

@@ -113,7 +113,6 @@ class Streams:
 
         return drawn
 
-    @uncompiled
     def begin(self, device: torch.device) -> None:
         """Start all streams anew for a forward pass."""
         if not self._streams or self.exact:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -36,3 +37,12 @@ class MetaWatch(TorchDispatchMode):
         if any(isinstance(item, Tensor) and item.is_meta for item in tree_leaves((args, kwargs))):
             self.touched = True
         return func(*args, **(kwargs or {}))
+
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""For a subclass of Tensor whose results are not of that class by themselves."""
+
+
+def wrapper_of(subclass: Any, shape: tuple[int, ...], like: Tensor) -> Any:
+    """An object of a subclass of Tensor that has a shape but no memory; its `__torch_dispatch__` says what it does."""
+    return Tensor._make_wrapper_subclass(subclass, shape, dtype=like.dtype, device=like.device)

@@ -22,6 +22,8 @@ LOOK_SECONDS = 4.0
 SILENT_SECONDS = 20.0
 """A rank that has not counted for this long is lost even when no collective failed."""
 _GRACE_SECONDS = 5.0
+SILENT_EXIT = 75
+"""The exit code of a rank that ends because another one was silent."""
 
 
 class Watch:
@@ -95,7 +97,7 @@ class Watch:
                     self._stop.wait(_GRACE_SECONDS)
                     if not self._stop.is_set():
                         print(_lost_message(rank, self._rank), file=sys.stderr, flush=True)
-                        os._exit(1)  # the main thread waits inside a collective that nothing else can end
+                        os._exit(SILENT_EXIT)  # the main thread waits inside a collective that nothing else can end
 
     def _is_silent(self, rank: int) -> bool:
         count = self._count(f"beat/{rank}")

@@ -14,6 +14,7 @@ from conjoin.ir import (
     Node,
     Plan,
     Substitution,
+    Value,
     can_expand,
     check_plan,
     choose,
@@ -23,7 +24,7 @@ from conjoin.ir import (
 )
 from conjoin.machine import Machine
 from conjoin.ops import Layout, make_layout
-from conjoin.search.facts import Facts
+from conjoin.search.facts import Facts, study
 from conjoin.search.propagation import Flow, output_placements
 from conjoin.search.request import Request
 from conjoin.search.unfusing import unfuse
@@ -44,16 +45,31 @@ class Draft:
     memory: tuple[MemoryAction, ...] = ()
 
 
-def make_plan_by(graph: Graph, machine: Machine, strategy: Callable[[Facts], Draft]) -> Plan:
-    """The plan that a strategy makes; operators that it would have to gather are expanded where they can be."""
-    captured = graph
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A draft in which nothing is stuck, the graph it is for, and how that was made from the captured one."""
+
+    graph: Graph
+    draft: Draft
+    substitutions: tuple[Substitution, ...]
+
+
+def settle_draft(graph: Graph, strategy: Callable[[Facts], Draft]) -> Settled:
+    """What a strategy decides, after what it would have to gather is expanded or taken apart where it can be."""
     substitutions: tuple[Substitution, ...] = ()
-    draft = strategy(Facts(graph))
+    draft = strategy(study(graph))
     while stuck := {node for flow in draft.flows for node in flow.stuck}:
-        substitutions += tuple(_substitution(graph, node) for node in graph.nodes if node in stuck)
-        fused = [node for node in graph.nodes if node in stuck and not can_expand(node)]
-        graph = expand(graph, [node for node in stuck if can_expand(node)]) if not fused else unfuse(graph, fused)
-        draft = strategy(Facts(graph))
+        fused = {node for node in stuck if not can_expand(node)}
+        substitutions += tuple(_substitution(graph, node) for node in graph.nodes if node in (fused or stuck))
+        graph = unfuse(graph, fused) if fused else expand(graph, stuck)
+        draft = strategy(study(graph))
+    return Settled(graph, draft, substitutions)
+
+
+def make_plan_by(captured: Graph, machine: Machine, strategy: Callable[[Facts], Draft]) -> Plan:
+    """The plan that a strategy makes, checked."""
+    settled = settle_draft(captured, strategy)
+    graph, draft = settled.graph, settled.draft
     plan = Plan(
         graph=parallelize(graph, _leaf_layouts(graph, draft), _choices(graph, draft), _output_layouts(graph, draft)),
         mesh=machine.mesh,
@@ -61,7 +77,7 @@ def make_plan_by(graph: Graph, machine: Machine, strategy: Callable[[Facts], Dra
         machine=Mark(machine.name, machine.fingerprint()),
         strategy=str(draft.request),
         memory=draft.memory,
-        substitutions=substitutions,
+        substitutions=settled.substitutions,
     )
     return check_plan(plan)
 
@@ -74,15 +90,12 @@ def _substitution(graph: Graph, node: Node) -> Substitution:
 
 def _where(graph: Graph, node: Node) -> str:
     source = graph.source_of(node)
-    return str(source) if source else f"node {graph.nodes.index(node)}"
+    return str(source) if source else f"%{graph.numbers[Value(node)]}"
 
 
 def _choices(graph: Graph, draft: Draft) -> dict[Node, Choice]:
-    return {
-        node: choose({axis: flow.rules[node] for flow in draft.flows for axis in flow.group.axes})
-        for node in graph.nodes
-        if any(flow.group.axes for flow in draft.flows)
-    }
+    flows = [(axis, flow) for flow in draft.flows for axis in flow.group.axes]
+    return {node: choose({axis: flow.rules[node] for axis, flow in flows}) for node in graph.nodes if flows}
 
 
 def _leaf_layouts(graph: Graph, draft: Draft) -> dict[Leaf, Layout]:

@@ -220,3 +220,9 @@ class Facts:
     def parameters(self) -> tuple[Leaf, ...]:
         """The parameters, in order."""
         return self.graph.leaves_of(LeafKind.PARAMETER)
+
+
+@lru_cache(maxsize=8)
+def study(graph: Graph) -> Facts:
+    """The facts of a graph; those of the last few graphs are kept, since one model is planned in several ways."""
+    return Facts(graph)

@@ -28,18 +28,11 @@ def make_groups(mesh: Mesh, degrees: Mapping[str, int]) -> dict[str, Group]:
     >>> [(role, group.axes) for role, group in make_groups(Mesh.of_nodes(2, 6), {"tp": 3, "dp": 4}).items()]
     [('tp', ('d1',)), ('dp', ('n0', 'd0'))]
     """
-    free = list(mesh.names)
-    groups = {}
+    free, groups = mesh.names, {}
     for role, degree in degrees.items():
-        taken, left = set(), degree
-        for axis in reversed(free):
-            if left % mesh.sizes[axis] == 0:
-                taken.add(axis)
-                left //= mesh.sizes[axis]
-        if left != 1:
-            raise _not_a_product(mesh, role, degree, free)
-        groups[role] = Group(role, mesh.in_order(taken), degree)
-        free = [axis for axis in free if axis not in taken]
+        axes = _take(mesh, free, role, degree)
+        groups[role] = Group(role, axes, degree)
+        free = tuple(axis for axis in free if axis not in axes)
     if free:
         asked = " × ".join(f"{role}={degree}" for role, degree in degrees.items())
         raise StrategyError(
@@ -47,6 +40,18 @@ def make_groups(mesh: Mesh, degrees: Mapping[str, int]) -> dict[str, Group]:
             f"device must be used. Multiply one degree by {prod(mesh.sizes[axis] for axis in free)}."
         )
     return groups
+
+
+def _take(mesh: Mesh, free: Sequence[str], role: str, degree: int) -> tuple[str, ...]:
+    """The innermost free axes whose sizes multiply to a degree: they are prime, so taking any that fits is safe."""
+    taken, left = set(), degree
+    for axis in reversed(free):
+        if left % mesh.sizes[axis] == 0:
+            taken.add(axis)
+            left //= mesh.sizes[axis]
+    if left != 1:
+        raise _not_a_product(mesh, role, degree, free)
+    return mesh.in_order(taken)
 
 
 def _not_a_product(mesh: Mesh, role: str, degree: int, free: Sequence[str]) -> StrategyError:
@@ -85,18 +90,8 @@ def deal(sizes: Sequence[int], roles: Sequence[str]) -> dict[str, int]:
 
 def sizes_left(mesh: Mesh, given: Mapping[str, int]) -> tuple[int, ...]:
     """The sizes of the axes that the degrees given leave to others."""
-    return tuple(mesh.sizes[axis] for axis in mesh.names if axis not in _taken(mesh, given))
-
-
-def _taken(mesh: Mesh, given: Mapping[str, int]) -> set[str]:
-    taken: set[str] = set()
+    free = mesh.names
     for role, degree in given.items():
-        left = degree
-        free = [axis for axis in mesh.names if axis not in taken]
-        for axis in reversed(free):
-            if left % mesh.sizes[axis] == 0:
-                taken.add(axis)
-                left //= mesh.sizes[axis]
-        if left != 1:
-            raise _not_a_product(mesh, role, degree, free)
-    return taken
+        axes = _take(mesh, free, role, degree)
+        free = tuple(axis for axis in free if axis not in axes)
+    return tuple(mesh.sizes[axis] for axis in free)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine
 from conjoin.search.drafting import make_plan_by
-from conjoin.search.request import check_product, parse_request
+from conjoin.search.request import parse_request
 from conjoin.search.strategies import STRATEGIES
 
 
@@ -43,6 +43,5 @@ def make_plan(graph: Graph, machine: Machine, strategy: str) -> Plan:
     <BLANKLINE>
     """
     request = parse_request(strategy, {name: found.keys for name, found in STRATEGIES.items()})
-    check_product(request, machine.mesh.size)
     draft = STRATEGIES[request.name].draft
     return make_plan_by(graph, machine, lambda facts: draft(facts, machine.mesh, request))

@@ -33,14 +33,15 @@ class Policy(Protocol):
 
 
 def follow(facts: NodeFacts, arriving: tuple[Placement, ...], legal: Rules) -> Rules:
-    """What arrives split stays so where a way allows it; nothing else is split: sums alone are passed on or reduced."""
+    """What arrives split stays so where a way allows it; nothing else is split. Sums are passed on or
+    reduced, and always reduced before a layer, which would otherwise have to sum its weights' gradients."""
     operands = enumerate(zip(arriving, facts.weights, strict=True))
     split = [
         (i, placement) for i, (placement, of_weights) in operands if not of_weights and isinstance(placement, Split)
     ]
     if split:
         return [rule for rule in legal if all(rule.operands[i] == placement for i, placement in split)] or legal
-    if all(placement == Invariant() for placement in arriving):
+    if facts.layer is not None or all(placement == Invariant() for placement in arriving):
         return legal[:1]
     return [rule for rule in legal if rule.index is None]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from math import prod
 
-from conjoin.errors import StrategyError, UsageError
+from conjoin.errors import UsageError
 
 _MAX_DIGITS = 7
 
@@ -27,11 +26,6 @@ class Request:
     def __str__(self) -> str:
         words = [f"{key}={degree}" for key, degree in self.degrees.items()] + sorted(self.flags)
         return f"{self.name}:{','.join(words)}" if words else self.name
-
-    @property
-    def product(self) -> int:
-        """How many devices the degrees given ask for."""
-        return prod(self.degrees.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +93,3 @@ def _parse_degree(name: str, key: str, number: str) -> int:
     raise UsageError(
         f"The strategy {name} was given {key}={number[:40]!r}. A degree is a whole number from 1. Write {key}=2."
     )
-
-
-def check_product(request: Request, size: int) -> None:
-    """StrategyError when the degrees given cannot multiply to the number of devices."""
-    if request.degrees and size % request.product:
-        raise StrategyError(
-            f"The strategy {request} asks for {request.product} devices. The machine has {size}, which is no multiple "
-            f"of that. Choose degrees that multiply to {size}."
-        )

@@ -34,6 +34,9 @@ def test_the_flags_are_frozen() -> None:
     """Adding one is a decision, not a habit."""
     assert flags() == {
         "inspect": ["--batch", "--eval", "--json", "--output", "--train", "-o"],
+        "plan": ["--batch", "--json", "--machine", "--output", "--strategy", "-o"],
+        "explain": ["--json"],
+        "diff": ["--json"],
         "doctor": ["--json"],
     }
 
@@ -41,7 +44,7 @@ def test_the_flags_are_frozen() -> None:
 def test_help_lists_the_commands(run: Run) -> None:
     shown = run("--help")
     assert shown.code == 0 and shown.err == ""
-    assert "inspect" in shown.out and "doctor" in shown.out
+    assert all(name in shown.out for name in ("inspect", "plan", "explain", "diff", "doctor"))
     assert "file.py:function" in run("inspect", "--help").out
 
 
@@ -147,7 +150,7 @@ def test_ctrl_c(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["conjoin.cli.main"], "load_model_graph", interrupt)
+    monkeypatch.setattr(sys.modules["conjoin.cli.inspecting"], "load_model_graph", interrupt)
     stopped = run("inspect", "lenet:tiny")
     assert stopped.code == 130 and stopped.out == "" and "Traceback" not in stopped.err
 

@@ -9,7 +9,17 @@ import torch
 from hypothesis import strategies as st
 
 from conjoin.ir import LEAF, Graph, GraphBuilder, Leaf, LeafKind, Source, Structure, Value, make_leaf, make_node
-from conjoin.ops import PLACEMENT_PARAMETERS, Copies, Kind, Parameter, Partial, Split, TensorType, make_layout, signature
+from conjoin.ops import (
+    PLACEMENT_PARAMETERS,
+    Copies,
+    Kind,
+    Parameter,
+    Partial,
+    Split,
+    TensorType,
+    make_layout,
+    signature,
+)
 
 GOLDEN = """\
 graph "mlp" train

@@ -1,4 +1,4 @@
-"""The type checker of one node: what it finds where the node is legal, and its reasons word for word where it is not."""
+"""The type checker of one node: where a legal one lies, and word for word why another cannot lie so."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def linear(x: str, weight: str, bias: str, out: str) -> Node:
 
 
 def test_where_a_node_lies() -> None:
-    placed = place(linear("{x:S(0),z:S(1),y:B}", "{y:S(0),z:S(1),x:B}", "{y:S(0),x:B,z:P}", "{x:S(0),y:S(1),z:P}"), MESH)
+    layouts = "{x:S(0),z:S(1),y:B}", "{y:S(0),z:S(1),x:B}", "{y:S(0),x:B,z:P}", "{x:S(0),y:S(1),z:P}"
+    placed = place(linear(*layouts), MESH)
     assert sorted(axes for _, axes in placed.splits) == [("x",), ("y",), ("z",)]
     assert dict(placed.splits)["k"] == ("z",) and dict(placed.splits)["n"] == ("y",)
     assert set(placed.axes) == {"x", "y", "z"}

@@ -1,4 +1,4 @@
-"""Parallelization operators on layouts: every chain leads from its source to its target, and what does not fit is told."""
+"""Parallelization operators on layouts: every chain leads to its target, and what does not fit is told."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from conjoin.comm import StepKind, backward_route, bytes_sent, dual_layout, reshard
-from conjoin.ir import Region, region_of
+from conjoin.ir import Region, RegionMove, region_of
 from conjoin.machine import Axis, Mesh
 from conjoin.ops import Copies, Invariant, Layout, Partial, placement_on
 from conjoin.runtime.carriers import carry_move, carry_reshard
@@ -147,7 +147,7 @@ def halo(communicator: Communicator, have: list[Region], want: list[Region]) -> 
     group = communicator.mesh.group(communicator.rank, communicator.mesh.names)
     whole = torch.arange(prod(stop for _, stop in have[-1]), dtype=torch.float64)
     x = whole[slice(*have[communicator.rank][0])].clone().requires_grad_()
-    y = carry_move(have, want, group, communicator)(x)
+    y = carry_move(RegionMove(group, tuple(have), tuple(want)), communicator)(x)
     y.backward(torch.ones_like(y) * (communicator.rank + 1))  # type: ignore[no-untyped-call]
     assert x.grad is not None
     return y.detach(), x.grad

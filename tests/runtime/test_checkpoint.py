@@ -7,9 +7,11 @@ import hashlib
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import shutil
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,7 +31,7 @@ from torch.optim import Optimizer
 
 from conjoin.errors import CheckpointError, UsageError
 from conjoin.frontends import capture
-from conjoin.ir import Graph, Plan, region_shape
+from conjoin.ir import Graph, Plan
 from conjoin.machine import parse_machine
 from conjoin.runtime.checkpoint import INDEX, save_checkpoint
 from conjoin.runtime.checkpoint_index import decode, encode
@@ -73,9 +75,13 @@ class Net(nn.Module):
 BATCH = (torch.arange(8) % 11, torch.arange(8) * 3 % 11)
 
 
+_generator = threading.Lock()
+
+
 def make_model(seed: int) -> Net:
-    torch.manual_seed(seed)
-    return Net().double().train()
+    with _generator:  # which ranks that are threads share
+        torch.manual_seed(seed)
+        return Net().double().train()
 
 
 @cache
@@ -121,7 +127,7 @@ def assert_goes_on(losses: list[float]) -> None:
     assert losses == pytest.approx(uninterrupted()[STEPS:], rel=TOLERANCE, abs=TOLERANCE)
 
 
-# ---------------------------------------------------------------------------------------------------- real processes
+# ------------------------------------------------------------------------------------------------------ real processes
 
 
 def _run_rank(rank: int, num_ranks: int, folder: Path, program: Callable[[], Any]) -> None:
@@ -160,7 +166,7 @@ def in_processes(num_ranks: int, folder: Path, program: Callable[[], Any]) -> li
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints after a few steps: by data parallelism on 4 ranks, and by FSDP on 3 with plain torch calls as well."""
+    """Checkpoints after a few steps: by data parallelism on 4 ranks, by FSDP on 3, and by torch's own calls on 3."""
     folder = tmp_path_factory.mktemp("saved")
 
     def begin(strategy: str, num_ranks: int, path: Path) -> tuple[ParallelModule, Optimizer]:
@@ -178,6 +184,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         step, optimizer = begin("fsdp", 3, folder / "fsdp3")
         state = {"model": step.state_dict(), "optim": optimizer_state_dict(step, optimizer)}
         dcp.save(state, checkpoint_id=folder / "torch3")
+        dcp.async_save(state, checkpoint_id=folder / "async3").result()
 
     plan_for("data-parallel", 4), plan_for("fsdp", 3)  # made once, before the fork
     in_processes(4, folder / "ranks4", data_parallel)
@@ -233,11 +240,12 @@ def test_plain_torch_reads_the_model_and_the_optimizer_state(saved: Path, name: 
     assert_goes_on(train(model, optimizer))
 
 
-def test_plain_torch_goes_on_from_torch_calls(saved: Path) -> None:
+@pytest.mark.parametrize("name", ["torch3", "async3"])
+def test_plain_torch_goes_on_from_torch_calls(saved: Path, name: str) -> None:
     model = make_model(5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=9.0, amsgrad=True)
     state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
-    plain_load(state, saved / "torch3")
+    plain_load(state, saved / name)
     model.load_state_dict(state["model"])
     set_optimizer_state_dict(model, optimizer, state["optim"])
     assert_goes_on(train(model, optimizer))
@@ -271,7 +279,8 @@ def test_one_rank_that_fails_fails_all(saved: Path, tmp_path: Path) -> None:
     plan = plan_for("fsdp", 2)
     shutil.copytree(saved / "dp4", tmp_path / "checkpoint")
     newest = max((tmp_path / "checkpoint").glob("*.distcp"))
-    newest.write_bytes(newest.read_bytes()[:-1] + b"\0")  # only the rank that reads this file's digest can see it
+    content = newest.read_bytes()
+    newest.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # only the rank that reads this file can see it
 
     def program() -> list[str]:
         step = part_of(plan, ProcessGroups(plan.mesh), seed=5)
@@ -294,7 +303,7 @@ def test_one_rank_that_fails_fails_all(saved: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-# --------------------------------------------------------------------------------------------- state_dict on thread ranks
+# ------------------------------------------------------------------------------------------ state_dict on thread ranks
 
 
 def on_threads(strategy: str, num_ranks: int, program: Callable[[ParallelModule], Any], seed: int = 0) -> list[Any]:
@@ -403,7 +412,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
 
 def test_many_faults_are_cut_short_and_strict_may_be_left() -> None:
     step = alone()
-    with pytest.raises(CheckpointError, match="and 4 more"):
+    with pytest.raises(CheckpointError, match="and 5 more"):
         step.load_state_dict({})
     missing, unexpected = step.load_state_dict({"new": torch.zeros(1), "frozen": torch.ones(6)}, strict=False)
     assert unexpected == ["new"] and "up.weight" in missing and "frozen" not in missing
@@ -422,6 +431,20 @@ def test_a_buffer_left_by_inference_is_loaded() -> None:
     train(step, adam(step.parameters()))
 
 
+def test_a_piece_is_copied_and_not_computed_with() -> None:
+    piece = Piece(torch.ones(2, 3), (4, 3), ((2, 4), (0, 3)))
+    for made in (copy.deepcopy(piece), pickle.loads(pickle.dumps(piece)), piece.to(torch.float64), piece.clone()):
+        assert isinstance(made, Piece) and (made.region, made.shape) == (piece.region, (4, 3)) and made.local.sum() == 6
+        assert made.local.data_ptr() != piece.local.data_ptr()
+    piece.copy_(Piece(torch.zeros(2, 3), (4, 3), ((2, 4), (0, 3))))
+    assert piece.local.sum() == 0 and piece.detach().local.data_ptr() == piece.local.data_ptr()
+    for wrong in (lambda: piece + 1, lambda: piece.sum(), lambda: piece[0], lambda: piece.new_empty(3),
+                  lambda: piece.copy_(Piece(torch.zeros(2, 3), (4, 3), ((0, 2), (0, 3))))):  # fmt: skip
+        with pytest.raises(UsageError, match="on a piece of a tensor") as caught:
+            wrong()
+        assert_three_sentences(caught.value)
+
+
 def test_empty_pieces_and_empty_tensors_speak_the_protocol() -> None:
     nothing = Piece(torch.empty(0, 3), (4, 3), ((2, 2), (0, 3)))
     assert nothing.__create_write_items__("x", nothing) == nothing.__create_chunk_list__() == []
@@ -435,7 +458,7 @@ def test_empty_pieces_and_empty_tensors_speak_the_protocol() -> None:
         some.__get_tensor_shard__(dcp.metadata.MetadataIndex("x", (0, 0)))
 
 
-# ------------------------------------------------------------------------------------------------------------ optimizers
+# ---------------------------------------------------------------------------------------------------------- optimizers
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -509,7 +532,7 @@ def test_a_fresh_optimizer_shows_what_it_will_keep(kind: str) -> None:
 
 def shapes(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     def form(value: Any) -> Any:
-        return (type(value), tuple(value.shape), value.dtype) if isinstance(value, Tensor | Piece) else type(value)
+        return (type(value), tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value)
 
     return {name: {key: form(value) for key, value in entries.items()} for name, entries in state.items()}
 
@@ -592,7 +615,7 @@ def test_settings_survive_json(value: Any) -> None:
     assert type(again) is type(value) and (torch.equal(again, value) if isinstance(value, Tensor) else again == value)
 
 
-# ---------------------------------------------------------------------------------------------------------------- damage
+# -------------------------------------------------------------------------------------------------------------- damage
 
 
 @pytest.fixture(scope="module")
@@ -728,7 +751,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(copied: Path, monkeypatch: p
     assert load_checkpoint(copied, alone(5)) == {"step": STEPS}
 
 
-# ------------------------------------------------------------------------------------------------------- fuzz of the index
+# --------------------------------------------------------------------------------------------------- fuzz of the index
 
 
 def signed(data: dict[str, Any]) -> str:
@@ -791,7 +814,7 @@ def test_no_changed_byte_goes_unnoticed(copied: Path) -> None:
         assert INDEX in refused(copied)
 
 
-# ---------------------------------------------------------------------------------------------------------------- kill -9
+# ------------------------------------------------------------------------------------------------------------- kill -9
 
 
 def kill_self(*_: Any, **__: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def test_threads_and_processes_give_the_same(tmp_path: Path) -> None:
         [200],
     ]
     sent = [0, *(sent for _, sent in threads[0][:5])]
-    assert [after - before for before, after in zip(sent, sent[1:], strict=False)] == [24, 24, 24, 16, 8]
+    assert [after - before for before, after in pairwise(sent)] == [24, 24, 24, 16, 8]
 
 
 def test_what_a_rank_does_to_its_tensor_afterwards_concerns_nobody_else() -> None:

@@ -59,7 +59,7 @@ from tests.runtime.random_graphs import (
     random_plan,
 )
 
-BLOCKS, CHAINS = range(8), 15
+BLOCKS, CHAINS = range(8), 12
 """Graphs are drawn in blocks, so that test processes can share them."""
 
 
@@ -92,7 +92,7 @@ OPERATORS = [
     if name not in UNDEFINED and (not name.startswith("conjoin::") or "bag" in name)
 ]
 PLAIN = [spec.name for spec in all_ops() if spec.local is None and not spec.random and not callable(spec.index)]
-CHECKED = [name for i, name in enumerate(n for n in OPERATORS if n not in PLAIN) if i % 3 == 0]
+CHECKED = [name for i, name in enumerate(n for n in OPERATORS if n not in PLAIN) if i % 4 == 0]
 
 
 @pytest.mark.parametrize("op", CHECKED)

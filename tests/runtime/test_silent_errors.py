@@ -1,4 +1,4 @@
-"""The errors of distributed training that nobody notices: each is shown to be absent here, and to be seen were it there.
+"""The errors of distributed training that nobody notices: each is absent here, and would be seen were it there.
 
 Where a wrong version can be made cheaply (a dual read wrongly, a step left out, a sum over the wrong part), the same
 comparison must fail for it.
@@ -200,20 +200,21 @@ def test_clipping_takes_the_norm_over_all_ranks(strategy: str, norm_type: float)
 
 # Dropout. Ranks are processes: threads of one process share a generator.
 
-MASKED = captured(nn.Dropout(0.3), (torch.ones(40, 50),))
-SPLIT_AND_COPIED = by_hand(MASKED.graph, {}, {0: "x S(0) -> S(0); y B -> B"}, {0: "x:S(0) y:B"})
-ALL_SPLIT = by_hand(MASKED.graph, {}, {0: "x S(0) -> S(0); y S(1) -> S(1)"}, {0: "x:S(0) y:S(1)"})
-
 
 def draw_masks(communicator: Communicator) -> dict[str, Tensor]:
+    sample = captured(nn.Dropout(0.3), (torch.ones(40, 50),))
+    plans = {
+        "copied": by_hand(sample.graph, {}, {0: "x S(0) -> S(0); y B -> B"}, {0: "x:S(0) y:B"}),
+        "split": by_hand(sample.graph, {}, {0: "x S(0) -> S(0); y S(1) -> S(1)"}, {0: "x:S(0) y:S(1)"}),
+    }
     found = {}
-    for name, plan in (("copied", SPLIT_AND_COPIED), ("split", ALL_SPLIT)):
-        module = module_on(plan, MASKED, communicator)
+    for name, plan in plans.items():
+        module = module_on(plan, sample, communicator)
         torch.manual_seed(5)
-        found[name] = module(*MASKED.inputs)
-        found[f"{name}, next"] = module(*MASKED.inputs)
+        found[name] = module(*sample.inputs)
+        found[f"{name}, next"] = module(*sample.inputs)
         torch.manual_seed(5)
-        found[f"{name}, again"] = module(*MASKED.inputs)
+        found[f"{name}, again"] = module(*sample.inputs)
         found[f"{name}, state"] = torch.get_rng_state()
     return {name: tensor != 0 if "state" not in name else tensor for name, tensor in found.items()}
 
@@ -250,16 +251,19 @@ class Dropping(nn.Module):
         return self.drop(self.inner(x)).square().sum()  # type: ignore[no-any-return]
 
 
-DROPPING = captured(Dropping(), (torch.randn(8, 6),))
-DROPPING_PLAN = by_hand(DROPPING.graph, {}, {0: "x S(0), B, B -> S(0)", 1: "x S(0) -> S(0)"})
+def dropping(communicator: Communicator) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    sample = captured(Dropping(), (torch.randn(8, 6),))
+    plan = by_hand(sample.graph, {}, {0: "x S(0), B, B -> S(0)", 1: "x S(0) -> S(0)"})
+    return module_on(plan, sample, communicator), sample.inputs
 
 
 def recompute(communicator: Communicator) -> list[Tensor]:
-    module = module_on(DROPPING_PLAN, DROPPING, communicator)
+    module, inputs = dropping(communicator)
     found = []
     for run in (module, lambda x: checkpoint(module, x, use_reentrant=False)):
         torch.manual_seed(3)
-        run(*DROPPING.inputs).backward()
+        run(*inputs).backward()
         found += [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
         module.zero_grad()
     return found
@@ -274,11 +278,11 @@ def test_recomputing_draws_the_same_masks(tmp_path: Path) -> None:
 
 
 def disagree(communicator: Communicator) -> str:
-    module = module_on(DROPPING_PLAN, DROPPING, communicator)
+    module, inputs = dropping(communicator)
     torch.manual_seed(1 if communicator.rank == 3 else 0)
-    module(*DROPPING.inputs)
+    module(*inputs)
     try:
-        module(*DROPPING.inputs)
+        module(*inputs)
     except RankError as error:
         return str(error)
     return ""

@@ -2,8 +2,8 @@
 
 A layer whose data arrives whole is split by columns (its output is then split by features); a layer whose data arrives
 split along the index it sums over is split by rows (its output is then a partial sum). Everything between follows. A
-split that is gathered before a row-split layer takes it up was not worth making: the pass goes back to
-that column-split layer and leaves it whole.
+split that is gathered before a row-split layer takes it up was not worth making: the pass goes back to that
+column-split layer and leaves it whole.
 """
 
 from __future__ import annotations

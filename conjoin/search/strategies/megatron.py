@@ -48,10 +48,7 @@ def _degrees(facts: Facts, mesh: Mesh, request: Request) -> Mapping[str, int]:
     given = request.degrees
     if "tp" in given:
         return {"tp": given["tp"], "dp": given.get("dp", prod(sizes_left(mesh, {"tp": given["tp"]})))}
-    if "dp" in given:
-        make_groups(mesh, {"dp": given["dp"], "tp": prod(sizes_left(mesh, given))})
-        return {"tp": mesh.size // given["dp"], "dp": given["dp"]}
-    tp = _largest(facts, mesh, request)
+    tp = prod(sizes_left(mesh, given)) if given else _largest(facts, mesh, request)
     return {"tp": tp, "dp": mesh.size // tp}
 
 

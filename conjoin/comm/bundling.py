@@ -1,4 +1,8 @@
-"""Which parameters travel together: the bundles that the runtime makes of a plan."""
+"""Which parameters travel together: one collective for many, each way.
+
+A parameter that is stored as I and used as B needs nothing forward and an all-reduce of its gradient backward; one
+that is stored split is gathered for use and its gradient reduce-scattered. What needs more goes on its own.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,16 @@ from dataclasses import dataclass
 
 import torch
 
-from conjoin.comm import Route, Step, StepKind, backward_route, movement, reshard
+from conjoin.comm.movement import movement
+from conjoin.comm.route import Route, Step, StepKind, backward_route, reshard
 from conjoin.ir import Graph, Leaf, Value, is_parallel, origin, region_of, region_shape
 from conjoin.machine import Mesh
-from conjoin.report.gradients import Entry
+from conjoin.ops import Copies, Layout
 
+Entry = tuple[Value, Layout]
+"""A parameter and the layout of its use."""
 BUNDLE_BYTES = 25 * 2**20
-"""As the runtime's bundles."""
+"""As DistributedDataParallel's buckets (torch documentation, `bucket_cap_mb`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +40,32 @@ class ParameterBundle:
 
     kind: BundleKind
     entries: tuple[Entry, ...]
-    after: ParameterBundle | None
-    """The next of its kind: gathered ahead in the forward pass, and gathers this one ahead in the backward pass."""
 
 
 def find_bundles(graph: Graph, mesh: Mesh, regathered: frozenset[str]) -> tuple[ParameterBundle, ...]:
     """All bundles of a plan; parameters that need more than one collective each way go on their own."""
-    groups: dict[BundleKind, list[list[Entry]]] = {}
-    filled: dict[BundleKind, int] = {}
+    entries: dict[BundleKind, list[Entry]] = {}
     for entry in _parameter_reads(graph):
         kind = _kind_of(entry, mesh, regathered)
-        if kind is None:
-            continue
-        if filled.get(kind, BUNDLE_BYTES) >= BUNDLE_BYTES:
-            groups.setdefault(kind, []).append([])
-            filled[kind] = 0
-        groups[kind][-1].append(entry)
-        filled[kind] += entry[0].type.bytes
-    return tuple(bundle for kind, parts in groups.items() for bundle in _chain(kind, parts))
+        if kind is not None:
+            entries.setdefault(kind, []).append(entry)
+    return tuple(ParameterBundle(kind, part) for kind, found in entries.items() for part in _filled(found))
 
 
-def _chain(kind: BundleKind, parts: list[list[Entry]]) -> list[ParameterBundle]:
-    bundles: list[ParameterBundle] = []
-    for entries in reversed(parts):
-        bundles.insert(0, ParameterBundle(kind, tuple(entries), bundles[0] if bundles else None))
-    return bundles
+def _filled(entries: list[Entry]) -> list[tuple[Entry, ...]]:
+    """Entries in the order of use, cut into bundles filled from the last.
+
+    The first one, whose gradients come last and whose gather comes first, is what remains: little is left to wait for.
+    """
+    parts: list[list[Entry]] = []
+    num_bytes = BUNDLE_BYTES
+    for entry in reversed(entries):
+        if num_bytes >= BUNDLE_BYTES:
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append(entry)
+        num_bytes += entry[0].type.bytes
+    return [tuple(reversed(part)) for part in reversed(parts)]
 
 
 def _parameter_reads(graph: Graph) -> list[Entry]:
@@ -80,13 +88,14 @@ def _only(route: Route) -> Step | None:
 
 def _kind_of(entry: Entry, mesh: Mesh, regathered: frozenset[str]) -> BundleKind | None:
     value, layout = entry
+    dtype, copied = value.type.dtype, _copied_axes(value, layout)
+    if copied:
+        return BundleKind(False, mesh.in_order(copied), dtype, False)
     there = reshard(value.type.shape, value.type.layout, layout, mesh)
     back = _only(backward_route(there, mesh))
     if back is None:
         return None
-    axes, dtype = mesh.in_order(back.axes), value.type.dtype
-    if all(step.kind is StepKind.RELABEL for step in there.steps) and back.kind is StepKind.ALL_REDUCE:
-        return BundleKind(False, axes, dtype, False)
+    axes = mesh.in_order(back.axes)
     step = _only(there)
     if step is None or step.kind is not StepKind.ALL_GATHER or set(step.axes) != set(axes):
         return None
@@ -94,6 +103,13 @@ def _kind_of(entry: Entry, mesh: Mesh, regathered: frozenset[str]) -> BundleKind
         return None
     assert isinstance(value.owner, Leaf)
     return BundleKind(True, axes, dtype, value.owner.name in regathered)
+
+
+def _copied_axes(value: Value, layout: Layout) -> list[str]:
+    """The axes on which a parameter is used as copies of what is stored, when nothing else changes."""
+    copied = [axis for axis, placement in layout if isinstance(placement, Copies)]
+    kept = tuple(entry for entry in layout if entry[0] not in copied)
+    return copied if kept == value.type.layout else []
 
 
 def _is_even(step: Step, value: Value, mesh: Mesh) -> bool:

@@ -1,0 +1,135 @@
+"""Parameters in bundles: many small ones, gathered ahead and dropped again, over several steps of training."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from conjoin.comm import bundling
+from conjoin.ir import REGATHER, LeafKind, MemoryAction, Plan, region_of
+from conjoin.runtime import bundles, to_module
+from conjoin.runtime.communicator import Communicator
+from conjoin.runtime.threads import run_ranks
+from tests.runtime.hand_plans import by_strategy, captured, module_on
+from tests.runtime.random_graphs import Sample
+
+
+@pytest.fixture(params=[1, 600, 25 * 2**20], ids=["one by one", "some", "all"])
+def bundle_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How much goes in a bundle."""
+    monkeypatch.setattr(bundling, "BUNDLE_BYTES", request.param)
+    return int(request.param)
+
+
+def deep() -> Sample:
+    layers: list[nn.Module] = [nn.Embedding(12, 8)]
+    for _ in range(3):
+        layers += [nn.Linear(8, 8), nn.Tanh()]
+    model = nn.Sequential(*layers, nn.Linear(8, 4))
+    return captured(model, (torch.randint(12, (8,)), torch.randn(8, 4)), functional.mse_loss)
+
+
+def regathering(plan: Plan) -> Plan:
+    names = [leaf.name for leaf in plan.graph.leaves_of(LeafKind.PARAMETER) if leaf.type.layout]
+    return replace(plan, memory=tuple(MemoryAction(REGATHER, name) for name in names))
+
+
+def train(module: nn.Module, batches: list[tuple[Tensor, ...]], way: str) -> dict[str, Tensor]:
+    """Some steps; the parameters at the end."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        match way:
+            case "plain":
+                module(*batches[step]).backward()
+            case "accumulated":
+                for batch in batches[step : step + 2]:
+                    module(*batch).backward()
+            case "together":
+                torch.stack([module(*batch) for batch in batches[step : step + 2]]).sum().backward()
+            case "with evaluation":
+                with torch.no_grad():
+                    module(*batches[step + 1])
+                loss = module(*batches[step])
+                module(*batches[step + 1])  # a forward pass whose backward never comes
+                loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            module(*batches[step])
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("way", ["plain", "accumulated", "together", "with evaluation"])
+@pytest.mark.parametrize("kind", ["fsdp", "fsdp, gathered again", "data-parallel"])
+def test_training_in_bundles(kind: str, way: str, bundle_bytes: int) -> None:
+    sample = deep()
+    plan = by_strategy(sample, kind.partition(",")[0], 2)
+    plan = regathering(plan) if "again" in kind else replace(plan, memory=())
+    x, y = sample.inputs
+    batches: list[tuple[Tensor, ...]] = [(torch.randint(12, x.shape), torch.randn_like(y)) for _ in range(4)]
+    want = train(to_module(sample.graph, copy.deepcopy(sample.model)), batches, way)
+    layouts = {leaf.name: leaf.type.layout for leaf in plan.graph.leaves}
+
+    def program(communicator: Communicator) -> dict[str, Any]:
+        return train(module_on(plan, sample, communicator), batches, way)
+
+    for rank, got in enumerate(run_ranks(plan.mesh, program)):
+        for name, whole in want.items():
+            region = region_of(tuple(whole.shape), layouts[name], plan.mesh, rank)
+            torch.testing.assert_close(got[name], whole[tuple(slice(*s) for s in region)], rtol=1e-9, atol=1e-12)
+
+
+def test_bundles_are_as_large_as_asked(bundle_bytes: int) -> None:
+    sample = deep()
+    plan = by_strategy(sample, "fsdp", 2)
+
+    def program(communicator: Communicator) -> list[int]:
+        made = bundles.make_bundles(plan.graph, communicator, frozenset())
+        return [len(bundle.entries) for bundle in made if isinstance(bundle.mover, bundles.Gathering)]
+
+    counts = run_ranks(plan.mesh, program)
+    assert counts[0] == counts[1] == {1: [1] * 9, 600: counts[0], 25 * 2**20: [9]}[bundle_bytes]
+
+
+def test_what_is_gathered_again_is_dropped_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundling, "BUNDLE_BYTES", 600)
+    sample = deep()
+    kept = replace(by_strategy(sample, "fsdp", 2), memory=())
+
+    def program(communicator: Communicator, plan: Plan) -> tuple[int, int, int]:
+        """How many whole weights are there after the forward pass, and the bytes sent there and back."""
+        module = module_on(plan, sample, communicator)
+        loss = module(*sample.inputs)
+        there = communicator.bytes_sent
+        alive = sum(made() is not None for bundle in module._carriers.bundles for made in bundle.ticket.made)
+        loss.backward()
+        return alive, there, communicator.bytes_sent - there
+
+    plans = kept, regathering(kept)
+    (alive, there, back), (dropped, again, more) = (run_ranks(p.mesh, lambda c, p=p: program(c, p))[0] for p in plans)
+    assert alive >= 4 and dropped == 0
+    assert again == there and more > back, "backward gathers once more"
+
+
+def test_a_parameter_changed_before_its_backward_pass_is_noticed() -> None:
+    sample = deep()
+    plan = regathering(by_strategy(sample, "fsdp", 2))
+
+    def program(communicator: Communicator) -> str:
+        module = module_on(plan, sample, communicator)
+        loss = module(*sample.inputs)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(2)
+        with pytest.raises(RuntimeError) as told:
+            loss.backward()
+        return str(told.value)
+
+    for message in run_ranks(plan.mesh, program):
+        assert "A parameter was changed between a forward pass and its backward pass" in message

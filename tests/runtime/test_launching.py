@@ -1,0 +1,69 @@
+"""Starting ranks on this host: their values, their errors, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from conjoin.errors import RankError, UsageError
+from conjoin.runtime import launch
+
+
+def _rank_and_sum(rank: int, amount: int) -> tuple[int, float]:
+    total = torch.tensor([float(rank + amount)])
+    dist.all_reduce(total)
+    return rank, total.item()
+
+
+def test_every_rank_returns_its_value() -> None:
+    assert launch(3, _rank_and_sum, 10) == [(0, 33.0), (1, 33.0), (2, 33.0)]
+
+
+def test_a_mistake_of_the_user_is_told_once_and_as_it_is() -> None:
+    def refuse(rank: int) -> None:
+        raise UsageError("This was asked. It cannot be. Change that.")
+
+    with pytest.raises(UsageError, match="It cannot be"):
+        launch(2, refuse)
+
+
+def test_an_error_names_its_rank_and_line() -> None:
+    def fail(rank: int) -> None:
+        if rank == 1:
+            raise ZeroDivisionError("one over nothing")
+        dist.barrier()
+
+    with pytest.raises(RankError, match=r"(?s)Rank 1 failed.*in fail.*one over nothing"):
+        launch(2, fail)
+
+
+def test_a_killed_rank_is_named_and_the_others_are_gone() -> None:
+    def die(rank: int) -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600) if rank == 2 else dist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"Rank 1 ended .* exit code -9"):
+        launch(3, die)
+    assert time.monotonic() - start < 45
+
+
+@pytest.mark.parametrize("count", [0, 257])
+def test_too_many_ranks_are_refused(count: int) -> None:
+    with pytest.raises(UsageError, match=f"{count} ranks"):
+        launch(count, _rank_and_sum, 0)
+
+
+def test_an_interrupt_reaches_the_caller() -> None:
+    def interrupt(rank: int) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        launch(2, interrupt)
