@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types clean
+.PHONY: help setup demo test test-all lint types clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with conjoin (editable) and all it needs
 
@@ -26,6 +26,9 @@ demo: $(STAMP) ## see what conjoin does, in a minute, without a GPU
 # A worker takes about three seconds to import torch, then one thread each: more threads than cores only wait for each other.
 test: $(STAMP) ## run all tests, doctests and the code in the docs
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+
+test-all: $(STAMP) ## run all tests and every strategy on every model of the zoo, on 2, 4 and 8 ranks
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal -m "whole_matrix or not whole_matrix"
 
 lint: $(STAMP) ## check style, imports and complexity
 	$(BIN)/ruff check

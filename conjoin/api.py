@@ -3,20 +3,67 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
-from conjoin.errors import CaptureError, ConjoinError, GraphError, UsageError
-from conjoin.frontends import capture, not_understood
-from conjoin.ir import Graph, fingerprint, load_graph, parse_graph, save_graph, verify
-from conjoin.report import Inspection, inspect
-from conjoin.runtime import CapturedModule, to_module
+from torch import nn
+
+from conjoin.errors import (
+    CaptureError,
+    CheckpointError,
+    ConjoinError,
+    GraphError,
+    PlanError,
+    RankError,
+    StrategyError,
+    UsageError,
+)
+from conjoin.frontends import Batch, capture, not_understood
+from conjoin.ir import Graph, Plan, fingerprint, load_graph, load_plan, parse_graph, save_graph, verify
+from conjoin.machine import Machine, parse_machine
+from conjoin.report import Explanation, Inspection, diff_plans, explain, explanation_text, inspect
+from conjoin.runtime import (
+    CapturedModule,
+    Case,
+    ParallelModule,
+    Verdict,
+    full_state_dict,
+    load,
+    load_checkpoint,
+    load_optimizer_state_dict,
+    optimizer_state_dict,
+    save_checkpoint,
+    to_module,
+    verify_in_process,
+)
+from conjoin.search import make_plan, strategy_names
 
 __all__ = [
-    "CaptureError", "CapturedModule", "ConjoinError", "Graph", "GraphError", "Inspection", "UsageError",
-    "__version__", "capture", "fingerprint", "inspect", "load_graph", "not_understood", "parse_graph", "save_graph",
-    "to_module", "verify",
+    "CaptureError", "CapturedModule", "CheckpointError", "ConjoinError", "Explanation", "Graph", "GraphError",
+    "Inspection", "Machine", "ParallelModule", "Plan", "PlanError", "RankError", "StrategyError", "UsageError",
+    "Verdict", "__version__", "capture", "diff_plans", "explain", "explanation_text", "fingerprint", "full_state_dict",
+    "inspect", "load", "load_checkpoint", "load_graph", "load_optimizer_state_dict", "load_plan", "not_understood",
+    "optimizer_state_dict", "parse_graph", "plan", "save_checkpoint", "save_graph", "strategy_names", "to_module",
+    "verify", "verify_plan",
 ]  # fmt: skip
 
 try:
     __version__ = version("conjoin")
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+unknown"
+
+
+def plan(model: nn.Module, batch: Batch, machine: Machine | str, *, loss: Any = None, strategy: str) -> Plan:
+    """A plan for training a model on a machine by a named strategy, `megatron:tp=2,dp=4`; see `strategy_names`.
+
+    >>> import torch
+    >>> model, batch = nn.Linear(4, 4), (torch.ones(8, 4), torch.ones(8, 4))
+    >>> print(plan(model, batch, "local:2", loss=nn.functional.mse_loss, strategy="data-parallel"))
+    data-parallel:dp=2 plan of Linear for 2 ranks (d0:2)
+    """
+    chosen = parse_machine(machine) if isinstance(machine, str) else machine
+    return make_plan(capture(model, batch, loss), chosen, strategy)
+
+
+def verify_plan(plan: Plan, model: nn.Module, batch: Batch, *, loss: Any = None, num_steps: int = 5) -> Verdict:
+    """Compare a plan with one device: loss, gradients and weights, all ranks in this process, in double precision."""
+    return verify_in_process(Case(plan, capture(model, batch, loss), model, batch), num_steps)

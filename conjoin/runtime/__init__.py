@@ -5,6 +5,7 @@ from conjoin.runtime.checking import (
     TOLERANCE,
     Case,
     Difference,
+    Reference,
     Verdict,
     check_made_for,
     compare_rank,
@@ -12,13 +13,18 @@ from conjoin.runtime.checking import (
     verdict,
     verify_in_process,
 )
+from conjoin.runtime.checkpoint import save_checkpoint
+from conjoin.runtime.checkpoint_loading import load_checkpoint
 from conjoin.runtime.launching import launch
 from conjoin.runtime.loading import connect, load
+from conjoin.runtime.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from conjoin.runtime.parallel import ParallelModule
+from conjoin.runtime.pieces import Piece, full_state_dict
 from conjoin.runtime.threads import run_ranks
 
 __all__ = [
-    "TOLERANCE", "CapturedModule", "Case", "Difference", "ParallelModule", "Verdict", "check_made_for",
-    "compare_rank", "connect", "launch", "load", "run_ranks", "to_module", "train_alone", "verdict",
-    "verify_in_process",
+    "TOLERANCE", "CapturedModule", "Case", "Difference", "ParallelModule", "Piece", "Reference", "Verdict",
+    "check_made_for", "compare_rank", "connect", "full_state_dict", "launch", "load", "load_checkpoint",
+    "load_optimizer_state_dict", "optimizer_state_dict", "run_ranks", "save_checkpoint", "to_module", "train_alone",
+    "verdict", "verify_in_process",
 ]  # fmt: skip

@@ -1,0 +1,149 @@
+"""Every named strategy on every model of the zoo it fits, on real Gloo ranks: trains exactly like one device.
+
+Five optimizer steps: loss, every gradient, the updated weights. In double precision they agree to a relative 1e-9. In
+single precision to 2e-3, or to ten times what one device itself is off by against double precision where that is more
+(batch norm over tiny batches). `make test` runs a sample that covers every strategy, `make test-all` everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zoo
+from conjoin.errors import StrategyError
+from conjoin.frontends import capture
+from conjoin.ir import Plan
+from conjoin.machine import parse_machine
+from conjoin.runtime import TOLERANCE, Case, Reference, compare_rank, connect, launch, train_alone, verdict
+from conjoin.search import make_plan, strategy_names
+
+STEPS = 5
+SINGLE, TIMES_OWN_ERROR = 2e-3, 10.0
+RANKS = (2, 4, 8)
+STRATEGIES = (*(name for name in strategy_names() if name != "single"), "megatron:sp")
+BATCH = 8
+"""So that eight ranks have a sample each."""
+
+
+@lru_cache(maxsize=1)
+def workload(name: str) -> Any:
+    return zoo.build(f"{name}:tiny", batch_size=BATCH)
+
+
+def plans(name: str, ranks: int, strategies: tuple[str, ...]) -> Iterator[Plan]:
+    """The plans of the strategies that fit; another error than that they do not fit is not caught."""
+    found = workload(name)
+    graph = capture(found.model.train(), found.batch, found.loss)
+    for strategy in strategies:
+        try:
+            yield make_plan(graph, parse_machine(f"local:{ranks}"), strategy)
+        except StrategyError as error:
+            assert str(error).count(". ") >= 2, error
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    strategy: str
+    dtype: str
+    worst: float
+    limit: float
+    what: str
+
+
+def check(name: str, ranks: int, strategies: tuple[str, ...]) -> list[Result]:
+    """Train every plan on one process group and compare."""
+    found = workload(name)
+    graph = capture(found.model.train(), found.batch, found.loss)
+    cases: list[tuple[str, Case]] = []
+    for plan in plans(name, ranks, strategies):
+        single = Case(plan, graph, found.model, found.batch)
+        cases += [("float64", single.widened()), ("float32", single)]
+    if not cases:
+        return []
+    references = {dtype: train_alone(case, STEPS) for dtype, case in cases[:2]}
+
+    def program(rank: int) -> list[Any]:
+        compared = []
+        for dtype, case in cases:
+            communicator, _ = connect(case.plan)
+            compared.append(compare_rank(case, references[dtype], communicator))
+        return compared
+
+    answers = launch(ranks, program)
+    own = errors_of_single_precision(references["float32"], references["float64"])
+    results = []
+    for i, (dtype, case) in enumerate(cases):
+        judged = verdict(references[dtype].losses, [answer[i] for answer in answers])
+        limits = {d.what: _limit(dtype, own.get(d.what, 0.0)) for d in judged.differences}
+        worst = max(judged.differences, key=lambda d: d.relative / limits[d.what])
+        results.append(Result(case.plan.strategy, dtype, worst.relative, limits[worst.what], worst.what))
+    return results
+
+
+def _limit(dtype: str, own_error: float) -> float:
+    return TOLERANCE if dtype == "float64" else max(SINGLE, TIMES_OWN_ERROR * own_error)
+
+
+def errors_of_single_precision(single: Reference, double: Reference) -> dict[str, float]:
+    """How far one device in single precision is from double precision: each tensor relative to its largest element."""
+    pairs = zip(single.losses, double.losses, strict=True)
+    found = {"loss": max(abs(a - b) / max(abs(b), 1e-3) for a, b in pairs)}
+    for mine, theirs in zip(single.gradients, double.gradients, strict=True):
+        for name, tensor in theirs.items():
+            what = f"gradient of {name}"
+            found[what] = max(found.get(what, 0.0), _relative(mine[name], tensor))
+    return found | {name: _relative(single.state[name], tensor) for name, tensor in double.state.items()}
+
+
+def _relative(mine: Tensor, theirs: Tensor) -> float:
+    if not theirs.numel():
+        return 0.0
+    return ((mine.double() - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30)).item()
+
+
+def assert_equal(results: list[Result]) -> None:
+    wrong = [result for result in results if not result.worst <= result.limit]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+SAMPLE = (
+    ("mlp", 4, ("data-parallel", "fsdp", "sbp3d")),
+    ("bert-base", 4, ("megatron", "zero1")),
+    ("gpt-125m", 8, ("megatron:sp", "fsdp")),
+    ("alexnet", 2, ("one-weird-trick", "spatial")),
+    ("dlrm", 4, ("table-parallel",)),
+    ("rnnlm-2step", 2, ("reduction",)),
+    ("resnext-50", 2, ("data-parallel",)),
+    ("moe-8x7b", 2, ("megatron",)),
+)
+
+
+@pytest.mark.parametrize(("name", "ranks", "strategies"), SAMPLE, ids=[f"{n}-{r}" for n, r, _ in SAMPLE])
+def test_a_sample_trains_like_one_device(name: str, ranks: int, strategies: tuple[str, ...]) -> None:
+    torch.set_num_threads(1)
+    results = check(name, ranks, strategies)
+    assert len(results) == 2 * len(strategies), "a strategy of the sample does not fit"
+    assert_equal(results)
+
+
+def test_the_sample_covers_every_strategy() -> None:
+    assert {name for _, _, strategies in SAMPLE for name in strategies} == set(STRATEGIES)
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", zoo.names())
+def test_everything_trains_like_one_device(name: str, ranks: int) -> None:
+    torch.set_num_threads(1)
+    results = check(name, ranks, STRATEGIES)
+    assert results, "no strategy fits"
+    for result in results:
+        print(f"{name:<18} {ranks} ranks  {result.strategy:<26} {result.dtype}  {result.worst:.1e}  {result.what}")
+    assert_equal(results)
