@@ -1,13 +1,16 @@
-"""What conjoin does so far, in a minute and without a GPU: look into a model, capture it, train the captured one.
+"""What conjoin does so far, in a minute and without a GPU: look into a model, capture it, train it on four processes.
 
-Run with `make demo`, or `python examples/demo.py`.
+Run with `make demo`, or `python examples/demo.py`. The exit code says whether everything trained as it should.
 """
 
 from __future__ import annotations
 
 import copy
+import statistics
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,27 +18,45 @@ from torch import Tensor, nn
 import conjoin
 import zoo
 from conjoin.cli import main as command
+from conjoin.report import explanation_summary, format_bytes
+from conjoin.runtime import launch
+from zoo.llama import Llama, LlamaConfig, llama_batch
+from zoo.tokens import next_token_loss
 
-STEPS = 8
+STEPS = 6
+STRATEGIES = ("data-parallel", "fsdp", "megatron:tp=2")
+TOLERANCE = 1e-5
+"""Of a loss, relative: ranks add up in another order than one device does, in single precision."""
+
+Batch = tuple[Tensor, ...]
 
 
 def heading(text: str) -> None:
     print(f"\n\033[1m{text}\033[0m" if sys.stdout.isatty() else f"\n{text}")
 
 
-def train(step: nn.Module, batch: tuple[Tensor, ...], loss: object) -> list[float]:
-    """Train with AdamW and clipped gradients; the same seed draws the same dropout."""
+@dataclass(frozen=True)
+class Training:
+    """Some steps of training: the loss of each, and how long one took."""
+
+    losses: tuple[float, ...]
+    milliseconds: float
+
+
+def train(model: nn.Module, forward: Callable[[], Tensor]) -> Training:
+    """The loop that every model here is trained by; the same seed draws the same dropout."""
     torch.manual_seed(0)
-    optimizer = torch.optim.AdamW(step.parameters(), lr=1e-3)
-    losses = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, seconds = [], []
     for _ in range(STEPS):
-        value = step(*batch) if loss is None else loss(step(*batch[:-2]), *batch[-2:])  # type: ignore[operator]
+        start = time.perf_counter()
+        loss = forward()
         optimizer.zero_grad()
-        value.backward()
-        nn.utils.clip_grad_norm_(step.parameters(), 1.0)
+        loss.backward()
         optimizer.step()
-        losses.append(value.item())
-    return losses
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - start)
+    return Training(tuple(losses), 1e3 * statistics.median(seconds))
 
 
 def show_capture() -> None:
@@ -46,27 +67,66 @@ def show_capture() -> None:
 def show_training() -> bool:
     heading("2. A BERT with dropout, trained as it is and as captured")
     model, batch, loss = zoo.build("bert-large:tiny")
-    assert isinstance(batch, tuple)
-    model.train()
-    plain = copy.deepcopy(model)
-    start = time.perf_counter()
+    assert isinstance(batch, tuple) and loss is not None
+    plain = copy.deepcopy(model.train())
     graph = conjoin.capture(model, batch, loss)
-    captured = conjoin.to_module(graph, model)
-    seconds, mark = time.perf_counter() - start, conjoin.fingerprint(graph)[:16]
-    print(f"captured {len(graph.nodes)} operators in {seconds:.1f} s, fingerprint {mark}")
-    ours, theirs = train(captured, batch, None), train(plain, batch, loss)
-    print("step   captured      plain")
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        print(f"{i:>4}   {a:.6f}   {b:.6f}   {'identical' if a == b else f'differs by {abs(a - b):.2e}'}")
-    same = all(torch.equal(p, q) for p, q in zip(captured.parameters(), plain.parameters(), strict=True))
-    print(f"after {STEPS} steps all weights are {'bit-identical' if same else 'NOT identical'}")
-    return same and ours == theirs
+    step = conjoin.to_module(graph, model)
+    ours, theirs = train(step, lambda: step(*batch)), train(plain, lambda: loss(plain(*batch[:-2]), *batch[-2:]))
+    same = ours.losses == theirs.losses and all(map(torch.equal, step.parameters(), plain.parameters()))
+    print(f"{len(graph.nodes)} operators, fingerprint {conjoin.fingerprint(graph)[:16]}")
+    print(f"losses {' '.join(f'{x:.4f}' for x in ours.losses)}")
+    print(f"after {STEPS} steps all losses and weights are {'bit-identical' if same else 'NOT identical'}")
+    return same
+
+
+def train_rank(rank: int, plan: conjoin.Plan, model: nn.Module, batch: Batch) -> tuple[Training, int]:
+    """What every process does: load its part of the plan and train it. Also the bytes it sent in a step."""
+    step = conjoin.load(plan, model)
+    local = [x.to(step.store.device) for x in batch]
+    before = step.communicator.bytes_sent
+    done = train(step, lambda: step(*local))
+    return done, (step.communicator.bytes_sent - before) // STEPS
+
+
+def show_parallel() -> bool:
+    heading("3. A small LLaMA on four processes, by three strategies")
+    config = LlamaConfig(layers=2, width=128, feed_forward=352, heads=8, kv_heads=8, vocabulary=512, length=32)
+    torch.manual_seed(0)
+    model, batch = Llama(config).train(), llama_batch(8, config)
+    plans = [conjoin.plan(model, batch, "local:4", loss=next_token_loss, strategy=name) for name in STRATEGIES]
+    told = [conjoin.explain(plan) for plan in plans]
+    print("\n".join(explanation_summary(told[1])))
+
+    ranks = [launch(plan.mesh.size, train_rank, plan, model, batch) for plan in plans]
+    alone = train(model, lambda: next_token_loss(model(batch[0]), batch[1]))
+    print("\nloss   one device" + "".join(f"{name:>16}" for name in STRATEGIES))
+    for i, loss in enumerate(alone.losses):
+        print(f"{i:>4} {loss:>12.6f}" + "".join(f"{found[0][0].losses[i]:>16.6f}" for found in ranks))
+
+    print("\nrank 0, each step      ms   bytes sent: predicted    measured   parameters stored")
+    for name, explanation, ((done, sent), *_) in zip(STRATEGIES, told, ranks, strict=True):
+        stored = format_bytes(explanation.stored_bytes)
+        print(f"{name:<16} {done.milliseconds:>8.1f} {explanation.bytes_of(0):>23,} {sent:>11,} {stored:>19}")
+    print(f"one device       {alone.milliseconds:>8.1f} {0:>23} {0:>11} {format_bytes(told[0].parameter_bytes):>19}")
+    return all(map(agrees, told, ranks, [alone] * len(told)))
+
+
+def agrees(told: conjoin.Explanation, ranks: list[tuple[Training, int]], alone: Training) -> bool:
+    """Whether every rank had the losses of one device, and sent the bytes that were predicted."""
+    near = [abs(a - b) <= TOLERANCE * b for done, _ in ranks for a, b in zip(done.losses, alone.losses, strict=True)]
+    same = [sent == told.bytes_of(rank) for rank, (_, sent) in enumerate(ranks)]
+    print(f"{told.strategy}: losses {_verdict(all(near))} one device's, bytes {_verdict(all(same))} the prediction")
+    return all(near) and all(same)
+
+
+def _verdict(equal: bool) -> str:
+    return "equal" if equal else "DIFFER from"
 
 
 def main() -> int:
     torch.set_num_threads(1)
     show_capture()
-    ok = show_training()
+    ok = all([show_training(), show_parallel()])
     print("\nmatches" if ok else "\nDOES NOT MATCH")
     return 0 if ok else 1
 

@@ -23,6 +23,7 @@ batch = (torch.randn(32, 64), torch.randint(0, 10, (32,)))
 machine = f"local:{os.environ.get('WORLD_SIZE', 1)}"  # or a preset, a machine file, conjoin.Machine.detect()
 plan = conjoin.plan(model, batch, machine, loss=nn.functional.cross_entropy, strategy="fsdp")
 step = conjoin.load(plan, model)  # this rank's part, as an nn.Module
+batch = [x.to(step.store.device) for x in batch]
 optimizer = torch.optim.AdamW(step.parameters(), lr=1e-2)
 
 for i in range(5):

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
+from torch import nn
 
 from conjoin.api import UsageError, capture
 from conjoin.cli.models import load_workload
@@ -35,6 +36,7 @@ StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Training steps
 _MODEL_HELP = "The model the plan was made for: zoo name, file.py:function or module:function."
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
 _LEARNING_RATE = 1e-3
+_SEED = 0
 
 
 def run_command(
@@ -45,22 +47,28 @@ def run_command(
 ) -> None:
     """Train a model by a plan: starts the ranks on this host, or is one of them under torchrun."""
     found = load_plan(plan)
+    if found.graph.loss is None:
+        raise UsageError(
+            f"The plan of {found.model.name} has no loss, and was asked to train. There is nothing to differentiate. "
+            f"Let the model's function return (model, batch, loss) and make the plan again."
+        )
     if dist.is_torchelastic_launched() or found.mesh.size == 1:
-        _train(_rank_of_launcher(), str(plan), model, batch, steps)
+        _train(0, str(plan), model, batch, steps)
     else:
         launch(found.mesh.size, _train, str(plan), model, batch, steps)
 
 
-def _rank_of_launcher() -> int:
-    """Rank 0 prints; under torchrun the process group is set up when the plan is loaded."""
-    return dist.get_node_local_rank(0) if dist.is_torchelastic_launched() else 0
+def _workload(name: str, batch_size: int | None) -> tuple[nn.Module, Any, Any]:
+    """The same model and batch on every rank, whatever process it is."""
+    torch.manual_seed(_SEED)
+    return load_workload(name, batch_size)
 
 
 def _train(rank: int, plan_path: str, name: str, batch_size: int | None, num_steps: int) -> None:
     plan = load_plan(plan_path)
-    model, batch, loss = load_workload(name, batch_size)
+    model, batch, loss = _workload(name, batch_size)
     check_made_for(plan, capture(model, batch, loss))
-    torch.manual_seed(0)
+    torch.manual_seed(_SEED)
     step = load(plan, model)
     first = step.communicator.rank == 0
     if first:
@@ -80,11 +88,7 @@ def _train(rank: int, plan_path: str, name: str, batch_size: int | None, num_ste
 
 def _loss_of(step: ParallelModule, batch: Any) -> torch.Tensor:
     index = step.plan.graph.loss
-    if index is None:
-        raise UsageError(
-            "The plan is of a model without a loss, and was asked to train. There is nothing to differentiate. "
-            "Let the model's function return (model, batch, loss) and make the plan again."
-        )
+    assert index is not None
     outputs = step(*batch) if isinstance(batch, tuple | list) else step(batch)
     found: torch.Tensor = flatten_tree(outputs)[0][index]
     return found
@@ -106,7 +110,7 @@ def verify_command(
         answers = launch(found.mesh.size, _compare, str(plan), model, batch, steps)
         result = verdict(answers[0][0], [answer[1] for answer in answers])
     else:
-        built, data, loss = load_workload(model, batch)
+        built, data, loss = _workload(model, batch)
         result = verify_in_process(Case(found, capture(built, data, loss), built, data), steps)
     if not dist.is_initialized() or dist.get_rank() == 0:
         _show(found, result, as_json)
@@ -116,7 +120,7 @@ def verify_command(
 
 def _compare(rank: int, plan_path: str, name: str, batch_size: int | None, num_steps: int) -> Any:
     plan = load_plan(plan_path)
-    model, batch, loss = load_workload(name, batch_size)
+    model, batch, loss = _workload(name, batch_size)
     graph = capture(model, batch, loss)
     check_made_for(plan, graph)
     case = Case(plan, graph, model, batch).widened()

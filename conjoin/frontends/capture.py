@@ -12,6 +12,7 @@ from conjoin.errors import CaptureError
 from conjoin.frontends.exporting import Batch, export
 from conjoin.frontends.lowering import Lowering
 from conjoin.frontends.report import not_understood
+from conjoin.frontends.torch_private import settle_autograd
 from conjoin.ir import Graph, verify
 
 _log = logging.getLogger("conjoin")
@@ -39,6 +40,7 @@ def capture(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None = No
             f"A loss of type {type(loss).__name__} was given. A loss is called with the model's output. "
             f"Pass a function or None."
         )
+    settle_autograd()
     exported = export(model, batch, loss)
     lowering = Lowering(exported, model)
     graph = lowering.run(type(model).__name__, model.training)

@@ -40,6 +40,7 @@ __all__ = [
     "keep_markers",
     "pretend_exporting",
     "quiet",
+    "settle_autograd",
     "user_lines",
     "writes_only_self",
 ]  # fmt: skip
@@ -116,6 +117,17 @@ def user_lines(find: Callable[[FrameType | None], str]) -> Iterator[None]:
         _ModuleStackTracer.create_node = create  # type: ignore[method-assign]
         if before is not None:
             setattr(fx_config, switch, before)
+
+
+def settle_autograd() -> None:
+    """Let autograd choose its threads, once, before anything is traced.
+
+    Tracing makes a torch that is built for CUDA believe in a device even where there is none. Autograd would then start
+    a thread for it at its first backward pass, and processes forked later could not differentiate.
+    """
+    if not torch.cuda.is_available():
+        with torch.inference_mode(False), torch.enable_grad():
+            torch.zeros((), requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

@@ -3,45 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
-from conjoin.ir.builder import GraphBuilder, is_random
-from conjoin.ir.graph import Graph, Result
-from conjoin.ir.nodes import Node, Source, Value, make_node
-from conjoin.ops import Call, LocalForm, bind_args, map_tensors, output_types, space_of, spec_for
-
-
-@dataclass(slots=True)
-class _Expander:
-    builder: GraphBuilder = field(default_factory=GraphBuilder)
-    values: dict[Value, Value] = field(default_factory=dict)
-
-    def expand(self, node: Node, source: Source | None) -> None:
-        """Put the composition where the node stood."""
-        spec = node.spec
-        assert spec is not None and spec.expansion is not None, f"{node.op} has no expansion"
-        args = map_tensors(node.op, node.args, lambda value: self.values[value])
-
-        def emit(op: str, *given: Any) -> Any:
-            bound = bind_args(op, given, {})
-            call = Call(op, map_tensors(op, bound, lambda value: value.type))
-            declared = spec_for(call)
-            assert declared is not None, f"the expansion of {node.op} calls {op} in a form nobody declared"
-            made = self.builder.add_call(op, bound, output_types(declared, call), source, pinned=node.pinned)
-            outputs = tuple(made.outputs())
-            return outputs if len(outputs) > 1 else outputs[0]
-
-        result = spec.expansion(LocalForm(spec, node.call, space_of(spec, node.call), {}, args, emit))
-        outputs = result if isinstance(result, tuple) else (result,)
-        self.values.update(zip(node.outputs(), outputs, strict=True))
-
-    def keep(self, node: Node, source: Source | None) -> None:
-        """The node as it was, on the values as they are now."""
-        args = map_tensors(node.op, node.args, lambda value: self.values[value])
-        made = make_node(node.op, args, node.types, occurrence=node.occurrence, pinned=node.pinned)
-        self.builder.add_node(made, source)
-        self.values.update(zip(node.outputs(), made.outputs(), strict=True))
+from conjoin.ir.builder import is_random
+from conjoin.ir.graph import Graph
+from conjoin.ir.nodes import Node, Value
+from conjoin.ir.rewriting import Rewriting
+from conjoin.ops import LocalForm, map_tensors, space_of
 
 
 def can_expand(node: Node) -> bool:
@@ -53,27 +22,23 @@ def expand(graph: Graph, nodes: Collection[Node]) -> Graph:
     """The graph with each of the nodes replaced by its expansion; nothing is left that nobody reads."""
     if not nodes:
         return graph
-    work = _Expander()
-    for leaf in graph.leaves:
-        work.values[Value(leaf)] = work.builder.add_leaf(leaf)
+    work = Rewriting(graph)
     for node in graph.nodes:
-        (work.expand if node in nodes else work.keep)(node, graph.source_of(node))
+        if node in nodes:
+            _expand(node, work)
+        else:
+            work.keep(node)
+    return drop_unused(work.finish())
 
-    def read(result: Result) -> Result:
-        return work.values[result] if isinstance(result, Value) else result
 
-    return drop_unused(
-        work.builder.finish(
-            graph.name,
-            training=graph.training,
-            inputs=tuple(map(read, graph.inputs)),
-            outputs=tuple(map(read, graph.outputs)),
-            updates=tuple((name, work.values[value]) for name, value in graph.updates),
-            loss=graph.loss,
-            input_structure=graph.input_structure,
-            output_structure=graph.output_structure,
-        )
-    )
+def _expand(node: Node, work: Rewriting) -> None:
+    """Put the composition where the node stood."""
+    spec = node.spec
+    assert spec is not None and spec.expansion is not None, f"{node.op} has no expansion"
+    args = map_tensors(node.op, node.args, lambda value: work.values[value])
+    form = LocalForm(spec, node.call, space_of(spec, node.call), {}, args, partial(work.emit, node))
+    result = spec.expansion(form)
+    work.values.update(zip(node.outputs(), result if isinstance(result, tuple) else (result,), strict=True))
 
 
 def drop_unused(graph: Graph) -> Graph:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from conjoin.ir.builder import GraphBuilder
-from conjoin.ir.graph import Graph, Result
+from conjoin.ir.graph import Graph
 from conjoin.ir.nodes import Leaf, LeafKind, Node, Source, Value, make_leaf, make_node
 from conjoin.ir.reshards import is_parallel, reshard_chain
+from conjoin.ir.rewriting import Rewriting
 from conjoin.ops import Layout, ShardingRule, make_layout, map_tensors
 
 
@@ -31,55 +31,37 @@ def choose(rules: Mapping[str, ShardingRule]) -> Choice:
     )
 
 
-@dataclass(slots=True)
-class _Rewriter:
-    """The parallel graph as far as it is built, and where each value of the old one is found in it."""
+class _Placing:
+    """A rewriting in which every value has a layout; a reshard is shared by all that read a value so."""
 
-    builder: GraphBuilder = field(default_factory=GraphBuilder)
-    values: dict[Value, Value] = field(default_factory=dict)
-    resharded: dict[tuple[Value, Layout], Value] = field(default_factory=dict)
+    def __init__(self, graph: Graph, leaves: Mapping[Leaf, Layout]) -> None:
+        self.work = Rewriting(graph, lambda leaf: _laid_out(leaf, leaves.get(leaf, ())))
+        self._resharded: dict[tuple[Value, Layout], Value] = {}
 
     def read(self, value: Value, layout: Layout, source: Source | None = None) -> Value:
-        """A value of the old graph in a layout; the reshard is shared by all that read it so."""
-        start = self.values[value]
+        """A value of the old graph in a layout."""
+        start = self.work.values[value]
         if start.type.layout == layout:
             return start
-        if (value, layout) not in self.resharded:
+        if (value, layout) not in self._resharded:
             current = start
             for step in reshard_chain(start.type.layout, layout):
                 type = current.type.laid_out(step.apply(current.type.layout))
                 node = make_node(step.op, (current, *step.attributes), (type,))
-                current = Value(self.builder.add_node(node, source))
-            self.resharded[value, layout] = current
-        return self.resharded[value, layout]
+                current = Value(self.work.builder.add_node(node, source))
+            self._resharded[value, layout] = current
+        return self._resharded[value, layout]
 
-    def add_node(self, node: Node, choice: Choice | None, source: Source | None) -> None:
+    def add_node(self, node: Node, choice: Choice | None) -> None:
         """Add a node in the layouts chosen; without a choice everything is I."""
+        source = self.work.graph.source_of(node)
         operands = iter(choice.operands if choice else ((),) * len(node.inputs))
         args = map_tensors(node.op, node.args, lambda value: self.read(value, next(operands), source))
         outputs = choice.outputs if choice else ((),) * len(node.types)
         types = tuple(type.laid_out(layout) for type, layout in zip(node.types, outputs, strict=True))
         made = make_node(node.op, args, types, occurrence=node.occurrence, pinned=node.pinned)
-        self.builder.add_node(made, source)
-        self.values.update(zip(node.outputs(), made.outputs(), strict=True))
-
-
-    def finish(self, graph: Graph, outputs: Mapping[int, Layout], buffers: Mapping[str, Layout]) -> Graph:
-        """The parallel graph with the boundary of the old one."""
-
-        def result(i: int, value: Result) -> Result:
-            return self.read(value, outputs.get(i, ())) if isinstance(value, Value) else value
-
-        return self.builder.finish(
-            graph.name,
-            training=graph.training,
-            inputs=tuple(self.values[value] if isinstance(value, Value) else value for value in graph.inputs),
-            outputs=tuple(result(i, value) for i, value in enumerate(graph.outputs)),
-            updates=tuple((name, self.read(value, buffers.get(name, ()))) for name, value in graph.updates),
-            loss=graph.loss,
-            input_structure=graph.input_structure,
-            output_structure=graph.output_structure,
-        )
+        self.work.builder.add_node(made, source)
+        self.work.values.update(zip(node.outputs(), made.outputs(), strict=True))
 
 
 def parallelize(
@@ -89,30 +71,29 @@ def parallelize(
     outputs: Mapping[int, Layout] | None = None,
 ) -> Graph:
     """The parallel graph; leaves, nodes and outputs that are not named are I on every axis."""
-    work = _Rewriter()
-    for leaf in graph.leaves:
-        laid = _laid_out(leaf, leaves.get(leaf, ()))
-        work.values[Value(leaf)] = work.builder.add_leaf(laid)
+    placing = _Placing(graph, leaves)
     for node in graph.nodes:
-        work.add_node(node, choices.get(node), graph.source_of(node))
+        placing.add_node(node, choices.get(node))
     buffers = {leaf.name: leaves.get(leaf, ()) for leaf in graph.leaves_of(LeafKind.BUFFER)}
-    return work.finish(graph, outputs or {}, buffers)
+    wanted = outputs or {}
+    return placing.work.finish(
+        lambda i, value: placing.read(value, wanted.get(i, ())),
+        lambda name, value: placing.read(value, buffers[name]),
+    )
+
+
+def sequential(graph: Graph) -> Graph:
+    """The graph on one device: parallelization operators and layouts taken out."""
+    placing = _Placing(graph, {})
+    for node in graph.nodes:
+        if is_parallel(node):
+            placing.work.values[Value(node)] = placing.work.values[node.inputs[0]]
+        else:
+            placing.add_node(node, None)
+    return placing.work.finish()
 
 
 def _laid_out(leaf: Leaf, layout: Layout) -> Leaf:
     return make_leaf(
         leaf.kind, leaf.name, leaf.type.laid_out(layout), trainable=leaf.trainable, aliases=leaf.aliases, data=leaf.data
     )
-
-
-def sequential(graph: Graph) -> Graph:
-    """The graph on one device: parallelization operators and layouts taken out."""
-    work = _Rewriter()
-    for leaf in graph.leaves:
-        work.values[Value(leaf)] = work.builder.add_leaf(_laid_out(leaf, ()))
-    for node in graph.nodes:
-        if is_parallel(node):
-            work.values[Value(node)] = work.values[node.inputs[0]]
-        else:
-            work.add_node(node, None, graph.source_of(node))
-    return work.finish(graph, {}, {})

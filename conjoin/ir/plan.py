@@ -83,7 +83,8 @@ class Plan:
         write_file(path, plan_to_text(self), "plan", PlanError)
 
     def __str__(self) -> str:
-        return f"{self.strategy} plan of {self.model.name} for {self.mesh.size} ranks ({self.mesh or 'one device'})"
+        where = f"{self.mesh.size} ranks ({self.mesh})" if self.mesh.size > 1 else "one device"
+        return f"{self.strategy} plan of {self.model.name} for {where}"
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:

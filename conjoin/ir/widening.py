@@ -8,58 +8,112 @@ import torch
 
 from conjoin.ir.builder import GraphBuilder
 from conjoin.ir.graph import Graph, Result
-from conjoin.ir.nodes import Leaf, Value, make_leaf, make_node
-from conjoin.ops import TensorType
+from conjoin.ir.nodes import Leaf, Node, Source, Value, make_leaf, make_node
+from conjoin.ops import Args, TensorType, bind_args, signature
 
-_NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_WIDE = {
+    torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128, torch.complex32: torch.complex128,
+}  # fmt: skip
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The double-precision dtype that stands for another; integers, booleans and float64 stand for themselves."""
+    return _WIDE.get(dtype, dtype)
 
 
 def _wide_type(type: TensorType) -> TensorType:
-    return TensorType(type.shape, torch.float64, type.layout) if type.dtype in _NARROW else type
+    return TensorType(type.shape, wide_dtype(type.dtype), type.layout)
 
 
 def _wide_data(leaf: Leaf) -> bytes | None:
-    if leaf.data is None or leaf.type.dtype not in _NARROW:
+    if not leaf.data or leaf.type.dtype not in _WIDE:
         return leaf.data
-    numbers = torch.frombuffer(bytearray(leaf.data), dtype=leaf.type.dtype) if leaf.data else torch.empty(0)
-    return bytes(numbers.to(torch.float64).view(torch.uint8).tolist())
+    numbers = torch.frombuffer(bytearray(leaf.data), dtype=leaf.type.dtype).to(wide_dtype(leaf.type.dtype))
+    return numbers.numpy().tobytes()
 
 
-def widen(graph: Graph) -> Graph:
-    """The graph in double precision; casts between floating-point dtypes become casts to float64."""
-    builder = GraphBuilder()
-    values: dict[Value, Value] = {}
+class _Widener:
+    """The new graph as far as it is made, and what became of each value of the old one."""
 
-    def change(item: Any) -> Any:
-        if isinstance(item, Value):
-            return values[item]
-        if isinstance(item, tuple):
-            return tuple(map(change, item))
-        return torch.float64 if isinstance(item, torch.dtype) and item in _NARROW else item
+    def __init__(self) -> None:
+        self.builder = GraphBuilder()
+        self.values: dict[Value, Value] = {}
+        self._casts: set[Node] = set()
+        """Added here; a graph that is widened again has them already."""
 
-    for leaf in graph.leaves:
+    def add_leaf(self, leaf: Leaf) -> None:
         made = make_leaf(
             leaf.kind, leaf.name, _wide_type(leaf.type), trainable=leaf.trainable, aliases=leaf.aliases,
             data=_wide_data(leaf),
         )  # fmt: skip
-        values[Value(leaf)] = builder.add_leaf(made)
+        self.values[Value(leaf)] = self.builder.add_leaf(made)
+
+    def add_node(self, node: Node, source: Source | None) -> None:
+        if node in self._casts:
+            self.values[Value(node)] = Value(node)
+            return
+        args, types = self._change(node.args), tuple(map(_wide_type, node.types))
+        if not _takes_default(node):
+            made = self._add(node, args, types, source)
+            self.values.update(zip(node.outputs(), made.outputs(), strict=True))
+            return
+        # Of integers or of nothing torch makes its default dtype, whatever the rest of the graph computes in.
+        names = [parameter.name for parameter in signature(node.op).parameters]
+        if "dtype" in names:
+            place = names.index("dtype")
+            made = self._add(node, (*args[:place], types[0].dtype, *args[place + 1 :]), types, source)
+            self.values.update(zip(node.outputs(), made.outputs(), strict=True))
+            return
+        made = self._add(node, args, node.types, source)
+        for old, new, type in zip(node.outputs(), made.outputs(), types, strict=True):
+            self.values[old] = new if new.type == type else self._cast(new, type, source)
+
+    def _cast(self, value: Value, type: TensorType, source: Source | None) -> Value:
+        node = make_node("_to_copy", bind_args("_to_copy", (value,), {"dtype": type.dtype}), (type,))
+        self._casts.add(node)
+        return Value(self.builder.add_node(node, source))
+
+    def _add(self, node: Node, args: Args, types: tuple[TensorType, ...], source: Source | None) -> Node:
+        made = make_node(node.op, args, types, occurrence=node.occurrence, pinned=node.pinned)
+        while self.builder.holds(made):  # two casts to different dtypes may have become one
+            made = make_node(node.op, args, types, occurrence=made.occurrence + 1, pinned=node.pinned)
+        return self.builder.add_node(made, source)
+
+    def _change(self, item: Any) -> Any:
+        if isinstance(item, Value):
+            return self.values[item]
+        if isinstance(item, tuple):
+            return tuple(map(self._change, item))
+        return wide_dtype(item) if isinstance(item, torch.dtype) else item
+
+    def read(self, result: Result) -> Result:
+        return self.values[result] if isinstance(result, Value) else result
+
+
+def _takes_default(node: Node) -> bool:
+    """Whether a call makes numbers to be widened out of operands that are none."""
+    reads = (value.type.dtype for value in node.inputs)
+    return any(type.dtype in _WIDE for type in node.types) and not any(_is_inexact(dtype) for dtype in reads)
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def widen(graph: Graph) -> Graph:
+    """The graph in double precision; casts between floating-point dtypes become casts to float64."""
+    wide = _Widener()
+    for leaf in graph.leaves:
+        wide.add_leaf(leaf)
     for node in graph.nodes:
-        types = tuple(map(_wide_type, node.types))
-        new = make_node(node.op, change(node.args), types, occurrence=node.occurrence, pinned=node.pinned)
-        while builder.holds(new):  # two casts to different dtypes may have become one
-            new = make_node(node.op, new.args, types, occurrence=new.occurrence + 1, pinned=node.pinned)
-        builder.add_node(new, graph.source_of(node))
-        values.update(zip(node.outputs(), new.outputs(), strict=True))
-
-    def read(result: Result) -> Result:
-        return values[result] if isinstance(result, Value) else result
-
-    return builder.finish(
+        wide.add_node(node, graph.source_of(node))
+    return wide.builder.finish(
         graph.name,
         training=graph.training,
-        inputs=tuple(map(read, graph.inputs)),
-        outputs=tuple(map(read, graph.outputs)),
-        updates=tuple((name, values[value]) for name, value in graph.updates),
+        inputs=tuple(map(wide.read, graph.inputs)),
+        outputs=tuple(map(wide.read, graph.outputs)),
+        updates=tuple((name, wide.values[value]) for name, value in graph.updates),
         loss=graph.loss,
         input_structure=graph.input_structure,
         output_structure=graph.output_structure,

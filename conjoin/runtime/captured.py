@@ -47,11 +47,11 @@ class CapturedModule(nn.Module):
         kept = tuple(leaf for leaf in graph.leaves if leaf.kind is not LeafKind.INPUT)
         slots = {leaf: find_slots(self, leaf) for leaf in kept if leaf.kind is not LeafKind.CONSTANT}
         places = {leaf.name: slots[leaf] for leaf in slots if leaf.kind is LeafKind.BUFFER}
-        program = emit_program(graph, kept)
+        program, code = compile_program(emit_program(graph, kept), f"{graph.name} {fingerprint(graph)[:12]}")
         self.__dict__.update(
             graph=graph,
-            code=program.python_code("self").src,
-            _program=compile_program(program, f"{graph.name} {fingerprint(graph)[:12]}"),
+            code=code,
+            _program=program,
             _sources=tuple(slots[leaf][0] if leaf in slots else leaf.name for leaf in kept),
             _targets=tuple(places[name] for name, _ in graph.updates),
             _calling=Calling(graph),
@@ -99,7 +99,8 @@ class CapturedModule(nn.Module):
                 raise self._calling.refusal(
                     f"it was captured for {kind} where {tensor.dtype} of shape {tuple(tensor.shape)} came"
                 )
-        results = self._program(self, self._state(inputs[0].device), inputs[0].device, *inputs)
+        device = inputs[0].device if inputs else next((p.device for p in self.parameters()), torch.device("cpu"))
+        results = self._program(self, self._state(device), device, *inputs)
         self._write_back(results[len(self.graph.outputs) :])
         return self._calling.results(list(results[: len(self.graph.outputs)]))
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import inf, isfinite, nan
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from conjoin.errors import PlanError
-from conjoin.ir import Graph, Plan, flatten_tree, model_mark, unflatten_tree, widen
+from conjoin.errors import PlanError, UsageError
+from conjoin.ir import Graph, LeafKind, Plan, flatten_tree, model_mark, unflatten_tree, wide_dtype, widen
 from conjoin.runtime.captured import to_module
 from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.parallel import ParallelModule
@@ -91,30 +92,69 @@ class Case:
     batch: Any
 
     def widened(self) -> Case:
-        """The same in double precision."""
+        """The same in double precision, on the CPU."""
         leaves, spec = flatten_tree(self.batch)
-        batch = [x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
         return Case(
             replace(self.plan, graph=widen(self.plan.graph)),
             widen(self.graph),
-            copy.deepcopy(self.model).double(),
-            unflatten_tree(batch, spec),
+            _wide_model(self.model, self.graph),
+            unflatten_tree([_wide(x) if isinstance(x, Tensor) else x for x in leaves], spec),
         )
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", wide_dtype(tensor.dtype))
+
+
+def _wide_model(model: nn.Module, graph: Graph) -> nn.Module:
+    """A copy in double precision; unlike `model.double()` it keeps buffers tied and knows complex numbers."""
+    if any(x.is_meta for x in (*model.parameters(), *model.buffers())):
+        raise UsageError(
+            f"A {type(model).__name__} on the meta device was given to be compared with one device. It has no values "
+            f"to start from. Build the model on the CPU, or give it values first."
+        )
+    copied = copy.deepcopy(model)
+    buffers: dict[int, tuple[Tensor, Tensor]] = {}
+    for module in copied.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.grad, parameter.data = None, _wide(parameter.data)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffers.setdefault(id(buffer), (buffer, _wide(buffer)))[1]
+    for leaf in graph.leaves_of(LeafKind.CONSTANT):
+        if leaf.data is None:  # its values are those of an attribute
+            path, _, name = leaf.name.rpartition(".")
+            owner = copied.get_submodule(path)
+            setattr(owner, name, _wide(getattr(owner, name)))
+    return copied
+
+
 def train_alone(case: Case, num_steps: int) -> Reference:
-    """Train the captured graph on one device."""
+    """Train the captured graph on one device; the caller's generator is not touched."""
     graph, module = case.graph, to_module(case.graph, copy.deepcopy(case.model))
-    torch.manual_seed(_SEED)
     losses, gradients = [], []
     optimizer = _optimizer(module.parameters())
-    for _ in range(num_steps):
-        loss = _step(module, optimizer, case.batch, graph)
-        losses.append(loss)
-        gradients.append(_clones((n, p.grad) for n, p in module.named_parameters(remove_duplicate=False)))
-        optimizer.step()
-    state = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
-    return Reference(tuple(losses), tuple(gradients), _clones(state.items()))
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(_SEED)
+        for _ in range(num_steps):
+            losses.append(_step(module, optimizer, case.batch, graph))
+            if not isfinite(losses[-1]):
+                raise UsageError(
+                    f"{graph.name} was to be compared with one device, and its loss there is {losses[-1]} in step "
+                    f"{len(losses)}. What is not a number cannot be compared. Give it a batch and values with a finite "
+                    f"loss, or compare fewer steps."
+                )
+            gradients.append(_clones((n, p.grad) for n, p in module.named_parameters(remove_duplicate=False)))
+            _update(optimizer)
+    return Reference(tuple(losses), tuple(gradients), _clones(_state(module).items()))
+
+
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
 
 
 def compare_rank(case: Case, reference: Reference, communicator: Communicator) -> Compared:
@@ -129,13 +169,13 @@ def compare_rank(case: Case, reference: Reference, communicator: Communicator) -
     cut = _Cutter(plan, store, communicator.rank)
     for loss, gradients in zip(reference.losses, reference.gradients, strict=True):
         losses.append(_step(module, optimizer, batch, plan.graph))
-        found.append(Difference("loss", communicator.rank, abs(losses[-1] - loss) / max(abs(loss), _SMALL)))
-        largest = max((g.abs().max().item() for g in gradients.values() if g.numel()), default=0.0)
+        off = _relative(_number(losses[-1]), _number(loss), max(abs(loss), _SMALL))
+        found.append(Difference("loss", communicator.rank, off))
+        largest = max(map(_largest, gradients.values()), default=0.0)
         mine = {n: p.grad for n, p in module.named_parameters(remove_duplicate=False)}
         found += cut.differences("gradient of ", mine, gradients, _SMALL * largest)
-        optimizer.step()
-    state = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
-    return tuple(losses), found + cut.differences("", state, reference.state, _SMALL)
+        _update(optimizer)
+    return tuple(losses), found + cut.differences("", _state(module), reference.state, _SMALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +189,39 @@ class _Cutter:
     ) -> list[Difference]:
         """Every tensor of this rank against the same part of the whole one."""
         found = []
-        for name, tensor in mine.items():
-            theirs = whole.get(name)
+        for name in {**mine, **whole}:
+            tensor, theirs = mine.get(name), whole.get(name)
             if tensor is None or theirs is None:
                 same = tensor is None and theirs is None
-                found += [] if same else [Difference(f"{what}{name} (missing on one side)", self.rank, float("inf"))]
+                found += [] if same else [Difference(f"{what}{name} (missing on one side)", self.rank, inf)]
                 continue
             part = theirs[tuple(slice(*span) for span in self.store.region(name, tuple(theirs.shape)))]
-            off = (tensor.detach() - part).abs().max().item() if part.numel() else 0.0
-            scale = max(theirs.abs().max().item() if theirs.numel() else 0.0, floor, 1e-300)
-            found.append(Difference(f"{what}{name}", self.rank, off / scale if off == off else float("inf")))
+            found.append(Difference(f"{what}{name}", self.rank, _relative(tensor, part, max(floor, _largest(theirs)))))
         return found
+
+
+def _number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest magnitude; infinities, as of an attention mask, do not count."""
+    sizes = _exact(tensor).abs()
+    return sizes[sizes.isfinite()].max().item() if sizes.isfinite().any() else 0.0
+
+
+def _relative(tensor: Tensor, wanted: Tensor, scale: float) -> float:
+    """The largest difference in units of the scale: none where both are the same infinity or both not a number."""
+    mine, theirs = _exact(tensor), _exact(wanted)
+    same = (mine == theirs) | (mine.isnan() & theirs.isnan())
+    off = (mine - theirs)[~same].abs()
+    if not off.isfinite().all():
+        return inf
+    return off.max().item() / max(scale, 1e-300) if off.numel() else 0.0
 
 
 def verify_in_process(case: Case, num_steps: int = 5) -> Verdict:
@@ -182,24 +244,38 @@ def verdict(losses: tuple[float, ...], results: list[Compared]) -> Verdict:
     return Verdict(len(results), losses, results[0][0], ordered)
 
 
-def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
     """Linear in the gradients: Adam would make a step of a parameter whose gradient is nothing but rounding."""
-    return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=1e-2, momentum=0.9)
+    trained = [p for p in parameters if p.requires_grad]
+    return torch.optim.SGD(trained, lr=1e-2, momentum=0.9) if trained else None
 
 
-def _step(module: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, graph: Graph) -> float:
+def _update(optimizer: torch.optim.Optimizer | None) -> None:
+    if optimizer is not None:
+        optimizer.step()
+
+
+def _step(module: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any, graph: Graph) -> float:
     """One forward and backward pass; of a graph without a loss, everything it gives is summed up."""
-    optimizer.zero_grad(set_to_none=True)
+    if optimizer is not None:
+        optimizer.zero_grad(set_to_none=True)
     outputs = module(*batch) if isinstance(batch, tuple | list) else module(batch)
     if graph.loss is not None:
-        loss = flatten_tree(outputs)[0][graph.loss]
+        loss: Tensor = flatten_tree(outputs)[0][graph.loss]
     else:
-        tensors = [x for x in flatten_tree(outputs)[0] if isinstance(x, Tensor) and x.requires_grad]
-        loss = torch.stack([x.double().square().mean() for x in tensors]).sum()
-    loss.backward()
+        tensors = [x for x in flatten_tree(outputs)[0] if isinstance(x, Tensor) and x.numel()]
+        squares = [_finite(x).square().mean() for x in tensors]
+        loss = torch.stack(squares).sum() if squares else torch.zeros(())
+    if loss.requires_grad:
+        loss.backward()  # type: ignore[no-untyped-call]
     return float(loss.detach())
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    """In double precision; infinities, as of masked scores, count as nothing."""
+    real = tensor.abs() if tensor.is_complex() else tensor
+    return real.double().nan_to_num(nan=nan, posinf=0.0, neginf=0.0)
 
 
 def _clones(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named if tensor is not None}
-

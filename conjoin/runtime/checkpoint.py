@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
@@ -142,8 +142,8 @@ def _write_tensors(state: dict[str, Any], partial: Path) -> Metadata:
     """Have torch write everyone's part, and give its own account of it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        metadata: Metadata = save(state, storage_writer=FileSystemWriter(partial))
-    return metadata
+        save(state, storage_writer=FileSystemWriter(partial))
+    return FileSystemReader(partial).read_metadata()  # what `save` returns lacks the files' names in some releases
 
 
 def _digest_share(partial: Path, metadata: Metadata) -> dict[str, SavedFile]:

@@ -88,6 +88,7 @@ class Carriers(Protocol):
 
     mesh: Mesh
     rank: int
+    bundles: tuple[Bundle, ...]
 
     def reshard(self, value: Value, target: Layout) -> Function:
         """From the layout of a value to another; differentiable."""
@@ -299,33 +300,29 @@ def _on_meta(type: TensorType) -> Tensor:
     return torch.empty(type.shape, dtype=type.dtype, device="meta")
 
 
-def emit_program(graph: Graph, state: tuple[Leaf, ...]) -> fx.Graph:
-    """A graph on one device: `forward(self, state, device, *inputs)` gives the outputs, then the new buffers."""
-    emitter = Emitter(graph)
+def emit_program(graph: Graph, state: Sequence[Leaf], carriers: Carriers | None = None) -> fx.Graph:
+    """A graph as FX: `forward(self, state, device, *inputs)` gives the outputs, then the new values of buffers."""
+    emitter = Emitter(graph, carriers)
     stored = emitter.program.placeholder("state")
     emitter.device = emitter.program.placeholder("device")
     for i, leaf in enumerate(graph.leaves_of(LeafKind.INPUT)):
         emitter.set(Value(leaf), emitter.program.placeholder(f"input_{i}"))
     for i, leaf in enumerate(state):
         emitter.set(Value(leaf), emitter.call(operator.getitem, stored, i))
+    for bundle in carriers.bundles if carriers else ():
+        emitter.hold(bundle)
     for node in graph.nodes:
         emitter.emit_node(node)
-    return finish_program(emitter)
-
-
-def finish_program(emitter: Emitter) -> fx.Graph:
-    """The program with its results: the outputs, then the new values of buffers."""
-    graph = emitter.graph
     results = [emitter.find(output) if isinstance(output, Value) else output for output in graph.outputs]
     emitter.program.output((*results, *(emitter.find(value) for _, value in graph.updates)))
     return emitter.program
 
 
-def compile_program(program: fx.Graph, name: str) -> Callable[..., tuple[Any, ...]]:
-    """Turn FX into a Python function; its text can be seen in tracebacks and debuggers."""
+def compile_program(program: fx.Graph, name: str) -> tuple[Callable[..., tuple[Any, ...]], str]:
+    """Turn FX into a Python function and its text, which can be seen in tracebacks and debuggers."""
     code = program.python_code("self")
     filename = f"<conjoin {name}>"
     linecache.cache[filename] = (len(code.src), None, code.src.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = dict(code.globals)
     exec(compile(code.src, filename, "exec"), namespace)  # text made by torch.fx from operators looked up by name
-    return namespace["forward"]  # type: ignore[no-any-return]
+    return namespace["forward"], code.src

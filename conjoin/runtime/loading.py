@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import torch
@@ -65,7 +65,7 @@ def load(
 
 def connect(plan: Plan) -> tuple[Communicator, KeyStore | None]:
     """This rank's communicator and the store to compare notes in; other plans or numbers of ranks are refused."""
-    if plan.mesh.size == 1 and not dist.is_initialized():
+    if plan.mesh.size == 1 and not dist.is_initialized() and not dist.is_torchelastic_launched():
         return ThreadRanks(plan.mesh, 0, Board(1)), None
     if not dist.is_initialized():
         _join(plan)
@@ -75,7 +75,7 @@ def connect(plan: Plan) -> tuple[Communicator, KeyStore | None]:
     store = default_store(f"conjoin/{loads}")
     agree(store, "plan", plan_fingerprint(plan), rank, num_ranks)
     watch = Watch(store, rank, num_ranks)
-    atexit.register(watch.leave)
+    Finalize(None, watch.leave, exitpriority=0)  # unlike atexit it also runs in a process of multiprocessing
     return ProcessGroups(plan.mesh, watch.explain), store
 
 
@@ -97,4 +97,3 @@ def _default_device() -> torch.device:
     index = dist.get_node_local_rank(0) if dist.is_initialized() else torch.cuda.current_device()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-

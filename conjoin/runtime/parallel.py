@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,7 +28,7 @@ from conjoin.runtime.bundles import Bundle, make_bundles
 from conjoin.runtime.calling import Calling
 from conjoin.runtime.carriers import carry_move, carry_reshard
 from conjoin.runtime.communicator import Communicator, uncompiled
-from conjoin.runtime.emission import Emitter, Function, compile_program, finish_program
+from conjoin.runtime.emission import Function, compile_program, emit_program
 from conjoin.runtime.norms import clip_grad_norm
 from conjoin.runtime.pieces import UnmatchedKeys, load_pieces, mark_pieces
 from conjoin.runtime.randomness import Streams
@@ -41,6 +41,7 @@ class _RankCarriers:
 
     def __init__(self, plan: Plan, communicator: Communicator, exact_seed: int | None) -> None:
         self.mesh, self.rank = communicator.mesh, communicator.rank
+        self.exact_seed = exact_seed
         self._communicator = communicator
         regathered = frozenset(action.tensor for action in plan.memory if action.action == REGATHER)
         self.bundles = make_bundles(plan.graph, communicator, regathered)
@@ -69,20 +70,13 @@ def _name(value: Value) -> str:
     return value.owner.name
 
 
-def _emit(plan: Plan, carriers: _RankCarriers, state: Sequence[Leaf]) -> Any:
-    """The rank's program: `forward(self, state, device, *inputs)` gives the outputs, then the new buffers."""
-    emitter = Emitter(plan.graph, carriers)
-    stored = emitter.program.placeholder("state")
-    emitter.device = emitter.program.placeholder("device")
-    for i, leaf in enumerate(plan.graph.leaves_of(LeafKind.INPUT)):
-        emitter.set(Value(leaf), emitter.program.placeholder(f"input_{i}"))
-    for i, leaf in enumerate(state):
-        emitter.set(Value(leaf), emitter.call(operator.getitem, stored, i))
-    for bundle in carriers.bundles:
-        emitter.hold(bundle)
-    for node in plan.graph.nodes:
-        emitter.emit_node(node)
-    return finish_program(emitter)
+_HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+"""What a module has in common with the root of its store."""
+_MADE = (
+    "plan", "communicator", "store", "code", "_program", "_carriers", "_begin", "_calling", "_regions", "_slots",
+    "_targets",
+)  # fmt: skip
+"""What a module makes of its plan."""
 
 
 class ParallelModule(nn.Module):
@@ -92,22 +86,21 @@ class ParallelModule(nn.Module):
     code: str
     """The generated forward of this rank as Python text."""
 
-    def __init__(
-        self, plan: Plan, store: Store, communicator: Communicator, exact_seed: int | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, store: Store, communicator: Communicator, exact_seed: int | None = None) -> None:
         super().__init__()
         self.training = plan.graph.training
         carriers = _RankCarriers(plan, communicator, exact_seed)
         kept = tuple(leaf for leaf in plan.graph.leaves if leaf.kind is not LeafKind.INPUT)
-        program = _emit(plan, carriers, kept)
+        name = f"{plan.graph.name} {plan_fingerprint(plan)[:12]} @{communicator.rank}"
+        program, code = compile_program(emit_program(plan.graph, kept, carriers), name)
         inputs = plan.graph.leaves_of(LeafKind.INPUT)
         # past `__setattr__`: a submodule of the user's may have any of these names
         self.__dict__.update(
             plan=plan,
             communicator=communicator,
             store=store,
-            code=program.python_code("self").src,
-            _program=compile_program(program, f"{plan.graph.name} {plan_fingerprint(plan)[:12]} @{communicator.rank}"),
+            code=code,
+            _program=program,
             _carriers=carriers,
             _begin=uncompiled(carriers.streams.begin),
             _calling=Calling(plan.graph),
@@ -115,7 +108,7 @@ class ParallelModule(nn.Module):
             _slots=tuple(store.slot(leaf) for leaf in kept),
             _targets=tuple(store.slots_of_buffer(name) for name, _ in plan.graph.updates),
         )
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        for name in _HELD:
             self.__dict__[name] = store.root.__dict__[name]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -206,6 +199,35 @@ class ParallelModule(nn.Module):
                 "that are there. Leave assign out."
             )
         return load_pieces(self.store, state_dict, strict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """The same plan on this rank with pieces of its own, as for an average of the weights; nothing is sent."""
+        store = self.store.copied(memo)
+        made = ParallelModule(self.plan, store, self.communicator, self._carriers.exact_seed)
+        memo[id(self)] = made
+        own = {key: value for key, value in self.__dict__.items() if key not in (*_HELD, *_MADE)}
+        made.__dict__.update(copy.deepcopy(own, memo))
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            f"The plan of {self.plan.model.name} on rank {self.communicator.rank} was asked to be pickled. It is "
+            f"connected to the other ranks, which no file can hold. Save with conjoin.save_checkpoint or state_dict(), "
+            f"and load the plan in the other process."
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModule:
+        state = (LeafKind.PARAMETER, LeafKind.BUFFER)
+        for dtype in {leaf.type.dtype for leaf in self.plan.graph.leaves if leaf.kind in state}:
+            wanted = fn(torch.empty(0, dtype=dtype)).dtype
+            if wanted != dtype:
+                raise UsageError(
+                    f"The plan of {self.plan.model.name} was asked to change from {dtype} to {wanted}. A plan holds "
+                    f"the dtypes it was made with. Change the model and make the plan again."
+                )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.store.device = fn(torch.empty(0, device=self.store.device)).device
+        return self
 
     def train(self, mode: bool = True) -> ParallelModule:
         """Only the captured mode: dropout and batch norm were fixed when the graph was made."""

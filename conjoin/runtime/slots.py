@@ -65,6 +65,6 @@ def find_constant(model: nn.Module, leaf: Leaf) -> Tensor:
         found = getattr(model.get_submodule(owner), name)
     except AttributeError:
         found = None
-    if not isinstance(found, Tensor) or TensorType(tuple(found.shape), found.dtype) != leaf.type:
+    if not isinstance(found, Tensor) or TensorType(tuple(found.shape), found.dtype) != leaf.type.laid_out(()):
         raise mismatch(leaf, "the graph was captured without its values and the model has no such attribute")
     return found

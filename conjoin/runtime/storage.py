@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +89,13 @@ class Store:
                 )
             region = region_of(leaf.type.shape, leaf.type.layout, self._plan.mesh, self._rank)
             self._constants[leaf.name] = whole[tuple(slice(*span) for span in region)].to(self.device)
+
+    def copied(self, memo: dict[int, Any]) -> Store:
+        """A store with pieces of its own and the same values."""
+        made = Store(self._plan, self._rank, self.device)
+        made.root = copy.deepcopy(self.root, memo)
+        made._constants = dict(self._constants)
+        return made
 
     def put_parameter(self, name: str, parameter: nn.Parameter) -> None:
         module, last = self._owner(name)

@@ -9,12 +9,12 @@ feature of a linear layer depends on its own row of w and b alone, so cutting th
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from conjoin.ir import Graph, GraphBuilder, Node, Result, Source, Value, drop_unused, make_node
-from conjoin.ops import Args, Call, bind_args, map_tensors, output_types, signature, spec_for
+from conjoin.ir import Graph, Node, Rewriting, Value, drop_unused
+from conjoin.ops import Args, signature
 
 _FEATURE_DIMS = {
     "linear": {"weight": 0, "bias": 0},
@@ -114,42 +114,26 @@ def _permutation(node: Node) -> tuple[int, ...] | None:
     return None
 
 
-@dataclass(slots=True)
 class _Unfuser:
-    builder: GraphBuilder = field(default_factory=GraphBuilder)
-    values: dict[Value, Value] = field(default_factory=dict)
-    pieces: dict[tuple[Value, tuple[int, ...]], tuple[Value, ...]] = field(default_factory=dict)
-    """Weights that are cut already."""
+    """A rewriting that puts layers for each piece where the pieces were cut."""
 
-    def emit(self, like: tuple[Node, Source | None], op: str, *given: Any) -> tuple[Value, ...]:
-        """Add a call that stands for a node, or for a part of it."""
-        node, source = like
-        args = bind_args(op, given, {})
-        call = Call(op, map_tensors(op, args, lambda value: value.type))
-        spec = spec_for(call)
-        assert spec is not None, f"{op} is used in a form nobody declared"
-        made = self.builder.add_call(op, args, output_types(spec, call), source, pinned=node.pinned)
-        return tuple(made.outputs())
+    def __init__(self, graph: Graph) -> None:
+        self.work = Rewriting(graph)
+        self._pieces: dict[tuple[Value, tuple[int, ...]], tuple[Value, ...]] = {}
+        """Weights that are cut already."""
 
-    def keep(self, node: Node, source: Source | None) -> None:
-        """The node as it was, on the values as they are now."""
-        args = map_tensors(node.op, node.args, lambda value: self.values[value])
-        made = make_node(node.op, args, node.types, occurrence=node.occurrence, pinned=node.pinned)
-        self.builder.add_node(made, source)
-        self.values.update(zip(node.outputs(), made.outputs(), strict=True))
-
-    def take_apart(self, fused: Fused, source: Source | None) -> None:
+    def take_apart(self, fused: Fused) -> None:
         """Put a layer for each piece where the pieces were cut."""
-        like = fused.layer, source
-        for (value, size), args in zip(fused.pieces, self._piece_args(fused, like), strict=True):
-            piece = self.emit(like, fused.layer.op, *args)[0]
+        layer, emit = fused.layer, self.work.emit
+        for (value, size), args in zip(fused.pieces, self._piece_args(fused), strict=True):
+            piece = emit(layer, layer.op, *args)
             if fused.view is not None:
-                piece = self.emit(like, fused.view.op, piece, _piece_shape(fused, size))[0]
+                piece = emit(layer, fused.view.op, piece, _piece_shape(fused, size))
             for move in _piece_moves(fused):
-                piece = self.emit(like, "permute", piece, move)[0]
-            self.values[value] = piece
+                piece = emit(layer, "permute", piece, move)
+            self.work.values[value] = piece
 
-    def _piece_args(self, fused: Fused, like: tuple[Node, Source | None]) -> list[Args]:
+    def _piece_args(self, fused: Fused) -> list[Args]:
         """The arguments of each piece's layer: operands that have the features are cut along them."""
         layer, sizes = fused.layer, fused.num_features
         columns: list[tuple[Any, ...]] = []
@@ -158,18 +142,16 @@ class _Unfuser:
             if not isinstance(argument, Value):
                 columns.append((argument,) * len(sizes))
             elif dim is None or argument.type.shape[dim] != sum(sizes):
-                columns.append((self.values[argument],) * len(sizes))
+                columns.append((self.work.values[argument],) * len(sizes))
             else:
-                columns.append(self._cut(self.values[argument], sizes, dim % len(argument.type.shape), like))
+                columns.append(self._cut(layer, self.work.values[argument], sizes, dim % len(argument.type.shape)))
         return list(zip(*columns, strict=True))
 
-    def _cut(
-        self, value: Value, sizes: tuple[int, ...], dim: int, like: tuple[Node, Source | None]
-    ) -> tuple[Value, ...]:
+    def _cut(self, layer: Node, value: Value, sizes: tuple[int, ...], dim: int) -> tuple[Value, ...]:
         key = value, (dim, *sizes)
-        if key not in self.pieces:
-            self.pieces[key] = self.emit(like, "split_with_sizes", value, sizes, dim)
-        return self.pieces[key]
+        if key not in self._pieces:
+            self._pieces[key] = self.work.emit(layer, "split_with_sizes", value, sizes, dim)
+        return self._pieces[key]
 
 
 def _piece_shape(fused: Fused, size: int) -> tuple[int, ...]:
@@ -196,26 +178,10 @@ def unfuse(graph: Graph, layers: Collection[Node]) -> Graph:
     cuts = {value.owner for fused in found for value, _ in fused.pieces}
     if not by_cut:
         return graph
-    work = _Unfuser()
-    for leaf in graph.leaves:
-        work.values[Value(leaf)] = work.builder.add_leaf(leaf)
+    unfuser = _Unfuser(graph)
     for node in graph.nodes:
         if node in by_cut:
-            work.take_apart(by_cut[node], graph.source_of(by_cut[node].layer))
+            unfuser.take_apart(by_cut[node])
         elif node not in cuts:
-            work.keep(node, graph.source_of(node))
-
-    def read(result: Result) -> Result:
-        return work.values[result] if isinstance(result, Value) else result
-
-    finished = work.builder.finish(
-        graph.name,
-        training=graph.training,
-        inputs=tuple(map(read, graph.inputs)),
-        outputs=tuple(map(read, graph.outputs)),
-        updates=tuple((name, work.values[value]) for name, value in graph.updates),
-        loss=graph.loss,
-        input_structure=graph.input_structure,
-        output_structure=graph.output_structure,
-    )
-    return drop_unused(finished)
+            unfuser.work.keep(node)
+    return drop_unused(unfuser.work.finish())

@@ -10,8 +10,11 @@ def test_the_surface_is_frozen() -> None:
     """Adding a name is a decision, not a habit."""
     assert conjoin.__all__ == conjoin.api.__all__
     assert all(getattr(conjoin, name) is getattr(conjoin.api, name) for name in conjoin.__all__)
-    assert sorted(conjoin.__all__) == [
-        "CaptureError", "CapturedModule", "ConjoinError", "Graph", "GraphError", "Inspection", "UsageError",
-        "__version__", "capture", "fingerprint", "inspect", "load_graph", "not_understood", "parse_graph",
-        "save_graph", "to_module", "verify",
+    assert conjoin.__all__ == [
+        "CaptureError", "CapturedModule", "CheckpointError", "ConjoinError", "Explanation", "Graph", "GraphError",
+        "Inspection", "Machine", "ParallelModule", "Plan", "PlanError", "RankError", "StrategyError", "UsageError",
+        "Verdict", "__version__", "capture", "diff_plans", "explain", "explanation_text", "fingerprint",
+        "full_state_dict", "inspect", "load", "load_checkpoint", "load_graph", "load_optimizer_state_dict",
+        "load_plan", "not_understood", "optimizer_state_dict", "parse_graph", "plan", "save_checkpoint", "save_graph",
+        "strategy_names", "to_module", "verify", "verify_plan",
     ]  # fmt: skip

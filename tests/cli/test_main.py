@@ -37,6 +37,8 @@ def test_the_flags_are_frozen() -> None:
         "plan": ["--batch", "--json", "--machine", "--output", "--strategy", "-o"],
         "explain": ["--json"],
         "diff": ["--json"],
+        "run": ["--batch", "--steps"],
+        "verify": ["--batch", "--json", "--ranks", "--steps"],
         "doctor": ["--json"],
     }
 
@@ -44,7 +46,7 @@ def test_the_flags_are_frozen() -> None:
 def test_help_lists_the_commands(run: Run) -> None:
     shown = run("--help")
     assert shown.code == 0 and shown.err == ""
-    assert all(name in shown.out for name in ("inspect", "plan", "explain", "diff", "doctor"))
+    assert all(name in shown.out for name in ("inspect", "plan", "explain", "diff", "run", "verify", "doctor"))
     assert "file.py:function" in run("inspect", "--help").out
 
 

@@ -1,0 +1,300 @@
+"""`run` and `verify`: what they print, their exit codes, and that a wrong plan cannot pass; alone and under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import conjoin
+from conjoin.cli import main
+from conjoin.ops import Placement
+from tests.cli.conftest import REPOSITORY, Ran
+
+Run = Callable[..., Ran]
+NETS = """\
+import torch
+from torch import nn
+
+
+def mlp(batch_size=8, classes=4):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, classes))
+    return model, (torch.randn(batch_size, 6), torch.randn(batch_size, classes)), nn.functional.mse_loss
+
+
+def wider():
+    return mlp(classes=6)
+
+
+def without_loss():
+    return nn.Linear(6, 4), torch.ones(8, 6)
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.drop = nn.Linear(6, 4), nn.Dropout(0.5)
+
+    def forward(self, x, labels=None):
+        logits = self.drop(self.fc(x))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def named():
+    return Named(), {"x": torch.randn(8, 6), "labels": torch.randint(4, (8,))}, lambda found: found["loss"]
+
+
+def diverging():
+    model, batch, _ = mlp()
+    return model, batch, lambda out, target: (out - target).square().sum() * float("inf")
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nets(folder: Path) -> None:
+    (folder / "nets.py").write_text(NETS)
+
+
+@pytest.fixture
+def run(folder: Path, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run a command in this process; ranks are processes of their own, so what they print is read where it ends up."""
+
+    def run_here(*arguments: str) -> Ran:
+        capfd.readouterr()
+        code = main(list(arguments))
+        out, err = capfd.readouterr()
+        return Ran(code, out, err)
+
+    return run_here
+
+
+@pytest.fixture
+def plan(run: Run) -> Callable[..., str]:
+    """Make a plan in a file."""
+
+    def make(model: str = "nets.py:mlp", ranks: int = 2, strategy: str = "data-parallel") -> str:
+        name = f"{strategy}{ranks}.json"
+        made = run("plan", model, "--machine", f"local:{ranks}", "--strategy", strategy, "-o", name)
+        assert made.code == 0, made.err
+        return name
+
+    return make
+
+
+def expected_losses(num_steps: int) -> list[float]:
+    """What plain torch gives for the same seed, model, batch and optimizer."""
+    names: dict[str, Any] = {}
+    exec(NETS, names)
+    torch.manual_seed(0)
+    model, (x, target), loss = names["mlp"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(num_steps):
+        value = loss(model(x), target)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses
+
+
+def losses_in(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"^step +\d+   loss (\S+) +\S+ ms$", text, re.MULTILINE)]
+
+
+# Run.
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "data-parallel"), (2, "fsdp"), (1, "single")])
+def test_run_trains_like_one_device(run: Run, plan: Callable[..., str], ranks: int, strategy: str) -> None:
+    shown = run("run", plan(ranks=ranks, strategy=strategy), "nets.py:mlp", "--steps", "2")
+    assert (shown.code, shown.err) == (0, "")
+    lines = shown.out.splitlines()
+    assert len(lines) == 3, "rank 0 alone prints"
+    assert lines[0].startswith(strategy) and f"plan of Sequential for {ranks} ranks" in lines[0]
+    assert losses_in(shown.out) == pytest.approx(expected_losses(2), abs=2e-6)
+
+
+def test_run_takes_a_batch_of_names_and_a_number_of_samples(run: Run, plan: Callable[..., str]) -> None:
+    shown = run("run", plan("nets.py:named"), "nets.py:named", "--steps", "3")
+    assert shown.code == 0 and len(set(losses_in(shown.out))) == 3, "dropout draws anew in every step"
+    small = ("plan", "nets.py:mlp", "--machine", "local:2", "--strategy", "data-parallel", "--batch", "4")
+    assert run(*small, "-o", "small.json").code == 0
+    assert run("run", "small.json", "nets.py:mlp", "--batch", "4", "--steps", "1").code == 0
+    assert "fingerprint" in run("run", "small.json", "nets.py:mlp", "--steps", "1").refused()
+
+
+def test_a_plan_without_a_loss_cannot_train(run: Run, plan: Callable[..., str]) -> None:
+    name = plan("nets.py:without_loss")
+    assert "has no loss, and was asked to train" in run("run", name, "nets.py:without_loss").refused()
+    assert run("verify", name, "nets.py:without_loss", "--steps", "1").code == 0
+
+
+# Verify.
+
+
+@pytest.mark.parametrize("arguments", [(), ("--ranks",)], ids=["in this process", "on real ranks"])
+def test_verify_passes_a_right_plan(run: Run, plan: Callable[..., str], arguments: tuple[str, ...]) -> None:
+    shown = run("verify", plan(), "nets.py:mlp", "--steps", "3", *arguments)
+    assert (shown.code, shown.err) == (0, "")
+    lines = shown.out.splitlines()
+    assert lines[0] == "data-parallel:dp=2 plan of Sequential for 2 ranks (d0:2)"
+    assert [line.split()[0] for line in lines[1:5]] == ["step", "1", "2", "3"]
+    for line in lines[2:5]:
+        _, alone, planned = line.split()
+        assert float(alone) == pytest.approx(float(planned), rel=1e-9)
+    assert lines[5].startswith("largest difference: ") and len(lines) == 7
+    assert lines[6] == "verified: the plan trains exactly like one device (relative tolerance 1e-09)"
+
+
+def test_verify_prints_json(run: Run, plan: Callable[..., str]) -> None:
+    shown = run("verify", plan(strategy="fsdp"), "nets.py:mlp", "--steps", "2", "--json")
+    found = json.loads(shown.out)
+    assert shown.code == 0 and found["passed"] is True and found["ranks"] == 2
+    assert found["worst"] < found["tolerance"] == 1e-9
+    assert found["losses"] == pytest.approx(found["plan_losses"], rel=1e-9) and len(found["losses"]) == 2
+    assert set(found["differences"][0]) == {"what", "rank", "relative"}
+
+
+@pytest.mark.parametrize("model", ["nets.py:named", "nets.py:mlp"])
+def test_verify_a_plan_of_one_rank(run: Run, plan: Callable[..., str], model: str) -> None:
+    name = plan(model, ranks=1, strategy="single")
+    assert run("verify", name, model, "--steps", "2", "--ranks").code == 0
+
+
+@pytest.fixture
+def copies_read_as_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong algebra: the gradient of a copy is taken for the gradient of the value."""
+
+    def same(placement: Placement) -> Placement:
+        return placement
+
+    monkeypatch.setattr("conjoin.comm.route.dual", same)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--ranks",)], ids=["in this process", "on real ranks"])
+def test_verify_refutes_a_wrong_gradient(
+    run: Run, plan: Callable[..., str], copies_read_as_copies: None, arguments: tuple[str, ...]
+) -> None:
+    name = plan()
+    shown = run("verify", name, "nets.py:mlp", "--steps", "2", *arguments)
+    assert (shown.code, shown.err) == (1, "")
+    assert shown.out.splitlines()[-1].startswith("refuted: the plan does NOT train like one device")
+    told = [line for line in shown.out.splitlines() if line.startswith("largest difference: ")]
+    assert len(told) > 3 and "gradient of 0.weight on rank" in "\n".join(told)
+    as_json = run("verify", name, "nets.py:mlp", "--steps", "2", "--json", *arguments)
+    found = json.loads(as_json.out)
+    assert as_json.code == 1 and found["passed"] is False and found["worst"] > 0.01
+    sizes = [difference["relative"] for difference in found["differences"]]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+# What cannot be done.
+
+
+@pytest.mark.parametrize("command", ["run", "verify"])
+def test_another_model_is_refused(run: Run, plan: Callable[..., str], command: str) -> None:
+    message = run(command, plan(), "nets.py:wider", "--steps", "1").refused()
+    assert re.search(r"made for Sequential with fingerprint \w{12}, and the model given has \w{12}", message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("run", "PLAN", "graph.json"), "The saved graph graph.json was given to be run"),
+        (("verify", "PLAN", "graph.json"), "The saved graph graph.json was given to be run"),
+        (("verify", "PLAN", "graph.json", "--ranks"), "The saved graph graph.json was given to be run"),
+        (("run", "missing.json", "nets.py:mlp"), "missing.json could not be read"),
+        (("verify", "missing.json", "nets.py:mlp"), "missing.json could not be read"),
+        (("run", "nets.py", "nets.py:mlp"), "nets.py is not JSON"),
+        (("verify", "nets.py", "nets.py:mlp"), "nets.py is not JSON"),
+        (("run", "PLAN", "nets.py:nothing"), "has no function 'nothing'"),
+        (("run", "PLAN", "nets.py:without_loss", "--batch", "3"), "takes no batch_size"),
+        (("run", "PLAN", "nets.py:mlp", "--steps", "0"), "--steps"),
+        (("verify", "PLAN", "nets.py:mlp", "--steps", "-3"), "--steps"),
+        (("verify", "PLAN", "no-such-model"), "no model named 'no-such-model'"),
+        (("run", "PLAN"), "MODEL"),
+    ],
+)
+def test_what_cannot_be_done_is_told_in_one_message(
+    run: Run, plan: Callable[..., str], arguments: tuple[str, ...], told: str
+) -> None:
+    name = plan()
+    assert told in run(*(name if item == "PLAN" else item for item in arguments)).refused()
+
+
+@pytest.mark.parametrize("command", ["run", "verify"])
+def test_an_illegal_plan_is_refused(run: Run, plan: Callable[..., str], folder: Path, command: str) -> None:
+    path = folder / plan()
+    path.write_text(path.read_text().replace("param:0.weight f32[8,6]", "param:0.weight f32[8,6]{d0:B}", 1))
+    message = run(command, path.name, "nets.py:mlp").refused()
+    assert "is not legal" in message and "param:0.weight: is stored as B on axis d0" in message
+
+
+def test_a_loss_that_is_no_number_is_not_verified(run: Run, plan: Callable[..., str]) -> None:
+    message = run("verify", plan("nets.py:diverging"), "nets.py:diverging", "--steps", "1").refused()
+    assert "its loss there is inf in step 1" in message
+
+
+def test_the_error_of_the_users_own_model_is_told(run: Run, plan: Callable[..., str], folder: Path) -> None:
+    name = plan()
+    (folder / "broken.py").write_text("def make():\n    raise KeyError('data')\n")
+    for command in (("run", name), ("verify", name, "--ranks")):
+        message = run(*command, "broken.py:make").refused()
+        assert "broken.py:make() failed with KeyError" in message and "broken.py:2: raise KeyError('data')" in message
+
+
+# The same from Python.
+
+
+def test_verify_plan_from_python() -> None:
+    model, batch = nn.Linear(6, 4), (torch.randn(8, 6), torch.randn(8, 4))
+    made = conjoin.plan(model, batch, "local:2", loss=nn.functional.mse_loss, strategy="fsdp")
+    before = torch.get_rng_state(), [p.clone() for p in model.parameters()]
+    found = conjoin.verify_plan(made, model, batch, loss=nn.functional.mse_loss, num_steps=2)
+    assert found.passed and found.num_ranks == 2 and len(found.losses) == 2
+    assert torch.equal(before[0], torch.get_rng_state()), "the caller's generator is as it was"
+    assert all(torch.equal(p, q) for p, q in zip(before[1], model.parameters(), strict=True))
+    with pytest.raises(conjoin.PlanError, match="fingerprint"):
+        conjoin.verify_plan(made, model, batch, loss=nn.functional.l1_loss)
+
+
+# Under torchrun.
+
+
+def torchrun(folder: Path, ranks: int, *arguments: str) -> Ran:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [*launcher, "-m", "conjoin", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+def test_under_torchrun(plan: Callable[..., str], folder: Path) -> None:
+    name = plan()
+    ran = torchrun(folder, 2, "run", name, "nets.py:mlp", "--steps", "2")
+    assert ran.code == 0, ran.err
+    assert len(ran.out.splitlines()) == 3, "rank 0 alone prints"
+    assert losses_in(ran.out) == pytest.approx(expected_losses(2), abs=2e-6)
+    verified = torchrun(folder, 2, "verify", name, "nets.py:mlp", "--steps", "2")
+    assert verified.code == 0, verified.err
+    assert verified.out.count("verified: the plan trains exactly like one device") == 1
+
+
+@pytest.mark.parametrize(("planned", "strategy", "started"), [(2, "data-parallel", 1), (1, "single", 2)])
+def test_another_number_of_ranks_under_torchrun(
+    plan: Callable[..., str], folder: Path, planned: int, strategy: str, started: int
+) -> None:
+    ran = torchrun(folder, started, "run", plan(ranks=planned, strategy=strategy), "nets.py:mlp", "--steps", "1")
+    assert ran.code != 0 and ran.out == ""
+    assert f"error: The plan of Sequential is for {planned} ranks and {started} are running." in ran.err
+    assert re.search(r"exitcode *: 2 ", ran.err), "of the rank; torchrun's own is 1"
