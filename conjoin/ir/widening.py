@@ -13,6 +13,7 @@ from conjoin.ops import Args, TensorType, bind_args, signature
 
 _WIDE = {
     torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,
+    torch.float8_e4m3fn: torch.float64, torch.float8_e5m2: torch.float64,
     torch.complex64: torch.complex128, torch.complex32: torch.complex128,
 }  # fmt: skip
 

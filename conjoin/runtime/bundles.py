@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -83,9 +84,10 @@ class Mover(Protocol):
 class Bundle:
     """Some parameters, and how they are moved together."""
 
-    def __init__(self, entries: Sequence[Entry], mover: Mover) -> None:
+    def __init__(self, entries: Sequence[Entry], mover: Mover, dropping: Dropping | None = None) -> None:
         self.entries = tuple(entries)
         self.mover = mover
+        self._dropping = dropping
         self.ticket = _Ticket()
         self.before: Bundle | None = None
         self.after: Bundle | None = None
@@ -101,6 +103,8 @@ class Bundle:
         """The parameters in the layouts of their use; in backward the start of the collective."""
         made: tuple[Tensor, ...] = _Launch.apply(self, self.ticket, *held)  # type: ignore[no-untyped-call]
         self.ticket.made = tuple(map(weakref.ref, made))
+        if self._dropping is not None:
+            self._dropping.note(self)
         return made
 
     def bring(self, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -109,15 +113,6 @@ class Bundle:
             self.mover.start(held)
             _start(self.after)
         return self.mover.bring(held)
-
-    def find(self, tensor: Tensor) -> int | None:
-        """Which parameter, as it was made for use, a tensor is or is a view of."""
-        for i, made in enumerate(self.ticket.made):
-            whole = made()  # autograd hands out aliases, so it is the memory that tells
-            if whole is not None and whole.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-                self.ticket.dropped = True
-                return i
-        return None
 
     def bring_again(self, ticket: _Ticket, i: int) -> Tensor:
         """A parameter that was dropped after the forward pass; the bundle before is started on the way."""
@@ -134,6 +129,51 @@ class Bundle:
             with torch.no_grad():
                 ticket.again = self.mover.bring(ticket.held)
         return ticket.again[i]
+
+
+@dataclass(frozen=True, slots=True)
+class _Dropped:
+    """A tensor that autograd would have kept, in terms of a parameter that can be gathered again."""
+
+    bundle: Bundle
+    ticket: _Ticket
+    parameter: int
+    view: tuple[Any, Any, Any]
+    """Size, stride and offset."""
+
+
+class Dropping:
+    """What autograd keeps for the backward pass: gathered parameters are dropped, and gathered again when needed."""
+
+    def __init__(self) -> None:
+        self._alive: dict[int, tuple[weakref.ref[Tensor], Bundle, int]] = {}
+        """By the address of its memory, every gathered parameter of this forward pass."""
+
+    def hooks(self) -> AbstractContextManager[Any]:
+        """For one forward pass."""
+        self._alive.clear()
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+    def note(self, bundle: Bundle) -> None:
+        """The parameters of a bundle were just gathered."""
+        for i, reference in enumerate(bundle.ticket.made):
+            whole = reference()
+            assert whole is not None
+            self._alive[whole.untyped_storage().data_ptr()] = reference, bundle, i
+
+    def pack(self, tensor: Tensor) -> Tensor | _Dropped:
+        """What is kept of a tensor; autograd hands out aliases, so it is the memory that tells what it is."""
+        reference, bundle, i = self._alive.get(tensor.untyped_storage().data_ptr(), (None, None, 0))
+        if reference is None or bundle is None or reference() is None:  # that memory may be another tensor's by now
+            return tensor
+        bundle.ticket.dropped = True
+        return _Dropped(bundle, bundle.ticket, i, (tensor.size(), tensor.stride(), tensor.storage_offset()))
+
+    def unpack(self, kept: Tensor | _Dropped) -> Tensor:
+        """The tensor again."""
+        if isinstance(kept, Tensor):
+            return kept
+        return kept.bundle.bring_again(kept.ticket, kept.parameter).as_strided(*kept.view)
 
 
 def _start(bundle: Bundle | None) -> None:
@@ -242,12 +282,14 @@ def _gathered(entry: Entry, communicator: Communicator, axes: Axes) -> _Gathered
     return _Gathered(held, region_of(shape, layout, mesh, communicator.rank), parts)
 
 
-def make_bundles(graph: Graph, communicator: Communicator, regathered: frozenset[str]) -> tuple[Bundle, ...]:
+def make_bundles(
+    graph: Graph, communicator: Communicator, regathered: frozenset[str], dropping: Dropping | None = None
+) -> tuple[Bundle, ...]:
     """All bundles of a plan, kind by kind in the order of use."""
     bundles: list[Bundle] = []
     last: dict[BundleKind, Bundle] = {}
     for found in find_bundles(graph, communicator.mesh, regathered):
-        bundle = Bundle(found.entries, _mover(found, communicator))
+        bundle = Bundle(found.entries, _mover(found, communicator), dropping if found.kind.regather else None)
         if found.kind in last:
             bundle.before = last[found.kind]
             last[found.kind].after = bundle

@@ -15,7 +15,7 @@ from conjoin.ir import Plan, check_plan, load_plan, plan_fingerprint
 from conjoin.runtime.communicator import Board, Communicator, ProcessGroups, ThreadRanks
 from conjoin.runtime.initialization import initialise
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.rendezvous import KeyStore, agree, check_world, compare, digest, draw_alike, take_first
+from conjoin.runtime.rendezvous import KeyStore, agree, check_world, draw_alike, share_values
 from conjoin.runtime.storage import Store, check_model
 from conjoin.runtime.torch_private import default_store
 from conjoin.runtime.watching import Watch
@@ -46,16 +46,14 @@ def load(
         )
     plan = check_plan(plan) if isinstance(plan, Plan) else load_plan(plan)
     check_model(plan, model)
-    communicator, keys = connect(plan)
-    if keys is not None and not any(x.is_meta for x in model.parameters()):
-        said = compare(keys, "values", digest(model), communicator.rank, communicator.mesh.size)
-        if len(set(said.values())) > 1:
-            take_first(model)  # ranks that initialised their models differently all take the values of rank 0
-    chosen = torch.device(device) if device is not None else _default_device()
-    store = Store(plan, communicator.rank, chosen)
+    wanted = None if device is None else torch.device(device)
+    communicator, keys = connect(plan, wanted)
+    store = Store(plan, communicator.rank, wanted or _default_device())
     if any(x.is_meta for x in model.parameters()):
         initialise(store, model, seed=seed, init=init)
     else:
+        if keys is not None:
+            share_values(keys, model, communicator.rank, communicator.mesh.size, store.device)
         store.fill(model)
     module = ParallelModule(plan, store, communicator, exact_seed)
     if keys is not None and module.draws_alike:
@@ -63,12 +61,12 @@ def load(
     return module
 
 
-def connect(plan: Plan) -> tuple[Communicator, KeyStore | None]:
+def connect(plan: Plan, device: torch.device | None = None) -> tuple[Communicator, KeyStore | None]:
     """This rank's communicator and the store to compare notes in; other plans or numbers of ranks are refused."""
     if plan.mesh.size == 1 and not dist.is_initialized() and not dist.is_torchelastic_launched():
         return ThreadRanks(plan.mesh, 0, Board(1)), None
     if not dist.is_initialized():
-        _join(plan)
+        _join(plan, device)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     check_world(num_ranks, plan.mesh.size, plan.model.name)
     loads = default_store("conjoin").add(f"loads/{rank}", 1)
@@ -79,8 +77,9 @@ def connect(plan: Plan) -> tuple[Communicator, KeyStore | None]:
     return ProcessGroups(plan.mesh, watch.explain), store
 
 
-def _join(plan: Plan) -> None:
-    backend = "nccl" if torch.cuda.is_available() and torch.cuda.device_count() > 0 else "gloo"
+def _join(plan: Plan, device: torch.device | None) -> None:
+    on_cuda = torch.cuda.is_available() if device is None else device.type == "cuda"
+    backend = "nccl" if on_cuda else "gloo"
     try:
         dist.init_process_group(backend)
     except ValueError as error:

@@ -24,7 +24,7 @@ from conjoin.ir import (
     region_shape,
 )
 from conjoin.ops import Layout
-from conjoin.runtime.bundles import Bundle, make_bundles
+from conjoin.runtime.bundles import Bundle, Dropping, make_bundles
 from conjoin.runtime.calling import Calling
 from conjoin.runtime.carriers import carry_move, carry_reshard
 from conjoin.runtime.communicator import Communicator, uncompiled
@@ -44,8 +44,8 @@ class _RankCarriers:
         self.exact_seed = exact_seed
         self._communicator = communicator
         regathered = frozenset(action.tensor for action in plan.memory if action.action == REGATHER)
-        self.bundles = make_bundles(plan.graph, communicator, regathered)
-        self.regathered = tuple(b for b in self.bundles if any(_name(v) in regathered for v, _ in b.entries))
+        self.dropping = Dropping() if regathered else None
+        self.bundles = make_bundles(plan.graph, communicator, regathered, self.dropping)
         self.streams = Streams(communicator, exact_seed)
         self._by_entry = {entry: bundle for bundle in self.bundles for entry in bundle.entries}
 
@@ -63,11 +63,6 @@ class _RankCarriers:
 
     def draws_whole(self) -> bool:
         return self.streams.exact
-
-
-def _name(value: Value) -> str:
-    assert isinstance(value.owner, Leaf)
-    return value.owner.name
 
 
 _HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -141,25 +136,10 @@ class ParallelModule(nn.Module):
 
     def _dropping(self) -> AbstractContextManager[Any]:
         """Drop gathered parameters after the forward pass where the plan says so; backward gathers them again."""
-        bundles = self._carriers.regathered
-        if not bundles or not torch.is_grad_enabled():
+        dropping = self._carriers.dropping
+        if dropping is None or not torch.is_grad_enabled():
             return nullcontext()
-
-        def pack(tensor: Tensor) -> Any:
-            for bundle in bundles:
-                found = bundle.find(tensor)
-                if found is not None:
-                    return bundle, bundle.ticket, found, tensor.size(), tensor.stride(), tensor.storage_offset()
-            return tensor
-
-        def unpack(saved: Any) -> Tensor:
-            if isinstance(saved, Tensor):
-                return saved
-            bundle, ticket, i, *view = saved
-            whole: Tensor = bundle.bring_again(ticket, i)
-            return whole.as_strided(*view)
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        return dropping.hooks()
 
     def _write_back(self, values: tuple[Tensor, ...]) -> None:
         """Give buffers their new values: as new tensors, since the old ones may be needed for the gradients."""

@@ -71,20 +71,21 @@ def digest(model: nn.Module) -> str:
     marks = hashlib.sha256()
     for name, tensor in _tensors(model):
         marks.update(name.encode())
-        if tensor.numel() and not tensor.is_meta:
+        if tensor.numel():
             wide = tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
             marks.update(repr((wide.sum().item(), wide.reshape(-1)[0].item())).encode())
     return marks.hexdigest()
 
 
-def take_first(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Give every rank the values that rank 0 has, as DistributedDataParallel does."""
+def share_values(store: KeyStore, model: nn.Module, rank: int, num_ranks: int, device: torch.device) -> None:
+    """Ranks that initialised their models differently all take the values of rank 0, as in DistributedDataParallel."""
+    if len(set(compare(store, "values", digest(model), rank, num_ranks).values())) == 1:
+        return
     for _, tensor in _tensors(model):
-        if not tensor.is_meta:
-            contiguous = tensor.detach().contiguous()
-            dist.broadcast(contiguous, 0, group)
-            with torch.no_grad():
-                tensor.copy_(contiguous)
+        moved = tensor.detach().to(device).contiguous()
+        dist.broadcast(moved, 0)
+        with torch.no_grad():
+            tensor.copy_(moved)
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

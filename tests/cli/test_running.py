@@ -1,4 +1,4 @@
-"""`run` and `verify`: what they print, their exit codes, and that a wrong plan cannot pass; alone and under torchrun."""
+"""`run` and `verify`: what they print, their exit codes, that a wrong plan cannot pass; alone and under torchrun."""
 
 from __future__ import annotations
 
