@@ -37,36 +37,31 @@ def launch(num_ranks: int, program: Program, *args: Any) -> list[Any]:
             f"{num_ranks} ranks were asked for on this host; between 1 and {MAX_LOCAL_RANKS} can be started. More do "
             f"not fit one machine. Start them with torchrun on several hosts."
         )
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
-    cuda = torch.cuda.is_available()
-    context = multiprocessing.get_context("spawn" if cuda else "fork")
-    ranks = [_Rank(context, rank, num_ranks, store.port, program, args) for rank in range(num_ranks)]
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+    meeting = _Child(context, _hold_store)
+    processes = [meeting]
     try:
-        return _collect(ranks)
+        port = meeting.answer.recv()
+        processes += [_Child(context, _run, rank, num_ranks, port, program, args) for rank in range(num_ranks)]
+        return _collect(processes[1:])
     finally:
-        for rank in ranks:
-            rank.end()
-        del store  # now: a later child that inherits it as garbage would wait for its thread, which only the parent has
+        for process in reversed(processes):
+            process.end()
 
 
-class _Rank:
-    """One process, and the pipe on which it says how it ended."""
+class _Child:
+    """A process, and the pipe on which it says what it has to say."""
 
-    def __init__(
-        self, context: BaseContext, rank: int, num_ranks: int, port: int, program: Program, args: tuple[Any, ...]
-    ) -> None:
-        self.rank = rank
+    def __init__(self, context: BaseContext, target: Program, *args: Any) -> None:
         self.answer, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(  # type: ignore[attr-defined]
-            target=_run, args=(theirs, rank, num_ranks, port, program, args), daemon=True
-        )
+        self.process = context.Process(target=target, args=(theirs, *args), daemon=True)  # type: ignore[attr-defined]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # forking beside torch's own idle threads
             self.process.start()
         theirs.close()
 
     def read(self) -> tuple[str, Any]:
-        """How the rank ended: with a value, with a message for the user, or without a word."""
+        """How a rank ended: with a value, with a message for the user, or without a word."""
         try:
             kind, content = self.answer.recv()
         except EOFError:
@@ -83,6 +78,16 @@ class _Rank:
             self.process.kill()
         self.process.join()
         self.answer.close()
+
+
+def _hold_store(answer: Connection) -> None:
+    """Where the ranks meet, in a process of its own: its threads must not run where others are forked."""
+    gc.freeze()
+    parent = os.getppid()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    answer.send(store.port)
+    while os.getppid() == parent:  # until it is ended, or the parent is gone
+        time.sleep(1)
 
 
 def _run(answer: Connection, rank: int, num_ranks: int, port: int, program: Program, args: tuple[Any, ...]) -> None:
@@ -105,10 +110,10 @@ def _run(answer: Connection, rank: int, num_ranks: int, port: int, program: Prog
         answer.close()
 
 
-def _collect(ranks: list[_Rank]) -> list[Any]:
+def _collect(ranks: list[_Child]) -> list[Any]:
     values: dict[int, Any] = {}
     troubles: dict[int, tuple[str, Any]] = {}
-    waiting = {rank.answer: rank for rank in ranks}
+    waiting = {child.answer: rank for rank, child in enumerate(ranks)}
     deadline: float | None = None
     while waiting:
         left = None if deadline is None else deadline - time.monotonic()
@@ -117,15 +122,15 @@ def _collect(ranks: list[_Rank]) -> list[Any]:
         for ready in wait(list(waiting), left):
             assert isinstance(ready, Connection)
             rank = waiting.pop(ready)
-            kind, content = rank.read()
+            kind, content = ranks[rank].read()
             if kind == "value":
-                values[rank.rank] = content
+                values[rank] = content
                 continue
-            troubles[rank.rank] = (kind, content)
+            troubles[rank] = (kind, content)
             deadline = deadline or time.monotonic() + _GRACE_SECONDS
     if troubles:
         raise _trouble(troubles)
-    return [values[rank.rank] for rank in ranks]
+    return [values[rank] for rank in range(len(ranks))]
 
 
 def _trouble(troubles: dict[int, tuple[str, Any]]) -> BaseException:
