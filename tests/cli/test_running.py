@@ -120,7 +120,8 @@ def test_run_trains_like_one_device(run: Run, plan: Callable[..., str], ranks: i
     assert (shown.code, shown.err) == (0, "")
     lines = shown.out.splitlines()
     assert len(lines) == 3, "rank 0 alone prints"
-    assert lines[0].startswith(strategy) and f"plan of Sequential for {ranks} ranks" in lines[0]
+    where = f"{ranks} ranks" if ranks > 1 else "one device"
+    assert lines[0].startswith(strategy) and f"plan of Sequential for {where}" in lines[0]
     assert losses_in(shown.out) == pytest.approx(expected_losses(2), abs=2e-6)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.frontends import capture
-from conjoin.ir import Graph, LeafKind, Plan, check_plan, make_leaf, make_node, parse_graph, verify, widen
+from conjoin.ir import Graph, Leaf, LeafKind, Plan, check_plan, make_leaf, make_node, parse_graph, verify, widen
 from conjoin.ir.builder import GraphBuilder
 from conjoin.machine import Axis, Mesh, parse_machine
 from conjoin.ops import TensorType, bind_args, make_layout, parse_placement
@@ -148,7 +148,7 @@ def test_parallel_nodes_and_layouts_are_kept(strategy: str) -> None:
     assert [node.op for node in wide.nodes] == [node.op for node in plan.graph.nodes]
     assert any(node.op.startswith("conjoin::") for node in wide.nodes)
     for old, new in zip((*plan.graph.leaves, *plan.graph.nodes), (*wide.leaves, *wide.nodes), strict=True):
-        before, after = (x.types if hasattr(x, "types") else (x.type,) for x in (old, new))
+        before, after = ((x.type,) if isinstance(x, Leaf) else x.types for x in (old, new))
         assert [type.layout for type in before] == [type.layout for type in after]
     assert str(wide) == str(plan.graph).replace("f32", "f64")
     check_plan(type(plan)(wide, plan.mesh, plan.model, plan.machine, plan.strategy))

@@ -18,6 +18,7 @@ from conjoin.ir import LeafKind, Mark
 from conjoin.machine import parse_machine
 from conjoin.runtime import TOLERANCE, Case, Difference, Verdict, check_made_for, checking, verdict, verify_in_process
 from conjoin.runtime.parallel import ParallelModule
+from conjoin.runtime.threads import run_ranks
 from conjoin.search import make_plan
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.models import captured, mlp, plan_of
@@ -325,7 +326,7 @@ def test_values_that_differ_at_the_start_are_seen() -> None:
     reference = checking.train_alone(case, 1)
     with torch.no_grad():
         next(case.model.parameters()).add_(1e-6)
-    results = checking.run_ranks(case.plan.mesh, lambda ranks: checking.compare_rank(case, reference, ranks))
+    results = run_ranks(case.plan.mesh, lambda ranks: checking.compare_rank(case, reference, ranks))
     found = verdict(reference.losses, results)
     assert not found.passed and 1e-9 < found.worst < 1e-2
 

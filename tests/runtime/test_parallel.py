@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from conjoin.errors import UsageError
 from conjoin.frontends import capture
-from conjoin.ir import Plan, flatten_tree, parse_graph
+from conjoin.ir import Plan, Value, flatten_tree, parse_graph
 from conjoin.machine import parse_machine
 from conjoin.runtime import ParallelModule, full_state_dict, load, to_module
 from conjoin.runtime.communicator import Communicator
@@ -96,7 +96,8 @@ def test_a_batch_by_name_as_keywords_or_as_one_object() -> None:
 )
 def test_other_inputs_are_refused(call: Any) -> None:
     model, batch = labelled()
-    step = load(*(lambda plan, sample: (plan, sample.model))(*made(model, batch, strategy="single", ranks=1)))
+    plan, _ = made(model, batch, strategy="single", ranks=1)
+    step = load(plan, model)
     with pytest.raises(UsageError, match="was called with other inputs") as told:
         call(step, batch)
     assert_three_sentences(told.value)
@@ -137,7 +138,7 @@ def test_outputs_beside_the_loss_keep_their_containers_and_layouts(strategy: str
     model, batch = labelled()
     plan, sample = made(model, batch, strategy=strategy)
     want = model(**batch)
-    layouts = [value.type.layout for value in plan.graph.outputs if hasattr(value, "type")]
+    layouts = [value.type.layout for value in plan.graph.outputs if isinstance(value, Value)]
     assert layouts[0] == () and any(layouts) == (strategy != "megatron")
     found = on_all(plan, sample, lambda step: step(batch))
     for one in found:
@@ -206,7 +207,7 @@ class Odd(nn.Module):
         self.register_buffer("kept", torch.ones(6))
 
     def forward(self, words: Tensor) -> Tensor:
-        self.seen.add_(1.0)  # type: ignore[operator, union-attr]
+        self.seen.add_(1.0)  # type: ignore[operator]
         return self.out((self.embed(words) * self.scale * self.kept).tanh())  # type: ignore[no-any-return]
 
 
