@@ -2,9 +2,9 @@
 
     python benchmarks/runtime_overhead.py [--ranks 2] [--rounds 30] [--output FILE]
 
-data-parallel against DistributedDataParallel, fsdp against FSDP2 (`fully_shard`), megatron against `parallelize_module`,
-and single against the plain module; on an MLP and on a BERT-like encoder. Steps of both alternate, so that whatever else
-runs on the machine slows both; the figure is the median of the ratios of neighbouring steps.
+data-parallel against DistributedDataParallel, fsdp against FSDP2 (`fully_shard`), megatron against
+`parallelize_module`, and single against the plain module; on an MLP and on a BERT-like encoder. Steps of both
+alternate, so that whatever else runs on the machine slows both; the figure is the median of the ratios of neighbours.
 """
 
 from __future__ import annotations
@@ -187,24 +187,22 @@ def measure(rank: int, num_ranks: int, rounds: int) -> list[dict[str, object]]:
     return rows
 
 
+def _single_steps(model: nn.Module, batch: Batch, compiled: bool) -> tuple[Step, Step]:
+    """A step of the `single` plan, and one of the plain module."""
+    plain, (x, target) = copy.deepcopy(model), batch
+    graph = conjoin.capture(model, batch, functional.mse_loss)
+    step = load(make_plan(graph, parse_machine("local:1"), "single"), model, device=x.device)
+    ours, theirs = (torch.compile(module) if compiled else module for module in (step, plain))
+    return trained(step, lambda: ours(batch)), trained(plain, lambda: functional.mse_loss(theirs(x), target))
+
+
 def measure_single(rounds: int, device: str) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     scale = 4 if device == "cuda" else 1
     for name in ("mlp", "bert-like"):
         for compiled in (False, True):
-            model, batch = workload(name, device, scale)
-            plain = copy.deepcopy(model)
-            graph = conjoin.capture(model, batch, functional.mse_loss)
-            step = load(make_plan(graph, parse_machine("local:1"), "single"), model, device=device)
-            ours, theirs = (torch.compile(m) if compiled else m for m in (step, plain))
-            x, target = batch
-            row = compare(
-                trained(step, lambda f=ours: f(batch)),  # type: ignore[misc]
-                trained(plain, lambda f=theirs: functional.mse_loss(f(x), target)),  # type: ignore[misc]
-                rounds,
-                synchronize,
-            )
+            row = compare(*_single_steps(*workload(name, device, scale), compiled), rounds, synchronize)
             kind = f"single {'compiled' if compiled else 'eager'} on {device}"
             rows.append({"model": name, "strategy": kind, "ranks": 1, **row})
             print(_line(rows[-1]), flush=True)
@@ -222,7 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--single", choices=("cpu", "cuda"), help="only single against the plain module, on this device")
+    parser.add_argument("--single", choices=("cpu", "cuda"), help="single against the plain module, on this")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     if given.single:

@@ -70,11 +70,8 @@ def check(name: str, ranks: int, strategies: tuple[str, ...]) -> list[Result]:
     references = {dtype: train_alone(case, STEPS) for dtype, case in cases[:2]}
 
     def program(rank: int) -> list[Any]:
-        compared = []
-        for dtype, case in cases:
-            communicator, _ = connect(case.plan)
-            compared.append(compare_rank(case, references[dtype], communicator))
-        return compared
+        communicator, _ = connect(cases[0][1].plan)  # all plans have the same mesh, and share its process groups
+        return [compare_rank(case, references[dtype], communicator) for dtype, case in cases]
 
     answers = launch(ranks, program)
     own = errors_of_single_precision(references["float32"], references["float64"])
