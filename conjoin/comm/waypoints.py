@@ -174,12 +174,14 @@ def best_waypoints(problem: Problem) -> tuple[Score, Waypoints]:
     bounded = [(_bound(problem, weights), choice) for choice, weights in _choices(problem)]
     best: tuple[Score, Waypoints] | None = None
     effort = MANY_TRIES if len(problem.mesh.names) <= FEW_AXES else FEW_TRIES
-    for bound, choice in islice(sorted(bounded, key=lambda entry: entry[0]), effort.choices):
+    realised = (
+        (bound, waypoints)
+        for bound, choice in sorted(bounded, key=lambda entry: entry[0])
+        if (waypoints := _realisation(problem, choice, effort.nestings)) is not None
+    )
+    for bound, waypoints in islice(realised, effort.choices):
         if best is not None and bound > best[0]:
             break
-        waypoints = _realisation(problem, choice, effort.nestings)
-        if waypoints is None:
-            continue
         score = score_of(problem, waypoints)
         if best is None or score < best[0]:
             best = score, waypoints

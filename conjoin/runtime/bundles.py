@@ -42,6 +42,12 @@ class _Ticket:
     again: tuple[Tensor, ...] | None = None
     """The parameters brought once more, for the backward pass."""
 
+    def settle(self) -> None:
+        """Wait for the collectives; what they were given is no longer held."""
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+
 
 class _Hold(torch.autograd.Function):
     @staticmethod
@@ -51,9 +57,7 @@ class _Hold(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        for work in ctx.ticket.works:
-            work.wait()
-        ctx.ticket.works.clear()
+        ctx.ticket.settle()
         return None, *gradients
 
 
@@ -66,6 +70,7 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.ticket.again = None
+        ctx.bundle.settle_earlier()
         work, made = ctx.bundle.mover.start_back(gradients)
         ctx.ticket.works.append(work)
         return None, None, *made
@@ -106,6 +111,12 @@ class Bundle:
         if self._dropping is not None:
             self._dropping.note(self)
         return made
+
+    def settle_earlier(self) -> None:
+        """Let at most one reduce-scatter be under way before the next starts: each holds gradients of whole tensors."""
+        earlier = self.after.after if self.after is not None else None
+        if earlier is not None and isinstance(self.mover, Gathering):
+            earlier.ticket.settle()
 
     def bring(self, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The values for the forward pass; those of the next bundle are started on the way."""

@@ -44,4 +44,5 @@ def make_plan(graph: Graph, machine: Machine, strategy: str) -> Plan:
     """
     request = parse_request(strategy, {name: found.keys for name, found in STRATEGIES.items()})
     draft = STRATEGIES[request.name].draft
-    return make_plan_by(graph, machine, lambda facts: draft(facts, machine.mesh, request))
+    mesh = request.mesh(machine.mesh)
+    return make_plan_by(graph, machine, lambda facts: draft(facts, mesh, request))

@@ -1,12 +1,13 @@
-"""How a strategy is asked for: `NAME[:degrees]`, such as `megatron:tp=2,dp=4,sp`."""
+"""How a strategy is asked for: `NAME[:degrees][@axes]`, such as `megatron:tp=2,dp=4,sp` or `megatron:tp=2@d0,n0`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from conjoin.errors import UsageError
+from conjoin.machine import Mesh
 
 _MAX_DIGITS = 7
 
@@ -22,10 +23,29 @@ class Request:
     name: str
     degrees: Mapping[str, int]
     flags: frozenset[str] = frozenset()
+    order: tuple[str, ...] = ()
+    """The axes of the mesh from the outermost to the innermost, as degrees are dealt; empty as the machine has them."""
 
     def __str__(self) -> str:
         words = [f"{key}={degree}" for key, degree in self.degrees.items()] + sorted(self.flags)
-        return f"{self.name}:{','.join(words)}" if words else self.name
+        where = f"@{','.join(self.order)}" if self.order else ""
+        return f"{self.name}{':' if words else ''}{','.join(words)}{where}"
+
+    def filled(self, degrees: Mapping[str, int]) -> Request:
+        """The same with every degree."""
+        return replace(self, degrees=degrees)
+
+    def mesh(self, mesh: Mesh) -> Mesh:
+        """The mesh with its axes in the order asked for."""
+        if not self.order:
+            return mesh
+        if sorted(self.order) != sorted(mesh.names):
+            raise UsageError(
+                f"The strategy {self.name} was given the axes {', '.join(self.order)[:80]}. The mesh is "
+                f"{mesh or 'one device'}, and each of its axes must be named once. "
+                f"Write them from the outermost to the innermost, as @{','.join(mesh.names)}."
+            )
+        return Mesh(tuple(axis for name in self.order for axis in mesh.axes if axis.name == name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +62,8 @@ def parse_request(text: str, known: Mapping[str, Keys]) -> Request:
     >>> parse_request("spatial:w=2", {"spatial": Keys(("h", "w"))}).degrees
     {'w': 2}
     """
-    name, _, rest = text.strip().partition(":")
+    asked, _, axes = text.strip().partition("@")
+    name, _, rest = asked.partition(":")
     if name not in known:
         raise UsageError(
             f"There is no strategy named {name[:40]!r}. The strategies are {', '.join(known)}. {nearest(name, known)}"
@@ -60,7 +81,8 @@ def parse_request(text: str, known: Mapping[str, Keys]) -> Request:
             degrees[key] = _parse_degree(name, key, number)
         else:
             flags.add(key)
-    return Request(name, degrees, frozenset(flags))
+    order = tuple(filter(None, (axis.strip() for axis in axes.split(","))))
+    return Request(name, degrees, frozenset(flags), order)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -64,6 +64,14 @@ def test_routes_on_many_axes_keep_the_value(sizes: tuple[int, ...]) -> None:
         check_route(backward_route(route, mesh), mesh)
 
 
+def test_there_is_a_route_where_the_cheapest_choices_cannot_be_made() -> None:
+    """Most choices have no order to go by: the target nests other axes between those of the source."""
+    mesh = Mesh.of_nodes(16, 4)
+    source = parse_layout("n0:S(0) d0:S(0) n2:P")
+    target = parse_layout("n0:S(0) n1:S(0) n2:S(0) n3:S(0) d0:S(0) d1:S(0)")
+    check_route(reshard((1024,), source, target, mesh), mesh)
+
+
 def random_layout(shape: tuple[int, ...], mesh: Mesh, rng: random.Random) -> Layout:
     placements = [INVARIANT, COPIES, PARTIAL, *map(Split, range(len(shape)))]
     while True:

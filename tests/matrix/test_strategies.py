@@ -1,13 +1,15 @@
 """Every named strategy on every model of the zoo it fits, on real Gloo ranks: trains exactly like one device.
 
 Five optimizer steps: loss, every gradient, the updated weights. In double precision they agree to a relative 1e-9. In
-single precision to 2e-3, or to ten times what one device itself is off by against double precision where that is more
-(batch norm over tiny batches). `make test` runs a sample that covers every strategy, `make test-all` everything.
+single precision losses agree to 2e-3 and tensors to 1e-2, or to ten times what one device itself is off by against
+double precision, in its loss or in its worst tensor, where that is more: batch norm over tiny batches and pooling
+between near ties multiply rounding a thousandfold a step, so only double precision can tell a wrong plan of such a
+model. `make test` runs a sample that covers every strategy, `make test-all` everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,7 +27,7 @@ from conjoin.runtime import TOLERANCE, Case, Reference, compare_rank, connect, l
 from conjoin.search import make_plan, strategy_names
 
 STEPS = 5
-SINGLE, TIMES_OWN_ERROR = 2e-3, 10.0
+SINGLE_LOSS, SINGLE_TENSOR, TIMES_OWN_ERROR = 2e-3, 1e-2, 10.0
 RANKS = (2, 4, 8)
 STRATEGIES = (*(name for name in strategy_names() if name != "single"), "megatron:sp")
 BATCH = 8
@@ -78,14 +80,16 @@ def check(name: str, ranks: int, strategies: tuple[str, ...]) -> list[Result]:
     results = []
     for i, (dtype, case) in enumerate(cases):
         judged = verdict(references[dtype].losses, [answer[i] for answer in answers])
-        limits = {d.what: _limit(dtype, own.get(d.what, 0.0)) for d in judged.differences}
+        limits = {d.what: TOLERANCE if dtype == "float64" else _single_limit(d.what, own) for d in judged.differences}
         worst = max(judged.differences, key=lambda d: d.relative / limits[d.what])
         results.append(Result(case.plan.strategy, dtype, worst.relative, limits[worst.what], worst.what))
     return results
 
 
-def _limit(dtype: str, own_error: float) -> float:
-    return TOLERANCE if dtype == "float64" else max(SINGLE, TIMES_OWN_ERROR * own_error)
+def _single_limit(what: str, own: Mapping[str, float]) -> float:
+    if what == "loss":
+        return max(SINGLE_LOSS, TIMES_OWN_ERROR * own["loss"])
+    return max(SINGLE_TENSOR, TIMES_OWN_ERROR * max(own.values()))
 
 
 def errors_of_single_precision(single: Reference, double: Reference) -> dict[str, float]:

@@ -133,3 +133,34 @@ def test_a_parameter_changed_before_its_backward_pass_is_noticed() -> None:
 
     for message in run_ranks(plan.mesh, program):
         assert "A parameter was changed between a forward pass and its backward pass" in message
+
+
+class Counted:
+    """Counts the collectives that are under way."""
+
+    under_way = most = 0
+
+    def __init__(self) -> None:
+        Counted.under_way += 1
+        Counted.most = max(Counted.most, Counted.under_way)
+
+    def wait(self) -> None:
+        Counted.under_way -= 1
+
+
+def test_few_reduce_scatters_hold_gradients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundling, "BUNDLE_BYTES", 1)
+    monkeypatch.setattr(Counted, "under_way", 0)
+    monkeypatch.setattr(Counted, "most", 0)
+    sample = deep()
+    plan = by_strategy(sample, "fsdp", 2)
+
+    def program(communicator: Communicator) -> None:
+        module = module_on(plan, sample, communicator)
+        if communicator.rank == 0:
+            reduce_scatter = communicator.reduce_scatter
+            communicator.reduce_scatter = lambda *args: (reduce_scatter(*args), Counted())[1]  # type: ignore[method-assign]
+        module(*sample.inputs).backward()
+
+    run_ranks(plan.mesh, program)
+    assert Counted.most == 2 and Counted.under_way == 0

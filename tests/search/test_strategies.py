@@ -32,6 +32,16 @@ def test_the_strategy_of_a_plan_makes_the_same_plan_again(strategy: str) -> None
     assert (second.strategy, second.graph) == (first.strategy, first.graph)
 
 
+def test_degrees_are_dealt_to_axes_in_the_order_asked_for() -> None:
+    machine = Machine("two nodes", 2, 2, "cpu")
+    inside, across = (make_plan(captured("mlp"), machine, f"megatron:tp=2{order}") for order in ("", "@d0,n0"))
+    assert (inside.strategy, across.strategy) == ("megatron:tp=2,dp=2", "megatron:tp=2,dp=2@d0,n0")
+    assert inside.mesh == across.mesh == machine.mesh
+    weights = [[leaf.type.layout for leaf in plan.graph.leaves_of(LeafKind.PARAMETER)] for plan in (inside, across)]
+    axes = [{axis for layout in layouts for axis, _ in layout} for layouts in weights]
+    assert axes == [{"d0"}, {"n0"}]
+
+
 def test_data_parallel_replicates_each_parameter_once_and_reduces_the_loss() -> None:
     plan = plan_of("mlp", 4, "data-parallel")
     assert reshards(plan) == {"replicate": len(plan.graph.leaves_of(LeafKind.PARAMETER)), "reduce": 1}

@@ -41,14 +41,14 @@ def draft_single(facts: Facts, mesh: Mesh, request: Request) -> Draft:
 def draft_data_parallel(facts: Facts, mesh: Mesh, request: Request) -> Draft:
     """The batch is split, weights are stored whole."""
     group = data_group(mesh, request)
-    return Draft(Request(request.name, {"dp": group.degree}), (data_flow(facts, group),))
+    return Draft(request.filled({"dp": group.degree}), (data_flow(facts, group),))
 
 
 def draft_zero1(facts: Facts, mesh: Mesh, request: Request) -> Draft:
     """The batch is split, weights are stored split and gathered once for each step."""
     group = data_group(mesh, request)
     stored = {leaf: split_storage(leaf.type, group, mesh) for leaf in facts.parameters()}
-    return Draft(Request(request.name, {"dp": group.degree}), (data_flow(facts, group),), stored)
+    return Draft(request.filled({"dp": group.degree}), (data_flow(facts, group),), stored)
 
 
 def draft_fsdp(facts: Facts, mesh: Mesh, request: Request) -> Draft:

@@ -31,7 +31,7 @@ def draft_megatron(facts: Facts, mesh: Mesh, request: Request) -> Draft:
     flow = _tensor_flow(facts, groups["tp"], request, earlier)
     if groups["tp"].degree > 1 and not flow.stuck and not _num_rows(facts, flow):
         raise _no_pairs(facts, groups["tp"])
-    return Draft(Request(request.name, degrees, request.flags), (*earlier, flow))
+    return Draft(request.filled(degrees), (*earlier, flow))
 
 
 def _tensor_flow(facts: Facts, group: Group, request: Request, earlier: tuple[Flow, ...]) -> Flow:

@@ -48,4 +48,4 @@ def draft_one_weird_trick(facts: Facts, mesh: Mesh, request: Request) -> Draft:
             f"widest of its {len(connected)} has {max(map(width_of, connected))} features. Choose data-parallel, or "
             f"fewer devices."
         )
-    return Draft(Request(request.name, {"dp": group.degree}), (flow,))
+    return Draft(request.filled({"dp": group.degree}), (flow,))

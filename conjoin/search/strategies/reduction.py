@@ -30,4 +30,4 @@ def draft_reduction(facts: Facts, mesh: Mesh, request: Request) -> Draft:
             f"{len(layers)} layers with weights can be: none sums {group.degree} terms or more. Choose data-parallel, "
             f"or fewer devices."
         )
-    return Draft(Request(request.name, {"k": group.degree}), (flow,))
+    return Draft(request.filled({"k": group.degree}), (flow,))

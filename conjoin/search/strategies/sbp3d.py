@@ -56,7 +56,7 @@ def draft_sbp3d(facts: Facts, mesh: Mesh, request: Request) -> Draft:
             if not flow.stuck and not split_layers(facts, flow):
                 raise _too_narrow(facts, groups[role])
             flows.append(flow)
-    return Draft(Request(request.name, degrees), tuple(flows))
+    return Draft(request.filled(degrees), tuple(flows))
 
 
 def _first_layers(facts: Facts) -> frozenset[Node]:

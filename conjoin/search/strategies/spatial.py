@@ -39,7 +39,7 @@ def draft_spatial(facts: Facts, mesh: Mesh, request: Request) -> Draft:
             flow = propagate(facts, groups[role], _split_images(facts, groups[role]), keep_or_gather, flows)
             _check_convolutions(facts, flow)
             flows.append(flow)
-    return Draft(Request(request.name, {role: degree for role, degree in degrees.items() if degree > 1}), tuple(flows))
+    return Draft(request.filled({role: degree for role, degree in degrees.items() if degree > 1}), tuple(flows))
 
 
 def _degrees(mesh: Mesh, given: Mapping[str, int]) -> dict[str, int]:

@@ -26,7 +26,7 @@ def draft_table_parallel(facts: Facts, mesh: Mesh, request: Request) -> Draft:
     rules = _table_rules(facts, group)
     if group.degree > 1 and not rules:
         raise _no_tables(facts, group)
-    return Draft(Request(request.name, {"dp": group.degree}), (_with_rules(data_flow(facts, group), rules),))
+    return Draft(request.filled({"dp": group.degree}), (_with_rules(data_flow(facts, group), rules),))
 
 
 def _table_rules(facts: Facts, group: Group) -> dict[Node, ShardingRule]:
