@@ -13,6 +13,7 @@ from conjoin.api import (
     ParallelModule,
     Plan,
     PlanError,
+    Prediction,
     RankError,
     StrategyError,
     UsageError,
@@ -36,6 +37,7 @@ from conjoin.api import (
     plan,
     save_checkpoint,
     save_graph,
+    simulate_plan,
     strategy_names,
     to_module,
     verify,
@@ -44,9 +46,9 @@ from conjoin.api import (
 
 __all__ = [
     "CaptureError", "CapturedModule", "CheckpointError", "ConjoinError", "Explanation", "Graph", "GraphError",
-    "Inspection", "Machine", "ParallelModule", "Plan", "PlanError", "RankError", "StrategyError", "UsageError",
-    "Verdict", "__version__", "capture", "diff_plans", "explain", "explanation_text", "fingerprint",
+    "Inspection", "Machine", "ParallelModule", "Plan", "PlanError", "Prediction", "RankError", "StrategyError",
+    "UsageError", "Verdict", "__version__", "capture", "diff_plans", "explain", "explanation_text", "fingerprint",
     "full_state_dict", "inspect", "load", "load_checkpoint", "load_graph", "load_optimizer_state_dict", "load_plan",
-    "not_understood", "optimizer_state_dict", "parse_graph", "plan", "save_checkpoint", "save_graph",
+    "not_understood", "optimizer_state_dict", "parse_graph", "plan", "save_checkpoint", "save_graph", "simulate_plan",
     "strategy_names", "to_module", "verify", "verify_plan",
 ]  # fmt: skip

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from conjoin.cost import CostModel, Store
+from conjoin.environment import costs_path, machines_directory
 from conjoin.errors import (
     CaptureError,
     CheckpointError,
@@ -36,14 +38,15 @@ from conjoin.runtime import (
     verify_in_process,
 )
 from conjoin.search import make_plan, strategy_names
+from conjoin.sim import Prediction, predict
 
 __all__ = [
     "CaptureError", "CapturedModule", "CheckpointError", "ConjoinError", "Explanation", "Graph", "GraphError",
-    "Inspection", "Machine", "ParallelModule", "Plan", "PlanError", "RankError", "StrategyError", "UsageError",
-    "Verdict", "__version__", "capture", "diff_plans", "explain", "explanation_text", "fingerprint", "full_state_dict",
-    "inspect", "load", "load_checkpoint", "load_graph", "load_optimizer_state_dict", "load_plan", "not_understood",
-    "optimizer_state_dict", "parse_graph", "plan", "save_checkpoint", "save_graph", "strategy_names", "to_module",
-    "verify", "verify_plan",
+    "Inspection", "Machine", "ParallelModule", "Plan", "PlanError", "Prediction", "RankError", "StrategyError",
+    "UsageError", "Verdict", "__version__", "capture", "diff_plans", "explain", "explanation_text", "fingerprint",
+    "full_state_dict", "inspect", "load", "load_checkpoint", "load_graph", "load_optimizer_state_dict", "load_plan",
+    "not_understood", "optimizer_state_dict", "parse_graph", "plan", "save_checkpoint", "save_graph", "simulate_plan",
+    "strategy_names", "to_module", "verify", "verify_plan",
 ]  # fmt: skip
 
 try:
@@ -60,8 +63,28 @@ def plan(model: nn.Module, batch: Batch, machine: Machine | str, *, loss: Any = 
     >>> print(plan(model, batch, "local:2", loss=nn.functional.mse_loss, strategy="data-parallel"))
     data-parallel:dp=2 plan of Linear for 2 ranks (d0:2)
     """
-    chosen = parse_machine(machine) if isinstance(machine, str) else machine
+    chosen = parse_machine(machine, machines_directory()) if isinstance(machine, str) else machine
     return make_plan(capture(model, batch, loss), chosen, strategy)
+
+
+def simulate_plan(plan: Plan, machine: Machine | str, *, optimizer: str = "adam") -> Prediction:
+    """Predict a training step of a plan on a machine, which need not be at hand: seconds, where they go, memory.
+
+    >>> import torch
+    >>> model, batch = nn.Linear(4, 4), (torch.ones(8, 4), torch.ones(8, 4))
+    >>> made = plan(model, batch, "dgx-h100", loss=nn.functional.mse_loss, strategy="data-parallel")
+    >>> found = simulate_plan(made, "dgx-h100")
+    >>> 0 < found.seconds < 1, found.fits
+    (True, True)
+    """
+    chosen = parse_machine(machine, machines_directory()) if isinstance(machine, str) else machine
+    return predict(plan, chosen, _known_costs(), optimizer)
+
+
+def _known_costs() -> CostModel:
+    """What was measured on this host before, and what is shipped."""
+    path = costs_path()
+    return CostModel([Store(path)] if path.exists() else [])
 
 
 def verify_plan(plan: Plan, model: nn.Module, batch: Batch, *, loss: Any = None, num_steps: int = 5) -> Verdict:

@@ -1,4 +1,4 @@
-"""The one place where the environment is read: where conjoin keeps what it may recompute."""
+"""The one place where the environment is read: where conjoin keeps what it may recompute, where machines are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import os
 from pathlib import Path
 
 from conjoin.errors import UsageError
+
+
+def machines_directory() -> Path | None:
+    """`CONJOIN_MACHINES`, a directory of machine files of the user's own; None where it is not set."""
+    given = os.environ.get("CONJOIN_MACHINES")
+    return Path(given) if given else None
 
 
 def cache_directory() -> Path:
@@ -21,3 +27,9 @@ def cache_directory() -> Path:
             "The cache directory was asked for, and there is no place for it. This account has no home directory. "
             "Set CONJOIN_CACHE to a directory that may be written to."
         ) from error
+
+
+def costs_path() -> Path:
+    """`CONJOIN_COSTS`, else `costs.sqlite` in the cache directory: where measured seconds are kept."""
+    given = os.environ.get("CONJOIN_COSTS")
+    return Path(given) if given else cache_directory() / "costs.sqlite"

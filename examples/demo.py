@@ -1,4 +1,5 @@
-"""What conjoin does so far, in a minute and without a GPU: look into a model, capture it, train it on four processes.
+"""What conjoin does so far, in a minute and without a GPU: look into a model, capture it, train it on four processes,
+and tell the price of a step before it is paid.
 
 Run with `make demo`, or `python examples/demo.py`. The exit code says whether everything trained as it should.
 """
@@ -8,9 +9,13 @@ from __future__ import annotations
 import copy
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +23,14 @@ from torch import Tensor, nn
 import conjoin
 import zoo
 from conjoin.cli import main as command
-from conjoin.report import explanation_summary, format_bytes
+from conjoin.report import explanation_summary, format_bytes, format_seconds
 from conjoin.runtime import launch
 from zoo.llama import Llama, LlamaConfig, llama_batch
 from zoo.tokens import next_token_loss
 
 STEPS = 6
 STRATEGIES = ("data-parallel", "fsdp", "megatron:tp=2")
+CALIBRATION_SECONDS = 8
 TOLERANCE = 1e-5
 """Of a loss, relative: ranks add up in another order than one device does, in single precision."""
 
@@ -108,7 +114,39 @@ def show_parallel() -> bool:
         stored = format_bytes(explanation.stored_bytes)
         print(f"{name:<16} {done.milliseconds:>8.1f} {explanation.bytes_of(0):>23,} {sent:>11,} {stored:>19}")
     print(f"one device       {alone.milliseconds:>8.1f} {0:>23} {0:>11} {format_bytes(told[0].parameter_bytes):>19}")
+    show_prices(plans, [found[0][0].milliseconds for found in ranks])
     return all(map(agrees, told, ranks, [alone] * len(told)))
+
+
+def show_prices(plans: list[conjoin.Plan], measured: list[float]) -> None:
+    """How long a step was predicted to take, from a short calibration of these processes, and how long it took."""
+    machine = calibrate(plans[0].mesh.size)
+    print(f"\nprices by {CALIBRATION_SECONDS} s of calibration: {machine}")
+    print("rank 0, each step    predicted    measured   predicted / measured")
+    for name, plan, milliseconds in zip(STRATEGIES, plans, measured, strict=True):
+        seconds = conjoin.simulate_plan(plan, machine, optimizer="adamw").seconds
+        figures = f"{format_seconds(seconds):>12} {format_seconds(milliseconds / 1e3):>11}"
+        print(f"{name:<17} {figures} {1e3 * seconds / milliseconds:>22.2f}")
+    print("where processes share cores both figures are what the others leave them")
+
+
+def calibrate(num_processes: int) -> conjoin.Machine:
+    """These processes as a machine with speeds, by a few seconds of `conjoin calibrate`."""
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
+        path, word = str(Path(folder) / "here.toml"), f"local:{num_processes}"
+        code = command(["calibrate", "--machine", word, "--seconds", str(CALIBRATION_SECONDS), "-o", path])
+        assert code == 0, "local processes can be calibrated"
+        return conjoin.Machine.load(path)
+
+
+def show_prediction() -> None:
+    heading("4. What a step of the 7-billion-parameter model would take on 16 H100, which need not be here")
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "plan.json")
+        machine = ["--machine", "dgx-h100:2"]
+        with redirect_stdout(StringIO()):
+            command(["plan", "llama-7b", "--batch", "16", *machine, "--strategy", "fsdp", "-o", path])
+        command(["simulate", path, *machine, "--optimizer", "adamw"])
 
 
 def agrees(told: conjoin.Explanation, ranks: list[tuple[Training, int]], alone: Training) -> bool:
@@ -127,6 +165,7 @@ def main() -> int:
     torch.set_num_threads(1)
     show_capture()
     ok = all([show_training(), show_parallel()])
+    show_prediction()
     print("\nmatches" if ok else "\nDOES NOT MATCH")
     return 0 if ok else 1
 

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "rules": "ops ir",
     "comm": "ops ir machine",
     "cost": "ops ir machine comm",
-    "sim": "ir machine comm cost",
+    "sim": "ops ir machine comm cost",
     "memory": "ops ir machine cost sim",
     "search": DECIDING,
     "runtime": "ops ir machine comm",

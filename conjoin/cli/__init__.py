@@ -1,5 +1,6 @@
 """The command line."""
 
 from conjoin.cli.main import app, main
+from conjoin.cli.models import load_workload
 
-__all__ = ["app", "main"]
+__all__ = ["app", "load_workload", "main"]

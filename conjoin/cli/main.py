@@ -7,9 +7,12 @@ import sys
 import typer
 
 from conjoin.api import ConjoinError
+from conjoin.cli.calibrating import calibrate_command
 from conjoin.cli.inspecting import doctor_command, inspect_command
+from conjoin.cli.machines import machine_app
 from conjoin.cli.planning import diff_command, explain_command, plan_command
 from conjoin.cli.running import run_command, verify_command
+from conjoin.cli.simulating import simulate_command
 
 app = typer.Typer(
     name="conjoin",
@@ -22,9 +25,12 @@ app.command("inspect")(inspect_command)
 app.command("plan")(plan_command)
 app.command("explain")(explain_command)
 app.command("diff")(diff_command)
+app.command("simulate")(simulate_command)
 app.command("run")(run_command)
 app.command("verify")(verify_command)
+app.command("calibrate")(calibrate_command)
 app.command("doctor")(doctor_command)
+app.add_typer(machine_app, name="machine")
 
 
 def main(arguments: list[str] | None = None) -> int:

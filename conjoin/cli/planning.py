@@ -10,6 +10,7 @@ import typer
 from conjoin.api import UsageError
 from conjoin.cli.models import ModelArgument, load_model_graph
 from conjoin.cli.output import JsonOption, print_json
+from conjoin.environment import machines_directory
 from conjoin.ir import Plan, load_plan
 from conjoin.machine import parse_machine
 from conjoin.report import diff_plans, explain, explanation_summary, explanation_text
@@ -32,7 +33,8 @@ def plan_command(
             f"A plan of {model} was asked for without --strategy. Conjoin cannot yet choose one by itself; the "
             f"strategies are {', '.join(strategy_names())}. Add --strategy with one of these names."
         )
-    made = make_plan(load_model_graph(model, batch_size=batch, training=None), parse_machine(machine), strategy)
+    chosen = parse_machine(machine, machines_directory())
+    made = make_plan(load_model_graph(model, batch_size=batch, training=None), chosen, strategy)
     if output is not None:
         made.save(output)
     _show_summary(made, output, as_json)

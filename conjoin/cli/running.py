@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,16 +17,19 @@ from torch import nn
 from conjoin.api import UsageError, capture
 from conjoin.cli.models import load_workload
 from conjoin.ir import Plan, flatten_tree, load_plan, unflatten_tree
+from conjoin.report import Event, save_trace
 from conjoin.runtime import (
     TOLERANCE,
     Case,
     ParallelModule,
+    Recorded,
     Verdict,
     check_made_for,
     compare_rank,
     connect,
     launch,
     load,
+    record,
     train_alone,
     verdict,
     verify_in_process,
@@ -44,6 +48,7 @@ def run_command(
     model: ModelArgument,
     steps: StepsOption = 10,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
+    trace: Annotated[Path | None, typer.Option("--trace", help="Save a trace of one more step here.")] = None,
 ) -> None:
     """Train a model by a plan: starts the ranks on this host, or is one of them under torchrun."""
     found = load_plan(plan)
@@ -53,9 +58,31 @@ def run_command(
             f"Let the model's function return (model, batch, loss) and make the plan again."
         )
     if dist.is_torchelastic_launched() or found.mesh.size == 1:
-        _train(0, str(plan), model, batch, steps)
+        recorded = _gather(_train(0, str(plan), model, batch, steps, trace is not None))
     else:
-        launch(found.mesh.size, _train, str(plan), model, batch, steps)
+        recorded = launch(found.mesh.size, _train, str(plan), model, batch, steps, trace is not None)
+    if trace is not None and _is_first():
+        save_trace(_recorded_events(recorded), trace)
+        typer.echo(f"trace of one step: {trace}; open it in ui.perfetto.dev")
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _gather(mine: Any) -> list[Any]:
+    """What every rank has, on every rank; alone what this one has."""
+    if not dist.is_initialized():
+        return [mine]
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, mine)
+    return answers
+
+
+def _recorded_events(ranks: list[list[Recorded]]) -> Iterator[Event]:
+    for rank, entries in enumerate(ranks):
+        for entry in entries:
+            yield Event(f"measured: rank {rank}", entry.stream, entry.name, entry.start, entry.duration)
 
 
 def _workload(name: str, batch_size: int | None) -> tuple[nn.Module, Any, Any]:
@@ -64,7 +91,10 @@ def _workload(name: str, batch_size: int | None) -> tuple[nn.Module, Any, Any]:
     return load_workload(name, batch_size)
 
 
-def _train(rank: int, plan_path: str, name: str, batch_size: int | None, num_steps: int) -> None:
+def _train(
+    rank: int, plan_path: str, name: str, batch_size: int | None, num_steps: int, traced: bool
+) -> list[Recorded]:
+    """Train, telling the loss of every step; what this rank did in one more step where that is asked."""
     plan = load_plan(plan_path)
     model, batch, loss = _workload(name, batch_size)
     check_made_for(plan, capture(model, batch, loss))
@@ -75,15 +105,20 @@ def _train(rank: int, plan_path: str, name: str, batch_size: int | None, num_ste
         typer.echo(f"{plan}")
     optimizer = torch.optim.AdamW(step.parameters(), lr=_LEARNING_RATE)
     batch = _on_device(batch, step.store.device)
-    for i in range(num_steps):
-        start = time.perf_counter()
+
+    def train_once() -> float:
         value = _loss_of(step, batch)
         optimizer.zero_grad()
         value.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        shown = value.item()
+        return value.item()
+
+    for i in range(num_steps):
+        start = time.perf_counter()
+        shown = train_once()
         if first:
             typer.echo(f"step {i + 1:>4}   loss {shown:.6f}   {1e3 * (time.perf_counter() - start):9.1f} ms")
+    return record(train_once) if traced else []
 
 
 def _loss_of(step: ParallelModule, batch: Any) -> torch.Tensor:
@@ -112,7 +147,7 @@ def verify_command(
     else:
         built, data, loss = _workload(model, batch)
         result = verify_in_process(Case(found, capture(built, data, loss), built, data), steps)
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if _is_first():
         _show(found, result, as_json)
     if not result.passed:
         raise typer.Exit(1)
@@ -130,9 +165,7 @@ def _compare(rank: int, plan_path: str, name: str, batch_size: int | None, num_s
 
 
 def _gathered(mine: Any) -> Verdict:
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, mine[1])
-    return verdict(mine[0], answers)
+    return verdict(mine[0], _gather(mine[1]))
 
 
 def _show(plan: Plan, result: Verdict, as_json: bool) -> None:

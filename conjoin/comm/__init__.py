@@ -1,11 +1,27 @@
 """How a reshard is carried out: the choice of collectives, what each rank sends, and how many bytes that is."""
 
-from conjoin.comm.bundling import BundleKind, Entry, ParameterBundle, find_bundles
+from conjoin.comm.bundling import BundleKind, Entry, ParameterBundle, bundle_parameters, find_bundles
+from conjoin.comm.exchanges import Exchange, NodeExchanges, node_exchanges
+from conjoin.comm.gradients import Gradients
 from conjoin.comm.movement import Movement, move_regions, movement
+from conjoin.comm.per_rank import PerRank, sum_per_rank
+from conjoin.comm.pieces import splits_evenly
 from conjoin.comm.route import Route, Step, StepKind, backward_route, dual_layout, reshard
+from conjoin.comm.traffic import (
+    BACKWARD,
+    EXCHANGE,
+    FORWARD,
+    Collective,
+    Traffic,
+    Transfer,
+    held_bytes,
+    step_bytes,
+)
 from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 
 __all__ = [
-    "BundleKind", "Entry", "Movement", "ParameterBundle", "Route", "Step", "StepKind", "backward_route", "bytes_sent",
-    "dual_layout", "find_bundles", "move_regions", "movement", "reshard", "route_bytes", "total_bytes",
+    "BACKWARD", "EXCHANGE", "FORWARD", "BundleKind", "Collective", "Entry", "Exchange", "Gradients", "Movement",
+    "NodeExchanges", "ParameterBundle", "PerRank", "Route", "Step", "StepKind", "Traffic", "Transfer", "backward_route",
+    "bundle_parameters", "bytes_sent", "dual_layout", "find_bundles", "held_bytes", "move_regions", "movement",
+    "node_exchanges", "reshard", "route_bytes", "splits_evenly", "step_bytes", "sum_per_rank", "total_bytes",
 ]  # fmt: skip

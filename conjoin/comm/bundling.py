@@ -6,18 +6,21 @@ that is stored split is gathered for use and its gradient reduce-scattered. What
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from conjoin.comm.movement import movement
+from conjoin.comm.pieces import splits_evenly
 from conjoin.comm.route import Route, Step, StepKind, backward_route, reshard
-from conjoin.ir import Graph, Leaf, Value, is_parallel, origin, region_of, region_shape
+from conjoin.ir import Graph, Leaf, Value, is_parallel, origin
 from conjoin.machine import Mesh
-from conjoin.ops import Copies, Layout
+from conjoin.ops import Copies, Layout, TensorType
 
 Entry = tuple[Value, Layout]
-"""A parameter and the layout of its use."""
+"""A value, mostly a parameter, and a layout in which somebody reads it."""
 BUNDLE_BYTES = 25 * 2**20
 """As DistributedDataParallel's buckets (torch documentation, `bucket_cap_mb`)."""
 
@@ -44,9 +47,16 @@ class ParameterBundle:
 
 def find_bundles(graph: Graph, mesh: Mesh, regathered: frozenset[str]) -> tuple[ParameterBundle, ...]:
     """All bundles of a plan; parameters that need more than one collective each way go on their own."""
+    return bundle_parameters(_parameter_reads(graph), mesh, regathered)
+
+
+def bundle_parameters(reads: Iterable[Entry], mesh: Mesh, regathered: frozenset[str]) -> tuple[ParameterBundle, ...]:
+    """Bundles of parameters that are used in other layouts than stored, given in the order of use."""
     entries: dict[BundleKind, list[Entry]] = {}
-    for entry in _parameter_reads(graph):
-        kind = _kind_of(entry, mesh, regathered)
+    for entry in reads:
+        value, layout = entry
+        assert isinstance(value.owner, Leaf)
+        kind = _kind_of(value.type, layout, mesh, value.owner.name in regathered)
         if kind is not None:
             entries.setdefault(kind, []).append(entry)
     return tuple(ParameterBundle(kind, part) for kind, found in entries.items() for part in _filled(found))
@@ -86,12 +96,12 @@ def _only(route: Route) -> Step | None:
     return steps[0] if len(steps) == 1 else None
 
 
-def _kind_of(entry: Entry, mesh: Mesh, regathered: frozenset[str]) -> BundleKind | None:
-    value, layout = entry
-    dtype, copied = value.type.dtype, _copied_axes(value, layout)
+@lru_cache(maxsize=1 << 14)
+def _kind_of(type: TensorType, layout: Layout, mesh: Mesh, regather: bool) -> BundleKind | None:
+    copied = _copied_axes(type, layout)
     if copied:
-        return BundleKind(False, mesh.in_order(copied), dtype, False)
-    there = reshard(value.type.shape, value.type.layout, layout, mesh)
+        return BundleKind(False, mesh.in_order(copied), type.dtype, False)
+    there = reshard(type.shape, type.layout, layout, mesh)
     back = _only(backward_route(there, mesh))
     if back is None:
         return None
@@ -99,22 +109,21 @@ def _kind_of(entry: Entry, mesh: Mesh, regathered: frozenset[str]) -> BundleKind
     step = _only(there)
     if step is None or step.kind is not StepKind.ALL_GATHER or set(step.axes) != set(axes):
         return None
-    if back.kind is not StepKind.REDUCE_SCATTER or not _is_even(step, value, mesh):
+    if back.kind is not StepKind.REDUCE_SCATTER or not _is_even(step, type, mesh):
         return None
-    assert isinstance(value.owner, Leaf)
-    return BundleKind(True, axes, dtype, value.owner.name in regathered)
+    return BundleKind(True, axes, type.dtype, regather)
 
 
-def _copied_axes(value: Value, layout: Layout) -> list[str]:
+def _copied_axes(type: TensorType, layout: Layout) -> list[str]:
     """The axes on which a parameter is used as copies of what is stored, when nothing else changes."""
     copied = [axis for axis, placement in layout if isinstance(placement, Copies)]
     kept = tuple(entry for entry in layout if entry[0] not in copied)
-    return copied if kept == value.type.layout else []
+    return copied if kept == type.layout else []
 
 
-def _is_even(step: Step, value: Value, mesh: Mesh) -> bool:
-    """Whether every member of every group holds a piece of one size."""
-    shape, layout = value.type.shape, value.type.layout
-    table = movement(step, shape, mesh, 0)
-    pieces = {region_shape(region_of(shape, layout, mesh, rank)) for rank in range(mesh.size)}
-    return len(pieces) == 1 and len(table.receives) == len(table.group)
+def _is_even(step: Step, type: TensorType, mesh: Mesh) -> bool:
+    """Whether every member of every group holds a piece of one size, and no two the same."""
+    if not splits_evenly(type.shape, type.layout, mesh):
+        return False
+    table = movement(step, type.shape, mesh, 0)
+    return len(table.receives) == len(table.group)

@@ -32,6 +32,11 @@ def is_even(shape: tuple[int, ...], splits: Splits, mesh: Mesh) -> bool:
     return all(size % num_devices(axes, mesh) == 0 for size, axes in zip(shape, splits, strict=True))
 
 
+def splits_evenly(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:
+    """Whether all ranks hold pieces of one shape in a layout."""
+    return is_even(shape, splits_of(layout, len(shape)), mesh)
+
+
 def common_outer(one: tuple[str, ...], other: tuple[str, ...]) -> int:
     """How many of the outermost axes two splits of a dim share.
 

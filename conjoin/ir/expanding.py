@@ -54,4 +54,4 @@ def drop_unused(graph: Graph) -> Graph:
         return graph
     kept = [(node, graph.source_of(node)) for node in graph.nodes if node in used]
     sources = tuple(source for _, source in kept)
-    return replace(graph, nodes=tuple(node for node, _ in kept), sources=sources if any(sources) else ())
+    return replace(graph, nodes=tuple(node for node, _ in kept), sources=sources if any(sources) else (), labels=())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -35,6 +35,8 @@ class Graph:
     output_structure: Structure = LEAF
     sources: tuple[Source | None, ...] = field(default=())
     """For every node the user's line it comes from; equal graphs may come from different lines."""
+    labels: tuple[int, ...] = field(default=())
+    """For every node the number its first output has in the text it was read from, which an editor need not count."""
 
     def __repr__(self) -> str:
         return f"<Graph {self.name!r} {'train' if self.training else 'eval'}, {len(self.nodes)} nodes>"
@@ -51,6 +53,11 @@ class Graph:
         structures = repr(self.input_structure), repr(self.output_structure)
         return self.name, self.training, self.leaves, self.nodes, boundary, self.updates, self.loss, structures
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled field by field: leaves, then nodes in the order they run, so that none leads into the depth of the
+        graph; what was derived from them is derived again."""
+        return Graph, tuple(getattr(self, part.name) for part in fields(self))
+
     def __str__(self) -> str:
         return print_graph(self)
 
@@ -62,6 +69,10 @@ class Graph:
     def numbers(self) -> Mapping[Value, int]:
         """The number each node output has in the text form."""
         return {value: number for number, value in enumerate(v for node in self.nodes for v in node.outputs())}
+
+    def label_of(self, place: int) -> str:
+        """The name under which a reader finds the node at a place: that of its first output, `%3`."""
+        return f"%{self.labels[place] if self.labels else self.numbers.get(Value(self.nodes[place]), place)}"
 
     @cached_property
     def users(self) -> Mapping[Value, tuple[Node, ...]]:

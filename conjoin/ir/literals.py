@@ -22,6 +22,8 @@ _WORDS: dict[str, Any] = {
     "none": None, "true": True, "false": False, "inf": math.inf, "nan": math.nan, "-inf": -math.inf,
 }  # fmt: skip
 _FLOAT = re.compile(r"-?[0-9]+(\.[0-9]+)?(e[-+]?[0-9]+)?")
+_PART = rf"({_FLOAT.pattern.removeprefix('-?')}|inf|nan)"
+_COMPLEX = re.compile(rf"-?({_PART}[-+])?{_PART}j")
 _INT64 = 2**63
 
 
@@ -38,6 +40,8 @@ def literal_text(value: Any) -> str:
             return json.dumps(value)
         case int() | float():
             return repr(value)
+        case complex():
+            return repr(value).strip("()")
         case torch.dtype():
             return dtype_name(value)
         case torch.memory_format():
@@ -51,7 +55,7 @@ def is_literal(value: Any) -> bool:
     """Whether `literal_text` can write it."""
     if isinstance(value, tuple):
         return all(is_literal(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.memory_format)
+    return value is None or isinstance(value, bool | int | float | complex | str | torch.dtype | torch.memory_format)
 
 
 def parse_word(word: str) -> Any:
@@ -72,13 +76,15 @@ def parse_word(word: str) -> Any:
         return number
     if _FLOAT.fullmatch(word):
         return float(word)
+    if _COMPLEX.fullmatch(word):
+        return complex(word)
     return parse_dtype(word)
 
 
 def literal_to_json(value: Any) -> Any:
     """A literal as JSON; what JSON has no word for goes into an object naming its kind."""
     match value:
-        case torch.dtype() | torch.memory_format():
+        case torch.dtype() | torch.memory_format() | complex():
             return {"word": literal_text(value)}
         case float() if not math.isfinite(value):
             return {"word": repr(value)}

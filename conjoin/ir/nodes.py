@@ -2,6 +2,7 @@
 
 Leaves and nodes are hash-consed: building the same one twice gives the same object, so equality is identity and a graph
 of any depth is compared and hashed in constant time. The table holds them weakly and is the only global state here.
+They are pickled as the calls that make them, so that in the process that loads them they are in its table too.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, assert_never
 from weakref import WeakValueDictionary
 
@@ -39,6 +41,10 @@ class Leaf:
     def __str__(self) -> str:
         return f"{self.kind.value}:{self.name}"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        make = partial(make_leaf, trainable=self.trainable, aliases=self.aliases, data=self.data)
+        return make, (self.kind, self.name, self.type)
+
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, weakref_slot=True)
 class Node:
@@ -55,6 +61,10 @@ class Node:
     def __repr__(self) -> str:
         """The call alone: with its inputs spelled out, and theirs, it would be as long as the graph has paths."""
         return f"<Node {self.op} -> {', '.join(map(str, self.types))}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make = partial(make_node, occurrence=self.occurrence, pinned=self.pinned)
+        return make, (self.op, self.args, self.types)
 
     @property
     def inputs(self) -> tuple[Value, ...]:
@@ -94,7 +104,7 @@ def fits(kind: Kind, argument: Any) -> bool:
         case Kind.ATTRIBUTE:
             return not _holds_value(argument)
         case Kind.TENSOR:
-            return argument is None or isinstance(argument, Value | bool | int | float)
+            return argument is None or isinstance(argument, Value | bool | int | float | complex)
         case Kind.TENSORS:
             if argument is None:
                 return True
@@ -128,7 +138,7 @@ def typed_key(value: Any) -> Any:
     """
     if isinstance(value, tuple):
         return tuple(typed_key(item) for item in value)
-    return type(value), repr(value) if isinstance(value, float) else value
+    return type(value), repr(value) if isinstance(value, float | complex) else value
 
 
 def make_leaf(

@@ -8,7 +8,7 @@ from conjoin.ir.graph import Graph
 from conjoin.ir.nodes import Leaf, LeafKind, Node, Value
 from conjoin.ir.placing import layout_fault, place
 from conjoin.ir.reshards import LayoutError, elementary, is_parallel
-from conjoin.ir.verifier import Fault
+from conjoin.ir.verifier import Fault, node_place
 from conjoin.machine import Mesh
 from conjoin.ops import Copies, Partial
 
@@ -40,10 +40,9 @@ def _storage_fault(leaf: Leaf) -> str | None:
 
 def _node_faults(graph: Graph, mesh: Mesh) -> Iterator[Fault]:
     for i, node in enumerate(graph.nodes):
-        source = graph.sources[i] if i < len(graph.sources) else None
         what = node_fault(node, mesh)
         if what:
-            yield Fault(f"node {i} {node.op}" + (f" at {source}" if source else ""), what)
+            yield Fault(node_place(graph, i), what)
 
 
 def node_fault(node: Node, mesh: Mesh) -> str | None:

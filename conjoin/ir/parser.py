@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from conjoin.errors import GraphError
@@ -73,6 +73,7 @@ class _Reader:
 
     builder: GraphBuilder = field(default_factory=GraphBuilder)
     values: dict[int, Value] = field(default_factory=dict)
+    labels: list[int] = field(default_factory=list)
     name: str | None = None
     training: bool = False
     inputs: tuple[tuple[Result, ...], Structure] | None = None
@@ -219,6 +220,7 @@ def _read_node(reader: _Reader, line: str) -> None:
     node = make_node(found[2], args, types, occurrence=occurrence, pinned=marks[2] is not None)
     add_new(reader.builder, node, source)
     _number_outputs(reader, node, [int(number) for number, _ in outputs])
+    reader.labels.append(int(outputs[0][0]))
 
 
 def _number_outputs(reader: _Reader, node: Node, numbers: list[int]) -> None:
@@ -300,7 +302,7 @@ def _finish(reader: _Reader) -> Graph:
             f"Save the graph again."
         )
     (inputs, input_structure), (outputs, output_structure) = reader.inputs or ((), LEAF), reader.outputs
-    return reader.builder.finish(
+    graph = reader.builder.finish(
         reader.name,
         training=reader.training,
         inputs=inputs,
@@ -310,3 +312,4 @@ def _finish(reader: _Reader) -> Graph:
         input_structure=input_structure,
         output_structure=output_structure,
     )
+    return replace(graph, labels=tuple(reader.labels))

@@ -245,4 +245,3 @@ def _figures(entry: Any) -> tuple[tuple[str, float], ...]:
         if isinstance(figure, bool) or not isinstance(figure, int | float):
             raise ValueError(f"the prediction {name[:40]!r} is not a number")
     return tuple((name, float(figure)) for name, figure in entry.items())
-

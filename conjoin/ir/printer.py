@@ -1,12 +1,12 @@
 """The text form of a graph: one line per leaf and node, readable by eye, read back by the parser.
 
-    graph "mlp" train
-    input:x f32[4,8]
-    param:fc.weight f32[16,8] trainable
-    takes [input:x] in {"kind":"tuple","keys":[],"children":[null]}
-    %0: f32[4,16] = linear(input:x, param:fc.weight)  @ "mlp.py":12 "fc"
-    %1: f32[] = sum(%0)
-    returns [%1] in null loss 0
+graph "mlp" train
+input:x f32[4,8]
+param:fc.weight f32[16,8] trainable
+takes [input:x] in {"kind":"tuple","keys":[],"children":[null]}
+%0: f32[4,16] = linear(input:x, param:fc.weight)  @ "mlp.py":12 "fc"
+%1: f32[] = sum(%0)
+returns [%1] in null loss 0
 """
 
 from __future__ import annotations

@@ -9,12 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 from conjoin.ir.nodes import Node
 from conjoin.ir.placing import Placed, plain_call
 from conjoin.ir.regions import Range, Region, region_of
 from conjoin.machine import Mesh
-from conjoin.ops import Call, Layout, Span, Split, TensorType, operand_spans, output_spans, space_of, spec_for
+from conjoin.ops import (
+    Call,
+    Layout,
+    Span,
+    Split,
+    Spread,
+    TensorType,
+    Window,
+    operand_spans,
+    output_spans,
+    space_of,
+    spec_for,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +87,32 @@ def _move(
     group = mesh.group(rank, mesh.in_order(axis for axis, placement in layout if isinstance(placement, Split)))
     haves, wants = tuple(map(have, group)), tuple(map(want, group))
     return None if haves == wants else RegionMove(group, haves, wants)
+
+
+def unlike_axes(node: Node, placed: Placed, mesh: Mesh) -> frozenset[str]:
+    """The axes along which ranks may run a node on pieces of unlike shapes; where there are none, no rank lacks a part.
+
+    Pieces are unlike where an index does not divide evenly, and at the borders of what windows reach over.
+    """
+    call = plain_call(node)
+    spec = spec_for(call)
+    if spec is None or not placed.splits:
+        return frozenset()
+    return _unlike_axes(call, placed, mesh)
+
+
+@lru_cache(maxsize=1 << 15)
+def _unlike_axes(call: Call, placed: Placed, mesh: Mesh) -> frozenset[str]:
+    spec = spec_for(call)
+    assert spec is not None
+    space = space_of(spec, call)
+    dims = [dim for access in space.notation.operands for dim in access.dims]
+    windowed = {dim.out for dim in dims if isinstance(dim, Window | Spread)}
+    found: set[str] = set()
+    for index, axes in placed.splits:
+        if index in windowed or space.sizes[index] % prod(mesh.sizes[axis] for axis in axes):
+            found.update(axes)
+    return frozenset(found)
 
 
 Regions = tuple[Region, ...]

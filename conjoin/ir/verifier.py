@@ -68,12 +68,17 @@ def _node_faults(graph: Graph) -> Iterator[Fault]:
     known: set[Leaf | Node] = set(graph.leaves)
     judged: dict[Any, list[str]] = {}
     for i, node in enumerate(graph.nodes):
-        source = graph.sources[i] if i < len(graph.sources) else None
-        where = f"node {i} {node.op}" + (f" at {source}" if source else "")
+        where = node_place(graph, i)
         if node in known:
             yield Fault(where, "stands twice")
         yield from (Fault(where, what) for what in _form_faults(node) or _call_faults(node, known, judged))
         known.add(node)
+
+
+def node_place(graph: Graph, place: int) -> str:
+    """Where a reader finds a node: its name in the text form, the operator, and the user's line where known."""
+    source = graph.sources[place] if place < len(graph.sources) else None
+    return f"{graph.label_of(place)} {graph.nodes[place].op}" + (f" at {source}" if source else "")
 
 
 def _form_faults(node: Node) -> list[str]:

@@ -1,8 +1,43 @@
-"""The machine: devices on a mesh of prime axes, from a file, a preset or the running process group."""
+"""The machine: devices on a mesh of prime axes, their speeds and links, from a file, a preset or the running group."""
 
+from conjoin.machine.devices import DeviceType
+from conjoin.machine.fitting import (
+    COLLECTIVE_KINDS,
+    CollectiveFit,
+    LineFit,
+    fit_collective,
+    fit_line,
+    reduce_repeats,
+)
+from conjoin.machine.links import NETWORK, Link, NodeKind
 from conjoin.machine.machine import Machine
 from conjoin.machine.mesh import Axis, Mesh, prime_factors
-from conjoin.machine.naming import parse_machine
+from conjoin.machine.naming import find_machine_files, parse_machine
 from conjoin.machine.presets import preset_names
+from conjoin.machine.toml_form import machine_file_problems
+from conjoin.machine.topology import Topology
+from conjoin.machine.wiring import DirectedLink, Route
 
-__all__ = ["Axis", "Machine", "Mesh", "parse_machine", "preset_names", "prime_factors"]
+__all__ = [
+    "COLLECTIVE_KINDS",
+    "NETWORK",
+    "Axis",
+    "CollectiveFit",
+    "DeviceType",
+    "DirectedLink",
+    "LineFit",
+    "Link",
+    "Machine",
+    "Mesh",
+    "NodeKind",
+    "Route",
+    "Topology",
+    "find_machine_files",
+    "fit_collective",
+    "fit_line",
+    "machine_file_problems",
+    "parse_machine",
+    "preset_names",
+    "prime_factors",
+    "reduce_repeats",
+]

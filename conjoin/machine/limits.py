@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from decimal import Decimal
 from difflib import get_close_matches
+from itertools import islice
 
 from conjoin.errors import UsageError
 
@@ -11,16 +13,17 @@ MAX_DEVICES = 2**20
 """More than any machine has, and few enough to list every rank."""
 MAX_NAME_LENGTH = 100
 MAX_DESCRIPTION_LENGTH = 1_000
+MAX_WORDS = 50
+"""Known words that a message may name."""
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """Which torch.distributed backend talks between devices of a kind."""
 
 
-def check_count(what: str, value: object) -> None:
+def check_count(what: str, value: object, owner: str = "machine's") -> None:
     """Refuse what is not a number of nodes or devices; truth values are no numbers."""
     if type(value) is not int or not 1 <= value <= MAX_DEVICES:
         raise UsageError(
-            f"The machine's {what} is {shown(value)}. "
-            f"It must be a whole number from 1 to {MAX_DEVICES:,}. Change {what}."
+            f"The {owner} {what} is {shown(value)}. It must be a whole number from 1 to {MAX_DEVICES:,}. Change {what}."
         )
 
 
@@ -34,11 +37,11 @@ def check_total(num_nodes: int, devices_per_node: int) -> None:
         )
 
 
-def check_name(name: object) -> None:
-    """Refuse a name that does not fit into one line of a message."""
-    if type(name) is not str or not 1 <= len(name) <= MAX_NAME_LENGTH or not name.isprintable() or name.isspace():
+def check_label(what: str, label: object) -> None:
+    """Refuse a name of a part that does not fit into one line, or is made of blanks."""
+    if type(label) is not str or not 1 <= len(label) <= MAX_NAME_LENGTH or not label.isprintable() or label.isspace():
         raise UsageError(
-            f"The machine's name is {shown(name)}. "
+            f"The {what} is {shown(label)}. "
             f"It must be one line of 1 to {MAX_NAME_LENGTH} printable characters. Choose another name."
         )
 
@@ -71,6 +74,8 @@ def shown(value: object) -> str:
     match value:
         case bool():
             return str(value).lower()
+        case Decimal():
+            return "of type float"
         case int():
             return f"{value}" if abs(value) < 10**15 else "a number of more than 15 digits"
         case str():
@@ -84,6 +89,6 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     >>> suggestion("Sumit", ["summit", "laptop"]), suggestion("?", ["summit", "laptop"])
     ('Did you mean summit?', 'Use one of summit, laptop.')
     """
-    words = list(known)
+    words = list(islice(known, MAX_WORDS))
     near = get_close_matches(word[:60].lower(), words, n=1)
     return f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(words)}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 from conjoin.errors import UsageError
 from conjoin.machine.limits import shown
@@ -12,8 +13,10 @@ from conjoin.machine.machine import Machine
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
-def parse_machine(text: str) -> Machine:
+def parse_machine(text: str, directory: Path | None = None) -> Machine:
     """The machine that a word names: `local:4`, a preset as `summit` or `summit:4`, or a path that ends in .toml.
+
+    In a directory of machine files, `office.toml` gives the name `office`, also before a preset of that name.
 
     >>> print(parse_machine("local:4"))
     local: 1 node × 4 cpu, axes d0:2 d1:2
@@ -26,7 +29,20 @@ def parse_machine(text: str) -> Machine:
     number = _parse_number(text, digits) if colon else None
     if name == "local":
         return _local(number)
+    files = find_machine_files(directory) if directory is not None else {}
+    if name in files:
+        machine = Machine.load(files[name])
+        return machine if number is None else machine.with_nodes(number)
     return Machine.preset(name, number)
+
+
+def find_machine_files(directory: Path) -> dict[str, Path]:
+    """The machine files of a directory by the names they give; nothing where there is no such directory."""
+    try:
+        found = sorted(directory.glob("*.toml"))
+    except (OSError, ValueError):
+        return {}
+    return {path.name.removesuffix(".toml"): path for path in found}
 
 
 def _local(num_processes: int | None) -> Machine:

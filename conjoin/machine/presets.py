@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from conjoin.machine import preset_nodes
+from conjoin.machine.links import NodeKind
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """One node of a known machine, and how many nodes it has where that is fixed."""
+    """A known machine: its nodes for any number of them, and that number where it is fixed."""
 
     name: str
-    devices_per_node: int
-    device: str
+    node: Callable[[int], NodeKind]
     description: str
     fixed_num_nodes: int | None = None
 
@@ -19,40 +22,59 @@ class Preset:
 # A description names the devices and links, then where they are said to be so.
 _TABLE = (
     Preset(
-        "summit", 6, "cuda",
-        "Summit supercomputer: two POWER9 and six V100 a node, three GPUs at each CPU joined by NVLink; "
-        "EDR InfiniBand of 100 Gb/s between nodes. Source: Unity, section 6.1.",
+        "summit", preset_nodes.summit,
+        "Summit supercomputer: two POWER9 and six V100 of 16 GB a node, three GPUs at each CPU joined by NVLink "
+        "(50 GB/s each way), X-Bus between the CPUs (64 GB/s both ways together); EDR InfiniBand of 100 Gb/s on two "
+        "rails, one at each CPU. Source: Unity, section 6.1; WikiChip for X-Bus and rails; NVIDIA's V100 data sheet.",
     ),
     Preset(
-        "p3.8xlarge", 4, "cuda",
-        "AWS p3.8xlarge: four V100 of 16 GB a node, joined by NVLink; 10 Gb/s between nodes. "
-        "Source: AlpaComm, section 5.",
+        "p3.8xlarge", preset_nodes.p3_8xlarge,
+        "AWS p3.8xlarge: four V100 of 16 GB a node, joined by one or two NVLinks of 25 GB/s a pair; 10 Gb/s between "
+        "nodes. Source: AlpaComm, section 5; the wiring of half a DGX-1; NVIDIA's V100 data sheet.",
     ),
     Preset(
-        "p100-cluster", 4, "cuda",
-        "FlexFlow's first cluster (4 nodes) and ROC's: four P100 a node, joined by NVLink; EDR InfiniBand of 100 Gb/s "
-        "between nodes. Source: Jia's thesis, sections 3.7.1 and 4.7.1.",
+        "p100-cluster", preset_nodes.p100_cluster,
+        "FlexFlow's first cluster (4 nodes) and ROC's: four P100 a node, each pair joined by an NVLink of 20 GB/s; "
+        "EDR InfiniBand of 100 Gb/s between nodes. "
+        "Source: Jia's thesis, sections 3.7.1 and 4.7.1; NVIDIA's P100 data sheet.",
     ),
     Preset(
-        "k80-cluster", 4, "cuda",
-        "FlexFlow's second cluster (16 nodes): four K80 a node, adjacent pairs on a PCIe switch; InfiniBand of 56 Gb/s "
-        "between nodes. Source: Jia's thesis, section 3.7.1.",
+        "k80-cluster", preset_nodes.k80_cluster,
+        "FlexFlow's second cluster (16 nodes): four K80 a node, adjacent pairs on a PCIe switch, both switches on one "
+        "more; InfiniBand of 56 Gb/s between nodes. A K80 board has two GPUs, and a device is one of them. "
+        "Source: Jia's thesis, section 3.7.1; NVIDIA's K80 data sheet.",
     ),
     Preset(
-        "piz-daint", 1, "cuda",
-        "Piz Daint supercomputer: one P100 of 16 GB a node; 8.5 to 10 GB/s between nodes. "
-        "Source: AutoDDL, section 5.2.1.",
+        "piz-daint", preset_nodes.piz_daint,
+        "Piz Daint supercomputer: one P100 of 16 GB a node; 8.5 to 10 GB/s between nodes, of which the lower is taken. "
+        "Source: AutoDDL, section 5.2.1; NVIDIA's P100 data sheet (PCIe).",
     ),
     Preset(
-        "a100-2x16", 16, "cuda",
-        "AutoDDL's two servers on Google Cloud: 16 A100 of 40 GB each, NVLink of 600 GB/s a GPU; 100 Gb/s between "
-        "nodes. Source: AutoDDL, section 5.3.1.",
+        "a100-2x16", preset_nodes.a100_16,
+        "AutoDDL's two servers on Google Cloud: 16 A100 of 40 GB each, NVLink of 600 GB/s a GPU (300 each way); "
+        "100 Gb/s between nodes. Source: AutoDDL, section 5.3.1; NVIDIA's A100 data sheet.",
         fixed_num_nodes=2,
     ),
-    Preset("dgx-a100", 8, "cuda", "NVIDIA DGX A100: eight A100 joined by NVSwitch. Source: NVIDIA's data sheet."),
-    Preset("dgx-h100", 8, "cuda", "NVIDIA DGX H100: eight H100 joined by NVSwitch. Source: NVIDIA's data sheet."),
-    Preset("dgx-h200", 8, "cuda", "NVIDIA DGX H200: eight H200 joined by NVSwitch. Source: NVIDIA's data sheet."),
-    Preset("laptop", 1, "cpu", "One process on the CPU of any computer.", fixed_num_nodes=1),
+    Preset(
+        "dgx-a100", preset_nodes.dgx_a100,
+        "NVIDIA DGX A100: eight A100 of 80 GB joined by NVSwitch, NVLink of 600 GB/s a GPU (300 each way); a network "
+        "card of 200 Gb/s for each GPU. Source: NVIDIA's data sheets of DGX A100 and A100.",
+    ),
+    Preset(
+        "dgx-h100", preset_nodes.dgx_h100,
+        "NVIDIA DGX H100: eight H100 of 80 GB joined by NVSwitch, NVLink of 900 GB/s a GPU (450 each way); a network "
+        "card of 400 Gb/s for each GPU. Source: NVIDIA's data sheets of DGX H100 and H100, rates without sparsity.",
+    ),
+    Preset(
+        "dgx-h200", preset_nodes.dgx_h200,
+        "NVIDIA DGX H200: eight H200 of 141 GB joined by NVSwitch, NVLink of 900 GB/s a GPU (450 each way); a network "
+        "card of 400 Gb/s for each GPU. Source: NVIDIA's data sheets of DGX H200 and H200, rates without sparsity.",
+    ),
+    Preset(
+        "laptop", preset_nodes.laptop,
+        "One process on the CPU of any computer; the rates are round numbers and no product's, calibrate for yours.",
+        fixed_num_nodes=1,
+    ),
 )  # fmt: skip
 
 PRESETS = {preset.name: preset for preset in _TABLE}

@@ -2,65 +2,81 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import tomllib
 import uuid
 from collections.abc import Mapping
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
 from conjoin.errors import UsageError
-from conjoin.machine.limits import shown, suggestion
+from conjoin.machine.limits import shown
+from conjoin.machine.toml_reading import KEYS_OF_VERSION, MachineReader
+from conjoin.machine.toml_writing import FORMAT, VERSION
 
-FORMAT = "conjoin.machine"
-VERSION = 1
-NEEDED = ("name", "num_nodes", "devices_per_node", "device")
-OPTIONAL = ("description",)
 MAX_BYTES = 2**20
-MAX_LINES_OR_DOTS = 1_000
+MAX_LINES = 5_000
+MAX_DOTS = 1_000
 """`tomllib` takes time with the square of the dots in a key, and again for each line below such a heading."""
-
-
-def write_toml(facts: Mapping[str, str | int]) -> str:
-    """The text of a machine file. Printable text and line ends are quoted alike in JSON and in TOML.
-
-    >>> print(write_toml({"name": "two", "num_nodes": 2}))
-    format = "conjoin.machine"
-    version = 1
-    name = "two"
-    num_nodes = 2
-    <BLANKLINE>
-    """
-    entries = {"format": FORMAT, "version": VERSION, **facts}
-    return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in entries.items())
+_DECIMAL = re.compile(r"(?<=[=\[,])\s*[-+]?[0-9_]+\.[0-9_]+(?:[eE][-+]?[0-9]+)?(?=\s*(?:[,\]}#\n]|$))")
+"""A number with a decimal point, whose dot is none of a key."""
 
 
 def read_toml(text: str) -> dict[str, Any]:
-    """The entries of a machine file by key: all that are needed and none unknown, their values not yet checked."""
+    """What a machine is made of, from the text of its file; the first problem is raised, the others are counted."""
+    facts, problems = _read(text)
+    if problems:
+        more = len(problems) - 1
+        also = f"\n  and {more} more, which `conjoin machine check` lists" if more else ""
+        raise UsageError(f"{problems[0]}{also}")
+    return facts
+
+
+def machine_file_problems(path: str | Path) -> tuple[str, ...]:
+    """Everything that is wrong with a machine file, each in three sentences; nothing where it describes a machine."""
+    try:
+        return tuple(_read(read_file(Path(path)))[1])
+    except UsageError as error:
+        return (str(error),)
+
+
+def _read(text: str) -> tuple[dict[str, Any], list[str]]:
     _check_lengths(text)
     try:
-        data = tomllib.loads(text)
+        data = tomllib.loads(text, parse_float=_decimal)
     except (ValueError, RecursionError) as error:
         raise UsageError(
             f"The text is not TOML: {str(error)[:200]}. A machine is described by lines such as num_nodes = 4. "
             f"Correct the text there."
         ) from None
-    _check_format(data)
-    return _check_keys({key: value for key, value in data.items() if key not in ("format", "version")})
+    version = _check_format(data)
+    reader = MachineReader()
+    facts = reader.facts({key: value for key, value in data.items() if key not in ("format", "version")}, version)
+    return facts, reader.problems
+
+
+def _decimal(text: str) -> Decimal:
+    """A number as it is written, so that moving its decimal point is exact; one beyond all bounds is infinite."""
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        return Decimal("Infinity")
 
 
 def _check_lengths(text: str) -> None:
-    for what, count in (("lines", text.count("\n")), ("dots", text.count("."))):
-        if count > MAX_LINES_OR_DOTS:
+    found = (("lines", text.count("\n"), MAX_LINES), ("dots", _DECIMAL.sub("", text).count("."), MAX_DOTS))
+    for what, count, limit in found:
+        if count > limit:
             raise UsageError(
-                f"The text has {count:,} {what}, the limit is {MAX_LINES_OR_DOTS:,}. No machine needs that many. "
+                f"The text has {count:,} {what}, the limit is {limit:,}. No machine needs that many. "
                 f"Check that it describes a machine."
             )
 
 
-def _check_format(data: Mapping[str, Any]) -> None:
+def _check_format(data: Mapping[str, Any]) -> int:
     if data.get("format") != FORMAT:
         raise UsageError(
             f"The text does not describe a machine: its format is {_shown_entry(data, 'format')}. "
@@ -68,36 +84,17 @@ def _check_format(data: Mapping[str, Any]) -> None:
             f'Write format = "{FORMAT}" and version = {VERSION} there, or check that it is the right file.'
         )
     version = data.get("version")
-    if type(version) is not int or version != VERSION:
+    if type(version) is not int or version not in KEYS_OF_VERSION:
         raise UsageError(
             f"The machine's format version is {_shown_entry(data, 'version')}. "
-            f"This release of conjoin reads version {VERSION}. "
+            f"This release of conjoin reads versions {' and '.join(map(str, KEYS_OF_VERSION))}. "
             f"Write version = {VERSION} if the file was made by hand, else use the release that wrote it."
         )
+    return version
 
 
 def _shown_entry(data: Mapping[str, Any], key: str) -> str:
     return shown(data[key]) if key in data else "missing"
-
-
-def _check_keys(entries: dict[str, Any]) -> dict[str, Any]:
-    known = (*NEEDED, *OPTIONAL)
-    unknown = [key for key in entries if key not in known]
-    if unknown:
-        raise UsageError(
-            f"The machine has an unknown key {shown(unknown[0])}. A machine of version {VERSION} has the keys "
-            f"{', '.join(known)}. {suggestion(unknown[0], known)}"
-        )
-    missing = [key for key in NEEDED if key not in entries]
-    if missing:
-        raise UsageError(
-            f"The machine lacks {', '.join(missing)}. Every machine says {', '.join(NEEDED)}. "
-            f"Add a line such as {missing[0]} = {_EXAMPLES[missing[0]]}."
-        )
-    return entries
-
-
-_EXAMPLES = {"name": '"my-cluster"', "num_nodes": "4", "devices_per_node": "8", "device": '"cuda"'}
 
 
 def read_file(path: Path) -> str:

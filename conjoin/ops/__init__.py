@@ -27,7 +27,7 @@ from conjoin.ops.composites import (
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import Emit, LocalForm, Pieces, Span, operand_spans, output_spans, run_local
 from conjoin.ops.measures import bytes_read, bytes_written, flops
-from conjoin.ops.notation import NotationError
+from conjoin.ops.notation import NotationError, Spread, Window
 from conjoin.ops.placement import Copies, Invariant, Partial, Placement, Split, dual, parse_placement
 from conjoin.ops.sampling import random_call, random_cuts, random_tensors
 from conjoin.ops.sharding import ShardingRule, replicated_rules, sharding_rules, splittable
@@ -88,7 +88,9 @@ __all__ = [
     "Space",
     "Span",
     "Split",
+    "Spread",
     "TensorType",
+    "Window",
     "all_ops",
     "bind_args",
     "bytes_read",

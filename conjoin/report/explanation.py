@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from conjoin.comm import BACKWARD, FORWARD, Collective, PerRank, Traffic, Transfer, held_bytes, sum_per_rank
 from conjoin.ir import (
     Graph,
     LeafKind,
@@ -20,12 +21,10 @@ from conjoin.ir import (
     make_node,
     origin,
     place,
-    plain_call,
     value_text,
 )
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, TensorType, map_tensors
-from conjoin.report.traffic import BACKWARD, FORWARD, Collective, PerRank, Traffic, Transfer, held_bytes, sum_per_rank
 
 AGREEMENT = "agreement of random draws"
 
@@ -245,9 +244,9 @@ def _count(names: Iterator[str]) -> tuple[tuple[str, int], ...]:
 
 def _explain_node(node: Node, plan: Plan, traffic: Traffic) -> Operator:
     graph = plan.graph
-    placed, call = place(node, plan.mesh), plain_call(node)
+    placed = place(node, plan.mesh)
     bare = make_node(node.op, map_tensors(node.op, node.args, origin), node.types, occurrence=node.occurrence)
-    before = _shipments(traffic.before_node(node, placed, call), graph)
+    before = _shipments(traffic.before_node(node, placed), graph)
     return Operator(
         node=node,
         outputs=tuple(value_text(value, graph.numbers) for value in node.outputs()),
@@ -255,7 +254,7 @@ def _explain_node(node: Node, plan: Plan, traffic: Traffic) -> Operator:
         splits=placed.splits,
         source=graph.source_of(node),
         before=before,
-        after=_shipments(traffic.after_node(node, placed, call), graph),
+        after=_shipments(traffic.after_node(node, placed), graph),
     )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 
+from conjoin.comm import BACKWARD, Collective, PerRank
 from conjoin.ir import Source
 from conjoin.ops import Partial, Split, placement_on
 from conjoin.report.explanation import Explanation, Operator, Shipment, layout_text
 from conjoin.report.text import format_bytes
-from conjoin.report.traffic import BACKWARD, Collective, PerRank
 
 _INDENT = "    ~ "
 
@@ -82,13 +82,21 @@ def split_text(operator: Operator) -> str:
 
 
 def _index_text(operator: Operator, index: str, axes: tuple[str, ...]) -> str:
-    """The index; one that only numbers a dim (`d0`, which an axis may be called too) is named by the output's dim."""
+    """The index; one that only numbers a dim (`d0`, which an axis may be called too) is named by that dim: of the
+    output, or of the operand it is summed over."""
+    numbered = index[1:].isdigit()
     match placement_on(operator.node.types[0].layout, axes[0]):
-        case Split(dim) if index[1:].isdigit():
+        case Split(dim) if numbered:
             return f"dim {dim}"
         case Partial():
-            return f"summed {index}"
+            return f"summed {_operand_dim(operator, axes[0]) if numbered else index}"
     return index
+
+
+def _operand_dim(operator: Operator, axis: str) -> str:
+    """The dim that an axis splits, of the first operand it splits."""
+    placements = (placement_on(value.type.layout, axis) for value in operator.node.inputs)
+    return next(f"dim {placement.dim}" for placement in placements if isinstance(placement, Split))
 
 
 def source_text(source: Source | None) -> str:

@@ -1,5 +1,13 @@
 """From a graph or a plan to what runs: generated code on one device, or this rank's part of a plan."""
 
+from conjoin.runtime.calibrating import (
+    Communication,
+    Concurrency,
+    Timed,
+    axis_sets,
+    calibrate_collectives,
+    measure_communication,
+)
 from conjoin.runtime.captured import CapturedModule, to_module
 from conjoin.runtime.checking import (
     TOLERANCE,
@@ -15,16 +23,20 @@ from conjoin.runtime.checking import (
 )
 from conjoin.runtime.checkpoint import save_checkpoint
 from conjoin.runtime.checkpoint_loading import load_checkpoint
-from conjoin.runtime.launching import launch
+from conjoin.runtime.launching import Site, launch
 from conjoin.runtime.loading import connect, load
 from conjoin.runtime.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
+from conjoin.runtime.pacing import Pace, communicator_over, join_ranks
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.pieces import Piece, full_state_dict
+from conjoin.runtime.recording import COMMUNICATING, COMPUTING, Recorded, record
 from conjoin.runtime.threads import run_ranks
 
 __all__ = [
-    "TOLERANCE", "CapturedModule", "Case", "Difference", "ParallelModule", "Piece", "Reference", "Verdict",
-    "check_made_for", "compare_rank", "connect", "full_state_dict", "launch", "load", "load_checkpoint",
-    "load_optimizer_state_dict", "optimizer_state_dict", "run_ranks", "save_checkpoint", "to_module", "train_alone",
-    "verdict", "verify_in_process",
+    "COMMUNICATING", "COMPUTING", "TOLERANCE", "CapturedModule", "Case", "Communication", "Concurrency", "Difference",
+    "Pace", "ParallelModule", "Piece", "Recorded", "Reference", "Site", "Timed", "Verdict", "axis_sets",
+    "calibrate_collectives", "check_made_for", "communicator_over", "compare_rank", "connect", "full_state_dict",
+    "join_ranks", "launch", "load", "load_checkpoint", "load_optimizer_state_dict", "measure_communication",
+    "optimizer_state_dict", "record", "run_ranks", "save_checkpoint", "to_module", "train_alone", "verdict",
+    "verify_in_process",
 ]  # fmt: skip

@@ -1,14 +1,16 @@
 """Does a plan train like one device? Loss, every gradient and the updated weights, step by step, in double precision.
 
 The captured graph is run on one device and the plan on all its ranks, from the same values, the same batch and the same
-random numbers. Each rank compares the pieces it holds; a tensor's difference is taken relative to its largest element,
-or to a thousandth of the largest gradient of all where the tensor itself is nothing but rounding.
+random numbers: on devices of one kind, as each kind draws its own. Each rank compares the pieces it holds; a tensor's
+difference is taken relative to its largest element, or to a thousandth of the largest gradient of all where the tensor
+itself is nothing but rounding.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf, isfinite, nan
 from typing import Any
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from conjoin.errors import PlanError, UsageError
 from conjoin.ir import Graph, LeafKind, Plan, flatten_tree, model_mark, unflatten_tree, wide_dtype, widen
 from conjoin.runtime.captured import to_module
-from conjoin.runtime.communicator import Communicator
+from conjoin.runtime.communicator import Communicator, group_device
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.storage import Store
 from conjoin.runtime.threads import run_ranks
@@ -107,38 +109,43 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _wide_model(model: nn.Module, graph: Graph) -> nn.Module:
-    """A copy in double precision; unlike `model.double()` it keeps buffers tied and knows complex numbers."""
+    """A copy in double precision; unlike `model.double()` it knows complex numbers."""
     if any(x.is_meta for x in (*model.parameters(), *model.buffers())):
         raise UsageError(
             f"A {type(model).__name__} on the meta device was given to be compared with one device. It has no values "
             f"to start from. Build the model on the CPU, or give it values first."
         )
+    return _changed(model, graph, _wide)
+
+
+def _changed(model: nn.Module, graph: Graph, change: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A copy with every tensor changed; unlike `model.to()` it keeps buffers tied and knows the graph's constants."""
     copied = copy.deepcopy(model)
     buffers: dict[int, tuple[Tensor, Tensor]] = {}
     for module in copied.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
-                parameter.grad, parameter.data = None, _wide(parameter.data)
+                parameter.grad, parameter.data = None, change(parameter.data)
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = buffers.setdefault(id(buffer), (buffer, _wide(buffer)))[1]
+                module._buffers[name] = buffers.setdefault(id(buffer), (buffer, change(buffer)))[1]
     for leaf in graph.leaves_of(LeafKind.CONSTANT):
         if leaf.data is None:  # its values are those of an attribute
             path, _, name = leaf.name.rpartition(".")
             owner = copied.get_submodule(path)
-            setattr(owner, name, _wide(getattr(owner, name)))
+            setattr(owner, name, change(getattr(owner, name)))
     return copied
 
 
-def train_alone(case: Case, num_steps: int) -> Reference:
-    """Train the captured graph on one device; the caller's generator is not touched."""
-    graph, module = case.graph, to_module(case.graph, copy.deepcopy(case.model))
-    losses, gradients = [], []
+def train_alone(case: Case, num_steps: int, device: torch.device | None = None) -> Reference:
+    """Train the captured graph on one device, that of this process's group; the caller's generator is not touched."""
+    device = device or group_device()
+    graph, module = case.graph, to_module(case.graph, _changed(case.model, case.graph, lambda x: x.to(device)))
+    batch, losses, gradients = _moved(case.batch, device), [], []
     optimizer = _optimizer(module.parameters())
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(_SEED)
+    with _seeded(device):
         for _ in range(num_steps):
-            losses.append(_step(module, optimizer, case.batch, graph))
+            losses.append(_step(module, optimizer, batch, graph))
             if not isfinite(losses[-1]):
                 raise UsageError(
                     f"{graph.name} was to be compared with one device, and its loss there is {losses[-1]} in step "
@@ -150,6 +157,21 @@ def train_alone(case: Case, num_steps: int) -> Reference:
     return Reference(tuple(losses), tuple(gradients), _clones(_state(module).items()))
 
 
+def _moved(batch: Any, device: torch.device) -> Any:
+    leaves, spec = flatten_tree(batch)
+    return unflatten_tree([x.to(device) if isinstance(x, Tensor) else x for x in leaves], spec)
+
+
+@contextmanager
+def _seeded(device: torch.device) -> Iterator[None]:
+    """The device's own generator started anew, and put back after."""
+    on_cuda = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_cuda else []):
+        generator = torch.cuda.default_generators[device.index] if on_cuda else torch.default_generator
+        generator.manual_seed(_SEED)
+        yield
+
+
 def _state(module: nn.Module) -> dict[str, Tensor]:
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
@@ -159,9 +181,10 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
 
 def compare_rank(case: Case, reference: Reference, communicator: Communicator) -> Compared:
     """Train this rank's part of the plan and compare everything it holds with one device."""
-    plan, model, batch = case.plan, case.model, case.batch
-    store = Store(plan, communicator.rank, torch.device("cpu"))
-    store.fill(model)
+    plan, device = case.plan, communicator.device
+    batch = _moved(case.batch, device)
+    store = Store(plan, communicator.rank, device)
+    store.fill(case.model)
     module = ParallelModule(plan, store, communicator, exact_seed=_SEED)
     optimizer = _optimizer(module.parameters())
     losses: list[float] = []
@@ -205,7 +228,7 @@ def _number(value: float) -> Tensor:
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return tensor.detach().to("cpu", torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _largest(tensor: Tensor) -> float:
@@ -228,7 +251,7 @@ def verify_in_process(case: Case, num_steps: int = 5) -> Verdict:
     """Compare a plan with one device in double precision, all ranks in this process."""
     check_made_for(case.plan, case.graph)
     wide = case.widened()
-    reference = train_alone(wide, num_steps)
+    reference = train_alone(wide, num_steps, torch.device("cpu"))
     results = run_ranks(case.plan.mesh, lambda ranks: compare_rank(wide, reference, ranks))
     return verdict(reference.losses, results)
 

@@ -56,6 +56,10 @@ class Communicator(Protocol):
     bytes_sent: int
     """Payload that left this rank so far, counted for the algorithm each collective is known to use."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where tensors lie that it carries, unless the caller knows better."""
+
     def prepare(self, axes: Axes) -> None:
         """Make ready to communicate over these axes; all ranks prepare the same sets of axes in the same order."""
 
@@ -90,6 +94,19 @@ class Sum:
         torch.sum(self._parts.view(-1, self._output.numel()), 0, out=self._output)
 
 
+def group_device() -> torch.device:
+    """Where tensors lie that this process's group carries: on a GPU of its own, or on the CPU under Gloo.
+
+    Launchers other than torchrun may not number the ranks of a node, or may let each see its own GPU only: then ranks
+    take the GPUs they see in turn.
+    """
+    if not torch.cuda.is_available() or not dist.is_initialized() or dist.get_backend() == dist.Backend.GLOO:
+        return torch.device("cpu")
+    index = dist.get_node_local_rank(dist.get_rank()) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
 class ProcessGroups:
     """The ranks of torch.distributed: one process group for every set of axes that a plan communicates over."""
 
@@ -101,6 +118,10 @@ class ProcessGroups:
         self._scatters_by_sum = dist.get_backend() == dist.Backend.GLOO
         """Gloo's reduce-scatter is an all-reduce that forgets: exchanging and adding moves half the bytes."""
         self._groups: dict[Axes, dist.ProcessGroup] = {}
+
+    @property
+    def device(self) -> torch.device:
+        return group_device()
 
     def prepare(self, axes: Axes) -> None:
         if axes not in self._groups:
@@ -212,6 +233,7 @@ class ThreadRanks:
     def __init__(self, mesh: Mesh, rank: int, board: Board) -> None:
         self.mesh, self.rank, self._board = mesh, rank, board
         self.bytes_sent = 0
+        self.device = torch.device("cpu")
 
     def prepare(self, axes: Axes) -> None:
         return None

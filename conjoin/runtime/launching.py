@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import pickle
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
@@ -27,7 +29,19 @@ _GRACE_SECONDS = 15.0
 """How long the other ranks may take to stop by themselves, and to say why, after one has failed."""
 
 
-def launch(num_ranks: int, program: Program, *args: Any) -> list[Any]:
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where ranks run if not simply on this host, as network namespaces that play nodes. Such ranks use the CPU."""
+
+    address: str
+    """Of rank 0's node; the ranks meet there."""
+    enter: Callable[[int], None]
+    """What the process of a rank does first, to be where that rank belongs."""
+    timeout_seconds: float
+    """How long the run may take in all."""
+
+
+def launch(num_ranks: int, program: Program, *args: Any, site: Site | None = None) -> list[Any]:
     """Run `program(rank, *args)` on processes of this host that form a process group; what each returned.
 
     The first rank that fails ends the run: its own message is raised here, and every process is gone.
@@ -37,13 +51,13 @@ def launch(num_ranks: int, program: Program, *args: Any) -> list[Any]:
             f"{num_ranks} ranks were asked for on this host; between 1 and {MAX_LOCAL_RANKS} can be started. More do "
             f"not fit one machine. Start them with torchrun on several hosts."
         )
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
-    meeting = _Child(context, _hold_store)
+    context = multiprocessing.get_context("spawn" if site is None and torch.cuda.is_available() else "fork")
+    meeting = _Child(context, _hold_store, site)
     processes = [meeting]
     try:
         port = meeting.answer.recv()
-        processes += [_Child(context, _run, rank, num_ranks, port, program, args) for rank in range(num_ranks)]
-        return _collect(processes[1:])
+        processes += [_Child(context, _run, (rank, num_ranks, port), site, program, args) for rank in range(num_ranks)]
+        return _collect(processes[1:], None if site is None else site.timeout_seconds)
     finally:
         for process in reversed(processes):
             process.end()
@@ -63,7 +77,7 @@ class _Child:
     def read(self) -> tuple[str, Any]:
         """How a rank ended: with a value, with a message for the user, or without a word."""
         try:
-            kind, content = self.answer.recv()
+            kind, content = pickle.loads(self.answer.recv_bytes())
         except EOFError:
             self.process.join(5)
             code = self.process.exitcode
@@ -80,41 +94,68 @@ class _Child:
         self.answer.close()
 
 
-def _hold_store(answer: Connection) -> None:
+def _hold_store(answer: Connection, site: Site | None) -> None:
     """Where the ranks meet, in a process of its own: its threads must not run where others are forked."""
     gc.freeze()
     parent = os.getppid()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    address = _enter(site, 0)
+    store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     answer.send(store.port)
     while os.getppid() == parent:  # until it is ended, or the parent is gone
         time.sleep(1)
 
 
-def _run(answer: Connection, rank: int, num_ranks: int, port: int, program: Program, args: tuple[Any, ...]) -> None:
+def _enter(site: Site | None, rank: int) -> str:
+    """Go where the rank belongs; the address at which the ranks meet."""
+    if site is None:
+        return "127.0.0.1"
+    site.enter(rank)
+    return site.address
+
+
+def _run(
+    answer: Connection, place: tuple[int, int, int], site: Site | None, program: Program, args: tuple[Any, ...]
+) -> None:
     gc.freeze()  # what the parent has is the parent's to clean up
+    rank, num_ranks, port = place
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))  # also: a forked child must not use more at first
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
-        cuda = torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks
+        address = _enter(site, rank)
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
+        cuda = site is None and torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks
         dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=num_ranks)
-        answer.send(("value", program(rank, *args)))
+        _say(answer, "value", program(rank, *args))
         dist.destroy_process_group()
-    except ConjoinError as error:
-        answer.send(("lost" if isinstance(error, RankError) else "refused", error))
-    except KeyboardInterrupt:
-        answer.send(("interrupted", None))
-    except BaseException:
-        answer.send(("failed", traceback.format_exc()))
+    except BaseException as error:
+        sys.last_value = error  # as the interpreter notes an error nobody caught: the watch tells the other ranks
+        _say(answer, *_ending(error))
     finally:
         sys.stdout.flush()
         answer.close()
 
 
-def _collect(ranks: list[_Child]) -> list[Any]:
+def _say(answer: Connection, kind: str, content: Any) -> None:
+    """Send by value: what multiprocessing itself sends of a tensor is a handle, which ends with this process."""
+    answer.send_bytes(pickle.dumps((kind, content)))
+
+
+def _ending(error: BaseException) -> tuple[str, Any]:
+    """What a rank says that ends with an error."""
+    match error:
+        case RankError():
+            return "lost", error
+        case ConjoinError():
+            return "refused", error
+        case KeyboardInterrupt():
+            return "interrupted", None
+    return "failed", "".join(traceback.format_exception(error))
+
+
+def _collect(ranks: list[_Child], timeout_seconds: float | None = None) -> list[Any]:
     values: dict[int, Any] = {}
     troubles: dict[int, tuple[str, Any]] = {}
     waiting = {child.answer: rank for rank, child in enumerate(ranks)}
-    deadline: float | None = None
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
     while waiting:
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
@@ -127,9 +168,16 @@ def _collect(ranks: list[_Child]) -> list[Any]:
                 values[rank] = content
                 continue
             troubles[rank] = (kind, content)
-            deadline = deadline or time.monotonic() + _GRACE_SECONDS
+            grace = time.monotonic() + _GRACE_SECONDS
+            deadline = grace if deadline is None else min(deadline, grace)
     if troubles:
         raise _trouble(troubles)
+    if waiting:
+        late = ", ".join(str(rank) for rank in sorted(waiting.values()))
+        raise RankError(
+            f"Rank {late} did not end within the {timeout_seconds:g} s that the run was given. All ranks were stopped. "
+            f"Give it longer, or look at what they wait for."
+        )
     return [values[rank] for rank in range(len(ranks))]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from conjoin.errors import PlanError, UsageError
 from conjoin.ir import Plan, check_plan, load_plan, plan_fingerprint
-from conjoin.runtime.communicator import Board, Communicator, ProcessGroups, ThreadRanks
+from conjoin.runtime.communicator import Board, Communicator, ProcessGroups, ThreadRanks, group_device
 from conjoin.runtime.initialization import initialise
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.rendezvous import KeyStore, agree, check_world, draw_alike, share_values
@@ -91,8 +91,6 @@ def _join(plan: Plan, device: torch.device | None) -> None:
 
 
 def _default_device() -> torch.device:
-    if not torch.cuda.is_available() or (dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO):
-        return torch.device("cpu")
-    index = dist.get_node_local_rank(0) if dist.is_initialized() else torch.cuda.current_device()
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    if dist.is_initialized() or not torch.cuda.is_available():
+        return group_device()
+    return torch.device("cuda", torch.cuda.current_device())

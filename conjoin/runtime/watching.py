@@ -2,7 +2,8 @@
 
 A collective with a dead rank fails at once on Gloo, or waits for ever on other backends. Each rank counts up a number
 of its own once a second. Who fails in a collective looks twice at all the numbers: one that stands still is the rank
-that was lost. A thread watches the next two ranks all the time, for collectives that never return.
+that was lost. A thread watches the next two ranks all the time, for collectives that never return. A rank that ends
+says so, and with which error if it was one of its own.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from conjoin.errors import RankError
 from conjoin.runtime.rendezvous import KeyStore
 
+T = TypeVar("T")
 BEAT_SECONDS = 1.0
 LOOK_SECONDS = 4.0
 """Between the two looks after a failure: long enough for any rank that lives to have counted on."""
@@ -39,10 +42,15 @@ class Watch:
         self._thread.start()
 
     def leave(self) -> None:
-        """Say that this rank ends on purpose."""
-        if not self._stop.is_set():
-            self._stop.set()
+        """Say that this rank ends: on purpose, after another one was lost, or with an error of its own."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        error = getattr(sys, "last_value", None)  # what nobody caught; not there before the first
+        if error is None or isinstance(error, RankError):
             self._quietly(lambda: self._store.add(f"left/{self._rank}", 1))
+        else:
+            self._quietly(lambda: self._store.set(f"failed/{self._rank}", _name(error)))
 
     def explain(self, error: BaseException) -> RankError:
         """Which rank was lost, after a collective failed."""
@@ -53,7 +61,7 @@ class Watch:
                 f"ranks ran different programs, or the network failed. Compare their logs."
             )
         self._quietly(lambda: self._store.add(f"lost/{lost}", 1))
-        return RankError(_lost_message(lost, self._rank))
+        return RankError(self._lost_message(lost))
 
     def _find_lost(self) -> int | None:
         before = self._counts()
@@ -77,7 +85,21 @@ class Watch:
     def _has_left(self, rank: int) -> bool:
         return bool(self._count(f"left/{rank}"))
 
-    def _quietly(self, ask: Callable[[], int]) -> int | None:
+    def _lost_message(self, lost: int) -> str:
+        key = f"failed/{lost}"
+        if not self._quietly(lambda: self._store.check([key])):
+            return (
+                f"Rank {lost} was lost in the middle of a step, noticed by rank {self._rank}. Its process ended or its "
+                f"machine cannot be reached; the others cannot go on without its part. See its own log, then start "
+                f"again from the last checkpoint."
+            )
+        error = self._quietly(lambda: self._store.get(key).decode())
+        return (
+            f"Rank {lost} failed with an error of its own, noticed by rank {self._rank}: {error}. The others cannot go "
+            f"on without its part. See its own log, then start again from the last checkpoint."
+        )
+
+    def _quietly(self, ask: Callable[[], T]) -> T | None:
         """Ask the store; None when it is gone."""
         try:
             with self._lock:
@@ -96,7 +118,7 @@ class Watch:
                 if self._is_silent(rank):
                     self._stop.wait(_GRACE_SECONDS)
                     if not self._stop.is_set():
-                        print(_lost_message(rank, self._rank), file=sys.stderr, flush=True)
+                        print(self._lost_message(rank), file=sys.stderr, flush=True)
                         os._exit(SILENT_EXIT)  # the main thread waits inside a collective that nothing else can end
 
     def _is_silent(self, rank: int) -> bool:
@@ -110,12 +132,8 @@ class Watch:
         return time.monotonic() - since > SILENT_SECONDS and not self._has_left(rank)
 
 
-def _lost_message(lost: int, rank: int) -> str:
-    return (
-        f"Rank {lost} was lost in the middle of a step, noticed by rank {rank}. Its process ended or its machine "
-        f"cannot be reached; the others cannot go on without its part. See its own log, then start again from the last "
-        f"checkpoint."
-    )
+def _name(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_first_line(error)}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -37,16 +37,19 @@ def test_the_flags_are_frozen() -> None:
         "plan": ["--batch", "--json", "--machine", "--output", "--strategy", "-o"],
         "explain": ["--json"],
         "diff": ["--json"],
-        "run": ["--batch", "--steps"],
+        "simulate": ["--json", "--machine", "--optimizer", "--trace"],
+        "run": ["--batch", "--steps", "--trace"],
         "verify": ["--batch", "--json", "--ranks", "--steps"],
+        "calibrate": ["--json", "--machine", "--output", "--seconds", "-o"],
         "doctor": ["--json"],
+        "machine": [],  # its commands are in test_machines.py
     }
 
 
 def test_help_lists_the_commands(run: Run) -> None:
     shown = run("--help")
     assert shown.code == 0 and shown.err == ""
-    assert all(name in shown.out for name in ("inspect", "plan", "explain", "diff", "run", "verify", "doctor"))
+    assert all(name in shown.out for name in ("inspect", "plan", "explain", "simulate", "run", "calibrate", "machine"))
     assert "file.py:function" in run("inspect", "--help").out
 
 

@@ -142,7 +142,7 @@ def test_a_graph_file_that_is_not_well_formed(run: Run, folder: Path) -> None:
     data["nodes"][0]["types"] = ["f32[7,7]"]
     (folder / "wrong.json").write_text(json.dumps(data))
     message = refuse(run, folder, "wrong.json")
-    assert "node 0 linear at mlp.py:12 (fc): gives f32[4,3], the graph states f32[7,7]" in message
+    assert "%0 linear at mlp.py:12 (fc): gives f32[4,3], the graph states f32[7,7]" in message
 
 
 def test_options_that_a_saved_graph_cannot_take(run: Run, folder: Path) -> None:

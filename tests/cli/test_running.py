@@ -140,6 +140,32 @@ def test_a_plan_without_a_loss_cannot_train(run: Run, plan: Callable[..., str]) 
     assert run("verify", name, "nets.py:without_loss", "--steps", "1").code == 0
 
 
+def events_in(path: Path) -> dict[str, set[str]]:
+    """The streams of every process of a trace that something happened on."""
+    entries = json.loads(path.read_text())["traceEvents"]
+    names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in entries if e["ph"] == "M"}
+    found: dict[str, set[str]] = {}
+    for event in (entry for entry in entries if entry["ph"] == "X"):
+        assert event["ts"] >= 0 and event["dur"] >= 0
+        device = names["process_name", event["pid"], 0]
+        found.setdefault(device, set()).add(names["thread_name", event["pid"], event["tid"]])
+    return found
+
+
+def test_run_records_one_more_step_of_every_rank(run: Run, plan: Callable[..., str], folder: Path) -> None:
+    shown = run("run", plan(), "nets.py:mlp", "--steps", "1", "--trace", "trace.json")
+    assert (shown.code, shown.err) == (0, "")
+    assert losses_in(shown.out) == pytest.approx(expected_losses(1), abs=2e-6)
+    assert shown.out.splitlines()[-1] == "trace of one step: trace.json; open it in ui.perfetto.dev"
+    streams = {"compute", "links"}
+    assert events_in(folder / "trace.json") == {"measured: rank 0": streams, "measured: rank 1": streams}
+
+
+def test_run_records_one_device(run: Run, plan: Callable[..., str], folder: Path) -> None:
+    shown = run("run", plan(ranks=1, strategy="single"), "nets.py:mlp", "--steps", "1", "--trace", "trace.json")
+    assert shown.code == 0 and events_in(folder / "trace.json") == {"measured: rank 0": {"compute"}}
+
+
 # Verify.
 
 
@@ -282,9 +308,10 @@ def torchrun(folder: Path, ranks: int, *arguments: str) -> Ran:
 
 def test_under_torchrun(plan: Callable[..., str], folder: Path) -> None:
     name = plan()
-    ran = torchrun(folder, 2, "run", name, "nets.py:mlp", "--steps", "2")
+    ran = torchrun(folder, 2, "run", name, "nets.py:mlp", "--steps", "2", "--trace", "trace.json")
     assert ran.code == 0, ran.err
-    assert len(ran.out.splitlines()) == 3, "rank 0 alone prints"
+    assert len(ran.out.splitlines()) == 4, "rank 0 alone prints"
+    assert set(events_in(folder / "trace.json")) == {"measured: rank 0", "measured: rank 1"}
     assert losses_in(ran.out) == pytest.approx(expected_losses(2), abs=2e-6)
     verified = torchrun(folder, 2, "verify", name, "nets.py:mlp", "--steps", "2")
     assert verified.code == 0, verified.err

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
+from torch import nn
+
+import conjoin
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "train_parallel.py"
@@ -44,3 +50,31 @@ def test_a_training_loop_is_short() -> None:
     lines = text.splitlines()[documentation.end_lineno :]
     code = [line for line in lines if line.strip() and not line.strip().startswith("#")]
     assert len(code) <= MAX_LINES
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The demonstration as a module; its classes are found there."""
+    spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "demo", found)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_the_demonstration_tells_predicted_and_measured_side_by_side(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = conjoin.Machine.preset("p3.8xlarge")
+    monkeypatch.setattr(demo, "calibrate", lambda num_processes: machine)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    batch, loss = (torch.zeros(8, 8), torch.zeros(8, 4)), nn.functional.mse_loss
+    plans = [conjoin.plan(model, batch, machine, loss=loss, strategy=name) for name in demo.STRATEGIES]
+    measured = [1.0, 2.0, 4.0]
+    demo.show_prices(plans, measured)
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(demo.STRATEGIES)]
+    assert len(rows) == 3
+    for row, plan, milliseconds in zip(rows, plans, measured, strict=True):
+        predicted = 1e3 * conjoin.simulate_plan(plan, machine, optimizer="adamw").seconds
+        assert f"{milliseconds:.1f} ms" in row and row.endswith(f"{predicted / milliseconds:.2f}")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import zoo
 from conjoin.errors import CaptureError
 from conjoin.frontends import capture, not_understood
-from conjoin.ir import Graph, LeafKind, Source
+from conjoin.ir import Graph, LeafKind, Source, from_json, parse_graph, to_json
 from conjoin.runtime import to_module
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
@@ -176,6 +176,21 @@ def test_tensors_that_are_no_state_become_constants(compare: Callable[..., Any])
               for leaf in captured.graph.leaves_of(LeafKind.CONSTANT)]  # fmt: skip
     assert [1.0, 2, 3, 4] in values and [5.0, 6, 7, 8] in values and [0, 1, 2, 3] in values
     assert list(captured.module.state_dict()) == ["layer.weight", "layer.bias"]
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * (2 - 1j) + 1j).abs()
+
+
+def test_complex_numbers_are_kept(compare: Callable[..., Any]) -> None:
+    graph = compare(Turned(), X, steps=2).graph
+    assert "mul.Tensor(%0, 2-1j)" in str(graph) and "add.Tensor(%1, 1j)" in str(graph)
+    assert parse_graph(str(graph)) == graph and from_json(to_json(graph)) == graph
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.uint8, torch.bool])

@@ -60,7 +60,8 @@ _DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.boo
 _FORMATS = st.sampled_from([torch.contiguous_format, torch.channels_last, torch.preserve_format])
 _ODD_NUMBERS = st.sampled_from([0, 0.0, -0.0, 1, 1.0, True, False, math.inf, 1e-300])
 _NUMBERS = st.one_of(st.integers(-(2**63), 2**63 - 1), st.floats(), _ODD_NUMBERS)
-_ATOMS = st.one_of(st.none(), st.booleans(), _NUMBERS, _NAMES, _DTYPES, _FORMATS)
+_COMPLEX = st.complex_numbers()
+_ATOMS = st.one_of(st.none(), st.booleans(), _NUMBERS, _COMPLEX, _NAMES, _DTYPES, _FORMATS)
 LITERALS: st.SearchStrategy[Any] = st.recursive(
     _ATOMS, lambda item: st.lists(item, max_size=3).map(tuple), max_leaves=6
 )
@@ -108,7 +109,7 @@ def _argument(draw: st.DrawFn, parameter: Parameter, values: list[Value]) -> Any
     some = st.sampled_from(values)
     match parameter.kind:
         case Kind.TENSOR:
-            return draw(st.one_of(some, some, st.none(), st.booleans(), _NUMBERS))
+            return draw(st.one_of(some, some, st.none(), st.booleans(), _NUMBERS, _COMPLEX))
         case Kind.TENSORS:
             return draw(st.none() | st.lists(st.none() | some, max_size=3).map(tuple))
         case Kind.ATTRIBUTE:

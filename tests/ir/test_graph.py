@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import pickle
 from dataclasses import FrozenInstanceError, replace
 
 import pytest
@@ -36,8 +37,8 @@ def test_equal_texts_are_equal_graphs(graph: Graph) -> None:
     assert graph != GOLDEN
 
 
-def test_equality_is_blind_to_sources_only(graph: Graph) -> None:
-    assert replace(graph, sources=()) == graph
+def test_equality_is_blind_to_sources_and_labels_only(graph: Graph) -> None:
+    assert replace(graph, sources=(), labels=()) == graph
     assert replace(graph, name="other") != graph
     assert replace(graph, training=False) != graph
     assert replace(graph, loss=None) != graph
@@ -50,6 +51,17 @@ def test_plain_results_are_told_apart_by_type(graph: Graph) -> None:
     assert replace(graph, inputs=(math.nan,)) == replace(graph, inputs=(float("nan"),))
     one, true = (replace(graph, input_structure=Structure("dict", (key,), (LEAF,))) for key in (1, True))
     assert one != true
+
+
+@pytest.mark.parametrize("text", [GOLDEN, str(chain(5000))], ids=["golden", "deep"])
+def test_a_pickled_graph_is_made_of_the_same_nodes(text: str) -> None:
+    graph = parse_graph(text)
+    assert graph.numbers and graph.users and hash(graph)
+    again = pickle.loads(pickle.dumps(graph))
+    assert again == graph and str(again) == str(graph)
+    assert again.sources == graph.sources and again.labels == graph.labels
+    assert all(mine is other for mine, other in zip(graph.nodes, again.nodes, strict=True))
+    assert all(mine is other for mine, other in zip(graph.leaves, again.leaves, strict=True))
 
 
 def test_a_graph_is_immutable(graph: Graph) -> None:

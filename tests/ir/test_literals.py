@@ -38,6 +38,11 @@ def test_json_gives_every_literal_back(value: Any) -> None:
         ("1e+300", 1e300),
         ("-inf", -math.inf),
         ("nan", math.nan),
+        ("1j", 1j),
+        ("-0j", complex(0.0, -0.0)),
+        ("-0-0j", complex(-0.0, -0.0)),
+        ("-1.5+1e-05j", -1.5 + 1e-5j),
+        ("-inf+nanj", complex(-math.inf, math.nan)),
         ("bf16", torch.bfloat16),
         ("channels_last", torch.channels_last),
     ],
@@ -47,8 +52,12 @@ def test_words(text: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "word", ["", "-", "9223372036854775808", "9" * 10_000, "1_0", "1e", "0x10", "infinity", "-nan", "f33", "None", "٣"]
-)
+    "word",
+    [
+        "", "-", "9223372036854775808", "9" * 10_000, "1_0", "1e", "0x10", "infinity", "-nan", "f33", "None", "٣", "j",
+        "1+2", "1jj", "infinfj",
+    ],
+)  # fmt: skip
 def test_other_words_are_refused(word: str) -> None:
     with pytest.raises(ValueError):
         parse_word(word)
@@ -60,7 +69,7 @@ def test_other_json_is_refused(value: Any) -> None:
         literal_from_json(value)
 
 
-@pytest.mark.parametrize("value", [[1], {"a": 1}, torch.zeros(1), 1j, (1, (torch.device("cpu"),))])
+@pytest.mark.parametrize("value", [[1], {"a": 1}, torch.zeros(1), (1, (torch.device("cpu"),))])
 def test_other_objects_are_no_literals(value: Any) -> None:
     assert not is_literal(value)
     with pytest.raises(TypeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import pickle
 import weakref
 from dataclasses import FrozenInstanceError
 from typing import Any
@@ -52,7 +53,7 @@ def test_leaves_are_told_apart(facts: dict[str, Any]) -> None:
 
 
 def test_literals_of_different_types_or_signs_are_told_apart() -> None:
-    literals = (1, 1.0, True, 0, 0.0, -0.0, False, "1", None, (1,), (1.0,), (True,), ((1,),), math.inf, -math.inf)
+    literals = (1, 1.0, True, 0, 0.0, -0.0, False, "1", None, (1,), (1.0,), (True,), ((1,),), math.inf, -math.inf, 1j)
     nodes = [add(literal) for literal in literals]
     assert len(set(nodes)) == len(literals)
     assert [str(node.args[1]) for node in nodes] == [str(literal) for literal in literals]
@@ -75,6 +76,17 @@ def test_operands_operator_types_occurrence_and_pin_are_told_apart() -> None:
     ]
     assert len(set(nodes)) == len(nodes)
     assert [(node.occurrence, node.pinned) for node in nodes[-2:]] == [(1, False), (0, True)]
+
+
+def test_signs_of_complex_zeros_are_told_apart() -> None:
+    zeros = [complex(real, imaginary) for real in (0.0, -0.0) for imaginary in (0.0, -0.0)]
+    assert len({add(zero) for zero in zeros}) == 4
+
+
+def test_what_was_pickled_is_the_same_object_again() -> None:
+    parts = leaf(trainable=True, aliases=("tied",)), leaf(data=b"1"), add(-0.0, occurrence=2, pinned=True), add((1, 1j))
+    again = pickle.loads(pickle.dumps((*parts, Value(parts[2]))))
+    assert all(one is other for one, other in zip(parts, again, strict=False)) and again[4] == Value(parts[2])
 
 
 def test_unreferenced_nodes_are_freed() -> None:
@@ -123,6 +135,7 @@ def test_a_source_reads_as_a_place() -> None:
         (Kind.TENSOR, "VALUE", True),
         (Kind.TENSOR, None, True),
         (Kind.TENSOR, 2.5, True),
+        (Kind.TENSOR, 1j, True),
         (Kind.TENSOR, "text", False),
         (Kind.TENSOR, ("VALUE",), False),
         (Kind.TENSORS, ("VALUE", None), True),

@@ -33,7 +33,7 @@ def test_a_parameter_stored_as_copies() -> None:
 
 def test_an_input_may_come_as_copies_but_not_as_partial_sums() -> None:
     assert faults_after(("input:x f32[8,4]{d:S(0)}", "input:x f32[8,4]{d:S(0),t:B}")) == [
-        'node 0 conjoin::replicate at mlp.py:3 (fc1): conjoin::replicate takes I to B on axis t, where the tensor is B'
+        '%0 conjoin::replicate at mlp.py:3 (fc1): conjoin::replicate takes I to B on axis t, where the tensor is B'
     ]
     assert faults_after(("input:x f32[8,4]{d:S(0)}", "input:x f32[8,4]{d:S(0),t:P}"))[0] == (
         "input:x: is P on axis t: nobody keeps partial sums between steps"
@@ -59,7 +59,7 @@ def test_a_bias_added_once_for_every_partial_sum() -> None:
     assert faults_after(
         ("{d:B,t:P} = conjoin::assign(%7", "{d:B,t:B} = conjoin::replicate(%7"),
     ) == [
-        "node 9 linear at mlp.py:5 (fc2): on axis t S(1), S(1), B -> P is not legal; the nearest legal way is "
+        "%9 linear at mlp.py:5 (fc2): on axis t S(1), S(1), B -> P is not legal; the nearest legal way is "
         "S(1), S(1), P -> P"
     ]
 
@@ -67,7 +67,7 @@ def test_a_bias_added_once_for_every_partial_sum() -> None:
 def test_a_gradient_that_would_not_be_summed() -> None:
     """A weight used for different parts of the batch must be replicated: I would not sum its gradient."""
     assert faults_after(("linear(%0, %1, %2)", "linear(%0, param:fc1.weight, %2)")) == [
-        "node 3 linear at mlp.py:3 (fc1): on axis d S(0), I, B -> S(0) is not legal; the nearest legal way is "
+        "%3 linear at mlp.py:3 (fc1): on axis d S(0), I, B -> S(0) is not legal; the nearest legal way is "
         "S(0), B, B -> S(0)"
     ]
 
@@ -75,13 +75,13 @@ def test_a_gradient_that_would_not_be_summed() -> None:
 def test_a_reshard_that_gives_something_else_than_stated() -> None:
     found = faults_after(("%10: f32[8,3]{d:S(0)} = conjoin::reduce", "%10: f32[8,3]{d:S(0),t:B} = conjoin::reduce"))
     assert found[0] == (
-        "node 10 conjoin::reduce at mlp.py:6: gives f32[8,3]{d:S(0)}, the graph states f32[8,3]{d:S(0),t:B}"
+        "%10 conjoin::reduce at mlp.py:6: gives f32[8,3]{d:S(0)}, the graph states f32[8,3]{d:S(0),t:B}"
     )
 
 
 def test_an_axis_that_is_not_there() -> None:
     assert faults_after(("reduce(%11, axes=[\"d\"])", "reduce(%11, axes=[\"w\"])")) == [
-        "node 12 conjoin::reduce: conjoin::reduce takes P to I on axis w, where the tensor is I"
+        "%12 conjoin::reduce: conjoin::reduce takes P to I on axis w, where the tensor is I"
     ]
     assert "param:fc2.bias: there is no axis w: the mesh is d:2 t:2" in faults_after(
         ("param:fc2.bias f32[3] trainable", "param:fc2.bias f32[3]{w:S(0)} trainable")
@@ -90,7 +90,7 @@ def test_an_axis_that_is_not_there() -> None:
 
 def test_an_axis_named_twice() -> None:
     assert faults_after(("reduce(%11, axes=[\"d\"])", "reduce(%11, axes=[\"d\", \"d\"])")) == [
-        "node 12 conjoin::reduce: conjoin::reduce names an axis twice: d, d"
+        "%12 conjoin::reduce: conjoin::reduce names an axis twice: d, d"
     ]
 
 
@@ -101,7 +101,7 @@ def test_all_faults_are_told_not_only_the_first() -> None:
         ("%4: f32[8,6]{d:S(0),t:S(1)} = relu", "%4: f32[8,6]{d:S(0),t:S(0)} = relu"),
     )
     assert [fault.partition(":")[0] for fault in found] == [
-        "param", "node 4 relu at mlp.py", "node 7 conjoin", "node 9 linear at mlp.py", "loss",
+        "param", "%4 relu at mlp.py", "%7 conjoin", "%9 linear at mlp.py", "loss",
     ]  # fmt: skip
 
 

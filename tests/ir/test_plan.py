@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -87,8 +88,22 @@ def test_an_illegal_edit_is_refused_with_line_and_reason(tmp_path: Path) -> None
     path = edited(tmp_path, "%4: f32[8,6]{d:S(0),t:S(1)} = relu", "%4: f32[8,6]{d:S(0)} = relu")
     message = refused(lambda: load_plan(path))
     assert message.startswith("The plan of mlp on the mesh d:2 t:2 is not legal: 2 faults found.")
-    assert "node 4 relu at mlp.py:4: on axis t S(1) -> I is not legal; these operands give S(1)" in message
-    assert "node 9 linear at mlp.py:5 (fc2): on axis t I, S(1), P -> P is not legal" in message
+    assert "%4 relu at mlp.py:4: on axis t S(1) -> I is not legal; these operands give S(1)" in message
+    assert "%9 linear at mlp.py:5 (fc2): on axis t I, S(1), P -> P is not legal" in message
+
+
+def test_a_fault_is_named_as_in_the_file(tmp_path: Path) -> None:
+    """An editor need not count: a line put in by hand has any number that is free."""
+    path = edited(tmp_path, "%4: f32[8,6]{d:S(0),t:S(1)} = relu(%3)", "%77: f32[8,6]{d:S(0)} = relu(%3)")
+    path.write_text(path.read_text().replace("(%4", "(%77"))
+    message = refused(lambda: load_plan(path))
+    assert "%77 relu at mlp.py:4: on axis t" in message and "%9 linear at mlp.py:5 (fc2)" in message
+
+
+def test_a_pickled_plan_is_the_same_again() -> None:
+    again = pickle.loads(pickle.dumps(FULL))
+    assert again == FULL and plan_to_text(again) == plan_to_text(FULL)
+    assert all(one is other for one, other in zip(again.graph.nodes, FULL.graph.nodes, strict=True))
 
 
 def test_a_line_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -64,35 +64,44 @@ def test_a_value_used_before_it_is_made() -> None:
     second = make_node("neg", (Value(first),), (F32,))
     assert faults_of(with_nodes(first, second)) == []
     assert faults_of(with_nodes(second, first)) == [
-        "node 0 neg at m.py:7 (fc): reads 1 value(s) that are not made before it"
+        "%0 neg at m.py:7 (fc): reads 1 value(s) that are not made before it"
     ]
 
 
 def test_a_leaf_that_is_not_in_the_graph() -> None:
     other = Value(make_leaf(LeafKind.INPUT, "y", F32))
     graph = with_nodes(make_node("add.Tensor", (X, other, 1), (F32,)))
-    assert faults_of(graph) == ["node 0 add.Tensor at m.py:7 (fc): reads 1 value(s) that are not made before it"]
+    assert faults_of(graph) == ["%0 add.Tensor at m.py:7 (fc): reads 1 value(s) that are not made before it"]
 
 
 def test_an_output_that_a_node_does_not_have() -> None:
     first = make_node("relu", (X,), (F32,))
     found = faults_of(with_nodes(first, make_node("neg", (Value(first, 1),), (F32,))))
-    assert found == ["node 1 neg: reads 1 value(s) that are not made before it"]
+    assert found == ["%1 neg: reads 1 value(s) that are not made before it"]
     assert faults_of(replace(with_nodes(first), outputs=(Value(first, 2),))) == ["output 0: is not made by the graph"]
 
 
 def test_a_node_that_stands_twice() -> None:
     node = make_node("relu", (X,), (F32,))
-    assert faults_of(with_nodes(node, node)) == ["node 1 relu: stands twice"]
+    assert faults_of(with_nodes(node, node)) == ["%1 relu: stands twice"]
+
+
+def test_a_node_is_named_as_in_the_text() -> None:
+    """Its first output: what stands before may have made several."""
+    halves = make_node("split.Tensor", (X, 2, 0), (TensorType((2, 3), torch.float32),) * 2)
+    wrong = make_node("relu", (X,), (TensorType((9, 9), torch.float32),))
+    graph = with_nodes(halves, wrong)
+    assert "\n%2: f32[9,9] = relu(" in str(replace(graph, sources=()))
+    assert faults_of(graph) == ["%2 relu: gives f32[4,3], the graph states f32[9,9]"]
 
 
 def test_a_wrong_type_is_told_with_the_right_one() -> None:
     assert edited("%4: f32[3]", "%4: f64[3]") == [
-        "node 4 mean.dim: gives f32[3], the graph states f64[3]",
+        "%4 mean.dim: gives f32[3], the graph states f64[3]",
         "update running mean: f64[3] does not fit the buffer's f32[3]",
     ]
     assert faults_of(with_nodes(make_node("relu", (X,), (F32, F32)))) == [
-        "node 0 relu at m.py:7 (fc): gives f32[4,3], the graph states f32[4,3], f32[4,3]"
+        "%0 relu at m.py:7 (fc): gives f32[4,3], the graph states f32[4,3], f32[4,3]"
     ]
 
 
@@ -100,7 +109,7 @@ def test_a_wrong_type_of_an_undeclared_operator_is_found() -> None:
     half = TensorType((2, 3), torch.float32)
     assert faults_of(with_nodes(make_node(opaque.NAME, (X,), (half,)))) == []
     found = faults_of(with_nodes(make_node(opaque.NAME, (X,), (F32,))))
-    assert found == [f"node 0 {opaque.NAME} at m.py:7 (fc): gives f32[2,3], the graph states f32[4,3]"]
+    assert found == [f"%0 {opaque.NAME} at m.py:7 (fc): gives f32[2,3], the graph states f32[4,3]"]
 
 
 def test_outputs_that_differ_from_device_to_device_are_as_declared() -> None:
@@ -119,12 +128,12 @@ def test_a_layout_is_not_judged_as_a_shape() -> None:
 @pytest.mark.parametrize(("args", "given"), [((X,), 1), ((X, X, 1, 1), 4)])
 def test_a_wrong_number_of_arguments(args: tuple[object, ...], given: int) -> None:
     found = faults_of(with_nodes(make_node("add.Tensor", args, (F32,))))
-    assert found == [f"node 0 add.Tensor at m.py:7 (fc): takes 3 arguments, {given} are given"]
+    assert found == [f"%0 add.Tensor at m.py:7 (fc): takes 3 arguments, {given} are given"]
 
 
 def test_arguments_of_the_wrong_kind() -> None:
     found = faults_of(with_nodes(make_node("add.Tensor", ("x", X, X), (F32,))))
-    where = "node 0 add.Tensor at m.py:7 (fc)"
+    where = "%0 add.Tensor at m.py:7 (fc)"
     assert found == [f"{where}: cannot take what is given for {name!r}" for name in ("self", "alpha")]
 
 
@@ -142,7 +151,7 @@ def test_arguments_of_the_wrong_kind() -> None:
 )
 def test_operands_that_do_not_fit(op: str, args: tuple[object, ...]) -> None:
     found = faults_of(with_nodes(make_node(op, args, (F32,))))
-    assert len(found) == 1 and found[0].startswith(f"node 0 {op} at m.py:7 (fc): does not fit its operands: ")
+    assert len(found) == 1 and found[0].startswith(f"%0 {op} at m.py:7 (fc): does not fit its operands: ")
 
 
 def test_literals_that_differ_in_type_only_are_judged_apart() -> None:
@@ -150,7 +159,7 @@ def test_literals_that_differ_in_type_only_are_judged_apart() -> None:
     x = make_leaf(LeafKind.INPUT, "x", counts)
     nodes = tuple(make_node("add.Scalar", (Value(x), literal, 1), (counts,)) for literal in (1, True, 1.0))
     graph = Graph("g", True, (x,), nodes, (Value(x),), (Value(nodes[0]),))
-    assert faults_of(graph) == ["node 2 add.Scalar: gives f32[4,3], the graph states i64[4,3]"]
+    assert faults_of(graph) == ["%2 add.Scalar: gives f32[4,3], the graph states i64[4,3]"]
 
 
 def test_what_torch_warns_of_is_no_fault() -> None:
@@ -167,13 +176,13 @@ def test_verifying_draws_no_random_numbers() -> None:
 
 def test_an_operator_that_torch_does_not_have() -> None:
     found = faults_of(with_nodes(make_node("lineer", (X,), (F32,))))
-    assert len(found) == 1 and "node 0 lineer" in found[0] and "has no operator 'lineer'" in found[0]
+    assert len(found) == 1 and "%0 lineer" in found[0] and "has no operator 'lineer'" in found[0]
 
 
 @pytest.mark.parametrize("op", ["add_.Tensor", "relu_", "add.out"])
 def test_an_operator_that_writes_to_its_inputs(op: str) -> None:
     args = {"add_.Tensor": (X, X, 1), "relu_": (X,), "add.out": (X, X, 1, X)}[op]
-    assert faults_of(with_nodes(make_node(op, args, (F32,)))) == [f"node 0 {op} at m.py:7 (fc): writes to its inputs"]
+    assert faults_of(with_nodes(make_node(op, args, (F32,)))) == [f"%0 {op} at m.py:7 (fc): writes to its inputs"]
 
 
 def test_an_undeclared_operator_that_reads_no_tensor_is_never_run() -> None:
@@ -248,7 +257,7 @@ def test_all_faults_are_told_at_once_and_many_are_counted() -> None:
     wrong = [make_node("relu", (X,), (F64,), occurrence=i) for i in range(20)]
     graph = with_nodes(*wrong)
     found = find_faults(graph)
-    assert len(found) == 20 and isinstance(found[0], Fault) and found[0].where == "node 0 relu at m.py:7 (fc)"
+    assert len(found) == 20 and isinstance(found[0], Fault) and found[0].where == "%0 relu at m.py:7 (fc)"
     with pytest.raises(GraphError, match=r"'g' is not well formed: 20 faults found\.") as told:
         verify(graph)
-    assert str(told.value).endswith("node 7 relu: gives f32[4,3], the graph states f64[4,3]\n  and 12 more")
+    assert str(told.value).endswith("%7 relu: gives f32[4,3], the graph states f64[4,3]\n  and 12 more")

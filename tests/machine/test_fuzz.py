@@ -17,7 +17,8 @@ TEXT = Machine.preset("summit", nodes=4).to_toml()
 PLACES = st.integers(0, 10**6)
 STRANGE = st.sampled_from([
     "=", '"', "'", '"""', "[", "]", "[[", "{", "}", "#", "\n", "\r", "\x00", "\\", "\\u", ".", ",", "-", "0", "0x",
-    "1e999", "nan", "inf", "true", "99999999999999999999", "1979-05-27T07:32:00Z", "é", "\u2028", "name", "a.b",
+    "1e999", "1e99999999999999999999", "nan", "inf", "true",
+    "99999999999999999999", "1979-05-27T07:32:00Z", "é", "\u2028", "name", "a.b",
 ])  # fmt: skip
 
 
@@ -88,14 +89,40 @@ VALUES = st.recursive(
     ),
     max_leaves=5,
 )
+KEYS_WITHIN = {
+    "node.link": ("between", "gigabytes_per_second", "latency_microseconds", "kind", "shared", "duplex"),
+    "node": ("name", "count", "devices", "switches", "link"),
+    "device_type": ("name", "memory_gigabytes", "memory_gigabytes_per_second", "teraflops", "efficiency"),
+    "axes": ("name", "size", "between_nodes"),
+    "fit": ("kind", "axes", "latency_microseconds", "seconds_per_gigabyte", "r_squared", "break_bytes"),
+}
 KEYS = ("format", "version", "name", "num_nodes", "devices_per_node", "device", "description", "links", '"a b"', "a.b")
 
 
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))
 @settings(PROFILE, max_examples=300)
 def test_any_values(entries: dict[str, str]) -> None:
-    good = dict(line.split(" = ", 1) for line in TEXT.splitlines())
-    check("\n".join(f"{key} = {value}" for key, value in {**good, **entries}.items()))
+    head, speeds = TEXT.split("\n\n", 1)
+    good = dict(line.split(" = ", 1) for line in head.splitlines())
+    lines = "\n".join(f"{key} = {value}" for key, value in {**good, **entries}.items())
+    check(lines)
+    check(f"{lines}\n{speeds}")
+
+
+@given(st.data())
+@settings(PROFILE, max_examples=200)
+def test_any_speeds(data: st.DataObject) -> None:
+    """Any value at any key of any table, next to a good machine or instead of its own."""
+    table = data.draw(st.sampled_from(sorted(KEYS_WITHIN)))
+    keys = st.sampled_from((*KEYS_WITHIN[table], "typo"))
+    texts = st.sampled_from(['"0"', '"network"', '"V100-SXM2-16GB"', '["0", "network"]', '["d0"]', "2", "true", "{}"])
+    entries = data.draw(st.dictionaries(keys, VALUES | texts, max_size=5))
+    lines = "\n".join(f"{key} = {value}" for key, value in entries.items())
+    head = TEXT.split("\n\n", 1)[0]
+    check(f"{TEXT}\n[[{table.replace('node.link', 'link')}]]\n{lines}\n")
+    check(f"{head}\n\n[[{table}]]\n{lines}\n")
+    inline = ", ".join(f"{key} = {value}" for key, value in entries.items())
+    check(TEXT.replace("link = [", f"link = [{{{inline}}},"))
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,8 @@ def test_it_is_frozen_and_hashable() -> None:
 
 def test_the_fingerprint_sees_what_matters() -> None:
     seen: list[dict[str, Any]] = [{"num_nodes": 3}, {"devices_per_node": 3}, {"device": "cpu"}]
-    unseen: list[dict[str, Any]] = [{"name": "other"}, {"description": "other"}]
+    speeds = Machine.preset("summit", nodes=2)
+    unseen: list[dict[str, Any]] = [{"name": "other"}, {"description": "other"}, {"nodes": speeds.nodes}]
     ours = MACHINE.fingerprint()
     assert ours == "machine-v1:a5cc8a3c5adf195a986bd105e6f60bf355c3aeeb49ecbb5832cdedd2fb40d7f9"
     assert len({ours, *(replace(MACHINE, **change).fingerprint() for change in seen)}) == 4

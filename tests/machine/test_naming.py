@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from conjoin.errors import UsageError
-from conjoin.machine import Machine, parse_machine, preset_names
+from conjoin.machine import Machine, find_machine_files, parse_machine, preset_names
 from tests.ir.wording import assert_three_sentences
 
 PROFILE = settings.get_profile("machine")
@@ -36,6 +36,23 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> No
     (tmp_path / "no_suffix").write_text(machine.to_toml())
     monkeypatch.chdir(tmp_path)
     assert machine == parse_machine(name) == parse_machine(str(tmp_path / name)) == parse_machine("./no_suffix")
+
+
+def test_a_directory_of_machines(tmp_path: Path) -> None:
+    office, summit = Machine("anything", 3, 2, "cuda"), Machine("my summit", 1, 6, "cuda")
+    office.save(tmp_path / "office.toml")
+    summit.save(tmp_path / "summit.toml")
+    assert parse_machine("office", tmp_path) == office
+    assert parse_machine("office:5", tmp_path) == Machine("anything", 5, 2, "cuda")
+    assert parse_machine("summit", tmp_path) == summit != parse_machine("summit")
+    assert parse_machine("laptop", tmp_path) == Machine.preset("laptop")
+    assert list(find_machine_files(tmp_path)) == ["office", "summit"]
+    assert parse_machine("laptop", tmp_path / "none") == Machine.preset("laptop")
+    (tmp_path / "office.toml").write_text("name = ")
+    with pytest.raises(UsageError, match=r"not TOML.*\n  in .*office.toml"):
+        parse_machine("office", tmp_path)
+    with pytest.raises(UsageError, match="no machine named 'ofice'"):
+        parse_machine("ofice", tmp_path)
 
 
 @pytest.mark.parametrize(

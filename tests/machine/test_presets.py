@@ -7,7 +7,7 @@ import re
 import pytest
 
 from conjoin.errors import UsageError
-from conjoin.machine import Machine, preset_names
+from conjoin.machine import NETWORK, Machine, preset_names
 from tests.ir.wording import assert_three_sentences
 
 SHAPES = {
@@ -65,3 +65,59 @@ def test_what_is_no_preset(name: str, nodes: int | None, pieces: list[str]) -> N
         Machine.preset(name, nodes)
     assert_three_sentences(caught.value)
     assert [piece for piece in pieces if piece not in str(caught.value)] == []
+
+
+def bottleneck(machine: Machine, sender: int, receiver: int) -> float:
+    """Gigabytes per second of the narrowest link on the way."""
+    return min(link.bandwidth for link in machine.topology.path(sender, receiver)) / 1e9
+
+
+def test_summit_is_wired_in_triples() -> None:
+    summit = Machine.preset("summit", nodes=2)
+    assert [bottleneck(summit, 0, other) for other in range(1, 6)] == [50, 50, 32, 32, 32]
+    assert bottleneck(summit, 0, 6) == 12.5
+    paths = [summit.topology.path(rank, rank + 6) for rank in range(6)]
+    rails = {link.source for path in paths for link in path if link.target == NETWORK}
+    assert rails == {"rail0", "rail1"}
+
+
+def test_the_clusters_of_flexflow() -> None:
+    p100, k80 = (Machine.preset(name, nodes=2) for name in ("p100-cluster", "k80-cluster"))
+    assert {bottleneck(p100, a, b) for a in range(4) for b in range(4) if a != b} == {20}
+    assert (bottleneck(p100, 0, 4), bottleneck(k80, 0, 4)) == (12.5, 7)
+    # Adjacent K80 talk over a switch of their own, the others over the shared one.
+    lengths = {(a, b): len(k80.topology.path(a, b)) for a, b in ((0, 1), (2, 3), (1, 2), (0, 3))}
+    assert lengths == {(0, 1): 2, (2, 3): 2, (1, 2): 4, (0, 3): 4}
+    shared = {link.wire for link in k80.topology.path(0, 2)} & {link.wire for link in k80.topology.path(1, 3)}
+    assert len(shared) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "between"),
+    [
+        ("p3.8xlarge", 50, 1.25),
+        ("piz-daint", None, 8.5),
+        ("a100-2x16", 300, 12.5),
+        ("dgx-a100", 300, 25),
+        ("dgx-h100", 450, 50),
+        ("dgx-h200", 450, 50),
+    ],
+)
+def test_rates_of_the_others(name: str, inside: float | None, between: float) -> None:
+    machine = Machine.preset(name, nodes=2)
+    per_node = machine.devices_per_node
+    assert bottleneck(machine, 0, 2 * per_node - 1) == between
+    assert inside is None or bottleneck(machine, 0, per_node - 1) == inside
+
+
+@pytest.mark.parametrize("name", ["dgx-a100", "dgx-h100", "dgx-h200"])
+def test_every_gpu_of_a_dgx_has_a_network_card(name: str) -> None:
+    machine = Machine.preset(name, nodes=2)
+    assert len({machine.topology.path(rank, rank + 8)[1].wire for rank in range(8)}) == 8
+
+
+def test_rates_are_dense_peaks() -> None:
+    h100, h200 = (Machine.preset(name).device_type(0) for name in ("dgx-h100", "dgx-h200"))
+    assert h100.flops_of("bfloat16") == 989.5e12 == h200.flops_of("bfloat16") and h100.flops_of("float32") == 67e12
+    assert (h200.memory_bytes, h200.memory_bandwidth) == (141 * 10**9, 4.8e12)
+    assert Machine.preset("summit").device_type(5).flops_of("float16") == 125e12

@@ -78,7 +78,7 @@ sent         20 B per rank, 40 B by all ranks in a step
 
     ~ backward all-reduce of the gradient of param:w f32[4] <- d0:B over d0, 16 B per rank, 32 B by all ranks
 %1: f32[8,4]{d0:S(0)} = mul.Tensor(input:x, param:w)  # split dim 0 over d0; scale net.py:7
-%2: f32[]{d0:P} = sum(%1)  # split summed d0 over d0; net.py:8
+%2: f32[]{d0:P} = sum(%1)  # split summed dim 0 over d0; net.py:8
 results
     ~ forward all-reduce of %2 f32[]{d0:P} -> I over d0, 4 B per rank, 8 B by all ranks
 """

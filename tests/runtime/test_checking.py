@@ -321,6 +321,28 @@ def test_masks_drawn_differently_are_seen(monkeypatch: pytest.MonkeyPatch) -> No
     assert not verify_in_process(small_case(), num_steps=1).passed
 
 
+def test_everything_lies_where_the_communicator_carries_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On ranks whose device is a GPU, played by one without memory: every tensor of the step is there."""
+    seen: list[tuple[torch.device, ...]] = []
+
+    class Noted(ParallelModule):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            tensors = (*args, *self.parameters(), *self.buffers())
+            seen.append((self.store.device, *(x.device for x in tensors if isinstance(x, Tensor))))
+            raise RuntimeError("a device without memory computes nothing")
+
+    def compare(ranks: Any) -> Any:
+        ranks.device = torch.device("meta")
+        return checking.compare_rank(case, reference, ranks)
+
+    monkeypatch.setattr(checking, "ParallelModule", Noted)
+    case = small_case().widened()
+    reference = checking.train_alone(case, 1)
+    with pytest.raises(RuntimeError, match="computes nothing"):
+        run_ranks(case.plan.mesh, compare)
+    assert {device.type for devices in seen for device in devices} == {"meta"} and len(seen[0]) == 7
+
+
 def test_values_that_differ_at_the_start_are_seen() -> None:
     case = small_case().widened()
     reference = checking.train_alone(case, 1)

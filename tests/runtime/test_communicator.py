@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from conjoin.errors import RankError
 from conjoin.machine import Axis, Mesh
-from conjoin.runtime.communicator import Board, Communicator, ThreadRanks
+from conjoin.runtime.communicator import Board, Communicator, ThreadRanks, group_device
 from conjoin.runtime.threads import run_ranks
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.gloo_ranks import run_processes
@@ -119,3 +120,28 @@ def test_ranks_that_come_after_a_failure_do_not_wait() -> None:
     thread.start()
     thread.join(10)
     assert not thread.is_alive() and len(errors) == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "rank", "local_rank", "num_visible", "device"),
+    [
+        ("gloo", 3, "3", 8, "cpu"),
+        ("nccl", 11, "3", 8, "cuda:3"),
+        ("nccl", 3, None, 8, "cuda:3"),
+        ("nccl", 11, None, 8, "cuda:3"),
+        ("nccl", 3, "3", 1, "cuda:0"),
+    ],
+)
+def test_every_rank_has_a_gpu_of_its_own(
+    backend: str, rank: int, local_rank: str | None, num_visible: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert group_device() == torch.device(device)

@@ -25,6 +25,18 @@ def test_every_rank_returns_its_value() -> None:
     assert launch(3, _rank_and_sum, 10) == [(0, 33.0), (1, 33.0), (2, 33.0)]
 
 
+def test_tensors_come_back_by_value() -> None:
+    """The rank is gone when its answer is read, and with it everything that is shared by a handle."""
+
+    def program(rank: int) -> dict[str, torch.Tensor]:
+        dist.barrier()
+        return {"whole": torch.arange(3.0) + rank, "view": torch.ones(4, 4)[rank]}
+
+    found = launch(2, program)
+    assert [answer["whole"].tolist() for answer in found] == [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]]
+    assert all(answer["view"].tolist() == [1.0] * 4 for answer in found)
+
+
 def test_a_mistake_of_the_user_is_told_once_and_as_it_is() -> None:
     def refuse(rank: int) -> None:
         raise UsageError("This was asked. It cannot be. Change that.")

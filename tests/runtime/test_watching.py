@@ -51,3 +51,24 @@ def test_a_rank_that_hangs_ends_the_others(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(RankError, match="noticed that another rank was silent"):
         launch(3, _train_until, plan, model, batch, tmp_path, signal.SIGSTOP)
     assert time.monotonic() - start < 60
+
+
+def _train_until_an_error(rank: int, plan: Any, model: Any, batch: Any, notes: Path) -> None:
+    step = load(plan, model)
+    for i in range(1000):
+        if rank == 1 and i == 3:
+            raise ZeroDivisionError("one over nothing")
+        try:
+            step(batch).backward()
+        except RankError as error:
+            (notes / f"{rank}").write_text(str(error))
+            raise
+
+
+def test_a_rank_that_ends_by_its_own_error_is_named_with_it(tmp_path: Path) -> None:
+    model, batch = mlp()
+    with pytest.raises(RankError, match=r"(?s)Rank 1 failed.*one over nothing"):
+        launch(3, _train_until_an_error, plan_of(model, batch, 3), model, batch, tmp_path)
+    for rank in (0, 2):
+        said = (tmp_path / f"{rank}").read_text()
+        assert said.startswith(f"Rank 1 failed with an error of its own, noticed by rank {rank}: ZeroDivisionError: on")

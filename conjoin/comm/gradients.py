@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from conjoin.comm.bundling import Entry
 from conjoin.ir import Graph, Node, Value, is_parallel, origin, plain_call
 from conjoin.ops import Call, Layout, OpSpec, spec_for
-
-Entry = tuple[Value, Layout]
-"""A value of the model and a layout in which somebody reads it."""
 
 
 class Gradients:
@@ -21,6 +19,7 @@ class Gradients:
         self._entries: set[Entry] = set()
         self._reached: set[Value] = set()
         self._saved: set[Entry] = set()
+        self._kept: dict[Node, tuple[int, ...]] = {}
         nodes = [node for node in graph.nodes if not is_parallel(node)]
         for node in nodes:
             self._find_needs(node)
@@ -29,7 +28,8 @@ class Gradients:
             if any(value in self._reached for value in node.outputs()):
                 inputs = node.inputs
                 self._reach(inputs[i] for i in self._passing[node])
-                self._saved.update((origin(inputs[i]), inputs[i].type.layout) for i in self._find_saved(node))
+                self._kept[node] = tuple(self._find_saved(node))
+                self._saved.update((origin(inputs[i]), inputs[i].type.layout) for i in self._kept[node])
 
     def reach_read(self, root: Value, layout: Layout) -> bool:
         """Whether a gradient comes back to a value from those who read it in this layout."""
@@ -42,6 +42,10 @@ class Gradients:
     def reach_operand(self, node: Node, operand: int) -> bool:
         """Whether a node gives a gradient to one of its operands."""
         return operand in self._passing[node] and any(value in self._reached for value in node.outputs())
+
+    def kept_operands(self, node: Node) -> tuple[int, ...]:
+        """The operands whose values the backward of a node reads; none where no gradient comes to it."""
+        return self._kept.get(node, ())
 
     def reach(self, value: Value) -> bool:
         """Whether a value gets a gradient from anyone."""

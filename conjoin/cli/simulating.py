@@ -1,0 +1,35 @@
+"""The command that tells the price of a plan before it is paid: `simulate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from conjoin.api import simulate_plan
+from conjoin.cli.output import JsonOption, print_json
+from conjoin.environment import machines_directory
+from conjoin.ir import load_plan
+from conjoin.machine import parse_machine
+from conjoin.report import prediction_text, prediction_to_json, save_trace, simulated_events
+
+
+def simulate_command(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    machine: Annotated[str, typer.Option("--machine", help="A preset as summit:4, or machine.toml.")],
+    optimizer: Annotated[str, typer.Option("--optimizer", help="sgd, sgd-momentum, adam, adamw; or -fused.")] = "adam",
+    trace: Annotated[Path | None, typer.Option("--trace", help="Save a trace for Perfetto here.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict a training step of a plan: how long it takes, where the time goes, and how much memory it needs."""
+    read, where = load_plan(plan), parse_machine(machine, machines_directory())
+    found = simulate_plan(read, where, optimizer=optimizer)
+    if trace is not None:
+        save_trace(simulated_events(found.simulation), trace)
+    if as_json:
+        print_json({**prediction_to_json(found, read, where), "trace": None if trace is None else str(trace)})
+        return
+    typer.echo(prediction_text(found, read, where), nl=False)
+    if trace is not None:
+        typer.echo(f"{'trace':<12} {trace}; open it in ui.perfetto.dev")

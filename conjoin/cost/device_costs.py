@@ -1,0 +1,150 @@
+"""What is known of one device, ready to be asked: measured keys, measured calls by kind, the roofline."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import log2
+from statistics import median
+from typing import Any
+
+from conjoin.cost.fitting import Fit
+from conjoin.cost.interpolation import Point, interpolate
+from conjoin.cost.keys import read_key, write_key
+from conjoin.cost.measurement import Measurement
+from conjoin.cost.roofline import DEFAULT_HOST, Roofline
+from conjoin.cost.seconds import NO_SECONDS, Seconds, Source
+from conjoin.cost.work import CallWork, work_of
+from conjoin.machine import DeviceType
+from conjoin.ops import Call, Kind, space_of, spec_for
+
+_GRADIENT = 0.25
+"""How far apart, in doublings, calls of one size are for each operand that gets a gradient in one of them only."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCost:
+    """Seconds of a call and of its backward on the device, and what the host needs to launch them."""
+
+    forward: Seconds
+    backward: Seconds
+    host_forward: float
+    host_backward: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Kin:
+    """One measured call among others of its kind."""
+
+    forward: Point
+    backward: Point | None
+    host_forward: float
+    host_backward: float
+
+
+class DeviceCosts:
+    """Costs of calls on one device."""
+
+    def __init__(self, device: DeviceType, measurements: Mapping[str, Measurement], fit: Fit | None) -> None:
+        self.device = device
+        self.measured = measurements
+        efficiency = dict(fit.efficiency) if fit else None
+        self.roofline = Roofline.of(device, efficiency, fit.overhead_seconds if fit else None)
+        cuda = device.kind == "cuda"
+        self._host = (fit.host_forward, fit.host_backward) if cuda and fit else DEFAULT_HOST[device.kind]
+        self._keys_by_op: dict[str, list[str]] = defaultdict(list)
+        for key in measurements:
+            self._keys_by_op[key.partition(" ")[0]].append(key)
+        self._kinds_by_op: dict[str, dict[Any, list[_Kin]]] = {}
+        self.known: dict[tuple[Call, tuple[int, ...]], OperatorCost] = {}
+
+    def find(self, call: Call, needs: tuple[int, ...]) -> OperatorCost:
+        """The cost of a call: measured, else between measured ones, else estimated."""
+        measured = self.measured.get(write_key(call, needs))
+        cost = _as_measured(measured, needs) if measured else self._reckon(call, needs)
+        self.known[call, needs] = cost
+        return cost
+
+    def keys_of(self, word: str) -> list[str]:
+        """The measured keys that begin with a word."""
+        return self._keys_by_op.get(word, [])
+
+    def _reckon(self, call: Call, needs: tuple[int, ...]) -> OperatorCost:
+        work = work_of(call, needs)
+        forward, backward = self._estimates(work)
+        kin = self._kin(call)
+        sizes = _sizes(call, needs) if kin else ()
+        host = self._host
+        if kin:
+            host = median(k.host_forward for k in kin), median(k.host_backward for k in kin)
+        return OperatorCost(
+            _between([k.forward for k in kin], sizes, forward),
+            _between([k.backward for k in kin if k.backward], sizes, backward) if needs else NO_SECONDS,
+            host[0],
+            host[1] if needs else 0.0,
+        )
+
+    def _estimates(self, work: CallWork) -> tuple[float, float]:
+        seconds, family, dtype = self.roofline.seconds, work.family, work.dtype
+        return seconds(work.forward, family, dtype), seconds(work.backward, family, dtype, backward=True)
+
+    def _kin(self, call: Call) -> list[_Kin]:
+        if call.op not in self._keys_by_op:
+            return []
+        if call.op not in self._kinds_by_op:
+            self._kinds_by_op[call.op] = self._sort(self._keys_by_op[call.op])
+        return self._kinds_by_op[call.op].get(_kind(call), [])
+
+    def _sort(self, keys: Iterable[str]) -> dict[Any, list[_Kin]]:
+        """The measured calls of an operator by kind."""
+        kinds: dict[Any, list[_Kin]] = defaultdict(list)
+        for key in keys:
+            read, known = read_key(key), self.measured[key]
+            if read is not None:
+                call, needs = read
+                forward, backward = self._estimates(work_of(call, needs))
+                sizes = _sizes(call, needs)
+                back = Point(sizes, backward, known.backward) if needs else None
+                ahead = Point(sizes, forward, known.forward)
+                kinds[_kind(call)].append(_Kin(ahead, back, known.host_forward, known.host_backward))
+        return kinds
+
+
+def _as_measured(found: Measurement, needs: tuple[int, ...]) -> OperatorCost:
+    forward = Seconds(found.forward, Source.MEASURED)
+    backward = Seconds(found.backward, Source.MEASURED) if needs else NO_SECONDS
+    return OperatorCost(forward, backward, found.host_forward, found.host_backward)
+
+
+def _between(points: list[Point], sizes: tuple[float, ...], estimate: float) -> Seconds:
+    if estimate == 0:
+        return Seconds(0.0, Source.ESTIMATED)
+    value = interpolate(points, sizes, estimate) if points else None
+    return Seconds(estimate, Source.ESTIMATED) if value is None else Seconds(value, Source.INTERPOLATED)
+
+
+def _sizes(call: Call, needs: tuple[int, ...]) -> tuple[float, ...]:
+    """Where a call lies among those of its kind: log2 of the sizes of its indices, and which operands get gradients."""
+    spec = spec_for(call)
+    sizes = space_of(spec, call).sizes.values() if spec else (n for t in call.tensors for n in t.shape)
+    gradients = (_GRADIENT * (i in needs) for i in range(len(call.tensors)))
+    return (*(log2(max(size, 1)) for size in sizes), *gradients)
+
+
+def _kind(call: Call) -> tuple[Any, ...]:
+    """What calls must have in common to be compared: operator, dtypes, indices, attributes but for sizes."""
+    spec = spec_for(call)
+    indices = tuple(space_of(spec, call).sizes) if spec else tuple(len(t.shape) for t in call.tensors)
+    follows = spec.follows if spec else {}
+    attributes = tuple(
+        _sketch(value)
+        for parameter, value in zip(call.signature.parameters, call.args, strict=True)
+        if parameter.kind is Kind.ATTRIBUTE and parameter.name not in follows
+    )
+    return call.op, call.operand_names, tuple(tensor.dtype for tensor in call.tensors), indices, attributes
+
+
+def _sketch(value: Any) -> Any:
+    """An attribute as far as it matters for speed: of a probability or a scale, whether it is 0."""
+    return ("float", value == 0) if isinstance(value, float) else value

@@ -1,0 +1,86 @@
+"""`CostModel`: seconds of operators, optimizer steps and copies on a device, each with its source.
+
+A number is measured where the very same call was (TASO, section 2.6: each configuration once), interpolated where calls
+of the same kind and near sizes were (`interpolation.py`), else estimated by the roofline (`roofline.py`). It relies on
+what FlexFlow's simulator assumes (section 3.4, A1): that seconds depend on sizes, not on values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from conjoin.cost.device_costs import DeviceCosts, OperatorCost
+from conjoin.cost.fitting import fit_efficiencies
+from conjoin.cost.measurement import Measurement, Outcome
+from conjoin.cost.profile import Profile, merge_outcomes, shipped_profiles
+from conjoin.cost.seconds import NO_SECONDS, Seconds, Source
+from conjoin.cost.store import Store
+from conjoin.cost.transfers import copy_seconds, update_seconds
+from conjoin.cost.work import ELEMENTWISE, Work, work_of
+from conjoin.machine import DeviceType
+from conjoin.ops import Call, TensorType
+
+_FITTED = 20
+"""Measurements from which a store's own efficiencies are worth more than a profile's."""
+
+
+class CostModel:
+    """Seconds on any device type, from stores (the later the firmer), then profiles, then the device's peaks.
+
+    >>> device = DeviceType("one", "cpu", 2**34, 1e10, (("float32", 1e11),))
+    >>> x = TensorType((1000, 1000), torch.float32)
+    >>> CostModel(profiles=()).operator(Call("mm", (x, x)), (0, 1), device).forward.source
+    <Source.ESTIMATED: 'estimated'>
+    """
+
+    def __init__(self, stores: Sequence[Store] = (), profiles: Sequence[Profile] | None = None) -> None:
+        self._stores = tuple(stores)
+        self._profiles = shipped_profiles() if profiles is None else tuple(profiles)
+        self._devices: dict[int, DeviceCosts] = {}
+        """By the identity of the device type, which is kept alive here: comparing two takes longer than an answer."""
+
+    def operator(self, call: Call, needs: tuple[int, ...], device: DeviceType) -> OperatorCost:
+        """Seconds of a call on local tensors, without layouts, whose operands at `needs` get a gradient."""
+        costs = self._devices.get(id(device)) or self._open(device)
+        known = costs.known.get((call, needs))
+        return known if known is not None else costs.find(call, needs)
+
+    def update(self, parameters: Sequence[TensorType], optimizer: str, device: DeviceType) -> Seconds:
+        """Seconds of one optimizer step over these local parameters; see `OPTIMIZERS` for the names."""
+        costs = self._devices.get(id(device)) or self._open(device)
+        return update_seconds(parameters, optimizer, costs)
+
+    def copy(self, num_bytes: int, device: DeviceType) -> Seconds:
+        """Seconds to copy so many bytes from pinned host memory to the device, or back; none where the two are one."""
+        if device.kind == "cpu":
+            return NO_SECONDS
+        return copy_seconds(num_bytes, self._devices.get(id(device)) or self._open(device))
+
+    def fused(
+        self, calls: Sequence[Call], inputs: Sequence[TensorType], outputs: Sequence[TensorType], device: DeviceType
+    ) -> Seconds:
+        """Seconds of elementwise calls and reductions run as one kernel that reads `inputs` and writes `outputs`."""
+        costs = self._devices.get(id(device)) or self._open(device)
+        parts = [work_of(call, ()) for call in calls]
+        work = Work(sum(part.forward.flops for part in parts), float(sum(t.bytes for t in (*inputs, *outputs))))
+        dtype = parts[0].dtype if parts else "float32"
+        return Seconds(costs.roofline.seconds(work, ELEMENTWISE, dtype), Source.ESTIMATED)
+
+    def _open(self, device: DeviceType) -> DeviceCosts:
+        """All that stores and profiles know of a device."""
+        profiles = [profile for profile in self._profiles if profile.device == device.name]
+        of_any_torch = [store.outcomes(device.name) for store in self._stores]
+        of_this_torch = [store.outcomes(device.name, torch.__version__) for store in self._stores]
+        own = _measured(*of_any_torch, *of_this_torch)
+        every = _measured(*(profile.outcomes for profile in profiles), own.values())
+        fit = profiles[-1].fit if profiles else None
+        if len(own) >= _FITTED and not device.efficiency:
+            fit = fit_efficiencies(own.values(), device)
+        costs = self._devices[id(device)] = DeviceCosts(device, every, fit)
+        return costs
+
+
+def _measured(*sources: Iterable[Outcome]) -> dict[str, Measurement]:
+    return {key: found for key, found in merge_outcomes(*sources).items() if isinstance(found, Measurement)}

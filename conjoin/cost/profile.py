@@ -1,0 +1,156 @@
+"""Profiles: measurements of one device as text that can be shipped, with where they come from; JSON lines, compressed.
+
+The first line is an object that says device, torch version, date, command and what was fitted; every further line is
+one measurement, `[key, forward, backward, host forward, host backward, spread]` in seconds, or an absence,
+`[key, "reason"]`. Nothing in a profile is evaluated; sizes are bounded before and after decompression.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import uuid
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cache
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from conjoin.cost.fitting import Fit
+from conjoin.cost.measurement import Absence, Measurement, Outcome
+from conjoin.errors import UsageError
+
+FORMAT = "conjoin.profile"
+VERSION = 1
+MAX_BYTES = 2**23
+MAX_TEXT_BYTES = 2**26
+MAX_LINES = 200_000
+_FOLDER = Path(__file__).parent / "profiles"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Measurements of one device, and where they come from."""
+
+    device: str
+    torch: str
+    date: str
+    command: str
+    fit: Fit
+    outcomes: tuple[Outcome, ...]
+
+
+def save_profile(profile: Profile, path: str | Path) -> None:
+    """Write a profile, aside first and then renamed; numbers are rounded to four digits."""
+    words = {"device": profile.device, "torch": profile.torch, "date": profile.date, "command": profile.command}
+    header = {"format": FORMAT, "version": VERSION, **words, "fit": asdict(profile.fit)}
+    lines = [json.dumps(header), *(json.dumps(_line(outcome)) for outcome in profile.outcomes)]
+    packed = gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0)
+    target = Path(path)
+    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        aside.write_bytes(packed)
+        os.replace(aside, target)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        raise UsageError(
+            f"The profile of {profile.device} could not be written to {str(path)!r}. The reason is: {error.strerror}. "
+            f"Choose another path."
+        ) from None
+
+
+def _line(outcome: Outcome) -> list[Any]:
+    match outcome:
+        case Measurement(key, forward, backward, host_forward, host_backward, spread):
+            return [key, *(float(f"{x:.4g}") for x in (forward, backward, host_forward, host_backward, spread))]
+        case Absence(key, reason):
+            return [key, reason]
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Read a profile, from a stranger too: within limits, every number checked."""
+    try:
+        lines = _read_text(Path(path)).splitlines()
+        if len(lines) > MAX_LINES:
+            raise ValueError(f"it has {len(lines):,} lines, the limit is {MAX_LINES:,}")
+        return _read_profile(lines)
+    except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)[:200]
+        raise UsageError(
+            f"The profile {str(path)!r} was to be read. It is not a profile of version {VERSION}, or is damaged: "
+            f"{reason}. Check the path, or write the profile again."
+        ) from None
+
+
+def _read_text(path: Path) -> str:
+    if not path.is_file():
+        raise ValueError("there is no such file")
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"it holds {path.stat().st_size:,} bytes, the limit is {MAX_BYTES:,}")
+    with gzip.open(path, "rb") as file:
+        content = file.read(MAX_TEXT_BYTES + 1)
+    if len(content) > MAX_TEXT_BYTES:
+        raise ValueError(f"it holds more than {MAX_TEXT_BYTES:,} bytes of text")
+    return content.decode()
+
+
+def _read_profile(lines: list[str]) -> Profile:
+    match json.loads(lines[0]) if lines else None:
+        case {
+            "format": "conjoin.profile", "version": 1, "device": str(device), "torch": str(torch), "date": str(date),
+            "command": str(command), "fit": dict(fit),
+        }:  # fmt: skip
+            outcomes = tuple(map(_read_line, lines[1:]))
+            return Profile(device[:200], torch[:200], date[:200], command[:1000], _read_fit(fit), outcomes)
+    raise ValueError("its first line does not say what it is")
+
+
+def _read_line(line: str) -> Outcome:
+    match json.loads(line):
+        case [str(key), str(reason)]:
+            return Absence(key, reason)
+        case [str(key), *numbers] if len(numbers) == 5:
+            return Measurement(key, *map(_number, numbers))
+    raise ValueError(f"{line[:60]} is not a measurement")
+
+
+def _read_fit(fit: dict[str, Any]) -> Fit:
+    match fit.pop("efficiency", None):
+        case list(pairs) if len(pairs) <= 1000:
+            efficiency = tuple((str(name)[:100], _positive(value)) for name, value in pairs)
+        case _:
+            raise ValueError("its efficiencies are not a list")
+    if set(fit) != {"overhead_seconds", "host_forward", "host_backward", "error"}:
+        raise ValueError("its fit is incomplete")
+    return Fit(efficiency, **{name: _number(value) for name, value in fit.items()})
+
+
+def _number(value: object) -> float:
+    if type(value) not in (int, float) or not isfinite(value):  # type: ignore[arg-type]
+        raise ValueError(f"{str(value)[:40]} is not a number")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _positive(value: object) -> float:
+    number = _number(value)
+    if not 0 < number < 1e3:
+        raise ValueError(f"{number} is not an efficiency")
+    return number
+
+
+@cache
+def shipped_profiles() -> tuple[Profile, ...]:
+    """The profiles that come with the package."""
+    return tuple(load_profile(path) for path in sorted(_FOLDER.glob("*.jsonl.gz")))
+
+
+def merge_outcomes(*sources: Iterable[Outcome]) -> dict[str, Outcome]:
+    """Outcomes by key; what a later source measured replaces what an earlier one says, an absence does not."""
+    merged: dict[str, Outcome] = {}
+    for outcome in (outcome for source in sources for outcome in source):
+        if isinstance(outcome, Measurement) or outcome.key not in merged:
+            merged[outcome.key] = outcome
+    return merged

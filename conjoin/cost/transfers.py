@@ -1,0 +1,196 @@
+"""Optimizer steps and copies between host and device: measured at a few sizes, interpolated between, else by bytes.
+
+An optimizer step is told by how many tensors and elements it updates, not by their shapes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import log2
+from statistics import median
+from typing import Any
+
+import torch
+
+from conjoin.cost.device_costs import DeviceCosts
+from conjoin.cost.interpolation import Point, interpolate
+from conjoin.cost.measurement import Measurement
+from conjoin.cost.roofline import Roofline
+from conjoin.cost.seconds import NO_SECONDS, Seconds, Source
+from conjoin.cost.work import ELEMENTWISE, Work
+from conjoin.errors import UsageError
+from conjoin.ops import TensorType, dtype_name, parse_dtype
+
+_REPEATS = 7
+_COPY_BANDWIDTH = 25e9
+"""Bytes per second between pinned host memory and a device, where nothing was measured: PCIe 4.0 with 16 lanes
+transfers 32e9, of which copies reach some 80 %."""
+_COPY_LATENCY = 10e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """How torch makes it, and how often its step passes over a tensor of the parameters' size.
+
+    Passes count each read and each write of each kernel: unfused AdamW decays the weights (2), updates both averages
+    (3 and 5), takes the root, divides and adds (6), and steps (4).
+    """
+
+    make: Callable[..., torch.optim.Optimizer]
+    options: tuple[tuple[str, Any], ...]
+    passes: int
+    kernels: int
+
+
+OPTIMIZERS = {
+    "sgd": Optimizer(torch.optim.SGD, (), 3, 1),
+    "sgd-momentum": Optimizer(torch.optim.SGD, (("momentum", 0.9),), 8, 3),
+    "adam": Optimizer(torch.optim.Adam, (), 18, 7),
+    "adamw": Optimizer(torch.optim.AdamW, (), 20, 8),
+    "sgd-fused": Optimizer(torch.optim.SGD, (("fused", True),), 3, 1),
+    "sgd-momentum-fused": Optimizer(torch.optim.SGD, (("momentum", 0.9), ("fused", True)), 5, 1),
+    "adam-fused": Optimizer(torch.optim.Adam, (("fused", True),), 7, 1),
+    "adamw-fused": Optimizer(torch.optim.AdamW, (("fused", True),), 7, 1),
+}
+"""Steps that can be priced, as torch runs them by default, or (`fused`) by one kernel."""
+
+
+def update_key(optimizer: str, dtype: torch.dtype, num_tensors: int, num_elements: int) -> str:
+    """The key of one optimizer step.
+
+    >>> update_key("adamw", torch.float32, 2, 4096)
+    'update adamw f32 2 tensors 4096 elements'
+    """
+    return f"update {optimizer} {dtype_name(dtype)} {num_tensors} tensors {num_elements} elements"
+
+
+def copy_key(num_bytes: int) -> str:
+    """The key of one copy."""
+    return f"copy {num_bytes} bytes"
+
+
+def update_seconds(parameters: Sequence[TensorType], optimizer: str, costs: DeviceCosts) -> Seconds:
+    """Seconds of one step over the parameters, dtype by dtype."""
+    if optimizer not in OPTIMIZERS:
+        raise UsageError(
+            f"The seconds of a step of the optimizer {optimizer[:60]!r} were asked for. Known are "
+            f"{', '.join(OPTIMIZERS)}. Name one of them."
+        )
+    groups: dict[torch.dtype, list[TensorType]] = defaultdict(list)
+    for parameter in parameters:
+        groups[parameter.dtype].append(parameter)
+    total = NO_SECONDS
+    for dtype, group in groups.items():
+        total += _group_seconds(optimizer, dtype, len(group), sum(t.num_elements for t in group), costs)
+    return total
+
+
+def _group_seconds(
+    optimizer: str, dtype: torch.dtype, num_tensors: int, num_elements: int, costs: DeviceCosts
+) -> Seconds:
+    key = update_key(optimizer, dtype, num_tensors, num_elements)
+    estimate = _estimate(optimizer, dtype, num_tensors, num_elements, costs.roofline)
+    points: list[Point] = []
+    others: list[Point] = []
+    for known in costs.keys_of("update"):
+        match known.split():
+            case [_, name, kind, tensors, "tensors", elements, "elements"] if name == optimizer:
+                counts, measured = (int(tensors), int(elements)), parse_dtype(kind)
+                near = _estimate(optimizer, measured, *counts, costs.roofline)
+                found = points if measured == dtype else others
+                found.append(Point(_logs(*counts), near, costs.measured[known].forward))
+    corrected = estimate * _ratio_of_largest(points or others)
+    return _choose(costs, key, points, _logs(num_tensors, num_elements), estimate, corrected)
+
+
+def _ratio_of_largest(points: Sequence[Point]) -> float:
+    """How far the estimate is off for the largest step that was measured: larger ones are as bound by memory."""
+    largest = max(points, key=lambda point: point.estimate, default=None)
+    return 1.0 if largest is None else largest.seconds / largest.estimate
+
+
+def _estimate(optimizer: str, dtype: torch.dtype, num_tensors: int, num_elements: int, roofline: Roofline) -> float:
+    """By bytes moved; a CPU makes every call for every tensor, a CUDA device takes tensors together."""
+    how = OPTIMIZERS[optimizer]
+    work = Work(float(how.kernels * num_elements), float(how.passes * num_elements * dtype.itemsize))
+    calls = how.kernels * (num_tensors if roofline.device.kind == "cpu" else 1 + num_tensors // 64)
+    name = str(dtype).removeprefix("torch.")
+    return roofline.seconds(work, ELEMENTWISE, name) + (calls - 1) * roofline.overhead
+
+
+def copy_seconds(num_bytes: int, costs: DeviceCosts) -> Seconds:
+    """Seconds of one copy between pinned host memory and the device."""
+    points = []
+    for known in costs.keys_of("copy"):
+        match known.split():
+            case [_, count, "bytes"]:
+                points.append(Point(_logs(int(count)), _copy_estimate(int(count)), costs.measured[known].forward))
+    estimate = _copy_estimate(num_bytes)
+    corrected = estimate * _ratio_of_largest(points)
+    return _choose(costs, copy_key(num_bytes), points, _logs(num_bytes), estimate, corrected)
+
+
+def _copy_estimate(num_bytes: int) -> float:
+    return _COPY_LATENCY + num_bytes / _COPY_BANDWIDTH
+
+
+def _logs(*counts: int) -> tuple[float, ...]:
+    return tuple(log2(max(count, 1)) for count in counts)
+
+
+def _choose(
+    costs: DeviceCosts,
+    key: str,
+    points: list[Point],
+    sizes: tuple[float, ...],
+    estimate: float,
+    otherwise: float,
+) -> Seconds:
+    if key in costs.measured:
+        return Seconds(costs.measured[key].forward, Source.MEASURED)
+    value = interpolate(points, sizes, estimate)
+    return Seconds(otherwise, Source.ESTIMATED) if value is None else Seconds(value, Source.INTERPOLATED)
+
+
+def measure_update(
+    optimizer: str, dtype: torch.dtype, num_tensors: int, num_elements: int, device: str | torch.device
+) -> Measurement:
+    """Median seconds of a step over equal tensors, with all it does on the host: a step is made once an iteration."""
+    how, place = OPTIMIZERS[optimizer], torch.device(device)
+    sizes = [len(part) for part in torch.arange(num_elements).tensor_split(num_tensors)]
+    parameters = [torch.zeros(size, dtype=dtype, device=place, requires_grad=True) for size in sizes]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    step = how.make(parameters, lr=1e-3, **dict(how.options)).step
+    seconds = _time(step, place)
+    return Measurement(update_key(optimizer, dtype, num_tensors, num_elements), seconds, 0.0)
+
+
+def measure_copy(num_bytes: int, device: str | torch.device) -> Measurement:
+    """Median seconds of a copy from pinned memory to a CUDA device or back, the slower of the two."""
+    place = torch.device(device)
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(num_bytes, dtype=torch.uint8, device=place)
+    there_seconds = _time(lambda: there.copy_(host, non_blocking=True), place)
+    back_seconds = _time(lambda: host.copy_(there, non_blocking=True), place)
+    return Measurement(copy_key(num_bytes), max(there_seconds, back_seconds), 0.0)
+
+
+def _time(act: Callable[[], object], device: torch.device) -> float:
+    """The median of some runs, each waited for."""
+    times = []
+    for _ in range(_REPEATS + 2):
+        _settle(device)
+        start = time.perf_counter()
+        act()
+        _settle(device)
+        times.append(time.perf_counter() - start)
+    return median(times[2:])
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,179 @@
+"""How much a call and its backward compute and move, and the family of kernels that does it; from the declarations.
+
+The backward of a call is derived from its `terms`, the output as a sum of products of operands:
+
+- An operand in a product: its gradient is the same product with the output's gradient in its place, so the flops of
+  the forward; the output's gradient and the other factors are read, its own gradient is written.
+- An operand that is only added: its gradient is the output's, which costs nothing where the shapes agree, and is summed
+  where the operand was broadcast. What is read out of it (lookups, copies in another order) is put back by a pass over
+  the operand.
+- An operand in no term (not linear): the gradients of all operands together take twice the forward's flops, as the
+  chain rule multiplies at every step, and all operands are read again.
+- A view gives its gradient back as a view; a part gives it back padded with zeros, an expanded one summed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from conjoin.ops import (
+    Call,
+    OpSpec,
+    TensorType,
+    bytes_read,
+    flops,
+    output_types,
+    space_of,
+    spec_for,
+)
+
+CONTRACTION, CONVOLUTION, ATTENTION, RECURRENT = "contraction", "convolution", "attention", "recurrent"
+ELEMENTWISE, REDUCTION, LOOKUP, MOVEMENT = "elementwise", "reduction", "lookup", "movement"
+VIEW, OPAQUE = "view", "opaque"
+FAMILIES = (
+    CONTRACTION, CONVOLUTION, ATTENTION, RECURRENT, ELEMENTWISE, REDUCTION, LOOKUP, MOVEMENT, VIEW, OPAQUE,
+)  # fmt: skip
+
+
+class Work(NamedTuple):
+    """What a device has to do."""
+
+    flops: float
+    bytes: float
+
+    def __bool__(self) -> bool:
+        return self.flops > 0 or self.bytes > 0
+
+
+NO_WORK = Work(0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class CallWork:
+    """Family, dtype it is computed in, and the work of a call and of its backward."""
+
+    family: str
+    dtype: str
+    forward: Work
+    backward: Work
+
+
+def work_of(call: Call, needs: tuple[int, ...]) -> CallWork:
+    """Family and work of a call whose operands at `needs` get a gradient.
+
+    >>> import torch
+    >>> x, w = TensorType((8, 4), torch.float32), TensorType((16, 4), torch.float32)
+    >>> work = work_of(Call("linear", (x, w, None)), (0, 1))
+    >>> work.family, work.dtype, work.forward.flops, work.backward.flops
+    ('contraction', 'float32', 1024.0, 2048.0)
+    """
+    spec = spec_for(call)
+    if spec is None:
+        return _opaque(call, needs)
+    family, outputs = _family(spec, call), output_types(spec, call)
+    read, written = bytes_read(spec, call), sum(output.bytes for output in outputs)
+    forward = NO_WORK if spec.view else Work(flops(spec, call), float(read + written))
+    backward = NO_WORK
+    if needs and spec.view:
+        backward = _view_backward(call, outputs)
+    elif needs:
+        backward = _backward(_Case(spec, call, family, outputs), needs, forward)
+    return CallWork(family, _dtype(call), forward, backward)
+
+
+class _Case(NamedTuple):
+    """A call and what was found out about it already."""
+
+    spec: OpSpec
+    call: Call
+    family: str
+    outputs: tuple[TensorType, ...]
+
+
+def _opaque(call: Call, needs: tuple[int, ...]) -> CallWork:
+    """Nothing is known of the operator: as much is taken to be written as read, with one operation for each element."""
+    read = float(sum(tensor.bytes for tensor in call.tensors))
+    forward = Work(float(sum(tensor.num_elements for tensor in call.tensors)), 2 * read)
+    backward = Work(2 * forward.flops, 3 * read) if needs else NO_WORK
+    return CallWork(OPAQUE, _dtype(call), forward, backward)
+
+
+def _dtype(call: Call) -> str:
+    """The dtype that a call is computed in: that of its first floating-point operand."""
+    found = next((t.dtype for t in call.tensors if t.dtype.is_floating_point or t.dtype.is_complex), torch.float32)
+    return str(found).removeprefix("torch.")
+
+
+def _family(spec: OpSpec, call: Call) -> str:
+    if spec.view:
+        return VIEW
+    named = _NAMED.get(spec.name.partition(".")[0])
+    if named:
+        return named
+    notation = space_of(spec, call).notation
+    multiplies = any(len(words) > 1 or words[0].endswith("*") for words in _terms(spec, call))
+    if multiplies and notation.summed():
+        return CONVOLUTION if spec.name.removeprefix("_").startswith("conv") else CONTRACTION
+    if any(access.addresses for access in notation.operands):
+        return LOOKUP
+    if spec.flops == 0:
+        return MOVEMENT
+    return REDUCTION if notation.summed() or notation.whole else ELEMENTWISE
+
+
+_NAMED = {
+    "scaled_dot_product_attention": ATTENTION, "lstm": RECURRENT, "gru": RECURRENT, "rnn_tanh": RECURRENT,
+    "rnn_relu": RECURRENT, "lstm_cell": RECURRENT, "gru_cell": RECURRENT, "rnn_tanh_cell": RECURRENT,
+    "rnn_relu_cell": RECURRENT,
+}  # fmt: skip
+"""What notation cannot tell: several products in one kernel."""
+
+
+def _terms(spec: OpSpec, call: Call) -> list[list[str]]:
+    """The words of each term; none where the output is linear in nothing."""
+    declared = spec.terms if isinstance(spec.terms, str) else spec.terms(call)
+    return [term.split() for term in declared.split("+") if term.split()]
+
+
+def _backward(case: _Case, needs: tuple[int, ...], forward: Work) -> Work:
+    names, operands, gradient = case.call.operand_names, case.call.tensors, case.outputs[0].bytes
+    terms = _terms(case.spec, case.call)
+    if any(not any(_occurs(names[i], words) for words in terms) for i in needs):
+        return Work(2 * forward.flops, forward.bytes + sum(operands[i].bytes for i in needs))
+    total = NO_WORK
+    for i in needs:
+        words = next(words for words in terms if _occurs(names[i], words))
+        if len(words) > 1 or words[0].endswith("*"):
+            others = sum(operands[k].bytes for k in range(len(names)) if k != i and _occurs(names[k], words))
+            part = Work(forward.flops, float(gradient + others + operands[i].bytes))
+        elif names.count(names[i]) > 1:
+            part = NO_WORK  # joined operands: each gradient is a view of a part of the output's
+        else:
+            part = _added_backward(case.family, operands[i], case.outputs)
+        total = Work(total.flops + part.flops, total.bytes + part.bytes)
+    return total
+
+
+def _occurs(name: str, words: list[str]) -> bool:
+    return any(word.strip("*") == name for word in words)
+
+
+def _view_backward(call: Call, outputs: tuple[TensorType, ...]) -> Work:
+    operand = call.tensors[0]
+    gradients = sum(output.bytes for output in outputs)
+    return NO_WORK if gradients == operand.bytes else Work(0.0, float(gradients + operand.bytes))
+
+
+def _added_backward(family: str, operand: TensorType, outputs: tuple[TensorType, ...]) -> Work:
+    """The gradient of an operand that is only added: the output's own, spread, summed or put back."""
+    output = outputs[0]
+    same_size = operand.num_elements == output.num_elements and operand.dtype == output.dtype
+    if family in (ELEMENTWISE, CONTRACTION, CONVOLUTION) and same_size:
+        return NO_WORK
+    if family == REDUCTION and operand.num_elements >= output.num_elements:
+        return NO_WORK  # the gradient of a sum is the output's, expanded without a copy
+    summed = float(output.num_elements) if operand.num_elements < output.num_elements else 0.0
+    return Work(summed, float(sum(each.bytes for each in outputs) + operand.bytes))

@@ -1,0 +1,19 @@
+"""Plan, machine, costs → timeline: when everything runs, where the time goes, how much memory is held."""
+
+from conjoin.sim.breakdown import Breakdown, break_down
+from conjoin.sim.engine import Instruction, Phase, Ticks, Timeline, rerun, run, to_seconds, to_ticks
+from conjoin.sim.memory import OPTIMIZER_COPIES, Memory, measure_memory
+from conjoin.sim.moves import make_change, random_change
+from conjoin.sim.prediction import Prediction, predict
+from conjoin.sim.prices import MachinePrices, Prices
+from conjoin.sim.program import Change, Program
+from conjoin.sim.simulation import Simulation, new_drafts, simulate, simulate_layouts
+from conjoin.sim.skeleton import Layouts, Skeleton, take_apart
+from conjoin.sim.symmetry import Classes
+
+__all__ = [
+    "OPTIMIZER_COPIES", "Breakdown", "Change", "Classes", "Instruction", "Layouts", "MachinePrices", "Memory", "Phase",
+    "Prediction", "Prices", "Program", "Simulation", "Skeleton", "Ticks", "Timeline", "break_down", "make_change",
+    "measure_memory", "new_drafts", "predict", "random_change", "rerun", "run", "simulate", "simulate_layouts",
+    "take_apart", "to_seconds", "to_ticks",
+]  # fmt: skip

@@ -1,0 +1,111 @@
+"""Where the time of a step goes, on the device that is done last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from conjoin.cost import Source
+from conjoin.sim.engine import COMPUTE, TICKS_PER_SECOND, Instruction, Phase, Ticks, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Seconds of one device; forward, backward, update, exposed and waiting make up the step."""
+
+    forward: float
+    backward: float
+    update: float
+    exposed: float
+    """Communication during which nothing is computed."""
+    waiting: float
+    """Neither computing nor communicating: for a slower device, or for the host that launches."""
+    hidden: float
+    """Communication behind computation; not part of the sum."""
+    collectives: tuple[tuple[str, tuple[str, ...], int, float, int], ...]
+    """For every kind and axes: how many, their seconds, and the bytes that the busiest rank sends."""
+    sources: tuple[tuple[Source, float], ...]
+    """How many of the seconds computed and communicated come from where."""
+
+    @property
+    def step(self) -> float:
+        return self.forward + self.backward + self.update + self.exposed + self.waiting
+
+
+def break_down(timeline: Timeline) -> Breakdown:
+    """Where the time goes."""
+    which = int(np.argmax(timeline.end))
+    spans = [(task, _of(start, which, timeline), _of(end, which, timeline)) for task, start, end in timeline.times()]
+    computed = _union((start, end) for task, start, end in spans if task.stream == COMPUTE)
+    communicated = _union((start, end) for task, start, end in spans if task.stream != COMPUTE)
+    either = _union([*computed, *communicated])
+    busy, talking, any_of_them = map(_length, (computed, communicated, either))
+    phases = {phase: 0 for phase in Phase}
+    for task, start, end in spans:
+        if task.stream == COMPUTE:
+            phases[task.phase] += end - start
+    return Breakdown(
+        forward=_seconds(phases[Phase.FORWARD]),
+        backward=_seconds(phases[Phase.BACKWARD]),
+        update=_seconds(phases[Phase.UPDATE]),
+        exposed=_seconds(any_of_them - busy),
+        waiting=_seconds(timeline.ticks - any_of_them),
+        hidden=_seconds(talking - (any_of_them - busy)),
+        collectives=_collectives(spans),
+        sources=_sources(spans),
+    )
+
+
+Span = tuple[Instruction, int, int]
+
+
+def _of(ticks: Ticks, which: int, timeline: Timeline) -> int:
+    """The time of one class of devices; an axis along which all have the same time has one entry."""
+    if not isinstance(ticks, np.ndarray) or not ticks.ndim:
+        return int(ticks)
+    shape = np.shape(timeline.end)
+    return int(np.broadcast_to(ticks, shape).flat[which])
+
+
+def _seconds(ticks: int) -> float:
+    return ticks / TICKS_PER_SECOND
+
+
+def _union(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same stretch of time as disjoint spans in order.
+
+    >>> _union([(4, 6), (0, 2), (1, 3)])
+    [(0, 3), (4, 6)]
+    """
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(span for span in spans if span[0] < span[1]):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def _length(spans: Iterable[tuple[int, int]]) -> int:
+    return sum(end - start for start, end in spans)
+
+
+def _collectives(spans: Sequence[Span]) -> tuple[tuple[str, tuple[str, ...], int, float, int], ...]:
+    totals: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
+    for task, start, end in spans:
+        if task.stream != COMPUTE:
+            entry = totals.setdefault((task.name, task.axes), [0, 0, 0])
+            entry[0] += 1
+            entry[1] += end - start
+            entry[2] += task.sent
+    return tuple((kind, axes, n, _seconds(ticks), sent) for (kind, axes), (n, ticks, sent) in totals.items())
+
+
+def _sources(spans: Sequence[Span]) -> tuple[tuple[Source, float], ...]:
+    totals = dict.fromkeys(Source, 0)
+    for task, start, end in spans:
+        totals[task.source] += end - start
+    return tuple((source, _seconds(ticks)) for source, ticks in totals.items())

@@ -1,0 +1,139 @@
+"""When bundles of parameters are gathered and their gradients reduced, as the runtime does it.
+
+A gather is started one bundle ahead of its use, and again for the backward pass where the plan drops what was gathered;
+gradients are packed and reduced when the last of a bundle is there, while the rest of the backward pass goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import torch
+
+from conjoin.comm import BundleKind, Entry, ParameterBundle, StepKind, held_bytes
+from conjoin.ops import Call, TensorType
+from conjoin.sim.engine import COMPUTE, NUM_STREAMS, Fragment, Instruction, Phase, to_ticks
+from conjoin.sim.fragments import Drafts
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Where a parameter is used in one layout, by the place of the operator."""
+
+    first: int
+    last_kept: int
+    """The last operator whose backward reads it; -1 where none does."""
+    back: bool
+    """Whether it gets a gradient there."""
+
+
+@dataclass
+class Around:
+    """What stands around the operators because of bundles."""
+
+    before: dict[int, Fragment] = field(default_factory=dict)
+    """Before an operator runs forward."""
+    before_back: dict[int, Fragment] = field(default_factory=dict)
+    after_back: dict[int, Fragment] = field(default_factory=dict)
+    num_events: int = 0
+
+
+def schedule_bundles(bundles: Sequence[ParameterBundle], uses: Mapping[Entry, Use], drafts: Drafts) -> Around:
+    """All fragments of all bundles, by the operator they stand before or after."""
+    around = Around()
+    chains: dict[BundleKind, list[_Bundle]] = {}
+    for bundle in bundles:
+        found = [uses[entry] for entry in bundle.entries]
+        made = _Bundle(bundle, drafts, found, NUM_STREAMS + around.num_events)
+        around.num_events += bundle.kind.gathers
+        chains.setdefault(bundle.kind, []).append(made)
+    for kind, chain in chains.items():
+        if kind.gathers:
+            _gather_forward(chain, around)
+        if kind.regather:
+            _gather_backward(chain, around)
+        for made in chain:
+            if made.back:
+                _append(around.after_back, made.first, made.reduce())
+    return around
+
+
+def _append(fragments: dict[int, Fragment], place: int, more: Fragment) -> None:
+    fragments[place] = fragments.get(place, ()) + more
+
+
+def _gather_forward(chain: list[_Bundle], around: Around) -> None:
+    started: set[int] = set()
+    for place in sorted(range(len(chain)), key=lambda i: chain[i].first):
+        for wanted in (place, place + 1):
+            if wanted < len(chain) and wanted not in started:
+                started.add(wanted)
+                _append(around.before, chain[place].first, chain[wanted].gather(Phase.FORWARD))
+        _append(around.before, chain[place].first, chain[place].arrive(Phase.FORWARD))
+
+
+def _gather_backward(chain: list[_Bundle], around: Around) -> None:
+    started: set[int] = set()
+    needed = [i for i in range(len(chain)) if chain[i].last_kept >= 0]
+    for place in sorted(needed, key=lambda i: -chain[i].last_kept):
+        for wanted in (place, place - 1):
+            if wanted in needed and wanted not in started:
+                started.add(wanted)
+                _append(around.before_back, chain[place].last_kept, chain[wanted].gather(Phase.BACKWARD))
+        _append(around.before_back, chain[place].last_kept, chain[place].arrive(Phase.BACKWARD))
+
+
+class _Bundle:
+    """The instructions of one bundle."""
+
+    def __init__(self, bundle: ParameterBundle, drafts: Drafts, uses: Sequence[Use], event: int) -> None:
+        self.kind, self._drafts, self._event = bundle.kind, drafts, event
+        self.first = min(use.first for use in uses)
+        self.last_kept = max(use.last_kept for use in uses)
+        self.back = any(use.back for use in uses)
+        mesh = drafts.mesh
+        self._held = sum(held_bytes(root.type, mesh).largest for root, _ in bundle.entries)
+        self._num_members = prod(mesh.sizes[axis] for axis in bundle.kind.axes)
+
+    def gather(self, phase: Phase) -> Fragment:
+        """Pack what is stored, and start to gather; nobody waits yet."""
+        return self._pack(self._held, phase), self._collective(StepKind.ALL_GATHER, phase, self._event)
+
+    def arrive(self, phase: Phase) -> Fragment:
+        """Wait for a gather; the pieces are views of what came, or are put together."""
+        return (Instruction("wait", COMPUTE, 0, waits=(self._event,), phase=phase),)
+
+    def reduce(self) -> Fragment:
+        """Pack the gradients and start to sum them up."""
+        if not self.kind.gathers:
+            return (
+                self._pack(self._held, Phase.BACKWARD),
+                self._collective(StepKind.ALL_REDUCE, Phase.BACKWARD),
+            )
+        return (
+            self._pack(self._held * self._num_members, Phase.BACKWARD),
+            self._collective(StepKind.REDUCE_SCATTER, Phase.BACKWARD),
+        )
+
+    def _collective(self, kind: StepKind, phase: Phase, event: int = -1) -> Instruction:
+        members = self._num_members
+        whole = 2 * self._held * (members - 1) / members if kind is StepKind.ALL_REDUCE else self._held * (members - 1)
+        made = self._drafts.collective(kind.value, self.kind.axes, round(whole), phase)
+        return made if event < 0 else _with_event(made, event)
+
+    def _pack(self, num_bytes: int, phase: Phase) -> Instruction:
+        return pack(num_bytes, self.kind.dtype, phase, self._drafts)
+
+
+def _with_event(instruction: Instruction, event: int) -> Instruction:
+    return replace(instruction, event=event)
+
+
+def pack(num_bytes: int, dtype: torch.dtype, phase: Phase, drafts: Drafts) -> Instruction:
+    """Copying tensors into one after the other."""
+    flat = TensorType((max(1, num_bytes // dtype.itemsize),), dtype)
+    cost = drafts.prices.operator(Call("clone", (flat, None)), (), 0)
+    ticks, host = to_ticks(cost.forward.value), to_ticks(cost.host_forward)
+    return Instruction("pack", COMPUTE, ticks, host, phase=phase, source=cost.forward.source)

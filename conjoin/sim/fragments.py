@@ -1,0 +1,279 @@
+"""The instructions of one operator in its layouts, forward and backward, with the reshards and exchanges around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from conjoin.comm import EXCHANGE, Exchange, Route, backward_route, node_exchanges, reshard, step_bytes
+from conjoin.cost import LocalCall, OperatorCost, Seconds, Source, local_calls, weakest
+from conjoin.ir import (
+    Choice,
+    LeafKind,
+    Node,
+    Placed,
+    Value,
+    make_leaf,
+    make_node,
+    place,
+    plain_call,
+    region_of,
+    region_shape,
+    unlike_axes,
+)
+from conjoin.machine import Mesh
+from conjoin.ops import Call, Layout, TensorType, map_tensors, space_of, spec_for
+from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, Phase, Ticks, to_ticks
+from conjoin.sim.prices import Prices
+from conjoin.sim.symmetry import Classes
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How an operand comes to an operator."""
+
+    own: Layout
+    """In which it is made or stored."""
+    arrives: bool
+    """Whether it is brought into the layout of its use here; else it is there already, or comes in a bundle."""
+    back: bool
+    """Whether a gradient goes the way back."""
+    adds: bool
+    """Whether the gradient made here is added to that of later readers, whose backward ran before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A call on whole tensors, the types it makes, and the operands to which it gives a gradient."""
+
+    call: Call
+    types: tuple[TensorType, ...]
+    needs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the devices compute for an operator."""
+
+    forward: Ticks
+    backward: Ticks
+    host_forward: int
+    host_backward: int
+    source: Source
+
+
+@dataclass
+class Drafts:
+    """Makes the fragments of operators; equal ones are made once, and are then the same object."""
+
+    mesh: Mesh
+    prices: Prices
+    classes: Classes
+    _nodes: dict[tuple[int, Choice], tuple[Node, Placed]] = field(default_factory=dict)
+    _works: dict[tuple[int, Choice], Work] = field(default_factory=dict)
+    _routes: dict[tuple[TensorType, Layout, Layout], tuple[Fragment, Fragment]] = field(default_factory=dict)
+    _made: dict[tuple[int, Choice, tuple[Reading, ...]], tuple[Fragment, Fragment]] = field(default_factory=dict)
+    _collectives: dict[tuple[str, tuple[str, ...], int, Phase], Instruction] = field(default_factory=dict)
+    _priced: dict[Hashable, tuple[Ticks, Source]] = field(default_factory=dict)
+    _numbers: dict[Task, int] = field(default_factory=dict)
+    _tasks: list[Task] = field(default_factory=list)
+
+    def number(self, task: Task) -> int:
+        """A short name for a task."""
+        found = self._numbers.setdefault(task, len(self._tasks))
+        if found == len(self._tasks):
+            self._tasks.append(task)
+        return found
+
+    def fragments(self, number: int, choice: Choice, readings: tuple[Reading, ...]) -> tuple[Fragment, Fragment]:
+        """An operator forward and backward; the backward is empty where it gives nobody a gradient."""
+        key = number, choice, readings
+        if key not in self._made:
+            self._made[key] = self._make(number, choice, readings)
+        return self._made[key]
+
+    def node(self, number: int, choice: Choice) -> tuple[Node, Placed]:
+        """The operator in its layouts on tensors from nowhere, and how it lies on the mesh."""
+        if (number, choice) not in self._nodes:
+            node = _bare_node(self._tasks[number], choice)
+            self._nodes[number, choice] = node, place(node, self.mesh)
+        return self._nodes[number, choice]
+
+    def unlike_axes(self, number: int, choice: Choice) -> frozenset[str]:
+        """The axes along which devices do unlike work for an operator."""
+        node, placed = self.node(number, choice)
+        return unlike_axes(node, placed, self.mesh)
+
+    def route(self, type: TensorType, source: Layout, target: Layout) -> tuple[Fragment, Fragment]:
+        """A reshard forward, and that of the gradient backward."""
+        key = type, source, target
+        if key not in self._routes:
+            there = reshard(type.shape, source, target, self.mesh)
+            back = backward_route(there, self.mesh)
+            self._routes[key] = (
+                tuple(self._steps(there, type, Phase.FORWARD)),
+                tuple(self._steps(back, type, Phase.BACKWARD)),
+            )
+        return self._routes[key]
+
+    def collective(self, kind: str, axes: tuple[str, ...], sent: int, phase: Phase) -> Instruction:
+        """A collective of all groups along some axes, after all that was computed before it."""
+        key = kind, axes, sent, phase
+        if key not in self._collectives:
+            self._collectives[key] = self._collective(kind, axes, sent, phase)
+        return self._collectives[key]
+
+    def _collective(self, kind: str, axes: tuple[str, ...], sent: int, phase: Phase) -> Instruction:
+        seconds = self.prices.collective(kind, axes, sent)
+        between = any(axis.between_nodes for axis in self.mesh.axes if axis.name in axes)
+        return Instruction(
+            name=kind,
+            stream=BETWEEN if between else INSIDE,
+            ticks=to_ticks(seconds.value),
+            group=self.classes.group(axes),
+            waits=(COMPUTE,),
+            phase=phase,
+            axes=axes,
+            sent=sent,
+            source=seconds.source,
+        )
+
+    def work(self, number: int, choice: Choice) -> Work:
+        """What the devices compute for an operator: one number where all are alike."""
+        if (number, choice) not in self._works:
+            self._works[number, choice] = self._find_work(number, choice)
+        return self._works[number, choice]
+
+    def per_class(self, key: Hashable, price: Callable[[int], Seconds], alike: bool) -> tuple[Ticks, Source]:
+        """Seconds on one device of every class, in ticks; a key stands for what was asked before."""
+        if key not in self._priced:
+            found = [price(rank) for rank in (self.classes.ranks[:1] if alike else self.classes.ranks)]
+            source = weakest(*(seconds.source for seconds in found))
+            self._priced[key] = _folded([to_ticks(seconds.value) for seconds in found], self.classes), source
+        return self._priced[key]
+
+    def _steps(self, route: Route, type: TensorType, phase: Phase) -> Iterable[Instruction]:
+        for step in route.steps:
+            if not step.kind.is_local:
+                sent = step_bytes(step, route.shape, type.dtype.itemsize, self.mesh)
+                yield self.collective(step.kind.value, self.mesh.in_order(step.axes), sent.largest, phase)
+
+    def _exchange(self, exchange: Exchange | None, phase: Phase) -> Fragment:
+        if exchange is None:
+            return ()
+        sent = (exchange.forward if phase is Phase.FORWARD else exchange.backward).largest
+        return (self.collective(EXCHANGE, exchange.axes, sent, phase),) if sent else ()
+
+    def _make(self, number: int, choice: Choice, readings: tuple[Reading, ...]) -> tuple[Fragment, Fragment]:
+        task = self._tasks[number]
+        call, needs = task.call, task.needs
+        node, placed = self.node(number, choice)
+        exchanges = node_exchanges(node, placed, self.mesh)
+        work = self.work(number, choice)
+        there: list[Instruction] = []
+        back: list[Instruction] = []
+        after: list[Instruction] = []
+        for i, (reading, wanted) in enumerate(zip(readings, choice.operands, strict=True)):
+            forward, backward = self.route(call.tensors[i], reading.own, wanted) if reading.arrives else ((), ())
+            there += (*forward, *self._exchange(exchanges.operands[i], Phase.FORWARD))
+            if i in needs:
+                after += self._exchange(exchanges.operands[i], Phase.BACKWARD)
+            if reading.adds:
+                after.append(self._addition(node.inputs[i].type))
+            after += backward if reading.back else ()
+        there.append(_compute(node.op, Phase.FORWARD, work.forward, work.host_forward, work.source))
+        for exchange in exchanges.outputs:
+            there += self._exchange(exchange, Phase.FORWARD)
+            back += self._exchange(exchange, Phase.BACKWARD) if needs else ()
+        if needs:
+            back.append(_compute(node.op, Phase.BACKWARD, work.backward, work.host_backward, work.source))
+        return ordered(there), ordered([*back, *after])
+
+    def _addition(self, type: TensorType) -> Instruction:
+        """Adding the gradients that two readers of a tensor give it."""
+        local = TensorType(local_shape(type, self.mesh), type.dtype)
+        cost = self.prices.operator(Call("add.Tensor", (local, local, 1)), (), 0)
+        ticks, host = to_ticks(cost.forward.value), to_ticks(cost.host_forward)
+        return _compute("add", Phase.BACKWARD, ticks, host, cost.forward.source)
+
+    def _find_work(self, number: int, choice: Choice) -> Work:
+        needs = self._tasks[number].needs
+        node, placed = self.node(number, choice)
+        alike = not (unlike_axes(node, placed, self.mesh) or self.prices.unlike_axes())
+        ranks = self.classes.ranks[:1] if alike else self.classes.ranks
+        found = [self._costs(node, placed, needs, rank) for rank in ranks]
+        return Work(
+            _folded([to_ticks(sum(cost.forward.value for cost in costs)) for costs in found], self.classes),
+            _folded([to_ticks(sum(cost.backward.value for cost in costs)) for costs in found], self.classes),
+            to_ticks(sum(cost.host_forward for cost in found[0])),
+            to_ticks(sum(cost.host_backward for cost in found[0])),
+            weakest(*(source for costs in found for c in costs for source in (c.forward.source, c.backward.source))),
+        )
+
+    def _costs(self, node: Node, placed: Placed, needs: tuple[int, ...], rank: int) -> list[OperatorCost]:
+        calls = _calls_on(node, placed, needs, self.mesh, rank)
+        return [self.prices.operator(local.call, local.needs, rank) for local in calls]
+
+
+def _calls_on(
+    node: Node, placed: Placed, needs: tuple[int, ...], mesh: Mesh, rank: int
+) -> tuple[LocalCall, ...]:
+    """What a rank runs for a node."""
+    call = plain_call(node)
+    spec = spec_for(call)
+    if spec is None or not placed.splits:
+        return (LocalCall(call, needs),)
+    pieces = placed.pieces(space_of(spec, call).sizes, mesh, rank)
+    return local_calls(call, tuple(pieces.items()), needs)
+
+
+def _compute(name: str, phase: Phase, ticks: Ticks, host: int, source: Source) -> Instruction:
+    return Instruction(name=name, stream=COMPUTE, ticks=ticks, host=host, phase=phase, source=source)
+
+
+def ordered(instructions: Iterable[Instruction]) -> Fragment:
+    """Instructions of which each computation waits for the communication before it."""
+    found: list[Instruction] = []
+    pending: set[int] = set()
+    for instruction in instructions:
+        if instruction.stream != COMPUTE:
+            pending.add(instruction.stream)
+        elif pending:
+            instruction = waiting(instruction, pending)
+            pending = set()
+        found.append(instruction)
+    if pending:
+        found.append(Instruction("wait", COMPUTE, 0, waits=tuple(sorted(pending)), phase=found[-1].phase))
+    return tuple(found)
+
+
+def waiting(instruction: Instruction, streams: Iterable[int]) -> Instruction:
+    """An instruction that waits for some streams or events besides."""
+    return replace(instruction, waits=(*instruction.waits, *sorted(streams)))
+
+
+def _folded(ticks: list[int], classes: Classes) -> Ticks:
+    """One number where all classes have the same, else an array of them."""
+    if len(set(ticks)) == 1:
+        return ticks[0]
+    return np.array(ticks, np.int64).reshape(classes.shape)
+
+
+def local_shape(type: TensorType, mesh: Mesh, rank: int = 0) -> tuple[int, ...]:
+    """The shape of a tensor on a rank; rank 0 holds as much as any."""
+    return region_shape(region_of(type.shape, type.layout, mesh, rank))
+
+
+def _bare_node(task: Task, choice: Choice) -> Node:
+    """The call in its layouts, on tensors that come from nowhere."""
+    places = iter(enumerate(choice.operands))
+
+    def operand(type: TensorType) -> Value:
+        i, layout = next(places)
+        return Value(make_leaf(LeafKind.INPUT, f"operand {i}", type.laid_out(layout)))
+
+    call = task.call
+    types = tuple(type.laid_out(layout) for type, layout in zip(task.types, choice.outputs, strict=True))
+    return make_node(call.op, map_tensors(call.op, call.args, operand), types)

@@ -1,0 +1,148 @@
+"""What autograd keeps of an operator for its backward pass, asked of torch itself on tensors without data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conjoin.ir import Node, Placed, plain_call, region_shape, wanted_region
+from conjoin.machine import Mesh
+from conjoin.ops import Call, TensorType, execute, run_local, run_whole, space_of, spec_for
+from conjoin.sim.torch_private import storage_of
+
+ATTENTION = "scaled_dot_product_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a device has to remember of an operator, and which of its outputs need memory of their own."""
+
+    operands: tuple[int, ...]
+    """Operands whose memory is kept."""
+    outputs: tuple[int, ...]
+    """Outputs whose memory is kept."""
+    extra: int
+    """Bytes of what is neither: masks, statistics, padded parts."""
+    views: tuple[int, ...]
+    """For every output the operand whose memory it shares; -1 where it has its own."""
+    made: tuple[int, ...]
+    """Bytes of every output."""
+    passing: int
+    """Bytes of what is made on the way and gone in the end."""
+    gradients: tuple[tuple[int, int], ...]
+    """For every operand that needs a gradient its bytes, and the output whose gradient it shares; -1 for none."""
+
+
+def kept_by(node: Node, placed: Placed, needs: tuple[int, ...], mesh: Mesh, rank: int) -> Kept:
+    """What a rank keeps of a node."""
+    call = plain_call(node)
+    spec = spec_for(call)
+    if spec is None or not placed.splits:
+        return _kept(call, tuple(t.shape for t in call.tensors), (), node.types, needs)
+    pieces = placed.pieces(space_of(spec, call).sizes, mesh, rank)
+    shapes = tuple(region_shape(wanted_region(node, i, placed, mesh, rank)) for i in range(len(call.tensors)))
+    return _kept(call, shapes, tuple(pieces.items()), node.types, needs)
+
+
+Shapes = tuple[tuple[int, ...], ...]
+Ranges = tuple[tuple[str, tuple[int, int]], ...]
+
+
+@lru_cache(maxsize=1 << 14)
+def _kept(call: Call, shapes: Shapes, pieces: Ranges, types: tuple[TensorType, ...], needs: tuple[int, ...]) -> Kept:
+    if call.op == ATTENTION:
+        return _kept_by_attention(shapes, call, needs)
+    try:
+        return _ask(call, shapes, pieces, needs)
+    except NotImplementedError:  # an operator without a form on meta: all it reads and makes is kept
+        sizes = tuple(type.bytes for type in types)
+        everything = tuple(range(len(shapes))), tuple(range(len(sizes)))
+        return Kept(*everything, 0, (-1,) * len(sizes), sizes, 0, _own_gradients(shapes, call, needs))
+
+
+def _kept_by_attention(shapes: Shapes, call: Call, needs: tuple[int, ...]) -> Kept:
+    """Fused attention keeps what it reads and makes, and one number for each row: meta would run the unfused form."""
+    query, value = shapes[0], shapes[2]
+    dtype = call.tensors[0].dtype
+    output = TensorType((*query[:-1], value[-1]), dtype).bytes
+    if not needs:
+        return Kept((), (), 0, (-1,), (output,), 0, ())
+    rows = TensorType(query[:-1], torch.float32).bytes
+    return Kept(tuple(range(len(shapes))), (0,), rows, (-1,), (output,), 0, _own_gradients(shapes, call, needs))
+
+
+def _own_gradients(shapes: Shapes, call: Call, needs: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Every gradient in memory of its own."""
+    return tuple((TensorType(shapes[i], call.tensors[i].dtype).bytes, -1) for i in needs)
+
+
+def _ask(call: Call, shapes: Shapes, pieces: Ranges, needs: tuple[int, ...]) -> Kept:
+    parts = []
+    for i, (shape, type) in enumerate(zip(shapes, call.tensors, strict=True)):
+        part = torch.empty(shape, dtype=type.dtype, device="meta")
+        parts.append(part.requires_grad_() if i in needs and type.dtype.is_floating_point else part)
+    saved: list[Tensor] = []
+    made: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    def emit(op: str, *args: Any) -> Any:
+        result = execute(op, *args)
+        made.extend(x for x in (result if isinstance(result, tuple | list) else (result,)) if isinstance(x, Tensor))
+        return result
+
+    spec = spec_for(call)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.enable_grad():
+        if spec is not None and pieces:
+            outputs = run_local(spec, call, dict(pieces), parts, emit)
+        else:
+            outputs = run_whole(call, parts)
+    gradients = _gradients(outputs, [parts[i] for i in needs]) if needs else ()
+    return _sorted_out(parts, outputs, saved if needs else [], made, gradients)
+
+
+def _gradients(outputs: Sequence[Any], needing: list[Tensor]) -> tuple[tuple[int, int], ...]:
+    """The gradients of operands: how large, and whether one is the gradient of an output under another name."""
+    own = tuple((x.numel() * x.itemsize, -1) for x in needing)
+    places = [i for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.requires_grad]
+    given = [torch.empty_like(outputs[i]) for i in places]
+    try:
+        found = torch.autograd.grad([outputs[i] for i in places], needing, given, allow_unused=True)
+    except (NotImplementedError, RuntimeError):  # no such form on meta
+        return own
+    shared = {storage_of(x): i for i, x in zip(places, given, strict=True)}
+    return tuple((0, -1) if x is None else (_bytes(x), shared.get(storage_of(x), -1)) for x in found)
+
+
+def _sorted_out(
+    parts: list[Tensor],
+    outputs: Sequence[Any],
+    saved: list[Tensor],
+    made: list[Tensor],
+    gradients: tuple[tuple[int, int], ...],
+) -> Kept:
+    tensors = [x if isinstance(x, Tensor) else torch.empty(0, device="meta") for x in outputs]
+    operands = {storage_of(part): i for i, part in enumerate(parts)}
+    own = {storage_of(x): i for i, x in enumerate(tensors) if storage_of(x) not in operands}
+    kept = {storage_of(x): x for x in saved}
+    passing = {storage_of(x): x for x in made if storage_of(x) not in {*operands, *own, *kept}}
+    return Kept(
+        tuple(sorted(operands[key] for key in kept if key in operands)),
+        tuple(sorted(own[key] for key in kept if key in own)),
+        sum(_bytes(x) for key, x in kept.items() if key not in operands and key not in own),
+        tuple(operands.get(storage_of(x), -1) for x in tensors),
+        tuple(map(_bytes, tensors)),
+        sum(map(_bytes, passing.values())),
+        gradients,
+    )
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()

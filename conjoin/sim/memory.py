@@ -1,0 +1,307 @@
+"""How much memory a device holds during a training step, fragment by fragment.
+
+Parameters, buffers, optimizer state and the batch stay. What an operator makes lives until its last reader has run, and
+longer where autograd keeps it; views share the memory of what they view. Gradients live from their first contribution
+until they are passed on; those of parameters stay until the update. Rank 0 is asked: it holds at least as much of every
+tensor as any other rank.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from conjoin.comm import StepKind, held_bytes, reshard
+from conjoin.ir import LeafKind
+from conjoin.ops import Layout
+from conjoin.sim.keeping import Kept, kept_by
+from conjoin.sim.program import PlacedBundle, Program
+
+_COPIES = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
+OPTIMIZER_COPIES = {**_COPIES, **{f"{name}-fused": copies for name, copies in _COPIES.items()}}
+"""How many tensors like each parameter an optimizer remembers."""
+Place = tuple[int, Layout]
+"""A tensor in one of its layouts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on the device that holds most."""
+
+    parameters: int
+    buffers: int
+    optimizer_state: int
+    inputs: int
+    gradients: int
+    """Of parameters, at the end of the backward pass."""
+    peak: int
+    peak_place: int
+    """The fragment in which the peak is reached."""
+    curve: tuple[int, ...]
+    """The largest number of bytes held during each fragment."""
+
+    @property
+    def activations(self) -> int:
+        """What is there at the peak besides what stays."""
+        return self.peak - self.parameters - self.buffers - self.optimizer_state - self.inputs
+
+
+@dataclass(slots=True)
+class _Heap:
+    """Blocks of memory with the number of their holders."""
+
+    live: int = 0
+    peak: int = 0
+    """Since it was last asked."""
+    sizes: list[int] = field(default_factory=list)
+    holders: list[int] = field(default_factory=list)
+
+    def allocate(self, num_bytes: int) -> int:
+        self.sizes.append(num_bytes)
+        self.holders.append(1)
+        self.live += num_bytes
+        self.peak = max(self.peak, self.live)
+        return len(self.sizes) - 1
+
+    def hold(self, block: int) -> int:
+        self.holders[block] += 1
+        return block
+
+    def drop(self, block: int) -> None:
+        self.holders[block] -= 1
+        if self.holders[block] == 0:
+            self.live -= self.sizes[block]
+
+    def pass_by(self, num_bytes: int) -> None:
+        """What is there for a moment."""
+        self.peak = max(self.peak, self.live + num_bytes)
+
+    def take_peak(self) -> int:
+        peak, self.peak = self.peak, self.live
+        return peak
+
+
+def measure_memory(program: Program, optimizer: str = "adam", kind: str = "cuda") -> Memory:
+    """Follow the memory of a training step on devices of a kind."""
+    return _Walk(program, optimizer, kind).run()
+
+
+class _Walk:
+    """One pass over a program: forward, backward, update."""
+
+    def __init__(self, program: Program, optimizer: str, kind: str) -> None:
+        self.program, self.skeleton, self.mesh = program, program.skeleton, program.drafts.mesh
+        self.optimizer, self.kind = optimizer, kind
+        self.heap = _Heap()
+        self.blocks: dict[Place, int] = {}
+        """Where every tensor that is there has its memory, by layout."""
+        self.grads: dict[Place, int] = {}
+        self.kept: list[list[int]] = [[] for _ in self.skeleton.operators]
+        self.unread = self._count_reads()
+        self.bundles_by_place = {place: bundle for bundle in program.bundles for place in bundle.places}
+        self.gathered: dict[int, int] = {}
+        """The memory of bundles that were gathered again for the backward pass, by the place of their first use."""
+
+    def run(self) -> Memory:
+        stays = self._settle()
+        operators = range(len(self.skeleton.operators))
+        curve = [self.heap.take_peak()]
+        for place in operators:
+            self._forward(place)
+            curve.append(self.heap.take_peak())
+        self._start_gradients()
+        curve.append(self.heap.take_peak())
+        for place in reversed(operators):
+            self._backward(place)
+            curve.append(self.heap.take_peak())
+        gradients = sum(self.heap.sizes[block] for block in set(self.grads.values()))
+        self.heap.pass_by(self._update_bytes())
+        curve.append(self.heap.take_peak())
+        peak = max(curve)
+        return Memory(*stays, gradients, peak, curve.index(peak), tuple(curve))
+
+    def _held(self, root: int, layout: Layout) -> int:
+        return held_bytes(self.skeleton.roots[root].type.laid_out(layout), self.mesh).largest
+
+    def _settle(self) -> tuple[int, int, int, int]:
+        """Everything that stays: parameters, buffers with constants, optimizer state, inputs."""
+        totals: Counter[LeafKind] = Counter()
+        trained = 0
+        for root, layout in self.program.leaves.items():
+            leaf = self.skeleton.roots[root].leaf
+            assert leaf is not None
+            num_bytes = self._held(root, layout)
+            self.blocks[root, layout] = self.heap.hold(self.heap.allocate(num_bytes))
+            totals[leaf.kind] += num_bytes
+            trained += num_bytes if leaf.trainable else 0
+        state = OPTIMIZER_COPIES[self.optimizer] * trained if self.skeleton.graph.training else 0
+        self.heap.allocate(state)
+        others = totals[LeafKind.BUFFER] + totals[LeafKind.CONSTANT]
+        return totals[LeafKind.PARAMETER], others, state, totals[LeafKind.INPUT]
+
+    def _count_reads(self) -> Counter[Place]:
+        """How often every tensor is read in each layout in the forward pass; a reshard reads what it starts from."""
+        found: Counter[Place] = Counter()
+        program = self.program
+        for root, readers in enumerate(self.skeleton.readers):
+            own = program.layout_of(root)
+            wanted = [program.choices[place].operands[operand] for place, operand in readers]
+            found.update((root, layout) for layout in wanted)
+            found[root, own] += len({*wanted} - {own})
+        for root, layout in zip(self.skeleton.results, program.results, strict=True):
+            found[root, layout] += 1
+            found[root, program.layout_of(root)] += layout != program.layout_of(root)
+        return found
+
+    def _read(self, place: Place) -> None:
+        """Somebody has read a tensor; after the last reader it is gone unless autograd keeps it."""
+        self.unread[place] -= 1
+        if self.unread[place] == 0:
+            self.heap.drop(self.blocks[place])
+
+    def _arrive(self, root: int, layout: Layout) -> None:
+        """Bring a tensor into a layout, on its own or with its bundle."""
+        own = self.program.layout_of(root)
+        if (root, layout) in self.blocks:
+            return
+        bundle = self.bundles_by_place.get((root, layout))
+        if bundle is not None:
+            self._bring(bundle)
+            return
+        route = reshard(self.skeleton.roots[root].type.shape, own, layout, self.mesh)
+        if all(step.kind in _SHARING for step in route.steps):
+            self.blocks[root, layout] = self.heap.hold(self.blocks[root, own])
+        else:
+            self.blocks[root, layout] = self.heap.allocate(self._held(root, layout))
+        self._read((root, own))
+
+    def _bring(self, bundle: PlacedBundle) -> None:
+        """The parameters of a bundle as they are used: those stored, or one block with all that was gathered."""
+        if not bundle.kind.gathers:
+            for root, layout in bundle.places:
+                self.blocks[root, layout] = self.heap.hold(self.blocks[root, self.program.layout_of(root)])
+            return
+        stored = sum(self._held(root, self.program.layout_of(root)) for root, _ in bundle.places)
+        block = self.heap.allocate(sum(self._held(*place) for place in bundle.places))
+        self.heap.pass_by(stored)
+        for place in bundle.places:
+            self.blocks[place] = self.heap.hold(block)
+        self.heap.drop(block)
+
+    def _kept_by(self, place: int) -> Kept:
+        program = self.program
+        node, placed = program.drafts.node(program.numbers[place], program.choices[place])
+        return kept_by(node, placed, self.skeleton.operators[place].needs, self.mesh, 0)
+
+    def _places(self, place: int) -> tuple[list[Place], list[Place]]:
+        """What an operator reads and makes, each in its layout."""
+        operator, choice = self.skeleton.operators[place], self.program.choices[place]
+        return list(zip(operator.reads, choice.operands, strict=True)), list(
+            zip(operator.makes, choice.outputs, strict=True)
+        )
+
+    def _forward(self, place: int) -> None:
+        reads, makes = self._places(place)
+        kept = self._kept_by(place)
+        for read in reads:
+            self._arrive(*read)
+        for i, made in enumerate(makes):
+            shared = kept.views[i]
+            block = self.blocks[reads[shared]] if shared >= 0 else -1
+            self.blocks[made] = self.heap.hold(block) if block >= 0 else self.heap.allocate(kept.made[i])
+        self.heap.pass_by(kept.passing)
+        held = [self.blocks[reads[i]] for i in kept.operands if not self._is_dropped(reads[i])]
+        held += [self.blocks[makes[i]] for i in kept.outputs]
+        self.kept[place] = [self.heap.hold(block) for block in held]
+        if kept.extra:
+            self.kept[place].append(self.heap.allocate(kept.extra))
+        for read in reads:
+            self._read(read)
+        for made in makes:
+            if not self.unread[made]:
+                self.heap.drop(self.blocks[made])
+
+    def _is_dropped(self, place: Place) -> bool:
+        bundle = self.bundles_by_place.get(place)
+        return bundle is not None and bundle.kind.regather
+
+    def _start_gradients(self) -> None:
+        """Results come out, and the loss has a gradient."""
+        for root, layout in zip(self.skeleton.results, self.program.results, strict=True):
+            self._arrive(root, layout)
+            if self.skeleton.roots[root].type.dtype.is_floating_point:
+                self.grads[root, self.program.layout_of(root)] = self.heap.allocate(
+                    self._held(root, self.program.layout_of(root)) if self.skeleton.graph.training else 0
+                )
+
+    def _backward(self, place: int) -> None:
+        reads, makes = self._places(place)
+        self._give_gradients(place, reads, makes)
+        for made in makes:
+            self._forget(made)
+        for block in self.kept[place]:
+            self.heap.drop(block)
+        for (root, layout), reading in zip(reads, self.program.readings[place], strict=True):
+            if reading.back and (root, layout) in self.grads:
+                block = self.heap.allocate(self._held(root, reading.own))
+                self._forget((root, layout))
+                self._give((root, reading.own), block)
+        for bundle in self.program.bundles:
+            if bundle.use.first == place and bundle.use.back:
+                self._reduce(bundle)
+
+    def _give_gradients(self, place: int, reads: list[Place], makes: list[Place]) -> None:
+        """What the backward of an operator makes; parameters that it needs are gathered again."""
+        needs = self.skeleton.operators[place].needs
+        for bundle in self.program.bundles if needs else ():
+            if bundle.kind.regather and bundle.use.last_kept == place:
+                self.gathered[bundle.use.first] = self.heap.allocate(sum(self._held(*p) for p in bundle.places))
+        for (num_bytes, shared), i in zip(self._kept_by(place).gradients, needs, strict=True):
+            block = self.grads.get(makes[shared], -1) if shared >= 0 else -1
+            self._give(reads[i], self.heap.hold(block) if block >= 0 else self.heap.allocate(num_bytes))
+
+    def _forget(self, place: Place) -> None:
+        """A gradient was passed on."""
+        block = self.grads.pop(place, -1)
+        if block >= 0:
+            self.heap.drop(block)
+
+    def _give(self, place: Place, block: int) -> None:
+        """A contribution to a gradient: added to what is there."""
+        if place in self.grads:
+            self.heap.drop(block)
+        else:
+            self.grads[place] = block
+
+    def _reduce(self, bundle: PlacedBundle) -> None:
+        """The gradients of a bundle are packed and summed up; each then is a view of one block."""
+        if bundle.use.first in self.gathered:
+            self.heap.drop(self.gathered.pop(bundle.use.first))
+        stored = [(root, self.program.layout_of(root)) for root, _ in bundle.places]
+        whole = sum(self._held(*place) for place in bundle.places)
+        packed = self.heap.allocate(whole)
+        result = self.heap.allocate(sum(self._held(*place) for place in stored)) if bundle.kind.gathers else packed
+        self.heap.pass_by(self._scattering(whole) if bundle.kind.gathers else 0)
+        for place, own in zip(bundle.places, stored, strict=True):
+            self._forget(place)
+            self.grads[own] = self.heap.hold(result)
+        self.heap.drop(packed)
+        if bundle.kind.gathers:
+            self.heap.drop(result)
+
+    def _scattering(self, num_bytes: int) -> int:
+        """What a reduce-scatter needs besides: on Gloo it is done by sending parts to those who sum them."""
+        return num_bytes if self.kind == "cpu" else 0
+
+    def _update_bytes(self) -> int:
+        """What Adam's root and quotient need besides: two for one parameter after the other, on a GPU one for all."""
+        if not self.skeleton.graph.training or self.optimizer not in ("adam", "adamw"):
+            return 0
+        roots = self.skeleton.roots
+        trained = [i for i, root in enumerate(roots) if root.leaf is not None and root.leaf.trainable]
+        sizes = [self._held(root, self.program.leaves[root]) for root in trained]
+        return sum(sizes) if self.kind == "cuda" else 2 * max(sizes, default=0)
+
+
+_SHARING = frozenset({StepKind.RELABEL, StepKind.SLICE})
+"""Steps whose result is the memory they start from."""

@@ -1,0 +1,39 @@
+"""Changes of one operator: other legal layouts for what it reads and makes, its parameters stored to match."""
+
+from __future__ import annotations
+
+from random import Random
+
+from conjoin.ir import Choice, LayoutError, choose, place, rules_for
+from conjoin.ops import Copies, Layout, ShardingRule, make_layout
+from conjoin.sim.program import Change, Program
+
+
+def random_change(program: Program, rng: Random) -> Change | None:
+    """A random legal choice for a random operator; None where what was drawn is not legal."""
+    operator = rng.randrange(len(program.skeleton.operators))
+    call = program.skeleton.operators[operator].call
+    rules = rules_for(call, len(program.choices[operator].outputs))
+    drawn = {axis: rng.choice(rules) for axis in program.drafts.mesh.names}
+    return make_change(program, operator, drawn)
+
+
+def make_change(program: Program, operator: int, rules: dict[str, ShardingRule]) -> Change | None:
+    """The change by which an operator follows a rule on every axis; None where it cannot."""
+    choice = choose(rules)
+    try:
+        place(program.drafts.node(program.numbers[operator], choice)[0], program.drafts.mesh)
+    except LayoutError:
+        return None
+    return Change(operator, choice, _stored(program, operator, choice))
+
+
+def _stored(program: Program, operator: int, choice: Choice) -> dict[int, Layout]:
+    """Parameters are stored as they are used, once where they are used as copies."""
+    roots = program.skeleton.roots
+    found: dict[int, Layout] = {}
+    for root, layout in zip(program.skeleton.operators[operator].reads, choice.operands, strict=True):
+        leaf = roots[root].leaf
+        if leaf is not None and leaf.trainable:
+            found[root] = make_layout((axis, p) for axis, p in layout if not isinstance(p, Copies))
+    return found

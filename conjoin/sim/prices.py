@@ -1,0 +1,58 @@
+"""What the simulator asks of costs: seconds of a call, of a collective, of an update, on a machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from conjoin.cost import CostModel, OperatorCost, Seconds, collective_seconds
+from conjoin.machine import Machine
+from conjoin.ops import Call, TensorType
+
+
+class Prices(Protocol):
+    """Seconds of everything that happens in a training step."""
+
+    def operator(self, call: Call, needs: tuple[int, ...], rank: int) -> OperatorCost:
+        """A call on local shapes, and its backward for the operands that need a gradient."""
+
+    def collective(self, kind: str, axes: tuple[str, ...], sent: int) -> Seconds:
+        """A collective of all groups along axes, where the busiest rank sends so many bytes."""
+
+    def update(self, parameters: Sequence[TensorType], rank: int) -> Seconds:
+        """The optimizer's step on what a rank stores."""
+
+    def unlike_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh along which devices are of different types."""
+
+
+@dataclass(frozen=True)
+class MachinePrices:
+    """The prices on a machine, by its measurements and links."""
+
+    machine: Machine
+    costs: CostModel
+    optimizer: str = "adam"
+
+    def operator(self, call: Call, needs: tuple[int, ...], rank: int) -> OperatorCost:
+        return self.costs.operator(call, needs, self.machine.device_type(rank))
+
+    def collective(self, kind: str, axes: tuple[str, ...], sent: int) -> Seconds:
+        return collective_seconds(self.machine, kind, axes, sent)
+
+    def update(self, parameters: Sequence[TensorType], rank: int) -> Seconds:
+        return self.costs.update(parameters, self.optimizer, self.machine.device_type(rank))
+
+    def unlike_axes(self) -> tuple[str, ...]:
+        return self._unlike_axes
+
+    @cached_property
+    def _unlike_axes(self) -> tuple[str, ...]:
+        mesh = self.machine.mesh
+        return tuple(
+            axis.name
+            for axis in mesh.axes
+            if any(len({self.machine.device_type(rank) for rank in group}) > 1 for group in mesh.groups((axis.name,)))
+        )

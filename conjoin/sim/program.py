@@ -1,0 +1,267 @@
+"""A training step as a program of fragments: forward, backward in reverse, the wait for gradients, the update.
+
+When the layouts of one operator change, the fragments that differ are made anew and the others are kept: those of the
+operator itself, of operators that read the same tensors or what it makes, and of bundles whose parameters change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass
+
+from conjoin.comm import BundleKind, Entry, ParameterBundle, bundle_parameters, splits_evenly
+from conjoin.ir import Choice, Leaf, Value, make_leaf
+from conjoin.machine import Mesh
+from conjoin.ops import Layout, TensorType
+from conjoin.sim.bundles import Use, schedule_bundles
+from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, Phase
+from conjoin.sim.fragments import Drafts, Reading, Task, local_shape, ordered
+from conjoin.sim.skeleton import Layouts, Skeleton
+
+_AGREEMENT_BYTES = 16
+"""Two integers by which ranks that draw alike make sure that they do."""
+_NOT_READ = Reading((), False, False, False)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Other layouts for one operator, and for leaves that it reads, by their numbers."""
+
+    operator: int
+    choice: Choice
+    leaves: Mapping[int, Layout]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedBundle:
+    """Parameters that travel together: by their numbers with the layouts of their use, and where they are used."""
+
+    kind: BundleKind
+    places: tuple[tuple[int, Layout], ...]
+    use: Use
+
+
+_ParameterUse = tuple[tuple[int, int], int, Entry, Use]
+"""The first operator and operand that read a parameter in a layout, its number, parameter and layout, and the use."""
+
+
+def _merged(bundle: ParameterBundle, uses: Mapping[Entry, Use]) -> Use:
+    """Where a bundle as a whole is used."""
+    found = [uses[entry] for entry in bundle.entries]
+    return Use(min(u.first for u in found), max(u.last_kept for u in found), any(u.back for u in found))
+
+
+class Program:
+    """The fragments of a training step, and what they were made from."""
+
+    def __init__(self, skeleton: Skeleton, layouts: Layouts, drafts: Drafts, regathered: frozenset[str]) -> None:
+        self.skeleton, self.drafts, self.regathered = skeleton, drafts, regathered
+        self.choices, self.leaves, self.results = list(layouts.choices), dict(layouts.leaves), layouts.results
+        self.numbers = task_numbers(skeleton, drafts)
+        self._outputs = _places_of_outputs(skeleton)
+        self._last_back = tuple(self._find_last_back(root) for root in range(len(skeleton.roots)))
+        trained = [i for i, root in enumerate(skeleton.roots) if root.leaf is not None and root.leaf.trainable]
+        self._uses = {root: self._find_uses(root) for root in trained}
+        self._bundle()
+        self.readings: list[tuple[Reading, ...]] = [(_NOT_READ,) * len(op.reads) for op in skeleton.operators]
+        for root in range(len(skeleton.roots)):
+            self._read(root)
+        self.fragments: list[Fragment] = [()] * (2 * len(skeleton.operators) + 3)
+        for place in range(len(skeleton.operators)):
+            self._place(place)
+        self._start()
+        self._middle()
+        self._finish()
+
+    @property
+    def num_events(self) -> int:
+        return self._around.num_events
+
+    def forward_place(self, operator: int) -> int:
+        """Where the forward fragment of an operator stands."""
+        return 1 + operator
+
+    def backward_place(self, operator: int) -> int:
+        return 2 * len(self.skeleton.operators) + 1 - operator
+
+    def changed(self, change: Change) -> tuple[Program, list[int]]:
+        """The program after a change, and which of its fragments differ, in ascending order."""
+        after = copy(self)
+        after.choices, after.leaves = list(self.choices), {**self.leaves, **change.leaves}
+        after.readings, after.fragments = list(self.readings), list(self.fragments)
+        after.choices[change.operator] = change.choice
+        operator = self.skeleton.operators[change.operator]
+        touched = {change.operator, *after._bundle_again(self, operator.reads)}
+        for root in {*operator.reads, *operator.makes, *change.leaves}:
+            after._read(root)
+            touched.update(place for place, _ in self.skeleton.readers[root])
+        for place in touched:
+            after._place(place)
+        if change.operator in self.skeleton.draws:
+            after._start()
+        if {*operator.makes, *operator.reads} & {*self.skeleton.results}:
+            after._middle()
+        if change.leaves:
+            after._finish()
+        frame = (0, len(self.skeleton.operators) + 1, len(self.fragments) - 1)
+        places = {*frame, *map(self.forward_place, touched), *map(self.backward_place, touched)}
+        return after, sorted(p for p in places if after.fragments[p] is not self.fragments[p])
+
+    def layout_of(self, root: int) -> Layout:
+        """The layout in which a tensor is made or stored."""
+        maker = self.skeleton.roots[root].maker
+        return self.leaves[root] if maker < 0 else self.choices[maker].outputs[self._outputs[root]]
+
+    def _find_last_back(self, root: int) -> tuple[int, int]:
+        """The last reader of a tensor that gives it a gradient, whose backward is the first."""
+        operators, readers = self.skeleton.operators, self.skeleton.readers[root]
+        return next((r for r in reversed(readers) if r[1] in operators[r[0]].needs), (-1, -1))
+
+    def _read(self, root: int) -> None:
+        """How a tensor comes to everyone who reads it."""
+        readers = self.skeleton.readers[root]
+        if not readers:
+            return
+        own, operators = self.layout_of(root), self.skeleton.operators
+        wanted = [self.choices[place].operands[operand] for place, operand in readers]
+        backs = [operand in operators[place].needs for place, operand in readers]
+        seen = {own, *self._bundled.get(root, ())}
+        for i, (place, operand) in enumerate(readers):
+            arrives = wanted[i] not in seen
+            seen.add(wanted[i])
+            back = arrives and any(b and w == wanted[i] for b, w in zip(backs, wanted, strict=True))
+            adds = backs[i] and readers[i] != self._last_back[root]
+            found = self.readings[place]
+            reading = Reading(own if arrives else (), arrives, back, adds)
+            self.readings[place] = (*found[:operand], reading, *found[operand + 1 :])
+
+    def _place(self, place: int) -> None:
+        """Put the fragments of an operator into the program, with what bundles have around it."""
+        forward, backward = self.drafts.fragments(self.numbers[place], self.choices[place], self.readings[place])
+        around = self._around
+        self.fragments[self.forward_place(place)] = _joined(around.before.get(place, ()), forward)
+        self.fragments[self.backward_place(place)] = _joined(
+            around.before_back.get(place, ()), backward, around.after_back.get(place, ())
+        )
+
+    def _bundle(self) -> None:
+        """Find the bundles, and what they put around the operators."""
+        found = sorted((item for uses in self._uses.values() for item in uses), key=lambda item: item[0])
+        entries = {entry: use for _, _, entry, use in found}
+        numbers = {entry[0]: root for _, root, entry, _ in found}
+        bundles = bundle_parameters(entries, self.drafts.mesh, self.regathered)
+        self.bundles = tuple(
+            PlacedBundle(
+                bundle.kind, tuple((numbers[v], layout) for v, layout in bundle.entries), _merged(bundle, entries)
+            )
+            for bundle in bundles
+        )
+        self._bundled: dict[int, list[Layout]] = {}
+        for root, layout in (place for bundle in self.bundles for place in bundle.places):
+            self._bundled.setdefault(root, []).append(layout)
+        self._around = schedule_bundles(bundles, entries, self.drafts)
+
+    def _find_uses(self, root: int) -> list[_ParameterUse]:
+        """In which other layouts than stored a parameter is used, and where."""
+        own, operators = self.layout_of(root), self.skeleton.operators
+        found: dict[Layout, list[tuple[int, int]]] = {}
+        for place, operand in self.skeleton.readers[root]:
+            wanted = self.choices[place].operands[operand]
+            if wanted != own:
+                found.setdefault(wanted, []).append((place, operand))
+        uses: list[_ParameterUse] = []
+        for layout, readers in found.items():
+            kept = [place for place, operand in readers if operand in operators[place].keeps]
+            back = any(operand in operators[place].needs for place, operand in readers)
+            use = Use(readers[0][0], max(kept, default=-1), back)
+            uses.append((readers[0], root, (Value(self._stored(root, own)), layout), use))
+        return uses
+
+    def _stored(self, root: int, layout: Layout) -> Leaf:
+        leaf = self.skeleton.roots[root].leaf
+        assert leaf is not None
+        return make_leaf(leaf.kind, leaf.name, leaf.type.laid_out(layout), trainable=True, aliases=leaf.aliases)
+
+    def _bundle_again(self, before: Program, reads: tuple[int, ...]) -> set[int]:
+        """Find the bundles again where a change concerns a parameter; the operators around which they then differ."""
+        trained = [root for root in reads if root in self._uses]
+        if not trained:
+            return set()
+        self._uses = {**self._uses, **{root: self._find_uses(root) for root in trained}}
+        self._bundle()
+        was, now = before._around, self._around
+        if was == now:
+            self._around = was
+            return set()
+        pairs = ((was.before, now.before), (was.before_back, now.before_back), (was.after_back, now.after_back))
+        return {p for a, b in pairs for p in {*a, *b} if a.get(p) != b.get(p)}
+
+    def _start(self) -> None:
+        """Ranks that have to draw alike make sure that they do."""
+        mesh, axes = self.drafts.mesh, set(self.drafts.mesh.names)
+        placed = (self.drafts.node(self.numbers[i], self.choices[i])[1] for i in self.skeleton.draws)
+        if all(set(found.axes) == axes for found in placed):
+            self.fragments[0] = ()
+            return
+        sent = round(2 * (mesh.size - 1) * _AGREEMENT_BYTES / mesh.size)
+        self.fragments[0] = ordered([self.drafts.collective("all-reduce", mesh.names, sent, Phase.FORWARD)])
+
+    def _middle(self) -> None:
+        """Results are brought into the layouts they come out in; a loss has its gradient brought back."""
+        found: list[Instruction] = []
+        seen: set[tuple[int, Layout]] = set()
+        for root, layout in zip(self.skeleton.results, self.results, strict=True):
+            own = self.layout_of(root)
+            if layout != own and (root, layout) not in seen and not self._is_read(root, layout):
+                found += self.drafts.route(self.skeleton.roots[root].type, own, layout)[0]
+            seen.add((root, layout))
+        self.fragments[len(self.skeleton.operators) + 1] = ordered(found)
+
+    def _is_read(self, root: int, layout: Layout) -> bool:
+        readers = self.skeleton.readers[root]
+        return any(self.choices[place].operands[operand] == layout for place, operand in readers)
+
+    def _finish(self) -> None:
+        """The wait for all gradients, and the update of what is stored."""
+        if not self.skeleton.graph.training:
+            return
+        stored = [
+            root.type.laid_out(self.leaves[i])
+            for i, root in enumerate(self.skeleton.roots)
+            if root.leaf is not None and root.leaf.trainable
+        ]
+        drafts, mesh = self.drafts, self.drafts.mesh
+        wait = Instruction("wait", COMPUTE, 0, waits=(INSIDE, BETWEEN), phase=Phase.BACKWARD)
+        alike = not drafts.prices.unlike_axes() and all(splits_evenly(type.shape, type.layout, mesh) for type in stored)
+        ticks, source = drafts.per_class(
+            tuple(stored),
+            lambda rank: drafts.prices.update([_on_rank(type, mesh, rank) for type in stored], rank),
+            alike,
+        )
+        self.fragments[-1] = wait, Instruction("update", COMPUTE, ticks, phase=Phase.UPDATE, source=source)
+
+
+def _on_rank(type: TensorType, mesh: Mesh, rank: int) -> TensorType:
+    return TensorType(local_shape(type, mesh, rank), type.dtype)
+
+
+def task_numbers(skeleton: Skeleton, drafts: Drafts) -> list[int]:
+    """For every operator the number of its task."""
+    return [
+        drafts.number(Task(op.call, tuple(t.laid_out(()) for t in op.node.types), op.needs))
+        for op in skeleton.operators
+    ]
+
+
+def _places_of_outputs(skeleton: Skeleton) -> dict[int, int]:
+    """For every tensor that an operator makes, which of its outputs it is."""
+    return {root: i for operator in skeleton.operators for i, root in enumerate(operator.makes)}
+
+
+def _joined(*fragments: Fragment) -> Fragment:
+    """Fragments one after the other; the very object where there is only one."""
+    present = [fragment for fragment in fragments if fragment]
+    if len(present) == 1:
+        return present[0]
+    return tuple(instruction for fragment in present for instruction in fragment)

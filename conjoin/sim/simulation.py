@@ -1,0 +1,87 @@
+"""A plan on a machine, simulated: from the plan in full, or from a simulation and one change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from conjoin.ir import REGATHER, Plan
+from conjoin.machine import Mesh
+from conjoin.ops import Layout, split_axes
+from conjoin.sim.engine import Timeline, rerun, run
+from conjoin.sim.fragments import Drafts
+from conjoin.sim.prices import Prices
+from conjoin.sim.program import Change, Program, task_numbers
+from conjoin.sim.skeleton import Layouts, Skeleton, take_apart
+from conjoin.sim.symmetry import Classes
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A training step and its timeline."""
+
+    program: Program
+    timeline: Timeline
+
+    @property
+    def classes(self) -> Classes:
+        return self.program.drafts.classes
+
+    @property
+    def seconds(self) -> float:
+        """How long a step takes."""
+        return self.timeline.seconds
+
+    @property
+    def num_tasks(self) -> int:
+        """How many tasks there are on all devices together: an instruction is one on each."""
+        return sum(map(len, self.program.fragments)) * self.classes.mesh.size
+
+    def change(self, change: Change) -> Simulation:
+        """The simulation after a change of one operator: delta simulation, equal to the full one to the last bit.
+
+        The classes of devices stay: a change that makes devices differ which were simulated as one needs a simulation
+        with all devices told apart (`unfold`).
+        """
+        program, changed = self.program.changed(change)
+        if program.num_events != self.program.num_events:
+            return Simulation(program, run(program.fragments, program.num_events, program.drafts.classes.shape))
+        return Simulation(program, rerun(self.timeline, program.fragments, changed))
+
+
+def simulate(plan: Plan, prices: Prices, *, unfold: bool = False) -> Simulation:
+    """Time one training step of a plan; `unfold` tells all devices apart, also where they behave alike."""
+    skeleton, layouts = take_apart(plan)
+    regathered = frozenset(action.tensor for action in plan.memory if action.action == REGATHER)
+    return simulate_layouts(skeleton, layouts, new_drafts(skeleton, layouts, plan.mesh, prices, unfold), regathered)
+
+
+def simulate_layouts(skeleton: Skeleton, layouts: Layouts, drafts: Drafts, regathered: frozenset[str]) -> Simulation:
+    """Time a training step in given layouts."""
+    program = Program(skeleton, layouts, drafts, regathered)
+    return Simulation(program, run(program.fragments, program.num_events, program.drafts.classes.shape))
+
+
+def new_drafts(skeleton: Skeleton, layouts: Layouts, mesh: Mesh, prices: Prices, unfold: bool = False) -> Drafts:
+    """Drafts for devices in as few classes as behave alike in these layouts."""
+    drafts = Drafts(mesh, prices, Classes.keeping(mesh, mesh.names))
+    if not unfold:
+        unlike = {*prices.unlike_axes(), *_uneven_axes(skeleton, layouts.leaves, mesh)}
+        for number, choice in zip(task_numbers(skeleton, drafts), layouts.choices, strict=True):
+            unlike |= drafts.unlike_axes(number, choice)
+        drafts.classes = Classes.keeping(mesh, unlike)
+    return drafts
+
+
+def _uneven_axes(skeleton: Skeleton, leaves: Mapping[int, Layout], mesh: Mesh) -> set[str]:
+    """The axes along which unlike pieces of parameters are stored, and updated."""
+    found: set[str] = set()
+    for number, layout in leaves.items():
+        leaf = skeleton.roots[number].leaf
+        for dim, size in enumerate(skeleton.roots[number].type.shape) if leaf is not None and leaf.trainable else ():
+            axes = split_axes(layout, dim)
+            ways = 1
+            for axis in axes:
+                ways *= mesh.sizes[axis]
+            found.update(axes if size % ways else ())
+    return found

@@ -1,0 +1,225 @@
+"""The cost model: which source a number has, that estimates grow with size, and that answers are quick."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from conjoin.cost import (
+    CostModel,
+    Fit,
+    Measurement,
+    OperatorCost,
+    Profile,
+    Seconds,
+    Source,
+    Store,
+    copy_key,
+    update_key,
+    write_key,
+)
+from conjoin.errors import UsageError
+from conjoin.machine import DeviceType
+from conjoin.ops import Call, TensorType
+from tests.ir.wording import assert_three_sentences
+
+CPU = DeviceType("one core", "cpu", 2**34, 1e10, (("float32", 1e11),))
+GPU = DeviceType("one gpu", "cuda", 2**34, 1e12, (("float32", 1e13), ("bfloat16", 1e14)))
+FIT = Fit((("contraction", 0.5),), 1e-6, 6e-6, 7e-6, 0.1)
+
+
+def f32(*shape: int) -> TensorType:
+    return TensorType(shape, torch.float32)
+
+
+def linear(batch: int, *, bias: bool = False) -> Call:
+    return Call("linear", (f32(batch, 256), f32(512, 256), f32(512) if bias else None))
+
+
+def profile(device: DeviceType, *known: Measurement, fit: Fit = FIT) -> Profile:
+    return Profile(device.name, "2.0", "today", "by hand", fit, known)
+
+
+def timed(call: Call, needs: tuple[int, ...], forward: float, backward: float = 0.0) -> Measurement:
+    return Measurement(write_key(call, needs), forward, backward, 5e-6, 8e-6)
+
+
+def test_a_measured_call_is_what_was_measured() -> None:
+    model = CostModel(profiles=[profile(GPU, timed(linear(64), (0, 1), 1e-3, 2e-3))])
+    assert model.operator(linear(64), (0, 1), GPU) == OperatorCost(
+        Seconds(1e-3, Source.MEASURED), Seconds(2e-3, Source.MEASURED), 5e-6, 8e-6
+    )
+
+
+def test_between_measured_calls_it_is_interpolated() -> None:
+    known = [timed(linear(n), (0, 1), 1e-6 * n, 3e-6 * n) for n in (1024, 4096)]
+    cost = CostModel(profiles=[profile(GPU, *known)]).operator(linear(2048), (0, 1), GPU)
+    assert cost.forward.source is cost.backward.source is Source.INTERPOLATED
+    assert cost.forward.value == pytest.approx(2048e-6, rel=0.05)
+    assert cost.backward.value == pytest.approx(3 * 2048e-6, rel=0.05)
+    assert (cost.host_forward, cost.host_backward) == (5e-6, 8e-6)
+
+
+def test_other_gradients_of_a_measured_call_are_interpolated_too() -> None:
+    model = CostModel(profiles=[profile(GPU, timed(linear(4096), (0, 1), 1e-3, 2e-3))])
+    cost = model.operator(linear(4096), (1,), GPU)
+    assert cost.forward.source is Source.INTERPOLATED and cost.forward.value == pytest.approx(1e-3)
+    assert cost.backward.value == pytest.approx(1e-3, rel=0.1)  # one of two products
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Call("linear", (TensorType((64, 256), torch.bfloat16), TensorType((512, 256), torch.bfloat16), None)),
+        linear(64, bias=True),
+        Call("linear", (f32(8, 8, 256), f32(512, 256), None)),
+        linear(2**20),
+    ],
+    ids=["other dtype", "other operands", "other rank", "far away"],
+)
+def test_what_is_not_of_the_kind_or_not_near_is_estimated(other: Call) -> None:
+    model = CostModel(profiles=[profile(GPU, timed(linear(64), (0, 1), 5.0, 5.0))])
+    cost = model.operator(other, (0, 1), GPU)
+    assert cost.forward.source is cost.backward.source is Source.ESTIMATED
+    assert cost.forward.value < 0.1
+
+
+def test_attributes_that_are_not_sizes_tell_kinds_apart() -> None:
+    def conv(stride: int, groups: int = 1) -> Call:
+        weight = f32(32, 16 // groups, 3, 3)
+        return Call("conv2d", (f32(8, 16, 32, 32), weight, None, (stride,) * 2, (1, 1), (1, 1), groups))
+
+    model = CostModel(profiles=[profile(GPU, timed(conv(1), (), 5.0))])
+    assert model.operator(conv(2), (), GPU).forward.source is Source.ESTIMATED
+    assert model.operator(conv(1), (), GPU).forward.source is Source.MEASURED
+
+
+def test_an_estimate_is_the_roofline() -> None:
+    model = CostModel(profiles=[profile(GPU)])
+    cost = model.operator(linear(4096), (0, 1), GPU)
+    ideal = 2 * 4096 * 256 * 512 / 1e13
+    assert cost.forward == Seconds(pytest.approx(ideal / 0.5 + 1e-6), Source.ESTIMATED)
+    assert cost.backward.value == pytest.approx(2 * ideal / 0.5 + 1e-6)
+    assert (cost.host_forward, cost.host_backward) == (6e-6, 7e-6)
+
+
+def test_a_calibrated_device_type_knows_better_than_a_profile() -> None:
+    calibrated = replace(GPU, efficiency=(("contraction", 0.25),), overhead_seconds=9e-6)
+    cost = CostModel(profiles=[profile(GPU)]).operator(linear(4096), (), calibrated)
+    assert cost.forward.value == pytest.approx(2 * 4096 * 256 * 512 / 1e13 / 0.25 + 9e-6)
+
+
+def test_without_gradients_there_is_no_backward() -> None:
+    for model in (CostModel(profiles=()), CostModel(profiles=[profile(GPU, timed(linear(64), (), 1e-3))])):
+        cost = model.operator(linear(64), (), GPU)
+        assert cost.backward.value == 0 == cost.host_backward or cost.backward.value == 0
+
+
+def test_views_cost_nothing_on_the_device_but_the_launch() -> None:
+    view = Call("view", (f32(64, 64), (4096,)))
+    model = CostModel(profiles=())
+    on_gpu, on_cpu = model.operator(view, (0,), GPU), model.operator(view, (0,), CPU)
+    assert on_gpu.forward.value == on_gpu.backward.value == 0 and on_gpu.host_forward > 0
+    assert 0 < on_cpu.forward.value < 1e-5 and on_cpu.host_forward == 0
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=["cpu", "gpu"])
+def test_estimates_grow_with_size(device: DeviceType) -> None:
+    model = CostModel(profiles=())
+    families = {
+        "linear": lambda n: linear(n, bias=True),
+        "relu": lambda n: Call("relu", (f32(n, 64),)),
+        "softmax": lambda n: Call("_softmax", (f32(n, 64), 1, False)),
+        "conv": lambda n: Call("conv2d", (f32(n, 3, 16, 16), f32(8, 3, 3, 3), None, (1, 1), (1, 1), (1, 1), 1)),
+        "embedding": lambda n: Call("embedding", (f32(1000, 64), TensorType((n,), torch.int64), -1, False, False)),
+        "nonzero": lambda n: Call("nonzero", (f32(n),)),
+    }
+    for name, make in families.items():
+        costs = [model.operator(make(2**power), (0,), device) for power in range(12)]
+        for values in ([c.forward.value for c in costs], [c.backward.value for c in costs]):
+            assert values == sorted(values), name
+        assert costs[-1].forward.value > costs[0].forward.value
+
+
+def test_a_store_counts_for_more_than_a_profile_and_this_torch_more_than_others(tmp_path: Path) -> None:
+    call, needs = linear(64), (0, 1)
+    with Store(tmp_path / "costs.sqlite") as store:
+        store.add(GPU.name, "0.1", [timed(call, needs, 2e-3)])
+        shipped = [profile(GPU, timed(call, needs, 1e-3))]
+        assert CostModel([store], shipped).operator(call, needs, GPU).forward.value == 2e-3
+        store.add(GPU.name, torch.__version__, [timed(call, needs, 3e-3)])
+        store.add(GPU.name, "0.2", [timed(call, needs, 4e-3)])
+        assert CostModel([store], shipped).operator(call, needs, GPU).forward.value == 3e-3
+        assert CostModel([store], shipped).operator(call, needs, CPU).forward.source is Source.ESTIMATED
+
+
+def test_a_store_of_many_measurements_gives_efficiencies(tmp_path: Path) -> None:
+    known = [timed(linear(2**power, bias=True), (), 2 * 2**power * 256 * 512 / 1e13 / 0.2) for power in range(11, 17)]
+    known += [timed(Call("relu", (f32(8, size),)), (), 1e-6) for size in range(1, 40)]
+    with Store(tmp_path / "costs.sqlite") as store:
+        store.add(GPU.name, torch.__version__, known)
+        cost = CostModel([store], ()).operator(Call("mm", (f32(4096, 4096), f32(4096, 4096))), (), GPU)
+    assert cost.forward.source is Source.ESTIMATED
+    assert cost.forward.value == pytest.approx(2 * 4096**3 / 1e13 / 0.2, rel=0.2)
+
+
+def test_answers_are_quick() -> None:
+    model = CostModel(profiles=())
+    fresh = [linear(batch, bias=True) for batch in range(1, 401)]
+    start = time.process_time()
+    for call in fresh:
+        model.operator(call, (0, 1, 2), GPU)
+    first = (time.process_time() - start) / len(fresh)
+    start = time.process_time()
+    for _ in range(50):
+        for call in fresh:
+            model.operator(call, (0, 1, 2), GPU)
+    again = (time.process_time() - start) / len(fresh) / 50
+    assert first < 1e-3 and again < 1e-5  # some 200 µs and 1 µs on a quiet core
+
+
+def test_an_optimizer_step() -> None:
+    parameters = [f32(1024, 1024)] * 16
+    estimated = CostModel(profiles=()).update(parameters, "adamw", GPU)
+    assert estimated.source is Source.ESTIMATED
+    assert estimated.value == pytest.approx(20 * 4 * 2**24 / 1e12 / 0.8, rel=0.1)
+    known = [
+        Measurement(update_key("adamw", torch.float32, 16, elements), 1e-9 * elements, 0.0)
+        for elements in (2**22, 2**24, 2**26)
+    ]
+    model = CostModel(profiles=[profile(GPU, *known)])
+    assert model.update(parameters, "adamw", GPU) == Seconds(1e-9 * 2**24, Source.MEASURED)
+    between = model.update(parameters * 2, "adamw", GPU)
+    assert between.source is Source.INTERPOLATED and between.value == pytest.approx(1e-9 * 2**25, rel=0.1)
+    assert model.update([], "adamw", GPU).value == 0
+    with pytest.raises(UsageError) as told:
+        model.update(parameters, "lion", GPU)
+    assert_three_sentences(told.value)
+
+
+def test_fewer_passes_over_memory_are_faster() -> None:
+    model = CostModel(profiles=())
+    names = ("sgd", "sgd-momentum", "adamw-fused", "adam", "adamw")
+    values = [model.update([f32(4096, 4096)], name, GPU).value for name in names]
+    assert values[0] < values[2] < values[1] < values[3] < values[4]
+
+
+def test_copies() -> None:
+    model = CostModel(profiles=[profile(GPU, *(Measurement(copy_key(2**p), 2.0**p / 1e10, 0.0) for p in (20, 24)))])
+    assert model.copy(2**24, GPU) == Seconds(2**24 / 1e10, Source.MEASURED)
+    assert model.copy(2**22, GPU).source is Source.INTERPOLATED
+    assert model.copy(2**22, GPU).value == pytest.approx(2**22 / 1e10, rel=0.2)
+    assert model.copy(2**40, GPU).source is Source.ESTIMATED
+    assert model.copy(2**40, CPU).value == 0
+
+
+def test_a_fused_chain_moves_only_what_goes_in_and_out() -> None:
+    model, x = CostModel(profiles=()), f32(4096, 4096)
+    chain = [Call("relu", (x,)), Call("mul.Tensor", (x, 2.0)), Call("tanh", (x,))]
+    fused = model.fused(chain, [x], [x], GPU)
+    alone = sum(model.operator(call, (), GPU).forward.value for call in chain)
+    assert fused.source is Source.ESTIMATED and 0.3 < fused.value / alone < 0.4

@@ -1,0 +1,95 @@
+"""Work of a call and of its backward, by family; the figures are counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conjoin.cost import FAMILIES, work_of
+from conjoin.ops import Call, TensorType, all_ops, random_call
+
+
+def f32(*shape: int) -> TensorType:
+    return TensorType(shape, torch.float32)
+
+
+def i64(*shape: int) -> TensorType:
+    return TensorType(shape, torch.int64)
+
+
+X, W, B = f32(8, 4), f32(16, 4), f32(16)
+CONV = Call("conv2d", (f32(2, 3, 8, 8), f32(6, 3, 3, 3), None, (1, 1), (1, 1), (1, 1), 1))
+
+FAMILY = {
+    "contraction": [
+        Call("linear", (X, W, B)),
+        Call("mm", (X, f32(4, 5))),
+        Call("einsum", ("ij,jk", (X, f32(4, 5)), None)),
+    ],
+    "convolution": [CONV],
+    "attention": [
+        Call("scaled_dot_product_attention", (*[f32(2, 4, 8, 16)] * 3, None, 0.0, True, None, False)),
+    ],
+    "elementwise": [Call("relu", (X,)), Call("add.Tensor", (X, X, 1)), Call("mul.Tensor", (X, f32(4)))],
+    "reduction": [
+        Call("sum", (X, None)),
+        Call("_softmax", (X, 1, False)),
+        Call("layer_norm", (X, (4,), None, None, 1e-5, True)),
+    ],
+    "lookup": [Call("embedding", (W, i64(5), -1, False, False))],
+    "movement": [Call("clone", (X, None)), Call("cat", ((X, X), 0))],
+    "view": [Call("t", (X,)), Call("slice.Tensor", (X, 0, 0, 4, 1))],
+    "opaque": [Call("nonzero", (X,))],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_the_family_of_a_call(family: str) -> None:
+    assert family in FAMILIES
+    for call in FAMILY[family]:
+        assert work_of(call, ()).family == family, call.op
+
+
+def test_every_declared_operator_has_a_family_and_finite_work() -> None:
+    from random import Random
+
+    for spec in all_ops():
+        call = random_call(spec, Random(0))
+        work = work_of(call, tuple(range(len(call.tensors))))
+        assert work.family in FAMILIES, spec.name
+        assert min(*work.forward, *work.backward) >= 0, spec.name
+
+
+def test_forward_and_backward_of_a_linear_layer() -> None:
+    call = Call("linear", (X, W, B))
+    whole = work_of(call, (0, 1, 2))
+    product = 2 * 8 * 4 * 16
+    gradient, x, w, b = 4 * 8 * 16, 4 * 8 * 4, 4 * 16 * 4, 4 * 16
+    assert whole.forward == (product, x + w + b + gradient)
+    assert work_of(call, (1,)).backward == (product, gradient + x + w)
+    assert work_of(call, (0,)).backward == (product, gradient + x + w)
+    assert work_of(call, (2,)).backward == (8 * 16, gradient + b)
+    assert whole.backward == (2 * product + 8 * 16, 3 * gradient + 2 * (x + w) + b)
+    assert work_of(call, ()).backward == (0, 0)
+
+
+def test_gradients_that_are_passed_on_cost_nothing() -> None:
+    assert work_of(Call("add.Tensor", (X, X, 1)), (0, 1)).backward == (0, 0)
+    assert work_of(Call("cat", ((X, X), 0)), (0, 1)).backward == (0, 0)
+    assert work_of(Call("sum", (X, None)), (0,)).backward == (0, 0)
+    assert work_of(Call("t", (X,)), (0,)).backward == (0, 0)
+
+
+def test_gradients_that_are_summed_put_back_or_padded() -> None:
+    assert work_of(Call("add.Tensor", (X, f32(4), 1)), (1,)).backward == (32, 4 * 32 + 4 * 4)
+    assert work_of(Call("embedding", (W, i64(5), -1, False, False)), (0,)).backward == (0, 4 * 5 * 4 + W.bytes)
+    assert work_of(Call("slice.Tensor", (X, 0, 0, 4, 1)), (0,)).backward == (0, 4 * 16 + X.bytes)
+
+
+def test_what_is_not_linear_takes_twice_the_flops_and_reads_all_again() -> None:
+    work = work_of(Call("relu", (X,)), (0,))
+    assert work.backward == (2 * work.forward.flops, work.forward.bytes + X.bytes)
+
+
+def test_views_move_nothing() -> None:
+    assert work_of(Call("t", (X,)), ()).forward == (0, 0)

@@ -1,0 +1,47 @@
+"""The calls of every model of the zoo: each has a key and a price, and a sample of them can be measured."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+import zoo
+from conjoin.comm import Gradients
+from conjoin.cost import CostModel, Measurement, measure, read_key, write_key
+from conjoin.frontends import capture
+from conjoin.ir import is_parallel, plain_call
+from conjoin.machine import DeviceType
+from conjoin.ops import Call
+
+CPU = DeviceType("one core", "cpu", 2**34, 1e10, (("float32", 1e11),))
+GPU = DeviceType("one gpu", "cuda", 2**34, 1e12, (("float32", 1e13),))
+MEASURED = 4
+
+
+def calls_of(name: str) -> list[tuple[Call, tuple[int, ...]]]:
+    graph = capture(*zoo.build(f"{name}:tiny"))
+    gradients = Gradients(graph)
+    return list(
+        dict.fromkeys(
+            (plain_call(node), tuple(i for i in range(len(node.inputs)) if gradients.reach_operand(node, i)))
+            for node in graph.nodes
+            if not is_parallel(node)
+        )
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", zoo.names())
+def test_the_calls_of_a_model(name: str) -> None:
+    calls, model = calls_of(name), CostModel(profiles=())
+    assert any(needs for _, needs in calls)
+    for call, needs in calls:
+        key = write_key(call, needs)
+        assert " #" in key or read_key(key) is not None, key
+        for device in (CPU, GPU):
+            cost = model.operator(call, needs, device)
+            assert cost.forward.value >= 0 and (cost.backward.value == 0 or needs)
+    for call, needs in Random(name).sample(calls, min(MEASURED, len(calls))):
+        outcome = measure(call, needs, "cpu", seconds=0.0)
+        assert isinstance(outcome, Measurement), outcome

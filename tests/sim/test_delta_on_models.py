@@ -1,0 +1,54 @@
+"""Delta simulation is full simulation, to the last bit, on the models of FlexFlow's Table 3.4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import numpy as np
+import pytest
+
+from conjoin.cost import CostModel
+from conjoin.ir import Plan
+from conjoin.machine import parse_machine
+from conjoin.sim import Layouts, MachinePrices, Simulation, random_change, simulate, simulate_layouts
+
+MODELS = ("alexnet", "resnet-101", "inception-v3", "rnntc", "rnnlm", "nmt")
+NUM_CHANGES = 30
+
+
+def full(simulation: Simulation) -> Simulation:
+    """The same layouts, simulated from the beginning."""
+    program = simulation.program
+    layouts = Layouts(program.leaves, tuple(program.choices), program.results)
+    return simulate_layouts(program.skeleton, layouts, program.drafts, program.regathered)
+
+
+def times(simulation: Simulation) -> list[tuple[str, list[int], list[int]]]:
+    """Every task with its start and end on every device."""
+    shape = simulation.classes.shape
+    return [
+        (task.name, np.broadcast_to(start, shape).ravel().tolist(), np.broadcast_to(end, shape).ravel().tolist())
+        for task, start, end in simulation.timeline.times()
+    ]
+
+
+@pytest.mark.parametrize("machine", ["k80-cluster:1", "k80-cluster:2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_chain_of_changes_is_simulated_as_from_the_beginning(
+    name: str, machine: str, tiny_plan: Callable[..., Plan]
+) -> None:
+    prices = MachinePrices(parse_machine(machine), CostModel())
+    simulation = simulate(tiny_plan(name, machine, "data-parallel"), prices, unfold=True)
+    rng, made, seen = Random(2), 0, {simulation.timeline.ticks}
+    while made < NUM_CHANGES:
+        change = random_change(simulation.program, rng)
+        if change is None:
+            continue
+        made += 1
+        simulation = simulation.change(change)
+        wanted = full(simulation)
+        assert simulation.timeline.ticks == wanted.timeline.ticks
+        assert times(simulation) == times(wanted)
+        seen.add(simulation.timeline.ticks)
+    assert len(seen) > 1, "the changes made no difference"

@@ -1,0 +1,100 @@
+"""Timelines worked out by hand; and a timeline made from another one is the one made from the beginning."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, NUM_STREAMS, Fragment, Instruction, Timeline, rerun, run
+
+FIRST, SECOND = NUM_STREAMS, NUM_STREAMS + 1
+
+
+def compute(ticks: int | list[int], *waits: int, host: int = 0) -> Instruction:
+    amount = np.array(ticks, np.int64) if isinstance(ticks, list) else ticks
+    return Instruction("compute", COMPUTE, amount, host=host, waits=waits)
+
+
+def send(ticks: int, stream: int = BETWEEN, group: tuple[int, ...] = (), event: int = -1) -> Instruction:
+    return Instruction("send", stream, ticks, group=group, waits=(COMPUTE,), event=event)
+
+
+def spans(timeline: Timeline) -> list[tuple[int, int]]:
+    return [(int(np.max(start)), int(np.max(end))) for _, start, end in timeline.times()]
+
+
+def test_a_line_runs_one_after_the_other() -> None:
+    line = [(compute(3),), (send(5), compute(2, BETWEEN)), (compute(4),)]
+    assert spans(run(line)) == [(0, 3), (3, 8), (8, 10), (10, 14)]
+
+
+def test_a_diamond_hides_the_transfer_of_one_branch_behind_the_other() -> None:
+    root, left, right, join = compute(2), compute(3), compute(6), compute(1, FIRST)
+    diamond = [(root,), (left, send(4, event=FIRST)), (right,), (join,)]
+    assert spans(run(diamond, 1)) == [(0, 2), (2, 5), (5, 9), (5, 11), (11, 12)]
+    slow = [(root,), (left, send(40, event=FIRST)), (right,), (join,)]
+    assert run(slow, 1).ticks == 2 + 3 + 40 + 1
+
+
+def test_transfers_on_one_link_queue_and_on_two_do_not() -> None:
+    start, wait = compute(1), compute(0, BETWEEN, INSIDE)
+    assert spans(run([(start, send(5), send(7), wait)]))[1:3] == [(1, 6), (6, 13)]
+    assert spans(run([(start, send(5), send(7, INSIDE), wait)]))[1:3] == [(1, 6), (1, 8)]
+
+
+def test_a_gradient_reduction_overlaps_the_rest_of_the_backward_pass() -> None:
+    backward = [(compute(4), send(6)), (compute(4), send(6)), (compute(4), send(6))]
+    timeline = run([*backward, (compute(0, BETWEEN), compute(2))])
+    assert timeline.ticks == 4 + 3 * 6 + 2
+
+
+def test_a_group_starts_together_and_others_do_not_wait() -> None:
+    uneven = compute([[1, 5], [2, 9]])
+    timeline = run([(uneven, send(10, group=(1,)), compute(0, BETWEEN))], 0, (2, 2))
+    assert np.broadcast_to(timeline.end, (2, 2)).tolist() == [[15, 15], [19, 19]]
+    timeline = run([(uneven, send(10, group=(0,)), compute(0, BETWEEN))], 0, (2, 2))
+    assert np.broadcast_to(timeline.end, (2, 2)).tolist() == [[12, 19], [12, 19]]
+
+
+def test_the_host_holds_up_a_device_that_is_faster() -> None:
+    assert spans(run([tuple(compute(2, host=5) for _ in range(3))])) == [(5, 7), (10, 12), (15, 17)]
+    assert spans(run([tuple(compute(9, host=5) for _ in range(3))])) == [(5, 14), (14, 23), (23, 32)]
+
+
+def random_fragment(rng: Random, shape: tuple[int, ...], hosts: bool) -> Fragment:
+    made = []
+    for _ in range(rng.randint(0, 4)):
+        stream = rng.choice((COMPUTE, COMPUTE, COMPUTE, INSIDE, BETWEEN))
+        ticks: int | np.ndarray = rng.randint(0, 50)
+        if shape and rng.random() < 0.3:
+            ticks = np.array([rng.randint(0, 50) for _ in range(int(np.prod(shape)))], np.int64).reshape(shape)
+        others = rng.sample((INSIDE, BETWEEN, FIRST, SECOND), rng.randint(0, 2))
+        waits = (COMPUTE,) if stream != COMPUTE else tuple(others)
+        group = rng.choice(((0,), (1,), (0, 1))) if shape and stream != COMPUTE else ()
+        event = rng.choice((-1, FIRST, SECOND)) if stream != COMPUTE else -1
+        host = rng.choice((0, 0, 20)) if hosts else 0
+        made.append(Instruction("any", stream, ticks, host, group, waits, event))
+    return tuple(made)
+
+
+@pytest.mark.parametrize("hosts", [False, True], ids=["no host", "host"])
+@pytest.mark.parametrize("shape", [(), (2, 3)], ids=["one class", "six classes"])
+def test_a_changed_timeline_is_that_of_the_changed_program_to_the_last_bit(shape: tuple[int, ...], hosts: bool) -> None:
+    rng = Random(0)
+    timed = in_full = 0
+    for _ in range(60):
+        fragments = [random_fragment(rng, shape, hosts) for _ in range(40)]
+        timeline = run(fragments, 2, shape)
+        for _ in range(5):
+            changed = sorted(rng.sample(range(40), rng.randint(1, 3)))
+            fragments = list(fragments)
+            for place in changed:
+                fragments[place] = random_fragment(rng, shape, hosts)
+            timeline, full = rerun(timeline, fragments, changed), run(fragments, 2, shape)
+            assert timeline.ticks == full.ticks
+            for (task, *mine), (same, *theirs) in zip(timeline.times(), full.times(), strict=True):
+                assert task is same and all(map(np.array_equal, mine, theirs))
+            timed, in_full = timed + timeline.num_timed, in_full + full.num_timed
+    assert hosts or timed < 0.5 * in_full, "nothing was saved"

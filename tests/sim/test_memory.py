@@ -1,0 +1,106 @@
+"""Memory is followed as torch really holds it: one device trains small models while every storage is counted."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from conjoin.frontends import capture
+from conjoin.ir import Plan
+from conjoin.machine import parse_machine
+from conjoin.runtime import to_module
+from conjoin.search import make_plan
+from conjoin.sim import Prices, measure_memory, simulate
+
+
+class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of all storages that are alive after each operator."""
+
+    def __init__(self, *outside: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.peak = 0
+        for tensor in outside:
+            self._note(tensor)
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.alive[storage] = storage.nbytes()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for item in tree_leaves(result):
+            if isinstance(item, Tensor):
+                self._note(item)
+        self.peak = max(self.peak, sum({s._cdata: s.nbytes() for s in list(self.alive)}.values()))
+        return result
+
+
+def residual() -> tuple[nn.Module, Any, Any]:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.norm = nn.Linear(64, 256), nn.Linear(256, 64), nn.LayerNorm(64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+    model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(64, 8))
+    return model, (torch.randn(512, 64), torch.randn(512, 8)), functional.mse_loss
+
+
+def convolutions() -> tuple[nn.Module, Any, Any]:
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(16 * 64, 10),
+    )  # fmt: skip
+    return model, (torch.randn(32, 3, 16, 16), torch.randint(0, 10, (32,))), functional.cross_entropy
+
+
+def wide() -> tuple[nn.Module, Any, Any]:
+    model = nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256))
+    return model, (torch.randn(8, 256), torch.randn(8, 256)), functional.mse_loss
+
+
+@pytest.mark.parametrize("make", [residual, convolutions, wide])
+def test_one_device_holds_what_was_predicted(make: Callable[[], tuple[nn.Module, Any, Any]], prices: Prices) -> None:
+    model, batch, loss = make()
+    graph = capture(model.train(), batch, loss)
+    plan = make_plan(graph, parse_machine("local:1"), "single")
+    predicted = measure_memory(simulate(plan, prices).program, "adam", "cpu")
+    module = to_module(graph, model)
+    optimizer = torch.optim.Adam(module.parameters())
+    module(*batch).backward()
+    optimizer.step()
+    gc.collect()
+    state = [x for entry in optimizer.state.values() for x in entry.values() if isinstance(x, Tensor)]
+    with Storages(*module.parameters(), *batch, *state) as storages:
+        optimizer.zero_grad()
+        module(*batch).backward()
+        optimizer.step()
+    assert predicted.peak == pytest.approx(storages.peak, rel=0.1)
+
+
+def test_what_stays_is_counted_exactly(tiny_plan: Callable[..., Plan], prices: Prices) -> None:
+    plan = tiny_plan("mlp", "local:1", "single")
+    found = measure_memory(simulate(plan, prices).program, "adamw")
+    trained = sum(leaf.type.bytes for leaf in plan.graph.leaves if leaf.trainable)
+    assert (found.parameters, found.optimizer_state, found.gradients) == (trained, 2 * trained, trained)
+    assert measure_memory(simulate(plan, prices).program, "sgd").optimizer_state == 0
+    assert found.peak == max(found.curve) == found.curve[found.peak_place]
+
+
+def test_storing_in_pieces_and_gathering_again_take_less(tiny_plan: Callable[..., Plan], prices: Prices) -> None:
+    def peak(strategy: str) -> int:
+        return measure_memory(simulate(tiny_plan("mlp", "local:4", strategy), prices).program, "adam").peak
+
+    assert peak("fsdp") <= peak("zero1") < peak("data-parallel")

@@ -1,0 +1,117 @@
+"""What a prediction says: throughput, utilization, whether it fits; and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from conjoin.cost import CostModel
+from conjoin.errors import PlanError, UsageError
+from conjoin.frontends import capture
+from conjoin.ir import Plan
+from conjoin.machine import Machine
+from conjoin.search import make_plan
+from conjoin.sim import Prediction, predict
+from tests.ir.wording import assert_three_sentences
+
+WIDTH, ROWS = 8192, 16384
+MACHINE = Machine.preset("dgx-h100")
+ESTIMATES = CostModel(profiles=())
+
+
+def plan_of_a_product(machine: Machine, strategy: str = "data-parallel") -> Plan:
+    """One large layer, too large to be built."""
+    with torch.device("meta"):
+        model = nn.Linear(WIDTH, WIDTH, bias=False)
+        batch = torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
+    return make_plan(capture(model, batch, nn.functional.mse_loss), machine, strategy)
+
+
+def with_memory(machine: Machine, num_bytes: int) -> Machine:
+    (kind,) = machine.nodes
+    devices = tuple(replace(device, memory_bytes=num_bytes) for device in kind.devices)
+    return replace(machine, nodes=(replace(kind, devices=devices),))
+
+
+@pytest.fixture(scope="module")
+def found() -> Prediction:
+    return predict(plan_of_a_product(MACHINE), MACHINE, ESTIMATES)
+
+
+def test_utilization_is_work_over_what_the_devices_could_do(found: Prediction) -> None:
+    product = 2.0 * ROWS * WIDTH * WIDTH
+    assert found.step_flops == pytest.approx(2 * product, rel=0.01), "forward, and the gradient of the weight"
+    assert found.peak_flops == 8 * MACHINE.device_type(0).flops_of("float32")
+    assert found.model_flops_utilization == found.step_flops / found.peak_flops / found.seconds
+    assert 0.1 < found.model_flops_utilization < 1
+
+
+def test_throughput_counts_the_samples_of_the_batch(found: Prediction) -> None:
+    assert found.num_samples == ROWS
+    assert found.samples_per_second == pytest.approx(ROWS / found.seconds)
+
+
+def test_a_step_is_no_shorter_than_its_work_and_its_parts_make_it_up(found: Prediction) -> None:
+    assert found.seconds >= found.step_flops / found.peak_flops
+    assert found.breakdown.step == pytest.approx(found.seconds, rel=1e-12)
+
+
+def test_what_fits_depends_on_the_smallest_device(found: Prediction) -> None:
+    weight, rows = 4 * WIDTH * WIDTH, 2 * 4 * ROWS * WIDTH // 8
+    assert found.memory.parameters == weight and found.memory.optimizer_state == 2 * weight
+    assert found.memory.inputs == rows and found.fits
+    assert found.memory.peak >= 4 * weight + rows, "also the gradient"
+    plan = plan_of_a_product(MACHINE)
+    exact, small = (with_memory(MACHINE, found.memory.peak - less) for less in (0, 1))
+    assert predict(plan, exact, ESTIMATES).fits and not predict(plan, small, ESTIMATES).fits
+
+
+def test_pieces_take_less_memory_than_copies(found: Prediction) -> None:
+    pieces = predict(plan_of_a_product(MACHINE, "fsdp"), MACHINE, ESTIMATES)
+    assert pieces.memory.parameters * 8 == found.memory.parameters
+    assert pieces.memory.peak < found.memory.peak
+
+
+@pytest.mark.parametrize(("optimizer", "copies"), [("sgd", 0), ("sgd-momentum", 1), ("adamw", 2), ("adam-fused", 2)])
+def test_an_optimizer_remembers_and_takes_time(optimizer: str, copies: int, tiny_plan: Callable[..., Plan]) -> None:
+    plan = tiny_plan("mlp", "p3.8xlarge", "data-parallel")
+    here = predict(plan, Machine.preset("p3.8xlarge"), ESTIMATES, optimizer)
+    assert here.memory.optimizer_state == copies * here.memory.parameters and here.breakdown.update > 0
+
+
+def test_all_devices_told_apart_give_the_same(tiny_plan: Callable[..., Plan]) -> None:
+    plan, machine = tiny_plan("bert-base", "p3.8xlarge", "megatron:tp=2"), Machine.preset("p3.8xlarge")
+    folded, unfolded = (predict(plan, machine, ESTIMATES, unfold=way) for way in (False, True))
+    assert (folded.seconds, folded.memory) == (unfolded.seconds, unfolded.memory)
+    assert folded.simulation.num_tasks == unfolded.simulation.num_tasks
+
+
+def test_a_model_that_takes_no_batch_has_no_throughput() -> None:
+    class Free(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64, 64))
+
+        def forward(self, scale: torch.Tensor) -> torch.Tensor:
+            return (self.weight @ self.weight * scale).sum()
+
+    machine = Machine.preset("laptop")
+    plan = make_plan(capture(Free(), torch.tensor(2.0), lambda x: x), machine, "single")
+    alone = predict(plan, machine, ESTIMATES)
+    assert alone.num_samples is None and alone.samples_per_second is None and alone.seconds > 0
+
+
+def test_another_mesh_and_unknown_optimizers_are_refused(tiny_plan: Callable[..., Plan]) -> None:
+    plan = tiny_plan("mlp", "local:4", "data-parallel")
+    with pytest.raises(PlanError, match=r"The plan is for 4 devices .* dgx-h100 has 8") as other:
+        predict(plan, MACHINE, ESTIMATES)
+    with pytest.raises(UsageError, match="The optimizer 'lion' was asked for") as unknown:
+        predict(plan, Machine.preset("p3.8xlarge"), ESTIMATES, "lion")
+    with pytest.raises(UsageError, match="conjoin calibrate") as slow:
+        predict(plan, Machine("local", 1, 4, "cpu"), ESTIMATES)
+    for error in (other, unknown, slow):
+        assert_three_sentences(error.value)
