@@ -113,10 +113,10 @@ def check_ends(what: str, links: Iterable[Link], count: int, others: Sequence[st
     for end in (end for link in links for end in link.ends):
         if end in names or is_number_below(end, count):
             continue
-        near = suggestion(end, others) if others and not end.isdecimal() else "Correct the number."
+        hint = suggestion(end, others) if others and not end.isdecimal() else "Correct the number."
         raise UsageError(
             f"The {what} has a link to {shown(end)}, which is not there. An end is a {noun}, 0 to {count - 1}, or the "
-            f"name of a switch that is listed in switches. {near}"
+            f"name of a switch that is listed in switches. {hint}"
         )
 
 

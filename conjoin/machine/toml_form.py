@@ -29,9 +29,9 @@ def read_toml(text: str) -> dict[str, Any]:
     """What a machine is made of, from the text of its file; the first problem is raised, the others are counted."""
     facts, problems = _read(text)
     if problems:
-        more = len(problems) - 1
+        error, more = problems[0], len(problems) - 1
         also = f"\n  and {more} more, which `conjoin machine check` lists" if more else ""
-        raise UsageError(f"{problems[0]}{also}")
+        raise UsageError(f"{error}{also}")
     return facts
 
 

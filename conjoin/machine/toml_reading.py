@@ -305,6 +305,6 @@ def _devices(path: str, value: object, types: Types, per_node: int) -> tuple[Dev
         )
     for name in dict.fromkeys(names):
         if name not in types:
-            near = suggestion(name, types) if types else "Add a [[device_type]] of this name."
-            raise UsageError(f"The {path} names {shown(name)}. There is no [[device_type]] of this name. {near}")
+            hint = suggestion(name, types) if types else "Add a [[device_type]] of this name."
+            raise UsageError(f"The {path} names {shown(name)}. There is no [[device_type]] of this name. {hint}")
     return tuple(types[name] for name in names)

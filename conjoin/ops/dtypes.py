@@ -18,6 +18,7 @@ class Dtype(Enum):
 
     PROMOTE = "torch's type promotion over the operands and the numbers among them"
     FLOAT = "promotion, integers becoming the default float"
+    NUMERIC = "promotion, truth values becoming int64"
     TOTAL = "that of the first operand, integers becoming int64"
     FIRST = "that of the first operand"
     LAST = "that of the last operand"
@@ -44,6 +45,9 @@ def output_dtype(rule: Dtype, operands: Sequence[TensorType], numbers: Sequence[
             return _number_dtype(numbers)
         case Dtype.PROMOTE:
             return _promote(operands, numbers)
+        case Dtype.NUMERIC:
+            promoted = _promote(operands, numbers)
+            return torch.int64 if promoted == torch.bool else promoted
         case Dtype.FLOAT:
             promoted = _promote(operands, numbers)
             return torch.get_default_dtype() if _integral(promoted) else promoted

@@ -94,8 +94,7 @@ class Program:
         operator = self.skeleton.operators[change.operator]
         touched = {change.operator, *after._bundle_again(self, operator.reads)}
         for root in {*operator.reads, *operator.makes, *change.leaves}:
-            after._read(root)
-            touched.update(place for place, _ in self.skeleton.readers[root])
+            touched |= after._read(root)
         for place in touched:
             after._place(place)
         if change.operator in self.skeleton.draws:
@@ -118,11 +117,10 @@ class Program:
         operators, readers = self.skeleton.operators, self.skeleton.readers[root]
         return next((r for r in reversed(readers) if r[1] in operators[r[0]].needs), (-1, -1))
 
-    def _read(self, root: int) -> None:
-        """How a tensor comes to everyone who reads it."""
+    def _read(self, root: int) -> set[int]:
+        """How a tensor comes to everyone who reads it; for which of them that is new."""
         readers = self.skeleton.readers[root]
-        if not readers:
-            return
+        changed: set[int] = set()
         own, operators = self.layout_of(root), self.skeleton.operators
         wanted = [self.choices[place].operands[operand] for place, operand in readers]
         backs = [operand in operators[place].needs for place, operand in readers]
@@ -134,7 +132,10 @@ class Program:
             adds = backs[i] and readers[i] != self._last_back[root]
             found = self.readings[place]
             reading = Reading(own if arrives else (), arrives, back, adds)
-            self.readings[place] = (*found[:operand], reading, *found[operand + 1 :])
+            if reading != found[operand]:
+                self.readings[place] = (*found[:operand], reading, *found[operand + 1 :])
+                changed.add(place)
+        return changed
 
     def _place(self, place: int) -> None:
         """Put the fragments of an operator into the program, with what bundles have around it."""

@@ -2,9 +2,9 @@
 
 Five optimizer steps: loss, every gradient, the updated weights. In double precision they agree to a relative 1e-9. In
 single precision losses agree to 2e-3 and tensors to 1e-2, or to ten times what one device itself is off by against
-double precision, in its loss or in its worst tensor, where that is more: batch norm over tiny batches and pooling
-between near ties multiply rounding a thousandfold a step, so only double precision can tell a wrong plan of such a
-model. `make test` runs a sample that covers every strategy, `make test-all` everything.
+double precision, in the worst of all these, where that is more: batch norm over tiny batches and pooling between near
+ties multiply rounding a thousandfold a step, so only double precision can tell a wrong plan of such a model.
+`make test` runs a sample that covers every strategy, `make test-all` everything.
 """
 
 from __future__ import annotations
@@ -87,9 +87,7 @@ def check(name: str, ranks: int, strategies: tuple[str, ...]) -> list[Result]:
 
 
 def _single_limit(what: str, own: Mapping[str, float]) -> float:
-    if what == "loss":
-        return max(SINGLE_LOSS, TIMES_OWN_ERROR * own["loss"])
-    return max(SINGLE_TENSOR, TIMES_OWN_ERROR * max(own.values()))
+    return max(SINGLE_LOSS if what == "loss" else SINGLE_TENSOR, TIMES_OWN_ERROR * max(own.values()))
 
 
 def errors_of_single_precision(single: Reference, double: Reference) -> dict[str, float]:

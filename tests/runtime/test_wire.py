@@ -42,6 +42,7 @@ def _measure(rank: int, plan: Any, model: Any, batch: Any) -> tuple[float, float
     dist.barrier()
     time.sleep(0.3)
     before, counted = _transmitted(), step.communicator.bytes_sent
+    dist.barrier()  # nobody sends before everybody has looked
     for _ in range(STEPS):
         step(batch).backward()
     dist.barrier()

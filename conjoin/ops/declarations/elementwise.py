@@ -97,7 +97,7 @@ _ARITHMETIC = (
     *_named("atan2 xlogy.Tensor", _binary("", dtype=Dtype.FLOAT, flops=10, domain=POSITIVE)),
     *_named("logaddexp logaddexp2 hypot", _binary("", flops=10, domain=POSITIVE)),
     _binary("_prelu_kernel", flops=2, sample=_alike(2)),
-    _binary("pow.Tensor_Tensor", flops=10, domain=POSITIVE),
+    _binary("pow.Tensor_Tensor", flops=10, domain=POSITIVE, dtype=Dtype.NUMERIC),
     _binary("floor_divide", domain=POSITIVE, smooth=False),
     _binary("copysign.Tensor", dtype=Dtype.FLOAT),
     _binary("heaviside", smooth=False, domain=POSITIVE),
