@@ -4,10 +4,11 @@ from conjoin.comm.bundling import BundleKind, Entry, ParameterBundle, bundle_par
 from conjoin.comm.exchanges import Exchange, NodeExchanges, node_exchanges
 from conjoin.comm.gradients import Gradients
 from conjoin.comm.movement import Movement, move_regions, movement
-from conjoin.comm.per_rank import PerRank, sum_per_rank
+from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
 from conjoin.comm.pieces import splits_evenly
 from conjoin.comm.route import Route, Step, StepKind, backward_route, dual_layout, reshard
 from conjoin.comm.traffic import (
+    AGREEMENT_BYTES,
     BACKWARD,
     EXCHANGE,
     FORWARD,
@@ -20,8 +21,9 @@ from conjoin.comm.traffic import (
 from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 
 __all__ = [
-    "BACKWARD", "EXCHANGE", "FORWARD", "BundleKind", "Collective", "Entry", "Exchange", "Gradients", "Movement",
-    "NodeExchanges", "ParameterBundle", "PerRank", "Route", "Step", "StepKind", "Traffic", "Transfer", "backward_route",
-    "bundle_parameters", "bytes_sent", "dual_layout", "find_bundles", "held_bytes", "move_regions", "movement",
-    "node_exchanges", "reshard", "route_bytes", "splits_evenly", "step_bytes", "sum_per_rank", "total_bytes",
+    "AGREEMENT_BYTES", "BACKWARD", "EXCHANGE", "FORWARD", "BundleKind", "Collective", "Entry", "Exchange", "Gradients",
+    "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Route", "Step", "StepKind", "Traffic", "Transfer",
+    "backward_route", "bundle_parameters", "bytes_sent", "dual_layout", "find_bundles", "held_bytes", "move_regions",
+    "movement", "node_exchanges", "reshard", "ring_bytes", "route_bytes", "splits_evenly", "step_bytes", "sum_per_rank",
+    "total_bytes",
 ]  # fmt: skip

@@ -6,6 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 
+def ring_bytes(num_bytes: int, num_members: int) -> int:
+    """What each member of a ring sends to reduce so many bytes everywhere.
+
+    >>> ring_bytes(24, 3)
+    32
+    """
+    return round(2 * (num_members - 1) * num_bytes / num_members)
+
+
 @dataclass(frozen=True, slots=True)
 class PerRank:
     """A number of bytes for every rank; one entry stands for all where they are alike.

@@ -16,7 +16,7 @@ from math import prod
 from conjoin.comm.bundling import Entry, ParameterBundle, find_bundles
 from conjoin.comm.exchanges import Exchange, node_exchanges
 from conjoin.comm.gradients import Gradients
-from conjoin.comm.per_rank import PerRank, sum_per_rank
+from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
 from conjoin.comm.pieces import splits_evenly
 from conjoin.comm.route import Route, Step, StepKind, backward_route, reshard
 from conjoin.comm.volume import bytes_sent
@@ -38,7 +38,7 @@ from conjoin.ops import Layout, TensorType
 FORWARD, BACKWARD = "forward", "backward"
 EXCHANGE = "exchange"
 """Beside the kinds of steps: parts between neighbours, for halos and for pieces that do not line up."""
-_AGREEMENT_BYTES = 16
+AGREEMENT_BYTES = 16
 """Two integers by which ranks that draw alike make sure that they do."""
 
 
@@ -82,7 +82,7 @@ class Traffic:
         drawn = [node for node in nodes if is_random(node.op, node.args)]
         if all(set(place(node, mesh).axes) == set(mesh.names) for node in drawn):
             return []
-        sent = PerRank((_ring_bytes(_AGREEMENT_BYTES, mesh.size),), mesh.size)
+        sent = PerRank((ring_bytes(AGREEMENT_BYTES, mesh.size),), mesh.size)
         return [Transfer((), None, (Collective(StepKind.ALL_REDUCE.value, mesh.names, FORWARD, False, sent),))]
 
     def before(self, value: Value) -> list[Transfer]:
@@ -139,7 +139,7 @@ class Traffic:
             return Collective(kind_of.value, kind.axes, direction, of_gradient, PerRank(values, mesh.size))
 
         if not kind.gathers:
-            reduced = sent(StepKind.ALL_REDUCE, BACKWARD, lambda size: _ring_bytes(size, num_members))
+            reduced = sent(StepKind.ALL_REDUCE, BACKWARD, lambda size: ring_bytes(size, num_members))
             return Transfer(*_of(bundle), (reduced,) if back else ())
         to_others = lambda size: (num_members - 1) * size
         found = [sent(StepKind.ALL_GATHER, FORWARD, to_others)]
@@ -167,10 +167,6 @@ class Traffic:
 def _of(bundle: ParameterBundle) -> tuple[tuple[Value, ...], Layout | None]:
     layouts = {layout for _, layout in bundle.entries}
     return tuple(root for root, _ in bundle.entries), layouts.pop() if len(layouts) == 1 else None
-
-
-def _ring_bytes(num_bytes: int, num_members: int) -> int:
-    return round(2 * (num_members - 1) * num_bytes / num_members)
 
 
 @lru_cache(maxsize=1 << 14)

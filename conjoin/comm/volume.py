@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
+from conjoin.comm.per_rank import ring_bytes
 from conjoin.comm.pieces import Splits, all_regions, is_even, num_devices, pieces, splits_of, tails
 from conjoin.comm.route import Route, Step, StepKind
 from conjoin.ir import Range, Region, num_elements, overlap
@@ -55,7 +56,7 @@ def _bytes_sent(exchange: _Exchange, itemsize: int, rank: int) -> int:
     held = exchange.held[rank]
     match exchange.step.kind:
         case StepKind.ALL_REDUCE:
-            return round(2 * (num_ranks - 1) * num_elements(held) * itemsize / num_ranks)
+            return ring_bytes(num_elements(held) * itemsize, num_ranks)
         case StepKind.ALL_GATHER:
             return (num_ranks - 1) * num_elements(held) * itemsize
         case _:

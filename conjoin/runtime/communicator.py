@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from conjoin.comm import ring_bytes
 from conjoin.errors import RankError
 from conjoin.machine import Mesh
 from conjoin.runtime.torch_private import all_gather, reduce_scatter
@@ -151,7 +152,7 @@ class ProcessGroups:
 
     def all_reduce(self, tensor: Tensor, axes: Axes, largest: bool = False) -> Work:
         group = self._groups[axes]
-        self.bytes_sent += _ring_bytes(tensor, group.size())
+        self.bytes_sent += ring_bytes(tensor.nbytes, group.size())
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         return self._started(lambda: dist.all_reduce(tensor, op, group, async_op=True))
 
@@ -175,11 +176,6 @@ class ProcessGroups:
         own = self.mesh.group(self.rank, axes).index(self.rank)
         self.bytes_sent += (tensor.numel() - sent[own]) * tensor.itemsize
         return self._started(lambda: dist.all_to_all_single(output, tensor, received, sent, group, async_op=True))
-
-
-def _ring_bytes(tensor: Tensor, num_members: int) -> int:
-    """What each member of a ring sends to reduce a tensor everywhere."""
-    return round(2 * (num_members - 1) * tensor.nbytes / num_members)
 
 
 class Explained:
@@ -253,7 +249,7 @@ class ThreadRanks:
             stacked = torch.stack(parts)
             return stacked.amax(0) if largest else stacked.sum(0, dtype=tensor.dtype)
 
-        self.bytes_sent += _ring_bytes(tensor, len(self.mesh.group(self.rank, axes)))
+        self.bytes_sent += ring_bytes(tensor.nbytes, len(self.mesh.group(self.rank, axes)))
         with torch.no_grad():
             tensor.copy_(self._exchange(axes, tensor.detach().clone(), use))
         return Done()

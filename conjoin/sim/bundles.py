@@ -12,7 +12,7 @@ from math import prod
 
 import torch
 
-from conjoin.comm import BundleKind, Entry, ParameterBundle, StepKind, held_bytes
+from conjoin.comm import BundleKind, Entry, ParameterBundle, StepKind, held_bytes, ring_bytes
 from conjoin.ops import Call, TensorType
 from conjoin.sim.engine import COMPUTE, NUM_STREAMS, Fragment, Instruction, Phase, to_ticks
 from conjoin.sim.fragments import Drafts
@@ -119,8 +119,8 @@ class _Bundle:
 
     def _collective(self, kind: StepKind, phase: Phase, event: int = -1) -> Instruction:
         members = self._num_members
-        whole = 2 * self._held * (members - 1) / members if kind is StepKind.ALL_REDUCE else self._held * (members - 1)
-        made = self._drafts.collective(kind.value, self.kind.axes, round(whole), phase)
+        sent = ring_bytes(self._held, members) if kind is StepKind.ALL_REDUCE else self._held * (members - 1)
+        made = self._drafts.collective(kind.value, self.kind.axes, sent, phase)
         return made if event < 0 else _with_event(made, event)
 
     def _pack(self, num_bytes: int, phase: Phase) -> Instruction:

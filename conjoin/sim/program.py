@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 
-from conjoin.comm import BundleKind, Entry, ParameterBundle, bundle_parameters, splits_evenly
+from conjoin.comm import (
+    AGREEMENT_BYTES,
+    BundleKind,
+    Entry,
+    ParameterBundle,
+    bundle_parameters,
+    ring_bytes,
+    splits_evenly,
+)
 from conjoin.ir import Choice, Leaf, Value, make_leaf
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, TensorType
@@ -19,8 +27,6 @@ from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, 
 from conjoin.sim.fragments import Drafts, Reading, Task, local_shape, ordered
 from conjoin.sim.skeleton import Layouts, Skeleton
 
-_AGREEMENT_BYTES = 16
-"""Two integers by which ranks that draw alike make sure that they do."""
 _NOT_READ = Reading((), False, False, False)
 
 
@@ -205,7 +211,7 @@ class Program:
         if all(set(found.axes) == axes for found in placed):
             self.fragments[0] = ()
             return
-        sent = round(2 * (mesh.size - 1) * _AGREEMENT_BYTES / mesh.size)
+        sent = ring_bytes(AGREEMENT_BYTES, mesh.size)
         self.fragments[0] = ordered([self.drafts.collective("all-reduce", mesh.names, sent, Phase.FORWARD)])
 
     def _middle(self) -> None:
