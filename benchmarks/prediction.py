@@ -4,7 +4,8 @@
 
 Four ranks on two nodes. Collectives are calibrated and operators are timed on the cluster itself, all ranks at once as
 in a training step; what is predicted from these alone is then measured. The plans are those of the named strategies in
-several degrees and placements. Writes a table as JSON and a scatter plot as SVG.
+several degrees and placements. Memory is what the step allocates; the batch lies on the host and is left out on both
+sides. Writes a table as JSON and a scatter plot as SVG.
 """
 
 from __future__ import annotations
@@ -17,29 +18,27 @@ import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
 from benchmarks.emulated_cluster.cluster import Cluster
 from benchmarks.emulated_cluster.run_plan import Training, run_plan
 from benchmarks.plotting import Point, draw
-from conjoin.cost import CostModel, Measurement, OperatorCost, Seconds, Source, Store, measure, measure_update
+from conjoin.cost import CostModel, Outcome, Store, mean_outcomes
 from conjoin.errors import StrategyError
 from conjoin.frontends import capture
 from conjoin.ir import Graph, Plan
 from conjoin.machine import CollectiveFit, DeviceType, Machine, Mesh, NodeKind
-from conjoin.ops import Call, TensorType
-from conjoin.runtime import calibrate_collectives, communicator_over
+from conjoin.runtime import Pace, calibrate_collectives, communicator_over
 from conjoin.search import make_plan
-from conjoin.sim import Prediction, predict, simulate
+from conjoin.sim import Prediction, Wanted, measure_wanted, predict, wanted_by
 from zoo.bert import Bert, BertConfig, pretraining_batch, pretraining_loss
 from zoo.recommendation import Dlrm, DlrmConfig, dlrm_batch
 
@@ -109,47 +108,14 @@ def plans_of(graph: Graph, machine: Machine) -> list[Plan]:
     return list(found.values())
 
 
-@dataclass
-class Wanted:
-    """Prices of nothing, which note what is asked for."""
-
-    calls: dict[tuple[Call, tuple[int, ...]], None] = field(default_factory=dict)
-    updates: dict[tuple[TensorType, ...], None] = field(default_factory=dict)
-
-    def operator(self, call: Call, needs: tuple[int, ...], rank: int) -> OperatorCost:
-        self.calls[call, needs] = None
-        return OperatorCost(Seconds(0.0, Source.ESTIMATED), Seconds(0.0, Source.ESTIMATED), 0.0, 0.0)
-
-    def collective(self, kind: str, axes: tuple[str, ...], sent: int) -> Seconds:
-        return Seconds(0.0, Source.ESTIMATED)
-
-    def update(self, parameters: Sequence[TensorType], rank: int) -> Seconds:
-        self.updates[tuple(parameters)] = None
-        return Seconds(0.0, Source.ESTIMATED)
-
-    def unlike_axes(self) -> tuple[str, ...]:
-        return ()
-
-
-def time_operators(rank: int, wanted: Wanted, seconds: float) -> list[Measurement]:
+def time_operators(rank: int, wanted: Wanted, mesh: Mesh, seconds: float) -> list[Outcome]:
     """Every call that any plan makes, on all ranks at once."""
-    found = [measure(call, needs, "cpu", seconds=seconds, barrier=dist.barrier) for call, needs in wanted.calls]
-    for types in wanted.updates:
-        found.append(measure_update(OPTIMIZER, torch.float32, len(types), sum(t.num_elements for t in types), "cpu"))
-    return [outcome for outcome in found if isinstance(outcome, Measurement)]
+    pace = Pace(communicator_over(mesh))
+    return measure_wanted(wanted, OPTIMIZER, pace.device, pace.together, seconds)
 
 
 def calibrate(rank: int, mesh: Mesh, seconds: float) -> tuple[CollectiveFit, ...]:
     return calibrate_collectives(communicator_over(mesh), seconds)
-
-
-def slowest(answers: Iterable[list[Measurement]]) -> list[Measurement]:
-    """The mean over ranks: they wait for each other in every step, but not in every call."""
-    found = []
-    for same in zip(*answers, strict=True):
-        mean = [statistics.fmean(getattr(m, part) for m in same) for part in ("forward", "backward")]
-        found.append(Measurement(same[0].key, *mean))
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +143,7 @@ def compare(arguments: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
     workloads = {name: WORKLOADS[name]() for name in arguments.models}
     bare = Machine("emulated", 2, 2, "cpu")
     plans = {name: plans_of(workload.graph(), bare) for name, workload in workloads.items()}
-    wanted = Wanted()
-    for plan in itertools.chain.from_iterable(plans.values()):
-        simulate(plan, wanted)
+    wanted = wanted_by(itertools.chain.from_iterable(plans.values()))
     say(f"{sum(map(len, plans.values()))} plans, {len(wanted.calls)} distinct calls")
     costs: CostModel | None = None
     rows: list[Row] = []
@@ -187,7 +151,7 @@ def compare(arguments: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
     for mbit in arguments.mbit:
         with Cluster(2, 2, mbit * 1e6 / 8, _DELAY, ahead_of_others=arguments.ahead) as cluster:
             if costs is None:
-                costs = _costs(cluster.run(time_operators, wanted, arguments.seconds, timeout=1800))
+                costs = _costs(cluster.run(time_operators, wanted, bare.mesh, arguments.seconds, timeout=1800))
             found = cluster.run(calibrate, bare.mesh, arguments.calibration, timeout=600)[0]
             fits[str(mbit)] = [asdict(fit) for fit in found]
             machine = _machine(bare, found)
@@ -199,9 +163,9 @@ def compare(arguments: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
     return rows, fits
 
 
-def _costs(answers: list[list[Measurement]]) -> CostModel:
+def _costs(answers: list[list[Outcome]]) -> CostModel:
     store = Store(Path(tempfile.mkdtemp()) / "costs.sqlite")
-    store.add(_DEVICE, torch.__version__, slowest(answers))
+    store.add(_DEVICE, torch.__version__, mean_outcomes(answers))
     return CostModel([store], profiles=())
 
 
@@ -215,7 +179,7 @@ def _row(model: str, mbit: float, plan: Plan, found: Prediction, cluster: Cluste
     measured = run_plan(cluster, plan, training)
     row = Row(
         model, mbit, plan.strategy, 1e3 * found.seconds, 1e3 * measured.seconds_per_step,
-        found.memory.peak, measured.peak_bytes,
+        found.memory.peak - found.memory.inputs, measured.peak_bytes,
     )  # fmt: skip
     say(
         f"{model:<10} {mbit:>5g} Mbit/s {plan.strategy:<34} predicted {row.predicted_ms:8.1f} ms  measured "

@@ -27,14 +27,13 @@ from torch import Tensor, nn
 
 import zoo
 from benchmarks.plotting import Point, draw
-from benchmarks.prediction import Wanted
 from conjoin.cost import CostModel, Store, measure, write_key
 from conjoin.frontends import capture
 from conjoin.ir import Graph, flatten_tree
 from conjoin.machine import Machine, NodeKind, parse_machine
 from conjoin.runtime import to_module
 from conjoin.search import make_plan
-from conjoin.sim import predict, simulate
+from conjoin.sim import predict, wanted_by
 
 MODELS = (
     "bert-large", "gpt-350m", "resnet-101", "vit-l-16", "alexnet", "inception-v3", "dlrm", "candle-uno", "gpt-1.3b",
@@ -71,8 +70,7 @@ def one_gpu(machine: str) -> Machine:
 
 def time_operators(graph: Graph, machine: Machine, store: Store, seconds: float) -> None:
     """Measure the calls of a model that the store does not have."""
-    wanted, device = Wanted(), machine.device_type(0)
-    simulate(make_plan(graph, machine, "single"), wanted)
+    wanted, device = wanted_by([make_plan(graph, machine, "single")]), machine.device_type(0)
     for call, needs in wanted.calls:
         if store.find(device.name, torch.__version__, write_key(call, needs)) is None:
             store.add(device.name, torch.__version__, [measure(call, needs, "cuda", seconds=seconds)])
@@ -91,8 +89,8 @@ def time_step(
             torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         start = time.perf_counter()
+        optimizer.zero_grad()  # first: the gradients of the last step would be held during the forward pass
         loss: Tensor = flatten_tree(module(*batch))[0][graph.loss]
-        optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         torch.cuda.synchronize()

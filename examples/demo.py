@@ -56,8 +56,8 @@ def train(model: nn.Module, forward: Callable[[], Tensor]) -> Training:
     losses, seconds = [], []
     for _ in range(STEPS):
         start = time.perf_counter()
-        loss = forward()
         optimizer.zero_grad()
+        loss = forward()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

@@ -14,11 +14,14 @@ import torch.distributed as dist
 import typer
 
 from conjoin.api import UsageError
-from conjoin.cli.output import JsonOption, print_json
-from conjoin.cli.probing import Speeds, probe_devices
-from conjoin.environment import machines_directory
+from conjoin.cli.output import JsonOption, check_output, print_json
+from conjoin.cli.probing import Speeds, probe_devices, probe_wanted
+from conjoin.cost import OPTIMIZERS, Measurement, Outcome, Store
+from conjoin.environment import costs_path, machines_directory
+from conjoin.ir import load_plan
 from conjoin.machine import NETWORK, CollectiveFit, DeviceType, Link, Machine, NodeKind, parse_machine
 from conjoin.runtime import Communication, Pace, Timed, communicator_over, join_ranks, launch, measure_communication
+from conjoin.sim import Wanted, wanted_by
 
 _COMMUNICATION_SHARE = 0.65
 """Of the time; the devices get the rest, and all of it where one rank has nobody to talk to."""
@@ -33,6 +36,22 @@ class Calibration:
     machine: Machine
     communication: Communication
     speeds: Speeds
+    operators: dict[str, list[Outcome]]
+    """Of the plans that were to be measured too, by the name of the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is to be measured."""
+
+    machine: str | None
+    seconds: float
+    plans: tuple[str, ...]
+    """Paths of plan files."""
+    optimizer: str
+
+    def wanted(self) -> Wanted:
+        return wanted_by(load_plan(path) for path in self.plans)
 
 
 def calibrate_command(
@@ -41,34 +60,58 @@ def calibrate_command(
     ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the machine here, as .toml.")] = None,
     seconds: Annotated[float, typer.Option("--seconds", min=0.1, max=86_400, help="How long to measure.")] = 30.0,
+    plan: Annotated[
+        list[Path] | None, typer.Option("--plan", help="Measure all operators of this plan too, and keep them.")
+    ] = None,
+    optimizer: Annotated[str, typer.Option("--optimizer", help="Whose step is measured with --plan.")] = "adam",
     as_json: JsonOption = False,
 ) -> None:
     """Measure collectives and operators on ranks started here, or on all ranks under torchrun; write a machine file."""
     _check_output(output)
+    asked = _Asked(machine, seconds, tuple(str(path) for path in plan or ()), optimizer)
+    _check_plans(asked)
     if dist.is_torchelastic_launched():
-        found = calibrate_rank(0, machine, seconds)
+        found = calibrate_rank(0, asked)
         first = dist.get_rank() == 0
     else:
-        found, first = _calibrate_here(machine, seconds), True
+        found, first = _calibrate_here(asked), True
     if not first:
         return
     if output is not None:
         found.machine.save(output)
+    if found.operators:
+        with Store(costs_path()) as store:
+            for device, outcomes in found.operators.items():
+                store.add(device, torch.__version__, outcomes)
     _show(found, output, as_json)
 
 
 def _check_output(output: Path | None) -> None:
     """Refuse before measuring what could not be saved after it."""
-    if output is not None and (output.suffix != ".toml" or output.is_dir() or not output.absolute().parent.is_dir()):
+    check_output(output, "machine")
+    if output is not None and output.suffix != ".toml":
         raise UsageError(
-            f"The machine was to be saved as {str(output)!r}. A machine file stands in a directory that exists, and "
-            f"its name ends in .toml. Choose another path."
+            f"The machine was to be saved as {str(output)!r}. The name of a machine file ends in .toml. "
+            f"Choose another path."
         )
 
 
-def _calibrate_here(word: str | None, seconds: float) -> Calibration:
+def _check_plans(asked: _Asked) -> None:
+    """Refuse before measuring what could not be measured or kept."""
+    if asked.optimizer not in OPTIMIZERS:
+        raise UsageError(
+            f"The optimizer {asked.optimizer[:60]!r} was to be measured. Known are {', '.join(OPTIMIZERS)}. "
+            f"Name one of them."
+        )
+    if asked.plans:
+        Store(costs_path()).close()
+    for path in asked.plans:
+        load_plan(path)
+
+
+def _calibrate_here(asked: _Asked) -> Calibration:
     """Start the ranks on this host; one rank needs no process of its own."""
-    machine = Machine.detect() if word is None else parse_machine(word, machines_directory())
+    machine = _machine(asked.machine)
     if machine.num_nodes > 1:
         raise UsageError(
             f"The calibration of {machine.name} was asked for, which has {machine.num_nodes} nodes. From here only "
@@ -80,24 +123,31 @@ def _calibrate_here(word: str | None, seconds: float) -> Calibration:
             f"has {torch.cuda.device_count()}. Run it there, or calibrate processes on the CPU with --machine local:4."
         )
     if machine.num_devices == 1:
-        return calibrate_rank(0, word, seconds)
-    found: Calibration = launch(machine.num_devices, calibrate_rank, word, seconds)[0]
+        return calibrate_rank(0, asked)
+    found: Calibration = launch(machine.num_devices, calibrate_rank, asked)[0]
     return found
 
 
-def calibrate_rank(rank: int, word: str | None, seconds: float) -> Calibration:
+def _machine(word: str | None) -> Machine:
+    return Machine.detect() if word is None else parse_machine(word, machines_directory())
+
+
+def calibrate_rank(rank: int, asked: _Asked) -> Calibration:
     """What every rank does; all get the same answer."""
     device = join_ranks()
-    machine = Machine.detect() if word is None else parse_machine(word, machines_directory())
+    machine = _machine(asked.machine)
     communicator = communicator_over(machine.mesh)
     machine = _on(machine, device.type)
-    told = _Progress(machine, seconds) if communicator.rank == 0 else None
+    told = _Progress(machine, asked.seconds) if communicator.rank == 0 else None
     share = _COMMUNICATION_SHARE if machine.num_devices > 1 else 0.0
-    communication = measure_communication(communicator, share * seconds, told)
-    speeds = probe_devices(machine, Pace(communicator, device), (1 - share) * seconds)
+    communication = measure_communication(communicator, share * asked.seconds, told)
+    pace = Pace(communicator, device)
+    speeds = probe_devices(machine, pace, (1 - share) * asked.seconds)
+    described = describe(machine, communication, speeds.devices)
+    operators = probe_wanted(asked.wanted(), asked.optimizer, described, pace) if asked.plans else {}
     if told is not None:
         told.end()
-    return Calibration(describe(machine, communication, speeds.devices), communication, speeds)
+    return Calibration(described, communication, speeds, operators)
 
 
 def _on(machine: Machine, kind: str) -> Machine:
@@ -182,6 +232,9 @@ def _show(found: Calibration, output: Path | None, as_json: bool) -> None:
         return
     for line in _table(found):
         typer.echo(line)
+    for device, outcomes in found.operators.items():
+        number = sum(isinstance(outcome, Measurement) for outcome in outcomes)
+        typer.echo(f"{'measured':<12} {number} of {len(outcomes)} calls of the plans on {device}; kept")
     typer.echo(f"{'saved':<12} {output if output is not None else 'no; -o machine.toml saves the machine'}")
 
 
@@ -242,6 +295,10 @@ def _facts(found: Calibration) -> dict[str, Any]:
             for device in dict.fromkeys(found.speeds.devices)
         ],
         "operator_error": found.speeds.error,
+        "measured_calls": {
+            device: sum(isinstance(outcome, Measurement) for outcome in outcomes)
+            for device, outcomes in found.operators.items()
+        },
     }
 
 

@@ -1,11 +1,15 @@
-"""How commands answer: as text for people, or with `--json` as data for programs."""
+"""How commands answer: as text for people, with `--json` as data for programs; and where their files can be written."""
 
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from conjoin.api import UsageError
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -13,3 +17,25 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def print_json(data: Any) -> None:
     """Print plain data."""
     typer.echo(json.dumps(data, indent=2))
+
+
+def check_output(path: Path | None, kind: str) -> None:
+    """Refuse before any work what could not be saved after it."""
+    reason = None if path is None else _obstacle(path)
+    if reason is not None:
+        raise UsageError(
+            f"The {kind} could not be written to {path}: {reason}. Nothing was started. Choose another path."
+        )
+
+
+def _obstacle(path: Path) -> str | None:
+    """Why no file can be put there: it is written beside and then renamed, so the directory counts, not the file."""
+    try:
+        if path.is_dir():
+            return "it is a directory"
+        directory = path.absolute().parent
+        if not directory.is_dir():
+            return f"there is no directory {directory}"
+    except (OSError, ValueError) as error:
+        return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return None if os.access(directory, os.W_OK | os.X_OK) else f"the directory {directory} may not be written to"

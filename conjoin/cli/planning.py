@@ -9,7 +9,7 @@ import typer
 
 from conjoin.api import UsageError
 from conjoin.cli.models import ModelArgument, load_model_graph
-from conjoin.cli.output import JsonOption, print_json
+from conjoin.cli.output import JsonOption, check_output, print_json
 from conjoin.environment import machines_directory
 from conjoin.ir import Plan, load_plan
 from conjoin.machine import parse_machine
@@ -33,6 +33,7 @@ def plan_command(
             f"A plan of {model} was asked for without --strategy. Conjoin cannot yet choose one by itself; the "
             f"strategies are {', '.join(strategy_names())}. Add --strategy with one of these names."
         )
+    check_output(output, "plan")
     chosen = parse_machine(machine, machines_directory())
     made = make_plan(load_model_graph(model, batch_size=batch, training=None), chosen, strategy)
     if output is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from conjoin.cost import Measurement, fit_efficiencies, measure
+from conjoin.cost import Measurement, Outcome, fit_efficiencies, mean_outcomes, measure
 from conjoin.machine import DeviceType, Machine
 from conjoin.ops import Call, TensorType, find_spec, flops, signature
 from conjoin.runtime import Pace
+from conjoin.sim import Wanted, measure_wanted
 
 Measured = tuple[Call, tuple[int, ...]]
 """A call, and which of its operands get a gradient."""
@@ -54,12 +56,24 @@ class Speeds:
 
 def probe_devices(machine: Machine, pace: Pace, seconds: float) -> Speeds:
     """Measure all devices at once, in about the time given; all ranks call it and get the same answer."""
-    mine = _probe(machine, pace, seconds)
-    probes: list[Any] = [mine]
-    if dist.is_initialized():
-        probes = [None] * dist.get_world_size()
-        dist.all_gather_object(probes, mine)
-    return combine_probes(machine, probes)
+    return combine_probes(machine, _gather(_probe(machine, pace, seconds)))
+
+
+def probe_wanted(wanted: Wanted, optimizer: str, machine: Machine, pace: Pace) -> dict[str, list[Outcome]]:
+    """Measure calls and updates on all ranks at once: what was found, by the name of the device it is of."""
+    by_device: dict[str, list[list[Outcome]]] = defaultdict(list)
+    for rank, outcomes in enumerate(_gather(measure_wanted(wanted, optimizer, pace.device, pace.together))):
+        by_device[machine.device_type(rank).name].append(outcomes)
+    return {name: mean_outcomes(alike) for name, alike in by_device.items()}
+
+
+def _gather(mine: Any) -> list[Any]:
+    """What every rank has, on every rank."""
+    if not dist.is_initialized():
+        return [mine]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every
 
 
 def combine_probes(machine: Machine, probes: Sequence[Probe]) -> Speeds:
@@ -121,7 +135,8 @@ def _probe(machine: Machine, pace: Pace, seconds: float) -> Probe:
     timer.measure(late, seconds)
     peaks = tuple((_name(dtype), timer.best_rates[dtype]) for dtype in _DTYPES if dtype in timer.best_rates)
     memory = _memory_bytes(machine, pace.device)
-    return Probe(DeviceType(_device_name(pace.device), kind, memory, bandwidth, peaks), tuple(timer.measurements))
+    device = DeviceType(_device_name(machine, pace.device), kind, memory, bandwidth, peaks)
+    return Probe(device, tuple(timer.measurements))
 
 
 class _Timer:
@@ -183,11 +198,12 @@ def _memory_bytes(machine: Machine, device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // machine.devices_per_node
 
 
-def _device_name(device: torch.device) -> str:
+def _device_name(machine: Machine, device: torch.device) -> str:
+    """What tells devices of different speeds apart; ranks that share cores are slower than ranks that do not."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"{platform.machine() or 'unknown'} CPU, {threads} thread{'s' if threads > 1 else ''}"
+    threads, ranks = torch.get_num_threads(), machine.devices_per_node
+    return f"{platform.machine() or 'unknown'} CPU, {os.cpu_count()} cores for {ranks} × {threads} threads"
 
 
 def _name(dtype: torch.dtype) -> str:

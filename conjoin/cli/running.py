@@ -16,6 +16,7 @@ from torch import nn
 
 from conjoin.api import UsageError, capture
 from conjoin.cli.models import load_workload
+from conjoin.cli.output import check_output
 from conjoin.ir import Plan, flatten_tree, load_plan, unflatten_tree
 from conjoin.report import Event, save_trace
 from conjoin.runtime import (
@@ -51,6 +52,7 @@ def run_command(
     trace: Annotated[Path | None, typer.Option("--trace", help="Save a trace of one more step here.")] = None,
 ) -> None:
     """Train a model by a plan: starts the ranks on this host, or is one of them under torchrun."""
+    check_output(trace, "trace")
     found = load_plan(plan)
     if found.graph.loss is None:
         raise UsageError(
@@ -107,8 +109,8 @@ def _train(
     batch = _on_device(batch, step.store.device)
 
     def train_once() -> float:
-        value = _loss_of(step, batch)
         optimizer.zero_grad()
+        value = _loss_of(step, batch)
         value.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         return value.item()

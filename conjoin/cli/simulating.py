@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from conjoin.api import simulate_plan
-from conjoin.cli.output import JsonOption, print_json
+from conjoin.cli.output import JsonOption, check_output, print_json
 from conjoin.environment import machines_directory
 from conjoin.ir import load_plan
 from conjoin.machine import parse_machine
@@ -23,6 +23,7 @@ def simulate_command(
     as_json: JsonOption = False,
 ) -> None:
     """Predict a training step of a plan: how long it takes, where the time goes, and how much memory it needs."""
+    check_output(trace, "trace")
     read, where = load_plan(plan), parse_machine(machine, machines_directory())
     found = simulate_plan(read, where, optimizer=optimizer)
     if trace is not None:

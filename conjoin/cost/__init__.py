@@ -5,7 +5,7 @@ from conjoin.cost.device_costs import OperatorCost
 from conjoin.cost.fitting import Fit, fit_efficiencies
 from conjoin.cost.keys import read_key, write_key
 from conjoin.cost.local_calls import LocalCall, local_calls
-from conjoin.cost.measurement import Absence, Measurement, Outcome
+from conjoin.cost.measurement import Absence, Measurement, Outcome, mean_outcomes
 from conjoin.cost.measuring import measure
 from conjoin.cost.model import CostModel
 from conjoin.cost.profile import Profile, load_profile, save_profile, shipped_profiles
@@ -17,7 +17,7 @@ from conjoin.cost.work import FAMILIES, CallWork, Work, work_of
 __all__ = [
     "FAMILIES", "NO_SECONDS", "OPTIMIZERS", "Absence", "CallWork", "CostModel", "Fit", "LocalCall", "Measurement",
     "OperatorCost", "Outcome", "Profile", "Seconds", "Source", "Store", "Work", "collective_seconds", "copy_key",
-    "fit_efficiencies", "load_profile", "local_calls", "measure", "measure_copy", "measure_update",
+    "fit_efficiencies", "load_profile", "local_calls", "mean_outcomes", "measure", "measure_copy", "measure_update",
     "point_to_point_seconds", "read_key", "save_profile", "shipped_profiles", "update_key", "weakest", "work_of",
     "write_key",
 ]  # fmt: skip

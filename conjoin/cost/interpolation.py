@@ -18,6 +18,8 @@ BETWEEN = 6.0
 """Doublings from either side, where the call lies between two measured ones."""
 BEYOND = 2.0
 """Doublings from the nearest measured call, where all lie on one side."""
+_SAME = 1e-9
+"""Sizes nearer than this, in doublings, are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,6 @@ class Point:
     sizes: tuple[float, ...]
     estimate: float
     seconds: float
-
 
 def interpolate(points: Sequence[Point], sizes: tuple[float, ...], estimate: float) -> float | None:
     """Seconds of a call of these sizes and that estimate; None where nothing near enough was measured.
@@ -45,8 +46,8 @@ def interpolate(points: Sequence[Point], sizes: tuple[float, ...], estimate: flo
         near = [anchor for anchor in (below, above) if anchor is not None and anchor[0] <= BEYOND]
     if not near:
         return None
-    exact = [anchor for anchor in near if anchor[0] == 0]
-    weights = [1.0 / distance if distance else 1.0 for distance, _ in exact or near]
+    exact = [anchor for anchor in near if anchor[0] < _SAME]
+    weights = [1.0 if exact else 1.0 / distance for distance, _ in exact or near]
     ratios = [log(point.seconds / point.estimate) for _, point in exact or near]
     mean = sum(w * r for w, r in zip(weights, ratios, strict=True)) / sum(weights)
     return round(estimate * exp(mean), 15)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
+from statistics import fmean
 
 from conjoin.cost.keys import MAX_KEY_LENGTH
 
@@ -48,6 +50,22 @@ class Absence:
 
 
 Outcome = Measurement | Absence
+
+
+_FIELDS = ("forward", "backward", "host_forward", "host_backward", "spread")
+
+
+def mean_outcomes(ranks: Sequence[Sequence[Outcome]]) -> list[Outcome]:
+    """The mean over ranks that measured the same calls; a call that failed on one of them has failed.
+
+    Ranks wait for each other in every step but not in every call, so that the slowest of each call would be too slow.
+    """
+    found: list[Outcome] = []
+    for same in zip(*ranks, strict=True):
+        failed = next((outcome for outcome in same if not isinstance(outcome, Measurement)), None)
+        means = (fmean(getattr(outcome, field) for outcome in same) for field in _FIELDS) if failed is None else ()
+        found.append(failed or Measurement(same[0].key, *means))
+    return found
 
 
 def _check_key(key: object) -> None:

@@ -15,10 +15,9 @@ from conjoin.cost.device_costs import DeviceCosts, OperatorCost
 from conjoin.cost.fitting import fit_efficiencies
 from conjoin.cost.measurement import Measurement, Outcome
 from conjoin.cost.profile import Profile, merge_outcomes, shipped_profiles
-from conjoin.cost.seconds import NO_SECONDS, Seconds, Source
+from conjoin.cost.seconds import NO_SECONDS, Seconds
 from conjoin.cost.store import Store
 from conjoin.cost.transfers import copy_seconds, update_seconds
-from conjoin.cost.work import ELEMENTWISE, Work, work_of
 from conjoin.machine import DeviceType
 from conjoin.ops import Call, TensorType
 
@@ -57,16 +56,6 @@ class CostModel:
         if device.kind == "cpu":
             return NO_SECONDS
         return copy_seconds(num_bytes, self._devices.get(id(device)) or self._open(device))
-
-    def fused(
-        self, calls: Sequence[Call], inputs: Sequence[TensorType], outputs: Sequence[TensorType], device: DeviceType
-    ) -> Seconds:
-        """Seconds of elementwise calls and reductions run as one kernel that reads `inputs` and writes `outputs`."""
-        costs = self._devices.get(id(device)) or self._open(device)
-        parts = [work_of(call, ()) for call in calls]
-        work = Work(sum(part.forward.flops for part in parts), float(sum(t.bytes for t in (*inputs, *outputs))))
-        dtype = parts[0].dtype if parts else "float32"
-        return Seconds(costs.roofline.seconds(work, ELEMENTWISE, dtype), Source.ESTIMATED)
 
     def _open(self, device: DeviceType) -> DeviceCosts:
         """All that stores and profiles know of a device."""

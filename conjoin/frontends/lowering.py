@@ -297,7 +297,8 @@ class _Refused(Exception):
 def _corrected(op: str, args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> tuple[TensorType, ...]:
     """The types that export states, but for what some torch releases state wrong about calls with several outputs.
 
-    Those are outputs nobody reads, and the states of an LSTM, which have a dim of size 1 too many.
+    Those are outputs nobody reads, the states of an LSTM, which have a dim of size 1 too many, and new running
+    statistics, which take the place of the old ones and so keep their dtype.
     """
     call = Call(op, map_tensors(op, args, lambda value: value.type))
     spec = spec_for(call) if len(types) > 1 else None
@@ -305,7 +306,7 @@ def _corrected(op: str, args: tuple[Any, ...], types: tuple[TensorType, ...], no
     if len(derived) != len(types):
         return types
     return tuple(
-        declared if _unused(node, i) or _same_but_for_ones(stated, declared) else stated
+        declared if op == _UPDATES or _unused(node, i) or _same_but_for_ones(stated, declared) else stated
         for i, (stated, declared) in enumerate(zip(types, derived, strict=True))
     )
 
@@ -314,6 +315,8 @@ def _same_but_for_ones(a: TensorType, b: TensorType) -> bool:
     return a.dtype == b.dtype and [n for n in a.shape if n != 1] == [n for n in b.shape if n != 1]
 
 
+_UPDATES = "_native_batch_norm_legit_functional"
+"""Batch norm in training, which gives its buffers anew."""
 _IDENTITY = "identity"
 """Stands for a call that hands its first argument on."""
 Canonical = tuple[str, tuple[Any, ...], tuple[TensorType, ...]]

@@ -1,8 +1,10 @@
 """Devices and nodes of the known machines, from the papers and the vendors' data sheets.
 
-Rates are dense peaks, without sparsity, at boost clocks; links carry as much in each direction at once. Data sheets say
-little about latencies and nothing about what a call costs: those are round numbers of the size that is commonly
-measured, in one place, and calibration replaces them.
+Rates are dense peaks, without sparsity, at boost clocks, of the fastest units that torch uses unasked: tensor cores for
+float64 from the A100 on, for float32 only as tfloat32. Gigabytes of memory are binary, which data sheets do not say (of
+141 GB torch sees 139.8 GiB). Links carry as much in each direction at once. Data sheets say little about latencies and
+nothing about what a call costs: those are round numbers of the size that is commonly measured, in one place, and
+calibration replaces them.
 """
 
 from __future__ import annotations
@@ -35,18 +37,15 @@ P100 = _gpu("P100-SXM2-16GB", 16, 732 * GB, float64=5.3, float32=10.6, float16=2
 P100_PCIE = _gpu("P100-PCIe-16GB", 16, 732 * GB, float64=4.7, float32=9.3, float16=18.7)
 # The data sheet gives a board of two GPUs; a device is one, so half of it.
 K80 = _gpu("K80-12GB", 12, 240 * GB, float64=1.455, float32=4.365)
-_A100_RATES = {"float64": 9.7, "float32": 19.5, "tfloat32": 156.0, "bfloat16": 312.0, "float16": 312.0, "int8": 624.0}
+_A100_RATES = {"float64": 19.5, "float32": 19.5, "tfloat32": 156.0, "bfloat16": 312.0, "float16": 312.0, "int8": 624.0}
 A100_40 = _gpu("A100-SXM4-40GB", 40, 1555 * GB, **_A100_RATES)
 A100_80 = _gpu("A100-SXM4-80GB", 80, 2039 * GB, **_A100_RATES)
 _H100_RATES = {
-    "float64": 34.0, "float32": 67.0, "tfloat32": 494.5, "bfloat16": 989.5, "float16": 989.5, "float8": 1979.0,
+    "float64": 67.0, "float32": 67.0, "tfloat32": 494.5, "bfloat16": 989.5, "float16": 989.5, "float8": 1979.0,
     "int8": 1979.0,
 }  # fmt: skip
 H100 = _gpu("H100-SXM5-80GB", 80, 3350 * GB, **_H100_RATES)
-# Its 141 GB are decimal: six stacks of 24 GB, of which not all is given out.
-H200 = DeviceType(
-    "H200-SXM5-141GB", "cuda", 141 * 10**9, 4800 * GB, H100.peak_flops, overhead_seconds=CUDA_CALL_SECONDS
-)
+H200 = _gpu("H200-SXM5-141GB", 141, 4800 * GB, **_H100_RATES)
 LAPTOP = DeviceType(
     "laptop-cpu", "cpu", 16 * GIB, 40 * GB, (("float64", 0.1e12), ("float32", 0.2e12)),
     overhead_seconds=CPU_CALL_SECONDS,
@@ -139,7 +138,7 @@ def dgx_h200(count: int) -> NodeKind:
 
 
 def _dgx(name: str, count: int, device: DeviceType, rates: tuple[float, float, float]) -> NodeKind:
-    """Eight GPUs on NVSwitch, each with a network card at its own PCIe switch."""
+    """Eight GPUs on NVSwitch, with a network card for each at the same PCIe switches."""
     nvlink, pcie, gigabits = rates
     links = [_nvswitch(gpu, nvlink) for gpu in range(8)]
     links += [_pcie(str(gpu), f"nic{gpu}", pcie) for gpu in range(8)]

@@ -19,6 +19,7 @@ from torch import Tensor
 from conjoin.comm import ring_bytes
 from conjoin.errors import RankError
 from conjoin.machine import Mesh
+from conjoin.runtime.recording import meant_as
 from conjoin.runtime.torch_private import all_gather, reduce_scatter
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -165,7 +166,8 @@ class ProcessGroups:
         if self._scatters_by_sum:
             parts = torch.empty_like(tensor)
             size = [output.numel()] * (tensor.numel() // output.numel())
-            return Sum(self.all_to_all(parts, tensor, (size, size), axes), parts, output)
+            with meant_as("reduce-scatter"):
+                return Sum(self.all_to_all(parts, tensor, (size, size), axes), parts, output)
         group = self._groups[axes]
         self.bytes_sent += (group.size() - 1) * output.nbytes
         return self._started(lambda: reduce_scatter(output, tensor, group=group, async_op=True))

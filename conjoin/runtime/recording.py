@@ -1,20 +1,38 @@
-"""What a rank really did in a step, and when: by torch's own profiler, sorted into computing and communicating."""
+"""What a rank really did in a step, and when: by torch's own profiler, sorted into computing and communicating.
+
+Collectives bear the words of routes and of predicted traces, whatever a backend calls them: `gloo:all_reduce`,
+`nccl:_all_gather_base`, `ncclDevKernel_ReduceScatter_Sum_f32_RING_LL`.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from conjoin.runtime.torch_private import is_profiling
 
 COMPUTING, COMMUNICATING = "compute", "links"
 _BACKWARD = "autograd::engine::evaluate_function: "
 _SILENT = "99"
 """The profiler's library tells on stderr that it starts and stops, unless told otherwise before its first use."""
 _PREFIXES = (_BACKWARD, "torch::autograd::", "aten::")
+_MEANT = "conjoin: "
+_SPAN, _KERNEL = "nccl:", "nccl"
+"""On a GPU a collective is there as a span, and again as the kernels that carry it out."""
+_COLLECTIVE = re.compile(r"(?:gloo:|nccl:|nccl(?:Dev)?Kernel_?)(\w*)")
+_WORDS = {
+    # What a backend's name has in it, without lines and capitals; the special stands before the general.
+    "barrier": "barrier", "reducescatter": "reduce-scatter", "allreduce": "all-reduce", "allgather": "all-gather",
+    "alltoall": "all-to-all", "broadcast": "broadcast", "sendrecv": "send and recv", "send": "send", "recv": "recv",
+    "reduce": "reduce", "gather": "gather", "scatter": "scatter",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +55,80 @@ def record(step: Callable[[], Any]) -> list[Recorded]:
         step()
     events = list(profiler.events() or ())
     on_gpu = [event for event in events if event.device_type.name == "CUDA"]
-    found = [_recorded(event) for event in on_gpu or (e for e in events if e.cpu_parent is None)]
-    kept = [entry for entry in found if entry is not None]
-    begin = min((entry.start for entry in kept), default=0.0)
-    shifted = (Recorded(e.stream, e.name, e.start - begin, e.duration) for e in kept)
+    found = _on_gpu(on_gpu) if on_gpu else _on_cpu(events)
+    begin = min((entry.start for entry in found), default=0.0)
+    shifted = (Recorded(e.stream, e.name, e.start - begin, e.duration) for e in found)
     return sorted(shifted, key=lambda entry: entry.start)
 
 
-def _recorded(event: Any) -> Recorded | None:
-    """An event of the profiler; None for what only carries a collective out, which is there under its own name."""
-    name: str = event.name
-    collective = name.startswith(("gloo:", "nccl:", "nccl"))
-    if not collective and (name.startswith("c10d::") or _in_collective(event)):
+def meant_as(kind: str) -> AbstractContextManager[object]:
+    """Around an all-to-all that stands for another collective: a recording calls it by that name."""
+    return record_function(_MEANT + kind) if is_profiling() else nullcontext()
+
+
+def collective_name(name: str) -> str | None:
+    """The word for a collective that a backend names in its own way; None for what is none.
+
+    >>> collective_name("gloo:all_reduce"), collective_name("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgs)")
+    ('all-reduce', 'all-gather')
+    """
+    found = _COLLECTIVE.match(name)
+    if found is None:
         return None
+    plain = found[1].replace("_", "").lower()
+    return next((word for part, word in _WORDS.items() if part in plain), "collective")
+
+
+def _on_gpu(events: Sequence[Any]) -> list[Recorded]:
+    """What ran on the GPU; a collective once."""
+    spans = any(event.name.startswith(_SPAN) for event in events)
+    kept = [e for e in events if e.name.startswith(_SPAN) or not (spans and e.name.startswith(_KERNEL))]
+    return [_recorded(event, collective_name(event.name)) for event in kept]
+
+
+def _on_cpu(events: Sequence[Any]) -> list[Recorded]:
+    """What ran on the CPU, less what only carries a collective out, which is there under its own name."""
+    meanings = _meanings(events)
+    found: list[Recorded] = []
+    for event in events:
+        if event.cpu_parent is not None:
+            continue
+        collective = meanings.get(id(event)) or collective_name(event.name)
+        if collective is not None or not (event.name.startswith(("c10d::", _MEANT)) or _in_backend(event)):
+            found.append(_recorded(event, collective))
+    return found
+
+
+def _meanings(events: Sequence[Any]) -> dict[int, str]:
+    """What each of Gloo's all-to-alls stands for, where that was said: they begin in the order of the calls."""
+    works, calls = (
+        sorted((event for event in events if event.name == name), key=lambda event: event.time_range.start)
+        for name in ("gloo:all_to_all", "c10d::alltoall_base_")
+    )
+    if len(works) != len(calls):
+        return {}
+    said = ((id(work), _meaning(call)) for work, call in zip(works, calls, strict=True))
+    return {work: meaning for work, meaning in said if meaning is not None}
+
+
+def _meaning(call: Any) -> str | None:
+    around = call.cpu_parent
+    while around is not None:
+        if around.name.startswith(_MEANT):
+            return str(around.name.removeprefix(_MEANT))
+        around = around.cpu_parent
+    return None
+
+
+def _recorded(event: Any, collective: str | None) -> Recorded:
+    name: str = event.name
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     span = event.time_range
-    return Recorded(COMMUNICATING if collective else COMPUTING, name, span.start, span.end - span.start)
+    stream = COMPUTING if collective is None else COMMUNICATING
+    return Recorded(stream, collective or name, span.start, span.end - span.start)
 
 
-def _in_collective(event: Any) -> bool:
-    """Whether a thread of the backend does it, on the CPU."""
-    return bool(event.device_type.name == "CPU" and event.is_async) or event.thread > 1
+def _in_backend(event: Any) -> bool:
+    """Whether a thread of the backend does it."""
+    return bool(event.is_async) or event.thread > 1

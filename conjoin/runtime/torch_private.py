@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import profiler
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,6 +25,11 @@ def default_store(prefix: str) -> KeyStore:
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 """torch 2.13 gave the collectives on one flat tensor new names, and warns of the old ones."""
+
+
+def is_profiling() -> bool:
+    """Whether a profiler is at work in this process; yes where a release of torch does not tell."""
+    return bool(getattr(profiler, "_is_profiler_enabled", True))
 
 
 class MetaWatch(TorchDispatchMode):

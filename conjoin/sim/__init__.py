@@ -10,10 +10,11 @@ from conjoin.sim.program import Change, Program
 from conjoin.sim.simulation import Simulation, new_drafts, simulate, simulate_layouts
 from conjoin.sim.skeleton import Layouts, Skeleton, take_apart
 from conjoin.sim.symmetry import Classes
+from conjoin.sim.wanted import Wanted, measure_wanted, wanted_by
 
 __all__ = [
     "OPTIMIZER_COPIES", "Breakdown", "Change", "Classes", "Instruction", "Layouts", "MachinePrices", "Memory", "Phase",
-    "Prediction", "Prices", "Program", "Simulation", "Skeleton", "Ticks", "Timeline", "break_down", "make_change",
-    "measure_memory", "new_drafts", "predict", "random_change", "rerun", "run", "simulate", "simulate_layouts",
-    "take_apart", "to_seconds", "to_ticks",
+    "Prediction", "Prices", "Program", "Simulation", "Skeleton", "Ticks", "Timeline", "Wanted", "break_down",
+    "make_change", "measure_memory", "measure_wanted", "new_drafts", "predict", "random_change", "rerun", "run",
+    "simulate", "simulate_layouts", "take_apart", "to_seconds", "to_ticks", "wanted_by",
 ]  # fmt: skip

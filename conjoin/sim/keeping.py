@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +13,14 @@ from torch import Tensor
 from conjoin.ir import Node, Placed, plain_call, region_shape, wanted_region
 from conjoin.machine import Mesh
 from conjoin.ops import Call, TensorType, execute, run_local, run_whole, space_of, spec_for
-from conjoin.sim.torch_private import storage_of
+from conjoin.sim.gpu_kernels import (
+    KernelBytes,
+    Shapes,
+    attention_workspace,
+    fuses_attention,
+    kernel_bytes,
+)
+from conjoin.sim.torch_private import NewStorages, storage_of
 
 ATTENTION = "scaled_dot_product_attention"
 
@@ -36,33 +43,50 @@ class Kept:
     """Bytes of what is made on the way and gone in the end."""
     gradients: tuple[tuple[int, int], ...]
     """For every operand that needs a gradient its bytes, and the output whose gradient it shares; -1 for none."""
+    passing_back: int = 0
+    """Bytes that the backward pass needs for a moment, besides the gradients it gives."""
 
 
-def kept_by(node: Node, placed: Placed, needs: tuple[int, ...], mesh: Mesh, rank: int) -> Kept:
-    """What a rank keeps of a node."""
+def kept_by(node: Node, placed: Placed, needs: tuple[int, ...], mesh: Mesh, rank: int, kind: str) -> Kept:
+    """What a rank keeps of a node on a device of a kind."""
     call = plain_call(node)
     spec = spec_for(call)
     if spec is None or not placed.splits:
-        return _kept(call, tuple(t.shape for t in call.tensors), (), node.types, needs)
+        return kept_of(call, node.types, needs, kind)
     pieces = placed.pieces(space_of(spec, call).sizes, mesh, rank)
     shapes = tuple(region_shape(wanted_region(node, i, placed, mesh, rank)) for i in range(len(call.tensors)))
-    return _kept(call, shapes, tuple(pieces.items()), node.types, needs)
+    return _kept(call, shapes, tuple(pieces.items()), node.types, needs, kind)
 
 
-Shapes = tuple[tuple[int, ...], ...]
+def kept_of(call: Call, types: tuple[TensorType, ...], needs: tuple[int, ...], kind: str) -> Kept:
+    """What a device of a kind keeps of a whole call that makes tensors of some types."""
+    return _kept(call, tuple(t.shape for t in call.tensors), (), types, needs, kind)
+
+
 Ranges = tuple[tuple[str, tuple[int, int]], ...]
 
 
 @lru_cache(maxsize=1 << 14)
-def _kept(call: Call, shapes: Shapes, pieces: Ranges, types: tuple[TensorType, ...], needs: tuple[int, ...]) -> Kept:
-    if call.op == ATTENTION:
+def _kept(
+    call: Call, shapes: Shapes, pieces: Ranges, types: tuple[TensorType, ...], needs: tuple[int, ...], kind: str
+) -> Kept:
+    if call.op == ATTENTION and fuses_attention(call, shapes, kind):
         return _kept_by_attention(shapes, call, needs)
+    kernel = kernel_bytes(call, shapes) if kind == "cuda" else None
     try:
-        return _ask(call, shapes, pieces, needs)
+        found = _ask(call, shapes, pieces, needs)
     except NotImplementedError:  # an operator without a form on meta: all it reads and makes is kept
         sizes = tuple(type.bytes for type in types)
         everything = tuple(range(len(shapes))), tuple(range(len(sizes)))
-        return Kept(*everything, 0, (-1,) * len(sizes), sizes, 0, _own_gradients(shapes, call, needs))
+        found = Kept(*everything, 0, (-1,) * len(sizes), sizes, 0, _own_gradients(shapes, call, needs))
+    return found if kernel is None else _by_kernel(found, kernel, needs)
+
+
+def _by_kernel(found: Kept, kernel: KernelBytes, needs: tuple[int, ...]) -> Kept:
+    """What meta found, but for the bytes that a GPU's kernel takes on the way."""
+    if not needs:
+        return replace(found, passing=kernel.kept + kernel.workspace)
+    return replace(found, extra=kernel.kept, passing=kernel.workspace, passing_back=kernel.workspace)
 
 
 def _kept_by_attention(shapes: Shapes, call: Call, needs: tuple[int, ...]) -> Kept:
@@ -73,7 +97,8 @@ def _kept_by_attention(shapes: Shapes, call: Call, needs: tuple[int, ...]) -> Ke
     if not needs:
         return Kept((), (), 0, (-1,), (output,), 0, ())
     rows = TensorType(query[:-1], torch.float32).bytes
-    return Kept(tuple(range(len(shapes))), (0,), rows, (-1,), (output,), 0, _own_gradients(shapes, call, needs))
+    gradients, passing = _own_gradients(shapes, call, needs), attention_workspace(shapes)
+    return Kept(tuple(range(len(shapes))), (0,), rows, (-1,), (output,), 0, gradients, passing)
 
 
 def _own_gradients(shapes: Shapes, call: Call, needs: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
@@ -104,21 +129,28 @@ def _ask(call: Call, shapes: Shapes, pieces: Ranges, needs: tuple[int, ...]) -> 
             outputs = run_local(spec, call, dict(pieces), parts, emit)
         else:
             outputs = run_whole(call, parts)
-    gradients = _gradients(outputs, [parts[i] for i in needs]) if needs else ()
-    return _sorted_out(parts, outputs, saved if needs else [], made, gradients)
+    gradients, passing_back = _gradients(outputs, [parts[i] for i in needs]) if needs else ((), 0)
+    found = _sorted_out(parts, outputs, saved if needs else [], made, gradients)
+    return replace(found, passing_back=passing_back)
 
 
-def _gradients(outputs: Sequence[Any], needing: list[Tensor]) -> tuple[tuple[int, int], ...]:
-    """The gradients of operands: how large, and whether one is the gradient of an output under another name."""
+def _gradients(outputs: Sequence[Any], needing: list[Tensor]) -> tuple[tuple[tuple[int, int], ...], int]:
+    """The gradients of operands: how large, and whether one is the gradient of an output under another name.
+
+    Beside them the bytes that were there for a moment while they were computed.
+    """
     own = tuple((x.numel() * x.itemsize, -1) for x in needing)
     places = [i for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.requires_grad]
     given = [torch.empty_like(outputs[i]) for i in places]
     try:
-        found = torch.autograd.grad([outputs[i] for i in places], needing, given, allow_unused=True)
+        with NewStorages(*given) as storages:
+            found = torch.autograd.grad([outputs[i] for i in places], needing, given, allow_unused=True)
     except (NotImplementedError, RuntimeError):  # no such form on meta
-        return own
+        return own, 0
     shared = {storage_of(x): i for i, x in zip(places, given, strict=True)}
-    return tuple((0, -1) if x is None else (_bytes(x), shared.get(storage_of(x), -1)) for x in found)
+    given_back = tuple((0, -1) if x is None else (_bytes(x), shared.get(storage_of(x), -1)) for x in found)
+    new = {storage_of(x): _bytes(x) for x in found if x is not None and storage_of(x) not in shared}
+    return given_back, max(storages.peak - sum(new.values()), 0)
 
 
 def _sorted_out(

@@ -129,13 +129,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def run(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    """Run a command in this process."""
+def run(folder: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """Run a command in this process; ranks are processes of their own, so what they print is read where it ends up."""
 
     def run_here(*arguments: str) -> Ran:
-        capsys.readouterr()
+        capfd.readouterr()
         code = main(list(arguments))
-        out, err = capsys.readouterr()
+        out, err = capfd.readouterr()
         return Ran(code, out, err)
 
     return run_here

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from conjoin.cli import main
 from conjoin.cli.calibrating import describe
 from conjoin.cli.probing import Probe, combine_probes
 from conjoin.cost import Measurement
@@ -21,19 +20,6 @@ from conjoin.runtime import Communication, Timed
 from tests.cli.conftest import REPOSITORY, Ran
 
 Run = Callable[..., Ran]
-
-
-@pytest.fixture
-def run(folder: Path, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Run a command in this process; ranks are processes of their own, so what they print is read where it ends up."""
-
-    def run_here(*arguments: str) -> Ran:
-        capfd.readouterr()
-        code = main(list(arguments))
-        out, err = capfd.readouterr()
-        return Ran(code, out, err)
-
-    return run_here
 
 
 def check_machine(machine: Machine) -> None:
@@ -88,11 +74,28 @@ def test_one_rank_has_only_its_device(run: Run) -> None:
     assert machine.fits == () and machine.num_devices == 1
 
 
+def test_every_call_of_a_plan_is_measured_and_kept(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONJOIN_COSTS", str(folder / "kept.sqlite"))
+    run("plan", "my_models.py:with_loss", "--machine", "local:2", "--strategy", "data-parallel", "-o", "plan.json")
+    options = ("--machine", "local:2", "--seconds", "1", "--plan", "plan.json", "--optimizer", "sgd")
+    shown = run("calibrate", *options, "-o", "machine.toml")
+    assert shown.code == 0, shown.err
+    (line,) = (line for line in shown.out.splitlines() if line.startswith("measured"))
+    number = int(line.split()[1])
+    assert number >= 3 and line.split()[1:4] == [str(number), "of", str(number)]
+    facts = json.loads(run("simulate", "plan.json", "--machine", "machine.toml", "--optimizer", "sgd", "--json").out)
+    assert facts["sources"].pop("measured") > 0 and not any(facts["sources"].values()), "nothing is estimated"
+    others = json.loads(run("simulate", "plan.json", "--machine", "machine.toml", "--json").out)
+    assert others["sources"]["estimated"] > 0, "Adam's step was not measured"
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("--machine", "local:2", "-o", "machine.txt"), "name ends in .toml"),
-        (("--machine", "local:2", "-o", "missing/machine.toml"), "a directory that exists"),
+        (("--machine", "local:2", "--plan", "nowhere.json"), "nowhere.json"),
+        (("--machine", "local:2", "--optimizer", "fastest"), "'fastest' was to be measured"),
+        (("--machine", "local:2", "-o", "machine.txt"), "ends in .toml"),
+        (("--machine", "local:2", "-o", "missing/machine.toml"), "there is no directory"),
         (("--machine", "summit:2"), "which has 2 nodes"),
         (("--machine", "local"), "named without a number"),
         (("--machine", "local:300"), "300 ranks were asked for"),

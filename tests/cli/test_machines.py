@@ -102,7 +102,7 @@ def test_check_says_ok(run: Run, folder: Path) -> None:
 def test_check_lists_every_problem(run: Run, folder: Path) -> None:
     text = Machine.preset("dgx-h100", nodes=2).to_toml()
     text = text.replace("gigabytes_per_second = 450.0", "gigabytes_per_second = -450.0", 1)
-    (folder / "bad.toml").write_text(text.replace("float64 = 34.0", "float64 = inf"))
+    (folder / "bad.toml").write_text(text.replace("float64 = 67.0", "float64 = inf"))
     shown = run("machine", "check", "bad.toml")
     assert shown.code == 2 and shown.out.startswith("bad.toml: 2 problems\n") and "Traceback" not in shown.err
     assert "node[0].link[0].gigabytes_per_second is -450" in shown.out and "teraflops.float64 is Inf" in shown.out

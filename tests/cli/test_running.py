@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import conjoin
-from conjoin.cli import main
 from conjoin.ops import Placement
 from tests.cli.conftest import REPOSITORY, Ran
 
@@ -62,19 +61,6 @@ def diverging():
 @pytest.fixture(autouse=True)
 def _nets(folder: Path) -> None:
     (folder / "nets.py").write_text(NETS)
-
-
-@pytest.fixture
-def run(folder: Path, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Run a command in this process; ranks are processes of their own, so what they print is read where it ends up."""
-
-    def run_here(*arguments: str) -> Ran:
-        capfd.readouterr()
-        code = main(list(arguments))
-        out, err = capfd.readouterr()
-        return Ran(code, out, err)
-
-    return run_here
 
 
 @pytest.fixture
@@ -250,6 +236,8 @@ def test_another_model_is_refused(run: Run, plan: Callable[..., str], command: s
         (("verify", "PLAN", "nets.py:mlp", "--steps", "-3"), "--steps"),
         (("verify", "PLAN", "no-such-model"), "no model named 'no-such-model'"),
         (("run", "PLAN"), "MODEL"),
+        (("run", "PLAN", "nets.py:mlp", "--trace", "missing/trace.json"), "there is no directory"),
+        (("run", "PLAN", "nets.py:mlp", "--trace", "."), "The trace could not be written to .: it is a directory"),
     ],
 )
 def test_what_cannot_be_done_is_told_in_one_message(

@@ -130,7 +130,7 @@ def test_a_machine_of_ones_own(run: Run, folder: Path, monkeypatch: pytest.Monke
         (("plan.json", "--machine", "local:4"), "Measure them with `conjoin calibrate`"),
         (("plan.json", "--machine", "nowhere"), "nowhere"),
         (("plan.json", "--machine", MACHINE, "--optimizer", "lion"), "The optimizer 'lion' was asked for"),
-        (("plan.json", "--machine", MACHINE, "--trace", "missing/trace.json"), "missing/trace.json"),
+        (("plan.json", "--machine", MACHINE, "--trace", "missing/trace.json"), "there is no directory"),
         (("plan.json", "--machine", MACHINE, "--trace", "."), "The trace could not be written"),
         (("plan.json",), "--machine"),
     ],

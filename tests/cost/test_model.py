@@ -215,11 +215,3 @@ def test_copies() -> None:
     assert model.copy(2**22, GPU).value == pytest.approx(2**22 / 1e10, rel=0.2)
     assert model.copy(2**40, GPU).source is Source.ESTIMATED
     assert model.copy(2**40, CPU).value == 0
-
-
-def test_a_fused_chain_moves_only_what_goes_in_and_out() -> None:
-    model, x = CostModel(profiles=()), f32(4096, 4096)
-    chain = [Call("relu", (x,)), Call("mul.Tensor", (x, 2.0)), Call("tanh", (x,))]
-    fused = model.fused(chain, [x], [x], GPU)
-    alone = sum(model.operator(call, (), GPU).forward.value for call in chain)
-    assert fused.source is Source.ESTIMATED and 0.3 < fused.value / alone < 0.4

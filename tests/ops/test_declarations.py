@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 from random import Random
 
@@ -157,6 +158,8 @@ PROMOTING = {
     for name in spec.names
 } - {"hardshrink", "leaky_relu", "square", "pairwise_distance", "linalg_cross", "cross"}
 """Where torch promotes dtypes of all kinds; but for some whose shape functions accept what the kernels refuse."""
+MISSTATED = {"_native_batch_norm_legit_functional"}
+"""Asked of the kernel itself: without data torch says float32 of running statistics that stay in half precision."""
 
 
 @each_overload
@@ -172,7 +175,7 @@ def test_dtypes_follow_torch_promotion(op: str, seed: int) -> None:
         op,
         map_tensors(op, call.args, lambda t: TensorType(t.shape, rng.choice(kinds)) if t.dtype == torch.float64 else t),
     )
-    with FakeTensorMode():
+    with nullcontext() if op in MISSTATED else FakeTensorMode():
         try:
             outputs = run_whole(call, [torch.empty(t.shape, dtype=t.dtype) for t in call.tensors])
         except (RuntimeError, NotImplementedError, TypeError, AssertionError):

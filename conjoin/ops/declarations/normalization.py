@@ -167,7 +167,8 @@ def _weight_norm_sample(rng: Random) -> Args:
 
 _STATISTICS = ("running_mean", "running_var")
 _THREE = (Dtype.FIRST,) * 3
-_FIVE = (*_THREE, Dtype.WIDE, Dtype.WIDE)
+_FIVE = (*_THREE, Dtype.LAST, Dtype.LAST)
+"""The new running statistics are as wide as the old ones, which come last."""
 _batch = partial(OpSpec, flops=8, domain=(0.1, 2.0), constants=_STATISTICS)
 _norm = partial(OpSpec, dtype=Dtype.FIRST, flops=8)
 

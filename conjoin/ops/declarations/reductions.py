@@ -168,7 +168,10 @@ OPS: tuple[OpSpec, ...] = (
     _mean("mean.dim", sample=_dims_sample),
     _extreme("nanmean", sample=_dims_sample),
     _extreme("quantile.scalar", sample=lambda rng: (real(3, 4, 5), 0.3, rng.choice((None, 1, -1)), rng.random() < 0.5)),
-    _extreme("trapezoid.dx", sample=lambda rng: (real(3, 4, 5), 0.5, rng.randrange(-3, 3)), terms="y"),
+    OpSpec(
+        "trapezoid.dx", reduce_over("!"), lambda rng: (real(3, 4, 5), 0.5, rng.randrange(-3, 3)), terms="y",
+        dtype=Dtype.FLOAT,
+    ),
     _extreme("amax", sample=_dims_sample, overloads=("amin",)),
     _extreme("max", sample=_all_sample, overloads=("min", "median")),
     _extreme_at("max.dim", sample=_dim_sample, overloads=("min.dim", "median.dim", "mode")),

@@ -1,0 +1,67 @@
+"""What must be measured so that nothing in the simulation of some plans is estimated: their calls and updates."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from conjoin.cost import NO_SECONDS, OperatorCost, Outcome, Seconds, measure, measure_update
+from conjoin.ir import Plan
+from conjoin.ops import Call, TensorType
+from conjoin.sim.simulation import simulate
+
+
+@dataclass(slots=True)
+class Wanted:
+    """Prices of nothing, which note what is asked for, each once and in the order of the first asking."""
+
+    calls: dict[tuple[Call, tuple[int, ...]], None] = field(default_factory=dict)
+    """Calls on local shapes, with the operands that need a gradient."""
+    updates: dict[tuple[TensorType, ...], None] = field(default_factory=dict)
+    """The parameters of one optimizer step."""
+
+    def operator(self, call: Call, needs: tuple[int, ...], rank: int) -> OperatorCost:
+        self.calls[call, needs] = None
+        return OperatorCost(NO_SECONDS, NO_SECONDS, 0.0, 0.0)
+
+    def collective(self, kind: str, axes: tuple[str, ...], sent: int) -> Seconds:
+        return NO_SECONDS
+
+    def update(self, parameters: Sequence[TensorType], rank: int) -> Seconds:
+        self.updates[tuple(parameters)] = None
+        return NO_SECONDS
+
+    def unlike_axes(self) -> tuple[str, ...]:
+        return ()
+
+
+def wanted_by(plans: Iterable[Plan]) -> Wanted:
+    """Every distinct call and update of the plans."""
+    wanted = Wanted()
+    for plan in plans:
+        simulate(plan, wanted)
+    return wanted
+
+
+def measure_wanted(
+    wanted: Wanted, optimizer: str, device: torch.device, barrier: Callable[[], None], seconds_each: float = 0.05
+) -> list[Outcome]:
+    """What this rank measures while all others measure the same; the barrier lets none run ahead."""
+    found: list[Outcome] = [
+        measure(call, needs, device, seconds=seconds_each, barrier=barrier) for call, needs in wanted.calls
+    ]
+    for parameters in wanted.updates:
+        for dtype, types in _by_dtype(parameters).items():
+            barrier()
+            found.append(measure_update(optimizer, dtype, len(types), sum(t.num_elements for t in types), device))
+    return found
+
+
+def _by_dtype(types: Sequence[TensorType]) -> dict[torch.dtype, list[TensorType]]:
+    groups: dict[torch.dtype, list[TensorType]] = defaultdict(list)
+    for type in types:
+        groups[type.dtype].append(type)
+    return groups

@@ -1,0 +1,125 @@
+"""What operators keep on a GPU, against what was measured on an H200 (torch 2.11, cuDNN 9.19, 2026-11-15)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conjoin.cost import read_key
+from conjoin.ops import Call, TensorType
+from conjoin.sim.gpu_kernels import KernelBytes, fuses_attention, kernel_bytes
+from conjoin.sim.keeping import Kept, kept_of
+
+HALF, SINGLE = torch.bfloat16, torch.float32
+
+
+def kept(key: str, kind: str = "cuda") -> Kept:
+    found = read_key(key)
+    assert found is not None
+    call, needs = found
+    return kept_of(call, (), needs, kind)
+
+
+def kernel(call: Call) -> KernelBytes:
+    found = kernel_bytes(call, tuple(tensor.shape for tensor in call.tensors))
+    assert found is not None
+    return found
+
+
+CELL = "f32[16,256] [f32[16,512], f32[16,512]] f32[2048,256] f32[2048,512] f32[2048] f32[2048]"
+GRU_CELL = "bf16[64,1024] bf16[64,1024] bf16[3072,1024] bf16[3072,1024] bf16[3072] bf16[3072]"
+ATTENTION = "scaled_dot_product_attention {0}[{1}] {0}[{2}] {0}[{2}] none 0.0 false none false | grads 0,1,2"
+MEASURED = {
+    f"lstm_cell {CELL} | grads 0,1,2,3,4,5,6": 393216,
+    f"gru_cell {GRU_CELL} | grads 0,1,2,3,4,5": 1441792,
+    "dropout f32[8,197,1024] 0.1 true | grads 0": 1613824,
+    "dropout bf16[8,197,1024] 0.1 true | grads 0": 1613824,
+    "dropout f32[8,197,1024] 0.0 true | grads 0": 0,
+    ATTENTION.format("f32", "64,1,1024", "64,40,1024"): 10758144,
+    ATTENTION.format("bf16", "64,1,1024", "64,40,1024"): 21243904,
+    ATTENTION.format("bf16", "8,16,197,64", "8,16,197,64"): 101888,
+}
+
+
+@pytest.mark.parametrize("key", MEASURED)
+def test_as_much_is_kept_as_was_measured(key: str) -> None:
+    assert kept(key).extra == pytest.approx(MEASURED[key], rel=0.01, abs=1024)
+
+
+@pytest.mark.parametrize("key", [key for key in MEASURED if "cell" in key or " 0.1 true" in key])
+def test_without_gradients_nothing_is_kept_and_as_much_passes_by(key: str) -> None:
+    found = kept(key.partition(" | ")[0])
+    assert found.extra == 0
+    assert found.passing == pytest.approx(MEASURED[key], rel=0.01, abs=1024)
+
+
+def test_a_mask_takes_a_byte_on_a_gpu_alone() -> None:
+    key = "dropout f32[8,197,1024] 0.1 true | grads 0"
+    assert (kept(key).extra, kept(key, "cpu").extra) == (8 * 197 * 1024, 4 * 8 * 197 * 1024)
+
+
+def layers(op: str, gates: int, dtype: torch.dtype, sizes: tuple[int, ...], both: bool, dropout: float = 0.0) -> Call:
+    """A recurrent network: layers, hidden units, width of the input, samples, steps."""
+    num_layers, hidden, width, batch, steps = sizes
+    ways = 2 if both else 1
+    params = []
+    for layer in range(num_layers):
+        read = width if layer == 0 else ways * hidden
+        shapes = ((gates * hidden, read), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,))
+        params += [TensorType(shape, dtype) for shape in shapes * ways]
+    state = TensorType((num_layers * ways, batch, hidden), dtype)
+    states = (state, state) if op == "lstm.input" else state
+    x = TensorType((steps, batch, width), dtype)
+    return Call(op, (x, states, tuple(params), True, num_layers, dropout, True, both, False))
+
+
+SMALL, MIDDLE, LARGE = (2, 256, 256, 16, 10), (2, 1024, 512, 64, 40), (1, 2048, 2048, 64, 40)
+RESERVES = [
+    (layers("lstm.input", 4, SINGLE, LARGE, False), 134283264 + 104857856, 274203648),
+    (layers("lstm.input", 4, HALF, LARGE, True), 134283264 + 104857856, 314573568),
+    (layers("lstm.input", 4, SINGLE, MIDDLE, False), 58785792 + 115343616, 138413056),
+    (layers("lstm.input", 4, SINGLE, SMALL, False, 0.5), 4210688 + 1807616, 22446592),
+    (layers("gru.input", 3, SINGLE, LARGE, False), 100712448 + 125829376, 237503488),
+    (layers("rnn_tanh.input", 1, HALF, LARGE, False), 16785408 + 10486016, 89392128),
+]
+"""Calls, bytes of their packed weights with cuDNN's reserve, bytes of its workspace."""
+
+
+@pytest.mark.parametrize(("call", "reserved", "workspace"), RESERVES)
+def test_recurrent_layers_reserve_what_cudnn_reserves(call: Call, reserved: int, workspace: int) -> None:
+    found = kernel(call)
+    assert found.kept == pytest.approx(reserved, abs=1024)
+    assert found.workspace == pytest.approx(workspace, rel=0.08)
+
+
+def test_a_recurrent_layer_holds_its_workspace_in_both_passes() -> None:
+    call, kept_bytes, _ = RESERVES[0]
+    found = kept_of(call, (), (0,), "cuda")
+    assert found.extra == pytest.approx(kept_bytes, abs=1024)
+    assert found.passing == found.passing_back == kernel(call).workspace
+
+
+@pytest.mark.parametrize(
+    ("query", "dtype", "masked", "fused"),
+    [
+        ((8, 16, 197, 64), SINGLE, False, True), ((8, 16, 197, 64), HALF, True, True),
+        ((8, 4, 100, 30), SINGLE, False, False), ((8, 4, 100, 30), HALF, False, True),
+        ((8, 4, 100, 30), HALF, True, False), ((8, 197, 64), SINGLE, False, False),
+        ((8, 16, 197, 64), torch.float64, False, False),
+    ],
+)  # fmt: skip
+def test_attention_is_fused_where_a_kernel_takes_it(
+    query: tuple[int, ...], dtype: torch.dtype, masked: bool, fused: bool
+) -> None:
+    mask = TensorType((query[-2], query[-2]), dtype) if masked else None
+    parts = (TensorType(query, dtype),) * 3
+    call = Call("scaled_dot_product_attention", (*parts, mask, 0.0, False, None, False))
+    assert fuses_attention(call, tuple(tensor.shape for tensor in call.tensors), "cuda") == fused
+
+
+def test_the_backward_of_a_loss_needs_its_logits_once_more() -> None:
+    """Between the logarithm and the softmax there is a gradient as large as the logits."""
+    key = "cross_entropy_loss f32[64,1000] i64[64] none 1 -100 0.0 | grads 0"
+    found = kept(key)
+    assert found.passing_back == 4 * 64 * 1000
+    assert kept("linear f32[64,32] f32[16,32] f32[16] | grads 0,1,2").passing_back == 0
