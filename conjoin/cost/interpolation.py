@@ -30,6 +30,7 @@ class Point:
     estimate: float
     seconds: float
 
+
 def interpolate(points: Sequence[Point], sizes: tuple[float, ...], estimate: float) -> float | None:
     """Seconds of a call of these sizes and that estimate; None where nothing near enough was measured.
 
