@@ -1,11 +1,15 @@
 """Predicted against measured: step time and peak memory of many plans on an emulated cluster at two link speeds.
 
     python -m benchmarks.prediction [--models mlp bert cnn dlrm] [--mbit 100 400] [--output FILE]
+    python -m benchmarks.prediction --models narrow wide --mbit 100 --output FILE
 
 Four ranks on two nodes. Collectives are calibrated and operators are timed on the cluster itself, all ranks at once as
 in a training step; what is predicted from these alone is then measured. The plans are those of the named strategies in
 several degrees and placements. Memory is what the step allocates; the batch lies on the host and is left out on both
 sides. Writes a table as JSON and a scatter plot as SVG.
+
+`narrow` and `wide` are one model with a batch of 64 and of 4096, for which tensor parallelism belongs across the nodes
+and inside them: either few activations or few weights go over the slow links.
 """
 
 from __future__ import annotations
@@ -93,13 +97,25 @@ def dlrm() -> Workload:
     return Workload("dlrm-tiny", Dlrm(config), dlrm_batch(256, config), functional.binary_cross_entropy_with_logits)
 
 
-WORKLOADS = {"mlp": mlp, "bert": bert, "cnn": cnn, "dlrm": dlrm}
+def placed(name: str, batch_size: int) -> Workload:
+    """A model of two layers whose best placement depends on the batch."""
+    model = nn.Sequential(nn.Linear(512, 768), nn.ReLU(), nn.Linear(768, 512))
+    batch = (torch.randn(batch_size, 512), torch.randn(batch_size, 512))
+    return Workload(name, model, batch, functional.mse_loss)
 
 
-def plans_of(graph: Graph, machine: Machine) -> list[Plan]:
+WORKLOADS = {
+    "mlp": mlp, "bert": bert, "cnn": cnn, "dlrm": dlrm,
+    "narrow": lambda: placed("narrow", 64), "wide": lambda: placed("wide", 4096),
+}  # fmt: skip
+PLACEMENTS = ("megatron:tp=2", "megatron:tp=2@d0,n0")
+"""Tensor parallelism inside the nodes, and across them."""
+
+
+def plans_of(graph: Graph, machine: Machine, strategies: Sequence[str] = STRATEGIES) -> list[Plan]:
     """The plans of all strategies that fit; those that turn out the same are kept once."""
     found: dict[Any, Plan] = {}
-    for strategy in STRATEGIES:
+    for strategy in strategies:
         try:
             plan = make_plan(graph, machine, strategy)
         except StrategyError:
@@ -142,7 +158,10 @@ class Row:
 def compare(arguments: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
     workloads = {name: WORKLOADS[name]() for name in arguments.models}
     bare = Machine("emulated", 2, 2, "cpu")
-    plans = {name: plans_of(workload.graph(), bare) for name, workload in workloads.items()}
+    plans = {
+        name: plans_of(workload.graph(), bare, PLACEMENTS if name in ("narrow", "wide") else STRATEGIES)
+        for name, workload in workloads.items()
+    }
     wanted = wanted_by(itertools.chain.from_iterable(plans.values()))
     say(f"{sum(map(len, plans.values()))} plans, {len(wanted.calls)} distinct calls")
     costs: CostModel | None = None
@@ -220,7 +239,7 @@ def say(text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=["mlp", "bert", "cnn", "dlrm"])
     parser.add_argument("--mbit", nargs="+", type=float, default=[100.0, 400.0])
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.05, help="for each operator")

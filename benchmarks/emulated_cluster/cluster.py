@@ -166,6 +166,7 @@ class Cluster:
             namespaces.go_ahead()
         os.environ["GLOO_SOCKET_IFNAME"] = namespaces.INTERFACE
         torch.set_num_threads(1)
+        namespaces.keep_memory()
 
 
 def frame_bytes(links: Sequence[Link]) -> int:

@@ -31,6 +31,8 @@ _SET_FLAGS, _SET_ADDRESS, _SET_NETMASK = 0x8914, 0x8916, 0x891C  # linux/sockios
 _SET_MTU, _SET_QUEUE_LENGTH = 0x8922, 0x8943
 _IS_UP = 0x1 | 0x40  # linux/if.h: IFF_UP | IFF_RUNNING
 _PARENT_DEATH_SIGNAL, _TIMER_SLACK = 1, 29  # linux/prctl.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+_KEPT_BYTES = 2**30
 _QUEUE_LENGTH = 4_000
 """Frames a device may hold for its reader: more than TCP ever has on its way here, so that none is dropped."""
 _SOCKET_BYTES = 8 * 2**20
@@ -91,6 +93,13 @@ def go_ahead() -> None:
     os.setpriority(os.PRIO_PROCESS, 0, -20)
     with contextlib.suppress(FileNotFoundError):  # kernels that do not group by sessions
         Path("/proc/self/autogroup").write_text("-20")
+
+
+def keep_memory() -> None:
+    """Keep what is freed for the next one who asks, as a GPU's allocator does; else every step pays for new pages."""
+    for parameter in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
+        with contextlib.suppress(AttributeError):  # C libraries without it
+            _libc.mallopt(parameter, _KEPT_BYTES)
 
 
 def keep_exact_time() -> None:

@@ -11,6 +11,7 @@ from conjoin.cli.calibrating import calibrate_command
 from conjoin.cli.inspecting import doctor_command, inspect_command
 from conjoin.cli.machines import machine_app
 from conjoin.cli.planning import diff_command, explain_command, plan_command
+from conjoin.cli.rules import rules_app
 from conjoin.cli.running import run_command, verify_command
 from conjoin.cli.simulating import simulate_command
 
@@ -31,6 +32,7 @@ app.command("verify")(verify_command)
 app.command("calibrate")(calibrate_command)
 app.command("doctor")(doctor_command)
 app.add_typer(machine_app, name="machine")
+app.add_typer(rules_app, name="rules")
 
 
 def main(arguments: list[str] | None = None) -> int:

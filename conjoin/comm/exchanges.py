@@ -8,9 +8,19 @@ from functools import lru_cache
 
 from conjoin.comm.movement import move_regions
 from conjoin.comm.per_rank import PerRank
-from conjoin.ir import Node, Placed, Region, RegionMove, num_elements, operand_move, output_move, unlike_axes
+from conjoin.ir import (
+    Node,
+    Placed,
+    Region,
+    RegionMove,
+    exchange_axes,
+    num_elements,
+    operand_move,
+    output_move,
+    unlike_axes,
+)
 from conjoin.machine import Mesh
-from conjoin.ops import Split, TensorType
+from conjoin.ops import TensorType
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +56,7 @@ FindMove = Callable[[Node, int, Placed, Mesh, int], RegionMove | None]
 
 def _count(find: FindMove, node: Node, i: int, placed: Placed, type: TensorType, mesh: Mesh) -> Exchange | None:
     """What is sent each way over all groups; None where nobody lacks anything."""
-    axes = mesh.in_order(axis for axis, placement in type.layout if isinstance(placement, Split))
+    axes = exchange_axes(node, placed, type, mesh)
     if not axes:
         return None
     forward, backward = [0] * mesh.size, [0] * mesh.size

@@ -17,7 +17,6 @@ from conjoin.ir.regions import Range, Region, region_of
 from conjoin.machine import Mesh
 from conjoin.ops import (
     Call,
-    Layout,
     Span,
     Split,
     Spread,
@@ -61,7 +60,7 @@ def operand_move(node: Node, operand: int, placed: Placed, mesh: Mesh, rank: int
     """What the rank's group exchanges before a node reads an operand; None where everyone has what it wants."""
     type = node.inputs[operand].type
     return _move(
-        type.layout,
+        exchange_axes(node, placed, type, mesh),
         lambda member: region_of(type.shape, type.layout, mesh, member),
         lambda member: wanted_region(node, operand, placed, mesh, member),
         mesh,
@@ -73,7 +72,7 @@ def output_move(node: Node, output: int, placed: Placed, mesh: Mesh, rank: int) 
     """What the rank's group exchanges after a node has made an output; None where everyone has what it wants."""
     type = node.types[output]
     return _move(
-        type.layout,
+        exchange_axes(node, placed, type, mesh),
         lambda member: made_region(node, output, placed, mesh, member),
         lambda member: region_of(type.shape, type.layout, mesh, member),
         mesh,
@@ -81,10 +80,18 @@ def output_move(node: Node, output: int, placed: Placed, mesh: Mesh, rank: int) 
     )
 
 
+def exchange_axes(node: Node, placed: Placed, type: TensorType, mesh: Mesh) -> tuple[str, ...]:
+    """The axes along which ranks may have to exchange parts of a tensor: those that split it into unlike pieces."""
+    unlike = unlike_axes(node, placed, mesh)
+    return mesh.in_order(axis for axis, place in type.layout if isinstance(place, Split) and axis in unlike)
+
+
 def _move(
-    layout: Layout, have: Callable[[int], Region], want: Callable[[int], Region], mesh: Mesh, rank: int
+    axes: tuple[str, ...], have: Callable[[int], Region], want: Callable[[int], Region], mesh: Mesh, rank: int
 ) -> RegionMove | None:
-    group = mesh.group(rank, mesh.in_order(axis for axis, placement in layout if isinstance(placement, Split)))
+    if not axes:
+        return None
+    group = mesh.group(rank, axes)
     haves, wants = tuple(map(have, group)), tuple(map(want, group))
     return None if haves == wants else RegionMove(group, haves, wants)
 

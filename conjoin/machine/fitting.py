@@ -1,17 +1,17 @@
 """From timed collectives to α and β: the line `seconds = α + β · bytes sent` that no stray measurement moves.
 
 Small messages cost microseconds and large ones milliseconds, so errors count relative to the time measured: the line
-minimises Σ ρ((α + β·xᵢ) / yᵢ − 1) over α, β ≥ 0, where ρ is Huber's loss (`_robust_line`, by reweighted least squares,
-each solved in `_weighted_line`). Times of one size are first reduced to their lower quartile (`reduce_repeats`): what
-disturbs a measurement only ever makes it longer. Libraries switch protocols between small and large messages; where one
-line misses a point by more than a fifth, two lines with a break between them are tried (`fit_collective`).
+minimises Σ √yᵢ ρ((α + β·xᵢ) / yᵢ − 1) over α, β ≥ 0, where ρ is Huber's loss (`_robust_line`, by reweighted least
+squares, each solved in `_weighted_line`). Times of one size are first reduced to their median (`reduce_repeats`): what
+disturbs half of the measurements disturbs training too. Libraries switch protocols between small and large messages;
+where one line misses a point by more than a fifth, two lines with a break between them are tried (`fit_collective`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, sqrt
 from statistics import fmean, median
 
 COLLECTIVE_KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "exchange")
@@ -77,19 +77,15 @@ class CollectiveFit:
 
 
 def reduce_repeats(points: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Each distinct size once, in ascending order, with the lower quartile of its times.
+    """Each distinct size once, in ascending order, with the median of its times.
 
     >>> reduce_repeats([(8, 5.0), (4, 1.0), (8, 3.0), (8, 90.0)])
-    ((4, 1.0), (8, 3.0))
+    ((4, 1.0), (8, 5.0))
     """
     times: dict[float, list[float]] = {}
     for size, seconds in points:
         times.setdefault(size, []).append(seconds)
-    return tuple((size, _lower_quartile(found)) for size, found in sorted(times.items()))
-
-
-def _lower_quartile(values: Sequence[float]) -> float:
-    return sorted(values)[(len(values) - 1) // 4]
+    return tuple((size, median(found)) for size, found in sorted(times.items()))
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> LineFit:
@@ -108,12 +104,13 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> LineFit:
 
 
 def _robust_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    weights = [1.0] * len(points)
-    line = _weighted_line(points, weights)
+    """Relative errors count, those of long transfers more: they are most of a step, and are disturbed least."""
+    importance = [sqrt(y) for _, y in points]
+    line = _weighted_line(points, importance)
     for _ in range(_ROUNDS):
         errors = [abs((line[0] + line[1] * x) / y - 1) for x, y in points]
         near = _HUBER * max(_MAD_TO_SPREAD * median(errors), _LEAST_SPREAD)
-        weights = [1.0 if error <= near else near / error for error in errors]
+        weights = [w if error <= near else w * near / error for w, error in zip(importance, errors, strict=True)]
         line = _weighted_line(points, weights)
     return line
 

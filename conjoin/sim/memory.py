@@ -179,17 +179,18 @@ class _Walk:
         self._read((root, own))
 
     def _bring(self, bundle: PlacedBundle) -> None:
-        """The parameters of a bundle as they are used: those stored, or one block with all that was gathered."""
+        """The parameters of a bundle as they are used: those stored, or what was gathered."""
         if not bundle.kind.gathers:
             for root, layout in bundle.places:
                 self.blocks[root, layout] = self.heap.hold(self.blocks[root, self.program.layout_of(root)])
             return
         stored = sum(self._held(root, self.program.layout_of(root)) for root, _ in bundle.places)
-        block = self.heap.allocate(sum(self._held(*place) for place in bundle.places))
-        self.heap.pass_by(stored)
-        for place in bundle.places:
-            self.blocks[place] = self.heap.hold(block)
-        self.heap.drop(block)
+        sizes = [self._held(*place) for place in bundle.places]
+        self.heap.pass_by(stored + sum(sizes))
+        if len(sizes) > 1:  # everyone's pieces of each come one after the other, and are put together one by one
+            self.heap.pass_by(2 * sum(sizes))
+        for place, size in zip(bundle.places, sizes, strict=True):
+            self.blocks[place] = self.heap.allocate(size)
 
     def _kept_by(self, place: int) -> Kept:
         program = self.program

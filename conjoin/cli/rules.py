@@ -1,0 +1,207 @@
+"""The commands about substitutions: `rules list`, `show`, `test`, `prove`, `why`, `generate`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from conjoin.api import UsageError
+from conjoin.cli.models import ModelArgument, load_model_graph
+from conjoin.cli.output import JsonOption, check_output, print_json
+from conjoin.rules import (
+    SHIPPED,
+    Deriver,
+    Entry,
+    Judgement,
+    Library,
+    Rule,
+    Standing,
+    WrittenRule,
+    find_matches,
+    judge,
+    load_rules,
+    make_entry,
+    make_library,
+    prove,
+    reasons_of,
+    why,
+)
+
+rules_app = typer.Typer(help="Show, test, prove and generate substitutions.", no_args_is_help=True)
+LibraryOption = Annotated[Path | None, typer.Option("--library", help="Another library than the one shipped.")]
+
+
+def _library(path: Path | None) -> Library:
+    return Library.shipped() if path is None else Library.load(path)
+
+
+@rules_app.command("list")
+def list_command(library: LibraryOption = None, as_json: JsonOption = False) -> None:
+    """List the rules of the library."""
+    entries = _library(library).entries
+    if as_json:
+        print_json([_facts(entry) for entry in entries])
+        return
+    for entry in entries:
+        typer.echo(str(entry.rule))
+    typer.echo(f"\n{len(entries)} rules, each proven and read both ways; `conjoin rules show NAME` tells more.")
+
+
+def _facts(entry: Entry) -> dict[str, Any]:
+    left, right = (list(map(str, side)) for side in (entry.rule.left, entry.rule.right))
+    facts = {"name": entry.name, "left": left, "right": right}
+    return {**facts, "conditions": list(entry.conditions), "method": entry.method, "stamp": entry.stamp}
+
+
+@rules_app.command("show")
+def show_command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of a rule.")],
+    library: LibraryOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one rule: both sides, what it needs, and how it was proven."""
+    entry = _find(_library(library), name)
+    if as_json:
+        print_json(_facts(entry))
+        return
+    typer.echo(f"{entry.name}\n  left     {'; '.join(map(str, entry.rule.left))}")
+    typer.echo(f"  right    {'; '.join(map(str, entry.rule.right))}")
+    for condition in entry.conditions:
+        typer.echo(f"  needs    {condition}")
+    typer.echo(f"  proven   from {entry.method}, for every size and rank; stamp {entry.stamp}")
+
+
+def _find(library: Library, name: str) -> Entry:
+    if name not in library.by_name:
+        raise UsageError(
+            f"Rule {name[:60]!r} was asked for. The library has {len(library.entries)} rules and none of that name. "
+            f"`conjoin rules list` names them."
+        )
+    return library.by_name[name]
+
+
+@rules_app.command("test")
+def test_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file of rules, as docs/rules.md describes it.")],
+    library: LibraryOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Decide about rules of your own: derived from the library, proven, refuted, or unknown; exit code 1 if refuted."""
+    written = load_rules(file).rules
+    deriver = Deriver(_library(library).rules)
+    found = []
+    for one in written:
+        found.append(judge(one.rule, deriver))
+        if not as_json:
+            _show(found[-1])
+    if as_json:
+        print_json([_judgement_facts(one) for one in found])
+    else:
+        counts = [(kind.value, sum(one.standing is kind for one in found)) for kind in Standing]
+        typer.echo(f"{len(found)} rules: {', '.join(f'{number} {word}' for word, number in counts if number)}")
+    if any(one.standing is Standing.REFUTED for one in found):
+        raise typer.Exit(1)
+
+
+def _show(found: Judgement) -> None:
+    typer.echo(f"{found.standing.value:<9} {found.rule}")
+    for step in found.derivation or ():
+        typer.echo(f"{'':<12}{step.rule}{' backwards' if step.backwards else ''}: {'; '.join(map(str, step.result))}")
+    if found.counterexample is not None:
+        typer.echo("\n".join(f"{'':<12}{line}" for line in str(found.counterexample).splitlines()[1:]))
+    if found.verdict.proven and found.verdict.conditions:
+        typer.echo(f"{'':<12}holds where {', '.join(found.verdict.conditions)}")
+    if found.reason:
+        typer.echo(f"{'':<12}{found.reason}")
+
+
+def _judgement_facts(found: Judgement) -> dict[str, Any]:
+    return {
+        "rule": str(found.rule),
+        "standing": found.standing.value,
+        "proven_from_definitions": found.verdict.proven,
+        "conditions": list(found.verdict.conditions),
+        "trials": found.num_trials,
+        "derivation": [
+            {"rule": step.rule, "backwards": step.backwards, "result": list(map(str, step.result))}
+            for step in found.derivation or ()
+        ],
+        "counterexample": None if found.counterexample is None else str(found.counterexample),
+        "reason": found.reason,
+    }
+
+
+@rules_app.command("prove")
+def prove_command(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A file of rules; otherwise the library.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Save those proven as a library here.")] = None,
+) -> None:
+    """Prove every rule again from the definitions; exit code 1 if one is not proven."""
+    check_output(output, "library")
+    written = load_rules(file or SHIPPED).rules
+    start = time.perf_counter()
+    proven, unproven = _prove(written)
+    for rule, reason in unproven:
+        typer.echo(f"NOT PROVEN  {rule}\n            {reason}")
+    typer.echo(f"{len(proven)} of {len(written)} rules proven in {time.perf_counter() - start:.1f} s")
+    if output is not None:
+        Library(tuple(proven)).save(output)
+        typer.echo(f"saved       {output}")
+    if unproven:
+        raise typer.Exit(1)
+
+
+def _prove(written: tuple[WrittenRule, ...]) -> tuple[list[Entry], list[tuple[Rule, str]]]:
+    proven: list[Entry] = []
+    unproven: list[tuple[Rule, str]] = []
+    for one in written:
+        verdict = prove(one.rule)
+        if verdict.proven:
+            proven.append(make_entry(one.rule, verdict.conditions, "definitions"))
+        else:
+            unproven.append((one.rule, verdict.reason))
+    return proven, unproven
+
+
+@rules_app.command("why")
+def why_command(
+    model: ModelArgument,
+    name: Annotated[str, typer.Argument(metavar="RULE", help="The name of a rule.")],
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
+    library: LibraryOption = None,
+) -> None:
+    """Where a rule applies in a model, and why it does not where it almost does."""
+    rule = _find(_library(library), name).rule
+    graph = load_model_graph(model, batch_size=batch, training=True)
+    matches = find_matches(graph, rule)
+    typer.echo(f"{rule}\napplies at {len(matches)} places of {graph.name}")
+    for miss in why(graph, rule):
+        typer.echo(f"  not at {miss}")
+
+
+@rules_app.command("generate")
+def generate_command(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Save the library here, as .toml.")],
+    state: Annotated[Path | None, typer.Option("--state", help="Keep what was enumerated here.")] = None,
+    workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="Processes that enumerate.")] = 1,
+) -> None:
+    """Generate, prove and prune a library from the definitions of the operators alone."""
+    check_output(output, "library")
+    start = time.perf_counter()
+    made = make_library(directory=state, workers=workers, progress=lambda line: typer.echo(line, err=True))
+    for selection in made.selections:
+        counts = selection.counts
+        typer.echo(
+            f"{selection.vocabulary:<16} {selection.num_graphs:>10,} graphs {counts.initial:>10,} candidates "
+            f"{counts.renamed:>9,} renamed {counts.without_common:>8,} pruned {len(selection.rules):>6,} left"
+        )
+    typer.echo(f"{made.num_proven} proven, {len(made.unproven)} not: {dict(reasons_of(made))}")
+    for rule in made.refuted:
+        typer.echo(f"REFUTED     {rule}")
+    made.library.save(output)
+    typer.echo(f"saved       {output}: {len(made.library.entries)} rules in {time.perf_counter() - start:.0f} s")
+    if made.refuted:
+        raise typer.Exit(1)

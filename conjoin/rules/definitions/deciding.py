@@ -1,0 +1,79 @@
+"""Whether conditions on whole numbers can hold together: linear arithmetic, decided by Z3.
+
+Products of unknowns are taken for unknowns of their own. What cannot hold then cannot hold at all; what is said to be
+possible may be impossible, which costs a proof and never makes a false one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+import z3
+
+from conjoin.rules.definitions.affine import Affine
+from conjoin.rules.definitions.sums import Atom, Guard
+
+_MILLISECONDS = 2000
+"""For one question; most take one."""
+
+
+class Facts:
+    """What is taken for granted, and answers to questions under it."""
+
+    def __init__(self, assumed: Iterable[Atom]) -> None:
+        self.assumed = frozenset(assumed)
+        self._solver = z3.SolverFor("QF_LIA")
+        self._solver.set("timeout", _MILLISECONDS)
+        self._unknowns: dict[tuple[str, ...], z3.ArithRef] = {}
+        self._answers: dict[Guard, bool] = {}
+        for atom in self.assumed:
+            self._solver.add(self._formula(atom))
+
+    def possible(self, guard: Guard) -> bool:
+        """Whether conditions may hold together; True where it is not known."""
+        if guard not in self._answers:
+            self._answers[guard] = self._ask([self._formula(atom) for atom in guard])
+        return self._answers[guard]
+
+    def implies(self, guard: Guard, atom: Atom) -> bool:
+        """Whether a condition holds wherever a guard does."""
+        if atom in guard or atom in self.assumed:
+            return True
+        return not any(self.possible(guard | {opposite}) for opposite in atom.negated())
+
+    def equivalent(self, one: Guard, other: Guard) -> bool:
+        """Whether two guards hold at the same places."""
+        if one == other:
+            return True
+        return all(self.implies(one, atom) for atom in other) and all(self.implies(other, atom) for atom in one)
+
+    def cancel(self, parts: Sequence[tuple[Fraction, Guard]]) -> bool:
+        """Whether numbers, each counted where its guard holds, add up to 0 everywhere."""
+        if not parts:
+            return True
+        total = z3.Sum([
+            z3.If(z3.And([self._formula(atom) for atom in guard]), z3.RealVal(str(number)), z3.RealVal(0))
+            for number, guard in parts
+        ])
+        return not self._ask([total != 0])
+
+    def _ask(self, formulas: list[z3.BoolRef]) -> bool:
+        self._solver.push()
+        try:
+            self._solver.add(*formulas)
+            return bool(self._solver.check() != z3.unsat)
+        finally:
+            self._solver.pop()
+
+    def _formula(self, atom: Atom) -> z3.BoolRef:
+        value = self._value(atom.expr)
+        return value == 0 if atom.exact else value >= 0
+
+    def _value(self, expr: Affine) -> z3.ArithRef:
+        return z3.Sum([z3.IntVal(0), *(c * self._unknown(m) if m else z3.IntVal(c) for m, c in expr.terms)])
+
+    def _unknown(self, monomial: tuple[str, ...]) -> z3.ArithRef:
+        if monomial not in self._unknowns:
+            self._unknowns[monomial] = z3.Int("*".join(monomial))
+        return self._unknowns[monomial]

@@ -1,0 +1,245 @@
+"""Sizes of dims that follow from each other: unknown, a sum after concatenation, a product where a dim is divided.
+
+`Dims.unify` makes two dims the same. What one of them is made of the other is then made of too: adding two tensors of
+which one is a concatenation tells where the other could be split (TASO's split trees, section 2.3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from conjoin.rules.definitions.affine import Affine, number, symbol
+from conjoin.rules.definitions.sums import Atom
+
+
+class IllFormed(Exception):
+    """A rule whose shapes cannot fit, whatever the sizes."""
+
+
+class NotCovered(Exception):
+    """A rule outside of what can be proven from definitions; it may be true."""
+
+
+@dataclass(eq=False, slots=True)
+class Dim:
+    """A dim, or one of the digits its positions are made of; compare by identity after `find`."""
+
+    name: str
+    """Nobody else's."""
+    words: str
+    """How it is called in conditions."""
+    parent: Dim | None = None
+    sum: tuple[Dim, Dim] | None = None
+    """Two parts, one after the other."""
+    product: tuple[Dim, Dim] | None = None
+    """Two digits, the first varying slowest."""
+    half: Dim | None = None
+    """An odd size: twice this and one; this may be 0."""
+    window: tuple[Dim, Dim | None, Affine, Affine] | None = None
+    """As many as windows of a kernel, a stride and a padding fit into a dim; without kernel: padded alike (`same`)."""
+    known: int | None = None
+
+    def find(self) -> Dim:
+        dim = self
+        while dim.parent is not None:
+            dim = dim.parent
+        return dim
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is known of it."""
+        return not (self.sum or self.product or self.half or self.window or self.known is not None)
+
+
+@dataclass(slots=True)
+class Dims:
+    """All dims of a rule."""
+
+    every: list[Dim] = field(default_factory=list)
+    equations: list[tuple[Dim, Dim]] = field(default_factory=list)
+    """Sizes that are the same although their parts are not."""
+    meshes: set[Dim] = field(default_factory=set)
+    """The dims that count devices."""
+    not_larger: list[tuple[Dim, Dim]] = field(default_factory=list)
+    """The first is at most the second."""
+    needed: list[str] = field(default_factory=list)
+    """What sizes must satisfy so that the operators fit together, in words."""
+    assumed: list[str] = field(default_factory=list)
+    """What they need not satisfy for that, and is assumed nevertheless."""
+
+    def new(self, words: str, **structure: object) -> Dim:
+        dim = Dim(f"{words}#{len(self.every)}", words)
+        for name, value in structure.items():
+            setattr(dim, name, value)
+        self.every.append(dim)
+        return dim
+
+    def split(self, dim: Dim) -> tuple[Dim, Dim]:
+        """The two parts of a dim that was concatenated; of any other dim, parts of any sizes."""
+        dim = dim.find()
+        if dim.is_plain:
+            dim.sum = (self.new(f"first part of {dim.words}"), self.new(f"second part of {dim.words}"))
+            self.needed.append(f"{dim.words} is split")
+        if dim.sum is None:
+            raise NotCovered("a dim that is no concatenation is split")
+        return dim.sum
+
+    def divide(self, dim: Dim, parts: Dim) -> Dim:
+        """The rest of a dim whose slow digit counts these parts."""
+        dim, parts = dim.find(), parts.find()
+        if dim.product and parts in self.meshes and dim.product[0].find() is not parts:
+            return self._divide_more(dim.product[0].find(), dim.product[1], parts)
+        if dim.is_plain:
+            dim.product = (parts, self.new(f"piece of {dim.words}"))
+            self.needed.append(f"{dim.words} divides into {parts.find().words}")
+        if dim.product is None:
+            raise NotCovered("a dim is both divided and concatenated")
+        self.unify(dim.product[0], parts)
+        return dim.product[1]
+
+    def _divide_more(self, slow: Dim, fast: Dim, parts: Dim) -> Dim:
+        """Divide the slow digit of a divided dim over devices: groups of channels, so many on each device."""
+        if slow in self.meshes:
+            raise NotCovered("a dim is divided over two mesh axes")
+        return self.new(f"piece of {slow.words}", product=(self.divide(slow, parts), fast))
+
+    def odd(self, dim: Dim) -> Dim:
+        """The half of a dim of odd size."""
+        dim = dim.find()
+        if dim.known is not None:
+            return self._half_of(dim.known)
+        if dim.is_plain:
+            dim.half = self.new(f"half of {dim.words}")
+            self.assumed.append(f"{dim.words} is odd")
+        if dim.half is None:
+            raise NotCovered("a kernel is made of parts")
+        return dim.half
+
+    def _half_of(self, size: int) -> Dim:
+        if size % 2 == 0:
+            raise NotCovered(f"a kernel of even size {size} with equal padding on both sides")
+        return self.new("half", known=size // 2)
+
+    def unify(self, one: Dim, other: Dim) -> None:
+        """Make two dims the same."""
+        one, other = one.find(), other.find()
+        if one is other:
+            return
+        if not one.is_plain and other.is_plain:
+            one, other = other, one
+        self._check_apart(one, other)
+        if one.is_plain:
+            self._check_apart(other, one)
+            one.parent = other
+            self.needed.append(f"{one.words} = {other.words}")
+            return
+        self._unify_parts(one, other)
+
+    def _unify_parts(self, one: Dim, other: Dim) -> None:
+        left, right = _parts(one), _parts(other)
+        if one.known is not None and one.known == other.known:
+            pass
+        elif one.sum and other.sum and len(left) == len(right):
+            for a, b in zip(left, right, strict=True):
+                if a.find() is not b.find():
+                    self.assumed.append(f"{a.words} = {b.words}")
+                self.unify(a, b)
+        elif one.product and other.product:
+            self._unify_digits(list(self.digits(one)), list(self.digits(other)))
+        elif (one.half and other.half) or (one.half and other.known) or (one.known and other.half):
+            self.unify(self.odd(one), self.odd(other))
+        elif one.window and other.window and one.window[2:] == other.window[2:]:
+            self._unify_windows(one, other)
+        elif one.product or other.product:
+            raise NotCovered("a dim is both divided and concatenated")
+        elif one.known is not None and other.known is not None:
+            raise IllFormed(f"a size is both {one.known} and {other.known}")
+        else:
+            self.equations.append((one, other))
+            self.needed.append(f"{one.words} = {other.words}")
+            return
+        one.parent = other
+
+    def _unify_digits(self, left: list[Dim], right: list[Dim]) -> None:
+        """Digit by digit, those in front that are the same first; a digit too few is made of those too many."""
+        while left and right and left[0].find() is right[0].find():
+            del left[0], right[0]
+        while len(left) > 1 and len(right) > 1:
+            self.unify(left.pop(), right.pop())
+        if left and right:
+            self.unify(self._joined(left), self._joined(right))
+        elif left or right:
+            raise NotCovered("a dim is divided in two ways")
+
+    def _joined(self, digits: list[Dim]) -> Dim:
+        joined = digits[-1]
+        for digit in reversed(digits[:-1]):
+            joined = self.new("divided", product=(digit, joined))
+        return joined
+
+    def _unify_windows(self, one: Dim, other: Dim) -> None:
+        assert one.window is not None and other.window is not None
+        self.unify(one.window[0], other.window[0])
+        if (one.window[1] is None) != (other.window[1] is None):
+            raise NotCovered("windows padded in different ways")
+        if one.window[1] is not None and other.window[1] is not None:
+            self.unify(one.window[1], other.window[1])
+
+    def _check_apart(self, part: Dim, whole: Dim) -> None:
+        """A dim is no part of itself."""
+        for child in (*(whole.sum or ()), *(whole.product or ())):
+            if child.find() is part.find():
+                raise IllFormed("a dim would be a part of itself")
+            self._check_apart(part, child.find())
+
+    def close(self) -> None:
+        """Windows over the same dims are the same."""
+        changed = True
+        while changed:
+            changed, seen = False, dict[object, Dim]()
+            for dim in self.every:
+                found = dim.find()
+                if found.window is None:
+                    continue
+                whole, kernel, stride, padding = found.window
+                key = (id(whole.find()), kernel and id(kernel.find()), stride, padding)
+                known = seen.setdefault(key, found)
+                if known is not found:
+                    found.parent, changed = known, True
+
+    def size(self, dim: Dim) -> Affine:
+        """The size of a digit."""
+        dim = dim.find()
+        if dim.known is not None:
+            return number(dim.known)
+        if dim.sum:
+            return self.size(dim.sum[0]) + self.size(dim.sum[1])
+        if dim.half:
+            return 2 * self.size(dim.half) + 1
+        if dim.product:
+            return self.size(dim.product[0]) * self.size(dim.product[1])
+        return symbol(dim.name)
+
+    def digits(self, dim: Dim) -> tuple[Dim, ...]:
+        """What positions in a dim are made of, slowest first."""
+        dim = dim.find()
+        if dim.product:
+            return (*self.digits(dim.product[0]), *self.digits(dim.product[1]))
+        return (dim,)
+
+    def facts(self) -> list[Atom]:
+        """What holds of all sizes."""
+        halves = {dim.find().half.find() for dim in self.every if dim.find().half is not None}  # type: ignore[union-attr]
+        found = [Atom(self.size(one) - self.size(other), exact=True) for one, other in self.equations]
+        found += [Atom(self.size(large) - self.size(small)) for small, large in self.not_larger]
+        for dim in self.every:
+            if dim.parent is None and (dim.is_plain or dim.window):
+                found.append(Atom(self.size(dim) - (0 if dim in halves else 1)))
+        return found
+
+
+def _parts(dim: Dim) -> Sequence[Dim]:
+    """The parts of nested sums, in order."""
+    dim = dim.find()
+    return (*_parts(dim.sum[0]), *_parts(dim.sum[1])) if dim.sum else (dim,)

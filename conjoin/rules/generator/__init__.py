@@ -1,0 +1,1 @@
+"""Candidates for rules: small graphs enumerated, paired by fingerprint, tested and pruned."""

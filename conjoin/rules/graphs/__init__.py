@@ -1,0 +1,1 @@
+"""Rules on captured graphs: matching, why something does not match, rewriting."""

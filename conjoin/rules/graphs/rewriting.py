@@ -1,0 +1,239 @@
+"""A graph with one match of a rule replaced by the rule's right side.
+
+The right side is emitted as calls on what the inputs are bound to; everything that read an output of the match reads
+the new one. What nothing reads any more is gone; all else is as it was, in the order it had, as far as the new calls
+let it. Random draws keep their order always. A subexpression of weights alone (two of them concatenated) is computed
+in every step like all others.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import cast
+
+from conjoin.ir import Graph, LayoutError, Leaf, Node, Result, Source, Value, is_random, make_node
+from conjoin.ops import map_tensors
+from conjoin.rules.graphs.emitting import Emitter, Refused
+from conjoin.rules.graphs.matching import Match
+from conjoin.rules.patterns import Input, Rule, inputs_of
+
+__all__ = ["Refused", "apply", "kept_values"]
+
+
+def apply(graph: Graph, rule: Rule, match: Match) -> Graph:
+    """The graph after a rewrite, the same object when nothing changes; Refused says why it cannot be.
+
+    >>> from conjoin.ir import parse_graph
+    >>> from conjoin.rules.graphs.matching import find_matches
+    >>> from conjoin.rules.text import parse_rule
+    >>> takes, gives = "input:x f32[2,2]\\ntakes [input:x] in null", "returns [%2] in null"
+    >>> calls = "%0: f32[2,2] = t(input:x)\\n%1: f32[2,2] = t(%0)\\n%2: f32[2,2] = relu(%1)"
+    >>> graph = parse_graph(f'graph "g" train\\n{takes}\\n{calls}\\n{gives}\\n')
+    >>> rule = parse_rule("transposes-cancel", "transpose(transpose(x))", "x")
+    >>> [node.op for node in apply(graph, rule, find_matches(graph, rule)[0]).nodes]
+    ['relu']
+    """
+    if match.rule != rule:
+        raise Refused(f"the match is one of {match.rule.name}, not of {rule.name}")
+    if not set(match.nodes) <= set(graph.nodes):
+        raise Refused("the match is one of another graph")
+    try:
+        emitter = Emitter(match)
+        replaced = dict(_replaced(emitter, match))
+    except LayoutError as error:
+        raise Refused(str(error)) from None
+    replaced = {old: new for old, new in replaced.items() if old != new}
+    if not replaced:
+        return graph
+    bare = {out for out, left in zip(match.outputs, match.form.left, strict=True) if isinstance(left, Input)}
+    made = _Program(graph, tuple(emitter.nodes), replaced, bare).rebuild()
+    if set(inputs_of(*rule.left)) - set(inputs_of(*rule.right)):
+        _check_parameters(graph, made)
+    return graph if made == graph else made
+
+
+def _check_parameters(before: Graph, after: Graph) -> None:
+    """A rule may leave out an input that does not count; optimizers tell a gradient of zeros from none."""
+    lost = sorted(leaf.name for leaf in _trained(before) - _trained(after))
+    if lost:
+        raise Refused(f"{lost[0]} would get no gradient where it gets one of zeros")
+
+
+def _trained(graph: Graph) -> set[Leaf]:
+    """The trainable parameters that something reads."""
+    read = {value.owner for node in graph.nodes for value in _facts(node)[0]}
+    read.update(value.owner for value in graph.outputs if isinstance(value, Value))
+    return {owner for owner in read if isinstance(owner, Leaf) and owner.trainable}
+
+
+def _replaced(emitter: Emitter, match: Match) -> Iterator[tuple[Value, Value]]:
+    """What takes the place of each value; its type must be the same."""
+    hosts, seen = dict(match.hosts), set[Value]()
+    for output, expr in zip(match.outputs, match.form.right, strict=True):
+        new = emitter.emit(expr)
+        if isinstance(output, Value):
+            pairs = [(output, emitter.value(new))]
+        else:
+            pairs = [(host.value, emitter.around(host, new)) for host in hosts[output]]  # type: ignore[index]
+        for old, value in pairs:
+            if old in seen:
+                raise Refused("two outputs of the rule are parts of one call")
+            if old.type != value.type:
+                raise Refused(f"{expr} gives {value.type} where {old.type} is needed")
+            seen.add(old)
+            yield old, value
+
+
+@lru_cache(maxsize=1 << 16)
+def _facts(node: Node) -> tuple[tuple[Value, ...], bool]:
+    """What a node reads, and whether it draws random numbers."""
+    return tuple(dict.fromkeys(node.inputs)), is_random(node.op, node.args)
+
+
+_Item = tuple[bool, Node]
+"""A call of the new graph: one that the right side adds (True), or one that was there."""
+
+
+class _Program:
+    """The calls of the new graph, to be put in order."""
+
+    def __init__(
+        self, graph: Graph, added: tuple[Node, ...], replaced: Mapping[Value, Value], bare: Collection[object]
+    ) -> None:
+        self.graph, self.replaced = graph, replaced
+        self.added = dict.fromkeys(added)
+        self.bare = bare
+        """Outputs that are inputs as well: the right side reads what they were."""
+
+    def _places(self, values: Iterable[Value]) -> Iterator[int]:
+        """Where the calls stand that make some values."""
+        owners = {value.owner for value in values}
+        return (place for place, node in enumerate(self.graph.nodes) if node in owners)
+
+    def rebuild(self) -> Graph:
+        """The new graph."""
+        places = {node: place for place, node in enumerate(self.graph.nodes)}
+        sources = self.graph.sources or (None,) * len(places)
+        first = next(self._places(self.replaced), 0)
+        kept: dict[Node, Source | None] = {}
+        current: dict[tuple[bool, Value], Value] = {}
+        for item in self._alive(self._order(first)):
+            added, node = item
+            place = first if added else places[node]
+            new = node if place < first else self._remade(item, current)
+            if new is not node:
+                current.update(zip(((added, v) for v in node.outputs()), new.outputs(), strict=True))
+            kept.setdefault(new, sources[place])
+
+        def result(value: Result) -> Result:
+            if not isinstance(value, Value):
+                return value
+            end = self._resolve(value)
+            return current.get(end, end[1])
+
+        return replace(
+            self.graph,
+            nodes=tuple(kept),
+            sources=tuple(kept.values()) if any(kept.values()) else (),
+            outputs=tuple(map(result, self.graph.outputs)),
+            updates=tuple((name, cast(Value, result(value))) for name, value in self.graph.updates),
+            labels=(),
+        )
+
+    def _remade(self, item: _Item, current: Mapping[tuple[bool, Value], Value]) -> Node:
+        """A call on what its operands are now."""
+        node, now = item[1], dict[Value, Value]()
+        for value in _facts(node)[0]:
+            end = self._operand(item, value)
+            now[value] = current.get(end, end[1])
+        if all(old == new for old, new in now.items()):
+            return node
+        args = map_tensors(node.op, node.args, now.__getitem__)
+        return make_node(node.op, args, node.types, occurrence=node.occurrence, pinned=node.pinned)
+
+    def _operand(self, item: _Item, value: Value) -> tuple[bool, Value]:
+        """Where an operand comes from: a value of an added call (True), or one that was there."""
+        if item[0] and value.owner in self.added:
+            return True, value
+        if item[0] and value in self.bare:
+            return False, value
+        return self._resolve(value) if value in self.replaced else (False, value)
+
+    def _resolve(self, value: Value) -> tuple[bool, Value]:
+        seen = {value}
+        while value in self.replaced:
+            value = self.replaced[value]
+            if value.owner in self.added:
+                return True, value
+            if value in seen:
+                raise Refused("its outputs would be each other")
+            seen.add(value)
+        return False, value
+
+    def _needs(self, item: _Item) -> set[_Item]:
+        ends = (self._operand(item, value) for value in _facts(item[1])[0])
+        return {(made, end.owner) for made, end in ends if isinstance(end.owner, Node)}
+
+    def _order(self, first: int) -> list[_Item]:
+        """All calls in the order they had, each after what it reads.
+
+        Only those are moved that stand between the first output of the match and the last thing that the right side
+        needs: before and after them nothing has to be.
+        """
+        needed = {value for node in self.added for value in _facts(node)[0]} | {*self.replaced, *self.replaced.values()}
+        last = max(self._places(needed), default=first - 1)
+        nodes = self.graph.nodes
+        between: list[_Item] = [*((True, node) for node in self.added), *((False, n) for n in nodes[first : last + 1])]
+        draws: list[_Item] = [item for item in between if _facts(item[1])[1]]
+        order = _sorted(between, self._needs, dict(zip(draws[1:], draws, strict=False)))
+        if len(order) < len(between):
+            if len(_sorted(between, self._needs, {})) == len(between):
+                raise Refused("random draws would change their order")
+            raise Refused("one of its outputs is needed to compute an input of another: the result would need itself")
+        return [*((False, node) for node in nodes[:first]), *order, *((False, node) for node in nodes[last + 1 :])]
+
+    def _alive(self, order: list[_Item]) -> list[_Item]:
+        """The calls that something reads, and random draws: leaving one out would shift the others."""
+        results = [*self.graph.outputs, *(value for _, value in self.graph.updates)]
+        ends = [self._resolve(value) for value in results if isinstance(value, Value)]
+        wanted: set[tuple[bool, object]] = {(made, end.owner) for made, end in ends}
+        kept = []
+        for item in reversed(order):
+            if item in wanted or _facts(item[1])[1]:
+                kept.append(item)
+                wanted |= self._needs(item)
+        return kept[::-1]
+
+
+def _sorted(items: list[_Item], needs: Callable[[_Item], set[_Item]], later: Mapping[_Item, _Item]) -> list[_Item]:
+    """Items as far as they can be put each after what it needs, else in order; `later` adds to what they need."""
+    rank = {item: i for i, item in enumerate(items)}
+    users: dict[_Item, list[_Item]] = {}
+    waiting: dict[_Item, int] = {}
+    for item in items:
+        before = {need for need in needs(item) if need in rank} | ({later[item]} if item in later else set())
+        waiting[item] = len(before)
+        for need in before:
+            users.setdefault(need, []).append(item)
+    ready = [rank[item] for item, count in waiting.items() if count == 0]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        item = items[heapq.heappop(ready)]
+        order.append(item)
+        for user in users.get(item, ()):
+            waiting[user] -= 1
+            if waiting[user] == 0:
+                heapq.heappush(ready, rank[user])
+    return order
+
+
+def kept_values(graph: Graph, match: Match) -> tuple[Value, ...]:
+    """The values inside of a match that stay computed, since something else reads them."""
+    outputs: Iterable[object] = match.outputs
+    inside = [v for node in match.nodes for v in node.outputs() if v not in outputs]
+    results = {*graph.outputs, *(value for _, value in graph.updates)}
+    return tuple(v for v in inside if v in results or any(user not in match.nodes for user in graph.users.get(v, ())))

@@ -1,0 +1,103 @@
+"""Make a library: candidates of all vocabularies, proven, and only what does not follow from the rest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from conjoin.rules.definitions.proving import prove, with_groups
+from conjoin.rules.generator.generating import Selection, generate
+from conjoin.rules.generator.selecting import drop_derived, drop_instances, prove_all
+from conjoin.rules.generator.vocabulary import (
+    MODELS,
+    MULTILINEAR,
+    PARALLEL,
+    PARALLEL_IMAGES,
+    PARALLEL_TABLES,
+    TASO,
+    Vocabulary,
+)
+from conjoin.rules.library import Library, make_entry
+from conjoin.rules.parsing import print_expressions
+from conjoin.rules.patterns import Apply, Rule
+from conjoin.rules.text import parse_rule
+from conjoin.rules.trials.instances import NoInstance
+from conjoin.rules.trials.refuting import try_out
+
+SIZES: Sequence[tuple[Vocabulary, int]] = (
+    *((vocabulary, 3) for vocabulary in TASO), (MULTILINEAR, 3), (MODELS, 2), (PARALLEL, 3), (PARALLEL_IMAGES, 3),
+    (PARALLEL_TABLES, 3),
+)  # fmt: skip
+"""How many operators each side has in the library that ships."""
+NUM_TRIALS = 100
+_MOST_DERIVED = 30
+"""Expressions looked at from each side of a rule when it is derived from others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A library, and what was left out on the way."""
+
+    library: Library
+    selections: tuple[Selection, ...]
+    num_proven: int
+    unproven: tuple[tuple[Rule, str], ...]
+    refuted: tuple[str, ...]
+    """Proven rules that a trial contradicts: always none, or the prover is wrong."""
+
+
+def make_library(
+    sizes: Sequence[tuple[Vocabulary, int]] = SIZES,
+    directory: Path | None = None,
+    workers: int = 1,
+    progress: Callable[[str], None] = print,
+) -> Made:
+    """Generate, prove, prune, try out and name."""
+    found = tuple(generate(v, n, directory=directory, workers=workers, progress=progress) for v, n in sizes)
+    proven = prove_all([rule for selection in found for rule in selection.rules], prove, progress)
+    general = drop_instances(proven.rules)
+    kept = [_named(rule) for rule in drop_derived(general, _MOST_DERIVED, progress)]
+    kept = _with_own_names(sorted(kept, key=lambda rule: rule.name))
+    false = tuple(str(rule) for rule in kept if not _survives(rule))
+    entries = tuple(make_entry(rule, prove(rule).conditions, "definitions") for rule in kept)
+    return Made(Library(entries), found, len(proven.rules), proven.unproven, false)
+
+
+def _named(rule: Rule) -> Rule:
+    """Named by its operators; one that holds for one group only says so."""
+    verdict = prove(rule)
+    settled = with_groups(rule, 1) if "groups = 1" in verdict.conditions else rule
+    sides = (print_expressions(side) for side in (settled.left, settled.right))
+    return parse_rule(f"{_words(rule.left[0])}-to-{_words(rule.right[0])}", *sides)  # as it is read from the file
+
+
+def _words(expr: object) -> str:
+    """The operators of an expression from the outside in, a few of them."""
+    if not isinstance(expr, Apply):
+        return "itself"
+    inner = [arg.op for arg in expr.args if isinstance(arg, Apply)]
+    return "-".join([expr.op, *dict.fromkeys(inner)])
+
+
+def _with_own_names(rules: Sequence[Rule]) -> list[Rule]:
+    """Rules of the same name numbered."""
+    often, seen = Counter(rule.name for rule in rules), Counter[str]()
+    made = []
+    for rule in rules:
+        seen[rule.name] += 1
+        made.append(replace(rule, name=f"{rule.name}-{seen[rule.name]}") if often[rule.name] > 1 else rule)
+    return made
+
+
+def _survives(rule: Rule) -> bool:
+    try:
+        return try_out(rule, NUM_TRIALS, under_conditions=True).counterexample is None
+    except NoInstance:
+        return False
+
+
+def reasons_of(made: Made) -> Mapping[str, int]:
+    """Why candidates were not proven, and how many each."""
+    return Counter(reason if "not found equal" not in reason else "not found equal" for _, reason in made.unproven)

@@ -1,0 +1,1 @@
+"""Rules on real tensors: what torch computes, random instances, counterexamples."""

@@ -1,0 +1,115 @@
+"""Proofs from definitions: what is true is proven with the conditions it needs, what is false is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from conjoin.rules import parse_rule, prove
+
+CONV = "conv[stride=s, groups=1]"
+TRUE = {
+    "matmul is associative": ("matmul(a, matmul(b, c))", "matmul(matmul(a, b), c)"),
+    "matmul distributes": ("matmul(a, add(b, c))", "add(matmul(a, b), matmul(a, c))"),
+    "a product of products": ("transpose(matmul(a, b))", "matmul(transpose(b), transpose(a))"),
+    "a square is a sum": ("mul(add(a, b), add(a, b))", "add(add(mul(a, a), mul(a, b)), add(mul(b, a), mul(b, b)))"),
+    "columns are merged": (
+        "matmul(a, b); matmul(a, c)",
+        "split[axis=-1, part=0](matmul(a, concat[axis=-1](b, c))); "
+        "split[axis=-1, part=1](matmul(a, concat[axis=-1](b, c)))",
+    ),
+    "inner dims are merged": (
+        "add(matmul(a, b), matmul(c, d))", "matmul(concat[axis=-1](a, c), concat[axis=-2](b, d))",
+    ),
+    "functions of parts": ("relu(concat[axis=a](x, y))", "concat[axis=a](relu(x), relu(y))"),
+    "parts of a whole": ("x", "concat[axis=a](split[axis=a, part=0](x), split[axis=a, part=1](x))"),
+    "conv is linear": (f"{CONV}(x, add(y, z))", f"add({CONV}(x, y), {CONV}(x, z))"),
+    "grouped conv is linear": (
+        "conv[stride=s, groups=g](x, add(y, z))", "add(conv[stride=s, groups=g](x, y), conv[stride=s, groups=g](x, z))",
+    ),
+    "features are merged": (f"concat[axis=1]({CONV}(x, y), {CONV}(x, z))", f"{CONV}(x, concat[axis=0](y, z))"),
+    "groups are merged": (
+        "concat[axis=1](conv[groups=g](x, y), conv[groups=h](w, z))",
+        "conv[groups=k](concat[axis=1](x, w), concat[axis=0](y, z))",
+    ),
+    "kernels are enlarged": (f"{CONV}(x, y)", f"{CONV}(x, enlarge[kernel=k](y))"),
+    "pooling by a kernel": ("avg_pool[kernel=k, stride=s](x)", "conv[stride=s, groups=g](x, pool_kernel[kernel=k])"),
+    "the identity kernel": ("conv[groups=1](x, identity_kernel[kernel=k])", "x"),
+    "the identity matrix": ("matmul(x, identity)", "x"),
+    "pooling of parts": (
+        "max_pool[kernel=k](concat[axis=1](x, y))", "concat[axis=1](max_pool[kernel=k](x), max_pool[kernel=k](y))",
+    ),
+    "columns of a table": (
+        "embedding(concat[axis=1](x, y), i)", "concat[axis=-1](embedding(x, i), embedding(y, i))",
+    ),
+    "a bag is a sum": ("embedding_bag(x, i)", "sum[axis=-2](embedding(x, i))"),
+    "softmax along another dim": (
+        "softmax[axis=b](concat[axis=a](x, y))", "concat[axis=a](softmax[axis=b](x), softmax[axis=b](y))",
+    ),
+    "means of multiples": ("mean[axis=a](scale(x, w))", "scale(mean[axis=a](x), w)"),
+    "elementwise over devices": ("relu(x)", "combine[axis=a](relu(partition[axis=a](x)))"),
+    "rows over devices": ("matmul(x, y)", "combine[axis=-2](matmul(partition[axis=-2](x), replicate(y)))"),
+    "inner dims over devices": ("matmul(x, y)", "reduce(matmul(partition[axis=-1](x), partition[axis=-2](y)))"),
+    "partial sums pass products": ("matmul(reduce(x), y)", "reduce(matmul(x, replicate(y)))"),
+    "groups over devices": (
+        "conv[groups=g](x, w)", "combine[axis=1](conv[groups=h](partition[axis=1](x), partition[axis=0](w)))",
+    ),
+    "a sum over two devices": ("add(x, y)", "reduce[mesh=2](partition[axis=a, mesh=2](concat[axis=a](x, y)))"),
+}  # fmt: skip
+FALSE = {
+    "matmul commutes": ("matmul(a, b)", "matmul(b, a)"),
+    "another function of a part": ("relu(concat[axis=a](x, y))", "concat[axis=a](relu(x), gelu(y))"),
+    "features of groups": (
+        "concat[axis=1](conv[groups=g](x, y), conv[groups=g](x, z))", "conv[groups=g](x, concat[axis=0](y, z))",
+    ),
+    "pooling along a part": (
+        "max_pool[kernel=k](concat[axis=2](x, y))", "concat[axis=2](max_pool[kernel=k](x), max_pool[kernel=k](y))",
+    ),
+    "softmax along the parts": (
+        "softmax[axis=a](concat[axis=a](x, y))", "concat[axis=a](softmax[axis=a](x), softmax[axis=a](y))",
+    ),
+    "a function of partial sums": ("relu(reduce(x))", "reduce(relu(x))"),
+    "copies are summed up": ("reduce(replicate(x))", "x"),
+    "an operand that is not copied": ("matmul(x, y)", "combine[axis=-2](matmul(partition[axis=-2](x), y))"),
+    "channels of groups over devices": (
+        "conv[groups=g](x, w)", "reduce(conv[groups=g](partition[axis=1](x), partition[axis=1](w)))",
+    ),
+    "a difference over two devices": ("sub(x, y)", "reduce[mesh=2](partition[axis=a, mesh=2](concat[axis=a](x, y)))"),
+    "conv with an activation is linear": (
+        "conv[act=relu, groups=1](x, add(y, z))", "add(conv[act=relu, groups=1](x, y), conv[act=relu, groups=1](x, z))",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRUE)
+def test_what_is_true_is_proven_both_ways(name: str) -> None:
+    rule = parse_rule(name, *TRUE[name])
+    assert prove(rule).proven, prove(rule).reason
+    assert prove(rule.reversed()).proven
+
+
+@pytest.mark.parametrize("name", FALSE)
+def test_what_is_false_is_not_proven(name: str) -> None:
+    found = prove(parse_rule(name, *FALSE[name]))
+    assert not found.proven and found.reason
+
+
+def test_a_rule_for_one_group_says_so() -> None:
+    found = prove(parse_rule("features", "concat[axis=1](conv(x, y), conv(x, z))", "conv(x, concat[axis=0](y, z))"))
+    assert found.proven and found.conditions[0] == "groups = 1"
+
+
+def test_kernels_padded_alike_are_odd() -> None:
+    found = prove(parse_rule("enlarged", f"{CONV}(x, y)", f"{CONV}(x, enlarge[kernel=k](y))"))
+    assert {"y.2 is odd", "y.3 is odd", "kernel k is odd"} <= set(found.conditions)
+
+
+def test_parts_that_are_added_are_of_one_size() -> None:
+    left = "add(concat[axis=a](x, y), concat[axis=a](z, w))"
+    found = prove(parse_rule("parts", left, "concat[axis=a](add(x, z), add(y, w))"))
+    assert found.proven and "x.a = z.a" in found.conditions
+
+
+def test_sizes_that_do_not_exist_prove_nothing() -> None:
+    left = "conv[act=relu](x, conv(x, pool_kernel[kernel=3]))"
+    found = prove(parse_rule("none", left, "conv[act=relu](concat[axis=1](x, x), avg_pool[kernel=3](x))"))
+    assert not found.proven
