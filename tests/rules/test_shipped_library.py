@@ -1,0 +1,21 @@
+"""The library that ships: every rule is proven again, and survives trials."""
+
+from __future__ import annotations
+
+import pytest
+
+from conjoin.rules import Entry, Library, prove, try_out
+
+ENTRIES = Library.shipped().entries
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_it_is_proven_with_its_conditions(entry: Entry) -> None:
+    found = prove(entry.rule)
+    assert found.proven and found.conditions == entry.conditions
+
+
+@pytest.mark.parametrize("entry", ENTRIES[::4], ids=lambda entry: entry.name)
+def test_it_survives_trials(entry: Entry) -> None:
+    trials = try_out(entry.rule, 25, under_conditions=True)
+    assert trials.num_run >= 20 and trials.counterexample is None
