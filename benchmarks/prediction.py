@@ -127,7 +127,7 @@ def plans_of(graph: Graph, machine: Machine, strategies: Sequence[str] = STRATEG
 def time_operators(rank: int, wanted: Wanted, mesh: Mesh, seconds: float) -> list[Outcome]:
     """Every call that any plan makes, on all ranks at once."""
     pace = Pace(communicator_over(mesh))
-    return measure_wanted(wanted, OPTIMIZER, pace.device, pace.together, seconds)
+    return measure_wanted(wanted, OPTIMIZER, pace.device, pace, seconds)
 
 
 def calibrate(rank: int, mesh: Mesh, seconds: float) -> tuple[CollectiveFit, ...]:

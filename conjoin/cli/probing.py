@@ -62,7 +62,7 @@ def probe_devices(machine: Machine, pace: Pace, seconds: float) -> Speeds:
 def probe_wanted(wanted: Wanted, optimizer: str, machine: Machine, pace: Pace) -> dict[str, list[Outcome]]:
     """Measure calls and updates on all ranks at once: what was found, by the name of the device it is of."""
     by_device: dict[str, list[list[Outcome]]] = defaultdict(list)
-    for rank, outcomes in enumerate(_gather(measure_wanted(wanted, optimizer, pace.device, pace.together))):
+    for rank, outcomes in enumerate(_gather(measure_wanted(wanted, optimizer, pace.device, pace))):
         by_device[machine.device_type(rank).name].append(outcomes)
     return {name: mean_outcomes(alike) for name, alike in by_device.items()}
 
@@ -166,7 +166,9 @@ class _Timer:
         return late
 
     def _measure(self, call: Call, needs: tuple[int, ...]) -> None:
-        outcome = measure(call, needs, self._pace.device, barrier=self._pace.together)
+        outcome = measure(
+            call, needs, self._pace.device, barrier=self._pace.together, slowest=self._pace.largest
+        )
         seconds = outcome.forward if isinstance(outcome, Measurement) else 0.0
         slowest = self._pace.largest(seconds)[0]
         if isinstance(outcome, Measurement):

@@ -16,6 +16,8 @@ from torch import Tensor
 from conjoin.cost.running import Run, tensors_in
 
 Barrier = Callable[[], None]
+Slowest = Callable[..., list[float]]
+"""For each of some numbers the largest that any rank has."""
 
 
 @dataclass

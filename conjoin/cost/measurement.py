@@ -56,10 +56,7 @@ _FIELDS = ("forward", "backward", "host_forward", "host_backward", "spread")
 
 
 def mean_outcomes(ranks: Sequence[Sequence[Outcome]]) -> list[Outcome]:
-    """The mean over ranks that measured the same calls; a call that failed on one of them has failed.
-
-    Ranks wait for each other in every step but not in every call, so that the slowest of each call would be too slow.
-    """
+    """The mean over ranks that measured the same calls; a call that failed on one of them has failed."""
     found: list[Outcome] = []
     for same in zip(*ranks, strict=True):
         failed = next((outcome for outcome in same if not isinstance(outcome, Measurement)), None)

@@ -18,7 +18,7 @@ from statistics import median, quantiles
 
 import torch
 
-from conjoin.cost.clocks import Barrier, Block, CpuClock, CudaClock, Times
+from conjoin.cost.clocks import Barrier, Block, CpuClock, CudaClock, Slowest, Times
 from conjoin.cost.keys import write_key
 from conjoin.cost.measurement import MAX_REASON_LENGTH, Absence, Measurement, Outcome
 from conjoin.cost.running import bind_run, make_operands
@@ -48,12 +48,14 @@ def measure(
     *,
     seconds: float = DEFAULT_SECONDS,
     barrier: Barrier | None = None,
+    slowest: Slowest | None = None,
 ) -> Outcome:
     """The seconds of a call on local tensors whose operands at `needs` get a gradient, or why there are none.
 
     Takes about as long as `seconds` says, and for slow calls as long as a few repeats take. A `barrier` is called
-    before each timed block, so that ranks that all measure the same call do so at the same time. The caller's random
-    state is left as it is.
+    before each timed block, so that ranks that all measure the same call do so at the same time, and of each block the
+    time of the `slowest` rank counts: where ranks share cores some of them run first, and all wait for the last. The
+    caller's random state is left as it is.
 
     >>> from conjoin.ops import TensorType
     >>> x = TensorType((4, 4), torch.float32)
@@ -68,7 +70,7 @@ def measure(
         with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), torch.enable_grad():
             block = _prepare(call, needs, work, place)
             clock = CudaClock(block, place) if place.type == "cuda" else CpuClock(block)
-            return _repeat(key, clock, seconds, barrier)
+            return _repeat(key, clock, seconds, barrier, slowest)
     except (RuntimeError, ValueError, TypeError, LookupError, NotImplementedError, AssertionError) as error:
         return Absence(key, _reason(error))
     finally:
@@ -129,12 +131,15 @@ def _block_size(call: Call, work: CallWork, kind: str) -> int:
     return max(1, min(_MAX_BLOCK, int(by_bytes), int(by_flops)))
 
 
-def _repeat(key: str, clock: CpuClock | CudaClock, seconds: float, barrier: Barrier | None) -> Measurement:
+def _repeat(
+    key: str, clock: CpuClock | CudaClock, seconds: float, barrier: Barrier | None, slowest: Slowest | None
+) -> Measurement:
     times: list[Times] = []
     with _steady_collector():
         end = time.perf_counter() + seconds
         while not _enough(times, time.perf_counter() > end, barrier is not None):
-            times.append(clock.time(barrier or _no_barrier))
+            found = clock.time(barrier or _no_barrier)
+            times.append(found if slowest is None else Times(*slowest(found.forward, found.backward)))
     forward, backward = median(t.forward for t in times), median(t.backward for t in times)
     host = clock.host
     return Measurement(key, forward, backward, host.forward, host.backward, _spread([t.forward for t in times]))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
@@ -46,17 +47,29 @@ def wanted_by(plans: Iterable[Plan]) -> Wanted:
     return wanted
 
 
+class Ranks(Protocol):
+    """All ranks that measure."""
+
+    def together(self) -> None:
+        """Return when all have come here."""
+
+    def largest(self, *values: float) -> list[float]:
+        """The largest of the ranks' values, for each of them."""
+
+
 def measure_wanted(
-    wanted: Wanted, optimizer: str, device: torch.device, barrier: Callable[[], None], seconds_each: float = 0.05
+    wanted: Wanted, optimizer: str, device: torch.device, ranks: Ranks, seconds_each: float = 0.05
 ) -> list[Outcome]:
-    """What this rank measures while all others measure the same; the barrier lets none run ahead."""
+    """What the slowest rank takes while all measure the same, none of them ahead."""
     found: list[Outcome] = [
-        measure(call, needs, device, seconds=seconds_each, barrier=barrier) for call, needs in wanted.calls
+        measure(call, needs, device, seconds=seconds_each, barrier=ranks.together, slowest=ranks.largest)
+        for call, needs in wanted.calls
     ]
     for parameters in wanted.updates:
         for dtype, types in _by_dtype(parameters).items():
-            barrier()
-            found.append(measure_update(optimizer, dtype, len(types), sum(t.num_elements for t in types), device))
+            ranks.together()
+            mine = measure_update(optimizer, dtype, len(types), sum(t.num_elements for t in types), device)
+            found.append(replace(mine, forward=ranks.largest(mine.forward)[0]))
     return found
 
 

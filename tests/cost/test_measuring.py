@@ -76,6 +76,14 @@ def test_the_barrier_stands_before_each_timed_block_and_counts_the_same_everywhe
     assert counts[0] == counts[1] > 4
 
 
+def test_the_slowest_rank_counts() -> None:
+    another = [3.0, 5.0]
+    outcome = measure(
+        BIG, (0, 1), "cpu", barrier=lambda: None, slowest=lambda *mine: list(map(max, mine, another))
+    )  # fmt: skip
+    assert isinstance(outcome, Measurement) and [outcome.forward, outcome.backward] == another
+
+
 def test_the_random_state_and_the_grad_mode_of_the_caller_stay() -> None:
     before = torch.get_rng_state()
     with torch.no_grad():
