@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from conjoin.rules.definitions.dims import IllFormed
-from conjoin.rules.definitions.proving import Verdict, prove, with_groups
+from conjoin.rules.definitions.proving import Verdict, prove
 from conjoin.rules.deriving import Derivation, Deriver, Step
 from conjoin.rules.patterns import Rule
 from conjoin.rules.trials.instances import NoInstance
@@ -60,18 +60,16 @@ def judge(rule: Rule, deriver: Deriver) -> Judgement:
 
 
 def derive_checked(rule: Rule, deriver: Deriver) -> Derivation | None:
-    """A derivation each of whose steps holds under the rule's own sizes."""
-    goal = replace(rule, left=rule.left, right=rule.right)
-    found = deriver.derive(goal)
-    return found if found is not None and _holds(goal, found) else None
+    """A derivation each of whose steps, with the whole expressions before and after it, is proven again."""
+    found = deriver.derive(rule)
+    return found if found is not None and _holds(rule, found) else None
 
 
 def _holds(goal: Rule, derivation: tuple[Step, ...]) -> bool:
-    """Whether every step, with the sizes of the whole rule, is proven: a rule's conditions may not hold here."""
+    """Whether every step is proven: a rule of the library may have conditions that cannot hold here."""
     before = goal.left
     for step in derivation:
-        made = Rule(step.rule, before, step.result)
-        if not (prove(made).proven or prove(with_groups(made, 1)).proven):
+        if not prove(Rule(step.rule, before, step.result)).proven:
             return False
         before = step.result
     return True

@@ -13,9 +13,10 @@ import pytest
 
 from conjoin.errors import UsageError
 from conjoin.rules import library as room
+from conjoin.rules.definitions.calls import Call, Tensor
 from conjoin.rules.definitions.sums import Function, of
 from conjoin.rules.library import Library, find_operators_version, make_entry, operators_version
-from conjoin.rules.operators import BY_NAME, Call, RuleOp, Tensor
+from conjoin.rules.operators import BY_NAME, RuleOp
 from conjoin.rules.text import parse_rule
 
 

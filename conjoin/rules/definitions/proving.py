@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from conjoin.rules.definitions.affine import number, symbol
+from conjoin.rules.definitions.calls import Call, Devices, Digits, Index, Tensor, positions
 from conjoin.rules.definitions.deciding import Facts
 from conjoin.rules.definitions.dims import Dim, Dims, IllFormed, NotCovered
 from conjoin.rules.definitions.equality import TooLarge, equal
 from conjoin.rules.definitions.ranks import Ranks, devices_of
 from conjoin.rules.definitions.sums import Atom, Sum, access, between
-from conjoin.rules.operators import BY_NAME, Call, Devices, Digits, Index, Tensor, positions
+from conjoin.rules.operators import BY_NAME
+from conjoin.rules.parameters import parameters
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, walk
 
 
@@ -160,13 +162,13 @@ class Frame:
                 self._named(f"{name} {expr.param(name)}")
         if BY_NAME[expr.op].parallel:
             self.dims.meshes.add(self._named(str(expr.param("mesh", "m"))))
-        placed = expr
+        params = parameters(expr)
         if expr.param("axis") != "":
             on = expr.args[0] if BY_NAME[expr.op].kind == "reduce" else expr
             place = self.ranks[on].place(expr.param("axis"))
-            placed = replace(expr, params=(*expr.params, ("place", place)))
+            params = (*params, ("place", place))
         result = self._new_dims(expr) if not args else ()
-        return BY_NAME[expr.op].define(Call(self.dims, placed, args, result, self.named))
+        return BY_NAME[expr.op].define(Call(self.dims, replace(expr, params=params), args, result, self.named))
 
     def _named(self, name: str) -> Dim:
         if name not in self.named:

@@ -11,7 +11,7 @@ interpreted. Two tensors are equal when these sums are, up to the names of summe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import count
@@ -229,9 +229,6 @@ def symbols_of_sum(value: Sum) -> frozenset[str]:
 def average(size: Affine) -> Sum:
     """One over a size."""
     return of(Size(size)) if size.symbols else constant(Fraction(1, size.value({})))
-
-
-Evaluate = Callable[[Access], Fraction]
 
 
 def choose(guard: Guard, then: Sum, otherwise: Sum) -> Sum:
