@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -37,16 +38,26 @@ from conjoin.runtime import (
     to_module,
     verify_in_process,
 )
-from conjoin.search import make_plan, strategy_names
+from conjoin.search import (
+    Progress,
+    Row,
+    SearchResult,
+    Wish,
+    compare_plans,
+    find_plan,
+    make_plan,
+    strategy_names,
+)
 from conjoin.sim import Prediction, predict
 
 __all__ = [
     "CaptureError", "CapturedModule", "CheckpointError", "ConjoinError", "Explanation", "Graph", "GraphError",
-    "Inspection", "Machine", "ParallelModule", "Plan", "PlanError", "Prediction", "RankError", "StrategyError",
-    "UsageError", "Verdict", "__version__", "capture", "diff_plans", "explain", "explanation_text", "fingerprint",
-    "full_state_dict", "inspect", "load", "load_checkpoint", "load_graph", "load_optimizer_state_dict", "load_plan",
-    "not_understood", "optimizer_state_dict", "parse_graph", "plan", "save_checkpoint", "save_graph", "simulate_plan",
-    "strategy_names", "to_module", "verify", "verify_plan",
+    "Inspection", "Machine", "ParallelModule", "Plan", "PlanError", "Prediction", "RankError", "SearchResult",
+    "StrategyError", "UsageError", "Verdict", "Wish", "__version__", "capture", "compare", "diff_plans", "explain",
+    "explanation_text", "fingerprint", "full_state_dict", "inspect", "load", "load_checkpoint", "load_graph",
+    "load_optimizer_state_dict", "load_plan", "not_understood", "optimizer_state_dict", "parse_graph", "plan",
+    "save_checkpoint", "save_graph", "search_plan", "simulate_plan", "strategy_names", "to_module", "verify",
+    "verify_plan",
 ]  # fmt: skip
 
 try:
@@ -55,16 +66,58 @@ except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+unknown"
 
 
-def plan(model: nn.Module, batch: Batch, machine: Machine | str, *, loss: Any = None, strategy: str) -> Plan:
-    """A plan for training a model on a machine by a named strategy, `megatron:tp=2,dp=4`; see `strategy_names`.
+def plan(
+    model: nn.Module,
+    batch: Batch,
+    machine: Machine | str,
+    *,
+    loss: Any = None,
+    strategy: str | None = None,
+    wish: Wish | None = None,
+) -> Plan:
+    """A plan for training a model on a machine: the best that a search finds, or that of a named strategy.
+
+    What the search may take, and what it has to keep to, stands in `wish`. Ctrl-C keeps the best plan so far.
 
     >>> import torch
     >>> model, batch = nn.Linear(4, 4), (torch.ones(8, 4), torch.ones(8, 4))
     >>> print(plan(model, batch, "local:2", loss=nn.functional.mse_loss, strategy="data-parallel"))
     data-parallel:dp=2 plan of Linear for 2 ranks (d0:2)
+    >>> found = plan(model, batch, "dgx-h100", loss=nn.functional.mse_loss, wish=Wish(budget=5))
+    >>> dict(found.predictions)["seconds_per_step"] > 0
+    True
     """
     chosen = parse_machine(machine, machines_directory()) if isinstance(machine, str) else machine
-    return make_plan(capture(model, batch, loss), chosen, strategy)
+    graph = capture(model, batch, loss)
+    if strategy is not None:
+        return make_plan(graph, chosen, strategy)
+    return search_plan(graph, chosen, wish).plan
+
+
+def search_plan(
+    graph: Graph,
+    machine: Machine | str,
+    wish: Wish | None = None,
+    *,
+    start: Sequence[Plan] = (),
+    progress: Callable[[Progress], None] | None = None,
+) -> SearchResult:
+    """The best plan that a search finds for a captured model, with what it is compared with and how the search went."""
+    chosen = parse_machine(machine, machines_directory()) if isinstance(machine, str) else machine
+    return find_plan(graph, chosen, _known_costs(), wish, start=start, progress=progress)
+
+
+def compare(
+    graph: Graph,
+    machine: Machine | str,
+    wish: Wish | None = None,
+    *,
+    searches: Sequence[str] = ("joint",),
+    progress: Callable[[Progress], None] | None = None,
+) -> list[Row]:
+    """All named strategies, and some searches, side by side: predicted step, where it goes, memory, search seconds."""
+    chosen = parse_machine(machine, machines_directory()) if isinstance(machine, str) else machine
+    return compare_plans(graph, chosen, _known_costs(), wish or Wish(), searches, progress=progress)
 
 
 def simulate_plan(plan: Plan, machine: Machine | str, *, optimizer: str = "adam") -> Prediction:

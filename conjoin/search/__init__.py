@@ -1,5 +1,13 @@
-"""How to train a model on a machine: the named strategies."""
+"""How to train a model on a machine: the named strategies, and the searches that choose."""
 
+from conjoin.search.baselines import baseline_names, baselines
+from conjoin.search.comparing import Row, compare_plans
+from conjoin.search.contest import Contest, Improvement, Progress, Stopped
 from conjoin.search.planning import make_plan, strategy_names
+from conjoin.search.remembering import Remembered
+from conjoin.search.searching import DEFAULT_BUDGET, SearchResult, Wish, find_plan, search_names
 
-__all__ = ["make_plan", "strategy_names"]
+__all__ = [
+    "DEFAULT_BUDGET", "Contest", "Improvement", "Progress", "Remembered", "Row", "SearchResult", "Stopped", "Wish",
+    "baseline_names", "baselines", "compare_plans", "find_plan", "make_plan", "search_names", "strategy_names",
+]  # fmt: skip

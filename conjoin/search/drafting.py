@@ -60,7 +60,7 @@ def settle_draft(graph: Graph, strategy: Callable[[Facts], Draft]) -> Settled:
     draft = strategy(study(graph))
     while stuck := {node for flow in draft.flows for node in flow.stuck}:
         fused = {node for node in stuck if not can_expand(node)}
-        substitutions += tuple(_substitution(graph, node) for node in graph.nodes if node in (fused or stuck))
+        substitutions += tuple(substitution_of(graph, node) for node in graph.nodes if node in (fused or stuck))
         graph = unfuse(graph, fused) if fused else expand(graph, stuck)
         draft = strategy(study(graph))
     return Settled(graph, draft, substitutions)
@@ -82,7 +82,8 @@ def make_plan_by(captured: Graph, machine: Machine, strategy: Callable[[Facts], 
     return check_plan(plan)
 
 
-def _substitution(graph: Graph, node: Node) -> Substitution:
+def substitution_of(graph: Graph, node: Node) -> Substitution:
+    """How a node that was expanded or taken apart is told of in a plan."""
     if can_expand(node):
         return Substitution(f"expand-{node.op}", _where(graph, node), _EXPANDED)
     return Substitution(f"unfuse-{node.op}", _where(graph, node), _UNFUSED)

@@ -2,19 +2,20 @@
 
 from conjoin.sim.breakdown import Breakdown, break_down
 from conjoin.sim.engine import Instruction, Phase, Ticks, Timeline, rerun, run, to_seconds, to_ticks
+from conjoin.sim.fragments import Drafts
 from conjoin.sim.memory import OPTIMIZER_COPIES, Memory, measure_memory
 from conjoin.sim.moves import make_change, random_change
 from conjoin.sim.prediction import Prediction, predict
 from conjoin.sim.prices import MachinePrices, Prices
 from conjoin.sim.program import Change, Program
 from conjoin.sim.simulation import Simulation, new_drafts, simulate, simulate_layouts
-from conjoin.sim.skeleton import Layouts, Skeleton, take_apart
+from conjoin.sim.skeleton import Layouts, Operator, Skeleton, take_apart, take_graph_apart
 from conjoin.sim.symmetry import Classes
 from conjoin.sim.wanted import Wanted, measure_wanted, wanted_by
 
 __all__ = [
-    "OPTIMIZER_COPIES", "Breakdown", "Change", "Classes", "Instruction", "Layouts", "MachinePrices", "Memory", "Phase",
-    "Prediction", "Prices", "Program", "Simulation", "Skeleton", "Ticks", "Timeline", "Wanted", "break_down",
-    "make_change", "measure_memory", "measure_wanted", "new_drafts", "predict", "random_change", "rerun", "run",
-    "simulate", "simulate_layouts", "take_apart", "to_seconds", "to_ticks", "wanted_by",
+    "OPTIMIZER_COPIES", "Breakdown", "Change", "Classes", "Drafts", "Instruction", "Layouts", "MachinePrices", "Memory",
+    "Operator", "Phase", "Prediction", "Prices", "Program", "Simulation", "Skeleton", "Ticks", "Timeline", "Wanted",
+    "break_down", "make_change", "measure_memory", "measure_wanted", "new_drafts", "predict", "random_change", "rerun",
+    "run", "simulate", "simulate_layouts", "take_apart", "take_graph_apart", "to_seconds", "to_ticks", "wanted_by",
 ]  # fmt: skip

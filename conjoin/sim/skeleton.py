@@ -63,7 +63,11 @@ class Layouts:
 
 def take_apart(plan: Plan) -> tuple[Skeleton, Layouts]:
     """A plan as what does not depend on layouts, and the layouts."""
-    graph = plan.graph
+    return take_graph_apart(plan.graph)
+
+
+def take_graph_apart(graph: Graph) -> tuple[Skeleton, Layouts]:
+    """The same for a graph; one without layouts is the same on every device."""
     gradients = Gradients(graph)
     numbers: dict[Value, int] = {Value(leaf): i for i, leaf in enumerate(graph.leaves)}
     roots = [Root(leaf.type.laid_out(()), leaf, -1) for leaf in graph.leaves]

@@ -24,7 +24,11 @@ Run = Callable[..., Ran]
 
 FLAGS = {
     "inspect": ["--batch", "--eval", "--json", "--output", "--train", "-o"],
-    "plan": ["--batch", "--json", "--machine", "--output", "--strategy", "-o"],
+    "plan": [
+        "--batch", "--budget", "--fresh", "--json", "--machine", "--memory", "--optimizer", "--output", "--search",
+        "--start", "--strategy", "-o",
+    ],
+    "compare": ["--batch", "--budget", "--json", "--machine", "--memory", "--optimizer", "--search"],
     "explain": ["--json"],
     "diff": ["--json"],
     "simulate": ["--json", "--machine", "--optimizer", "--trace"],

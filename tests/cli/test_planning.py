@@ -72,7 +72,10 @@ def test_diff_tells_by_its_exit_code(run: Run, saved: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (LENET, "the strategies are single, data-parallel,"),
+        (LENET, "Measure them with `conjoin calibrate`"),
+        ((*LENET, "--budget", "soon"), "Write 60s, or 5m."),
+        ((*LENET, "--memory", "0GiB"), "Write 40GiB."),
+        ((*LENET[:3], "dgx-h100", "--search", "magic"), "Known are joint"),
         ((*LENET, "--strategy", "megatorn"), "Did you mean megatron?"),
         ((*LENET, "--strategy", "fsdp:tp=2"), "unknown key 'tp'"),
         ((*LENET, "--strategy", "fsdp:dp=3"), "dp=3"),

@@ -1,0 +1,51 @@
+"""Times and sizes as users write them."""
+
+from __future__ import annotations
+
+import re
+
+from conjoin.api import UsageError
+
+_TIMES = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+_SIZES = {
+    "": 1,
+    "B": 1,
+    **{f"{letter}iB": 2 ** (10 * (i + 1)) for i, letter in enumerate("KMGT")},
+    **{f"{letter}B": 10 ** (3 * (i + 1)) for i, letter in enumerate("KMGT")},
+}
+_QUANTITY = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([A-Za-z]*)")
+
+
+def parse_seconds(text: str) -> float:
+    """A time in seconds.
+
+    >>> parse_seconds("90s"), parse_seconds("2m"), parse_seconds("0")
+    (90.0, 120.0, 0.0)
+    """
+    number, unit = _parse(text)
+    if unit not in _TIMES:
+        raise UsageError(
+            f"The time {text[:40]!r} was given. A time is a number with a unit, {', '.join(filter(None, _TIMES))}. "
+            f"Write 60s, or 5m."
+        )
+    return number * _TIMES[unit]
+
+
+def parse_bytes(text: str) -> int:
+    """A size in bytes.
+
+    >>> parse_bytes("40GiB"), parse_bytes("1.5KB")
+    (42949672960, 1500)
+    """
+    number, unit = _parse(text)
+    if unit not in _SIZES or number <= 0:
+        raise UsageError(
+            f"The size {text[:40]!r} was given. A size is a number above 0 with a unit, "
+            f"{', '.join(filter(None, _SIZES))}. Write 40GiB."
+        )
+    return int(number * _SIZES[unit])
+
+
+def _parse(text: str) -> tuple[float, str]:
+    found = _QUANTITY.fullmatch(text.strip())
+    return (float(found[1]), found[2]) if found else (-1.0, "?")

@@ -1,0 +1,98 @@
+"""How commands that search tell of it: a line while it runs, and the result as text and data."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from conjoin.environment import costs_path
+from conjoin.report import format_bytes, format_seconds
+from conjoin.search import Progress, Row, SearchResult
+
+_INTERVAL = 0.1
+_WIDTH = 118
+
+
+@contextmanager
+def progress_line() -> Iterator[Callable[[Progress], None] | None]:
+    """A line on the terminal that is written over; none where nobody looks."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    last = -1.0
+
+    def show(progress: Progress) -> None:
+        nonlocal last
+        if progress.elapsed - last >= _INTERVAL:
+            last = progress.elapsed
+            print(f"\r{str(progress)[:_WIDTH]:<{_WIDTH}}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        print(f"\r{'':<{_WIDTH}}\r", end="", file=sys.stderr, flush=True)
+
+
+def costs_mark() -> str:
+    """What tells one state of the measured costs of this host from another."""
+    path = costs_path()
+    return f"{path.stat().st_mtime_ns}:{path.stat().st_size}" if path.exists() else "none"
+
+
+def result_to_json(result: SearchResult) -> dict[str, Any]:
+    """A result as plain data."""
+    return {
+        "strategy": result.plan.strategy,
+        "seconds_per_step": result.seconds_per_step,
+        "baseline": result.baseline,
+        "baseline_seconds_per_step": result.baseline_seconds_per_step,
+        "ratio": result.ratio,
+        "peak_bytes": result.peak_bytes,
+        "search_seconds": result.search_seconds,
+        "num_plans": result.num_plans,
+        "stopped": result.stopped.value,
+        "history": [{"seconds": i.elapsed, "seconds_per_step": i.seconds, "by": i.name} for i in result.history],
+    }
+
+
+def result_lines(result: SearchResult) -> list[str]:
+    """A result for people."""
+    return [
+        f"{'predicted':<12} {format_seconds(result.seconds_per_step)} a step, "
+        f"{format_bytes(result.peak_bytes)} on the fullest device",
+        f"{'baseline':<12} {format_seconds(result.baseline_seconds_per_step)} by {result.baseline}: "
+        f"{result.ratio:.2f} times as fast",
+        f"{'search':<12} {result.num_plans} plans in {result.search_seconds:.1f} s, {result.stopped.value}",
+    ]
+
+
+_HEADINGS = ("strategy or search", "step", "compute", "exposed", "hidden", "memory", "fits", "search")
+
+
+def comparison_lines(rows: Sequence[Row]) -> list[str]:
+    """A table of strategies and searches."""
+    table = [_HEADINGS, *(_cells(row) for row in rows if row.prediction is not None)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(_HEADINGS))]
+    lines = [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        for line in table
+    ]
+    return lines + [f"{row.name}: {row.reason}" for row in rows if row.prediction is None]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    found = row.prediction
+    assert found is not None
+    parts = found.breakdown
+    return (
+        row.name,
+        format_seconds(found.seconds),
+        format_seconds(parts.forward + parts.backward + parts.update),
+        format_seconds(parts.exposed + parts.waiting),
+        format_seconds(parts.hidden),
+        format_bytes(found.memory.peak),
+        "yes" if row.fits else "no",
+        f"{row.search_seconds:.1f} s",
+    )

@@ -1,0 +1,93 @@
+"""All named strategies and searches side by side: predicted step, where it goes, memory, seconds of search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+from conjoin.cost import CostModel
+from conjoin.errors import StrategyError
+from conjoin.ir import Graph, Plan
+from conjoin.machine import Machine
+from conjoin.search.baselines import baseline_names
+from conjoin.search.contest import Progress
+from conjoin.search.planning import make_plan
+from conjoin.search.searching import Wish, find_plan
+from conjoin.sim import Prediction, predict
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to make a plan, and what it comes to; without a prediction, why there is none."""
+
+    name: str
+    search_seconds: float
+    prediction: Prediction | None = None
+    capacity: int = 0
+    """Bytes that may be used of a device."""
+    reason: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.prediction is not None and self.prediction.memory.peak <= self.capacity
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        found = self.prediction
+        if found is None:
+            return {"name": self.name, "search_seconds": self.search_seconds, "reason": self.reason}
+        parts = found.breakdown
+        return {
+            "name": self.name,
+            "search_seconds": self.search_seconds,
+            "seconds_per_step": found.seconds,
+            "forward": parts.forward,
+            "backward": parts.backward,
+            "update": parts.update,
+            "exposed": parts.exposed,
+            "waiting": parts.waiting,
+            "hidden": parts.hidden,
+            "peak_bytes": found.memory.peak,
+            "fits": self.fits,
+        }
+
+
+def compare_plans(
+    graph: Graph,
+    machine: Machine,
+    costs: CostModel,
+    wish: Wish,
+    searches: Sequence[str],
+    *,
+    progress: Callable[[Progress], None] | None = None,
+) -> list[Row]:
+    """A row for every named strategy and search, the fastest that fit first."""
+    has = min(machine.device_type(rank).memory_bytes for rank in range(machine.num_devices))
+    capacity = has if wish.memory is None else min(has, wish.memory)
+    rows = []
+    for name, make in _ways(graph, machine, costs, wish, searches, progress):
+        started = perf_counter()
+        try:
+            plan = make()
+            took = perf_counter() - started
+            rows.append(Row(name, took, predict(plan, machine, costs, wish.optimizer), capacity))
+        except StrategyError as error:
+            rows.append(Row(name, perf_counter() - started, reason=str(error)))
+    return sorted(rows, key=lambda r: (r.prediction is None, not r.fits, r.prediction.seconds if r.prediction else 0.0))
+
+
+def _ways(
+    graph: Graph,
+    machine: Machine,
+    costs: CostModel,
+    wish: Wish,
+    searches: Sequence[str],
+    progress: Callable[[Progress], None] | None,
+) -> Iterator[tuple[str, Callable[[], Plan]]]:
+    for name in baseline_names(machine.mesh):
+        yield name, lambda name=name: make_plan(graph, machine, name)  # type: ignore[misc]
+    for name in searches:
+        asked = replace(wish, search=name)
+        yield f"search: {name}", lambda a=asked: find_plan(graph, machine, costs, a, progress=progress).plan  # type: ignore[misc]

@@ -1,0 +1,58 @@
+"""The ways to store a parameter: split along its dims over some units, gathered once for a step or twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conjoin.ops import TensorType
+from conjoin.search.exact.layout_codes import WHOLE, B, Codes, S, all_digits
+from conjoin.search.exact.units import Units
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Storages:
+    """The ways to store a parameter, in parallel arrays."""
+
+    codes: Codes
+    regathered: NDArray[np.bool_]
+    """Whether what was gathered for the forward pass is dropped, and gathered again."""
+    seconds: NDArray[np.float64]
+    """Of the update, and what its memory is worth."""
+
+
+def make_storages(
+    type: TensorType, units: Units, trained: bool, copies: int, update_seconds: float, seconds_per_byte: float
+) -> Storages:
+    """Every layout of I and even splits; where memory counts also those with gathering twice."""
+    digits = all_digits(len(type.shape), len(units))
+    degrees = np.array([unit.degree for unit in units])
+    legal = ((digits == WHOLE) | (digits >= S)).all(axis=1)
+    for dim, size in enumerate(type.shape):
+        ways = np.where(digits == S + dim, degrees, 1).prod(axis=1)
+        legal &= size % ways == 0
+    codes = np.flatnonzero(legal)
+    share = 1.0 / np.where(digits[codes] >= S, degrees, 1).prod(axis=1)
+    held = type.bytes * share
+    seconds = held * (copies if trained else 1) * seconds_per_byte + (held * update_seconds if trained else 0.0)
+    split = np.flatnonzero(share < 1) if seconds_per_byte else np.zeros(0, np.intp)
+    return Storages(
+        np.concatenate([codes, codes[split]]),
+        np.concatenate([np.zeros(len(codes), bool), np.ones(len(split), bool)]),
+        np.concatenate([seconds, seconds[split]]),
+    )
+
+
+@lru_cache(maxsize=64)
+def goes_in_bundle(rank: int, num_units: int) -> NDArray[np.bool_]:
+    """[stored, used]: whether a parameter travels with others, while devices compute: copies of all that differs, whose
+    gradients are all-reduced, or a gather of all that differs, whose gradients are reduce-scattered."""
+    digits = all_digits(rank, num_units)
+    stored, used = digits[:, None, :], digits[None, :, :]
+    same, copied = stored == used, used == B
+    found: NDArray[np.bool_] = np.logical_and.reduce(same | (copied & (stored == WHOLE)), axis=-1)
+    gathered: NDArray[np.bool_] = np.logical_and.reduce(same | (copied & (stored >= S)), axis=-1)
+    return np.logical_or(found, gathered)

@@ -1,0 +1,193 @@
+"""The joint search: rewrites, layouts of every operator and storage of every parameter together.
+
+1. *Two units.* For every cut of the mesh in two and every variant of the graph the layouts with the least sum of
+   seconds are found exactly (`exact/problem.py`), for several guesses of how much of the parameters' communication is
+   hidden, and judged by the timeline (`contest.py`).
+2. *Near the best.* The best entries are taken up on three units, one of theirs cut in two: again exactly, but only
+   over choices that agree with the entry on one unit at least; from what is found on, as long as that helps.
+3. *Memory.* Where nothing fits, a byte is given a price, which is raised until something does, and lowered again
+   while it still fits: the Lagrangian of the memory limit.
+
+Variants are what named strategies rewrite and what substitutions give (`variants.py`). Since the layouts of a variant
+are solved exactly, the best variant is found together with its best layouts, never before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from conjoin.ops import TensorType
+from conjoin.search.contest import Contest, Entry, Outcome, Variant
+from conjoin.search.exact.choices import OperatorSeconds
+from conjoin.search.exact.problem import Objective, Problem, Space
+from conjoin.search.exact.reshard_seconds import ReshardSeconds
+from conjoin.search.exact.units import Units, canonical, cuts, natural_units, neighbours, splits
+from conjoin.sim import OPTIMIZER_COPIES, Layouts
+
+OVERLAPS = (0.5, 0.8)
+"""Parts of the parameters' communication that are taken to be hidden; the timeline then tells what really is."""
+_MORE_OVERLAPS = (0.0, 0.25, 0.65, 0.9, 1.0)
+"""Tried where it looks best."""
+_HOPELESS = 1.3
+"""Solutions whose sum is larger than the least by this factor are not simulated."""
+_MEMORY_STEPS = 12
+_FIRST_PRICE = 0.01
+"""Of a byte, in steps for a device's memory."""
+
+
+@dataclass
+class JointSearch:
+    """A joint search under way."""
+
+    contest: Contest
+    variants: Sequence[Variant]
+    starts: Sequence[Outcome] = ()
+    """Entries to take up on three units."""
+    operators: OperatorSeconds = field(init=False)
+    sums: dict[tuple[Units, Objective], float] = field(default_factory=dict)
+    """The least sum on units for an objective, over all variants."""
+    is_exact: bool = True
+    _spaces: dict[Units, Space] = field(default_factory=dict)
+    _tried: set[object] = field(default_factory=set)
+    _price: float = 0.0
+    """Of a byte, for which the best entry was found."""
+
+    def __post_init__(self) -> None:
+        self.operators = OperatorSeconds(self.contest.prices)
+
+    def run(self) -> None:
+        """Go through all levels; Enough when there is no time left."""
+        mesh = self.contest.machine.mesh
+        if mesh.size == 1:
+            return
+        self._go_through(cuts(mesh, 2), OVERLAPS)
+        self._climb()
+        self._go_through(self._promising()[:2], _MORE_OVERLAPS)
+        if self.contest.best is None:
+            self._fit()
+        if len(mesh.axes) > 2:
+            for start in self._worth_taking_up():
+                self._take_up(start)
+
+    def _go_through(self, some: Iterable[Units], overlaps: Sequence[float]) -> bool:
+        """Try units that were not tried; whether a better plan or a lower sum was found."""
+        best, least = self.contest.best, min(self.sums.values(), default=0.0)
+        for units in some:
+            name = canonical(units, self.contest.machine.mesh)
+            for overlap in overlaps if units else ():
+                if (name, overlap) not in self._tried:
+                    self._tried.add((name, overlap))
+                    self._try_all(units, self.objective(overlap))
+        return self.contest.best is not best or min(self.sums.values(), default=0.0) < least
+
+    def _climb(self) -> None:
+        """From the best two units on to their neighbours, as long as that helps."""
+        mesh = self.contest.machine.mesh
+        while (found := self._promising()) and self._go_through(neighbours(found[0], mesh), OVERLAPS):
+            pass
+
+    def _worth_taking_up(self) -> list[Outcome]:
+        """The best entry, and those to start from that are not much slower."""
+        best = self.contest.best
+        if best is None:
+            return []
+        found = sorted((o for o in self.starts if o.seconds < _HOPELESS * best.seconds), key=lambda o: o.seconds)
+        return [best, *(o for o in found[:3] if o.entry is not best.entry)]
+
+    def _take_up(self, start: Outcome) -> None:
+        """From an entry on to the best near it, as long as that helps."""
+        mesh, entry, price = self.contest.machine.mesh, start.entry, self._price
+        done: set[object] = set()
+        while True:
+            natural = natural_units(entry.layouts.choices, mesh)
+            best = None
+            for units in splits(natural, mesh, 3):
+                for overlap in (*OVERLAPS, *_MORE_OVERLAPS[:2]):
+                    key = units, overlap, entry.name, id(entry)
+                    if key in done:
+                        continue
+                    done.add(key)
+                    self.contest.check(f"{shown(units)} devices, near {entry.name}")
+                    found = self.try_out(entry.variant, units, self.objective(overlap, price), entry.layouts)
+                    if found is not None and self.contest.best is found:
+                        best = found
+            if best is None:
+                return
+            entry = best.entry
+
+    def _try_all(self, units: Units, objective: Objective) -> list[Outcome]:
+        found = []
+        for variant in self.variants:
+            self.contest.check(f"{shown(units)} devices{_described(objective)}")
+            outcome = self.try_out(variant, units, objective)
+            found += [outcome] if outcome is not None else []
+        return found
+
+    def try_out(
+        self, variant: Variant, units: Units, objective: Objective, near: Layouts | None = None
+    ) -> Outcome | None:
+        """Solve a variant on units, and enter what is found unless it is hopeless."""
+        problem = Problem(variant.skeleton, self.space(units), objective, near)
+        solution = problem.solve()
+        self.is_exact &= solution.is_exact
+        key = units, objective
+        if near is None:
+            self.sums[key] = min(solution.total, self.sums.get(key, solution.total))
+        least = min((total for (_, other), total in self.sums.items() if other == objective), default=solution.total)
+        if solution.total > _HOPELESS * least:
+            return None
+        layouts, regathered = problem.layouts(solution)
+        outcome = self.contest.enter(Entry(f"joint search, {shown(units)}", variant, layouts, regathered))
+        if self.contest.best is outcome:
+            self._price = objective.seconds_per_byte
+        return outcome
+
+    def objective(self, overlap: float, seconds_per_byte: float = 0.0) -> Objective:
+        """What is counted, with the optimizer of the contest."""
+        prices = self.contest.prices
+        many = TensorType((1 << 26,), torch.float32)
+        update = prices.update([many], 0).value / many.bytes
+        return Objective(overlap, seconds_per_byte, 2 + OPTIMIZER_COPIES[self.contest.optimizer], update)
+
+    def space(self, units: Units) -> Space:
+        """The tables on units, made once."""
+        if units not in self._spaces:
+            mesh, prices = self.contest.machine.mesh, self.contest.prices
+            self._spaces[units] = Space(units, mesh, ReshardSeconds(units, mesh, prices), self.operators)
+        return self._spaces[units]
+
+    def _fit(self) -> None:
+        """Raise the price of a byte until a plan fits; then find the lowest price at which one still does."""
+        contest = self.contest
+        if contest.smallest is None:
+            return
+        price, low = _FIRST_PRICE * contest.smallest.seconds / contest.capacity, 0.0
+        for _ in range(_MEMORY_STEPS):
+            found = [
+                o for units in self._promising()[:2] for o in self._try_all(units, self.objective(OVERLAPS[0], price))
+            ]
+            if any(outcome.peak_bytes is None or outcome.peak_bytes <= contest.capacity for outcome in found):
+                if low == 0.0 or price < 1.5 * low:
+                    return
+                price = (price * low) ** 0.5
+            else:
+                low, price = price, 4 * price
+
+    def _promising(self) -> list[Units]:
+        """Units by their least sums, without a price for memory, for the overlap that all are tried with."""
+        known = [key for key in self.sums if not key[1].seconds_per_byte and key[1].overlap == OVERLAPS[0]]
+        return [units for units, _ in sorted(known, key=self.sums.__getitem__)]
+
+
+def shown(units: Units) -> str:
+    """The degrees of units, outermost first."""
+    return "×".join(str(unit.degree) for unit in units)
+
+
+def _described(objective: Objective) -> str:
+    if objective.seconds_per_byte:
+        return f", a GiB worth {objective.seconds_per_byte * 2**30 * 1e3:.3g} ms"
+    return f", {objective.overlap:.0%} of gradients hidden"
