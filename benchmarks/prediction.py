@@ -1,12 +1,14 @@
 """Predicted against measured: step time and peak memory of many plans on an emulated cluster at two link speeds.
 
-    python -m benchmarks.prediction [--models mlp bert cnn dlrm] [--mbit 100 400] [--output FILE]
+    python -m benchmarks.prediction [--models mlp bert cnn dlrm] [--mbit 100 200] [--passes 2] [--output FILE]
     python -m benchmarks.prediction --models narrow wide --mbit 100 --output FILE
 
 Four ranks on two nodes. Collectives are calibrated and operators are timed on the cluster itself, all ranks at once as
-in a training step; what is predicted from these alone is then measured. The plans are those of the named strategies in
-several degrees and placements. Memory is what the step allocates; the batch lies on the host and is left out on both
-sides. Writes a table as JSON and a scatter plot as SVG.
+in a training step; from these alone is predicted, and steps are measured. All three take turns, pass after pass and one
+model after the other: how fast a shared host is changes over minutes, by a third and more, and is then the same for
+both sides. The plans are those of the named strategies in several degrees and placements. Memory is what the step
+allocates; the batch lies on the host and is left out on both sides. Writes a table as JSON and a scatter plot as SVG;
+what the file has of other models and speeds is kept.
 
 `narrow` and `wide` are one model with a batch of 64 and of 4096, for which tensor parallelism belongs across the nodes
 and inside them: either few activations or few weights go over the slow links.
@@ -22,8 +24,8 @@ import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -39,8 +41,8 @@ from conjoin.cost import CostModel, Outcome, Store, mean_outcomes
 from conjoin.errors import StrategyError
 from conjoin.frontends import capture
 from conjoin.ir import Graph, Plan
-from conjoin.machine import CollectiveFit, DeviceType, Machine, Mesh, NodeKind
-from conjoin.runtime import Pace, calibrate_collectives, communicator_over
+from conjoin.machine import CollectiveFit, DeviceType, Machine, Mesh, NodeKind, fit_collective
+from conjoin.runtime import Pace, Timed, communicator_over, time_collectives
 from conjoin.search import make_plan
 from conjoin.sim import Prediction, Wanted, measure_wanted, predict, wanted_by
 from zoo.bert import Bert, BertConfig, pretraining_batch, pretraining_loss
@@ -104,10 +106,11 @@ def placed(name: str, batch_size: int) -> Workload:
     return Workload(name, model, batch, functional.mse_loss)
 
 
-WORKLOADS = {
+WORKLOADS: dict[str, Callable[[], Workload]] = {
     "mlp": mlp, "bert": bert, "cnn": cnn, "dlrm": dlrm,
     "narrow": lambda: placed("narrow", 64), "wide": lambda: placed("wide", 4096),
 }  # fmt: skip
+PLACED = ("narrow", "wide")
 PLACEMENTS = ("megatron:tp=2", "megatron:tp=2@d0,n0")
 """Tensor parallelism inside the nodes, and across them."""
 
@@ -124,14 +127,14 @@ def plans_of(graph: Graph, machine: Machine, strategies: Sequence[str] = STRATEG
     return list(found.values())
 
 
-def time_operators(rank: int, wanted: Wanted, mesh: Mesh, seconds: float) -> list[Outcome]:
+def time_operators(rank: int, wanted: Wanted, mesh: Mesh) -> list[Outcome]:
     """Every call that any plan makes, on all ranks at once."""
     pace = Pace(communicator_over(mesh))
-    return measure_wanted(wanted, OPTIMIZER, pace.device, pace, seconds)
+    return measure_wanted(wanted, OPTIMIZER, pace.device, pace)
 
 
-def calibrate(rank: int, mesh: Mesh, seconds: float) -> tuple[CollectiveFit, ...]:
-    return calibrate_collectives(communicator_over(mesh), seconds)
+def time_links(rank: int, mesh: Mesh, seconds: float) -> tuple[Timed, ...]:
+    return time_collectives(communicator_over(mesh), seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,8 @@ class Row:
     strategy: str
     predicted_ms: float
     measured_ms: float
+    """The median of the steps."""
+    steps_ms: list[float]
     predicted_bytes: int
     measured_bytes: int
 
@@ -155,56 +160,76 @@ class Row:
         return self.predicted_bytes / self.measured_bytes - 1
 
 
-def compare(arguments: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
-    workloads = {name: WORKLOADS[name]() for name in arguments.models}
-    bare = Machine("emulated", 2, 2, "cpu")
-    plans = {
-        name: plans_of(workload.graph(), bare, PLACEMENTS if name in ("narrow", "wide") else STRATEGIES)
-        for name, workload in workloads.items()
-    }
-    wanted = wanted_by(itertools.chain.from_iterable(plans.values()))
-    say(f"{sum(map(len, plans.values()))} plans, {len(wanted.calls)} distinct calls")
-    costs: CostModel | None = None
-    rows: list[Row] = []
-    fits: dict[str, Any] = {}
-    for mbit in arguments.mbit:
-        with Cluster(2, 2, mbit * 1e6 / 8, _DELAY, ahead_of_others=arguments.ahead) as cluster:
-            if costs is None:
-                costs = _costs(cluster.run(time_operators, wanted, bare.mesh, arguments.seconds, timeout=1800))
-            found = cluster.run(calibrate, bare.mesh, arguments.calibration, timeout=600)[0]
-            fits[str(mbit)] = [asdict(fit) for fit in found]
-            machine = _machine(bare, found)
-            for name, workload in workloads.items():
-                training = Training(workload.model, workload.batch, OPTIMIZER, 2, arguments.steps)
-                for plan in plans[name]:
-                    prediction = predict(plan, machine, costs, OPTIMIZER)
-                    rows.append(_row(workload.name, mbit, plan, prediction, cluster, training))
-    return rows, fits
+@dataclass(slots=True)
+class Seen:
+    """What was measured at one link speed, pass by pass."""
+
+    operators: list[list[Outcome]] = field(default_factory=list)
+    collectives: list[tuple[Timed, ...]] = field(default_factory=list)
+    steps: dict[str, list[float]] = field(default_factory=dict)
+
+    def costs(self) -> CostModel:
+        store = Store(Path(tempfile.mkdtemp()) / "costs.sqlite")
+        store.add(_DEVICE, torch.__version__, mean_outcomes(self.operators))
+        return CostModel([store], profiles=())
+
+    def fits(self) -> tuple[CollectiveFit, ...]:
+        return tuple(
+            fit_collective(same[0].kind, same[0].axes, [point for timed in same for point in timed.points])
+            for same in zip(*self.collectives, strict=True)
+        )
 
 
-def _costs(answers: list[list[Outcome]]) -> CostModel:
-    store = Store(Path(tempfile.mkdtemp()) / "costs.sqlite")
-    store.add(_DEVICE, torch.__version__, mean_outcomes(answers))
-    return CostModel([store], profiles=())
+class Comparison:
+    """The plans of one model, and their peaks of memory, which do not depend on the links and are measured once."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
+        self._arguments, self._bare = arguments, Machine("emulated", 2, 2, "cpu")
+        self._workload = WORKLOADS[name]()
+        found = plans_of(self._workload.graph(), self._bare, PLACEMENTS if name in PLACED else STRATEGIES)
+        self._plans = {plan.strategy: plan for plan in found}
+        self._wanted = wanted_by(self._plans.values())
+        self._peaks: dict[str, int] = {}
+        say(f"{name}: {len(self._plans)} plans, {len(self._wanted.calls)} distinct calls")
+
+    def at(self, mbit: float) -> tuple[list[Row], tuple[CollectiveFit, ...]]:
+        """Every plan at one link speed."""
+        seen = Seen()
+        with Cluster(2, 2, mbit * 1e6 / 8, _DELAY, ahead_of_others=self._arguments.ahead) as cluster:
+            for _ in range(self._arguments.passes):
+                self._pass(cluster, seen)
+        machine, costs = _machine(self._bare, seen.fits()), seen.costs()
+        found = {strategy: predict(plan, machine, costs, OPTIMIZER) for strategy, plan in self._plans.items()}
+        return [self._row(strategy, mbit, found[strategy], seen.steps[strategy]) for strategy in found], seen.fits()
+
+    def _pass(self, cluster: Cluster, seen: Seen) -> None:
+        mesh, given, workload = self._bare.mesh, self._arguments, self._workload
+        seen.operators += cluster.run(time_operators, self._wanted, mesh, timeout=1800)[:1]
+        seen.collectives += cluster.run(time_links, mesh, given.calibration / given.passes, timeout=600)[:1]
+        for strategy, plan in self._plans.items():
+            new = strategy not in self._peaks
+            figures = run_plan(cluster, plan, Training(workload.model, workload.batch, OPTIMIZER, 1, given.steps, new))
+            seen.steps.setdefault(strategy, []).extend(figures.step_seconds)
+            if new:
+                self._peaks[strategy] = figures.peak_bytes
+
+    def _row(self, strategy: str, mbit: float, found: Prediction, steps: Sequence[float]) -> Row:
+        row = Row(
+            self._workload.name, mbit, strategy, 1e3 * found.seconds, 1e3 * statistics.median(steps),
+            [round(1e3 * seconds, 1) for seconds in steps],
+            found.memory.peak - found.memory.inputs, self._peaks[strategy],
+        )  # fmt: skip
+        say(
+            f"{row.model:<10} {mbit:>5g} Mbit/s {row.strategy:<34} predicted {row.predicted_ms:8.1f} ms  measured "
+            f"{row.measured_ms:8.1f} ms  {row.error:+6.1%}   memory {row.memory_error:+6.1%}"
+        )
+        return row
 
 
 def _machine(bare: Machine, fits: tuple[CollectiveFit, ...]) -> Machine:
     """The cluster as its calibration describes it."""
     device = DeviceType(_DEVICE, "cpu", 2**33, 1e10, (("float32", 5e10),))
     return replace(bare, nodes=(NodeKind("node", 2, (device,) * 2),), fits=fits)
-
-
-def _row(model: str, mbit: float, plan: Plan, found: Prediction, cluster: Cluster, training: Training) -> Row:
-    measured = run_plan(cluster, plan, training)
-    row = Row(
-        model, mbit, plan.strategy, 1e3 * found.seconds, 1e3 * measured.seconds_per_step,
-        found.memory.peak - found.memory.inputs, measured.peak_bytes,
-    )  # fmt: skip
-    say(
-        f"{model:<10} {mbit:>5g} Mbit/s {plan.strategy:<34} predicted {row.predicted_ms:8.1f} ms  measured "
-        f"{row.measured_ms:8.1f} ms  {row.error:+6.1%}   memory {row.memory_error:+6.1%}"
-    )
-    return row
 
 
 def kendall(rows: Sequence[Row]) -> tuple[float, int]:
@@ -240,26 +265,44 @@ def say(text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=["mlp", "bert", "cnn", "dlrm"])
-    parser.add_argument("--mbit", nargs="+", type=float, default=[100.0, 400.0])
-    parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.05, help="for each operator")
+    parser.add_argument("--mbit", nargs="+", type=float, default=[100.0, 200.0])
+    parser.add_argument("--passes", type=int, default=2, help="each times operators, links and the steps of all plans")
+    parser.add_argument("--steps", type=int, default=4, help="timed in a pass")
     parser.add_argument("--calibration", type=float, default=40.0, help="seconds for all collectives at one speed")
     parser.add_argument("--ahead", action="store_true", help="let the ranks go before other work on this host")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "prediction.json")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    rows, fits = compare(arguments)
-    found = summary(rows)
-    for line in found:
-        say(json.dumps(line))
-    arguments.output.write_text(json.dumps({
-        "command": f"python -m benchmarks.prediction {' '.join(sys.argv[1:])}".strip(), "date": str(date.today()),
+    rows, fits, commands = kept(arguments.output)
+    commands.append(f"python -m benchmarks.prediction {' '.join(sys.argv[1:])}".strip())
+    for name in arguments.models:
+        comparison = Comparison(name, arguments)
+        for mbit in arguments.mbit:
+            some, found_fits = comparison.at(mbit)
+            say(json.dumps(summary(some)[0]))
+            rows = [row for row in rows if (row.model, row.mbit) != (some[0].model, mbit)] + some
+            fits[f"{some[0].model} {mbit:g}"] = [asdict(fit) for fit in found_fits]
+            write(arguments.output, rows, fits, commands)
+
+
+def kept(output: Path) -> tuple[list[Row], dict[str, Any], list[str]]:
+    """What was measured before, and by which commands."""
+    if not output.exists():
+        return [], {}, []
+    found = json.loads(output.read_text())
+    return [Row(**row) for row in found["rows"]], found["fits"], found["commands"]
+
+
+def write(output: Path, rows: list[Row], fits: dict[str, Any], commands: list[str]) -> None:
+    rows.sort(key=lambda row: (row.mbit, row.model))
+    output.write_text(json.dumps({
+        "commands": commands, "date": str(date.today()),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__, "python": platform.python_version(),
-        "summary": found, "rows": [asdict(row) for row in rows], "fits": fits,
+        "summary": summary(rows), "rows": [asdict(row) for row in rows], "fits": fits,
     }, indent=1) + "\n")  # fmt: skip
-    arguments.output.with_suffix(".svg").write_text(scatter(rows))
+    output.with_suffix(".svg").write_text(scatter(rows))
 
 
 def scatter(rows: Sequence[Row]) -> str:

@@ -6,20 +6,24 @@ The paper enumerates graphs of at most four operators over the operators of its 
 17,346 but for names of inputs and 743 without common subgraphs. Here an operand is a value, not a graph, so that pairs
 that differ only within operands are never made; on the other hand more strides, paddings and inputs are tried. Two
 steps are added: what follows from smaller candidates by rewriting is dropped, and after the proofs what follows from
-the rest of the library. Seconds are of the first process, not of the clock on the wall.
+the rest of the library. Seconds are of the first process, not of the clock on the wall; the result is written after
+each of generating, proving and deriving, and sets that are not asked for stay in the file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import resource
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,16 +46,12 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def run_set(name: str, state: Path | None, workers: int) -> dict[str, object]:
-    """Generate, prove and prune one set of vocabularies."""
+def run_set(name: str, state: Path | None, workers: int) -> Iterator[dict[str, object]]:
+    """Generate, prove and prune one set of vocabularies; what is known after each of these."""
     vocabularies, most_ops = SETS[name]
     selections = [
         rules.generate(each, most_ops, directory=state, workers=workers, progress=say) for each in vocabularies
     ]
-    proven = rules.prove_all([rule for selection in selections for rule in selection.rules], rules.prove, say)
-    start = time.process_time()
-    general = rules.drop_instances(proven.rules)
-    library = rules.drop_derived(general, _MOST_DERIVED, say)
     steps = {
         "graphs": sum(selection.num_graphs for selection in selections),
         "initial": sum(selection.counts.initial for selection in selections),
@@ -59,52 +59,73 @@ def run_set(name: str, state: Path | None, workers: int) -> dict[str, object]:
         "without_common": sum(selection.counts.without_common for selection in selections),
         "refuted by floats": sum(selection.refuted for selection in selections),
         "not following from smaller": sum(len(selection.rules) for selection in selections),
-        "instances of proven": proven.instances,
-        "proven": len(proven.rules),
-        "not proven": len(proven.unproven),
-        "general": len(general),
-        "library": len(library),
     }
-    usage = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return {
+    seconds = {selection.vocabulary: round(selection.seconds, 1) for selection in selections}
+    result = {
+        "command": " ".join(["python -m benchmarks.taso_table2_3", *sys.argv[1:]]),
+        "date": date.today().isoformat(),
         "most_ops": most_ops,
         "steps": steps,
-        "seconds": {
-            **{selection.vocabulary: round(selection.seconds, 1) for selection in selections},
-            "proofs": round(proven.seconds, 1),
-            "derivations": round(time.process_time() - start, 1),
-        },
-        "peak_mib_so_far": [round(kib / 1024) for kib in usage],
-        "reasons": dict(proven.reasons().most_common()),
+        "seconds": seconds,
         "vocabularies": [{k: v for k, v in asdict(s).items() if k != "rules"} for s in selections],
-        "rules": [str(rule) for rule in library],
-        "unproven": [f"{rule}  # {reason}" for rule, reason in proven.unproven],
     }
+    yield {**result, "peak_mib": _peak_mib()}
+    proven = rules.prove_all([rule for each in selections for rule in each.rules], rules.prove, say, workers)
+    steps.update({"instances of proven": proven.instances, "proven": len(proven.rules)})
+    steps["not proven"] = len(proven.unproven)
+    seconds["proofs"] = round(proven.seconds, 1)
+    result["reasons"] = dict(proven.reasons().most_common())
+    result["unproven"] = [f"{rule}  # {reason}" for rule, reason in proven.unproven]
+    yield {**result, "peak_mib": _peak_mib()}
+    start = time.process_time()
+    general = rules.drop_instances(proven.rules)
+    steps["general"] = len(general)
+    library = rules.drop_derived(general, _MOST_DERIVED, say)
+    steps["library"] = len(library)
+    seconds["derivations"] = round(time.process_time() - start, 1)
+    yield {**result, "peak_mib": _peak_mib(), "rules": [str(rule) for rule in library]}
+
+
+def _peak_mib() -> list[int]:
+    """Of this process, and of the largest of its workers."""
+    usage = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return [round(kib / 1024) for kib in usage]
+
+
+def show(name: str, result: Mapping[str, Any]) -> None:
+    print(f"{name}, at most {result['most_ops']} operators")
+    for step, count in result["steps"].items():
+        paper = f"   paper {PAPER[step]:>9,}" if name == "taso" and step in PAPER else ""
+        print(f"  {step:28} {count:>12,}{paper}")
+    print(f"  seconds {result['seconds']}, MiB {result['peak_mib']}, unproven {result.get('reasons', {})}", flush=True)
+
+
+def save(path: Path, name: str, result: Mapping[str, Any]) -> None:
+    """Put one set's result in place of what the file has of it; written aside, then renamed."""
+    before = json.loads(path.read_text())["sets"] if path.exists() else {}
+    facts = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores shared with other work",
+        "versions": {"python": platform.python_version(), "numpy": np.__version__},
+        "paper": PAPER,
+        "sets": {**before, name: result},
+    }
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    aside.write_text(json.dumps(facts, indent=1) + "\n")
+    aside.replace(path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
-    parser.add_argument("--state", type=Path, help="a directory in which the enumeration continues where it stopped")
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--state", type=Path, help="a directory in which a run continues where it stopped")
+    parser.add_argument("--workers", type=int, default=1, help="processes, at most one for each core")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    found = {name: run_set(name, options.state, options.workers) for name in options.sets}
-    for name, result in found.items():
-        print(f"{name}, at most {result['most_ops']} operators")
-        for step, count in result["steps"].items():  # type: ignore[attr-defined]
-            paper = f"   paper {PAPER[step]:>9,}" if name == "taso" and step in PAPER else ""
-            print(f"  {step:28} {count:>12,}{paper}")
-        print(f"  seconds {result['seconds']}, MiB {result['peak_mib_so_far']}, unproven {result['reasons']}")
-    facts = {
-        "command": " ".join(["python -m benchmarks.taso_table2_3", *sys.argv[1:]]),
-        "date": date.today().isoformat(),
-        "machine": platform.processor() or platform.machine(),
-        "versions": {"python": platform.python_version(), "numpy": np.__version__},
-    }
-    aside = options.output.with_suffix(".tmp")
-    aside.write_text(json.dumps({**facts, "paper": PAPER, "sets": found}, indent=1) + "\n")
-    aside.replace(options.output)
+    workers = min(options.workers, os.cpu_count() or 1)
+    for name in options.sets:
+        for result in run_set(name, options.state, workers):
+            save(options.output, name, result)
+        show(name, result)
 
 
 if __name__ == "__main__":

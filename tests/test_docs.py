@@ -131,9 +131,13 @@ def find_pages() -> list[str]:
 
 
 @pytest.fixture
-def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+def namespace(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, object]:
     """The names that the blocks of a page share, as a module so that classes defined there can be found again."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CONJOIN_CACHE", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.delenv("CONJOIN_COSTS", raising=False)
     module = ModuleType("documented")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return vars(module)

@@ -24,6 +24,7 @@ from typing import Any, Self
 import torch
 
 from benchmarks.emulated_cluster import namespaces
+from benchmarks.emulated_cluster.priorities import go_ahead, put_switch_first
 from benchmarks.emulated_cluster.switch import Link, Switch, Traffic
 from conjoin.errors import UsageError
 from conjoin.machine import Machine
@@ -163,7 +164,7 @@ class Cluster:
         if os.getppid() != parent:
             os._exit(1)
         if self.ahead_of_others:
-            namespaces.go_ahead()
+            go_ahead()
         os.environ["GLOO_SOCKET_IFNAME"] = namespaces.INTERFACE
         torch.set_num_threads(1)
         namespaces.keep_memory()
@@ -187,7 +188,7 @@ def _carry(control: socket.socket, parents: socket.socket, links: tuple[Link, ..
         control.sendall(str(error).encode())
         return
     namespaces.keep_exact_time()
-    switch = Switch(links, [node.device for node in nodes], control, real_time=_go_first())
+    switch = Switch(links, [node.device for node in nodes], control, real_time=put_switch_first())
     socket.send_fds(control, [_OK], [*user, *(node.namespace for node in nodes)])
     with contextlib.suppress(ConnectionError):  # the parent is gone: so is the need for a network
         switch.run()
@@ -202,15 +203,6 @@ def _make_nodes(links: Sequence[Link]) -> tuple[list[int], list[namespaces.Node]
         namespaces.become_root_of_a_user_namespace()
         user = os.open("/proc/self/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         return [user], namespaces.make_nodes(rates, mtu)
-
-
-def _go_first() -> bool:
-    """Before ranks that compute, as hardware would; whether that was allowed. Sleeping most of the time, it may."""
-    try:
-        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    except PermissionError:
-        return False
-    return True
 
 
 def _each(num_nodes: int, given: float | Sequence[float]) -> tuple[float, ...]:

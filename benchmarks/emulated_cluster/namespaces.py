@@ -87,14 +87,6 @@ def end_with_parent(signal_number: int) -> None:
     _call("prctl", _PARENT_DEATH_SIGNAL, signal_number, 0, 0, 0)
 
 
-def go_ahead() -> None:
-    """Put this process before others in normal scheduling, which may go by sessions: then the session counts."""
-    os.setsid()
-    os.setpriority(os.PRIO_PROCESS, 0, -20)
-    with contextlib.suppress(FileNotFoundError):  # kernels that do not group by sessions
-        Path("/proc/self/autogroup").write_text("-20")
-
-
 def keep_memory() -> None:
     """Keep what is freed for the next one who asks, as a GPU's allocator does; else every step pays for new pages."""
     for parameter in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):

@@ -37,6 +37,8 @@ class Training:
     optimizer: str = "sgd"
     num_warmup: int = 3
     num_steps: int = 20
+    watch_memory: bool = True
+    """Whether two more steps are run, to see the memory."""
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -60,6 +62,7 @@ class Figures:
     losses: tuple[float, ...]
     """Of every step, warm-up included."""
     memory: tuple[RankMemory, ...]
+    """Of every rank; none where nobody watched."""
     traffic: Traffic
 
     @property
@@ -74,7 +77,7 @@ class Figures:
 
 
 def run_plan(cluster: Cluster, plan: Plan, training: Training, timeout: float = 300) -> Figures:
-    """Train by a plan on a cluster: warm-up, then timed steps with a barrier before each, then one to see the memory.
+    """Train by a plan on a cluster: warm-up, then timed steps with a barrier before each, then two to see the memory.
 
     A step is forward, backward and update. It is timed on every rank from the barrier to its own end.
     """
@@ -85,7 +88,8 @@ def run_plan(cluster: Cluster, plan: Plan, training: Training, timeout: float = 
         )
     answers = cluster.run(_measure, plan, training, timeout=timeout)
     slowest = tuple(max(seconds) for seconds in zip(*(answer[0] for answer in answers), strict=True))
-    return Figures(slowest, answers[0][1], tuple(answer[2] for answer in answers), cluster.traffic())
+    memory = tuple(answer[2] for answer in answers if answer[2] is not None)
+    return Figures(slowest, answers[0][1], memory, cluster.traffic())
 
 
 def losses_alone(graph: Graph, training: Training) -> tuple[float, ...]:
@@ -114,7 +118,10 @@ class _Step:
         return loss.detach()
 
 
-def _measure(rank: int, plan: Plan, training: Training) -> tuple[tuple[float, ...], tuple[float, ...], RankMemory]:
+_Measured = tuple[tuple[float, ...], tuple[float, ...], RankMemory | None]
+
+
+def _measure(rank: int, plan: Plan, training: Training) -> _Measured:
     torch.manual_seed(_SEED)
     step = _Step(plan, training)
     losses = [step() for _ in range(training.num_warmup)]
@@ -124,7 +131,9 @@ def _measure(rank: int, plan: Plan, training: Training) -> tuple[tuple[float, ..
         start = time.perf_counter()
         losses.append(step())
         seconds.append(time.perf_counter() - start)
-    return tuple(seconds), tuple(loss.item() for loss in losses), _memory(plan, training)
+    dist.barrier()  # who is done first leaves the cores to those who are not
+    memory = _memory(plan, training) if training.watch_memory else None
+    return tuple(seconds), tuple(loss.item() for loss in losses), memory
 
 
 def _memory(plan: Plan, training: Training) -> RankMemory:

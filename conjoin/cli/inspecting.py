@@ -15,7 +15,7 @@ from rich.table import Table
 
 from conjoin.api import Inspection, __version__, inspect, save_graph
 from conjoin.cli.models import ModelArgument, load_model_graph
-from conjoin.cli.output import JsonOption, print_json
+from conjoin.cli.output import JsonOption, check_output, print_json
 from conjoin.environment import cache_directory
 from conjoin.report import format_bytes, inspection_summary, inspection_table
 
@@ -45,6 +45,7 @@ def inspect_command(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also save the graph as JSON here.")] = None,
 ) -> None:
     """Show what is in a model: operators, parameters, work, memory, what can be split, what is opaque."""
+    check_output(output, "graph")
     graph = load_model_graph(model, batch_size=batch, training=train)
     found = inspect(graph)
     if output is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 from conjoin.comm.movement import move_regions
 from conjoin.comm.per_rank import PerRank
@@ -30,6 +31,9 @@ class Exchange:
     axes: tuple[str, ...]
     forward: PerRank
     backward: PerRank
+    forward_load: int
+    """What the busiest of a row of neighbours would send with as much going from node to node; at least its own."""
+    backward_load: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +64,57 @@ def _count(find: FindMove, node: Node, i: int, placed: Placed, type: TensorType,
     if not axes:
         return None
     forward, backward = [0] * mesh.size, [0] * mesh.size
+    leaving = _Leaving(mesh), _Leaving(mesh)
     for move in (find(node, i, placed, mesh, group[0]) for group in mesh.groups(axes)):
         for rank in move.group if move is not None else ():
             assert move is not None
             table = move_regions(move.have, move.want, move.group, rank)
             forward[rank] = _sent_to_others(table.sends, table.group, rank)
             backward[rank] = _sent_to_others(table.receives, table.group, rank)
+            leaving[0].add(table.sends, table.group, rank)
+            leaving[1].add(table.receives, table.group, rank)
     if not any(forward) and not any(backward):
         return None
     size = type.dtype.itemsize
-    return Exchange(axes, *(PerRank(tuple(size * n for n in counts), mesh.size) for counts in (forward, backward)))
+    there, back = (PerRank(tuple(size * n for n in counts), mesh.size) for counts in (forward, backward))
+    loads = (max(sent.largest, size * found.as_row(axes)) for sent, found in zip((there, back), leaving, strict=True))
+    return Exchange(axes, there, back, *loads)
 
 
 def _sent_to_others(parts: Iterable[tuple[int, Region]], group: tuple[int, ...], rank: int) -> int:
     return sum(num_elements(part) for place, part in parts if group[place] != rank)
+
+
+class _Leaving:
+    """How many elements leave every node.
+
+    Neighbours in a row, as a tensor split along one dim has them, send one side from node to node. On a grid, as halos
+    of two dims have it, all ranks of a node may.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._between = [axis.name for axis in mesh.axes if axis.between_nodes]
+        self._counts: dict[tuple[int, ...], int] = {}
+
+    def add(self, parts: Iterable[tuple[int, Region]], group: tuple[int, ...], rank: int) -> None:
+        node = self._node(rank)
+        sent = sum(num_elements(part) for place, part in parts if self._node(group[place]) != node)
+        self._counts[node] = self._counts.get(node, 0) + sent
+
+    def as_row(self, axes: tuple[str, ...]) -> int:
+        """The elements that the busiest of a row along the axes sends when as many leave its node.
+
+        In a row of two nodes with several ranks each, half of what an inner rank sends leaves; else all. As many rows
+        share the node as it has ranks for.
+        """
+        sizes = self._mesh.sizes
+        num_nodes = prod(sizes[axis] for axis in axes if axis in self._between)
+        members = prod(sizes[axis] for axis in axes if axis not in self._between)
+        rows = prod(sizes[axis] for axis in sizes if axis not in self._between and axis not in axes)
+        part = 2 if num_nodes == 2 and members > 1 else 1
+        return part * max(self._counts.values(), default=0) // rows
+
+    def _node(self, rank: int) -> tuple[int, ...]:
+        places = self._mesh.coordinates(rank)
+        return tuple(places[axis] for axis in self._between)

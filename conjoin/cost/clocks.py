@@ -65,6 +65,8 @@ class CpuClock:
     def __init__(self, block: Block) -> None:
         self._block = block
         self.host = Times(0.0, 0.0)
+        self.num_rounds = 1
+        """How often the block is run, forward and backward in turn, between one barrier and the next."""
         self.warm_up()
 
     def warm_up(self) -> None:
@@ -75,19 +77,21 @@ class CpuClock:
         self._block.clear()
 
     def time(self, barrier: Barrier) -> Times:
-        block, count = self._block, len(self._block.runs)
+        """The mean of all rounds: where ranks share cores, each is stopped in some rounds and not in others."""
+        block = self._block
+        count = len(block.runs) * self.num_rounds
+        forward = backward = 0.0
         barrier()
-        start = time.perf_counter()
-        block.forward()
-        forward = time.perf_counter() - start
-        block.join()
-        backward = 0.0
-        barrier()
-        if block.ends:
+        for _ in range(self.num_rounds):
             start = time.perf_counter()
-            block.backward()
-            backward = time.perf_counter() - start
-        block.clear()
+            block.forward()
+            forward += time.perf_counter() - start
+            block.join()
+            if block.ends:
+                start = time.perf_counter()
+                block.backward()
+                backward += time.perf_counter() - start
+            block.clear()
         return Times(forward / count, backward / count)
 
 

@@ -27,8 +27,11 @@ from conjoin.ops import Call
 
 DEFAULT_SECONDS = 0.2
 _MIN_REPEATS, _MAX_REPEATS = 5, 200
-_BARRIER_REPEATS = 7
+_BARRIER_REPEATS = 5
 """With a barrier the number of repeats must be known beforehand: ranks that count differently wait for ever."""
+_TOGETHER_SECONDS = 0.02
+"""Long against the milliseconds by which ranks leave a barrier apart, and in which a host lets them take turns."""
+_MAX_ROUNDS = 100
 _STEADY = 0.03
 """Quartiles this near to each other, relative to the median, and measuring ends early."""
 _MAX_BLOCK = 16
@@ -54,8 +57,8 @@ def measure(
 
     Takes about as long as `seconds` says, and for slow calls as long as a few repeats take. A `barrier` is called
     before each timed block, so that ranks that all measure the same call do so at the same time, and of each block the
-    time of the `slowest` rank counts: where ranks share cores some of them run first, and all wait for the last. The
-    caller's random state is left as it is.
+    time of the `slowest` rank counts: where ranks share cores some of them run first, and all wait for the last. On the
+    CPU such a block is run many times over. The caller's random state is left as it is.
 
     >>> from conjoin.ops import TensorType
     >>> x = TensorType((4, 4), torch.float32)
@@ -135,6 +138,8 @@ def _repeat(
     key: str, clock: CpuClock | CudaClock, seconds: float, barrier: Barrier | None, slowest: Slowest | None
 ) -> Measurement:
     times: list[Times] = []
+    if slowest is not None and isinstance(clock, CpuClock):
+        clock.num_rounds = _rounds_together(clock, slowest)
     with _steady_collector():
         end = time.perf_counter() + seconds
         while not _enough(times, time.perf_counter() > end, barrier is not None):
@@ -143,6 +148,18 @@ def _repeat(
     forward, backward = median(t.forward for t in times), median(t.backward for t in times)
     host = clock.host
     return Measurement(key, forward, backward, host.forward, host.backward, _spread([t.forward for t in times]))
+
+
+def _rounds_together(clock: CpuClock, slowest: Slowest) -> int:
+    """How many rounds make the time long in which all ranks compute; the same on every rank.
+
+    Ranks leave a barrier one after the other. Where they share cores, who is first has a core for itself until the
+    others come: for a short call alone that would be all of its time.
+    """
+    begin = time.perf_counter()
+    clock.warm_up()
+    seconds = slowest(time.perf_counter() - begin)[0]
+    return max(1, min(_MAX_ROUNDS, round(_TOGETHER_SECONDS / max(seconds, 1e-6))))
 
 
 def _enough(times: list[Times], late: bool, counted: bool) -> bool:

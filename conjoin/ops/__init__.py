@@ -27,10 +27,10 @@ from conjoin.ops.composites import (
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import Emit, LocalForm, Pieces, Span, operand_spans, output_spans, run_local
 from conjoin.ops.measures import bytes_read, bytes_written, flops
-from conjoin.ops.notation import NotationError, Spread, Window
+from conjoin.ops.notation import Access, Factors, Notation, NotationError, Spread, Window
 from conjoin.ops.placement import Copies, Invariant, Partial, Placement, Split, dual, parse_placement
 from conjoin.ops.sampling import random_call, random_cuts, random_tensors
-from conjoin.ops.sharding import ShardingRule, replicated_rules, sharding_rules, splittable
+from conjoin.ops.sharding import ShardingRule, parse_terms, replicated_rules, sharding_rules, splittable
 from conjoin.ops.spec import (
     Args,
     Call,
@@ -39,6 +39,7 @@ from conjoin.ops.spec import (
     Space,
     bind_args,
     map_tensors,
+    notation_of,
     output_types,
     space_of,
     walk_tensors,
@@ -66,17 +67,20 @@ __all__ = [
     "REDUCE",
     "REPLICATE",
     "UNIFY",
+    "Access",
     "Args",
     "Call",
     "CheckFailed",
     "Copies",
     "Dtype",
     "Emit",
+    "Factors",
     "Indexed",
     "Invariant",
     "Kind",
     "Layout",
     "LocalForm",
+    "Notation",
     "NotationError",
     "OpSpec",
     "Parameter",
@@ -105,12 +109,14 @@ __all__ = [
     "flops",
     "make_layout",
     "map_tensors",
+    "notation_of",
     "operand_spans",
     "operator_name",
     "output_spans",
     "output_types",
     "parse_dtype",
     "parse_placement",
+    "parse_terms",
     "placement_on",
     "random_call",
     "random_cuts",

@@ -8,7 +8,7 @@ from conjoin.ops.spec import Call, OpSpec, output_types, space_of
 
 
 def flops(spec: OpSpec, call: Call) -> float:
-    """Floating-point operations of one forward call.
+    """Floating-point operations of one forward call; of a table that is looked up only the rows looked up count.
 
     >>> import torch
     >>> from conjoin.ops import TensorType, find_spec
@@ -21,7 +21,8 @@ def flops(spec: OpSpec, call: Call) -> float:
         return float(spec.flops(call, space.sizes))
     if spec.flops == 0:
         return 0.0
-    return float(spec.flops) * prod(space.sizes[index] for index in space.notation.indices())
+    addressed = {access.addresses for access in space.notation.operands}
+    return float(spec.flops) * prod(space.sizes[i] for i in space.notation.indices() if i not in addressed)
 
 
 def bytes_read(spec: OpSpec, call: Call) -> int:

@@ -190,13 +190,31 @@ def _space(index: str, given: tuple[tuple[str, int], ...], shapes: tuple[tuple[i
         raise NotationError(f"{index!r} does not fit the shapes {', '.join(map(str, shapes))}: {error}") from None
 
 
-def space_of(spec: OpSpec, call: Call) -> Space:
-    """The index space of a call; NotationError when the declaration does not fit it."""
+def _indexed(spec: OpSpec, call: Call) -> Indexed:
+    """What is declared of a call, for the operands it has."""
     declared = spec.index if isinstance(spec.index, str) else spec.index(call)
     if isinstance(declared, str):
         declared = Indexed(declared)
-    shapes = tuple(tensor.shape for tensor in call.tensors)
-    return _space(_drop_absent(declared.text, call), declared.sizes, shapes)
+    return Indexed(_drop_absent(declared.text, call), declared.sizes)
+
+
+def space_of(spec: OpSpec, call: Call) -> Space:
+    """The index space of a call; NotationError when the declaration does not fit it."""
+    declared = _indexed(spec, call)
+    return _space(declared.text, declared.sizes, tuple(tensor.shape for tensor in call.tensors))
+
+
+def notation_of(spec: OpSpec, call: Call) -> tuple[Notation, Mapping[str, int]]:
+    """The notation of a call with every dim named, and the sizes given besides: what holds whatever its shapes are.
+
+    >>> spec = OpSpec("linear", "... k, n k, n -> ... n")
+    >>> notation, _ = notation_of(spec, Call("linear", (TensorType((2, 4), torch.float32),) * 2 + (None,)))
+    >>> notation.indices(), notation.summed()
+    (('d0', 'k', 'n'), frozenset({'k'}))
+    """
+    declared = _indexed(spec, call)
+    shapes = [tensor.shape for tensor in call.tensors]
+    return expand_dots(parse_notation(declared.text), shapes), dict(declared.sizes)
 
 
 def _numbers(call: Call) -> list[Number]:

@@ -1,25 +1,26 @@
-"""Does a rule follow from others? A chain of rewrites from its left side to its right side, found from both ends.
+"""Does a rule follow from others? A chain of rewrites from its left side to its right side.
 
-Each step replaces one subexpression, or several outputs at once, by an instance of a rule's other side. Steps go both
-ways: a proven rule is an equation. The search keeps the smallest expressions first and stops after a number of them.
+Each step replaces one subexpression of an output by an instance of a rule's other side. Steps go both ways: a proven
+rule is an equation. How chains are found: `derivations/`.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from functools import lru_cache
 
-from conjoin.rules.operators import BY_NAME
+from conjoin.rules.derivations.equalities import Change
+from conjoin.rules.derivations.rewrites import Rewrite, rewrites_of
+from conjoin.rules.derivations.saturating import Saturation
+from conjoin.rules.derivations.worlds import find_world
 from conjoin.rules.parameters import is_any, parameters
-from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, inputs_of, walk
+from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule
 
 Roots = tuple[Expr, ...]
 """The outputs of one side."""
-MOST_EXPRESSIONS = 4000
-"""Looked at from each end; a few seconds."""
+MOST_EXPRESSIONS = 1500
+"""Met on the way; a few seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ def _match_params(pattern: Apply, expr: Apply, binding: Binding) -> Binding | No
     params = dict(binding.params)
     for (name, wanted), (_, value) in zip(parameters(pattern), parameters(expr), strict=True):
         if is_any(name, wanted) or wanted == "?":
+            if (name, value) == ("pad", "same"):
+                return None  # as much as the kernel asks for, in each dim: no number
             if params.setdefault(_named(name, wanted), value) != value:
                 return None
         elif wanted != value:
@@ -87,148 +90,36 @@ def _are_apart(params: Mapping[str, Parameter]) -> bool:
     return True
 
 
-def instantiate(pattern: Expr, binding: Binding) -> Expr:
-    """The pattern with what its inputs and parameters stand for."""
-    if isinstance(pattern, Input):
-        return binding.inputs[pattern.name]
-    defaults = dict(BY_NAME[pattern.op].params)
-    params = ((name, binding.params.get(_named(name, value), value)) for name, value in parameters(pattern))
-    kept = tuple((name, value) for name, value in params if value != defaults[name])
-    return Apply(pattern.op, kept, tuple(instantiate(arg, binding) for arg in pattern.args))
-
-
-@dataclass(frozen=True, slots=True)
-class _Direction:
-    """A rule read one way."""
-
-    rule: Rule
-    backwards: bool
-
-    @property
-    def source(self) -> Roots:
-        return self.rule.right if self.backwards else self.rule.left
-
-    @property
-    def target(self) -> Roots:
-        return self.rule.left if self.backwards else self.rule.right
+@lru_cache(maxsize=4096)
+def _rewrites(rule: Rule, each_output: bool) -> tuple[Rewrite, ...]:
+    """Of a rule; libraries are made from many sets of the same rules."""
+    return tuple(rewrites_of(rule, each_output))
 
 
 class Deriver:
     """Finds derivations from a set of rules."""
 
-    def __init__(self, rules: Iterable[Rule]) -> None:
-        self._by_op: dict[str, list[_Direction]] = defaultdict(list)
-        for rule in rules:
-            for direction in (_Direction(rule, False), _Direction(rule, True)):
-                self._file(direction)
-
-    def _file(self, direction: _Direction) -> None:
-        """By the operator of the first output; what would make up inputs or parameters out of nothing is left out."""
-        known = set(inputs_of(*direction.source)) >= set(inputs_of(*direction.target))
-        first = direction.source[0]
-        if known and isinstance(first, Apply) and not _names(direction.target) - _names(direction.source):
-            self._by_op[first.op].append(direction)
+    def __init__(self, rules: Iterable[Rule], each_output: bool = True) -> None:
+        """With `each_output=False` rules of several outputs are applied to all of them at once only."""
+        self._rewrites = tuple(rewrite for rule in rules for rewrite in _rewrites(rule, each_output))
 
     def derive(self, goal: Rule, most: int = MOST_EXPRESSIONS) -> Derivation | None:
         """A chain of steps from the left side of the goal to its right side, or None where none was found."""
-        sides = (_Side(goal.left), _Side(goal.right))
-        for _ in range(2 * most):
-            side, other = sorted(sides, key=lambda side: len(side.reached))
-            current = side.pop() or other.pop()
-            if current is None:
-                return None
-            side = side if current in side.reached else other
-            other = sides[1] if side is sides[0] else sides[0]
-            if current in other.reached:
-                return _join(sides, current)
-            limit = max(map(_size, (goal.left, goal.right))) + 4
-            for step in self._steps(current):
-                if _size(step.result) <= limit and side.reach(step, current) and step.result in other.reached:
-                    return _join(sides, step.result)
-        return None
-
-    def _steps(self, roots: Roots) -> Iterator[Step]:
-        """Every rewrite of one place."""
-        for place in walk(*roots):
-            candidates = self._by_op[place.op] if isinstance(place, Apply) else []
-            for direction in candidates:
-                binding = match(direction.source[0], place, Binding({}, {}))
-                if binding is not None:
-                    yield from self._rewrite(roots, place, direction, binding)
-
-    def _rewrite(self, roots: Roots, place: Expr, direction: _Direction, binding: Binding) -> Iterator[Step]:
-        """Replace the place, and the other outputs of the rule where they are found."""
-        for full, places in _others(roots, direction.source[1:], binding):
-            pairs = zip((place, *places), direction.target, strict=True)
-            replaced = {old: instantiate(new, full) for old, new in pairs}
-            made = tuple(substitute(root, replaced) for root in roots)
-            if made != roots:
-                yield Step(direction.rule.name, direction.backwards, made)
+        world = find_world(goal)
+        if world is None:
+            return None
+        changes = Saturation(goal, world, self._rewrites, most).run()
+        return None if changes is None else tuple(_steps(goal, changes))
 
 
-def _others(roots: Roots, patterns: Sequence[Expr], binding: Binding) -> Iterator[tuple[Binding, tuple[Expr, ...]]]:
-    """Places for the remaining outputs of a rule."""
-    if not patterns:
-        yield binding, ()
-        return
-    for place in walk(*roots):
-        found = match(patterns[0], place, binding)
-        if found is not None:
-            for full, places in _others(roots, patterns[1:], found):
-                yield full, (place, *places)
-
-
-def substitute(expr: Expr, replaced: Mapping[Expr, Expr]) -> Expr:
-    """The expression with some subexpressions replaced, outermost first."""
-    if expr in replaced:
-        return replaced[expr]
-    if isinstance(expr, Input):
-        return expr
-    args = tuple(substitute(arg, replaced) for arg in expr.args)
-    return expr if args == expr.args else replace(expr, args=args)
-
-
-def _names(roots: Roots) -> set[str]:
-    """Named parameters."""
-    params = ((name, value) for e in walk(*roots) if isinstance(e, Apply) for name, value in parameters(e))
-    return {_named(name, value) for name, value in params if is_any(name, value) and value != "m"}
-
-
-def _size(roots: Roots) -> int:
-    return sum(isinstance(expr, Apply) for expr in walk(*roots))
-
-
-class _Side:
-    """What was reached from one end, and how."""
-
-    def __init__(self, start: Roots) -> None:
-        self.reached: dict[Roots, tuple[Step, Roots] | None] = {start: None}
-        self._ticket = count()
-        self._queue = [(_size(start), next(self._ticket), start)]
-
-    def pop(self) -> Roots | None:
-        return heapq.heappop(self._queue)[2] if self._queue else None
-
-    def reach(self, step: Step, before: Roots) -> bool:
-        """Note a new expression; False where it was reached before."""
-        if step.result in self.reached:
-            return False
-        self.reached[step.result] = (step, before)
-        heapq.heappush(self._queue, (_size(step.result), next(self._ticket), step.result))
-        return True
-
-
-def _join(sides: tuple[_Side, _Side], middle: Roots) -> Derivation:
-    """From the left to the middle, and from there the right side's steps undone."""
-    forward: list[Step] = []
-    current = middle
-    while (came := sides[0].reached[current]) is not None:
-        forward.append(came[0])
-        current = came[1]
-    forward.reverse()
-    current = middle
-    while (came := sides[1].reached[current]) is not None:
-        step, before = came
-        forward.append(Step(step.rule, not step.backwards, before))
-        current = before
-    return tuple(forward)
+def _steps(goal: Rule, changes: Sequence[Sequence[Change]]) -> Iterator[Step]:
+    """The rewrites of all outputs one after the other; the last one gives the right side as the goal writes it."""
+    current = list(goal.left)
+    steps: list[Step] = []
+    for output, rewrites in enumerate(changes):
+        for change in rewrites:
+            current[output] = change.result
+            steps.append(Step(change.reason.rule or "", change.reason.backwards, tuple(current)))
+    if steps:
+        steps[-1] = replace(steps[-1], result=goal.right)
+    return iter(steps)

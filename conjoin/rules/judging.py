@@ -7,8 +7,8 @@ from enum import Enum
 
 from conjoin.rules.definitions.dims import IllFormed
 from conjoin.rules.definitions.proving import Verdict, prove
-from conjoin.rules.deriving import Derivation, Deriver, Step
-from conjoin.rules.patterns import Rule
+from conjoin.rules.deriving import MOST_EXPRESSIONS, Derivation, Deriver, Step
+from conjoin.rules.patterns import Apply, Expr, Input, Rule
 from conjoin.rules.trials.instances import NoInstance
 from conjoin.rules.trials.refuting import Counterexample, try_out
 
@@ -59,9 +59,9 @@ def judge(rule: Rule, deriver: Deriver) -> Judgement:
     return Judgement(rule, standing, verdict, trials.num_run, reason=verdict.reason)
 
 
-def derive_checked(rule: Rule, deriver: Deriver) -> Derivation | None:
-    """A derivation each of whose steps, with the whole expressions before and after it, is proven again."""
-    found = deriver.derive(rule)
+def derive_checked(rule: Rule, deriver: Deriver, most: int = MOST_EXPRESSIONS) -> Derivation | None:
+    """A derivation each of whose steps is proven again, with the operands that it has there."""
+    found = deriver.derive(rule, most)
     return found if found is not None and _holds(rule, found) else None
 
 
@@ -69,7 +69,36 @@ def _holds(goal: Rule, derivation: tuple[Step, ...]) -> bool:
     """Whether every step is proven: a rule of the library may have conditions that cannot hold here."""
     before = goal.left
     for step in derivation:
-        if not prove(Rule(step.rule, before, step.result)).proven:
+        if not _is_proven(Rule(step.rule, before, step.result)):
             return False
         before = step.result
     return True
+
+
+def _is_proven(step: Rule) -> bool:
+    """From what changes alone, or else from the whole expressions: what is around it may tell more of the sizes.
+
+    A convolution that says its number of groups is one of any number of groups.
+    """
+    changed = [pair for pair in zip(step.left, step.right, strict=True) if pair[0] != pair[1]]
+    inner = [_innermost(one, other) for one, other in changed]
+    local = Rule(step.name, tuple(one for one, _ in inner), tuple(other for _, other in inner))
+    open_groups = Rule(step.name, *(tuple(map(_without_groups, side)) for side in (local.left, local.right)))
+    return any(prove(rule).proven for rule in dict.fromkeys((local, step, open_groups)))
+
+
+def _innermost(one: Expr, other: Expr) -> tuple[Expr, Expr]:
+    """The smallest parts of two expressions outside of which they are the same."""
+    while isinstance(one, Apply) and isinstance(other, Apply) and (one.op, one.params) == (other.op, other.params):
+        different = [pair for pair in zip(one.args, other.args, strict=True) if pair[0] != pair[1]]
+        if len(different) != 1:
+            break
+        one, other = different[0]
+    return one, other
+
+
+def _without_groups(expr: Expr) -> Expr:
+    if isinstance(expr, Input):
+        return expr
+    params = tuple((name, value) for name, value in expr.params if name != "groups")
+    return Apply(expr.op, params, tuple(map(_without_groups, expr.args)))

@@ -1,7 +1,7 @@
 """The library: rules with the stamps of their proofs, indexed by what stands at the root of their left side.
 
 A stamp is bound to the rule's text, to how it was proven and to the version of the operators: a rule that was edited,
-or operators that were defined differently when it was proven, are noticed when the library is loaded.
+or operators that were declared or defined differently when it was proven, are noticed when the library is loaded.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from conjoin.errors import UsageError
 from conjoin.rules.definitions.affine import Affine, symbol
+from conjoin.rules.definitions.declarations import ask
 from conjoin.rules.definitions.dims import Dim, Dims, IllFormed, NotCovered
 from conjoin.rules.definitions.proving import Frame
 from conjoin.rules.definitions.sums import Access, Factor, Function, Guard, Largest, Size, Sum, replace_in, substitute
@@ -24,6 +25,7 @@ from conjoin.rules.operators import BY_NAME, FUNCTIONS, RuleOp
 from conjoin.rules.parsing import print_expressions
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, operators_in
 from conjoin.rules.text import RuleFile, WrittenRule, load_rules, save_rules
+from conjoin.rules.wording import in_words
 
 SHIPPED = Path(__file__).parent / "library.toml"
 """Made by `conjoin rules generate`."""
@@ -61,7 +63,7 @@ class Entry:
 
 def make_entry(rule: Rule, conditions: Iterable[str], method: str) -> Entry:
     """An entry for a rule that was just proven."""
-    known = tuple(conditions)
+    known = in_words(conditions)
     return Entry(rule, known, method, stamp_of(rule, known, method, operators_version()))
 
 
@@ -196,12 +198,16 @@ def _definition(expr: Apply) -> str:
     sizes = [dims.size(dim) for dim in (*(d for arg in expr.args for d in frame.tensors[arg].dims), *tensor.dims)]
     facts = frozenset(dims.facts())
     windowed = (dim for dim in dims.every if dim.window and not dim.parent)
-    return " | ".join([
-        ", ".join(str(size.replace(names)) for size in sizes),
-        ", ".join(f"{names[dim.name]} = {_window(dims, dim, names)}" for dim in windowed),
-        _guard(frozenset(atom.replace(names) for atom in facts)),
-        _normal(Sum(tuple(substitute(term, names) for term in tensor.at(index, devices).terms))),
-    ])
+    declared = BY_NAME[expr.op].declared
+    return " | ".join(
+        [
+            str(ask(declared, frame.call(expr))) if declared else "",
+            ", ".join(str(size.replace(names)) for size in sizes),
+            ", ".join(f"{names[dim.name]} = {_window(dims, dim, names)}" for dim in windowed),
+            _guard(frozenset(atom.replace(names) for atom in facts)),
+            _normal(Sum(tuple(substitute(term, names) for term in tensor.at(index, devices).terms))),
+        ]
+    )
 
 
 def _window(dims: Dims, dim: Dim, names: Mapping[str, Affine]) -> str:

@@ -7,8 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from conjoin.rules.chains import generate_chains
 from conjoin.rules.definitions.proving import prove, with_groups
+from conjoin.rules.generalizing import padded_alike
 from conjoin.rules.generator.generating import Selection, generate
+from conjoin.rules.generator.more_vocabularies import MORE
 from conjoin.rules.generator.selecting import drop_derived, drop_instances, prove_all
 from conjoin.rules.generator.vocabulary import (
     MODELS,
@@ -21,19 +24,19 @@ from conjoin.rules.generator.vocabulary import (
 )
 from conjoin.rules.library import Library, make_entry
 from conjoin.rules.parsing import print_expressions
-from conjoin.rules.patterns import Apply, Rule
+from conjoin.rules.patterns import Apply, Rule, operators_in
 from conjoin.rules.text import parse_rule
 from conjoin.rules.trials.instances import NoInstance
 from conjoin.rules.trials.refuting import try_out
 
 SIZES: Sequence[tuple[Vocabulary, int]] = (
     *((vocabulary, 3) for vocabulary in TASO), (MULTILINEAR, 3), (MODELS, 2), (PARALLEL, 3), (PARALLEL_IMAGES, 3),
-    (PARALLEL_TABLES, 3),
+    (PARALLEL_TABLES, 3), *((vocabulary, 3) for vocabulary in MORE),
 )  # fmt: skip
 """How many operators each side has in the library that ships."""
 NUM_TRIALS = 100
-_MOST_DERIVED = 30
-"""Expressions looked at from each side of a rule when it is derived from others."""
+_MOST_DERIVED = 60
+"""Expressions met when a rule is derived from others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +59,20 @@ def make_library(
 ) -> Made:
     """Generate, prove, prune, try out and name."""
     found = tuple(generate(v, n, directory=directory, workers=workers, progress=progress) for v, n in sizes)
-    proven = prove_all([rule for selection in found for rule in selection.rules], prove, progress)
-    general = drop_instances(proven.rules)
+    candidates = [rule for selection in found for rule in selection.rules if not _is_about_zero(rule)]
+    proven = prove_all([*candidates, *generate_chains()], prove, progress, workers)
+    alike = (padded_alike(rule, prove) for rule in proven.rules)
+    general = drop_instances([*proven.rules, *(rule for rule in alike if rule is not None)])
     kept = [_named(rule) for rule in drop_derived(general, _MOST_DERIVED, progress)]
     kept = _with_own_names(sorted(kept, key=lambda rule: rule.name))
     false = tuple(str(rule) for rule in kept if not _survives(rule))
     entries = tuple(make_entry(rule, prove(rule).conditions, "definitions") for rule in kept)
     return Made(Library(entries), found, len(proven.rules), proven.unproven, false)
+
+
+def _is_about_zero(rule: Rule) -> bool:
+    """Whether something is taken from itself: all zeros are the same, which is of no use."""
+    return any(expr.op == "sub" and expr.args[0] == expr.args[1] for expr in operators_in(*rule.outputs))
 
 
 def _named(rule: Rule) -> Rule:

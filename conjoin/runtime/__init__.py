@@ -7,6 +7,7 @@ from conjoin.runtime.calibrating import (
     axis_sets,
     calibrate_collectives,
     measure_communication,
+    time_collectives,
 )
 from conjoin.runtime.captured import CapturedModule, to_module
 from conjoin.runtime.checking import (
@@ -37,6 +38,6 @@ __all__ = [
     "Pace", "ParallelModule", "Piece", "Recorded", "Reference", "Site", "Timed", "Verdict", "axis_sets",
     "calibrate_collectives", "check_made_for", "communicator_over", "compare_rank", "connect", "full_state_dict",
     "join_ranks", "launch", "load", "load_checkpoint", "load_optimizer_state_dict", "measure_communication",
-    "optimizer_state_dict", "record", "run_ranks", "save_checkpoint", "to_module", "train_alone", "verdict",
-    "verify_in_process",
+    "optimizer_state_dict", "record", "run_ranks", "save_checkpoint", "time_collectives", "to_module",
+    "train_alone", "verdict", "verify_in_process",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from torch import Tensor
 from conjoin.comm import ring_bytes
 from conjoin.errors import RankError
 from conjoin.machine import Mesh
-from conjoin.runtime.recording import meant_as
+from conjoin.runtime.swapping import swap
 from conjoin.runtime.torch_private import all_gather, reduce_scatter
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -117,8 +117,11 @@ class ProcessGroups:
         self.rank = dist.get_rank()
         self._explain = explain
         self.bytes_sent = 0
-        self._scatters_by_sum = dist.get_backend() == dist.Backend.GLOO
-        """Gloo's reduce-scatter is an all-reduce that forgets: exchanging and adding moves half the bytes."""
+        self._swaps = dist.get_backend() == dist.Backend.GLOO
+        """Whether single messages are better than the backend's own collectives.
+
+        Gloo's reduce-scatter is an all-reduce that forgets: exchanging and adding moves half the bytes.
+        """
         self._groups: dict[Axes, dist.ProcessGroup] = {}
 
     @property
@@ -160,16 +163,17 @@ class ProcessGroups:
     def all_gather(self, output: Tensor, tensor: Tensor, axes: Axes) -> Work:
         group = self._groups[axes]
         self.bytes_sent += (group.size() - 1) * tensor.nbytes
+        if self._swaps and group.size() == 2:  # more stand in a ring: words and data go different ways
+            return self._swap("all-gather", group, output.view(2, -1).unbind(), (tensor.view(-1),) * 2)
         return self._started(lambda: all_gather(output, tensor, group=group, async_op=True))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, axes: Axes) -> Work:
-        if self._scatters_by_sum:
-            parts = torch.empty_like(tensor)
-            size = [output.numel()] * (tensor.numel() // output.numel())
-            with meant_as("reduce-scatter"):
-                return Sum(self.all_to_all(parts, tensor, (size, size), axes), parts, output)
         group = self._groups[axes]
         self.bytes_sent += (group.size() - 1) * output.nbytes
+        if self._swaps:
+            parts, size = torch.empty_like(tensor), output.numel()
+            under_way = self._swap("reduce-scatter", group, torch.split(parts, size), torch.split(tensor, size))
+            return Sum(under_way, parts, output)
         return self._started(lambda: reduce_scatter(output, tensor, group=group, async_op=True))
 
     def all_to_all(self, output: Tensor, tensor: Tensor, sizes: Sizes, axes: Axes) -> Work:
@@ -177,7 +181,12 @@ class ProcessGroups:
         received, sent = list(sizes[0]), list(sizes[1])
         own = self.mesh.group(self.rank, axes).index(self.rank)
         self.bytes_sent += (tensor.numel() - sent[own]) * tensor.itemsize
+        if self._swaps:
+            return self._swap("all-to-all", group, torch.split(output, received), torch.split(tensor, sent))
         return self._started(lambda: dist.all_to_all_single(output, tensor, received, sent, group, async_op=True))
+
+    def _swap(self, kind: str, group: dist.ProcessGroup, into: Sequence[Tensor], out: Sequence[Tensor]) -> Work:
+        return self._started(lambda: swap(kind, group, into, out))
 
 
 class Explained:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ _BACKWARD = "autograd::engine::evaluate_function: "
 _SILENT = "99"
 """The profiler's library tells on stderr that it starts and stops, unless told otherwise before its first use."""
 _PREFIXES = (_BACKWARD, "torch::autograd::", "aten::")
-_MEANT = "conjoin: "
+_MARK = "conjoin: "
+_MESSAGES = ("gloo:send", "gloo:recv")
+_numbers = count()
 _SPAN, _KERNEL = "nccl:", "nccl"
 """On a GPU a collective is there as a span, and again as the kernels that carry it out."""
 _COLLECTIVE = re.compile(r"(?:gloo:|nccl:|nccl(?:Dev)?Kernel_?)(\w*)")
@@ -61,9 +64,21 @@ def record(step: Callable[[], Any]) -> list[Recorded]:
     return sorted(shifted, key=lambda entry: entry.start)
 
 
-def meant_as(kind: str) -> AbstractContextManager[object]:
-    """Around an all-to-all that stands for another collective: a recording calls it by that name."""
-    return record_function(_MEANT + kind) if is_profiling() else nullcontext()
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The name of a collective that is carried out by single messages, and which one it is."""
+
+    kind: str
+    number: int
+
+    @staticmethod
+    def new(kind: str) -> Mark:
+        return Mark(kind, next(_numbers))
+
+
+def marked(mark: Mark) -> AbstractContextManager[object]:
+    """Around the start of a collective, and around the wait for it: a recording has it from the one to the other."""
+    return record_function(f"{_MARK}{mark.kind} {mark.number}") if is_profiling() else nullcontext()
 
 
 def collective_name(name: str) -> str | None:
@@ -88,36 +103,36 @@ def _on_gpu(events: Sequence[Any]) -> list[Recorded]:
 
 def _on_cpu(events: Sequence[Any]) -> list[Recorded]:
     """What ran on the CPU, less what only carries a collective out, which is there under its own name."""
-    meanings = _meanings(events)
-    found: list[Recorded] = []
+    marks = [event for event in events if event.name.startswith(_MARK)]
+    found = _from_marks(marks)
     for event in events:
-        if event.cpu_parent is not None:
-            continue
-        collective = meanings.get(id(event)) or collective_name(event.name)
-        if collective is not None or not (event.name.startswith(("c10d::", _MEANT)) or _in_backend(event)):
-            found.append(_recorded(event, collective))
+        if event.cpu_parent is None and not event.name.startswith((_MARK, "c10d::")) and not _is_part(event, marks):
+            collective = collective_name(event.name)
+            if collective is not None or not _in_backend(event):
+                found.append(_recorded(event, collective))
     return found
 
 
-def _meanings(events: Sequence[Any]) -> dict[int, str]:
-    """What each of Gloo's all-to-alls stands for, where that was said: they begin in the order of the calls."""
-    works, calls = (
-        sorted((event for event in events if event.name == name), key=lambda event: event.time_range.start)
-        for name in ("gloo:all_to_all", "c10d::alltoall_base_")
-    )
-    if len(works) != len(calls):
-        return {}
-    said = ((id(work), _meaning(call)) for work, call in zip(works, calls, strict=True))
-    return {work: meaning for work, meaning in said if meaning is not None}
+def _is_part(event: Any, marks: Sequence[Any]) -> bool:
+    """Whether it is a message of a collective that is marked."""
+    start = event.time_range.start
+    spans = (mark.time_range for mark in marks) if event.name in _MESSAGES else ()
+    return any(span.start <= start <= span.end for span in spans)
 
 
-def _meaning(call: Any) -> str | None:
-    around = call.cpu_parent
-    while around is not None:
-        if around.name.startswith(_MEANT):
-            return str(around.name.removeprefix(_MEANT))
-        around = around.cpu_parent
-    return None
+def _from_marks(marks: Sequence[Any]) -> list[Recorded]:
+    """Collectives by messages, each from its start to the end of the wait for it.
+
+    Nobody notices when the last message comes: one waited for late may have been over long before.
+    """
+    spans: dict[str, list[Any]] = {}
+    for mark in marks:
+        spans.setdefault(mark.name, []).append(mark.time_range)
+    found = []
+    for name, both in spans.items():
+        start, end = min(span.start for span in both), max(span.end for span in both)
+        found.append(Recorded(COMMUNICATING, name.removeprefix(_MARK).rsplit(" ", 1)[0], start, end - start))
+    return found
 
 
 def _recorded(event: Any, collective: str | None) -> Recorded:

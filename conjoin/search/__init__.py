@@ -3,11 +3,16 @@
 from conjoin.search.baselines import baseline_names, baselines
 from conjoin.search.comparing import Row, compare_plans
 from conjoin.search.contest import Contest, Improvement, Progress, Stopped
+from conjoin.search.exact.choices import OperatorSeconds
+from conjoin.search.exact.problem import Objective, Problem, Space
+from conjoin.search.exact.reshard_seconds import ReshardSeconds
+from conjoin.search.exact.units import canonical, cuts
 from conjoin.search.planning import make_plan, strategy_names
 from conjoin.search.remembering import Remembered
 from conjoin.search.searching import DEFAULT_BUDGET, SearchResult, Wish, find_plan, search_names
 
 __all__ = [
-    "DEFAULT_BUDGET", "Contest", "Improvement", "Progress", "Remembered", "Row", "SearchResult", "Stopped", "Wish",
-    "baseline_names", "baselines", "compare_plans", "find_plan", "make_plan", "search_names", "strategy_names",
+    "DEFAULT_BUDGET", "Contest", "Improvement", "Objective", "OperatorSeconds", "Problem", "Progress", "Remembered",
+    "ReshardSeconds", "Row", "SearchResult", "Space", "Stopped", "Wish", "baseline_names", "baselines", "canonical",
+    "compare_plans", "cuts", "find_plan", "make_plan", "search_names", "strategy_names",
 ]  # fmt: skip

@@ -6,32 +6,56 @@ from collections.abc import Iterator
 from itertools import product
 
 from conjoin.errors import StrategyError
-from conjoin.ir import Graph, Plan
+from conjoin.ir import REGATHER, Choice, Graph, LeafKind, Value
 from conjoin.machine import Machine, Mesh
+from conjoin.search.contest import Entry, make_variant
+from conjoin.search.drafting import Settled, lay_out, settle_draft
 from conjoin.search.groups import products
-from conjoin.search.planning import make_plan
+from conjoin.search.planning import drafter
+from conjoin.sim import Layouts
 
 _PLAIN = ("data-parallel", "fsdp", "zero1", "one-weird-trick", "table-parallel", "reduction", "sbp3d", "spatial")
 
 
 def baseline_names(mesh: Mesh) -> tuple[str, ...]:
-    """What is tried on a mesh: every strategy as it deals degrees itself, Megatron with every degree inside a node.
+    """What is tried on a mesh: every strategy as it deals degrees itself, Megatron with every degree inside a node,
+    or every degree where a node has one device.
 
     >>> baseline_names(Mesh.of_nodes(1, 2))[:5]
     ('data-parallel', 'fsdp', 'zero1', 'megatron:tp=2', 'megatron:tp=2,sp')
     """
     if mesh.size == 1:
         return ("single",)
-    inside = [axis.size for axis in mesh.axes if not axis.between_nodes] or [axis.size for axis in mesh.axes[-1:]]
+    inside = [axis.size for axis in mesh.axes if not axis.between_nodes] or [axis.size for axis in mesh.axes]
     degrees = [degree for degree in products(inside) if degree > 1]
     tensor = [f"megatron:tp={degree}{flags}" for degree, flags in product(degrees, ("", ",sp"))]
     return (*_PLAIN[:3], *tensor, *_PLAIN[3:])
 
 
-def baselines(graph: Graph, machine: Machine) -> Iterator[tuple[str, Plan | None]]:
-    """The plans of the named strategies, one after the other; None where one does not fit the model."""
+def baselines(graph: Graph, machine: Machine) -> Iterator[tuple[str, Entry | None]]:
+    """The named strategies as entries, one after the other; None where one does not fit the model."""
     for name in baseline_names(machine.mesh):
         try:
-            yield name, make_plan(graph, machine, name)
+            yield name, _entry(settle_draft(graph, drafter(machine, name)))
         except StrategyError:
             yield name, None
+
+
+def _entry(settled: Settled) -> Entry:
+    """What a strategy decides, without the work of making it a plan."""
+    found, variant = lay_out(settled), make_variant(settled.graph, settled.substitutions)
+    graph = settled.graph
+    outputs = [found.outputs.get(i, ()) for i, value in enumerate(graph.outputs) if isinstance(value, Value)]
+    buffers = {leaf.name: found.leaves[leaf] for leaf in graph.leaves_of(LeafKind.BUFFER)}
+    single = Choice((), ())
+    choices = [found.choices.get(op.node, single) for op in variant.skeleton.operators]
+    layouts = Layouts(
+        {i: found.leaves[leaf] for i, leaf in enumerate(graph.leaves)},
+        tuple(
+            choice if choice is not single else Choice(((),) * len(op.reads), ((),) * len(op.makes))
+            for choice, op in zip(choices, variant.skeleton.operators, strict=True)
+        ),
+        (*outputs, *(buffers[name] for name, _ in graph.updates)),
+    )
+    regathered = frozenset(action.tensor for action in settled.draft.memory if action.action == REGATHER)
+    return Entry(str(settled.draft.request), variant, layouts, regathered)

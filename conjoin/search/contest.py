@@ -156,13 +156,17 @@ class Contest:
 
     def check(self, doing: str) -> None:
         """Tell the user what comes next; Enough when there is no time for it."""
+        self.tell(doing)
+        if self.time_left <= 0:
+            raise Enough(Stopped.OUT_OF_TIME)
+
+    def tell(self, doing: str) -> None:
+        """Tell the user what comes next."""
         if self.progress is not None:
             best = self.best.seconds if self.best else None
             baseline = self.baseline.seconds if self.baseline else None
             left = max(0.0, self.time_left)
             self.progress(Progress(self.elapsed, best, baseline, left, self.num_entries, doing))
-        if self.time_left <= 0:
-            raise Enough(Stopped.OUT_OF_TIME)
 
     def simulate(self, entry: Entry) -> Simulation:
         """Time an entry; what is alike in several is priced once."""
@@ -173,11 +177,15 @@ class Contest:
 
     def enter(self, entry: Entry) -> Outcome:
         """Judge an entry; it becomes the best where it fits and is faster."""
+        self.count_step()
+        return self.judge(entry, self.simulate(entry))
+
+    def count_step(self) -> None:
+        """Take note that a plan is simulated; Enough when no more may be."""
         if self.steps_left is not None:
             if self.steps_left <= 0:
                 raise Enough(Stopped.OUT_OF_STEPS)
             self.steps_left -= 1
-        return self.judge(entry, self.simulate(entry))
 
     def judge(self, entry: Entry, simulation: Simulation) -> Outcome:
         """The same where the entry was simulated already."""

@@ -66,12 +66,27 @@ def settle_draft(graph: Graph, strategy: Callable[[Facts], Draft]) -> Settled:
     return Settled(graph, draft, substitutions)
 
 
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """A layout for everything in a graph: leaves, what nodes read and make, and outputs by their place."""
+
+    leaves: Mapping[Leaf, Layout]
+    choices: Mapping[Node, Choice]
+    outputs: Mapping[int, Layout]
+
+
+def lay_out(settled: Settled) -> LaidOut:
+    """The layouts that a settled draft stands for."""
+    graph, draft = settled.graph, settled.draft
+    return LaidOut(_leaf_layouts(graph, draft), _choices(graph, draft), _output_layouts(graph, draft))
+
+
 def make_plan_by(captured: Graph, machine: Machine, strategy: Callable[[Facts], Draft]) -> Plan:
     """The plan that a strategy makes, checked."""
     settled = settle_draft(captured, strategy)
-    graph, draft = settled.graph, settled.draft
+    graph, draft, laid_out = settled.graph, settled.draft, lay_out(settled)
     plan = Plan(
-        graph=parallelize(graph, _leaf_layouts(graph, draft), _choices(graph, draft), _output_layouts(graph, draft)),
+        graph=parallelize(graph, laid_out.leaves, laid_out.choices, laid_out.outputs),
         mesh=machine.mesh,
         model=model_mark(captured),
         machine=Mark(machine.name, machine.fingerprint()),

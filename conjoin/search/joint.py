@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 
@@ -25,14 +26,18 @@ from conjoin.search.exact.choices import OperatorSeconds
 from conjoin.search.exact.problem import Objective, Problem, Space
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
 from conjoin.search.exact.units import Units, canonical, cuts, natural_units, neighbours, splits
+from conjoin.search.rewrites import Backtracking, Way
+from conjoin.search.variants import as_variant
 from conjoin.sim import OPTIMIZER_COPIES, Layouts
 
-OVERLAPS = (0.5, 0.8)
+OVERLAPS = (0.6, 0.0)
 """Parts of the parameters' communication that are taken to be hidden; the timeline then tells what really is."""
-_MORE_OVERLAPS = (0.0, 0.25, 0.65, 0.9, 1.0)
+_MORE_OVERLAPS = (0.8, 0.3, 0.9, 1.0)
 """Tried where it looks best."""
 _HOPELESS = 1.3
 """Solutions whose sum is larger than the least by this factor are not simulated."""
+_REWRITING = 0.3
+"""The part of the time left that is spent on substitutions."""
 _MEMORY_STEPS = 12
 _FIRST_PRICE = 0.01
 """Of a byte, in steps for a device's memory."""
@@ -46,9 +51,13 @@ class JointSearch:
     variants: Sequence[Variant]
     starts: Sequence[Outcome] = ()
     """Entries to take up on three units."""
+    ways: tuple[Way, ...] = ()
+    """Substitutions."""
     operators: OperatorSeconds = field(init=False)
     sums: dict[tuple[Units, Objective], float] = field(default_factory=dict)
     """The least sum on units for an objective, over all variants."""
+    fastest: dict[Units, float] = field(default_factory=dict)
+    """Seconds of the fastest entry on units, by the timeline."""
     is_exact: bool = True
     _spaces: dict[Units, Space] = field(default_factory=dict)
     _tried: set[object] = field(default_factory=set)
@@ -63,11 +72,12 @@ class JointSearch:
         mesh = self.contest.machine.mesh
         if mesh.size == 1:
             return
+        if self.contest.best is None:
+            self._fit(list(cuts(mesh, 2)))
         self._go_through(cuts(mesh, 2), OVERLAPS)
         self._climb()
         self._go_through(self._promising()[:2], _MORE_OVERLAPS)
-        if self.contest.best is None:
-            self._fit()
+        self._rewrite()
         if len(mesh.axes) > 2:
             for start in self._worth_taking_up():
                 self._take_up(start)
@@ -89,13 +99,35 @@ class JointSearch:
         while (found := self._promising()) and self._go_through(neighbours(found[0], mesh), OVERLAPS):
             pass
 
+    def _rewrite(self) -> None:
+        """Substitutions in the best variant, as far as they lower the sum on its units: those that do are judged."""
+        best, units = self.contest.best, self._promising()
+        if best is None or not units or not self.ways:
+            return
+        objective = self.objective(OVERLAPS[0], self._price)
+        enough = self.contest.time_left * (1 - _REWRITING)
+
+        def seconds(variant: Variant) -> float:
+            self.contest.check(f"substitutions, {shown(units[0])} devices")
+            return Problem(variant.skeleton, self.space(units[0]), objective).solve().total
+
+        work = Backtracking(seconds, self.ways, lambda: self.contest.time_left < enough)
+        work.start(as_variant(best).entry.variant)
+        least = work.best
+        for variant, total in work.run():
+            if total < least:
+                least = total
+                for overlap in OVERLAPS:
+                    self.try_out(variant, units[0], self.objective(overlap, self._price))
+                self.variants = (variant, *self.variants)
+
     def _worth_taking_up(self) -> list[Outcome]:
         """The best entry, and those to start from that are not much slower."""
         best = self.contest.best
         if best is None:
             return []
         found = sorted((o for o in self.starts if o.seconds < _HOPELESS * best.seconds), key=lambda o: o.seconds)
-        return [best, *(o for o in found[:3] if o.entry is not best.entry)]
+        return [as_variant(best), *(o for o in found[:3] if o.entry.name != best.entry.name)]
 
     def _take_up(self, start: Outcome) -> None:
         """From an entry on to the best near it, as long as that helps."""
@@ -141,6 +173,8 @@ class JointSearch:
             return None
         layouts, regathered = problem.layouts(solution)
         outcome = self.contest.enter(Entry(f"joint search, {shown(units)}", variant, layouts, regathered))
+        if near is None:
+            self.fastest[units] = min(outcome.seconds, self.fastest.get(units, inf))
         if self.contest.best is outcome:
             self._price = objective.seconds_per_byte
         return outcome
@@ -159,27 +193,38 @@ class JointSearch:
             self._spaces[units] = Space(units, mesh, ReshardSeconds(units, mesh, prices), self.operators)
         return self._spaces[units]
 
-    def _fit(self) -> None:
-        """Raise the price of a byte until a plan fits; then find the lowest price at which one still does."""
+    def _fit(self, candidates: list[Units]) -> None:
+        """Raise the price of a byte until a plan fits; then find the lowest price at which one still does.
+
+        After every price the units go on that came nearest to fitting.
+        """
         contest = self.contest
         if contest.smallest is None:
             return
         price, low = _FIRST_PRICE * contest.smallest.seconds / contest.capacity, 0.0
+        peaks: list[int] = []
         for _ in range(_MEMORY_STEPS):
-            found = [
-                o for units in self._promising()[:2] for o in self._try_all(units, self.objective(OVERLAPS[0], price))
-            ]
-            if any(outcome.peak_bytes is None or outcome.peak_bytes <= contest.capacity for outcome in found):
+            tried = {units: self._try_all(units, self.objective(OVERLAPS[0], price)) for units in candidates}
+            found = [outcome for outcomes in tried.values() for outcome in outcomes]
+            candidates = sorted(candidates, key=lambda units: min(map(_peak, tried[units]), default=inf))[:3]
+            if any(_peak(outcome) <= contest.capacity for outcome in found):
                 if low == 0.0 or price < 1.5 * low:
                     return
                 price = (price * low) ** 0.5
             else:
+                peaks.append(min(map(_peak, found), default=0))
+                if len(peaks) > 2 and peaks[-1] >= peaks[-3]:
+                    return
                 low, price = price, 4 * price
 
     def _promising(self) -> list[Units]:
-        """Units by their least sums, without a price for memory, for the overlap that all are tried with."""
-        known = [key for key in self.sums if not key[1].seconds_per_byte and key[1].overlap == OVERLAPS[0]]
-        return [units for units, _ in sorted(known, key=self.sums.__getitem__)]
+        """Units by the best entry that was found on them."""
+        return sorted(self.fastest, key=self.fastest.__getitem__)
+
+
+def _peak(outcome: Outcome) -> int:
+    """Bytes at the peak; none where they were not asked: such an entry is slower than one that fits."""
+    return outcome.peak_bytes or 0
 
 
 def shown(units: Units) -> str:

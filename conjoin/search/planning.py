@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine
-from conjoin.search.drafting import make_plan_by
+from conjoin.search.drafting import Draft, make_plan_by
+from conjoin.search.facts import Facts
 from conjoin.search.request import parse_request
 from conjoin.search.strategies import STRATEGIES
 
@@ -42,7 +45,12 @@ def make_plan(graph: Graph, machine: Machine, strategy: str) -> Plan:
     returns [%3] in null loss 0
     <BLANKLINE>
     """
+    return make_plan_by(graph, machine, drafter(machine, strategy))
+
+
+def drafter(machine: Machine, strategy: str) -> Callable[[Facts], Draft]:
+    """What drafts the layouts of a named strategy on a machine."""
     request = parse_request(strategy, {name: found.keys for name, found in STRATEGIES.items()})
     draft = STRATEGIES[request.name].draft
     mesh = request.mesh(machine.mesh)
-    return make_plan_by(graph, machine, lambda facts: draft(facts, mesh, request))
+    return lambda facts: draft(facts, mesh, request)

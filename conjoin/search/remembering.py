@@ -11,8 +11,9 @@ from typing import Any
 from conjoin.errors import ConjoinError, PlanError
 from conjoin.ir import Graph, check_plan, fingerprint, plan_from_json, plan_to_json, read_json, write_file
 from conjoin.machine import Machine
+from conjoin.rules import operators_version
 from conjoin.search.contest import Stopped
-from conjoin.search.searching import SearchResult, Wish
+from conjoin.search.searching import SEARCH_VERSION, SearchResult, Wish
 
 _FORMAT = "conjoin.found"
 _VERSION = 1
@@ -50,7 +51,8 @@ class Remembered:
 
     def _path(self, graph: Graph, machine: Machine, wish: Wish, budget: float | None, costs: str) -> Path:
         asked = {**asdict(replace(wish, budget=0.0)), "budget": budget}
-        facts = [_VERSION, fingerprint(graph, constants=False), machine.speed_fingerprint(), costs, asked]
+        made_by = [_VERSION, SEARCH_VERSION, operators_version()]
+        facts = [made_by, fingerprint(graph, constants=False), machine.speed_fingerprint(), costs, asked]
         return self._directory / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()}.json"
 
 

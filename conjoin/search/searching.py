@@ -9,13 +9,20 @@ from conjoin.cost import CostModel
 from conjoin.errors import StrategyError, UsageError
 from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine
+from conjoin.rules import Library
 from conjoin.search.baselines import baselines
-from conjoin.search.contest import Contest, Enough, Improvement, Outcome, Progress, Stopped, plan_of
+from conjoin.search.contest import Contest, Enough, Improvement, Outcome, Progress, Stopped, Variant, plan_of
+from conjoin.search.descents import descend_everywhere, try_everything
+from conjoin.search.hierarchy import first_rewrite_then_walk, search_in_levels
 from conjoin.search.joint import JointSearch
+from conjoin.search.rewrites import ways_of
 from conjoin.search.variants import as_variant, variants_of
+from conjoin.search.walks import sample, walk_from_all
 from conjoin.sim import OPTIMIZER_COPIES, MachinePrices, measure_memory
 
 DEFAULT_BUDGET = 60.0
+SEARCH_VERSION = 1
+"""Raised when searches find other plans than before: what was found by an earlier one is then not remembered."""
 _GIB = 2**30
 
 
@@ -60,15 +67,30 @@ Search = Callable[[Contest, Sequence[Outcome], Wish], None]
 
 
 def _joint(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None:
-    plans = [outcome.entry.plan for outcome in starts if outcome.entry.plan is not None]
-    JointSearch(contest, variants_of(contest.captured, plans), [as_variant(outcome) for outcome in starts]).run()
+    ways = ways_of(Library.shipped())
+    JointSearch(contest, variants_of(contest.captured, starts), [as_variant(o) for o in starts], ways).run()
 
 
 def _named_only(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None:
     """The named strategies were judged already."""
 
 
-SEARCHES: dict[str, Search] = {"joint": _joint, "named": _named_only}
+def _variants(contest: Contest, starts: Sequence[Outcome]) -> tuple[Variant, ...]:
+    return variants_of(contest.captured, starts)
+
+
+SEARCHES: dict[str, Search] = {
+    "joint": _joint,
+    "unity": lambda contest, starts, wish: search_in_levels(contest, _variants(contest, starts)),
+    "taso-then-flexflow": lambda contest, starts, wish: first_rewrite_then_walk(
+        contest, _variants(contest, starts), wish.seed
+    ),
+    "mcmc": lambda contest, starts, wish: walk_from_all(contest, starts, wish.seed),
+    "coordinate": lambda contest, starts, wish: descend_everywhere(contest, _variants(contest, starts), wish.seed),
+    "exhaustive": lambda contest, starts, wish: try_everything(contest, _variants(contest, starts)),
+    "random": lambda contest, starts, wish: sample(contest, _variants(contest, starts), wish.seed),
+    "named": _named_only,
+}
 
 
 def search_names() -> tuple[str, ...]:
@@ -101,11 +123,11 @@ def find_plan(
         for plan in start:
             starts.append(contest.enter_plan(plan))
         for name, found in baselines(graph, machine):
-            if contest.best is not None:
-                contest.check(name)
+            contest.tell(name)
             if found is not None:
-                starts.append(contest.enter_plan(found))
+                starts.append(contest.enter(found))
                 contest.baseline = contest.best
+        contest.check("the named strategies are judged")
         SEARCHES[wish.search](contest, starts, wish)
     except Enough as end:
         stopped = end.reason

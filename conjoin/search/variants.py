@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from conjoin.ir import Graph, Node, Plan, Substitution, expand, fingerprint, sequential
+from conjoin.ir import Graph, Node, Substitution, expand, fingerprint, sequential
 from conjoin.search.contest import Outcome, Variant, make_variant
 from conjoin.search.drafting import substitution_of
 from conjoin.search.facts import study
@@ -13,12 +13,13 @@ from conjoin.search.facts import study
 _MAX_VARIANTS = 4
 
 
-def variants_of(graph: Graph, plans: Iterable[Plan]) -> tuple[Variant, ...]:
-    """The graph as it is, with everything expanded, and as the plans of strategies have it; each once."""
+def variants_of(graph: Graph, starts: Iterable[Outcome]) -> tuple[Variant, ...]:
+    """The graph as it is, with everything expanded, and as the entries to start from have it; each once."""
     found: dict[str, Variant] = {}
     whole = expanded(graph)
-    rewritten = [(sequential(plan.graph), plan.substitutions) for plan in plans if plan.substitutions]
-    for other, substitutions in ((graph, ()), whole, *((expanded(g, s)) for g, s in rewritten)):
+    entered = [as_variant(outcome).entry.variant for outcome in starts]
+    rewritten = [expanded(variant.graph, variant.substitutions) for variant in entered if variant.substitutions]
+    for other, substitutions in ((graph, ()), whole, *rewritten):
         name = fingerprint(other, constants=False)
         if name not in found and len(found) < _MAX_VARIANTS:
             found[name] = make_variant(other, substitutions)

@@ -26,6 +26,7 @@ from conjoin.ir import (
 from conjoin.machine import Mesh
 from conjoin.ops import Call, Layout, TensorType, map_tensors, space_of, spec_for
 from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, Phase, Ticks, to_ticks
+from conjoin.sim.keeping import Kept, kept_by
 from conjoin.sim.prices import Prices
 from conjoin.sim.symmetry import Classes
 
@@ -77,6 +78,7 @@ class Drafts:
     _made: dict[tuple[int, Choice, tuple[Reading, ...]], tuple[Fragment, Fragment]] = field(default_factory=dict)
     _collectives: dict[tuple[str, tuple[str, ...], int, Phase], Instruction] = field(default_factory=dict)
     _priced: dict[Hashable, tuple[Ticks, Source]] = field(default_factory=dict)
+    _kept: dict[tuple[int, Choice, str], Kept] = field(default_factory=dict)
     _numbers: dict[Task, int] = field(default_factory=dict)
     _tasks: list[Task] = field(default_factory=list)
 
@@ -100,6 +102,14 @@ class Drafts:
             node = _bare_node(self._tasks[number], choice)
             self._nodes[number, choice] = node, place(node, self.mesh)
         return self._nodes[number, choice]
+
+    def kept(self, number: int, choice: Choice, kind: str) -> Kept:
+        """What rank 0 keeps of an operator for its backward pass on a device of a kind."""
+        key = number, choice, kind
+        if key not in self._kept:
+            node, placed = self.node(number, choice)
+            self._kept[key] = kept_by(node, placed, self._tasks[number].needs, self.mesh, 0, kind)
+        return self._kept[key]
 
     def unlike_axes(self, number: int, choice: Choice) -> frozenset[str]:
         """The axes along which devices do unlike work for an operator."""
@@ -163,8 +173,13 @@ class Drafts:
     def _exchange(self, exchange: Exchange | None, phase: Phase) -> Fragment:
         if exchange is None:
             return ()
-        sent = (exchange.forward if phase is Phase.FORWARD else exchange.backward).largest
-        return (self.collective(EXCHANGE, exchange.axes, sent, phase),) if sent else ()
+        there = phase is Phase.FORWARD
+        sent = (exchange.forward if there else exchange.backward).largest
+        load = exchange.forward_load if there else exchange.backward_load
+        if not sent:
+            return ()
+        made = self.collective(EXCHANGE, exchange.axes, load, phase)
+        return (made if load == sent else replace(made, sent=sent),)
 
     def _make(self, number: int, choice: Choice, readings: tuple[Reading, ...]) -> tuple[Fragment, Fragment]:
         task = self._tasks[number]

@@ -16,7 +16,7 @@ from conjoin.comm import backward_route, held_bytes, reshard
 from conjoin.ir import LeafKind
 from conjoin.ops import Layout
 from conjoin.sim.carrying import SHARING, carrying_bytes
-from conjoin.sim.keeping import Kept, kept_by
+from conjoin.sim.keeping import Kept
 from conjoin.sim.program import PlacedBundle, Program
 
 _COPIES = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
@@ -194,8 +194,7 @@ class _Walk:
 
     def _kept_by(self, place: int) -> Kept:
         program = self.program
-        node, placed = program.drafts.node(program.numbers[place], program.choices[place])
-        return kept_by(node, placed, self.skeleton.operators[place].needs, self.mesh, 0, self.kind)
+        return program.drafts.kept(program.numbers[place], program.choices[place], self.kind)
 
     def _places(self, place: int) -> tuple[list[Place], list[Place]]:
         """What an operator reads and makes, each in its layout."""

@@ -66,6 +66,7 @@ def test_a_directory_that_may_not_be_written_to(tmp_path: Path, monkeypatch: pyt
         (("simulate", "plan.json", "--machine", "dgx-h100", "--trace"), "simulating", "load_plan"),
         (("plan", "lenet:tiny", "--machine", "local:2", "--strategy", "fsdp", "-o"), "planning", "load_model_graph"),
         (("calibrate", "--machine", "local:2", "-o"), "calibrating", "parse_machine"),
+        (("inspect", "lenet:tiny", "-o"), "inspecting", "load_model_graph"),
     ],
 )
 def test_commands_look_before_they_work(

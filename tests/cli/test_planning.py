@@ -1,4 +1,4 @@
-"""The commands that make, explain and compare plans."""
+"""The commands that find, explain and compare plans."""
 
 from __future__ import annotations
 
@@ -10,10 +10,23 @@ import pytest
 
 from conjoin.ir import load_plan
 from conjoin.report import explain
+from conjoin.search import Stopped
+from conjoin.search.joint import JointSearch
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]
 LENET = ("plan", "lenet:tiny", "--machine", "local:4", "--batch", "8")
+MLP = ("mlp:tiny", "--machine", "dgx-h100", "--batch", "8")
+SEARCH = ("plan", *MLP, "--budget", "2s")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where found plans are remembered: a place of the test's own, beside the folder it works in."""
+    place = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("CONJOIN_CACHE", str(place))
+    monkeypatch.delenv("CONJOIN_COSTS", raising=False)
+    return place
 
 
 @pytest.fixture
@@ -47,6 +60,111 @@ def test_a_model_of_ones_own_and_a_saved_graph(run: Run) -> None:
     assert run("inspect", "lenet:tiny", "-o", "graph.json").code == 0
     again = run("plan", "graph.json", "--machine", "local:2", "--strategy", "zero1", "--json")
     assert json.loads(again.out)["model"]["name"] == "ConvNet"
+
+
+def test_plan_searches_and_what_it_saves_is_a_plan(run: Run, folder: Path) -> None:
+    shown = run(*SEARCH, "-o", "plan.json")
+    assert shown.code == 0 and shown.err == ""
+    found = dict(line.split(maxsplit=1) for line in shown.out.splitlines())
+    assert list(found)[-5:] == ["predicted", "baseline", "search", "cache", "saved"]
+    assert "a step, " in found["predicted"] and "times as fast" in found["baseline"]
+    assert found["search"].endswith(tuple(stopped.value for stopped in Stopped))
+    assert (found["cache"], found["saved"]) == ("MISS", "plan.json")
+    plan = load_plan(folder / "plan.json")
+    assert plan.mesh.size == 8 and plan.strategy == found["strategy"]
+    assert run("explain", "plan.json").out.startswith(f"strategy     {plan.strategy}\n")
+
+
+def test_plan_prints_a_search_as_json_and_remembers_it(run: Run, folder: Path, cache: Path) -> None:
+    first, again = (run(*SEARCH, "--json", "-o", "plan.json") for _ in range(2))
+    assert first.code == again.code == 0 and first.err == again.err == ""
+    found, remembered = json.loads(first.out), json.loads(again.out)
+    assert (found["cache"], remembered["cache"]) == ("MISS", "HIT") and found["saved"] == "plan.json"
+    assert 0 < found["seconds_per_step"] <= found["baseline_seconds_per_step"] and found["baseline"]
+    assert found["ratio"] == found["baseline_seconds_per_step"] / found["seconds_per_step"]
+    assert found["search_seconds"] > 0 and found["num_plans"] > 0 and found["peak_bytes"] > 0
+    assert found["stopped"] in {stopped.value for stopped in Stopped}
+    assert found["history"][-1]["seconds_per_step"] == found["seconds_per_step"]
+    same = set(found) - {"cache", "history"}
+    assert {name: found[name] for name in same} == {name: remembered[name] for name in same}
+    simulated = json.loads(run("simulate", "plan.json", "--machine", "dgx-h100", "--json").out)
+    assert simulated["seconds_per_step"] == pytest.approx(found["seconds_per_step"])
+    assert len(list(cache.glob("plans/*.json"))) == 1
+    for flags in (("--fresh",), ("--optimizer", "sgd"), ("--batch", "16")):
+        assert json.loads(run(*SEARCH, "--budget", "0", "--json", *flags).out)["cache"] == "MISS", flags
+
+
+def test_without_time_the_best_named_strategy_is_saved(run: Run, folder: Path) -> None:
+    found = json.loads(run("plan", *MLP, "--budget", "0", "--json", "-o", "plan.json").out)
+    assert found["stopped"] == "out of time" and found["strategy"] == found["baseline"] and found["ratio"] == 1
+    assert load_plan(folder / "plan.json").strategy == found["strategy"]
+    rows = json.loads(run("compare", *MLP, "--search", "named", "--budget", "0", "--json").out)
+    assert found["seconds_per_step"] == rows[0]["seconds_per_step"], "none of them is faster"
+
+
+def test_a_plan_to_start_from_is_not_lost(run: Run, folder: Path, cache: Path) -> None:
+    assert run("plan", *MLP, "--strategy", "megatron:tp=8", "-o", "mine.json").code == 0
+    found = json.loads(run("plan", *MLP, "--budget", "0", "--start", "mine.json", "--json", "-o", "plan.json").out)
+    assert found["strategy"] == "megatron:tp=8,dp=1" and found["cache"] == "MISS", "no named strategy is faster"
+    assert (folder / "plan.json").read_text() == (folder / "mine.json").read_text()
+    assert not list(cache.iterdir()), "it would be the answer to another question"
+
+
+def test_ctrl_c_saves_the_best_so_far(run: Run, folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: JointSearch) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(JointSearch, "run", interrupted)
+    found = json.loads(run("plan", *MLP, "--budget", "10m", "--json", "-o", "plan.json").out)
+    assert found["stopped"] == "interrupted" and load_plan(folder / "plan.json").strategy == found["baseline"]
+    assert not list(cache.iterdir()), "more may be found the next time"
+
+
+def test_an_interrupted_save_loses_nothing(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("plan", *MLP, "--strategy", "reduction", "-o", "plan.json").code == 0
+    before = (folder / "plan.json").read_text()
+
+    def full(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        refused = run("plan", *MLP, "--strategy", "sbp3d", "-o", "plan.json").refused()
+    assert "No space left on device" in refused
+    assert (folder / "plan.json").read_text() == before
+    assert sorted(path.name for path in folder.iterdir()) == ["my_models.py", "plan.json"]
+
+
+def test_memory_that_no_plan_keeps_to_is_told(run: Run, folder: Path) -> None:
+    told = run(*SEARCH, "--memory", "1KiB", "-o", "plan.json").refused()
+    assert "GiB may be used" in told and not (folder / "plan.json").exists()
+
+
+def test_compare_puts_strategies_and_searches_side_by_side(run: Run) -> None:
+    shown = run("compare", *MLP, "--search", "named", "--budget", "2s")
+    assert shown.code == 0 and shown.err == ""
+    heading, *lines = shown.out.splitlines()
+    assert " ".join(heading.split()) == "strategy or search step compute exposed hidden memory fits search"
+    names = [line.split("  ")[0] for line in lines if not line.partition(": ")[2].endswith(".")]
+    assert {"data-parallel", "fsdp", "megatron:tp=2,sp", "search: named"} <= set(names)
+    assert any(line.startswith("spatial: The images of Mlp were to be split") for line in lines), "and why not"
+
+
+def test_compare_prints_json_the_fastest_that_fit_first(run: Run) -> None:
+    free = json.loads(run("compare", *MLP, "--search", "joint", "--budget", "2s", "--json").out)
+    made = [row for row in free if "seconds_per_step" in row]
+    refused = [row for row in free if set(row) == {"name", "search_seconds", "reason"}]
+    assert refused and free == made + refused
+    assert [row["seconds_per_step"] for row in made] == sorted(row["seconds_per_step"] for row in made)
+    parts = ("forward", "backward", "update", "exposed", "waiting")
+    for row in made:
+        assert row["fits"] and sum(row[part] for part in parts) == pytest.approx(row["seconds_per_step"])
+    searched = [row for row in made if row["name"] == "search: joint"]
+    assert len(searched) == 1 and searched[0]["search_seconds"] > 0
+    limit = sorted(row["peak_bytes"] for row in made)[len(made) // 2]
+    tight = ("--memory", f"{limit}B", "--search", "named", "--budget", "2s", "--json")
+    fitting = [row["fits"] for row in json.loads(run("compare", *MLP, *tight).out) if "fits" in row]
+    assert True in fitting and False in fitting and fitting == sorted(fitting, reverse=True)
 
 
 def test_explain_shows_annotated_code(run: Run, saved: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from random import Random
 from statistics import median
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from conjoin.cost import Absence, Measurement, measure, write_key
+from conjoin.cost.clocks import CpuClock, Times
 from conjoin.ops import Call, TensorType, all_ops, random_call
 
 
@@ -82,6 +84,20 @@ def test_the_slowest_rank_counts() -> None:
         BIG, (0, 1), "cpu", barrier=lambda: None, slowest=lambda *mine: list(map(max, mine, another))
     )  # fmt: skip
     assert isinstance(outcome, Measurement) and [outcome.forward, outcome.backward] == another
+
+
+@pytest.mark.parametrize(("slow", "num_rounds"), [(0.005, 4), (1.0, 1), (1e-9, 100)])
+def test_ranks_measure_together_for_long(slow: float, num_rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short call is run again and again, else the rank that begins first would have a shared core for itself."""
+    seen: list[int] = []
+
+    def note(clock: CpuClock, barrier: Callable[[], None]) -> Times:
+        seen.append(clock.num_rounds)
+        return Times(1.0, 1.0)
+
+    monkeypatch.setattr(CpuClock, "time", note)
+    measure(BIG, (0, 1), "cpu", barrier=lambda: None, slowest=lambda *mine: [slow] * len(mine))
+    assert set(seen) == {num_rounds}
 
 
 def test_the_random_state_and_the_grad_mode_of_the_caller_stay() -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 import conjoin
+from conjoin.ir import model_mark
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "train_parallel.py"
@@ -64,17 +66,36 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_demonstration_tells_predicted_and_measured_side_by_side(
-    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    demo: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     machine = conjoin.Machine.preset("p3.8xlarge")
-    monkeypatch.setattr(demo, "calibrate", lambda num_processes: machine)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     batch, loss = (torch.zeros(8, 8), torch.zeros(8, 4)), nn.functional.mse_loss
-    plans = [conjoin.plan(model, batch, machine, loss=loss, strategy=name) for name in demo.STRATEGIES]
-    measured = [1.0, 2.0, 4.0]
-    demo.show_prices(plans, measured)
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(demo.STRATEGIES)]
-    assert len(rows) == 3
-    for row, plan, milliseconds in zip(rows, plans, measured, strict=True):
-        predicted = 1e3 * conjoin.simulate_plan(plan, machine, optimizer="adamw").seconds
-        assert f"{milliseconds:.1f} ms" in row and row.endswith(f"{predicted / milliseconds:.2f}")
+    contestants = []
+    for name, seconds in (("data-parallel", 0.001), ("fsdp", 0.004)):
+        plan = conjoin.plan(model, batch, machine, loss=loss, strategy=name)
+        sent = [conjoin.explain(plan).bytes_of(rank) for rank in range(4)]
+        contestants.append(demo.Contestant(name, plan, [(demo.Training((2.0, 1.0), seconds), n) for n in sent]))
+    demo.show_figures(contestants, machine)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(("data", "fsdp"))]
+    for row, each in zip(rows, contestants, strict=True):
+        predicted = conjoin.simulate_plan(each.plan, machine, optimizer="adamw").seconds
+        measured, sent = each.ranks[0][0].seconds, f"{each.ranks[0][1]:,}"
+        assert row[3:8] == [f"{1e3 * measured:.1f}", "ms", f"{predicted / measured:.2f}", sent, sent]
+    assert demo.agrees(contestants[0], demo.Training((2.0, 1.0), 1.0))
+    assert not demo.agrees(contestants[0], demo.Training((2.0, 1.001), 1.0)), "a loss differs"
+    wrong = [(done, sent + 1) for done, sent in contestants[0].ranks]
+    assert not demo.agrees(replace(contestants[0], ranks=wrong), demo.Training((2.0, 1.0), 1.0)), "bytes differ"
+
+
+def test_the_demonstration_plans_its_model_by_the_command(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CONJOIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(demo, "SEARCH_SECONDS", 0)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    conjoin.Machine.preset("p3.8xlarge").save(tmp_path / "here.toml")
+    plan = demo.search(tmp_path / "here.toml", tmp_path / "plan.json")
+    assert plan.mesh.size == demo.NUM_PROCESSES and "\nbaseline " in capsys.readouterr().out
+    model, batch, loss = demo.small_llama()
+    assert plan.model == model_mark(conjoin.capture(model, batch, loss))

@@ -61,6 +61,7 @@ COUNTS = [
     (call_of("gelu", f(3, 4)), 120),
     (call_of("sum", f(3, 4)), 12),
     (call_of("view", f(3, 4), (12,)), 0),
+    (call_of("conjoin::embedding_bag", f(1000, 8), TensorType((4, 3), torch.int64), None, "sum", None), 4 * 3 * 8),
     (call_of("lstm_cell", f(4, 3), (f(4, 5), f(4, 5)), f(20, 3), f(20, 5)), 2 * 4 * (60 + 100)),
 ]
 

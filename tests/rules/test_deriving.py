@@ -29,7 +29,7 @@ def test_a_chain_goes_through_both_sides() -> None:
 def test_several_outputs_at_once() -> None:
     merged = "matmul(a, concat[axis=-1](b, c))"
     steps = derive("matmul(a, b); matmul(a, c)", f"split[axis=-1, part=0]({merged}); split[axis=-1, part=1]({merged})")
-    assert steps is not None and sorted(steps) == ["columns", "first", "second"]
+    assert steps is not None and sorted(steps) == ["columns", "columns", "first", "second"]
 
 
 def test_every_step_is_an_equation() -> None:

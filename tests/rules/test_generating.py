@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -11,10 +15,11 @@ import pytest
 import torch
 from torch.nn import functional
 
+from conjoin.rules.generator import choosing, resuming
 from conjoin.rules.generator.arithmetic import PRIME, Floats, Residues, evaluate
-from conjoin.rules.generator.enumeration import Enumeration
+from conjoin.rules.generator.enumeration import Enumeration, Progress
 from conjoin.rules.generator.fingerprints import of_outputs, of_values
-from conjoin.rules.generator.generating import Selection, generate, variants
+from conjoin.rules.generator.generating import Selection, generate
 from conjoin.rules.generator.resuming import enumerate_graphs
 from conjoin.rules.generator.shapes import Type, result_type
 from conjoin.rules.generator.vocabulary import (
@@ -27,8 +32,6 @@ from conjoin.rules.generator.vocabulary import (
     Vocabulary,
     choose,
 )
-from conjoin.rules.patterns import Apply, Input, Rule
-from conjoin.rules.text import parse_expressions
 
 SIZES = {"m": 2, "k": 3}
 OTHER = {"m": 4, "k": 5}
@@ -90,28 +93,33 @@ def test_convolutions_are_tried_with_other_kernels_and_groups() -> None:
     convs = (choose("conv", stride="s", pad="same"), choose("conv", stride="s", pad="valid"))
     more = (choose("concat", axis=1), choose("concat", axis=0), choose("avg_pool", kernel="r", stride="s"))
     enlarge = Choice("enlarge", (("kernel", "r"),), on_inputs=True)
-    selection = generate(only(IMAGES, *convs, *more, enlarge, inputs="xyabp"), 3, progress=quiet)
+    images = only(IMAGES, *convs, *more, enlarge, inputs="xyabp")
+    selection = generate(images, 3, progress=quiet)
     found = rules_of(selection)
     assert "conv[stride=s](x, enlarge[kernel=r](y)) => conv[stride=s](x, y)" in found
     assert "conv[stride=s](x, pool_kernel[kernel=r]) => avg_pool[kernel=r, stride=s](x)" in found
     joined = [rule for rule in found if rule.startswith("concat[axis=1](conv") and "concat[axis=0]" in rule]
     shared = [rule for rule in joined if rule.count("(x, ") == 3]
     assert shared and all("groups=1" in rule for rule in shared)  # false for several groups
-    # A kernel of size 1 needs no padding: found at the first sizes, refuted at the others.
-    assert selection.refuted > 0
-    assert not any("valid](x, y) => conv[stride=s](x, y)" in rule for rule in found)
+    # A kernel of size 1 needs no padding: equal at the first sizes alone, and then refuted by the second test.
+    alone = generate(replace(images, more_sizes=images.sizes), 2, progress=quiet)
+    assert alone.refuted > 0 == generate(images, 2, progress=quiet).refuted
+    for each in (found, rules_of(alone)):
+        assert not any("valid](x, y) => conv[stride=s](x, y)" in rule for rule in each)
 
 
 def test_work_is_divided_over_devices() -> None:
     plain = map(choose, ("matmul", "add", "replicate", "reduce"))
     moved = (choose(op, axis=axis) for op in ("partition", "combine") for axis in (-2, -1))
-    selection = generate(only(PARALLEL, *plain, *moved, inputs="xzXZ"), 3, progress=quiet)
-    found = rules_of(selection)
+    parallel = only(PARALLEL, *plain, *moved, inputs="xzXZ")
+    found = rules_of(generate(parallel, 3, progress=quiet))
     assert "combine[axis=-2](partition[axis=-2](x)) => x" in found
     assert "reduce(matmul(x, replicate(y))) => matmul(reduce(x), y)" in found
     assert "matmul(combine[axis=-1](x), combine[axis=-2](y)) => reduce(matmul(x, y))" in found
     # Two copies add up to twice a tensor on two devices, not on three.
-    assert selection.refuted > 0 and not any("reduce(replicate(x)) =>" in rule for rule in found)
+    alone = generate(replace(parallel, more_sizes=parallel.sizes), 3, progress=quiet)
+    assert alone.refuted > 0
+    assert not any("reduce(replicate(x)) =>" in rule for rule in found | rules_of(alone))
 
 
 def test_a_vocabulary_names_only_operators_that_apply() -> None:
@@ -140,6 +148,49 @@ def test_a_run_continues_where_it_stopped(tmp_path: Path) -> None:
     assert np.array_equal(whole.other_of, again.other_of)
 
 
+def test_a_killed_enumeration_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = only(MATRICES, *map(choose, ("add", "transpose", "matmul", "relu")), inputs="xz")
+    monkeypatch.setattr(resuming, "_BLOCKS_IN_PART", 5)
+
+    def die(line: str) -> None:
+        if "3 operators, " in line:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert _run_apart(enumerate_graphs, small, 3, tmp_path, die) == -signal.SIGKILL
+    (state,) = tmp_path.iterdir()
+    kept = sorted(state.glob("last*.npz"))
+    whole, again = (enumerate_graphs(small, 3, directory=aside, progress=quiet) for aside in (None, tmp_path))
+    assert 0 < len(kept) < len(sorted(state.glob("last*.npz")))
+    assert np.array_equal(whole.others.hashes, again.others.hashes) and whole.num_graphs == again.num_graphs
+
+
+def test_a_killed_choice_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = only(IMAGES, choose("conv", stride="s", pad="same"), choose("concat", axis=1), choose("add"))
+    whole = generate(images, 3, progress=quiet)
+    monkeypatch.setattr(choosing, "_SAVED_EACH", 10)
+    told: list[str] = []
+
+    def die(line: str) -> None:
+        if "30 of" in line:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert _run_apart(generate, images, 3, tmp_path, die) == -signal.SIGKILL
+    again = generate(images, 3, directory=tmp_path, progress=told.append)
+    looked = [line for line in told if "looked at" in line]
+    assert "30 of" in looked[0]  # what was saved after 20 is not looked at again
+    assert (again.rules, again.refuted, again.derived) == (whole.rules, whole.refuted, whole.derived)
+
+
+def _run_apart(run: Callable[..., object], vocabulary: Vocabulary, most_ops: int, state: Path, told: Progress) -> int:
+    """The exit code of a run in a process of its own."""
+    given = {"directory": state, "progress": told}
+    process = multiprocessing.get_context("fork").Process(target=run, args=(vocabulary, most_ops), kwargs=given)
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
 def test_another_vocabulary_has_another_state(tmp_path: Path) -> None:
     for names in (("add",), ("mul",)):
         enumerate_graphs(numbers(*names), 2, directory=tmp_path, progress=quiet)
@@ -163,7 +214,7 @@ def test_windows_are_those_of_torch(pad: str, stride: int) -> None:
     x, weight = random.normal(size=(1, 2, 4, 7, 9)), random.normal(size=(1, 6, 2, 3, 3))
     types = [Type((2, 4, 7, 9)), Type((6, 2, 3, 3), role="kernel")]
     padding = 1 if pad == "same" else 0
-    params = {"stride": stride, "pad": pad, "act": "none", "kernel": 3}
+    params: dict[str, int | str] = {"stride": stride, "pad": pad, "act": "none", "kernel": 3}
     images, kernels = torch.from_numpy(x[0]), torch.from_numpy(weight[0])
     wanted = {
         "conv": functional.conv2d(images, kernels, None, stride, padding, groups=2),
@@ -198,14 +249,3 @@ def test_operands_that_do_not_fit() -> None:
     assert result_type("add", {}, [Type((2, (1, 3))), Type((2, (2, 2)))]) is None
     assert result_type("partition", {"axis": -1, "devices": 2}, [Type((2, (1, 3)))]) is None
     assert result_type("partition", {"axis": -1, "devices": 2}, [matrix]) == Type((2, 2), spread=2)
-
-
-def test_names_for_parameters() -> None:
-    relu = parse_expressions("relu(concat[axis=-1](x, y))")
-    joined = parse_expressions("concat[axis=-1](relu(x), relu(y))")
-    assert [str(rule.left[0]) for rule in variants(Rule("", relu, joined))] == [
-        "relu(concat[axis=a](x, y))",
-        "relu(concat[axis=-1](x, y))",
-    ]
-    product = Rule("", (Apply("transpose", (), (Input("x"),)),), (Input("x"),))
-    assert variants(product) == (product,)

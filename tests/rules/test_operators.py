@@ -17,6 +17,7 @@ from conjoin.rules.definitions.affine import Affine, number
 from conjoin.rules.definitions.sums import Access, Atom, Factor, Function, Guard, Largest, Size, Sum
 from conjoin.rules.operators import BY_NAME, OPS, RuleOp
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule
+from conjoin.rules.text import parse_rule
 from conjoin.rules.trials import references
 from conjoin.rules.trials.evaluating import Value, evaluate
 from conjoin.rules.trials.instances import Instance, Sampler
@@ -140,27 +141,47 @@ def applications(op: RuleOp) -> Iterator[Apply]:
         yield Apply(op.name, tuple(zip((name for name, _ in op.params), values, strict=True)), args)
 
 
-def check_operator(op: RuleOp) -> int:
-    """Compare on random sizes, for all kinds of parameters; how many instances there were."""
+def check_expression(expr: Expr) -> int:
+    """Compare on random sizes; how many instances there were."""
     random, ran = Random(0), 0
-    for expr in applications(op):
-        sampler = Sampler(Rule("", (expr,), (expr,)))
-        for trial in range(INSTANCES):
-            instance = sampler.draw(random, 1 + trial)
-            if instance is None:
-                continue
-            try:
-                check(instance, random)
-            except Misfit:  # torch does not pool with more padding than half a window
-                assert "pad" in str(expr)
-                continue
-            ran += 1
+    sampler = Sampler(Rule("", (expr,), (expr,)))
+    for trial in range(INSTANCES):
+        instance = sampler.draw(random, 1 + trial)
+        if instance is None:
+            continue
+        try:
+            check(instance, random)
+        except Misfit:  # torch does not pool with more padding than half a window
+            assert "pad" in str(expr)
+            continue
+        ran += 1
     return ran
+
+
+def check_operator(op: RuleOp) -> int:
+    """Compare for all kinds of parameters."""
+    return sum(map(check_expression, applications(op)))
 
 
 @pytest.mark.parametrize("op", OPS, ids=attrgetter("name"))
 def test_every_definition_is_what_torch_computes(op: RuleOp) -> None:
     assert check_operator(op) >= INSTANCES - 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "embedding(combine[axis=0](x), i)",
+        "embedding_bag(combine[axis=0](x), i)",
+        "linear(x, combine[axis=0](w))",
+        "sum[axis=-1](combine[axis=-1](x))",
+        "mean[axis=-1](combine[axis=-1](x))",
+        "softmax[axis=a](combine[axis=a](x))",
+        "conv[groups=g](combine[axis=1](x), combine[axis=0](w))",
+    ],
+)
+def test_dims_that_lie_on_several_devices_are_counted_through(text: str) -> None:
+    assert check_expression(parse_rule("", text, text).left[0]) >= INSTANCES - 1
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from torch import Tensor
 from conjoin.errors import RankError
 from conjoin.machine import Axis, Mesh
 from conjoin.runtime.communicator import Board, Communicator, ThreadRanks, group_device
+from conjoin.runtime.swapping import swap
 from conjoin.runtime.threads import run_ranks
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.gloo_ranks import run_processes
@@ -69,6 +70,35 @@ def test_threads_and_processes_give_the_same(tmp_path: Path) -> None:
     ]
     sent = [0, *(sent for _, sent in threads[0][:5])]
     assert [after - before for before, after in pairwise(sent)] == [24, 24, 24, 16, 8]
+
+
+class Messages:
+    """A process group's messages, noted instead of sent."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[str, int]] = []
+
+    def rank(self) -> int:
+        return 1
+
+    def note(self, way: str, member: int) -> Messages:
+        self.noted.append((way, member))
+        return self
+
+    def wait(self) -> None:
+        self.noted.append(("wait", 0))
+
+
+def test_everyone_is_ready_to_receive_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the word that one is ready stands behind the data on the same connection."""
+    group = Messages()
+    monkeypatch.setattr(dist, "irecv", lambda tensor, *, group, tag, group_src: group.note("from", group_src))
+    monkeypatch.setattr(dist, "isend", lambda tensor, *, group, tag, group_dst: group.note("to", group_dst))
+    out, into = torch.arange(6.0).split([2, 1, 3, 0]), torch.zeros(4).split([0, 1, 2, 1])
+    swap("all-to-all", group, into, out).wait()  # type: ignore[arg-type]
+    assert group.noted[:4] == [("from", 3), ("from", 2), ("to", 2), ("to", 0)], "of members who have a part"
+    assert group.noted[4:] == [("wait", 0)] * 4
+    assert into[1].item() == 2, "what stays here is there"
 
 
 def test_what_a_rank_does_to_its_tensor_afterwards_concerns_nobody_else() -> None:

@@ -166,18 +166,14 @@ def test_a_collective_on_a_gpu_is_there_once(recorded: Callable[..., list[tuple[
     assert recorded(on_cpu, product, inside) == [("compute", "gemm", 4), ("links", "all-reduce", 3.5)]
 
 
-def _all_to_all(start: float, meant: str | None) -> list[Found]:
-    around = None if meant is None else Found(f"conjoin: {meant}", Span(start, start + 1))
-    call = Found("c10d::alltoall_base_", Span(start, start + 1), cpu_parent=around)
-    work = Found("gloo:all_to_all", Span(start + 2, start + 3), thread=2, is_async=True)
-    return [work, call] if around is None else [work, call, around]
-
-
-def test_an_all_to_all_is_called_what_it_stands_for(recorded: Callable[..., list[tuple[str, str, float]]]) -> None:
-    both = [*_all_to_all(10, None), *_all_to_all(0, "reduce-scatter")]
-    assert [name for _, name, _ in recorded(*both)] == ["reduce-scatter", "all-to-all"]
-    alone = _all_to_all(0, "reduce-scatter")[:1]
-    assert recorded(*alone) == [("links", "all-to-all", 1)], "who called it is not known"
+def test_messages_are_called_what_they_stand_for(recorded: Callable[..., list[tuple[str, str, float]]]) -> None:
+    """Each from its start to the end of the wait for it, which may be inside of something else."""
+    outside = Found("autograd::engine::evaluate_function: _CarriedBackward", Span(0, 20))
+    started = [Found("conjoin: reduce-scatter 6", Span(1, 2)), Found("conjoin: all-to-all 7", Span(3, 4))]
+    waited = [Found(started[1].name, Span(5, 9), cpu_parent=outside), Found(started[0].name, Span(10, 11))]
+    message = Found("gloo:send", Span(3.5, 9), is_async=True)
+    assert recorded(*started, *waited, message) == [("links", "reduce-scatter", 10), ("links", "all-to-all", 6)]
+    assert recorded(message) == [("links", "send", 5.5)], "somebody else's"
 
 
 def test_nothing_done_is_nothing_recorded() -> None:

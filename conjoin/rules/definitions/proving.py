@@ -156,19 +156,22 @@ class Frame:
         return tuple(self.dims.new(f"{name}.{label}") for label in self.ranks[expr].labels)
 
     def _apply(self, expr: Apply) -> Tensor:
-        args = tuple(self.tensors[arg] for arg in expr.args)
         for name in ("kernel", "groups"):
             if expr.param(name) not in ("", "?"):
                 self._named(f"{name} {expr.param(name)}")
         if BY_NAME[expr.op].parallel:
             self.dims.meshes.add(self._named(str(expr.param("mesh", "m"))))
+        result = self._new_dims(expr) if not expr.args else ()
+        return BY_NAME[expr.op].define(self.call(expr, result))
+
+    def call(self, expr: Apply, result: tuple[Dim, ...] = ()) -> Call:
+        """What the definition of an operator is given; its operands are defined before."""
         params = parameters(expr)
         if expr.param("axis") != "":
             on = expr.args[0] if BY_NAME[expr.op].kind == "reduce" else expr
-            place = self.ranks[on].place(expr.param("axis"))
-            params = (*params, ("place", place))
-        result = self._new_dims(expr) if not args else ()
-        return BY_NAME[expr.op].define(Call(self.dims, replace(expr, params=params), args, result, self.named))
+            params = (*params, ("place", self.ranks[on].place(expr.param("axis"))))
+        args = tuple(self.tensors[arg] for arg in expr.args)
+        return Call(self.dims, replace(expr, params=params), args, result, self.named)
 
     def _named(self, name: str) -> Dim:
         if name not in self.named:

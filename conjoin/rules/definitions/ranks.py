@@ -123,6 +123,8 @@ class Ranks:
         axis = less.param("axis") if isinstance(less, Apply) and less.args == (more,) else ""
         named = frozenset({str(axis)}) if isinstance(axis, str) and axis else frozenset()
         small, large = self._found[less], self._found[more]
+        if named & small.names:
+            raise IllFormed(f"the dim {axis} is asked for where it was summed over")
         gap = 0 if named else 1
         exact = large.exact if small.exact is None else small.exact + 1
         large = large.join(Rank(small.least + gap, exact, small.names | named))

@@ -10,6 +10,7 @@ them tell that it is there. An average is a product with the inverse of the coun
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,7 +37,7 @@ class Field(Protocol):
     def reduce(self, x: Array) -> Array: ...
     def inverse(self, x: Array) -> Array: ...
     def function(self, name: str, x: Array) -> Array: ...
-    def largest(self, x: Array) -> Array: ...
+    def ordered(self, x: Array) -> Array: ...
 
 
 class Residues:
@@ -68,9 +69,9 @@ class Residues:
         mixed ^= mixed >> np.uint64(29)
         return np.asarray(mixed % np.uint64(PRIME), np.int64)
 
-    def largest(self, x: Array) -> Array:
-        """Over the last dim, in the order of the residues around 0."""
-        return np.asarray(_signed(x).max(-1) % PRIME)
+    def ordered(self, x: Array) -> Array:
+        """Residues around 0: the order that a maximum goes by."""
+        return _signed(x)
 
 
 def _signed(x: Array) -> Array:
@@ -98,8 +99,8 @@ class Floats:
     def function(self, name: str, x: Array) -> Array:
         return _FLOAT_FUNCTIONS[name](x)
 
-    def largest(self, x: Array) -> Array:
-        return np.asarray(x.max(-1))
+    def ordered(self, x: Array) -> Array:
+        return x
 
 
 def _sigmoid(x: Array) -> Array:
@@ -175,7 +176,7 @@ def _conv(field: Field, params: Params, x: Array, weight: Array) -> Array:
     count, batch, channels = x.shape[:3]
     _, features, inner, rows, columns = weight.shape
     groups = channels // inner
-    found = _window_view(params, x, (rows, columns), 0)
+    found = _window_view(params, x, (rows, columns))
     high, wide = found.shape[3:5]
     found = found.reshape(count, batch, groups, inner, high * wide, rows * columns)
     found = found.transpose(0, 1, 2, 3, 5, 4).reshape(count, batch, groups, inner * rows * columns, high * wide)
@@ -185,14 +186,18 @@ def _conv(field: Field, params: Params, x: Array, weight: Array) -> Array:
     return made if act == "none" else field.function(act, made)
 
 
-def _window_view(params: Params, x: Array, kernel: tuple[int, int], outside: float) -> Array:
+def _window_view(params: Params, x: Array, kernel: tuple[int, int]) -> Array:
     """All windows of images, their rows and columns last."""
     stride = int(params["stride"])
-    if params["pad"] == "same":
-        around = [(size // 2, size // 2) for size in kernel]
-        x = np.pad(x, [*[(0, 0)] * (x.ndim - 2), *around], constant_values=outside)
-    view = np.lib.stride_tricks.sliding_window_view(x, kernel, axis=(-2, -1))
+    view = np.lib.stride_tricks.sliding_window_view(_padded(params, x, kernel, 0), kernel, axis=(-2, -1))
     return view[..., ::stride, ::stride, :, :]
+
+
+def _padded(params: Params, x: Array, kernel: tuple[int, int], outside: float) -> Array:
+    if params["pad"] != "same":
+        return x
+    around = [(size // 2, size // 2) for size in kernel]
+    return np.pad(x, [*[(0, 0)] * (x.ndim - 2), *around], constant_values=outside)
 
 
 def _enlarge(field: Field, params: Params, weight: Array) -> Array:
@@ -200,15 +205,20 @@ def _enlarge(field: Field, params: Params, weight: Array) -> Array:
     return np.pad(weight, [*[(0, 0)] * (weight.ndim - 2), *[(around, around)] * 2])
 
 
-def _pool_windows(params: Params, x: Array, outside: float) -> Array:
-    size = int(params["kernel"])
-    found = _window_view(params, x, (size, size), outside)
-    return found.reshape(*found.shape[:-2], size * size)
+def _pooled(params: Params, x: Array, combine: Callable[[Array, Array], Array]) -> Array:
+    """The elements of each window combined: rows first, then columns."""
+    size, stride = int(params["kernel"]), int(params["stride"])
+    for _ in range(2):
+        x = x.swapaxes(-1, -2)
+        last = x.shape[-1] - size + 1
+        x = reduce(combine, (x[..., start : start + last : stride] for start in range(size)))
+    return x
 
 
 def _avg_pool(field: Field, params: Params, x: Array) -> Array:
-    found = field.reduce(_pool_windows(params, x, 0).sum(-1))
-    return _over(field, found, int(params["kernel"]) ** 2)
+    size = int(params["kernel"])
+    found = field.reduce(_pooled(params, _padded(params, x, (size, size), 0), np.add))
+    return _over(field, found, size**2)
 
 
 def _over(field: Field, x: Array, count: int) -> Array:
@@ -216,7 +226,9 @@ def _over(field: Field, x: Array, count: int) -> Array:
 
 
 def _max_pool(field: Field, params: Params, x: Array) -> Array:
-    return field.largest(_pool_windows(params, x, field.lowest))
+    size = int(params["kernel"])
+    padded = _padded(params, x, (size, size), field.lowest)
+    return field.reduce(_pooled(params, field.ordered(padded), np.maximum))
 
 
 def _concat(field: Field, params: Params, x: Array, y: Array) -> Array:

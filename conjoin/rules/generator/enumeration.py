@@ -5,6 +5,9 @@ operator are values. A graph over other than the smallest graphs of its operands
 rule that was found before, so that nothing is lost but repetitions. Values of the last level are never operands: only
 their fingerprints are kept, and of those only the ones that occur twice.
 
+All is computed at two choices of sizes, and values are equal where they are at both. What is equal by chance at one of
+them, or fits together there only, would be operands of everything that follows.
+
 Two graphs with several outputs are equal output by output. Where each output's new graph needs no other inputs than
 its old one, that is several rules of one output, found as such. Other inputs can only come from a part of a
 concatenation: graphs with several outputs that are kept are the two parts of one split (`Found.splits`).
@@ -12,7 +15,7 @@ concatenation: graphs with several outputs that are kept are the two parts of on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -20,8 +23,8 @@ from itertools import pairwise
 import numpy as np
 
 from conjoin.rules.generator.arithmetic import Array, Residues, evaluate
-from conjoin.rules.generator.fingerprints import draw_inputs, of_values
-from conjoin.rules.generator.shapes import Type, result_type
+from conjoin.rules.generator.fingerprints import Hashes, draw_inputs, joined, of_values
+from conjoin.rules.generator.shapes import Types, result_type
 from conjoin.rules.generator.values import Ints, Nodes, Values, num_common, sharing_pairs
 from conjoin.rules.generator.vocabulary import Typed, Vocabulary
 from conjoin.rules.patterns import Parameter
@@ -36,7 +39,7 @@ class Block:
     """Applications of one operator to values of the same types."""
 
     choice: int
-    of: Type
+    of: Types
     left: Ints
     right: Ints | None
 
@@ -87,25 +90,27 @@ class Enumeration:
         self.num_graphs = 0
         self.commutes: frozenset[int] = frozenset()
         """Operators whose operands may change places, as seen on the first level."""
-        self._type_ids: dict[Type, int] = {}
-        self._params = [choice.numbers(vocabulary.sizes) for choice in vocabulary.choices]
+        self._type_ids: dict[Types, int] = {}
+        self._params = [[choice.numbers(sizes) for choice in vocabulary.choices] for sizes in vocabulary.both_sizes]
         self._fits = cache(self._find_fits)
         self._add_inputs()
         self._is_first_use = first_uses(vocabulary.inputs)
         self._takes = [self._may_take(choice.op, choice.on_inputs) for choice in vocabulary.choices]
 
-    def _type_id(self, of: Type) -> int:
+    def _type_id(self, of: Types) -> int:
         if of not in self._type_ids:
             self._type_ids[of] = len(self._type_ids)
             self.values.types.append(of)
-            self.values.content.append(np.zeros((0, *of.stored), np.int32))
+            self.values.content.append([np.zeros((0, *each.stored), np.int32) for each in of])
         return self._type_ids[of]
 
     def _add_inputs(self) -> None:
-        for place, (of, content) in enumerate(draw_inputs(self.vocabulary)):
+        drawn = (draw_inputs(self.vocabulary, sizes) for sizes in self.vocabulary.both_sizes)
+        for place, both in enumerate(zip(*drawn, strict=True)):
             ids = np.full(1, -1, np.int32)
-            node = Nodes(of_values(content, of), np.full(1, -1, np.int16), ids, ids)
-            self.values.add(node, 0, np.full(1, self._type_id(of), np.int32), [(self._type_id(of), content)])
+            node = Nodes(_fingerprint(*zip(*both, strict=True)), np.full(1, -1, np.int16), ids, ids)
+            of = self._type_id(tuple(each for each, _ in both))
+            self.values.add(node, 0, np.full(1, of, np.int32), [(of, [content for _, content in both])])
             if place < len(self.vocabulary.inputs):
                 self.values.mask[-1] = np.uint32(1 << place)
 
@@ -120,16 +125,26 @@ class Enumeration:
 
     # Which applications there are.
 
-    def _find_fits(self, left: int, right: int) -> tuple[tuple[int, Type], ...]:
+    def _find_fits(self, left: int, right: int) -> tuple[tuple[int, Types], ...]:
         """Operators that take values of these types (right -1: one operand), with the types they make."""
-        types = [self.values.types[i] for i in (left, right) if i >= 0]
+        operands = [self.values.types[i] for i in (left, right) if i >= 0]
         found = []
         for index, choice in enumerate(self.vocabulary.choices):
-            if choice.num_args == len(types):
-                of = result_type(choice.op, self._params[index], types)
-                if of is not None and int(np.prod(of.stored)) <= self.vocabulary.most_elements:
+            if choice.num_args == len(operands):
+                of = self._made_type(index, operands)
+                if of is not None and int(np.prod(of[0].stored)) <= self.vocabulary.most_elements:
                     found.append((index, of))
         return tuple(found)
+
+    def _made_type(self, choice: int, operands: list[Types]) -> Types | None:
+        """What an operator makes at all choices of sizes; None where operands do not fit at one of them."""
+        made = []
+        for params, types in zip(self._params, zip(*operands, strict=True), strict=True):
+            of = result_type(self.vocabulary.choices[choice].op, params[choice], types)
+            if of is None:
+                return None
+            made.append(of)
+        return tuple(made)
 
     def blocks(self, level: int, is_last: bool) -> Iterator[Block]:
         """All applications whose graphs have this many operators."""
@@ -191,22 +206,26 @@ class Enumeration:
 
     # Evaluating them.
 
-    def _content(self, block: Block) -> Array:
+    def _content(self, block: Block) -> list[Array]:
+        """The values of a block at each choice of sizes."""
         sides = [block.left] if block.right is None else [block.left, block.right]
         ids = [int(self.values.type[side[0]]) for side in sides]
-        rows = [self.values.content[of][self.values.row[side]] for of, side in zip(ids, sides, strict=True)]
-        args = [content.astype(np.int64) for content in rows]
-        types = [self.values.types[of] for of in ids]
-        return evaluate(Residues(), self.vocabulary.choices[block.choice].op, self._params[block.choice], types, args)
+        op, made = self.vocabulary.choices[block.choice].op, []
+        for at, params in enumerate(self._params):
+            known = [self.values.content[of][at] for of in ids]
+            args = [content[self.values.row[side]].astype(np.int64) for content, side in zip(known, sides, strict=True)]
+            types = [self.values.types[of][at] for of in ids]
+            made.append(evaluate(Residues(), op, params[block.choice], types, args))
+        return made
 
     def fingerprint(self, block: Block) -> Nodes:
         """The applications of a block with their fingerprints."""
-        rows = max(_MOST_NUMBERS // max(int(np.prod(block.of.stored)), 16), 1)
+        rows = max(_MOST_NUMBERS // max(*(int(np.prod(of.stored)) for of in block.of), 16), 1)
         hashes = [np.zeros(0, np.uint64)]
         for start in range(0, len(block.left), rows):
             some = slice(start, start + rows)
             part = replace(block, left=block.left[some], right=None if block.right is None else block.right[some])
-            hashes.append(of_values(self._content(part), block.of))
+            hashes.append(_fingerprint(block.of, self._content(part)))
         right = np.full_like(block.left, -1) if block.right is None else block.right
         return Nodes(np.concatenate(hashes), np.full(len(right), block.choice, np.int16), block.left, right)
 
@@ -230,12 +249,13 @@ class Enumeration:
         types = self._types_of(new)
         contents = []
         for of, places in _grouped(types, np.arange(len(new))):
-            content = np.zeros((len(places), *self.values.types[of].stored), np.int32)
-            for key, inner in _grouped(self._source_keys(new[places]), np.arange(len(places))):
+            content = [np.zeros((len(places), *each.stored), np.int32) for each in self.values.types[of]]
+            for _, inner in _grouped(self._source_keys(new[places]), np.arange(len(places))):
                 some = new[places[inner]]
                 right = None if some.right[0] < 0 else some.right
-                content[inner] = self._content(Block(int(some.choice[0]), self.values.types[of], some.left, right))
-                del key
+                made = self._content(Block(int(some.choice[0]), self.values.types[of], some.left, right))
+                for kept, each in zip(content, made, strict=True):
+                    kept[inner] = each
             contents.append((of, content))
         start = len(self.values)
         self.values.add(new, level, types, contents)
@@ -302,6 +322,10 @@ class Enumeration:
 
     def found(self) -> Found:
         return Found(self.vocabulary, self.values, self.others, self.other_of, self.num_graphs, self.commutes)
+
+
+def _fingerprint(types: Types, contents: Sequence[Array]) -> Hashes:
+    return joined(of_values(content, of) for content, of in zip(contents, types, strict=True))
 
 
 def _grouped(keys: Array, items: Array) -> Iterator[tuple[int, Array]]:

@@ -2,6 +2,9 @@
 
 `of_values` is the paper's hash₁. A graph with several outputs is told by the set of its outputs' fingerprints, whatever
 their order; `of_outputs` is that set's hash₂. Inputs are drawn once for a vocabulary, from a fixed seed.
+
+A value has a fingerprint at each of two choices of sizes, and `joined` is one for both: what is equal at one choice
+only, as a convolution with and without padding by a kernel of one element, is not equal.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import numpy.typing as npt
 
 from conjoin.rules.generator.arithmetic import PRIME, Array, Residues, constant
 from conjoin.rules.generator.shapes import Type
-from conjoin.rules.generator.vocabulary import Choice, Vocabulary
+from conjoin.rules.generator.vocabulary import Choice, Sizes, Vocabulary
 
 Hashes = npt.NDArray[np.uint64]
 _SEED = 20190827
@@ -42,21 +45,29 @@ def mix(values: Hashes) -> Hashes:
     return values ^ (values >> np.uint64(31))
 
 
+def joined(hashes: Iterable[Hashes]) -> Hashes:
+    """One fingerprint for those at several choices of sizes."""
+    total: Hashes = np.zeros(1, np.uint64)
+    for each in hashes:
+        total = mix(total * np.uint64(3) + each)
+    return total
+
+
 def of_outputs(hashes: Iterable[int]) -> int:
     """A fingerprint of a graph from those of its outputs, in any order."""
     return sum(int(each) for each in hashes) % 2**64
 
 
-def draw_inputs(vocabulary: Vocabulary) -> list[tuple[Type, Array]]:
-    """Types and residues of the inputs and then of the constants."""
+def draw_inputs(vocabulary: Vocabulary, sizes: Sizes) -> list[tuple[Type, Array]]:
+    """Types and residues of the inputs and then of the constants, at some sizes."""
     random = np.random.default_rng(_SEED)
     field, found = Residues(), list[tuple[Type, Array]]()
     for typed in vocabulary.inputs:
-        of = typed.type(vocabulary.sizes)
-        below = 2 * vocabulary.sizes["v"] if typed.role == "index" else PRIME
+        of = typed.type(sizes)
+        below = 2 * sizes["v"] if typed.role == "index" else PRIME
         found.append((of, random.integers(0, below, (1, *of.stored), np.int64)))
     for known in vocabulary.constants:
-        of = known.type(vocabulary.sizes)
-        params = Choice(known.expr.op, known.expr.params).numbers(vocabulary.sizes)
+        of = known.type(sizes)
+        params = Choice(known.expr.op, known.expr.params).numbers(sizes)
         found.append((of, constant(field, known.expr, params, of.shape, np.int64)))
     return found

@@ -12,14 +12,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 Term = tuple[Any, ...]
 """`(operator, *operands)`, or `(-1, i)` for an input."""
 Terms = tuple[Term, ...]
 Equal = Callable[[Term, Term], bool]
-Directed = dict[int, list[tuple[Term, Term]]]
-"""Equations read one way, by the operator at the root."""
+Heads = tuple[int, ...]
+"""The operator at the root and those of its operands."""
+Directed = dict[Heads, list[tuple[Term, Term]]]
+"""Equations read one way, by the heads of the side to match; an input there is met by any operator."""
 Rules = Sequence[Directed]
 INPUT = -1
 _MOST_REWRITES = 100
@@ -62,6 +65,18 @@ def num_operators(*terms: Term) -> int:
     return len(found)
 
 
+def num_special(*terms: Term) -> int:
+    """Distinct applications to twice the same, and constants."""
+    found: set[Term] = set()
+    stack = list(terms)
+    while stack:
+        term = stack.pop()
+        if term[0] != INPUT and term not in found:
+            found.add(term)
+            stack.extend(term[1:])
+    return sum(term[0] < INPUT or (len(term) == 3 and term[1] == term[2]) for term in found)
+
+
 @dataclass(frozen=True, slots=True)
 class Equation:
     """Two lists of outputs that are equal one by one."""
@@ -88,9 +103,20 @@ def rename_inputs(equation: Equation) -> Equation:
     return Equation(tuple(map(rename, equation.left)), tuple(map(rename, equation.right)))
 
 
+def with_input(equation: Equation, old: int, new: int) -> Equation:
+    """With another input in place of one."""
+
+    def change(term: Term) -> Term:
+        if term[0] == INPUT:
+            return (INPUT, new if term[1] == old else term[1])
+        return (term[0], *map(change, term[1:]))
+
+    return Equation(tuple(map(change, equation.left)), tuple(map(change, equation.right)))
+
+
 @dataclass(slots=True)
 class Rewriter:
-    """Accepted equations, by the operator at the root of a side."""
+    """Accepted equations, by the operators on top of a side."""
 
     commutes: frozenset[int] = frozenset()
     _keeping: Directed = field(default_factory=lambda: defaultdict(list))
@@ -108,7 +134,7 @@ class Rewriter:
             have, need = inputs_in(source), inputs_in(target)
             if need <= have and constants_in(target) <= constants_in(source) and not is_input(source):
                 kind = self._keeping if need == have else self._losing
-                kind[source[0]].append((source, target))
+                kind[_heads(source)].append((source, target))
 
     def remove(self, equation: Equation) -> None:
         if len(equation.left) > 1:
@@ -117,8 +143,9 @@ class Rewriter:
         (left,), (right,) = equation.left, equation.right
         for source, target in ((left, right), (right, left)):
             for kind in (self._keeping, self._losing):
-                if (source, target) in kind[source[0]]:
-                    kind[source[0]].remove((source, target))
+                known = [] if is_input(source) else kind.get(_heads(source), [])
+                if (source, target) in known:
+                    known.remove((source, target))
 
     def normal(self, term: Term) -> Term:
         """With operands of operators that commute in a fixed order."""
@@ -193,10 +220,20 @@ class Rewriter:
 
     def _rewrites(self, term: Term, rules: Rules) -> Iterator[Term]:
         yield term
+        heads = self._heads_that_match(term)
         for some in rules:
-            for source, target in some.get(term[0], ()):
-                for binding in self._matches(source, term, {}):
-                    yield self.normal(_instance(target, binding))
+            for each in heads:
+                for source, target in some.get(each, ()):
+                    for binding in self._matches(source, term, {}):
+                        yield self.normal(_instance(target, binding))
+
+    def _heads_that_match(self, term: Term) -> list[Heads]:
+        if is_input(term):
+            return []
+        found = list(product((term[0],), *({operand[0], INPUT} for operand in term[1:])))
+        if term[0] in self.commutes:
+            found += [(each[0], *each[:0:-1]) for each in found]
+        return sorted(set(found))
 
     def _matches(self, pattern: Term, term: Term, binding: dict[int, Term]) -> Iterator[dict[int, Term]]:
         if pattern[0] == INPUT:
@@ -227,6 +264,10 @@ class Rewriter:
         for pattern, term in pairs:
             bindings = [found for binding in bindings for found in self._matches(pattern, term, binding)]
         return bool(bindings)
+
+
+def _heads(term: Term) -> Heads:
+    return (term[0], *(operand[0] for operand in term[1:]))
 
 
 def _instance(pattern: Term, binding: dict[int, Term]) -> Term:

@@ -30,7 +30,7 @@ def enumerate_graphs(
     if directory is None:
         with TemporaryDirectory() as aside:
             return enumerate_graphs(vocabulary, most_ops, directory=Path(aside), workers=workers, progress=progress)
-    directory = directory / f"{vocabulary.name.replace(' ', '-')}-{most_ops}-{vocabulary.digest}"
+    directory = state_of(directory, vocabulary, most_ops)
     directory.mkdir(parents=True, exist_ok=True)
     run = Enumeration(vocabulary)
     for level in range(1, most_ops):
@@ -40,6 +40,11 @@ def enumerate_graphs(
     run.pair_last(made, most_ops)
     progress(f"{vocabulary.name}: {run.num_graphs:,} graphs, {len(run.others):,} with the value of another")
     return run.found()
+
+
+def state_of(directory: Path, vocabulary: Vocabulary, most_ops: int) -> Path:
+    """Where the state of a run is."""
+    return directory / f"{vocabulary.name.replace(' ', '-')}-{most_ops}-{vocabulary.digest}"
 
 
 def _run_level(run: Enumeration, level: int, path: Path) -> None:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from conjoin.rules.definitions.proving import Verdict
 from conjoin.rules.deriving import Binding, Deriver, match
+from conjoin.rules.generalizing import generalize
 from conjoin.rules.generator.enumeration import Progress
-from conjoin.rules.generator.generating import variants
+from conjoin.rules.judging import derive_checked
 from conjoin.rules.operators import BY_NAME
 from conjoin.rules.patterns import Apply, Expr, Input, Rule, inputs_of, operators_in, walk
 
 Prove = Callable[[Rule], Verdict]
+Outcome = tuple[Rule, Verdict]
+"""The most general form of a candidate that is proven, if any is."""
+_AT_ONCE = 8
+"""Candidates that each process proves between two looks at which are instances of others."""
+_TOLD_EACH = 96
+"""Candidates between two lines of progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +43,52 @@ class Proven:
         return Counter(unequal if reason.endswith(unequal) else reason for _, reason in self.unproven)
 
 
-def prove_all(rules: Sequence[Rule], prove: Prove, progress: Progress = print) -> Proven:
-    """Prove candidates, from the small and general ones on; those that are instances of proven rules are dropped."""
+def prove_all(rules: Sequence[Rule], prove: Prove, progress: Progress = print, workers: int = 1) -> Proven:
+    """Prove candidates, from the small and general ones on; those that are instances of proven rules are dropped.
+
+    Processes prove a few candidates ahead of time; what is kept does not depend on how many there are.
+    """
     start = time.process_time()
     library = _Library()
     unproven: list[tuple[Rule, str]] = []
-    instances = 0
     ordered = sorted(dict.fromkeys(rules), key=_by_size_and_numbers)
-    for done, rule in enumerate(ordered, 1):
-        if done % 100 == 0:
-            progress(f"{done:,} of {len(ordered):,} candidates, {len(library.rules):,} proven")
-        if library.has_instance(rule):
-            instances += 1
-            continue
-        reason = ""
-        for variant in variants(rule):
-            verdict = prove(variant)
-            if verdict.proven:
-                library.add(variant)
-                break
-            reason = verdict.reason
-        else:
-            unproven.append((rule, reason))
+    step = 1 if workers == 1 else _AT_ONCE * workers
+    with _processes(workers, prove) as proven_of:
+        for done in range(0, len(ordered), step):
+            if done % _TOLD_EACH < step:
+                progress(f"{done:,} of {len(ordered):,} candidates, {len(library.rules):,} proven")
+            new = [rule for rule in ordered[done : done + step] if not library.has_instance(rule)]
+            for rule, (general, verdict) in zip(new, proven_of(new), strict=True):
+                if library.has_instance(rule) or (verdict.proven and library.has_instance(general)):
+                    continue
+                if verdict.proven:
+                    library.add(general)
+                else:
+                    unproven.append((rule, verdict.reason))
+    instances = len(ordered) - len(library.rules) - len(unproven)
     return Proven(library.rules, instances, tuple(unproven), time.process_time() - start)
+
+
+@contextmanager
+def _processes(workers: int, prove: Prove) -> Iterator[Callable[[list[Rule]], Iterable[Outcome]]]:
+    """Proves lists of candidates, in order."""
+    if workers == 1:
+        yield lambda rules: (generalize(rule, prove) for rule in rules)
+        return
+    with multiprocessing.get_context("fork").Pool(workers, _set_prover, (prove,)) as pool:
+        yield lambda rules: pool.map(_prove_here, rules, chunksize=1)
+
+
+_provers: list[Prove] = []
+"""Of this process, where it is one of several."""
+
+
+def _set_prover(prove: Prove) -> None:
+    _provers[:] = [prove]
+
+
+def _prove_here(rule: Rule) -> Outcome:
+    return generalize(rule, _provers[0])
 
 
 def drop_instances(rules: Sequence[Rule]) -> tuple[Rule, ...]:
@@ -75,18 +107,18 @@ def drop_instances(rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
 
 def drop_derived(rules: Sequence[Rule], most: int, progress: Progress = print) -> tuple[Rule, ...]:
-    """Without rules that follow from the rest, the largest first; `most` bounds the expressions looked at for each.
+    """Without rules that follow from smaller ones; `most` bounds the expressions met for each.
 
     A rule with several outputs has to follow without steps that forget an input: read the other way such a step makes
     one up, which no search would do. Nor has a rule to follow by way of constants that it is not about.
     """
-    kept = sorted(rules, key=_by_size_and_numbers)
-    for done, rule in enumerate(reversed(list(kept)), 1):
-        rest = [other for other in kept if other is not rule and _may_explain(other, rule)]
-        if Deriver(rest).derive(rule, most) is not None:
-            kept.remove(rule)
+    kept: list[Rule] = []
+    for done, rule in enumerate(sorted(rules, key=_by_size_and_numbers), 1):
+        deriver = Deriver((other for other in kept if _may_explain(other, rule)), each_output=len(rule.left) == 1)
+        if derive_checked(rule, deriver, most) is None:
+            kept.append(rule)
         if done % 100 == 0:
-            progress(f"{done:,} of {len(rules):,} rules, {len(kept):,} left")
+            progress(f"{done:,} of {len(rules):,} rules, {len(kept):,} kept")
     return tuple(kept)
 
 
@@ -134,7 +166,12 @@ class _Library:
 
 
 def _operators(outputs: Sequence[Expr]) -> tuple[str, ...]:
-    return tuple(sorted(expr.op for expr in operators_in(*outputs)))
+    """The operators at all places of the written expressions: the same for a rule and its instances."""
+
+    def written(expr: Expr) -> list[str]:
+        return [] if isinstance(expr, Input) else [expr.op, *(op for arg in expr.args for op in written(arg))]
+
+    return tuple(sorted(op for output in outputs for op in written(output)))
 
 
 def _is_instance(rule: Rule, general: Rule) -> bool:

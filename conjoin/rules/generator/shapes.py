@@ -43,6 +43,10 @@ class Type:
         return (self.spread, *self.shape) if self.spread else self.shape
 
 
+Types = tuple[Type, ...]
+"""The types of a value at each choice of sizes."""
+
+
 def _merged(one: Tree, other: Tree) -> Tree | None:
     """What a dim is that is both: the parts that either knows of."""
     if size_of(one) != size_of(other):

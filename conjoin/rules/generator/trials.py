@@ -38,7 +38,7 @@ class Trial:
         first, second = self.value(one), self.value(other)
         if first is None or second is None or first[1].shape != second[1].shape or first[0].spread != second[0].spread:
             return False
-        return bool(np.allclose(first[1], second[1], _TOLERANCE, _TOLERANCE, equal_nan=True))
+        return _are_close(first[1], second[1])
 
     def holds(self, equation: Equation) -> bool:
         return all(self.agree(one, other) for one, other in zip(equation.left, equation.right, strict=True))
@@ -53,6 +53,13 @@ class Trial:
     def type_of(self, term: Term) -> Type | None:
         found = self.value(term)
         return None if found is None else found[0]
+
+    def is_of_same_rank(self, one: Term, other: Term) -> bool:
+        """Whether both can be evaluated and have as many dims, on as many devices, for the same use."""
+        first, second = self.type_of(one), self.type_of(other)
+        if first is None or second is None:
+            return False
+        return (len(first.dims), first.spread, first.role) == (len(second.dims), second.spread, second.role)
 
     def _input(self, value: int) -> Value | None:
         of = self._type(value)
@@ -101,6 +108,15 @@ class Trial:
         params = Choice(known.expr.op, known.expr.params).numbers(self._sizes)
         dtype = np.int64 if isinstance(self._field, Residues) else np.float64
         return of, np.repeat(constant(self._field, known.expr, params, of.shape, dtype), self._many, 0)
+
+
+def _are_close(one: Array, other: Array) -> bool:
+    """Residues are equal or not; of floats those that both sides leave undefined do not count."""
+    if one.dtype != np.float64:
+        return np.array_equal(one, other)
+    with np.errstate(all="ignore"):
+        is_close = np.abs(one - other) <= _TOLERANCE * (1 + np.abs(other))
+    return bool(np.all(is_close | (one == other) | (np.isnan(one) & np.isnan(other))))
 
 
 def residue_trial(reader: Reader) -> Trial:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from conjoin.rules.generator.arithmetic import Array
 from conjoin.rules.generator.fingerprints import Hashes, mix
-from conjoin.rules.generator.shapes import Type
+from conjoin.rules.generator.shapes import Types
 
 Ints = npt.NDArray[np.int32]
 MOST_NODES = 6
@@ -65,20 +65,21 @@ class Values:
     """A bit for each input that is used."""
     graph: Ints = field(default_factory=lambda: np.zeros((0, MOST_NODES), np.int32))
     """The operators of the smallest graph, each named by a value it makes; -1 fills up."""
-    types: list[Type] = field(default_factory=list)
-    content: list[Array] = field(default_factory=list)
-    """The residues of the values of each type."""
+    types: list[Types] = field(default_factory=list)
+    content: list[list[Array]] = field(default_factory=list)
+    """The residues of the values of each type, at each choice of sizes."""
 
     def __len__(self) -> int:
         return len(self.level)
 
-    def add(self, new: Nodes, level: int, types: Ints, contents: list[tuple[int, Array]]) -> None:
+    def add(self, new: Nodes, level: int, types: Ints, contents: list[tuple[int, list[Array]]]) -> None:
         """Append values; contents come type by type, in the order of the ids."""
         rows = np.zeros(len(new), np.int32)
         for of, content in contents:
             picked = np.flatnonzero(types == of)
-            rows[picked] = np.arange(len(picked)) + len(self.content[of])
-            self.content[of] = np.concatenate((self.content[of], content.astype(np.int32)))
+            rows[picked] = np.arange(len(picked)) + len(self.content[of][0])
+            both = zip(self.content[of], content, strict=True)
+            self.content[of] = [np.concatenate((known, made.astype(np.int32))) for known, made in both]
         self.append(new, level, types, rows)
 
     def append(self, new: Nodes, level: int, types: Ints, rows: Ints) -> None:

@@ -15,7 +15,7 @@ from conjoin.rules.operators import BY_NAME
 from conjoin.rules.patterns import Apply, Parameter
 
 Sizes = Mapping[str, int]
-_ARITHMETIC = 1
+_ARITHMETIC = 2
 """To be raised when `arithmetic.py` computes anything otherwise: states saved before are then not continued."""
 
 
@@ -97,13 +97,21 @@ class Vocabulary:
     constants: tuple[Constant, ...] = field(default=())
     most_elements: int = 512
     """Larger values are not made."""
+    more_sizes: Sizes = field(default_factory=dict)
+    """At which values are told apart besides; empty: those of the second test."""
     grouped_sizes: Sizes = field(default_factory=dict)
     """Sizes at which convolutions have several groups: what does not hold there is for one group."""
 
     @property
+    def both_sizes(self) -> tuple[Sizes, Sizes]:
+        """At which values are computed."""
+        return self.sizes, self.more_sizes or self.other_sizes
+
+    @property
     def digest(self) -> str:
         """Tells vocabularies apart in saved states."""
-        facts = (_ARITHMETIC, self.inputs, self.choices, sorted(self.sizes.items()), self.constants, self.most_elements)
+        sizes = [sorted(each.items()) for each in self.both_sizes]
+        facts = (_ARITHMETIC, self.inputs, self.choices, sizes, self.constants, self.most_elements)
         return sha256(repr(facts).encode()).hexdigest()[:16]
 
 
@@ -176,6 +184,7 @@ IMAGES = Vocabulary(
         Constant(Apply("identity_kernel", _KERNEL, ()), "c i r r", ("conv", "concat", "scale"), "kernel"),
         Constant(Apply("pool_kernel", _KERNEL, ()), "c 1 r r", ("conv", "concat", "scale"), "kernel"),
     ),
+    more_sizes={**_OTHER, "n": 1, "h": 9, "w": 10, "s": 2},
     grouped_sizes={**_OTHER, "c": 4, "i": 2},
 )  # fmt: skip
 TASO = (ELEMENTWISE, MATRICES, IMAGES)

@@ -152,8 +152,9 @@ class Matcher:
                 fits = _fit(asked[name], value, name, params)
             if not fits and name == "act":  # read with what follows it: another reading, no near miss
                 return None
-            if not fits:
+            if not fits and self.notes is not None:
                 self._note(state, _other(self._name(term), name, value, params.get(asked[name], asked[name])))
+            if not fits:
                 return None
         return _State(state.terms, params, axes, state.nodes)
 

@@ -6,7 +6,7 @@ tensors is concat(concat(concat(a, b), c), d). The inner results have no value i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +43,14 @@ class Virtual:
     params: Params
     args: tuple[Term, ...]
     type: TensorType
+    _hash: int = field(init=False, repr=False, compare=False)
+    """Found once: terms nest as deeply as a `cat` has operands, and are looked up again and again."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.op, self.params, self.args, self.type)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 Term = Value | Literal | Virtual

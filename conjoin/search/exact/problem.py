@@ -118,7 +118,7 @@ class Space:
         share = min(1.0, type.bytes / _BUNDLE_BYTES)
         both, once = (self.reshards.table(rank, type.bytes, b, nested=False)[rows] for b in (back, False))
         hidden = 1 - objective.overlap
-        bundled = goes_in_bundle(rank, len(self.units))[rows]
+        bundled = goes_in_bundle(rank, len(self.units))[rows] & storages.even[:, None]
         light = self.reshards.table(rank, type.bytes, back, nested=False, share=share)[rows]
         seconds: Array = np.where(bundled, hidden * light, both)
         if objective.seconds_per_byte:
@@ -142,8 +142,10 @@ class Space:
         if key not in self._pruned:
             found = self.choices(kind.task)
             seconds = found.seconds + self._alone(kind, found, objective)
-            tensors = self._tensors(kind, found, objective)
-            kept = np.arange(len(found)) if with_dominated else undominated(seconds, tensors)
+            if with_dominated:
+                kept = np.arange(len(found))
+            else:
+                kept = undominated(seconds, self._tensors(kind, found, objective))
             part = found.only(kept)
             self._pruned[key] = Choices(part.rules, part.picks, seconds[kept], part.operands, part.outputs)
         return self._pruned[key]

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conjoin.ops import TensorType
+from conjoin.search.exact.choices import MAX_WASTE
 from conjoin.search.exact.layout_codes import WHOLE, B, Codes, S, all_digits
 from conjoin.search.exact.units import Units
 
@@ -18,6 +19,8 @@ class Storages:
     """The ways to store a parameter, in parallel arrays."""
 
     codes: Codes
+    even: NDArray[np.bool_]
+    """Whether all pieces are of one size: others are gathered on their own."""
     regathered: NDArray[np.bool_]
     """Whether what was gathered for the forward pass is dropped, and gathered again."""
     seconds: NDArray[np.float64]
@@ -27,20 +30,24 @@ class Storages:
 def make_storages(
     type: TensorType, units: Units, trained: bool, copies: int, update_seconds: float, seconds_per_byte: float
 ) -> Storages:
-    """Every layout of I and even splits; where memory counts also those with gathering twice."""
+    """Every layout of I and splits with little waste; where memory counts also those with gathering twice."""
     digits = all_digits(len(type.shape), len(units))
     degrees = np.array([unit.degree for unit in units])
     legal = ((digits == WHOLE) | (digits >= S)).all(axis=1)
+    even, share = np.ones(len(digits), bool), np.ones(len(digits))
     for dim, size in enumerate(type.shape):
         ways = np.where(digits == S + dim, degrees, 1).prod(axis=1)
-        legal &= size % ways == 0
+        piece = -(-size // ways)
+        legal &= (ways <= max(size, 1)) & (piece * ways <= size * MAX_WASTE)
+        even &= piece * ways == size
+        share *= piece / max(size, 1)
     codes = np.flatnonzero(legal)
-    share = 1.0 / np.where(digits[codes] >= S, degrees, 1).prod(axis=1)
-    held = type.bytes * share
+    held = type.bytes * share[codes]
     seconds = held * (copies if trained else 1) * seconds_per_byte + (held * update_seconds if trained else 0.0)
-    split = np.flatnonzero(share < 1) if seconds_per_byte else np.zeros(0, np.intp)
+    split = np.flatnonzero((share < 1)[codes] & even[codes]) if seconds_per_byte else np.zeros(0, np.intp)
     return Storages(
         np.concatenate([codes, codes[split]]),
+        np.concatenate([even[codes], even[codes][split]]),
         np.concatenate([np.zeros(len(codes), bool), np.ones(len(split), bool)]),
         np.concatenate([seconds, seconds[split]]),
     )

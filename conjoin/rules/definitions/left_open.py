@@ -1,0 +1,107 @@
+"""What index notation leaves open: what is done along a whole dim, or with a window that is not summed.
+
+A notation says which dims an operator passes on (`d0 j0! d2, d0 j1! d2 -> d0 k! d2`); here is only what happens along
+the others.
+"""
+
+from __future__ import annotations
+
+from conjoin.rules.definitions.calls import Devices
+from conjoin.rules.definitions.dims import NotCovered
+from conjoin.rules.definitions.reading import Element, Places, Reading
+from conjoin.rules.definitions.sums import ALWAYS, Function, Largest, Sum, below, between, choose, of
+
+
+def quotient(reading: Reading) -> Element:
+    """Linear in the first operand; the second one's inverse is the factor."""
+
+    def element(places: Places, devices: Devices) -> Sum:
+        return reading.at(0, places, devices) * of(Function("inverse", (reading.at(1, places, devices),)))
+
+    return element
+
+
+def concatenation(reading: Reading) -> Element:
+    """[k < n] x[k] + [k >= n] y[k - n]."""
+    dims, operands = reading.call.dims, reading.said.notation.operands
+    a, b, k = (reading.along(tensor) for tensor in (*operands, reading.output))
+    first, second = reading.dims[a].find(), reading.dims[b].find()
+    if first.product and second.product:  # pieces of equal width, one row of them after another
+        dims.unify(first.product[1], second.product[1])
+        rows = dims.new("concatenation", sum=(first.product[0], second.product[0]))
+        reading.dims[k], limit = dims.new("concatenation", product=(rows, first.product[1])), first.product[0]
+    else:
+        reading.dims[k], limit = dims.new("concatenation", sum=(first, second)), first
+
+    def element(places: Places, devices: Devices) -> Sum:
+        slow, *rest = places[k]
+        if len(dims.digits(limit)) > 1:
+            raise NotCovered("a concatenation of divided dims")
+        size = dims.size(limit)
+        one = reading.at(0, {**places, a: places[k]}, devices)
+        other = reading.at(1, {**places, b: (slow - size, *rest)}, devices)
+        return choose(below(slow, size), one, other)
+
+    return element
+
+
+def piece(reading: Reading) -> Element:
+    """x[k], or x[k + n] for the second part."""
+    k, j = reading.along(reading.said.notation.operands[0]), reading.along(reading.output)
+    parts = reading.call.dims.split(reading.dims[k])
+    part = int(reading.call.param("part"))
+    reading.dims[j] = parts[part]
+
+    def element(places: Places, devices: Devices) -> Sum:
+        (position,) = places[j]
+        moved = position + reading.call.dims.size(parts[0]) if part else position
+        return reading.at(0, {**places, k: (moved,)}, devices)
+
+    return element
+
+
+def padding(reading: Reading) -> Element:
+    """[0 <= k - p < n] x[k - p], along every dim that grows, with as much before it as after it."""
+    dims, call = reading.call.dims, reading.call
+    inner, outer = reading.said.whole(reading.said.notation.operands[0]), reading.said.whole(reading.output)
+    target = call.named[f"kernel {call.param('kernel')}"]
+    large, *small = (dims.odd(dim) for dim in (target, *(reading.dims[name] for name in inner)))
+    dims.not_larger += [(half, large) for half in small]
+    reading.dims.update(dict.fromkeys(outer, target))
+
+    def element(places: Places, devices: Devices) -> Sum:
+        moved, inside = dict(places), ALWAYS
+        for name, grown, half in zip(inner, outer, small, strict=True):
+            position = places[grown][0] - (dims.size(large) - dims.size(half))
+            moved[name] = (position,)
+            inside |= between(0, position, dims.size(reading.dims[name]))
+        return reading.at(0, moved, devices).under(inside)
+
+    return element
+
+
+def normalisation(reading: Reading) -> Element:
+    """exp(x[k]) over Σ_k exp(x[k])."""
+    k = reading.along(reading.output)
+
+    def element(places: Places, devices: Devices) -> Sum:
+        def exponent(at: Places) -> Sum:
+            return of(Function("exp", (reading.at(0, at, devices),)))
+
+        more, bound, guard = reading.every((k,))
+        total = exponent({**places, **more}).over(bound, guard)
+        return exponent(places) * of(Function("inverse", (total,)))
+
+    return element
+
+
+def maximum(reading: Reading) -> Element:
+    """The largest of each window; what lies beyond the operand does not count."""
+    names = tuple(window.kernel for window in reading.said.windows)
+
+    def element(places: Places, devices: Devices) -> Sum:
+        more, bound, guard = reading.every(names)
+        here = {**places, **more}
+        return of(Largest(bound, guard | reading.inside(0, here), reading.at(0, here, devices)))
+
+    return element

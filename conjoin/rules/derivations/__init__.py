@@ -1,0 +1,1 @@
+"""Chains of rewrites from one side of a rule to the other."""

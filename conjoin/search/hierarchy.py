@@ -1,0 +1,134 @@
+"""Unity's search in three levels, and the search that it is compared with: first the graph, then the layouts.
+
+Unity (section 5), as far as this space has it:
+
+1. *Graph splitting* (5.3): where all paths go through one operator the graph is cut, in parts of ten operators or more.
+   Over such a cut a tensor is split or whole, never copies or partial sums (`_cut`).
+2. *Substitution selection* (5.1): variants of the graph, by their seconds; those slower than the best by more than a
+   twentieth are dropped (`THRESHOLD`).
+3. *Machine mappings* (5.2): sequence and parallel splits, by dynamic programming: that is what elimination does on
+   them (`exact/elimination.py`). Branches run one after the other on all devices: the space has no disjoint ones.
+
+Seconds are added up, nothing is hidden behind anything, and parameters are stored as they are used: the paper has no
+other storage. What is found is judged by the timeline, as in every search.
+
+`taso_then_flexflow` takes the variant that is fastest on one device, and then walks on its layouts (`walks.py`): what
+Unity (section 6.3) and the thesis call sequential optimisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from conjoin.search.baselines import baselines
+from conjoin.search.contest import Contest, Entry, Outcome, Variant
+from conjoin.search.exact.elimination import Factor, Solution
+from conjoin.search.exact.layout_codes import WHOLE, P, S, all_digits
+from conjoin.search.exact.problem import Problem
+from conjoin.search.exact.units import cuts
+from conjoin.search.joint import JointSearch
+from conjoin.search.walks import walk_from_all
+from conjoin.sim import Operator, Skeleton
+
+THRESHOLD = 1.05
+"""Unity, section 5.1: how much slower than the best a candidate may be."""
+MIN_PART = 10
+"""Operators between two cuts of the graph: Unity, section 6 (k = 10)."""
+
+Array = NDArray[np.float64]
+
+
+def search_in_levels(contest: Contest, variants: Sequence[Variant]) -> None:
+    """Unity's search: the least sum of every variant on every cut of the mesh in two; the best are entered."""
+    tables = JointSearch(contest, variants)
+    found: list[tuple[float, Variant, Problem, Solution]] = []
+    for units in cuts(contest.machine.mesh, 2) if contest.machine.mesh.size > 1 else ():
+        for variant in variants:
+            contest.check("in levels")
+            problem = Problem(variant.skeleton, tables.space(units), tables.objective(0.0), with_dominated=True)
+            _store_as_used(problem)
+            for place in split_places(variant.skeleton):
+                _cut(problem, place)
+            solution = problem.solve()
+            found.append((solution.total, variant, problem, solution))
+    found.sort(key=lambda item: item[0])
+    for total, variant, problem, solution in found:
+        if total <= THRESHOLD * found[0][0]:
+            contest.check("in levels")
+            layouts, regathered = problem.layouts(solution)
+            contest.enter(Entry("in levels", variant, layouts, regathered))
+
+
+def split_places(skeleton: Skeleton) -> list[int]:
+    """The operators at which a graph is cut: all paths go through them, and parts have ten operators at least."""
+    found, furthest, last = [], -1, 0
+    for place, operator in enumerate(skeleton.operators[:-1]):
+        if furthest <= place and place + 1 - last >= MIN_PART and len(_read(skeleton, operator)) == 1:
+            found.append(place)
+            last = place + 1
+        furthest = max(furthest, *(p for root in operator.makes for p, _ in skeleton.readers[root]), -1)
+    return found
+
+
+def _read(skeleton: Skeleton, operator: Operator) -> list[int]:
+    """The tensors of an operator that others read."""
+    return [root for root in operator.makes if skeleton.readers[root]]
+
+
+def _cut(problem: Problem, place: int) -> None:
+    """Over a cut the tensor is split or whole: a detour for whoever would read or make it otherwise."""
+    skeleton, space = problem.skeleton, problem.space
+    root = _read(skeleton, skeleton.operators[place])[0]
+    type, readers = skeleton.roots[root].type, skeleton.readers[root]
+    rank, output = len(type.shape), skeleton.operators[place].makes.index(root)
+    digits = all_digits(rank, len(space.units))
+    plain = np.flatnonzero(((digits == WHOLE) | (digits >= S)).all(axis=1))
+    made = problem.choices[place].outputs[output]
+    for reader, operand in readers:
+        back = operand in skeleton.operators[reader].needs
+        direct = space.between(type, back)
+        detour = (direct[:, plain, None] + direct[None, plain, :]).min(axis=1)
+        extra = np.maximum(0.0, detour - direct)
+        values = extra[made[:, None], problem.choices[reader].operands[operand][None]]
+        name = "cut", type, back, problem.kinds[place], output, problem.kinds[reader], operand
+        problem.factors.append(Factor((place, reader), space.tables.named(name, values)))
+
+
+def _store_as_used(problem: Problem) -> None:
+    """Parameters are stored as their first reader uses them, whole where it uses copies."""
+    skeleton, space = problem.skeleton, problem.space
+    for root in problem.stored:
+        leaf, type = skeleton.roots[root].leaf, skeleton.roots[root].type
+        if leaf is None or not skeleton.readers[root]:
+            continue
+        place, operand = skeleton.readers[root][0]
+        digits = all_digits(len(type.shape), len(space.units))
+        stored = digits[space.storages(type, leaf.trainable, problem.objective).codes]
+        used = digits[problem.choices[place].operands[operand]]
+        used = np.where(used <= P, WHOLE, used)
+        values = np.where((stored[:, None] == used[None]).all(axis=-1), 0.0, np.inf)
+        name = "stored as used", type, leaf.trainable, problem.objective, problem.kinds[place], operand
+        problem.factors.append(Factor((problem.variable[root], place), space.tables.named(name, values)))
+
+
+def first_rewrite_then_walk(contest: Contest, variants: Sequence[Variant], seed: int) -> None:
+    """The variant that is fastest on one device, then FlexFlow's search from the named strategies for it."""
+    variant = min(variants, key=lambda variant: seconds_on_one(contest, variant.skeleton))
+    starts: list[Outcome] = []
+    for name, entry in baselines(variant.graph, contest.machine):
+        contest.check(name)
+        if entry is not None:
+            substitutions = (*variant.substitutions, *entry.variant.substitutions)
+            made = replace(entry, name=name, variant=replace(entry.variant, substitutions=substitutions))
+            starts.append(contest.enter(made))
+    walk_from_all(contest, starts, seed)
+
+
+def seconds_on_one(contest: Contest, skeleton: Skeleton) -> float:
+    """Computing forward and backward on one device."""
+    costs = [contest.prices.operator(op.call, op.needs, 0) for op in skeleton.operators]
+    return sum(cost.forward.value + cost.backward.value for cost in costs)

@@ -1,0 +1,122 @@
+"""Variants by substitutions: a rule of the library applied wherever it matches, one rule after another.
+
+The order is that of TASO (section 2.7): a queue by cost, and what costs more than `ALPHA` times the best is given up.
+The cost of a variant is not that of its graph on one device, but the least sum over all layouts on the units at hand: a
+rewrite that pays only because of how its operators are then split is found, one that hinders a split is not.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from conjoin.ir import Graph, Substitution, fingerprint
+from conjoin.rules import Index, Library, Refused, Rule, apply, find_matches, operators_in
+from conjoin.search.contest import Variant, make_variant
+
+ALPHA = 1.05
+"""TASO, section 2.7, and Unity's threshold (section 6)."""
+PATIENCE = 24
+"""Variants in a row that may be met without one that is better than all before."""
+_OVER_DEVICES = frozenset({"partition", "combine", "replicate", "reduce"})
+_MAX_MATCHES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A rule in one direction, and why it is right."""
+
+    rule: Rule
+    proof: str
+
+
+def ways_of(library: Library) -> tuple[Way, ...]:
+    """The rules that rewrite a model's graph, in both directions; where operators lie is not theirs to decide."""
+    proofs = {entry.name: f"{entry.method}:{entry.stamp}" for entry in library.entries}
+    found = []
+    for rule in library.rules:
+        if not _OVER_DEVICES & _operators(rule):
+            proof = proofs[rule.name.split(":")[0]]
+            found.append(Way(rule, proof))
+            found.append(Way(Rule(f"{rule.name}-back", rule.right, rule.left), proof))
+    return tuple(found)
+
+
+def _operators(rule: Rule) -> set[str]:
+    return {part.op for part in operators_in(*rule.left, *rule.right)}
+
+
+def rewritten(variant: Variant, way: Way, index: Index) -> Variant | None:
+    """The variant with a rule applied wherever it matches; None where it does nowhere."""
+    if not all(part.op in index.by_op for part in operators_in(*way.rule.left)):
+        return None
+    graph, places = variant.graph, list[str]()
+    matches = find_matches(index, way.rule)[:_MAX_MATCHES]
+    for match in sorted(matches, key=lambda m: -max(index.places[node] for node in m.nodes)):  # what comes before stays
+        try:
+            changed = apply(graph, way.rule, match)
+        except Refused:
+            continue
+        if changed is not graph:
+            places.append(str(match))
+            graph = changed
+    if not places:
+        return None
+    where = places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
+    return make_variant(graph, (*variant.substitutions, Substitution(way.rule.name, where, way.proof)))
+
+
+@dataclass
+class Backtracking:
+    """A search over variants under way: the cheapest is expanded first."""
+
+    seconds: Callable[[Variant], float]
+    """The least sum over layouts."""
+    ways: tuple[Way, ...]
+    is_over: Callable[[], bool] = lambda: False
+    """Whether there is no time left."""
+    best: float = float("inf")
+    _seen: set[str] = field(default_factory=set)
+    _queue: list[tuple[float, int, Variant]] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=count)
+
+    def start(self, variant: Variant) -> None:
+        """Begin with a variant."""
+        self._meet(variant)
+
+    def run(self) -> Iterator[tuple[Variant, float]]:
+        """Every variant that is worth to go on with, with its sum, as they are found."""
+        patience = PATIENCE
+        while self._queue:
+            total, _, variant = heapq.heappop(self._queue)
+            if total > ALPHA * self.best:
+                return
+            index = Index(variant.graph)
+            for way in self.ways:
+                best = self.best
+                changed = rewritten(variant, way, index)
+                found = self._meet(changed) if changed is not None else None
+                if changed is not None and found is not None:
+                    patience = PATIENCE if found < best else patience - 1
+                    yield changed, found
+                if patience == 0 or self.is_over():
+                    return
+
+    def _meet(self, variant: Variant) -> float | None:
+        """The sum of a variant that was not met before and is not hopeless."""
+        name = _name(variant.graph)
+        if name in self._seen:
+            return None
+        self._seen.add(name)
+        total = self.seconds(variant)
+        self.best = min(self.best, total)
+        if total > ALPHA * self.best:
+            return None
+        heapq.heappush(self._queue, (total, next(self._numbers), variant))
+        return total
+
+
+def _name(graph: Graph) -> str:
+    return fingerprint(graph, constants=False)

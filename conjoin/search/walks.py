@@ -1,0 +1,165 @@
+"""Searches that walk at random from plan to plan, each judged by the timeline: `mcmc` and `random`.
+
+FlexFlow (Jia's thesis, section 3.5) proposes a random choice for a random operator, and goes there with probability
+
+    min(1, exp(beta (seconds of the current plan - seconds of the proposed one)))            (3.1), `_Walk._accepts`
+
+from every initial strategy, until that has had its share of the time, or nothing better was found in the second half
+of what was proposed (section 3.5.2, `_Walk.go`). A proposal is timed by delta simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import exp
+from random import Random
+
+from conjoin.ir import rules_for
+from conjoin.machine import Mesh
+from conjoin.ops import Partial, ShardingRule
+from conjoin.search.contest import Contest, Entry, Outcome, Variant
+from conjoin.search.exact.problem import Problem
+from conjoin.search.exact.settling import settle
+from conjoin.search.exact.units import Units, cuts
+from conjoin.search.joint import JointSearch
+from conjoin.search.variants import as_variant
+from conjoin.sim import Change, Layouts, Program, make_change
+
+MAX_STARTS = 4
+"""Initial strategies that are walked from, the fastest first."""
+COLDNESS = 100.0
+"""Beta times the seconds of the plan that a walk begins with; the thesis prints no value. A plan that is slower by a
+hundredth of these is accepted once in e times."""
+MIN_PROPOSALS = 10
+"""For each operator, before a walk may end because nothing better is found."""
+NUM_SAMPLES = 1000
+"""Of random search."""
+_MAX_PARTS = 3
+"""Into how many runs of axes a proposal cuts the mesh at most: as many as the exact core has units."""
+
+
+def walk_from_all(contest: Contest, starts: Sequence[Outcome], seed: int) -> None:
+    """FlexFlow's search from the fastest starts, one after the other."""
+    rng = Random(seed)
+    chosen = sorted(starts, key=lambda outcome: outcome.seconds)[:MAX_STARTS]
+    for place, start in enumerate(chosen if contest.machine.mesh.size > 1 else ()):
+        share = contest.time_left / (len(chosen) - place)
+        _Walk(contest, start.entry.name, start, rng, contest.elapsed + share).go()
+    contest.check("all walks are over")
+
+
+@dataclass
+class _Walk:
+    """A walk under way."""
+
+    contest: Contest
+    name: str
+    current: Outcome
+    rng: Random
+    until: float
+    """Seconds of the contest after which the next walk's turn has come."""
+    beta: float = field(init=False)
+    best: float = field(init=False)
+    """The least cost on this walk."""
+
+    def __post_init__(self) -> None:
+        start = as_variant(self.current)
+        self.current = replace(start, simulation=self.contest.simulate(start.entry))
+        self.best = self._cost(self.current)
+        self.beta = COLDNESS / self.best
+
+    def go(self) -> None:
+        """Until its time is over, or the second half of the proposals brought nothing better."""
+        proposed, found_at = 0, 0
+        least = MIN_PROPOSALS * len(self.current.simulation.program.skeleton.operators)
+        while proposed < max(least, 2 * found_at) and self.contest.elapsed < self.until:
+            self.contest.check(f"random changes from {self.name}")
+            proposed += 1
+            if self._step():
+                found_at = proposed
+
+    def _step(self) -> bool:
+        """Propose, and accept or not; whether that is the best of the walk."""
+        change = propose(self.current.simulation.program, self.rng)
+        if change is None:
+            return False
+        proposed = self._try(change)
+        cost = self._cost(proposed)
+        if not self._accepts(cost):
+            return False
+        self.current = proposed
+        better = cost < self.best
+        self.best = min(cost, self.best)
+        return better
+
+    def _accepts(self, cost: float) -> bool:
+        worse = cost - self._cost(self.current)
+        return worse <= 0 or self.rng.random() < exp(-self.beta * worse)
+
+    def _cost(self, outcome: Outcome) -> float:
+        """Seconds; of a plan that does not fit, as many times more as it needs more than there is."""
+        return outcome.seconds * max(1.0, (outcome.peak_bytes or 0) / self.contest.capacity)
+
+    def _try(self, change: Change) -> Outcome:
+        self.contest.count_step()
+        simulation = self.current.simulation
+        program = simulation.program
+        choices = list(program.choices)
+        choices[change.operator] = change.choice
+        layouts = Layouts({**program.leaves, **change.leaves}, tuple(choices), program.results)
+        entry = replace(self.current.entry, name=f"random changes from {self.name}", layouts=layouts)
+        unlike = program.drafts.unlike_axes(program.numbers[change.operator], change.choice)
+        if unlike <= {*program.drafts.classes.axes}:
+            return self.contest.judge(entry, simulation.change(change))
+        return self.contest.judge(entry, self.contest.simulate(entry))
+
+
+def propose(program: Program, rng: Random) -> Change | None:
+    """A random choice for a random operator: the axes of the mesh in a few runs, for each a random rule.
+
+    None where what was drawn is not legal, or is what the operator does already.
+    """
+    operator = rng.randrange(len(program.skeleton.operators))
+    rules = _rules(program, operator)
+    drawn: dict[str, ShardingRule] = {}
+    for run in _runs(program.drafts.mesh, rng):
+        rule = rng.choice(rules)
+        drawn.update(dict.fromkeys(run, rule))
+    change = make_change(program, operator, drawn)
+    return change if change is not None and change.choice != program.choices[operator] else None
+
+
+def _rules(program: Program, operator: int) -> list[ShardingRule]:
+    """The rules of an operator by which no parameter or input would have to be stored as partial sums."""
+    found = program.skeleton.operators[operator]
+    leaves = [program.skeleton.roots[root].leaf is not None for root in found.reads]
+    return [
+        rule
+        for rule in rules_for(found.call, len(found.makes))
+        if not any(leaf and placement == Partial() for leaf, placement in zip(leaves, rule.operands, strict=True))
+    ]
+
+
+def _runs(mesh: Mesh, rng: Random) -> list[tuple[str, ...]]:
+    """The row of axes cut at random places."""
+    names = mesh.names
+    places = sorted(rng.sample(range(1, len(names)), min(rng.randrange(_MAX_PARTS), len(names) - 1)))
+    return [names[a:b] for a, b in zip([0, *places], [*places, len(names)], strict=True)]
+
+
+def sample(contest: Contest, variants: Sequence[Variant], seed: int) -> None:
+    """Random choices for all operators at once, again and again; parameters are stored as suits these best."""
+    rng, tables = Random(seed), JointSearch(contest, variants)
+    objective, problems = tables.objective(0.0), dict[tuple[int, Units], Problem]()
+    some = list(cuts(contest.machine.mesh, 2)) if contest.machine.mesh.size > 1 else []
+    for _ in range(NUM_SAMPLES if some else 0):
+        contest.check("random choices")
+        number, units = rng.randrange(len(variants)), rng.choice(some)
+        variant = variants[number]
+        if (number, units) not in problems:
+            problems[number, units] = Problem(variant.skeleton, tables.space(units), objective)
+        problem = problems[number, units]
+        values = [rng.randrange(size) for size in problem.sizes[: problem.num_operators]]
+        layouts, regathered = problem.layouts(settle(problem, values))
+        contest.enter(Entry("random choices", variant, layouts, regathered))

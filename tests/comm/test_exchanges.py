@@ -1,0 +1,52 @@
+"""What neighbours send each other, and how much of it goes from node to node."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from conjoin.comm import Exchange, node_exchanges
+from conjoin.frontends import capture
+from conjoin.ir import place
+from conjoin.machine import Machine
+from conjoin.search import make_plan
+
+SIDE = 4 * 8 * 1 * 16 * 4
+"""Bytes of one row or column of 4 images of 8 channels and 16 × 16 points."""
+
+
+def halo(strategy: str, num_nodes: int, devices_per_node: int) -> Exchange:
+    """What is exchanged for a convolution of 3 × 3."""
+    model, batch = nn.Conv2d(8, 8, 3, padding=1), (torch.randn(4, 8, 16, 16), torch.randn(4, 8, 16, 16))
+    graph = capture(model.train(), batch, nn.functional.mse_loss)
+    plan = make_plan(graph, Machine("some", num_nodes, devices_per_node, "cpu"), strategy)
+    node = next(node for node in plan.graph.nodes if node.op == "conv2d")
+    found = node_exchanges(node, place(node, plan.mesh), plan.mesh).operands[0]
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "devices", "sent", "load"),
+    [
+        ("spatial:h=4", 2, 2, 2 * SIDE, 2 * SIDE),
+        ("spatial:h=4", 4, 1, 2 * SIDE, 2 * SIDE),
+        ("spatial:h=4", 1, 4, 2 * SIDE, 2 * SIDE),
+        ("spatial:h=2,dp=2@d0,n0", 2, 2, SIDE // 2, SIDE // 2),
+        ("spatial:h=2,dp=2", 2, 2, SIDE // 2, SIDE // 2),
+    ],
+)
+def test_neighbours_in_a_row_are_what_a_row_is(strategy: str, nodes: int, devices: int, sent: int, load: int) -> None:
+    found = halo(strategy, nodes, devices)
+    assert (found.forward.largest, found.forward_load) == (sent, load)
+
+
+def test_on_a_grid_every_rank_of_a_node_sends_to_the_other_node() -> None:
+    """Half a side and a corner each, where in a row one rank sends one side: a row with that load has more to send."""
+    found = halo("spatial:h=2,w=2", 2, 2)
+    corner = SIDE // 16
+    assert found.forward.largest == SIDE + corner
+    assert found.forward_load == 2 * 2 * (SIDE // 2 + corner) > found.forward.largest
+    inside = halo("spatial:h=2,w=2", 1, 4)
+    assert inside.forward_load == inside.forward.largest

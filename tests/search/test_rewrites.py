@@ -1,0 +1,84 @@
+"""Variants by substitutions: applied everywhere, cheapest first, and computing what the model computes."""
+
+from __future__ import annotations
+
+import pytest
+
+import zoo
+from conjoin.frontends import capture
+from conjoin.machine import Machine
+from conjoin.rules import Apply, Expr, Index, Library
+from conjoin.runtime import Case, verify_in_process
+from conjoin.search.contest import Contest, Variant, make_variant, plan_of
+from conjoin.search.exact.units import cuts
+from conjoin.search.joint import JointSearch
+from conjoin.search.rewrites import ALPHA, Backtracking, Way, rewritten, ways_of
+from tests.search.models import captured
+from tests.search.prices import SlowDevices
+
+WAYS = ways_of(Library.shipped())
+
+
+def count(variant: Variant, op: str) -> int:
+    return sum(node.op == op for node in variant.graph.nodes)
+
+
+def way(left: str, right: str) -> Way:
+    """The way from one operator to another, whatever the rule is called."""
+    return next(w for w in WAYS if _last(w.rule.left) == left and _last(w.rule.right) == right)
+
+
+def _last(side: tuple[Expr, ...]) -> str:
+    return side[0].op if isinstance(side[0], Apply) else ""
+
+
+def test_ways_go_both_ways_and_name_their_proof() -> None:
+    names = {w.rule.name for w in WAYS}
+    assert all(f"{name}-back" in names for name in names if not name.endswith("-back"))
+    assert all(method and len(stamp) == 16 for method, _, stamp in (w.proof.partition(":") for w in WAYS))
+
+
+def test_a_rule_is_applied_wherever_it_matches() -> None:
+    variant = make_variant(captured("dlrm", 8))
+    changed = rewritten(variant, way("embedding_bag", "sum"), Index(variant.graph))
+    assert changed is not None
+    assert count(variant, "conjoin::embedding_bag") > 1 and count(changed, "conjoin::embedding_bag") == 0
+    assert changed.substitutions[-1].name == way("embedding_bag", "sum").rule.name
+
+
+def test_a_rule_that_matches_nowhere_changes_nothing() -> None:
+    variant = make_variant(captured("mlp", 8))
+    assert rewritten(variant, way("embedding_bag", "sum"), Index(variant.graph)) is None
+
+
+def test_the_cheapest_variant_is_found_in_several_steps() -> None:
+    variant = make_variant(captured("dlrm-cat", 8))
+
+    def seconds(some: Variant) -> float:
+        return 10.0 + count(some, "conjoin::embedding_bag") + count(some, "linear")
+
+    work = Backtracking(seconds, WAYS)
+    work.start(variant)
+    found = list(work.run())
+    assert max(total for _, total in found) <= ALPHA * seconds(variant)
+    best = min(found, key=lambda pair: pair[1])[0]
+    assert count(best, "conjoin::embedding_bag") == count(best, "linear") == 0
+    assert len(best.substitutions) >= 2, "one rule after the other"
+
+
+@pytest.mark.parametrize("name", ["dlrm-cat", "candle-uno", "bert-base"])
+def test_plans_of_rewritten_variants_compute_what_the_model_computes(name: str) -> None:
+    model, batch, loss = zoo.build(f"{name}:tiny", batch_size=8)
+    graph, machine = capture(model.train(), batch, loss), Machine("four", 2, 2, "cpu")
+    variant, num_ways = make_variant(graph), 0
+    for one in WAYS:
+        changed = rewritten(variant, one, Index(variant.graph)) if num_ways < 3 else None
+        if changed is not None:
+            variant, num_ways = changed, num_ways + 1
+    assert num_ways == 3
+    contest = Contest(graph, machine, SlowDevices(), "adam", 1 << 40, 60.0)
+    joint = JointSearch(contest, [variant])
+    outcome = joint.try_out(variant, next(cuts(machine.mesh, 2)), joint.objective(0.5))
+    assert outcome is not None
+    plan = plan_of(outcome, graph, machine)
+    assert [s.name for s in plan.substitutions] and verify_in_process(Case(plan, graph, model, batch), 2).passed
