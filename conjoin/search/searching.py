@@ -69,6 +69,8 @@ Search = Callable[[Contest, Sequence[Outcome], Wish], None]
 def _joint(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None:
     ways = ways_of(Library.shipped())
     JointSearch(contest, variants_of(contest.captured, starts), [as_variant(o) for o in starts], ways).run()
+    if contest.best is not None:  # what only a timeline sees, such as overlap
+        walk_from_all(contest, [contest.best], wish.seed)
 
 
 def _named_only(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None:
