@@ -13,7 +13,7 @@ from itertools import product
 from math import prod
 
 from conjoin.rules.definitions.dims import IllFormed
-from conjoin.rules.definitions.proving import Verdict
+from conjoin.rules.definitions.proving import Verdict, with_groups
 from conjoin.rules.definitions.ranks import Ranks
 from conjoin.rules.parameters import parameters
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, inputs_of, operators_in
@@ -35,6 +35,9 @@ def generalize(rule: Rule, prove: Prove) -> tuple[Rule, Verdict]:
     verdict = prove(rule)
     if not verdict.proven:
         return rule, verdict
+    if _ONE_GROUP in verdict.conditions:
+        rule = with_groups(rule, 1)
+        verdict = prove(rule)
     for steps in (_inputs_apart, _axes_named, _parameters_named):
         for wider in steps(rule):
             found = _proven(wider, prove, verdict)

@@ -1,4 +1,7 @@
-"""The library that ships: every rule is proven again, and survives trials."""
+"""The library that ships: rules are proven again, and survive trials.
+
+`conjoin rules prove` proves all of them again; making the library tries each out a hundred times.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ from conjoin.rules.wording import in_words
 ENTRIES = Library.shipped().entries
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", ENTRIES[::2], ids=lambda entry: entry.name)
 def test_it_is_proven_with_its_conditions(entry: Entry) -> None:
     found = prove(entry.rule)
     assert found.proven and in_words(found.conditions) == in_words(entry.conditions)
 
 
-@pytest.mark.parametrize("entry", ENTRIES[::4], ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", ENTRIES[::7], ids=lambda entry: entry.name)
 def test_it_survives_trials(entry: Entry) -> None:
-    trials = try_out(entry.rule, 25, under_conditions=True)
-    assert trials.num_run >= 20 and trials.counterexample is None
+    trials = try_out(entry.rule, 100, under_conditions=True)
+    assert trials.num_run >= 90 and trials.counterexample is None

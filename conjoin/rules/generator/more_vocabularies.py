@@ -108,6 +108,24 @@ PARALLEL_MODELS = Vocabulary(
     _EVEN,
     _OTHER_EVEN,
 )  # fmt: skip
+PARALLEL_PRODUCTS = Vocabulary(
+    "parallel products",
+    (
+        Typed("x", "m k"), Typed("z", "k n"), Typed("X", "m k", spread=True), Typed("Z", "k n", spread=True),
+    ),
+    (*_plain("matmul"), *_over_devices(_ROWS, _COLUMNS)),
+    _EVEN,
+    _OTHER_EVEN,
+)  # fmt: skip
+PARALLEL_VECTORS = Vocabulary(
+    "parallel vectors",
+    (
+        Typed("x", "m k"), Typed("c", "k"), Typed("X", "m k", spread=True), Typed("C", "k", spread=True),
+    ),
+    (*_plain("bias"), *_over_devices(_COLUMNS)),
+    _EVEN,
+    _OTHER_EVEN,
+)  # fmt: skip
 PARALLEL_GROUPS = Vocabulary(
     "parallel groups",
     (
@@ -134,5 +152,5 @@ PAIRS = Vocabulary(
 """Two devices: what belongs to one is a part of a concatenation (Unity, figure 11b)."""
 MORE = (
     BATCHES, PARTS_OF_LINEAR, PARTS_OF_IMAGES, SUMS_OF_IMAGES, PARALLEL_BATCHES, PARALLEL_MODELS, PARALLEL_GROUPS,
-    PAIRS,
+    PARALLEL_PRODUCTS, PARALLEL_VECTORS, PAIRS,
 )  # fmt: skip

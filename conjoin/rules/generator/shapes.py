@@ -121,6 +121,8 @@ def _along(op: str, params: Params, dim: Tree, other: Tree | None) -> Tree | Non
         return None if isinstance(dim, int) else dim[int(params["part"])]
     if op in ("partition", "combine"):
         devices = int(params["devices"])
+        if op == "partition" and devices == 2 and isinstance(dim, tuple) and dim[0] == dim[1]:
+            return dim[0]  # a part for each of two devices
         if not isinstance(dim, int) or (op == "partition" and dim % devices):
             return None
         return dim // devices if op == "partition" else dim * devices

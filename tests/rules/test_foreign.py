@@ -1,0 +1,50 @@
+"""Published rules follow from the library: two sets in the kind of TASO's and of Unity's, written anew.
+
+`conjoin rules test tests/rules/foreign_taso.toml` (and `foreign_unity.toml`) judges every rule in full, with trials and
+with each step of a derivation proven again; that takes about a minute, so here it is done for a sample.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from conjoin.rules import Deriver, Library, Rule, Standing, judge, load_rules
+
+FILES = ("foreign_taso.toml", "foreign_unity.toml")
+UNDERIVED = ["conv(x, w) => combine[axis=1](conv(partition[axis=1](x), partition[axis=0](w)))"]
+"""True and proven; no candidate from which it follows is."""
+
+
+def rules_of(file: str) -> list[Rule]:
+    return [written.rule for written in load_rules(Path(__file__).parent / file).rules]
+
+
+@pytest.fixture(scope="module")
+def deriver() -> Deriver:
+    return Deriver(Library.shipped().rules)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_all_are_derived(file: str, deriver: Deriver) -> None:
+    rules = rules_of(file)
+    assert len(rules) >= 200
+    missing = [str(rule).split(": ", 1)[1] for rule in rules if deriver.derive(rule) is None]
+    assert [text for text in missing if text not in UNDERIVED] == []
+
+
+@pytest.mark.parametrize("rule", [rule for file in FILES for rule in rules_of(file)[::12]], ids=lambda rule: rule.name)
+def test_a_sample_is_judged_derived(rule: Rule, deriver: Deriver) -> None:
+    assert judge(rule, deriver).standing is Standing.DERIVED
+
+
+def test_what_is_false_is_not_derived(deriver: Deriver) -> None:
+    """Sides exchanged between rules of one set give rules that are hardly ever true."""
+    rules = rules_of("foreign_taso.toml")[:60]
+    mixed = [Rule("mixed", one.left, other.right) for one, other in pairwise(rules)]
+    fitting = [rule for rule in mixed if len(rule.left) == len(rule.right)]
+    derived = [rule for rule in fitting if deriver.derive(rule) is not None]
+    assert all(judge(rule, deriver).standing is not Standing.REFUTED for rule in derived)
+    assert len(derived) < len(fitting) / 4
