@@ -1,6 +1,6 @@
 """How a reshard is carried out: the choice of collectives, what each rank sends, and how many bytes that is."""
 
-from conjoin.comm.bundling import BundleKind, Entry, ParameterBundle, bundle_parameters, find_bundles
+from conjoin.comm.bundling import BUNDLE_BYTES, BundleKind, Entry, ParameterBundle, bundle_parameters, find_bundles
 from conjoin.comm.exchanges import Exchange, NodeExchanges, node_exchanges
 from conjoin.comm.gradients import Gradients
 from conjoin.comm.movement import Movement, move_regions, movement
@@ -21,9 +21,9 @@ from conjoin.comm.traffic import (
 from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 
 __all__ = [
-    "AGREEMENT_BYTES", "BACKWARD", "EXCHANGE", "FORWARD", "BundleKind", "Collective", "Entry", "Exchange", "Gradients",
-    "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Route", "Step", "StepKind", "Traffic", "Transfer",
-    "backward_route", "bundle_parameters", "bytes_sent", "dual_layout", "find_bundles", "held_bytes", "move_regions",
-    "movement", "node_exchanges", "reshard", "ring_bytes", "route_bytes", "splits_evenly", "step_bytes", "sum_per_rank",
-    "total_bytes",
+    "AGREEMENT_BYTES", "BACKWARD", "BUNDLE_BYTES", "EXCHANGE", "FORWARD", "BundleKind", "Collective", "Entry",
+    "Exchange", "Gradients", "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Route", "Step", "StepKind",
+    "Traffic", "Transfer", "backward_route", "bundle_parameters", "bytes_sent", "dual_layout", "find_bundles",
+    "held_bytes", "move_regions", "movement", "node_exchanges", "reshard", "ring_bytes", "route_bytes", "splits_evenly",
+    "step_bytes", "sum_per_rank", "total_bytes",
 ]  # fmt: skip

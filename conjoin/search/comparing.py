@@ -14,7 +14,7 @@ from conjoin.machine import Machine
 from conjoin.search.baselines import baseline_names
 from conjoin.search.contest import Progress
 from conjoin.search.planning import make_plan
-from conjoin.search.searching import Wish, find_plan
+from conjoin.search.searching import Wish, find_plan, usable_bytes
 from conjoin.sim import Prediction, predict
 
 
@@ -64,8 +64,7 @@ def compare_plans(
     progress: Callable[[Progress], None] | None = None,
 ) -> list[Row]:
     """A row for every named strategy and search, the fastest that fit first."""
-    has = min(machine.device_type(rank).memory_bytes for rank in range(machine.num_devices))
-    capacity = has if wish.memory is None else min(has, wish.memory)
+    capacity = usable_bytes(machine, wish)
     rows = []
     for name, make in _ways(graph, machine, costs, wish, searches, progress):
         started = perf_counter()

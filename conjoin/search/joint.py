@@ -58,7 +58,6 @@ class JointSearch:
     """The least sum on units for an objective, over all variants."""
     fastest: dict[Units, float] = field(default_factory=dict)
     """Seconds of the fastest entry on units, by the timeline."""
-    is_exact: bool = True
     _spaces: dict[Units, Space] = field(default_factory=dict)
     _tried: set[object] = field(default_factory=set)
     _price: float = 0.0
@@ -164,7 +163,6 @@ class JointSearch:
         """Solve a variant on units, and enter what is found unless it is hopeless."""
         problem = Problem(variant.skeleton, self.space(units), objective, near)
         solution = problem.solve()
-        self.is_exact &= solution.is_exact
         key = units, objective
         if near is None:
             self.sums[key] = min(solution.total, self.sums.get(key, solution.total))

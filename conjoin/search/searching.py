@@ -155,10 +155,15 @@ def open_contest(
             f"The optimizer {wish.optimizer[:40]!r} was asked for. Known are {', '.join(OPTIMIZER_COPIES)}. "
             f"Name the one that remembers as many tensors for a parameter as yours."
         )
-    has = min(machine.device_type(rank).memory_bytes for rank in range(machine.num_devices))
-    capacity = has if wish.memory is None else min(has, wish.memory)
+    capacity = usable_bytes(machine, wish)
     prices = MachinePrices(machine, costs, wish.optimizer)
     return Contest(graph, machine, prices, wish.optimizer, capacity, wish.budget, progress, steps_left=wish.steps)
+
+
+def usable_bytes(machine: Machine, wish: Wish) -> int:
+    """Bytes that may be used of every device."""
+    has = min(machine.device_type(rank).memory_bytes for rank in range(machine.num_devices))
+    return has if wish.memory is None else min(has, wish.memory)
 
 
 def _result(contest: Contest, best: Outcome, stopped: Stopped) -> SearchResult:

@@ -13,6 +13,7 @@ from enum import Enum
 
 import numpy as np
 
+from conjoin.comm import BUNDLE_BYTES
 from conjoin.ir import Choice, Leaf, LeafKind, Value, choose
 from conjoin.machine import Mesh
 from conjoin.ops import Copies, Layout, Partial, Split, TensorType, make_layout, placement_on
@@ -25,7 +26,6 @@ from conjoin.search.exact.storage import Storages, goes_in_bundle, make_storages
 from conjoin.search.exact.units import Units
 from conjoin.sim import Layouts, Operator, Skeleton
 
-_BUNDLE_BYTES = 25 * 2**20
 _FEW = 64
 """Choices up to which all are considered, also near a given solution."""
 
@@ -115,7 +115,7 @@ class Space:
     def _find_reading(self, type: TensorType, storages: Storages, back: bool, objective: Objective) -> Array:
         """Bundles travel together while devices compute; whatever else is needed is waited for."""
         rank, rows = len(type.shape), storages.codes
-        share = min(1.0, type.bytes / _BUNDLE_BYTES)
+        share = min(1.0, type.bytes / BUNDLE_BYTES)
         both, once = (self.reshards.table(rank, type.bytes, b, nested=False)[rows] for b in (back, False))
         hidden = 1 - objective.overlap
         bundled = goes_in_bundle(rank, len(self.units))[rows] & storages.even[:, None]
