@@ -7,7 +7,6 @@ from math import prod
 
 import numpy as np
 
-from conjoin.errors import UsageError
 from conjoin.search.exact.elimination import Solution
 from conjoin.search.exact.problem import Problem
 
@@ -21,11 +20,7 @@ def exhaust(problem: Problem) -> Solution:
     """
     num_operators = problem.num_operators
     count = prod(problem.sizes[:num_operators])
-    if count > MAX_COMBINATIONS:
-        raise UsageError(
-            f"All combinations of choices were to be tried. There are {count:,}, and at most {MAX_COMBINATIONS:,} are. "
-            f"Use another search, fewer devices, or a smaller model."
-        )
+    assert count <= MAX_COMBINATIONS, f"{count:,} combinations would take too long"
     own = [factor for factor in problem.factors if max(factor.variables) < num_operators]
     others = range(num_operators, len(problem.sizes))
     around = {v: [factor for factor in problem.factors if v in factor.variables] for v in others}
