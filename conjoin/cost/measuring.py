@@ -29,8 +29,9 @@ DEFAULT_SECONDS = 0.2
 _MIN_REPEATS, _MAX_REPEATS = 5, 200
 _BARRIER_REPEATS = 5
 """With a barrier the number of repeats must be known beforehand: ranks that count differently wait for ever."""
-_TOGETHER_SECONDS = 0.02
-"""Long against the milliseconds by which ranks leave a barrier apart, and in which a host lets them take turns."""
+_TOGETHER_SECONDS = 0.06
+"""Many times the milliseconds by which ranks leave a barrier apart and in which a host lets them take turns: a call
+that fits into one turn would else seem to have a core for itself."""
 _MAX_ROUNDS = 100
 _STEADY = 0.03
 """Quartiles this near to each other, relative to the median, and measuring ends early."""
