@@ -15,6 +15,7 @@ import time
 import traceback
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from multiprocessing.connection import Connection
@@ -199,17 +200,19 @@ class Table:
     output: Path
     command: str
     budget: float
+    workers: int = 1
     rows: list[Row] = field(default_factory=list)
 
     def fill(self, cases: Iterable[Case]) -> list[Row]:
-        """Search all cases; the rows that were added."""
+        """Search all cases, several at a time where there are workers; the rows that were added."""
         before = len(self.rows)
-        for case in cases:
-            self.rows.append(search_apart(case, self.budget))
-            if len(self.rows) == 1:
-                print(HEADER)
-            print(line(self.rows[-1]), flush=True)
-            self.write()
+        with ThreadPoolExecutor(self.workers) as pool:
+            for row in pool.map(lambda case: search_apart(case, self.budget), cases):
+                self.rows.append(row)
+                if len(self.rows) == 1:
+                    print(HEADER)
+                print(line(row), flush=True)
+                self.write()
         return self.rows[before:]
 
     def write(self, **more: object) -> None:
@@ -281,6 +284,7 @@ def options(about: str, name: str, models: Sequence[str]) -> ArgumentParser:
     parser = ArgumentParser(description=about, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(models), help="which rows; all where none is named")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds for a search, by the clock on the wall")
+    parser.add_argument("--workers", type=int, default=1, help="searches at a time, each with a core for itself")
     parser.add_argument("--output", type=Path, default=RESULTS / f"{name}.json")
     return parser
 
@@ -288,4 +292,4 @@ def options(about: str, name: str, models: Sequence[str]) -> ArgumentParser:
 def open_table(chosen: Namespace, name: str, arguments: Sequence[str] | None) -> Table:
     """A table that names the command it was made by."""
     given = sys.argv[1:] if arguments is None else arguments
-    return Table(chosen.output, " ".join((f"python -m benchmarks.{name}", *given)), chosen.budget)
+    return Table(chosen.output, " ".join((f"python -m benchmarks.{name}", *given)), chosen.budget, chosen.workers)

@@ -12,7 +12,6 @@ from conjoin.comm.per_rank import PerRank
 from conjoin.ir import (
     Node,
     Placed,
-    Region,
     RegionMove,
     exchange_axes,
     num_elements,
@@ -63,26 +62,25 @@ def _count(find: FindMove, node: Node, i: int, placed: Placed, type: TensorType,
     axes = exchange_axes(node, placed, type, mesh)
     if not axes:
         return None
+    groups = mesh.groups(axes)
+    move = find(node, i, placed, mesh, groups[0][0])
+    if move is None:
+        return None
     forward, backward = [0] * mesh.size, [0] * mesh.size
     leaving = _Leaving(mesh), _Leaving(mesh)
-    for move in (find(node, i, placed, mesh, group[0]) for group in mesh.groups(axes)):
-        for rank in move.group if move is not None else ():
-            assert move is not None
-            table = move_regions(move.have, move.want, move.group, rank)
-            forward[rank] = _sent_to_others(table.sends, table.group, rank)
-            backward[rank] = _sent_to_others(table.receives, table.group, rank)
-            leaving[0].add(table.sends, table.group, rank)
-            leaving[1].add(table.receives, table.group, rank)
+    for member, rank in enumerate(move.group):
+        table = move_regions(move.have, move.want, move.group, rank)
+        for there, counts, sent in zip((table.sends, table.receives), (forward, backward), leaving, strict=True):
+            parts = [(place, num_elements(part)) for place, part in there if place != member]
+            for group in groups:  # along other axes pieces are of one size: all groups exchange as many
+                counts[group[member]] = sum(number for _, number in parts)
+                sent.add(parts, group, member)
     if not any(forward) and not any(backward):
         return None
     size = type.dtype.itemsize
     there, back = (PerRank(tuple(size * n for n in counts), mesh.size) for counts in (forward, backward))
     loads = (max(sent.largest, size * found.as_row(axes)) for sent, found in zip((there, back), leaving, strict=True))
     return Exchange(axes, there, back, *loads)
-
-
-def _sent_to_others(parts: Iterable[tuple[int, Region]], group: tuple[int, ...], rank: int) -> int:
-    return sum(num_elements(part) for place, part in parts if group[place] != rank)
 
 
 class _Leaving:
@@ -96,10 +94,12 @@ class _Leaving:
         self._mesh = mesh
         self._between = [axis.name for axis in mesh.axes if axis.between_nodes]
         self._counts: dict[tuple[int, ...], int] = {}
+        self._nodes: dict[int, tuple[int, ...]] = {}
 
-    def add(self, parts: Iterable[tuple[int, Region]], group: tuple[int, ...], rank: int) -> None:
-        node = self._node(rank)
-        sent = sum(num_elements(part) for place, part in parts if self._node(group[place]) != node)
+    def add(self, parts: Iterable[tuple[int, int]], group: tuple[int, ...], member: int) -> None:
+        """A member of a group sends some elements to each of some others."""
+        node = self._node(group[member])
+        sent = sum(number for place, number in parts if self._node(group[place]) != node)
         self._counts[node] = self._counts.get(node, 0) + sent
 
     def as_row(self, axes: tuple[str, ...]) -> int:
@@ -116,5 +116,7 @@ class _Leaving:
         return part * max(self._counts.values(), default=0) // rows
 
     def _node(self, rank: int) -> tuple[int, ...]:
-        places = self._mesh.coordinates(rank)
-        return tuple(places[axis] for axis in self._between)
+        if rank not in self._nodes:
+            places = self._mesh.coordinates(rank)
+            self._nodes[rank] = tuple(places[axis] for axis in self._between)
+        return self._nodes[rank]

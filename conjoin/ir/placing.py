@@ -48,6 +48,7 @@ class Placed:
         return {index: cut_along(sizes[index], axes, mesh, rank) for index, axes in self.splits}
 
 
+@lru_cache(maxsize=1 << 16)
 def plain_call(node: Node) -> Call:
     """The call on types without layouts: what declarations are asked about."""
     return Call(node.op, map_tensors(node.op, node.args, lambda value: value.type.laid_out(())))

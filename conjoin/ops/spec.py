@@ -190,18 +190,23 @@ def _space(index: str, given: tuple[tuple[str, int], ...], shapes: tuple[tuple[i
         raise NotationError(f"{index!r} does not fit the shapes {', '.join(map(str, shapes))}: {error}") from None
 
 
-def _indexed(spec: OpSpec, call: Call) -> Indexed:
+def _indexed(index: str | Callable[[Call], str | Indexed], call: Call) -> Indexed:
     """What is declared of a call, for the operands it has."""
-    declared = spec.index if isinstance(spec.index, str) else spec.index(call)
+    declared = index if isinstance(index, str) else index(call)
     if isinstance(declared, str):
         declared = Indexed(declared)
     return Indexed(_drop_absent(declared.text, call), declared.sizes)
 
 
+@lru_cache(maxsize=1 << 16)
+def _space_of(index: str | Callable[[Call], str | Indexed], call: Call) -> Space:
+    declared = _indexed(index, call)
+    return _space(declared.text, declared.sizes, tuple(tensor.shape for tensor in call.tensors))
+
+
 def space_of(spec: OpSpec, call: Call) -> Space:
     """The index space of a call; NotationError when the declaration does not fit it."""
-    declared = _indexed(spec, call)
-    return _space(declared.text, declared.sizes, tuple(tensor.shape for tensor in call.tensors))
+    return _space_of(spec.index, call)
 
 
 def notation_of(spec: OpSpec, call: Call) -> tuple[Notation, Mapping[str, int]]:
@@ -212,7 +217,7 @@ def notation_of(spec: OpSpec, call: Call) -> tuple[Notation, Mapping[str, int]]:
     >>> notation.indices(), notation.summed()
     (('d0', 'k', 'n'), frozenset({'k'}))
     """
-    declared = _indexed(spec, call)
+    declared = _indexed(spec.index, call)
     shapes = [tensor.shape for tensor in call.tensors]
     return expand_dots(parse_notation(declared.text), shapes), dict(declared.sizes)
 

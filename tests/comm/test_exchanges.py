@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from conjoin.comm import Exchange, node_exchanges
+from conjoin.comm import Exchange, move_regions, node_exchanges
 from conjoin.frontends import capture
-from conjoin.ir import place
+from conjoin.ir import num_elements, operand_move, place
 from conjoin.machine import Machine
 from conjoin.search import make_plan
 
@@ -50,3 +50,20 @@ def test_on_a_grid_every_rank_of_a_node_sends_to_the_other_node() -> None:
     assert found.forward_load == 2 * 2 * (SIDE // 2 + corner) > found.forward.largest
     inside = halo("spatial:h=2,w=2", 1, 4)
     assert inside.forward_load == inside.forward.largest
+
+
+@pytest.mark.parametrize("strategy", ["spatial:h=2,dp=6", "spatial:h=2,w=3,dp=2", "spatial:h=4,dp=3@d0,n0,d1"])
+def test_all_groups_exchange_as_many(strategy: str) -> None:
+    """Whatever other axes split, also unevenly: asked of every rank one by one."""
+    model, batch = nn.Conv2d(8, 8, 3, padding=1), (torch.randn(14, 8, 10, 16), torch.randn(14, 8, 10, 16))
+    graph = capture(model.train(), batch, nn.functional.mse_loss)
+    plan = make_plan(graph, Machine("some", 2, 6, "cpu"), strategy)
+    node = next(node for node in plan.graph.nodes if node.op == "conv2d")
+    placed = place(node, plan.mesh)
+    found = node_exchanges(node, placed, plan.mesh).operands[0]
+    assert found is not None
+    for rank in range(plan.mesh.size):
+        move = operand_move(node, 0, placed, plan.mesh, rank)
+        sends = [] if move is None else move_regions(move.have, move.want, move.group, rank).sends
+        others = [part for place, part in sends if move is not None and move.group[place] != rank]
+        assert found.forward[rank] == 4 * sum(map(num_elements, others))
