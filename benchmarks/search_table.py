@@ -54,6 +54,7 @@ class Case:
     """Parameters and inputs in bfloat16."""
     named: tuple[str, ...] = ()
     """Strategies to stand beside data parallelism, whether or not the search starts from them."""
+    search: str = "joint"
     make_graph: Callable[[], Graph] | None = None
     """Where the model is not of the zoo."""
     make_machine: Callable[[], Machine] | None = None
@@ -86,7 +87,10 @@ class Row:
     best_named: Named | None = None
     speedup: float | None = None
     """Over the best named strategy that fits; None where none does."""
+    search: str = "joint"
     found_by: str = ""
+    substitutions: tuple[str, ...] = ()
+    """In the plan that was found."""
     stopped: str = ""
     num_plans: int = 0
     peak_bytes: int = 0
@@ -120,7 +124,7 @@ def search(case: Case, budget: float) -> Row:
         case.make_graph() if case.make_graph is not None else captured(case.model, case.batch_size, half=case.half)
     )
     captured_at = time.process_time()
-    found = find_plan(graph, machine, CostModel(), Wish(budget=budget, optimizer=case.optimizer))
+    found = find_plan(graph, machine, CostModel(), Wish(case.search, budget, case.optimizer))
     ended = time.process_time()
     named = _named(case, graph, machine, found)
     best = min((one for one in named if one.fits), key=lambda one: one.seconds, default=None)
@@ -135,7 +139,9 @@ def search(case: Case, budget: float) -> Row:
         data_parallel=next((one for one in named if one.name == DATA_PARALLEL), None),
         best_named=best,
         speedup=None if best is None else best.seconds / found.seconds_per_step,
+        search=case.search,
         found_by=found.plan.strategy,
+        substitutions=tuple(f"{one.name} at {one.where}" for one in found.plan.substitutions),
         stopped=found.stopped.value,
         num_plans=found.num_plans,
         peak_bytes=found.peak_bytes,
@@ -190,7 +196,7 @@ def _send_row(connection: Connection, case: Case, budget: float) -> None:
 
 
 def _failed(case: Case, error: str) -> Row:
-    return Row(case.model, case.machine, case.batch_size, case.paper, error[:500])
+    return Row(case.model, case.machine, case.batch_size, case.paper, error[:500], search=case.search)
 
 
 @dataclass

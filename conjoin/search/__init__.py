@@ -3,7 +3,9 @@
 from conjoin.search.baselines import baseline_names, baselines
 from conjoin.search.comparing import Row, compare_plans
 from conjoin.search.contest import Contest, Improvement, Progress, Stopped
+from conjoin.search.exact.bounding import branch_and_bound
 from conjoin.search.exact.choices import OperatorSeconds
+from conjoin.search.exact.elimination import Table, Tables
 from conjoin.search.exact.problem import Objective, Problem, Space
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
 from conjoin.search.exact.units import canonical, cuts
@@ -13,6 +15,7 @@ from conjoin.search.searching import DEFAULT_BUDGET, SearchResult, Wish, find_pl
 
 __all__ = [
     "DEFAULT_BUDGET", "Contest", "Improvement", "Objective", "OperatorSeconds", "Problem", "Progress", "Remembered",
-    "ReshardSeconds", "Row", "SearchResult", "Space", "Stopped", "Wish", "baseline_names", "baselines", "canonical",
-    "compare_plans", "cuts", "find_plan", "make_plan", "search_names", "strategy_names",
+    "ReshardSeconds", "Row", "SearchResult", "Space", "Stopped", "Table", "Tables", "Wish", "baseline_names",
+    "baselines", "branch_and_bound", "canonical", "compare_plans", "cuts", "find_plan", "make_plan", "search_names",
+    "strategy_names",
 ]  # fmt: skip

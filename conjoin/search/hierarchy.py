@@ -4,22 +4,24 @@ Unity (section 5), as far as this space has it:
 
 1. *Graph splitting* (5.3): where all paths go through one operator the graph is cut, in parts of ten operators or more.
    Over such a cut a tensor is split or whole, never copies or partial sums (`_cut`).
-2. *Substitution selection* (5.1): variants of the graph, by their seconds; those slower than the best by more than a
-   twentieth are dropped (`THRESHOLD`).
+2. *Substitution selection* (5.1): variants of the graph, also those that the library's rules make of the best one, by
+   their seconds; those slower than the best by more than a twentieth are dropped (`THRESHOLD`).
 3. *Machine mappings* (5.2): sequence and parallel splits, by dynamic programming: that is what elimination does on
    them (`exact/elimination.py`). Branches run one after the other on all devices: the space has no disjoint ones.
 
 Seconds are added up, nothing is hidden behind anything, and parameters are stored as they are used: the paper has no
 other storage. What is found is judged by the timeline, as in every search.
 
-`taso_then_flexflow` takes the variant that is fastest on one device, and then walks on its layouts (`walks.py`): what
-Unity (section 6.3) and the thesis call sequential optimisation.
+`first_rewrite_then_walk` takes the variant that is fastest on one device, TASO's search over substitutions, and then
+walks on its layouts, FlexFlow's (`walks.py`). `first_rewrite_then_lay_out` does the same with the layouts of the joint
+search: what Unity compares itself with (section 6.4) to see what deciding together is worth, all else being equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +31,9 @@ from conjoin.search.contest import Contest, Entry, Outcome, Variant
 from conjoin.search.exact.elimination import Factor, Solution
 from conjoin.search.exact.layout_codes import WHOLE, P, S, all_digits
 from conjoin.search.exact.problem import Problem
-from conjoin.search.exact.units import cuts
-from conjoin.search.joint import JointSearch
+from conjoin.search.exact.units import Units, cuts
+from conjoin.search.joint import REWRITING, JointSearch
+from conjoin.search.rewrites import Backtracking, Way
 from conjoin.search.walks import walk_from_all
 from conjoin.sim import Operator, Skeleton
 
@@ -42,25 +45,62 @@ MIN_PART = 10
 Array = NDArray[np.float64]
 
 
-def search_in_levels(contest: Contest, variants: Sequence[Variant]) -> None:
+def search_in_levels(contest: Contest, variants: Sequence[Variant], ways: tuple[Way, ...]) -> None:
     """Unity's search: the least sum of every variant on every cut of the mesh in two; the best are entered."""
-    tables = JointSearch(contest, variants)
-    found: list[tuple[float, Variant, Problem, Solution]] = []
+    levels = _Levels(contest, variants)
     for units in cuts(contest.machine.mesh, 2) if contest.machine.mesh.size > 1 else ():
         for variant in variants:
-            contest.check("in levels")
-            problem = Problem(variant.skeleton, tables.space(units), tables.objective(0.0), with_dominated=True)
-            _store_as_used(problem)
-            for place in split_places(variant.skeleton):
-                _cut(problem, place)
-            solution = problem.solve()
-            found.append((solution.total, variant, problem, solution))
-    found.sort(key=lambda item: item[0])
-    for total, variant, problem, solution in found:
-        if total <= THRESHOLD * found[0][0]:
-            contest.check("in levels")
-            layouts, regathered = problem.layouts(solution)
-            contest.enter(Entry("in levels", variant, layouts, regathered))
+            levels.solve(variant, units)
+    if not levels.found:
+        return
+    best = levels.best()
+    work = Backtracking(lambda variant: levels.solve(variant, best.units), ways, _deadline(contest))
+    work.start(best.variant)
+    deque(work.run(), maxlen=0)
+    levels.enter()
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """A variant on units, with the least sum."""
+
+    variant: Variant
+    units: Units
+    problem: Problem
+    solution: Solution
+
+
+class _Levels:
+    """What the levels have found so far."""
+
+    def __init__(self, contest: Contest, variants: Sequence[Variant]) -> None:
+        self.contest, self.tables = contest, JointSearch(contest, variants)
+        self.found: list[_Solved] = []
+
+    def solve(self, variant: Variant, units: Units) -> float:
+        """The least sum of a variant on units."""
+        self.contest.check("in levels")
+        space, objective = self.tables.space(units), self.tables.objective(0.0)
+        problem = Problem(variant.skeleton, space, objective, with_dominated=True)
+        _store_as_used(problem)
+        for place in split_places(variant.skeleton):
+            _cut(problem, place)
+        solution = problem.solve()
+        self.found.append(_Solved(variant, units, problem, solution))
+        return solution.total
+
+    def best(self) -> _Solved:
+        """The one with the least sum of all."""
+        return min(self.found, key=lambda solved: solved.solution.total)
+
+    def enter(self) -> None:
+        """Let the timeline judge those that are not much worse than the best, by their sums."""
+        least = self.best().solution.total
+        for solved in sorted(self.found, key=lambda solved: solved.solution.total):
+            if solved.solution.total <= THRESHOLD * least:
+                self.contest.check("in levels")
+                layouts, regathered = solved.problem.layouts(solved.solution)
+                self.contest.enter(Entry("in levels", solved.variant, layouts, regathered))
 
 
 def split_places(skeleton: Skeleton) -> list[int]:
@@ -115,9 +155,37 @@ def _store_as_used(problem: Problem) -> None:
         problem.factors.append(Factor((problem.variable[root], place), space.tables.named(name, values)))
 
 
-def first_rewrite_then_walk(contest: Contest, variants: Sequence[Variant], seed: int) -> None:
+def first_rewrite_then_walk(
+    contest: Contest, variants: Sequence[Variant], ways: tuple[Way, ...], seed: int
+) -> None:
     """The variant that is fastest on one device, then FlexFlow's search from the named strategies for it."""
-    variant = min(variants, key=lambda variant: seconds_on_one(contest, variant.skeleton))
+    walk_from_all(contest, _named_for(contest, fastest_on_one(contest, variants, ways)), seed)
+
+
+def first_rewrite_then_lay_out(
+    contest: Contest, variants: Sequence[Variant], ways: tuple[Way, ...], seed: int
+) -> None:
+    """The variant that is fastest on one device, then the layouts of the joint search for it, and no other graph."""
+    variant = fastest_on_one(contest, variants, ways)
+    JointSearch(contest, [variant], _named_for(contest, variant)).run()
+    if contest.best is not None:
+        walk_from_all(contest, [contest.best], seed)
+
+
+def fastest_on_one(contest: Contest, variants: Sequence[Variant], ways: tuple[Way, ...]) -> Variant:
+    """TASO's search: of the variants, and what substitutions make of them, the fastest on one device."""
+    found = {id(variant): (seconds_on_one(contest, variant.skeleton), variant) for variant in variants}
+    best, variant = min(found.values(), key=lambda item: item[0])
+    work = Backtracking(lambda other: seconds_on_one(contest, other.skeleton), ways, _deadline(contest))
+    work.start(variant)
+    for changed, seconds in work.run():
+        if seconds < best:
+            best, variant = seconds, changed
+    return variant
+
+
+def _named_for(contest: Contest, variant: Variant) -> list[Outcome]:
+    """The named strategies on a variant."""
     starts: list[Outcome] = []
     for name, entry in baselines(variant.graph, contest.machine):
         contest.check(name)
@@ -125,7 +193,13 @@ def first_rewrite_then_walk(contest: Contest, variants: Sequence[Variant], seed:
             substitutions = (*variant.substitutions, *entry.variant.substitutions)
             made = replace(entry, name=name, variant=replace(entry.variant, substitutions=substitutions))
             starts.append(contest.enter(made))
-    walk_from_all(contest, starts, seed)
+    return starts
+
+
+def _deadline(contest: Contest) -> Callable[[], bool]:
+    """Substitutions take a part of the time that is left."""
+    enough = contest.time_left * (1 - REWRITING)
+    return lambda: contest.time_left < enough
 
 
 def seconds_on_one(contest: Contest, skeleton: Skeleton) -> float:

@@ -36,7 +36,7 @@ _MORE_OVERLAPS = (0.8, 0.3, 0.9, 1.0)
 """Tried where it looks best."""
 _HOPELESS = 1.3
 """Solutions whose sum is larger than the least by this factor are not simulated."""
-_REWRITING = 0.3
+REWRITING = 0.3
 """The part of the time left that is spent on substitutions."""
 _MEMORY_STEPS = 12
 _FIRST_PRICE = 0.01
@@ -104,7 +104,7 @@ class JointSearch:
         if best is None or not units or not self.ways:
             return
         objective = self.objective(OVERLAPS[0], self._price)
-        enough = self.contest.time_left * (1 - _REWRITING)
+        enough = self.contest.time_left * (1 - REWRITING)
 
         def seconds(variant: Variant) -> float:
             self.contest.check(f"substitutions, {shown(units[0])} devices")

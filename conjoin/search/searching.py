@@ -13,9 +13,9 @@ from conjoin.rules import Library
 from conjoin.search.baselines import baselines
 from conjoin.search.contest import Contest, Enough, Improvement, Outcome, Progress, Stopped, Variant, plan_of
 from conjoin.search.descents import descend_everywhere, try_everything
-from conjoin.search.hierarchy import first_rewrite_then_walk, search_in_levels
+from conjoin.search.hierarchy import first_rewrite_then_lay_out, first_rewrite_then_walk, search_in_levels
 from conjoin.search.joint import JointSearch
-from conjoin.search.rewrites import ways_of
+from conjoin.search.rewrites import Way, ways_of
 from conjoin.search.variants import as_variant, variants_of
 from conjoin.search.walks import sample, walk_from_all
 from conjoin.sim import OPTIMIZER_COPIES, MachinePrices, measure_memory
@@ -67,8 +67,7 @@ Search = Callable[[Contest, Sequence[Outcome], Wish], None]
 
 
 def _joint(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None:
-    ways = ways_of(Library.shipped())
-    JointSearch(contest, variants_of(contest.captured, starts), [as_variant(o) for o in starts], ways).run()
+    JointSearch(contest, _variants(contest, starts), [as_variant(o) for o in starts], _ways()).run()
     if contest.best is not None:  # what only a timeline sees, such as overlap
         walk_from_all(contest, [contest.best], wish.seed)
 
@@ -77,15 +76,23 @@ def _named_only(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None
     """The named strategies were judged already."""
 
 
+def _ways() -> tuple[Way, ...]:
+    """The substitutions of the library."""
+    return ways_of(Library.shipped())
+
+
 def _variants(contest: Contest, starts: Sequence[Outcome]) -> tuple[Variant, ...]:
     return variants_of(contest.captured, starts)
 
 
 SEARCHES: dict[str, Search] = {
     "joint": _joint,
-    "unity": lambda contest, starts, wish: search_in_levels(contest, _variants(contest, starts)),
+    "unity": lambda contest, starts, wish: search_in_levels(contest, _variants(contest, starts), _ways()),
+    "sequential": lambda contest, starts, wish: first_rewrite_then_lay_out(
+        contest, _variants(contest, starts), _ways(), wish.seed
+    ),
     "taso-then-flexflow": lambda contest, starts, wish: first_rewrite_then_walk(
-        contest, _variants(contest, starts), wish.seed
+        contest, _variants(contest, starts), _ways(), wish.seed
     ),
     "mcmc": lambda contest, starts, wish: walk_from_all(contest, starts, wish.seed),
     "coordinate": lambda contest, starts, wish: descend_everywhere(contest, _variants(contest, starts), wish.seed),

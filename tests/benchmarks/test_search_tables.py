@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks import autoddl_fig9_10, flexflow_fig3_6, search_scale, search_table, unity_fig14
+from benchmarks import (
+    autoddl_fig9_10,
+    flexflow_fig3_6,
+    search_scale,
+    search_table,
+    unity_fig14,
+    unity_joint,
+    unity_table2,
+)
 from benchmarks.search_table import Case, Row, Table, line, search_apart
 from conjoin.machine import parse_machine
 
@@ -37,6 +45,35 @@ def test_unity(tmp_path: Path) -> None:
     assert (row["machine"], row["devices"], row["batch_size"], row["paper"]) == ("summit:1", 6, 6 * 256, "up to 1.6")
     assert row["data_parallel"]["seconds"] >= row["seconds"]
     assert output.with_suffix(".svg").read_text().startswith("<svg")
+
+
+def test_joint_and_sequential(tmp_path: Path) -> None:
+    output = tmp_path / "joint.json"
+    asked = ["--models", "candle-uno:tiny", "--gpus", "6", "--budget", "3", "--workers", "2", "--output", str(output)]
+    assert unity_joint.main(asked) == 0
+    data = _read(output)
+    assert [row["search"] for row in data["rows"]] == ["joint", "sequential"]
+    joint, sequential = (row["seconds"] for row in data["rows"])
+    assert data["joint_over_sequential"]["candle-uno:tiny"] == pytest.approx(sequential / joint, rel=1e-3)
+
+
+def test_switches_change_the_time_and_not_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unity_table2, "MODEL", "candle-uno")
+    monkeypatch.setattr(unity_table2, "captured", lambda model, batch: search_table.captured("mlp:tiny", 6))
+    output = tmp_path / "table2.json"
+    assert unity_table2.main(["--gpus", "6", "--limit", "60", "--output", str(output)]) == 0
+    rows = {row["switched"]: row for row in _read(output)["rows"]}
+    assert list(rows) == list(unity_table2.SWITCHES)
+    assert rows["all"]["least_sum"] == pytest.approx(rows["no elimination"]["least_sum"], rel=1e-9)
+
+
+def test_what_does_not_end_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spin(gpus: int) -> float:
+        while True:
+            pass
+
+    monkeypatch.setitem(unity_table2.SWITCHES, "all", spin)
+    assert unity_table2.measure(6, "all", 1).cpu_seconds is None
 
 
 def test_flexflow(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from conjoin.cost import CostModel
 from conjoin.errors import StrategyError
 from conjoin.machine import Machine, parse_machine
 from conjoin.ops import Partial, Split
+from conjoin.rules import Library
 from conjoin.search import SearchResult, Stopped, Wish, find_plan, make_plan
 from conjoin.search.contest import Contest, Enough, make_variant, plan_of
 from conjoin.search.descents import Descent
@@ -22,12 +23,14 @@ from conjoin.search.exact.settling import settle
 from conjoin.search.exact.units import cuts
 from conjoin.search.hierarchy import (
     MIN_PART,
+    fastest_on_one,
     first_rewrite_then_walk,
     search_in_levels,
     seconds_on_one,
     split_places,
 )
 from conjoin.search.joint import JointSearch
+from conjoin.search.rewrites import ways_of
 from conjoin.search.variants import expanded
 from conjoin.search.walks import propose, sample, walk_from_all
 from conjoin.sim import Layouts
@@ -35,7 +38,7 @@ from tests.search.exact.test_elimination import random_problem
 from tests.search.models import captured
 from tests.search.prices import SlowDevices
 
-PAPERS = ("unity", "taso-then-flexflow", "mcmc", "coordinate", "exhaustive", "random")
+PAPERS = ("unity", "sequential", "taso-then-flexflow", "mcmc", "coordinate", "exhaustive", "random")
 
 
 def search(model: str, machine: str = "p3.8xlarge", **wish: object) -> SearchResult:
@@ -194,7 +197,7 @@ def test_graphs_are_cut_where_all_paths_meet() -> None:
 def test_unity_stores_parameters_as_they_are_used(model: str) -> None:
     contest = slow_contest(model)
     variant = make_variant(contest.captured)
-    search_in_levels(contest, [variant])
+    search_in_levels(contest, [variant], ())
     assert contest.best is not None
     layouts, skeleton = contest.best.entry.layouts, variant.skeleton
     for number, root in enumerate(skeleton.roots):
@@ -211,6 +214,15 @@ def test_the_variant_that_is_fastest_on_one_device_is_taken_first() -> None:
     plain, other = make_variant(contest.captured), make_variant(*expanded(contest.captured))
     fast, slow = sorted((plain, other), key=lambda variant: seconds_on_one(contest, variant.skeleton))
     with pytest.raises(Enough, match="out of steps"):
-        first_rewrite_then_walk(contest, [slow, fast], 0)
+        first_rewrite_then_walk(contest, [slow, fast], (), 0)
     assert seconds_on_one(contest, fast.skeleton) < seconds_on_one(contest, slow.skeleton)
     assert contest.best is not None and contest.best.entry.variant.graph is not slow.graph
+
+
+def test_tasos_search_goes_over_substitutions() -> None:
+    """By these prices a product with a transposed matrix takes less than a linear operator."""
+    contest = slow_contest("mlp")
+    variant = make_variant(contest.captured)
+    found = fastest_on_one(contest, [variant], ways_of(Library.shipped()))
+    assert seconds_on_one(contest, found.skeleton) < seconds_on_one(contest, variant.skeleton)
+    assert found.substitutions
