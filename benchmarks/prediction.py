@@ -56,7 +56,7 @@ STRATEGIES = (
 )  # fmt: skip
 OPTIMIZER = "sgd"
 _DEVICE = "one rank of the emulated cluster"
-_DELAY = 200e-6
+DELAY_SECONDS = 200e-6
 _APART = 1.1
 """Plans whose measured times differ by more than this are to be predicted in the right order."""
 
@@ -195,10 +195,10 @@ class Comparison:
     def at(self, mbit: float) -> tuple[list[Row], tuple[CollectiveFit, ...]]:
         """Every plan at one link speed."""
         seen = Seen()
-        with Cluster(2, 2, mbit * 1e6 / 8, _DELAY, ahead_of_others=self._arguments.ahead) as cluster:
+        with Cluster(2, 2, mbit * 1e6 / 8, DELAY_SECONDS, ahead_of_others=self._arguments.ahead) as cluster:
             for _ in range(self._arguments.passes):
                 self._pass(cluster, seen)
-        machine, costs = _machine(self._bare, seen.fits()), seen.costs()
+        machine, costs = machine_with(self._bare, seen.fits()), seen.costs()
         found = {strategy: predict(plan, machine, costs, OPTIMIZER) for strategy, plan in self._plans.items()}
         return [self._row(strategy, mbit, found[strategy], seen.steps[strategy]) for strategy in found], seen.fits()
 
@@ -226,7 +226,7 @@ class Comparison:
         return row
 
 
-def _machine(bare: Machine, fits: tuple[CollectiveFit, ...]) -> Machine:
+def machine_with(bare: Machine, fits: tuple[CollectiveFit, ...]) -> Machine:
     """The cluster as its calibration describes it."""
     device = DeviceType(_DEVICE, "cpu", 2**33, 1e10, (("float32", 5e10),))
     return replace(bare, nodes=(NodeKind("node", 2, (device,) * 2),), fits=fits)
