@@ -70,8 +70,8 @@ def _count(find: FindMove, node: Node, i: int, placed: Placed, type: TensorType,
     leaving = _Leaving(mesh), _Leaving(mesh)
     for member, rank in enumerate(move.group):
         table = move_regions(move.have, move.want, move.group, rank)
-        for there, counts, sent in zip((table.sends, table.receives), (forward, backward), leaving, strict=True):
-            parts = [(place, num_elements(part)) for place, part in there if place != member]
+        for sends, counts, sent in zip((table.sends, table.receives), (forward, backward), leaving, strict=True):
+            parts = [(place, num_elements(part)) for place, part in sends if place != member]
             for group in groups:  # along other axes pieces are of one size: all groups exchange as many
                 counts[group[member]] = sum(number for _, number in parts)
                 sent.add(parts, group, member)
