@@ -22,6 +22,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
@@ -193,14 +194,25 @@ def check(model: str, devices: int, num_changes: int, seed: int = 0) -> int:
     return num_changes
 
 
-def check_all(cases: Sequence[tuple[str, int]], num_changes: int, output: Path) -> None:
-    """Check one case after the other, and keep what held so far."""
-    found = []
-    for model, devices in cases:
-        number, seconds = timed(partial(check, model, devices, num_changes))
-        print(f"{model:<13} {devices:>7}: {number} changes, delta and full equal to the last bit", flush=True)
-        found.append({"model": model, "devices": devices, "equal_changes": number, "seconds": round(seconds, 1)})
-        output.write_text(json.dumps({**circumstances(), "cases": found}, indent=1) + "\n")
+def check_all(cases: Sequence[tuple[str, int]], num_changes: int, output: Path, workers: int) -> None:
+    """Check all cases, several at a time, the largest first; keep what held so far."""
+    found = {}
+    with ProcessPoolExecutor(workers) as pool:
+        largest_first = sorted(cases, key=lambda case: -case[1])
+        waiting = {pool.submit(timed_check, *case, num_changes): case for case in largest_first}
+        for done in as_completed(waiting):
+            (model, devices), (number, seconds) = waiting[done], done.result()
+            print(f"{model:<13} {devices:>7}: {number} changes, delta and full equal to the last bit", flush=True)
+            found[model, devices] = {
+                "model": model, "devices": devices, "equal_changes": number, "seconds": round(seconds, 1),
+            }  # fmt: skip
+            kept = [found[case] for case in cases if case in found]
+            output.write_text(json.dumps({**circumstances(), "cases": kept}, indent=1) + "\n")
+
+
+def timed_check(model: str, devices: int, num_changes: int) -> tuple[int, float]:
+    """A check, and how long it took."""
+    return timed(partial(check, model, devices, num_changes))
 
 
 def too_slow(rows: Sequence[Row]) -> list[str]:
@@ -239,6 +251,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--devices", nargs="+", type=int, choices=DEVICES, default=DEVICES)
     parser.add_argument("--changes", type=int, default=100)
     parser.add_argument("--check-only", action="store_true", help="compare timelines, and time nothing")
+    parser.add_argument("--workers", type=int, default=1, help="of a check: cases at a time")
     parser.add_argument("--output", type=Path)
     return parser.parse_args()
 
@@ -248,7 +261,7 @@ def main() -> int:
     arguments = parse_arguments()
     cases = [(model, devices) for model in arguments.models for devices in arguments.devices]
     if arguments.check_only:
-        check_all(cases, arguments.changes, arguments.output or CHECKED)
+        check_all(cases, arguments.changes, arguments.output or CHECKED, arguments.workers)
         return 0
     print(
         f"{'model':<13} {'devices':>7} {'tasks':>8} {'full ms':>8} {'delta ms':>8} {'speed-up':>8} {'paper':>6} "
