@@ -29,7 +29,6 @@ from conjoin.search.contest import Contest, Entry, Outcome, Variant
 from conjoin.search.exact.elimination import Factor, Solution
 from conjoin.search.exact.layout_codes import WHOLE, P, S, all_digits
 from conjoin.search.exact.problem import Problem
-from conjoin.search.exact.units import cuts
 from conjoin.search.joint import JointSearch
 from conjoin.search.walks import walk_from_all
 from conjoin.sim import Operator, Skeleton
@@ -46,10 +45,12 @@ def search_in_levels(contest: Contest, variants: Sequence[Variant]) -> None:
     """Unity's search: the least sum of every variant on every cut of the mesh in two; the best are entered."""
     tables = JointSearch(contest, variants)
     found: list[tuple[float, Variant, Problem, Solution]] = []
-    for units in cuts(contest.machine.mesh, 2) if contest.machine.mesh.size > 1 else ():
+    for units in tables.cuts():
         for variant in variants:
             contest.check("in levels")
-            problem = Problem(variant.skeleton, tables.space(units), tables.objective(0.0), with_dominated=True)
+            problem = tables.problem(variant, units, tables.objective(0.0), with_dominated=True)
+            if problem is None:
+                continue
             _store_as_used(problem)
             for place in split_places(variant.skeleton):
                 _cut(problem, place)
@@ -103,11 +104,11 @@ def _store_as_used(problem: Problem) -> None:
     skeleton, space = problem.skeleton, problem.space
     for root in problem.stored:
         leaf, type = skeleton.roots[root].leaf, skeleton.roots[root].type
-        if leaf is None or not skeleton.readers[root]:
+        if leaf is None or not skeleton.readers[root] or root in problem.fixed:
             continue
         place, operand = skeleton.readers[root][0]
         digits = all_digits(len(type.shape), len(space.units))
-        stored = digits[space.storages(type, leaf.trainable, problem.objective).codes]
+        stored = digits[problem.storages(root).codes]
         used = digits[problem.choices[place].operands[operand]]
         used = np.where(used <= P, WHOLE, used)
         values = np.where((stored[:, None] == used[None]).all(axis=-1), 0.0, np.inf)
