@@ -26,7 +26,8 @@ from conjoin.ir import (
 )
 from conjoin.machine import Machine, Mesh
 from conjoin.search.constraints import Constraints
-from conjoin.search.exact.problem import Objective
+from conjoin.search.exact.problem import Objective, Space
+from conjoin.search.exact.units import Units
 from conjoin.search.notes import Notes
 from conjoin.sim import (
     Classes,
@@ -124,7 +125,8 @@ class Progress:
         ratio = ""
         if self.best_seconds is not None and self.baseline_seconds is not None:
             ratio = f", {self.baseline_seconds / self.best_seconds:.2f}x the best named strategy"
-        left = f"{self.budget_left:.0f} s left, {self.num_entries} plans"
+        time = f"{self.budget_left:.0f} s left" if self.budget_left < inf else "no limit of time"
+        left = f"{time}, {self.num_entries} plans"
         return f"{self.elapsed:5.1f} s  {best}{ratio}, {left}: {self.doing}"
 
 
@@ -156,6 +158,10 @@ class Contest:
     constraints: Constraints = field(default_factory=Constraints)
     notes: Notes = field(default_factory=Notes)
     """What was tried, also by an earlier search that this one goes on with."""
+    spaces: dict[Units, Space] = field(default_factory=dict)
+    """Tables of the exact core, made once for all that ask it."""
+    steps: int = 0
+    """Plans that were simulated, and sums that were worked out for substitutions."""
     started: float = field(default_factory=perf_counter)
     cpu_started: float = field(default_factory=process_time)
     _drafts: dict[Classes, Drafts] = field(default_factory=dict)
@@ -246,6 +252,7 @@ class Contest:
             if self.steps_left <= 0:
                 raise Enough(Stopped.OUT_OF_STEPS)
             self.steps_left -= 1
+        self.steps += 1
 
     def judge(self, entry: Entry, simulation: Simulation) -> Outcome:
         """The same where the entry was simulated already."""

@@ -61,12 +61,12 @@ class JointSearch:
     """The least sum on units for an objective, over all variants."""
     fastest: dict[Units, float] = field(default_factory=dict)
     """Seconds of the fastest entry on units, by the timeline."""
-    _spaces: dict[Units, Space] = field(default_factory=dict)
     _price: float = 0.0
     """Of a byte, for which the best entry was found."""
 
     def __post_init__(self) -> None:
-        self.operators = OperatorSeconds(self.contest.prices)
+        known = (space.operators for space in self.contest.spaces.values())
+        self.operators = next(known, OperatorSeconds(self.contest.prices))
         self._price = self.contest.notes.sums.get(f"{self.contest.machine.name}: price", 0.0)
 
     def run(self) -> None:
@@ -241,10 +241,11 @@ class JointSearch:
 
     def space(self, units: Units) -> Space:
         """The tables on units, made once."""
-        if units not in self._spaces:
+        spaces = self.contest.spaces
+        if units not in spaces:
             mesh, prices = self.contest.machine.mesh, self.contest.prices
-            self._spaces[units] = Space(units, mesh, ReshardSeconds(units, mesh, prices), self.operators)
-        return self._spaces[units]
+            spaces[units] = Space(units, mesh, ReshardSeconds(units, mesh, prices), self.operators)
+        return spaces[units]
 
     def _fit(self, candidates: list[Units]) -> None:
         """Raise the price of a byte until a plan fits; then find the lowest price at which one still does.

@@ -82,7 +82,7 @@ class Space:
     reshards: ReshardSeconds
     operators: OperatorSeconds
     tables: Tables = field(default_factory=Tables)
-    _choices: dict[Task, Choices] = field(default_factory=dict)
+    _choices: dict[tuple[Task, bool], Choices] = field(default_factory=dict)
     _pruned: dict[tuple[Kind, Objective, bool, Made], Choices] = field(default_factory=dict)
     _near: dict[tuple[Kind, Objective, tuple[int, ...]], Choices] = field(default_factory=dict)
     _storages: dict[tuple[TensorType, bool, Objective, int | None], Storages] = field(default_factory=dict)
@@ -94,11 +94,13 @@ class Space:
     def degrees(self) -> tuple[int, ...]:
         return tuple(unit.degree for unit in self.units)
 
-    def choices(self, task: Task) -> Choices:
-        """Every legal choice of a task."""
-        if task not in self._choices:
-            self._choices[task] = make_choices(task, self.units, group_axes(self.units, self.mesh), self.operators)
-        return self._choices[task]
+    def choices(self, task: Task, every_rule: bool = False) -> Choices:
+        """Every legal choice of a task, but for rules that cannot pay unless every rule is wanted."""
+        key = task, every_rule
+        if key not in self._choices:
+            groups = group_axes(self.units, self.mesh)
+            self._choices[key] = make_choices(task, self.units, groups, self.operators, every_rule=every_rule)
+        return self._choices[key]
 
     def between(self, type: TensorType, with_gradient: bool) -> Array:
         """Seconds of the reshards of an activation."""
@@ -147,8 +149,7 @@ class Space:
 
     def _making(self, task: Task, made: Made) -> Choices:
         """The choices of a task that make outputs in given layouts, those among them which seldom pay."""
-        groups = group_axes(self.units, self.mesh)
-        found = make_choices(task, self.units, groups, self.operators, every_rule=True)
+        found = self.choices(task, every_rule=True)
         return found.only(np.logical_and.reduce([found.outputs[i] == code for i, code in made]))
 
     def pruned(self, kind: Kind, objective: Objective, with_dominated: bool = False, made: Made = ()) -> Choices:

@@ -3,7 +3,7 @@
 A variable is eliminated as in `elimination.py`. Where the sum of its tables would be too large, the tables are put into
 several buckets, and each takes its minimum over the variable by itself (mini-buckets: Dechter and Rish 2003):
 
-    min over x of (a(x, .) + b(x, .))  >=  min over x of a(x, .)  +  min over x of b(x, .)        `_Relaxation.eliminate`
+    min over x of (a(x, .) + b(x, .))  >=  min over x of a(x, .)  +  min over x of b(x, .)      `_Relaxation.eliminate`
 
 What is left at the end is never more than the least sum, and is the least sum where nothing was taken apart.
 """

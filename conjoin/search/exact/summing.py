@@ -54,13 +54,21 @@ class _Sum:
         return seconds
 
     def _operator(self, place: int, kind: Kind) -> float:
-        choices = self.space.choices(kind.task)
-        found = choices.only(np.array([_row(choices, self.layouts.choices[place], self.space.units)]))
+        found = self._choice(kind, self.layouts.choices[place])
         for operand, codes in enumerate(found.operands):
             self._read[place, operand] = int(codes[0])
         for root, codes in zip(self.skeleton.operators[place].makes, found.outputs, strict=True):
             self._made[root] = int(codes[0])
         return float(found.seconds[0] + self.space.alone(kind, found, self.objective)[0])
+
+    def _choice(self, kind: Kind, choice: Choice) -> Choices:
+        """A choice as the tables have it; rules that seldom pay are looked at last."""
+        for every_rule in (False, True):
+            choices = self.space.choices(kind.task, every_rule)
+            row = _row(choices, choice, self.space.units)
+            if row is not None:
+                return choices.only(np.array([row]))
+        raise _NotThere
 
     def _passing(self, root: int) -> float:
         """Reshards of what an operator makes; where several read it, by way of the layout that suits them best."""
@@ -94,15 +102,13 @@ class _Sum:
         return seconds
 
 
-def _row(choices: Choices, choice: Choice, units: Units) -> int:
-    """Which of the choices follows a given one on every axis of every unit."""
+def _row(choices: Choices, choice: Choice, units: Units) -> int | None:
+    """Which of the choices follows a given one on every axis of every unit; None where none does."""
     mask = np.ones(len(choices), bool)
     for column, unit in enumerate(units):
         mask &= np.isin(choices.picks[:, column], _rules(choices, choice, unit.axes))
     rows = np.flatnonzero(mask)
-    if not len(rows):
-        raise _NotThere
-    return int(rows[choices.seconds[rows].argmin()])
+    return int(rows[choices.seconds[rows].argmin()]) if len(rows) else None
 
 
 def _rules(choices: Choices, choice: Choice, axes: tuple[str, ...]) -> list[int]:
