@@ -99,10 +99,13 @@ def search_plan(
     machine: Machine | str,
     wish: Wish | None = None,
     *,
-    start: Sequence[Plan] = (),
+    start: Sequence[Plan] | SearchResult = (),
     progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
-    """The best plan that a search finds for a captured model, with what it is compared with and how the search went."""
+    """The best plan that a search finds for a captured model, with what it is compared with and how the search went.
+
+    It is not worse than plans to start from. From an earlier result it goes on where that ended.
+    """
     chosen = parse_machine(machine, machines_directory()) if isinstance(machine, str) else machine
     return find_plan(graph, chosen, _known_costs(), wish, start=start, progress=progress)
 

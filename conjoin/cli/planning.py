@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -11,13 +12,22 @@ import typer
 from conjoin.api import compare, search_plan
 from conjoin.cli.models import ModelArgument, load_model_graph
 from conjoin.cli.output import JsonOption, check_output, print_json
-from conjoin.cli.quantities import parse_bytes, parse_seconds
+from conjoin.cli.quantities import parse_bytes, parse_fixed, parse_seconds
 from conjoin.cli.searching import comparison_lines, costs_mark, progress_line, result_lines, result_to_json
 from conjoin.environment import cache_directory, machines_directory
 from conjoin.ir import Graph, Plan, load_plan
 from conjoin.machine import Machine, parse_machine
 from conjoin.report import diff_plans, explain, explanation_summary, explanation_text
-from conjoin.search import Remembered, SearchResult, Wish, make_plan, search_names
+from conjoin.search import (
+    DEFAULT_BUDGET,
+    Remembered,
+    SearchResult,
+    TooSlow,
+    Wish,
+    is_answer,
+    make_plan,
+    search_names,
+)
 
 _PLAN_HELP = "A plan file."
 
@@ -27,8 +37,13 @@ def plan_command(
     machine: Annotated[str, typer.Option("--machine", help="local:4, a preset as summit:4, or machine.toml.")],
     strategy: Annotated[str | None, typer.Option("--strategy", help="NAME or NAME:degrees, as megatron:tp=2.")] = None,
     search: Annotated[str, typer.Option("--search", help="How to look for a plan.")] = "joint",
-    budget: Annotated[str, typer.Option("--budget", help="Time to look for one: 60s, 5m.")] = "60s",
+    budget: Annotated[str | None, typer.Option("--budget", help="Time to look for one: 60s, 5m.")] = None,
+    cpu_budget: Annotated[str | None, typer.Option("--cpu-budget", help="The same in CPU time.")] = None,
+    objective: Annotated[str, typer.Option("--objective", help="time, or cost: time times devices used.")] = "time",
     memory: Annotated[str | None, typer.Option("--memory", help="Memory to use of a device: 40GiB.")] = None,
+    at_most: Annotated[str | None, typer.Option("--at-most", help="What a step may take: 200ms.")] = None,
+    fix: Annotated[list[str] | None, typer.Option("--fix", help="A tensor's layout: fc.weight=d0:S(0).")] = None,
+    forbid_axis: Annotated[list[str] | None, typer.Option("--forbid-axis", help="Split nothing over it.")] = None,
     optimizer: Annotated[str, typer.Option("--optimizer", help="sgd, sgd-momentum, adam, adamw; or -fused.")] = "adam",
     start: Annotated[Path | None, typer.Option("--start", help="A plan to be no worse than.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Search, also where a plan is remembered.")] = False,
@@ -38,7 +53,17 @@ def plan_command(
 ) -> None:
     """Find the fastest plan for training a model on a machine, or make that of a named strategy."""
     check_output(output, "plan")
-    wish = Wish(search, parse_seconds(budget), optimizer, None if memory is None else parse_bytes(memory))
+    wish = Wish(
+        search,
+        _wall_budget(budget, cpu_budget),
+        optimizer,
+        None if memory is None else parse_bytes(memory),
+        cpu_budget=None if cpu_budget is None else parse_seconds(cpu_budget),
+        at_most=None if at_most is None else parse_seconds(at_most),
+        objective=objective,
+        fixed=parse_fixed(fix or ()),
+        forbidden_axes=tuple(dict.fromkeys(forbid_axis or ())),
+    )
     chosen = parse_machine(machine, machines_directory())
     before = () if start is None else (load_plan(start),)
     graph = load_model_graph(model, batch_size=batch, training=None)
@@ -54,6 +79,13 @@ def plan_command(
     _show_answer(answer, output, as_json)
 
 
+def _wall_budget(budget: str | None, cpu_budget: str | None) -> float:
+    """The time to look for a plan: what is given, else no limit beside one of CPU time."""
+    if budget is not None:
+        return parse_seconds(budget)
+    return DEFAULT_BUDGET if cpu_budget is None else inf
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """What a search is asked."""
@@ -66,39 +98,58 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What it answers, and whether it was remembered."""
+    """What it answers, and what was known of it before."""
 
     result: SearchResult
-    remembered: bool
+    before: SearchResult | None = None
+
+    @property
+    def cache(self) -> str:
+        """HIT where it was known, RESUMED where a search went on, else MISS."""
+        if self.before is None:
+            return "MISS"
+        return "HIT" if self.before is self.result else "RESUMED"
 
 
 def _look_for(question: Question, fresh: bool) -> Answer:
-    """Search, unless the same was asked before."""
+    """Search, unless the same was asked before; a search that was not at its end goes on."""
     memory, costs = Remembered(cache_directory() / "plans"), costs_mark()
-    asked = question.graph, question.machine, question.wish, costs
-    found = None if fresh or question.start else memory.find(*asked)
-    if found is not None:
-        return Answer(found, True)
-    with progress_line() as show:
-        graph, machine, wish, start = question.graph, question.machine, question.wish, question.start
-        result = search_plan(graph, machine, wish, start=start, progress=show)
-    if not question.start:
+    graph, machine, wish, start = question.graph, question.machine, question.wish, question.start
+    asked = graph, machine, wish, costs
+    before = None if fresh or start else memory.find(*asked)
+    if before is not None and is_answer(before, wish):
+        return Answer(before, before)
+    try:
+        with progress_line() as show:
+            result = search_plan(graph, machine, wish, start=start if before is None else before, progress=show)
+    except TooSlow as error:
+        if not start:
+            memory.keep(*asked, error.result)
+        raise
+    if not start:
         memory.keep(*asked, result)
-    return Answer(result, False)
+    return Answer(result, before)
 
 
 def _show_answer(answer: Answer, output: Path | None, as_json: bool) -> None:
     result = answer.result
     if as_json:
-        print_json({**result_to_json(result), "cache": "HIT" if answer.remembered else "MISS", "saved": _text(output)})
+        print_json({**result_to_json(result), "cache": answer.cache, "saved": _text(output)})
         return
     for line in explanation_summary(explain(result.plan)):
         typer.echo(line)
     for line in result_lines(result):
         typer.echo(line)
-    remembered = "HIT: the same was asked before; --fresh searches again" if answer.remembered else "MISS"
-    typer.echo(f"{'cache':<12} {remembered}")
+    typer.echo(f"{'cache':<12} {_cache_text(answer)}")
     typer.echo(f"{'saved':<12} {output if output is not None else 'no; -o plan.json saves the plan'}")
+
+
+def _cache_text(answer: Answer) -> str:
+    if answer.before is None:
+        return "MISS"
+    if answer.cache == "HIT":
+        return "HIT: the same was asked before; --fresh searches again"
+    return f"RESUMED: after {answer.before.search_seconds:.1f} s that were spent before; --fresh begins anew"
 
 
 def _text(path: Path | None) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from conjoin.api import UsageError
 
@@ -44,6 +45,29 @@ def parse_bytes(text: str) -> int:
             f"{', '.join(filter(None, _SIZES))}. Write 40GiB."
         )
     return int(number * _SIZES[unit])
+
+
+def parse_fixed(texts: Sequence[str]) -> dict[str, str]:
+    """Layouts of tensors, each as NAME=LAYOUT.
+
+    >>> parse_fixed(["fc.weight=d0:S(0)", "input:x={}"])
+    {'fc.weight': 'd0:S(0)', 'input:x': '{}'}
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, layout = (part.strip() for part in text.partition("="))
+        if not name or not equals:
+            raise UsageError(
+                f"The layout {text[:60]!r} was to be fixed. A tensor is named before an equals sign, its layout stands "
+                f"after it. Write fc.weight=d0:S(0), or fc.weight={{}} for the whole."
+            )
+        if found.get(name, layout) != layout:
+            raise UsageError(
+                f"The tensor {name[:60]!r} was given two layouts, {found[name][:40]} and {layout[:40]}. "
+                f"It can have one. Leave one of them out."
+            )
+        found[name] = layout
+    return found
 
 
 def _parse(text: str) -> tuple[float, str]:

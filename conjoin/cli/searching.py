@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 from conjoin.environment import costs_path
@@ -50,7 +51,12 @@ def result_to_json(result: SearchResult) -> dict[str, Any]:
         "baseline_seconds_per_step": result.baseline_seconds_per_step,
         "ratio": result.ratio,
         "peak_bytes": result.peak_bytes,
+        "objective": result.objective,
+        "machine": result.plan.machine.name,
+        "num_devices": result.num_devices,
+        "bound": None if result.certificate is None else {**asdict(result.certificate), "gap": result.certificate.gap},
         "search_seconds": result.search_seconds,
+        "cpu_seconds": result.cpu_seconds,
         "num_plans": result.num_plans,
         "stopped": result.stopped.value,
         "history": [{"seconds": i.elapsed, "seconds_per_step": i.seconds, "by": i.name} for i in result.history],
@@ -62,10 +68,26 @@ def result_lines(result: SearchResult) -> list[str]:
     return [
         f"{'predicted':<12} {format_seconds(result.seconds_per_step)} a step, "
         f"{format_bytes(result.peak_bytes)} on the fullest device",
-        f"{'baseline':<12} {format_seconds(result.baseline_seconds_per_step)} by {result.baseline}: "
-        f"{result.ratio:.2f} times as fast",
+        *([_devices_line(result)] if result.objective == "cost" else []),
+        f"{'baseline':<12} {_baseline_text(result)}",
+        f"{'bound':<12} {result.certificate if result.certificate is not None else 'none is known'}",
         f"{'search':<12} {result.num_plans} plans in {result.search_seconds:.1f} s, {result.stopped.value}",
     ]
+
+
+def _devices_line(result: SearchResult) -> str:
+    """How many devices a plan takes where that was to be decided."""
+    share = format_seconds(result.seconds_per_step * result.num_devices)
+    return f"{'devices':<12} {result.num_devices}, {share} of devices a step; --machine {result.plan.machine.name}"
+
+
+def _baseline_text(result: SearchResult) -> str:
+    if not result.baseline:
+        return "none: no named strategy keeps to what was asked"
+    found = f"{format_seconds(result.baseline_seconds_per_step)} by {result.baseline}"
+    if result.objective == "cost":
+        return f"{found} on {result.baseline_devices or result.num_devices}: {result.ratio:.2f} times as cheap"
+    return f"{found}: {result.ratio:.2f} times as fast"
 
 
 _HEADINGS = ("strategy or search", "step", "compute", "exposed", "hidden", "memory", "fits", "search")

@@ -41,7 +41,7 @@ from conjoin.ir.spans import (
 )
 from conjoin.ir.structure import LEAF, Structure
 from conjoin.ir.trees import describe_tree, flatten_tree, spec_of, unflatten_tree
-from conjoin.ir.types import parse_type
+from conjoin.ir.types import parse_layout, parse_type
 from conjoin.ir.verifier import Fault, find_faults, verify
 from conjoin.ir.widening import wide_dtype, widen
 
@@ -53,8 +53,8 @@ __all__ = [
     "find_faults", "find_layout_faults", "fingerprint", "flatten_tree", "from_json", "is_literal", "is_parallel",
     "is_random", "layout_fault", "load_graph", "load_plan", "made_region", "make_leaf", "make_node", "model_mark",
     "node_fault", "node_text", "num_elements", "operand_move", "origin", "output_move", "overlap", "parallelize",
-    "parse_graph", "parse_type", "place", "plain_call", "plan_fingerprint", "plan_from_json", "plan_to_json",
-    "plan_to_text", "read_json", "region_of", "region_shape", "reshard_chain", "rules_for", "save_graph", "sequential",
-    "spec_of", "to_json", "unflatten_tree", "unlike_axes", "value_text", "verify", "wanted_region", "wide_dtype",
-    "widen", "write_file",
+    "parse_graph", "parse_layout", "parse_type", "place", "plain_call", "plan_fingerprint", "plan_from_json",
+    "plan_to_json", "plan_to_text", "read_json", "region_of", "region_shape", "reshard_chain", "rules_for",
+    "save_graph", "sequential", "spec_of", "to_json", "unflatten_tree", "unlike_axes", "value_text", "verify",
+    "wanted_region", "wide_dtype", "widen", "write_file",
 ]  # fmt: skip

@@ -23,10 +23,15 @@ def parse_type(text: str) -> TensorType:
     shape = tuple(int(size) for size in found[2].split(",")) if found[2] else ()
     if len(shape) > MAX_RANK or prod(shape) > MAX_ELEMENTS:
         raise ValueError(f"{text[:40]!r} is larger than any tensor")
-    return TensorType(shape, parse_dtype(found[1]), _parse_layout(found[3]))
+    return TensorType(shape, parse_dtype(found[1]), parse_layout(found[3]))
 
 
-def _parse_layout(text: str | None) -> Layout:
+def parse_layout(text: str | None) -> Layout:
+    """Read the layout of a type, as it stands between braces; nothing is I on every axis.
+
+    >>> parse_layout("x:S(1),y:P")
+    (('x', Split(dim=1)), ('y', Partial()))
+    """
     entries = []
     for entry in text.split(",") if text else ():
         axis, _, placement = entry.partition(":")

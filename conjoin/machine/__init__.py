@@ -13,6 +13,7 @@ from conjoin.machine.links import NETWORK, Link, NodeKind
 from conjoin.machine.machine import Machine
 from conjoin.machine.mesh import Axis, Mesh, prime_factors
 from conjoin.machine.naming import find_machine_files, parse_machine
+from conjoin.machine.parts import part_of, parts_of
 from conjoin.machine.presets import preset_names
 from conjoin.machine.toml_form import machine_file_problems
 from conjoin.machine.topology import Topology
@@ -37,6 +38,8 @@ __all__ = [
     "fit_line",
     "machine_file_problems",
     "parse_machine",
+    "part_of",
+    "parts_of",
     "preset_names",
     "prime_factors",
     "reduce_repeats",

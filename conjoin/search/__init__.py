@@ -1,6 +1,7 @@
 """How to train a model on a machine: the named strategies, and the searches that choose."""
 
 from conjoin.search.baselines import baseline_names, baselines
+from conjoin.search.certifying import Certificate
 from conjoin.search.comparing import Row, compare_plans
 from conjoin.search.contest import Contest, Improvement, Progress, Stopped
 from conjoin.search.exact.bounding import branch_and_bound
@@ -9,13 +10,17 @@ from conjoin.search.exact.elimination import Table, Tables
 from conjoin.search.exact.problem import Objective, Problem, Space
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
 from conjoin.search.exact.units import canonical, cuts
+from conjoin.search.finding import find_plan
+from conjoin.search.notes import Notes
 from conjoin.search.planning import make_plan, strategy_names
-from conjoin.search.remembering import Remembered
-from conjoin.search.searching import DEFAULT_BUDGET, SearchResult, Wish, find_plan, search_names
+from conjoin.search.refusing import TooSlow
+from conjoin.search.remembering import Remembered, is_answer
+from conjoin.search.searching import search_names
+from conjoin.search.wishing import DEFAULT_BUDGET, OBJECTIVES, SearchResult, Wish
 
 __all__ = [
-    "DEFAULT_BUDGET", "Contest", "Improvement", "Objective", "OperatorSeconds", "Problem", "Progress", "Remembered",
-    "ReshardSeconds", "Row", "SearchResult", "Space", "Stopped", "Table", "Tables", "Wish", "baseline_names",
-    "baselines", "branch_and_bound", "canonical", "compare_plans", "cuts", "find_plan", "make_plan", "search_names",
-    "strategy_names",
+    "DEFAULT_BUDGET", "OBJECTIVES", "Certificate", "Contest", "Improvement", "Notes", "Objective", "OperatorSeconds",
+    "Problem", "Progress", "Remembered", "ReshardSeconds", "Row", "SearchResult", "Space", "Stopped", "Table", "Tables",
+    "TooSlow", "Wish", "baseline_names", "baselines", "branch_and_bound", "canonical", "compare_plans", "cuts",
+    "find_plan", "is_answer", "make_plan", "search_names", "strategy_names",
 ]  # fmt: skip

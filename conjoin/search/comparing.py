@@ -13,8 +13,9 @@ from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine
 from conjoin.search.baselines import baseline_names
 from conjoin.search.contest import Progress
+from conjoin.search.finding import find_plan
 from conjoin.search.planning import make_plan
-from conjoin.search.searching import Wish, find_plan, usable_bytes
+from conjoin.search.wishing import Wish, usable_bytes
 from conjoin.sim import Prediction, predict
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from time import perf_counter
+from math import inf
+from time import perf_counter, process_time
 
 from conjoin.ir import (
     REGATHER,
@@ -23,7 +24,11 @@ from conjoin.ir import (
     model_mark,
     parallelize,
 )
-from conjoin.machine import Machine
+from conjoin.machine import Machine, Mesh
+from conjoin.search.constraints import Constraints
+from conjoin.search.exact.problem import Objective, Space
+from conjoin.search.exact.units import Units
+from conjoin.search.notes import Notes
 from conjoin.sim import (
     Classes,
     Drafts,
@@ -80,6 +85,8 @@ class Entry:
     regathered: frozenset[str] = frozenset()
     plan: Plan | None = None
     """Where there is one already."""
+    objective: Objective | None = None
+    """What the exact core counted when it found the layouts, where it did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +125,8 @@ class Progress:
         ratio = ""
         if self.best_seconds is not None and self.baseline_seconds is not None:
             ratio = f", {self.baseline_seconds / self.best_seconds:.2f}x the best named strategy"
-        left = f"{self.budget_left:.0f} s left, {self.num_entries} plans"
+        time = f"{self.budget_left:.0f} s left" if self.budget_left < inf else "no limit of time"
+        left = f"{time}, {self.num_entries} plans"
         return f"{self.elapsed:5.1f} s  {best}{ratio}, {left}: {self.doing}"
 
 
@@ -133,32 +141,90 @@ class Contest:
     capacity: int
     """Bytes that a device has."""
     budget: float
-    """Seconds."""
+    """Seconds on the wall."""
     progress: Callable[[Progress], None] | None = None
     best: Outcome | None = None
     smallest: Outcome | None = None
     """The entry that needs the least memory of those that do not fit, while none does."""
     baseline: Outcome | None = None
     """The best of the named strategies."""
+    without: Outcome | None = None
+    """The fastest entry that fits but breaks a constraint: what would be there without it."""
     history: list[Improvement] = field(default_factory=list)
     num_entries: int = 0
     steps_left: int | None = None
+    cpu_budget: float = inf
+    """Seconds of this process, which do not count what others do on a shared host."""
+    constraints: Constraints = field(default_factory=Constraints)
+    notes: Notes = field(default_factory=Notes)
+    """What was tried, also by an earlier search that this one goes on with."""
+    spaces: dict[Units, Space] = field(default_factory=dict)
+    """Tables of the exact core, made once for all that ask it."""
+    steps: int = 0
+    """Plans that were simulated, and sums that were worked out for substitutions."""
     started: float = field(default_factory=perf_counter)
+    cpu_started: float = field(default_factory=process_time)
     _drafts: dict[Classes, Drafts] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.steps_given = self.steps_left
 
     @property
     def elapsed(self) -> float:
         return perf_counter() - self.started
 
     @property
+    def cpu_elapsed(self) -> float:
+        return process_time() - self.cpu_started
+
+    @property
     def time_left(self) -> float:
-        return self.budget - self.elapsed
+        """Seconds until the earlier of the two budgets is spent."""
+        return min(self.budget - self.elapsed, self.cpu_budget - self.cpu_elapsed)
+
+    @property
+    def left(self) -> float:
+        """The part that is left of what is scarcest: time, seconds of the process, or steps.
+
+        Searches share out this instead of seconds, so that with steps alone they do the same every time.
+        """
+        parts = [1 - self.elapsed / self.budget if self.budget > 0 else 0.0]
+        parts.append(1 - self.cpu_elapsed / self.cpu_budget if self.cpu_budget > 0 else 0.0)
+        if self.steps_given is not None and self.steps_left is not None:
+            parts.append(self.steps_left / max(1, self.steps_given))
+        return max(0.0, min(parts))
+
+    @property
+    def mesh(self) -> Mesh:
+        """The axes that may be used."""
+        return self.constraints.free(self.machine.mesh)
+
+    def allows(self, entry: Entry) -> bool:
+        """Whether an entry keeps to the constraints; memory and time are seen when it is simulated."""
+        return not self.constraints or self._broken_by(entry) is None
+
+    def _broken_by(self, entry: Entry) -> str | None:
+        return self.constraints.broken_by(entry.variant.skeleton, entry.layouts)
+
+    def is_new(self, trial: str) -> bool:
+        """Whether something was not tried yet on this machine, in this search or in the one it goes on with."""
+        return f"{self.machine.name}: {trial}" not in self.notes.tried
+
+    def note(self, trial: str, seconds: float = inf) -> None:
+        """Take down that something was tried to its end, and what came of it."""
+        self.notes.tried[f"{self.machine.name}: {trial}"] = seconds
+
+    def noted(self, trial: str) -> float:
+        """What came of it."""
+        return self.notes.tried.get(f"{self.machine.name}: {trial}", inf)
 
     def check(self, doing: str) -> None:
         """Tell the user what comes next; Enough when there is no time for it."""
         self.tell(doing)
         if self.time_left <= 0:
             raise Enough(Stopped.OUT_OF_TIME)
+        if self.steps_left is not None and self.steps_left <= 0:
+            raise Enough(Stopped.OUT_OF_STEPS)
 
     def tell(self, doing: str) -> None:
         """Tell the user what comes next."""
@@ -186,16 +252,20 @@ class Contest:
             if self.steps_left <= 0:
                 raise Enough(Stopped.OUT_OF_STEPS)
             self.steps_left -= 1
+        self.steps += 1
 
     def judge(self, entry: Entry, simulation: Simulation) -> Outcome:
         """The same where the entry was simulated already."""
         self.num_entries += 1
-        seconds = simulation.seconds
-        if self.best is not None and seconds >= self.best.seconds:
+        seconds, allowed = simulation.seconds, self.allows(entry)
+        rival = self.best if allowed else self.without
+        if rival is not None and seconds >= rival.seconds:
             return Outcome(entry, simulation, seconds, None)
         peak = measure_memory(simulation.program, self.optimizer, self.machine.device).peak
         outcome = Outcome(entry, simulation, seconds, peak)
-        if peak <= self.capacity:
+        if not allowed:
+            self.without = outcome if peak <= self.capacity else self.without
+        elif peak <= self.capacity:
             self.best = outcome
             self.history.append(Improvement(self.elapsed, seconds, entry.name))
         elif self.smallest is None or self.smallest.peak_bytes is None or peak < self.smallest.peak_bytes:

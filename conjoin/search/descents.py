@@ -22,7 +22,6 @@ from conjoin.search.exact.bounding import TooMany, branch_and_bound
 from conjoin.search.exact.elimination import Factor, Solution, Tables, solve
 from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.settling import settle
-from conjoin.search.exact.units import cuts
 from conjoin.search.joint import OVERLAPS, JointSearch
 
 NUM_BEGINNINGS = 3
@@ -34,12 +33,15 @@ _ROUNDING = 1e-9
 
 def descend_everywhere(contest: Contest, variants: Sequence[Variant], seed: int) -> None:
     """Coordinate descent on every cut of the mesh in two, for every variant and guess of what is hidden."""
-    rng, tables = Random(seed), JointSearch(contest, variants)
-    for units in cuts(contest.machine.mesh, 2) if contest.machine.mesh.size > 1 else ():
+    rng, tables = Random(seed + contest.notes.rounds), JointSearch(contest, variants)
+    contest.notes.rounds += 1
+    for units in tables.cuts():
         for variant in variants:
             for overlap in OVERLAPS:
                 contest.check("layer by layer")
-                problem = Problem(variant.skeleton, tables.space(units), tables.objective(overlap))
+                problem = tables.problem(variant, units, tables.objective(overlap))
+                if problem is None:
+                    continue
                 found = [_descend(contest, problem, values) for values in _beginnings(problem, rng)]
                 best = min(found, key=lambda solution: solution.total)
                 layouts, regathered = problem.layouts(best)
@@ -119,18 +121,20 @@ def layers_of(problem: Problem) -> list[list[int]]:
 
 def try_everything(contest: Contest, variants: Sequence[Variant]) -> None:
     """The least sum over all choices of all operators on the axes of the mesh, by branch and bound."""
-    mesh = contest.machine.mesh
+    mesh = contest.mesh
     if len(mesh.axes) > MAX_AXES:
         raise StrategyError(
             f"All choices of {contest.captured.name} were to be gone through on {contest.machine.name}. Its mesh has "
             f"{len(mesh.axes)} axes, and that is done for at most {MAX_AXES}. Use the joint search, or fewer devices."
         )
     tables = JointSearch(contest, variants)
-    for units in cuts(mesh, len(mesh.axes)) if mesh.size > 1 else ():
+    for units in tables.cuts(len(mesh.axes)):
         for variant in variants:
             for overlap in OVERLAPS:
                 contest.check("all choices")
-                problem = Problem(variant.skeleton, tables.space(units), tables.objective(overlap))
+                problem = tables.problem(variant, units, tables.objective(overlap))
+                if problem is None:
+                    continue
                 try:
                     found = branch_and_bound(problem.sizes, problem.factors)
                 except TooMany as error:

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,7 @@ from conjoin.search.contest import Contest, Entry, Outcome, Variant
 from conjoin.search.exact.elimination import Factor, Solution
 from conjoin.search.exact.layout_codes import WHOLE, P, S, all_digits
 from conjoin.search.exact.problem import Problem
-from conjoin.search.exact.units import Units, cuts
+from conjoin.search.exact.units import Units
 from conjoin.search.joint import REWRITING, JointSearch
 from conjoin.search.rewrites import Backtracking, Way
 from conjoin.search.walks import walk_from_all
@@ -48,7 +49,7 @@ Array = NDArray[np.float64]
 def search_in_levels(contest: Contest, variants: Sequence[Variant], ways: tuple[Way, ...]) -> None:
     """Unity's search: the least sum of every variant on every cut of the mesh in two; the best are entered."""
     levels = _Levels(contest, variants)
-    for units in cuts(contest.machine.mesh, 2) if contest.machine.mesh.size > 1 else ():
+    for units in levels.tables.cuts():
         for variant in variants:
             levels.solve(variant, units)
     if not levels.found:
@@ -80,8 +81,9 @@ class _Levels:
     def solve(self, variant: Variant, units: Units) -> float:
         """The least sum of a variant on units."""
         self.contest.check("in levels")
-        space, objective = self.tables.space(units), self.tables.objective(0.0)
-        problem = Problem(variant.skeleton, space, objective, with_dominated=True)
+        problem = self.tables.problem(variant, units, self.tables.objective(0.0), with_dominated=True)
+        if problem is None:
+            return inf
         _store_as_used(problem)
         for place in split_places(variant.skeleton):
             _cut(problem, place)
@@ -143,11 +145,11 @@ def _store_as_used(problem: Problem) -> None:
     skeleton, space = problem.skeleton, problem.space
     for root in problem.stored:
         leaf, type = skeleton.roots[root].leaf, skeleton.roots[root].type
-        if leaf is None or not skeleton.readers[root]:
+        if leaf is None or not skeleton.readers[root] or root in problem.fixed:
             continue
         place, operand = skeleton.readers[root][0]
         digits = all_digits(len(type.shape), len(space.units))
-        stored = digits[space.storages(type, leaf.trainable, problem.objective).codes]
+        stored = digits[problem.storages(root).codes]
         used = digits[problem.choices[place].operands[operand]]
         used = np.where(used <= P, WHOLE, used)
         values = np.where((stored[:, None] == used[None]).all(axis=-1), 0.0, np.inf)
@@ -198,8 +200,8 @@ def _named_for(contest: Contest, variant: Variant) -> list[Outcome]:
 
 def _deadline(contest: Contest) -> Callable[[], bool]:
     """Substitutions take a part of the time that is left."""
-    enough = contest.time_left * (1 - REWRITING)
-    return lambda: contest.time_left < enough
+    enough = contest.left * (1 - REWRITING)
+    return lambda: contest.left < enough
 
 
 def seconds_on_one(contest: Contest, skeleton: Skeleton) -> float:

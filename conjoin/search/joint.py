@@ -14,18 +14,21 @@ are solved exactly, the best variant is found together with its best layouts, ne
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 import torch
 
+from conjoin.ir import fingerprint
 from conjoin.ops import TensorType
+from conjoin.search.constraints import refined
 from conjoin.search.contest import Contest, Entry, Outcome, Variant
 from conjoin.search.exact.choices import OperatorSeconds
-from conjoin.search.exact.problem import Objective, Problem, Space
+from conjoin.search.exact.problem import Impossible, Objective, Problem, Space
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
-from conjoin.search.exact.units import Units, canonical, cuts, natural_units, neighbours, splits
+from conjoin.search.exact.units import Units, cuts, kinds_text, natural_units, neighbours, splits
 from conjoin.search.rewrites import Backtracking, Way
 from conjoin.search.variants import as_variant
 from conjoin.sim import OPTIMIZER_COPIES, Layouts
@@ -58,22 +61,25 @@ class JointSearch:
     """The least sum on units for an objective, over all variants."""
     fastest: dict[Units, float] = field(default_factory=dict)
     """Seconds of the fastest entry on units, by the timeline."""
-    _spaces: dict[Units, Space] = field(default_factory=dict)
-    _tried: set[object] = field(default_factory=set)
     _price: float = 0.0
     """Of a byte, for which the best entry was found."""
 
     def __post_init__(self) -> None:
-        self.operators = OperatorSeconds(self.contest.prices)
+        known = (space.operators for space in self.contest.spaces.values())
+        self.operators = next(known, OperatorSeconds(self.contest.prices))
+        self._price = self.contest.notes.sums.get(f"{self.contest.machine.name}: price", 0.0)
 
     def run(self) -> None:
         """Go through all levels; Enough when there is no time left."""
-        mesh = self.contest.machine.mesh
+        mesh = self.contest.mesh
         if mesh.size == 1:
             return
-        if self.contest.best is None:
-            self._fit(list(cuts(mesh, 2)))
-        self._go_through(cuts(mesh, 2), OVERLAPS)
+        tight = self.contest.smallest is not None
+        if self.contest.best is None and tight:
+            self._fit(self.cuts())
+        self._go_through(self.cuts(), OVERLAPS)
+        if self.contest.best is None and not tight:  # only now something was found that keeps to the constraints
+            self._fit(self.cuts())
         self._climb()
         self._go_through(self._promising()[:2], _MORE_OVERLAPS)
         self._rewrite()
@@ -85,16 +91,18 @@ class JointSearch:
         """Try units that were not tried; whether a better plan or a lower sum was found."""
         best, least = self.contest.best, min(self.sums.values(), default=0.0)
         for units in some:
-            name = canonical(units, self.contest.machine.mesh)
             for overlap in overlaps if units else ():
-                if (name, overlap) not in self._tried:
-                    self._tried.add((name, overlap))
-                    self._try_all(units, self.objective(overlap))
+                trial = f"{self._kinds(units)}, {overlap:g} hidden"
+                if self.contest.is_new(trial):
+                    found = self._try_all(units, self.objective(overlap))
+                    self.contest.note(trial, min((outcome.seconds for outcome in found), default=inf))
+                elif self.contest.noted(trial) < inf:
+                    self.fastest[units] = min(self.contest.noted(trial), self.fastest.get(units, inf))
         return self.contest.best is not best or min(self.sums.values(), default=0.0) < least
 
     def _climb(self) -> None:
         """From the best two units on to their neighbours, as long as that helps."""
-        mesh = self.contest.machine.mesh
+        mesh = self.contest.mesh
         while (found := self._promising()) and self._go_through(neighbours(found[0], mesh), OVERLAPS):
             pass
 
@@ -104,14 +112,23 @@ class JointSearch:
         if best is None or not units or not self.ways:
             return
         objective = self.objective(OVERLAPS[0], self._price)
-        enough = self.contest.time_left * (1 - REWRITING)
+        enough = self.contest.left * (1 - REWRITING)
+        start, where = as_variant(best).entry.variant, f"{self._kinds(units[0])}, {self._price:g}"
+        trial = f"substitutions in {_digest(start)} on {where}"
+        if not self.contest.is_new(trial):
+            return
 
         def seconds(variant: Variant) -> float:
             self.contest.check(f"substitutions, {shown(units[0])} devices")
-            return Problem(variant.skeleton, self.space(units[0]), objective).solve().total
+            sums, name = self.contest.notes.sums, f"{self.contest.machine.name}: {_digest(variant)} on {where}"
+            if name not in sums:
+                self.contest.count_step()
+                problem = self.problem(variant, units[0], objective)
+                sums[name] = problem.solve().total if problem is not None else inf
+            return sums[name]
 
-        work = Backtracking(seconds, self.ways, lambda: self.contest.time_left < enough)
-        work.start(as_variant(best).entry.variant)
+        work = Backtracking(seconds, self.ways, lambda: self.contest.left < enough)
+        work.start(start)
         least = work.best
         for variant, total in work.run():
             if total < least:
@@ -119,6 +136,8 @@ class JointSearch:
                 for overlap in OVERLAPS:
                     self.try_out(variant, units[0], self.objective(overlap, self._price))
                 self.variants = (variant, *self.variants)
+        if self.contest.left >= enough:
+            self.contest.note(trial)
 
     def _worth_taking_up(self) -> list[Outcome]:
         """The best entry, and those to start from that are not much slower."""
@@ -130,19 +149,18 @@ class JointSearch:
 
     def _take_up(self, start: Outcome) -> None:
         """From an entry on to the best near it, as long as that helps."""
-        mesh, entry, price = self.contest.machine.mesh, start.entry, self._price
-        done: set[object] = set()
+        mesh, entry, price = self.contest.mesh, start.entry, self._price
         while True:
             natural = natural_units(entry.layouts.choices, mesh)
-            best = None
+            best, name = None, _digest(entry.variant, entry.layouts)
             for units in splits(natural, mesh, 3):
                 for overlap in (*OVERLAPS, *_MORE_OVERLAPS[:2]):
-                    key = units, overlap, entry.name, id(entry)
-                    if key in done:
+                    trial = f"{self._kinds(units)}, {overlap:g} hidden, {price:g}, near {name}"
+                    if not self.contest.is_new(trial):
                         continue
-                    done.add(key)
                     self.contest.check(f"{shown(units)} devices, near {entry.name}")
                     found = self.try_out(entry.variant, units, self.objective(overlap, price), entry.layouts)
+                    self.contest.note(trial, found.seconds if found is not None else inf)
                     if found is not None and self.contest.best is found:
                         best = found
             if best is None:
@@ -161,7 +179,9 @@ class JointSearch:
         self, variant: Variant, units: Units, objective: Objective, near: Layouts | None = None
     ) -> Outcome | None:
         """Solve a variant on units, and enter what is found unless it is hopeless."""
-        problem = Problem(variant.skeleton, self.space(units), objective, near)
+        problem = self.problem(variant, units, objective, near)
+        if problem is None:
+            return None
         solution = problem.solve()
         key = units, objective
         if near is None:
@@ -170,12 +190,47 @@ class JointSearch:
         if solution.total > _HOPELESS * least:
             return None
         layouts, regathered = problem.layouts(solution)
-        outcome = self.contest.enter(Entry(f"joint search, {shown(units)}", variant, layouts, regathered))
+        entry = Entry(f"joint search, {shown(units)}", variant, layouts, regathered, objective=objective)
+        outcome = self.contest.enter(entry)
         if near is None:
             self.fastest[units] = min(outcome.seconds, self.fastest.get(units, inf))
         if self.contest.best is outcome:
             self._price = objective.seconds_per_byte
+            self.contest.notes.sums[f"{self.contest.machine.name}: price"] = self._price
         return outcome
+
+    def problem(
+        self,
+        variant: Variant,
+        units: Units,
+        objective: Objective,
+        near: Layouts | None = None,
+        *,
+        with_dominated: bool = False,
+    ) -> Problem | None:
+        """The tables of a variant on units, within the constraints; None where nothing keeps to these there."""
+        fixed = self.contest.constraints.roots(variant.skeleton) if self.contest.constraints.fixed else {}
+        if fixed is None:
+            return None
+        try:
+            space = self.space(units)
+            return Problem(variant.skeleton, space, objective, near, with_dominated=with_dominated, fixed=fixed)
+        except Impossible:
+            return None
+
+    def cuts(self, num_units: int = 2) -> list[Units]:
+        """The cuts of the axes that may be used, such that fixed layouts can be told on their units."""
+        mesh = self.contest.mesh
+        if mesh.size == 1:
+            return []
+        found, constraints = list(cuts(mesh, num_units)), self.contest.constraints
+        return refined(found, mesh, constraints) if constraints.fixed else found
+
+    def _kinds(self, units: Units) -> str:
+        """What units that differ only in the names of equal axes have in common; with fixed layouts none do."""
+        if self.contest.constraints.fixed:
+            return "|".join(" ".join(unit.axes) for unit in units)
+        return kinds_text(units, self.contest.mesh)
 
     def objective(self, overlap: float, seconds_per_byte: float = 0.0) -> Objective:
         """What is counted, with the optimizer of the contest."""
@@ -186,10 +241,11 @@ class JointSearch:
 
     def space(self, units: Units) -> Space:
         """The tables on units, made once."""
-        if units not in self._spaces:
+        spaces = self.contest.spaces
+        if units not in spaces:
             mesh, prices = self.contest.machine.mesh, self.contest.prices
-            self._spaces[units] = Space(units, mesh, ReshardSeconds(units, mesh, prices), self.operators)
-        return self._spaces[units]
+            spaces[units] = Space(units, mesh, ReshardSeconds(units, mesh, prices), self.operators)
+        return spaces[units]
 
     def _fit(self, candidates: list[Units]) -> None:
         """Raise the price of a byte until a plan fits; then find the lowest price at which one still does.
@@ -228,6 +284,14 @@ def _peak(outcome: Outcome) -> int:
 def shown(units: Units) -> str:
     """The degrees of units, outermost first."""
     return "×".join(str(unit.degree) for unit in units)
+
+
+def _digest(variant: Variant, layouts: Layouts | None = None) -> str:
+    """A short name of a variant, perhaps in layouts: the same in every process."""
+    text = fingerprint(variant.graph, constants=False)
+    if layouts is not None:
+        text += repr((sorted(layouts.leaves.items()), layouts.choices, layouts.results))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _described(objective: Objective) -> str:

@@ -1,4 +1,9 @@
-"""Plans that were found before, kept by what they were asked for: the same question is answered at once."""
+"""Plans that were found before, kept by what they were asked for: the same question is answered at once.
+
+A question is answered when its search had converged, or had spent as much as is allowed now. Otherwise what was found
+is where a search goes on: files have what was tried. They are written aside and renamed, so that one which is
+interrupted while it is written leaves the one before.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +17,16 @@ from conjoin.errors import ConjoinError, PlanError
 from conjoin.ir import Graph, check_plan, fingerprint, plan_from_json, plan_to_json, read_json, write_file
 from conjoin.machine import Machine
 from conjoin.rules import operators_version
+from conjoin.search.certifying import Certificate
 from conjoin.search.contest import Stopped
-from conjoin.search.searching import SEARCH_VERSION, SearchResult, Wish
+from conjoin.search.notes import notes_from_json
+from conjoin.search.searching import go_on
+from conjoin.search.wishing import SEARCH_VERSION, SearchResult, Wish
 
 _FORMAT = "conjoin.found"
-_VERSION = 1
-_NUMBERS = ("seconds_per_step", "peak_bytes", "baseline_seconds_per_step", "search_seconds", "num_plans")
+_VERSION = 2
+_WHOLE = ("peak_bytes", "num_plans", "steps", "baseline_devices")
+_NUMBERS = ("seconds_per_step", "baseline_seconds_per_step", "search_seconds", "cpu_seconds", *_WHOLE)
 
 
 class Remembered:
@@ -27,33 +36,39 @@ class Remembered:
         self._directory = directory
 
     def find(self, graph: Graph, machine: Machine, wish: Wish, costs: str) -> SearchResult | None:
-        """What was found for the same model, machine, costs and wish; a search that had converged serves any budget.
+        """What was found for the same model, machine, costs and wish, whatever its budgets.
 
         A file that cannot be read, or is of another release, is as good as none.
         """
-        for budget in (None, wish.budget):
-            path = self._path(graph, machine, wish, budget, costs)
-            if path.is_file():
-                try:
-                    return _from_json(read_json(path, "remembered plan", PlanError))
-                except ConjoinError:
-                    continue
-        return None
+        path = self._path(graph, machine, wish, costs)
+        if not path.is_file():
+            return None
+        try:
+            return _from_json(read_json(path, "remembered plan", PlanError))
+        except ConjoinError:
+            return None
 
     def keep(self, graph: Graph, machine: Machine, wish: Wish, costs: str, result: SearchResult) -> None:
-        """Remember a result; one that was interrupted is not worth it."""
-        if result.stopped is Stopped.INTERRUPTED:
-            return
-        budget = None if result.stopped is Stopped.CONVERGED else wish.budget
-        path = self._path(graph, machine, wish, budget, costs)
+        """Remember a result in place of what was known before."""
+        path = self._path(graph, machine, wish, costs)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, json.dumps(_to_json(result)), "remembered plan", PlanError)
 
-    def _path(self, graph: Graph, machine: Machine, wish: Wish, budget: float | None, costs: str) -> Path:
-        asked = {**asdict(replace(wish, budget=0.0)), "budget": budget}
+    def _path(self, graph: Graph, machine: Machine, wish: Wish, costs: str) -> Path:
+        asked = asdict(replace(wish, budget=0.0, cpu_budget=None, steps=None, at_most=None))
         made_by = [_VERSION, SEARCH_VERSION, operators_version()]
         facts = [made_by, fingerprint(graph, constants=False), machine.speed_fingerprint(), costs, asked]
+        if wish.objective == "cost":
+            facts.append(wish.at_most)  # by which another part of the machine is the right one
         return self._directory / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()}.json"
+
+
+def is_answer(found: SearchResult, wish: Wish) -> bool:
+    """Whether a remembered result is all that a search for a wish would give: nothing, or no budget, is left."""
+    if wish.at_most is not None and found.seconds_per_step > wish.at_most:
+        return False
+    left = go_on(wish, found)
+    return found.stopped is Stopped.CONVERGED or left.budget <= 0 or left.cpu_budget == 0 or left.steps == 0
 
 
 def _to_json(result: SearchResult) -> dict[str, Any]:
@@ -62,7 +77,10 @@ def _to_json(result: SearchResult) -> dict[str, Any]:
         "version": _VERSION,
         **{name: getattr(result, name) for name in _NUMBERS},
         "baseline": result.baseline,
+        "objective": result.objective,
         "stopped": result.stopped.name,
+        "certificate": None if result.certificate is None else asdict(result.certificate),
+        "notes": result.notes.to_json(),
         "plan": plan_to_json(result.plan),
     }
 
@@ -71,17 +89,17 @@ def _from_json(data: Any) -> SearchResult:
     try:
         if data["format"] != _FORMAT or data["version"] != _VERSION:
             raise ValueError("it is of another kind or release")
-        seconds, peak, baseline_seconds, search_seconds, num_plans = (float(data[name]) for name in _NUMBERS)
+        numbers = {name: int(data[name]) if name in _WHOLE else float(data[name]) for name in _NUMBERS}
+        bound = data["certificate"]
         return SearchResult(
-            check_plan(plan_from_json(data["plan"])),
-            seconds,
-            int(peak),
-            str(data["baseline"]),
-            baseline_seconds,
-            Stopped[data["stopped"]],
-            search_seconds,
-            int(num_plans),
-            (),
+            plan=check_plan(plan_from_json(data["plan"])),
+            baseline=str(data["baseline"]),
+            stopped=Stopped[data["stopped"]],
+            history=(),
+            objective=str(data["objective"]),
+            certificate=None if bound is None else Certificate(**bound),
+            notes=notes_from_json(data["notes"]),
+            **numbers,  # type: ignore[arg-type]
         )
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, OverflowError) as error:
         raise PlanError(f"A remembered plan cannot be read: {error}. It was damaged. Search again.") from None

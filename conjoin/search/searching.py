@@ -3,65 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from math import inf
 
 from conjoin.cost import CostModel
-from conjoin.errors import StrategyError, UsageError
 from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine
 from conjoin.rules import Library
 from conjoin.search.baselines import baselines
-from conjoin.search.contest import Contest, Enough, Improvement, Outcome, Progress, Stopped, Variant, plan_of
+from conjoin.search.certifying import Certificate, certify
+from conjoin.search.constraints import make_constraints
+from conjoin.search.contest import Contest, Enough, Outcome, Progress, Stopped, Variant, plan_of
 from conjoin.search.descents import descend_everywhere, try_everything
 from conjoin.search.hierarchy import first_rewrite_then_lay_out, first_rewrite_then_walk, search_in_levels
-from conjoin.search.joint import JointSearch
+from conjoin.search.joint import OVERLAPS, JointSearch
+from conjoin.search.notes import Notes
+from conjoin.search.refusing import check_seconds, check_start, nothing_found
 from conjoin.search.rewrites import Way, ways_of
 from conjoin.search.variants import as_variant, variants_of
 from conjoin.search.walks import sample, walk_from_all
-from conjoin.sim import OPTIMIZER_COPIES, MachinePrices, measure_memory
-
-DEFAULT_BUDGET = 60.0
-SEARCH_VERSION = 1
-"""Raised when searches find other plans than before: what was found by an earlier one is then not remembered."""
-_GIB = 2**30
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What is asked of a search."""
-
-    search: str = "joint"
-    budget: float = DEFAULT_BUDGET
-    """Seconds; a search with none still returns the best named strategy."""
-    optimizer: str = "adam"
-    memory: int | None = None
-    """Bytes of each device that may be used; None is all it has."""
-    seed: int = 0
-    steps: int | None = None
-    """Plans that may be simulated; None is as many as there is time for."""
-
-
-@dataclass(frozen=True, slots=True)
-class SearchResult:
-    """The best plan found, what it is compared with, and how the search went."""
-
-    plan: Plan
-    seconds_per_step: float
-    peak_bytes: int
-    baseline: str
-    """The best named strategy, or a plan of the user's."""
-    baseline_seconds_per_step: float
-    stopped: Stopped
-    search_seconds: float
-    num_plans: int
-    """Simulated."""
-    history: tuple[Improvement, ...]
-
-    @property
-    def ratio(self) -> float:
-        """How much faster than the baseline."""
-        return self.baseline_seconds_per_step / self.seconds_per_step
-
+from conjoin.search.wishing import SearchResult, Wish, check_wish, usable_bytes
+from conjoin.sim import MachinePrices
 
 Search = Callable[[Contest, Sequence[Outcome], Wish], None]
 
@@ -111,31 +73,45 @@ def search_names() -> tuple[str, ...]:
     return tuple(SEARCHES)
 
 
-def find_plan(
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a search begins with besides the named strategies."""
+
+    plans: tuple[Plan, ...] = ()
+    """Of the user's: the result is compared with them."""
+    before: Plan | None = None
+    """The best of an earlier search, which this one goes on with."""
+    notes: Notes = field(default_factory=Notes)
+    """What that has tried; what this one tries is added."""
+
+
+def search_on(
     graph: Graph,
     machine: Machine,
     costs: CostModel,
-    wish: Wish | None = None,
-    *,
-    start: Sequence[Plan] = (),
+    wish: Wish,
+    begin: Beginning,
     progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
-    """The best plan for training a model on a machine: never worse than the named strategies, or plans to start from.
-
-    Ctrl-C ends the search, and the best plan so far is returned.
-    """
-    wish = wish or Wish()
+    """The fastest plan that is found on all devices of a machine: never worse than what it begins with."""
     contest = open_contest(graph, machine, costs, wish, progress)
+    contest.notes = begin.notes
     stopped = Stopped.CONVERGED
     starts: list[Outcome] = []
     try:
-        for plan in start:
+        for plan in begin.plans:
+            check_start(contest, plan)
             starts.append(contest.enter_plan(plan))
         for name, found in baselines(graph, machine):
             contest.tell(name)
             if found is not None:
                 starts.append(contest.enter(found))
                 contest.baseline = contest.best
+        if begin.before is not None:
+            check_start(contest, begin.before)
+            starts.insert(0, contest.enter_plan(begin.before))
+        if contest.best is None and contest.constraints and wish.search != "named":
+            starts += _within(contest, starts)
         contest.check("the named strategies are judged")
         SEARCHES[wish.search](contest, starts, wish)
     except Enough as end:
@@ -145,69 +121,74 @@ def find_plan(
             raise
         stopped = Stopped.INTERRUPTED
     if contest.best is None:
-        raise _nothing_fits(contest, len(starts))
-    return _result(contest, contest.best, stopped)
+        raise nothing_found(contest, len(starts))
+    result = _result(contest, contest.best, stopped)
+    check_seconds(contest, contest.best, wish, result)
+    return result
+
+
+def _within(contest: Contest, starts: Sequence[Outcome]) -> list[Outcome]:
+    """A plan that keeps to the constraints, where no named strategy does: a place to start from."""
+    tables = JointSearch(contest, variants_of(contest.captured, starts))
+    for units in tables.cuts():
+        for variant in tables.variants:
+            contest.tell("within the constraints")
+            found = tables.try_out(variant, units, tables.objective(OVERLAPS[0]))
+            if found is not None:
+                return [found]
+    return []
 
 
 def open_contest(
     graph: Graph, machine: Machine, costs: CostModel, wish: Wish, progress: Callable[[Progress], None] | None = None
 ) -> Contest:
     """A contest for what is wished; UsageError where the wish makes no sense."""
-    if wish.search not in SEARCHES:
-        raise UsageError(
-            f"The search {wish.search[:40]!r} was asked for. Known are {', '.join(SEARCHES)}. Name one of them."
-        )
-    if wish.optimizer not in OPTIMIZER_COPIES:
-        raise UsageError(
-            f"The optimizer {wish.optimizer[:40]!r} was asked for. Known are {', '.join(OPTIMIZER_COPIES)}. "
-            f"Name the one that remembers as many tensors for a parameter as yours."
-        )
-    capacity = usable_bytes(machine, wish)
-    prices = MachinePrices(machine, costs, wish.optimizer)
-    return Contest(graph, machine, prices, wish.optimizer, capacity, wish.budget, progress, steps_left=wish.steps)
-
-
-def usable_bytes(machine: Machine, wish: Wish) -> int:
-    """Bytes that may be used of every device."""
-    has = min(machine.device_type(rank).memory_bytes for rank in range(machine.num_devices))
-    return has if wish.memory is None else min(has, wish.memory)
+    check_wish(wish, tuple(SEARCHES))
+    constraints = make_constraints(graph, machine.mesh, wish.fixed, wish.forbidden_axes)
+    capacity, prices = usable_bytes(machine, wish), MachinePrices(machine, costs, wish.optimizer)
+    return Contest(
+        graph,
+        machine,
+        prices,
+        wish.optimizer,
+        capacity,
+        wish.budget,
+        progress,
+        steps_left=wish.steps,
+        cpu_budget=inf if wish.cpu_budget is None else wish.cpu_budget,
+        constraints=constraints,
+    )
 
 
 def _result(contest: Contest, best: Outcome, stopped: Stopped) -> SearchResult:
-    baseline = contest.baseline or best
+    baseline = contest.baseline
     return SearchResult(
         plan_of(best, contest.captured, contest.machine),
         best.seconds,
         best.peak_bytes or 0,
-        baseline.entry.name,
-        baseline.seconds,
+        baseline.entry.name if baseline is not None else "",
+        baseline.seconds if baseline is not None else best.seconds,
         stopped,
         contest.elapsed,
         contest.num_entries,
         tuple(contest.history),
+        cpu_seconds=contest.cpu_elapsed,
+        steps=contest.steps,
+        certificate=_certificate(contest, best, stopped),
+        notes=contest.notes,
     )
 
 
-def _nothing_fits(contest: Contest, num_plans: int) -> StrategyError:
-    name, machine = contest.captured.name, contest.machine
-    if contest.smallest is None or contest.smallest.peak_bytes is None:
-        return StrategyError(
-            f"No plan of {name} for {machine.name} was found; {num_plans} named strategies can be made. Most need "
-            f"a batch that is not smaller than the number of devices. Try another batch size, or fewer devices."
-        )
-    need, (part, num_bytes) = contest.smallest.peak_bytes, _largest_part(contest, contest.smallest)
-    return StrategyError(
-        f"No plan of {name} was found that fits {machine.name}: the smallest ({contest.smallest.entry.name}) needs "
-        f"{need / _GIB:.2f} GiB of a device, and {contest.capacity / _GIB:.2f} GiB may be used. Most of it, "
-        f"{num_bytes / _GIB:.2f} GiB, is {part}. Use a smaller batch, more devices, or allow more memory."
+def _certificate(contest: Contest, best: Outcome, stopped: Stopped) -> Certificate | None:
+    """What bounds the plan from below; not worked out for somebody who wants an end."""
+    return None if stopped is Stopped.INTERRUPTED else certify(contest, best)
+
+
+def go_on(wish: Wish, before: SearchResult) -> Wish:
+    """What is left of a wish after what a search has spent; its budgets count both searches together."""
+    return replace(
+        wish,
+        budget=max(0.0, wish.budget - before.search_seconds),
+        cpu_budget=None if wish.cpu_budget is None else max(0.0, wish.cpu_budget - before.cpu_seconds),
+        steps=None if wish.steps is None else max(0, wish.steps - before.steps),
     )
-
-
-def _largest_part(contest: Contest, outcome: Outcome) -> tuple[str, int]:
-    memory = measure_memory(outcome.simulation.program, contest.optimizer, contest.machine.device)
-    parts = {
-        "activations": memory.activations,
-        "parameters": memory.parameters,
-        "the optimizer's state": memory.optimizer_state,
-    }
-    return max(parts.items(), key=lambda part: part[1])

@@ -16,12 +16,11 @@ from math import exp
 from random import Random
 
 from conjoin.ir import rules_for
-from conjoin.machine import Mesh
 from conjoin.ops import Partial, ShardingRule
 from conjoin.search.contest import Contest, Entry, Outcome, Variant
 from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.settling import settle
-from conjoin.search.exact.units import Units, cuts
+from conjoin.search.exact.units import Units
 from conjoin.search.joint import JointSearch
 from conjoin.search.variants import as_variant
 from conjoin.sim import Change, Layouts, Program, make_change
@@ -41,11 +40,16 @@ _MAX_PARTS = 3
 
 def walk_from_all(contest: Contest, starts: Sequence[Outcome], seed: int) -> None:
     """FlexFlow's search from the fastest starts, one after the other."""
-    rng = Random(seed)
-    chosen = sorted(starts, key=lambda outcome: outcome.seconds)[:MAX_STARTS]
-    for place, start in enumerate(chosen if contest.machine.mesh.size > 1 else ()):
-        share = contest.time_left / (len(chosen) - place)
-        _Walk(contest, start.entry.name, start, rng, contest.elapsed + share).go()
+    rng = Random(seed + contest.notes.rounds)
+    contest.notes.rounds += 1
+    allowed = [start for start in starts if contest.allows(start.entry)]
+    if contest.best is not None and not allowed:
+        allowed = [contest.best]
+    chosen = sorted(allowed, key=lambda outcome: outcome.seconds)[:MAX_STARTS]
+    for place, start in enumerate(chosen if contest.mesh.size > 1 else ()):
+        share = contest.left / (len(chosen) - place)
+        until = contest.left - share if place + 1 < len(chosen) else -1.0
+        _Walk(contest, start.entry.name, start, rng, until).go()
     contest.check("all walks are over")
 
 
@@ -58,7 +62,7 @@ class _Walk:
     current: Outcome
     rng: Random
     until: float
-    """Seconds of the contest after which the next walk's turn has come."""
+    """The part left of the contest's time or steps at which the next walk's turn has come."""
     beta: float = field(init=False)
     best: float = field(init=False)
     """The least cost on this walk."""
@@ -73,7 +77,7 @@ class _Walk:
         """Until its time is over, or the second half of the proposals brought nothing better."""
         proposed, found_at = 0, 0
         least = MIN_PROPOSALS * len(self.current.simulation.program.skeleton.operators)
-        while proposed < max(least, 2 * found_at) and self.contest.elapsed < self.until:
+        while proposed < max(least, 2 * found_at) and self.contest.left > self.until:
             self.contest.check(f"random changes from {self.name}")
             proposed += 1
             if self._step():
@@ -81,7 +85,8 @@ class _Walk:
 
     def _step(self) -> bool:
         """Propose, and accept or not; whether that is the best of the walk."""
-        change = propose(self.current.simulation.program, self.rng)
+        change = propose(self.current.simulation.program, self.rng, self.contest.mesh.names)
+        change = None if change is None else self._kept(change)
         if change is None:
             return False
         proposed = self._try(change)
@@ -92,6 +97,15 @@ class _Walk:
         better = cost < self.best
         self.best = min(cost, self.best)
         return better
+
+    def _kept(self, change: Change) -> Change | None:
+        """The change with parameters stored as they are to be; None where it makes something as it may not be."""
+        program, constraints = self.current.simulation.program, self.contest.constraints
+        fixed = constraints.roots(program.skeleton) if constraints.fixed else {}
+        makes = zip(program.skeleton.operators[change.operator].makes, change.choice.outputs, strict=True)
+        if fixed is None or any(fixed.get(root, layout) != layout for root, layout in makes):
+            return None
+        return replace(change, leaves={root: layout for root, layout in change.leaves.items() if root not in fixed})
 
     def _accepts(self, cost: float) -> bool:
         worse = cost - self._cost(self.current)
@@ -115,15 +129,15 @@ class _Walk:
         return self.contest.judge(entry, self.contest.simulate(entry))
 
 
-def propose(program: Program, rng: Random) -> Change | None:
-    """A random choice for a random operator: the axes of the mesh in a few runs, for each a random rule.
+def propose(program: Program, rng: Random, axes: Sequence[str] = ()) -> Change | None:
+    """A random choice for a random operator: some axes of the mesh in a few runs, for each a random rule.
 
     None where what was drawn is not legal, or is what the operator does already.
     """
     operator = rng.randrange(len(program.skeleton.operators))
     rules = _rules(program, operator)
     drawn: dict[str, ShardingRule] = {}
-    for run in _runs(program.drafts.mesh, rng):
+    for run in _runs(axes or program.drafts.mesh.names, rng):
         rule = rng.choice(rules)
         drawn.update(dict.fromkeys(run, rule))
     change = make_change(program, operator, drawn)
@@ -141,25 +155,27 @@ def _rules(program: Program, operator: int) -> list[ShardingRule]:
     ]
 
 
-def _runs(mesh: Mesh, rng: Random) -> list[tuple[str, ...]]:
+def _runs(names: Sequence[str], rng: Random) -> list[tuple[str, ...]]:
     """The row of axes cut at random places."""
-    names = mesh.names
     places = sorted(rng.sample(range(1, len(names)), min(rng.randrange(_MAX_PARTS), len(names) - 1)))
-    return [names[a:b] for a, b in zip([0, *places], [*places, len(names)], strict=True)]
+    return [tuple(names[a:b]) for a, b in zip([0, *places], [*places, len(names)], strict=True)]
 
 
 def sample(contest: Contest, variants: Sequence[Variant], seed: int) -> None:
     """Random choices for all operators at once, again and again; parameters are stored as suits these best."""
-    rng, tables = Random(seed), JointSearch(contest, variants)
-    objective, problems = tables.objective(0.0), dict[tuple[int, Units], Problem]()
-    some = list(cuts(contest.machine.mesh, 2)) if contest.machine.mesh.size > 1 else []
+    rng, tables = Random(seed + contest.notes.rounds), JointSearch(contest, variants)
+    contest.notes.rounds += 1
+    objective, problems = tables.objective(0.0), dict[tuple[int, Units], Problem | None]()
+    some = tables.cuts()
     for _ in range(NUM_SAMPLES if some else 0):
         contest.check("random choices")
         number, units = rng.randrange(len(variants)), rng.choice(some)
         variant = variants[number]
         if (number, units) not in problems:
-            problems[number, units] = Problem(variant.skeleton, tables.space(units), objective)
+            problems[number, units] = tables.problem(variant, units, objective)
         problem = problems[number, units]
+        if problem is None:
+            continue
         values = [rng.randrange(size) for size in problem.sizes[: problem.num_operators]]
         layouts, regathered = problem.layouts(settle(problem, values))
         contest.enter(Entry("random choices", variant, layouts, regathered))

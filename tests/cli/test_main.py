@@ -25,8 +25,8 @@ Run = Callable[..., Ran]
 FLAGS = {
     "inspect": ["--batch", "--eval", "--json", "--output", "--train", "-o"],
     "plan": [
-        "--batch", "--budget", "--fresh", "--json", "--machine", "--memory", "--optimizer", "--output", "--search",
-        "--start", "--strategy", "-o",
+        "--at-most", "--batch", "--budget", "--cpu-budget", "--fix", "--forbid-axis", "--fresh", "--json", "--machine",
+        "--memory", "--objective", "--optimizer", "--output", "--search", "--start", "--strategy", "-o",
     ],
     "compare": ["--batch", "--budget", "--json", "--machine", "--memory", "--optimizer", "--search"],
     "explain": ["--json"],

@@ -88,7 +88,7 @@ def test_a_plan_of_the_users_is_a_start() -> None:
 
 
 def test_what_does_not_fit_is_told_with_what_takes_most() -> None:
-    with pytest.raises(StrategyError, match=r"needs .* GiB of a device, and 0.00 GiB may be used. Most of it"):
+    with pytest.raises(StrategyError, match=r"needs .* KiB of a device, and 1.95 KiB may be used. Most of it, .* KiB, is"):
         search("bert-base", memory=2000, budget=10.0)
 
 

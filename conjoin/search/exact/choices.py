@@ -149,10 +149,18 @@ def _ways_of(dim: Factors | Window | Spread, ways: Mapping[str, int]) -> int:
 
 
 def make_choices(
-    task: Task, units: Units, mesh_axes: Mapping[int, tuple[str, ...]], prices: OperatorSeconds
+    task: Task,
+    units: Units,
+    mesh_axes: Mapping[int, tuple[str, ...]],
+    prices: OperatorSeconds,
+    *,
+    every_rule: bool = False,
 ) -> Choices:
-    """Every legal choice of a task; `mesh_axes` names the axes of each group of units, by its bits."""
-    rules = _rules(task)
+    """Every legal choice of a task, but for rules that cannot pay unless every rule is wanted.
+
+    `mesh_axes` names the axes of each group of units, by its bits.
+    """
+    rules = rules_for(task.call, len(task.types)) if every_rule else _rules(task)
     picks = np.indices((len(rules),) * len(units)).reshape(len(units), -1).T.astype(np.int64)
     picks = picks[_compatible(rules, picks)]
     indices, ways = _ways(rules, picks, units)

@@ -62,6 +62,23 @@ def duals(rank: int, num_units: int) -> Codes:
     return join(swap[all_digits(rank, num_units)], rank)
 
 
+def code_on(layout: Layout, rank: int, units: Units) -> int | None:
+    """The number of a layout; None where it treats axes of one unit differently, or axes of none.
+
+    >>> from conjoin.search.exact.units import Unit
+    >>> code_on((("d0", Split(1)),), 2, (Unit(("d0",), 2), Unit(("d1",), 2)))
+    20
+    """
+    placements = dict(layout)
+    found = 0
+    for unit in units:
+        codes = {code_of(placements.pop(axis, Invariant())) for axis in unit.axes}
+        if len(codes) > 1:
+            return None
+        found = found * base(rank) + codes.pop()
+    return None if placements else found
+
+
 def layout_of(code: int, rank: int, units: Units, first: Sequence[str] = ()) -> Layout:
     """The layout that a number stands for; axes named in `first` split a dim before the others."""
     digits = all_digits(rank, len(units))[code]

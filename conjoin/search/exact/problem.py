@@ -7,7 +7,7 @@ memory) and of reshards; see `elimination.py` for what is done with them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -20,7 +20,7 @@ from conjoin.ops import Copies, Layout, Partial, Split, TensorType, make_layout,
 from conjoin.search.exact.choices import Choices, OperatorSeconds, Task, group_axes, make_choices
 from conjoin.search.exact.dominance import Change, undominated
 from conjoin.search.exact.elimination import Factor, Solution, Tables, solve
-from conjoin.search.exact.layout_codes import layout_of
+from conjoin.search.exact.layout_codes import code_on, layout_of
 from conjoin.search.exact.reshard_seconds import Array, ReshardSeconds, excess, held_share
 from conjoin.search.exact.storage import Storages, goes_in_bundle, make_storages
 from conjoin.search.exact.units import Units
@@ -44,6 +44,14 @@ class Objective:
     """Of the optimizer, for a stored byte."""
 
 
+Made = tuple[tuple[int, int], ...]
+"""Outputs of an operator that are to be made in some layout, each with its number."""
+
+
+class Impossible(Exception):
+    """On these units nothing keeps to the fixed layouts."""
+
+
 class _Source(Enum):
     """Where an operand comes from: another operator, a parameter, or what is the same on every device."""
 
@@ -54,7 +62,7 @@ class _Source(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class Kind:
     """What operators must share to have the same choices and tables."""
 
     task: Task
@@ -74,11 +82,11 @@ class Space:
     reshards: ReshardSeconds
     operators: OperatorSeconds
     tables: Tables = field(default_factory=Tables)
-    _choices: dict[Task, Choices] = field(default_factory=dict)
-    _pruned: dict[tuple[_Kind, Objective, bool], Choices] = field(default_factory=dict)
-    _near: dict[tuple[_Kind, Objective, tuple[int, ...]], Choices] = field(default_factory=dict)
-    _storages: dict[tuple[TensorType, bool, Objective], Storages] = field(default_factory=dict)
-    _readings: dict[tuple[TensorType, bool, bool, Objective], Array] = field(default_factory=dict)
+    _choices: dict[tuple[Task, bool], Choices] = field(default_factory=dict)
+    _pruned: dict[tuple[Kind, Objective, bool, Made], Choices] = field(default_factory=dict)
+    _near: dict[tuple[Kind, Objective, tuple[int, ...]], Choices] = field(default_factory=dict)
+    _storages: dict[tuple[TensorType, bool, Objective, int | None], Storages] = field(default_factory=dict)
+    _readings: dict[tuple[TensorType, bool, bool, Objective, int | None], Array] = field(default_factory=dict)
     _stored: dict[tuple[TensorType, bool, bool, Objective], Array] = field(default_factory=dict)
     _excess: dict[tuple[TensorType, bool, bool], Array] = field(default_factory=dict)
 
@@ -86,11 +94,13 @@ class Space:
     def degrees(self) -> tuple[int, ...]:
         return tuple(unit.degree for unit in self.units)
 
-    def choices(self, task: Task) -> Choices:
-        """Every legal choice of a task."""
-        if task not in self._choices:
-            self._choices[task] = make_choices(task, self.units, group_axes(self.units, self.mesh), self.operators)
-        return self._choices[task]
+    def choices(self, task: Task, every_rule: bool = False) -> Choices:
+        """Every legal choice of a task, but for rules that cannot pay unless every rule is wanted."""
+        key = task, every_rule
+        if key not in self._choices:
+            groups = group_axes(self.units, self.mesh)
+            self._choices[key] = make_choices(task, self.units, groups, self.operators, every_rule=every_rule)
+        return self._choices[key]
 
     def between(self, type: TensorType, with_gradient: bool) -> Array:
         """Seconds of the reshards of an activation."""
@@ -104,11 +114,13 @@ class Space:
             self._excess[key] = excess(table if is_read else table.T)
         return self._excess[key]
 
-    def reading(self, type: TensorType, trained: bool, back: bool, objective: Objective) -> Array:
+    def reading(
+        self, type: TensorType, trained: bool, back: bool, objective: Objective, only: int | None = None
+    ) -> Array:
         """[storage, layout of use]: seconds in which a parameter comes to a reader, and its gradient back."""
-        key = type, trained, back, objective
+        key = type, trained, back, objective, only
         if key not in self._readings:
-            storages = self.storages(type, trained, objective)
+            storages = self.storages(type, trained, objective, only)
             self._readings[key] = self._find_reading(type, storages, back, objective)
         return self._readings[key]
 
@@ -127,21 +139,25 @@ class Space:
             seconds = seconds + np.where(storages.regathered[:, None], again, keeping)
         return seconds
 
-    def storages(self, type: TensorType, trained: bool, objective: Objective) -> Storages:
-        """Every way to store a parameter."""
-        key = type, trained, objective
+    def storages(self, type: TensorType, trained: bool, objective: Objective, only: int | None = None) -> Storages:
+        """Every way to store a parameter, or those in one layout."""
+        key = type, trained, objective, only
         if key not in self._storages:
-            self._storages[key] = make_storages(
-                type, self.units, trained, objective.copies, objective.update_seconds, objective.seconds_per_byte
-            )
+            copies, update = (objective.copies, objective.update_seconds) if trained else (1, 0.0)
+            self._storages[key] = make_storages(type, self.units, copies, update, objective.seconds_per_byte, only)
         return self._storages[key]
 
-    def pruned(self, kind: _Kind, objective: Objective, with_dominated: bool = False) -> Choices:
+    def _making(self, task: Task, made: Made) -> Choices:
+        """The choices of a task that make outputs in given layouts, those among them which seldom pay."""
+        found = self.choices(task, every_rule=True)
+        return found.only(np.logical_and.reduce([found.outputs[i] == code for i, code in made]))
+
+    def pruned(self, kind: Kind, objective: Objective, with_dominated: bool = False, made: Made = ()) -> Choices:
         """The choices of an operator that are not dominated; their seconds count what depends on them alone."""
-        key = kind, objective, with_dominated
+        key = kind, objective, with_dominated, made
         if key not in self._pruned:
-            found = self.choices(kind.task)
-            seconds = found.seconds + self._alone(kind, found, objective)
+            found = self._making(kind.task, made) if made else self.choices(kind.task)
+            seconds = found.seconds + self.alone(kind, found, objective)
             if with_dominated:
                 kept = np.arange(len(found))
             else:
@@ -150,7 +166,7 @@ class Space:
             self._pruned[key] = Choices(part.rules, part.picks, seconds[kept], part.operands, part.outputs)
         return self._pruned[key]
 
-    def near(self, kind: _Kind, objective: Objective, rules: tuple[int, ...]) -> Choices:
+    def near(self, kind: Kind, objective: Objective, rules: tuple[int, ...]) -> Choices:
         """Those of them that follow the given rule on some unit at least."""
         key = kind, objective, rules
         if key not in self._near:
@@ -158,7 +174,7 @@ class Space:
             self._near[key] = found.only((found.picks == np.array(rules)).any(axis=1)) if len(found) > _FEW else found
         return self._near[key]
 
-    def _alone(self, kind: _Kind, choices: Choices, objective: Objective) -> Array:
+    def alone(self, kind: Kind, choices: Choices, objective: Objective) -> Array:
         """Bringing out results, and the memory of what is made and kept for the backward pass."""
         seconds = np.zeros(len(choices))
         for i in kind.results:
@@ -169,7 +185,7 @@ class Space:
                 seconds += objective.seconds_per_byte * held
         return seconds
 
-    def _tensors(self, kind: _Kind, choices: Choices, objective: Objective) -> list[Change]:
+    def _tensors(self, kind: Kind, choices: Choices, objective: Objective) -> list[Change]:
         found: list[Change] = []
         for i, (type, source) in enumerate(zip(kind.task.call.tensors, kind.sources, strict=True)):
             back = i in kind.task.needs
@@ -200,18 +216,23 @@ class Problem:
         near: Layouts | None = None,
         *,
         with_dominated: bool = False,
+        fixed: Mapping[int, Layout] | None = None,
     ) -> None:
+        """`near` narrows choices to those like given layouts; `fixed` gives tensors a layout, by their numbers."""
         self.skeleton, self.space, self.objective = skeleton, space, objective
+        self.fixed = fixed or {}
+        self._codes = self._code_fixed()
         self.num_operators = len(skeleton.operators)
-        kinds = _kinds_of(skeleton)
+        kinds = kinds_of(skeleton)
         self.kinds: list[Hashable] = [(kind, with_dominated) for kind in kinds]
         self.choices = [space.pruned(kind, objective, with_dominated) for kind in kinds]
         if near is not None:
             given = [self._rules_of(place, near.choices[place]) for place in range(self.num_operators)]
             self.kinds = list(zip(kinds, given, strict=True))
             self.choices = [space.near(kind, objective, r) for kind, r in zip(kinds, given, strict=True)]
+        self._keep_to_fixed(kinds, with_dominated)
         self.stored = [
-            i for i, root in enumerate(skeleton.roots) if root.leaf is not None and _is_stored(root.leaf.kind)
+            i for i, root in enumerate(skeleton.roots) if root.leaf is not None and is_stored(root.leaf.kind)
         ]
         self.hubs = [i for i, root in enumerate(skeleton.roots) if root.maker >= 0 and len(skeleton.readers[i]) > 1]
         self.variable = {root: self.num_operators + n for n, root in enumerate([*self.stored, *self.hubs])}
@@ -226,6 +247,33 @@ class Problem:
         for root in range(len(skeleton.roots)):
             if root not in self.variable and skeleton.roots[root].maker >= 0 and skeleton.readers[root]:
                 self._connect(root)
+            elif root not in self.variable and root in self._codes:
+                self._give(root)
+
+    def _code_fixed(self) -> dict[int, int]:
+        """The numbers of the fixed layouts; Impossible where these units cannot tell them."""
+        found = {}
+        for root, layout in self.fixed.items():
+            code = code_on(layout, len(self.skeleton.roots[root].type.shape), self.space.units)
+            if code is None:
+                raise Impossible
+            found[root] = code
+        return found
+
+    def _keep_to_fixed(self, kinds: Sequence[Kind], with_dominated: bool) -> None:
+        """Leave operators the choices that make their outputs in the fixed layouts; Impossible where there is none.
+
+        Where an input is fixed, choices are told apart by how they read it, which dominance does not know.
+        """
+        given = {root for root in self._codes if _is_given(self.skeleton.roots[root].leaf)}
+        for place, operator in enumerate(self.skeleton.operators):
+            made = tuple((i, self._codes[root]) for i, root in enumerate(operator.makes) if root in self._codes)
+            reads = not given.isdisjoint(operator.reads)
+            if made or reads:
+                self.kinds[place] = kinds[place], with_dominated or reads, made
+                self.choices[place] = self.space.pruned(kinds[place], self.objective, with_dominated or reads, made)
+            if not len(self.choices[place]):
+                raise Impossible
 
     def solve(self) -> Solution:
         """The least sum."""
@@ -234,22 +282,30 @@ class Problem:
     def _put(self, variables: tuple[int, ...], name: Hashable, values: Array) -> None:
         self.factors.append(Factor(variables, self.space.tables.named(name, values)))
 
-    def _storages(self, root: int) -> Storages:
-        leaf = self.skeleton.roots[root].leaf
+    def storages(self, root: int) -> Storages:
+        """The ways to store a parameter."""
+        leaf, only = self.skeleton.roots[root].leaf, self._codes.get(root)
         assert leaf is not None
-        return self.space.storages(self.skeleton.roots[root].type, leaf.trainable, self.objective)
+        return self.space.storages(self.skeleton.roots[root].type, leaf.trainable, self.objective, only)
 
     def _store(self, root: int) -> None:
-        storages, variable, type = self._storages(root), self.variable[root], self.skeleton.roots[root].type
-        leaf = self.skeleton.roots[root].leaf
+        storages, variable, type = self.storages(root), self.variable[root], self.skeleton.roots[root].type
+        leaf, only = self.skeleton.roots[root].leaf, self._codes.get(root)
         assert leaf is not None
         self.sizes.append(len(storages.seconds))
-        self._put((variable,), ("storing", type, leaf.trainable, self.objective), storages.seconds)
+        self._put((variable,), ("storing", type, leaf.trainable, self.objective, only), storages.seconds)
         for place, operand in self.skeleton.readers[root]:
             back = operand in self.skeleton.operators[place].needs
-            name = "reading", type, leaf.trainable, back, self.kinds[place], operand, self.objective
-            table = self.space.reading(type, leaf.trainable, back, self.objective)
+            name = "reading", type, leaf.trainable, back, self.kinds[place], operand, self.objective, only
+            table = self.space.reading(type, leaf.trainable, back, self.objective, only)
             self._put((variable, place), name, table[:, self.choices[place].operands[operand]])
+
+    def _give(self, root: int) -> None:
+        """What is given in a fixed layout is brought to whoever reads it."""
+        type, code = self.skeleton.roots[root].type, self._codes[root]
+        for place, operand in self.skeleton.readers[root]:
+            name = "given", type, code, self.kinds[place], operand, self.objective
+            self._put((place,), name, self.space.between(type, False)[code, self.choices[place].operands[operand]])
 
     def _share(self, root: int) -> None:
         """The hub of a tensor: brought there once, and from there to everyone who reads it."""
@@ -292,11 +348,13 @@ class Problem:
                 continue
             wanted = [choices[place].operands[operand] for place, operand in skeleton.readers[number]]
             if number not in self.variable:
-                leaves[number] = _given(wanted) if root.leaf.kind is LeafKind.INPUT else ()
+                given = _given(wanted) if root.leaf.kind is LeafKind.INPUT else ()
+                leaves[number] = self.fixed.get(number, given)
                 continue
-            storages, value = self._storages(number), solution.values[self.variable[number]]
+            storages, value = self.storages(number), solution.values[self.variable[number]]
             first = [axis for layout in wanted[:1] for axis, place in layout if isinstance(place, Split)]
-            leaves[number] = layout_of(int(storages.codes[value]), len(root.type.shape), units, first)
+            stored = layout_of(int(storages.codes[value]), len(root.type.shape), units, first)
+            leaves[number] = self.fixed.get(number, stored)
             if storages.regathered[value]:
                 regathered.add(root.leaf.name)
         return Layouts(leaves, tuple(choices), result_layouts(skeleton, choices)), frozenset(regathered)
@@ -316,10 +374,13 @@ class Problem:
     def _choice(self, place: int, value: int) -> Choice:
         found = self.choices[place]
         picks = zip(self.space.units, found.picks[value], strict=True)
-        return choose({axis: found.rules[int(pick)] for unit, pick in picks for axis in unit.axes})
+        rules = {axis: found.rules[int(pick)] for unit, pick in picks for axis in unit.axes}
+        fixed = [self.fixed[root] for root in self.skeleton.operators[place].makes if root in self.fixed]
+        order = [axis for layout in fixed for axis, _ in layout]  # in which they split one dim
+        return choose({axis: rules[axis] for axis in (*dict.fromkeys(order), *rules)})
 
 
-def _kind_of(skeleton: Skeleton, operator: Operator, of_weights: bool) -> _Kind:
+def _kind_of(skeleton: Skeleton, operator: Operator, of_weights: bool) -> Kind:
     roots = [skeleton.roots[root] for root in operator.reads]
     sources = tuple(_source_of(root.leaf) for root in roots)
     types = tuple(type.laid_out(()) for type in operator.node.types)
@@ -330,10 +391,10 @@ def _kind_of(skeleton: Skeleton, operator: Operator, of_weights: bool) -> _Kind:
         any(operand in skeleton.operators[place].needs for place, operand in skeleton.readers[root])
         for root in operator.makes
     )
-    return _Kind(task, sources, results, passed)
+    return Kind(task, sources, results, passed)
 
 
-def _kinds_of(skeleton: Skeleton) -> list[_Kind]:
+def kinds_of(skeleton: Skeleton) -> list[Kind]:
     """The kind of every operator."""
     fed = {i for i, root in enumerate(skeleton.roots) if root.leaf is not None and root.leaf.kind is LeafKind.INPUT}
     kinds = []
@@ -347,12 +408,17 @@ def _kinds_of(skeleton: Skeleton) -> list[_Kind]:
 def _source_of(leaf: Leaf | None) -> _Source:
     if leaf is None:
         return _Source.MADE
-    if not _is_stored(leaf.kind):
+    if not is_stored(leaf.kind):
         return _Source.GIVEN
     return _Source.TRAINED if leaf.trainable else _Source.FROZEN
 
 
-def _is_stored(kind: LeafKind) -> bool:
+def _is_given(leaf: Leaf | None) -> bool:
+    return leaf is not None and not is_stored(leaf.kind)
+
+
+def is_stored(kind: LeafKind) -> bool:
+    """Whether it is kept from step to step in a layout that is searched."""
     return kind is LeafKind.PARAMETER
 
 

@@ -28,9 +28,17 @@ class Storages:
 
 
 def make_storages(
-    type: TensorType, units: Units, trained: bool, copies: int, update_seconds: float, seconds_per_byte: float
+    type: TensorType,
+    units: Units,
+    copies: int,
+    update_seconds: float,
+    seconds_per_byte: float,
+    only: int | None = None,
 ) -> Storages:
-    """Every layout of I and splits with little waste; where memory counts also those with gathering twice."""
+    """Every layout of I and splits with little waste, or a given one; where memory counts also gathered twice.
+
+    `copies` tensors are stored for it, and for a byte of it an update takes `update_seconds`.
+    """
     digits = all_digits(len(type.shape), len(units))
     degrees = np.array([unit.degree for unit in units])
     legal = ((digits == WHOLE) | (digits >= S)).all(axis=1)
@@ -41,9 +49,9 @@ def make_storages(
         legal &= (ways <= max(size, 1)) & (piece * ways <= size * MAX_WASTE)
         even &= piece * ways == size
         share *= piece / max(size, 1)
-    codes = np.flatnonzero(legal)
+    codes = np.flatnonzero(legal if only is None else np.arange(len(digits)) == only)
     held = type.bytes * share[codes]
-    seconds = held * (copies if trained else 1) * seconds_per_byte + (held * update_seconds if trained else 0.0)
+    seconds = held * copies * seconds_per_byte + held * update_seconds
     split = np.flatnonzero((share < 1)[codes] & even[codes]) if seconds_per_byte else np.zeros(0, np.intp)
     return Storages(
         np.concatenate([codes, codes[split]]),

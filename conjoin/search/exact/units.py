@@ -69,6 +69,15 @@ def canonical(units: Units, mesh: Mesh) -> tuple[tuple[tuple[int, bool], ...], .
     return tuple(sorted(tuple(sorted(kinds[axis] for axis in unit.axes)) for unit in units))
 
 
+def kinds_text(units: Units, mesh: Mesh) -> str:
+    """What `canonical` tells, in a word.
+
+    >>> kinds_text(next(cuts(Mesh.of_nodes(4, 6), 2)), Mesh.of_nodes(4, 6))
+    '2d2n3d|2n'
+    """
+    return "|".join("".join(f"{size}{'dn'[between]}" for size, between in kinds) for kinds in canonical(units, mesh))
+
+
 def natural_units(choices: Sequence[Choice], mesh: Mesh) -> Units:
     """The axes that every operator treats alike, as one unit each."""
     alike: dict[tuple[Placement, ...], list[str]] = {}

@@ -1,0 +1,114 @@
+"""How far a plan can be from the best that the exact core could find: a sum that nothing on its units is below.
+
+The tables count seconds one after the other. For the units of a plan, the guess of what is hidden and the price of a
+byte with which it was found, the least sum over all layouts and storages is known exactly, or from below where
+elimination would be too large (`exact/relaxing.py`). With a price l of a byte and m bytes that may be used,
+
+    least over all that need at most m  >=  (least of seconds + l · bytes) - l · m          (weak duality)
+
+What is bounded is the sum on these units and this variant of the graph. The timeline, in which things overlap, other
+units, other rewrites, and memory beyond what tables count are not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from conjoin.search.contest import Contest, Outcome
+from conjoin.search.exact.problem import Objective
+from conjoin.search.exact.relaxing import Bound, lower_bound
+from conjoin.search.exact.summing import sum_of
+from conjoin.search.exact.units import Units, natural_units, splits
+from conjoin.search.joint import OVERLAPS, JointSearch, shown
+from conjoin.search.variants import as_variant
+
+_MAX_UNITS = 3
+_MIN_PRICE = 1e-21
+"""Of a byte: counts for nothing, but tables have parameters gathered twice only where a byte has a price."""
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """A plan's sum of seconds by the tables, and one that no plan on the same units is below."""
+
+    units: str
+    """The degrees of the units."""
+    hidden: float
+    """The part of the parameters' communication that is not counted."""
+    seconds: float
+    """Of the plan: its operators, reshards and updates, one after the other."""
+    least: float
+    is_exact: bool
+    """Whether some plan has the least sum; else it is only known that none has less."""
+    memory: int | None = None
+    """The bound holds for plans that need at most so many bytes, as tables count them; None where it holds for all."""
+
+    @property
+    def gap(self) -> float:
+        """By which part of the bound the plan's sum can at most be lowered.
+
+        >>> Certificate("2×4", 0.6, 1.05, 1.0, True).gap
+        0.050000000000000044
+        """
+        return max(0.0, self.seconds / self.least - 1) if self.least > 0 else float("inf")
+
+    def __str__(self) -> str:
+        among = "" if self.memory is None else f" in {self.memory / 2**30:.3g} GiB"
+        return (
+            f"the sum of seconds is within {self.gap:.1%} of the least on units of {self.units}{among}, "
+            f"{self.hidden:.0%} of the parameters' communication not counted"
+        )
+
+
+def certify(contest: Contest, best: Outcome) -> Certificate | None:
+    """What is known of a plan from below; None where its layouts are not among those of the tables.
+
+    Where there is no time left, only if the tables are there already.
+    """
+    outcome = as_variant(best)
+    entry, mesh = outcome.entry, contest.mesh
+    natural = natural_units(entry.layouts.choices, mesh) if mesh.size > 1 else ()
+    if not natural or len(natural) > _MAX_UNITS:
+        return None
+    objective = entry.objective or JointSearch(contest, ()).objective(OVERLAPS[0])
+    if entry.regathered and not objective.seconds_per_byte:
+        objective = replace(objective, seconds_per_byte=_MIN_PRICE)
+    for units in _known_first(contest, natural):
+        if units in contest.spaces or contest.time_left > 0:
+            found = _certify_on(contest, outcome, units, objective)
+            if found is not None:
+                return found
+    return None
+
+
+def _known_first(contest: Contest, natural: Units) -> list[Units]:
+    """The units of the plan itself, or finer ones for which there are tables."""
+    finer = [units for units in splits(natural, contest.mesh, _MAX_UNITS) if units in contest.spaces]
+    wanted = {frozenset(unit.axes) for unit in natural}
+    same = [units for units in contest.spaces if {frozenset(unit.axes) for unit in units} == wanted]
+    return [*same, *(finer if len(natural) < _MAX_UNITS else ()), *(() if same else (natural,))]
+
+
+def _certify_on(contest: Contest, outcome: Outcome, units: Units, objective: Objective) -> Certificate | None:
+    tables, entry = JointSearch(contest, ()), outcome.entry
+    space, skeleton = tables.space(units), entry.variant.skeleton
+    own = sum_of(skeleton, space, objective, entry.layouts, entry.regathered)
+    bound = _bound(tables, outcome, units, objective) if own is not None else None
+    if own is None or bound is None or bound.least <= 0:
+        return None
+    price = objective.seconds_per_byte
+    if price <= _MIN_PRICE:
+        return Certificate(shown(units), objective.overlap, own, bound.least, bound.is_exact)
+    dearer = sum_of(skeleton, space, replace(objective, seconds_per_byte=2 * price), entry.layouts, entry.regathered)
+    assert dearer is not None, "the price of a byte changes no layout"
+    priced = dearer - own
+    memory = max(contest.capacity, round(priced / price))
+    least = bound.least - price * memory
+    if least <= 0:  # true, and says nothing
+        return None
+    return Certificate(shown(units), objective.overlap, own - priced, least, bound.is_exact, memory)
+
+
+def _bound(tables: JointSearch, outcome: Outcome, units: Units, objective: Objective) -> Bound | None:
+    problem = tables.problem(outcome.entry.variant, units, objective)
+    return None if problem is None else lower_bound(problem.sizes, problem.factors, problem.space.tables)

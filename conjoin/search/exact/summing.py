@@ -1,0 +1,121 @@
+"""What the tables say of given layouts: the sum that elimination would minimise, for a plan that came from anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from conjoin.ir import Choice
+from conjoin.ops import placement_on
+from conjoin.search.exact.choices import Choices
+from conjoin.search.exact.layout_codes import code_on
+from conjoin.search.exact.problem import Kind, Objective, Space, is_stored, kinds_of
+from conjoin.search.exact.units import Units
+from conjoin.sim import Layouts, Skeleton
+
+
+class _NotThere(Exception):
+    """The tables do not have these layouts."""
+
+
+def sum_of(
+    skeleton: Skeleton, space: Space, objective: Objective, layouts: Layouts, regathered: Collection[str] = ()
+) -> float | None:
+    """The sum of all tables at some layouts; None where the units cannot tell them, or the tables leave them out."""
+    try:
+        return _Sum(skeleton, space, objective, layouts, regathered).total()
+    except _NotThere:
+        return None
+
+
+@dataclass
+class _Sum:
+    """A sum under way."""
+
+    skeleton: Skeleton
+    space: Space
+    objective: Objective
+    layouts: Layouts
+    regathered: Collection[str]
+    _read: dict[tuple[int, int], int] = field(default_factory=dict)
+    """The layout in which an operator reads an operand, by its number."""
+    _made: dict[int, int] = field(default_factory=dict)
+
+    def total(self) -> float:
+        """Operators, then what is stored, then what is passed on."""
+        seconds = sum(self._operator(place, kind) for place, kind in enumerate(kinds_of(self.skeleton)))
+        for number, root in enumerate(self.skeleton.roots):
+            if root.maker >= 0:
+                seconds += self._passing(number)
+            elif root.leaf is not None and is_stored(root.leaf.kind):
+                seconds += self._storing(number)
+        return seconds
+
+    def _operator(self, place: int, kind: Kind) -> float:
+        found = self._choice(kind, self.layouts.choices[place])
+        for operand, codes in enumerate(found.operands):
+            self._read[place, operand] = int(codes[0])
+        for root, codes in zip(self.skeleton.operators[place].makes, found.outputs, strict=True):
+            self._made[root] = int(codes[0])
+        return float(found.seconds[0] + self.space.alone(kind, found, self.objective)[0])
+
+    def _choice(self, kind: Kind, choice: Choice) -> Choices:
+        """A choice as the tables have it; rules that seldom pay are looked at last."""
+        for every_rule in (False, True):
+            choices = self.space.choices(kind.task, every_rule)
+            row = _row(choices, choice, self.space.units)
+            if row is not None:
+                return choices.only(np.array([row]))
+        raise _NotThere
+
+    def _passing(self, root: int) -> float:
+        """Reshards of what an operator makes; where several read it, by way of the layout that suits them best."""
+        readers, type, made = self.skeleton.readers[root], self.skeleton.roots[root].type, self._made[root]
+        backs = [operand in self.skeleton.operators[place].needs for place, operand in readers]
+        wanted = [self._read[reader] for reader in readers]
+        if len(readers) < 2:
+            pairs = zip(wanted, backs, strict=True)
+            return sum(float(self.space.between(type, back)[made, code]) for code, back in pairs)
+        ways = np.unique([made, *wanted])
+        sums = self.space.between(type, any(backs))[made, ways].copy()
+        for code, back in zip(wanted, backs, strict=True):
+            sums += self.space.between(type, back)[ways, code]
+        return float(sums.min())
+
+    def _storing(self, root: int) -> float:
+        leaf, type, objective = self.skeleton.roots[root].leaf, self.skeleton.roots[root].type, self.objective
+        assert leaf is not None
+        code = code_on(self.layouts.leaves.get(root, ()), len(type.shape), self.space.units)
+        if code is None:
+            raise _NotThere
+        found = self.space.storages(type, leaf.trainable, objective, code)
+        rows = np.flatnonzero(found.regathered == (leaf.name in self.regathered))
+        if not len(rows):
+            raise _NotThere
+        seconds = float(found.seconds[rows[0]])
+        for place, operand in self.skeleton.readers[root]:
+            back = operand in self.skeleton.operators[place].needs
+            table = self.space.reading(type, leaf.trainable, back, objective, code)
+            seconds += float(table[rows[0], self._read[place, operand]])
+        return seconds
+
+
+def _row(choices: Choices, choice: Choice, units: Units) -> int | None:
+    """Which of the choices follows a given one on every axis of every unit; None where none does."""
+    mask = np.ones(len(choices), bool)
+    for column, unit in enumerate(units):
+        mask &= np.isin(choices.picks[:, column], _rules(choices, choice, unit.axes))
+    rows = np.flatnonzero(mask)
+    return int(rows[choices.seconds[rows].argmin()]) if len(rows) else None
+
+
+def _rules(choices: Choices, choice: Choice, axes: tuple[str, ...]) -> list[int]:
+    """The rules that a choice follows on all of some axes."""
+    found = list(range(len(choices.rules)))
+    for axis in axes:
+        operands = tuple(placement_on(layout, axis) for layout in choice.operands)
+        outputs = tuple(placement_on(layout, axis) for layout in choice.outputs)
+        found = [i for i in found if (choices.rules[i].operands, choices.rules[i].outputs) == (operands, outputs)]
+    return found

@@ -1,0 +1,109 @@
+"""What is told when a search finds nothing that keeps to what was asked: the tightest constraint, and what lifts it."""
+
+from __future__ import annotations
+
+from conjoin.errors import StrategyError, UsageError
+from conjoin.ir import Plan, model_mark
+from conjoin.search.contest import Contest, Outcome
+from conjoin.search.wishing import SearchResult, Wish
+from conjoin.sim import measure_memory
+
+
+def check_start(contest: Contest, plan: Plan) -> None:
+    """UsageError where a plan to start from is of another model or for other devices."""
+    machine, mark = contest.machine, model_mark(contest.captured)
+    if plan.mesh != machine.mesh:
+        raise UsageError(
+            f"A plan for {plan.mesh.size} devices ({plan.mesh or 'no axes'}) was given to start from. The machine "
+            f"{machine.name} has {machine.num_devices} ({machine.mesh or 'no axes'}). Make the plan for this machine."
+        )
+    if plan.model.fingerprint != mark.fingerprint:
+        raise UsageError(
+            f"A plan of {plan.model.name} was given to start from. It was made for another model or batch than this "
+            f"{mark.name}, their fingerprints differ. Make the plan for this model and batch."
+        )
+
+
+def nothing_found(contest: Contest, num_plans: int) -> StrategyError:
+    """Why there is no plan at all."""
+    if contest.smallest is not None and contest.smallest.peak_bytes is not None:
+        return _nothing_fits(contest, contest.smallest, contest.smallest.peak_bytes)
+    name, machine, constraints = contest.captured.name, contest.machine, contest.constraints
+    if constraints:
+        asked, hint = [*map(str, constraints.fixed), *(f"{a} unused" for a in constraints.forbidden)], _lifted(contest)
+        return StrategyError(
+            f"No plan of {name} for {machine.name} was found that keeps to {', '.join(asked)[:300]}: {num_plans} were "
+            f"tried. {hint} Ask for less of it."
+        )
+    return StrategyError(
+        f"No plan of {name} for {machine.name} was found; {num_plans} named strategies can be made. Most need "
+        f"a batch that is not smaller than the number of devices. Try another batch size, or fewer devices."
+    )
+
+
+def _nothing_fits(contest: Contest, smallest: Outcome, need: int) -> StrategyError:
+    hint = _lifted(contest)
+    if contest.without is None:
+        part, num_bytes = _largest_part(contest, smallest)
+        hint = f"Most of it, {_size(num_bytes)}, is {part}."
+    change = "Use a smaller batch, more devices," if contest.without is None else "Lift that constraint,"
+    return StrategyError(
+        f"No plan of {contest.captured.name} was found that fits {contest.machine.name}: the smallest "
+        f"({smallest.entry.name}) needs {_size(need)} of a device, and {_size(contest.capacity)} may be used. "
+        f"{hint} {change} or allow {_size(need)}."
+    )
+
+
+def _lifted(contest: Contest) -> str:
+    """A sentence: what there would be without the constraint that is in the way."""
+    found = contest.without
+    if found is None:
+        return "Nothing else was found that fits, either."
+    broken = contest.constraints.broken_by(found.entry.variant.skeleton, found.entry.layouts)
+    return f"Without {broken}, {found.entry.name} takes {_milliseconds(found.seconds)} a step and fits."
+
+
+class TooSlow(StrategyError):
+    """The fastest plan found takes longer than a step may; the search could go on from it."""
+
+    def __init__(self, message: str, result: SearchResult) -> None:
+        super().__init__(message)
+        self.result = result
+
+
+def check_seconds(contest: Contest, best: Outcome, wish: Wish, result: SearchResult) -> None:
+    """TooSlow where the fastest plan takes longer than a step may."""
+    if wish.at_most is None or best.seconds <= wish.at_most:
+        return
+    faster = contest.without is not None and contest.without.seconds <= wish.at_most
+    hint = _lifted(contest) if faster else f"That is {best.seconds / wish.at_most:.2f} times as long."
+    raise TooSlow(
+        f"A step of {contest.captured.name} on {contest.machine.name} was to take {_milliseconds(wish.at_most)} at "
+        f"most, and the fastest plan found ({best.entry.name}) takes {_milliseconds(best.seconds)}. {hint} Allow so "
+        f"long, search for longer than {contest.elapsed:.0f} s, or use more devices.",
+        result,
+    )
+
+
+def _size(num_bytes: float) -> str:
+    """Bytes in the largest unit of which there is at least a tenth.
+
+    >>> _size(2**30), _size(2**24), _size(500)
+    ('1.00 GiB', '16.00 MiB', '0.49 KiB')
+    """
+    power = next((p for p in (3, 2) if num_bytes >= 2 ** (10 * p) / 10), 1)
+    return f"{num_bytes / 2 ** (10 * power):.2f} {' KMG'[power]}iB"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"
+
+
+def _largest_part(contest: Contest, outcome: Outcome) -> tuple[str, int]:
+    memory = measure_memory(outcome.simulation.program, contest.optimizer, contest.machine.device)
+    parts = {
+        "activations": memory.activations,
+        "parameters": memory.parameters,
+        "the optimizer's state": memory.optimizer_state,
+    }
+    return max(parts.items(), key=lambda part: part[1])

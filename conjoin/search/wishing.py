@@ -1,0 +1,112 @@
+"""What is asked of a search, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from conjoin.errors import UsageError
+from conjoin.ir import Plan
+from conjoin.machine import Machine
+from conjoin.search.certifying import Certificate
+from conjoin.search.contest import Improvement, Stopped
+from conjoin.search.notes import Notes
+from conjoin.sim import OPTIMIZER_COPIES
+
+DEFAULT_BUDGET = 60.0
+SEARCH_VERSION = 1
+"""Raised when searches find other plans than before: what was found by an earlier one is then not remembered."""
+OBJECTIVES = ("time", "cost")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked of a search."""
+
+    search: str = "joint"
+    budget: float = DEFAULT_BUDGET
+    """Seconds; a search with none still returns the best named strategy."""
+    optimizer: str = "adam"
+    memory: int | None = None
+    """Bytes of each device that may be used; None is all it has."""
+    seed: int = 0
+    steps: int | None = None
+    """Plans that may be simulated; None is as many as there is time for."""
+    cpu_budget: float | None = None
+    """Seconds of this process beside those on the wall: on a shared host they say more of what was done."""
+    at_most: float | None = None
+    """Seconds that a training step may take."""
+    objective: str = "time"
+    """What is to be small: the `time` of a step, or its `cost`, which is time times the devices used."""
+    fixed: Mapping[str, str] = field(default_factory=dict)
+    """Layouts of given tensors, as plan files name and write them: `{"fc.weight": "d0:S(0)"}`."""
+    forbidden_axes: tuple[str, ...] = ()
+    """Axes of the mesh over which nothing is split: all devices along them do the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The best plan found, what it is compared with, and how the search went."""
+
+    plan: Plan
+    seconds_per_step: float
+    peak_bytes: int
+    baseline: str
+    """The best named strategy, or a plan of the user's; empty where none keeps to what was asked."""
+    baseline_seconds_per_step: float
+    stopped: Stopped
+    search_seconds: float
+    num_plans: int
+    """Simulated."""
+    history: tuple[Improvement, ...]
+    cpu_seconds: float = 0.0
+    """Of this process, spent on the search."""
+    steps: int = 0
+    """What `Wish.steps` counts."""
+    certificate: Certificate | None = None
+    """How far the plan's sum of seconds can be from the least, where that is known."""
+    objective: str = "time"
+    baseline_devices: int = 0
+    """Devices of the baseline where they can differ from the plan's; else 0."""
+    notes: Notes = field(default_factory=Notes, compare=False, repr=False)
+    """What was tried, for a search that goes on from here."""
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the plan uses."""
+        return self.plan.mesh.size
+
+    @property
+    def ratio(self) -> float:
+        """How much faster than the baseline, or for the objective `cost` how much cheaper."""
+        shares = (self.baseline_devices or self.num_devices) / self.num_devices if self.objective == "cost" else 1.0
+        return shares * self.baseline_seconds_per_step / self.seconds_per_step
+
+
+def check_wish(wish: Wish, searches: Sequence[str]) -> None:
+    """UsageError where a wish makes no sense, whatever the model and machine."""
+    for what, given, known in (
+        ("search", wish.search, searches),
+        ("objective", wish.objective, OBJECTIVES),
+    ):
+        if given not in known:
+            raise UsageError(
+                f"The {what} {given[:40]!r} was asked for. Known are {', '.join(known)}. Name one of them."
+            )
+    if wish.optimizer not in OPTIMIZER_COPIES:
+        raise UsageError(
+            f"The optimizer {wish.optimizer[:40]!r} was asked for. Known are {', '.join(OPTIMIZER_COPIES)}. "
+            f"Name the one that remembers as many tensors for a parameter as yours."
+        )
+    limits = {"budget": wish.budget, "cpu_budget": wish.cpu_budget, "steps": wish.steps, "at_most": wish.at_most}
+    for name, value in limits.items():
+        if value is not None and not value >= 0:
+            raise UsageError(
+                f"A {name} of {value} was given. A limit is a number from 0. Give another, or leave it out."
+            )
+
+
+def usable_bytes(machine: Machine, wish: Wish) -> int:
+    """Bytes that may be used of every device."""
+    has = min(machine.device_type(rank).memory_bytes for rank in range(machine.num_devices))
+    return has if wish.memory is None else min(has, wish.memory)

@@ -1,0 +1,60 @@
+"""Lower bounds: never above the least sum, equal to it where nothing is taken apart; and sums of given layouts."""
+
+from __future__ import annotations
+
+from itertools import product
+from random import Random
+
+import numpy as np
+import pytest
+
+from conjoin.search.exact.elimination import Factor, Tables, solve
+from conjoin.search.exact.problem import Objective, Problem
+from conjoin.search.exact.relaxing import lower_bound
+from conjoin.search.exact.summing import sum_of
+from conjoin.sim import take_graph_apart
+from tests.search.exact.test_elimination import random_problem
+from tests.search.exact.test_problem import random_graph, space_of
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_bound_is_never_above_the_least_sum(seed: int) -> None:
+    sizes, factors, tables = random_problem(seed)
+    least = solve(sizes, factors, tables).total
+    for max_entries in (1, 4, 9, 27):
+        assert lower_bound(sizes, factors, tables, max_entries).least <= least + 1e-12
+    whole = lower_bound(sizes, factors, tables)
+    assert whole.is_exact and whole.least == pytest.approx(least, abs=1e-12)
+
+
+def test_a_bound_says_that_it_is_loose() -> None:
+    tables, rng = Tables(), np.random.default_rng(0)
+    pairs = [(a, b) for a, b in product(range(6), repeat=2) if a < b]
+    factors = [Factor(pair, tables.named(pair, rng.random((5, 5)))) for pair in pairs]
+    least = solve([5] * 6, factors, tables).total
+    loose, near = lower_bound([5] * 6, factors, tables, 25), lower_bound([5] * 6, factors, tables, 625)
+    assert not loose.is_exact and not near.is_exact and loose.least < near.least < least
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_sum_of_a_solution_is_what_elimination_says(seed: int) -> None:
+    rng = Random(seed)
+    skeleton, _ = take_graph_apart(random_graph(rng, rng.randint(1, 5)))
+    space = space_of(rng.choice(("local:2", "local:4")), link=10 ** rng.uniform(5, 9))
+    objective = Objective(rng.choice((0.0, 0.5)), rng.choice((0.0, 1e-9, 1e-7)), update_seconds=1e-8)
+    problem = Problem(skeleton, space, objective)
+    solution = problem.solve()
+    layouts, regathered = problem.layouts(solution)
+    found = sum_of(skeleton, space, objective, layouts, regathered)
+    assert found == pytest.approx(solution.total, rel=1e-9)
+    whole, _ = take_graph_apart(skeleton.graph), None
+    everywhere = sum_of(skeleton, space, objective, whole[1])
+    assert everywhere is not None and everywhere >= solution.total * (1 - 1e-12), "all devices do the same"
+
+
+def test_layouts_that_units_cannot_tell_have_no_sum() -> None:
+    skeleton, _ = take_graph_apart(random_graph(Random(1), 3))
+    fine = space_of("local:4")
+    problem = Problem(skeleton, fine, Objective())
+    found = [sum_of(skeleton, space_of("local:2"), Objective(), problem.layouts(problem.solve())[0])]
+    assert found == [None] or not any(layout for layout in problem.layouts(problem.solve())[0].leaves.values())
