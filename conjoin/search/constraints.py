@@ -211,9 +211,8 @@ def find_tensor(graph: Graph, name: str) -> Value:
 def _names(graph: Graph) -> Iterator[tuple[str, Value]]:
     """Every name of a tensor; of two that are the same the later one counts."""
     for node in graph.nodes:
-        source = graph.source_of(node)
-        parts = source.module.split(".") if source is not None and source.module else []
-        if len(node.types) == 1:
+        parts = _module(graph, node).split(".")
+        if len(node.types) == 1 and parts[0]:
             yield from ((".".join(parts[:i]), Value(node)) for i in range(1, len(parts) + 1))
     yield from ((f"%{number}", value) for value, number in graph.numbers.items())
     for kind in reversed(_KINDS):
@@ -221,6 +220,15 @@ def _names(graph: Graph) -> Iterator[tuple[str, Value]]:
             for alias in (leaf.name, *leaf.aliases):
                 yield alias, Value(leaf)
                 yield f"{kind.value}:{alias}", Value(leaf)
+
+
+def _module(graph: Graph, node: Node) -> str:
+    """The path of the module that a node is called in; where no line is known, that of the first parameter it reads."""
+    source = graph.source_of(node)
+    if source is not None:
+        return source.module
+    leaves = (value.owner for value in node.inputs if isinstance(value.owner, Leaf))
+    return next((leaf.name.rpartition(".")[0] for leaf in leaves if leaf.kind is LeafKind.PARAMETER), "")
 
 
 def refined(some: Sequence[Units], mesh: Mesh, constraints: Constraints) -> list[Units]:

@@ -31,7 +31,7 @@ from conjoin.search.exact.reshard_seconds import ReshardSeconds
 from conjoin.search.exact.units import Units, cuts, kinds_text, natural_units, neighbours, splits
 from conjoin.search.rewrites import Backtracking, Way
 from conjoin.search.variants import as_variant
-from conjoin.sim import OPTIMIZER_COPIES, Layouts
+from conjoin.sim import OPTIMIZER_COPIES, Layouts, take_graph_apart
 
 OVERLAPS = (0.6, 0.0)
 """Parts of the parameters' communication that are taken to be hidden; the timeline then tells what really is."""
@@ -73,6 +73,7 @@ class JointSearch:
         """Go through all levels; Enough when there is no time left."""
         mesh = self.contest.mesh
         if mesh.size == 1:
+            self._rewrite_alone()
             return
         tight = self.contest.smallest is not None
         if self.contest.best is None and tight:
@@ -136,6 +137,25 @@ class JointSearch:
                 for overlap in OVERLAPS:
                     self.try_out(variant, units[0], self.objective(overlap, self._price))
                 self.variants = (variant, *self.variants)
+        if self.contest.left >= enough:
+            self.contest.note(trial)
+
+    def _rewrite_alone(self) -> None:
+        """Substitutions for one device, where layouts decide nothing: each is judged by the timeline."""
+        best, enough = self.contest.best or self.contest.smallest, self.contest.left * (1 - _REWRITING)
+        trial = "" if best is None else f"substitutions in {_digest(as_variant(best).entry.variant)}"
+        if best is None or not self.ways or not self.contest.is_new(trial):
+            return
+
+        def seconds(variant: Variant) -> float:
+            self.contest.check("substitutions on one device")
+            layouts = take_graph_apart(variant.graph)[1]
+            return self.contest.enter(Entry("substitutions on one device", variant, layouts)).seconds
+
+        work = Backtracking(seconds, self.ways, lambda: self.contest.left < enough)
+        work.start(as_variant(best).entry.variant)
+        for _ in work.run():
+            pass
         if self.contest.left >= enough:
             self.contest.note(trial)
 

@@ -68,9 +68,11 @@ def test_without_time_the_best_named_strategy_is_returned() -> None:
     assert found.stopped is Stopped.OUT_OF_TIME and found.baseline == found.plan.strategy
 
 
-def test_on_one_device_there_is_one_plan() -> None:
+def test_on_one_device_only_the_graph_can_change() -> None:
     found = search("mlp", machine="laptop")
-    assert found.plan.strategy == "single" and found.stopped is Stopped.CONVERGED
+    assert found.baseline == "single" and found.plan.mesh.size == 1 and found.stopped is Stopped.CONVERGED
+    if found.plan.strategy != "single":
+        assert found.plan.substitutions and found.seconds_per_step < found.baseline_seconds_per_step
 
 
 def test_a_prime_number_of_devices_and_a_batch_that_does_not_divide() -> None:
@@ -88,7 +90,7 @@ def test_a_plan_of_the_users_is_a_start() -> None:
 
 
 def test_what_does_not_fit_is_told_with_what_takes_most() -> None:
-    with pytest.raises(StrategyError, match=r"needs .* KiB of a device, and 1.95 KiB may be used. Most of it, .* KiB, is"):
+    with pytest.raises(StrategyError, match=r"needs .* KiB of a device, and 1.95 KiB may be used. Most of it"):
         search("bert-base", memory=2000, budget=10.0)
 
 

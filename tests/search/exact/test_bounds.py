@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from random import Random
 
 import numpy as np
 import pytest
 
+from conjoin.machine import parse_machine
+from conjoin.ops import Split
 from conjoin.search.exact.elimination import Factor, Tables, solve
 from conjoin.search.exact.problem import Objective, Problem
 from conjoin.search.exact.relaxing import lower_bound
 from conjoin.search.exact.summing import sum_of
+from conjoin.search.exact.units import make_unit
 from conjoin.sim import take_graph_apart
 from tests.search.exact.test_elimination import random_problem
 from tests.search.exact.test_problem import random_graph, space_of
@@ -47,14 +51,15 @@ def test_the_sum_of_a_solution_is_what_elimination_says(seed: int) -> None:
     layouts, regathered = problem.layouts(solution)
     found = sum_of(skeleton, space, objective, layouts, regathered)
     assert found == pytest.approx(solution.total, rel=1e-9)
-    whole, _ = take_graph_apart(skeleton.graph), None
-    everywhere = sum_of(skeleton, space, objective, whole[1])
+    everywhere = sum_of(skeleton, space, objective, take_graph_apart(skeleton.graph)[1])
     assert everywhere is not None and everywhere >= solution.total * (1 - 1e-12), "all devices do the same"
 
 
 def test_layouts_that_units_cannot_tell_have_no_sum() -> None:
-    skeleton, _ = take_graph_apart(random_graph(Random(1), 3))
-    fine = space_of("local:4")
-    problem = Problem(skeleton, fine, Objective())
-    found = [sum_of(skeleton, space_of("local:2"), Objective(), problem.layouts(problem.solve())[0])]
-    assert found == [None] or not any(layout for layout in problem.layouts(problem.solve())[0].leaves.values())
+    skeleton, whole = take_graph_apart(random_graph(Random(0), 3))
+    mesh = parse_machine("local:4").mesh
+    together, apart = space_of("local:4", (make_unit(mesh, mesh.names),)), space_of("local:4")
+    stored = next(i for i, root in enumerate(skeleton.roots) if root.leaf and root.leaf.kind.value == "param")
+    layouts = replace(whole, leaves={**whole.leaves, stored: (("d0", Split(0)),)})
+    assert sum_of(skeleton, together, Objective(), layouts) is None
+    assert (sum_of(skeleton, apart, Objective(), layouts) or 0) > 0

@@ -1,0 +1,184 @@
+"""Searches that end early can go on: from their best plan, without what was tried; and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from conjoin.cost import CostModel
+from conjoin.errors import ConjoinError
+from conjoin.machine import parse_machine
+from conjoin.search import Notes, Remembered, SearchResult, Stopped, Wish, find_plan, is_answer
+from conjoin.search.contest import Contest
+from conjoin.search.exact.problem import Objective
+from conjoin.search.exact.units import Units
+from conjoin.search.joint import JointSearch
+from conjoin.search.notes import notes_from_json
+from tests.search.small import slow_contest, small
+
+MACHINE = parse_machine("p3.8xlarge")
+
+
+def search(start: SearchResult | tuple[()] = (), **wish: object) -> SearchResult:
+    return find_plan(small(), MACHINE, CostModel(), Wish(**{"budget": inf, **wish}), start=start)  # type: ignore[arg-type]
+
+
+def test_a_search_goes_on_and_is_never_worse() -> None:
+    first = search(steps=14)
+    assert first.stopped is Stopped.OUT_OF_STEPS and first.steps == 14
+    on = search(first, steps=40)
+    assert on.seconds_per_step <= first.seconds_per_step and on.steps <= 40 and on.num_plans > first.num_plans
+    assert on.baseline == first.baseline, "what it found before is not what it is compared with"
+    assert on.search_seconds > first.search_seconds and on.cpu_seconds > first.cpu_seconds
+
+
+def test_what_was_tried_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Units, Objective]] = []
+    try_all = JointSearch._try_all
+
+    def watched(self: JointSearch, units: Units, objective: Objective) -> object:
+        seen.append((units, objective))
+        return try_all(self, units, objective)
+
+    monkeypatch.setattr(JointSearch, "_try_all", watched)
+    whole = search(search="joint")
+    assert whole.stopped is Stopped.CONVERGED and len(seen) > 2 and len(set(seen)) == len(seen)
+    tried = len(seen)
+    again = search(whole)
+    assert len(seen) == tried, "nothing is left to try but random changes"
+    assert again.notes.rounds == whole.notes.rounds + 1 and again.seconds_per_step <= whole.seconds_per_step
+    assert again.notes.tried.keys() >= whole.notes.tried.keys() and whole.notes is not again.notes
+
+
+def test_with_steps_alone_going_on_gives_the_same_every_time() -> None:
+    runs = []
+    for _ in range(2):
+        first = search(steps=20, seed=5)
+        runs.append(search(first, steps=50, seed=5))
+    one, other = runs
+    assert str(one.plan.graph) == str(other.plan.graph) and one.num_plans == other.num_plans
+    assert one.notes.to_json() == other.notes.to_json()
+
+
+def test_ctrl_c_in_the_middle_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    check, calls = Contest.check, 0
+
+    def interrupted(self: Contest, doing: str) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        check(self, doing)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Contest, "check", interrupted)
+        first = search()
+    assert first.stopped is Stopped.INTERRUPTED and len(first.notes.tried) > 0
+    on = search(first)
+    assert on.stopped is Stopped.CONVERGED and on.notes.tried.keys() >= first.notes.tried.keys()
+
+
+@pytest.mark.parametrize("name", ["mcmc", "random", "coordinate"])
+def test_random_searches_go_on_with_another_seed(name: str) -> None:
+    first = search(search=name, steps=25)
+    on = search(first, search=name, steps=50)
+    assert on.notes.rounds == 2 and on.seconds_per_step <= first.seconds_per_step
+
+
+def test_a_result_is_kept_and_read_with_all_that_is_needed_to_go_on(tmp_path: Path) -> None:
+    memory, wish = Remembered(tmp_path), Wish(budget=inf, steps=20)
+    found = search(steps=20)
+    memory.keep(small(), MACHINE, wish, "none", found)
+    read = memory.find(small(), MACHINE, Wish(budget=3.0), "none")
+    assert read is not None and read.notes.to_json() == found.notes.to_json() and read.history == ()
+    assert replace(read, history=found.history, plan=found.plan) == found
+    assert str(search(read, steps=45).plan.graph) == str(search(found, steps=45).plan.graph)
+
+
+def test_which_questions_a_result_answers() -> None:
+    found = search(steps=14)
+    spent = replace(found, stopped=Stopped.OUT_OF_TIME, search_seconds=10.0, cpu_seconds=8.0, steps=14)
+    assert is_answer(spent, Wish(budget=10.0)) and not is_answer(spent, Wish(budget=11.0))
+    assert is_answer(spent, Wish(budget=99.0, cpu_budget=7.0)) and not is_answer(
+        spent, Wish(budget=99.0, cpu_budget=9.0)
+    )
+    assert is_answer(spent, Wish(budget=99.0, steps=14)) and not is_answer(spent, Wish(budget=99.0, steps=15))
+    assert is_answer(replace(spent, stopped=Stopped.CONVERGED), Wish(budget=99.0))
+    assert not is_answer(replace(spent, stopped=Stopped.CONVERGED), Wish(at_most=found.seconds_per_step / 2))
+
+
+def test_an_interrupted_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, wish, found = Remembered(tmp_path), Wish(), search(steps=14)
+    memory.keep(small(), MACHINE, wish, "none", found)
+    (path,) = tmp_path.iterdir()
+    before = path.read_text()
+
+    def killed(self: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            memory.keep(small(), MACHINE, wish, "none", replace(found, num_plans=99))
+    assert [path.read_text() for path in tmp_path.iterdir()] == [before]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data["notes"].update(rounds="many"),
+        lambda data: data["notes"].update(rounds=-1),
+        lambda data: data["notes"].update(tried=[1]),
+        lambda data: data["notes"]["tried"].update(x="fast"),
+        lambda data: data["notes"]["tried"].update({"x" * 1000: 1.0}),
+        lambda data: data["notes"].update(more=1),
+        lambda data: data.update(certificate={"gap": 1}),
+        lambda data: data.update(stopped="NEVER"),
+        lambda data: data.update(steps="x"),
+        lambda data: data.pop("notes"),
+    ],
+)
+def test_a_damaged_file_is_as_good_as_none(tmp_path: Path, damage: object) -> None:
+    memory, wish = Remembered(tmp_path), Wish()
+    memory.keep(small(), MACHINE, wish, "none", search(steps=10))
+    (path,) = tmp_path.iterdir()
+    assert memory.find(small(), MACHINE, wish, "none") is not None
+    data = json.loads(path.read_text())
+    damage(data)  # type: ignore[operator]
+    path.write_text(json.dumps(data))
+    assert memory.find(small(), MACHINE, wish, "none") is None
+
+
+def test_notes_survive_as_json() -> None:
+    notes = Notes({"a": 1.5, "b": inf}, {"c": 2.0, "d": inf}, 3)
+    read = notes_from_json(json.loads(json.dumps(notes.to_json())))
+    assert read == Notes({"a": 1.5, "b": inf}, {"c": 2.0}, 3) and len(notes) == 7
+
+
+def test_cpu_seconds_end_a_search_while_there_is_time_on_the_wall() -> None:
+    found = search(cpu_budget=0.0)
+    assert found.stopped is Stopped.OUT_OF_TIME and found.plan.strategy == found.baseline
+    assert search(steps=14).cpu_seconds > 0
+
+
+def test_what_is_left_is_counted_in_what_is_scarcest() -> None:
+    contest = slow_contest(budget=1e9, steps=4)
+    assert contest.left == pytest.approx(1.0)
+    contest.count_step()
+    assert contest.left == pytest.approx(0.75)
+    contest.cpu_budget = contest.cpu_elapsed * 4
+    assert contest.left == pytest.approx(0.75, abs=0.05)
+    contest.cpu_budget = contest.cpu_elapsed * 2
+    assert 0.3 < contest.left <= 0.5
+    contest.budget = 0.0
+    assert contest.left == 0.0 and contest.time_left < 0
+
+
+@pytest.mark.parametrize("wish", [{"budget": -1.0}, {"steps": -1}, {"cpu_budget": float("nan")}, {"at_most": -0.5}])
+def test_limits_that_make_no_sense_are_told(wish: dict[str, float]) -> None:
+    with pytest.raises(ConjoinError, match="A limit is a number from 0"):
+        search(**wish)
