@@ -142,7 +142,7 @@ class JointSearch:
 
     def _rewrite_alone(self) -> None:
         """Substitutions for one device, where layouts decide nothing: each is judged by the timeline."""
-        best, enough = self.contest.best or self.contest.smallest, self.contest.left * (1 - _REWRITING)
+        best, enough = self.contest.best or self.contest.smallest, self.contest.left * (1 - REWRITING)
         trial = "" if best is None else f"substitutions in {_digest(as_variant(best).entry.variant)}"
         if best is None or not self.ways or not self.contest.is_new(trial):
             return
