@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from zlib import crc32
 
 Monomial = tuple[str, ...]
 """A product of unknowns, sorted; `()` is 1."""
@@ -23,7 +24,8 @@ class Affine:
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self.terms)
+        """The same in every process, so that sets of conditions are gone through in the same order."""
+        return crc32(repr(self.terms).encode())
 
     def __hash__(self) -> int:
         return self._hash

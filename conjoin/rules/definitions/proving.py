@@ -10,7 +10,7 @@ from conjoin.rules.definitions.deciding import Facts
 from conjoin.rules.definitions.dims import Dim, Dims, IllFormed, NotCovered
 from conjoin.rules.definitions.equality import TooLarge, equal
 from conjoin.rules.definitions.ranks import Ranks, devices_of
-from conjoin.rules.definitions.sums import Atom, Sum, access, between
+from conjoin.rules.definitions.sums import Atom, Sum, access, between, count_names_anew
 from conjoin.rules.operators import BY_NAME
 from conjoin.rules.parameters import parameters
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, walk
@@ -70,6 +70,7 @@ def _attempt(rule: Rule) -> Verdict:
 
 
 def _attempt_from(rule: Rule, right_first: bool) -> Verdict:
+    count_names_anew()
     try:
         return Frame(rule).run(right_first)
     except (IllFormed, NotCovered) as error:
