@@ -157,7 +157,7 @@ class Frame:
         return tuple(self.dims.new(f"{name}.{label}") for label in self.ranks[expr].labels)
 
     def _apply(self, expr: Apply) -> Tensor:
-        for name in ("kernel", "groups"):
+        for name in ("kernel", "groups", "parts"):
             if expr.param(name) not in ("", "?"):
                 self._named(f"{name} {expr.param(name)}")
         if BY_NAME[expr.op].parallel:
