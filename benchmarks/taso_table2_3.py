@@ -80,7 +80,7 @@ def run_set(name: str, state: Path | None, workers: int) -> Iterator[dict[str, o
     start = time.process_time()
     general = rules.drop_instances(proven.rules)
     steps["general"] = len(general)
-    library = rules.drop_derived(general, _MOST_DERIVED, say)
+    library = rules.drop_derived(general, _MOST_DERIVED, say, workers)
     steps["library"] = len(library)
     seconds["derivations"] = round(time.process_time() - start, 1)
     yield {**result, "peak_mib": _peak_mib(), "rules": [str(rule) for rule in library]}

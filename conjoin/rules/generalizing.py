@@ -83,9 +83,15 @@ def _inputs_apart(rule: Rule) -> Iterator[Rule]:
             continue
         left = [i if name in chosen else own[name][0] for i, name in enumerate(places)]
         for right in product(*choices):
-            if set(right) == set(left):
-                found[_renamed(rule, left, right)] = None
+            if set(right) == set(left) and _is_one_tensor(wider := _renamed(rule, left, right)):
+                found[wider] = None
     return iter(sorted(found, key=lambda wider: -len(inputs_of(*wider.left))))
+
+
+def _is_one_tensor(rule: Rule) -> bool:
+    """Whether two outputs are parts of one tensor: of two tensors each would be a rule of its own, and of no use."""
+    wholes = {output.args for output in rule.right if isinstance(output, Apply) and output.op == "split"}
+    return len(rule.right) == 1 or len(wholes) == 1
 
 
 def _subsets(names: list[str]) -> Iterator[frozenset[str]]:

@@ -11,6 +11,7 @@ from conjoin.rules.chains import generate_chains
 from conjoin.rules.definitions.proving import prove, with_groups
 from conjoin.rules.generalizing import padded_alike
 from conjoin.rules.generator.generating import Selection, generate
+from conjoin.rules.generator.model_vocabularies import OF_MODELS
 from conjoin.rules.generator.more_vocabularies import MORE
 from conjoin.rules.generator.selecting import drop_derived, drop_instances, prove_all
 from conjoin.rules.generator.vocabulary import (
@@ -24,17 +25,19 @@ from conjoin.rules.generator.vocabulary import (
 )
 from conjoin.rules.library import Library, make_entry
 from conjoin.rules.parsing import print_expressions
-from conjoin.rules.patterns import Apply, Rule, operators_in
+from conjoin.rules.patterns import Apply, Expr, Input, Rule, operators_in
 from conjoin.rules.text import parse_rule
 from conjoin.rules.trials.instances import NoInstance
 from conjoin.rules.trials.refuting import try_out
 
 SIZES: Sequence[tuple[Vocabulary, int]] = (
     *((vocabulary, 3) for vocabulary in TASO), (MULTILINEAR, 3), (MODELS, 2), (PARALLEL, 3), (PARALLEL_IMAGES, 3),
-    (PARALLEL_TABLES, 3), *((vocabulary, 3) for vocabulary in MORE),
+    (PARALLEL_TABLES, 3), *((vocabulary, 3) for vocabulary in (*MORE, *OF_MODELS)),
 )  # fmt: skip
 """How many operators each side has in the library that ships."""
 NUM_TRIALS = 100
+_EXCHANGES = 2
+"""Operators of the largest rules that only exchange inputs."""
 _MOST_DERIVED = 60
 """Expressions met when a rule is derived from others."""
 
@@ -59,20 +62,34 @@ def make_library(
 ) -> Made:
     """Generate, prove, prune, try out and name."""
     found = tuple(generate(v, n, directory=directory, workers=workers, progress=progress) for v, n in sizes)
-    candidates = [rule for selection in found for rule in selection.rules if not _is_about_zero(rule)]
+    candidates = [rule for selection in found for rule in selection.rules if _is_of_use(rule)]
     proven = prove_all([*candidates, *generate_chains()], prove, progress, workers)
     alike = (padded_alike(rule, prove) for rule in proven.rules)
-    general = drop_instances([*proven.rules, *(rule for rule in alike if rule is not None)])
-    kept = [_named(rule) for rule in drop_derived(general, _MOST_DERIVED, progress)]
+    general = drop_instances([*filter(_is_of_use, proven.rules), *(rule for rule in alike if rule is not None)])
+    kept = [_named(rule) for rule in drop_derived(general, _MOST_DERIVED, progress, workers)]
     kept = _with_own_names(sorted(kept, key=lambda rule: rule.name))
     false = tuple(str(rule) for rule in kept if not _survives(rule))
     entries = tuple(make_entry(rule, prove(rule).conditions, "definitions") for rule in kept)
     return Made(Library(entries), found, len(proven.rules), proven.unproven, false)
 
 
-def _is_about_zero(rule: Rule) -> bool:
-    """Whether something is taken from itself: all zeros are the same, which is of no use."""
-    return any(expr.op == "sub" and expr.args[0] == expr.args[1] for expr in operators_in(*rule.outputs))
+def _is_of_use(rule: Rule) -> bool:
+    """Not about zeros, which are all the same, nor of sides that differ in the places of inputs only.
+
+    Of the latter those of one or two operators say that operands may be exchanged or grouped otherwise; larger ones
+    rearrange what costs the same.
+    """
+    zeros = any(expr.op == "sub" and expr.args[0] == expr.args[1] for expr in operators_in(*rule.outputs))
+    alike = all(_is_alike(one, other) for one, other in zip(rule.left, rule.right, strict=True))
+    return not zeros and not (alike and len(operators_in(*rule.left)) > _EXCHANGES)
+
+
+def _is_alike(one: Expr, other: Expr) -> bool:
+    """Whether two expressions are the same but for their inputs."""
+    if isinstance(one, Input) or isinstance(other, Input):
+        return isinstance(one, Input) and isinstance(other, Input)
+    same = (one.op, one.params, len(one.args)) == (other.op, other.params, len(other.args))
+    return same and all(_is_alike(a, b) for a, b in zip(one.args, other.args, strict=True))
 
 
 def _named(rule: Rule) -> Rule:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from conjoin.ops import EMBEDDING_BAG
-from conjoin.rules.definitions import constants, left_open, over_devices
+from conjoin.rules.definitions import constants, functions, left_open, over_devices
 from conjoin.rules.definitions.calls import Call, Define, Tensor
 from conjoin.rules.definitions.declarations import Declared
 from conjoin.rules.definitions.reading import Open, derived
@@ -38,7 +38,7 @@ class RuleOp:
 
 
 FUNCTIONS = ("relu", "gelu", "silu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "square")
-"""Functions of one number, about which proofs know nothing but their names."""
+"""Functions of one number, of which proofs know little but their names: see `functions.py`."""
 
 _ALONG = (("dim", "place"),)
 _POOL = (("kernel_size", "kernel"), ("stride", "stride"), ("padding", "pad"))
@@ -53,7 +53,11 @@ DECLARED: Mapping[str, Declared] = {
     "bias": Declared("add.Tensor"),
     "matmul": Declared("matmul"),
     "linear": Declared("linear"),
+    "gain": Declared("mul.Tensor"),
     "transpose": Declared("transpose.int", fixed=(("dim0", -2), ("dim1", -1))),
+    "swap": Declared("transpose.int", fixed=(("dim0", -3), ("dim1", -2))),
+    "flatten": Declared("flatten.using_ints", fixed=(("start_dim", -2), ("end_dim", -1))),
+    "unflatten": Declared("unflatten.int", (("sizes", "parts"),), (("dim", -1),)),
     "conv": Declared("conv2d", (("stride", "stride"), ("padding", "pad"), ("groups", "groups"))),
     "enlarge": Declared("constant_pad_nd", fixed=(("pad", (1, 1, 1, 1)),)),
     "avg_pool": Declared("avg_pool2d", _POOL),
@@ -94,7 +98,7 @@ UNDECLARED: Mapping[str, Define] = {
 def _definition(name: str) -> Define:
     if name in UNDECLARED:
         return UNDECLARED[name]
-    return derived(DECLARED[name], LEFT_OPEN.get(name))
+    return derived(DECLARED[name], LEFT_OPEN.get(name) or functions.KNOWN.get(name))
 
 
 def _activated(define: Define) -> Define:
@@ -132,9 +136,13 @@ OPS: tuple[RuleOp, ...] = (
     *(_op(name, 1, "same", f"{name} of every element") for name in FUNCTIONS),
     _op("scale", 2, "scale", "x by a number"),
     _op("bias", 2, "bias", "a vector added along the last dim"),
+    _op("gain", 2, "bias", "a vector multiplied along the last dim"),
     _op("matmul", 2, "matrix", "products of matrices, one for each leading position"),
     _op("linear", 2, "linear", "x Wᵀ"),
     _op("transpose", 1, "matrix", "the last two dims exchanged"),
+    _op("swap", 1, "cube", "the two dims before the last one exchanged"),
+    _op("flatten", 1, "flat", "the last two dims as one"),
+    _op("unflatten", 1, "unflat", "the last dim as two, of which the first counts parts", (("parts", ""),)),
     _op("conv", 2, "image", "convolution of images", (*_WINDOW, ("act", "none"), ("groups", "?"))),
     _op("enlarge", 1, "image", "a kernel with zeros around it", _KERNEL),
     _op("avg_pool", 1, "image", "averages, padding counted", (*_KERNEL, *_WINDOW)),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from conjoin.ir import Graph, Substitution, fingerprint
-from conjoin.rules import Index, Library, Refused, Rule, apply, find_matches, operators_in
+from conjoin.rules import Index, Library, Rule, apply_all, find_matches, operators_in
 from conjoin.search.contest import Variant, make_variant
 
 ALPHA = 1.05
@@ -52,19 +52,12 @@ def rewritten(variant: Variant, way: Way, index: Index) -> Variant | None:
     """The variant with a rule applied wherever it matches; None where it does nowhere."""
     if not all(part.op in index.by_op for part in operators_in(*way.rule.left)):
         return None
-    graph, places = variant.graph, list[str]()
-    matches = find_matches(index, way.rule)[:_MAX_MATCHES]
-    for match in sorted(matches, key=lambda m: -max(index.places[node] for node in m.nodes)):  # what comes before stays
-        try:
-            changed = apply(graph, way.rule, match)
-        except Refused:
-            continue
-        if changed is not graph:
-            places.append(str(match))
-            graph = changed
+    matches = find_matches(index, way.rule, apart=True)[:_MAX_MATCHES]
+    ordered = sorted(matches, key=lambda m: -max(index.places[node] for node in m.nodes))  # what comes before stays
+    graph, places = apply_all(variant.graph, way.rule, ordered)
     if not places:
         return None
-    where = places[0] if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
+    where = str(places[0]) if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
     return make_variant(graph, (*variant.substitutions, Substitution(way.rule.name, where, way.proof)))
 
 

@@ -83,6 +83,13 @@ READ = [
     ("f64[6,4] = t(input:x)", ["transpose(x)"]),
     ("f64[2,6,4] = permute(input:t, dims=[0, 2, 1])", ["transpose(t)"]),
     ("f64[2,6,4] = transpose.int(input:t, dim0=-1, dim1=1)", ["transpose(t)"]),
+    ("f64[4,2,6] = permute(input:t, dims=[1, 0, 2])", ["swap(t)"]),
+    ("f64[4,6,2] = permute(input:t, dims=[1, 2, 0])", ["transpose(swap(t))"]),
+    ("f64[6,2,4] = permute(input:t, dims=[2, 0, 1])", ["swap(transpose(t))"]),
+    ("f64[6,4,2] = permute(input:t, dims=[2, 1, 0])", ["transpose(swap(transpose(t)))", "swap(transpose(swap(t)))"]),
+    ("f64[2,24] = reshape(input:t, [2, 24])", ["flatten(t)"]),
+    ("f64[4,2,3] = reshape(input:x, [4, 2, 3])", ["unflatten[parts=2](x)"]),
+    ("f64[4,6] = mul.Tensor(input:b, input:x)", ["gain(x, b)"]),
     ("f64[2,6,8,8] = conv2d(input:i, input:k, padding=[1, 1])",
      ["conv[stride=1, pad=same|1, groups=1, act=none](i, k)"]),
     ("f64[2,6,3,3] = conv2d(input:i, input:k, stride=[2, 2])",
@@ -132,8 +139,9 @@ MISSED = [
     ("f64[4,6] = add.Tensor(input:x, input:y, alpha=2)", "add", "has alpha 2 and rules are for alpha 1"),
     ("f64[4,1] = sum.dim_IntList(input:x, dim=[1], keepdim=true)",
      "sum", "keeps the dims it reduces and rules drop them"),
-    ("f64[4,2,6] = permute(input:t, dims=[1, 0, 2])",
-     "transpose", "orders the dims [1, 0, 2] and rules exchange the last two"),
+    ("f64[4,2,8,8] = permute(input:i, dims=[1, 0, 2, 3])",
+     "transpose", "orders the dims [1, 0, 2, 3] and rules order the last three"),
+    ("f64[8,6] = reshape(input:t, [8, 6])", "flatten", "makes [8, 6] of [2, 4, 6] and rules are for the last two dims"),
     ("f64[4,3] = slice.Tensor(input:x, dim=1, step=2)", "split", "takes every 2 positions"),
     ("f64[2,4,8,8] = avg_pool2d(input:i, kernel_size=[3, 3], stride=[1, 1], padding=[1, 1], count_include_pad=false)",
      "avg_pool", "does not count the padding, or divides by another number"),
@@ -170,6 +178,7 @@ class Recorder:
 
 VALUE = Value(call("%0: f64[2,4,8,8] = relu(input:i)"))
 ARGUMENTS = {"axis": 1, "part": 0, "kernel": 3, "stride": 1, "pad": "same", "act": "none", "groups": 1, "mesh": ("d",)}
+ARGUMENTS["parts"] = 2
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)

@@ -32,6 +32,7 @@ CHOICES: Mapping[str, tuple[Parameter, ...]] = {
     "groups": ("?", 1, "g", 2),
     "kernel": ("k", 3),
     "mesh": ("m",),
+    "parts": ("h", 2),
 }
 INSTANCES = 5
 POSITIONS = 24
@@ -214,6 +215,7 @@ def test_a_convolution_that_reads_its_kernel_backwards_is_noticed(monkeypatch: p
 
 def test_padding_that_an_average_leaves_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The definition counts padding; torch does so only when asked."""
+
     def uncounted(params: references.Params, args: tuple[torch.Tensor, ...], shape: references.Shape) -> torch.Tensor:
         kernel, stride = int(params["kernel"]), int(params["stride"])
         pad = references._padding(params, kernel)

@@ -15,7 +15,7 @@ from conjoin.ir import Graph, GraphBuilder, Leaf, LeafKind, Value, find_layout_f
 from conjoin.machine import Axis, Mesh
 from conjoin.ops import Call, TensorType, bind_args, map_tensors, output_types, spec_for
 from conjoin.rules.graphs.matching import Index, Match, find_matches
-from conjoin.rules.graphs.rewriting import Refused, apply, kept_values
+from conjoin.rules.graphs.rewriting import Refused, apply, apply_all, kept_values
 from conjoin.rules.patterns import Apply, Rule
 from conjoin.rules.text import parse_rule
 from conjoin.runtime import to_module
@@ -379,3 +379,40 @@ def test_leaves_are_named_as_before() -> None:
     graph = graph_of(MATRICES + "%0: f64[4,4] = matmul(input:x, param:a)\n%1: f64[4,4] = matmul(%0, param:b)", "%1")
     after = rewritten(graph, "matmul-associates")
     assert after.leaves == graph.leaves and all(isinstance(leaf, Leaf) for leaf in after.leaves)
+
+
+# Many matches at once.
+
+
+@pytest.mark.parametrize("rule", ["add-commutes", "linear-merge", "scale-into-matmul", "matmul-associates"])
+@pytest.mark.parametrize("name", ["products", "attention"])
+def test_many_matches_give_what_they_give_one_by_one(
+    rule: str, name: str, captured: dict[str, tuple[nn.Module, Graph]]
+) -> None:
+    model, graph = captured[name]
+    index = Index(graph)
+    matches = find_matches(index, RULES[rule], apart=True)
+    made, applied = apply_all(graph, RULES[rule], matches)
+    assert len(applied) <= len(matches) and (made is graph) == (not applied)
+    calls = [node for match in applied for node in match.nodes]
+    assert len(set(calls)) == len(calls)
+    one_by_one = graph
+    for match in sorted(applied, key=lambda m: -max(index.places[node] for node in m.nodes)):
+        one_by_one = apply(one_by_one, RULES[rule], match)
+    assert {*verify(made).nodes} == {*one_by_one.nodes}
+    batch = MODELS[name][1]
+    assert all(same([a], [b]) for a, b in zip(step(model, graph, batch), step(model, made, batch), strict=True))
+
+
+def test_outputs_that_need_each_other_are_no_match_when_asked_for() -> None:
+    graph = graph_of(f"{MATRICES}%0: f64[4,4] = relu(input:x)\n%1: f64[4,4] = relu(%0)\n%2: f64[4,4] = relu(param:a)"
+                     "\n%3: f64[4,4] = add.Tensor(%1, %2)", "%3")  # fmt: skip
+    pair = "relu(concat[axis=0](x, y))"
+    rule = parse_rule("pair", "relu(x); relu(y)", f"split[axis=0, part=0]({pair}); split[axis=0, part=1]({pair})")
+    every, apart = (find_matches(graph, rule, apart=apart) for apart in (False, True))
+    assert len(every) == 3 and len(apart) == 2
+    made, applied = apply_all(graph, rule, apart)
+    assert len(applied) == 1 and same(run_graph(graph), run_graph(made))
+    # Matches that exclude each other: all but one are left, the rest need themselves.
+    needing = [match for match in every if match not in apart]
+    assert apply_all(graph, rule, needing) == (graph, ())

@@ -37,6 +37,7 @@ VALUES: dict[str, st.SearchStrategy[Parameter]] = {
     "groups": st.integers(1, 9) | st.just("?") | NAMES,
     "kernel": st.integers(1, 9) | NAMES,
     "mesh": NAMES,
+    "parts": st.integers(1, 9) | NAMES,
 }
 
 

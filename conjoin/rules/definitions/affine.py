@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from math import gcd
+from operator import and_
+from zlib import crc32
 
 Monomial = tuple[str, ...]
 """A product of unknowns, sorted; `()` is 1."""
@@ -23,7 +27,8 @@ class Affine:
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self.terms)
+        """The same in every process, so that sets of conditions are gone through in the same order."""
+        return crc32(repr(self.terms).encode())
 
     def __hash__(self) -> int:
         return self._hash
@@ -52,6 +57,19 @@ class Affine:
     def symbols(self) -> frozenset[str]:
         """All unknowns."""
         return frozenset(name for monomial, _ in self.terms for name in monomial)
+
+    def factors(self) -> tuple[int, tuple[Affine, ...]]:
+        """A number and unknowns that can be taken out of every term, and what is then left, if it is not 1.
+
+        >>> count, rest = (symbol("h") * symbol("s") * 2 + symbol("h") * 4).factors()
+        >>> count, list(map(str, rest))
+        (2, ['h', 's + 2'])
+        """
+        count = gcd(*(c for _, c in self.terms))
+        common = reduce(and_, (Counter(monomial) for monomial, _ in self.terms))
+        rest = _collect((tuple((Counter(monomial) - common).elements()), c // count) for monomial, c in self.terms)
+        found = tuple(symbol(name) for name in sorted(common.elements()))
+        return count, found if rest == number(1) else (*found, rest)
 
     def coefficient(self, name: str) -> int | None:
         """How often an unknown is added; None where it is also multiplied with another one."""

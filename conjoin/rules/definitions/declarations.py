@@ -37,11 +37,11 @@ from conjoin.ops import Call as OpCall
 from conjoin.rules.definitions.calls import Call
 from conjoin.rules.definitions.dims import NotCovered
 
-MARKS: Mapping[str, int] = {"stride": 11, "pad": 13, "groups": 17, "kernel": 29}
+MARKS: Mapping[str, int] = {"stride": 11, "pad": 13, "groups": 17, "kernel": 29, "parts": 37}
 """Numbers that stand for parameters of rules in calls that are only asked about: primes that no notation has itself."""
 _OF_EACH_DIM = ("stride", "pad", "kernel")
 """Parameters that rules have one of for both dims of an image."""
-_SMALL: Mapping[str, int] = {"stride": 1, "pad": 0, "groups": 1}
+_SMALL: Mapping[str, int] = {"stride": 1, "pad": 0, "groups": 1, "parts": 3}
 """Parameters of calls that are run, on tensors as large as one window."""
 _LARGEST_DENOMINATOR = 1000
 """Of weights, which are found as floats; -1 and 1 are what there is."""
@@ -151,15 +151,24 @@ def _ask(declared: Declared, ranks: tuple[int, ...], numbers: tuple[tuple[str, i
 def _call(declared: Declared, ranks: Sequence[int], numbers: Mapping[str, int], size: int) -> OpCall:
     """A call of the operator on operands of these ranks."""
     shapes = [(size,) * (2 if declared.flattened else rank) for rank in ranks]
+    if ("sizes", "parts") in declared.takes:
+        shapes[0] = (*shapes[0][:-1], size * numbers["parts"])
     tensors = iter([TensorType(shape, torch.float64) for shape in shapes])
     given: dict[str, Any] = dict(declared.fixed)
-    given |= {name: (numbers[p],) * 2 if p in _OF_EACH_DIM else numbers[p] for name, p in declared.takes}
+    given |= {name: _attribute(p, numbers[p]) for name, p in declared.takes}
     for parameter in signature(declared.name).parameters:
         if parameter.kind is Kind.TENSORS:
             given[parameter.name] = tuple(tensors)
         elif parameter.kind is Kind.TENSOR and (tensor := next(tensors, None)) is not None:
             given[parameter.name] = tensor
     return OpCall(declared.name, bind_args(declared.name, (), given))
+
+
+def _attribute(parameter: str, value: int) -> int | tuple[int, int]:
+    """A parameter as torch takes it: one for each dim of an image, or so many parts of whatever size."""
+    if parameter == "parts":
+        return value, -1
+    return (value, value) if parameter in _OF_EACH_DIM else value
 
 
 @dataclass(frozen=True, slots=True)

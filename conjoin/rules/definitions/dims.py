@@ -81,9 +81,19 @@ class Dims:
         if dim.is_plain:
             dim.sum = (self.new(f"first part of {dim.words}"), self.new(f"second part of {dim.words}"))
             self.needed.append(f"{dim.words} is split")
+        if dim.sum is None and dim.product is not None:
+            self._split_slow(dim, *dim.product)
         if dim.sum is None:
             raise NotCovered("a dim that is no concatenation is split")
         return dim.sum
+
+    def _split_slow(self, dim: Dim, slow: Dim, fast: Dim) -> None:
+        """A divided dim split between its pieces."""
+        if slow.find() in self.meshes:
+            raise NotCovered("a dim that lies on several devices is split")
+        first, second = (self.new(f"part of {dim.words}", product=(part, fast)) for part in self.split(slow))
+        dim.sum = (first, second)
+        self.assumed.append(f"{dim.words} is split between pieces")
 
     def divide(self, dim: Dim, parts: Dim) -> Dim:
         """The rest of a dim whose slow digit counts these parts."""
@@ -93,10 +103,31 @@ class Dims:
         if dim.is_plain:
             dim.product = (parts, self.new(f"piece of {dim.words}"))
             self.needed.append(f"{dim.words} divides into {parts.find().words}")
+        if dim.product is None and parts not in self.meshes:
+            self._join_slow(dim)
         if dim.product is None:
             raise NotCovered("a dim is both divided and concatenated")
+        if parts not in self.meshes and parts.known is None and dim.product[0].find() in self.meshes:
+            return self._divide_pieces(dim.product[0], dim.product[1].find(), parts)
         self.unify(dim.product[0], parts)
         return dim.product[1]
+
+    def _join_slow(self, dim: Dim) -> None:
+        """A concatenation of divided dims whose pieces are of one width is divided into all of these."""
+        products = [part.find().product for part in dim.sum or ()]
+        first, second = products if len(products) == 2 else (None, None)
+        if first and second:
+            self.unify(first[1], second[1])
+            dim.product = (self.new(f"pieces of {dim.words}", sum=(first[0], second[0])), first[1])
+
+    def _divide_pieces(self, devices: Dim, piece: Dim, parts: Dim) -> Dim:
+        """Divide a dim that lies on several devices: each of them has as many of the parts."""
+        if piece.is_plain:
+            piece.product = (self.new(f"{parts.words} on each device"), self.new(f"piece of {piece.words}"))
+        if piece.product is None:
+            raise NotCovered("a dim is both divided and concatenated")
+        self.unify(parts, self.new("all", product=(devices, piece.product[0])))
+        return piece.product[1]
 
     def _divide_more(self, slow: Dim, fast: Dim, parts: Dim) -> Dim:
         """Divide the slow digit of a divided dim over devices: groups of channels, so many on each device."""
@@ -145,14 +176,12 @@ class Dims:
                 if a.find() is not b.find():
                     self.assumed.append(f"{a.words} = {b.words}")
                 self.unify(a, b)
-        elif one.product and other.product:
-            self._unify_digits(list(self.digits(one)), list(self.digits(other)))
         elif (one.half and other.half) or (one.half and other.known) or (one.known and other.half):
             self.unify(self.odd(one), self.odd(other))
         elif one.window and other.window and one.window[2:] == other.window[2:]:
             self._unify_windows(one, other)
         elif one.product or other.product:
-            raise NotCovered("a dim is both divided and concatenated")
+            self._unify_divided(one, other)
         elif one.known is not None and other.known is not None:
             raise IllFormed(f"a size is both {one.known} and {other.known}")
         else:
@@ -160,6 +189,14 @@ class Dims:
             self.needed.append(f"{one.words} = {other.words}")
             return
         one.parent = other
+
+    def _unify_divided(self, one: Dim, other: Dim) -> None:
+        for dim in (one, other):
+            if dim.product is None:
+                self._join_slow(dim)
+        if not (one.product and other.product):
+            raise NotCovered("a dim is both divided and concatenated")
+        self._unify_digits(list(self.digits(one)), list(self.digits(other)))
 
     def _unify_digits(self, left: list[Dim], right: list[Dim]) -> None:
         """Digit by digit, those in front that are the same first; a digit too few is made of those too many."""

@@ -18,6 +18,7 @@ from fractions import Fraction
 
 from conjoin.rules.definitions.affine import Affine, symbol
 from conjoin.rules.definitions.deciding import Facts
+from conjoin.rules.definitions.functions import known_better
 from conjoin.rules.definitions.sums import (
     Access,
     Atom,
@@ -113,27 +114,27 @@ def _simplify_factors(term: Term, facts: Facts, given: Guard) -> Term:
     for factor in term.factors:
         match factor:
             case Function(name, args):
-                factors.append(Function(name, tuple(simpler(arg, known) for arg in args)))
+                factors.append(known_better(Function(name, tuple(simpler(arg, known) for arg in args))))
             case Largest(bound, guard, arg):
-                factors.append(Largest(bound, guard, simpler(arg, known | guard)))
+                factors.append(known_better(Largest(bound, guard, simpler(arg, known | guard))))
             case _:
                 factors.append(factor)
     return replace(term, factors=tuple(factors))
 
 
 def _cancel_sizes(term: Term) -> Term:
-    """A size over itself is 1; sizes that are numbers go into the coefficient."""
+    """A size over itself is 1; a size that is a product counts as its factors, numbers go into the coefficient."""
     powers: Counter[Affine] = Counter()
     coefficient = term.coefficient
     others: list[Factor] = []
     for factor in term.factors:
         if not isinstance(factor, Size):
             others.append(factor)
-        elif factor.size.symbols:
-            powers[factor.size] += -1 if factor.inverse else 1
-        else:
-            value = factor.size.value({})
-            coefficient *= Fraction(1, value) if factor.inverse else value
+            continue
+        count, sizes = factor.size.factors()
+        coefficient *= Fraction(1, count) if factor.inverse else count
+        for size in sizes:
+            powers[size] += -1 if factor.inverse else 1
     sizes = [Size(size, power < 0) for size, power in powers.items() for _ in range(abs(power))]
     return replace(term, coefficient=coefficient, factors=(*others, *sizes))
 
@@ -194,7 +195,8 @@ def _mappings(first: Term, term: Term, facts: Facts, given: Guard) -> Iterator[R
     names = {name: fresh(name.split("'")[0]) for name in term.bound}
     apart = renamed(term, names)
     seen: list[Reading] = []
-    for mapping in _match_all(first.factors, apart.factors, {}, frozenset(apart.bound)):
+    for found in _match_all(first.factors, apart.factors, {}, frozenset(apart.bound)):
+        mapping = _completed(found, apart.bound, first.bound)
         if mapping in seen or set(mapping) != set(apart.bound) or not _is_invertible(mapping, first.bound):
             continue
         seen.append(mapping)
@@ -202,6 +204,14 @@ def _mappings(first: Term, term: Term, facts: Facts, given: Guard) -> Iterator[R
         places = (first.guard, frozenset(atom.replace(mapping) for atom in apart.guard))
         if all(_same_factors(first.factors, moved, facts, place | given) for place in places):
             yield {old: mapping[new] for old, new in names.items()}
+
+
+def _completed(mapping: Reading, bound: Sequence[str], targets: Sequence[str]) -> Reading:
+    """What positions do not tell, as windows of windows do not, is tried in the order in which it is summed over."""
+    missing = [name for name in bound if name not in mapping]
+    used = frozenset[str]().union(*(value.symbols for value in mapping.values()))
+    rest = [symbol(name) for name in targets if name not in used]
+    return {**mapping, **dict(zip(missing, rest, strict=False))} if missing else mapping
 
 
 def _heads(factors: Sequence[Factor]) -> Counter[object]:

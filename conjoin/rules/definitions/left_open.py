@@ -35,9 +35,10 @@ def concatenation(reading: Reading) -> Element:
 
     def element(places: Places, devices: Devices) -> Sum:
         slow, *rest = places[k]
-        if len(dims.digits(limit)) > 1:
+        digit, *more = dims.digits(limit)
+        if more and len(more) != len(rest):
             raise NotCovered("a concatenation of divided dims")
-        size = dims.size(limit)
+        size = dims.size(digit)
         one = reading.at(0, {**places, a: places[k]}, devices)
         other = reading.at(1, {**places, b: (slow - size, *rest)}, devices)
         return choose(below(slow, size), one, other)
@@ -53,9 +54,10 @@ def piece(reading: Reading) -> Element:
     reading.dims[j] = parts[part]
 
     def element(places: Places, devices: Devices) -> Sum:
-        (position,) = places[j]
-        moved = position + reading.call.dims.size(parts[0]) if part else position
-        return reading.at(0, {**places, k: (moved,)}, devices)
+        slow, *rest = places[j]
+        first = reading.call.dims.digits(parts[0])[0]
+        moved = slow + reading.call.dims.size(first) if part else slow
+        return reading.at(0, {**places, k: (moved, *rest)}, devices)
 
     return element
 

@@ -10,7 +10,7 @@ from conjoin.rules.definitions.deciding import Facts
 from conjoin.rules.definitions.dims import Dim, Dims, IllFormed, NotCovered
 from conjoin.rules.definitions.equality import TooLarge, equal
 from conjoin.rules.definitions.ranks import Ranks, devices_of
-from conjoin.rules.definitions.sums import Atom, Sum, access, between
+from conjoin.rules.definitions.sums import Atom, Sum, access, between, count_names_anew
 from conjoin.rules.operators import BY_NAME
 from conjoin.rules.parameters import parameters
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, walk
@@ -70,6 +70,7 @@ def _attempt(rule: Rule) -> Verdict:
 
 
 def _attempt_from(rule: Rule, right_first: bool) -> Verdict:
+    count_names_anew()
     try:
         return Frame(rule).run(right_first)
     except (IllFormed, NotCovered) as error:
@@ -156,7 +157,7 @@ class Frame:
         return tuple(self.dims.new(f"{name}.{label}") for label in self.ranks[expr].labels)
 
     def _apply(self, expr: Apply) -> Tensor:
-        for name in ("kernel", "groups"):
+        for name in ("kernel", "groups", "parts"):
             if expr.param(name) not in ("", "?"):
                 self._named(f"{name} {expr.param(name)}")
         if BY_NAME[expr.op].parallel:

@@ -91,17 +91,19 @@ class Ranks:
                 self.same(expr, *expr.args)
                 self._demand_axis(expr, expr)
                 self.same(expr, *expr.args)
-            case "matrix" | "identity":
-                self._demand(expr, Rank(least=2))
+            case "matrix" | "identity" | "cube" as kind:
+                self._demand(expr, Rank(least=3 if kind == "cube" else 2))
                 self.same(expr, *expr.args)
             case "image":
                 for one in (expr, *expr.args):
                     self._demand(one, Rank(exact=4))
             case "scale" | "bias" | "linear" as kind:
                 self._with_second(expr, {"scale": 0, "bias": 1, "linear": 2}[kind])
-            case "reduce":
-                self._demand_axis(expr, expr.args[0])
-                self._one_less(expr, expr.args[0])
+            case "reduce" | "flat" | "unflat" as kind:
+                less, more = (expr.args[0], expr) if kind == "unflat" else (expr, expr.args[0])
+                self._demand(less, Rank(least=int(kind != "reduce")))
+                self._demand_axis(expr, more)
+                self._one_less(less, more)
             case "embedding":
                 self._demand(expr.args[0], Rank(exact=2))
                 self._one_less(expr.args[1], expr)

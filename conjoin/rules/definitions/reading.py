@@ -37,8 +37,9 @@ class Reading:
         """Dims that operands have, by the indices they are made of."""
         self._offsets: dict[Window, Callable[[], Affine]] = {}
         for name, size in said.sizes.items():
-            if size in (MARKS["groups"], MARKS["kernel"]):
-                self.dims[name] = self._named("groups" if size == MARKS["groups"] else "kernel")
+            for parameter in ("groups", "kernel", "parts"):
+                if size == MARKS[parameter]:
+                    self.dims[name] = self._named(parameter)
         for operand, arg in zip(said.notation.operands, call.args, strict=True):
             for expr, dim in zip(operand.dims, arg.dims, strict=True):
                 if isinstance(expr, Factors):
@@ -109,9 +110,13 @@ class Reading:
         return tuple(found)
 
     def _dim(self, *names: str) -> Dim:
-        if len(names) != 1 or names[0] not in self.dims:
+        """The dim that an index is, or that is made of several."""
+        if not names or any(name not in self.dims for name in names):
             raise NotSaid(f"the size of {' '.join(names)} follows from nothing")
-        return self.dims[names[0]]
+        *slow, dim = (self.dims[name] for name in names)
+        for digit in reversed(slow):
+            dim = self.call.dims.new("joined", product=(digit, dim))
+        return dim
 
     def along(self, tensor: Access) -> str:
         """The one index of a tensor along which it is left open what is done."""

@@ -146,12 +146,24 @@ def constant(value: Fraction | int) -> Sum:
     return Sum((Term(Fraction(value), (), ALWAYS, ()),)) if value else ZERO
 
 
-_fresh = count()
+class _Names:
+    """Numbers for new names; every proof counts from the beginning, so that it does not depend on those before it."""
+
+    def __init__(self) -> None:
+        self.numbers = count()
+
+
+_names = _Names()
+
+
+def count_names_anew() -> None:
+    """At the beginning of a proof: no name of another one is met in it."""
+    _names.numbers = count()
 
 
 def fresh(hint: str = "k") -> str:
     """A name that nobody has."""
-    return f"{hint}'{next(_fresh)}"
+    return f"{hint}'{next(_names.numbers)}"
 
 
 def _product(one: Term, other: Term) -> Term:

@@ -157,9 +157,12 @@ _ELEMENTWISE: Mapping[str, Callable[..., Array]] = {
     "neg": lambda x: -x,
     "scale": lambda x, factor: x * factor.reshape(-1, *[1] * (x.ndim - 1)),
     "bias": lambda x, vector: x + vector.reshape(len(vector), *[1] * (x.ndim - 2), -1),
+    "gain": lambda x, vector: x * vector.reshape(len(vector), *[1] * (x.ndim - 2), -1),
     "matmul": lambda x, y: x @ y,
     "linear": lambda x, weight: _linear(x, weight),
     "transpose": lambda x: x.swapaxes(-1, -2),
+    "swap": lambda x: x.swapaxes(-3, -2),
+    "flatten": lambda x: x.reshape(*x.shape[:-2], -1),
 }
 
 
@@ -170,6 +173,10 @@ def _linear(x: Array, weight: Array) -> Array:
 
 def _divide(field: Field, params: Params, x: Array, y: Array) -> Array:
     return field.reduce(x * field.function("inverse", y))
+
+
+def _unflatten(field: Field, params: Params, x: Array) -> Array:
+    return x.reshape(*x.shape[:-1], int(params["parts"]), -1)
 
 
 def _conv(field: Field, params: Params, x: Array, weight: Array) -> Array:
@@ -265,7 +272,7 @@ def _embedding_bag(field: Field, params: Params, table: Array, indices: Array) -
 _OTHERS: Mapping[str, Callable[..., Array]] = {
     "div": _divide, "conv": _conv, "enlarge": _enlarge, "avg_pool": _avg_pool, "max_pool": _max_pool,
     "concat": _concat, "sum": _sum, "mean": _mean, "softmax": _softmax, "embedding": _embedding,
-    "embedding_bag": _embedding_bag,
+    "embedding_bag": _embedding_bag, "unflatten": _unflatten,
 }  # fmt: skip
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, nsmallest
 from pathlib import Path
 from typing import Any
 
 from conjoin.rules.generator.candidates import Pair, Reader
 from conjoin.rules.generator.enumeration import Progress
+from conjoin.rules.generator.forking import forked
 from conjoin.rules.generator.pruning import (
     INPUT,
     Equation,
@@ -27,8 +28,13 @@ from conjoin.rules.generator.pruning import (
 )
 from conjoin.rules.generator.trials import float_trials, residue_trial
 
+_AHEAD = (64, 4)
+"""Of how many candidates it is seen together whether they follow: so many, and one for so many looked at."""
 _SAVED_EACH = 5000
 """Candidates between two savings, and lines of progress: half a minute."""
+
+Queued = tuple[tuple[int, int, int], int, bool]
+"""A candidate with its rank before it, and whether it is looked at as it was found."""
 
 
 @dataclass(slots=True)
@@ -46,8 +52,8 @@ class Chosen:
 class Chooser:
     """Takes candidates from the smallest on."""
 
-    def __init__(self, reader: Reader, pairs: Sequence[Pair], progress: Progress = print) -> None:
-        self._reader, self._pairs, self._progress = reader, pairs, progress
+    def __init__(self, reader: Reader, pairs: Sequence[Pair], progress: Progress = print, workers: int = 1) -> None:
+        self._reader, self._pairs, self._progress, self._workers = reader, pairs, progress, workers
         self._residues = residue_trial(reader)
         self._floats = float_trials(reader, reader.found.vocabulary.other_sizes)
         self._rewriter = Rewriter(reader.found.commutes)
@@ -62,10 +68,14 @@ class Chooser:
         chosen.refuted, chosen.derived, known_again = saved.refuted, saved.derived, set(saved.again)
         queue = [(self._rank(place, False), place, False) for place in range(len(self._pairs))]
         heapify(queue)
+        seen: dict[tuple[int, bool], bool] = {}
         while queue:
-            _, place, is_bare = heappop(queue)
             is_known = chosen.looked_at < saved.looked_at
-            again = (place in known_again and not is_bare) if is_known else self._take(place, is_bare)
+            if not is_known and queue[0][1:] not in seen:
+                seen = self._look_ahead(queue)
+            _, place, is_bare = heappop(queue)
+            follows = seen.get((place, is_bare), False)
+            again = (place in known_again and not is_bare) if is_known else self._take(place, is_bare, follows)
             if again:
                 chosen.again.append(place)
                 heappush(queue, (self._rank(place, True), place, True))
@@ -74,6 +84,25 @@ class Chooser:
                 self._tell(state, len(queue))
         self._drop_instances()
         return chosen
+
+    def _look_ahead(self, queue: list[Queued]) -> dict[tuple[int, bool], bool]:
+        """Which of the next candidates follow from what is accepted by now; the others are looked at in their turn.
+
+        How far is looked does not depend on how many processes do it, so that neither does what is chosen.
+        """
+        least, share = _AHEAD
+        items = [item[1:] for item in nsmallest(least + self._chosen.looked_at // share, queue)]
+        found = forked(lambda item: self._is_derived(self._pair(*item)), items, self._workers)
+        return dict(zip(items, found, strict=True))
+
+    def _is_derived(self, pair: Pair) -> bool:
+        equation = _oriented(self._reader.equation(pair))
+        if equation is None:
+            return False
+        plain = self._plain(equation)
+        if plain.left == plain.right:
+            return equation.size > (1, 2)
+        return self._rewriter.follows(plain, self._residues.agree)
 
     def _tell(self, state: Path | None, num_left: int) -> None:
         name, chosen = self._reader.found.vocabulary.name, self._chosen
@@ -92,15 +121,13 @@ class Chooser:
         pair = self._pairs[place]
         return replace(pair, cut=frozenset()) if is_bare else pair
 
-    def _take(self, place: int, is_bare: bool) -> bool:
+    def _take(self, place: int, is_bare: bool, follows: bool) -> bool:
         """Accept a candidate or not; True where it was made too general."""
         pair = self._pair(place, is_bare)
         equation = _oriented(self._reader.equation(pair))
         if equation is None:
             return False
-        plain = self._plain(equation)
-        swaps = plain.left == plain.right
-        if (swaps and equation.size > (1, 2)) or (not swaps and self._rewriter.follows(plain, self._residues.agree)):
+        if follows or self._is_derived(pair):
             self._chosen.derived += 1
             return False
         if not all(trial.holds(equation) for trial in self._floats) or not self._is_general(equation):

@@ -58,7 +58,7 @@ def generate(
     counts, pairs = distinct_candidates(reader)
     progress(f"{vocabulary.name}: {counts}")
     state = None if directory is None else state_of(directory, vocabulary, most_ops) / "chosen.json"
-    chosen = Chooser(reader, pairs, progress).choose(state)
+    chosen = Chooser(reader, pairs, progress, workers).choose(state)
     rules = tuple(_rules_of(reader, chosen.accepted))
     seconds = time.process_time() - start
     return Selection(vocabulary.name, found.num_graphs, counts, chosen.refuted, chosen.derived, rules, seconds)

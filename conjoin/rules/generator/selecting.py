@@ -13,6 +13,7 @@ from conjoin.rules.definitions.proving import Verdict
 from conjoin.rules.deriving import Binding, Deriver, match
 from conjoin.rules.generalizing import generalize
 from conjoin.rules.generator.enumeration import Progress
+from conjoin.rules.generator.forking import forked
 from conjoin.rules.judging import derive_checked
 from conjoin.rules.operators import BY_NAME
 from conjoin.rules.patterns import Apply, Expr, Input, Rule, inputs_of, operators_in, walk
@@ -22,6 +23,8 @@ Outcome = tuple[Rule, Verdict]
 """The most general form of a candidate that is proven, if any is."""
 _AT_ONCE = 8
 """Candidates that each process proves between two looks at which are instances of others."""
+_AHEAD = 32
+"""Rules of which it is seen together whether they follow from those before; and one more for so many."""
 _TOLD_EACH = 96
 """Candidates between two lines of progress."""
 
@@ -106,19 +109,30 @@ def drop_instances(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     return tuple(kept)
 
 
-def drop_derived(rules: Sequence[Rule], most: int, progress: Progress = print) -> tuple[Rule, ...]:
+def drop_derived(rules: Sequence[Rule], most: int, progress: Progress = print, workers: int = 1) -> tuple[Rule, ...]:
     """Without rules that follow from smaller ones; `most` bounds the expressions met for each.
 
     A rule with several outputs has to follow without steps that forget an input: read the other way such a step makes
     one up, which no search would do. Nor has a rule to follow by way of constants that it is not about.
     """
     kept: list[Rule] = []
-    for done, rule in enumerate(sorted(rules, key=_by_size_and_numbers), 1):
+    ordered = sorted(rules, key=_by_size_and_numbers)
+
+    def follows(rule: Rule) -> bool:
         deriver = Deriver((other for other in kept if _may_explain(other, rule)), each_output=len(rule.left) == 1)
-        if derive_checked(rule, deriver, most) is None:
-            kept.append(rule)
-        if done % 100 == 0:
-            progress(f"{done:,} of {len(rules):,} rules, {len(kept):,} kept")
+        return derive_checked(rule, deriver, most) is not None
+
+    done = 0
+    while done < len(ordered):
+        # How far is looked ahead does not depend on how many processes do it, so that neither does what is kept.
+        some = ordered[done : done + _AHEAD + done // _AHEAD]
+        open_still = [rule for rule, known in zip(some, forked(follows, some, workers), strict=True) if not known]
+        before = len(kept)
+        for rule in open_still:
+            if len(kept) == before or not follows(rule):
+                kept.append(rule)
+        done += len(some)
+        progress(f"{done:,} of {len(rules):,} rules, {len(kept):,} kept")
     return tuple(kept)
 
 

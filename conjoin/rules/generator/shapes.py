@@ -92,7 +92,7 @@ _MIXED: Mapping[str, tuple[str, ...]] = {
 def _allows(op: str, roles: tuple[str, ...]) -> bool:
     if op in _MIXED:
         return roles == _MIXED[op]
-    if op in ("scale", "bias"):
+    if op in ("scale", "bias", "gain"):
         return roles[0] != "index"
     if op == "enlarge":
         return roles == ("kernel",)
@@ -138,6 +138,26 @@ def _matrix(op: str, params: Params, x: Dims, y: Dims | None = None) -> Dims | N
         return None
     batch = _all_merged(x[:-2], y[:-2])
     return None if batch is None else (*batch, x[-2], y[-1])
+
+
+def _cube(op: str, params: Params, x: Dims) -> Dims | None:
+    return None if len(x) < 3 else (*x[:-3], x[-2], x[-3], x[-1])
+
+
+def _flat(op: str, params: Params, x: Dims) -> Dims | None:
+    """Rows after rows: a concatenation of rows is one of what they are flattened to."""
+    return None if len(x) < 2 else (*x[:-2], _times(x[-2], size_of(x[-1])))
+
+
+def _times(tree: Tree, factor: int) -> Tree:
+    return tree * factor if isinstance(tree, int) else (_times(tree[0], factor), _times(tree[1], factor))
+
+
+def _unflat(op: str, params: Params, x: Dims) -> Dims | None:
+    parts = int(params["parts"])
+    if not x or not isinstance(x[-1], int) or x[-1] % parts:
+        return None
+    return (*x[:-1], parts, x[-1] // parts)
 
 
 def _linear(op: str, params: Params, x: Dims, weight: Dims) -> Dims | None:
@@ -194,5 +214,5 @@ def _bag(op: str, params: Params, table: Dims, indices: Dims) -> Dims | None:
 
 _DIMS: Mapping[str, Callable[..., Dims | None]] = {
     "same": _same, "matrix": _matrix, "linear": _linear, "bias": _bias, "scale": _scale, "image": _image,
-    "reduce": _reduction, "embedding": _embedding, "bag": _bag,
+    "cube": _cube, "flat": _flat, "unflat": _unflat, "reduce": _reduction, "embedding": _embedding, "bag": _bag,
 }  # fmt: skip

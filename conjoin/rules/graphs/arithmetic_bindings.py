@@ -107,6 +107,17 @@ def _bias(node: Node, index: int) -> Iterator[Seen]:
             yield Reading("bias", (), (x, vector))
 
 
+def _gain(node: Node, index: int) -> Iterator[Seen]:
+    one, other = _pair(node)
+    for x, vector in ((one, other), (other, one)):
+        if _is_bias(x, vector):
+            yield Reading("gain", (), (x, vector))
+
+
+def _make_gain(maker: Maker, args: tuple[Term, ...]) -> Term:
+    return maker.call("mul.Tensor", *map(maker.value, args))
+
+
 def _biased_linear(node: Node, index: int) -> Iterator[Seen]:
     x, weight, vector = node.args
     if vector is not None and rank_of(weight) == 2:
@@ -144,4 +155,5 @@ BINDINGS: tuple[Binding, ...] = (
     ),
     Binding("scale", _SCALINGS, _make_scale),
     Binding("bias", _BIASES, _make_bias),
+    Binding("gain", {"mul.Tensor": _gain}, _make_gain),
 )

@@ -33,6 +33,9 @@ from conjoin.rules.patterns import Apply, Expr, Input, walk
 _FUSED = ("linear", "concat")
 """Left to the call that reads them, when it is the only one: a bias joins a linear layer, concatenations become one."""
 
+_TURNS = ("transpose", "swap")
+"""Left to the call that reads them: several become one, and a product may take its operand as it lies."""
+
 
 class Refused(Exception):
     """Why a rule cannot be applied at a match."""
@@ -77,7 +80,7 @@ class Emitter:
         args = tuple(self.emit(arg) for arg in expr.args)
         params = self._resolved(expr)
         once = self._uses[expr] == 1 and expr not in self.match.form.right
-        if args and ((expr.op in _FUSED and once) or expr.op == "transpose"):
+        if args and ((expr.op in _FUSED and once) or expr.op in _TURNS):
             return Virtual(expr.op, tuple(params.items()), args, TensorType(shape, args[0].type.dtype))
         made = make(self, expr.op, params, args, shape)
         if made.type.shape != shape:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 
 from conjoin.ir import Graph, Node, Value
 from conjoin.rules.graphs.bindings import readings_of
@@ -47,6 +48,28 @@ class Index:
     @cached_property
     def places(self) -> Mapping[Node, int]:
         return {node: place for place, node in enumerate(self.graph.nodes)}
+
+    @cached_property
+    def _needs(self) -> Mapping[Node, int]:
+        """For every call the set of calls it needs, a bit for each place."""
+        found: dict[Node, int] = {}
+        for node in self.graph.nodes:
+            owners = {value.owner for value in node.inputs if isinstance(value.owner, Node)}
+            found[node] = reduce(or_, (found[owner] | 1 << self.places[owner] for owner in owners), 0)
+        return found
+
+    def are_apart(self, one: Term, other: Term) -> bool:
+        """Whether neither of two terms is needed to compute the other."""
+        a, b = self._owner(one), self._owner(other)
+        if a is None or b is None or a is b:
+            return True
+        return not (self._needs[a] >> self.places[b] & 1 or self._needs[b] >> self.places[a] & 1)
+
+    def _owner(self, term: Term) -> Node | None:
+        """The call that computes a term, by itself or as a part."""
+        hosts = self.hosts(term) if isinstance(term, Virtual) else ()
+        value = hosts[0].value if hosts else term
+        return value.owner if isinstance(value, Value) and isinstance(value.owner, Node) else None
 
     def hosts(self, term: Virtual) -> tuple[Host, ...]:
         """Every value that a virtual term is part of, by one way each."""

@@ -69,6 +69,9 @@ class _State:
 class Matcher:
     """One rule being looked for in one graph."""
 
+    apart: bool = False
+    """Whether outputs must not need each other; otherwise that is found when the match is applied."""
+
     def __init__(self, index: Index, rule: Rule, sizing: Sizing, given: Mapping[str, Any], notes: Notes | None) -> None:
         self.index, self.sizing, self.given, self.notes = index, sizing, given, notes
         self.original, self.rule = rule, sizing.rule
@@ -86,7 +89,7 @@ class Matcher:
         """Bind the output at a place to a term, then all later ones."""
         root = self.rule.left[place]
         taken = [state.terms[other] for other in self.rule.left[:place] if other != root]
-        if term in taken:
+        if term in taken or (self.apart and not all(self.index.are_apart(term, other) for other in taken)):
             return
         for found in self._bind(root, term, state):
             if place + 1 == len(self.rule.left):
@@ -294,13 +297,19 @@ def _alike(one: Expr, other: Expr, names: dict[str, str]) -> bool:
 
 
 def find_matches(
-    graph: Graph | Index, rule: Rule, given: Mapping[str, Any] | None = None, at: Term | None = None
+    graph: Graph | Index,
+    rule: Rule,
+    given: Mapping[str, Any] | None = None,
+    at: Term | None = None,
+    *,
+    apart: bool = False,
 ) -> tuple[Match, ...]:
     """Every place where a rule applies.
 
     `given` says what the left side leaves open: dims and mesh axes that only the right side names. A rule whose left
     side is a bare input applies everywhere; it is looked for `at` one value only, as any rule may be. An `Index` of
-    the graph may be given instead: many rules are then looked for in one.
+    the graph may be given instead: many rules are then looked for in one. With `apart` matches are left out that have
+    an output which is needed for another: a rule that makes one tensor of both cannot be applied there.
 
     >>> from conjoin.ir import parse_graph
     >>> from conjoin.rules.text import parse_rule
@@ -321,6 +330,7 @@ def find_matches(
     else:
         starts = index.by_op.get(root.op, ()) if isinstance(root, Apply) else ()
     matcher = Matcher(index, rule, sizing, given or {}, None)
+    matcher.apart = apart
     matches = dict.fromkeys(match for start in starts for match in matcher.matches(start))
     return tuple(_without_mirrors(matches)) if _mirrored(sizing.rule) else tuple(matches)
 

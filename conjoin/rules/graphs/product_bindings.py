@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from conjoin.ir import Node
 from conjoin.ops import COMBINE, EMBEDDING_BAG, PARTITION, REDUCE, REPLICATE
 from conjoin.rules.graphs.binding import Binding, Maker, Seen, make_call
-from conjoin.rules.graphs.terms import Miss, Reading, Term, Virtual, argument, rank_of, shape_of, with_shape
+from conjoin.rules.graphs.terms import Miss, Reading, Shape, Term, Virtual, argument, rank_of, shape_of, with_shape
 
 
 def _matmul(node: Node, index: int) -> Iterator[Seen]:
@@ -41,15 +41,44 @@ def _make_linear(maker: Maker, args: tuple[Term, ...]) -> Term:
     return maker.call("linear", maker.value(x), maker.value(weight))
 
 
-def _transpose(node: Node, index: int) -> Iterator[Seen]:
-    rank = rank_of(node.args[0])
-    if rank < 2:
+_TURNS: Mapping[tuple[int, ...], tuple[tuple[str, ...], ...]] = {
+    (0, 2, 1): (("transpose",),),
+    (1, 0, 2): (("swap",),),
+    (1, 2, 0): (("swap", "transpose"),),
+    (2, 0, 1): (("transpose", "swap"),),
+    (2, 1, 0): (("swap", "transpose", "swap"), ("transpose", "swap", "transpose")),
+}
+"""Every order of three dims as exchanges one after another."""
+_EXCHANGED = {"transpose": (-2, -1), "swap": (-3, -2)}
+
+
+def _turned(op: str, node: Node, index: int) -> Iterator[Seen]:
+    x = node.args[0]
+    rank = rank_of(x)
+    order = _order(node, rank) if rank > 1 else ()
+    if order == tuple(range(rank)):
         return
-    order = _order(node, rank)
-    if order == (*range(rank - 2), rank - 1, rank - 2):
-        yield Reading("transpose", (), (node.args[0],))
-    elif order != tuple(range(rank)):
-        yield Miss("transpose", f"orders the dims {list(order)} and rules exchange the last two")
+    last = (0, 2, 1) if order == (1, 0) else tuple(place - (rank - 3) for place in order[-3:])
+    if order[:-3] != tuple(range(rank - 3)) or last not in _TURNS:
+        yield Miss(op, f"orders the dims {list(order)} and rules order the last three")
+        return
+    for steps in _TURNS[last]:
+        if steps[-1] == op:
+            yield Reading(op, (), (_through(x, steps[:-1]),))
+
+
+def _through(x: Term, steps: tuple[str, ...]) -> Term:
+    for op in steps:
+        shape = _exchanged(shape_of(x), op)
+        x = Virtual(op, (), (x,), with_shape(x, shape))
+    return x
+
+
+def _exchanged(items: tuple[int, ...], op: str) -> tuple[int, ...]:
+    """Sizes of dims, or their places, with two of them exchanged."""
+    found, (a, b) = list(items), _EXCHANGED[op]
+    found[a], found[b] = found[b], found[a]
+    return tuple(found)
 
 
 def _order(node: Node, rank: int) -> tuple[int, ...]:
@@ -64,10 +93,44 @@ def _order(node: Node, rank: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-def _make_transpose(maker: Maker, args: tuple[Term, ...]) -> Term:
-    if isinstance(args[0], Virtual) and args[0].op == "transpose":
-        return args[0].args[0]
-    return maker.call("transpose.int", maker.value(args[0]), -2, -1)
+def _make_turned(op: str, maker: Maker, args: tuple[Term, ...]) -> Term:
+    """All exchanges one after another as one call, or none."""
+    (x,), steps = args, [op]
+    while isinstance(x, Virtual) and x.op in _EXCHANGED:
+        steps.append(x.op)
+        (x,) = x.args
+    order = tuple(range(rank_of(x)))
+    for step in reversed(steps):
+        order = _exchanged(order, step)
+    if order == tuple(range(len(order))):
+        return x
+    for dims in _EXCHANGED.values():
+        if len(order) >= -dims[0] and order == _exchanged(tuple(range(len(order))), _BY_DIMS[dims]):
+            return maker.call("transpose.int", maker.value(x), *dims)
+    return maker.call("permute", maker.value(x), order)
+
+
+_BY_DIMS = {dims: op for op, dims in _EXCHANGED.items()}
+
+
+def _reshaped(op: str, node: Node, index: int) -> Iterator[Seen]:
+    """The last two dims as one, or the last as two; several may be meant where one of them has one element."""
+    x = node.args[0]
+    before, after = shape_of(x), node.types[0].shape
+    if op == "flatten" and len(after) == len(before) - 1 >= 1 and after[:-1] == before[:-2]:
+        yield Reading("flatten", (), (x,))
+    elif op == "unflatten" and len(after) == len(before) + 1 >= 2 and after[:-2] == before[:-1] and after[-2]:
+        yield Reading("unflatten", (("parts", after[-2]),), (x,))
+    elif before != after and not (abs(len(before) - len(after)) == 1 and before[:-2] == after[:-2]):
+        yield Miss(op, f"makes {list(after)} of {list(before)} and rules are for the last two dims")
+
+
+def _make_flatten(maker: Maker, args: tuple[Term, ...], shape: Shape) -> Term:
+    return maker.call("reshape", maker.value(args[0]), shape)
+
+
+def _make_unflatten(maker: Maker, args: tuple[Term, ...], parts: int, shape: Shape) -> Term:
+    return maker.call("reshape", maker.value(args[0]), shape)
 
 
 # Reductions and lookups.
@@ -138,7 +201,8 @@ def _make_embedding_bag(maker: Maker, args: tuple[Term, ...]) -> Term:
     return maker.call(EMBEDDING_BAG, *map(maker.value, args), None, "sum", None)
 
 
-_TURNS = ("transpose.int", "permute", "t", "mT", "numpy_T")
+_ORDERS = ("transpose.int", "permute", "t", "mT", "numpy_T")
+_RESHAPES = ("view", "reshape", "_unsafe_view", "flatten.using_ints", "unflatten.int")
 _SUMS = dict.fromkeys(("sum.dim_IntList", "sum"), partial(_reduction, "sum"))
 _MEANS = dict.fromkeys(("mean.dim", "mean"), partial(_reduction, "mean"))
 _AXES = {"partition": PARTITION, "combine": COMBINE, "replicate": REPLICATE, "reduce": REDUCE}
@@ -146,7 +210,9 @@ _AXES = {"partition": PARTITION, "combine": COMBINE, "replicate": REPLICATE, "re
 BINDINGS: tuple[Binding, ...] = (
     Binding("matmul", dict.fromkeys(("matmul", "mm", "bmm"), _matmul), partial(make_call, "matmul")),
     Binding("linear", {"linear": _linear, "matmul": _linear_by_matmul}, _make_linear),
-    Binding("transpose", dict.fromkeys(_TURNS, _transpose), _make_transpose),
+    *(Binding(op, dict.fromkeys(_ORDERS, partial(_turned, op)), partial(_make_turned, op)) for op in _EXCHANGED),
+    Binding("flatten", dict.fromkeys(_RESHAPES, partial(_reshaped, "flatten")), _make_flatten, takes_shape=True),
+    Binding("unflatten", dict.fromkeys(_RESHAPES, partial(_reshaped, "unflatten")), _make_unflatten, takes_shape=True),
     Binding("sum", _SUMS, partial(_make_reduction, "sum.dim_IntList")),
     Binding("mean", _MEANS, partial(_make_reduction, "mean.dim")),
     Binding("softmax", dict.fromkeys(("softmax.int", "_softmax"), _softmax), _make_softmax),

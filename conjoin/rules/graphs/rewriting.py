@@ -9,8 +9,8 @@ in every step like all others.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import cast
 
@@ -20,7 +20,7 @@ from conjoin.rules.graphs.emitting import Emitter, Refused
 from conjoin.rules.graphs.matching import Match
 from conjoin.rules.patterns import Input, Rule, inputs_of
 
-__all__ = ["Refused", "apply", "kept_values"]
+__all__ = ["Refused", "apply", "apply_all", "kept_values"]
 
 
 def apply(graph: Graph, rule: Rule, match: Match) -> Graph:
@@ -36,20 +36,78 @@ def apply(graph: Graph, rule: Rule, match: Match) -> Graph:
     >>> [node.op for node in apply(graph, rule, find_matches(graph, rule)[0]).nodes]
     ['relu']
     """
-    if match.rule != rule:
-        raise Refused(f"the match is one of {match.rule.name}, not of {rule.name}")
     if not set(match.nodes) <= set(graph.nodes):
         raise Refused("the match is one of another graph")
+    return _rebuilt(graph, rule, [_change(rule, match)])
+
+
+def apply_all(graph: Graph, rule: Rule, matches: Iterable[Match]) -> tuple[Graph, tuple[Match, ...]]:
+    """The graph after a rewrite at many matches of a rule in it, and at which: those that have no call in common.
+
+    The graph is made anew once, not for every match. Matches that are possible one by one may need each other; then
+    they are applied one after another, as far as that goes.
+    """
+    taken: set[Node] = set()
+    picked: list[tuple[Match, _Change]] = []
+    for match in matches:
+        if taken.isdisjoint(match.nodes):
+            try:
+                change = _change(rule, match)
+            except Refused:
+                continue
+            if change.replaced:
+                taken.update(match.nodes)
+                picked.append((match, change))
+    try:
+        made = _rebuilt(graph, rule, [change for _, change in picked])
+    except Refused:
+        return _apply_each(graph, rule, [match for match, _ in picked])
+    return made, tuple(match for match, _ in picked) if made is not graph else ()
+
+
+def _apply_each(graph: Graph, rule: Rule, matches: Iterable[Match]) -> tuple[Graph, tuple[Match, ...]]:
+    applied = []
+    for match in matches:
+        try:
+            changed = apply(graph, rule, match)
+        except Refused:
+            continue
+        if changed is not graph:
+            applied.append(match)
+            graph = changed
+    return graph, tuple(applied)
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What one match makes of a graph."""
+
+    added: tuple[Node, ...]
+    replaced: Mapping[Value, Value]
+    bare: frozenset[object]
+    """Outputs that are inputs as well: the right side reads what they were."""
+
+
+def _change(rule: Rule, match: Match) -> _Change:
+    if match.rule != rule:
+        raise Refused(f"the match is one of {match.rule.name}, not of {rule.name}")
     try:
         emitter = Emitter(match)
         replaced = dict(_replaced(emitter, match))
     except LayoutError as error:
         raise Refused(str(error)) from None
-    replaced = {old: new for old, new in replaced.items() if old != new}
+    bare = (out for out, left in zip(match.outputs, match.form.left, strict=True) if isinstance(left, Input))
+    return _Change(tuple(emitter.nodes), {old: new for old, new in replaced.items() if old != new}, frozenset(bare))
+
+
+def _rebuilt(graph: Graph, rule: Rule, changes: Sequence[_Change]) -> Graph:
+    replaced = {old: new for change in changes for old, new in change.replaced.items()}
     if not replaced:
         return graph
-    bare = {out for out, left in zip(match.outputs, match.form.left, strict=True) if isinstance(left, Input)}
-    made = _Program(graph, tuple(emitter.nodes), replaced, bare).rebuild()
+    if len(changes) > 1 and any(change.bare for change in changes):
+        raise Refused("an output that is an input stays what it was for one match only")
+    added = tuple(node for change in changes for node in change.added)
+    made = _Program(graph, added, replaced, frozenset().union(*(change.bare for change in changes))).rebuild()
     if set(inputs_of(*rule.left)) - set(inputs_of(*rule.right)):
         _check_parameters(graph, made)
     return graph if made == graph else made
@@ -106,7 +164,6 @@ class _Program:
         self.graph, self.replaced = graph, replaced
         self.added = dict.fromkeys(added)
         self.bare = bare
-        """Outputs that are inputs as well: the right side reads what they were."""
 
     def _places(self, values: Iterable[Value]) -> Iterator[int]:
         """Where the calls stand that make some values."""

@@ -230,7 +230,7 @@ class _Sizes:
         for name, dim in self.frame.named.items():
             kind, _, word = name.partition(" ")
             if word and not word.isdecimal():
-                found[word] = self.of(dim) if kind == "kernel" or word not in found else found[word]
+                found[word] = self.of(dim) if kind in ("kernel", "parts") or word not in found else found[word]
         for expr in self.plan.exprs:
             for name, value in expr.params:
                 if isinstance(value, str) and value not in ("same", "valid") and name in ("stride", "pad"):

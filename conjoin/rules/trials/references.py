@@ -76,6 +76,17 @@ def _bias(x: Tensor, vector: Tensor) -> Tensor:
     return torch.add(x, vector)
 
 
+def _gain(x: Tensor, vector: Tensor) -> Tensor:
+    _need(vector.shape == x.shape[-1:], f"a vector of shape {tuple(vector.shape)} for {tuple(x.shape)}")
+    return torch.mul(x, vector)
+
+
+def _unflatten(params: Params, args: tuple[Tensor, ...], shape: Shape) -> Tensor:
+    (x,), parts = args, int(params["parts"])
+    _need(x.dim() > 0 and x.shape[-1] % parts == 0, f"the last dim of {tuple(x.shape)} has no {parts} parts")
+    return torch.unflatten(x, -1, (parts, x.shape[-1] // parts))
+
+
 def _matmul(x: Tensor, y: Tensor) -> Tensor:
     _need(x.dim() >= 2 and x.shape[:-2] == y.shape[:-2], f"{tuple(x.shape)} and {tuple(y.shape)} are no matrices alike")
     return torch.matmul(x, y)
@@ -187,7 +198,11 @@ _REFERENCES: Mapping[str, Reference] = {
     "bias": _plain(_bias),
     "matmul": _plain(_matmul),
     "linear": _plain(functional.linear),
+    "gain": _plain(_gain),
     "transpose": _plain(lambda x: torch.transpose(x, -1, -2)),
+    "swap": _plain(lambda x: torch.transpose(x, -3, -2)),
+    "flatten": _plain(lambda x: torch.flatten(x, -2, -1)),
+    "unflatten": _unflatten,
     "conv": _conv,
     "enlarge": _enlarge,
     "avg_pool": _avg_pool,

@@ -1,0 +1,105 @@
+"""Vocabularies of today's models beside those of the papers: dims in another order, heads, gains, depthwise kernels."""
+
+from __future__ import annotations
+
+from conjoin.rules.generator.vocabulary import Choice, Typed, Vocabulary, choose
+
+_SIZES = {"b": 2, "m": 4, "n": 5, "k": 6, "h": 3, "d": 2, "l": 7, "c": 2, "y": 3, "x": 4, "r": 3, "s": 2}
+_OTHER = {"b": 3, "m": 5, "n": 6, "k": 8, "h": 2, "d": 4, "l": 7, "c": 3, "y": 7, "x": 6, "r": 5, "s": 3}
+_EVEN = {"b": 2, "m": 4, "k": 12, "h": 4, "g": 2, "d": 3, "devices": 2}
+_OTHER_EVEN = {"b": 3, "m": 6, "k": 12, "h": 6, "g": 2, "d": 2, "devices": 3}
+
+
+def _plain(names: str) -> tuple[Choice, ...]:
+    return tuple(map(choose, names.split()))
+
+
+def _along(names: str, *axes: int) -> tuple[Choice, ...]:
+    return tuple(choose(name, axis=axis) for name in names.split() for axis in axes)
+
+
+def _split(*axes: int) -> tuple[Choice, ...]:
+    return tuple(choose("split", axis=axis, part=part) for axis in axes for part in (0, 1))
+
+
+_TURNS = _plain("transpose swap")
+TURNED = Vocabulary(
+    "turned",
+    (
+        Typed("x", "b m d"), Typed("y", "b m d"), Typed("z", "b d n"), Typed("u", "b m+m d"), Typed("c", "d"),
+        Typed("s", ""),
+    ),
+    (
+        *_TURNS, *_plain("add relu scale bias gain matmul"), *_along("softmax sum mean", -3, -2, -1),
+        *_along("concat", -3, -2, -1), *_split(-3, -2),
+    ),
+    _SIZES,
+    _OTHER,
+)  # fmt: skip
+"""Dims in another order: any order of three dims is made of two exchanges."""
+HEADS = Vocabulary(
+    "heads",
+    (
+        Typed("x", "m k"), Typed("y", "m k"), Typed("u", "m h d"), Typed("v", "m h d"), Typed("w", "l k"),
+        Typed("c", "k"), Typed("s", ""),
+    ),
+    (
+        choose("unflatten", parts="h"), *_plain("flatten swap add relu scale bias gain linear"),
+        *_along("softmax", -1), *_along("concat", -2, -1), *_split(-2, -1),
+    ),
+    _SIZES,
+    _OTHER,
+)  # fmt: skip
+"""The last dim as heads and what each of them has, and back."""
+ATTENTION = Vocabulary(
+    "attention",
+    (
+        Typed("q", "b h m d"), Typed("k", "b h n d"), Typed("v", "b h n d"), Typed("u", "b h+h m d"), Typed("w", "l k"),
+        Typed("s", ""),
+    ),
+    (*_TURNS, *_plain("matmul scale flatten linear"), *_along("softmax", -1), *_along("concat", -3), *_split(-3)),
+    _SIZES,
+    _OTHER,
+)  # fmt: skip
+"""Scores, their softmax, and what is weighted by it."""
+GAINS = Vocabulary(
+    "gains",
+    (
+        Typed("x", "m k"), Typed("y", "m k"), Typed("w", "l k"), Typed("g", "k"), Typed("c", "k"), Typed("s", ""),
+    ),
+    (
+        *_plain("gain bias linear mul add scale square rsqrt"), *_along("sum mean", -2, -1), *_along("concat", -1),
+    ),
+    _SIZES,
+    _OTHER,
+)  # fmt: skip
+"""What norms are made of, and the layers after them."""
+DEPTHWISE = Vocabulary(
+    "depthwise",
+    (
+        Typed("x", "b c y x"), Typed("u", "b c+c y x"), Typed("a", "c 1 r r", role="kernel"),
+        Typed("b", "c 1 r r", role="kernel"), Typed("d", "c+c 1 r r", role="kernel"), Typed("s", ""),
+    ),
+    (
+        choose("conv"), choose("conv", stride="s"), choose("avg_pool", kernel="r"), *_plain("add relu scale"),
+        *_along("concat", 0, 1), *_split(0, 1),
+    ),
+    _SIZES,
+    _OTHER,
+)  # fmt: skip
+"""A kernel for each channel."""
+PARALLEL_HEADS = Vocabulary(
+    "parallel heads",
+    (
+        Typed("x", "m k"), Typed("u", "b h d"), Typed("X", "m k", spread=True), Typed("U", "b h d", spread=True),
+        Typed("c", "d"), Typed("C", "d", spread=True),
+    ),
+    (
+        choose("unflatten", parts="h"), choose("unflatten", parts="g"), *_plain("flatten swap transpose relu gain"),
+        *_along("softmax", -1), *_along("partition combine", -3, -2, -1), *_plain("replicate reduce"),
+    ),
+    _EVEN,
+    _OTHER_EVEN,
+)  # fmt: skip
+"""Heads on each device."""
+OF_MODELS = (TURNED, HEADS, ATTENTION, GAINS, DEPTHWISE, PARALLEL_HEADS)
