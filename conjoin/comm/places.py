@@ -38,6 +38,12 @@ def changes_places_between(source: Layout, target: Layout) -> bool:
     return _places(source) != _places(target)
 
 
+def common_places(*layouts: Layout) -> tuple[tuple[str, int], ...]:
+    """The axes of which some layouts name one and the same place, with that place."""
+    shared = frozenset.intersection(*map(_places, layouts)) if layouts else frozenset()
+    return tuple(sorted((axis, at.place) for axis, at in shared if isinstance(at, At)))
+
+
 def leaves_early(source: Layout, target: Layout) -> bool:
     """Whether a tensor comes to a place where it is not: it is sent there as soon as it is made.
 

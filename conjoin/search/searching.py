@@ -15,6 +15,7 @@ from conjoin.search.contest import Contest, Enough, Improvement, Outcome, Progre
 from conjoin.search.descents import descend_everywhere, try_everything
 from conjoin.search.hierarchy import first_rewrite_then_walk, search_in_levels
 from conjoin.search.joint import JointSearch
+from conjoin.search.placing_branches import place_branches
 from conjoin.search.rewrites import ways_of
 from conjoin.search.variants import as_variant, variants_of
 from conjoin.search.walks import sample, walk_from_all
@@ -24,6 +25,8 @@ DEFAULT_BUDGET = 60.0
 SEARCH_VERSION = 1
 """Raised when searches find other plans than before: what was found by an earlier one is then not remembered."""
 _GIB = 2**30
+_EARLY = 0.1
+"""The part of the time in which branches of the best named strategy are tried beside each other, before all else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,15 @@ Search = Callable[[Contest, Sequence[Outcome], Wish], None]
 
 def _joint(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None:
     ways = ways_of(Library.shipped())
-    JointSearch(contest, variants_of(contest.captured, starts), [as_variant(o) for o in starts], ways).run()
+    aside = place_branches(contest, contest.elapsed + _EARLY * contest.time_left)
+    try:
+        JointSearch(contest, variants_of(contest.captured, starts), [as_variant(o) for o in starts], ways).run()
+        found = place_branches(contest, contest.budget)
+        if found is not None:
+            contest.judge(found.entry, found.simulation)
+    finally:  # also where the time is over
+        if aside is not None:
+            contest.judge(aside.entry, aside.simulation)
     if contest.best is not None:  # what only a timeline sees, such as overlap
         walk_from_all(contest, [contest.best], wish.seed)
 
