@@ -6,7 +6,9 @@ from conjoin.comm.gradients import Gradients
 from conjoin.comm.movement import Movement, move_regions, movement
 from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
 from conjoin.comm.pieces import splits_evenly
-from conjoin.comm.route import Route, Step, StepKind, backward_route, dual_layout, reshard
+from conjoin.comm.places import changes_places, changes_places_between, common_places, has_places, leaves_early
+from conjoin.comm.route import backward_route, dual_layout, reshard
+from conjoin.comm.steps import Route, Step, StepKind
 from conjoin.comm.traffic import (
     AGREEMENT_BYTES,
     BACKWARD,
@@ -17,13 +19,15 @@ from conjoin.comm.traffic import (
     Transfer,
     held_bytes,
     step_bytes,
+    step_load,
 )
 from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 
 __all__ = [
     "AGREEMENT_BYTES", "BACKWARD", "BUNDLE_BYTES", "EXCHANGE", "FORWARD", "BundleKind", "Collective", "Entry",
     "Exchange", "Gradients", "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Route", "Step", "StepKind",
-    "Traffic", "Transfer", "backward_route", "bundle_parameters", "bytes_sent", "dual_layout", "find_bundles",
-    "held_bytes", "move_regions", "movement", "node_exchanges", "reshard", "ring_bytes", "route_bytes", "splits_evenly",
-    "step_bytes", "sum_per_rank", "total_bytes",
+    "Traffic", "Transfer", "backward_route", "bundle_parameters", "bytes_sent", "changes_places",
+    "changes_places_between", "common_places", "dual_layout", "find_bundles", "has_places", "held_bytes",
+    "leaves_early", "move_regions", "movement", "node_exchanges", "reshard", "ring_bytes", "route_bytes",
+    "splits_evenly", "step_bytes", "step_load", "sum_per_rank", "total_bytes",
 ]  # fmt: skip

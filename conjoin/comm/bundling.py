@@ -14,7 +14,8 @@ import torch
 
 from conjoin.comm.movement import movement
 from conjoin.comm.pieces import splits_evenly
-from conjoin.comm.route import Route, Step, StepKind, backward_route, reshard
+from conjoin.comm.route import backward_route, reshard
+from conjoin.comm.steps import Route, Step, StepKind
 from conjoin.ir import Graph, Leaf, Value, is_parallel, origin
 from conjoin.machine import Mesh
 from conjoin.ops import Copies, Layout, TensorType

@@ -43,6 +43,10 @@ class Gradients:
         """Whether a node gives a gradient to one of its operands."""
         return operand in self._passing[node] and any(value in self._reached for value in node.outputs())
 
+    def passing_operands(self, node: Node) -> tuple[int, ...]:
+        """The operands through which a gradient goes back where one comes to a node."""
+        return self._passing[node]
+
     def kept_operands(self, node: Node) -> tuple[int, ...]:
         """The operands whose values the backward of a node reads; none where no gradient comes to it."""
         return self._kept.get(node, ())

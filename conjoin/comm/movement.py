@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from conjoin.comm.pieces import all_regions, splits_of
-from conjoin.comm.route import Step, StepKind
-from conjoin.ir import Region, overlap
+from conjoin.comm.pieces import held_regions
+from conjoin.comm.steps import Step, StepKind
+from conjoin.ir import Region, holds, overlap
 from conjoin.machine import Mesh
 
 
@@ -67,21 +67,34 @@ def _senders(region: Region, holders: list[int], want: Sequence[Region]) -> dict
 
 
 def movement(step: Step, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Movement:
-    """One rank's table for an all-gather, an all-to-all or a reduce-scatter.
+    """One rank's table for a step that moves regions.
 
     In a reduce-scatter everyone sends to each member that member's target region out of its own partial sum; all that
-    a rank receives is of the same region, and is to be summed.
+    a rank receives is of the same region, and is to be summed. So in a reduce, where one rank receives.
     """
     group = mesh.group(rank, step.axes)
-    held, wanted = (all_regions(shape, splits_of(layout, len(shape)), mesh) for layout in (step.source, step.target))
+    held, wanted = (held_regions(shape, layout, mesh) for layout in (step.source, step.target))
     have = [held[member] for member in group]
     want = [wanted[member] for member in group]
     match step.kind:
-        case StepKind.ALL_GATHER | StepKind.ALL_TO_ALL:
+        case (
+            StepKind.ALL_GATHER
+            | StepKind.ALL_TO_ALL
+            | StepKind.BROADCAST
+            | StepKind.GATHER
+            | StepKind.SCATTER
+            | StepKind.SEND
+        ):
             return move_regions(have, want, group, rank)
         case StepKind.REDUCE_SCATTER:
             me = group.index(rank)
             receives = tuple((position, want[me]) for position in range(len(group)))
             return Movement(group, have[me], want[me], tuple(enumerate(want)), receives)
+        case StepKind.REDUCE:
+            me = group.index(rank)
+            roots = [place for place, member in enumerate(group) if holds(step.target, mesh, member)]
+            sends = tuple((root, want[root]) for root in roots)
+            receives = tuple((place, want[me]) for place in range(len(group))) if me in roots else ()
+            return Movement(group, have[me], want[me], sends, receives)
         case _:
             raise ValueError(f"{step.kind.value} moves no regions between ranks")

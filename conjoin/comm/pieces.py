@@ -10,9 +10,9 @@ from functools import lru_cache
 from itertools import takewhile
 from math import prod
 
-from conjoin.ir import Range, Region, cut
+from conjoin.ir import Range, Region, cut, holds, nothing
 from conjoin.machine import Mesh
-from conjoin.ops import Layout, split_axes
+from conjoin.ops import At, Layout, split_axes
 
 Splits = tuple[tuple[str, ...], ...]
 
@@ -34,6 +34,8 @@ def is_even(shape: tuple[int, ...], splits: Splits, mesh: Mesh) -> bool:
 
 def splits_evenly(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:
     """Whether all ranks hold pieces of one shape in a layout."""
+    if any(isinstance(placement, At) for _, placement in layout):
+        return False
     return is_even(shape, splits_of(layout, len(shape)), mesh)
 
 
@@ -89,6 +91,15 @@ def all_regions(shape: tuple[int, ...], splits: Splits, mesh: Mesh) -> tuple[Reg
     """The region each rank holds."""
     by_dim = [ranges_along(size, axes, mesh.names, mesh) for size, axes in zip(shape, splits, strict=True)]
     return tuple(zip(*by_dim, strict=True)) if shape else ((),) * mesh.size
+
+
+def held_regions(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[Region, ...]:
+    """The region each rank holds in a layout; nothing where others hold it."""
+    regions = all_regions(shape, splits_of(layout, len(shape)), mesh)
+    if not any(isinstance(placement, At) for _, placement in layout):
+        return regions
+    empty = nothing(len(shape))
+    return tuple(region if holds(layout, mesh, rank) else empty for rank, region in enumerate(regions))
 
 
 @lru_cache(maxsize=1 << 15)

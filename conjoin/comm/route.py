@@ -8,71 +8,15 @@ local where each rank has all it wants, and else an all-to-all, in which every r
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from enum import Enum
 from functools import lru_cache
 
 from conjoin.comm.merging import merge_axes
 from conjoin.comm.pieces import Splits, num_devices, splits_of, tails
+from conjoin.comm.places import has_places, steps_with_places
+from conjoin.comm.steps import Route, Step, StepKind, layout_text
 from conjoin.comm.waypoints import FEW_AXES, Leg, Problem, Spread, Waypoints, best_legs, sliced_first
 from conjoin.machine import Mesh
-from conjoin.ops import Copies, Invariant, Layout, Partial, Placement, Split, dual, make_layout, placement_on
-
-
-class StepKind(Enum):
-    """What a step does, in the word users see."""
-
-    RELABEL = "relabel"
-    SLICE = "slice"
-    KEEP = "keep"
-    PAD = "pad"
-    ALL_REDUCE = "all-reduce"
-    REDUCE_SCATTER = "reduce-scatter"
-    ALL_GATHER = "all-gather"
-    ALL_TO_ALL = "all-to-all"
-
-    @property
-    def is_local(self) -> bool:
-        return self in _LOCAL
-
-
-_LOCAL = frozenset({StepKind.RELABEL, StepKind.SLICE, StepKind.KEEP, StepKind.PAD})
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One collective over `axes`, or one local change of what `axes` hold.
-
-    RELABEL reads the same data as I or B. SLICE cuts the rank's part out of what it holds. KEEP leaves the value at
-    coordinate 0 of each of the axes and zeros it elsewhere. PAD puts the piece into zeros of the larger region.
-    REDUCE_SCATTER sums, over the group, the rank's target region out of everyone's partial sum; the target regions of a
-    group are disjoint, but where copies are sliced at the same time they need not cover what the group holds.
-    """
-
-    kind: StepKind
-    axes: tuple[str, ...]
-    source: Layout
-    target: Layout
-
-    def __str__(self) -> str:
-        return f"{self.kind.value} over {' '.join(self.axes)}: {_text(self.source)} -> {_text(self.target)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The steps from one layout of a tensor to another; none where they are the same."""
-
-    shape: tuple[int, ...]
-    source: Layout
-    target: Layout
-    steps: tuple[Step, ...]
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.steps)) or "nothing to do"
-
-
-def _text(layout: Layout) -> str:
-    return ",".join(f"{axis}:{placement}" for axis, placement in layout) or "I"
+from conjoin.ops import At, Copies, Invariant, Layout, Partial, Placement, Split, dual, make_layout, placement_on
 
 
 @lru_cache(maxsize=1 << 14)
@@ -91,6 +35,8 @@ def reshard(shape: tuple[int, ...], source: Layout, target: Layout, mesh: Mesh) 
         _check(shape, layout, mesh)
     if source == target:
         return Route(shape, source, target, ())
+    if has_places(source) or has_places(target):
+        return Route(shape, source, target, steps_with_places(shape, source, target, mesh, reshard))
     problem = Problem(shape, _spread(source, len(shape)), _spread(target, len(shape)), mesh)
     steps: tuple[Step, ...] = ()
     for leg, waypoints in _legs(problem):
@@ -119,13 +65,15 @@ def backward_route(route: Route, mesh: Mesh) -> Route:
 def _check(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> None:
     for axis, placement in layout:
         if axis not in mesh.sizes:
-            raise ValueError(f"layout {_text(layout)} names the axis {axis!r}; the mesh has {mesh}")
+            raise ValueError(f"layout {layout_text(layout)} names the axis {axis!r}; the mesh has {mesh}")
         if isinstance(placement, Split) and placement.dim >= len(shape):
-            raise ValueError(f"layout {_text(layout)} splits dim {placement.dim} of a tensor of shape {shape}")
+            raise ValueError(f"layout {layout_text(layout)} splits dim {placement.dim} of a tensor of shape {shape}")
+        if isinstance(placement, At) and placement.place >= mesh.sizes[axis]:
+            raise ValueError(f"layout {layout_text(layout)} names a place that {axis} has not; the mesh has {mesh}")
     for dim, axes in enumerate(splits_of(layout, len(shape))):
         if num_devices(axes, mesh) > max(shape[dim], 1):
             raise ValueError(
-                f"layout {_text(layout)} cuts dim {dim} of shape {shape} into {num_devices(axes, mesh)} pieces; "
+                f"layout {layout_text(layout)} cuts dim {dim} of shape {shape} into {num_devices(axes, mesh)} pieces; "
                 f"it has {shape[dim]} positions"
             )
 

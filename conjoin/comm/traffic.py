@@ -18,8 +18,10 @@ from conjoin.comm.exchanges import Exchange, node_exchanges
 from conjoin.comm.gradients import Gradients
 from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
 from conjoin.comm.pieces import splits_evenly
-from conjoin.comm.route import Route, Step, StepKind, backward_route, reshard
-from conjoin.comm.volume import bytes_sent
+from conjoin.comm.places import changes_places
+from conjoin.comm.route import backward_route, reshard
+from conjoin.comm.steps import Route, Step, StepKind
+from conjoin.comm.volume import bytes_received, bytes_sent
 from conjoin.ir import (
     REGATHER,
     Node,
@@ -183,3 +185,12 @@ def step_bytes(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) ->
     even = all(splits_evenly(shape, layout, mesh) for layout in (step.source, step.target))
     ranks = (0,) if even and step.kind is not StepKind.ALL_TO_ALL else range(mesh.size)
     return PerRank(tuple(bytes_sent(step, shape, itemsize, mesh, rank) for rank in ranks), mesh.size)
+
+
+@lru_cache(maxsize=1 << 14)
+def step_load(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> int:
+    """What the busiest rank sends in a step of a route, or receives where one rank gets the most."""
+    sent = step_bytes(step, shape, itemsize, mesh).largest
+    if not changes_places(step):
+        return sent
+    return max(sent, *(bytes_received(step, shape, itemsize, mesh, rank) for rank in range(mesh.size)))

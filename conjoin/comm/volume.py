@@ -11,10 +11,12 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
+from conjoin.comm.movement import movement
 from conjoin.comm.per_rank import ring_bytes
 from conjoin.comm.pieces import Splits, all_regions, is_even, num_devices, pieces, splits_of, tails
-from conjoin.comm.route import Route, Step, StepKind
-from conjoin.ir import Range, Region, num_elements, overlap
+from conjoin.comm.places import changes_places, has_places
+from conjoin.comm.steps import Route, Step, StepKind
+from conjoin.ir import Range, Region, holds, num_elements, overlap
 from conjoin.machine import Mesh
 
 
@@ -52,6 +54,12 @@ def bytes_sent(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, ra
 
 
 def _bytes_sent(exchange: _Exchange, itemsize: int, rank: int) -> int:
+    step = exchange.step
+    if changes_places(step):
+        table = movement(step, exchange.shape, exchange.mesh, rank)
+        return sum(num_elements(part) for place, part in table.sends if table.group[place] != rank) * itemsize
+    if not holds(step.source, exchange.mesh, rank):
+        return 0
     num_ranks = num_devices(exchange.step.axes, exchange.mesh)
     held = exchange.held[rank]
     match exchange.step.kind:
@@ -89,6 +97,12 @@ def _wanted_ranges(dim: int, exchange: _Exchange, rank: int) -> list[Range]:
     return [ranges[sum(w * p for w, p in zip(weights, place, strict=True))] for place in product(*places)]
 
 
+def bytes_received(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, rank: int) -> int:
+    """The bytes one rank gets from others in a step that changes places, where they are not as many as it sends."""
+    table = movement(step, shape, mesh, rank)
+    return sum(num_elements(part) for place, part in table.receives if table.group[place] != rank) * itemsize
+
+
 @lru_cache(maxsize=1 << 14)
 def route_bytes(route: Route, itemsize: int, mesh: Mesh) -> int:
     """The bytes the busiest rank sends."""
@@ -112,6 +126,8 @@ def _bytes_by_rank(route: Route, itemsize: int, mesh: Mesh) -> tuple[int, ...]:
 
 def _unlike_axes(exchange: _Exchange) -> frozenset[str]:
     """The axes along which ranks may send different amounts."""
+    if has_places(exchange.step.source) or has_places(exchange.step.target):
+        return frozenset(exchange.mesh.names)
     shape, mesh, want = exchange.shape, exchange.mesh, exchange.want
     have = splits_of(exchange.step.source, len(shape))
     if not (is_even(shape, have, mesh) and is_even(shape, want, mesh)):

@@ -17,6 +17,9 @@ phases over parts of the axes, each leaving 1/p of what it found: all axes at on
 same backward, an all-reduce both (`_chains`, `_scatter`). On a flat network the ring gives AutoDDL's table 2 (its
 latency corrected to 2 (p - 1) α). The cheapest way is taken: every one is a line in the bytes sent, so the lines are
 found once for each set of axes and kept.
+
+Between one member of a group and all others (`FROM_ONE`) the bytes are those that this one sends, or receives. The
+runtime carries these out as an all-to-all in which most parts are empty, and where that was measured it is taken.
 """
 
 from __future__ import annotations
@@ -25,11 +28,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from conjoin.cost.patterns import SOFTWARE_SECONDS, Groups, Phase, direct, neighbours, ring
+from conjoin.cost.patterns import SOFTWARE_SECONDS, Groups, Phase, direct, from_one, neighbours, ring
 from conjoin.cost.seconds import NO_SECONDS, Seconds, Source
 from conjoin.errors import UsageError
 from conjoin.machine import COLLECTIVE_KINDS, Machine
 
+FROM_ONE = ("broadcast", "gather", "reduce", "scatter", "send")
+"""Collectives in which one member of each group sends to, or receives from, the others."""
 MAX_DIRECT = 64
 """Members of a group up to which everyone may send to everyone; beyond, only an all-to-all does."""
 
@@ -57,6 +62,9 @@ def collective_seconds(machine: Machine, kind: str, axes: tuple[str, ...], sent:
     fit = machine.fit_of(kind, axes)
     if fit is not None:
         return Seconds(fit.seconds(sent), Source.MEASURED)
+    alike = machine.fit_of("all-to-all", axes) if kind in FROM_ONE else None
+    if alike is not None:
+        return Seconds(alike.seconds(sent), Source.INTERPOLATED)
     lines = _best_lines(machine, kind, axes)
     if not lines:
         return NO_SECONDS
@@ -101,6 +109,9 @@ def collective_lines(machine: Machine, kind: str, axes: tuple[str, ...]) -> tupl
         case "all-to-all":
             phase = direct(groups)
             return (Line("direct", phase.latency, phase.load / (groups.size - 1)),)
+        case _ if kind in FROM_ONE:
+            phase = from_one(groups)
+            return (Line("from one", phase.latency, phase.load / (groups.size - 1)),)
         case "exchange":
             phase = neighbours(groups)
             return (Line("neighbours", phase.latency, phase.load / min(2, groups.size - 1)),)
@@ -111,9 +122,10 @@ def collective_lines(machine: Machine, kind: str, axes: tuple[str, ...]) -> tupl
 
 
 def _check(machine: Machine, kind: str, axes: Sequence[str]) -> None:
-    if kind not in COLLECTIVE_KINDS:
+    if kind not in (*COLLECTIVE_KINDS, *FROM_ONE):
+        known = ", ".join((*COLLECTIVE_KINDS, *FROM_ONE))
         raise UsageError(
-            f"The time of {kind!r} was asked for. Collectives are {', '.join(COLLECTIVE_KINDS)}. Name one of them."
+            f"The time of {kind!r} was asked for. Collectives are {known}. Name one of them."
         )
     unknown = [axis for axis in axes if axis not in machine.mesh.sizes]
     if unknown:

@@ -150,6 +150,26 @@ def direct(groups: Groups) -> Phase:
     return Phase((groups.size - 1) * latency, load, groups.size)
 
 
+def from_one(groups: Groups) -> Phase:
+    """The first member of every group sends a piece to every other, all at once; or each of them sends one to it."""
+    sets = groups.position_sets()
+    elsewhere = (groups.num_nodes - 1) * len(sets[0])
+
+    def inside(_: int) -> Iterator[tuple[int | None, int | None, float]]:
+        for first, *others in sets:
+            yield from ((first, b, 1) for b in others)
+            if elsewhere:
+                yield first, None, elsewhere
+                yield from ((None, b, 1) for b in (first, *others))
+
+    def between() -> Iterator[tuple[int, int, float]]:
+        pieces = len(sets) * len(sets[0])
+        yield from ((nodes[0], b, pieces) for nodes in groups.node_sets() for b in nodes[1:])
+
+    load, latency = _measure(groups, inside, between)
+    return Phase((groups.size - 1) * latency, load, groups.size)
+
+
 def ring(groups: Groups) -> Phase:
     """Everyone sends a piece to the next member of its group, as often as there are others."""
     sets = groups.position_sets()

@@ -27,7 +27,18 @@ from conjoin.ir.plan import (
     plan_to_text,
 )
 from conjoin.ir.printer import arguments_text, node_text, value_text
-from conjoin.ir.regions import Range, Region, cut, cut_along, num_elements, overlap, region_of, region_shape
+from conjoin.ir.regions import (
+    Range,
+    Region,
+    cut,
+    cut_along,
+    holds,
+    nothing,
+    num_elements,
+    overlap,
+    region_of,
+    region_shape,
+)
 from conjoin.ir.reshards import Elementary, LayoutError, elementary, is_parallel, origin, reshard_chain
 from conjoin.ir.rewriting import Rewriting
 from conjoin.ir.spans import (
@@ -50,11 +61,11 @@ __all__ = [
     "Leaf", "LeafKind", "Mark", "MemoryAction", "Node", "Placed", "Plan", "Range", "Region", "RegionMove", "Result",
     "Rewriting", "Scalar", "Source", "Structure", "Substitution", "Value", "arguments_text", "can_expand", "check_plan",
     "choose", "cut", "cut_along", "describe_tree", "drop_unused", "elementary", "exchange_axes", "expand",
-    "find_faults", "find_layout_faults", "fingerprint", "flatten_tree", "from_json", "is_literal", "is_parallel",
-    "is_random", "layout_fault", "load_graph", "load_plan", "made_region", "make_leaf", "make_node", "model_mark",
-    "node_fault", "node_text", "num_elements", "operand_move", "origin", "output_move", "overlap", "parallelize",
-    "parse_graph", "parse_layout", "parse_type", "place", "plain_call", "plan_fingerprint", "plan_from_json",
-    "plan_to_json", "plan_to_text", "read_json", "region_of", "region_shape", "reshard_chain", "rules_for",
-    "save_graph", "sequential", "spec_of", "to_json", "unflatten_tree", "unlike_axes", "value_text", "verify",
-    "wanted_region", "wide_dtype", "widen", "write_file",
+    "find_faults", "find_layout_faults", "fingerprint", "flatten_tree", "from_json", "holds", "is_literal",
+    "is_parallel", "is_random", "layout_fault", "load_graph", "load_plan", "made_region", "make_leaf", "make_node",
+    "model_mark", "node_fault", "node_text", "nothing", "num_elements", "operand_move", "origin", "output_move",
+    "overlap", "parallelize", "parse_graph", "parse_layout", "parse_type", "place", "plain_call", "plan_fingerprint",
+    "plan_from_json", "plan_to_json", "plan_to_text", "read_json", "region_of", "region_shape", "reshard_chain",
+    "rules_for", "save_graph", "sequential", "spec_of", "to_json", "unflatten_tree", "unlike_axes", "value_text",
+    "verify", "wanted_region", "wide_dtype", "widen", "write_file",
 ]  # fmt: skip

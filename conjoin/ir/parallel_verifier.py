@@ -10,7 +10,7 @@ from conjoin.ir.placing import layout_fault, place
 from conjoin.ir.reshards import LayoutError, elementary, is_parallel
 from conjoin.ir.verifier import Fault, node_place
 from conjoin.machine import Mesh
-from conjoin.ops import Copies, Partial
+from conjoin.ops import At, Copies, Partial
 
 
 def find_layout_faults(graph: Graph, mesh: Mesh) -> tuple[Fault, ...]:
@@ -30,6 +30,8 @@ def _storage_fault(leaf: Leaf) -> str | None:
     for axis, placement in leaf.type.layout:
         if isinstance(placement, Partial):
             return f"is P on axis {axis}: nobody keeps partial sums between steps"
+        if isinstance(placement, At) and not leaf.type.shape:
+            return f"is kept at one place of axis {axis}: a single number is kept by all (store it as I)"
         if isinstance(placement, Copies) and leaf.kind is not LeafKind.INPUT:
             return (
                 f"is stored as B on axis {axis}: its gradient would be a contribution on each device; store it as I "
@@ -66,8 +68,11 @@ def _result_faults(graph: Graph) -> Iterator[Fault]:
     for i, output in enumerate(graph.outputs):
         if not isinstance(output, Value):
             continue
+        absent = [axis for axis, placement in output.type.layout if isinstance(placement, At)]
         unfinished = [axis for axis, placement in output.type.layout if isinstance(placement, Partial)]
         if i == graph.loss and output.type.layout:
             yield Fault("loss", f"is {output.type}: it must be the same one value on every device (reduce it)")
         elif unfinished:
             yield Fault(f"output {i}", f"is {output.type}: partial sums cannot be given to the caller (reduce them)")
+        elif absent:
+            yield Fault(f"output {i}", f"is {output.type}: other places have nothing to give to the caller (share it)")

@@ -1,7 +1,8 @@
 """Is a node legal in its layouts? The type checker of parallel graphs, derived from the operator declarations.
 
-On every axis the placements of operands and outputs must be one of the operator's sharding rules; the axes that split
-one index must nest in the same order in every tensor that has it; and no piece may be empty.
+On every axis the placements of operands and outputs must be one of the operator's sharding rules, or all be at one and
+the same place: then the devices there run the node and the others do not. The axes that split one index must nest in
+the same order in every tensor that has it; and no piece may be empty.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from conjoin.ir.regions import cut_along
 from conjoin.ir.reshards import LayoutError
 from conjoin.machine import Mesh
 from conjoin.ops import (
+    At,
     Call,
     Layout,
     Placement,
@@ -37,11 +39,17 @@ class Placed:
     """How a node lies on the mesh: for every split index the axes that split it, outermost first."""
 
     splits: tuple[tuple[str, tuple[str, ...]], ...]
+    at: tuple[tuple[str, int], ...] = ()
+    """The axes of which only one place runs the node, with that place."""
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes along which devices do different parts of the work."""
-        return tuple(axis for _, axes in self.splits for axis in axes)
+        return (*(axis for _, axes in self.splits for axis in axes), *(axis for axis, _ in self.at))
+
+    def runs_on(self, mesh: Mesh, rank: int) -> bool:
+        """Whether a rank has anything to do with the node."""
+        return not self.at or all(mesh.coordinates(rank)[axis] == place for axis, place in self.at)
 
     def pieces(self, sizes: Mapping[str, int], mesh: Mesh, rank: int) -> dict[str, tuple[int, int]]:
         """The range of every split index that a rank computes."""
@@ -68,15 +76,34 @@ def place(node: Node, mesh: Mesh) -> Placed:
     outputs = [type.layout for type in node.types]
     axes = list(dict.fromkeys(axis for layout in (*operands, *outputs) for axis, _ in layout))
     splits: dict[str, list[str]] = {}
+    at: list[tuple[str, int]] = []
     for axis in axes:
         if axis not in mesh.sizes:
             raise LayoutError(f"there is no axis {axis}: the mesh is {mesh}")
+        where = _place_on(axis, operands, outputs)
+        if where is not None:
+            at.append((axis, where))
+            continue
         rule = _rule_on(axis, call, operands, outputs)
         if rule.index is not None:
             splits.setdefault(rule.index, []).append(axis)
     ordered = {index: _nesting(index, found, operands, outputs) for index, found in splits.items()}
     _check_sizes(call, ordered, mesh)
-    return Placed(tuple(sorted(ordered.items())))
+    return Placed(tuple(sorted(ordered.items())), tuple(sorted(at)))
+
+
+def _place_on(axis: str, operands: list[Layout], outputs: list[Layout]) -> int | None:
+    """The one place along an axis where a node runs; None where all run it, in one of its sharding rules."""
+    found = [placement_on(layout, axis) for layout in (*operands, *outputs)]
+    if not any(isinstance(placement, At) for placement in found):
+        return None
+    first = found[-1]
+    if not isinstance(first, At) or any(placement != first for placement in found):
+        shown = _arrow(tuple(found[: len(operands)]), tuple(found[len(operands) :]))
+        raise LayoutError(
+            f"on axis {axis} {shown} is not legal; where one tensor is at one place, all operands and outputs are"
+        )
+    return first.place
 
 
 def _rule_on(axis: str, call: Call, operands: list[Layout], outputs: list[Layout]) -> ShardingRule:
@@ -134,6 +161,8 @@ def layout_fault(type: TensorType, mesh: Mesh) -> str | None:
             return f"there is no axis {axis}: the mesh is {mesh}"
         if isinstance(placement, Split) and placement.dim >= len(type.shape):
             return f"axis {axis} splits dim {placement.dim} of {len(type.shape)}"
+        if isinstance(placement, At) and placement.place >= mesh.sizes[axis]:
+            return f"axis {axis} has no place {placement.place}: its places are 0 to {mesh.sizes[axis] - 1}"
     for dim, size in enumerate(type.shape):
         ways = prod(mesh.sizes[axis] for axis in split_axes(type.layout, dim))
         if ways > 1 and ways > size:

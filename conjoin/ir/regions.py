@@ -5,10 +5,21 @@ from __future__ import annotations
 from math import prod
 
 from conjoin.machine import Mesh
-from conjoin.ops import Layout, Split, split_axes
+from conjoin.ops import At, Layout, Split, split_axes
 
 Range = tuple[int, int]
 Region = tuple[Range, ...]
+
+
+def nothing(num_dims: int) -> Region:
+    """The region of a rank that holds no part of a tensor; of one without dims it is that of an empty row."""
+    return ((0, 0),) * max(num_dims, 1)
+
+
+def holds(layout: Layout, mesh: Mesh, rank: int) -> bool:
+    """Whether a rank holds anything of a tensor: it stands at the place of every axis where only one place does."""
+    places = [(axis, placement.place) for axis, placement in layout if isinstance(placement, At)]
+    return not places or all(mesh.coordinates(rank)[axis] == place for axis, place in places)
 
 
 def cut(whole: Range, parts: int, part: int) -> Range:
@@ -33,11 +44,13 @@ def cut_along(size: int, axes: tuple[str, ...], mesh: Mesh, rank: int) -> Range:
 
 
 def region_of(shape: tuple[int, ...], layout: Layout, mesh: Mesh, rank: int) -> Region:
-    """The part of a tensor that a rank holds; copies and partial sums have the whole range.
+    """The part of a tensor that a rank holds; copies and partial sums have the whole range, other places nothing.
 
     >>> region_of((4, 6), (("d0", Split(1)),), Mesh.of_nodes(1, 2), 1)
     ((0, 4), (3, 6))
     """
+    if not holds(layout, mesh, rank):
+        return nothing(len(shape))
     if not any(isinstance(placement, Split) for _, placement in layout):
         return tuple((0, size) for size in shape)
     return tuple(cut_along(size, split_axes(layout, dim), mesh, rank) for dim, size in enumerate(shape))
@@ -55,5 +68,7 @@ def num_elements(region: Region) -> int:
 
 def overlap(one: Region, other: Region) -> Region | None:
     """What two regions share; None when that is nothing."""
+    if len(one) != len(other):
+        return None  # one of them is the empty row of a tensor without dims
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return shared if all(start < stop for start, stop in shared) else None

@@ -3,6 +3,7 @@
     Partition(d, axes)  I -> S(d)   each axis cuts the pieces that are there       Combine(d, axes)  S(d) -> I
     Replicate(axes)     I -> B                                                    Unify(axes)       B -> I
     Reduce(axes)        P -> I                                                    Assign(axes)      I -> P
+    Confine(k, axes)    I -> At(k)                                                Share(k, axes)    At(k) -> I
     Pipeline(d, n), Batch(d, n)   leave the layout as it is
 """
 
@@ -17,12 +18,15 @@ from conjoin.ops import (
     ASSIGN,
     BATCH,
     COMBINE,
+    CONFINE,
     PARALLEL_OPS,
     PARTITION,
     PIPELINE,
     REDUCE,
     REPLICATE,
+    SHARE,
     UNIFY,
+    At,
     Copies,
     Invariant,
     Layout,
@@ -70,8 +74,8 @@ class Elementary:
         if self.op in _WHOLE:
             before, after = _WHOLE[self.op]
         else:
-            split = _split_of(self.attributes[0])
-            before, after = (Invariant(), split) if self.op == PARTITION else (split, Invariant())
+            there = _at(self.attributes[0]) if self.op in (CONFINE, SHARE) else _split_of(self.attributes[0])
+            before, after = (Invariant(), there) if self.op in (PARTITION, CONFINE) else (there, Invariant())
         for axis in axes:
             if placement_on(layout, axis) != before:
                 raise LayoutError(
@@ -86,6 +90,12 @@ def _split_of(dim: Any) -> Split:
     if type(dim) is not int or dim < 0:
         raise LayoutError(f"a dim is a number from 0, not {dim!r}")
     return Split(dim)
+
+
+def _at(place: Any) -> At:
+    if type(place) is not int or place < 0:
+        raise LayoutError(f"a place along an axis is a number from 0, not {place!r}")
+    return At(place)
 
 
 def elementary(node: Node) -> Elementary:
@@ -104,8 +114,10 @@ def reshard_chain(source: Layout, target: Layout) -> tuple[Elementary, ...]:
     kept = {dim: _common_prefix(split_axes(source, dim), split_axes(target, dim)) for dim in dims}
     for op, placement in ((REDUCE, Partial()), (UNIFY, Copies())):
         steps += _whole(op, [a for a, p in source if p == placement and placement_on(target, a) != placement])
+    steps += _between(SHARE, source, target)
     for dim in dims:
         steps += _along(COMBINE, dim, split_axes(source, dim)[kept[dim] :])
+    steps += _between(CONFINE, target, source)
     for dim in dims:
         steps += _along(PARTITION, dim, split_axes(target, dim)[kept[dim] :])
     for op, placement in ((REPLICATE, Copies()), (ASSIGN, Partial())):
@@ -119,6 +131,15 @@ def _common_prefix(one: Sequence[str], other: Sequence[str]) -> int:
 
 def _whole(op: str, axes: list[str]) -> list[Elementary]:
     return [Elementary(op, (tuple(axes),))] if axes else []
+
+
+def _between(op: str, at: Layout, elsewhere: Layout) -> list[Elementary]:
+    """Confine or Share for the axes that one layout has at one place and the other has not so."""
+    places: dict[int, list[str]] = {}
+    for axis, placement in at:
+        if isinstance(placement, At) and placement_on(elsewhere, axis) != placement:
+            places.setdefault(placement.place, []).append(axis)
+    return [Elementary(op, (place, tuple(axes))) for place, axes in sorted(places.items())]
 
 
 def _along(op: str, dim: int, axes: Sequence[str]) -> list[Elementary]:

@@ -13,7 +13,7 @@ from math import prod
 
 from conjoin.ir.nodes import Node
 from conjoin.ir.placing import Placed, plain_call
-from conjoin.ir.regions import Range, Region, region_of
+from conjoin.ir.regions import Range, Region, nothing, region_of
 from conjoin.machine import Mesh
 from conjoin.ops import (
     Call,
@@ -40,6 +40,8 @@ class RegionMove:
 
 def wanted_region(node: Node, operand: int, placed: Placed, mesh: Mesh, rank: int) -> Region:
     """The part of an operand that the local form of a node reads on a rank."""
+    if not placed.runs_on(mesh, rank):
+        return nothing(len(node.inputs[operand].type.shape))
     operands, _ = _regions_on(node, placed, mesh, rank)
     if operands is None:
         type = node.inputs[operand].type
@@ -49,6 +51,8 @@ def wanted_region(node: Node, operand: int, placed: Placed, mesh: Mesh, rank: in
 
 def made_region(node: Node, output: int, placed: Placed, mesh: Mesh, rank: int) -> Region:
     """The part of an output that the local form of a node makes on a rank."""
+    if not placed.runs_on(mesh, rank):
+        return nothing(len(node.types[output].shape))
     _, outputs = _regions_on(node, placed, mesh, rank)
     if outputs is None:
         type = node.types[output]

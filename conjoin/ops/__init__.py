@@ -15,6 +15,7 @@ from conjoin.ops.composites import (
     ASSIGN,
     BATCH,
     COMBINE,
+    CONFINE,
     EMBEDDING_BAG,
     PARALLEL_OPS,
     PARTITION,
@@ -22,13 +23,14 @@ from conjoin.ops.composites import (
     RAGGED_EMBEDDING_BAG,
     REDUCE,
     REPLICATE,
+    SHARE,
     UNIFY,
 )
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import Emit, LocalForm, Pieces, Span, operand_spans, output_spans, run_local
 from conjoin.ops.measures import bytes_read, bytes_written, flops
 from conjoin.ops.notation import Access, Factors, Notation, NotationError, Spread, Window
-from conjoin.ops.placement import Copies, Invariant, Partial, Placement, Split, dual, parse_placement
+from conjoin.ops.placement import At, Copies, Invariant, Partial, Placement, Split, dual, parse_placement
 from conjoin.ops.sampling import random_call, random_cuts, random_tensors
 from conjoin.ops.sharding import ShardingRule, parse_terms, replicated_rules, sharding_rules, splittable
 from conjoin.ops.spec import (
@@ -58,6 +60,7 @@ __all__ = [
     "ASSIGN",
     "BATCH",
     "COMBINE",
+    "CONFINE",
     "EMBEDDING_BAG",
     "PARALLEL_OPS",
     "PARTITION",
@@ -66,9 +69,11 @@ __all__ = [
     "RAGGED_EMBEDDING_BAG",
     "REDUCE",
     "REPLICATE",
+    "SHARE",
     "UNIFY",
     "Access",
     "Args",
+    "At",
     "Call",
     "CheckFailed",
     "Copies",

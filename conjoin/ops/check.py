@@ -11,7 +11,7 @@ from torch import Tensor
 
 from conjoin.ops.aten import find_operator, signature
 from conjoin.ops.local import LocalForm, Pieces, Span, operand_spans, run_local
-from conjoin.ops.placement import Copies, Invariant, Partial, Placement, Split
+from conjoin.ops.placement import At, Copies, Invariant, Partial, Placement, Split
 from conjoin.ops.sharding import ShardingRule
 from conjoin.ops.spec import Call, OpSpec, map_tensors, space_of
 from conjoin.ops.tensor_type import TensorType
@@ -57,7 +57,7 @@ def _part_of(tensor: Tensor, placement: Placement, spans: Sequence[Span], part: 
     match placement:
         case Partial():
             return _addend(tensor, part)
-        case Split() | Copies() | Invariant():
+        case Split() | Copies() | Invariant() | At():
             return _take(tensor, spans)
         case _:
             assert_never(placement)
@@ -73,6 +73,8 @@ def _recombine(parts: Sequence[Tensor], placement: Placement) -> Tensor:
             if any(not torch.allclose(part, parts[0], rtol=0, atol=0, equal_nan=True) for part in parts[1:]):
                 raise CheckFailed("copies differ")
             return parts[0]
+        case At(place):
+            return parts[place]
         case _:
             assert_never(placement)
 

@@ -46,6 +46,11 @@ def reshard_whole(x: Tensor, axes: tuple[str, ...]) -> Tensor:
     return x
 
 
+def reshard_at(x: Tensor, place: int, axes: tuple[str, ...]) -> Tensor:
+    """Confine and Share: the value stays, only whether one place of the axes holds it or all do changes."""
+    return x
+
+
 def in_micro_batches(x: Tensor, dim: int, count: int) -> Tensor:
     """Pipeline and Batch: the value stays, only how many pieces of it are under way changes."""
     return x
@@ -54,9 +59,11 @@ def in_micro_batches(x: Tensor, dim: int, count: int) -> Tensor:
 PARTITION, COMBINE = "conjoin::partition", "conjoin::combine"
 REPLICATE, REDUCE = "conjoin::replicate", "conjoin::reduce"
 UNIFY, ASSIGN = "conjoin::unify", "conjoin::assign"
+CONFINE, SHARE = "conjoin::confine", "conjoin::share"
 PIPELINE, BATCH = "conjoin::pipeline", "conjoin::batch"
-PARALLEL_OPS = (PARTITION, COMBINE, REPLICATE, REDUCE, UNIFY, ASSIGN, PIPELINE, BATCH)
-"""Unity's parallelization operators (its section 3.1), with B -> I (unify) and I -> P (assign) that close the table."""
+PARALLEL_OPS = (PARTITION, COMBINE, REPLICATE, REDUCE, UNIFY, ASSIGN, CONFINE, SHARE, PIPELINE, BATCH)
+"""Unity's parallelization operators (its section 3.1), with those that close the table: B -> I (unify) and I -> P
+(assign); I -> At(k) (confine) and At(k) -> I (share), for what only a part of the devices holds."""
 
 COMPOSITES: dict[str, Callable[..., Tensor]] = {
     EMBEDDING_BAG: embedding_bag,
@@ -67,6 +74,8 @@ COMPOSITES: dict[str, Callable[..., Tensor]] = {
     REDUCE: reshard_whole,
     UNIFY: reshard_whole,
     ASSIGN: reshard_whole,
+    CONFINE: reshard_at,
+    SHARE: reshard_at,
     PIPELINE: in_micro_batches,
     BATCH: in_micro_batches,
 }

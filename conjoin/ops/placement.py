@@ -1,4 +1,4 @@
-"""The four things a layout can say about one mesh axis, and their duals (DESIGN: one algebra)."""
+"""The five things a layout can say about one mesh axis, and their duals (DESIGN: one algebra)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,17 @@ class Partial:
         return "P"
 
 
-Placement = Invariant | Split | Copies | Partial
+@dataclass(frozen=True, slots=True)
+class At:
+    """Only the devices at one place of the axis hold the value; the others have nothing of it and do nothing for it."""
+
+    place: int
+
+    def __str__(self) -> str:
+        return f"At({self.place})"
+
+
+Placement = Invariant | Split | Copies | Partial | At
 
 
 def dual(placement: Placement) -> Placement:
@@ -50,7 +60,7 @@ def dual(placement: Placement) -> Placement:
     ('P', 'B', 'S(1)')
     """
     match placement:
-        case Invariant() | Split():
+        case Invariant() | Split() | At():
             return placement
         case Copies():
             return Partial()
@@ -69,7 +79,10 @@ def parse_placement(text: str) -> Placement:
     letters: dict[str, Placement] = {"I": Invariant(), "B": Copies(), "P": Partial()}
     if text in letters:
         return letters[text]
-    digits = text.removeprefix("S(").removesuffix(")")
-    if text == f"S({digits})" and digits.isascii() and digits.isdigit() and len(digits) <= 2:
-        return Split(int(digits))
-    raise ValueError(f"{text!r} is not a placement: expected I, B, P or S(dim)")
+    word, _, digits = text.removesuffix(")").partition("(")
+    if text == f"{word}({digits})" and digits.isascii() and digits.isdigit():
+        if word == "S" and len(digits) <= 2:
+            return Split(int(digits))
+        if word == "At" and len(digits) <= 6:
+            return At(int(digits))
+    raise ValueError(f"{text!r} is not a placement: expected I, B, P, S(dim) or At(place)")

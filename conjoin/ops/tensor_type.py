@@ -9,7 +9,7 @@ from typing import assert_never
 
 import torch
 
-from conjoin.ops.placement import Copies, Invariant, Partial, Placement, Split
+from conjoin.ops.placement import At, Copies, Invariant, Partial, Placement, Split
 
 _SHORT_DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -44,7 +44,7 @@ same dim stand from the outermost to the innermost: the first cuts the dim, the 
 
 
 def make_layout(entries: Iterable[tuple[str, Placement]]) -> Layout:
-    """The one way to write a layout: splits dim by dim in their nesting order, then B, then P; I left out.
+    """The one way to write a layout: splits dim by dim in their nesting order, then B, P, At; I left out.
 
     >>> make_layout([("y", Copies()), ("x", Invariant()), ("z", Split(1)), ("w", Split(0))])
     (('w', Split(dim=0)), ('z', Split(dim=1)), ('y', Copies()))
@@ -65,6 +65,8 @@ def _order(entry: tuple[str, Placement]) -> tuple[int, str]:
             return _LAST, axis
         case Partial():
             return _LAST + 1, axis
+        case At():
+            return _LAST + 2, axis
         case Invariant():
             return -1, axis
         case _:

@@ -9,8 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conjoin.comm import Movement, Route, Step, StepKind, backward_route, move_regions, movement, reshard
-from conjoin.ir import Region, RegionMove, num_elements, region_of, region_shape
+from conjoin.comm import (
+    Movement,
+    Route,
+    Step,
+    StepKind,
+    backward_route,
+    changes_places,
+    move_regions,
+    movement,
+    reshard,
+)
+from conjoin.ir import Region, RegionMove, holds, num_elements, region_of, region_shape
+from conjoin.machine import Mesh
 from conjoin.ops import Layout
 from conjoin.runtime.communicator import Axes, Communicator, uncompiled
 
@@ -53,7 +64,7 @@ class Exchange:
         (have, sends), (want, receives) = source, target
         parts = [x[_slices(part, have)].reshape(-1) for part in sends if part is not None]
         packed = torch.cat(parts) if parts else x.new_empty(0)
-        sizes = [[num_elements(part) if part else 0 for part in parts] for parts in (receives, sends)]
+        sizes = [[num_elements(part) if part is not None else 0 for part in parts] for parts in (receives, sends)]
         arrived = x.new_empty(sum(sizes[0]))
         self._communicator.all_to_all(arrived, packed, (sizes[0], sizes[1]), self._axes).wait()
         result = x.new_zeros(region_shape(want)) if add else x.new_empty(region_shape(want))
@@ -123,6 +134,25 @@ class ReduceScatter:
         return arrived.view(len(self._parts), *region_shape(self._want)).sum(0)
 
 
+class Reduce:
+    """The sum over the group, at the one place that is to have it."""
+
+    def __init__(self, table: Movement, axes: Axes, communicator: Communicator) -> None:
+        self._axes, self._communicator = axes, communicator
+        order = sorted(range(len(table.group)), key=lambda place: table.group[place])
+        self._want = table.want
+        self._sends = [part is not None for part in _by_member(table.sends, order)]
+        self._receives = [part is not None for part in _by_member(table.receives, order)]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1)
+        sizes = tuple([flat.numel() if some else 0 for some in members] for members in (self._receives, self._sends))
+        arrived = x.new_empty(sum(sizes[0]))
+        self._communicator.all_to_all(arrived, flat, (sizes[0], sizes[1]), self._axes).wait()
+        shape = region_shape(self._want)
+        return arrived.view(len(self._receives), *shape).sum(0) if any(self._receives) else x.new_empty(shape)
+
+
 def _all_reduce(x: Tensor, axes: Axes, communicator: Communicator) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     communicator.all_reduce(total, axes).wait()
@@ -141,29 +171,53 @@ def carry_step(step: Step, shape: tuple[int, ...], communicator: Communicator) -
     axes = mesh.in_order(step.axes)
     if not step.kind.is_local:
         communicator.prepare(axes)
+    if not _takes_part(step, communicator):
+        return _as_it_is
+    if step.kind.is_local:
+        return _carry_local(step, shape, mesh, rank)
+    if step.kind is StepKind.ALL_REDUCE:
+        return partial(_all_reduce, axes=axes, communicator=communicator)
+    table = movement(step, shape, mesh, rank)
+    match step.kind:
+        case StepKind.REDUCE:
+            return Reduce(table, axes, communicator)
+        case StepKind.REDUCE_SCATTER:
+            return ReduceScatter(table, axes, communicator)
+        case StepKind.ALL_GATHER if Gather.fits(table):
+            return Gather(table, axes, communicator)
+        case _:
+            return Exchange(table, axes, communicator)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _carry_local(step: Step, shape: tuple[int, ...], mesh: Mesh, rank: int) -> Carry:
+    """A step in which nothing is sent."""
     have, want = (region_of(shape, layout, mesh, rank) for layout in (step.source, step.target))
     match step.kind:
-        case StepKind.RELABEL:
-            return lambda x: x
         case StepKind.SLICE:
             cut = _slices(want, have)
             return lambda x: x[cut]
         case StepKind.KEEP:
             places = mesh.coordinates(rank)
-            return torch.zeros_like if any(places[axis] for axis in step.axes) else lambda x: x
+            return torch.zeros_like if any(places[axis] for axis in step.axes) else _as_it_is
         case StepKind.PAD:
             return partial(_pad, have=have, want=want)
-        case StepKind.ALL_REDUCE:
-            return partial(_all_reduce, axes=axes, communicator=communicator)
-    table = movement(step, shape, mesh, rank)
-    if step.kind is StepKind.REDUCE_SCATTER:
-        return ReduceScatter(table, axes, communicator)
-    even = step.kind is StepKind.ALL_GATHER and _even_gather(step, shape, communicator)
-    return Gather(table, axes, communicator) if even else Exchange(table, axes, communicator)
+        case StepKind.DROP if not holds(step.target, mesh, rank):
+            return lambda x: x.new_empty(region_shape(want))
+        case StepKind.FILL if not holds(step.source, mesh, rank):
+            return lambda x: x.new_zeros(region_shape(want))
+        case _:
+            return _as_it_is
 
 
-def _even_gather(step: Step, shape: tuple[int, ...], communicator: Communicator) -> bool:
-    return Gather.fits(movement(step, shape, communicator.mesh, communicator.rank))
+def _takes_part(step: Step, communicator: Communicator) -> bool:
+    """Whether a rank, or one that it communicates with in a step, has anything of the tensor."""
+    mesh, rank = communicator.mesh, communicator.rank
+    group = mesh.group(rank, step.axes) if changes_places(step) else (rank,)
+    return any(holds(step.source, mesh, member) for member in group)
 
 
 def carry(route: Route, communicator: Communicator) -> Carry:
@@ -213,10 +267,16 @@ def carry_reshard(shape: tuple[int, ...], source: Layout, target: Layout, commun
 
 def carry_move(move: RegionMove, communicator: Communicator) -> Carry:
     """A move between the regions of a group (a halo, or pieces that do not line up) as a differentiable function."""
-    axes = _axes_of(move.group, communicator)
-    communicator.prepare(axes)
+    axes = prepare_move(move, communicator)
     exchange = Exchange(move_regions(move.have, move.want, move.group, communicator.rank), axes, communicator)
     return differentiable(exchange, exchange.back)
+
+
+def prepare_move(move: RegionMove, communicator: Communicator) -> Axes:
+    """Make ready for a move, also on ranks that have no part in it; the axes it goes over."""
+    axes = _axes_of(move.group, communicator)
+    communicator.prepare(axes)
+    return axes
 
 
 def _axes_of(group: tuple[int, ...], communicator: Communicator) -> Axes:

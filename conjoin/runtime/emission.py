@@ -2,7 +2,7 @@
 
 On one device nothing is split and the code is the model's own program. On a mesh every node is emitted in its local
 form (`ops.run_local`); where an operand's local piece is not quite what the form needs (halos, uneven heads), a move
-between neighbours stands before it.
+between neighbours stands before it. A node that runs at other places of the mesh is passed by (`absence`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from conjoin.comm import Gradients, changes_places_between, leaves_early
 from conjoin.ir import (
     Graph,
     Leaf,
@@ -22,6 +23,7 @@ from conjoin.ir import (
     Node,
     RegionMove,
     Value,
+    holds,
     is_parallel,
     is_random,
     operand_move,
@@ -30,9 +32,11 @@ from conjoin.ir import (
     place,
     plain_call,
     region_of,
+    region_shape,
 )
 from conjoin.machine import Mesh
 from conjoin.ops import (
+    At,
     Copies,
     Kind,
     Layout,
@@ -47,6 +51,7 @@ from conjoin.ops import (
     signature,
     space_of,
 )
+from conjoin.runtime.absence import join
 from conjoin.runtime.bundles import Bundle
 from conjoin.runtime.communicator import uncompiled
 
@@ -96,6 +101,9 @@ class Carriers(Protocol):
     def move(self, move: RegionMove) -> Function:
         """From the regions the ranks of a group have to those they want; differentiable."""
 
+    def prepare(self, move: RegionMove) -> None:
+        """Make ready for a move that other ranks make."""
+
     def bundle(self, root: Value, layout: Layout) -> Bundle | None:
         """The bundle of parameters that brings this one into this layout; None where it goes on its own."""
 
@@ -121,6 +129,10 @@ class Emitter:
         self._unpinned: dict[fx.Node, torch.dtype] = {}
         """What an autocast around the program may have made in another dtype than written."""
         self._strides: Mapping[Value, tuple[int, ...]] | None = None
+        self._absent: dict[tuple[Value, Layout], tuple[fx.Node, ...]] = {}
+        """Values of which this rank has nothing, with what their gradients go back to."""
+        self._leaving = _find_leaving(graph) if carriers is not None else {}
+        self._gradients = Gradients(graph) if self._leaving or _is_confined(graph) else None
 
     def set(self, value: Value, made: fx.Node) -> None:
         """A value is there in its own layout."""
@@ -128,16 +140,42 @@ class Emitter:
 
     def find(self, value: Value) -> fx.Node:
         """A value in its layout, resharded from where its chain of reshards starts when it is not there yet."""
+        self._bring(value)
         root, layout = origin(value), value.type.layout
         if (root, layout) not in self.values:
-            assert self.carriers is not None, "a program on one device has no reshards"
-            bundle = self.carriers.bundle(root, layout)
-            if bundle is None:
-                function = self.carriers.reshard(root, layout)
-                self.values[root, layout] = self.call(function, self.values[root, root.type.layout])
-            else:
-                self._launch(bundle)
+            assert self.carriers is not None
+            shape = region_shape(region_of(root.type.shape, layout, self.carriers.mesh, self.carriers.rank))
+            operands = self._absent[root, layout]
+            self.values[root, layout] = self.call(join, shape, root.type.dtype, self.device, *operands)
         return self.values[root, layout]
+
+    def _bring(self, value: Value) -> None:
+        """Reshard a value that is not there yet; of what this rank has nothing before and after, nothing is made."""
+        root, layout = origin(value), value.type.layout
+        if (root, layout) in self.values or (root, layout) in self._absent:
+            return
+        assert self.carriers is not None, "a program on one device has no reshards"
+        bundle = self.carriers.bundle(root, layout)
+        if bundle is not None:
+            self._launch(bundle)
+            return
+        function, own = self.carriers.reshard(root, layout), root.type.layout
+        changes = changes_places_between(own, layout)
+        if not changes and not holds(own, self.carriers.mesh, self.carriers.rank):
+            self._absent[root, layout] = self._operands_of(root, own)
+            return
+        start = self.find(root)  # who has nothing of it takes it in the dtype written
+        self.values[root, layout] = self.call(function, self._as_written(start) if changes else start)
+
+    def _operands_of(self, root: Value, layout: Layout) -> tuple[fx.Node, ...]:
+        """What the gradient of an empty value goes back to."""
+        made = self.values.get((root, layout))
+        return self._absent[root, layout] if made is None else (made,)
+
+    def send(self, value: Value) -> None:
+        """Bring a value that was just made to the places that read it."""
+        for reading in self._leaving.get(value, ()):
+            self._bring(reading)
 
     def hold(self, bundle: Bundle) -> None:
         """Take the parameters of a bundle at the start of the program."""
@@ -158,6 +196,8 @@ class Emitter:
         """One node in its local form; reshards wait until somebody reads them."""
         if is_parallel(node):
             return
+        if self.carriers is not None and self._passes_by(node, self.carriers):
+            return
         function = _function_of(node, self.read)
         if self.carriers is not None and is_random(node.op, node.args):
             outputs = self._emit_draw(node, function, self.carriers)
@@ -169,6 +209,36 @@ class Emitter:
             self.set(value, made)
             if not node.pinned and value.type.dtype.is_floating_point:
                 self._unpinned[made] = value.type.dtype
+        for value in node.outputs():
+            self.send(value)
+
+    def _passes_by(self, node: Node, carriers: Carriers) -> bool:
+        """Skip a node that runs at other places; what is sent around it is made ready for as they do."""
+        if self._gradients is None:
+            return False
+        placed, mesh, rank = place(node, carriers.mesh), carriers.mesh, carriers.rank
+        random = is_random(node.op, node.args)
+        if placed.runs_on(mesh, rank) or (random and carriers.draws_whole()):
+            return False
+        if random:
+            carriers.draw(_function_of(node, self.read), placed.axes)
+        acting = mesh.rank_at({**mesh.coordinates(rank), **dict(placed.at)})
+        passing, operands = self._gradients.passing_operands(node), dict[fx.Node, None]()
+        for i, value in enumerate(node.inputs):
+            self._bring(value)
+            self._prepare(operand_move(node, i, placed, mesh, acting), carriers)
+            if i in passing:
+                operands.update(dict.fromkeys(self._operands_of(origin(value), value.type.layout)))
+        for i, value in enumerate(node.outputs()):
+            self._prepare(output_move(node, i, placed, mesh, acting), carriers)
+            self._absent[value, value.type.layout] = tuple(operands)
+        for value in node.outputs():
+            self.send(value)
+        return True
+
+    def _prepare(self, move: RegionMove | None, carriers: Carriers) -> None:
+        if move is not None:
+            carriers.prepare(move)
 
     def _resolve(self, node: Node) -> tuple[Any, ...]:
         def resolve(argument: Any) -> Any:
@@ -238,6 +308,8 @@ class Emitter:
         made = []
         for part, kind in zip(outputs, node.types, strict=True):
             region = region_of(kind.shape, kind.layout, carriers.mesh, carriers.rank)
+            if len(region) > len(kind.shape):
+                part = self.call(torch.ops.aten.reshape.default, part, [1])
             for dim, (start, stop) in enumerate(region):
                 part = self.call(torch.ops.aten.slice.Tensor, part, dim, start, stop)
             made.append(part)
@@ -247,7 +319,7 @@ class Emitter:
         """An operand put together from its pieces, in the memory order that it has on one device: draws follow it."""
         part = self._as_written(self.find(value)) if pinned else self.find(value)
         layout = value.type.layout
-        target = make_layout((axis, Copies() if isinstance(p, Split) else p) for axis, p in layout)
+        target = make_layout((axis, Copies() if isinstance(p, Split | At) else p) for axis, p in layout)
         whole = part if target == layout else self.call(carriers.reshard(value, target), part)
         if self._strides is None:
             self._strides = _drawn_strides(self.graph)
@@ -259,6 +331,22 @@ class Emitter:
             return part
         assert self.carriers is not None
         return self.call(self.carriers.move(move), part)
+
+
+def _is_confined(graph: Graph) -> bool:
+    """Whether some node of a graph runs at one place of an axis only."""
+    return any(isinstance(placement, At) for node in graph.nodes for t in node.types for _, placement in t.layout)
+
+
+def _find_leaving(graph: Graph) -> dict[Value, list[Value]]:
+    """For every value how it is read at places where it is not, in the order of reading."""
+    results = [value for value in (*graph.outputs, *(v for _, v in graph.updates)) if isinstance(value, Value)]
+    reads = [value for node in graph.nodes if not is_parallel(node) for value in node.inputs]
+    found: dict[Value, list[Value]] = {}
+    for value in (*reads, *results):
+        if leaves_early(origin(value).type.layout, value.type.layout):
+            found.setdefault(origin(value), []).append(value)
+    return found
 
 
 def _holds_node(argument: Any) -> bool:
@@ -311,6 +399,8 @@ def emit_program(graph: Graph, state: Sequence[Leaf], carriers: Carriers | None 
         emitter.set(Value(leaf), emitter.call(operator.getitem, stored, i))
     for bundle in carriers.bundles if carriers else ():
         emitter.hold(bundle)
+    for leaf in graph.leaves if carriers else ():
+        emitter.send(Value(leaf))
     for node in graph.nodes:
         emitter.emit_node(node)
     results = [emitter.find(output) if isinstance(output, Value) else output for output in graph.outputs]

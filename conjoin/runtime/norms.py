@@ -8,7 +8,7 @@ from math import inf
 import torch
 from torch import Tensor, nn
 
-from conjoin.ops import Layout, Split
+from conjoin.ops import At, Layout, Split
 from conjoin.runtime.communicator import Axes, Communicator
 
 
@@ -17,8 +17,8 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scale gradients in place as `torch.nn.utils.clip_grad_norm_` does on one device, and give the norm before it.
 
-    Parameters that are split along the same axes are summed up together over those axes; along other axes every rank
-    has the same gradient and counts it once.
+    Parameters that are split along the same axes, or kept at one place of them, are summed up together over those axes;
+    along other axes every rank has the same gradient and counts it once.
     """
     found = [(p.grad, _split_axes(layout, communicator)) for p, layout in pieces if p.grad is not None]
     groups: dict[Axes, list[Tensor]] = {}
@@ -36,7 +36,8 @@ def clip_grad_norm(
 
 
 def _total(gradients: list[Tensor], axes: Axes, norm_type: float, communicator: Communicator) -> Tensor:
-    norms = torch.stack([torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients])
+    here = [gradient for gradient in gradients if gradient.numel()] or [torch.zeros_like(gradients[0]).sum()]
+    norms = torch.stack([torch.linalg.vector_norm(gradient, norm_type) for gradient in here])
     total = norms.amax() if norm_type == inf else (norms**norm_type).sum()
     if axes:
         communicator.prepare(axes)
@@ -45,4 +46,4 @@ def _total(gradients: list[Tensor], axes: Axes, norm_type: float, communicator: 
 
 
 def _split_axes(layout: Layout, communicator: Communicator) -> Axes:
-    return communicator.mesh.in_order(axis for axis, placement in layout if isinstance(placement, Split))
+    return communicator.mesh.in_order(axis for axis, placement in layout if isinstance(placement, Split | At))

@@ -26,7 +26,7 @@ from conjoin.ir import (
 from conjoin.ops import Layout
 from conjoin.runtime.bundles import Bundle, Dropping, make_bundles
 from conjoin.runtime.calling import Calling
-from conjoin.runtime.carriers import carry_move, carry_reshard
+from conjoin.runtime.carriers import carry_move, carry_reshard, prepare_move
 from conjoin.runtime.communicator import Communicator, uncompiled
 from conjoin.runtime.emission import Function, compile_program, emit_program
 from conjoin.runtime.norms import clip_grad_norm
@@ -54,6 +54,9 @@ class _RankCarriers:
 
     def move(self, move: RegionMove) -> Function:
         return carry_move(move, self._communicator)
+
+    def prepare(self, move: RegionMove) -> None:
+        prepare_move(move, self._communicator)
 
     def bundle(self, root: Value, layout: Layout) -> Bundle | None:
         return self._by_entry.get((root, layout))

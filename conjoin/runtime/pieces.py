@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from conjoin.comm import has_places
 from conjoin.errors import CheckpointError, UsageError
 from conjoin.ir import Region, region_shape
 from conjoin.runtime.carriers import carry_reshard
@@ -118,7 +119,8 @@ def as_piece(store: Store, name: str, local: Tensor) -> Tensor:
     """A rank's tensor of a parameter's layout: as it is when it is the whole one."""
     shape = store.shape(name, local)
     region = store.region(name, shape)
-    return local if region_shape(region) == shape else Piece(local, shape, region)
+    is_whole = region_shape(region) == shape and not has_places(store.layout(name))
+    return local if is_whole else Piece(local, shape, region)
 
 
 def state_tensors(store: Store) -> Iterator[tuple[str, Tensor]]:

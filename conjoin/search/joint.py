@@ -29,6 +29,7 @@ from conjoin.search.exact.choices import OperatorSeconds
 from conjoin.search.exact.problem import Impossible, Objective, Problem, Space
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
 from conjoin.search.exact.units import Units, cuts, kinds_text, natural_units, neighbours, splits
+from conjoin.search.placing_branches import without_places
 from conjoin.search.rewrites import Backtracking, Way
 from conjoin.search.variants import as_variant
 from conjoin.sim import OPTIMIZER_COPIES, Layouts, take_graph_apart
@@ -164,8 +165,10 @@ class JointSearch:
         best = self.contest.best
         if best is None:
             return []
-        found = sorted((o for o in self.starts if o.seconds < _HOPELESS * best.seconds), key=lambda o: o.seconds)
-        return [as_variant(best), *(o for o in found[:3] if o.entry.name != best.entry.name)]
+        near = without_places([best, *self.starts])
+        found = sorted((o for o in near if o.seconds < _HOPELESS * best.seconds), key=lambda o: o.seconds)
+        first = [as_variant(best)] if near and near[0] is best else []
+        return [*first, *(o for o in found[:3] if o.entry.name != best.entry.name)]
 
     def _take_up(self, start: Outcome) -> None:
         """From an entry on to the best near it, as long as that helps."""

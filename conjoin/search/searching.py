@@ -18,6 +18,7 @@ from conjoin.search.descents import descend_everywhere, try_everything
 from conjoin.search.hierarchy import first_rewrite_then_lay_out, first_rewrite_then_walk, search_in_levels
 from conjoin.search.joint import OVERLAPS, JointSearch
 from conjoin.search.notes import Notes
+from conjoin.search.placing_branches import place_branches
 from conjoin.search.refusing import check_seconds, check_start, nothing_found
 from conjoin.search.rewrites import Way, ways_of
 from conjoin.search.variants import as_variant, variants_of
@@ -25,11 +26,22 @@ from conjoin.search.walks import sample, walk_from_all
 from conjoin.search.wishing import SearchResult, Wish, check_wish, usable_bytes
 from conjoin.sim import MachinePrices
 
+_EARLY = 0.1
+"""The part of the time in which branches of the best named strategy are tried beside each other, before all else."""
+
 Search = Callable[[Contest, Sequence[Outcome], Wish], None]
 
 
 def _joint(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None:
-    JointSearch(contest, _variants(contest, starts), [as_variant(o) for o in starts], _ways()).run()
+    aside = place_branches(contest, contest.elapsed + _EARLY * contest.time_left)
+    try:
+        JointSearch(contest, _variants(contest, starts), [as_variant(o) for o in starts], _ways()).run()
+        found = place_branches(contest, contest.budget)
+        if found is not None:
+            contest.judge(found.entry, found.simulation)
+    finally:  # also where the time is over
+        if aside is not None:
+            contest.judge(aside.entry, aside.simulation)
     if contest.best is not None:  # what only a timeline sees, such as overlap
         walk_from_all(contest, [contest.best], wish.seed)
 

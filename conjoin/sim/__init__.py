@@ -7,7 +7,7 @@ from conjoin.sim.memory import OPTIMIZER_COPIES, Memory, measure_memory
 from conjoin.sim.moves import make_change, random_change
 from conjoin.sim.prediction import Prediction, predict
 from conjoin.sim.prices import MachinePrices, Prices
-from conjoin.sim.program import Change, Program
+from conjoin.sim.program import Change, Program, task_numbers
 from conjoin.sim.simulation import Simulation, new_drafts, simulate, simulate_layouts
 from conjoin.sim.skeleton import Layouts, Operator, Skeleton, take_apart, take_graph_apart
 from conjoin.sim.symmetry import Classes
@@ -17,5 +17,6 @@ __all__ = [
     "OPTIMIZER_COPIES", "Breakdown", "Change", "Classes", "Drafts", "Instruction", "Layouts", "MachinePrices", "Memory",
     "Operator", "Phase", "Prediction", "Prices", "Program", "Simulation", "Skeleton", "Ticks", "Timeline", "Wanted",
     "break_down", "make_change", "measure_memory", "measure_wanted", "new_drafts", "predict", "random_change", "rerun",
-    "run", "simulate", "simulate_layouts", "take_apart", "take_graph_apart", "to_seconds", "to_ticks", "wanted_by",
+    "run", "simulate", "simulate_layouts", "take_apart", "take_graph_apart", "task_numbers", "to_seconds", "to_ticks",
+    "wanted_by",
 ]  # fmt: skip

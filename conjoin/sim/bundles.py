@@ -10,9 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+import numpy as np
 import torch
 
-from conjoin.comm import BundleKind, Entry, ParameterBundle, StepKind, held_bytes, ring_bytes
+from conjoin.comm import (
+    BundleKind,
+    Entry,
+    ParameterBundle,
+    StepKind,
+    common_places,
+    held_bytes,
+    ring_bytes,
+    sum_per_rank,
+)
 from conjoin.ops import Call, TensorType
 from conjoin.sim.engine import COMPUTE, NUM_STREAMS, Fragment, Instruction, Phase, to_ticks
 from conjoin.sim.fragments import Drafts
@@ -94,7 +104,8 @@ class _Bundle:
         self.last_kept = max(use.last_kept for use in uses)
         self.back = any(use.back for use in uses)
         mesh = drafts.mesh
-        self._held = sum(held_bytes(root.type, mesh).largest for root, _ in bundle.entries)
+        self._held = sum_per_rank((held_bytes(root.type, mesh) for root, _ in bundle.entries), mesh.size).largest
+        self._places = common_places(*(root.type.layout for root, _ in bundle.entries))
         self._num_members = prod(mesh.sizes[axis] for axis in bundle.kind.axes)
 
     def gather(self, phase: Phase) -> Fragment:
@@ -120,11 +131,13 @@ class _Bundle:
     def _collective(self, kind: StepKind, phase: Phase, event: int = -1) -> Instruction:
         members = self._num_members
         sent = ring_bytes(self._held, members) if kind is StepKind.ALL_REDUCE else self._held * (members - 1)
-        made = self._drafts.collective(kind.value, self.kind.axes, sent, phase)
+        made = self._drafts.collective(kind.value, self.kind.axes, sent, phase, self._places)
         return made if event < 0 else _with_event(made, event)
 
     def _pack(self, num_bytes: int, phase: Phase) -> Instruction:
-        return pack(num_bytes, self.kind.dtype, phase, self._drafts)
+        made = pack(num_bytes, self.kind.dtype, phase, self._drafts)
+        where = self._drafts.classes.at(self._places)
+        return made if where is None else replace(made, host=made.host * where.astype(np.int64), where=where)
 
 
 def _with_event(instruction: Instruction, event: int) -> Instruction:

@@ -10,6 +10,7 @@ A program is a sequence of fragments. When a few of them change, only what chang
 up at the first changed fragment, and left as soon as all streams are off by one and the same shift from where they were
 before; up to the next changed fragment everything is then as it was, but for the shift. Hosts launch ahead of what is
 computed and wait for nobody: they may be off by another shift, as long as the devices stay behind them either way.
+Where classes run different branches, an instruction concerns some classes only, and their hosts alone launch it.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Instruction:
     stream: int
     ticks: Ticks
     """How long it takes."""
-    host: int = 0
+    host: Ticks = 0
     """How long the host takes to launch it."""
     group: tuple[int, ...] = ()
     """Axes of the array of classes along which devices start together; empty where each starts on its own."""
@@ -77,16 +78,20 @@ class Instruction:
     """Of a collective: the bytes that the busiest rank sends."""
     source: Source = Source.MEASURED
     """Where `ticks` come from."""
+    where: NDArray[np.bool_] | None = None
+    """The classes of devices that run it; None is all."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Instruction):
             return NotImplemented
-        return self._facts == other._facts and np.array_equal(self.ticks, other.ticks)
+        mine, theirs = (self.ticks, self.host, self.where), (other.ticks, other.host, other.where)
+        arrays = all(a is b or np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))  # type: ignore[arg-type]
+        return self._facts == other._facts and arrays
 
     @property
     def _facts(self) -> tuple[object, ...]:
-        """All but the ticks, which may be an array."""
-        where = self.stream, self.host, self.group, self.waits, self.event
+        """All but what may be an array."""
+        where = self.stream, self.group, self.waits, self.event
         return self.name, *where, self.phase, self.axes, self.sent, self.source
 
     __hash__ = None  # type: ignore[assignment]
@@ -109,16 +114,16 @@ class Timeline:
     shifts: NDArray[np.int64]
     """How much later each fragment, and the end, are than `spans` and `states` say; hosts are not shifted."""
     hosts: NDArray[np.int64]
-    """When the hosts have launched all before each fragment, and all; they are not shifted."""
+    """When the hosts have launched all before each fragment, and all; not shifted. Of every class where there are."""
     computed: NDArray[np.int64]
-    """When the first device has computed all before each fragment, and all; not yet shifted."""
+    """When the devices have computed all before each fragment, and all; not yet shifted."""
     num_timed: int
     """How many instructions were timed to make this timeline; the others were taken from the one before."""
 
     @property
     def end(self) -> Ticks:
         """When the last stream of each class of devices is done."""
-        end: Ticks = _larger(_latest(self.states[-1][COMPUTE:]) + int(self.shifts[-1]), int(self.hosts[-1]))
+        end: Ticks = _larger(_latest(self.states[-1][COMPUTE:]) + int(self.shifts[-1]), _number(self.hosts[-1]))
         return end
 
     @property
@@ -156,8 +161,7 @@ def run(fragments: Sequence[Fragment], num_events: int = 0, shape: tuple[int, ..
         spans.append(found)
         states.append(state)
         count += len(fragment)
-    hosts = np.array([state[HOST] for state in states], np.int64)
-    computed = np.array([_least(state[COMPUTE]) for state in states], np.int64)
+    hosts, computed = (_rows([state[stream] for state in states], shape) for stream in (HOST, COMPUTE))
     return Timeline(fragments, spans, states, np.zeros(len(states), np.int64), hosts, computed, count)
 
 
@@ -191,7 +195,7 @@ class _Again:
         later = np.zeros_like(before.hosts)
         for place in changed:
             later[place + 1] = _launching(fragments[place]) - _launching(before.fragments[place])
-        self.host_shifts = np.cumsum(later)
+        self.host_shifts = np.cumsum(later, axis=0)
 
     def time_from(self, first: int) -> int | None:
         """Time fragments from one on, until the timeline is again as it was before but for a shift.
@@ -199,10 +203,11 @@ class _Again:
         Returns where it has to be taken up again before the next changed fragment: hosts would hold up devices there.
         """
         self.shifts[self.at : first] += self.shift
-        state = (int(self.before.hosts[first] + self.host_shifts[first]), *self._old_state(first, self.shift)[COMPUTE:])
+        launched = _number(self.before.hosts[first] + self.host_shifts[first])
+        state = (launched, *self._old_state(first, self.shift)[COMPUTE:])
         at, last = first, len(self.fragments)
         while True:
-            self.states[at], self.shifts[at], self.computed[at] = state, 0, _least(state[COMPUTE])
+            self.states[at], self.shifts[at], self.computed[at] = state, 0, state[COMPUTE]
             if at == last:
                 self.at, self.shift = last, 0
                 return None
@@ -221,14 +226,16 @@ class _Again:
         What a fragment launches waits for what is computed before it; the hosts are ahead if they are done with the
         fragment by then.
         """
-        behind = int(self.host_shifts[at]) - shift
-        if behind == 0:
+        behind = self.host_shifts[at] - shift
+        if not behind.any():
             return None
         place = bisect(self.changed, at)
         end = self.changed[place] if place < len(self.changed) else len(self.fragments)
         old, some = self.before, slice(at, end)
-        ahead = old.computed[some] + old.shifts[some] - old.hosts[at + 1 : end + 1]
-        found = np.flatnonzero(ahead < max(0, behind))
+        shifts = old.shifts[some].reshape(-1, *(1,) * behind.ndim)
+        ahead = old.computed[some] + shifts - old.hosts[at + 1 : end + 1]
+        late = ahead < np.maximum(0, behind)
+        found = np.flatnonzero(late.any(axis=tuple(range(1, late.ndim))))
         return at + int(found[0]) if len(found) else None
 
     def _old_state(self, at: int, shift: int = 0) -> State:
@@ -264,18 +271,20 @@ def _advance_many(state: State, fragment: Fragment) -> tuple[State, tuple[Span, 
     rows: list[Any] = list(state)
     spans = []
     for instruction in fragment:
-        if instruction.host:
-            rows[HOST] = rows[HOST] + instruction.host
+        rows[HOST] = rows[HOST] + instruction.host
         start = np.maximum(rows[HOST], rows[instruction.stream])
         for other in instruction.waits:
             start = np.maximum(start, rows[other])
         if instruction.group:
             start = start.max(axis=instruction.group, keepdims=True)
         end = start + instruction.ticks
-        rows[instruction.stream] = end
-        if instruction.event >= 0:
-            rows[instruction.event] = end
-        spans.append((start, end))
+        here = instruction.where
+        if here is not None:  # elsewhere nothing happens, and takes no time when the devices there are free
+            spans.append((np.where(here, start, rows[COMPUTE]), np.where(here, end, rows[COMPUTE])))
+        for row in (instruction.stream, instruction.event) if instruction.event >= 0 else (instruction.stream,):
+            rows[row] = end if here is None else np.where(here, end, rows[row])
+        if here is None:
+            spans.append((start, end))
     return tuple(rows), tuple(spans)
 
 
@@ -297,13 +306,22 @@ def _shift_between(old: State, new: State) -> int | None:
     return shift
 
 
-def _launching(fragment: Fragment) -> int:
+def _launching(fragment: Fragment) -> Ticks:
     """How long the hosts take to launch a fragment."""
-    return sum(instruction.host for instruction in fragment)
+    return sum((instruction.host for instruction in fragment), start=0)
 
 
-def _least(ticks: Ticks) -> int:
-    return int(ticks.min()) if isinstance(ticks, np.ndarray) else ticks
+def _rows(ticks: Sequence[Ticks], shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """Numbers one after the other, of every class of devices where there are classes."""
+    if not shape:
+        return np.array(ticks, np.int64)
+    return np.stack([np.broadcast_to(row, shape) for row in ticks])
+
+
+def _number(ticks: Any) -> Ticks:
+    """A number of a row of them, or the numbers of all classes."""
+    number: Ticks = ticks if ticks.ndim else int(ticks)
+    return number
 
 
 def _larger(one: Any, other: Any) -> Any:

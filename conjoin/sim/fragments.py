@@ -6,8 +6,19 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from conjoin.comm import EXCHANGE, Exchange, Route, backward_route, node_exchanges, reshard, step_bytes
+from conjoin.comm import (
+    EXCHANGE,
+    Exchange,
+    Route,
+    backward_route,
+    common_places,
+    node_exchanges,
+    reshard,
+    step_bytes,
+    step_load,
+)
 from conjoin.cost import LocalCall, OperatorCost, Seconds, Source, local_calls, weakest
 from conjoin.ir import (
     Choice,
@@ -46,6 +57,20 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
+class Departure:
+    """How what an operator makes leaves for a place where others read it, as soon as it is made."""
+
+    output: int
+    target: Layout
+    back: bool
+    """Whether a gradient comes the way back."""
+
+
+Places = tuple[tuple[str, int], ...]
+"""Axes with the one place of each where something happens."""
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """A call on whole tensors, the types it makes, and the operands to which it gives a gradient."""
 
@@ -60,8 +85,8 @@ class Work:
 
     forward: Ticks
     backward: Ticks
-    host_forward: int
-    host_backward: int
+    host_forward: Ticks
+    host_backward: Ticks
     source: Source
 
 
@@ -75,8 +100,8 @@ class Drafts:
     _nodes: dict[tuple[int, Choice], tuple[Node, Placed]] = field(default_factory=dict)
     _works: dict[tuple[int, Choice], Work] = field(default_factory=dict)
     _routes: dict[tuple[TensorType, Layout, Layout], tuple[Fragment, Fragment]] = field(default_factory=dict)
-    _made: dict[tuple[int, Choice, tuple[Reading, ...]], tuple[Fragment, Fragment]] = field(default_factory=dict)
-    _collectives: dict[tuple[str, tuple[str, ...], int, Phase], Instruction] = field(default_factory=dict)
+    _made: dict[Hashable, tuple[Fragment, Fragment]] = field(default_factory=dict)
+    _collectives: dict[Hashable, Instruction] = field(default_factory=dict)
     _priced: dict[Hashable, tuple[Ticks, Source]] = field(default_factory=dict)
     _kept: dict[tuple[int, Choice, str], Kept] = field(default_factory=dict)
     _numbers: dict[Task, int] = field(default_factory=dict)
@@ -89,11 +114,20 @@ class Drafts:
             self._tasks.append(task)
         return found
 
-    def fragments(self, number: int, choice: Choice, readings: tuple[Reading, ...]) -> tuple[Fragment, Fragment]:
+    def fragments(
+        self, number: int, choice: Choice, readings: tuple[Reading, ...], departures: tuple[Departure, ...] = ()
+    ) -> tuple[Fragment, Fragment]:
         """An operator forward and backward; the backward is empty where it gives nobody a gradient."""
-        key = number, choice, readings
+        key = number, choice, readings, departures
         if key not in self._made:
-            self._made[key] = self._make(number, choice, readings)
+            there, back = self._make(number, choice, readings)
+            if departures:
+                types = self._tasks[number].types
+                ways = [self.route(types[d.output], choice.outputs[d.output], d.target) for d in departures]
+                away = [instruction for forward, _ in ways for instruction in forward]
+                home = [i for (_, way), d in zip(ways, departures, strict=True) if d.back for i in way]
+                there, back = ordered([*there, *away]), ordered([*home, *back])
+            self._made[key] = there, back
         return self._made[key]
 
     def node(self, number: int, choice: Choice) -> tuple[Node, Placed]:
@@ -104,17 +138,18 @@ class Drafts:
         return self._nodes[number, choice]
 
     def kept(self, number: int, choice: Choice, kind: str) -> Kept:
-        """What rank 0 keeps of an operator for its backward pass on a device of a kind."""
+        """What the first rank that runs an operator keeps of it for its backward pass on a device of a kind."""
         key = number, choice, kind
         if key not in self._kept:
             node, placed = self.node(number, choice)
-            self._kept[key] = kept_by(node, placed, self._tasks[number].needs, self.mesh, 0, kind)
+            rank = self.mesh.rank_at(dict(placed.at))
+            self._kept[key] = kept_by(node, placed, self._tasks[number].needs, self.mesh, rank, kind)
         return self._kept[key]
 
     def unlike_axes(self, number: int, choice: Choice) -> frozenset[str]:
         """The axes along which devices do unlike work for an operator."""
         node, placed = self.node(number, choice)
-        return unlike_axes(node, placed, self.mesh)
+        return unlike_axes(node, placed, self.mesh) | {axis for axis, _ in placed.at}
 
     def route(self, type: TensorType, source: Layout, target: Layout) -> tuple[Fragment, Fragment]:
         """A reshard forward, and that of the gradient backward."""
@@ -128,14 +163,18 @@ class Drafts:
             )
         return self._routes[key]
 
-    def collective(self, kind: str, axes: tuple[str, ...], sent: int, phase: Phase) -> Instruction:
-        """A collective of all groups along some axes, after all that was computed before it."""
-        key = kind, axes, sent, phase
+    def collective(
+        self, kind: str, axes: tuple[str, ...], sent: int, phase: Phase, places: Places = ()
+    ) -> Instruction:
+        """A collective of all groups along some axes, or of those at some places, after all that was computed."""
+        key = kind, axes, sent, phase, places
         if key not in self._collectives:
-            self._collectives[key] = self._collective(kind, axes, sent, phase)
+            self._collectives[key] = self._collective(kind, axes, sent, phase, places)
         return self._collectives[key]
 
-    def _collective(self, kind: str, axes: tuple[str, ...], sent: int, phase: Phase) -> Instruction:
+    def _collective(
+        self, kind: str, axes: tuple[str, ...], sent: int, phase: Phase, places: Places
+    ) -> Instruction:
         seconds = self.prices.collective(kind, axes, sent)
         between = any(axis.between_nodes for axis in self.mesh.axes if axis.name in axes)
         return Instruction(
@@ -148,6 +187,7 @@ class Drafts:
             axes=axes,
             sent=sent,
             source=seconds.source,
+            where=self.classes.at(places),
         )
 
     def work(self, number: int, choice: Choice) -> Work:
@@ -167,10 +207,13 @@ class Drafts:
     def _steps(self, route: Route, type: TensorType, phase: Phase) -> Iterable[Instruction]:
         for step in route.steps:
             if not step.kind.is_local:
-                sent = step_bytes(step, route.shape, type.dtype.itemsize, self.mesh)
-                yield self.collective(step.kind.value, self.mesh.in_order(step.axes), sent.largest, phase)
+                told = step, route.shape, type.dtype.itemsize, self.mesh
+                sent, load = step_bytes(*told).largest, step_load(*told)
+                places = common_places(step.source, step.target)
+                made = self.collective(step.kind.value, self.mesh.in_order(step.axes), load, phase, places)
+                yield made if load == sent else replace(made, sent=sent)
 
-    def _exchange(self, exchange: Exchange | None, phase: Phase) -> Fragment:
+    def _exchange(self, exchange: Exchange | None, phase: Phase, places: Places) -> Fragment:
         if exchange is None:
             return ()
         there = phase is Phase.FORWARD
@@ -178,7 +221,7 @@ class Drafts:
         load = exchange.forward_load if there else exchange.backward_load
         if not sent:
             return ()
-        made = self.collective(EXCHANGE, exchange.axes, load, phase)
+        made = self.collective(EXCHANGE, exchange.axes, load, phase, places)
         return (made if load == sent else replace(made, sent=sent),)
 
     def _make(self, number: int, choice: Choice, readings: tuple[Reading, ...]) -> tuple[Fragment, Fragment]:
@@ -186,44 +229,49 @@ class Drafts:
         call, needs = task.call, task.needs
         node, placed = self.node(number, choice)
         exchanges = node_exchanges(node, placed, self.mesh)
-        work = self.work(number, choice)
+        work, at, where = self.work(number, choice), placed.at, self.classes.at(placed.at)
         there: list[Instruction] = []
         back: list[Instruction] = []
         after: list[Instruction] = []
         for i, (reading, wanted) in enumerate(zip(readings, choice.operands, strict=True)):
             forward, backward = self.route(call.tensors[i], reading.own, wanted) if reading.arrives else ((), ())
-            there += (*forward, *self._exchange(exchanges.operands[i], Phase.FORWARD))
+            there += (*forward, *self._exchange(exchanges.operands[i], Phase.FORWARD, at))
             if i in needs:
-                after += self._exchange(exchanges.operands[i], Phase.BACKWARD)
+                after += self._exchange(exchanges.operands[i], Phase.BACKWARD, at)
             if reading.adds:
                 after.append(self._addition(node.inputs[i].type))
             after += backward if reading.back else ()
-        there.append(_compute(node.op, Phase.FORWARD, work.forward, work.host_forward, work.source))
+        forward_work = work.forward, work.host_forward, work.source, where
+        there.append(_compute(node.op, Phase.FORWARD, *forward_work))
         for exchange in exchanges.outputs:
-            there += self._exchange(exchange, Phase.FORWARD)
-            back += self._exchange(exchange, Phase.BACKWARD) if needs else ()
+            there += self._exchange(exchange, Phase.FORWARD, at)
+            back += self._exchange(exchange, Phase.BACKWARD, at) if needs else ()
         if needs:
-            back.append(_compute(node.op, Phase.BACKWARD, work.backward, work.host_backward, work.source))
+            back.append(_compute(node.op, Phase.BACKWARD, work.backward, work.host_backward, work.source, where))
         return ordered(there), ordered([*back, *after])
 
     def _addition(self, type: TensorType) -> Instruction:
         """Adding the gradients that two readers of a tensor give it."""
-        local = TensorType(local_shape(type, self.mesh), type.dtype)
-        cost = self.prices.operator(Call("add.Tensor", (local, local, 1)), (), 0)
-        ticks, host = to_ticks(cost.forward.value), to_ticks(cost.host_forward)
-        return _compute("add", Phase.BACKWARD, ticks, host, cost.forward.source)
+        places = common_places(type.layout)
+        rank = self.mesh.rank_at(dict(places))
+        local = TensorType(local_shape(type, self.mesh, rank), type.dtype)
+        cost = self.prices.operator(Call("add.Tensor", (local, local, 1)), (), rank)
+        ticks, where = to_ticks(cost.forward.value), self.classes.at(places)
+        host = _only_where(to_ticks(cost.host_forward), where)
+        return _compute("add", Phase.BACKWARD, ticks, host, cost.forward.source, where)
 
     def _find_work(self, number: int, choice: Choice) -> Work:
         needs = self._tasks[number].needs
         node, placed = self.node(number, choice)
         alike = not (unlike_axes(node, placed, self.mesh) or self.prices.unlike_axes())
-        ranks = self.classes.ranks[:1] if alike else self.classes.ranks
+        ranks = (self.mesh.rank_at(dict(placed.at)),) if alike else self.classes.ranks
         found = [self._costs(node, placed, needs, rank) for rank in ranks]
+        where = self.classes.at(placed.at)
         return Work(
             _folded([to_ticks(sum(cost.forward.value for cost in costs)) for costs in found], self.classes),
             _folded([to_ticks(sum(cost.backward.value for cost in costs)) for costs in found], self.classes),
-            to_ticks(sum(cost.host_forward for cost in found[0])),
-            to_ticks(sum(cost.host_backward for cost in found[0])),
+            _only_where(to_ticks(sum(cost.host_forward for cost in found[0])), where),
+            _only_where(to_ticks(sum(cost.host_backward for cost in found[0])), where),
             weakest(*(source for costs in found for c in costs for source in (c.forward.source, c.backward.source))),
         )
 
@@ -244,24 +292,50 @@ def _calls_on(
     return local_calls(call, tuple(pieces.items()), needs)
 
 
-def _compute(name: str, phase: Phase, ticks: Ticks, host: int, source: Source) -> Instruction:
-    return Instruction(name=name, stream=COMPUTE, ticks=ticks, host=host, phase=phase, source=source)
+def _compute(
+    name: str, phase: Phase, ticks: Ticks, host: Ticks, source: Source, where: NDArray[np.bool_] | None = None
+) -> Instruction:
+    return Instruction(name=name, stream=COMPUTE, ticks=ticks, host=host, phase=phase, source=source, where=where)
+
+
+def _only_where(ticks: int, where: NDArray[np.bool_] | None) -> Ticks:
+    """A number for the classes that something concerns, none for the others."""
+    return ticks if where is None else ticks * where.astype(np.int64)
 
 
 def ordered(instructions: Iterable[Instruction]) -> Fragment:
     """Instructions of which each computation waits for the communication before it."""
     found: list[Instruction] = []
-    pending: set[int] = set()
+    pending: list[Instruction] = []
     for instruction in instructions:
         if instruction.stream != COMPUTE:
-            pending.add(instruction.stream)
+            pending.append(instruction)
         elif pending:
-            instruction = waiting(instruction, pending)
-            pending = set()
+            if instruction.where is None and all(sent.where is None for sent in pending):
+                instruction = waiting(instruction, {sent.stream for sent in pending})
+            else:
+                found += _waits(pending)
+            pending = []
         found.append(instruction)
-    if pending:
-        found.append(Instruction("wait", COMPUTE, 0, waits=tuple(sorted(pending)), phase=found[-1].phase))
-    return tuple(found)
+    return (*found, *_waits(pending))
+
+
+def _waits(pending: Iterable[Instruction]) -> list[Instruction]:
+    """The wait for communication, by those devices that take part in it."""
+    by_place: dict[bytes, list[Instruction]] = {}
+    for sent in pending:
+        by_place.setdefault(b"" if sent.where is None else sent.where.tobytes(), []).append(sent)
+    return [
+        Instruction(
+            "wait",
+            COMPUTE,
+            0,
+            waits=tuple(sorted({sent.stream for sent in some})),
+            phase=some[-1].phase,
+            where=some[0].where,
+        )
+        for some in by_place.values()
+    ]
 
 
 def waiting(instruction: Instruction, streams: Iterable[int]) -> Instruction:

@@ -47,6 +47,11 @@ class Kept:
     """Bytes that the backward pass needs for a moment, besides the gradients it gives."""
 
 
+def nothing_kept(num_outputs: int, num_needs: int) -> Kept:
+    """What a device remembers of an operator that runs elsewhere."""
+    return Kept((), (), 0, (-1,) * num_outputs, (0,) * num_outputs, 0, ((0, -1),) * num_needs)
+
+
 def kept_by(node: Node, placed: Placed, needs: tuple[int, ...], mesh: Mesh, rank: int, kind: str) -> Kept:
     """What a rank keeps of a node on a device of a kind."""
     call = plain_call(node)

@@ -3,8 +3,9 @@
 Parameters, buffers, optimizer state and the batch stay. What an operator makes lives until its last reader has run, and
 longer where autograd keeps it; views share the memory of what they view. Gradients live from their first contribution
 until they are passed on; those of parameters stay until the update, and are gone before the next step begins. Rank 0
-is asked: it holds at least as much of every tensor as any other rank. What libraries hold for themselves is not counted
-(cuBLAS: about 70 MB on an H200, once in a process), nor what convolutions need for a moment.
+is asked: it holds at least as much of every tensor as any other rank. Where branches run at places of an axis, the
+first rank of every place is asked, and the fullest told. What libraries hold for themselves is not counted (cuBLAS:
+about 70 MB on an H200, once in a process), nor what convolutions need for a moment.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from dataclasses import dataclass, field
 
 from conjoin.comm import backward_route, held_bytes, reshard
 from conjoin.ir import LeafKind
-from conjoin.ops import Layout
+from conjoin.ops import At, Layout
 from conjoin.sim.carrying import SHARING, carrying_bytes
-from conjoin.sim.keeping import Kept
+from conjoin.sim.keeping import Kept, nothing_kept
 from conjoin.sim.program import PlacedBundle, Program
 
 _COPIES = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
@@ -85,15 +86,19 @@ class _Heap:
 
 def measure_memory(program: Program, optimizer: str = "adam", kind: str = "cuda") -> Memory:
     """Follow the memory of a training step on devices of a kind."""
-    return _Walk(program, optimizer, kind).run()
+    mesh = program.drafts.mesh
+    layouts = {*program.leaves.values(), *(layout for c in program.choices for layout in (*c.operands, *c.outputs))}
+    axes = mesh.in_order({axis for layout in layouts for axis, place in layout if isinstance(place, At)})
+    found = [_Walk(program, optimizer, kind, rank).run() for rank in mesh.group(0, axes)]
+    return max(found, key=lambda memory: memory.peak)
 
 
 class _Walk:
-    """One pass over a program: forward, backward, update."""
+    """One pass over a program on a rank: forward, backward, update."""
 
-    def __init__(self, program: Program, optimizer: str, kind: str) -> None:
+    def __init__(self, program: Program, optimizer: str, kind: str, rank: int) -> None:
         self.program, self.skeleton, self.mesh = program, program.skeleton, program.drafts.mesh
-        self.optimizer, self.kind = optimizer, kind
+        self.optimizer, self.kind, self.rank = optimizer, kind, rank
         self.heap = _Heap()
         self.blocks: dict[Place, int] = {}
         """Where every tensor that is there has its memory, by layout."""
@@ -107,6 +112,8 @@ class _Walk:
     def run(self) -> Memory:
         stays = self._settle()
         operators = range(len(self.skeleton.operators))
+        for root in self.program.leaves:
+            self._leave(root)
         curve = [self.heap.take_peak()]
         for place in operators:
             self._forward(place)
@@ -116,6 +123,8 @@ class _Walk:
         for place in reversed(operators):
             self._backward(place)
             curve.append(self.heap.take_peak())
+        for root, layout in self.program.leaves.items():
+            self._come_home(root, layout)
         gradients = sum(self.heap.sizes[block] for block in set(self.grads.values()))
         self.heap.pass_by(self._update_bytes())
         curve.append(self.heap.take_peak())
@@ -123,7 +132,7 @@ class _Walk:
         return Memory(*stays, gradients, peak, curve.index(peak), tuple(curve))
 
     def _held(self, root: int, layout: Layout) -> int:
-        return held_bytes(self.skeleton.roots[root].type.laid_out(layout), self.mesh).largest
+        return held_bytes(self.skeleton.roots[root].type.laid_out(layout), self.mesh)[self.rank]
 
     def _settle(self) -> tuple[int, int, int, int]:
         """Everything that stays: parameters, buffers with constants, optimizer state, inputs."""
@@ -171,12 +180,18 @@ class _Walk:
             self._bring(bundle)
             return
         route = reshard(self.skeleton.roots[root].type.shape, own, layout, self.mesh)
-        if all(step.kind in SHARING for step in route.steps):
+        if all(step.kind in SHARING for step in route.steps) and self._held(root, layout):
             self.blocks[root, layout] = self.heap.hold(self.blocks[root, own])
         else:
-            self.heap.pass_by(carrying_bytes(route, self.skeleton.roots[root].type, self.mesh, self.kind))
+            type = self.skeleton.roots[root].type
+            self.heap.pass_by(carrying_bytes(route, type, self.mesh, self.kind, self.rank))
             self.blocks[root, layout] = self.heap.allocate(self._held(root, layout))
         self._read((root, own))
+
+    def _leave(self, root: int) -> None:
+        """A tensor is sent to places as soon as it is there."""
+        for layout, _ in self.program.departures.get(root, ()):
+            self._arrive(root, layout)
 
     def _bring(self, bundle: PlacedBundle) -> None:
         """The parameters of a bundle as they are used: those stored, or what was gathered."""
@@ -194,7 +209,11 @@ class _Walk:
 
     def _kept_by(self, place: int) -> Kept:
         program = self.program
-        return program.drafts.kept(program.numbers[place], program.choices[place], self.kind)
+        number, choice = program.numbers[place], program.choices[place]
+        if not program.drafts.node(number, choice)[1].runs_on(self.mesh, self.rank):
+            needs = self.skeleton.operators[place].needs
+            return nothing_kept(len(choice.outputs), len(needs))
+        return program.drafts.kept(number, choice, self.kind)
 
     def _places(self, place: int) -> tuple[list[Place], list[Place]]:
         """What an operator reads and makes, each in its layout."""
@@ -223,6 +242,8 @@ class _Walk:
         for made in makes:
             if not self.unread[made]:
                 self.heap.drop(self.blocks[made])
+        for root, _ in makes:
+            self._leave(root)
 
     def _is_dropped(self, place: Place) -> bool:
         bundle = self.bundles_by_place.get(place)
@@ -239,6 +260,8 @@ class _Walk:
 
     def _backward(self, place: int) -> None:
         reads, makes = self._places(place)
+        for root, own in makes:
+            self._come_home(root, own)
         self._give_gradients(place, reads, makes)
         for made in makes:
             self._forget(made)
@@ -247,9 +270,6 @@ class _Walk:
         for (root, layout), reading in zip(reads, self.program.readings[place], strict=True):
             if reading.back and (root, layout) in self.grads:
                 self._carry_back(root, reading.own, layout)
-                block = self.heap.allocate(self._held(root, reading.own))
-                self._forget((root, layout))
-                self._give((root, reading.own), block)
         for bundle in self.program.bundles:
             if bundle.use.first == place and bundle.use.back:
                 self._reduce(bundle)
@@ -258,7 +278,16 @@ class _Walk:
         """A gradient goes the way back that its tensor came."""
         type = self.skeleton.roots[root].type
         back = backward_route(reshard(type.shape, own, layout, self.mesh), self.mesh)
-        self.heap.pass_by(carrying_bytes(back, type, self.mesh, self.kind))
+        self.heap.pass_by(carrying_bytes(back, type, self.mesh, self.kind, self.rank))
+        block = self.heap.allocate(self._held(root, own))
+        self._forget((root, layout))
+        self._give((root, own), block)
+
+    def _come_home(self, root: int, own: Layout) -> None:
+        """Gradients come back from the places that a tensor was sent to when it was made."""
+        for layout, back in self.program.departures.get(root, ()):
+            if back and (root, layout) in self.grads:
+                self._carry_back(root, own, layout)
 
     def _give_gradients(self, place: int, reads: list[Place], makes: list[Place]) -> None:
         """What the backward of an operator makes; parameters that it needs are gathered again."""

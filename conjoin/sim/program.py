@@ -6,7 +6,7 @@ operator itself, of operators that read the same tensors or what it makes, and o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ from conjoin.comm import (
     Entry,
     ParameterBundle,
     bundle_parameters,
+    leaves_early,
     ring_bytes,
     splits_evenly,
 )
@@ -24,7 +25,7 @@ from conjoin.machine import Mesh
 from conjoin.ops import Layout, TensorType
 from conjoin.sim.bundles import Use, schedule_bundles
 from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, Phase
-from conjoin.sim.fragments import Drafts, Reading, Task, local_shape, ordered
+from conjoin.sim.fragments import Departure, Drafts, Reading, Task, local_shape, ordered
 from conjoin.sim.skeleton import Layouts, Skeleton
 
 _NOT_READ = Reading((), False, False, False)
@@ -71,6 +72,8 @@ class Program:
         self._uses = {root: self._find_uses(root) for root in trained}
         self._bundle()
         self.readings: list[tuple[Reading, ...]] = [(_NOT_READ,) * len(op.reads) for op in skeleton.operators]
+        self.departures: dict[int, tuple[tuple[Layout, bool], ...]] = {}
+        """For every tensor that leaves for places as soon as it is made: where to, and whether a gradient returns."""
         for root in range(len(skeleton.roots)):
             self._read(root)
         self.fragments: list[Fragment] = [()] * (2 * len(skeleton.operators) + 3)
@@ -96,6 +99,7 @@ class Program:
         after = copy(self)
         after.choices, after.leaves = list(self.choices), {**self.leaves, **change.leaves}
         after.readings, after.fragments = list(self.readings), list(self.fragments)
+        after.departures = dict(self.departures)
         after.choices[change.operator] = change.choice
         operator = self.skeleton.operators[change.operator]
         touched = {change.operator, *after._bundle_again(self, operator.reads)}
@@ -103,11 +107,11 @@ class Program:
             touched |= after._read(root)
         for place in touched:
             after._place(place)
-        if change.operator in self.skeleton.draws:
+        if change.operator in self.skeleton.draws or after._leave_at_start() != self._leave_at_start():
             after._start()
         if {*operator.makes, *operator.reads} & {*self.skeleton.results}:
             after._middle()
-        if change.leaves:
+        if change.leaves or after._leave_at_start() != self._leave_at_start():
             after._finish()
         frame = (0, len(self.skeleton.operators) + 1, len(self.fragments) - 1)
         places = {*frame, *map(self.forward_place, touched), *map(self.backward_place, touched)}
@@ -131,21 +135,42 @@ class Program:
         wanted = [self.choices[place].operands[operand] for place, operand in readers]
         backs = [operand in operators[place].needs for place, operand in readers]
         seen = {own, *self._bundled.get(root, ())}
+        leaving: dict[Layout, bool] = {}
         for i, (place, operand) in enumerate(readers):
             arrives = wanted[i] not in seen
             seen.add(wanted[i])
             back = arrives and any(b and w == wanted[i] for b, w in zip(backs, wanted, strict=True))
+            if arrives and leaves_early(own, wanted[i]):
+                leaving[wanted[i]] = back
+                arrives = back = False
             adds = backs[i] and readers[i] != self._last_back[root]
             found = self.readings[place]
             reading = Reading(own if arrives else (), arrives, back, adds)
             if reading != found[operand]:
                 self.readings[place] = (*found[:operand], reading, *found[operand + 1 :])
                 changed.add(place)
-        return changed
+        return changed | self._leave(root, tuple(leaving.items()))
+
+    def _leave(self, root: int, leaving: tuple[tuple[Layout, bool], ...]) -> set[int]:
+        """Take note of where a tensor is sent when it is made; its maker where that is new."""
+        if leaving == self.departures.get(root, ()):
+            return set()
+        self.departures[root] = leaving
+        maker = self.skeleton.roots[root].maker
+        return {maker} if maker >= 0 else set()
+
+    def _leave_at_start(self) -> list[tuple[int, Layout, Layout, bool]]:
+        """What is stored, or comes in, and is sent to places before anything runs."""
+        stored = (root for root in sorted(self.departures) if self.skeleton.roots[root].maker < 0)
+        return [(root, self.leaves[root], *way) for root in stored for way in self.departures[root]]
 
     def _place(self, place: int) -> None:
         """Put the fragments of an operator into the program, with what bundles have around it."""
-        forward, backward = self.drafts.fragments(self.numbers[place], self.choices[place], self.readings[place])
+        makes = self.skeleton.operators[place].makes
+        departures = tuple(Departure(i, *way) for i, root in enumerate(makes) for way in self.departures.get(root, ()))
+        forward, backward = self.drafts.fragments(
+            self.numbers[place], self.choices[place], self.readings[place], departures
+        )
         around = self._around
         self.fragments[self.forward_place(place)] = _joined(around.before.get(place, ()), forward)
         self.fragments[self.backward_place(place)] = _joined(
@@ -205,14 +230,19 @@ class Program:
         return {p for a, b in pairs for p in {*a, *b} if a.get(p) != b.get(p)}
 
     def _start(self) -> None:
-        """Ranks that have to draw alike make sure that they do."""
+        """Ranks that have to draw alike make sure that they do; what is stored leaves for places."""
         mesh, axes = self.drafts.mesh, set(self.drafts.mesh.names)
+        away = [
+            instruction
+            for root, own, target, _ in self._leave_at_start()
+            for instruction in self.drafts.route(self.skeleton.roots[root].type, own, target)[0]
+        ]
         placed = (self.drafts.node(self.numbers[i], self.choices[i])[1] for i in self.skeleton.draws)
         if all(set(found.axes) == axes for found in placed):
-            self.fragments[0] = ()
+            self.fragments[0] = ordered(away)
             return
         sent = ring_bytes(AGREEMENT_BYTES, mesh.size)
-        self.fragments[0] = ordered([self.drafts.collective("all-reduce", mesh.names, sent, Phase.FORWARD)])
+        self.fragments[0] = ordered([self.drafts.collective("all-reduce", mesh.names, sent, Phase.FORWARD), *away])
 
     def _middle(self) -> None:
         """Results are brought into the layouts they come out in; a loss has its gradient brought back."""
@@ -240,17 +270,26 @@ class Program:
         ]
         drafts, mesh = self.drafts, self.drafts.mesh
         wait = Instruction("wait", COMPUTE, 0, waits=(INSIDE, BETWEEN), phase=Phase.BACKWARD)
+        home = [
+            instruction
+            for root, own, target, back in self._leave_at_start()
+            if back
+            for instruction in drafts.route(self.skeleton.roots[root].type, own, target)[1]
+        ]
         alike = not drafts.prices.unlike_axes() and all(splits_evenly(type.shape, type.layout, mesh) for type in stored)
         ticks, source = drafts.per_class(
             tuple(stored),
-            lambda rank: drafts.prices.update([_on_rank(type, mesh, rank) for type in stored], rank),
+            lambda rank: drafts.prices.update(_stored_on(stored, mesh, rank), rank),
             alike,
         )
-        self.fragments[-1] = wait, Instruction("update", COMPUTE, ticks, phase=Phase.UPDATE, source=source)
+        update = Instruction("update", COMPUTE, ticks, phase=Phase.UPDATE, source=source)
+        self.fragments[-1] = *ordered(home), wait, update
 
 
-def _on_rank(type: TensorType, mesh: Mesh, rank: int) -> TensorType:
-    return TensorType(local_shape(type, mesh, rank), type.dtype)
+def _stored_on(types: Sequence[TensorType], mesh: Mesh, rank: int) -> list[TensorType]:
+    """What a rank stores of tensors; of some it may have nothing."""
+    found = [TensorType(local_shape(type, mesh, rank), type.dtype) for type in types]
+    return [local for local, type in zip(found, types, strict=True) if local.num_elements or not type.num_elements]
 
 
 def task_numbers(skeleton: Skeleton, drafts: Drafts) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from conjoin.ir import REGATHER, Plan
 from conjoin.machine import Mesh
-from conjoin.ops import Layout, split_axes
+from conjoin.ops import At, Layout, split_axes
 from conjoin.sim.engine import Timeline, rerun, run
 from conjoin.sim.fragments import Drafts
 from conjoin.sim.prices import Prices
@@ -74,9 +74,10 @@ def new_drafts(skeleton: Skeleton, layouts: Layouts, mesh: Mesh, prices: Prices,
 
 
 def _uneven_axes(skeleton: Skeleton, leaves: Mapping[int, Layout], mesh: Mesh) -> set[str]:
-    """The axes along which unlike pieces of parameters are stored, and updated."""
+    """The axes along which unlike pieces of parameters are stored, and updated, or stored at one place only."""
     found: set[str] = set()
     for number, layout in leaves.items():
+        found.update(axis for axis, placement in layout if isinstance(placement, At))
         leaf = skeleton.roots[number].leaf
         for dim, size in enumerate(skeleton.roots[number].type.shape) if leaf is not None and leaf.trainable else ():
             axes = split_axes(layout, dim)

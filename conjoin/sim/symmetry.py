@@ -11,6 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from conjoin.machine import Mesh
 
 
@@ -39,6 +42,15 @@ class Classes:
     def ranks(self) -> tuple[int, ...]:
         """One device of each class, in the order of the array."""
         return self.mesh.group(0, self.axes)
+
+    def at(self, places: Iterable[tuple[str, int]]) -> NDArray[np.bool_] | None:
+        """Which classes stand at the places named of some axes, all of which are kept; None where none is named."""
+        found: NDArray[np.bool_] | None = None
+        for axis, place in places:
+            along = np.arange(self.mesh.sizes[axis]) == place
+            row = along.reshape([-1 if name == axis else 1 for name in self.axes])
+            found = np.broadcast_to(row if found is None else found & row, self.shape)
+        return found
 
     def group(self, axes: Iterable[str]) -> tuple[int, ...]:
         """The axes of the array that the members of a group along axes of the mesh differ in."""

@@ -32,6 +32,7 @@ from conjoin.ir import (
 )
 from conjoin.machine import Axis, Mesh
 from conjoin.ops import (
+    At,
     Call,
     Copies,
     Invariant,
@@ -402,8 +403,17 @@ def fits(types: tuple[TensorType, ...], layouts: tuple[Layout, ...], mesh: Mesh)
     return all(layout_fault(t.laid_out(layout), mesh) is None for t, layout in zip(types, layouts, strict=True))
 
 
-def random_choice(node: Node, mesh: Mesh, rng: Random) -> Choice:
-    """A rule for every axis, drawn among those that the sizes allow; axes nest in a drawn order."""
+def rules_at(node: Node, size: int) -> list[ShardingRule]:
+    """The ways to run a node at one place of an axis of a size."""
+    num = len(node.inputs), len(node.types)
+    return [ShardingRule(None, (At(place),) * num[0], (At(place),) * num[1]) for place in range(size)]
+
+
+def random_choice(node: Node, mesh: Mesh, rng: Random, places: float = 0.0) -> Choice:
+    """A rule for every axis, drawn among those that the sizes allow; axes nest in a drawn order.
+
+    On each axis the node is with this probability at one place.
+    """
     call = plain_call(node)
     spec = spec_for(call)
     sizes = space_of(spec, call).sizes if spec else {}
@@ -412,6 +422,9 @@ def random_choice(node: Node, mesh: Mesh, rng: Random) -> Choice:
     ways: dict[str, int] = {}
     taken: dict[str, ShardingRule] = {}
     for axis in rng.sample(mesh.names, len(mesh.names)):
+        if places and rng.random() < places:
+            taken[axis] = rng.choice(rules_at(node, mesh.sizes[axis]))
+            continue
         for rule in rng.sample(rules, len(rules)):
             index = rule.index or ""
             total = ways.get(index, 1) * mesh.sizes[axis]
@@ -436,15 +449,20 @@ def random_layout(type: TensorType, mesh: Mesh, rng: Random, allowed: tuple[Plac
     return make_layout(entries)
 
 
-def _leaf_layout(leaf: Leaf, mesh: Mesh, rng: Random) -> Layout:
+def _leaf_layout(leaf: Leaf, mesh: Mesh, rng: Random, places: float = 0.0) -> Layout:
     kept: tuple[Placement, ...] = (Invariant(), Copies()) if leaf.kind is LeafKind.INPUT else (Invariant(),)
+    if places and leaf.type.shape and rng.random() < places:
+        axis = rng.choice(mesh.names)
+        confined = make_layout([(axis, At(rng.randrange(mesh.sizes[axis])))])
+        rest = random_layout(leaf.type, mesh, rng, kept)
+        return make_layout([*(entry for entry in rest if entry[0] != axis), *confined])
     return random_layout(leaf.type, mesh, rng, kept)
 
 
-def random_plan(graph: Graph, mesh: Mesh, rng: Random) -> Plan:
-    """The graph in random legal layouts; the loss is I."""
-    leaves = {leaf: _leaf_layout(leaf, mesh, rng) for leaf in graph.leaves}
-    choices = {node: random_choice(node, mesh, rng) for node in graph.nodes}
+def random_plan(graph: Graph, mesh: Mesh, rng: Random, places: float = 0.0) -> Plan:
+    """The graph in random legal layouts, some nodes and leaves at one place of an axis; the loss is I."""
+    leaves = {leaf: _leaf_layout(leaf, mesh, rng, places) for leaf in graph.leaves}
+    choices = {node: random_choice(node, mesh, rng, places) for node in graph.nodes}
     outputs = {
         i: random_layout(value.type, mesh, rng, (Invariant(), Copies()))
         for i, value in enumerate(graph.outputs)

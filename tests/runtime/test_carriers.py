@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from conjoin.comm import StepKind, backward_route, bytes_sent, dual_layout, reshard
-from conjoin.ir import Region, RegionMove, region_of
+from conjoin.ir import Region, RegionMove, holds, region_of, region_shape
 from conjoin.machine import Axis, Mesh
-from conjoin.ops import Copies, Invariant, Layout, Partial, placement_on
+from conjoin.ops import At, Copies, Invariant, Layout, Partial, Placement, placement_on
 from conjoin.runtime.carriers import carry_move, carry_reshard
 from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.threads import run_ranks
@@ -46,14 +46,22 @@ class Case:
         return torch.randn(self.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def cases_on(mesh: Mesh, shape: tuple[int, ...], count: int | None = None) -> list[Case]:
-    layouts = all_layouts(shape, mesh, (Invariant(), Copies(), Partial()))
+EVERYWHERE: tuple[Placement, ...] = (Invariant(), Copies(), Partial())
+PLACES: tuple[Placement, ...] = (*EVERYWHERE, At(0), At(1))
+
+
+def cases_on(
+    mesh: Mesh, shape: tuple[int, ...], count: int | None = None, placements: tuple[Placement, ...] = EVERYWHERE
+) -> list[Case]:
+    layouts = all_layouts(shape, mesh, placements)
     found = [Case(shape, source, target) for source, target in product(layouts, layouts)]
     return found if count is None else Random(str(shape)).sample(found, count)
 
 
 def spread(whole: Tensor, layout: Layout, mesh: Mesh, rank: int) -> Tensor:
     """What a rank holds of a value."""
+    if not holds(layout, mesh, rank):
+        return whole.new_empty(region_shape(region_of(tuple(whole.shape), layout, mesh, rank)))
     part = whole[tuple(slice(*span) for span in region_of(tuple(whole.shape), layout, mesh, rank))].clone()
     for axis, place in mesh.coordinates(rank).items():
         if placement_on(layout, axis) == Partial():
@@ -66,6 +74,9 @@ def recombine(parts: list[Tensor], shape: tuple[int, ...], layout: Layout, mesh:
     whole = torch.zeros(shape, dtype=torch.float64)
     same = [axis for axis in mesh.names if placement_on(layout, axis) in (Invariant(), Copies())]
     for rank, part in enumerate(parts):
+        if not holds(layout, mesh, rank):
+            assert part.shape == region_shape(region_of(shape, layout, mesh, rank)) and not part.numel()
+            continue
         place = mesh.coordinates(rank)
         first = mesh.rank_at({axis: 0 if axis in same else i for axis, i in place.items()})
         assert torch.equal(part, parts[first]), "copies differ"
@@ -124,9 +135,25 @@ def test_reshards_among_threads(mesh: Mesh, shape: tuple[int, ...], count: int |
     check(cases, mesh, run_ranks(mesh, lambda communicator: carry_all(communicator, cases)))
 
 
+AT_PLACES = [
+    (line(2), (4, 6), None),
+    (line(3), (4, 5), None),
+    (line(2, 2), (5, 7), 250),
+    (line(2, 3), (7, 9), 120),
+    (line(2, 2, 2), (9, 10), 60),
+    (line(2, 2), (), None),
+]
+
+
+@pytest.mark.parametrize(("mesh", "shape", "count"), AT_PLACES, ids=lambda v: str(v))
+def test_reshards_to_and_from_places_among_threads(mesh: Mesh, shape: tuple[int, ...], count: int | None) -> None:
+    cases = cases_on(mesh, shape, count, PLACES)
+    check(cases, mesh, run_ranks(mesh, lambda communicator: carry_all(communicator, cases)))
+
+
 def test_reshards_among_processes(tmp_path: Path) -> None:
     mesh = line(2, 2)
-    cases = [*cases_on(mesh, (5, 7), 40), *cases_on(mesh, (8, 4), 40)]
+    cases = [*cases_on(mesh, (5, 7), 40), *cases_on(mesh, (8, 4), 40), *cases_on(mesh, (5, 6), 60, PLACES)]
     routes = [reshard(case.shape, case.source, case.target, mesh) for case in cases]
     routes += [backward_route(route, mesh) for route in routes]
     assert {step.kind for route in routes for step in route.steps} == set(StepKind), "every kind of step is tried"

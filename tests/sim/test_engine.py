@@ -74,8 +74,14 @@ def random_fragment(rng: Random, shape: tuple[int, ...], hosts: bool) -> Fragmen
         waits = (COMPUTE,) if stream != COMPUTE else tuple(others)
         group = rng.choice(((0,), (1,), (0, 1))) if shape and stream != COMPUTE else ()
         event = rng.choice((-1, FIRST, SECOND)) if stream != COMPUTE else -1
-        host = rng.choice((0, 0, 20)) if hosts else 0
-        made.append(Instruction("any", stream, ticks, host, group, waits, event))
+        host: int | np.ndarray = rng.choice((0, 0, 20)) if hosts else 0
+        where = None
+        if shape and rng.random() < 0.3:  # some places of an axis along which nobody is waited for
+            axis = rng.choice([a for a in range(2) if a not in group] or [-1])
+            places = np.arange(shape[axis]) == rng.randrange(shape[axis])
+            where = np.broadcast_to(places[:, None] if axis == 0 else places, shape) if axis >= 0 else None
+            host = host if where is None else host * where.astype(np.int64)
+        made.append(Instruction("any", stream, ticks, host, group, waits, event, where=where))
     return tuple(made)
 
 

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from functools import partial
 
-from conjoin.ops.composites import ASSIGN, BATCH, COMBINE, PARTITION, PIPELINE, REDUCE, REPLICATE, UNIFY
+from conjoin.ops.composites import (
+    ASSIGN,
+    BATCH,
+    COMBINE,
+    CONFINE,
+    PARTITION,
+    PIPELINE,
+    REDUCE,
+    REPLICATE,
+    SHARE,
+    UNIFY,
+)
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.sampling import real
 from conjoin.ops.spec import OpSpec
@@ -15,5 +26,6 @@ _identity = partial(OpSpec, index="... -> ...", terms="x", dtype=Dtype.FIRST, fl
 OPS: tuple[OpSpec, ...] = (
     _identity(PARTITION, sample=lambda rng: (real(4, 3), 0, _AXES), overloads=(COMBINE,)),
     _identity(REPLICATE, sample=lambda rng: (real(4, 3), _AXES), overloads=(REDUCE, UNIFY, ASSIGN)),
+    _identity(CONFINE, sample=lambda rng: (real(4, 3), 0, _AXES), overloads=(SHARE,)),
     _identity(PIPELINE, sample=lambda rng: (real(4, 3), 0, 2), overloads=(BATCH,)),
 )

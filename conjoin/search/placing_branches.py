@@ -1,0 +1,195 @@
+"""Branches at the same time on parts of the machine: which places of which axes each of them gets.
+
+A branch that runs at one place of an axis keeps its layouts on the other axes: with the batch split over two axes, half
+of the branches then run on half of the devices each, with the batch split over the other half. Branches are dealt out
+so that the predicted seconds of places are balanced, the longest first. What is stored and read by the branches of one
+place only is kept there. Every way is judged by the timeline, which alone sees what runs at the same time; what helps
+is kept, and the next is tried from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from math import prod
+
+import numpy as np
+
+from conjoin.comm import has_places
+from conjoin.ir import Choice
+from conjoin.machine import Mesh
+from conjoin.ops import At, Layout, make_layout
+from conjoin.search.branches import Fork, find_forks
+from conjoin.search.contest import Contest, Entry, Outcome
+from conjoin.search.variants import as_variant
+from conjoin.sim import Classes, Drafts, Layouts, Skeleton, Ticks, measure_memory, task_numbers, to_seconds
+
+Places = tuple[tuple[str, int], ...]
+"""One place of each of some axes."""
+MAX_WAYS = 6
+"""Sets of axes that are tried for branches."""
+MAX_FORKS = 40
+"""Kinds of forks that are tried, those with the most seconds first."""
+MIN_SHARE = 0.002
+"""A branch with less than this part of the step is not worth a place."""
+
+
+def stand_at(layout: Layout, places: Places) -> Layout:
+    """A layout, but at some places of axes."""
+    axes = {axis for axis, _ in places}
+    kept = [entry for entry in layout if entry[0] not in axes]
+    return make_layout([*kept, *((axis, At(place)) for axis, place in places)])
+
+
+def confine(skeleton: Skeleton, layouts: Layouts, where: Mapping[int, Places]) -> Layouts:
+    """The layouts with some operators at places, and with them what they alone read."""
+    choices = list(layouts.choices)
+    for operator, places in where.items():
+        choice = choices[operator]
+        choices[operator] = Choice(
+            tuple(stand_at(layout, places) for layout in choice.operands),
+            tuple(stand_at(layout, places) for layout in choice.outputs),
+        )
+    leaves = dict(layouts.leaves)
+    for root, layout in layouts.leaves.items():
+        found = {where.get(place, ()) for place, _ in skeleton.readers[root]}
+        if len(found) == 1 and skeleton.roots[root].type.shape:
+            leaves[root] = stand_at(layout, found.pop())
+    return Layouts(leaves, tuple(choices), _results(skeleton, layouts, leaves))
+
+
+def _results(skeleton: Skeleton, layouts: Layouts, leaves: Mapping[int, Layout]) -> tuple[Layout, ...]:
+    """What comes out: outputs as before, new values of buffers as these are stored."""
+    graph = skeleton.graph
+    stored = {leaf.name: leaves[i] for i, leaf in enumerate(graph.leaves)}
+    num_outputs = len(layouts.results) - len(graph.updates)
+    return (*layouts.results[:num_outputs], *(stored[name] for name, _ in graph.updates))
+
+
+def place_branches(contest: Contest, until: float) -> Outcome | None:
+    """The best that is found from the best entry on until the contest is so old; None where nothing is better.
+
+    It is not entered: what starts from the best entry may know layouts without places only.
+    """
+    if contest.best is None or contest.mesh.size == 1:
+        return None
+    start = as_variant(contest.best)
+    work = _Placing(contest, start)
+    for kind in work.kinds():
+        for axes in work.axes_for(kind[0]):
+            if contest.elapsed > until:
+                break
+            contest.tell(f"branches along {', '.join(axes)}")
+            work.attempt(kind, axes)
+    return work.current if work.current is not start else None
+
+
+@dataclass
+class _Placing:
+    """Where branches are tried, and the best so far."""
+
+    contest: Contest
+    current: Outcome
+
+    def __post_init__(self) -> None:
+        mesh = self.contest.machine.mesh
+        self.skeleton = self.current.entry.variant.skeleton
+        self.name = self.current.entry.name
+        self.drafts = Drafts(mesh, self.contest.prices, Classes.keeping(mesh, mesh.names))
+        self.numbers = task_numbers(self.skeleton, self.drafts)
+
+    def kinds(self) -> list[tuple[Fork, ...]]:
+        """Forks that are alike in all operators, those with the most seconds first; then all of them together."""
+        alike: dict[object, list[Fork]] = {}
+        least = MIN_SHARE * self.current.seconds
+        for fork in find_forks(self.skeleton):
+            worth = [branch for branch in fork.branches if self.seconds(branch, ()) > least]
+            if len(worth) > 1:
+                key = tuple(sorted(tuple(self.numbers[place] for place in branch) for branch in worth))
+                alike.setdefault(key, []).append(Fork(tuple(worth)))
+        found = sorted(map(tuple, alike.values()), key=lambda forks: -sum(map(self._fork_seconds, forks)))[:MAX_FORKS]
+        together = _apart(fork for forks in found for fork in forks)
+        return [*([together] if len(found) > 1 and len(together) > 1 else []), *found]
+
+    def _fork_seconds(self, fork: Fork) -> float:
+        return sum(self.seconds(branch, ()) for branch in fork.branches)
+
+    def axes_for(self, fork: Fork) -> list[tuple[str, ...]]:
+        """Axes to deal branches out along: one by one, then as many together as there are branches."""
+        mesh = self.contest.mesh
+        sets = [axes for n in range(1, len(mesh.names) + 1) for axes in combinations(mesh.names, n)]
+        few = [axes for axes in sets if prod(mesh.sizes[axis] for axis in axes) <= max(2, len(fork.branches))]
+        return (few or [(min(mesh.names, key=mesh.sizes.__getitem__),)])[:MAX_WAYS]
+
+    def seconds(self, branch: Sequence[int], places: Places) -> float:
+        """What one device computes for a branch at places, forward and backward."""
+        total = 0
+        for place in branch:
+            choice = self.current.entry.layouts.choices[place]
+            operands, outputs = (tuple(stand_at(x, places) for x in some) for some in (choice.operands, choice.outputs))
+            work = self.drafts.work(self.numbers[place], Choice(operands, outputs))
+            total += max(_largest(work.forward), _largest(work.host_forward))
+            total += max(_largest(work.backward), _largest(work.host_backward))
+        return to_seconds(total)
+
+    def attempt(self, forks: Sequence[Fork], axes: tuple[str, ...]) -> None:
+        """Deal the branches of forks out along axes; what becomes the best is gone on from."""
+        where = {op: places for fork in forks for op, places in self.deal(fork, axes).items()}
+        before = self.current.entry
+        layouts = confine(self.skeleton, before.layouts, where)
+        if layouts.choices == before.layouts.choices:
+            return
+        leaves = self.skeleton.graph.leaves
+        kept = {leaves[root].name for root, layout in layouts.leaves.items() if has_places(layout)}
+        name = self.name if self.name.endswith(_SUFFIX) else f"{self.name}{_SUFFIX}"
+        entry = Entry(name, before.variant, layouts, before.regathered - kept)
+        if not self.contest.allows(entry):
+            return
+        self.contest.count_step()
+        simulation = self.contest.simulate(entry)
+        if simulation.seconds < self.current.seconds:
+            peak = measure_memory(simulation.program, self.contest.optimizer, self.contest.machine.device).peak
+            if peak <= self.contest.capacity:
+                self.current = Outcome(entry, simulation, simulation.seconds, peak)
+
+    def deal(self, fork: Fork, axes: tuple[str, ...]) -> dict[int, Places]:
+        """A place for every branch: the longest first, each where the least is to be done."""
+        mesh = self.contest.machine.mesh
+        loads = dict.fromkeys(places_along(axes, mesh), 0.0)
+        where: dict[int, Places] = {}
+        weighed = [(self.seconds(branch, next(iter(loads))), branch) for branch in fork.branches]
+        for seconds, branch in sorted(weighed, key=lambda entry: -entry[0]):
+            places = min(loads, key=loads.__getitem__)
+            loads[places] += seconds
+            where.update(dict.fromkeys(branch, places))
+        return where
+
+
+_SUFFIX = ", branches beside each other"
+
+
+def _apart(forks: Iterator[Fork]) -> tuple[Fork, ...]:
+    """Forks of which no two share an operator, the first ones first."""
+    taken: set[int] = set()
+    found = []
+    for fork in forks:
+        operators = {place for branch in fork.branches for place in branch}
+        if not operators & taken:
+            taken |= operators
+            found.append(fork)
+    return tuple(found)
+
+
+def places_along(axes: tuple[str, ...], mesh: Mesh) -> list[Places]:
+    """All places of some axes together."""
+    return [tuple(zip(axes, at, strict=True)) for at in product(*(range(mesh.sizes[axis]) for axis in axes))]
+
+
+def _largest(ticks: Ticks) -> int:
+    return int(np.max(ticks))
+
+
+def without_places(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The outcomes in which every device has a part of everything."""
+    return [o for o in outcomes if not any(has_places(x) for c in o.entry.layouts.choices for x in c.outputs)]
