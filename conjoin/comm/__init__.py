@@ -6,6 +6,7 @@ from conjoin.comm.gradients import Gradients
 from conjoin.comm.movement import Movement, move_regions, movement
 from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
 from conjoin.comm.pieces import splits_evenly
+from conjoin.comm.recomputing import recomputed, run_again
 from conjoin.comm.route import Route, Step, StepKind, backward_route, dual_layout, reshard
 from conjoin.comm.traffic import (
     AGREEMENT_BYTES,
@@ -24,6 +25,6 @@ __all__ = [
     "AGREEMENT_BYTES", "BACKWARD", "BUNDLE_BYTES", "EXCHANGE", "FORWARD", "BundleKind", "Collective", "Entry",
     "Exchange", "Gradients", "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Route", "Step", "StepKind",
     "Traffic", "Transfer", "backward_route", "bundle_parameters", "bytes_sent", "dual_layout", "find_bundles",
-    "held_bytes", "move_regions", "movement", "node_exchanges", "reshard", "ring_bytes", "route_bytes", "splits_evenly",
-    "step_bytes", "sum_per_rank", "total_bytes",
+    "held_bytes", "move_regions", "movement", "node_exchanges", "recomputed", "reshard", "ring_bytes",
+    "route_bytes", "run_again", "splits_evenly", "step_bytes", "sum_per_rank", "total_bytes",
 ]  # fmt: skip

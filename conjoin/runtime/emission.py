@@ -15,16 +15,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from conjoin.comm import Gradients
 from conjoin.ir import (
     Graph,
     Leaf,
     LeafKind,
     Node,
     RegionMove,
+    Segment,
     Value,
     is_parallel,
     is_random,
     operand_move,
+    operators_of,
     origin,
     output_move,
     place,
@@ -49,6 +52,7 @@ from conjoin.ops import (
 )
 from conjoin.runtime.bundles import Bundle
 from conjoin.runtime.communicator import uncompiled
+from conjoin.runtime.recomputing import SEGMENT, mark
 
 Function = Callable[..., Any]
 
@@ -109,7 +113,9 @@ class Carriers(Protocol):
 class Emitter:
     """Emits the nodes of a graph one after the other into an FX program."""
 
-    def __init__(self, graph: Graph, carriers: Carriers | None = None) -> None:
+    def __init__(
+        self, graph: Graph, carriers: Carriers | None = None, gradients: Gradients | None = None
+    ) -> None:
         self.program = fx.Graph()
         self.graph = graph
         self.carriers = carriers
@@ -121,6 +127,12 @@ class Emitter:
         self._unpinned: dict[fx.Node, torch.dtype] = {}
         """What an autocast around the program may have made in another dtype than written."""
         self._strides: Mapping[Value, tuple[int, ...]] | None = None
+        self._segment: int | None = None
+        """Of what is to be run again in the backward pass, the number of the segment that is being emitted."""
+        self._last: Node | None = None
+        self._gradients = gradients
+        self._communicates = False
+        """Whether ranks speak with each other inside the segment."""
 
     def set(self, value: Value, made: fx.Node) -> None:
         """A value is there in its own layout."""
@@ -135,6 +147,7 @@ class Emitter:
             if bundle is None:
                 function = self.carriers.reshard(root, layout)
                 self.values[root, layout] = self.call(function, self.values[root, root.type.layout])
+                self._communicates = True
             else:
                 self._launch(bundle)
         return self.values[root, layout]
@@ -145,14 +158,37 @@ class Emitter:
         self._held[id(bundle)] = self.call(uncompiled(bundle.hold), *stored)
 
     def _launch(self, bundle: Bundle) -> None:
+        segment, self._segment = self._segment, None
         held = self._held[id(bundle)]
         parameters = [self.call(operator.getitem, held, i) for i in range(len(bundle.entries))]
         made = self.call(uncompiled(bundle.launch), *parameters)
         for i, entry in enumerate(bundle.entries):
             self.values[entry] = self.call(operator.getitem, made, i)
+        self._segment = segment
 
     def call(self, function: Function, *args: Any, **kwargs: Any) -> fx.Node:
-        return self.program.call_function(function, args, kwargs)
+        made = self.program.call_function(function, args, kwargs)
+        if self._segment is not None:
+            made.meta[SEGMENT] = self._segment
+        return made
+
+    def enter(self, segment: int, last: Node) -> None:
+        """What is emitted from here up to a node is to be run again in the backward pass."""
+        self._segment, self._last, self._communicates = segment, last, False
+
+    def _leave(self, node: Node) -> None:
+        """After the last node of a segment has computed: what it sends then is not run again."""
+        if node is self._last:
+            self._segment = self._last = None
+
+    def _mark(self, node: Node) -> None:
+        """Before the last node of a segment computes, have all ranks keep something: none may end its second run
+        before a collective that others run again."""
+        if node is self._last and self._communicates:
+            self._communicates = False
+            assert self._gradients is not None
+            needing = (v for i, v in enumerate(node.inputs) if self._gradients.reach_operand(node, i))
+            self.call(mark, self.find(next(needing)))
 
     def emit_node(self, node: Node) -> None:
         """One node in its local form; reshards wait until somebody reads them."""
@@ -165,6 +201,7 @@ class Emitter:
             outputs = self._apply(node, function, node.op, self._resolve(node))
         else:
             outputs = self._emit_local(node, function, self.carriers)
+        self._leave(node)
         for value, made in zip(node.outputs(), outputs, strict=True):
             self.set(value, made)
             if not node.pinned and value.type.dtype.is_floating_point:
@@ -186,6 +223,7 @@ class Emitter:
 
     def _apply(self, node: Node, function: Function, op: str, args: Sequence[Any]) -> tuple[fx.Node, ...]:
         """One call: on the caller's device where it makes a tensor; its outputs one by one."""
+        self._mark(node)
         known = signature(op)
         positional: list[Any] = []
         keywords: dict[str, Any] = {}
@@ -222,6 +260,7 @@ class Emitter:
             parts.append(self._moved(part, operand_move(node, i, placed, mesh, rank)))
         pieces = placed.pieces(space_of(spec, call).sizes, mesh, rank)
         outputs = run_local(spec, call, pieces, parts, emit)
+        self._leave(node)
         return tuple(self._moved(part, output_move(node, i, placed, mesh, rank)) for i, part in enumerate(outputs))
 
     def _emit_draw(self, node: Node, function: Function, carriers: Carriers) -> tuple[fx.Node, ...]:
@@ -258,6 +297,7 @@ class Emitter:
         if move is None:
             return part
         assert self.carriers is not None
+        self._communicates = True
         return self.call(self.carriers.move(move), part)
 
 
@@ -300,9 +340,16 @@ def _on_meta(type: TensorType) -> Tensor:
     return torch.empty(type.shape, dtype=type.dtype, device="meta")
 
 
-def emit_program(graph: Graph, state: Sequence[Leaf], carriers: Carriers | None = None) -> fx.Graph:
-    """A graph as FX: `forward(self, state, device, *inputs)` gives the outputs, then the new values of buffers."""
-    emitter = Emitter(graph, carriers)
+def emit_program(
+    graph: Graph, state: Sequence[Leaf], carriers: Carriers | None = None, again: Sequence[Segment] = ()
+) -> fx.Graph:
+    """A graph as FX: `forward(self, state, device, *inputs)` gives the outputs, then the new values of buffers.
+
+    Nodes of segments that are to be run `again` in the backward pass are marked as such.
+    """
+    emitter = Emitter(graph, carriers, Gradients(graph) if again else None)
+    operators = operators_of(graph)
+    starts = {operators[first]: (i, operators[last]) for i, (first, last) in enumerate(again)}
     stored = emitter.program.placeholder("state")
     emitter.device = emitter.program.placeholder("device")
     for i, leaf in enumerate(graph.leaves_of(LeafKind.INPUT)):
@@ -312,6 +359,8 @@ def emit_program(graph: Graph, state: Sequence[Leaf], carriers: Carriers | None 
     for bundle in carriers.bundles if carriers else ():
         emitter.hold(bundle)
     for node in graph.nodes:
+        if node in starts:
+            emitter.enter(*starts[node])
         emitter.emit_node(node)
     results = [emitter.find(output) if isinstance(output, Value) else output for output in graph.outputs]
     emitter.program.output((*results, *(emitter.find(value) for _, value in graph.updates)))

@@ -15,13 +15,14 @@ from conjoin.search.contest import Contest, Enough, Improvement, Outcome, Progre
 from conjoin.search.descents import descend_everywhere, try_everything
 from conjoin.search.hierarchy import first_rewrite_then_walk, search_in_levels
 from conjoin.search.joint import JointSearch
+from conjoin.search.relieving import relieve
 from conjoin.search.rewrites import ways_of
 from conjoin.search.variants import as_variant, variants_of
 from conjoin.search.walks import sample, walk_from_all
 from conjoin.sim import OPTIMIZER_COPIES, MachinePrices, measure_memory
 
 DEFAULT_BUDGET = 60.0
-SEARCH_VERSION = 1
+SEARCH_VERSION = 2
 """Raised when searches find other plans than before: what was found by an earlier one is then not remembered."""
 _GIB = 2**30
 
@@ -137,6 +138,8 @@ def find_plan(
         if contest.best is None:
             raise
         stopped = Stopped.INTERRUPTED
+    if contest.best is None and contest.smallest is not None:
+        relieve(contest, contest.smallest)
     if contest.best is None:
         raise _nothing_fits(contest, len(starts))
     return _result(contest, contest.best, stopped)
