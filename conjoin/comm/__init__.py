@@ -7,6 +7,7 @@ from conjoin.comm.movement import Movement, move_regions, movement
 from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
 from conjoin.comm.pieces import splits_evenly
 from conjoin.comm.places import changes_places, changes_places_between, common_places, has_places, leaves_early
+from conjoin.comm.recomputing import recomputed, run_again
 from conjoin.comm.route import backward_route, dual_layout, reshard
 from conjoin.comm.steps import Route, Step, StepKind
 from conjoin.comm.traffic import (
@@ -28,6 +29,6 @@ __all__ = [
     "Exchange", "Gradients", "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Route", "Step", "StepKind",
     "Traffic", "Transfer", "backward_route", "bundle_parameters", "bytes_sent", "changes_places",
     "changes_places_between", "common_places", "dual_layout", "find_bundles", "has_places", "held_bytes",
-    "leaves_early", "move_regions", "movement", "node_exchanges", "reshard", "ring_bytes", "route_bytes",
-    "splits_evenly", "step_bytes", "step_load", "sum_per_rank", "total_bytes",
+    "leaves_early", "move_regions", "movement", "node_exchanges", "recomputed", "reshard", "ring_bytes", "route_bytes",
+    "run_again", "splits_evenly", "step_bytes", "step_load", "sum_per_rank", "total_bytes",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from conjoin.comm.bundling import Entry
-from conjoin.ir import Graph, Node, Value, is_parallel, origin, plain_call
+from conjoin.ir import Graph, Node, Value, is_parallel, is_random, origin, plain_call
 from conjoin.ops import Call, Layout, OpSpec, spec_for
 
 
@@ -50,6 +50,15 @@ class Gradients:
     def kept_operands(self, node: Node) -> tuple[int, ...]:
         """The operands whose values the backward of a node reads; none where no gradient comes to it."""
         return self._kept.get(node, ())
+
+    def remember(self, node: Node) -> bool:
+        """Whether autograd may keep anything of a node for the backward pass: an operand, a result, a mask."""
+        reached = any(value in self._reached for value in node.outputs())
+        spec = spec_for(plain_call(node))
+        if not reached or not self._passing[node] or (spec is not None and spec.view):
+            return False
+        others = len(self._passing[node]) < len(node.inputs)
+        return others or bool(self.kept_operands(node)) or is_random(node.op, node.args)
 
     def reach(self, value: Value) -> bool:
         """Whether a value gets a gradient from anyone."""

@@ -9,7 +9,7 @@ the communicators count: 2 (n-1)/n of a tensor for an all-reduce, and for the ot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -19,19 +19,21 @@ from conjoin.comm.gradients import Gradients
 from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
 from conjoin.comm.pieces import splits_evenly
 from conjoin.comm.places import changes_places
+from conjoin.comm.recomputing import recomputed
 from conjoin.comm.route import backward_route, reshard
 from conjoin.comm.steps import Route, Step, StepKind
 from conjoin.comm.volume import bytes_received, bytes_sent
 from conjoin.ir import (
-    REGATHER,
     Node,
     Placed,
     Plan,
     Value,
     is_random,
     num_elements,
+    operators_of,
     origin,
     place,
+    regathered_parameters,
     region_of,
 )
 from conjoin.machine import Mesh
@@ -65,6 +67,8 @@ class Transfer:
     target: Layout | None
     """The layout it comes into; None where the regions change and not the layout."""
     collectives: tuple[Collective, ...]
+    bundled: bool = False
+    """Whether it is a bundle of parameters."""
 
 
 class Traffic:
@@ -73,10 +77,15 @@ class Traffic:
     def __init__(self, plan: Plan) -> None:
         self._mesh = plan.mesh
         self._gradients = Gradients(plan.graph)
-        regathered = frozenset(action.tensor for action in plan.memory if action.action == REGATHER)
-        bundles = find_bundles(plan.graph, plan.mesh, regathered)
+        bundles = find_bundles(plan.graph, plan.mesh, regathered_parameters(plan))
         self._bundles = {entry: bundle for bundle in bundles for entry in bundle.entries}
         self._there: set[Entry] = set()
+        operators, spans = operators_of(plan.graph), recomputed(plan, self._gradients)
+        self._again = {node for first, last in spans for node in operators[first : last + 1]}
+        """What the backward pass runs again."""
+        self._lasts = {operators[last] for _, last in spans}
+        read = (value for node in self._again for value in node.inputs)
+        self._entering = {(origin(value), value.type.layout) for value in read}
 
     def at_start(self, nodes: Iterable[Node]) -> list[Transfer]:
         """What all ranks exchange before anything runs."""
@@ -104,16 +113,17 @@ class Traffic:
         for i, value in enumerate(node.inputs):
             found += self.before(value)
             found += self._exchange(value, moves.operands[i], self._gradients.reach_operand(node, i))
-        return found
+        return [_twice(transfer) for transfer in found] if node in self._again else found
 
     def after_node(self, node: Node, placed: Placed) -> list[Transfer]:
         """What moves so that the outputs of a node lie as stated."""
         moves = node_exchanges(node, placed, self._mesh)
-        return [
+        found = [
             transfer
             for i, value in enumerate(node.outputs())
             for transfer in self._exchange(value, moves.outputs[i], self._gradients.reach(value))
         ]
+        return [_twice(transfer) for transfer in found] if node in self._again - self._lasts else found
 
     def _reshard(self, root: Value, layout: Layout) -> Transfer:
         there = reshard(root.type.shape, root.type.layout, layout, self._mesh)
@@ -142,17 +152,18 @@ class Traffic:
 
         if not kind.gathers:
             reduced = sent(StepKind.ALL_REDUCE, BACKWARD, lambda size: ring_bytes(size, num_members))
-            return Transfer(*_of(bundle), (reduced,) if back else ())
+            return Transfer(*_of(bundle), (reduced,) if back else (), bundled=True)
         to_others = lambda size: (num_members - 1) * size
         found = [sent(StepKind.ALL_GATHER, FORWARD, to_others)]
         if back:
             found += [sent(StepKind.ALL_GATHER, BACKWARD, to_others)] if self._gathered_again(bundle) else []
             found.append(sent(StepKind.REDUCE_SCATTER, BACKWARD, to_others))
-        return Transfer(*_of(bundle), tuple(found))
+        return Transfer(*_of(bundle), tuple(found), bundled=True)
 
     def _gathered_again(self, bundle: ParameterBundle) -> bool:
         """Whether it is dropped after the forward pass, and the backward pass reads one of its parameters."""
-        return bundle.kind.regather and any(self._gradients.save(*entry) for entry in bundle.entries)
+        read = (self._gradients.save(*entry) or entry in self._entering for entry in bundle.entries)
+        return bundle.kind.regather and any(read)
 
     def _exchange(self, value: Value, move: Exchange | None, with_gradient: bool) -> list[Transfer]:
         if move is None:
@@ -164,6 +175,14 @@ class Traffic:
             if sent.largest
         ]
         return [Transfer((origin(value),), None, tuple(found))] if found else []
+
+
+def _twice(transfer: Transfer) -> Transfer:
+    """What moves forward moves again in the backward pass; parameters in bundles come from outside."""
+    if transfer.bundled:
+        return transfer
+    again = (replace(c, direction=BACKWARD) for c in transfer.collectives if c.direction == FORWARD)
+    return replace(transfer, collectives=(*transfer.collectives, *again))
 
 
 def _of(bundle: ParameterBundle) -> tuple[tuple[Value, ...], Layout | None]:

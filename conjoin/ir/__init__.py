@@ -13,6 +13,7 @@ from conjoin.ir.parallelize import Choice, choose, parallelize, sequential
 from conjoin.ir.parser import parse_graph
 from conjoin.ir.placing import Placed, layout_fault, place, plain_call, rules_for
 from conjoin.ir.plan import (
+    RECOMPUTE,
     REGATHER,
     Mark,
     MemoryAction,
@@ -25,6 +26,9 @@ from conjoin.ir.plan import (
     plan_from_json,
     plan_to_json,
     plan_to_text,
+    recompute_actions,
+    recomputed_segments,
+    regathered_parameters,
 )
 from conjoin.ir.printer import arguments_text, node_text, value_text
 from conjoin.ir.regions import (
@@ -41,6 +45,7 @@ from conjoin.ir.regions import (
 )
 from conjoin.ir.reshards import Elementary, LayoutError, elementary, is_parallel, origin, reshard_chain
 from conjoin.ir.rewriting import Rewriting
+from conjoin.ir.segments import Segment, operators_of, parse_segments, segment_text
 from conjoin.ir.spans import (
     RegionMove,
     exchange_axes,
@@ -54,18 +59,20 @@ from conjoin.ir.structure import LEAF, Structure
 from conjoin.ir.trees import describe_tree, flatten_tree, spec_of, unflatten_tree
 from conjoin.ir.types import parse_layout, parse_type
 from conjoin.ir.verifier import Fault, find_faults, verify
-from conjoin.ir.widening import wide_dtype, widen
+from conjoin.ir.widening import wide_dtype, widen, widen_plan
 
 __all__ = [
-    "LEAF", "MAX_CONSTANT_BYTES", "REGATHER", "Choice", "Elementary", "Fault", "Graph", "GraphBuilder", "LayoutError",
-    "Leaf", "LeafKind", "Mark", "MemoryAction", "Node", "Placed", "Plan", "Range", "Region", "RegionMove", "Result",
-    "Rewriting", "Scalar", "Source", "Structure", "Substitution", "Value", "arguments_text", "can_expand", "check_plan",
-    "choose", "cut", "cut_along", "describe_tree", "drop_unused", "elementary", "exchange_axes", "expand",
-    "find_faults", "find_layout_faults", "fingerprint", "flatten_tree", "from_json", "holds", "is_literal",
-    "is_parallel", "is_random", "layout_fault", "load_graph", "load_plan", "made_region", "make_leaf", "make_node",
-    "model_mark", "node_fault", "node_text", "nothing", "num_elements", "operand_move", "origin", "output_move",
-    "overlap", "parallelize", "parse_graph", "parse_layout", "parse_type", "place", "plain_call", "plan_fingerprint",
-    "plan_from_json", "plan_to_json", "plan_to_text", "read_json", "region_of", "region_shape", "reshard_chain",
-    "rules_for", "save_graph", "sequential", "spec_of", "to_json", "unflatten_tree", "unlike_axes", "value_text",
-    "verify", "wanted_region", "wide_dtype", "widen", "write_file",
+    "LEAF", "MAX_CONSTANT_BYTES", "RECOMPUTE", "REGATHER", "Choice", "Elementary", "Fault", "Graph", "GraphBuilder",
+    "LayoutError", "Leaf", "LeafKind", "Mark", "MemoryAction", "Node", "Placed", "Plan", "Range", "Region",
+    "RegionMove", "Result", "Rewriting", "Scalar", "Segment", "Source", "Structure", "Substitution", "Value",
+    "arguments_text", "can_expand", "check_plan", "choose", "cut", "cut_along", "describe_tree", "drop_unused",
+    "elementary", "exchange_axes", "expand", "find_faults", "find_layout_faults", "fingerprint", "flatten_tree",
+    "from_json", "holds", "is_literal", "is_parallel", "is_random", "layout_fault", "load_graph", "load_plan",
+    "made_region", "make_leaf", "make_node", "model_mark", "node_fault", "node_text", "nothing", "num_elements",
+    "operand_move", "operators_of", "origin", "output_move", "overlap", "parallelize", "parse_graph", "parse_layout",
+    "parse_segments", "parse_type", "place", "plain_call", "plan_fingerprint", "plan_from_json", "plan_to_json",
+    "plan_to_text", "read_json", "recompute_actions", "recomputed_segments", "regathered_parameters", "region_of",
+    "region_shape", "reshard_chain", "rules_for", "save_graph", "segment_text", "sequential", "spec_of", "to_json",
+    "unflatten_tree", "unlike_axes", "value_text", "verify", "wanted_region", "wide_dtype", "widen", "widen_plan",
+    "write_file",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,19 @@ from conjoin.ir.limits import MAX_ITEMS
 from conjoin.ir.nodes import LeafKind
 from conjoin.ir.parallel_verifier import find_layout_faults
 from conjoin.ir.parser import parse_graph
+from conjoin.ir.segments import Segment, parse_segments, segment_text
 from conjoin.ir.verifier import find_faults
 from conjoin.machine import Axis, Mesh
+from conjoin.ops import At
 
 FORMAT = "conjoin.plan"
 VERSION = 1
 REGATHER = "regather"
 """Memory action: a parameter gathered for the forward pass is dropped after it and gathered again for the backward."""
-_ACTIONS = (REGATHER,)
+RECOMPUTE = "recompute"
+"""Memory action: of consecutive operators, `%3..%7`, only what they read from outside is kept for the backward pass,
+which runs them again."""
+_ACTIONS = (REGATHER, RECOMPUTE)
 _MAX_RANKS = 2**20
 _SHOWN = 8
 
@@ -44,10 +49,25 @@ def model_mark(graph: Graph) -> Mark:
 
 @dataclass(frozen=True, slots=True)
 class MemoryAction:
-    """What is done to a tensor to save memory."""
+    """What is done to a tensor to save memory, or to all tensors that consecutive operators make."""
 
     action: str
     tensor: str
+
+
+def recompute_actions(graph: Graph, segments: Iterable[Segment]) -> tuple[MemoryAction, ...]:
+    """The memory actions by which segments of a graph are run again in the backward pass."""
+    return tuple(MemoryAction(RECOMPUTE, segment_text(graph, segment)) for segment in segments)
+
+
+def recomputed_segments(plan: Plan) -> tuple[Segment, ...]:
+    """The segments that the backward pass runs again, in order; ValueError where an action names none."""
+    return parse_segments(plan.graph, (action.tensor for action in plan.memory if action.action == RECOMPUTE))
+
+
+def regathered_parameters(plan: Plan) -> frozenset[str]:
+    """The parameters that are dropped after the forward pass and gathered again for the backward."""
+    return frozenset(action.tensor for action in plan.memory if action.action == REGATHER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +140,7 @@ def check_plan(plan: Plan) -> Plan:
     """The plan itself when it is legal; otherwise PlanError lists every fault."""
     faults = find_faults(plan.graph) or find_layout_faults(plan.graph, plan.mesh)
     if not faults:
+        _check_segments(plan)
         return plan
     listed = "\n".join(f"  {fault}" for fault in faults[:_SHOWN])
     more = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
@@ -128,6 +149,19 @@ def check_plan(plan: Plan) -> Plan:
         f"fault{'s' if len(faults) > 1 else ''} found. It was edited, or written for other operators or another mesh. "
         f"Correct these lines or make the plan again:\n{listed}{more}"
     )
+
+
+def _check_segments(plan: Plan) -> None:
+    try:
+        segments = recomputed_segments(plan)
+        places = [p for node in plan.graph.nodes for type in node.types for _, p in type.layout if isinstance(p, At)]
+        if segments and places:
+            raise ValueError(f"{len(places)} tensors are made at one place of an axis only, and others would wait")
+    except ValueError as error:
+        raise PlanError(
+            f"The plan of {plan.model.name} recomputes what it cannot: {error}. Its memory actions were edited, or are "
+            f"those of another graph. Correct them or leave them out."
+        ) from None
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -176,7 +210,7 @@ def _load(data: dict[str, Any]) -> Plan:
         model=_mark(data["model"], "model"),
         machine=_mark(data["machine"], "machine"),
         strategy=_text(data["strategy"], "strategy"),
-        memory=tuple(_action(entry, graph) for entry in _items(data, "memory")),
+        memory=_actions(_items(data, "memory"), graph),
         substitutions=tuple(_substitution(entry) for entry in _items(data, "substitutions")),
         predictions=_figures(data["predictions"]),
     )
@@ -229,13 +263,16 @@ def _mesh(entries: list[Any]) -> Mesh:
     return mesh
 
 
-def _action(entry: Any, graph: Graph) -> MemoryAction:
-    action, tensor = _fields(entry, ("action", "tensor"))
-    if action not in _ACTIONS:
-        raise ValueError(f"there is no memory action {action[:40]!r}; known are {', '.join(_ACTIONS)}")
-    if tensor not in {leaf.name for leaf in graph.leaves_of(LeafKind.PARAMETER)}:
-        raise ValueError(f"{action} names {tensor[:60]!r}, which is no parameter")
-    return MemoryAction(action, tensor)
+def _actions(entries: list[Any], graph: Graph) -> tuple[MemoryAction, ...]:
+    read = [MemoryAction(*_fields(entry, ("action", "tensor"))) for entry in entries]
+    parameters = {leaf.name for leaf in graph.leaves_of(LeafKind.PARAMETER)}
+    for made in read:
+        if made.action not in _ACTIONS:
+            raise ValueError(f"there is no memory action {made.action[:40]!r}; known are {', '.join(_ACTIONS)}")
+        if made.action == REGATHER and made.tensor not in parameters:
+            raise ValueError(f"{made.action} names {made.tensor[:60]!r}, which is no parameter")
+    segments = parse_segments(graph, (made.tensor for made in read if made.action == RECOMPUTE), as_read=True)
+    return (*(made for made in read if made.action != RECOMPUTE), *recompute_actions(graph, segments))
 
 
 def _figures(entry: Any) -> tuple[tuple[str, float], ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +11,8 @@ import torch
 from conjoin.ir.builder import GraphBuilder
 from conjoin.ir.graph import Graph, Result
 from conjoin.ir.nodes import Leaf, Node, Source, Value, make_leaf, make_node
+from conjoin.ir.plan import RECOMPUTE, Plan, recompute_actions, recomputed_segments
+from conjoin.ir.segments import operators_of
 from conjoin.ops import Args, TensorType, bind_args, signature
 
 _WIDE = {
@@ -104,12 +108,32 @@ def _is_inexact(dtype: torch.dtype) -> bool:
 
 def widen(graph: Graph) -> Graph:
     """The graph in double precision; casts between floating-point dtypes become casts to float64."""
+    return _widen(graph)[0]
+
+
+def widen_plan(plan: Plan) -> Plan:
+    """The plan in double precision; what it recomputes is still recomputed, though casts may have been added."""
+    graph, values = _widen(plan.graph)
+    old, places = operators_of(plan.graph), {node: place for place, node in enumerate(operators_of(graph))}
+
+    def place_of(operator: int) -> int:
+        owner = values[tuple(old[operator].outputs())[-1]].owner
+        assert isinstance(owner, Node)
+        return places[owner]
+
+    segments = [(place_of(first - 1) + 1 if first else 0, place_of(last)) for first, last in recomputed_segments(plan)]
+    kept = tuple(action for action in plan.memory if action.action != RECOMPUTE)
+    return replace(plan, graph=graph, memory=(*kept, *recompute_actions(graph, segments)))
+
+
+def _widen(graph: Graph) -> tuple[Graph, Mapping[Value, Value]]:
+    """The graph in double precision, and what became of every value."""
     wide = _Widener()
     for leaf in graph.leaves:
         wide.add_leaf(leaf)
     for node in graph.nodes:
         wide.add_node(node, graph.source_of(node))
-    return wide.builder.finish(
+    made = wide.builder.finish(
         graph.name,
         training=graph.training,
         inputs=tuple(map(wide.read, graph.inputs)),
@@ -119,3 +143,4 @@ def widen(graph: Graph) -> Graph:
         input_structure=graph.input_structure,
         output_structure=graph.output_structure,
     )
+    return made, wide.values

@@ -7,7 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from conjoin.comm import BACKWARD, FORWARD, Collective, PerRank, Traffic, Transfer, held_bytes, sum_per_rank
+from conjoin.comm import (
+    BACKWARD,
+    FORWARD,
+    Collective,
+    PerRank,
+    Traffic,
+    Transfer,
+    held_bytes,
+    recomputed,
+    sum_per_rank,
+)
 from conjoin.ir import (
     Graph,
     LeafKind,
@@ -65,6 +75,8 @@ class Operator:
     source: Source | None
     before: tuple[Shipment, ...]
     after: tuple[Shipment, ...]
+    again: bool = False
+    """Whether the backward pass runs it once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +127,12 @@ class Explanation:
     def num_regathered(self) -> int:
         """How many parameters are gathered again for the backward pass: those that travel in bundles."""
         again = (s for s in self.shipments if any(c.direction == BACKWARD and not c.of_gradient for c in s.collectives))
-        return len({name for shipment in again for name in shipment.tensors})
+        return len({name for shipment in again for name in shipment.tensors if not name.startswith("%")})
+
+    @property
+    def num_recomputed(self) -> int:
+        """How many operators the backward pass runs again."""
+        return sum(operator.again for operator in self.operators)
 
     def sent(self, kind: str | None = None, direction: str | None = None) -> PerRank:
         """The bytes that every rank sends in a step: all, or those of one kind of collective, or of one direction."""
@@ -147,6 +164,7 @@ class Explanation:
             "stored_bytes": self.stored_bytes,
             "memory": dict(self.memory),
             "num_regathered": self.num_regathered,
+            "num_recomputed": self.num_recomputed,
             "substitutions": dict(self.substitutions),
             "num_operators": len(self.operators),
             "bytes_sent": {"largest": sent.largest, "total": sent.total, "by_rank": list(sent.all)},
@@ -199,6 +217,7 @@ def _operator_to_json(operator: Operator) -> dict[str, Any]:
         "module": source.module if source else "",
         "file": source.file if source else None,
         "line": source.line if source else None,
+        "again": operator.again,
         "before": list(map(_shipment_to_json, operator.before)),
         "after": list(map(_shipment_to_json, operator.after)),
     }
@@ -218,7 +237,8 @@ def explain(plan: Plan) -> Explanation:
     graph, traffic = plan.graph, Traffic(plan)
     nodes = [node for node in graph.nodes if not is_parallel(node)]
     start = _shipments(traffic.at_start(nodes), graph)
-    operators = tuple(_explain_node(node, plan, traffic) for node in nodes)
+    again = {place for first, last in recomputed(plan) for place in range(first, last + 1)}
+    operators = tuple(_explain_node(node, plan, traffic, place in again) for place, node in enumerate(nodes))
     results = [value for value in (*graph.outputs, *(v for _, v in graph.updates)) if isinstance(value, Value)]
     parameters = graph.leaves_of(LeafKind.PARAMETER)
     return Explanation(
@@ -242,7 +262,7 @@ def _count(names: Iterator[str]) -> tuple[tuple[str, int], ...]:
     return tuple(Counter(names).items())
 
 
-def _explain_node(node: Node, plan: Plan, traffic: Traffic) -> Operator:
+def _explain_node(node: Node, plan: Plan, traffic: Traffic, again: bool) -> Operator:
     graph = plan.graph
     placed = place(node, plan.mesh)
     bare = make_node(node.op, map_tensors(node.op, node.args, origin), node.types, occurrence=node.occurrence)
@@ -255,6 +275,7 @@ def _explain_node(node: Node, plan: Plan, traffic: Traffic) -> Operator:
         source=graph.source_of(node),
         before=before,
         after=_shipments(traffic.after_node(node, placed), graph),
+        again=again,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 
 from conjoin.comm import BACKWARD, Collective, PerRank
-from conjoin.ir import Source
+from conjoin.ir import RECOMPUTE, Source
 from conjoin.ops import Partial, Split, placement_on
 from conjoin.report.explanation import Explanation, Operator, Shipment, layout_text
 from conjoin.report.text import format_bytes
@@ -31,15 +31,18 @@ def explanation_summary(found: Explanation) -> list[str]:
         ("machine", f"{found.machine.name} {found.machine.fingerprint.removeprefix('machine-v1:')[:16]}"),
         ("operators", str(len(found.operators))),
         ("parameters", f"{stored} stored per rank, {whole} whole"),
-        *((action, _memory_text(count, found.num_regathered)) for action, count in found.memory),
+        *((action, _memory_text(action, count, found)) for action, count in found.memory),
         ("rewritten", ", ".join(f"{name} × {count}" for name, count in found.substitutions)),
         ("sent", f"{_amount(found.sent())} in a step"),
     ]
     return [*(f"{name:<12} {text}" for name, text in facts if text), *_kind_lines(found)]
 
 
-def _memory_text(asked: int, done: int) -> str:
+def _memory_text(action: str, asked: int, found: Explanation) -> str:
     """Parameters with uneven pieces travel on their own and are kept; some are not read in the backward pass."""
+    if action == RECOMPUTE:
+        return f"{asked} segment{'s' if asked > 1 else ''}, {found.num_recomputed} operators run again in backward"
+    done = found.num_regathered
     parameters = f"{asked} parameter{'s' if asked > 1 else ''}"
     return parameters if done == asked else f"{parameters} asked for, {done} gathered again"
 
@@ -72,7 +75,8 @@ def _code(found: Explanation) -> Iterator[str]:
 def operator_line(operator: Operator) -> str:
     """One operator: what it makes, the call, how its work is split, and where in the user's program it stands."""
     made = ", ".join(f"{name}: {type}" for name, type in zip(operator.outputs, operator.node.types, strict=True))
-    notes = "; ".join(filter(None, (split_text(operator), source_text(operator.source))))
+    again = "run again in backward" if operator.again else ""
+    notes = "; ".join(filter(None, (split_text(operator), again, source_text(operator.source))))
     return f"{made} = {operator.node.op}({operator.arguments})" + (f"  # {notes}" if notes else "")
 
 

@@ -13,7 +13,17 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher, unified_diff
 from typing import Any
 
-from conjoin.ir import LeafKind, Plan, plan_to_json, plan_to_text
+from conjoin.ir import (
+    RECOMPUTE,
+    Graph,
+    LeafKind,
+    Node,
+    Plan,
+    operators_of,
+    plan_to_json,
+    plan_to_text,
+    recomputed_segments,
+)
 from conjoin.report.explanation import Explanation, Operator, explain
 from conjoin.report.explanation_text import collective_text, source_text, split_text
 from conjoin.report.text import format_bytes
@@ -137,7 +147,15 @@ def _making(plan: Plan) -> dict[str, str]:
 
 
 def _memory(plan: Plan) -> list[str]:
-    return [f"{action.action} {action.tensor}" for action in plan.memory]
+    """What is done to save memory; operators, whose numbers shift between plans, by what they are."""
+    operators = operators_of(plan.graph)
+    places = [tuple(_called(operators[i], plan.graph) for i in segment) for segment in recomputed_segments(plan)]
+    others = [f"{action.action} {action.tensor}" for action in plan.memory if action.action != RECOMPUTE]
+    return [*others, *(f"{RECOMPUTE} {first} to {last}" for first, last in places)]
+
+
+def _called(node: Node, graph: Graph) -> str:
+    return f"{node.op} {source_text(graph.source_of(node))}".strip()
 
 
 def _storage(plan: Plan) -> dict[str, str]:

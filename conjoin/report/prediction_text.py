@@ -51,6 +51,7 @@ def _shares(found: Prediction) -> dict[str, float]:
     return {
         "forward": parts.forward,
         "backward": parts.backward,
+        **({"recompute": parts.recompute} if parts.recompute else {}),
         "update": parts.update,
         "communication, exposed": parts.exposed,
         "waiting": parts.waiting,

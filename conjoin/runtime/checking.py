@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, isfinite, nan
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import PlanError, UsageError
-from conjoin.ir import Graph, LeafKind, Plan, flatten_tree, model_mark, unflatten_tree, wide_dtype, widen
+from conjoin.ir import Graph, LeafKind, Plan, flatten_tree, model_mark, unflatten_tree, wide_dtype, widen, widen_plan
 from conjoin.runtime.captured import to_module
 from conjoin.runtime.communicator import Communicator, group_device
 from conjoin.runtime.parallel import ParallelModule
@@ -97,7 +97,7 @@ class Case:
         """The same in double precision, on the CPU."""
         leaves, spec = flatten_tree(self.batch)
         return Case(
-            replace(self.plan, graph=widen(self.plan.graph)),
+            widen_plan(self.plan),
             widen(self.graph),
             _wide_model(self.model, self.graph),
             unflatten_tree([_wide(x) if isinstance(x, Tensor) else x for x in leaves], spec),

@@ -22,11 +22,13 @@ from conjoin.ir import (
     LeafKind,
     Node,
     RegionMove,
+    Segment,
     Value,
     holds,
     is_parallel,
     is_random,
     operand_move,
+    operators_of,
     origin,
     output_move,
     place,
@@ -54,6 +56,7 @@ from conjoin.ops import (
 from conjoin.runtime.absence import join
 from conjoin.runtime.bundles import Bundle
 from conjoin.runtime.communicator import uncompiled
+from conjoin.runtime.recomputing import SEGMENT, mark
 
 Function = Callable[..., Any]
 
@@ -117,7 +120,7 @@ class Carriers(Protocol):
 class Emitter:
     """Emits the nodes of a graph one after the other into an FX program."""
 
-    def __init__(self, graph: Graph, carriers: Carriers | None = None) -> None:
+    def __init__(self, graph: Graph, carriers: Carriers | None = None, *, runs_again: bool = False) -> None:
         self.program = fx.Graph()
         self.graph = graph
         self.carriers = carriers
@@ -132,7 +135,13 @@ class Emitter:
         self._absent: dict[tuple[Value, Layout], tuple[fx.Node, ...]] = {}
         """Values of which this rank has nothing, with what their gradients go back to."""
         self._leaving = _find_leaving(graph) if carriers is not None else {}
-        self._gradients = Gradients(graph) if self._leaving or _is_confined(graph) else None
+        self._confined = bool(self._leaving) or _is_confined(graph)
+        self._gradients = Gradients(graph) if self._confined or runs_again else None
+        self._segment: int | None = None
+        """Of what is to be run again in the backward pass, the number of the segment that is being emitted."""
+        self._last: Node | None = None
+        self._communicates = False
+        """Whether ranks speak with each other inside the segment."""
 
     def set(self, value: Value, made: fx.Node) -> None:
         """A value is there in its own layout."""
@@ -164,6 +173,7 @@ class Emitter:
         if not changes and not holds(own, self.carriers.mesh, self.carriers.rank):
             self._absent[root, layout] = self._operands_of(root, own)
             return
+        self._communicates = True
         start = self.find(root)  # who has nothing of it takes it in the dtype written
         self.values[root, layout] = self.call(function, self._as_written(start) if changes else start)
 
@@ -183,14 +193,37 @@ class Emitter:
         self._held[id(bundle)] = self.call(uncompiled(bundle.hold), *stored)
 
     def _launch(self, bundle: Bundle) -> None:
+        segment, self._segment = self._segment, None
         held = self._held[id(bundle)]
         parameters = [self.call(operator.getitem, held, i) for i in range(len(bundle.entries))]
         made = self.call(uncompiled(bundle.launch), *parameters)
         for i, entry in enumerate(bundle.entries):
             self.values[entry] = self.call(operator.getitem, made, i)
+        self._segment = segment
 
     def call(self, function: Function, *args: Any, **kwargs: Any) -> fx.Node:
-        return self.program.call_function(function, args, kwargs)
+        made = self.program.call_function(function, args, kwargs)
+        if self._segment is not None:
+            made.meta[SEGMENT] = self._segment
+        return made
+
+    def enter(self, segment: int, last: Node) -> None:
+        """What is emitted from here up to a node is to be run again in the backward pass."""
+        self._segment, self._last, self._communicates = segment, last, False
+
+    def _leave(self, node: Node) -> None:
+        """After the last node of a segment has computed: what it sends then is not run again."""
+        if node is self._last:
+            self._segment = self._last = None
+
+    def _mark(self, node: Node) -> None:
+        """Before the last node of a segment computes, have all ranks keep something: none may end its second run
+        before a collective that others run again."""
+        if node is self._last and self._communicates:
+            self._communicates = False
+            assert self._gradients is not None
+            needing = (v for i, v in enumerate(node.inputs) if self._gradients.reach_operand(node, i))
+            self.call(mark, self.find(next(needing)))
 
     def emit_node(self, node: Node) -> None:
         """One node in its local form; reshards wait until somebody reads them."""
@@ -205,6 +238,7 @@ class Emitter:
             outputs = self._apply(node, function, node.op, self._resolve(node))
         else:
             outputs = self._emit_local(node, function, self.carriers)
+        self._leave(node)
         for value, made in zip(node.outputs(), outputs, strict=True):
             self.set(value, made)
             if not node.pinned and value.type.dtype.is_floating_point:
@@ -214,8 +248,9 @@ class Emitter:
 
     def _passes_by(self, node: Node, carriers: Carriers) -> bool:
         """Skip a node that runs at other places; what is sent around it is made ready for as they do."""
-        if self._gradients is None:
+        if not self._confined:
             return False
+        assert self._gradients is not None
         placed, mesh, rank = place(node, carriers.mesh), carriers.mesh, carriers.rank
         random = is_random(node.op, node.args)
         if placed.runs_on(mesh, rank) or (random and carriers.draws_whole()):
@@ -256,6 +291,7 @@ class Emitter:
 
     def _apply(self, node: Node, function: Function, op: str, args: Sequence[Any]) -> tuple[fx.Node, ...]:
         """One call: on the caller's device where it makes a tensor; its outputs one by one."""
+        self._mark(node)
         known = signature(op)
         positional: list[Any] = []
         keywords: dict[str, Any] = {}
@@ -292,6 +328,7 @@ class Emitter:
             parts.append(self._moved(part, operand_move(node, i, placed, mesh, rank)))
         pieces = placed.pieces(space_of(spec, call).sizes, mesh, rank)
         outputs = run_local(spec, call, pieces, parts, emit)
+        self._leave(node)
         return tuple(self._moved(part, output_move(node, i, placed, mesh, rank)) for i, part in enumerate(outputs))
 
     def _emit_draw(self, node: Node, function: Function, carriers: Carriers) -> tuple[fx.Node, ...]:
@@ -330,6 +367,7 @@ class Emitter:
         if move is None:
             return part
         assert self.carriers is not None
+        self._communicates = True
         return self.call(self.carriers.move(move), part)
 
 
@@ -388,9 +426,16 @@ def _on_meta(type: TensorType) -> Tensor:
     return torch.empty(type.shape, dtype=type.dtype, device="meta")
 
 
-def emit_program(graph: Graph, state: Sequence[Leaf], carriers: Carriers | None = None) -> fx.Graph:
-    """A graph as FX: `forward(self, state, device, *inputs)` gives the outputs, then the new values of buffers."""
-    emitter = Emitter(graph, carriers)
+def emit_program(
+    graph: Graph, state: Sequence[Leaf], carriers: Carriers | None = None, again: Sequence[Segment] = ()
+) -> fx.Graph:
+    """A graph as FX: `forward(self, state, device, *inputs)` gives the outputs, then the new values of buffers.
+
+    Nodes of segments that are to be run `again` in the backward pass are marked as such.
+    """
+    emitter = Emitter(graph, carriers, runs_again=bool(again))
+    operators = operators_of(graph)
+    starts = {operators[first]: (i, operators[last]) for i, (first, last) in enumerate(again)}
     stored = emitter.program.placeholder("state")
     emitter.device = emitter.program.placeholder("device")
     for i, leaf in enumerate(graph.leaves_of(LeafKind.INPUT)):
@@ -402,6 +447,8 @@ def emit_program(graph: Graph, state: Sequence[Leaf], carriers: Carriers | None 
     for leaf in graph.leaves if carriers else ():
         emitter.send(Value(leaf))
     for node in graph.nodes:
+        if node in starts:
+            emitter.enter(*starts[node])
         emitter.emit_node(node)
     results = [emitter.find(output) if isinstance(output, Value) else output for output in graph.outputs]
     emitter.program.output((*results, *(emitter.find(value) for _, value in graph.updates)))

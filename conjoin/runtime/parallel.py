@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from conjoin.comm import recomputed
 from conjoin.errors import UsageError
 from conjoin.ir import (
-    REGATHER,
     Leaf,
     LeafKind,
     Plan,
@@ -20,6 +21,7 @@ from conjoin.ir import (
     RegionMove,
     Value,
     plan_fingerprint,
+    regathered_parameters,
     region_of,
     region_shape,
 )
@@ -32,6 +34,7 @@ from conjoin.runtime.emission import Function, compile_program, emit_program
 from conjoin.runtime.norms import clip_grad_norm
 from conjoin.runtime.pieces import UnmatchedKeys, load_pieces, mark_pieces
 from conjoin.runtime.randomness import Streams
+from conjoin.runtime.recomputing import Again, fold_segments
 from conjoin.runtime.slots import Slot
 from conjoin.runtime.storage import Store
 
@@ -43,7 +46,7 @@ class _RankCarriers:
         self.mesh, self.rank = communicator.mesh, communicator.rank
         self.exact_seed = exact_seed
         self._communicator = communicator
-        regathered = frozenset(action.tensor for action in plan.memory if action.action == REGATHER)
+        regathered = regathered_parameters(plan)
         self.dropping = Dropping() if regathered else None
         self.bundles = make_bundles(plan.graph, communicator, regathered, self.dropping)
         self.streams = Streams(communicator, exact_seed)
@@ -68,6 +71,20 @@ class _RankCarriers:
         return self.streams.exact
 
 
+def _compiled(plan: Plan, kept: Sequence[Leaf], carriers: _RankCarriers, name: str) -> tuple[Function, str]:
+    """This rank's program and its text; each segment that is run again in the backward pass is a function before it."""
+    texts: list[str] = []
+
+    def compile_segment(number: int, part: fx.Graph) -> Function:
+        function, text = compile_program(part, f"{name} segment {number}")
+        texts.append(f"# segment {number}, which the backward pass runs again\n{text}")
+        return uncompiled(Again(partial(function, None), carriers.streams).__call__)
+
+    emitted = emit_program(plan.graph, kept, carriers, recomputed(plan))
+    program, text = compile_program(fold_segments(emitted, compile_segment), name)
+    return program, "\n".join((*texts, text))
+
+
 _HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 """What a module has in common with the root of its store."""
 _MADE = (
@@ -90,7 +107,7 @@ class ParallelModule(nn.Module):
         carriers = _RankCarriers(plan, communicator, exact_seed)
         kept = tuple(leaf for leaf in plan.graph.leaves if leaf.kind is not LeafKind.INPUT)
         name = f"{plan.graph.name} {plan_fingerprint(plan)[:12]} @{communicator.rank}"
-        program, code = compile_program(emit_program(plan.graph, kept, carriers), name)
+        program, code = _compiled(plan, kept, carriers, name)
         inputs = plan.graph.leaves_of(LeafKind.INPUT)
         # past `__setattr__`: a submodule of the user's may have any of these names
         self.__dict__.update(

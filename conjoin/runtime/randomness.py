@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,10 @@ _swap = threading.RLock()
 """Ranks that are threads of one process share its generators."""
 
 
+Place = tuple[int, Tensor | None]
+"""Where a stream stands: its seed, and the state of the generator once something was drawn."""
+
+
 class _Stream:
     """A generator state of its own for the operators that are split along the same axes."""
 
@@ -35,6 +39,14 @@ class _Stream:
 
     def restart(self, seed: int) -> None:
         self._seed, self._state = seed, None
+
+    @property
+    def place(self) -> Place:
+        """Where the stream stands."""
+        return self._seed, self._state
+
+    def go_to(self, place: Place) -> None:
+        self._seed, self._state = place
 
     def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call with the device's generator in the state of this stream."""
@@ -112,6 +124,23 @@ class Streams:
             return stream.run(function, args, kwargs)
 
         return drawn
+
+    def states(self) -> tuple[Place, ...]:
+        """Where all streams stand."""
+        return tuple(stream.place for stream in self._streams.values())
+
+    def rerun(self, states: Sequence[Place], function: Function, *args: Any) -> Any:
+        """Call with the streams where they once stood; after it they stand where they do now."""
+        now = self.states()
+        self._go_to(states)
+        try:
+            return function(*args)
+        finally:
+            self._go_to(now)
+
+    def _go_to(self, states: Sequence[Place]) -> None:
+        for stream, place in zip(self._streams.values(), states, strict=True):
+            stream.go_to(place)
 
     def begin(self, device: torch.device) -> None:
         """Start all streams anew for a forward pass."""

@@ -18,11 +18,15 @@ from conjoin.ir import (
     Mark,
     MemoryAction,
     Plan,
+    Segment,
     Substitution,
     Value,
     check_plan,
     model_mark,
     parallelize,
+    recompute_actions,
+    recomputed_segments,
+    regathered_parameters,
 )
 from conjoin.machine import Machine, Mesh
 from conjoin.search.constraints import Constraints
@@ -83,6 +87,8 @@ class Entry:
     variant: Variant
     layouts: Layouts
     regathered: frozenset[str] = frozenset()
+    segments: tuple[Segment, ...] = ()
+    """What the backward pass runs again."""
     plan: Plan | None = None
     """Where there is one already."""
     objective: Objective | None = None
@@ -239,7 +245,7 @@ class Contest:
         skeleton, layouts, mesh = entry.variant.skeleton, entry.layouts, self.machine.mesh
         drafts = new_drafts(skeleton, layouts, mesh, self.prices)
         drafts = self._drafts.setdefault(drafts.classes, drafts)
-        return simulate_layouts(skeleton, layouts, drafts, entry.regathered)
+        return simulate_layouts(skeleton, layouts, drafts, entry.regathered, entry.segments)
 
     def enter(self, entry: Entry) -> Outcome:
         """Judge an entry; it becomes the best where it fits and is faster."""
@@ -275,9 +281,9 @@ class Contest:
     def enter_plan(self, plan: Plan) -> Outcome:
         """Judge a plan that somebody made."""
         skeleton, layouts = take_apart(plan)
-        regathered = frozenset(action.tensor for action in plan.memory if action.action == REGATHER)
         variant = Variant(plan.graph, skeleton, plan.substitutions)
-        return self.enter(Entry(plan.strategy, variant, layouts, regathered, plan))
+        entry = Entry(plan.strategy, variant, layouts, regathered_parameters(plan), recomputed_segments(plan), plan)
+        return self.enter(entry)
 
 
 def plan_of(outcome: Outcome, captured: Graph, machine: Machine) -> Plan:
@@ -290,13 +296,15 @@ def plan_of(outcome: Outcome, captured: Graph, machine: Machine) -> Plan:
     choices = {op.node: choice for op, choice in zip(skeleton.operators, layouts.choices, strict=True)}
     values = [i for i, value in enumerate(skeleton.graph.outputs) if isinstance(value, Value)]
     outputs = dict(zip(values, layouts.results, strict=False))
+    graph = parallelize(skeleton.graph, leaves, choices, outputs)
+    regathered = tuple(MemoryAction(REGATHER, name) for name in sorted(entry.regathered))
     plan = Plan(
-        graph=parallelize(skeleton.graph, leaves, choices, outputs),
+        graph=graph,
         mesh=machine.mesh,
         model=model_mark(captured),
         machine=Mark(machine.name, machine.fingerprint()),
         strategy=entry.name,
-        memory=tuple(MemoryAction(REGATHER, name) for name in sorted(entry.regathered)),
+        memory=(*regathered, *recompute_actions(graph, entry.segments)),
         substitutions=entry.variant.substitutions,
         predictions=(("seconds_per_step", outcome.seconds), ("peak_bytes", float(outcome.peak_bytes or 0))),
     )

@@ -6,7 +6,8 @@
 2. *Near the best.* The best entries are taken up on three units, one of theirs cut in two: again exactly, but only
    over choices that agree with the entry on one unit at least; from what is found on, as long as that helps.
 3. *Memory.* Where nothing fits, a byte is given a price, which is raised until something does, and lowered again
-   while it still fits: the Lagrangian of the memory limit.
+   while it still fits: the Lagrangian of the memory limit. Besides, the fastest of what does not fit is relieved: some
+   of it is run again in the backward pass (`relieving.py`).
 
 Variants are what named strategies rewrite and what substitutions give (`variants.py`). Since the layouts of a variant
 are solved exactly, the best variant is found together with its best layouts, never before.
@@ -30,6 +31,7 @@ from conjoin.search.exact.problem import Impossible, Objective, Problem, Space
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
 from conjoin.search.exact.units import Units, cuts, kinds_text, natural_units, neighbours, splits
 from conjoin.search.placing_branches import without_places
+from conjoin.search.relieving import relieve
 from conjoin.search.rewrites import Backtracking, Way
 from conjoin.search.variants import as_variant
 from conjoin.sim import OPTIMIZER_COPIES, Layouts, take_graph_apart
@@ -43,6 +45,8 @@ _HOPELESS = 1.3
 REWRITING = 0.3
 """The part of the time left that is spent on substitutions."""
 _MEMORY_STEPS = 12
+_RELIEVED = 3
+"""How many entries that do not fit are relieved at a time."""
 _FIRST_PRICE = 0.01
 """Of a byte, in steps for a device's memory."""
 
@@ -62,6 +66,8 @@ class JointSearch:
     """The least sum on units for an objective, over all variants."""
     fastest: dict[Units, float] = field(default_factory=dict)
     """Seconds of the fastest entry on units, by the timeline."""
+    _heavy: list[Outcome] = field(default_factory=list)
+    """What does not fit, and was not relieved."""
     _price: float = 0.0
     """Of a byte, for which the best entry was found."""
 
@@ -73,21 +79,37 @@ class JointSearch:
     def run(self) -> None:
         """Go through all levels; Enough when there is no time left."""
         mesh = self.contest.mesh
+        self._heavy += [start for start in self.starts if _peak(start) > self.contest.capacity]
+        self._relieve()
         if mesh.size == 1:
             self._rewrite_alone()
             return
         tight = self.contest.smallest is not None
-        if self.contest.best is None and tight:
+        if tight and (self.contest.best is None or self.contest.best.entry.segments):
             self._fit(self.cuts())
+            self._relieve()
         self._go_through(self.cuts(), OVERLAPS)
         if self.contest.best is None and not tight:  # only now something was found that keeps to the constraints
             self._fit(self.cuts())
         self._climb()
+        self._relieve()
         self._go_through(self._promising()[:2], _MORE_OVERLAPS)
         self._rewrite()
         if len(mesh.axes) > 2:
             for start in self._worth_taking_up():
                 self._take_up(start)
+        self._relieve()
+
+    def _relieve(self) -> None:
+        """Have the fastest of what does not fit run some of it again, and what comes nearest to fitting."""
+        best = self.contest.best
+        heavy = [outcome for outcome in self._heavy if best is None or outcome.seconds < best.seconds]
+        by_seconds, by_peak = sorted(heavy, key=lambda o: o.seconds), sorted(heavy, key=_peak)
+        self._heavy = []
+        for outcome in {id(o): o for o in (*by_seconds[:_RELIEVED], *by_peak[:1])}.values():
+            if self.contest.best is None or outcome.seconds < self.contest.best.seconds:
+                self.contest.check(f"{outcome.entry.name}, some of it run again")
+                relieve(self.contest, outcome)
 
     def _go_through(self, some: Iterable[Units], overlaps: Sequence[float]) -> bool:
         """Try units that were not tried; whether a better plan or a lower sum was found."""
@@ -215,6 +237,8 @@ class JointSearch:
         layouts, regathered = problem.layouts(solution)
         entry = Entry(f"joint search, {shown(units)}", variant, layouts, regathered, objective=objective)
         outcome = self.contest.enter(entry)
+        if _peak(outcome) > self.contest.capacity:
+            self._heavy.append(outcome)
         if near is None:
             self.fastest[units] = min(outcome.seconds, self.fastest.get(units, inf))
         if self.contest.best is outcome:

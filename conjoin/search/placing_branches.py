@@ -72,7 +72,7 @@ def place_branches(contest: Contest, until: float) -> Outcome | None:
 
     It is not entered: what starts from the best entry may know layouts without places only.
     """
-    if contest.best is None or contest.mesh.size == 1:
+    if contest.best is None or contest.mesh.size == 1 or contest.best.entry.segments:
         return None
     start = as_variant(contest.best)
     work = _Placing(contest, start)

@@ -20,6 +20,7 @@ from conjoin.search.joint import OVERLAPS, JointSearch
 from conjoin.search.notes import Notes
 from conjoin.search.placing_branches import place_branches
 from conjoin.search.refusing import check_seconds, check_start, nothing_found
+from conjoin.search.relieving import relieve
 from conjoin.search.rewrites import Way, ways_of
 from conjoin.search.variants import as_variant, variants_of
 from conjoin.search.walks import sample, walk_from_all
@@ -111,17 +112,7 @@ def search_on(
     stopped = Stopped.CONVERGED
     starts: list[Outcome] = []
     try:
-        for plan in begin.plans:
-            check_start(contest, plan)
-            starts.append(contest.enter_plan(plan))
-        for name, found in baselines(graph, machine):
-            contest.tell(name)
-            if found is not None:
-                starts.append(contest.enter(found))
-                contest.baseline = contest.best
-        if begin.before is not None:
-            check_start(contest, begin.before)
-            starts.insert(0, contest.enter_plan(begin.before))
+        _begin(contest, begin, starts)
         if contest.best is None and contest.constraints and wish.search != "named":
             starts += _within(contest, starts)
         contest.check("the named strategies are judged")
@@ -132,11 +123,28 @@ def search_on(
         if contest.best is None:
             raise
         stopped = Stopped.INTERRUPTED
+    if contest.best is None and contest.smallest is not None:
+        relieve(contest, contest.smallest)
     if contest.best is None:
         raise nothing_found(contest, len(starts))
     result = _result(contest, contest.best, stopped)
     check_seconds(contest, contest.best, wish, result)
     return result
+
+
+def _begin(contest: Contest, begin: Beginning, starts: list[Outcome]) -> None:
+    """Judge the user's plans, the named strategies, and the best of an earlier search."""
+    for plan in begin.plans:
+        check_start(contest, plan)
+        starts.append(contest.enter_plan(plan))
+    for name, found in baselines(contest.captured, contest.machine):
+        contest.tell(name)
+        if found is not None:
+            starts.append(contest.enter(found))
+            contest.baseline = contest.best
+    if begin.before is not None:
+        check_start(contest, begin.before)
+        starts.insert(0, contest.enter_plan(begin.before))
 
 
 def _within(contest: Contest, starts: Sequence[Outcome]) -> list[Outcome]:

@@ -14,10 +14,12 @@ from conjoin.sim.engine import COMPUTE, TICKS_PER_SECOND, Instruction, Phase, Ti
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Seconds of one device; forward, backward, update, exposed and waiting make up the step."""
+    """Seconds of one device; forward, backward, recompute, update, exposed and waiting make up the step."""
 
     forward: float
     backward: float
+    recompute: float
+    """Forward once more, for what was not kept."""
     update: float
     exposed: float
     """Communication during which nothing is computed."""
@@ -32,7 +34,7 @@ class Breakdown:
 
     @property
     def step(self) -> float:
-        return self.forward + self.backward + self.update + self.exposed + self.waiting
+        return self.forward + self.backward + self.recompute + self.update + self.exposed + self.waiting
 
 
 def break_down(timeline: Timeline) -> Breakdown:
@@ -50,6 +52,7 @@ def break_down(timeline: Timeline) -> Breakdown:
     return Breakdown(
         forward=_seconds(phases[Phase.FORWARD]),
         backward=_seconds(phases[Phase.BACKWARD]),
+        recompute=_seconds(phases[Phase.RECOMPUTE]),
         update=_seconds(phases[Phase.UPDATE]),
         exposed=_seconds(any_of_them - busy),
         waiting=_seconds(timeline.ticks - any_of_them),

@@ -37,6 +37,8 @@ class Phase(Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    RECOMPUTE = "recompute"
+    """Of the forward pass what the backward pass runs again."""
     UPDATE = "update"
 
 

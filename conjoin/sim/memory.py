@@ -4,19 +4,21 @@ Parameters, buffers, optimizer state and the batch stay. What an operator makes 
 longer where autograd keeps it; views share the memory of what they view. Gradients live from their first contribution
 until they are passed on; those of parameters stay until the update, and are gone before the next step begins. Rank 0
 is asked: it holds at least as much of every tensor as any other rank. Where branches run at places of an axis, the
-first rank of every place is asked, and the fullest told. What libraries hold for themselves is not counted (cuBLAS:
-about 70 MB on an H200, once in a process), nor what convolutions need for a moment.
+first rank of every place is asked, and the fullest told. Of a segment that the backward pass runs again only what it is
+given is kept; what is kept of its inside is there from when it is run again. What libraries hold for themselves is not
+counted (cuBLAS: about 70 MB on an H200, once in a process), nor what convolutions need for a moment.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from conjoin.comm import backward_route, held_bytes, reshard
-from conjoin.ir import LeafKind
+from conjoin.ir import LeafKind, Segment
 from conjoin.ops import At, Layout
 from conjoin.sim.carrying import SHARING, carrying_bytes
+from conjoin.sim.heap import Heap
 from conjoin.sim.keeping import Kept, nothing_kept
 from conjoin.sim.program import PlacedBundle, Program
 
@@ -49,41 +51,6 @@ class Memory:
         return self.peak - self.parameters - self.buffers - self.optimizer_state - self.inputs
 
 
-@dataclass(slots=True)
-class _Heap:
-    """Blocks of memory with the number of their holders."""
-
-    live: int = 0
-    peak: int = 0
-    """Since it was last asked."""
-    sizes: list[int] = field(default_factory=list)
-    holders: list[int] = field(default_factory=list)
-
-    def allocate(self, num_bytes: int) -> int:
-        self.sizes.append(num_bytes)
-        self.holders.append(1)
-        self.live += num_bytes
-        self.peak = max(self.peak, self.live)
-        return len(self.sizes) - 1
-
-    def hold(self, block: int) -> int:
-        self.holders[block] += 1
-        return block
-
-    def drop(self, block: int) -> None:
-        self.holders[block] -= 1
-        if self.holders[block] == 0:
-            self.live -= self.sizes[block]
-
-    def pass_by(self, num_bytes: int) -> None:
-        """What is there for a moment."""
-        self.peak = max(self.peak, self.live + num_bytes)
-
-    def take_peak(self) -> int:
-        peak, self.peak = self.peak, self.live
-        return peak
-
-
 def measure_memory(program: Program, optimizer: str = "adam", kind: str = "cuda") -> Memory:
     """Follow the memory of a training step on devices of a kind."""
     mesh = program.drafts.mesh
@@ -99,24 +66,32 @@ class _Walk:
     def __init__(self, program: Program, optimizer: str, kind: str, rank: int) -> None:
         self.program, self.skeleton, self.mesh = program, program.skeleton, program.drafts.mesh
         self.optimizer, self.kind, self.rank = optimizer, kind, rank
-        self.heap = _Heap()
+        self.heap = Heap()
         self.blocks: dict[Place, int] = {}
         """Where every tensor that is there has its memory, by layout."""
         self.grads: dict[Place, int] = {}
         self.kept: list[list[int]] = [[] for _ in self.skeleton.operators]
         self.unread = self._count_reads()
+        self.num_reads = self.unread.copy()
         self.bundles_by_place = {place: bundle for bundle in program.bundles for place in bundle.places}
-        self.gathered: dict[int, int] = {}
-        """The memory of bundles that were gathered again for the backward pass, by the place of their first use."""
+        self.gathered: dict[PlacedBundle, int] = {}
+        """The memory of bundles that were gathered again for the backward pass."""
+        self.starts = {first: (first, last) for first, last in program.again}
+        self.lasts = {last: (first, last) for first, last in program.again}
+        self.inside = {place for first, last in program.again for place in range(first, last + 1)}
+        self.given: dict[Segment, dict[Place, int]] = {}
+        """What is kept of each segment that is run again."""
 
     def run(self) -> Memory:
         stays = self._settle()
         operators = range(len(self.skeleton.operators))
         for root in self.program.leaves:
-            self._leave(root)
+            self._depart(root)
         curve = [self.heap.take_peak()]
         for place in operators:
-            self._forward(place)
+            self._enter(place)
+            self._forward(place, keeps=place not in self.inside)
+            self._leave(place)
             curve.append(self.heap.take_peak())
         self._start_gradients()
         curve.append(self.heap.take_peak())
@@ -188,7 +163,7 @@ class _Walk:
             self.blocks[root, layout] = self.heap.allocate(self._held(root, layout))
         self._read((root, own))
 
-    def _leave(self, root: int) -> None:
+    def _depart(self, root: int) -> None:
         """A tensor is sent to places as soon as it is there."""
         for layout, _ in self.program.departures.get(root, ()):
             self._arrive(root, layout)
@@ -222,28 +197,82 @@ class _Walk:
             zip(operator.makes, choice.outputs, strict=True)
         )
 
-    def _forward(self, place: int) -> None:
+    def _enter(self, place: int) -> None:
+        """Where a segment begins that is run again: its bundles come, and all that it is given is kept."""
+        if place not in self.starts:
+            return
+        for bundle in self.program.bundles:
+            if bundle.use.first == place and bundle.places[0] not in self.blocks:
+                self._bring(bundle)
+        given = self._given(self.starts[place])
+        self.given[self.starts[place]] = {read: self.heap.hold(self.blocks[read]) for read in given}
+
+    def _leave(self, place: int) -> None:
+        """After the forward pass of a segment parameters are dropped that are gathered again."""
+        given = self.given.get(self.lasts[place], {}) if place in self.lasts else {}
+        for read, block in given.items():
+            if self._is_dropped(read):
+                self.heap.drop(block)
+                given[read] = self.heap.allocate(0)
+
+    def _given(self, segment: Segment) -> list[Place]:
+        """What a segment reads from outside, each in the layout it has there."""
+        inside: set[Place] = set()
+        found: dict[Place, None] = {}
+        for place in range(segment[0], segment[1] + 1):
+            reads, makes = self._places(place)
+            for read, reading in zip(reads, self.program.readings[place], strict=True):
+                source = (read[0], reading.own) if reading.arrives else read
+                found.update({} if source in inside else {source: None})
+                inside.add(read)
+            inside.update(makes)
+        return list(found)
+
+    def _rerun(self, segment: Segment) -> None:
+        """Run a segment again, and keep what autograd then keeps; what comes out of it is there until the end."""
+        blocks, unread, given = self.blocks, self.unread, self.given[segment]
+        self.blocks, self.unread = dict(given), self._reads_inside(segment)
+        out = {place for place, count in self.unread.items() if count < self.num_reads[place]} - given.keys()
+        self.unread.update([*given, *out])
+        for place in range(segment[0], segment[1] + 1):
+            self._forward(place, computes=place < segment[1] or self.program.computes_again(place))
+        for made in out & self.blocks.keys():
+            self.heap.drop(self.blocks[made])
+        self.blocks, self.unread = blocks, unread
+
+    def _reads_inside(self, segment: Segment) -> Counter[Place]:
+        """How often every tensor is read in a segment; what nobody reads there is none the less listed."""
+        found: Counter[Place] = Counter()
+        for place in range(segment[0], segment[1] + 1):
+            reads, makes = self._places(place)
+            for read, reading in zip(reads, self.program.readings[place], strict=True):
+                found.update([read, (read[0], reading.own)] if reading.arrives else [read])
+            found.update(dict.fromkeys(makes, 0))
+        return found
+
+    def _forward(self, place: int, keeps: bool = True, computes: bool = True) -> None:
         reads, makes = self._places(place)
         kept = self._kept_by(place)
         for read in reads:
             self._arrive(*read)
-        for i, made in enumerate(makes):
+        for i, made in enumerate(makes if computes else ()):
             shared = kept.views[i]
             block = self.blocks[reads[shared]] if shared >= 0 else -1
             self.blocks[made] = self.heap.hold(block) if block >= 0 else self.heap.allocate(kept.made[i])
-        self.heap.pass_by(kept.passing)
-        held = [self.blocks[reads[i]] for i in kept.operands if not self._is_dropped(reads[i])]
-        held += [self.blocks[makes[i]] for i in kept.outputs]
-        self.kept[place] = [self.heap.hold(block) for block in held]
-        if kept.extra:
-            self.kept[place].append(self.heap.allocate(kept.extra))
+        self.heap.pass_by(kept.passing + (0 if keeps else kept.extra))
+        if keeps:
+            held = [self.blocks[reads[i]] for i in kept.operands if not self._is_dropped(reads[i])]
+            held += [self.blocks[makes[i]] for i in kept.outputs if computes]
+            self.kept[place] = [self.heap.hold(block) for block in held]
+            if kept.extra:
+                self.kept[place].append(self.heap.allocate(kept.extra))
         for read in reads:
             self._read(read)
-        for made in makes:
+        for made in makes if computes else ():
             if not self.unread[made]:
                 self.heap.drop(self.blocks[made])
         for root, _ in makes:
-            self._leave(root)
+            self._depart(root)
 
     def _is_dropped(self, place: Place) -> bool:
         bundle = self.bundles_by_place.get(place)
@@ -262,6 +291,9 @@ class _Walk:
         reads, makes = self._places(place)
         for root, own in makes:
             self._come_home(root, own)
+        self._gather_again(place)
+        if place in self.lasts:
+            self._rerun(self.lasts[place])
         self._give_gradients(place, reads, makes)
         for made in makes:
             self._forget(made)
@@ -270,9 +302,17 @@ class _Walk:
         for (root, layout), reading in zip(reads, self.program.readings[place], strict=True):
             if reading.back and (root, layout) in self.grads:
                 self._carry_back(root, reading.own, layout)
+        for block in self.given.pop(self.starts[place], {}).values() if place in self.starts else ():
+            self.heap.drop(block)
         for bundle in self.program.bundles:
             if bundle.use.first == place and bundle.use.back:
                 self._reduce(bundle)
+
+    def _gather_again(self, place: int) -> None:
+        """Parameters that the backward of an operator needs and that were dropped."""
+        for bundle in self.program.bundles if self.skeleton.operators[place].needs else ():
+            if bundle.kind.regather and bundle.use.last_kept == place:
+                self.gathered[bundle] = self.heap.allocate(sum(self._held(*p) for p in bundle.places))
 
     def _carry_back(self, root: int, own: Layout, layout: Layout) -> None:
         """A gradient goes the way back that its tensor came."""
@@ -290,11 +330,8 @@ class _Walk:
                 self._carry_back(root, own, layout)
 
     def _give_gradients(self, place: int, reads: list[Place], makes: list[Place]) -> None:
-        """What the backward of an operator makes; parameters that it needs are gathered again."""
+        """What the backward of an operator makes."""
         needs = self.skeleton.operators[place].needs
-        for bundle in self.program.bundles if needs else ():
-            if bundle.kind.regather and bundle.use.last_kept == place:
-                self.gathered[bundle.use.first] = self.heap.allocate(sum(self._held(*p) for p in bundle.places))
         kept = self._kept_by(place)
         for (num_bytes, shared), i in zip(kept.gradients, needs, strict=True):
             block = self.grads.get(makes[shared], -1) if shared >= 0 else -1
@@ -316,8 +353,8 @@ class _Walk:
 
     def _reduce(self, bundle: PlacedBundle) -> None:
         """The gradients of a bundle are packed and summed up; each then is a view of one block."""
-        if bundle.use.first in self.gathered:
-            self.heap.drop(self.gathered.pop(bundle.use.first))
+        if bundle in self.gathered:
+            self.heap.drop(self.gathered.pop(bundle))
         stored = [(root, self.program.layout_of(root)) for root, _ in bundle.places]
         whole = sum(self._held(*place) for place in bundle.places)
         packed = self.heap.allocate(whole)

@@ -6,9 +6,9 @@ operator itself, of operators that read the same tensors or what it makes, and o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conjoin.comm import (
     AGREEMENT_BYTES,
@@ -18,9 +18,10 @@ from conjoin.comm import (
     bundle_parameters,
     leaves_early,
     ring_bytes,
+    run_again,
     splits_evenly,
 )
-from conjoin.ir import Choice, Leaf, Value, make_leaf
+from conjoin.ir import Choice, Leaf, Segment, Value, make_leaf
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, TensorType
 from conjoin.sim.bundles import Use, schedule_bundles
@@ -62,8 +63,18 @@ def _merged(bundle: ParameterBundle, uses: Mapping[Entry, Use]) -> Use:
 class Program:
     """The fragments of a training step, and what they were made from."""
 
-    def __init__(self, skeleton: Skeleton, layouts: Layouts, drafts: Drafts, regathered: frozenset[str]) -> None:
-        self.skeleton, self.drafts, self.regathered = skeleton, drafts, regathered
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        layouts: Layouts,
+        drafts: Drafts,
+        regathered: frozenset[str] = frozenset(),
+        segments: tuple[Segment, ...] = (),
+    ) -> None:
+        self.skeleton, self.drafts, self.regathered, self.segments = skeleton, drafts, regathered, segments
+        self.again = run_again(segments, [operator.remembers for operator in skeleton.operators])
+        """What the backward pass runs again of each segment."""
+        self._segment_of = {place: span for span in self.again for place in range(span[0], span[1] + 1)}
         self.choices, self.leaves, self.results = list(layouts.choices), dict(layouts.leaves), layouts.results
         self.numbers = task_numbers(skeleton, drafts)
         self._outputs = _places_of_outputs(skeleton)
@@ -105,6 +116,7 @@ class Program:
         touched = {change.operator, *after._bundle_again(self, operator.reads)}
         for root in {*operator.reads, *operator.makes, *change.leaves}:
             touched |= after._read(root)
+        touched |= after._rerunning(touched)
         for place in touched:
             after._place(place)
         if change.operator in self.skeleton.draws or after._leave_at_start() != self._leave_at_start():
@@ -166,16 +178,41 @@ class Program:
 
     def _place(self, place: int) -> None:
         """Put the fragments of an operator into the program, with what bundles have around it."""
-        makes = self.skeleton.operators[place].makes
-        departures = tuple(Departure(i, *way) for i, root in enumerate(makes) for way in self.departures.get(root, ()))
-        forward, backward = self.drafts.fragments(
-            self.numbers[place], self.choices[place], self.readings[place], departures
-        )
+        forward, backward = self._fragments(place)
         around = self._around
         self.fragments[self.forward_place(place)] = _joined(around.before.get(place, ()), forward)
         self.fragments[self.backward_place(place)] = _joined(
-            around.before_back.get(place, ()), backward, around.after_back.get(place, ())
+            around.before_back.get(place, ()), self._rerun(place), backward, around.after_back.get(place, ())
         )
+
+    def _fragments(self, place: int) -> tuple[Fragment, Fragment]:
+        makes = self.skeleton.operators[place].makes
+        departures = tuple(Departure(i, *way) for i, root in enumerate(makes) for way in self.departures.get(root, ()))
+        return self.drafts.fragments(self.numbers[place], self.choices[place], self.readings[place], departures)
+
+    def _rerunning(self, places: Iterable[int]) -> set[int]:
+        """The operators before whose backward a segment is run again that has one of some operators."""
+        return {self._segment_of[place][1] for place in places if place in self._segment_of}
+
+    def _rerun(self, place: int) -> Fragment:
+        """What is run again before the backward of an operator: all of its segment where it is the last of one."""
+        first, last = self._segment_of.get(place, (0, -1))
+        if last != place:
+            return ()
+        found = [task for earlier in range(first, last) for task in self._fragments(earlier)[0]]
+        found += self._rerun_last(last)
+        return tuple(replace(task, phase=Phase.RECOMPUTE) for task in found)
+
+    def _rerun_last(self, place: int) -> Fragment:
+        """Of the last operator of a segment: its operands arrive; what comes after it has computed is not run again."""
+        forward = self._fragments(place)[0]
+        computes = next(i for i, task in enumerate(forward) if task.stream == COMPUTE)
+        return forward[: computes + 1] if self.computes_again(place) else ordered(forward[:computes])
+
+    def computes_again(self, place: int) -> bool:
+        """Whether the last operator of a segment computes again: not where autograd keeps only what it reads."""
+        kept = self.drafts.kept(self.numbers[place], self.choices[place], "cpu")
+        return bool(kept.outputs or kept.extra)
 
     def _bundle(self) -> None:
         """Find the bundles, and what they put around the operators."""
@@ -205,8 +242,10 @@ class Program:
         uses: list[_ParameterUse] = []
         for layout, readers in found.items():
             kept = [place for place, operand in readers if operand in operators[place].keeps]
+            kept += [self._segment_of[place][1] for place, _ in readers if place in self._segment_of]
             back = any(operand in operators[place].needs for place, operand in readers)
-            use = Use(readers[0][0], max(kept, default=-1), back)
+            first = readers[0][0]  # a segment is given what it uses of bundles when it begins
+            use = Use(self._segment_of.get(first, (first, first))[0], max(kept, default=-1), back)
             uses.append((readers[0], root, (Value(self._stored(root, own)), layout), use))
         return uses
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from conjoin.ir import REGATHER, Plan
+from conjoin.ir import Plan, Segment, recomputed_segments, regathered_parameters
 from conjoin.machine import Mesh
 from conjoin.ops import At, Layout, split_axes
 from conjoin.sim.engine import Timeline, rerun, run
@@ -52,13 +52,19 @@ class Simulation:
 def simulate(plan: Plan, prices: Prices, *, unfold: bool = False) -> Simulation:
     """Time one training step of a plan; `unfold` tells all devices apart, also where they behave alike."""
     skeleton, layouts = take_apart(plan)
-    regathered = frozenset(action.tensor for action in plan.memory if action.action == REGATHER)
-    return simulate_layouts(skeleton, layouts, new_drafts(skeleton, layouts, plan.mesh, prices, unfold), regathered)
+    drafts = new_drafts(skeleton, layouts, plan.mesh, prices, unfold)
+    return simulate_layouts(skeleton, layouts, drafts, regathered_parameters(plan), recomputed_segments(plan))
 
 
-def simulate_layouts(skeleton: Skeleton, layouts: Layouts, drafts: Drafts, regathered: frozenset[str]) -> Simulation:
-    """Time a training step in given layouts."""
-    program = Program(skeleton, layouts, drafts, regathered)
+def simulate_layouts(
+    skeleton: Skeleton,
+    layouts: Layouts,
+    drafts: Drafts,
+    regathered: frozenset[str],
+    segments: tuple[Segment, ...] = (),
+) -> Simulation:
+    """Time a training step in given layouts, in which some segments are run again in the backward pass."""
+    program = Program(skeleton, layouts, drafts, regathered, segments)
     return Simulation(program, run(program.fragments, program.num_events, program.drafts.classes.shape))
 
 

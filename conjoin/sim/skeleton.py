@@ -34,6 +34,8 @@ class Operator:
     """The operands to which it gives a gradient; none where no gradient comes to it."""
     keeps: tuple[int, ...]
     """The operands whose values its backward reads."""
+    remembers: bool
+    """Whether autograd may keep anything of it."""
     source: Source | None
 
 
@@ -86,6 +88,7 @@ def take_graph_apart(graph: Graph) -> tuple[Skeleton, Layouts]:
                 tuple(numbers[value] for value in node.outputs()),
                 tuple(i for i in range(len(inputs)) if gradients.reach_operand(node, i)),
                 gradients.kept_operands(node),
+                gradients.remember(node),
                 graph.source_of(node),
             )
         )

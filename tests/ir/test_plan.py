@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,8 @@ from conjoin.ir import (
     plan_from_json,
     plan_to_json,
     plan_to_text,
+    recompute_actions,
+    recomputed_segments,
 )
 from conjoin.machine import Axis, Mesh
 from tests.ir.meshes import megatron_plan
@@ -289,3 +292,41 @@ def test_the_fingerprint_is_of_what_runs() -> None:
     for i in (i for i, letter in enumerate(text) if text.startswith("S(", i)):
         found.add(plan_fingerprint(plan_from_json(json.loads(text[:i] + "S(3" + text[i + 3 :]))))
     assert len(found) == 1 + len(others) + text.count("S(")
+
+
+AGAIN = replace(FULL, memory=(*FULL.memory, *recompute_actions(FULL.graph, [(0, 1)])))
+
+
+def recomputing(*names: str) -> dict[str, Any]:
+    memory = [{"action": "recompute", "tensor": name} for name in names]
+    return {**document(), "memory": memory}
+
+
+def test_segments_to_recompute_are_named_by_what_they_make() -> None:
+    plan = plan_from_json(plan_to_json(AGAIN))
+    assert plan == AGAIN and recomputed_segments(plan) == ((0, 1),)
+    old = {**document(), "memory": []}
+    assert recomputed_segments(check_plan(plan_from_json(old))) == (), "a plan without segments"
+    assert plan_fingerprint(plan_from_json(old)) != plan_fingerprint(plan)
+
+
+def test_an_editor_may_number_as_it_likes() -> None:
+    """What a segment is called in the text that was read is what counts; it is then called by the printed numbers."""
+    data = plan_to_json(AGAIN)
+    (name,) = (entry["tensor"] for entry in data["memory"] if entry["action"] == "recompute")
+    shifted = re.sub(r"%(\d+)", lambda found: f"%{int(found[1]) + 100}", json.dumps(data))
+    plan = check_plan(plan_from_json(json.loads(shifted)))
+    assert recomputed_segments(plan) == ((0, 1),)
+    assert [a.tensor for a in plan.memory if a.action == "recompute"] == [name]
+
+
+@pytest.mark.parametrize("names", [("%999..%1000",), ("fc1.weight",), ("%5",), ("%4..%0",), ("%0..%99999999999999",)])
+def test_what_is_no_segment_is_refused(names: tuple[str, ...]) -> None:
+    refused(lambda: plan_from_json(recomputing(*names)))
+
+
+def test_segments_have_no_operators_in_common() -> None:
+    (name,) = (action.tensor for action in AGAIN.memory if action.action == "recompute")
+    assert "in common" in refused(lambda: plan_from_json(recomputing(name, name)))
+    doubled = replace(AGAIN, memory=(*AGAIN.memory, MemoryAction("recompute", name)))
+    assert "in common" in refused(lambda: check_plan(doubled))

@@ -1,0 +1,29 @@
+"""What the backward pass runs again where a plan keeps nothing of the inside of a segment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from conjoin.comm.gradients import Gradients
+from conjoin.ir import Plan, Segment, operators_of, recomputed_segments
+
+
+def run_again(segments: Iterable[Segment], remembered: Sequence[bool]) -> tuple[Segment, ...]:
+    """What has to be run again of each segment: all up to the last operator of which autograd keeps anything.
+
+    What comes after needs nothing kept, and is run once; of a segment of which nothing is kept nothing is left.
+    """
+    found = []
+    for first, last in segments:
+        keeping = [place for place in range(first, last + 1) if remembered[place]]
+        found += [(first, keeping[-1])] if keeping else []
+    return tuple(found)
+
+
+def recomputed(plan: Plan, gradients: Gradients | None = None) -> tuple[Segment, ...]:
+    """The operators that the backward pass of a plan runs again."""
+    segments = recomputed_segments(plan)
+    if not segments:
+        return ()
+    found = gradients or Gradients(plan.graph)
+    return run_again(segments, [found.remember(node) for node in operators_of(plan.graph)])

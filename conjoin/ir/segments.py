@@ -1,0 +1,60 @@
+"""Segments of a graph: consecutive operators, named in a plan file by the first and the last tensor they make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+from conjoin.ir.graph import Graph
+from conjoin.ir.nodes import Node
+from conjoin.ir.reshards import is_parallel
+
+Segment = tuple[int, int]
+"""The first and the last of consecutive operators, by their place among all that are no reshards."""
+_NAME = re.compile(r"%(\d{1,9})\.\.%(\d{1,9})")
+
+
+def operators_of(graph: Graph) -> tuple[Node, ...]:
+    """The nodes that compute: all but reshards."""
+    return tuple(node for node in graph.nodes if not is_parallel(node))
+
+
+def segment_text(graph: Graph, segment: Segment) -> str:
+    """The name of a segment in a plan file: `%3..%7`."""
+    operators = operators_of(graph)[segment[0] : segment[1] + 1]
+    made = [graph.numbers[value] for node in operators for value in node.outputs()]
+    return f"%{made[0]}..%{made[-1]}"
+
+
+def parse_segments(graph: Graph, names: Iterable[str], *, as_read: bool = False) -> tuple[Segment, ...]:
+    """The segments of some names, in order; ValueError where one is none, or two have an operator in common.
+
+    With `as_read` numbers are those of the text that the graph was read from, which an editor need not count.
+    """
+    numbers = _numbers(graph, as_read)
+    found = sorted(_parse(name, numbers) for name in names)
+    for (first, last), (start, _) in pairwise(found):
+        if start <= last:
+            raise ValueError(f"two segments to recompute have operators in common: {first} to {last} and from {start}")
+    return tuple(found)
+
+
+def _numbers(graph: Graph, as_read: bool) -> Mapping[int, int]:
+    """For every number of an output the place of the operator that makes it."""
+    labels = dict(zip(graph.nodes, graph.labels, strict=True)) if as_read and graph.labels else {}
+    found: dict[int, int] = {}
+    for place, node in enumerate(operators_of(graph)):
+        for i, value in enumerate(node.outputs()):
+            found[labels[node] + i if labels else graph.numbers[value]] = place
+    return found
+
+
+def _parse(name: str, numbers: Mapping[int, int]) -> Segment:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name[:60]!r} does not name consecutive operators, as '%3..%7' does")
+    first, last = (numbers.get(int(number)) for number in match.groups())
+    if first is None or last is None or first > last:
+        raise ValueError(f"{name[:60]} does not begin and end with tensors that operators make one after the other")
+    return first, last

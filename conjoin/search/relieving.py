@@ -1,0 +1,118 @@
+"""Plans that do not fit, relieved: segments of the model are run again in the backward pass, as few as are enough.
+
+Where few bytes cross from what was computed to what comes, the graph is narrow: between the layers of a transformer, or
+the blocks of a convolutional network. Segments go from one narrow place to another. How long they should be depends on
+the model: short ones keep much between them, long ones make much anew at once; so several lengths are tried, and of
+each as many segments as are needed, those first that save the most bytes for a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from conjoin.ir import Segment
+from conjoin.search.contest import Contest, Entry, Outcome
+from conjoin.search.placing_branches import without_places
+from conjoin.search.variants import as_variant
+from conjoin.sim import Skeleton, gain_of, measure_memory
+
+_MAX_PARTS = 128
+"""Into how many segments a model is cut at most."""
+
+
+def relieve(contest: Contest, outcome: Outcome) -> None:
+    """Enter a plan that does not fit again, with segments run again until it does."""
+    start = as_variant(outcome)
+    if not without_places([start]):  # who does not run an operator would not run its segment again
+        return
+    entry = replace(start.entry, segments=())
+    program = outcome.simulation.program
+    for segments in segmentations(entry.variant.skeleton):
+        contest.tell(f"{len(segments)} segments run again, {entry.name}")
+        gains = {segment: gain_of(program, segment, contest.machine.device) for segment in segments}
+        worth = [s for s in segments if gains[s].num_bytes > 0]
+        worth.sort(key=lambda s: -gains[s].num_bytes / max(gains[s].seconds, 1e-12))
+        _enter_fewest(contest, entry, worth)
+
+
+def _enter_fewest(contest: Contest, entry: Entry, segments: Sequence[Segment]) -> None:
+    """Enter an entry with the fewest of some segments, in their order, with which it fits."""
+    if not segments or not _fits(contest, entry, segments):
+        return
+    too_few, enough = 0, len(segments)
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if _fits(contest, entry, segments[:middle]):
+            enough = middle
+        else:
+            too_few = middle
+
+
+def _fits(contest: Contest, entry: Entry, segments: Sequence[Segment]) -> bool:
+    """Whether an entry fits with some segments run again; it is judged, so that the best is kept."""
+    name = f"{entry.name}, {len(segments)} segment{'s' if len(segments) > 1 else ''} run again"
+    made = replace(entry, name=name, segments=tuple(sorted(segments)))
+    simulation = contest.simulate(made)
+    found = contest.judge(made, simulation)
+    if found.peak_bytes is not None:
+        return found.peak_bytes <= contest.capacity
+    return measure_memory(simulation.program, contest.optimizer, contest.machine.device).peak <= contest.capacity
+
+
+def segmentations(skeleton: Skeleton) -> list[tuple[Segment, ...]]:
+    """The model cut at narrow places, in ways from long to short segments."""
+    found: dict[tuple[Segment, ...], None] = {}
+    crossing, made = crossing_bytes(skeleton), _made_bytes(skeleton)
+    parts = 2
+    while parts <= min(_MAX_PARTS, len(skeleton.operators)):
+        found[_cut(crossing, made, sum(made) / parts)] = None
+        parts *= 2
+    return [segments for segments in found if segments]
+
+
+def crossing_bytes(skeleton: Skeleton) -> list[int]:
+    """For every operator the bytes of what was made up to it and is read after it."""
+    count = len(skeleton.operators)
+    change = [0] * (count + 1)
+    for root, readers in zip(skeleton.roots, skeleton.readers, strict=True):
+        last = max((place for place, _ in readers), default=-1)
+        if root.maker >= 0 and last > root.maker:
+            change[root.maker] += root.type.bytes
+            change[last] -= root.type.bytes
+    found, crossing = [], 0
+    for place in range(count):
+        crossing += change[place]
+        found.append(crossing)
+    return found
+
+
+def _made_bytes(skeleton: Skeleton) -> list[int]:
+    """What every operator makes, where autograd may keep anything of it."""
+    roots = skeleton.roots
+    return [sum(roots[i].type.bytes for i in op.makes) if op.remembers else 0 for op in skeleton.operators]
+
+
+def _cut(crossing: Sequence[int], made: Sequence[int], size: float) -> tuple[Segment, ...]:
+    """Segments that make about so many bytes each: from half of it to half more, each to where the graph is narrowest.
+
+    What comes after the last is not run again: its backward begins as soon as it has run.
+    """
+    segments: list[Segment] = []
+    first = 0
+    while (last := _end(crossing, made, size, first)) < len(made) - 1:
+        segments += [(first, last)] if last > first else []
+        first = last + 1
+    return tuple(segments)
+
+
+def _end(crossing: Sequence[int], made: Sequence[int], size: float, first: int) -> int:
+    """Where a segment ends that begins with an operator."""
+    inside, found = 0, -1
+    for place in range(first, len(made)):
+        inside += made[place]
+        if inside > 1.5 * size:
+            return found if found >= 0 else place
+        if inside >= size / 2 and (found < 0 or crossing[place] < crossing[found]):
+            found = place
+    return len(made) - 1

@@ -1,0 +1,92 @@
+"""What does not fit gets a plan that runs some of the model again: right, as few segments as are enough, and judged."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from conjoin.cost import CostModel
+from conjoin.errors import StrategyError
+from conjoin.frontends import capture
+from conjoin.ir import recomputed_segments
+from conjoin.machine import parse_machine
+from conjoin.runtime import Case, verify_in_process
+from conjoin.search import SearchResult, Wish, find_plan
+from conjoin.search.relieving import crossing_bytes, segmentations
+from conjoin.sim import predict, take_graph_apart
+from tests.runtime.random_graphs import Sample
+
+MACHINE = "p3.8xlarge"
+DEPTH = 8
+
+
+@cache
+def deep() -> Sample:
+    """Narrow between its blocks, wide inside them; activations are most of its memory."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8), nn.Tanh()) for _ in range(DEPTH)]
+    model, batch = nn.Sequential(*blocks).train(), (torch.randn(512, 8), torch.randn(512, 8))
+    return Sample(capture(model, batch, functional.mse_loss), model, batch)
+
+
+def search(**wish: object) -> SearchResult:
+    asked = Wish(**{"budget": 30.0, "steps": 60, "optimizer": "sgd", **wish})  # type: ignore[arg-type]
+    return find_plan(deep().graph, parse_machine(MACHINE), CostModel(), asked)
+
+
+def test_segments_end_where_the_graph_is_narrow() -> None:
+    skeleton = take_graph_apart(deep().graph)[0]
+    crossing = crossing_bytes(skeleton)
+    found = segmentations(skeleton)
+    assert any(len(segments) >= DEPTH - 2 for segments in found)
+    for segments in found:
+        assert all(last < len(skeleton.operators) - 1 for _, last in segments)
+    assert {crossing[last] for _, last in min(found, key=len)} == {512 * 8 * 4}
+    assert max(crossing) >= 512 * 64 * 4
+
+
+def test_what_fits_nowhere_gets_a_plan_by_running_some_of_it_again() -> None:
+    sample, machine = deep(), parse_machine(MACHINE)
+    free = search()
+    assert not recomputed_segments(free.plan)
+    smallest = least_peak()
+    found = search(memory=int(0.8 * smallest))
+    assert recomputed_segments(found.plan) and found.peak_bytes <= 0.8 * smallest
+    assert found.seconds_per_step > free.seconds_per_step
+    predicted = predict(found.plan, machine, CostModel(), "sgd")
+    assert predicted.seconds == found.seconds_per_step and predicted.memory.peak == found.peak_bytes
+    assert predicted.breakdown.recompute > 0
+    assert verify_in_process(Case(found.plan, sample.graph, sample.model, sample.inputs), 2).passed
+    tighter = search(memory=int(0.6 * smallest))
+    assert tighter.seconds_per_step >= found.seconds_per_step
+
+
+@cache
+def least_peak() -> int:
+    """The least that any search finds without running anything again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("conjoin.search.joint.relieve", lambda *_: None)
+        patch.setattr("conjoin.search.searching.relieve", lambda *_: None)
+        low, high = 1, search().peak_bytes
+        while high - low > high // 20:
+            middle = (low + high) // 2
+            try:
+                high = search(memory=middle, steps=40).peak_bytes
+            except StrategyError:
+                low = middle
+    return high
+
+
+def test_a_search_without_time_relieves_too() -> None:
+    smallest = least_peak()
+    found = search(search="named", budget=0.0, memory=int(0.8 * smallest), steps=None)
+    assert recomputed_segments(found.plan)
+
+
+def test_where_not_even_that_helps_it_is_told() -> None:
+    with pytest.raises(StrategyError, match="needs"):
+        search(memory=1 << 12)
