@@ -36,6 +36,7 @@ __all__ = [
     "RuleFile", "RuleOp", "Selection", "Standing", "Step", "Trials", "Verdict", "Vocabulary", "WrittenRule", "apply",
     "apply_all", "check_law", "drop_derived", "drop_instances", "find_contradiction", "find_counterexample",
     "find_matches", "find_redundant", "generate", "judge", "kept_values", "laws", "lemmas", "load_rules", "make_entry",
-    "make_library", "operators_in", "operators_version", "parse_expressions", "parse_rule", "parse_rules", "prove", "prove_all",
-    "prove_by_laws", "proven_lemmas", "reasons_of", "refute", "save_rules", "try_out", "why", "with_groups",
+    "make_library", "operators_in", "operators_version", "parse_expressions", "parse_rule", "parse_rules", "prove",
+    "prove_all", "prove_by_laws", "proven_lemmas", "reasons_of", "refute", "save_rules", "try_out", "why",
+    "with_groups",
 ]  # fmt: skip
