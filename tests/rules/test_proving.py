@@ -53,6 +53,28 @@ TRUE = {
     "groups over devices": (
         "conv[groups=g](x, w)", "combine[axis=1](conv[groups=h](partition[axis=1](x), partition[axis=0](w)))",
     ),
+    "a square is a product": ("square(x)", "mul(x, x)"),
+    "a difference of squares": ("sub(square(x), square(y))", "mul(add(x, y), sub(x, y))"),
+    "relu twice": ("relu(relu(x))", "relu(x)"),
+    "relu of the largest": ("relu(max_pool[kernel=k](x))", "max_pool[kernel=k](relu(x))"),
+    "windows of windows": (
+        "add(avg_pool[kernel=k](x), avg_pool[kernel=k](avg_pool[kernel=k](x)))",
+        "avg_pool[kernel=k](add(x, avg_pool[kernel=k](x)))",
+    ),
+    "the mean of a repetition": ("mean[axis=a](concat[axis=a](x, x))", "mean[axis=a](x)"),
+    "a mean of means": ("mean[axis=-1](mean[axis=-1](x))", "mean[axis=-1](flatten(x))"),
+    "a gain moves into a layer": ("linear(gain(x, g), w)", "linear(x, gain(w, g))"),
+    "exchanges of three dims": ("swap(transpose(swap(x)))", "transpose(swap(transpose(x)))"),
+    "heads of an activation": ("unflatten[parts=h](relu(x))", "relu(unflatten[parts=h](x))"),
+    "heads over devices": (
+        "partition[axis=-2](unflatten[parts=h](x))", "unflatten[parts=g](partition[axis=-1](x))",
+    ),
+    "heads one after the other": ("concat[axis=-1](flatten(x), flatten(y))", "flatten(concat[axis=-2](x, y))"),
+    "parts of heads": ("split[axis=-1, part=1](flatten(x))", "flatten(split[axis=-2, part=1](x))"),
+    "parts of grouped convolutions": (
+        "conv(split[axis=1, part=1](x), split[axis=0, part=1](y))", "split[axis=1, part=1](conv(x, y))",
+    ),
+    "groups from all devices": ("combine[axis=1](conv(x, w))", "conv(combine[axis=1](x), combine[axis=0](w))"),
     "a sum over two devices": ("add(x, y)", "reduce[mesh=2](partition[axis=a, mesh=2](concat[axis=a](x, y)))"),
 }  # fmt: skip
 FALSE = {
@@ -74,6 +96,14 @@ FALSE = {
         "conv[groups=g](x, w)", "reduce(conv[groups=g](partition[axis=1](x), partition[axis=1](w)))",
     ),
     "a difference over two devices": ("sub(x, y)", "reduce[mesh=2](partition[axis=a, mesh=2](concat[axis=a](x, y)))"),
+    "relu of what is negative": ("relu(neg(x))", "neg(relu(x))"),
+    "relu of an average": ("relu(avg_pool[kernel=k](x))", "avg_pool[kernel=k](relu(x))"),
+    "the largest of a difference": ("max_pool[kernel=k](neg(x))", "neg(max_pool[kernel=k](x))"),
+    "the square of a sum": ("square(add(x, y))", "add(square(x), square(y))"),
+    "the mean of two": ("mean[axis=a](concat[axis=a](x, y))", "mean[axis=a](x)"),
+    "dims flattened in another order": ("flatten(transpose(x))", "flatten(x)"),
+    "softmax over heads": ("softmax[axis=-1](flatten(x))", "flatten(softmax[axis=-1](x))"),
+    "a gain moves past a layer": ("linear(gain(x, g), w)", "gain(linear(x, w), g)"),
     "conv with an activation is linear": (
         "conv[act=relu, groups=1](x, add(y, z))", "add(conv[act=relu, groups=1](x, y), conv[act=relu, groups=1](x, z))",
     ),
@@ -96,6 +126,11 @@ def test_what_is_false_is_not_proven(name: str) -> None:
 def test_a_rule_for_one_group_says_so() -> None:
     found = prove(parse_rule("features", "concat[axis=1](conv(x, y), conv(x, z))", "conv(x, concat[axis=0](y, z))"))
     assert found.proven and found.conditions[0] == "groups = 1"
+
+
+def test_as_many_parts_as_there_were_dims() -> None:
+    found = prove(parse_rule("parts", "unflatten[parts=h](flatten(x))", "x"))
+    assert found.proven and "x.-2 = parts h" in found.conditions
 
 
 def test_kernels_padded_alike_are_odd() -> None:

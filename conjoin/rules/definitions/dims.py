@@ -109,6 +109,8 @@ class Dims:
             raise NotCovered("a dim is both divided and concatenated")
         if parts not in self.meshes and parts.known is None and dim.product[0].find() in self.meshes:
             return self._divide_pieces(dim.product[0], dim.product[1].find(), parts)
+        if parts.words.startswith("parts ") and dim.product[0].find() is not parts:
+            self.assumed.append(f"{dim.product[0].find().words} = {parts.words}")  # other parts would fit as well
         self.unify(dim.product[0], parts)
         return dim.product[1]
 

@@ -1,0 +1,67 @@
+"""A library is made of all operators that models have, keeps what is of use, and survives being killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from random import Random
+
+from conjoin.rules import OPS, Apply, Input, Rule, Vocabulary, make_library, parse_rule
+from conjoin.rules.generator.vocabulary import Typed, choose
+from conjoin.rules.making import SIZES, _is_of_use
+
+UNUSED = {"tanh", "sigmoid", "sqrt"}
+"""Functions of which no more is known than of `gelu` and `silu`: rules about these hold for them as well."""
+SMALL = Vocabulary(
+    "small",
+    (Typed("x", "m k"), Typed("y", "m k"), Typed("z", "k m"), Typed("s", "")),
+    (*map(choose, ("add", "scale", "transpose", "matmul")), choose("concat", axis=-1)),
+    {"m": 2, "k": 3},
+    {"m": 4, "k": 5},
+)
+
+
+def quiet(line: str) -> None:
+    """No progress in tests."""
+
+
+def test_every_operator_is_in_a_vocabulary() -> None:
+    used = {choice.op for vocabulary, _ in SIZES for choice in vocabulary.choices}
+    used |= {constant.expr.op for vocabulary, _ in SIZES for constant in vocabulary.constants}
+    assert {op.name for op in OPS} - used == UNUSED
+
+
+def test_what_only_moves_inputs_is_of_use_where_it_is_small() -> None:
+    assert _is_of_use(parse_rule("commutes", "add(x, y)", "add(y, x)"))
+    assert _is_of_use(parse_rule("associates", "add(x, add(y, z))", "add(y, add(x, z))"))
+    left, right = (
+        f"linear(relu(concat[axis=-1]({a})), concat[axis=-1]({b}))" for a, b in (("x, y", "z, w"), ("y, x", "w, z"))
+    )
+    assert not _is_of_use(parse_rule("moves", left, right))
+    zero = Apply("sub", (), (Input("x"), Input("x")))
+    assert not _is_of_use(Rule("zeros", (zero,), (Apply("neg", (), (zero,)),)))
+
+
+def test_a_library_made_in_pieces_is_the_same(tmp_path: Path) -> None:
+    """Killed at random moments, by a signal that nobody can catch, and begun again where it was."""
+    whole = make_library(((SMALL, 2),), progress=quiet)
+    random, delay, kills = Random(5), 0.05, 0
+    while True:
+        process = multiprocessing.get_context("fork").Process(
+            target=make_library, args=(((SMALL, 2),), tmp_path), kwargs={"progress": quiet, "workers": 1 + kills % 2}
+        )
+        process.start()
+        process.join(delay * random.uniform(0.5, 1.5))
+        if process.exitcode is not None:
+            break
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        kills, delay = kills + 1, delay * 2.5
+        time.sleep(0.01)
+    assert process.exitcode == 0 and kills >= 2
+    again = make_library(((SMALL, 2),), tmp_path, progress=quiet)
+    assert again.library == whole.library and again.refuted == ()
