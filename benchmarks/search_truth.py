@@ -1,12 +1,13 @@
 """The plan that the search chooses, run beside all named strategies on an emulated cluster at two link speeds.
 
-    python -m benchmarks.search_truth [--models mlp bert cnn dlrm gpt rnn] [--mbit 50 100] [--ahead] [--output FILE]
+    python -m benchmarks.search_truth [--models mlp bert cnn dlrm gpt rnn] [--mbit 100 200] [--ahead] [--output FILE]
 
 Four ranks on two nodes. Links are calibrated and operators timed on the cluster itself; with that the search plans.
 What its plan computes and was not timed yet is timed then, and it plans again, until nothing new is wanted: estimates
 choose what is measured, measurements choose the plan. Then its plan and those of all named strategies train in turn,
 pass after pass, and the medians are compared: the chosen plan is to be within 5 % of the best that was measured, or
-better, and not slower than data parallelism beyond noise.
+better, and not slower than data parallelism beyond noise. Beside the named strategies stands a plan by which every rank
+computes everything alone: on slow links that may be the best.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from benchmarks.prediction import (
     time_links,
     time_operators,
 )
-from conjoin.ir import Graph, Plan
+from conjoin.ir import Graph, Mark, Plan, check_plan, model_mark
 from conjoin.machine import Machine
 from conjoin.search import SearchResult, Wish, find_plan
 from conjoin.sim import Wanted, wanted_by
@@ -104,7 +105,7 @@ class Trial:
     def run(self) -> Row:
         """Measure, plan until nothing new is wanted, and train by all plans."""
         graph = self.workload.graph()
-        named = {plan.strategy: plan for plan in plans_of(graph, _BARE, STRATEGIES)}
+        named = {plan.strategy: plan for plan in (*plans_of(graph, _BARE, STRATEGIES), _alone(graph))}
         with Cluster(2, 2, self.mbit * 1e6 / 8, DELAY_SECONDS, ahead_of_others=self.given.ahead) as cluster:
             found, rounds = self._plan(cluster, graph, wanted_by(named.values()))
             steps = self._train(cluster, {**named, CHOSEN: found.plan})
@@ -142,6 +143,12 @@ class Trial:
         return steps
 
 
+def _alone(graph: Graph) -> Plan:
+    """Every rank computes everything, and nothing is sent: as fast as one device."""
+    machine = Mark(_BARE.name, _BARE.fingerprint())
+    return check_plan(Plan(graph, _BARE.mesh, model_mark(graph), machine, "each alone"))
+
+
 def _missing(wanted: Wanted, timed: Wanted) -> Wanted:
     """What is wanted and was not timed."""
     return Wanted(
@@ -162,7 +169,7 @@ def line(row: Row) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--mbit", nargs="+", type=float, default=[50.0, 100.0])
+    parser.add_argument("--mbit", nargs="+", type=float, default=[100.0, 200.0])
     parser.add_argument("--budget", type=float, default=20.0, help="seconds for each search")
     parser.add_argument("--passes", type=int, default=2, help="each trains by all plans")
     parser.add_argument("--steps", type=int, default=3, help="timed in a pass")
