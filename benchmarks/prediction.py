@@ -1,6 +1,6 @@
 """Predicted against measured: step time and peak memory of many plans on an emulated cluster at two link speeds.
 
-    python -m benchmarks.prediction [--models mlp bert cnn dlrm] [--mbit 100 200] [--passes 2] [--output FILE]
+    python -m benchmarks.prediction [--models mlp bert cnn dlrm] [--mbit 50 100] [--passes 2] [--output FILE]
     python -m benchmarks.prediction --models narrow wide --mbit 100 --output FILE
 
 Four ranks on two nodes. Collectives are calibrated and operators are timed on the cluster itself, all ranks at once as
@@ -265,7 +265,7 @@ def say(text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=["mlp", "bert", "cnn", "dlrm"])
-    parser.add_argument("--mbit", nargs="+", type=float, default=[100.0, 200.0])
+    parser.add_argument("--mbit", nargs="+", type=float, default=[50.0, 100.0])
     parser.add_argument("--passes", type=int, default=2, help="each times operators, links and the steps of all plans")
     parser.add_argument("--steps", type=int, default=4, help="timed in a pass")
     parser.add_argument("--calibration", type=float, default=40.0, help="seconds for all collectives at one speed")
