@@ -57,7 +57,7 @@ class Remembered:
     def _path(self, graph: Graph, machine: Machine, wish: Wish, costs: str) -> Path:
         asked = asdict(replace(wish, budget=0.0, cpu_budget=None, steps=None, at_most=None))
         made_by = [_VERSION, SEARCH_VERSION, operators_version()]
-        facts = [made_by, fingerprint(graph, constants=False), machine.speed_fingerprint(), costs, asked]
+        facts: list[object] = [made_by, fingerprint(graph, constants=False), machine.speed_fingerprint(), costs, asked]
         if wish.objective == "cost":
             facts.append(wish.at_most)  # by which another part of the machine is the right one
         return self._directory / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()}.json"
