@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from conjoin.api import compare, search_plan
+from conjoin.api import UsageError, compare, search_plan
 from conjoin.cli.models import ModelArgument, load_model_graph
 from conjoin.cli.output import JsonOption, check_output, print_json
 from conjoin.cli.quantities import parse_bytes, parse_fixed, parse_seconds
@@ -68,6 +68,7 @@ def plan_command(
     before = () if start is None else (load_plan(start),)
     graph = load_model_graph(model, batch_size=batch, training=None)
     if strategy is not None:
+        _check_alone(strategy, wish)
         made = make_plan(graph, chosen, strategy)
         if output is not None:
             made.save(output)
@@ -84,6 +85,15 @@ def _wall_budget(budget: str | None, cpu_budget: str | None) -> float:
     if budget is not None:
         return parse_seconds(budget)
     return DEFAULT_BUDGET if cpu_budget is None else inf
+
+
+def _check_alone(strategy: str, wish: Wish) -> None:
+    """Refuse constraints on a named strategy, which decides all by itself."""
+    if wish.fixed or wish.forbidden_axes or wish.at_most is not None or wish.objective != "time":
+        raise UsageError(
+            f"The strategy {strategy[:40]!r} was asked for together with what a search keeps to. A strategy decides "
+            f"all by itself. Leave out --strategy, or --fix, --forbid-axis, --at-most and --objective."
+        )
 
 
 @dataclass(frozen=True, slots=True)

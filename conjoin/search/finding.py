@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter, process_time
 
 from conjoin.cost import CostModel
-from conjoin.errors import StrategyError
+from conjoin.errors import StrategyError, UsageError
 from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine, parts_of
-from conjoin.search.contest import Improvement, Progress, Stopped
+from conjoin.search.contest import Progress, Stopped
 from conjoin.search.refusing import TooSlow
 from conjoin.search.searching import SEARCHES, Beginning, go_on, search_on
 from conjoin.search.wishing import SearchResult, Wish, check_wish
@@ -83,25 +83,34 @@ class _Cheapest:
     cpu_started: float = field(default_factory=process_time)
     steps: int = 0
     num_plans: int = 0
-    history: list[Improvement] = field(default_factory=list)
+    interrupted: bool = False
     refused: list[StrategyError] = field(default_factory=list)
 
     def find(self) -> SearchResult:
         """The cheapest plan; StrategyError of the whole machine where there is none."""
         parts = [part for part in parts_of(self.machine) if self._has_axes(part)]
+        self._check_plans(parts)
         named = self._judge_named(parts)
         found, stopped = dict(named), [Stopped.CONVERGED]
         chosen = self._hopeful(parts, named) if self.wish.search != "named" else []
         for place, part in enumerate(chosen):
-            result = self._search(part, self._left(len(chosen) - place))
+            result = None if self.interrupted else self._search(part, self._left(len(chosen) - place))
             if result is None:
                 continue
             stopped.append(result.stopped)
             if part not in found or result.seconds_per_step < found[part].seconds_per_step:
                 found[part] = result
-            if result.stopped is Stopped.INTERRUPTED:
-                break
+        stopped += [Stopped.INTERRUPTED] if self.interrupted else []
         return self._cheapest(named, found, min(stopped, key=_WORST.index))
+
+    def _check_plans(self, parts: Sequence[Machine]) -> None:
+        """UsageError where a plan to start from is for no part of the machine."""
+        for plan in self.begin.plans:
+            if all(plan.mesh != part.mesh for part in parts):
+                raise UsageError(
+                    f"A plan for {plan.mesh.size} devices ({plan.mesh}) was given to start from. Neither the machine "
+                    f"{self.machine.name} nor a part of it that is considered has these axes. Leave the plan out."
+                )
 
     def _has_axes(self, part: Machine) -> bool:
         """Whether a part has the axes that the wish names."""
@@ -113,7 +122,8 @@ class _Cheapest:
         """The best named strategy on every part; when the time is over, on those that were reached."""
         found: dict[Machine, SearchResult] = {}
         for part in (*parts[:1], *reversed(parts[1:])):
-            if found and self._left(1).budget <= 0 and any(map(self._is_quick, found.values())) and len(found) > 1:
+            enough = self._left(1).budget <= 0 and len(found) > 1 and any(map(self._is_quick, found.values()))
+            if enough or self.interrupted:
                 break
             result = self._search(part, replace(self._left(1), search="named"))
             if result is not None:
@@ -155,10 +165,15 @@ class _Cheapest:
         except StrategyError as error:
             self.refused.append(error)
             return None
+        except KeyboardInterrupt:
+            if not self.num_plans:
+                raise
+            self.interrupted = True
+            return None
+        self.interrupted = found.stopped is Stopped.INTERRUPTED
         self.steps += found.steps
         self.num_plans += found.num_plans
-        self.history += [replace(i, elapsed=i.elapsed + offset) for i in found.history]
-        return found
+        return replace(found, history=tuple(replace(i, elapsed=i.elapsed + offset) for i in found.history))
 
     def _told(self, part: Machine, offset: float) -> Callable[[Progress], None] | None:
         if self.progress is None:
@@ -192,7 +207,6 @@ class _Cheapest:
             cpu_seconds=process_time() - self.cpu_started,
             steps=self.steps,
             num_plans=self.num_plans,
-            history=tuple(i for i in self.history if i.seconds >= best.seconds_per_step),
             objective="cost",
             notes=self.begin.notes,
         )

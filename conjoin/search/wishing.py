@@ -31,7 +31,7 @@ class Wish:
     """Bytes of each device that may be used; None is all it has."""
     seed: int = 0
     steps: int | None = None
-    """Plans that may be simulated; None is as many as there is time for."""
+    """Plans that may be simulated, and sums worked out for substitutions; None is as many as there is time for."""
     cpu_budget: float | None = None
     """Seconds of this process beside those on the wall: on a shared host they say more of what was done."""
     at_most: float | None = None

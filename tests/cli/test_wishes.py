@@ -141,6 +141,7 @@ def test_odd_machines_and_batches(run: Run, folder: Path, machine: str, model: s
         (("--budget", "0", "--at-most", "0.001ms", "--objective", "cost"), "or a part of it was to take"),
         (("--budget", "0", "--memory", "1KiB"), "1.00 KiB may be used"),
         (("--budget", "0", "--memory", "1KiB", "--objective", "cost"), "1.00 KiB may be used"),
+        (("--strategy", "fsdp", "--forbid-axis", "d0"), "Leave out --strategy"),
         (("--budget", "0", "--search", "named", "--forbid-axis", "d0"), "Without nothing split over d0"),
     ],
 )

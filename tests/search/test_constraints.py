@@ -80,6 +80,15 @@ def test_a_layout_over_one_axis_in_the_middle_is_found() -> None:
     assert "f32[8,32]{d2:S(1),d0:S(1)}" in line_of(plan, "= relu("), "and nests as it was asked to"
 
 
+def test_a_plan_to_start_from_that_keeps_to_them_is_taken() -> None:
+    mine = search(fixed=FIXED, budget=0.0).plan
+    asked, machine = Wish(search="named", budget=0.0, fixed=FIXED), parse_machine("p3.8xlarge")
+    assert find_plan(small(), machine, CostModel(), asked, start=[mine]).plan is mine
+    other = make_plan(small(), machine, "fsdp")
+    with pytest.raises(StrategyError, match=r"Without 0.weight="):
+        find_plan(small(), machine, CostModel(), asked, start=[other])
+
+
 def test_random_changes_keep_to_them() -> None:
     contest = slow_contest(fixed={"2.weight": "d0:S(0)"}, forbidden_axes=("d1",), steps=150)
     tables = JointSearch(contest, [make_variant(small())])

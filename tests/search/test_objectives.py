@@ -70,6 +70,24 @@ def test_nothing_quick_enough_is_told_with_the_fastest() -> None:
         search(objective="cost", memory=1000, steps=20)
 
 
+def test_ctrl_c_keeps_the_cheapest_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: JointSearch) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(JointSearch, "run", interrupted)
+    found = search(small(), "p3.8xlarge", objective="cost", steps=None)
+    assert found.stopped is Stopped.INTERRUPTED and found.num_devices == 1 and found.plan.strategy == "single"
+
+
+def test_a_plan_to_start_from_must_be_for_some_part() -> None:
+    plans = [make_plan(small(), parse_machine(name), "data-parallel") for name in ("local:2", "local:8")]
+    wish = Wish(objective="cost", budget=0.0, search="named")
+    found = find_plan(small(), parse_machine("p3.8xlarge"), CostModel(), wish, start=plans[:1])
+    assert found.objective == "cost"
+    with pytest.raises(UsageError, match="nor a part of it"):
+        find_plan(small(), parse_machine("p3.8xlarge"), CostModel(), wish, start=plans)
+
+
 def test_axes_that_are_named_must_be_there() -> None:
     found = search(small(), "p3.8xlarge", objective="cost", fixed={"0.weight": "d1:S(0)"}, steps=40)
     assert found.num_devices == 4, "only the whole machine has an axis d1"
