@@ -7,6 +7,7 @@ The plans of models by hand run on threads, and one of them on processes with Gl
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from conjoin.errors import PlanError
 from conjoin.ir import (
     LeafKind,
     Mark,
@@ -24,6 +26,7 @@ from conjoin.ir import (
     find_layout_faults,
     parallelize,
     parse_graph,
+    recompute_actions,
     sequential,
 )
 from conjoin.machine import Axis, Mesh
@@ -125,3 +128,11 @@ def _rules(node: Any) -> Any:
 def test_towers_at_their_places_train_as_on_one_device(stored_at: bool, inner: bool) -> None:
     plan, sample = towers(stored_at, inner)
     check_runs(plan, sample)
+
+
+def test_what_others_pass_by_is_not_run_again() -> None:
+    """Ranks elsewhere would wait for collectives that only some run again: such a plan is refused."""
+    plan, _ = towers()
+    both = replace(plan, memory=recompute_actions(plan.graph, ((0, 1),)))
+    with pytest.raises(PlanError, match="made at one place of an axis only"):
+        check_plan(both)
