@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from benchmarks.emulated_cluster.cluster import Cluster
 from benchmarks.emulated_cluster.run_plan import Training, run_plan
@@ -44,6 +45,7 @@ from conjoin.machine import Machine
 from conjoin.search import SearchResult, Wish, find_plan
 from conjoin.sim import Wanted, wanted_by
 from zoo.gpt import Gpt, GptConfig, gpt_batch
+from zoo.recommendation import Dlrm, DlrmConfig, dlrm_batch
 from zoo.rnn import LanguageModel, RnnConfig
 from zoo.tokens import next_token_batch, next_token_loss
 
@@ -61,12 +63,18 @@ def gpt() -> Workload:
 
 def rnn() -> Workload:
     config = RnnConfig(vocabulary=1024, hidden=256, layers=2, steps=4, outputs=1024)
-    batch = next_token_batch(64, config.steps, config.vocabulary)
+    batch = next_token_batch(512, config.steps, config.vocabulary)
     return Workload("rnnlm", LanguageModel(config), batch, next_token_loss)
 
 
+def dlrm() -> Workload:
+    """With a batch for which a step takes much longer than the turns in which ranks share the cores of a host."""
+    config = DlrmConfig(rows=(4000,) * 8, dense=256, bottom=(512, 256, 64), top=(1024, 512, 1), dot=True)
+    return Workload("dlrm", Dlrm(config), dlrm_batch(4096, config), functional.binary_cross_entropy_with_logits)
+
+
 MODELS: dict[str, Callable[[], Workload]] = {
-    **{name: WORKLOADS[name] for name in ("mlp", "bert", "cnn", "dlrm")}, "gpt": gpt, "rnn": rnn,
+    "mlp": WORKLOADS["mlp"], "bert": WORKLOADS["bert"], "cnn": WORKLOADS["cnn"], "dlrm": dlrm, "gpt": gpt, "rnn": rnn,
 }  # fmt: skip
 
 
