@@ -126,8 +126,8 @@ def _alike(graph: Graph, node: Node, others: Sequence[Node], other_graph: Graph)
 def layout_text(layout: Layout) -> str:
     """A layout as it stands in plan files.
 
-    >>> layout_text(make_layout([("d0", Split(1))])), layout_text(())
-    ('{d0:S(1)}', '{}')
+    >>> layout_text((("d0", Copies()),)), layout_text(())
+    ('{d0:B}', '{}')
     """
     return f"{{{','.join(f'{axis}:{placement}' for axis, placement in layout)}}}"
 
