@@ -104,14 +104,17 @@ def save(path: Path, name: str, result: Mapping[str, Any]) -> None:
     """Put one set's result in place of what the file has of it; written aside, then renamed."""
     before = json.loads(path.read_text())["sets"] if path.exists() else {}
     facts = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores shared with other work",
-        "versions": {"python": platform.python_version(), "numpy": np.__version__},
         "paper": PAPER,
-        "sets": {**before, name: result},
+        "sets": {**before, name: {**_where(), **result}},
     }
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     aside.write_text(json.dumps(facts, indent=1) + "\n")
     aside.replace(path)
+
+
+def _where() -> dict[str, object]:
+    versions = {"python": platform.python_version(), "numpy": np.__version__}
+    return {"machine": f"{platform.machine()}, {os.cpu_count()} cores", "versions": versions}
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from conjoin.rules import (
     load_rules,
     make_entry,
     make_library,
+    method_of,
     prove,
     reasons_of,
     why,
@@ -160,7 +161,7 @@ def _prove(written: tuple[WrittenRule, ...]) -> tuple[list[Entry], list[tuple[Ru
     for one in written:
         verdict = prove(one.rule)
         if verdict.proven:
-            proven.append(make_entry(one.rule, verdict.conditions, "definitions"))
+            proven.append(make_entry(one.rule, verdict.conditions, method_of(one.rule)))
         else:
             unproven.append((one.rule, verdict.reason))
     return proven, unproven

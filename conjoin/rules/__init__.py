@@ -22,7 +22,7 @@ from conjoin.rules.judging import Judgement, Standing, judge
 from conjoin.rules.laws.law_checks import LARGEST, check_law, find_contradiction, find_counterexample, find_redundant
 from conjoin.rules.laws.law_proofs import LawVerdict, prove_by_laws, proven_lemmas
 from conjoin.rules.laws.laws import SOURCES, Law, laws, lemmas
-from conjoin.rules.library import SHIPPED, Entry, Library, make_entry, operators_version
+from conjoin.rules.library import SHIPPED, Entry, Library, make_entry, method_of, operators_version
 from conjoin.rules.making import Made, make_library, reasons_of
 from conjoin.rules.operators import OPS, RuleOp
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, operators_in
@@ -36,7 +36,7 @@ __all__ = [
     "RuleFile", "RuleOp", "Selection", "Standing", "Step", "Trials", "Verdict", "Vocabulary", "WrittenRule", "apply",
     "apply_all", "check_law", "drop_derived", "drop_instances", "find_contradiction", "find_counterexample",
     "find_matches", "find_redundant", "generate", "judge", "kept_values", "laws", "lemmas", "load_rules", "make_entry",
-    "make_library", "operators_in", "operators_version", "parse_expressions", "parse_rule", "parse_rules", "prove",
-    "prove_all", "prove_by_laws", "proven_lemmas", "reasons_of", "refute", "save_rules", "try_out", "why",
+    "make_library", "method_of", "operators_in", "operators_version", "parse_expressions", "parse_rule", "parse_rules",
+    "prove", "prove_all", "prove_by_laws", "proven_lemmas", "reasons_of", "refute", "save_rules", "try_out", "why",
     "with_groups",
 ]  # fmt: skip

@@ -19,7 +19,8 @@ from conjoin.errors import UsageError
 from conjoin.rules.definitions.affine import Affine, symbol
 from conjoin.rules.definitions.declarations import ask
 from conjoin.rules.definitions.dims import Dim, Dims, IllFormed, NotCovered
-from conjoin.rules.definitions.proving import Frame
+from conjoin.rules.definitions.functions import INTERPRETED
+from conjoin.rules.definitions.proving import Frame, prove
 from conjoin.rules.definitions.sums import Access, Factor, Function, Guard, Largest, Size, Sum, replace_in, substitute
 from conjoin.rules.operators import BY_NAME, FUNCTIONS, RuleOp
 from conjoin.rules.parsing import print_expressions
@@ -29,6 +30,8 @@ from conjoin.rules.wording import in_words
 
 SHIPPED = Path(__file__).parent / "library.toml"
 """Made by `conjoin rules generate`."""
+FOR_ANY_FUNCTION, FOR_THIS_FUNCTION = "definitions", "functions"
+"""What proofs are called: from definitions alone, or also from what is known of the rule's one function."""
 _PROOF = re.compile(r"(?P<method>[a-z][a-z-]*):(?P<stamp>[0-9a-f]{16})")
 _GENERIC: Mapping[str, tuple[Parameter, ...]] = {
     "part": (0, 1),
@@ -67,6 +70,15 @@ def make_entry(rule: Rule, conditions: Iterable[str], method: str) -> Entry:
     return Entry(rule, known, method, stamp_of(rule, known, method, operators_version()))
 
 
+def method_of(rule: Rule) -> str:
+    """How a rule that is proven is proven: for any function in place of its own, or from what is known of that one."""
+    written = _functions_in(rule)
+    if len(written) != 1 or not written <= INTERPRETED:
+        return FOR_ANY_FUNCTION
+    unknown = next(name for name in FUNCTIONS if name not in INTERPRETED)
+    return FOR_ANY_FUNCTION if prove(_about_function(rule, unknown)).proven else FOR_THIS_FUNCTION
+
+
 def stamp_of(rule: Rule, conditions: tuple[str, ...], method: str, version: str) -> str:
     """What a proof of these words is stamped with."""
     sides = [print_expressions(rule.left), print_expressions(rule.right)]
@@ -85,8 +97,8 @@ class Library:
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        """All rules, and those about `relu` also about every other function: no proof knows what a function is."""
-        return tuple(rule for entry in self.entries for rule in _of_each_function(entry.rule))
+        """All rules, and those about `relu` also about every other function where the proof knows nothing of it."""
+        return tuple(rule for entry in self.entries for rule in _of_each_function(entry))
 
     @cached_property
     def by_root(self) -> Mapping[str, tuple[Entry, ...]]:
@@ -119,15 +131,23 @@ class Library:
         save_rules(path, RuleFile(tuple(rules), operators_version()))
 
 
-def _of_each_function(rule: Rule) -> Iterator[Rule]:
+def _of_each_function(entry: Entry) -> Iterator[Rule]:
     """A rule about one function for each of them, under its own name where it is another one than is written."""
+    rule, written = entry.rule, _functions_in(entry.rule)
     yield rule
-    written = {expr.op for expr in operators_in(*rule.outputs) if expr.op in FUNCTIONS}
     activated = any(expr.param("act") in FUNCTIONS for expr in operators_in(*rule.outputs))
-    for name in FUNCTIONS if len(written) == 1 and not activated else ():
+    for name in FUNCTIONS if len(written) == 1 and not activated and entry.method == FOR_ANY_FUNCTION else ():
         if name not in written:
-            left, right = (tuple(_with_function(expr, name) for expr in side) for side in (rule.left, rule.right))
-            yield Rule(f"{rule.name}:{name}", left, right)
+            yield _about_function(rule, name)
+
+
+def _functions_in(rule: Rule) -> set[str]:
+    return {expr.op for expr in operators_in(*rule.outputs) if expr.op in FUNCTIONS}
+
+
+def _about_function(rule: Rule, name: str) -> Rule:
+    left, right = (tuple(_with_function(expr, name) for expr in side) for side in (rule.left, rule.right))
+    return Rule(f"{rule.name}:{name}", left, right)
 
 
 def _with_function(expr: Expr, name: str) -> Expr:

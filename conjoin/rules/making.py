@@ -23,7 +23,7 @@ from conjoin.rules.generator.vocabulary import (
     TASO,
     Vocabulary,
 )
-from conjoin.rules.library import Library, make_entry
+from conjoin.rules.library import Library, make_entry, method_of
 from conjoin.rules.parsing import print_expressions
 from conjoin.rules.patterns import Apply, Expr, Input, Rule, operators_in
 from conjoin.rules.text import parse_rule
@@ -69,7 +69,7 @@ def make_library(
     kept = [_named(rule) for rule in drop_derived(general, _MOST_DERIVED, progress, workers)]
     kept = _with_own_names(sorted(kept, key=lambda rule: rule.name))
     false = tuple(str(rule) for rule in kept if not _survives(rule))
-    entries = tuple(make_entry(rule, prove(rule).conditions, "definitions") for rule in kept)
+    entries = tuple(make_entry(rule, prove(rule).conditions, method_of(rule)) for rule in kept)
     return Made(Library(entries), found, len(proven.rules), proven.unproven, false)
 
 

@@ -14,9 +14,10 @@ import pytest
 from conjoin.errors import UsageError
 from conjoin.rules import library as room
 from conjoin.rules.definitions.calls import Call, Tensor
+from conjoin.rules.definitions.proving import prove
 from conjoin.rules.definitions.sums import Function, of
-from conjoin.rules.library import Library, find_operators_version, make_entry, operators_version
-from conjoin.rules.operators import BY_NAME, RuleOp
+from conjoin.rules.library import Library, find_operators_version, make_entry, method_of, operators_version
+from conjoin.rules.operators import BY_NAME, FUNCTIONS, RuleOp
 from conjoin.rules.text import parse_rule
 
 
@@ -159,3 +160,14 @@ def test_the_version_is_the_same_in_every_process() -> None:
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert found.stdout.strip() == operators_version()
+
+
+def test_what_is_known_of_a_function_is_not_said_of_others() -> None:
+    twice = parse_rule("twice", "relu(relu(x))", "relu(x)")
+    moved = parse_rule("moved", "relu(concat[axis=a](x, y))", "concat[axis=a](relu(x), relu(y))")
+    odd = parse_rule("odd", "square(neg(x))", "square(x)")
+    assert [method_of(rule) for rule in (twice, moved, odd)] == ["functions", "definitions", "functions"]
+    made = Library(tuple(make_entry(rule, (), method_of(rule)) for rule in (twice, moved, odd)))
+    names = {rule.name for rule in made.rules}
+    assert names == {"twice", "odd", "moved", *(f"moved:{name}" for name in FUNCTIONS if name != "relu")}
+    assert all(prove(rule).proven for rule in made.rules)

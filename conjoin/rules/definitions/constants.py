@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from conjoin.rules.definitions.calls import Call, Devices, Digits, Index, Tensor
+from conjoin.rules.definitions.dims import NotCovered
 from conjoin.rules.definitions.sums import Guard, Sum, average, constant, equal_to
 
 
@@ -19,6 +20,8 @@ def identity(call: Call) -> Tensor:
 
 
 def _equal(one: Digits, other: Digits) -> Guard:
+    if len(one) != len(other):
+        raise NotCovered("rows and columns are divided in different ways")
     return frozenset().union(*(equal_to(a, b) for a, b in zip(one, other, strict=True)))
 
 

@@ -121,6 +121,7 @@ class Dims:
         if first and second:
             self.unify(first[1], second[1])
             dim.product = (self.new(f"pieces of {dim.words}", sum=(first[0], second[0])), first[1])
+            self.assumed.append(f"{dim.words} is divided as its parts are")
 
     def _divide_pieces(self, devices: Dim, piece: Dim, parts: Dim) -> Dim:
         """Divide a dim that lies on several devices: each of them has as many of the parts."""
@@ -128,7 +129,9 @@ class Dims:
             piece.product = (self.new(f"{parts.words} on each device"), self.new(f"piece of {piece.words}"))
         if piece.product is None:
             raise NotCovered("a dim is both divided and concatenated")
-        self.unify(parts, self.new("all", product=(devices, piece.product[0])))
+        if parts.is_plain:
+            self.assumed.append(f"{parts.words} divides into {devices.find().words}")
+        self.unify(parts, self.new(f"all {parts.words}", product=(devices, piece.product[0])))
         return piece.product[1]
 
     def _divide_more(self, slow: Dim, fast: Dim, parts: Dim) -> Dim:

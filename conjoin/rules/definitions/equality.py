@@ -131,9 +131,9 @@ def _cancel_sizes(term: Term) -> Term:
         if not isinstance(factor, Size):
             others.append(factor)
             continue
-        count, parts = factor.size.factors()
+        count, unknown = factor.size.factors()
         coefficient *= Fraction(1, count) if factor.inverse else count
-        for size in parts:
+        for size in unknown:
             powers[size] += -1 if factor.inverse else 1
     sizes = [Size(size, power < 0) for size, power in powers.items() for _ in range(abs(power))]
     return replace(term, coefficient=coefficient, factors=(*others, *sizes))

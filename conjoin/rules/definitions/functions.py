@@ -27,6 +27,8 @@ def _squared(reading: Reading) -> Element:
 KNOWN: Mapping[str, Callable[[Reading], Element]] = {"square": _squared}
 """Functions that are made of sums and products."""
 _IDEMPOTENT = "relu"
+INTERPRETED = frozenset({*KNOWN, _IDEMPOTENT})
+"""All functions of which something is known: what is proven of them need not hold for others."""
 
 
 def known_better(factor: Factor) -> Factor:

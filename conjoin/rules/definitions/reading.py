@@ -153,7 +153,14 @@ class Reading:
             else:
                 assert isinstance(expr, Factors)
                 index.append(tuple(digit for name in expr.names for digit in places[name]))
+        self._check_digits(operand, index)
         return self.call.args[operand].at(tuple(index), devices)
+
+    def _check_digits(self, operand: int, index: list[Digits]) -> None:
+        """A dim may have been divided further after it was joined with another one."""
+        for dim, digits in zip(self.call.args[operand].dims, index, strict=True):
+            if len(self.call.dims.digits(dim)) != len(digits):
+                raise NotCovered("a dim that is a part of another is divided in another way")
 
     def inside(self, operand: int, places: Places) -> Guard:
         """Where windows do not read beyond an operand."""

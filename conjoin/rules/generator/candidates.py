@@ -46,6 +46,8 @@ class Reader:
         self.num_inputs = len(found.vocabulary.inputs)
         self._choice, self._left, self._right = nodes.choice.tolist(), nodes.left.tolist(), nodes.right.tolist()
         self._below: dict[int, frozenset[int]] = {}
+        self._whole: dict[int, tuple[Skeleton, Names]] = {}
+        """Smallest graphs as they are written, where nothing is cut: millions of candidates share them."""
         masks = found.values.masks(found.others) | found.values.mask[found.other_of]
         self._kept = np.flatnonzero(first_uses(found.vocabulary.inputs)[masks])
         self._splits = list(found.splits())
@@ -59,8 +61,8 @@ class Reader:
             (choices, whole), parts = self._splits[place - len(self._kept)]
             return Pair(tuple((choice, whole, -1) for choice in choices), parts)
         at, others = self._kept[place], self.found.others
-        graph = (int(others.choice[at]), int(others.left[at]), int(others.right[at]))
-        return Pair((graph,), (int(self.found.other_of[at]),))
+        graph = (others.choice.item(at), others.left.item(at), others.right.item(at))
+        return Pair((graph,), (self.found.other_of.item(at),))
 
     def below(self, value: int) -> frozenset[int]:
         """All values in the smallest graph of a value, itself among them, except inputs."""
@@ -81,6 +83,8 @@ class Reader:
         return Pair(pair.left, pair.right, left & right)
 
     def written(self, pair: Pair) -> tuple[Skeleton, Names]:
+        if not pair.cut:
+            return self._written_whole(pair)
         skeleton: list[int] = []
         places: list[int] = []
         for choice, left, right in pair.left:
@@ -92,6 +96,28 @@ class Reader:
             self._write(value, pair.cut, skeleton, places)
         names: dict[int, int] = {}
         return tuple(skeleton), tuple([names.setdefault(place, len(names)) for place in places])
+
+    def _written_whole(self, pair: Pair) -> tuple[Skeleton, Names]:
+        skeleton: Skeleton = ()
+        places: Names = ()
+        for choice, *operands in pair.left:
+            parts = [self._value_written(value) for value in operands if value >= 0]
+            skeleton = sum((part[0] for part in parts), (*skeleton, choice))
+            places = sum((part[1] for part in parts), places)
+        for value in pair.right:
+            part = self._value_written(value)
+            skeleton, places = skeleton + part[0], places + part[1]
+        names: dict[int, int] = {}
+        return skeleton, tuple([names.setdefault(place, len(names)) for place in places])
+
+    def _value_written(self, value: int) -> tuple[Skeleton, Names]:
+        known = self._whole.get(value)
+        if known is None:
+            skeleton: list[int] = []
+            places: list[int] = []
+            self._write(value, frozenset(), skeleton, places)
+            known = self._whole[value] = tuple(skeleton), tuple(places)
+        return known
 
     def _write(self, value: int, cut: frozenset[int], skeleton: list[int], places: list[int]) -> None:
         if value < self.num_inputs or value in cut:
