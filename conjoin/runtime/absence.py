@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conjoin.comm import leaves_early
+from conjoin.ir import Graph, Value, is_parallel, origin
+from conjoin.ops import At
 from conjoin.runtime.communicator import uncompiled
 
 
@@ -34,3 +37,19 @@ def join(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *oper
     if dtype.is_floating_point or dtype.is_complex:
         return _Joined.apply((shape, dtype, device), *operands)  # type: ignore[no-any-return, no-untyped-call]
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+def is_confined(graph: Graph) -> bool:
+    """Whether some node of a graph runs at one place of an axis only."""
+    return any(isinstance(placement, At) for node in graph.nodes for t in node.types for _, placement in t.layout)
+
+
+def find_leaving(graph: Graph) -> dict[Value, list[Value]]:
+    """For every value how it is read at places where it is not, in the order of reading."""
+    results = [value for value in (*graph.outputs, *(v for _, v in graph.updates)) if isinstance(value, Value)]
+    reads = [value for node in graph.nodes if not is_parallel(node) for value in node.inputs]
+    found: dict[Value, list[Value]] = {}
+    for value in (*reads, *results):
+        if leaves_early(origin(value).type.layout, value.type.layout):
+            found.setdefault(origin(value), []).append(value)
+    return found

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from conjoin.comm import Gradients, changes_places_between, leaves_early
+from conjoin.comm import Gradients, changes_places_between
 from conjoin.ir import (
     Graph,
     Leaf,
@@ -43,20 +43,19 @@ from conjoin.ops import (
     Kind,
     Layout,
     Split,
-    TensorType,
     bind_args,
     find_operator,
     make_layout,
     map_tensors,
     run_local,
-    run_whole,
     signature,
     space_of,
 )
-from conjoin.runtime.absence import join
+from conjoin.runtime.absence import find_leaving, is_confined, join
 from conjoin.runtime.bundles import Bundle
 from conjoin.runtime.communicator import uncompiled
 from conjoin.runtime.recomputing import SEGMENT, mark
+from conjoin.runtime.strides import drawn_strides, in_strides
 
 Function = Callable[..., Any]
 
@@ -134,8 +133,8 @@ class Emitter:
         self._strides: Mapping[Value, tuple[int, ...]] | None = None
         self._absent: dict[tuple[Value, Layout], tuple[fx.Node, ...]] = {}
         """Values of which this rank has nothing, with what their gradients go back to."""
-        self._leaving = _find_leaving(graph) if carriers is not None else {}
-        self._confined = bool(self._leaving) or _is_confined(graph)
+        self._leaving = find_leaving(graph) if carriers is not None else {}
+        self._confined = bool(self._leaving) or is_confined(graph)
         self._gradients = Gradients(graph) if self._confined or runs_again else None
         self._segment: int | None = None
         """Of what is to be run again in the backward pass, the number of the segment that is being emitted."""
@@ -359,7 +358,7 @@ class Emitter:
         target = make_layout((axis, Copies() if isinstance(p, Split | At) else p) for axis, p in layout)
         whole = part if target == layout else self.call(carriers.reshard(value, target), part)
         if self._strides is None:
-            self._strides = _drawn_strides(self.graph)
+            self._strides = drawn_strides(self.graph)
         return self.call(in_strides, whole, self._strides[value])
 
     def _moved(self, part: fx.Node, move: RegionMove | None) -> fx.Node:
@@ -371,59 +370,8 @@ class Emitter:
         return self.call(self.carriers.move(move), part)
 
 
-def _is_confined(graph: Graph) -> bool:
-    """Whether some node of a graph runs at one place of an axis only."""
-    return any(isinstance(placement, At) for node in graph.nodes for t in node.types for _, placement in t.layout)
-
-
-def _find_leaving(graph: Graph) -> dict[Value, list[Value]]:
-    """For every value how it is read at places where it is not, in the order of reading."""
-    results = [value for value in (*graph.outputs, *(v for _, v in graph.updates)) if isinstance(value, Value)]
-    reads = [value for node in graph.nodes if not is_parallel(node) for value in node.inputs]
-    found: dict[Value, list[Value]] = {}
-    for value in (*reads, *results):
-        if leaves_early(origin(value).type.layout, value.type.layout):
-            found.setdefault(origin(value), []).append(value)
-    return found
-
-
 def _holds_node(argument: Any) -> bool:
     return any(map(_holds_node, argument)) if isinstance(argument, tuple) else isinstance(argument, fx.Node)
-
-
-def in_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The same tensor in another order in memory."""
-    return x if x.stride() == strides else x.new_empty_strided(x.shape, strides).copy_(x)
-
-
-def _drawn_strides(graph: Graph) -> dict[Value, tuple[int, ...]]:
-    """For each operand of a random call the strides of a tensor that one device makes like it, asked without data."""
-    drawn = [value for node in graph.nodes if is_random(node.op, node.args) for value in node.inputs]
-    needed = {value.owner for value in drawn}
-    for node in reversed(graph.nodes):
-        if node in needed:
-            needed.update(value.owner for value in node.inputs)
-    made: dict[Value, Tensor] = {Value(leaf): _on_meta(leaf.type) for leaf in graph.leaves}
-    for node in graph.nodes:
-        if is_parallel(node):
-            made[Value(node)] = made.get(node.inputs[0], _on_meta(node.types[0]))
-        elif node in needed:
-            made.update(zip(node.outputs(), _run_on_meta(node, made), strict=True))
-    return {value: torch.empty_like(made[value]).stride() for value in drawn}
-
-
-def _run_on_meta(node: Node, made: Mapping[Value, Tensor]) -> Sequence[Tensor]:
-    """A call without data; what is opaque or has no such form makes tensors in the usual order."""
-    if node.inputs and node.spec is not None:
-        try:
-            return run_whole(node.call, [made[value] for value in node.inputs])
-        except NotImplementedError:
-            pass
-    return [_on_meta(type) for type in node.types]
-
-
-def _on_meta(type: TensorType) -> Tensor:
-    return torch.empty(type.shape, dtype=type.dtype, device="meta")
 
 
 def emit_program(

@@ -33,6 +33,8 @@ MAX_FORKS = 40
 """Kinds of forks that are tried, those with the most seconds first."""
 MIN_SHARE = 0.002
 """A branch with less than this part of the step is not worth a place."""
+MAX_SHARE = 0.9
+"""Nor is a fork of which one branch has more than this part."""
 
 
 def stand_at(layout: Layout, places: Places) -> Layout:
@@ -104,8 +106,10 @@ class _Placing:
         alike: dict[object, list[Fork]] = {}
         least = MIN_SHARE * self.current.seconds
         for fork in find_forks(self.skeleton):
-            worth = [branch for branch in fork.branches if self.seconds(branch, ()) > least]
-            if len(worth) > 1:
+            weighed = [(self.seconds(branch, ()), branch) for branch in fork.branches]
+            worth = [branch for seconds, branch in weighed if seconds > least]
+            longest, total = max(weighed)[0], sum(seconds for seconds, _ in weighed)
+            if len(worth) > 1 and longest < MAX_SHARE * total:
                 key = tuple(sorted(tuple(self.numbers[place] for place in branch) for branch in worth))
                 alike.setdefault(key, []).append(Fork(tuple(worth)))
         found = sorted(map(tuple, alike.values()), key=lambda forks: -sum(map(self._fork_seconds, forks)))[:MAX_FORKS]

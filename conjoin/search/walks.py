@@ -16,7 +16,7 @@ from math import exp
 from random import Random
 
 from conjoin.ir import rules_for
-from conjoin.ops import Partial, ShardingRule
+from conjoin.ops import At, Partial, ShardingRule
 from conjoin.search.contest import Contest, Entry, Outcome, Variant
 from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.settling import settle
@@ -34,6 +34,8 @@ MIN_PROPOSALS = 10
 """For each operator, before a walk may end because nothing better is found."""
 NUM_SAMPLES = 1000
 """Of random search."""
+AT_PLACE = 0.05
+"""How often an operator is proposed to run at one place of an axis only."""
 _MAX_PARTS = 3
 """Into how many runs of axes a proposal cuts the mesh at most: as many as the exact core has units."""
 
@@ -140,8 +142,17 @@ def propose(program: Program, rng: Random, axes: Sequence[str] = ()) -> Change |
     for run in _runs(axes or program.drafts.mesh.names, rng):
         rule = rng.choice(rules)
         drawn.update(dict.fromkeys(run, rule))
+    if not program.again and rng.random() < AT_PLACE:
+        axis = rng.choice(axes or program.drafts.mesh.names)
+        drawn[axis] = rule_at(program, operator, rng.randrange(program.drafts.mesh.sizes[axis]))
     change = make_change(program, operator, drawn)
     return change if change is not None and change.choice != program.choices[operator] else None
+
+
+def rule_at(program: Program, operator: int, place: int) -> ShardingRule:
+    """The way to run an operator at one place of an axis."""
+    found = program.skeleton.operators[operator]
+    return ShardingRule(None, (At(place),) * len(found.reads), (At(place),) * len(found.makes))
 
 
 def _rules(program: Program, operator: int) -> list[ShardingRule]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from conjoin.ir import Choice, LayoutError, choose, place, rules_for
-from conjoin.ops import Copies, Layout, ShardingRule, make_layout
+from conjoin.ops import At, Copies, Layout, ShardingRule, make_layout
 from conjoin.sim.program import Change, Program
 
 
@@ -35,5 +35,6 @@ def _stored(program: Program, operator: int, choice: Choice) -> dict[int, Layout
     for root, layout in zip(program.skeleton.operators[operator].reads, choice.operands, strict=True):
         leaf = roots[root].leaf
         if leaf is not None and leaf.trainable:
-            found[root] = make_layout((axis, p) for axis, p in layout if not isinstance(p, Copies))
+            left_out = (Copies,) if leaf.type.shape else (Copies, At)  # a single number is kept by all
+            found[root] = make_layout((axis, p) for axis, p in layout if not isinstance(p, left_out))
     return found

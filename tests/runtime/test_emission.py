@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from conjoin.ir import LayoutError, Mark, Plan, parse_graph
 from conjoin.runtime.communicator import Board, ThreadRanks
-from conjoin.runtime.emission import in_strides
+from conjoin.runtime.strides import in_strides
 from conjoin.runtime.threads import run_ranks
 from tests.runtime.hand_plans import MESH, by_hand, captured, module_on
 from tests.runtime.random_graphs import Sample, differences, on_one_device, on_ranks

@@ -1,47 +1,47 @@
 """Nodes that run at one place of an axis only, the others having nothing: any graph computes what one device does.
 
 As in `test_random_layouts`, but on each axis a node is at one random place half of the time, and so is what is stored.
-The plans of models by hand run on threads, and one of them on processes with Gloo.
+Then models with branches beside each other, on threads and on processes with Gloo: losses, gradients, bytes, clipping,
+checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
 from dataclasses import replace
+from math import inf
+from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
 
+from conjoin.comm import Traffic
 from conjoin.errors import PlanError
+from conjoin.frontends import capture
 from conjoin.ir import (
-    LeafKind,
-    Mark,
     Plan,
     check_plan,
-    choose,
     find_faults,
     find_layout_faults,
-    parallelize,
     parse_graph,
+    place,
     recompute_actions,
     sequential,
 )
-from conjoin.machine import Axis, Mesh
-from conjoin.ops import At, Split, make_layout
-from tests.runtime.hand_plans import captured
-from tests.runtime.random_graphs import (
-    MESHES,
-    Sample,
-    chain,
-    differences,
-    on_one_device,
-    on_ranks,
-    random_plan,
-    rules_at,
-)
+from conjoin.ops import At
+from conjoin.runtime import to_module
+from conjoin.runtime.checking import Case, verify_in_process
+from conjoin.runtime.communicator import Communicator
+from conjoin.runtime.pieces import Piece, full_state_dict
+from conjoin.runtime.threads import run_ranks
+from tests.runtime.branch_plans import Towers, branched, towers_batch, with_towers
+from tests.runtime.gloo_ranks import run_processes
+from tests.runtime.hand_plans import captured, module_on
+from tests.runtime.random_graphs import MESHES, Sample, chain, differences, on_one_device, on_ranks, random_plan
+from zoo.catalog import build
 
 BLOCKS, CHAINS = range(6), 8
 
@@ -49,6 +49,10 @@ BLOCKS, CHAINS = range(6), 8
 def check_runs(plan: Plan, sample: Sample) -> None:
     found = differences(plan, on_ranks(plan, sample), on_one_device(sample))
     assert not found, "\n".join([*found[:5], str(plan.mesh), str(plan.graph)])
+
+
+def is_confined(plan: Plan) -> bool:
+    return any(isinstance(p, At) for node in plan.graph.nodes for type in node.types for _, p in type.layout)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -62,72 +66,145 @@ def test_random_graphs_at_random_places_compute_what_one_device_does(block: int)
         assert sequential(plan.graph) == sample.graph
         assert parse_graph(str(plan.graph)) == plan.graph
         check_runs(plan, sample)
-        confined += any(isinstance(p, At) for node in plan.graph.nodes for t in node.types for _, p in t.layout)
+        confined += is_confined(plan)
     assert confined > CHAINS // 2
 
 
-class Towers(nn.Module):
-    """Two towers on one input, with dropout and batch norm, and a head over both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
-        self.right = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Dropout(0.25), nn.Linear(10, 4))
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        both = torch.cat([self.left(x), self.right(x)], 1)
-        return nn.functional.cross_entropy(self.head(both), y)
+MODELS = [
+    ("inception-v3:tiny", 2, "data-parallel", ("d0",)),
+    ("inception-v3:tiny", 4, "data-parallel", ("d1",)),
+    ("dlrm:tiny", 2, "data-parallel", ("d0",)),
+    ("dlrm:tiny", 4, "data-parallel", ("d0",)),
+    ("dlrm:tiny", 4, "table-parallel", ("d0", "d1")),
+    ("candle-uno:tiny", 4, "megatron:tp=2,dp=2", ("d0",)),
+]
 
 
-MESH = Mesh((Axis("x", 2), Axis("y", 2)))
+@pytest.mark.parametrize(("name", "num_devices", "strategy", "axes"), MODELS, ids=lambda v: str(v))
+def test_models_with_branches_beside_each_other_train_as_on_one_device(
+    name: str, num_devices: int, strategy: str, axes: tuple[str, ...]
+) -> None:
+    model, batch, loss = build(name)
+    graph = capture(model, batch, loss)
+    plan = branched(graph, num_devices, strategy, axes)
+    verdict = verify_in_process(Case(plan, graph, model, batch), 2)
+    assert verdict.worst < 1e-9, [str(difference) for difference in verdict.differences[:5]]
 
 
-def _tower_of(names: Iterable[str]) -> str | None:
-    found = {name.split(".")[0] for name in names} & {"left", "right"}
-    return found.pop() if len(found) == 1 else None
-
-
-def towers(stored_at: bool = True, inner: bool = True) -> tuple[Plan, Sample]:
-    """Each tower at its place of axis x, its batch split along y; the head reads copies along x."""
+def towers() -> tuple[Plan, Sample]:
     torch.manual_seed(0)
-    sample = captured(Towers(), (torch.randn(8, 6), torch.randint(3, (8,))))
-    graph = sample.graph
-    towers: dict[Any, str] = {}
-    for node in graph.nodes:
-        made = [towers[v.owner] for v in node.inputs if v.owner in towers]
-        read = [v.owner.name for v in node.inputs if hasattr(v.owner, "kind") and v.owner.kind is not LeafKind.INPUT]
-        tower = _tower_of(read) or (made[0] if made and len(set(made)) == 1 else None)
-        if tower is not None and node.types[0].shape:
-            towers[node] = tower
-    at = {"left": At(0), "right": At(1)}
-    choices, leaves = {}, {}
-    for node, tower in towers.items():
-        rules = {"x": rules_at(node, 2)[at[tower].place]}
-        known = [r for r in _rules(node) if r.index and r.outputs[0] == Split(0) and r.operands[0] == Split(0)]
-        whole = "batch_norm" in node.op
-        choices[node] = choose({**rules, **({"y": known[0]} if known and inner and not whole else {})})
-    for leaf in graph.leaves:
-        tower = _tower_of([leaf.name])
-        if tower is not None and leaf.type.shape and stored_at:
-            leaves[leaf] = make_layout([("x", at[tower])])
-    updates = {name: value for name, value in graph.updates}
-    assert len(updates) == 3
-    mark = Mark("towers", "")
-    return check_plan(Plan(parallelize(graph, leaves, choices), MESH, mark, mark, "by hand")), sample
+    sample = captured(Towers(), towers_batch())
+    return with_towers(sample.graph, 4), sample
 
 
-def _rules(node: Any) -> Any:
-    from conjoin.ir import plain_call, rules_for
+def train(communicator: Communicator, plan: Plan, sample: Sample) -> tuple[list[float], dict[str, Tensor]]:
+    """Two clipped steps: losses and norms, and the whole state after them."""
+    module = module_on(plan, sample, communicator, exact_seed=3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = module(*sample.inputs)
+        loss.backward()
+        norm = module.clip_grad_norm_(0.5, inf if step else 2.0)
+        optimizer.step()
+        losses += [loss.item(), norm.item()]
+    return losses, full_state_dict(module, everywhere=True)
 
-    return rules_for(plain_call(node), len(node.types))
+
+def train_alone(sample: Sample) -> tuple[list[float], dict[str, Tensor]]:
+    """The same on one device, by torch alone."""
+    module = to_module(sample.graph, copy.deepcopy(sample.model))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    torch.manual_seed(3)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = module(*sample.inputs)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5, inf if step else 2.0)
+        optimizer.step()
+        losses += [loss.item(), norm.item()]
+    return losses, module.state_dict()
 
 
-@pytest.mark.parametrize("stored_at", [True, False])
-@pytest.mark.parametrize("inner", [True, False])
-def test_towers_at_their_places_train_as_on_one_device(stored_at: bool, inner: bool) -> None:
-    plan, sample = towers(stored_at, inner)
-    check_runs(plan, sample)
+def test_towers_train_alike_on_processes_and_threads_and_in_other_plans(tmp_path: Path) -> None:
+    plan, sample = towers()
+    assert is_confined(plan) and any(len(place(n, plan.mesh).at) for n in plan.graph.nodes if "linear" in n.op)
+    losses, state = train_alone(sample)
+    for found in (
+        run_ranks(plan.mesh, lambda ranks: train(ranks, plan, sample)),
+        run_processes(plan.mesh, lambda ranks: train(ranks, plan, sample), tmp_path),
+    ):
+        for mine, whole in found:
+            assert mine == pytest.approx(losses, rel=1e-9)
+            assert whole.keys() == state.keys()
+            for name, tensor in whole.items():
+                torch.testing.assert_close(tensor, state[name], rtol=1e-9, atol=1e-12)
+
+
+def test_the_bytes_of_branches_are_foretold_for_every_rank() -> None:
+    plan, sample = towers()
+
+    def one_step(communicator: Communicator) -> int:
+        module = module_on(plan, sample, communicator)
+        torch.manual_seed(0)
+        module(*sample.inputs).backward()
+        return communicator.bytes_sent
+
+    traffic = Traffic(plan)
+    nodes = [node for node in plan.graph.nodes if not node.op.startswith("conjoin::")]
+    transfers = traffic.at_start(nodes)
+    for node in nodes:
+        placed = place(node, plan.mesh)
+        transfers += [*traffic.before_node(node, placed), *traffic.after_node(node, placed)]
+    for value in (*plan.graph.outputs, *(value for _, value in plan.graph.updates)):
+        transfers += traffic.before(value)  # type: ignore[arg-type]
+    told = [sum(c.sent[rank] for t in transfers for c in t.collectives) for rank in range(plan.mesh.size)]
+    assert run_ranks(plan.mesh, one_step) == told
+    assert len({*told}) > 1, "places send unlike amounts"
+
+
+def test_what_another_place_keeps_is_no_burden_here() -> None:
+    plan, sample = towers()
+
+    def held(communicator: Communicator) -> tuple[list[str], list[str]]:
+        module = module_on(plan, sample, communicator)
+        state = module.state_dict()
+        empty = [name for name, p in module.named_parameters() if not p.numel()]
+        assert all(isinstance(state[name], Piece) for name in empty)
+        return empty, [name for name, value in state.items() if isinstance(value, Piece)]
+
+    found = run_ranks(plan.mesh, held)
+    mine = {name.split(".")[0] for name in found[0][0]}, {name.split(".")[0] for name in found[-1][0]}
+    assert mine == ({"right"}, {"left"})
+    assert all(pieces == found[0][1] for _, pieces in found), "all ranks call the same tensors pieces"
+
+
+def test_a_checkpoint_of_branches_is_read_by_another_plan(tmp_path: Path) -> None:
+    plan, sample = towers()
+    other = with_towers(sample.graph, 2)
+
+    def save(communicator: Communicator) -> dict[str, Tensor]:
+        module = module_on(plan, sample, communicator)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(3.0)
+        dcp.save(module.state_dict(), checkpoint_id=tmp_path / "saved")
+        return full_state_dict(module, everywhere=True)
+
+    def load(communicator: Communicator) -> dict[str, Tensor]:
+        module = module_on(other, sample, communicator)
+        state = module.state_dict()
+        dcp.load(state, checkpoint_id=tmp_path / "saved")
+        module.load_state_dict(state)
+        return full_state_dict(module, everywhere=True)
+
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    wanted = run_processes(plan.mesh, save, tmp_path / "one")[0]
+    for whole in run_processes(other.mesh, load, tmp_path / "two"):
+        assert all(torch.equal(whole[name], tensor) for name, tensor in wanted.items())
 
 
 def test_what_others_pass_by_is_not_run_again() -> None:
