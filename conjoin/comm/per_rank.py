@@ -34,6 +34,9 @@ class PerRank:
             return PerRank((self.values[0] + other.values[0],), self.num_ranks)
         return PerRank(tuple(self[rank] + other[rank] for rank in range(self.num_ranks)), self.num_ranks)
 
+    def __mul__(self, times: int) -> PerRank:
+        return PerRank(tuple(times * value for value in self.values), self.num_ranks)
+
     @property
     def largest(self) -> int:
         return max(self.values)

@@ -80,6 +80,7 @@ class Traffic:
         bundles = find_bundles(plan.graph, plan.mesh, regathered_parameters(plan))
         self._bundles = {entry: bundle for bundle in bundles for entry in bundle.entries}
         self._there: set[Entry] = set()
+        self._steps = plan.accumulation.steps if plan.accumulation is not None else 1
         operators, spans = operators_of(plan.graph), recomputed(plan, self._gradients)
         self._again = {node for first, last in spans for node in operators[first : last + 1]}
         """What the backward pass runs again."""
@@ -104,7 +105,8 @@ class Traffic:
         bundle = self._bundles.get((root, layout))
         self._there.update(((root, layout),) if bundle is None else bundle.entries)
         moved = self._reshard(root, layout) if bundle is None else self._bundle(bundle)
-        return [moved] if moved.collectives else []
+        once = bundle is not None and not bundle.kind.gathers  # summed up after the last micro-batch
+        return [moved if once else self._repeated(moved)] if moved.collectives else []
 
     def before_node(self, node: Node, placed: Placed) -> list[Transfer]:
         """What moves so that a node can read its operands."""
@@ -174,7 +176,14 @@ class Traffic:
             for direction, sent in ways
             if sent.largest
         ]
-        return [Transfer((origin(value),), None, tuple(found))] if found else []
+        return [self._repeated(Transfer((origin(value),), None, tuple(found)))] if found else []
+
+    def _repeated(self, transfer: Transfer) -> Transfer:
+        """What moves as often as there are micro-batches."""
+        if self._steps == 1:
+            return transfer
+        every = (replace(c, sent=c.sent * self._steps) for c in transfer.collectives)
+        return replace(transfer, collectives=tuple(every))
 
 
 def _twice(transfer: Transfer) -> Transfer:

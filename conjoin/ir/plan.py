@@ -14,6 +14,7 @@ from conjoin.ir.files import read_json, write_file
 from conjoin.ir.graph import Graph
 from conjoin.ir.json_form import fingerprint
 from conjoin.ir.limits import MAX_ITEMS
+from conjoin.ir.micro_batches import Accumulation, check_accumulation
 from conjoin.ir.nodes import LeafKind
 from conjoin.ir.parallel_verifier import find_layout_faults
 from conjoin.ir.parser import parse_graph
@@ -97,6 +98,8 @@ class Plan:
     stages: tuple[tuple[str, tuple[int, ...]], ...] = field(default=())
     """Pipeline stages and the ranks of each; none is one stage of all ranks."""
     schedule: str | None = None
+    accumulation: Accumulation | None = None
+    """The graph is that of a micro-batch, several of which make up a step; None where it is that of the whole batch."""
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file."""
@@ -121,7 +124,16 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "memory": [{"action": action.action, "tensor": action.tensor} for action in plan.memory],
         "substitutions": [{"name": s.name, "where": s.where, "proof": s.proof} for s in plan.substitutions],
         "predictions": dict(plan.predictions),
+        **({} if plan.accumulation is None else {"accumulate": _accumulation_to_json(plan.accumulation)}),
         "graph": str(plan.graph).splitlines(),
+    }
+
+
+def _accumulation_to_json(accumulation: Accumulation) -> dict[str, Any]:
+    return {
+        "steps": accumulation.steps,
+        "cut": list(accumulation.cut),
+        "whole": [{"input": name, "of": other} for name, other in accumulation.whole],
     }
 
 
@@ -140,7 +152,7 @@ def check_plan(plan: Plan) -> Plan:
     """The plan itself when it is legal; otherwise PlanError lists every fault."""
     faults = find_faults(plan.graph) or find_layout_faults(plan.graph, plan.mesh)
     if not faults:
-        _check_segments(plan)
+        _check_memory(plan)
         return plan
     listed = "\n".join(f"  {fault}" for fault in faults[:_SHOWN])
     more = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
@@ -151,16 +163,18 @@ def check_plan(plan: Plan) -> Plan:
     )
 
 
-def _check_segments(plan: Plan) -> None:
+def _check_memory(plan: Plan) -> None:
     try:
         segments = recomputed_segments(plan)
+        if plan.accumulation is not None:
+            check_accumulation(plan.graph, plan.accumulation)
         places = [p for node in plan.graph.nodes for type in node.types for _, p in type.layout if isinstance(p, At)]
-        if segments and places:
+        if places and (segments or plan.accumulation is not None):
             raise ValueError(f"{len(places)} tensors are made at one place of an axis only, and others would wait")
     except ValueError as error:
         raise PlanError(
-            f"The plan of {plan.model.name} recomputes what it cannot: {error}. Its memory actions were edited, or are "
-            f"those of another graph. Correct them or leave them out."
+            f"The plan of {plan.model.name} saves memory in a way that it cannot: {error}. Its memory actions or "
+            f"micro-batches were edited, or are those of another graph. Correct them or make the plan again."
         ) from None
 
 
@@ -193,7 +207,7 @@ def plan_from_json(data: Any) -> Plan:
 
 _KEYS = frozenset({
     "format", "version", "strategy", "model", "machine", "mesh", "stages", "schedule", "memory", "substitutions",
-    "predictions", "graph",
+    "predictions", "graph", "accumulate",
 })  # fmt: skip
 
 
@@ -213,7 +227,21 @@ def _load(data: dict[str, Any]) -> Plan:
         memory=_actions(_items(data, "memory"), graph),
         substitutions=tuple(_substitution(entry) for entry in _items(data, "substitutions")),
         predictions=_figures(data["predictions"]),
+        accumulation=_accumulation(data["accumulate"], graph) if "accumulate" in data else None,
     )
+
+
+def _accumulation(entry: Any, graph: Graph) -> Accumulation:
+    match entry:
+        case {"steps": int(steps), "cut": list(cut), "whole": list(whole), **rest} if not rest:
+            pass
+        case _:
+            raise ValueError(f"{str(entry)[:60]} does not say how many micro-batches there are of what")
+    names = tuple(_text(name, "an input") for name in cut)
+    pairs = [_fields(pair, ("input", "of")) for pair in whole]
+    made = Accumulation(steps, names, tuple((name, other) for name, other in pairs))
+    check_accumulation(graph, made)
+    return made
 
 
 def _items(data: Mapping[str, Any], key: str) -> list[Any]:

@@ -104,6 +104,8 @@ class Explanation:
     memory: tuple[tuple[str, int], ...]
     """Memory actions, and to how many tensors each is done."""
     substitutions: tuple[tuple[str, int], ...]
+    num_micro_batches: int
+    """One after the other; the operators are those of one, what is sent is that of all."""
     start: tuple[Shipment, ...]
     operators: tuple[Operator, ...]
     results: tuple[Shipment, ...]
@@ -164,6 +166,7 @@ class Explanation:
             "stored_bytes": self.stored_bytes,
             "memory": dict(self.memory),
             "num_regathered": self.num_regathered,
+            "num_micro_batches": self.num_micro_batches,
             "num_recomputed": self.num_recomputed,
             "substitutions": dict(self.substitutions),
             "num_operators": len(self.operators),
@@ -252,6 +255,7 @@ def explain(plan: Plan) -> Explanation:
         stored_bytes=sum_per_rank((held_bytes(leaf.type, plan.mesh) for leaf in parameters), plan.mesh.size).largest,
         memory=_count(action.action for action in plan.memory),
         substitutions=_count(substitution.name for substitution in plan.substitutions),
+        num_micro_batches=plan.accumulation.steps if plan.accumulation is not None else 1,
         start=start,
         operators=operators,
         results=_shipments((t for value in results for t in traffic.before(value)), graph),

@@ -32,6 +32,7 @@ def explanation_summary(found: Explanation) -> list[str]:
         ("operators", str(len(found.operators))),
         ("parameters", f"{stored} stored per rank, {whole} whole"),
         *((action, _memory_text(action, count, found)) for action, count in found.memory),
+        ("micro-batches", str(found.num_micro_batches) if found.num_micro_batches > 1 else ""),
         ("rewritten", ", ".join(f"{name} × {count}" for name, count in found.substitutions)),
         ("sent", f"{_amount(found.sent())} in a step"),
     ]

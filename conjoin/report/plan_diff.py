@@ -141,6 +141,7 @@ def _making(plan: Plan) -> dict[str, str]:
         "mesh": mesh or "one device",
         "model": f"{plan.model.name} {plan.model.fingerprint}",
         "machine": f"{plan.machine.name} {plan.machine.fingerprint}",
+        "micro-batches": str(plan.accumulation.steps if plan.accumulation is not None else 1),
         "mode": "train" if plan.graph.training else "eval",
         **{f"{s.name} at {s.where}": "applied" for s in plan.substitutions},
     }

@@ -53,6 +53,7 @@ class _Hold(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: _Ticket, *stored: Tensor) -> tuple[Tensor, ...]:
         ctx.ticket = ticket
+        ctx.set_materialize_grads(False)  # what is summed up at the end of all micro-batches gives none here
         return tuple(x.view_as(x) for x in stored)
 
     @staticmethod
@@ -70,6 +71,9 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.ticket.again = None
+        if ctx.bundle.defers:
+            ctx.bundle.put_off(gradients)
+            return None, None, *(None for _ in gradients)
         ctx.bundle.settle_earlier()
         work, made = ctx.bundle.mover.start_back(gradients)
         ctx.ticket.works.append(work)
@@ -96,6 +100,23 @@ class Bundle:
         self.ticket = _Ticket()
         self.before: Bundle | None = None
         self.after: Bundle | None = None
+        self.defers = False
+        """Whether gradients of several micro-batches are added up, and summed over the ranks at the end."""
+        self._put_off: list[Tensor] = []
+
+    def defer(self) -> None:
+        """Sum gradients over the ranks when all micro-batches are done, where that needs no more memory than each."""
+        self.defers = isinstance(self.mover, Reducing)
+
+    def put_off(self, gradients: Sequence[Tensor]) -> None:
+        """The gradients of a micro-batch."""
+        pairs = zip(self._put_off, gradients, strict=True)
+        self._put_off = [mine + more for mine, more in pairs] if self._put_off else list(gradients)
+
+    def sum_up(self) -> tuple[Work, tuple[Tensor, ...]] | None:
+        """Start to sum up what was put off; None where there is nothing."""
+        gradients, self._put_off = self._put_off, []
+        return self.mover.start_back(gradients) if gradients else None
 
     def hold(self, *stored: Tensor) -> tuple[Tensor, ...]:
         """The parameters as stored; in backward the wait for their gradients."""

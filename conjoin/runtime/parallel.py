@@ -20,12 +20,14 @@ from conjoin.ir import (
     Region,
     RegionMove,
     Value,
+    calling_graph,
     plan_fingerprint,
     regathered_parameters,
     region_of,
     region_shape,
 )
 from conjoin.ops import Layout
+from conjoin.runtime.accumulating import Gradients, MicroBatches, Run, accumulate, add_to
 from conjoin.runtime.bundles import Bundle, Dropping, make_bundles
 from conjoin.runtime.calling import Calling
 from conjoin.runtime.carriers import carry_move, carry_reshard, prepare_move
@@ -89,7 +91,7 @@ _HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 """What a module has in common with the root of its store."""
 _MADE = (
     "plan", "communicator", "store", "code", "_program", "_carriers", "_begin", "_calling", "_regions", "_slots",
-    "_targets",
+    "_targets", "_micro", "_kept",
 )  # fmt: skip
 """What a module makes of its plan."""
 
@@ -109,6 +111,10 @@ class ParallelModule(nn.Module):
         name = f"{plan.graph.name} {plan_fingerprint(plan)[:12]} @{communicator.rank}"
         program, code = _compiled(plan, kept, carriers, name)
         inputs = plan.graph.leaves_of(LeafKind.INPUT)
+        accumulation = plan.accumulation
+        if accumulation is not None:
+            for bundle in carriers.bundles:
+                bundle.defer()
         # past `__setattr__`: a submodule of the user's may have any of these names
         self.__dict__.update(
             plan=plan,
@@ -118,7 +124,10 @@ class ParallelModule(nn.Module):
             _program=program,
             _carriers=carriers,
             _begin=uncompiled(carriers.streams.begin),
-            _calling=Calling(plan.graph),
+            _calling=Calling(plan.graph if accumulation is None else calling_graph(plan.graph, accumulation)),
+            _micro=accumulation
+            and MicroBatches(plan, accumulation, communicator.rank, in_order=exact_seed is not None),
+            _kept=kept,
             _regions=tuple(region_of(x.type.shape, x.type.layout, plan.mesh, communicator.rank) for x in inputs),
             _slots=tuple(store.slot(leaf) for leaf in kept),
             _targets=tuple(store.slots_of_buffer(name) for name, _ in plan.graph.updates),
@@ -128,6 +137,8 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass: the batch as captured, whole or this rank's part of it; the loss is that of the whole."""
+        if self._micro is not None:
+            return self._accumulate(self._calling.arrange(args, kwargs), self._micro)
         inputs = self._local(self._calling.arrange(args, kwargs))
         device = inputs[0].device if inputs else self.store.device
         self._begin(device)
@@ -137,6 +148,42 @@ class ParallelModule(nn.Module):
         count = len(self.plan.graph.outputs)
         self._write_back(results[count:])
         return self._calling.results(list(results[:count]))
+
+    def _accumulate(self, given: list[Tensor], micro: MicroBatches) -> Any:
+        """A step in micro-batches, which is over when its loss is there but for handing out the gradients."""
+        device = given[0].device if given else self.store.device
+        batches = micro.of(given)
+        self._begin(device)
+        state = [self.store.read(slot, device) for slot in self._slots]
+        parameters = {leaf: x for leaf, x in zip(self._kept, state, strict=True) if x is not None and x.requires_grad}
+        number = self.plan.graph.loss
+        assert number is not None
+
+        def compute(inputs: list[Tensor]) -> Tensor:
+            with self._dropping():
+                found: Tensor = self._program(self, state, device, *inputs)[number]
+            return found
+
+        run = Run(
+            lambda: [partial(compute, inputs) for inputs in batches],
+            tuple(parameters.values()),
+            partial(self._sum_up, {leaf: place for place, leaf in enumerate(parameters)}),
+        )
+        loss = accumulate(run)
+        outputs = [loss if isinstance(value, Value) else value for value in self.plan.graph.outputs]
+        return self._calling.results(outputs)
+
+    def _sum_up(self, places: Mapping[Leaf, int], gradients: Gradients) -> None:
+        """Sum over the ranks what bundles have put off."""
+        started = [(bundle, bundle.sum_up()) for bundle in self._carriers.bundles if bundle.defers]
+        for bundle, found in started:
+            if found is not None:
+                found[0].wait()
+                for (root, _), gradient in zip(bundle.entries, found[1], strict=True):
+                    assert isinstance(root.owner, Leaf)
+                    more: Gradients = [None] * len(gradients)
+                    more[places[root.owner]] = gradient
+                    add_to(gradients, more)
 
     def _local(self, inputs: list[Tensor]) -> list[Tensor]:
         leaves = self.plan.graph.leaves_of(LeafKind.INPUT)
@@ -246,5 +293,7 @@ class ParallelModule(nn.Module):
     _regions: tuple[Region, ...]
     _slots: tuple[Slot | str, ...]
     _targets: tuple[tuple[Slot, ...], ...]
+    _micro: MicroBatches | None
+    _kept: tuple[Leaf, ...]
     communicator: Communicator
     store: Store

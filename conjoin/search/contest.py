@@ -14,6 +14,7 @@ from time import perf_counter, process_time
 
 from conjoin.ir import (
     REGATHER,
+    Accumulation,
     Graph,
     Mark,
     MemoryAction,
@@ -72,11 +73,20 @@ class Variant:
     graph: Graph
     skeleton: Skeleton
     substitutions: tuple[Substitution, ...] = ()
+    accumulation: Accumulation | None = None
+    """Where the graph is that of a micro-batch."""
+
+    @property
+    def steps(self) -> int:
+        """Micro-batches in a step."""
+        return 1 if self.accumulation is None else self.accumulation.steps
 
 
-def make_variant(graph: Graph, substitutions: tuple[Substitution, ...] = ()) -> Variant:
+def make_variant(
+    graph: Graph, substitutions: tuple[Substitution, ...] = (), accumulation: Accumulation | None = None
+) -> Variant:
     """The variant that a graph without layouts is."""
-    return Variant(graph, take_graph_apart(graph)[0], substitutions)
+    return Variant(graph, take_graph_apart(graph)[0], substitutions, accumulation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +255,7 @@ class Contest:
         skeleton, layouts, mesh = entry.variant.skeleton, entry.layouts, self.machine.mesh
         drafts = new_drafts(skeleton, layouts, mesh, self.prices)
         drafts = self._drafts.setdefault(drafts.classes, drafts)
-        return simulate_layouts(skeleton, layouts, drafts, entry.regathered, entry.segments)
+        return simulate_layouts(skeleton, layouts, drafts, entry.regathered, entry.segments, entry.variant.steps)
 
     def enter(self, entry: Entry) -> Outcome:
         """Judge an entry; it becomes the best where it fits and is faster."""
@@ -281,7 +291,7 @@ class Contest:
     def enter_plan(self, plan: Plan) -> Outcome:
         """Judge a plan that somebody made."""
         skeleton, layouts = take_apart(plan)
-        variant = Variant(plan.graph, skeleton, plan.substitutions)
+        variant = Variant(plan.graph, skeleton, plan.substitutions, plan.accumulation)
         entry = Entry(plan.strategy, variant, layouts, regathered_parameters(plan), recomputed_segments(plan), plan)
         return self.enter(entry)
 
@@ -306,6 +316,7 @@ def plan_of(outcome: Outcome, captured: Graph, machine: Machine) -> Plan:
         strategy=entry.name,
         memory=(*regathered, *recompute_actions(graph, entry.segments)),
         substitutions=entry.variant.substitutions,
+        accumulation=entry.variant.accumulation,
         predictions=(("seconds_per_step", outcome.seconds), ("peak_bytes", float(outcome.peak_bytes or 0))),
     )
     return check_plan(plan)

@@ -7,7 +7,8 @@
    over choices that agree with the entry on one unit at least; from what is found on, as long as that helps.
 3. *Memory.* Where nothing fits, a byte is given a price, which is raised until something does, and lowered again
    while it still fits: the Lagrangian of the memory limit. Besides, the fastest of what does not fit is relieved: some
-   of it is run again in the backward pass (`relieving.py`).
+   of it is run again in the backward pass (`relieving.py`), and steps are taken in micro-batches
+   (`micro_batches.py`).
 
 Variants are what named strategies rewrite and what substitutions give (`variants.py`). Since the layouts of a variant
 are solved exactly, the best variant is found together with its best layouts, never before.
@@ -30,6 +31,7 @@ from conjoin.search.exact.choices import OperatorSeconds
 from conjoin.search.exact.problem import Impossible, Objective, Problem, Space
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
 from conjoin.search.exact.units import Units, cuts, kinds_text, natural_units, neighbours, splits
+from conjoin.search.micro_batches import enter_strategies, micro_variants
 from conjoin.search.placing_branches import without_places
 from conjoin.search.relieving import relieve
 from conjoin.search.rewrites import Backtracking, Way
@@ -82,10 +84,12 @@ class JointSearch:
         self._heavy += [start for start in self.starts if _peak(start) > self.contest.capacity]
         self._relieve()
         if mesh.size == 1:
+            self._accumulate()
             self._rewrite_alone()
             return
         tight = self.contest.smallest is not None
         if tight and (self.contest.best is None or self.contest.best.entry.segments):
+            self._accumulate()
             self._fit(self.cuts())
             self._relieve()
         self._go_through(self.cuts(), OVERLAPS)
@@ -110,6 +114,30 @@ class JointSearch:
             if self.contest.best is None or outcome.seconds < self.contest.best.seconds:
                 self.contest.check(f"{outcome.entry.name}, some of it run again")
                 relieve(self.contest, outcome)
+
+    def _accumulate(self) -> None:
+        """Where memory is short, take the step in more and more micro-batches, as long as one of them is any faster."""
+        best = self.contest.best
+        if best is not None and not best.entry.segments:
+            return
+        for variant in micro_variants(self.contest):
+            found = enter_strategies(self.contest, variant)
+            solved = (self._solve(variant, units) for units in self.cuts())
+            found += [outcome for outcome in solved if outcome is not None]
+            self._heavy += [outcome for outcome in found if _peak(outcome) > self.contest.capacity]
+            self._relieve()
+            if all(outcome.peak_bytes is None for outcome in found):
+                return
+
+    def _solve(self, variant: Variant, units: Units) -> Outcome | None:
+        """Enter the layouts of a variant with the least sum on units."""
+        self.contest.check(f"{shown(units)} devices, {variant.steps} micro-batches")
+        problem = self.problem(variant, units, self.objective(OVERLAPS[0], self._price))
+        if problem is None:
+            return None
+        layouts, regathered = problem.layouts(problem.solve())
+        name = f"joint search, {shown(units)}, {variant.steps} micro-batches"
+        return self.contest.enter(Entry(name, variant, layouts, regathered))
 
     def _go_through(self, some: Iterable[Units], overlaps: Sequence[float]) -> bool:
         """Try units that were not tried; whether a better plan or a lower sum was found."""

@@ -74,9 +74,10 @@ def place_branches(contest: Contest, until: float) -> Outcome | None:
 
     It is not entered: what starts from the best entry may know layouts without places only.
     """
-    if contest.best is None or contest.mesh.size == 1 or contest.best.entry.segments:
+    best = contest.best
+    if best is None or contest.mesh.size == 1 or best.entry.segments or best.entry.variant.steps > 1:
         return None
-    start = as_variant(contest.best)
+    start = as_variant(best)
     work = _Placing(contest, start)
     for kind in work.kinds():
         for axes in work.axes_for(kind[0]):

@@ -18,7 +18,7 @@ def variants_of(graph: Graph, starts: Iterable[Outcome]) -> tuple[Variant, ...]:
     found: dict[str, Variant] = {}
     whole = expanded(graph)
     entered = [as_variant(outcome).entry.variant for outcome in starts]
-    rewritten = [expanded(variant.graph, variant.substitutions) for variant in entered if variant.substitutions]
+    rewritten = [expanded(v.graph, v.substitutions) for v in entered if v.substitutions and v.steps == 1]
     for other, substitutions in ((graph, ()), whole, *rewritten):
         name = fingerprint(other, constants=False)
         if name not in found and len(found) < _MAX_VARIANTS:
@@ -40,5 +40,6 @@ def as_variant(outcome: Outcome) -> Outcome:
     entry = outcome.entry
     if entry.plan is None:
         return outcome
-    variant = make_variant(sequential(entry.plan.graph), entry.plan.substitutions)
+    plan = entry.plan
+    variant = make_variant(sequential(plan.graph), plan.substitutions, plan.accumulation)
     return replace(outcome, entry=replace(entry, variant=variant, plan=None))

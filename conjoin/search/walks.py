@@ -142,7 +142,7 @@ def propose(program: Program, rng: Random, axes: Sequence[str] = ()) -> Change |
     for run in _runs(axes or program.drafts.mesh.names, rng):
         rule = rng.choice(rules)
         drawn.update(dict.fromkeys(run, rule))
-    if not program.again and rng.random() < AT_PLACE:
+    if not program.again and program.steps == 1 and rng.random() < AT_PLACE:
         axis = rng.choice(axes or program.drafts.mesh.names)
         drawn[axis] = rule_at(program, operator, rng.randrange(program.drafts.mesh.sizes[axis]))
     change = make_change(program, operator, drawn)

@@ -48,10 +48,17 @@ class Around:
     before_back: dict[int, Fragment] = field(default_factory=dict)
     after_back: dict[int, Fragment] = field(default_factory=dict)
     num_events: int = 0
+    at_end: Fragment = ()
+    """After the last micro-batch."""
 
 
-def schedule_bundles(bundles: Sequence[ParameterBundle], uses: Mapping[Entry, Use], drafts: Drafts) -> Around:
-    """All fragments of all bundles, by the operator they stand before or after."""
+def schedule_bundles(
+    bundles: Sequence[ParameterBundle], uses: Mapping[Entry, Use], drafts: Drafts, at_end: bool = False
+) -> Around:
+    """All fragments of all bundles, by the operator they stand before or after.
+
+    Gradients of what is stored whole are summed up `at_end` where there are several micro-batches.
+    """
     around = Around()
     chains: dict[BundleKind, list[_Bundle]] = {}
     for bundle in bundles:
@@ -65,7 +72,9 @@ def schedule_bundles(bundles: Sequence[ParameterBundle], uses: Mapping[Entry, Us
         if kind.regather:
             _gather_backward(chain, around)
         for made in chain:
-            if made.back:
+            if made.back and at_end and not kind.gathers:
+                around.at_end += made.reduce()
+            elif made.back:
                 _append(around.after_back, made.first, made.reduce())
     return around
 
@@ -138,6 +147,20 @@ class _Bundle:
         made = pack(num_bytes, self.kind.dtype, phase, self._drafts)
         where = self._drafts.classes.at(self._places)
         return made if where is None else replace(made, host=made.host * where.astype(np.int64), where=where)
+
+
+def accumulating(parameters: Sequence[TensorType], drafts: Drafts) -> Fragment:
+    """Adding the gradients of a micro-batch to those before."""
+    totals: dict[torch.dtype, int] = {}
+    for type in parameters:
+        totals[type.dtype] = totals.get(type.dtype, 0) + held_bytes(type, drafts.mesh).largest // type.dtype.itemsize
+    found = []
+    for dtype, count in totals.items():
+        flat = TensorType((max(1, count),), dtype)
+        cost = drafts.prices.operator(Call("add.Tensor", (flat, flat, 1)), (), 0)
+        ticks, host = to_ticks(cost.forward.value), to_ticks(cost.host_forward)
+        found.append(Instruction("add", COMPUTE, ticks, host, phase=Phase.BACKWARD, source=cost.forward.source))
+    return tuple(found)
 
 
 def _with_event(instruction: Instruction, event: int) -> Instruction:

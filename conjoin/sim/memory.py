@@ -100,6 +100,7 @@ class _Walk:
             curve.append(self.heap.take_peak())
         for root, layout in self.program.leaves.items():
             self._come_home(root, layout)
+        curve.append(self.heap.take_peak())
         gradients = sum(self.heap.sizes[block] for block in set(self.grads.values()))
         self.heap.pass_by(self._update_bytes())
         curve.append(self.heap.take_peak())
@@ -122,8 +123,18 @@ class _Walk:
             trained += num_bytes if leaf.trainable else 0
         state = OPTIMIZER_COPIES[self.optimizer] * trained if self.skeleton.graph.training else 0
         self.heap.allocate(state)
+        if self.program.steps > 1:  # the gradients so far, and the other micro-batches
+            self.heap.allocate(trained)
+            totals[LeafKind.INPUT] += self._other_batches()
         others = totals[LeafKind.BUFFER] + totals[LeafKind.CONSTANT]
         return totals[LeafKind.PARAMETER], others, state, totals[LeafKind.INPUT]
+
+    def _other_batches(self) -> int:
+        """What the inputs of the other micro-batches take: as much as those of this one, each."""
+        inputs = [i for i, root in enumerate(self.skeleton.roots) if root.leaf and root.leaf.kind is LeafKind.INPUT]
+        num_bytes = (self.program.steps - 1) * sum(self._held(i, self.program.leaves[i]) for i in inputs)
+        self.heap.allocate(num_bytes)
+        return num_bytes
 
     def _count_reads(self) -> Counter[Place]:
         """How often every tensor is read in each layout in the forward pass; a reshard reads what it starts from."""
@@ -210,9 +221,9 @@ class _Walk:
     def _leave(self, place: int) -> None:
         """After the forward pass of a segment parameters are dropped that are gathered again."""
         given = self.given.get(self.lasts[place], {}) if place in self.lasts else {}
-        for read, block in given.items():
+        for read, held in given.items():
             if self._is_dropped(read):
-                self.heap.drop(block)
+                self.heap.drop(held)
                 given[read] = self.heap.allocate(0)
 
     def _given(self, segment: Segment) -> list[Place]:
@@ -232,7 +243,7 @@ class _Walk:
         """Run a segment again, and keep what autograd then keeps; what comes out of it is there until the end."""
         blocks, unread, given = self.blocks, self.unread, self.given[segment]
         self.blocks, self.unread = dict(given), self._reads_inside(segment)
-        out = {place for place, count in self.unread.items() if count < self.num_reads[place]} - given.keys()
+        out = {made for made, count in self.unread.items() if count < self.num_reads[made]} - given.keys()
         self.unread.update([*given, *out])
         for place in range(segment[0], segment[1] + 1):
             self._forward(place, computes=place < segment[1] or self.program.computes_again(place))
@@ -302,8 +313,8 @@ class _Walk:
         for (root, layout), reading in zip(reads, self.program.readings[place], strict=True):
             if reading.back and (root, layout) in self.grads:
                 self._carry_back(root, reading.own, layout)
-        for block in self.given.pop(self.starts[place], {}).values() if place in self.starts else ():
-            self.heap.drop(block)
+        for held in self.given.pop(self.starts[place], {}).values() if place in self.starts else ():
+            self.heap.drop(held)
         for bundle in self.program.bundles:
             if bundle.use.first == place and bundle.use.back:
                 self._reduce(bundle)

@@ -66,7 +66,7 @@ def predict(
             f"Make the plan for this machine, or name the machine it was made for."
         )
     found = simulate(plan, MachinePrices(machine, costs, optimizer), unfold=unfold)
-    work, dtype = _work(found.program.skeleton)
+    work, dtype = _work(found.program.skeleton, found.program.steps)
     devices = [machine.device_type(rank) for rank in range(machine.num_devices)]
     return Prediction(
         found,
@@ -79,7 +79,7 @@ def predict(
     )
 
 
-def _work(skeleton: Skeleton) -> tuple[float, str]:
+def _work(skeleton: Skeleton, steps: int) -> tuple[float, str]:
     """The floating-point operations of a step, and the dtype that most of them are done in.
 
     A backward pass is counted as once the forward for each operand that gets a gradient, at most two.
@@ -91,9 +91,10 @@ def _work(skeleton: Skeleton) -> tuple[float, str]:
             dtype = dtype_name(operator.call.tensors[0].dtype)
             work = flops(spec, operator.call) * (1 + min(2, len(operator.needs)))
             by_dtype[dtype] = by_dtype.get(dtype, 0.0) + work
-    return sum(by_dtype.values()), max(by_dtype, key=by_dtype.__getitem__)
+    return steps * sum(by_dtype.values()), max(by_dtype, key=by_dtype.__getitem__)
 
 
 def _num_samples(plan: Plan) -> int | None:
     shapes = [leaf.type.shape for leaf in plan.graph.leaves_of(LeafKind.INPUT)]
-    return next((shape[0] for shape in shapes if shape), None)
+    steps = plan.accumulation.steps if plan.accumulation is not None else 1
+    return next((steps * shape[0] for shape in shapes if shape), None)

@@ -24,7 +24,7 @@ from conjoin.comm import (
 from conjoin.ir import Choice, Leaf, Segment, Value, make_leaf
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, TensorType
-from conjoin.sim.bundles import Use, schedule_bundles
+from conjoin.sim.bundles import Use, accumulating, schedule_bundles
 from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, Phase
 from conjoin.sim.fragments import Departure, Drafts, Reading, Task, local_shape, ordered
 from conjoin.sim.skeleton import Layouts, Skeleton
@@ -70,7 +70,10 @@ class Program:
         drafts: Drafts,
         regathered: frozenset[str] = frozenset(),
         segments: tuple[Segment, ...] = (),
+        steps: int = 1,
     ) -> None:
+        self.steps = steps
+        """Micro-batches one after the other, of which the operators here are one."""
         self.skeleton, self.drafts, self.regathered, self.segments = skeleton, drafts, regathered, segments
         self.again = run_again(segments, [operator.remembers for operator in skeleton.operators])
         """What the backward pass runs again of each segment."""
@@ -87,12 +90,28 @@ class Program:
         """For every tensor that leaves for places as soon as it is made: where to, and whether a gradient returns."""
         for root in range(len(skeleton.roots)):
             self._read(root)
-        self.fragments: list[Fragment] = [()] * (2 * len(skeleton.operators) + 3)
+        self.fragments: list[Fragment] = [()] * (2 * len(skeleton.operators) + 4)
         for place in range(len(skeleton.operators)):
             self._place(place)
         self._start()
         self._middle()
         self._finish()
+
+    def unrolled(self) -> Sequence[Fragment]:
+        """The fragments in the order they run: those of a micro-batch as often as there are micro-batches."""
+        if self.steps == 1:
+            return self.fragments
+        return (self.fragments[0], *self.fragments[1:-1] * self.steps, self.fragments[-1])
+
+    def places_of(self, fragments: Iterable[int]) -> list[int]:
+        """Where fragments stand in the order they run, in ascending order."""
+        length, last = len(self.fragments) - 2, len(self.fragments) - 1
+        found: list[int] = []
+        for place in fragments:
+            repeated = 0 < place < last
+            found += [place + i * length for i in range(self.steps)] if repeated else []
+            found += [] if repeated else [place if place == 0 else 1 + self.steps * length]
+        return sorted(found)
 
     @property
     def num_events(self) -> int:
@@ -125,7 +144,7 @@ class Program:
             after._middle()
         if change.leaves or after._leave_at_start() != self._leave_at_start():
             after._finish()
-        frame = (0, len(self.skeleton.operators) + 1, len(self.fragments) - 1)
+        frame = (0, len(self.skeleton.operators) + 1, len(self.fragments) - 2, len(self.fragments) - 1)
         places = {*frame, *map(self.forward_place, touched), *map(self.backward_place, touched)}
         return after, sorted(p for p in places if after.fragments[p] is not self.fragments[p])
 
@@ -229,7 +248,7 @@ class Program:
         self._bundled: dict[int, list[Layout]] = {}
         for root, layout in (place for bundle in self.bundles for place in bundle.places):
             self._bundled.setdefault(root, []).append(layout)
-        self._around = schedule_bundles(bundles, entries, self.drafts)
+        self._around = schedule_bundles(bundles, entries, self.drafts, at_end=self.steps > 1)
 
     def _find_uses(self, root: int) -> list[_ParameterUse]:
         """In which other layouts than stored a parameter is used, and where."""
@@ -265,6 +284,8 @@ class Program:
         if was == now:
             self._around = was
             return set()
+        if was.at_end != now.at_end:
+            self._finish()
         pairs = ((was.before, now.before), (was.before_back, now.before_back), (was.after_back, now.after_back))
         return {p for a, b in pairs for p in {*a, *b} if a.get(p) != b.get(p)}
 
@@ -308,6 +329,8 @@ class Program:
             if root.leaf is not None and root.leaf.trainable
         ]
         drafts, mesh = self.drafts, self.drafts.mesh
+        if self.steps > 1:
+            self.fragments[-2] = accumulating(stored, drafts)
         wait = Instruction("wait", COMPUTE, 0, waits=(INSIDE, BETWEEN), phase=Phase.BACKWARD)
         home = [
             instruction
@@ -322,7 +345,7 @@ class Program:
             alike,
         )
         update = Instruction("update", COMPUTE, ticks, phase=Phase.UPDATE, source=source)
-        self.fragments[-1] = *ordered(home), wait, update
+        self.fragments[-1] = (*ordered(home), *self._around.at_end, wait, update)
 
 
 def _stored_on(types: Sequence[TensorType], mesh: Mesh, rank: int) -> list[TensorType]:

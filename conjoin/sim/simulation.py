@@ -35,7 +35,7 @@ class Simulation:
     @property
     def num_tasks(self) -> int:
         """How many tasks there are on all devices together: an instruction is one on each."""
-        return sum(map(len, self.program.fragments)) * self.classes.mesh.size
+        return sum(map(len, self.program.unrolled())) * self.classes.mesh.size
 
     def change(self, change: Change) -> Simulation:
         """The simulation after a change of one operator: delta simulation, equal to the full one to the last bit.
@@ -45,15 +45,16 @@ class Simulation:
         """
         program, changed = self.program.changed(change)
         if program.num_events != self.program.num_events:
-            return Simulation(program, run(program.fragments, program.num_events, program.drafts.classes.shape))
-        return Simulation(program, rerun(self.timeline, program.fragments, changed))
+            return Simulation(program, run(program.unrolled(), program.num_events, program.drafts.classes.shape))
+        return Simulation(program, rerun(self.timeline, program.unrolled(), program.places_of(changed)))
 
 
 def simulate(plan: Plan, prices: Prices, *, unfold: bool = False) -> Simulation:
     """Time one training step of a plan; `unfold` tells all devices apart, also where they behave alike."""
     skeleton, layouts = take_apart(plan)
     drafts = new_drafts(skeleton, layouts, plan.mesh, prices, unfold)
-    return simulate_layouts(skeleton, layouts, drafts, regathered_parameters(plan), recomputed_segments(plan))
+    steps = plan.accumulation.steps if plan.accumulation is not None else 1
+    return simulate_layouts(skeleton, layouts, drafts, regathered_parameters(plan), recomputed_segments(plan), steps)
 
 
 def simulate_layouts(
@@ -62,10 +63,12 @@ def simulate_layouts(
     drafts: Drafts,
     regathered: frozenset[str],
     segments: tuple[Segment, ...] = (),
+    steps: int = 1,
 ) -> Simulation:
-    """Time a training step in given layouts, in which some segments are run again in the backward pass."""
-    program = Program(skeleton, layouts, drafts, regathered, segments)
-    return Simulation(program, run(program.fragments, program.num_events, program.drafts.classes.shape))
+    """Time a training step in given layouts: some segments are run again in the backward pass, and there are some
+    micro-batches one after the other."""
+    program = Program(skeleton, layouts, drafts, regathered, segments, steps)
+    return Simulation(program, run(program.unrolled(), program.num_events, program.drafts.classes.shape))
 
 
 def new_drafts(skeleton: Skeleton, layouts: Layouts, mesh: Mesh, prices: Prices, unfold: bool = False) -> Drafts:

@@ -1,0 +1,39 @@
+"""Plans in micro-batches, where memory is short: the named strategies for parts of the batch, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from conjoin.errors import StrategyError
+from conjoin.ir import cut_in_micro_batches
+from conjoin.search.baselines import baselines
+from conjoin.search.contest import Contest, Outcome, Variant, make_variant
+
+MAX_STEPS = 64
+"""Micro-batches of a step that are tried at most."""
+
+
+def micro_variants(contest: Contest) -> Iterator[Variant]:
+    """The model in 2, 4, 8 ... micro-batches, as far as its batch has that many parts."""
+    steps = 2
+    while steps <= MAX_STEPS:
+        try:
+            graph, accumulation = cut_in_micro_batches(contest.captured, steps)
+        except StrategyError:
+            return
+        yield make_variant(graph, (), accumulation)
+        steps *= 2
+
+
+def enter_strategies(contest: Contest, variant: Variant) -> list[Outcome]:
+    """The named strategies for micro-batches, judged."""
+    found = []
+    for name, entry in baselines(variant.graph, contest.machine):
+        if entry is None:
+            continue
+        contest.check(f"{name}, {variant.steps} micro-batches")
+        made = replace(entry.variant, accumulation=variant.accumulation)
+        outcome = contest.enter(replace(entry, name=f"{name}, {variant.steps} micro-batches", variant=made))
+        found.append(outcome)
+    return found
