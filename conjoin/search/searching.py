@@ -22,7 +22,7 @@ from conjoin.search.walks import sample, walk_from_all
 from conjoin.sim import OPTIMIZER_COPIES, MachinePrices, measure_memory
 
 DEFAULT_BUDGET = 60.0
-SEARCH_VERSION = 1
+SEARCH_VERSION = 2
 """Raised when searches find other plans than before: what was found by an earlier one is then not remembered."""
 _GIB = 2**30
 _EARLY = 0.1
