@@ -7,7 +7,7 @@ from pathlib import PurePath
 
 from conjoin.comm import BACKWARD, Collective, PerRank
 from conjoin.ir import RECOMPUTE, Source
-from conjoin.ops import Partial, Split, placement_on
+from conjoin.ops import At, Partial, Split, placement_on
 from conjoin.report.explanation import Explanation, Operator, Shipment, layout_text
 from conjoin.report.text import format_bytes
 
@@ -82,8 +82,14 @@ def operator_line(operator: Operator) -> str:
 
 
 def split_text(operator: Operator) -> str:
-    """How the work is split: `split n over d0 d1`; what is split is an output dim, or an index of the declaration."""
-    return ", ".join(f"split {_index_text(operator, *split)} over {' '.join(split[1])}" for split in operator.splits)
+    """How the work is split: `split n over d0 d1`; what is split is an output dim, or an index of the declaration.
+
+    Where only one place of an axis runs the operator, that is told first: `at place 1 of d0`.
+    """
+    layout = operator.node.types[0].layout if operator.node.types else ()
+    at = [f"at place {placement.place} of {axis}" for axis, placement in layout if isinstance(placement, At)]
+    split = [f"split {_index_text(operator, *split)} over {' '.join(split[1])}" for split in operator.splits]
+    return ", ".join((*at, *split))
 
 
 def _index_text(operator: Operator, index: str, axes: tuple[str, ...]) -> str:

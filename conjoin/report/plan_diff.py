@@ -182,7 +182,7 @@ def _place(operator: Operator) -> str:
 def _lie(operator: Operator) -> str:
     """How an operator is split and how its outputs lie."""
     types = ", ".join(map(str, operator.node.types))
-    return f"{split_text(operator)} giving {types}" if operator.splits else f"giving {types}"
+    return f"{split_text(operator)} giving {types}".lstrip()
 
 
 Pair = tuple[Operator | None, Operator | None]

@@ -34,6 +34,7 @@ from conjoin.ir import (
 )
 from conjoin.machine import Mesh
 from conjoin.ops import (
+    At,
     Copies,
     Invariant,
     Layout,
@@ -57,16 +58,17 @@ from tests.runtime.random_graphs import (
     on_ranks,
     one_operator,
     random_plan,
+    rules_at,
 )
 
 BLOCKS, CHAINS = range(8), 12
 """Graphs are drawn in blocks, so that test processes can share them."""
 
 
-def draw(seed: int) -> tuple[Sample, Plan]:
+def draw(seed: int, places: float = 0.0) -> tuple[Sample, Plan]:
     rng = Random(seed)
     sample = chain(rng)
-    return sample, random_plan(sample.graph, rng.choice(MESHES), rng)
+    return sample, random_plan(sample.graph, rng.choice(MESHES), rng, places)
 
 
 def check_runs(plan: Plan, sample: Sample) -> None:
@@ -123,6 +125,8 @@ def _lies(type: TensorType, mesh: Mesh) -> bool:
     for axis, placement in type.layout:
         if axis not in mesh.sizes:
             return False
+        if isinstance(placement, At) and not 0 <= placement.place < mesh.sizes[axis]:
+            return False
         if isinstance(placement, Split):
             if placement.dim >= len(type.shape):
                 return False
@@ -131,7 +135,9 @@ def _lies(type: TensorType, mesh: Mesh) -> bool:
 
 
 def _leaf_is_legal(type: TensorType, kind: LeafKind, mesh: Mesh) -> bool:
-    kept = (Split, Copies) if kind is LeafKind.INPUT else (Split,)
+    kept = (Split, Copies, At) if kind is LeafKind.INPUT else (Split, At)
+    if not type.shape and any(isinstance(placement, At) for _, placement in type.layout):
+        return False
     return _lies(type, mesh) and all(isinstance(placement, kept) for _, placement in type.layout)
 
 
@@ -139,7 +145,9 @@ def _output_is_legal(graph: Graph, i: int) -> bool:
     output = graph.outputs[i]
     if not isinstance(output, Value):
         return True
-    return not output.type.layout if i == graph.loss else Partial() not in [p for _, p in output.type.layout]
+    return not output.type.layout if i == graph.loss else not any(
+        isinstance(p, Partial | At) for _, p in output.type.layout
+    )
 
 
 def _node_is_legal(node: Node, mesh: Mesh) -> bool:
@@ -148,7 +156,10 @@ def _node_is_legal(node: Node, mesh: Mesh) -> bool:
     axes = sorted({axis for layout in layouts for axis, _ in layout})
     if any(axis not in mesh.sizes for axis in axes):
         return False
-    fitting = [[rule for rule in _all_rules(node) if _follows(rule, axis, node)] for axis in axes]
+    fitting = [
+        [rule for rule in (*_all_rules(node), *rules_at(node, mesh.sizes[axis])) if _follows(rule, axis, node)]
+        for axis in axes
+    ]
     return any(
         _sizes_allow(node, dict(zip(axes, rules, strict=True)), mesh) and _nest(node, rules, axes, layouts)
         for rules in product(*fitting)
@@ -200,6 +211,9 @@ def _reshard_is_legal(node: Node) -> bool:
     if not axes or (before.shape, before.dtype) != (after.shape, after.dtype) or len(set(axes)) < len(axes):
         return False
     changes = TABLE.get(node.op)
+    if changes is None and node.op in ("conjoin::confine", "conjoin::share"):
+        at = At(node.args[1])
+        changes = (Invariant(), at) if node.op == "conjoin::confine" else (at, Invariant())
     if changes is None:
         split = Split(node.args[1])
         changes = (Invariant(), split) if node.op == "conjoin::partition" else (split, Invariant())
@@ -219,7 +233,7 @@ RESHARD = re.compile(r"%(\d+): \S+ = conjoin::\w+\((\S+?), ")
 
 
 def _random_layout(rng: Random, num_dims: int, mesh: Mesh) -> str:
-    options: list[Placement] = [Invariant(), Copies(), Partial(), *map(Split, range(num_dims))]
+    options: list[Placement] = [Invariant(), Copies(), Partial(), At(0), At(2), *map(Split, range(num_dims))]
     layout = make_layout((axis, rng.choice(options)) for axis in rng.sample(mesh.names, len(mesh.names)))
     return "{" + ",".join(f"{axis}:{placement}" for axis, placement in layout) + "}" if layout else ""
 
@@ -256,6 +270,8 @@ def _other_axes(lines: list[str], rng: Random, mesh: Mesh) -> list[str]:
         re.sub(r"dim=\d", f"dim={rng.randrange(4)}", lines[at]),
         re.sub("replicate|assign|reduce|unify", rng.choice(["replicate", "assign", "reduce", "unify"]), lines[at]),
         re.sub("partition|combine", rng.choice(["partition", "combine"]), lines[at]),
+        re.sub("confine|share", rng.choice(["confine", "share"]), lines[at]),
+        re.sub(r"place=\d", f"place={rng.randrange(3)}", lines[at]),
     ])  # fmt: skip
     return [*lines[:at], changed, *lines[at + 1 :]]
 
@@ -287,7 +303,7 @@ def changed_graphs(plan: Plan, rng: Random, count: int) -> Iterator[Graph]:
 def test_a_changed_graph_is_refused_or_computes_the_same(block: int) -> None:
     refused = ran = 0
     for seed in range(1000 + block * CHAINS, 1000 + (block + 1) * CHAINS, 2):
-        sample, plan = draw(seed)
+        sample, plan = draw(seed, places=0.25 * (seed % 4 == 0))
         assert is_legal(plan.graph, plan.mesh)
         for graph in changed_graphs(plan, Random(seed), 12):
             faults = find_layout_faults(graph, plan.mesh)
