@@ -20,6 +20,8 @@ from conjoin.rules.generator.arithmetic import PRIME, Floats, Residues, evaluate
 from conjoin.rules.generator.enumeration import Enumeration, Progress
 from conjoin.rules.generator.fingerprints import of_outputs, of_values
 from conjoin.rules.generator.generating import Selection, generate
+from conjoin.rules.generator.model_vocabularies import HEADS, OF_MODELS
+from conjoin.rules.generator.more_vocabularies import MORE
 from conjoin.rules.generator.resuming import enumerate_graphs
 from conjoin.rules.generator.shapes import Type, result_type
 from conjoin.rules.generator.vocabulary import (
@@ -122,8 +124,22 @@ def test_work_is_divided_over_devices() -> None:
     assert not any("reduce(replicate(x)) =>" in rule for rule in found | rules_of(alone))
 
 
+def test_heads_and_what_they_are_moved_through() -> None:
+    plain = map(choose, ("flatten", "swap", "relu", "scale"))
+    heads = only(HEADS, choose("unflatten", parts="h"), *plain, choose("softmax", axis=-1), inputs="xus")
+    found = rules_of(generate(heads, 2, progress=quiet))
+    assert {
+        "flatten(unflatten[parts=h](x)) => x",
+        "unflatten[parts=h](flatten(x)) => x",
+        "swap(swap(x)) => x",
+        "softmax[axis=-1](swap(x)) => swap(softmax[axis=-1](x))",
+        "scale(unflatten[parts=h](x), y) => unflatten[parts=h](scale(x, y))",
+    } <= found
+    assert not any("softmax" in rule and "flatten" in rule for rule in found)
+
+
 def test_a_vocabulary_names_only_operators_that_apply() -> None:
-    for vocabulary in VOCABULARIES:
+    for vocabulary in (*VOCABULARIES, *MORE, *OF_MODELS):
         run = Enumeration(vocabulary)
         run.build(1)
         unused = set(range(len(vocabulary.choices)))
