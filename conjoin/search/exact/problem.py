@@ -13,7 +13,6 @@ from enum import Enum
 
 import numpy as np
 
-from conjoin.comm import BUNDLE_BYTES
 from conjoin.ir import Choice, Leaf, LeafKind, Value, choose
 from conjoin.machine import Mesh
 from conjoin.ops import Copies, Layout, Partial, Split, TensorType, make_layout, placement_on
@@ -22,7 +21,7 @@ from conjoin.search.exact.dominance import Change, undominated
 from conjoin.search.exact.elimination import Factor, Solution, Tables, solve
 from conjoin.search.exact.layout_codes import layout_of
 from conjoin.search.exact.reshard_seconds import Array, ReshardSeconds, excess, held_share
-from conjoin.search.exact.storage import Storages, goes_in_bundle, make_storages
+from conjoin.search.exact.storage import Carried, Storages, goes_in_bundle, latency_share, make_storages
 from conjoin.search.exact.units import Units
 from conjoin.sim import Layouts, Operator, Skeleton
 
@@ -54,7 +53,7 @@ class _Source(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class Kind:
     """What operators must share to have the same choices and tables."""
 
     task: Task
@@ -75,8 +74,8 @@ class Space:
     operators: OperatorSeconds
     tables: Tables = field(default_factory=Tables)
     _choices: dict[Task, Choices] = field(default_factory=dict)
-    _pruned: dict[tuple[_Kind, Objective, bool], Choices] = field(default_factory=dict)
-    _near: dict[tuple[_Kind, Objective, tuple[int, ...]], Choices] = field(default_factory=dict)
+    _pruned: dict[tuple[Kind, Objective, bool], Choices] = field(default_factory=dict)
+    _near: dict[tuple[Kind, Objective, tuple[int, ...]], Choices] = field(default_factory=dict)
     _storages: dict[tuple[TensorType, bool, Objective], Storages] = field(default_factory=dict)
     _readings: dict[tuple[TensorType, bool, bool, Objective], Array] = field(default_factory=dict)
     _stored: dict[tuple[TensorType, bool, bool, Objective], Array] = field(default_factory=dict)
@@ -113,19 +112,14 @@ class Space:
         return self._readings[key]
 
     def _find_reading(self, type: TensorType, storages: Storages, back: bool, objective: Objective) -> Array:
-        """Bundles travel together while devices compute; whatever else is needed is waited for."""
         rank, rows = len(type.shape), storages.codes
-        share = min(1.0, type.bytes / BUNDLE_BYTES)
         both, once = (self.reshards.table(rank, type.bytes, b, nested=False)[rows] for b in (back, False))
-        hidden = 1 - objective.overlap
+        light = self.reshards.table(rank, type.bytes, back, nested=False, share=latency_share(type))[rows]
         bundled = goes_in_bundle(rank, len(self.units))[rows] & storages.even[:, None]
-        light = self.reshards.table(rank, type.bytes, back, nested=False, share=share)[rows]
-        seconds: Array = np.where(bundled, hidden * light, both)
-        if objective.seconds_per_byte:
-            keeping = objective.seconds_per_byte * type.bytes * held_share(rank, self.degrees)[None] * (once > 0)
-            again = np.where(bundled, hidden * once, once)
-            seconds = seconds + np.where(storages.regathered[:, None], again, keeping)
-        return seconds
+        held = type.bytes * held_share(rank, self.degrees)[None]
+        return Carried(both, light, once, bundled, held, storages.regathered[:, None]).seconds(
+            objective.overlap, objective.seconds_per_byte
+        )
 
     def storages(self, type: TensorType, trained: bool, objective: Objective) -> Storages:
         """Every way to store a parameter."""
@@ -136,7 +130,7 @@ class Space:
             )
         return self._storages[key]
 
-    def pruned(self, kind: _Kind, objective: Objective, with_dominated: bool = False) -> Choices:
+    def pruned(self, kind: Kind, objective: Objective, with_dominated: bool = False) -> Choices:
         """The choices of an operator that are not dominated; their seconds count what depends on them alone."""
         key = kind, objective, with_dominated
         if key not in self._pruned:
@@ -150,7 +144,7 @@ class Space:
             self._pruned[key] = Choices(part.rules, part.picks, seconds[kept], part.operands, part.outputs)
         return self._pruned[key]
 
-    def near(self, kind: _Kind, objective: Objective, rules: tuple[int, ...]) -> Choices:
+    def near(self, kind: Kind, objective: Objective, rules: tuple[int, ...]) -> Choices:
         """Those of them that follow the given rule on some unit at least."""
         key = kind, objective, rules
         if key not in self._near:
@@ -158,7 +152,7 @@ class Space:
             self._near[key] = found.only((found.picks == np.array(rules)).any(axis=1)) if len(found) > _FEW else found
         return self._near[key]
 
-    def _alone(self, kind: _Kind, choices: Choices, objective: Objective) -> Array:
+    def _alone(self, kind: Kind, choices: Choices, objective: Objective) -> Array:
         """Bringing out results, and the memory of what is made and kept for the backward pass."""
         seconds = np.zeros(len(choices))
         for i in kind.results:
@@ -169,7 +163,7 @@ class Space:
                 seconds += objective.seconds_per_byte * held
         return seconds
 
-    def _tensors(self, kind: _Kind, choices: Choices, objective: Objective) -> list[Change]:
+    def _tensors(self, kind: Kind, choices: Choices, objective: Objective) -> list[Change]:
         found: list[Change] = []
         for i, (type, source) in enumerate(zip(kind.task.call.tensors, kind.sources, strict=True)):
             back = i in kind.task.needs
@@ -203,7 +197,7 @@ class Problem:
     ) -> None:
         self.skeleton, self.space, self.objective = skeleton, space, objective
         self.num_operators = len(skeleton.operators)
-        kinds = _kinds_of(skeleton)
+        kinds = kinds_of(skeleton)
         self.kinds: list[Hashable] = [(kind, with_dominated) for kind in kinds]
         self.choices = [space.pruned(kind, objective, with_dominated) for kind in kinds]
         if near is not None:
@@ -211,7 +205,7 @@ class Problem:
             self.kinds = list(zip(kinds, given, strict=True))
             self.choices = [space.near(kind, objective, r) for kind, r in zip(kinds, given, strict=True)]
         self.stored = [
-            i for i, root in enumerate(skeleton.roots) if root.leaf is not None and _is_stored(root.leaf.kind)
+            i for i, root in enumerate(skeleton.roots) if root.leaf is not None and is_stored(root.leaf.kind)
         ]
         self.hubs = [i for i, root in enumerate(skeleton.roots) if root.maker >= 0 and len(skeleton.readers[i]) > 1]
         self.variable = {root: self.num_operators + n for n, root in enumerate([*self.stored, *self.hubs])}
@@ -292,7 +286,7 @@ class Problem:
                 continue
             wanted = [choices[place].operands[operand] for place, operand in skeleton.readers[number]]
             if number not in self.variable:
-                leaves[number] = _given(wanted) if root.leaf.kind is LeafKind.INPUT else ()
+                leaves[number] = given_layout(wanted) if root.leaf.kind is LeafKind.INPUT else ()
                 continue
             storages, value = self._storages(number), solution.values[self.variable[number]]
             first = [axis for layout in wanted[:1] for axis, place in layout if isinstance(place, Split)]
@@ -319,7 +313,7 @@ class Problem:
         return choose({axis: found.rules[int(pick)] for unit, pick in picks for axis in unit.axes})
 
 
-def _kind_of(skeleton: Skeleton, operator: Operator, of_weights: bool) -> _Kind:
+def _kind_of(skeleton: Skeleton, operator: Operator, of_weights: bool) -> Kind:
     roots = [skeleton.roots[root] for root in operator.reads]
     sources = tuple(_source_of(root.leaf) for root in roots)
     types = tuple(type.laid_out(()) for type in operator.node.types)
@@ -330,10 +324,10 @@ def _kind_of(skeleton: Skeleton, operator: Operator, of_weights: bool) -> _Kind:
         any(operand in skeleton.operators[place].needs for place, operand in skeleton.readers[root])
         for root in operator.makes
     )
-    return _Kind(task, sources, results, passed)
+    return Kind(task, sources, results, passed)
 
 
-def _kinds_of(skeleton: Skeleton) -> list[_Kind]:
+def kinds_of(skeleton: Skeleton) -> list[Kind]:
     """The kind of every operator."""
     fed = {i for i, root in enumerate(skeleton.roots) if root.leaf is not None and root.leaf.kind is LeafKind.INPUT}
     kinds = []
@@ -347,16 +341,17 @@ def _kinds_of(skeleton: Skeleton) -> list[_Kind]:
 def _source_of(leaf: Leaf | None) -> _Source:
     if leaf is None:
         return _Source.MADE
-    if not _is_stored(leaf.kind):
+    if not is_stored(leaf.kind):
         return _Source.GIVEN
     return _Source.TRAINED if leaf.trainable else _Source.FROZEN
 
 
-def _is_stored(kind: LeafKind) -> bool:
+def is_stored(kind: LeafKind) -> bool:
+    """Whether it is kept from step to step in a layout that is searched."""
     return kind is LeafKind.PARAMETER
 
 
-def _given(wanted: Sequence[Layout]) -> Layout:
+def given_layout(wanted: Sequence[Layout]) -> Layout:
     """The layout of an input: as it is read where all read it alike, but for copies; else the same everywhere."""
     kept = {make_layout((a, p) for a, p in layout if not isinstance(p, Copies | Partial)) for layout in wanted}
     return kept.pop() if len(kept) == 1 else ()
