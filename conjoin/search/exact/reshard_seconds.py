@@ -57,15 +57,35 @@ def _moves(rank: int, degrees: tuple[int, ...], nested: bool) -> Moves:
         digits[:, None, :], digits[None, :, :]))  # fmt: skip
     ways = np.array(degrees, np.float64).reshape(-1, 1, 1)
     bits = (1 << np.arange(len(degrees))).reshape(-1, 1, 1)
-    return find_moves((source, target), rank, ways, bits, _nested if nested else _apart)
+    return find_moves((source, target), rank, ways, bits, _nested if nested else common_first)
 
 
-Nesting = Callable[[Bits, Bits], Bits]
-"""From which units split each dim before and after to those beyond the beginning that both have in common."""
+Nesting = Callable[[Codes, Codes, int], Bits]
+"""From placements before and after, [unit, ...], and the rank to the units that both have in common: those that split a
+dim in both, and so do all around them."""
+
+
+def _nested(source: Codes, target: Codes, rank: int) -> Bits:
+    """Units nest in their order."""
+    found = np.zeros(np.broadcast_shapes(source.shape, target.shape), bool)
+    for dim in range(S, S + rank):
+        before, after = source == dim, target == dim
+        found |= before & after & ~np.logical_or.accumulate(before != after, axis=0)
+    return found
+
+
+def common_first(source: Codes, target: Codes, rank: int) -> Bits:
+    """Units nest so that what both have comes first."""
+    found: Bits = (source >= S) & (source == target)
+    return found
 
 
 def find_moves(
-    layouts: tuple[Codes, Codes], rank: int, ways: Array, numbers: NDArray[np.int64], nesting: Nesting
+    layouts: tuple[Codes, Codes],
+    rank: int,
+    ways: Array,
+    numbers: NDArray[np.int64],
+    nesting: Nesting = common_first,
 ) -> Moves:
     """What happens between two layouts: placements of the source and the target, [unit, ...] each.
 
@@ -73,20 +93,19 @@ def find_moves(
     """
     source, target = layouts
     wanted = np.where((source >= S) & (target == P), source, target)
-    common, undone, done = _nesting(source, wanted, rank, nesting)
-    scattered = (source == P) & (wanted >= S)
-    reduced = (source == P) & (target < P)
-    moving: Bits = np.logical_or.reduce(undone, axis=1)
-    sliced = _along_still(done, moving) & (source < P)
-    held = 1.0 / _ways_of((source >= S) | sliced, ways)
+    before, after = source >= S, wanted >= S
+    common = nesting(source, wanted, rank)
+    undone, done = before & ~common, after & ~common
+    scattered, reduced = (source == P) & after, (source == P) & (target < P)
+    elsewhere = done & _along_moving(source, wanted, undone, rank)
+    sliced = done & ~elsewhere & (source < P)
+    held = 1.0 / _ways_of(before | sliced, ways)
     left = held / _ways_of(scattered, ways)
-    leaving: Bits = np.logical_or.reduce(undone, axis=0)
-    elsewhere: Bits = np.logical_or.reduce(done & moving[:, None], axis=0)
-    gathers = ~np.logical_or.reduce(elsewhere, axis=0)
-    kept = _ways_of(common, ways).prod(axis=0) * _ways_of(done, ways).prod(axis=0) * _ways_of(undone, ways).prod(axis=0)
-    crowded = np.minimum(_ways_of(leaving, ways), _ways_of(elsewhere & ~leaving, ways))
-    lacking = crowded * (1.0 / _ways_of(wanted >= S, ways) - 1.0 / kept)
-    fates = scattered, reduced, leaving & ~gathers, leaving & gathers
+    gathers = ~np.logical_or.reduce(elsewhere | (undone & after), axis=0)
+    kept = _ways_of(before, ways) * _ways_of(after, ways) / _ways_of(common, ways)
+    crowded = np.minimum(_ways_of(undone, ways), _ways_of(elsewhere & ~undone, ways))
+    lacking = crowded * (1.0 / _ways_of(after, ways) - 1.0 / kept)
+    fates = scattered, reduced, undone & ~gathers, undone & gathers
     groups = np.stack([(fate * numbers).sum(axis=0) for fate in fates])
     sizes = [_ways_of(fate, ways) for fate in fates]
     sent = np.stack([
@@ -100,32 +119,16 @@ def find_moves(
 
 def _ways_of(units: Bits, ways: Array) -> Array:
     """The product of the degrees of some units."""
-    found: Array = np.where(units, ways, 1.0).prod(axis=-len(ways.shape))
+    found: Array = np.where(units, ways, 1.0).prod(axis=0)
     return found
 
 
-def _nesting(source: Codes, target: Codes, rank: int, nesting: Nesting) -> tuple[Bits, Bits, Bits]:
-    """[dim, unit, ...]: the common beginning, and what is undone and done after it."""
-    dims = (S + np.arange(rank)).reshape(-1, *(1,) * source.ndim)
-    before, after = source[None] == dims, target[None] == dims
-    apart = nesting(before, after)
-    return before & after & ~apart, before & apart, after & apart
-
-
-def _nested(before: Bits, after: Bits) -> Bits:
-    """Units nest in their order."""
-    found: Bits = np.logical_or.accumulate(before != after, axis=1)
-    return found
-
-
-def _apart(before: Bits, after: Bits) -> Bits:
-    """Units nest so that what both have comes first."""
-    return before != after
-
-
-def _along_still(done: Bits, moving: Bits) -> Bits:
-    """[unit, source, target]: what is done along dims where nothing is undone."""
-    found: Bits = np.logical_or.reduce(done & ~moving[:, None], axis=0)
+def _along_moving(source: Codes, wanted: Codes, undone: Bits, rank: int) -> Bits:
+    """[unit, ...]: what splits dims along which something is undone."""
+    found = np.zeros(wanted.shape, bool)
+    for dim in range(S, S + rank):
+        moving: Bits = np.logical_or.reduce(undone & (source == dim), axis=0)
+        found |= (wanted == dim) & moving
     return found
 
 
