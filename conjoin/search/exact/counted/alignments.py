@@ -2,9 +2,13 @@
 
 Of the axes with placement p before, T[p, q] have placement q after: a table of whole numbers whose rows add up to the
 counts of the one layout and whose columns to those of the other. All axes of a cell share one fate, so that a reshard
-is priced as if the cells were units. Axes that can keep their placement do so as far as possible, T[p, p] =
-min(counts): one that left a place would be replaced by one that comes to it, and both would have to move. What is left
-then is a table of the rest, and most pairs of layouts leave just one.
+is priced as if the cells were units.
+
+There are many such tables. On more than a few axes only those are gone through in which what splits a dim in both
+layouts goes on doing so as far as possible, T[S(d), S(d)] = min(counts): most pairs of layouts then leave just one.
+Of 1,225 pairs of layouts of a vector on four axes three then cost up to a third more, all of which become partial sums.
+What is copied does not always do best to stay so: where I, I and B become B, B and S(0) it is better to split what was
+B, for the gradient then needs no gathering.
 """
 
 from __future__ import annotations
@@ -86,7 +90,7 @@ def dual_placements(placements: Codes) -> Codes:
 
 
 def align(rows: Codes, columns: Codes, rank: int, num_axes: int, size: int, *, every: bool = False) -> Alignments:
-    """The alignments of every row with every column; with `every` also those in which axes change places for nothing.
+    """The alignments of every row with every column, or those in which what splits a dim goes on as far as it can.
 
     >>> from conjoin.search.exact.counted.layouts import counted
     >>> one = counted(np.array([[0, 3]]))
@@ -95,7 +99,7 @@ def align(rows: Codes, columns: Codes, rank: int, num_axes: int, size: int, *, e
     """
     before, after = counts_of(rows, rank, num_axes), counts_of(columns, rank, num_axes)
     have, want = np.repeat(before, len(after), axis=0), np.tile(after, (len(before), 1))
-    kept = np.zeros_like(have) if every else np.minimum(have, want)
+    kept = np.zeros_like(have) if every else np.minimum(have, want) * (np.arange(have.shape[1]) >= S)
     have, want = have - kept, want - kept
     powers = (num_axes + 1) ** np.arange(have.shape[1], dtype=np.int64)
     _, first, rest = np.unique((have @ powers) + 1j * (want @ powers), return_index=True, return_inverse=True)

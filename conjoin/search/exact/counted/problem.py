@@ -14,10 +14,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from math import inf
 
-import numpy as np
-
 from conjoin.ops import TensorType
 from conjoin.search.exact.choices import Choices
+from conjoin.search.exact.counted.alignments import TooMany
 from conjoin.search.exact.counted.layouts import codes_in
 from conjoin.search.exact.counted.space import CountedSpace
 from conjoin.search.exact.elimination import Factor, Solution, solve
@@ -26,6 +25,12 @@ from conjoin.search.exact.problem import Objective, is_stored, kinds_of
 from conjoin.search.exact.reshard_seconds import Array
 from conjoin.search.exact.storage import Storages
 from conjoin.sim import Skeleton
+
+MAX_CHOICES = 400
+"""Of an operator, beyond which tables of two of them take too long."""
+MAX_ENTRIES = 1 << 25
+"""Of the largest sum of tables that is gone through."""
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ class CountedProblem:
     """The variables and tables of a training step, for one objective."""
 
     def __init__(self, skeleton: Skeleton, space: CountedSpace, objective: Objective, upper: float = inf) -> None:
-        """`upper` is the sum of some solution, or infinite."""
+        """`upper` is the sum of some solution, or infinite; TooMany where there is too much to go through."""
         self.skeleton, self.space, self.objective = skeleton, space, objective
         self.num_operators, roots = len(skeleton.operators), skeleton.roots
         self.stored = [i for i, root in enumerate(roots) if root.leaf is not None and is_stored(root.leaf.kind)]
@@ -64,6 +69,8 @@ class CountedProblem:
         least = sum(space.least(kind.task) for kind in kinds) + sum(float(s.seconds.min()) for s in storages)
         self.slack = upper - least + _ROUNDING * abs(upper) if upper < inf else inf
         self.choices: list[Choices] = [space.choices(kind, objective, self.slack) for kind in kinds]
+        if max(map(len, self.choices), default=0) > MAX_CHOICES:
+            raise TooMany
         self.names: list[Hashable] = [(kind, objective, self.slack) for kind in kinds]
         self.codes: dict[int, Codes] = {}
         """Of hubs and parameters."""
@@ -81,7 +88,7 @@ class CountedProblem:
 
     def solve(self) -> Solution:
         """The least sum."""
-        return solve(self.sizes, self.factors, self.space.tables)
+        return solve(self.sizes, self.factors, self.space.tables, MAX_ENTRIES)
 
     def storages(self, root: int) -> Storages:
         """The ways to store a parameter."""
@@ -144,11 +151,3 @@ class CountedProblem:
         if link.trained is not None:
             return self.space.reading((link.type, link.trained, link.back), self.objective, columns)
         return self.space.edge(link.type, link.back, self.codes_at(link.source), columns)
-
-
-_ROUNDING = 1e-9
-
-
-def total_of(problem: CountedProblem, values: tuple[int, ...]) -> float:
-    """The sum of all tables at some values."""
-    return float(sum(f.table.values[tuple(np.array(values)[list(f.variables)])] for f in problem.factors))

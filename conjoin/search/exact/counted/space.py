@@ -33,6 +33,7 @@ from conjoin.search.exact.units import make_unit
 
 MAX_PICKS = 50_000
 """Picks of rules of one operator, the order of axes aside."""
+FEW_AXES = 3
 
 Use = tuple[TensorType, bool, bool]
 """How a parameter is read: its type, whether it is trained, and whether it gets a gradient from there."""
@@ -72,8 +73,8 @@ class CountedSpace:
 
     mesh: Mesh
     operators: OperatorSeconds
-    every_alignment: bool = False
-    """Also those in which axes change places for nothing."""
+    few_axes: int = FEW_AXES
+    """Up to so many every alignment is gone through."""
     tables: Tables = field(default_factory=Tables)
     _legal: dict[Task, _Legal] = field(default_factory=dict)
     _least: dict[Task, float] = field(default_factory=dict)
@@ -89,6 +90,11 @@ class CountedSpace:
     def size(self) -> int:
         """Of every axis."""
         return self.mesh.axes[0].size
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Of every axis."""
+        return (self.size,) * self.num_axes
 
     @cached_property
     def curves(self) -> Curves:
@@ -110,10 +116,10 @@ class CountedSpace:
         """
         key = kind, objective, slack
         if key not in self._choices:
-            limit = self.least(kind.task) + slack
+            limit = self.least(kind.task) + max(slack, 0.0)
             found = self._priced(kind.task, limit)
             seconds = found.seconds + self._alone(kind, found, objective)
-            kept = np.flatnonzero(seconds <= limit)
+            kept = np.flatnonzero(seconds <= max(limit, float(seconds.min(initial=inf))))
             part = found.only(kept)
             self._choices[key] = Choices(part.rules, part.picks, seconds[kept], part.operands, part.outputs)
         return self._choices[key]
@@ -222,9 +228,9 @@ class CountedSpace:
 
     def aligned(self, rank: int, rows: Codes, columns: Codes) -> Alignments:
         """The alignments of some layouts, found once."""
-        key = rank, rows.tobytes(), columns.tobytes()
+        key, every = (rank, rows.tobytes(), columns.tobytes()), self.num_axes <= self.few_axes
         if key not in self._aligned:
-            self._aligned[key] = align(rows, columns, rank, self.num_axes, self.size, every=self.every_alignment)
+            self._aligned[key] = align(rows, columns, rank, self.num_axes, self.size, every=every)
         return self._aligned[key]
 
     def reading(self, use: Use, objective: Objective, columns: Codes) -> Array:
