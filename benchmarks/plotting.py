@@ -57,7 +57,7 @@ def draw(
     lines.append(f'<text x="{_LEFT + _SIZE / 3:.0f}" y="{_TOP + _SIZE + 44}">{escape(x_label)}</text>')
     middle = _TOP + 2 * _SIZE / 3
     where = f"rotate(-90 16 {middle:.0f})"
-    lines.append(f"<text x=\"16\" y=\"{middle:.0f}\" transform=\"{where}\">{escape(y_label)}</text></svg>")
+    lines.append(f'<text x="16" y="{middle:.0f}" transform="{where}">{escape(y_label)}</text></svg>')
     return "\n".join(lines) + "\n"
 
 

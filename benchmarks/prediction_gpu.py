@@ -76,9 +76,7 @@ def time_operators(graph: Graph, machine: Machine, store: Store, seconds: float)
             store.add(device.name, torch.__version__, [measure(call, needs, "cuda", seconds=seconds)])
 
 
-def time_step(
-    name: str, dtype: str, model: nn.Module, batch: tuple[Any, ...], graph: Graph, before: int
-) -> Measured:
+def time_step(name: str, dtype: str, model: nn.Module, batch: tuple[Any, ...], graph: Graph, before: int) -> Measured:
     """Whole training steps; memory without what was there before the model was."""
     module = to_module(graph, model)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5)

@@ -120,9 +120,7 @@ def search(case: Case, budget: float) -> Row:
     torch.set_num_threads(1)
     machine = case.make_machine() if case.make_machine else parse_machine(case.machine)
     started = time.process_time()
-    graph = (
-        case.make_graph() if case.make_graph is not None else captured(case.model, case.batch_size, half=case.half)
-    )
+    graph = case.make_graph() if case.make_graph is not None else captured(case.model, case.batch_size, half=case.half)
     captured_at = time.process_time()
     found = find_plan(graph, machine, CostModel(), Wish(case.search, budget, case.optimizer))
     ended = time.process_time()

@@ -174,9 +174,9 @@ def _drop_absent(text: str, call: Call) -> str:
     """Leave out the operands of a declared notation that this call does not have."""
     left, _, right = text.partition("->")
     parts = left.split(",")
-    present = dict.fromkeys(call.operand_names)
-    tensor_names = [p.name for p in call.signature.parameters if p.kind is Kind.TENSOR]
-    if len(parts) > len(call.tensors):
+    present = call.operand_names
+    if len(parts) > len(present):
+        tensor_names = [p.name for p in call.signature.parameters if p.kind is Kind.TENSOR]
         parts = [part for part, name in zip(parts, tensor_names, strict=False) if name in present]
     return f"{','.join(parts)}->{right}"
 

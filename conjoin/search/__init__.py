@@ -6,6 +6,9 @@ from conjoin.search.comparing import Row, compare_plans
 from conjoin.search.contest import Contest, Improvement, Progress, Stopped
 from conjoin.search.exact.bounding import branch_and_bound
 from conjoin.search.exact.choices import OperatorSeconds
+from conjoin.search.exact.counted.naming import name_axes
+from conjoin.search.exact.counted.problem import CountedProblem
+from conjoin.search.exact.counted.space import CountedSpace
 from conjoin.search.exact.elimination import Table, Tables
 from conjoin.search.exact.problem import Objective, Problem, Space
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
@@ -19,8 +22,9 @@ from conjoin.search.searching import search_names
 from conjoin.search.wishing import DEFAULT_BUDGET, OBJECTIVES, SearchResult, Wish
 
 __all__ = [
-    "DEFAULT_BUDGET", "OBJECTIVES", "Certificate", "Contest", "Improvement", "Notes", "Objective", "OperatorSeconds",
-    "Problem", "Progress", "Remembered", "ReshardSeconds", "Row", "SearchResult", "Space", "Stopped", "Table", "Tables",
-    "TooSlow", "Wish", "baseline_names", "baselines", "branch_and_bound", "canonical", "compare_plans", "cuts",
-    "find_plan", "is_answer", "make_plan", "search_names", "strategy_names",
+    "DEFAULT_BUDGET", "OBJECTIVES", "Certificate", "Contest", "CountedProblem", "CountedSpace", "Improvement", "Notes",
+    "Objective", "OperatorSeconds", "Problem", "Progress", "Remembered", "ReshardSeconds", "Row", "SearchResult",
+    "Space", "Stopped", "Table", "Tables", "TooSlow", "Wish", "baseline_names", "baselines", "branch_and_bound",
+    "canonical", "compare_plans", "cuts", "find_plan", "is_answer", "make_plan", "name_axes", "search_names",
+    "strategy_names",
 ]  # fmt: skip

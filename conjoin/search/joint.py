@@ -5,7 +5,9 @@
    hidden, and judged by the timeline (`contest.py`).
 2. *Near the best.* The best entries are taken up on three units, one of theirs cut in two: again exactly, but only
    over choices that agree with the entry on one unit at least; from what is found on, as long as that helps.
-3. *Memory.* Where nothing fits, a byte is given a price, which is raised until something does, and lowered again
+3. *Counted axes.* Where all axes of the mesh are alike, the layouts with the least sum over all axes, not only over
+   units, are found by counting axes (`exact/counted/`), and then given names.
+4. *Memory.* Where nothing fits, a byte is given a price, which is raised until something does, and lowered again
    while it still fits: the Lagrangian of the memory limit. Besides, the fastest of what does not fit is relieved: some
    of it is run again in the backward pass (`relieving.py`), and steps are taken in micro-batches
    (`micro_batches.py`).
@@ -28,6 +30,10 @@ from conjoin.ops import TensorType
 from conjoin.search.constraints import refined
 from conjoin.search.contest import Contest, Entry, Outcome, Variant
 from conjoin.search.exact.choices import OperatorSeconds
+from conjoin.search.exact.counted.alignments import TooMany
+from conjoin.search.exact.counted.naming import name_axes
+from conjoin.search.exact.counted.problem import CountedProblem
+from conjoin.search.exact.counted.space import CountedSpace, axes_are_alike
 from conjoin.search.exact.problem import Impossible, Objective, Problem, Space
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
 from conjoin.search.exact.units import Units, cuts, kinds_text, natural_units, neighbours, splits
@@ -99,6 +105,7 @@ class JointSearch:
         self._relieve()
         self._go_through(self._promising()[:2], _MORE_OVERLAPS)
         self._rewrite()
+        self._count()
         if len(mesh.axes) > 2:
             for start in self._worth_taking_up():
                 self._take_up(start)
@@ -209,6 +216,34 @@ class JointSearch:
             pass
         if self.contest.left >= enough:
             self.contest.note(trial)
+
+    def _count(self) -> None:
+        """All axes instead of units, where they are alike and choices few enough."""
+        mesh = self.contest.mesh
+        if not axes_are_alike(mesh) or len(mesh.axes) < 2 or self.contest.constraints.fixed:
+            return
+        space = CountedSpace(mesh, self.operators)
+        for overlap in (*OVERLAPS, *_MORE_OVERLAPS[:2]):
+            for variant in self.variants:
+                self.contest.check(f"{len(mesh.axes)} axes of {space.size} counted, {overlap:.0%} of gradients hidden")
+                self.try_counted(variant, space, self.objective(overlap, self._price))
+
+    def try_counted(self, variant: Variant, space: CountedSpace, objective: Objective) -> Outcome | None:
+        """Solve a variant on counted axes, give them names, and enter what is found unless units do better."""
+        upper = min((total for (_, other), total in self.sums.items() if other == objective), default=inf)
+        try:
+            problem = CountedProblem(variant.skeleton, space, objective, upper)
+        except TooMany:
+            return None
+        solution = problem.solve()
+        if solution.total > upper:
+            return None
+        named = name_axes(problem, solution)
+        name = f"joint search, {space.num_axes} axes of {space.size}"
+        outcome = self.contest.enter(Entry(name, variant, named.layouts, named.regathered))
+        if self.contest.best is outcome:
+            self._price = objective.seconds_per_byte
+        return outcome
 
     def _worth_taking_up(self) -> list[Outcome]:
         """The best entry, and those to start from that are not much slower."""

@@ -16,6 +16,7 @@ from benchmarks.autoddl_exact import (
     least_over_grids,
     megatron_share,
     skeleton_of_chain,
+    solve_counted,
     solve_on_units,
     weights_bytes,
 )
@@ -54,3 +55,12 @@ def test_on_more_axes_than_units_nothing_below_the_least_is_claimed() -> None:
     two, three = (solve_on_units(skeleton_of_chain(), mesh, units).bytes for units in (2, 3))
     least = least_over_grids(128, SIZES, BATCH)[0]
     assert least * (1 - 1e-9) <= three <= two and three < 1.1 * least
+
+
+@pytest.mark.parametrize("nodes", [2, 8, 128, 4096])
+def test_counted_axes_reach_the_least_of_all_grids_and_so_do_their_names(nodes: int) -> None:
+    """Up to what is taken for the latency of small parameters: at most 64 bytes for each of eight, there and back."""
+    found = solve_counted(skeleton_of_chain(), parse_machine(f"piz-daint:{nodes}").mesh)
+    least, path = least_over_grids(nodes, SIZES, BATCH)
+    assert found.bytes == pytest.approx(least, abs=1024) and found.grids == tuple(path)
+    assert found.named_bytes == pytest.approx(found.bytes, rel=1e-9)

@@ -121,7 +121,7 @@ def _busy(cost: OperatorCost) -> float:
 
 def _halo_bytes(task: Task, ways: Mapping[str, int]) -> int:
     spec = spec_for(task.call)
-    if spec is None or not _windowed(task) & ways.keys():
+    if spec is None or not windowed_indices(task) & ways.keys():
         return 0
     space = space_of(spec, task.call)
     pieces = {}
@@ -160,11 +160,11 @@ def make_choices(
 
     `mesh_axes` names the axes of each group of units, by its bits.
     """
-    rules = rules_for(task.call, len(task.types)) if every_rule else _rules(task)
+    rules = rules_for(task.call, len(task.types)) if every_rule else rules_of(task)
     picks = np.indices((len(rules),) * len(units)).reshape(len(units), -1).T.astype(np.int64)
-    picks = picks[_compatible(rules, picks)]
-    indices, ways = _ways(rules, picks, units)
-    fits = _fits(task, indices, ways)
+    picks = picks[compatible(rules, picks)]
+    indices, ways = split_ways(rules, picks, units)
+    fits = fitting(task, indices, ways)
     picks, ways = picks[fits], ways[fits]
     distinct, inverse = np.unique(ways, axis=0, return_inverse=True)
     found = [tuple((i, int(n)) for i, n in zip(indices, row, strict=True) if n > 1) for row in distinct]
@@ -181,7 +181,7 @@ def make_choices(
     )
 
 
-def _rules(task: Task) -> tuple[ShardingRule, ...]:
+def rules_of(task: Task) -> tuple[ShardingRule, ...]:
     """The rules of a call, but for those that cannot pay or hardly ever do.
 
     What divides no work has to earn it otherwise. Partial sums pass where nothing is multiplied out (a product of them
@@ -204,7 +204,7 @@ def _rules(task: Task) -> tuple[ShardingRule, ...]:
     return tuple(rule for rule in rules_for(task.call, len(task.types)) if can_pay(rule))
 
 
-def _compatible(rules: Sequence[ShardingRule], picks: NDArray[np.int64]) -> NDArray[np.bool_]:
+def compatible(rules: Sequence[ShardingRule], picks: NDArray[np.int64]) -> NDArray[np.bool_]:
     """No two units split a dim of a tensor by different indices."""
     clash = np.zeros((len(rules), len(rules)), bool)
     for a, one in enumerate(rules):
@@ -218,7 +218,9 @@ def _compatible(rules: Sequence[ShardingRule], picks: NDArray[np.int64]) -> NDAr
     return legal
 
 
-def _ways(rules: Sequence[ShardingRule], picks: NDArray[np.int64], units: Units) -> tuple[list[str], NDArray[np.int64]]:
+def split_ways(
+    rules: Sequence[ShardingRule], picks: NDArray[np.int64], units: Units
+) -> tuple[list[str], NDArray[np.int64]]:
     """How many ways each index is split in every choice."""
     indices = list(dict.fromkeys(rule.index for rule in rules if rule.index is not None))
     degrees = np.array([unit.degree for unit in units], np.int64)
@@ -231,7 +233,8 @@ def _ways(rules: Sequence[ShardingRule], picks: NDArray[np.int64], units: Units)
     return indices, ways
 
 
-def _fits(task: Task, indices: Sequence[str], ways: NDArray[np.int64]) -> NDArray[np.bool_]:
+def fitting(task: Task, indices: Sequence[str], ways: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which choices split no index more often than it can be."""
     fits = np.ones(len(ways), bool)
     spec = spec_for(task.call)
     if spec is None:
@@ -284,7 +287,7 @@ def _exchanging(
     prices: Prices,
 ) -> Array:
     """Seconds of the halos that neighbours exchange, forward and, where a gradient flows, backward."""
-    windowed = _windowed(task)
+    windowed = windowed_indices(task)
     splits = np.array([rule.index in windowed for rule in rules])[picks]
     groups = (splits * (1 << np.arange(picks.shape[1]))).sum(axis=1)
     seconds = np.zeros(len(picks))
@@ -294,7 +297,7 @@ def _exchanging(
     return seconds
 
 
-def _windowed(task: Task) -> set[str]:
+def windowed_indices(task: Task) -> set[str]:
     """The indices along which windows run."""
     spec = spec_for(task.call)
     if spec is None:

@@ -13,7 +13,6 @@ from enum import Enum
 
 import numpy as np
 
-from conjoin.comm import BUNDLE_BYTES
 from conjoin.ir import Choice, Leaf, LeafKind, Value, choose
 from conjoin.machine import Mesh
 from conjoin.ops import Copies, Layout, Partial, Split, TensorType, make_layout, placement_on
@@ -22,7 +21,7 @@ from conjoin.search.exact.dominance import Change, undominated
 from conjoin.search.exact.elimination import Factor, Solution, Tables, solve
 from conjoin.search.exact.layout_codes import code_on, layout_of
 from conjoin.search.exact.reshard_seconds import Array, ReshardSeconds, excess, held_share
-from conjoin.search.exact.storage import Storages, goes_in_bundle, make_storages
+from conjoin.search.exact.storage import Carried, Storages, goes_in_bundle, latency_share, make_storages
 from conjoin.search.exact.units import Units
 from conjoin.sim import Layouts, Operator, Skeleton
 
@@ -125,19 +124,14 @@ class Space:
         return self._readings[key]
 
     def _find_reading(self, type: TensorType, storages: Storages, back: bool, objective: Objective) -> Array:
-        """Bundles travel together while devices compute; whatever else is needed is waited for."""
         rank, rows = len(type.shape), storages.codes
-        share = min(1.0, type.bytes / BUNDLE_BYTES)
         both, once = (self.reshards.table(rank, type.bytes, b, nested=False)[rows] for b in (back, False))
-        hidden = 1 - objective.overlap
+        light = self.reshards.table(rank, type.bytes, back, nested=False, share=latency_share(type))[rows]
         bundled = goes_in_bundle(rank, len(self.units))[rows] & storages.even[:, None]
-        light = self.reshards.table(rank, type.bytes, back, nested=False, share=share)[rows]
-        seconds: Array = np.where(bundled, hidden * light, both)
-        if objective.seconds_per_byte:
-            keeping = objective.seconds_per_byte * type.bytes * held_share(rank, self.degrees)[None] * (once > 0)
-            again = np.where(bundled, hidden * once, once)
-            seconds = seconds + np.where(storages.regathered[:, None], again, keeping)
-        return seconds
+        held = type.bytes * held_share(rank, self.degrees)[None]
+        return Carried(both, light, once, bundled, held, storages.regathered[:, None]).seconds(
+            objective.overlap, objective.seconds_per_byte
+        )
 
     def storages(self, type: TensorType, trained: bool, objective: Objective, only: int | None = None) -> Storages:
         """Every way to store a parameter, or those in one layout."""
@@ -348,7 +342,7 @@ class Problem:
                 continue
             wanted = [choices[place].operands[operand] for place, operand in skeleton.readers[number]]
             if number not in self.variable:
-                given = _given(wanted) if root.leaf.kind is LeafKind.INPUT else ()
+                given = given_layout(wanted) if root.leaf.kind is LeafKind.INPUT else ()
                 leaves[number] = self.fixed.get(number, given)
                 continue
             storages, value = self.storages(number), solution.values[self.variable[number]]
@@ -422,7 +416,7 @@ def is_stored(kind: LeafKind) -> bool:
     return kind is LeafKind.PARAMETER
 
 
-def _given(wanted: Sequence[Layout]) -> Layout:
+def given_layout(wanted: Sequence[Layout]) -> Layout:
     """The layout of an input: as it is read where all read it alike, but for copies; else the same everywhere."""
     kept = {make_layout((a, p) for a, p in layout if not isinstance(p, Copies | Partial)) for layout in wanted}
     return kept.pop() if len(kept) == 1 else ()

@@ -18,6 +18,7 @@ stored in any nesting, and are in the one that leaves least to undo (`nested=Fal
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -36,65 +37,98 @@ _SMALLEST, _LARGEST = 6, 44
 """Powers of two between which prices of collectives are tabulated."""
 
 
+Bits = NDArray[np.bool_]
+
+
 @dataclass(frozen=True, slots=True)
-class _Moves:
-    """What happens between every two layouts: of each kind of collective the units, and bytes sent for each byte."""
+class Moves:
+    """What happens between two layouts: of each kind of collective the group, and bytes sent for each byte."""
 
     groups: NDArray[np.int64]
-    """[kind, source, target]: a bit for every unit."""
+    """[kind, ...]: 0 where nothing of the kind happens."""
     sent: Array
 
 
 @lru_cache(maxsize=64)
-def _moves(rank: int, degrees: tuple[int, ...], nested: bool) -> _Moves:
+def _moves(rank: int, degrees: tuple[int, ...], nested: bool) -> Moves:
+    """Between all layouts of a rank on units: groups are known by a bit for every unit."""
     digits = all_digits(rank, len(degrees))
     source, target = (np.moveaxis(np.broadcast_to(d, (len(digits), len(digits), len(degrees))), -1, 0) for d in (
         digits[:, None, :], digits[None, :, :]))  # fmt: skip
     ways = np.array(degrees, np.float64).reshape(-1, 1, 1)
-    padded = (source >= S) & (target == P)
-    wanted = np.where(padded, source, target)
-    common, undone, done = _nesting(source, wanted, rank, nested)
-    scattered = (source == P) & (wanted >= S)
-    reduced = (source == P) & (target < P)
-    moving: Bits = np.logical_or.reduce(undone, axis=1)
-    sliced = _along_still(done, moving) & (source < P)
-    held = 1.0 / np.where((source >= S) | sliced, ways, 1.0).prod(axis=0)
-    left = held / np.where(scattered, ways, 1.0).prod(axis=0)
-    leaving = undone.any(axis=0)
-    gathers = ~(done & moving[:, None]).any(axis=(0, 1))
-    kept = np.where(common, ways, 1.0).prod(axis=(0, 1)) * np.where(done, ways, 1.0).prod(axis=(0, 1))
-    kept = kept * np.where(undone, ways, 1.0).prod(axis=(0, 1))
-    arriving = (done & moving[:, None]).any(axis=0) & ~leaving
-    crowded = np.minimum(np.where(leaving, ways, 1.0).prod(axis=0), np.where(arriving, ways, 1.0).prod(axis=0))
-    lacking = crowded * (1.0 / np.where(wanted >= S, ways, 1.0).prod(axis=0) - 1.0 / kept)
     bits = (1 << np.arange(len(degrees))).reshape(-1, 1, 1)
-    fates = scattered, reduced, leaving & ~gathers, leaving & gathers
-    groups = np.stack([(fate * bits).sum(axis=0) for fate in fates])
-    sizes = [np.where(fate, ways, 1.0).prod(axis=0) for fate in fates]
+    return find_moves((source, target), rank, ways, bits, _nested if nested else common_first)
+
+
+Nesting = Callable[[Codes, Codes, int], Bits]
+"""From placements before and after, [unit, ...], and the rank to the units that both have in common: those that split a
+dim in both, and so do all around them."""
+
+
+def _nested(source: Codes, target: Codes, rank: int) -> Bits:
+    """Units nest in their order."""
+    found = np.zeros(np.broadcast_shapes(source.shape, target.shape), bool)
+    for dim in range(S, S + rank):
+        before, after = source == dim, target == dim
+        found |= before & after & ~np.logical_or.accumulate(before != after, axis=0)
+    return found
+
+
+def common_first(source: Codes, target: Codes, rank: int) -> Bits:
+    """Units nest so that what both have comes first."""
+    found: Bits = (source >= S) & (source == target)
+    return found
+
+
+def find_moves(
+    layouts: tuple[Codes, Codes],
+    rank: int,
+    ways: Array,
+    numbers: NDArray[np.int64],
+    nesting: Nesting = common_first,
+) -> Moves:
+    """What happens between two layouts: placements of the source and the target, [unit, ...] each.
+
+    `ways` are the degrees of the units, and a group is known by the sum of the `numbers` of its units.
+    """
+    source, target = layouts
+    wanted = np.where((source >= S) & (target == P), source, target)
+    before, after = source >= S, wanted >= S
+    common = nesting(source, wanted, rank)
+    undone, done = before & ~common, after & ~common
+    scattered, reduced = (source == P) & after, (source == P) & (target < P)
+    elsewhere = done & _along_moving(source, wanted, undone, rank)
+    sliced = done & ~elsewhere & (source < P)
+    held = 1.0 / _ways_of(before | sliced, ways)
+    left = held / _ways_of(scattered, ways)
+    gathers = ~np.logical_or.reduce(elsewhere | (undone & after), axis=0)
+    kept = _ways_of(before, ways) * _ways_of(after, ways) / _ways_of(common, ways)
+    crowded = np.minimum(_ways_of(undone, ways), _ways_of(elsewhere & ~undone, ways))
+    lacking = crowded * (1.0 / _ways_of(after, ways) - 1.0 / kept)
+    fates = scattered, reduced, undone & ~gathers, undone & gathers
+    groups = np.stack([(fate * numbers).sum(axis=0) for fate in fates])
+    sizes = [_ways_of(fate, ways) for fate in fates]
     sent = np.stack([
         held * (1 - 1 / sizes[_SCATTER]),
         2 * left * (1 - 1 / sizes[_REDUCE]),
         lacking,
         left * (sizes[_GATHER] - 1),
     ])  # fmt: skip
-    return _Moves(groups, sent)
+    return Moves(groups, sent)
 
 
-Bits = NDArray[np.bool_]
+def _ways_of(units: Bits, ways: Array) -> Array:
+    """The product of the degrees of some units."""
+    found: Array = np.where(units, ways, 1.0).prod(axis=0)
+    return found
 
 
-def _nesting(source: Codes, target: Codes, rank: int, nested: bool) -> tuple[Bits, Bits, Bits]:
-    """[dim, unit, source, target]: the common beginning, and what is undone and done after it."""
-    dims = (S + np.arange(rank)).reshape(-1, 1, 1, 1)
-    before, after = source[None] == dims, target[None] == dims
-    differ = before != after
-    apart = np.logical_or.accumulate(differ, axis=1) if nested else differ
-    return before & after & ~apart, before & apart, after & apart
-
-
-def _along_still(done: Bits, moving: Bits) -> Bits:
-    """[unit, source, target]: what is done along dims where nothing is undone."""
-    found: Bits = np.logical_or.reduce(done & ~moving[:, None], axis=0)
+def _along_moving(source: Codes, wanted: Codes, undone: Bits, rank: int) -> Bits:
+    """[unit, ...]: what splits dims along which something is undone."""
+    found = np.zeros(wanted.shape, bool)
+    for dim in range(S, S + rank):
+        moving: Bits = np.logical_or.reduce(undone & (source == dim), axis=0)
+        found |= (wanted == dim) & moving
     return found
 
 
@@ -105,7 +139,7 @@ class ReshardSeconds:
     units: Units
     mesh: Mesh
     prices: Prices
-    _curves: Array | None = None
+    _curves: Curves | None = None
     _tables: dict[tuple[int, int, bool, bool, float], Array] = field(default_factory=dict)
 
     def table(
@@ -128,7 +162,22 @@ class ReshardSeconds:
         return forward + forward[np.ix_(dual, dual)].T
 
     def _one_way(self, rank: int, num_bytes: int, nested: bool, share: float) -> Array:
-        moves = _moves(rank, tuple(unit.degree for unit in self.units), nested)
+        if self._curves is None:
+            groups = range(1 << len(self.units))
+            self._curves = Curves([axes_of(group, self.units, self.mesh) for group in groups], self.prices)
+        return self._curves.seconds(_moves(rank, tuple(unit.degree for unit in self.units), nested), num_bytes, share)
+
+
+@dataclass
+class Curves:
+    """Seconds of collectives of some groups of axes, by the bytes that the busiest device sends."""
+
+    groups: Sequence[tuple[str, ...]]
+    prices: Prices
+    _values: Array | None = None
+
+    def seconds(self, moves: Moves, num_bytes: int, share: float = 1.0) -> Array:
+        """Of moves of a tensor of so many bytes."""
         total = np.zeros(moves.groups.shape[1:])
         for kind in range(len(KINDS)):
             where = np.nonzero(moves.groups[kind])
@@ -137,7 +186,7 @@ class ReshardSeconds:
 
     def _seconds(self, kind: int, groups: NDArray[np.int64], sent: Array, share: float) -> Array:
         """Interpolated between powers of two: exact wherever the price is a line."""
-        curves = self._price_curves()
+        curves = self._all()
         power = np.log2(np.maximum(sent, 1.0))
         place = np.clip(power.astype(np.int64), _SMALLEST, _LARGEST - 1) - _SMALLEST
         low, high = curves[kind, groups, place], curves[kind, groups, place + 1]
@@ -147,18 +196,16 @@ class ReshardSeconds:
             seconds = seconds - (1 - share) * curves[kind, groups, 0]
         return np.maximum(seconds, 0.0)
 
-    def _price_curves(self) -> Array:
-        """[kind, group, power of two]: seconds of a collective in which the busiest device sends so many bytes."""
-        if self._curves is None:
-            num_groups = 1 << len(self.units)
-            self._curves = np.zeros((len(KINDS), num_groups, _LARGEST - _SMALLEST + 1))
+    def _all(self) -> Array:
+        """[kind, group, power of two]."""
+        if self._values is None:
+            self._values = np.zeros((len(KINDS), len(self.groups), _LARGEST - _SMALLEST + 1))
             for kind, name in enumerate(KINDS):
-                for group in range(1, num_groups):
-                    axes = axes_of(group, self.units, self.mesh)
-                    for place in range(_LARGEST - _SMALLEST + 1):
+                for group, axes in enumerate(self.groups):
+                    for place in range(_LARGEST - _SMALLEST + 1) if axes else ():
                         price = self.prices.collective(name, axes, 1 << (place + _SMALLEST))
-                        self._curves[kind, group, place] = price.value
-        return self._curves
+                        self._values[kind, group, place] = price.value
+        return self._values
 
 
 def axes_of(group: int, units: Units, mesh: Mesh) -> tuple[str, ...]:

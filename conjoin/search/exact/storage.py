@@ -8,10 +8,13 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from conjoin.comm import BUNDLE_BYTES
 from conjoin.ops import TensorType
 from conjoin.search.exact.choices import MAX_WASTE
 from conjoin.search.exact.layout_codes import WHOLE, B, Codes, S, all_digits
 from conjoin.search.exact.units import Units
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,14 +44,7 @@ def make_storages(
     """
     digits = all_digits(len(type.shape), len(units))
     degrees = np.array([unit.degree for unit in units])
-    legal = ((digits == WHOLE) | (digits >= S)).all(axis=1)
-    even, share = np.ones(len(digits), bool), np.ones(len(digits))
-    for dim, size in enumerate(type.shape):
-        ways = np.where(digits == S + dim, degrees, 1).prod(axis=1)
-        piece = -(-size // ways)
-        legal &= (ways <= max(size, 1)) & (piece * ways <= size * MAX_WASTE)
-        even &= piece * ways == size
-        share *= piece / max(size, 1)
+    legal, even, share = pieces_of(type, digits, degrees)
     codes = np.flatnonzero(legal if only is None else np.arange(len(digits)) == only)
     held = type.bytes * share[codes]
     seconds = held * copies * seconds_per_byte + held * update_seconds
@@ -61,13 +57,63 @@ def make_storages(
     )
 
 
+def pieces_of(
+    type: TensorType, digits: NDArray[np.int64], degrees: NDArray[np.int64]
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.float64]]:
+    """Of layouts on units: which a parameter may be stored in, which have even pieces, and how large the largest is."""
+    legal = ((digits == WHOLE) | (digits >= S)).all(axis=1)
+    even, share = np.ones(len(digits), bool), np.ones(len(digits))
+    for dim, size in enumerate(type.shape):
+        ways = np.where(digits == S + dim, degrees, 1).prod(axis=1)
+        piece = -(-size // ways)
+        legal &= (ways <= max(size, 1)) & (piece * ways <= size * MAX_WASTE)
+        even &= piece * ways == size
+        share *= piece / max(size, 1)
+    return legal, even, share
+
+
 @lru_cache(maxsize=64)
 def goes_in_bundle(rank: int, num_units: int) -> NDArray[np.bool_]:
     """[stored, used]: whether a parameter travels with others, while devices compute: copies of all that differs, whose
     gradients are all-reduced, or a gather of all that differs, whose gradients are reduce-scattered."""
     digits = all_digits(rank, num_units)
-    stored, used = digits[:, None, :], digits[None, :, :]
+    return in_bundle(digits[:, None, :], digits[None, :, :])
+
+
+def in_bundle(stored: Codes, used: Codes) -> NDArray[np.bool_]:
+    """The same for placements stored and used on units, [..., unit]."""
     same, copied = stored == used, used == B
     found: NDArray[np.bool_] = np.logical_and.reduce(same | (copied & (stored == WHOLE)), axis=-1)
     gathered: NDArray[np.bool_] = np.logical_and.reduce(same | (copied & (stored >= S)), axis=-1)
     return np.logical_or(found, gathered)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Carried:
+    """How parameters come from where they are stored to a reader: arrays of one shape, or that can be made so."""
+
+    both: Array
+    """Seconds of the way there, and of the gradient's back."""
+    light: Array
+    """The same in a bundle: with others that share its latencies."""
+    once: Array
+    """Of the way there only."""
+    bundled: NDArray[np.bool_]
+    held: Array
+    """Bytes that a device has of what is read."""
+    regathered: NDArray[np.bool_]
+
+    def seconds(self, overlap: float, seconds_per_byte: float) -> Array:
+        """Bundles travel together while devices compute; whatever else is needed is waited for."""
+        hidden, once = 1 - overlap, self.once
+        seconds: Array = np.where(self.bundled, hidden * self.light, self.both)
+        if seconds_per_byte:
+            keeping = seconds_per_byte * self.held * (once > 0)
+            again = np.where(self.bundled, hidden * once, once)
+            seconds = seconds + np.where(self.regathered, again, keeping)
+        return seconds
+
+
+def latency_share(type: TensorType) -> float:
+    """The part of a collective's latency that falls on a parameter in a bundle."""
+    return min(1.0, type.bytes / BUNDLE_BYTES)
