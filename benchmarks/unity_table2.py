@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import process_time
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +50,7 @@ class Forgetful(Tables):
 
     def minimum(
         self, parts: Sequence[tuple[tuple[int, ...], Table]], sizes: tuple[int, ...]
-    ) -> tuple[Table, NDArray[np.intp]]:
+    ) -> tuple[Table, NDArray[np.integer[Any]]]:
         self._minima.clear()
         return super().minimum(parts, sizes)
 

@@ -68,6 +68,8 @@ class Emitter:
     def emit(self, expr: Expr) -> Term:
         """The term that an expression of the right side becomes."""
         if isinstance(expr, Input):
+            if expr.name not in self._inputs:
+                raise Refused(f"the rule leaves open what {expr.name} is")
             return self._inputs[expr.name]
         if expr not in self._made:
             self._made[expr] = self._apply(expr)

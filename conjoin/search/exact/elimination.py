@@ -21,13 +21,17 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-MAX_ENTRIES = 1 << 28
+Places = NDArray[np.integer[Any]]
+MAX_ENTRIES = 1 << 22
 """Entries of the largest sum of tables that is gone through, a value of one variable at a time."""
+_REMEMBERED = 1 << 20
+"""Entries of the largest table that is remembered for equal parts of a graph: larger ones would fill the memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +65,7 @@ class _Eliminated:
 
     variable: int
     neighbours: tuple[int, ...]
-    best: NDArray[np.intp]
+    best: Places
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,7 @@ class Tables:
     """Makes tables, each only once; kept over several problems, it remembers what they have in common."""
 
     _known: dict[Hashable, Table] = field(default_factory=dict)
-    _minima: dict[Hashable, tuple[Table, NDArray[np.intp]]] = field(default_factory=dict)
+    _minima: dict[Hashable, tuple[Table, Places]] = field(default_factory=dict)
     _numbers: count[int] = field(default_factory=count)
 
     def named(self, name: Hashable, values: Array) -> Table:
@@ -93,6 +97,8 @@ class Tables:
 
     def add(self, one: Table, other: Table) -> Table:
         """The sum of two tables of the same variables."""
+        if one.values.size > _REMEMBERED:
+            return Table(next(self._numbers), one.values + other.values)
         numbers = sorted((one.number, other.number))
         return self._known.get(("sum", *numbers)) or self.named(("sum", *numbers), one.values + other.values)
 
@@ -100,21 +106,25 @@ class Tables:
         """The table with its dims in another order."""
         if order == tuple(range(len(order))):
             return table
+        if table.values.size > _REMEMBERED:
+            return Table(next(self._numbers), table.values.transpose(order))
         key = "turned", table.number, order
         return self._known.get(key) or self.named(key, np.ascontiguousarray(table.values.transpose(order)))
 
     def minimum(
         self, parts: Sequence[tuple[tuple[int, ...], Table]], sizes: tuple[int, ...]
-    ) -> tuple[Table, NDArray[np.intp]]:
+    ) -> tuple[Table, Places]:
         """The minimum over dim 0 of the sum of tables, each over some of the dims; and where it is."""
         key = tuple((dims, table.number) for dims, table in parts), sizes
         if key not in self._minima:
             values, best = _minimum([(dims, table.values) for dims, table in parts], sizes)
+            if values.size > _REMEMBERED:
+                return Table(next(self._numbers), values), best
             self._minima[key] = self.named(("minimum", key), values), best
         return self._minima[key]
 
 
-def _minimum(parts: Sequence[tuple[tuple[int, ...], Array]], sizes: tuple[int, ...]) -> tuple[Array, NDArray[np.intp]]:
+def _minimum(parts: Sequence[tuple[tuple[int, ...], Array]], sizes: tuple[int, ...]) -> tuple[Array, Places]:
     """Value by value of the variable at dim 0: never more than two tables of the result's size at a time."""
     whole = prod(sizes)
     spread = [_spread(values, dims, len(sizes)) for dims, values in parts]
@@ -122,7 +132,7 @@ def _minimum(parts: Sequence[tuple[tuple[int, ...], Array]], sizes: tuple[int, .
         total = sum(spread[1:], start=spread[0]) + np.zeros(sizes)
         best = total.argmin(axis=0)
         return np.take_along_axis(total, best[None], 0)[0], best
-    least, best = np.full(sizes[1:], np.inf), np.zeros(sizes[1:], np.intp)
+    least, best = np.full(sizes[1:], np.inf), np.zeros(sizes[1:], np.uint16 if sizes[0] < 1 << 16 else np.intp)
     for value in range(sizes[0]):
         here = sum(
             (part[value if part.shape[0] > 1 else 0] for part in spread), start=np.zeros((1,) * (len(sizes) - 1))
