@@ -111,7 +111,7 @@ class _Accumulated(torch.autograd.Function):
         return total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *incoming: Tensor) -> Any:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:

@@ -129,8 +129,7 @@ class JointSearch:
         self.contest.check(f"{shown(units)} devices, {variant.steps} micro-batches")
         problem = Problem(variant.skeleton, self.space(units), self.objective(OVERLAPS[0], self._price))
         layouts, regathered = problem.layouts(problem.solve())
-        name = f"joint search, {shown(units)}, {variant.steps} micro-batches"
-        return self.contest.enter(Entry(name, variant, layouts, regathered))
+        return self.contest.enter(Entry(_name(units, variant), variant, layouts, regathered))
 
     def _go_through(self, some: Iterable[Units], overlaps: Sequence[float]) -> bool:
         """Try units that were not tried; whether a better plan or a lower sum was found."""
@@ -159,7 +158,7 @@ class JointSearch:
 
         def seconds(variant: Variant) -> float:
             self.contest.check(f"substitutions, {shown(units[0])} devices")
-            return Problem(variant.skeleton, self.space(units[0]), objective).solve().total
+            return variant.steps * Problem(variant.skeleton, self.space(units[0]), objective).solve().total
 
         work = Backtracking(seconds, self.ways, lambda: self.contest.time_left < enough)
         work.start(as_variant(best).entry.variant)
@@ -214,14 +213,14 @@ class JointSearch:
         """Solve a variant on units, and enter what is found unless it is hopeless."""
         problem = Problem(variant.skeleton, self.space(units), objective, near)
         solution = problem.solve()
-        key = units, objective
+        key, total = (units, objective), variant.steps * solution.total
         if near is None:
-            self.sums[key] = min(solution.total, self.sums.get(key, solution.total))
-        least = min((total for (_, other), total in self.sums.items() if other == objective), default=solution.total)
-        if solution.total > _HOPELESS * least:
+            self.sums[key] = min(total, self.sums.get(key, total))
+        least = min((total for (_, other), total in self.sums.items() if other == objective), default=total)
+        if total > _HOPELESS * least:
             return None
         layouts, regathered = problem.layouts(solution)
-        outcome = self.contest.enter(Entry(f"joint search, {shown(units)}", variant, layouts, regathered))
+        outcome = self.contest.enter(Entry(_name(units, variant), variant, layouts, regathered))
         if _peak(outcome) > self.contest.capacity:
             self._heavy.append(outcome)
         if near is None:
@@ -281,6 +280,11 @@ def _peak(outcome: Outcome) -> int:
 def shown(units: Units) -> str:
     """The degrees of units, outermost first."""
     return "×".join(str(unit.degree) for unit in units)
+
+
+def _name(units: Units, variant: Variant) -> str:
+    parts = f", {variant.steps} micro-batches" if variant.steps > 1 else ""
+    return f"joint search, {shown(units)}{parts}"
 
 
 def _described(objective: Objective) -> str:
