@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite, nan
 from typing import Any
 
@@ -19,9 +19,22 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import PlanError, UsageError
-from conjoin.ir import Graph, LeafKind, Plan, flatten_tree, model_mark, unflatten_tree, wide_dtype, widen, widen_plan
+from conjoin.ir import (
+    Graph,
+    LeafKind,
+    Plan,
+    flatten_tree,
+    is_random,
+    model_mark,
+    sequential,
+    unflatten_tree,
+    wide_dtype,
+    widen,
+    widen_plan,
+)
+from conjoin.machine import Mesh
 from conjoin.runtime.captured import to_module
-from conjoin.runtime.communicator import Communicator, group_device
+from conjoin.runtime.communicator import Board, Communicator, ThreadRanks, group_device
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.storage import Store
 from conjoin.runtime.threads import run_ranks
@@ -140,7 +153,7 @@ def _changed(model: nn.Module, graph: Graph, change: Callable[[Tensor], Tensor])
 def train_alone(case: Case, num_steps: int, device: torch.device | None = None) -> Reference:
     """Train the captured graph on one device, that of this process's group; the caller's generator is not touched."""
     device = device or group_device()
-    graph, module = case.graph, to_module(case.graph, _changed(case.model, case.graph, lambda x: x.to(device)))
+    graph, module = case.graph, _alone(case, device)
     batch, losses, gradients = _moved(case.batch, device), [], []
     optimizer = _optimizer(module.parameters())
     with _seeded(device):
@@ -155,6 +168,18 @@ def train_alone(case: Case, num_steps: int, device: torch.device | None = None) 
             gradients.append(_clones((n, p.grad) for n, p in module.named_parameters(remove_duplicate=False)))
             _update(optimizer)
     return Reference(tuple(losses), tuple(gradients), _clones(_state(module).items()))
+
+
+def _alone(case: Case, device: torch.device) -> nn.Module:
+    """The captured graph on one device; where a plan draws for each micro-batch, one that takes the same ones."""
+    plan = case.plan
+    draws = any(is_random(node.op, node.args) for node in plan.graph.nodes)
+    if plan.accumulation is None or not draws:
+        return to_module(case.graph, _changed(case.model, case.graph, lambda x: x.to(device)))
+    single = replace(plan, graph=sequential(plan.graph), mesh=Mesh(()), memory=())
+    store = Store(single, 0, device)
+    store.fill(case.model)
+    return ParallelModule(single, store, ThreadRanks(single.mesh, 0, Board(1)), exact_seed=_SEED)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

@@ -155,13 +155,13 @@ class ParallelModule(nn.Module):
         batches = micro.of(given)
         self._begin(device)
         state = [self.store.read(slot, device) for slot in self._slots]
-        parameters = {leaf: x for leaf, x in zip(self._kept, state, strict=True) if x is not None and x.requires_grad}
-        number = self.plan.graph.loss
-        assert number is not None
+        pairs = zip(self._kept, state, strict=True)
+        parameters = {leaf: x for leaf, x in pairs if x is not None and x.requires_grad}
+        place = self.plan.graph.loss or 0
 
         def compute(inputs: list[Tensor]) -> Tensor:
             with self._dropping():
-                found: Tensor = self._program(self, state, device, *inputs)[number]
+                found: Tensor = self._program(self, state, device, *inputs)[place]
             return found
 
         run = Run(

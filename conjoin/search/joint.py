@@ -143,8 +143,7 @@ class JointSearch:
         if problem is None:
             return None
         layouts, regathered = problem.layouts(problem.solve())
-        name = f"joint search, {shown(units)}, {variant.steps} micro-batches"
-        return self.contest.enter(Entry(name, variant, layouts, regathered))
+        return self.contest.enter(Entry(_name(units, variant), variant, layouts, regathered))
 
     def _go_through(self, some: Iterable[Units], overlaps: Sequence[float]) -> bool:
         """Try units that were not tried; whether a better plan or a lower sum was found."""
@@ -183,7 +182,7 @@ class JointSearch:
             if name not in sums:
                 self.contest.count_step()
                 problem = self.problem(variant, units[0], objective)
-                sums[name] = problem.solve().total if problem is not None else inf
+                sums[name] = variant.steps * problem.solve().total if problem is not None else inf
             return sums[name]
 
         work = Backtracking(seconds, self.ways, lambda: self.contest.left < enough)
@@ -291,14 +290,14 @@ class JointSearch:
         if problem is None:
             return None
         solution = problem.solve()
-        key = units, objective
+        key, total = (units, objective), variant.steps * solution.total
         if near is None:
-            self.sums[key] = min(solution.total, self.sums.get(key, solution.total))
-        least = min((total for (_, other), total in self.sums.items() if other == objective), default=solution.total)
-        if solution.total > _HOPELESS * least:
+            self.sums[key] = min(total, self.sums.get(key, total))
+        least = min((total for (_, other), total in self.sums.items() if other == objective), default=total)
+        if total > _HOPELESS * least:
             return None
         layouts, regathered = problem.layouts(solution)
-        entry = Entry(f"joint search, {shown(units)}", variant, layouts, regathered, objective=objective)
+        entry = Entry(_name(units, variant), variant, layouts, regathered, objective=objective)
         outcome = self.contest.enter(entry)
         if _peak(outcome) > self.contest.capacity:
             self._heavy.append(outcome)
@@ -402,6 +401,11 @@ def _digest(variant: Variant, layouts: Layouts | None = None) -> str:
     if layouts is not None:
         text += repr((sorted(layouts.leaves.items()), layouts.choices, layouts.results))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _name(units: Units, variant: Variant) -> str:
+    parts = f", {variant.steps} micro-batches" if variant.steps > 1 else ""
+    return f"joint search, {shown(units)}{parts}"
 
 
 def _described(objective: Objective) -> str:

@@ -58,7 +58,8 @@ def rewritten(variant: Variant, way: Way, index: Index) -> Variant | None:
     if not places:
         return None
     where = str(places[0]) if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
-    return make_variant(graph, (*variant.substitutions, Substitution(way.rule.name, where, way.proof)))
+    substitutions = (*variant.substitutions, Substitution(way.rule.name, where, way.proof))
+    return make_variant(graph, substitutions, variant.accumulation)
 
 
 @dataclass

@@ -36,11 +36,12 @@ from tests.runtime.test_recomputing import Transformer, convolutions, transforme
 @cache
 def sample(name: str) -> Sample:
     torch.manual_seed(3)
-    if name == "transformer":
+    if name.startswith("transformer"):
         model: nn.Module = Transformer()
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
+        if not name.endswith("dropout"):
+            for module in model.modules():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.0
         inputs: tuple[Tensor, ...] = (torch.randint(12, (8, 5)), torch.randint(12, (8, 5)))
         inputs[1][0, :3] = -100  # samples do not count alike: the mean is over all of the batch
         return Sample(capture(model.train(), inputs, transformer_loss), model, inputs)
@@ -62,7 +63,8 @@ def plan_for(found: Sample, strategy: str, steps: int, ranks: int = 2, segments:
 
 CASES = [
     ("transformer", "data-parallel", 2, 0), ("transformer", "fsdp", 4, 0), ("transformer", "megatron:tp=2", 2, 9),
-    ("transformer", "fsdp", 2, 7), ("layers", "data-parallel", 4, 0), ("layers", "reduction", 2, 0),
+    ("transformer", "fsdp", 2, 7), ("transformer with dropout", "data-parallel", 2, 7),
+    ("layers", "data-parallel", 4, 0), ("layers", "reduction", 2, 0),
 ]  # fmt: skip
 
 

@@ -49,41 +49,45 @@ def test_segments_end_where_the_graph_is_narrow() -> None:
     assert max(crossing) >= 512 * 64 * 4
 
 
-def test_what_fits_nowhere_gets_a_plan_by_running_some_of_it_again() -> None:
-    sample, machine = deep(), parse_machine(MACHINE)
-    free = search()
-    assert not recomputed_segments(free.plan)
-    smallest = least_peak()
-    found = search(memory=int(0.8 * smallest))
-    assert recomputed_segments(found.plan) and found.peak_bytes <= 0.8 * smallest
-    assert found.seconds_per_step > free.seconds_per_step
-    predicted = predict(found.plan, machine, CostModel(), "sgd")
-    assert predicted.seconds == found.seconds_per_step and predicted.memory.peak == found.peak_bytes
-    assert predicted.breakdown.recompute > 0
-    assert verify_in_process(Case(found.plan, sample.graph, sample.model, sample.inputs), 2).passed
-    tighter = search(memory=int(0.6 * smallest))
-    assert tighter.seconds_per_step >= found.seconds_per_step
-
-
 @cache
-def least_peak() -> int:
-    """The least that any search finds without running anything again."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("conjoin.search.joint.relieve", lambda *_: None)
-        patch.setattr("conjoin.search.searching.relieve", lambda *_: None)
-        low, high = 1, search().peak_bytes
-        while high - low > high // 20:
-            middle = (low + high) // 2
-            try:
-                high = search(memory=middle, steps=40).peak_bytes
-            except StrategyError:
-                low = middle
-    return high
+def free_peak() -> int:
+    """What the plan needs that is found where there is enough memory."""
+    found = search(search="named")
+    assert not recomputed_segments(found.plan) and found.plan.accumulation is None
+    return found.peak_bytes
+
+
+def test_what_fits_nowhere_gets_a_plan_by_running_some_of_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample, limit = deep(), int(0.45 * free_peak())
+    found = search(memory=limit)
+    assert recomputed_segments(found.plan) and found.peak_bytes <= limit
+    assert_predicted(found)
+    assert predict(found.plan, parse_machine(MACHINE), CostModel(), "sgd").breakdown.recompute > 0
+    assert verify_in_process(Case(found.plan, sample.graph, sample.model, sample.inputs), 2).passed
+    monkeypatch.setattr("conjoin.search.joint.relieve", lambda *_: None)
+    monkeypatch.setattr("conjoin.search.searching.relieve", lambda *_: None)
+    monkeypatch.setattr("conjoin.search.joint.micro_variants", lambda _: iter(()))
+    with pytest.raises(StrategyError, match="needs"):
+        search(memory=limit)
+
+
+def assert_predicted(found: SearchResult) -> None:
+    """A plan by itself is predicted as it was when it was found."""
+    predicted = predict(found.plan, parse_machine(MACHINE), CostModel(), "sgd")
+    assert predicted.seconds == found.seconds_per_step and predicted.memory.peak == found.peak_bytes
+    assert predicted.num_samples == 512
+
+
+def test_where_that_is_not_enough_the_step_is_taken_in_micro_batches() -> None:
+    sample = deep()
+    found = search(memory=int(0.33 * free_peak()), steps=200, budget=120.0)
+    assert found.plan.accumulation is not None and found.plan.accumulation.steps > 1
+    assert_predicted(found)
+    assert verify_in_process(Case(found.plan, sample.graph, sample.model, sample.inputs), 2).passed
 
 
 def test_a_search_without_time_relieves_too() -> None:
-    smallest = least_peak()
-    found = search(search="named", budget=0.0, memory=int(0.8 * smallest), steps=None)
+    found = search(search="named", budget=0.0, memory=int(0.6 * free_peak()), steps=None)
     assert recomputed_segments(found.plan)
 
 
