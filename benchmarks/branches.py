@@ -24,9 +24,7 @@ from conjoin.cost import CostModel
 from conjoin.frontends import capture
 from conjoin.ir import Graph
 from conjoin.machine import parse_machine
-from conjoin.search import Wish, baselines
-from conjoin.search.placing_branches import place_branches
-from conjoin.search.searching import open_contest
+from conjoin.search import Wish, baselines, open_contest, place_branches
 
 RESULTS = Path(__file__).parent / "results" / "branches.json"
 MACHINE = "dgx-h100:1"
