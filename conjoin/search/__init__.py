@@ -15,16 +15,17 @@ from conjoin.search.exact.reshard_seconds import ReshardSeconds
 from conjoin.search.exact.units import canonical, cuts
 from conjoin.search.finding import find_plan
 from conjoin.search.notes import Notes
+from conjoin.search.placing_branches import place_branches
 from conjoin.search.planning import make_plan, strategy_names
 from conjoin.search.refusing import TooSlow
 from conjoin.search.remembering import Remembered, is_answer
-from conjoin.search.searching import search_names
+from conjoin.search.searching import open_contest, search_names
 from conjoin.search.wishing import DEFAULT_BUDGET, OBJECTIVES, SearchResult, Wish
 
 __all__ = [
     "DEFAULT_BUDGET", "OBJECTIVES", "Certificate", "Contest", "CountedProblem", "CountedSpace", "Improvement", "Notes",
     "Objective", "OperatorSeconds", "Problem", "Progress", "Remembered", "ReshardSeconds", "Row", "SearchResult",
     "Space", "Stopped", "Table", "Tables", "TooSlow", "Wish", "baseline_names", "baselines", "branch_and_bound",
-    "canonical", "compare_plans", "cuts", "find_plan", "is_answer", "make_plan", "name_axes", "search_names",
-    "strategy_names",
+    "canonical", "compare_plans", "cuts", "find_plan", "is_answer", "make_plan", "name_axes", "open_contest",
+    "place_branches", "search_names", "strategy_names",
 ]  # fmt: skip

@@ -213,3 +213,33 @@ def test_what_others_pass_by_is_not_run_again() -> None:
     both = replace(plan, memory=recompute_actions(plan.graph, ((0, 1),)))
     with pytest.raises(PlanError, match="made at one place of an axis only"):
         check_plan(both)
+
+
+def test_what_goes_to_a_place_leaves_before_any_branch_runs() -> None:
+    """Else the second tower would wait for those who have the first one to run; backward it is the other way round."""
+    plan, sample = towers()
+    for code in run_ranks(plan.mesh, lambda ranks: module_on(plan, sample, ranks).code):
+        calls = [line.strip().split(" ")[0] for line in code.splitlines() if "moved" in line or "linear" in line]
+        first = next(i for i, name in enumerate(calls) if name.startswith("linear"))
+        assert sum(name.startswith("moved") for name in calls[:first]) == 2
+        assert any(name.startswith("moved") for name in calls[first:]), "towers are scattered at the end"
+
+
+def test_places_agree_on_dtypes_under_autocast() -> None:
+    """A rank that has nothing of a tensor does not know what autocast made of it elsewhere."""
+    torch.manual_seed(0)
+    model, batch = Towers(), towers_batch()
+    plan = with_towers(capture(model, batch), 4)
+    sample = Sample(plan.graph, model, batch)
+
+    def program(communicator: Communicator) -> tuple[float, bool]:
+        module = module_on(plan, sample, communicator)
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = module(*batch)
+        loss.backward()
+        return loss.item(), all(p.grad is not None for p in module.parameters())
+
+    losses, given = zip(*run_ranks(plan.mesh, program), strict=True)
+    assert all(given) and len({*losses}) == 1
+    assert 0.3 < losses[0] < 3.0
