@@ -37,9 +37,7 @@ def all_layouts(shape: tuple[int, ...], mesh: Mesh, others: Iterable[Placement])
 
 def is_legal(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:
     """Whether no piece is empty."""
-    return all(
-        prod(mesh.sizes[axis] for axis in split_axes(layout, dim)) <= size for dim, size in enumerate(shape)
-    )
+    return all(prod(mesh.sizes[axis] for axis in split_axes(layout, dim)) <= size for dim, size in enumerate(shape))
 
 
 def pairs(layouts: list[Layout]) -> Iterator[tuple[Layout, Layout]]:

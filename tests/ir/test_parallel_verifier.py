@@ -33,7 +33,7 @@ def test_a_parameter_stored_as_copies() -> None:
 
 def test_an_input_may_come_as_copies_but_not_as_partial_sums() -> None:
     assert faults_after(("input:x f32[8,4]{d:S(0)}", "input:x f32[8,4]{d:S(0),t:B}")) == [
-        '%0 conjoin::replicate at mlp.py:3 (fc1): conjoin::replicate takes I to B on axis t, where the tensor is B'
+        "%0 conjoin::replicate at mlp.py:3 (fc1): conjoin::replicate takes I to B on axis t, where the tensor is B"
     ]
     assert faults_after(("input:x f32[8,4]{d:S(0)}", "input:x f32[8,4]{d:S(0),t:P}"))[0] == (
         "input:x: is P on axis t: nobody keeps partial sums between steps"
@@ -80,7 +80,7 @@ def test_a_reshard_that_gives_something_else_than_stated() -> None:
 
 
 def test_an_axis_that_is_not_there() -> None:
-    assert faults_after(("reduce(%11, axes=[\"d\"])", "reduce(%11, axes=[\"w\"])")) == [
+    assert faults_after(('reduce(%11, axes=["d"])', 'reduce(%11, axes=["w"])')) == [
         "%12 conjoin::reduce: conjoin::reduce takes P to I on axis w, where the tensor is I"
     ]
     assert "param:fc2.bias: there is no axis w: the mesh is d:2 t:2" in faults_after(
@@ -89,7 +89,7 @@ def test_an_axis_that_is_not_there() -> None:
 
 
 def test_an_axis_named_twice() -> None:
-    assert faults_after(("reduce(%11, axes=[\"d\"])", "reduce(%11, axes=[\"d\", \"d\"])")) == [
+    assert faults_after(('reduce(%11, axes=["d"])', 'reduce(%11, axes=["d", "d"])')) == [
         "%12 conjoin::reduce: conjoin::reduce names an axis twice: d, d"
     ]
 

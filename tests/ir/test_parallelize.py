@@ -79,12 +79,15 @@ returns [%2] in null
     choices = {node: choose(split) for node in graph.nodes[:2]}
     choices[graph.nodes[2]] = choose({"d": rule(graph, 2, "S(0), S(0) -> S(0)")})
     made = parallelize(graph, {}, choices, {0: (("d", Split(0)),)})
-    assert body(str(made)) == """\
+    assert (
+        body(str(made))
+        == """\
 %0: f32[4]{d:S(0)} = conjoin::partition(input:x, dim=0, axes=["d"])
 %1: f32[4]{d:S(0)} = relu(%0)
 %2: f32[4]{d:S(0)} = neg(%0)
 %3: f32[4]{d:S(0)} = add.Tensor(%1, %2)
 """
+    )
     assert body(str(parallelize(graph, {}, choices))).endswith(
         '%4: f32[4] = conjoin::combine(%3, dim=0, axes=["d"])\n'
     ), "an output that nobody asked for in a layout is whole"
@@ -102,11 +105,14 @@ returns [%0] in null
 """)
     (buffer,) = graph.leaves_of(LeafKind.BUFFER)
     made = parallelize(graph, {buffer: make_layout([("d", Split(0))])}, {})
-    assert body(str(made)) == """\
+    assert (
+        body(str(made))
+        == """\
 %0: f32[4] = conjoin::combine(buffer:sum, dim=0, axes=["d"])
 %1: f32[4] = add.Tensor(%0, input:x)
 %2: f32[4]{d:S(0)} = conjoin::partition(%1, dim=0, axes=["d"])
 """
+    )
     assert 'update "sum" = %2' in str(made)
     assert find_faults(made) == () and find_layout_faults(made, TWO_BY_TWO) == ()
     assert sequential(made) == graph

@@ -76,7 +76,7 @@ def edited(tmp_path: Path, old: str, new: str) -> Path:
 def test_a_legal_edit_by_hand_is_taken(tmp_path: Path) -> None:
     """The second weight stored whole along d: what gathered it is taken out by hand."""
     path = edited(tmp_path, "param:fc2.weight f32[3,6]{t:S(1),d:S(1)}", "param:fc2.weight f32[3,6]{t:S(1)}")
-    gathered = "conjoin::combine(param:fc2.weight, dim=1, axes=[\\\"d\\\"])"
+    gathered = 'conjoin::combine(param:fc2.weight, dim=1, axes=[\\"d\\"])'
     assert path.read_text().count(gathered) == 1
     path.write_text(path.read_text().replace(gathered, "clone(param:fc2.weight)"))
     plan = load_plan(path)

@@ -5,5 +5,3 @@ from __future__ import annotations
 from hypothesis import settings
 
 settings.register_profile("ops", max_examples=8, deadline=None, derandomize=True, database=None)
-
-

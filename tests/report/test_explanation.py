@@ -66,7 +66,9 @@ def test_one_device_sends_nothing() -> None:
 
 
 def test_the_text_is_annotated_code() -> None:
-    assert explanation_text(explain(plan_of(SUM))) == """\
+    assert (
+        explanation_text(explain(plan_of(SUM)))
+        == """\
 strategy     by hand
 mesh         2 devices, axes d0:2
 model        net 1111111111111111, train
@@ -82,6 +84,7 @@ sent         20 B per rank, 40 B by all ranks in a step
 results
     ~ forward all-reduce of %2 f32[]{d0:P} -> I over d0, 4 B per rank, 8 B by all ranks
 """
+    )
 
 
 def test_gradients_that_do_not_come_back_cost_nothing() -> None:

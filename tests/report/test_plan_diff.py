@@ -34,7 +34,9 @@ def test_another_way_to_store_a_parameter() -> None:
     after = replace(plan_of(STORED_SPLIT, strategy="zero1"), memory=(MemoryAction("regather", "w"),))
     found = diff_plans(plan_of(SUM), after)
     assert not found.equal
-    assert str(found) == """\
+    assert (
+        str(found)
+        == """\
 making
     strategy: by hand -> zero1
 memory
@@ -51,6 +53,7 @@ traffic
   + all-gather: 8 B (8 B) per rank
   + reduce-scatter: 8 B (8 B) per rank
 """
+    )
     data = json.loads(json.dumps(found.to_json()))
     assert data["storage"] == [{"what": "param:w", "before": "f32[4]", "after": "f32[4]{d0:S(0)}"}]
 

@@ -214,6 +214,7 @@ def test_a_convolution_that_reads_its_kernel_backwards_is_noticed(monkeypatch: p
 
 def test_padding_that_an_average_leaves_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The definition counts padding; torch does so only when asked."""
+
     def uncounted(params: references.Params, args: tuple[torch.Tensor, ...], shape: references.Shape) -> torch.Tensor:
         kernel, stride = int(params["kernel"]), int(params["stride"])
         pad = references._padding(params, kernel)

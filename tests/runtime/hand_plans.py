@@ -55,9 +55,7 @@ def by_strategy(sample: Sample, strategy: str, num_devices: int = 4) -> Plan:
     return make_plan(sample.graph, Machine("many", 1, num_devices, "cpu"), strategy)
 
 
-def module_on(
-    plan: Plan, sample: Sample, communicator: Communicator, exact_seed: int | None = None
-) -> ParallelModule:
+def module_on(plan: Plan, sample: Sample, communicator: Communicator, exact_seed: int | None = None) -> ParallelModule:
     """A rank's module with its pieces of the sample's model."""
     store = Store(plan, communicator.rank, torch.device("cpu"))
     store.fill(sample.model)

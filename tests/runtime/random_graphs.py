@@ -327,9 +327,7 @@ def _conv_transpose(m: Maker, x: Value) -> Value:
 def _batch_norm(m: Maker, x: Value) -> Value:
     c = x.type.shape[1]
     mean, var = m.new(c, kind=LeafKind.BUFFER), m.leaf(torch.ones(c, dtype=torch.float64), LeafKind.BUFFER)
-    y, _, _, *moved = m.calls(
-        "_native_batch_norm_legit_functional", x, m.new(c), m.new(c), mean, var, True, 0.1, 1e-5
-    )
+    y, _, _, *moved = m.calls("_native_batch_norm_legit_functional", x, m.new(c), m.new(c), mean, var, True, 0.1, 1e-5)
     m.updates += [(leaf.owner.name, value) for leaf, value in zip((mean, var), moved, strict=True)]  # type: ignore[union-attr]
     return y
 
