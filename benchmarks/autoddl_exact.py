@@ -265,8 +265,9 @@ def main() -> int:
                 f"{' '.join(map(shown, row.grids))}, {row.cpu_seconds:.2f} s"
             )
         print(
-            f"  {counted.axes} axes counted: {counted.bytes / 1e6:.2f} MB ({counted.bytes / least - 1:+.4%}), named "
-            f"{counted.named_bytes / 1e6:.2f} MB, {' '.join(map(shown, counted.grids))}, {counted.cpu_seconds:.2f} s"
+            f"  {counted.axes} axes counted: {counted.bytes / 1e6:.2f} MB ({counted.bytes / least - 1:+.1%}), "
+            f"{counted.named_bytes / 1e6:.2f} MB with names, {' '.join(map(shown, counted.grids))}, "
+            f"{counted.cpu_seconds:.2f} s"
         )
         units = [asdict(row) for row in rows]
         tables[nodes] = {"least": least, "grids": path, "units": units, "counted": asdict(counted)}

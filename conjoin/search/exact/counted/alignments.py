@@ -68,7 +68,8 @@ class Alignments:
         return self._moves(dual_placements(self.after), dual_placements(self.before), self.nestings[1])
 
     def _moves(self, before: Codes, after: Codes, nesting: Nesting) -> Moves:
-        ways = (float(self.size) ** np.arange(int(self.counts.max(initial=0)) + 1))[self.counts]
+        powers = np.power(float(self.size), np.arange(int(self.counts.max(initial=0)) + 1, dtype=np.float64))
+        ways: NDArray[np.float64] = powers[self.counts]
         found = find_moves((before, after), self.rank, ways, self.counts, nesting)
         return Moves(found.groups[:, self.which], found.sent[:, self.which] * self.share)
 

@@ -194,7 +194,8 @@ class CountedSpace:
     def held(self, type: TensorType, codes: Codes) -> Array:
         """Bytes that a device has of a tensor in some layouts."""
         split = counts_of(codes, len(type.shape), self.num_axes)[:, S:].sum(axis=1)
-        return type.bytes / float(self.size) ** split
+        found: Array = type.bytes / float(self.size) ** split
+        return found
 
     def storages(self, type: TensorType, trained: bool, objective: Objective) -> Storages:
         """Every way to store a parameter."""
