@@ -68,8 +68,9 @@ class Alignments:
         return self._moves(dual_placements(self.after), dual_placements(self.before), self.nestings[1])
 
     def _moves(self, before: Codes, after: Codes, nesting: Nesting) -> Moves:
-        ways = (float(self.size) ** np.arange(int(self.counts.max(initial=0)) + 1))[self.counts]
-        found = find_moves((before, after), self.rank, ways, self.counts, nesting)
+        most = int(self.counts.max(initial=0))
+        powers = np.array([float(self.size) ** count for count in range(most + 1)], np.float64)
+        found = find_moves((before, after), self.rank, powers[self.counts], self.counts, nesting)
         return Moves(found.groups[:, self.which], found.sent[:, self.which] * self.share)
 
     @property

@@ -102,9 +102,10 @@ class _Naming:
         if end.operand < 0 and end.output < 0:
             return placements_of(int(self.problem.codes[end.variable][value]), rank, self.num_axes)
         choices = self.problem.choices[end.variable]
-        if end.operand >= 0:
-            return placements_on([rule.operands for rule in choices.rules], end.operand)[choices.picks[value]]
-        return placements_on([rule.outputs for rule in choices.rules], end.output)[choices.picks[value]]
+        reading = end.operand >= 0
+        placements = [rule.operands if reading else rule.outputs for rule in choices.rules]
+        found: Digits = placements_on(placements, end.operand if reading else end.output)[choices.picks[value]]
+        return found
 
     def _line_up(self, number: int, to_target: bool) -> Order:
         """The order in which one end of a link suits the other, which has names: by the link's best alignment."""
@@ -159,9 +160,8 @@ class _Naming:
         link = self.problem.links[number]
         source, target = (self.orders[end.variable] for end in (link.source, link.target))
         ends = self.placements[number]
-        key = link.type, link.back, link.trained, ends[0].tobytes(), ends[1].tobytes(), source, target
-        if link.trained is not None:
-            key = (*key, self.values[link.source.variable])
+        stored = self.values[link.source.variable] if link.trained is not None else -1
+        key = link.type, link.back, link.trained, stored, ends[0].tobytes(), ends[1].tobytes(), source, target
         if key not in self._known:
             self._known[key] = float(self._prices(number, link.source.variable, [source])[0])
         return self._known[key]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conjoin.machine import Mesh
-from conjoin.ops import ShardingRule, TensorType
+from conjoin.ops import Placement, ShardingRule, TensorType
 from conjoin.search.exact.choices import (
     Choices,
     OperatorSeconds,
@@ -194,7 +194,8 @@ class CountedSpace:
     def held(self, type: TensorType, codes: Codes) -> Array:
         """Bytes that a device has of a tensor in some layouts."""
         split = counts_of(codes, len(type.shape), self.num_axes)[:, S:].sum(axis=1)
-        return type.bytes / float(self.size) ** split
+        found: Array = type.bytes / float(self.size) ** split
+        return found
 
     def storages(self, type: TensorType, trained: bool, objective: Objective) -> Storages:
         """Every way to store a parameter."""
@@ -258,6 +259,6 @@ class CountedSpace:
         return carried.seconds(objective.overlap, objective.seconds_per_byte)
 
 
-def placements_on(rules: Sequence[Sequence[object]], tensor: int) -> Digits:
+def placements_on(rules: Sequence[Sequence[Placement]], tensor: int) -> Digits:
     """[rule]: the placement of a tensor, as a number."""
-    return np.array([code_of(placements[tensor]) for placements in rules], np.int64)  # type: ignore[arg-type]
+    return np.array([code_of(placements[tensor]) for placements in rules], np.int64)
