@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conjoin.machine import Mesh
-from conjoin.ops import ShardingRule, TensorType
+from conjoin.ops import Placement, ShardingRule, TensorType
 from conjoin.search.exact.choices import (
     Choices,
     OperatorSeconds,
@@ -259,6 +259,6 @@ class CountedSpace:
         return carried.seconds(objective.overlap, objective.seconds_per_byte)
 
 
-def placements_on(rules: Sequence[Sequence[object]], tensor: int) -> Digits:
+def placements_on(rules: Sequence[Sequence[Placement]], tensor: int) -> Digits:
     """[rule]: the placement of a tensor, as a number."""
-    return np.array([code_of(placements[tensor]) for placements in rules], np.int64)  # type: ignore[arg-type]
+    return np.array([code_of(placements[tensor]) for placements in rules], np.int64)
