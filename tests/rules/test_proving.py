@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conjoin.rules import parse_rule, prove
+from conjoin.rules import parse_rule, prove, refute
 
 CONV = "conv[stride=s, groups=1]"
 TRUE = {
@@ -148,3 +148,11 @@ def test_sizes_that_do_not_exist_prove_nothing() -> None:
     left = "conv[act=relu](x, conv(x, pool_kernel[kernel=3]))"
     found = prove(parse_rule("none", left, "conv[act=relu](concat[axis=1](x, x), avg_pool[kernel=3](x))"))
     assert not found.proven
+
+
+def test_dims_divided_alike_may_be_split_in_different_places() -> None:
+    """Channels and features are both divided into groups: a rule that splits both has to say that it does so alike."""
+    left = "conv[stride=s](split[axis=1, part=1](x), split[axis=0, part=1](y))"
+    rule = parse_rule("split twice", left, "split[axis=1, part=1](conv[stride=s](x, y))")
+    assert not prove(rule).proven
+    assert refute(rule, under_conditions=True) is not None

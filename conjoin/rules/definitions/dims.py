@@ -61,6 +61,8 @@ class Dims:
     """Sizes that are the same although their parts are not."""
     meshes: set[Dim] = field(default_factory=set)
     """The dims that count devices."""
+    cut: set[Dim] = field(default_factory=set)
+    """The dims that are split and were not concatenated: into parts of any sizes."""
     not_larger: list[tuple[Dim, Dim]] = field(default_factory=list)
     """The first is at most the second."""
     needed: list[str] = field(default_factory=list)
@@ -81,6 +83,7 @@ class Dims:
         if dim.is_plain:
             dim.sum = (self.new(f"first part of {dim.words}"), self.new(f"second part of {dim.words}"))
             self.needed.append(f"{dim.words} is split")
+            self.cut.add(dim)
         if dim.sum is None and dim.product is not None:
             self._split_slow(dim, *dim.product)
         if dim.sum is None:
@@ -91,6 +94,8 @@ class Dims:
         """A divided dim split between its pieces."""
         if slow.find() in self.meshes:
             raise NotCovered("a dim that lies on several devices is split")
+        if slow.find() in self.cut:  # no condition would say that both are split after as many pieces
+            raise NotCovered("two dims that are divided alike are split")
         first, second = (self.new(f"part of {dim.words}", product=(part, fast)) for part in self.split(slow))
         dim.sum = (first, second)
         self.assumed.append(f"{dim.words} is split between pieces")
