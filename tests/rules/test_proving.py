@@ -71,9 +71,6 @@ TRUE = {
     ),
     "heads one after the other": ("concat[axis=-1](flatten(x), flatten(y))", "flatten(concat[axis=-2](x, y))"),
     "parts of heads": ("split[axis=-1, part=1](flatten(x))", "flatten(split[axis=-2, part=1](x))"),
-    "parts of grouped convolutions": (
-        "conv(split[axis=1, part=1](x), split[axis=0, part=1](y))", "split[axis=1, part=1](conv(x, y))",
-    ),
     "groups from all devices": ("combine[axis=1](conv(x, w))", "conv(combine[axis=1](x), combine[axis=0](w))"),
     "a sum over two devices": ("add(x, y)", "reduce[mesh=2](partition[axis=a, mesh=2](concat[axis=a](x, y)))"),
 }  # fmt: skip
