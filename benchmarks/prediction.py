@@ -59,6 +59,8 @@ _DEVICE = "one rank of the emulated cluster"
 DELAY_SECONDS = 200e-6
 _APART = 1.1
 """Plans whose measured times differ by more than this are to be predicted in the right order."""
+_DISTINCT = 1.02
+"""Medians nearer to each other than this are not told apart by so few steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +260,28 @@ def summary(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return found
 
 
+def by_model(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Kendall's tau of each model over all its plans and speeds, and without pairs that are measured to be the same."""
+    found = []
+    for model in dict.fromkeys(row.model for row in rows):
+        some = [row for row in rows if row.model == model]
+        apart = [(one, other) for one, other in itertools.combinations(some, 2) if _ratio(one, other) > _DISTINCT]
+        agreement = sum(
+            1 if (one.predicted_ms - other.predicted_ms) * (one.measured_ms - other.measured_ms) > 0 else -1
+            for one, other in apart
+        )
+        found.append({
+            "model": model, "rows": len(some), "kendall_tau": round(kendall(some)[0], 3),
+            "kendall_tau_of_distinct_pairs": round(agreement / max(1, len(apart)), 3),
+        })  # fmt: skip
+    return found
+
+
+def _ratio(one: Row, other: Row) -> float:
+    low, high = sorted((one.measured_ms, other.measured_ms))
+    return high / low
+
+
 def say(text: str) -> None:
     print(text, flush=True)
 
@@ -300,7 +324,7 @@ def write(output: Path, rows: list[Row], fits: dict[str, Any], commands: list[st
         "commands": commands, "date": str(date.today()),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__, "python": platform.python_version(),
-        "summary": summary(rows), "rows": [asdict(row) for row in rows], "fits": fits,
+        "summary": summary(rows), "by_model": by_model(rows), "rows": [asdict(row) for row in rows], "fits": fits,
     }, indent=1) + "\n")  # fmt: skip
     output.with_suffix(".svg").write_text(scatter(rows))
 
