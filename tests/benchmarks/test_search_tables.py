@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import (
     autoddl_fig9_10,
+    core_scale,
     flexflow_fig3_6,
     search_scale,
     search_table,
@@ -65,6 +66,14 @@ def test_switches_change_the_time_and_not_the_sum(tmp_path: Path, monkeypatch: p
     rows = {row["switched"]: row for row in _read(output)["rows"]}
     assert list(rows) == list(unity_table2.SWITCHES)
     assert rows["all"]["least_sum"] == pytest.approx(rows["no elimination"]["least_sum"], rel=1e-9)
+
+
+def test_the_core_grows_with_operators_less_than_in_proportion(tmp_path: Path) -> None:
+    output = tmp_path / "core.json"
+    assert core_scale.main(["--layers", "1", "4", "--devices", "8", "--output", str(output)]) == 0
+    one, four, other = _read(output)["rows"]
+    assert four["operators"] > 2 * one["operators"] and four["cpu_seconds"] < 3 * one["cpu_seconds"]
+    assert other["cuts"] < one["cuts"] and output.with_suffix(".svg").read_text().startswith("<svg")
 
 
 def test_what_does_not_end_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
