@@ -90,7 +90,7 @@ class Row:
     search: str = "joint"
     found_by: str = ""
     substitutions: tuple[str, ...] = ()
-    """In the plan that was found."""
+    """In the plan that was found, each once."""
     stopped: str = ""
     num_plans: int = 0
     peak_bytes: int = 0
@@ -139,7 +139,7 @@ def search(case: Case, budget: float) -> Row:
         speedup=None if best is None else best.seconds / found.seconds_per_step,
         search=case.search,
         found_by=found.plan.strategy,
-        substitutions=tuple(f"{one.name} at {one.where}" for one in found.plan.substitutions),
+        substitutions=tuple(dict.fromkeys(one.name for one in found.plan.substitutions)),
         stopped=found.stopped.value,
         num_plans=found.num_plans,
         peak_bytes=found.peak_bytes,
