@@ -159,7 +159,7 @@ def test_a_killed_parent_leaves_nothing() -> None:
         "import os, time\nfrom benchmarks.emulated_cluster import Cluster\n"
         "with Cluster(2, 1, 1e8) as cluster:\n"
         "    print(*cluster._inodes, flush=True)\n"
-        "    cluster.run(lambda rank: print('up', flush=True) or time.sleep(60), timeout=60)\n"
+        "    cluster.run(lambda rank: os.write(1, b'up\\n') and time.sleep(60), timeout=60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None

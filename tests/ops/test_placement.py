@@ -30,5 +30,5 @@ def test_the_gradient_of_copies_is_a_partial_sum() -> None:
 
 @pytest.mark.parametrize("text", ["", "X", "S", "S()", "S(-1)", "S(1", "S(1)x", "S(²)", "S(100)", "I "])
 def test_other_text_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a placement: expected I, B, P or"):
+    with pytest.raises(ValueError, match="is not a placement: expected I, B, P, S"):
         parse_placement(text)
