@@ -25,7 +25,7 @@ from conjoin.rules.laws.laws import SOURCES, Law, laws, lemmas
 from conjoin.rules.library import SHIPPED, Entry, Library, make_entry, method_of, operators_version
 from conjoin.rules.making import Made, make_library, reasons_of
 from conjoin.rules.operators import OPS, RuleOp
-from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, operators_in
+from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, inputs_of, operators_in
 from conjoin.rules.text import RuleFile, WrittenRule, load_rules, parse_expressions, parse_rule, parse_rules, save_rules
 from conjoin.rules.trials.refuting import Counterexample, Trials, refute, try_out
 
@@ -35,8 +35,8 @@ __all__ = [
     "Judgement", "Law", "LawVerdict", "Library", "Made", "Match", "NearMiss", "Parameter", "Proven", "Refused", "Rule",
     "RuleFile", "RuleOp", "Selection", "Standing", "Step", "Trials", "Verdict", "Vocabulary", "WrittenRule", "apply",
     "apply_all", "check_law", "drop_derived", "drop_instances", "find_contradiction", "find_counterexample",
-    "find_matches", "find_redundant", "generate", "judge", "kept_values", "laws", "lemmas", "load_rules", "make_entry",
-    "make_library", "method_of", "operators_in", "operators_version", "parse_expressions", "parse_rule", "parse_rules",
-    "prove", "prove_all", "prove_by_laws", "proven_lemmas", "reasons_of", "refute", "save_rules", "try_out", "why",
-    "with_groups",
+    "find_matches", "find_redundant", "generate", "inputs_of", "judge", "kept_values", "laws", "lemmas", "load_rules",
+    "make_entry", "make_library", "method_of", "operators_in", "operators_version", "parse_expressions", "parse_rule",
+    "parse_rules", "prove", "prove_all", "prove_by_laws", "proven_lemmas", "reasons_of", "refute", "save_rules",
+    "try_out", "why", "with_groups",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from conjoin.ir import Graph, Substitution, fingerprint
-from conjoin.rules import Index, Library, Rule, apply_all, find_matches, operators_in
+from conjoin.rules import Index, Library, Rule, apply_all, find_matches, inputs_of, operators_in
 from conjoin.search.contest import Variant, make_variant
 
 ALPHA = 1.05
@@ -40,7 +40,8 @@ def ways_of(library: Library) -> tuple[Way, ...]:
         if not _OVER_DEVICES & _operators(rule):
             proof = proofs[rule.name.split(":")[0]]
             found.append(Way(rule, proof))
-            found.append(Way(Rule(f"{rule.name}-back", rule.right, rule.left), proof))
+            if not set(inputs_of(*rule.left)) - set(inputs_of(*rule.right)):  # else nothing tells what they are
+                found.append(Way(Rule(f"{rule.name}-back", rule.right, rule.left), proof))
     return tuple(found)
 
 

@@ -416,3 +416,13 @@ def test_outputs_that_need_each_other_are_no_match_when_asked_for() -> None:
     # Matches that exclude each other: all but one are left, the rest need themselves.
     needing = [match for match in every if match not in apart]
     assert apply_all(graph, rule, needing) == (graph, ())
+
+
+def test_an_input_of_the_right_side_alone_is_refused() -> None:
+    """A rule read backwards may ask for a tensor that nothing in the graph tells."""
+    graph = graph_of(MATRICES + "%0: f64[4,4] = relu(input:x)", "%0")
+    rule = parse_rule("forwards", "split[axis=0, part=0](concat[axis=0](relu(x), relu(y)))", "relu(x)")
+    back = Rule("backwards", rule.right, rule.left)
+    for match in find_matches(Index(graph), back):
+        with pytest.raises(Refused):
+            apply(graph, back, match)
