@@ -9,7 +9,11 @@ import time
 from pathlib import Path
 from random import Random
 
+import pytest
+import torch
+
 from conjoin.rules import OPS, Apply, Input, Rule, Vocabulary, make_library, parse_rule
+from conjoin.rules.generator.forking import forked
 from conjoin.rules.generator.vocabulary import Typed, choose
 from conjoin.rules.making import SIZES, _is_of_use
 
@@ -65,3 +69,16 @@ def test_a_library_made_in_pieces_is_the_same(tmp_path: Path) -> None:
     assert process.exitcode == 0 and kills >= 2
     again = make_library(((SMALL, 2),), tmp_path, progress=quiet)
     assert again.library == whole.library and again.refuted == ()
+
+
+def test_processes_compute_after_this_one_has() -> None:
+    """Threads do not outlive a fork: a process that waits for those of torch would wait for ever."""
+    x, w = torch.randn(4, 8, 32, 32), torch.randn(8, 8, 3, 3)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        wanted = torch.conv2d(x, w).sum().item()
+        found = forked(lambda _: torch.conv2d(x, w).sum().item(), range(8), 2)
+    finally:
+        torch.set_num_threads(before)
+    assert found == pytest.approx([wanted] * 8, rel=1e-3)

@@ -6,6 +6,8 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
+
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 _FEW = 4
@@ -20,10 +22,15 @@ def forked(function: Callable[[Item], Made], items: Sequence[Item], workers: int
         return [function(item) for item in items]
     _functions.append(function)
     try:
-        with multiprocessing.get_context("fork").Pool(workers) as pool:
+        with multiprocessing.get_context("fork").Pool(workers, compute_alone) as pool:
             return pool.map(_call, items, chunksize=max(len(items) // (8 * workers), 1))
     finally:
         _functions.pop()
+
+
+def compute_alone() -> None:
+    """In a forked process: the threads with which torch computed before are not here, and would be waited for."""
+    torch.set_num_threads(1)
 
 
 def _call(item: Any) -> Any:

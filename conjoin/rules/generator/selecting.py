@@ -13,7 +13,7 @@ from conjoin.rules.definitions.proving import Verdict
 from conjoin.rules.deriving import Binding, Deriver, match
 from conjoin.rules.generalizing import generalize
 from conjoin.rules.generator.enumeration import Progress
-from conjoin.rules.generator.forking import forked
+from conjoin.rules.generator.forking import compute_alone, forked
 from conjoin.rules.judging import derive_checked
 from conjoin.rules.operators import BY_NAME
 from conjoin.rules.patterns import Apply, Expr, Input, Rule, inputs_of, operators_in, walk
@@ -87,6 +87,7 @@ _provers: list[Prove] = []
 
 
 def _set_prover(prove: Prove) -> None:
+    compute_alone()
     _provers[:] = [prove]
 
 
