@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conjoin.rules.generator.vocabulary import Choice, Typed, Vocabulary, choose
+from conjoin.rules.generator.vocabulary import Typed, Vocabulary, along, choose, parts_along, plain
 
 _SIZES = {"b": 2, "m": 4, "n": 5, "k": 6, "h": 3, "d": 2, "l": 7, "c": 2, "y": 3, "x": 4, "r": 3, "s": 2}
 _OTHER = {"b": 3, "m": 5, "n": 6, "k": 8, "h": 2, "d": 4, "l": 7, "c": 3, "y": 7, "x": 6, "r": 5, "s": 3}
@@ -10,19 +10,7 @@ _EVEN = {"b": 2, "m": 4, "k": 12, "h": 4, "g": 2, "d": 3, "devices": 2}
 _OTHER_EVEN = {"b": 3, "m": 6, "k": 12, "h": 6, "g": 2, "d": 2, "devices": 3}
 
 
-def _plain(names: str) -> tuple[Choice, ...]:
-    return tuple(map(choose, names.split()))
-
-
-def _along(names: str, *axes: int) -> tuple[Choice, ...]:
-    return tuple(choose(name, axis=axis) for name in names.split() for axis in axes)
-
-
-def _split(*axes: int) -> tuple[Choice, ...]:
-    return tuple(choose("split", axis=axis, part=part) for axis in axes for part in (0, 1))
-
-
-_TURNS = _plain("transpose swap")
+_TURNS = plain("transpose swap")
 TURNED = Vocabulary(
     "turned",
     (
@@ -30,8 +18,8 @@ TURNED = Vocabulary(
         Typed("s", ""),
     ),
     (
-        *_TURNS, *_plain("add relu scale bias gain matmul"), *_along("softmax sum mean", -3, -2, -1),
-        *_along("concat", -3, -2, -1), *_split(-3, -2),
+        *_TURNS, *plain("add relu scale bias gain matmul"), *along("softmax sum mean", -3, -2, -1),
+        *along("concat", -3, -2, -1), *parts_along(-3, -2),
     ),
     _SIZES,
     _OTHER,
@@ -44,8 +32,8 @@ HEADS = Vocabulary(
         Typed("c", "k"), Typed("s", ""),
     ),
     (
-        choose("unflatten", parts="h"), *_plain("flatten swap add relu scale bias gain linear"),
-        *_along("softmax", -1), *_along("concat", -2, -1), *_split(-2, -1),
+        choose("unflatten", parts="h"), *plain("flatten swap add relu scale bias gain linear"),
+        *along("softmax", -1), *along("concat", -2, -1), *parts_along(-2, -1),
     ),
     _SIZES,
     _OTHER,
@@ -57,7 +45,7 @@ ATTENTION = Vocabulary(
         Typed("q", "b h m d"), Typed("k", "b h n d"), Typed("v", "b h n d"), Typed("u", "b h+h m d"), Typed("w", "l k"),
         Typed("s", ""),
     ),
-    (*_TURNS, *_plain("matmul scale flatten linear"), *_along("softmax", -1), *_along("concat", -3), *_split(-3)),
+    (*_TURNS, *plain("matmul scale flatten linear"), *along("softmax", -1), *along("concat", -3), *parts_along(-3)),
     _SIZES,
     _OTHER,
 )  # fmt: skip
@@ -68,7 +56,7 @@ GAINS = Vocabulary(
         Typed("x", "m k"), Typed("y", "m k"), Typed("w", "l k"), Typed("g", "k"), Typed("c", "k"), Typed("s", ""),
     ),
     (
-        *_plain("gain bias linear mul add scale square rsqrt"), *_along("sum mean", -2, -1), *_along("concat", -1),
+        *plain("gain bias linear mul add scale square rsqrt"), *along("sum mean", -2, -1), *along("concat", -1),
     ),
     _SIZES,
     _OTHER,
@@ -81,8 +69,8 @@ DEPTHWISE = Vocabulary(
         Typed("b", "c 1 r r", role="kernel"), Typed("d", "c+c 1 r r", role="kernel"), Typed("s", ""),
     ),
     (
-        choose("conv"), choose("conv", stride="s"), choose("avg_pool", kernel="r"), *_plain("add relu scale"),
-        *_along("concat", 0, 1), *_split(0, 1),
+        choose("conv"), choose("conv", stride="s"), choose("avg_pool", kernel="r"), *plain("add relu scale"),
+        *along("concat", 0, 1), *parts_along(0, 1),
     ),
     _SIZES,
     _OTHER,
@@ -95,8 +83,8 @@ PARALLEL_HEADS = Vocabulary(
         Typed("c", "d"), Typed("C", "d", spread=True),
     ),
     (
-        choose("unflatten", parts="h"), choose("unflatten", parts="g"), *_plain("flatten swap transpose relu gain"),
-        *_along("softmax", -1), *_along("partition combine", -3, -2, -1), *_plain("replicate reduce"),
+        choose("unflatten", parts="h"), choose("unflatten", parts="g"), *plain("flatten swap transpose relu gain"),
+        *along("softmax", -1), *along("partition combine", -3, -2, -1), *plain("replicate reduce"),
     ),
     _EVEN,
     _OTHER_EVEN,

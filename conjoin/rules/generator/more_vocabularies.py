@@ -5,7 +5,7 @@ Rules about these are small, and `generalizing.py` makes them general: a few inp
 
 from __future__ import annotations
 
-from conjoin.rules.generator.vocabulary import Choice, Typed, Vocabulary, choose
+from conjoin.rules.generator.vocabulary import Choice, Typed, Vocabulary, along, choose, parts_along, plain
 
 _BATCH, _ROWS, _COLUMNS = -3, -2, -1
 _SIZES = {"b": 2, "m": 3, "k": 2, "n": 2, "l": 4, "c": 2, "h": 3, "w": 4, "r": 3, "o": 2, "devices": 2}
@@ -14,20 +14,8 @@ _EVEN = {"b": 2, "m": 2, "k": 4, "n": 6, "v": 4, "c": 2, "h": 3, "w": 5, "r": 3,
 _OTHER_EVEN = {"b": 3, "m": 6, "k": 3, "n": 9, "v": 6, "c": 3, "h": 5, "w": 4, "r": 5, "o": 6, "devices": 3}
 
 
-def _plain(names: str) -> tuple[Choice, ...]:
-    return tuple(map(choose, names.split()))
-
-
-def _along(names: str, *axes: int) -> tuple[Choice, ...]:
-    return tuple(choose(name, axis=axis) for name in names.split() for axis in axes)
-
-
-def _split(*axes: int) -> tuple[Choice, ...]:
-    return tuple(choose("split", axis=axis, part=part) for axis in axes for part in (0, 1))
-
-
 def _over_devices(*axes: int) -> tuple[Choice, ...]:
-    return (*_along("partition combine", *axes), *_plain("replicate reduce"))
+    return (*along("partition combine", *axes), *plain("replicate reduce"))
 
 
 BATCHES = Vocabulary(
@@ -37,8 +25,8 @@ BATCHES = Vocabulary(
         Typed("c", "k"),
     ),
     (
-        *_plain("matmul transpose linear bias"), *_along("softmax", _COLUMNS), *_along("concat", _BATCH),
-        *_split(_BATCH), *_along("sum mean", _BATCH, _ROWS, _COLUMNS),
+        *plain("matmul transpose linear bias"), *along("softmax", _COLUMNS), *along("concat", _BATCH),
+        *parts_along(_BATCH), *along("sum mean", _BATCH, _ROWS, _COLUMNS),
     ),
     _SIZES,
     _OTHER,
@@ -50,8 +38,8 @@ PARTS_OF_LINEAR = Vocabulary(
         Typed("z", "l k+k"), Typed("c", "k"), Typed("d", "k+k"),
     ),
     (
-        *_plain("linear bias relu add sub div neg"), *_along("concat softmax sum mean", _ROWS, _COLUMNS),
-        *_split(_ROWS, _COLUMNS),
+        *plain("linear bias relu add sub div neg"), *along("concat softmax sum mean", _ROWS, _COLUMNS),
+        *parts_along(_ROWS, _COLUMNS),
     ),
     _SIZES,
     _OTHER,
@@ -63,8 +51,8 @@ PARTS_OF_IMAGES = Vocabulary(
         Typed("b", "o+o c r r", role="kernel"), Typed("d", "o c+c r r", role="kernel"),
     ),
     (
-        choose("conv"), choose("avg_pool", kernel="r"), choose("max_pool", kernel="r"), *_plain("relu"),
-        *_along("concat", 0, 1), *_split(0, 1),
+        choose("conv"), choose("avg_pool", kernel="r"), choose("max_pool", kernel="r"), *plain("relu"),
+        *along("concat", 0, 1), *parts_along(0, 1),
     ),
     _SIZES,
     _OTHER,
@@ -76,7 +64,7 @@ SUMS_OF_IMAGES = Vocabulary(
         Typed("x", "n c h w"), Typed("y", "n c h w"), Typed("s", ""), Typed("a", "o 1 r r", role="kernel"),
         Typed("b", "o 1 r r", role="kernel"),
     ),
-    (choose("conv"), choose("avg_pool", kernel="r"), *_plain("add sub neg scale")),
+    (choose("conv"), choose("avg_pool", kernel="r"), *plain("add sub neg scale")),
     {**_SIZES, "o": 4},
     {**_OTHER, "o": 6},
 )  # fmt: skip
@@ -88,8 +76,8 @@ PARALLEL_BATCHES = Vocabulary(
         Typed("Z", "b k n", spread=True), Typed("W", "n k", spread=True), Typed("C", "k", spread=True),
     ),
     (
-        *_plain("matmul transpose linear bias"), *_along("softmax", _COLUMNS), *_along("sum mean", _COLUMNS, _BATCH),
-        *_along("concat", _BATCH, _COLUMNS), *_over_devices(_BATCH),
+        *plain("matmul transpose linear bias"), *along("softmax", _COLUMNS), *along("sum mean", _COLUMNS, _BATCH),
+        *along("concat", _BATCH, _COLUMNS), *_over_devices(_BATCH),
     ),
     _EVEN,
     _OTHER_EVEN,
@@ -102,7 +90,7 @@ PARALLEL_MODELS = Vocabulary(
         Typed("C", "k", spread=True), Typed("U", "m k+k", spread=True),
     ),
     (
-        *_plain("sub div neg bias linear mul"), *_along("sum mean", _ROWS, _COLUMNS), *_split(_COLUMNS),
+        *plain("sub div neg bias linear mul"), *along("sum mean", _ROWS, _COLUMNS), *parts_along(_COLUMNS),
         *_over_devices(_ROWS, _COLUMNS),
     ),
     _EVEN,
@@ -113,7 +101,7 @@ PARALLEL_PRODUCTS = Vocabulary(
     (
         Typed("x", "m k"), Typed("z", "k n"), Typed("X", "m k", spread=True), Typed("Z", "k n", spread=True),
     ),
-    (*_plain("matmul"), *_over_devices(_ROWS, _COLUMNS)),
+    (*plain("matmul"), *_over_devices(_ROWS, _COLUMNS)),
     _EVEN,
     _OTHER_EVEN,
 )  # fmt: skip
@@ -122,7 +110,7 @@ PARALLEL_VECTORS = Vocabulary(
     (
         Typed("x", "m k"), Typed("c", "k"), Typed("X", "m k", spread=True), Typed("C", "k", spread=True),
     ),
-    (*_plain("bias"), *_over_devices(_COLUMNS)),
+    (*plain("bias"), *_over_devices(_COLUMNS)),
     _EVEN,
     _OTHER_EVEN,
 )  # fmt: skip
@@ -141,7 +129,7 @@ PAIRS = Vocabulary(
     "pairs",
     (Typed("x", "m k"), Typed("y", "m k"), Typed("X", "m k", spread=True)),
     (
-        *_plain("add"), *_along("concat", _ROWS, _COLUMNS),
+        *plain("add"), *along("concat", _ROWS, _COLUMNS),
         *(choose("partition", axis=axis, mesh=2) for axis in (_ROWS, _COLUMNS)),
         *(choose("combine", axis=axis, mesh=2) for axis in (_ROWS, _COLUMNS)),
         choose("replicate", mesh=2), choose("reduce", mesh=2),

@@ -84,6 +84,21 @@ def choose(op: str, **params: Parameter) -> Choice:
     return Choice(op, tuple(params.items()))
 
 
+def plain(names: str) -> tuple[Choice, ...]:
+    """Operators without parameters."""
+    return tuple(map(choose, names.split()))
+
+
+def along(names: str, *axes: int) -> tuple[Choice, ...]:
+    """Operators along each of some dims."""
+    return tuple(choose(name, axis=axis) for name in names.split() for axis in axes)
+
+
+def parts_along(*axes: int) -> tuple[Choice, ...]:
+    """Both parts of splits along each of some dims."""
+    return tuple(choose("split", axis=axis, part=part) for axis in axes for part in (0, 1))
+
+
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """Everything that graphs are built from."""
@@ -126,10 +141,6 @@ def _parts(axes: tuple[int, ...]) -> tuple[Choice, ...]:
     return (*joined, *(choose("split", axis=axis, part=part) for axis in axes for part in (0, 1)))
 
 
-def _plain(*names: str) -> tuple[Choice, ...]:
-    return tuple(map(choose, names))
-
-
 def _windows(op: str, **params: Parameter) -> tuple[Choice, ...]:
     return tuple(choose(op, **params, stride=s, pad=p) for s in (1, "s") for p in ("same", "valid"))
 
@@ -147,7 +158,7 @@ ELEMENTWISE = Vocabulary(
         *(Typed(name, "m k") for name in "xyzw"), Typed("s", ""), Typed("t", ""),
         Typed("u", "m k+k"), Typed("v", "m k+k"),
     ),
-    (*_plain("add", "mul", "scale", "relu"), choose("concat", axis=-2), *_parts((-1,))),
+    (*plain("add mul scale relu"), choose("concat", axis=-2), *_parts((-1,))),
     _SIZES,
     _OTHER,
     (_ONES,),
@@ -158,7 +169,7 @@ MATRICES = Vocabulary(
         Typed("x", "m k"), Typed("y", "m k"), Typed("z", "k m"), Typed("w", "k m"), Typed("s", ""),
         Typed("u", "k m+m"), Typed("v", "m+m k"),
     ),
-    (*_plain("add", "mul", "scale", "transpose", "matmul", "relu"), *_parts(_MATRIX_AXES)),
+    (*plain("add mul scale transpose matmul relu"), *_parts(_MATRIX_AXES)),
     _SIZES,
     _OTHER,
     (_ONES, *_IDENTITIES),
@@ -172,7 +183,7 @@ IMAGES = Vocabulary(
         Typed("p", "c i q q", role="kernel"),
     ),
     (
-        *_plain("add", "mul", "scale", "relu"),
+        *plain("add mul scale relu"),
         *(c for act in ("none", "relu") for c in _windows("conv", act=act)),
         Choice("enlarge", _KERNEL, on_inputs=True),
         *_windows("avg_pool", kernel="r"), *_windows("max_pool", kernel="r"),
@@ -193,7 +204,7 @@ TASO = (ELEMENTWISE, MATRICES, IMAGES)
 MULTILINEAR = Vocabulary(
     "multilinear",
     (Typed("x", "m k"), Typed("y", "m k"), Typed("z", "k m"), Typed("s", "")),
-    (*_plain("add", "mul", "scale", "transpose", "matmul"), *_parts(_MATRIX_AXES)),
+    (*plain("add mul scale transpose matmul"), *_parts(_MATRIX_AXES)),
     _SIZES,
     _OTHER,
     most_elements=48,
@@ -205,8 +216,8 @@ MODELS = Vocabulary(
         Typed("e", "l"), Typed("s", ""), Typed("t", "v k"), Typed("u", "v k"), Typed("i", "m b", role="index"),
     ),
     (
-        *_plain("add", "sub", "mul", "div", "neg", "relu", "gelu", "silu", "square", "rsqrt", "exp"),
-        *_plain("scale", "bias", "linear", "transpose", "matmul", "embedding", "embedding_bag"),
+        *plain("add sub mul div neg relu gelu silu square rsqrt exp"),
+        *plain("scale bias linear transpose matmul embedding embedding_bag"),
         *(choose(op, axis=axis) for op in ("sum", "mean", "softmax") for axis in _MATRIX_AXES),
         *_parts(_MATRIX_AXES),
     ),
@@ -219,7 +230,7 @@ _OTHER_EVEN = {"m": 6, "k": 3, "n": 9, "v": 6, "b": 3, "c": 3, "h": 5, "w": 4, "
 
 def _parallel(*axes: int) -> tuple[Choice, ...]:
     moved = (choose(op, axis=axis) for op in ("partition", "combine") for axis in axes)
-    return (*moved, *_plain("replicate", "reduce"))
+    return (*moved, *plain("replicate reduce"))
 
 
 PARALLEL = Vocabulary(
@@ -230,7 +241,7 @@ PARALLEL = Vocabulary(
         Typed("W", "n k", spread=True), Typed("C", "k", spread=True), Typed("S", "", spread=True),
     ),
     (
-        *_plain("add", "mul", "relu", "gelu", "scale", "bias", "matmul", "linear", "transpose"),
+        *plain("add mul relu gelu scale bias matmul linear transpose"),
         *(choose("softmax", axis=axis) for axis in _MATRIX_AXES),
         *_parts(_MATRIX_AXES), *_parallel(*_MATRIX_AXES),
     ),
@@ -244,7 +255,7 @@ PARALLEL_IMAGES = Vocabulary(
         Typed("K", "o c r r", spread=True, role="kernel"),
     ),
     (
-        *_plain("add", "relu"), choose("conv", stride=1, pad="same", act="none"),
+        *plain("add relu"), choose("conv", stride=1, pad="same", act="none"),
         choose("avg_pool", kernel="r"), choose("max_pool", kernel="r"),
         *(choose("concat", axis=axis) for axis in (0, 1)), *_parallel(0, 1),
     ),
@@ -258,7 +269,7 @@ PARALLEL_TABLES = Vocabulary(
         Typed("I", "m b", spread=True, role="index"), Typed("z", "k n"), Typed("Z", "k n", spread=True),
     ),
     (
-        *_plain("embedding", "embedding_bag", "add", "matmul"), choose("sum", axis=-2),
+        *plain("embedding embedding_bag add matmul"), choose("sum", axis=-2),
         choose("concat", axis=-1), *_parallel(-2, -1),
     ),
     _EVEN,
