@@ -101,6 +101,8 @@ class _Placing:
         self.name = self.current.entry.name
         self.drafts = Drafts(mesh, self.contest.prices, Classes.keeping(mesh, mesh.names))
         self.numbers = task_numbers(self.skeleton, self.drafts)
+        self._ticks: dict[tuple[int, Choice, Places], int] = {}
+        """By kind of operator, choice and places: forks hold each other, and layers are alike."""
 
     def kinds(self) -> list[tuple[Fork, ...]]:
         """Forks that are alike in all operators, those with the most seconds first; then all of them together."""
@@ -129,14 +131,17 @@ class _Placing:
 
     def seconds(self, branch: Sequence[int], places: Places) -> float:
         """What one device computes for a branch at places, forward and backward."""
-        total = 0
-        for place in branch:
-            choice = self.current.entry.layouts.choices[place]
+        return to_seconds(sum(self._operator_ticks(place, places) for place in branch))
+
+    def _operator_ticks(self, place: int, places: Places) -> int:
+        number, choice = self.numbers[place], self.current.entry.layouts.choices[place]
+        key = number, choice, places
+        if key not in self._ticks:
             operands, outputs = (tuple(stand_at(x, places) for x in some) for some in (choice.operands, choice.outputs))
-            work = self.drafts.work(self.numbers[place], Choice(operands, outputs))
-            total += max(_largest(work.forward), _largest(work.host_forward))
-            total += max(_largest(work.backward), _largest(work.host_backward))
-        return to_seconds(total)
+            work = self.drafts.work(number, Choice(operands, outputs))
+            forward = max(_largest(work.forward), _largest(work.host_forward))
+            self._ticks[key] = forward + max(_largest(work.backward), _largest(work.host_backward))
+        return self._ticks[key]
 
     def attempt(self, forks: Sequence[Fork], axes: tuple[str, ...]) -> None:
         """Deal the branches of forks out along axes; what becomes the best is gone on from."""

@@ -7,7 +7,7 @@ memory) and of reshards; see `elimination.py` for what is done with them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -70,6 +70,14 @@ class Kind:
     """Outputs that have to come out whole."""
     passed: tuple[bool, ...]
     """Through which outputs a gradient comes."""
+    _hash: int = field(init=False, compare=False, repr=False)
+    """Worked out once: kinds are asked for all the time."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.task, self.sources, self.results, self.passed)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 @dataclass
@@ -87,7 +95,7 @@ class Space:
     _storages: dict[tuple[TensorType, bool, Objective, int | None], Storages] = field(default_factory=dict)
     _readings: dict[tuple[TensorType, bool, bool, Objective, int | None], Array] = field(default_factory=dict)
     _stored: dict[tuple[TensorType, bool, bool, Objective], Array] = field(default_factory=dict)
-    _excess: dict[tuple[TensorType, bool, bool], Array] = field(default_factory=dict)
+    _excess: dict[tuple[int, int, bool, bool], Array] = field(default_factory=dict)
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -107,7 +115,7 @@ class Space:
 
     def excess(self, type: TensorType, with_gradient: bool, is_read: bool) -> Array:
         """How much more it can cost to read, or to have made, an activation in one layout than in another."""
-        key = type, with_gradient, is_read
+        key = len(type.shape), type.bytes, with_gradient, is_read
         if key not in self._excess:
             table = self.between(type, with_gradient)
             self._excess[key] = excess(table if is_read else table.T)
@@ -374,12 +382,11 @@ class Problem:
         return choose({axis: rules[axis] for axis in (*dict.fromkeys(order), *rules)})
 
 
-def _kind_of(skeleton: Skeleton, operator: Operator, of_weights: bool) -> Kind:
+def _kind_of(skeleton: Skeleton, operator: Operator, of_weights: bool, whole: Set[int]) -> Kind:
     roots = [skeleton.roots[root] for root in operator.reads]
     sources = tuple(_source_of(root.leaf) for root in roots)
     types = tuple(type.laid_out(()) for type in operator.node.types)
     task = Task(operator.call, types, operator.needs, tuple(root.leaf is not None for root in roots), of_weights)
-    whole = {root for root, kept in zip(skeleton.results, _kept_split(skeleton), strict=True) if not kept}
     results = tuple(i for i, root in enumerate(operator.makes) if root in whole)
     passed = tuple(
         any(operand in skeleton.operators[place].needs for place, operand in skeleton.readers[root])
@@ -391,11 +398,14 @@ def _kind_of(skeleton: Skeleton, operator: Operator, of_weights: bool) -> Kind:
 def kinds_of(skeleton: Skeleton) -> list[Kind]:
     """The kind of every operator."""
     fed = {i for i, root in enumerate(skeleton.roots) if root.leaf is not None and root.leaf.kind is LeafKind.INPUT}
+    whole = {root for root, kept in zip(skeleton.results, _kept_split(skeleton), strict=True) if not kept}
+    once: dict[Kind, Kind] = {}  # what is the same object need not be compared
     kinds = []
     for operator in skeleton.operators:
         of_inputs = not fed.isdisjoint(operator.reads)
         fed.update(operator.makes if of_inputs else ())
-        kinds.append(_kind_of(skeleton, operator, not of_inputs))
+        kind = _kind_of(skeleton, operator, not of_inputs, whole)
+        kinds.append(once.setdefault(kind, kind))
     return kinds
 
 

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from math import prod
 
 from conjoin.search.exact.elimination import Factor, Table, Tables
 
 MAX_ENTRIES = 1 << 22
 """Entries of the largest sum of tables."""
+_DONE = (-1, -1, -1, -1)
+"""The turn of what was eliminated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +58,30 @@ class _Relaxation:
             self.put(factor.variables, factor.table)
 
     def run(self) -> Bound:
-        left = set(range(len(self.sizes)))
-        while left:
-            variable = min(left, key=self._turn)
-            left.discard(variable)
+        turns = [self._turn(variable) for variable in range(len(self.sizes))]
+        queue = list(turns)
+        heapify(queue)
+        while queue:
+            turn = heappop(queue)
+            variable = turn[-1]
+            if turns[variable] != turn:  # it was eliminated, or its turn has changed
+                continue
+            around = self._around(variable)
             self.eliminate(variable)
+            turns[variable] = _DONE
+            for other in around:
+                turn = self._turn(other)
+                if turn != turns[other]:
+                    turns[other] = turn
+                    heappush(queue, turn)
         return Bound(self.constant, self.is_exact)
+
+    def _around(self, variable: int) -> set[int]:
+        return {v for variables in self.of[variable] for v in variables} - {variable}
 
     def _turn(self, variable: int) -> tuple[int, int, int, int]:
         """First what has few neighbours or small tables, in rounds, so that equal layers stay equal."""
-        around = {v for variables in self.of[variable] for v in variables} - {variable}
+        around = self._around(variable)
         work = prod(self.sizes[v] for v in around) if len(around) > 2 else 0
         return len(around), work, self.rounds[variable], variable
 
