@@ -338,20 +338,37 @@ class Program:
             if back
             for instruction in drafts.route(self.skeleton.roots[root].type, own, target)[1]
         ]
-        alike = not drafts.prices.unlike_axes() and all(splits_evenly(type.shape, type.layout, mesh) for type in stored)
+        pieces = _Pieces(stored, mesh)
+        alike = not drafts.prices.unlike_axes() and pieces.are_even
         ticks, source = drafts.per_class(
-            tuple(stored),
-            lambda rank: drafts.prices.update(_stored_on(stored, mesh, rank), rank),
-            alike,
+            tuple(stored), lambda rank: drafts.prices.update(pieces.on(rank), rank), alike
         )
         update = Instruction("update", COMPUTE, ticks, phase=Phase.UPDATE, source=source)
         self.fragments[-1] = (*ordered(home), *self._around.at_end, wait, update)
 
 
-def _stored_on(types: Sequence[TensorType], mesh: Mesh, rank: int) -> list[TensorType]:
-    """What a rank stores of tensors; of some it may have nothing."""
-    found = [TensorType(local_shape(type, mesh, rank), type.dtype) for type in types]
-    return [local for local, type in zip(found, types, strict=True) if local.num_elements or not type.num_elements]
+class _Pieces:
+    """What ranks store of tensors; those that are split evenly are looked at once."""
+
+    def __init__(self, types: Sequence[TensorType], mesh: Mesh) -> None:
+        self._types, self._mesh = types, mesh
+        self._even = {
+            type: TensorType(local_shape(type, mesh), type.dtype)
+            for type in dict.fromkeys(types)
+            if splits_evenly(type.shape, type.layout, mesh)
+        }
+        self._same = [self._even.get(type) for type in types]
+
+    @property
+    def are_even(self) -> bool:
+        return all(self._same)
+
+    def on(self, rank: int) -> list[TensorType]:
+        """The pieces of a rank; of some tensors it may have nothing."""
+        uneven = [type for type, same in zip(self._types, self._same, strict=True) if same is None]
+        found = {type: TensorType(local_shape(type, self._mesh, rank), type.dtype) for type in dict.fromkeys(uneven)}
+        pieces = ((type, same or found[type]) for type, same in zip(self._types, self._same, strict=True))
+        return [piece for type, piece in pieces if piece.num_elements or not type.num_elements]
 
 
 def task_numbers(skeleton: Skeleton, drafts: Drafts) -> list[int]:
