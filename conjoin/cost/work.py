@@ -8,7 +8,8 @@ The backward of a call is derived from its `terms`, the output as a sum of produ
   where the operand was broadcast. What is read out of it (lookups, copies in another order) is put back by a pass over
   the operand.
 - An operand in no term (not linear): the gradients of all operands together take twice the forward's flops, as the
-  chain rule multiplies at every step, and all operands are read again.
+  chain rule multiplies at every step, and all operands are read again. Where autograd takes several kernels for it
+  (`PASSES`), each of them reads and writes.
 - A view gives its gradient back as a view; a part gives it back padded with zeros, an expanded one summed.
 """
 
@@ -138,10 +139,20 @@ def _terms(spec: OpSpec, call: Call) -> list[list[str]]:
     return [term.split() for term in declared.split("+") if term.split()]
 
 
+PASSES = {
+    "square": 7, "pow.Tensor_Scalar": 7, "rsqrt": 7, "sqrt": 5, "abs": 5, "log1p": 5, "expm1": 5, "sin": 5, "cos": 7,
+    "erf": 11, "reciprocal": 8,
+}  # fmt: skip
+"""How often tensors are read and written by the gradient of a function that has no kernel of its own for it: that of a
+square is `grad * (2 * x.pow(1))`, three kernels. One kernel would read two tensors and write one."""
+
+
 def _backward(case: _Case, needs: tuple[int, ...], forward: Work) -> Work:
     names, operands, gradient = case.call.operand_names, case.call.tensors, case.outputs[0].bytes
     terms = _terms(case.spec, case.call)
     if any(not any(_occurs(names[i], words) for words in terms) for i in needs):
+        if case.spec.name in PASSES:
+            return Work(2 * forward.flops, float(PASSES[case.spec.name] * operands[0].bytes))
         return Work(2 * forward.flops, forward.bytes + sum(operands[i].bytes for i in needs))
     total = NO_WORK
     for i in needs:

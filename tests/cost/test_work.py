@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conjoin.cost import FAMILIES, work_of
+from conjoin.cost.work import PASSES
 from conjoin.ops import Call, TensorType, all_ops, random_call
 
 
@@ -89,6 +93,32 @@ def test_gradients_that_are_summed_put_back_or_padded() -> None:
 def test_what_is_not_linear_takes_twice_the_flops_and_reads_all_again() -> None:
     work = work_of(Call("relu", (X,)), (0,))
     assert work.backward == (2 * work.forward.flops, work.forward.bytes + X.bytes)
+
+
+class _Passes(TorchDispatchMode):
+    """Counts the large tensors that kernels read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        tensors = [x for x in (*args, found) if isinstance(x, torch.Tensor) and x.numel() > 1]
+        if found.data_ptr() not in {x.data_ptr() for x in tensors[:-1]}:  # else it is a view
+            self.count += len(tensors)
+        return found
+
+
+@pytest.mark.parametrize("name", [*PASSES, "relu", "exp", "tanh"])
+def test_autograd_takes_as_many_passes_for_a_gradient_as_are_counted(name: str) -> None:
+    x, exponent = torch.rand(8, 8) + 0.1, (2,) if name.startswith("pow") else ()
+    made = getattr(torch, name.partition(".")[0])(x.requires_grad_(), *exponent)
+    gradient = torch.ones(8, 8)
+    with _Passes() as passes:
+        made.backward(gradient)
+    work = work_of(Call(name, (f32(8, 8), *exponent)), (0,))
+    assert work.backward.bytes == passes.count * f32(8, 8).bytes
 
 
 def test_views_move_nothing() -> None:
