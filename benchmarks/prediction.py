@@ -10,10 +10,10 @@ both sides. The plans are those of the named strategies in several degrees and p
 allocates; the batch lies on the host and is left out on both sides. Writes a table as JSON and a scatter plot as SVG;
 what the file has of other models and speeds is kept.
 
-A cluster takes five cores: four for its ranks, one for its links. On a host of two cores the ranks share them, and steps
-as short as its scheduler's turns are not predicted well: at 200 Mbit/s the same plan of the CNN then differs by up to a
-third from step to step, and four pairs that were measured more than 10 % apart were predicted the other way round. With
-a build of torch for CUDA each model and speed takes a command of its own, since ranks are forked.
+A cluster takes five cores: four for its ranks, one for its links. On a host of two cores the ranks share them, and
+steps as short as its scheduler's turns are not predicted well: at 200 Mbit/s the same plan of the CNN then differs by
+up to a third from step to step, and four pairs that were measured more than 10 % apart were predicted the other way
+round. With a build of torch for CUDA each model and speed takes a command of its own, since ranks are forked.
 
 `narrow` and `wide` are one model with a batch of 64 and of 4096, for which tensor parallelism belongs across the nodes
 and inside them: either few activations or few weights go over the slow links.

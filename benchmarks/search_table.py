@@ -68,6 +68,8 @@ class Named:
     name: str
     seconds: float
     fits: bool
+    waiting: float | None = None
+    """Seconds of these in which devices wait for communication, where it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,8 @@ def _named(case: Case, graph: Graph, machine: Machine, found: SearchResult) -> l
             prediction = predict(make_plan(graph, machine, name), machine, costs, case.optimizer)
         except StrategyError:
             continue
-        named.append(Named(name, prediction.seconds, prediction.fits))
+        spent = prediction.breakdown
+        named.append(Named(name, prediction.seconds, prediction.fits, spent.exposed + spent.waiting))
     return named
 
 
@@ -238,7 +241,7 @@ class Table:
 
 HEADER = (
     f"{'model':<17} {'machine':<16} {'batch':>6} {'best named':>22} {'named ms':>9} {'dp ms':>9} {'joint ms':>9} "
-    f"{'speedup':>7} {'paper':>12} {'cpu s':>6} {'wall s':>6} {'plans':>5} stopped"
+    f"{'speedup':>7} {'paper':>12} {'dp waits':>8} {'cpu s':>6} {'wall s':>6} {'plans':>5} stopped"
 )
 
 
@@ -251,14 +254,19 @@ def line(row: Row) -> str:
     speedup = "-" if row.speedup is None else f"{row.speedup:.3f}"
     return (
         f"{start} {named:>22} {_shown(row.best_named):>9} {_shown(row.data_parallel):>9} {row.seconds * 1e3:>9.4g} "
-        f"{speedup:>7} {row.paper:>12} {row.search_cpu_seconds:>6.1f} {row.search_seconds:>6.1f} "
-        f"{row.num_plans:>5} {row.stopped}"
+        f"{speedup:>7} {row.paper:>12} {_waits(row.data_parallel):>8} {row.search_cpu_seconds:>6.1f} "
+        f"{row.search_seconds:>6.1f} {row.num_plans:>5} {row.stopped}"
     )
 
 
 def _shown(named: Named | None) -> str:
     """Milliseconds; with a mark where the memory does not suffice."""
     return "-" if named is None else f"{named.seconds * 1e3:.4g}{'' if named.fits else '!'}"
+
+
+def _waits(named: Named | None) -> str:
+    """The part of a step in which devices wait for communication: more than that only cheaper computing can save."""
+    return "-" if named is None or named.waiting is None else f"{named.waiting / named.seconds:.1%}"
 
 
 def speedups(rows: Iterable[Row]) -> list[Point]:
