@@ -1,50 +1,88 @@
-"""The five things a layout can say about one mesh axis, and their duals (DESIGN: one algebra)."""
+"""The five things a layout can say about one mesh axis, and their duals (DESIGN: one algebra).
+
+Of every placement there is one object: layouts are compared and looked up all the time, and what is the same object is
+found to be equal at once.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, Self, assert_never
+
+_ONCE: dict[tuple[type, tuple[int, ...]], Any] = {}
+"""Placements by kind and number."""
 
 
-@dataclass(frozen=True, slots=True)
-class Invariant:
+class _Once:
+    """The same object for the same arguments, also where it is copied or comes from another process."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: int, **named: int) -> Self:
+        found: Self = _ONCE.setdefault((cls, (*args, *named.values())), object.__new__(cls))
+        return found
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Invariant(_Once):
     """All devices along the axis hold the same one value and do the same work."""
+
+    def __reduce__(self) -> tuple[type[Invariant], tuple[()]]:
+        return Invariant, ()
 
     def __str__(self) -> str:
         return "I"
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
+@dataclass(frozen=True, slots=True, eq=False)
+class Split(_Once):
     """The devices along the axis hold the pieces of the value along `dim`."""
 
     dim: int
+
+    def __reduce__(self) -> tuple[type[Split], tuple[int]]:
+        return Split, (self.dim,)
 
     def __str__(self) -> str:
         return f"S({self.dim})"
 
 
-@dataclass(frozen=True, slots=True)
-class Copies:
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies(_Once):
     """Each device holds a copy and uses it for a different part of the work."""
+
+    def __reduce__(self) -> tuple[type[Copies], tuple[()]]:
+        return Copies, ()
 
     def __str__(self) -> str:
         return "B"
 
 
-@dataclass(frozen=True, slots=True)
-class Partial:
+@dataclass(frozen=True, slots=True, eq=False)
+class Partial(_Once):
     """Each device holds a partial sum; the total is the value."""
+
+    def __reduce__(self) -> tuple[type[Partial], tuple[()]]:
+        return Partial, ()
 
     def __str__(self) -> str:
         return "P"
 
 
-@dataclass(frozen=True, slots=True)
-class At:
+@dataclass(frozen=True, slots=True, eq=False)
+class At(_Once):
     """Only the devices at one place of the axis hold the value; the others have nothing of it and do nothing for it."""
 
     place: int
+
+    def __reduce__(self) -> tuple[type[At], tuple[int]]:
+        return At, (self.place,)
 
     def __str__(self) -> str:
         return f"At({self.place})"

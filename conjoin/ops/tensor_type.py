@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import assert_never
 
@@ -56,6 +57,11 @@ def make_layout(entries: Iterable[tuple[str, Placement]]) -> Layout:
     return tuple(sorted(kept, key=_order))
 
 
+@lru_cache(maxsize=1 << 14)
+def _is_made(layout: Layout) -> bool:
+    return layout == make_layout(layout)
+
+
 def _order(entry: tuple[str, Placement]) -> tuple[int, str]:
     axis, placement = entry
     match placement:
@@ -100,7 +106,7 @@ class TensorType:
     layout: Layout = ()
 
     def __post_init__(self) -> None:
-        assert not self.layout or self.layout == make_layout(self.layout), "layouts are made by make_layout"
+        assert _is_made(self.layout), "layouts are made by make_layout"
 
     def __str__(self) -> str:
         dims = ",".join(map(str, self.shape))

@@ -14,6 +14,7 @@ from conjoin.search.groups import products
 from conjoin.search.planning import drafter
 from conjoin.sim import Layouts
 
+_FLAGS = ("", ",sp", ",sp,zero1", ",sp,fsdp")
 _PLAIN = ("data-parallel", "fsdp", "zero1", "one-weird-trick", "table-parallel", "reduction", "sbp3d", "spatial")
 
 
@@ -28,7 +29,7 @@ def baseline_names(mesh: Mesh) -> tuple[str, ...]:
         return ("single",)
     inside = [axis.size for axis in mesh.axes if not axis.between_nodes] or [axis.size for axis in mesh.axes]
     degrees = [degree for degree in products(inside) if degree > 1]
-    tensor = [f"megatron:tp={degree}{flags}" for degree, flags in product(degrees, ("", ",sp"))]
+    tensor = [f"megatron:tp={degree}{flags}" for degree, flags in product(degrees, _FLAGS)]
     return (*_PLAIN[:3], *tensor, *_PLAIN[3:])
 
 

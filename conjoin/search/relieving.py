@@ -3,13 +3,17 @@
 Where few bytes cross from what was computed to what comes, the graph is narrow: between the layers of a transformer, or
 the blocks of a convolutional network. Segments go from one narrow place to another. How long they should be depends on
 the model: short ones keep much between them, long ones make much anew at once; so several lengths are tried, and of
-each as many segments as are needed, those first that save the most bytes for a second.
+each as many segments as are needed, those first that save the most bytes for a second. How many that may be is guessed
+from what all of a length save; only memory as it is measured decides. A length with which the step would be much slower
+than the best is left.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 from conjoin.ir import Segment
 from conjoin.search.contest import Contest, Entry, Outcome
@@ -19,6 +23,8 @@ from conjoin.sim import Skeleton, gain_of, measure_memory
 
 _MAX_PARTS = 128
 """Into how many segments a model is cut at most."""
+_SLOWER = 1.05
+"""What is expected to be slower than the best by more than this is not tried."""
 
 
 def relieve(contest: Contest, outcome: Outcome) -> None:
@@ -28,36 +34,49 @@ def relieve(contest: Contest, outcome: Outcome) -> None:
         return
     entry = replace(start.entry, segments=())
     program = outcome.simulation.program
+    peak = measure_memory(program, contest.optimizer, contest.machine.device).peak
     for segments in segmentations(entry.variant.skeleton):
         contest.tell(f"{len(segments)} segments run again, {entry.name}")
         gains = {segment: gain_of(program, segment, contest.machine.device) for segment in segments}
         worth = [s for s in segments if gains[s].num_bytes > 0]
         worth.sort(key=lambda s: -gains[s].num_bytes / max(gains[s].seconds, 1e-12))
-        _enter_fewest(contest, entry, worth)
+        if not worth:
+            continue
+        seconds, left = _enter(contest, entry, worth)
+        if left > contest.capacity:
+            continue
+        saved = list(accumulate(gains[s].num_bytes for s in worth))
+        part = (peak - contest.capacity) / max(peak - left, 1)
+        guess = bisect_left(saved, part * saved[-1]) + 1
+        expected = outcome.seconds + guess / len(worth) * (seconds - outcome.seconds)
+        if contest.best is None or expected < _SLOWER * contest.best.seconds:
+            _enter_fewest(contest, entry, worth, guess)
 
 
-def _enter_fewest(contest: Contest, entry: Entry, segments: Sequence[Segment]) -> None:
-    """Enter an entry with the fewest of some segments, in their order, with which it fits."""
-    if not segments or not _fits(contest, entry, segments):
-        return
-    too_few, enough = 0, len(segments)
+def _enter_fewest(contest: Contest, entry: Entry, segments: Sequence[Segment], guess: int) -> None:
+    """Enter an entry with the fewest of some segments, in their order, with which it fits, as it does with all."""
+    too_few, enough, step = 0, len(segments), 1
+    tried = min(guess, enough - 1)
     while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        if _fits(contest, entry, segments[:middle]):
-            enough = middle
+        if _enter(contest, entry, segments[:tried])[1] <= contest.capacity:
+            enough = tried
+            tried = max(enough - step, (too_few + enough) // 2)
         else:
-            too_few = middle
+            too_few = tried
+            tried = min(too_few + step, max(too_few + 1, (too_few + enough) // 2))
+        step *= 2
 
 
-def _fits(contest: Contest, entry: Entry, segments: Sequence[Segment]) -> bool:
-    """Whether an entry fits with some segments run again; it is judged, so that the best is kept."""
+def _enter(contest: Contest, entry: Entry, segments: Sequence[Segment]) -> tuple[float, int]:
+    """Seconds and bytes of an entry with some segments run again; it is judged, so that the best is kept."""
     name = f"{entry.name}, {len(segments)} segment{'s' if len(segments) > 1 else ''} run again"
     made = replace(entry, name=name, segments=tuple(sorted(segments)))
     simulation = contest.simulate(made)
     found = contest.judge(made, simulation)
-    if found.peak_bytes is not None:
-        return found.peak_bytes <= contest.capacity
-    return measure_memory(simulation.program, contest.optimizer, contest.machine.device).peak <= contest.capacity
+    peak = found.peak_bytes
+    if peak is None:
+        peak = measure_memory(simulation.program, contest.optimizer, contest.machine.device).peak
+    return found.seconds, peak
 
 
 def segmentations(skeleton: Skeleton) -> list[tuple[Segment, ...]]:

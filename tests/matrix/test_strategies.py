@@ -29,7 +29,7 @@ from conjoin.search import make_plan, strategy_names
 STEPS = 5
 SINGLE_LOSS, SINGLE_TENSOR, TIMES_OWN_ERROR = 2e-3, 1e-2, 10.0
 RANKS = (2, 4, 8)
-STRATEGIES = (*(name for name in strategy_names() if name != "single"), "megatron:sp")
+STRATEGIES = (*(name for name in strategy_names() if name != "single"), "megatron:sp", "megatron:sp,fsdp")
 BATCH = 8
 """So that eight ranks have a sample each."""
 
@@ -115,7 +115,7 @@ def assert_equal(results: list[Result]) -> None:
 SAMPLE = (
     ("mlp", 4, ("data-parallel", "fsdp", "sbp3d")),
     ("bert-base", 4, ("megatron", "zero1")),
-    ("gpt-125m", 8, ("megatron:sp", "fsdp")),
+    ("gpt-125m", 8, ("megatron:sp", "megatron:sp,fsdp", "fsdp")),
     ("alexnet", 2, ("one-weird-trick", "spatial")),
     ("dlrm", 4, ("table-parallel",)),
     ("rnnlm-2step", 2, ("reduction",)),

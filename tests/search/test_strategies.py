@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from conjoin.errors import UsageError
 from conjoin.ir import REGATHER, Graph, LeafKind, MemoryAction, Plan, model_mark, parse_graph, sequential
 from conjoin.machine import Machine
 from conjoin.ops import Split
@@ -107,6 +108,24 @@ def test_the_default_degree_is_the_largest_that_splits_every_pair() -> None:
     two_nodes = make_plan(captured("mlp-autoddl"), Machine("office", 2, 2, "cpu"), "megatron")
     assert two_nodes.strategy == "megatron:tp=2,dp=2"
     assert {axis for leaf in two_nodes.graph.leaves_of(LeafKind.PARAMETER) for axis, _ in leaf.type.layout} == {"d0"}
+
+
+@pytest.mark.parametrize(("flag", "gathered_again"), [("zero1", False), ("fsdp", True)])
+def test_what_megatron_stores_is_split_once_more_over_the_data_parallel_devices(flag: str, gathered_again: bool) -> None:
+    plan, plain = (plan_of("mlp-autoddl", 4, f"megatron:tp=2,dp=2{flags}") for flags in (f",{flag}", ""))
+    assert plan.strategy == f"megatron:tp=2,dp=2,{flag}"
+    stored, whole = (
+        {leaf.name: leaf.type.layout for leaf in p.graph.leaves_of(LeafKind.PARAMETER)} for p in (plan, plain)
+    )
+    assert {axis for layout in whole.values() for axis, _ in layout} == {"d1"}
+    for name, layout in stored.items():
+        assert set(layout) - set(whole[name]) == {("d0", Split(0))}
+    assert bool(plan.memory) == gathered_again
+
+
+def test_parameters_are_gathered_once_or_again_but_not_both() -> None:
+    with pytest.raises(UsageError, match="both zero1 and fsdp"):
+        plan_of("mlp-autoddl", 4, "megatron:tp=2,zero1,fsdp")
 
 
 def test_the_vocabulary_is_split_when_asked_for() -> None:

@@ -1,18 +1,26 @@
-"""Megatron: pairs of layers split by columns and then rows inside a node, data parallel between."""
+"""Megatron: pairs of layers split by columns and then rows inside a node, data parallel between.
+
+With `zero1` or `fsdp` what a group of tensor-parallel devices stores is split once more, over the data-parallel ones:
+the way in which most large language models are trained.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
+from typing import Any
 
-from conjoin.errors import StrategyError
+from conjoin.errors import StrategyError, UsageError
+from conjoin.ir import REGATHER, MemoryAction, region_of, region_shape
 from conjoin.machine import Mesh
+from conjoin.ops import TensorType, make_layout
 from conjoin.search.drafting import Draft
 from conjoin.search.facts import Facts
 from conjoin.search.groups import Group, make_groups, sizes_left
 from conjoin.search.propagation import Flow
 from conjoin.search.request import Request
-from conjoin.search.strategies.data_parallel import data_flow
+from conjoin.search.strategies.data_parallel import data_flow, split_storage
 from conjoin.search.strategies.layers import (
     ColumnsThenRows,
     embedding_nodes,
@@ -31,7 +39,30 @@ def draft_megatron(facts: Facts, mesh: Mesh, request: Request) -> Draft:
     flow = _tensor_flow(facts, groups["tp"], request, earlier)
     if groups["tp"].degree > 1 and not flow.stuck and not _num_rows(facts, flow):
         raise _no_pairs(facts, groups["tp"])
-    return Draft(request.filled(degrees), (*earlier, flow))
+    draft = Draft(request.filled(degrees), (*earlier, flow))
+    return replace(draft, **_stored_split(facts, mesh, groups, flow, request)) if request.flags & _STORED else draft
+
+
+_STORED = frozenset({"zero1", "fsdp"})
+
+
+def _stored_split(
+    facts: Facts, mesh: Mesh, groups: Mapping[str, Group], flow: Flow, request: Request
+) -> dict[str, Any]:
+    """Parameters in pieces over both groups, the tensor-parallel one outside."""
+    if request.flags >= _STORED:
+        raise UsageError(
+            "The strategy megatron was given both zero1 and fsdp. The first gathers parameters once a step, the other "
+            "again for the backward pass. Leave one of them out."
+        )
+    storage = {}
+    for leaf in facts.parameters():
+        used = make_layout((axis, flow.leaves[leaf]) for axis in groups["tp"].axes)
+        piece = TensorType(region_shape(region_of(leaf.type.shape, used, mesh, 0)), leaf.type.dtype)
+        storage[leaf] = make_layout((*used, *split_storage(piece, groups["dp"], mesh)))
+    if "fsdp" not in request.flags or groups["dp"].degree == 1:
+        return {"storage": storage}
+    return {"storage": storage, "memory": tuple(MemoryAction(REGATHER, leaf.name) for leaf in storage if storage[leaf])}
 
 
 def _tensor_flow(facts: Facts, group: Group, request: Request, earlier: tuple[Flow, ...]) -> Flow:

@@ -32,7 +32,7 @@ _TABLE = (
     Strategy("data-parallel", Keys(("dp",)), draft_data_parallel),
     Strategy("zero1", Keys(("dp",)), draft_zero1),
     Strategy("fsdp", Keys(("dp",)), draft_fsdp),
-    Strategy("megatron", Keys(("tp", "dp"), ("sp", "vocab")), draft_megatron),
+    Strategy("megatron", Keys(("tp", "dp"), ("sp", "vocab", "zero1", "fsdp")), draft_megatron),
     Strategy("one-weird-trick", Keys(("dp",)), draft_one_weird_trick),
     Strategy("table-parallel", Keys(("dp",)), draft_table_parallel),
     Strategy("spatial", Keys(("h", "w", "dp")), draft_spatial),
