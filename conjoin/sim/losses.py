@@ -19,5 +19,6 @@ SHRINKING = frozenset({"binary_cross_entropy", "mse_loss", "smooth_l1_loss", "so
 def storage_bytes(op: str, args: tuple[Any, ...], made: Tensor) -> int:
     """The bytes behind what an operator made of some arguments on meta, as a device holds them."""
     if op in SHRINKING and not made.dim():
-        return prod(torch.broadcast_shapes(args[0].shape, args[1].shape)) * made.itemsize
+        terms: torch.Size = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+        return prod(terms) * made.itemsize
     return made.untyped_storage().nbytes()
