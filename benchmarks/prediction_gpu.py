@@ -2,9 +2,11 @@
 
     python -m benchmarks.prediction_gpu measure --store costs.sqlite --output measured.json    # on the GPU
     python -m benchmarks.prediction_gpu predict --store costs.sqlite --measured measured.json  # anywhere
+    python -m benchmarks.prediction_gpu predict                                                # what was measured, again
 
 `measure` times every operator of every model on its own, once for each distinct call, and then whole training steps
-with AdamW. `predict` simulates the steps from the operators alone and compares.
+with AdamW. `predict` simulates the steps from the operators alone and compares. Without a store the operators are those
+of the shipped profile; without `--measured` the steps are those in the results, whose predictions are made anew.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ MODELS = (
     "bert-large", "gpt-350m", "resnet-101", "vit-l-16", "alexnet", "inception-v3", "dlrm", "candle-uno", "gpt-1.3b",
     "resnext-50", "vgg13", "mlp", "nmt",
 )  # fmt: skip
+RESULTS = Path(__file__).parent / "results" / "prediction_h200.json"
 OPTIMIZER = "adamw"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WARMUP, _STEPS = 3, 10
@@ -156,7 +159,7 @@ def predict_all(arguments: argparse.Namespace) -> int:
     }  # fmt: skip
     print(json.dumps(summary))
     command = f"python -m benchmarks.prediction_gpu {' '.join(sys.argv[1:])}"
-    facts = {**measured, "command": command, "summary": summary, "rows": rows}
+    facts = {**measured, "command": command, "predicted": str(date.today()), "summary": summary, "rows": rows}
     arguments.output.write_text(json.dumps(facts, indent=1) + "\n")
     points = [Point(r["dtype"], r["step_ms"], r["predicted_ms"], r["model"]) for r in rows]
     picture = draw(points, "measured ms a step", "predicted ms a step", diagonals=(1.0, 0.9, 1.1))
@@ -173,8 +176,8 @@ def main() -> int:
     parser.add_argument("--store", type=Path, help="where seconds of operators are kept")
     parser.add_argument("--seconds-each", type=float, default=0.03)
     parser.add_argument("--minutes", type=float, default=5.0, help="no further model is begun after that")
-    parser.add_argument("--measured", type=Path, help="what `measure` wrote")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "prediction_h200.json")
+    parser.add_argument("--measured", type=Path, default=RESULTS, help="what `measure` or an earlier `predict` wrote")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     return measure_all(arguments) if arguments.what == "measure" else predict_all(arguments)
 

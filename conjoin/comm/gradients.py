@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from conjoin.comm.bundling import Entry
 from conjoin.ir import Graph, Node, Value, is_parallel, is_random, origin, plain_call
-from conjoin.ops import Call, Layout, OpSpec, spec_for
+from conjoin.ops import Call, Layout, OpSpec, find_spec, spec_for
 
 
 class Gradients:
@@ -15,6 +15,8 @@ class Gradients:
     def __init__(self, graph: Graph) -> None:
         self._passing: dict[Node, tuple[int, ...]] = {}
         """For every node the operands that it gives a gradient to."""
+        self._rows: set[Node] = set()
+        """Nodes that make a view of each of their operands."""
         self._needing = {Value(leaf) for leaf in graph.leaves if leaf.trainable}
         self._entries: set[Entry] = set()
         self._reached: set[Value] = set()
@@ -27,7 +29,7 @@ class Gradients:
         for node in reversed(nodes):
             if any(value in self._reached for value in node.outputs()):
                 inputs = node.inputs
-                self._reach(inputs[i] for i in self._passing[node])
+                self._reach(inputs[i] for i in self._passing[node] if self.reach_operand(node, i))
                 self._kept[node] = tuple(self._find_saved(node))
                 self._saved.update((origin(inputs[i]), inputs[i].type.layout) for i in self._kept[node])
 
@@ -41,11 +43,11 @@ class Gradients:
 
     def reach_operand(self, node: Node, operand: int) -> bool:
         """Whether a node gives a gradient to one of its operands."""
-        return operand in self._passing[node] and any(value in self._reached for value in node.outputs())
+        return operand in self._passing[node] and any(value in self._reached for value in self._made_of(node, operand))
 
-    def passing_operands(self, node: Node) -> tuple[int, ...]:
-        """The operands through which a gradient goes back where one comes to a node."""
-        return self._passing[node]
+    def passing_operands(self, node: Node, output: int) -> tuple[int, ...]:
+        """The operands through which a gradient goes back where one comes to an output of a node."""
+        return tuple(i for i in self._passing[node] if node not in self._rows or i == output)
 
     def kept_operands(self, node: Node) -> tuple[int, ...]:
         """The operands whose values the backward of a node reads; none where no gradient comes to it."""
@@ -76,8 +78,14 @@ class Gradients:
             for i, (name, value) in enumerate(zip(call.operand_names, node.inputs, strict=True))
             if name not in constants and origin(value) in self._needing
         )
-        if self._passing[node]:
-            self._needing.update(value for value in node.outputs() if value.type.dtype.is_floating_point)
+        if _views_each(call):
+            self._rows.add(node)
+        for i in self._passing[node]:
+            self._needing.update(v for v in self._made_of(node, i) if v.type.dtype.is_floating_point)
+
+    def _made_of(self, node: Node, operand: int) -> Iterator[Value]:
+        """The outputs that an operand has a part in."""
+        return iter((Value(node, operand),)) if node in self._rows else node.outputs()
 
     def _find_saved(self, node: Node) -> list[int]:
         """The operands whose values the backward of a node reads.
@@ -90,7 +98,8 @@ class Gradients:
         if spec is None:
             return list(range(len(node.inputs)))
         if spec.view:
-            return [0] if any((value, value.type.layout) in self._saved for value in node.outputs()) else []
+            viewed = range(len(node.inputs)) if node in self._rows else (0,)
+            return [i for i in viewed if any((v, v.type.layout) in self._saved for v in self._made_of(node, i))]
         terms = _terms(spec, call)
         reads_all = node.op.removeprefix("_").startswith("conv")  # torch keeps both factors of a convolution always
         if reads_all or not set(passing) <= set().union(*terms):
@@ -103,6 +112,15 @@ class Gradients:
             if root in self._needing:
                 self._reached.add(root)
                 self._entries.add((root, value.type.layout))
+
+
+def _views_each(call: Call) -> bool:
+    """Whether a call makes a view of each of its tensors: every output is then made of one of them alone.
+
+    So `mse_loss` of a prediction and a target, which are broadcast together first, gives the target no gradient.
+    """
+    spec = find_spec(call.op)
+    return spec is not None and spec.view and sum(name not in spec.constants for name in call.operand_names) > 1
 
 
 def _terms(spec: OpSpec, call: Call) -> list[set[int]]:

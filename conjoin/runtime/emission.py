@@ -257,15 +257,15 @@ class Emitter:
         if random:
             carriers.draw(_function_of(node, self.read), placed.axes)
         acting = mesh.rank_at({**mesh.coordinates(rank), **dict(placed.at)})
-        passing, operands = self._gradients.passing_operands(node), dict[fx.Node, None]()
+        operands: list[tuple[fx.Node, ...]] = []
         for i, value in enumerate(node.inputs):
             self._bring(value)
             self._prepare(operand_move(node, i, placed, mesh, acting), carriers)
-            if i in passing:
-                operands.update(dict.fromkeys(self._operands_of(origin(value), value.type.layout)))
+            operands.append(self._operands_of(origin(value), value.type.layout))
         for i, value in enumerate(node.outputs()):
             self._prepare(output_move(node, i, placed, mesh, acting), carriers)
-            self._absent[value, value.type.layout] = tuple(operands)
+            passing = (made for operand in self._gradients.passing_operands(node, i) for made in operands[operand])
+            self._absent[value, value.type.layout] = tuple(dict.fromkeys(passing))
         for value in node.outputs():
             self.send(value)
         return True

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from conjoin.ir import Node, Placed, plain_call, region_shape, wanted_region
 from conjoin.machine import Mesh
-from conjoin.ops import Call, TensorType, execute, run_local, run_whole, space_of, spec_for
+from conjoin.ops import Call, TensorType, execute, map_tensors, run_local, space_of, spec_for
 from conjoin.sim.gpu_kernels import (
     KernelBytes,
     Shapes,
@@ -20,6 +20,7 @@ from conjoin.sim.gpu_kernels import (
     fuses_attention,
     kernel_bytes,
 )
+from conjoin.sim.losses import storage_bytes
 from conjoin.sim.torch_private import NewStorages, storage_of
 
 ATTENTION = "scaled_dot_product_attention"
@@ -117,7 +118,7 @@ def _ask(call: Call, shapes: Shapes, pieces: Ranges, needs: tuple[int, ...]) -> 
         part = torch.empty(shape, dtype=type.dtype, device="meta")
         parts.append(part.requires_grad_() if i in needs and type.dtype.is_floating_point else part)
     saved: list[Tensor] = []
-    made: list[Tensor] = []
+    made: list[tuple[Tensor, int]] = []
 
     def pack(tensor: Tensor) -> Tensor:
         saved.append(tensor)
@@ -125,7 +126,8 @@ def _ask(call: Call, shapes: Shapes, pieces: Ranges, needs: tuple[int, ...]) -> 
 
     def emit(op: str, *args: Any) -> Any:
         result = execute(op, *args)
-        made.extend(x for x in (result if isinstance(result, tuple | list) else (result,)) if isinstance(x, Tensor))
+        tensors = (x for x in (result if isinstance(result, tuple | list) else (result,)) if isinstance(x, Tensor))
+        made.extend((x, storage_bytes(op, args, x)) for x in tensors)
         return result
 
     spec = spec_for(call)
@@ -133,7 +135,9 @@ def _ask(call: Call, shapes: Shapes, pieces: Ranges, needs: tuple[int, ...]) -> 
         if spec is not None and pieces:
             outputs = run_local(spec, call, dict(pieces), parts, emit)
         else:
-            outputs = run_whole(call, parts)
+            feed = iter(parts)
+            whole = emit(call.op, *map_tensors(call.op, call.args, lambda _: next(feed)))
+            outputs = tuple(whole) if isinstance(whole, tuple) else (whole,)
     gradients, passing_back = _gradients(outputs, [parts[i] for i in needs]) if needs else ((), 0)
     found = _sorted_out(parts, outputs, saved if needs else [], made, gradients)
     return replace(found, passing_back=passing_back)
@@ -162,21 +166,22 @@ def _sorted_out(
     parts: list[Tensor],
     outputs: Sequence[Any],
     saved: list[Tensor],
-    made: list[Tensor],
+    made: list[tuple[Tensor, int]],
     gradients: tuple[tuple[int, int], ...],
 ) -> Kept:
     tensors = [x if isinstance(x, Tensor) else torch.empty(0, device="meta") for x in outputs]
     operands = {storage_of(part): i for i, part in enumerate(parts)}
     own = {storage_of(x): i for i, x in enumerate(tensors) if storage_of(x) not in operands}
     kept = {storage_of(x): x for x in saved}
-    passing = {storage_of(x): x for x in made if storage_of(x) not in {*operands, *own, *kept}}
+    sizes = {storage_of(x): num_bytes for x, num_bytes in reversed(made)}  # who makes it says how large it is
+    passing = sizes.keys() - {*operands, *own, *kept}
     return Kept(
         tuple(sorted(operands[key] for key in kept if key in operands)),
         tuple(sorted(own[key] for key in kept if key in own)),
         sum(_bytes(x) for key, x in kept.items() if key not in operands and key not in own),
         tuple(operands.get(storage_of(x), -1) for x in tensors),
-        tuple(map(_bytes, tensors)),
-        sum(map(_bytes, passing.values())),
+        tuple(sizes.get(storage_of(x), _bytes(x)) for x in tensors),
+        sum(sizes[key] for key in passing),
         gradients,
     )
 

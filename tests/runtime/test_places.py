@@ -16,22 +16,25 @@ from random import Random
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 
 from conjoin.comm import Traffic
 from conjoin.errors import PlanError
 from conjoin.frontends import capture
 from conjoin.ir import (
+    Choice,
+    Mark,
     Plan,
     check_plan,
     find_faults,
     find_layout_faults,
+    parallelize,
     parse_graph,
     place,
     recompute_actions,
     sequential,
 )
-from conjoin.ops import At
+from conjoin.ops import At, make_layout
 from conjoin.runtime import to_module
 from conjoin.runtime.checking import Case, verify_in_process
 from conjoin.runtime.communicator import Communicator
@@ -39,7 +42,7 @@ from conjoin.runtime.pieces import Piece, full_state_dict
 from conjoin.runtime.threads import run_ranks
 from tests.runtime.branch_plans import Towers, branched, towers_batch, with_towers
 from tests.runtime.gloo_ranks import run_processes
-from tests.runtime.hand_plans import captured, module_on
+from tests.runtime.hand_plans import MESH, captured, module_on
 from tests.runtime.random_graphs import MESHES, Sample, chain, differences, on_one_device, on_ranks, random_plan
 from zoo.catalog import build
 
@@ -243,3 +246,15 @@ def test_places_agree_on_dtypes_under_autocast() -> None:
     losses, given = zip(*run_ranks(plan.mesh, program), strict=True)
     assert all(given) and len({*losses}) == 1
     assert 0.3 < losses[0] < 3.0
+
+
+def test_what_has_no_gradient_at_one_place_has_none_at_another() -> None:
+    """A prediction and its target are broadcast together at one place and compared at another: one has a gradient."""
+    sample = captured(nn.Linear(4, 3), (torch.randn(8, 4), torch.randn(8, 3)), nn.functional.mse_loss)
+    both = next(node for node in sample.graph.nodes if node.op == "broadcast_tensors")
+    loss = next(node for node in sample.graph.nodes if node.op == "mse_loss")
+    there, here = (make_layout([("x", At(place))]) for place in (1, 0))
+    choices = {both: Choice((there, there), (there, there)), loss: Choice((here, here), (here,))}
+    mark = Mark("by hand", "")
+    plan = check_plan(Plan(parallelize(sample.graph, {}, choices, {}), MESH, mark, mark, "by hand"))
+    check_runs(plan, sample)

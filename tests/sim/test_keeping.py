@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
+from torch import Tensor
 
 from conjoin.cost import read_key
-from conjoin.ops import Call, TensorType
+from conjoin.ops import Call, OpSpec, TensorType, all_ops, random_call, run_whole
 from conjoin.sim.gpu_kernels import KernelBytes, fuses_attention, kernel_bytes
 from conjoin.sim.keeping import Kept, kept_of
+from conjoin.sim.losses import SHRINKING
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 
@@ -123,3 +127,41 @@ def test_the_backward_of_a_loss_needs_its_logits_once_more() -> None:
     found = kept(key)
     assert found.passing_back == 4 * 64 * 1000
     assert kept("linear f32[64,32] f32[16,32] f32[16] | grads 0,1,2").passing_back == 0
+
+
+def _some(type: TensorType) -> Tensor:
+    """Random numbers between zero and one; zeros where only whole ones go."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(type.shape, generator=generator).to(type.dtype)
+
+
+UNFOLDING = {"conv_transpose3d.input", "im2col", "col2im"}
+"""Kernels of the CPU that lay out windows in what becomes the output: not followed."""
+
+
+def own_bytes(call: Call, device: str) -> list[int]:
+    """The bytes behind every output of a call that lies in none of its operands."""
+    parts = [_some(tensor).to(device) for tensor in call.tensors]
+    read = {part.untyped_storage()._cdata for part in parts}
+    storages = [x.untyped_storage() for x in run_whole(call, parts) if isinstance(x, Tensor)]
+    return [storage.nbytes() for storage in storages if storage._cdata not in read]
+
+
+def makes_more(spec: OpSpec) -> bool:
+    """Whether an operator makes larger blocks on a CPU than meta says, in any of some calls."""
+    calls = (random_call(spec, Random(seed)) for seed in range(8))
+    pairs = (zip(own_bytes(call, "cpu"), own_bytes(call, "meta"), strict=True) for call in calls)
+    return any(mine > told for pair in pairs for mine, told in pair)
+
+
+def test_no_other_operator_keeps_more_than_it_gives() -> None:
+    assert {spec.name for spec in all_ops() if makes_more(spec)} - UNFOLDING == SHRINKING
+
+
+@pytest.mark.parametrize("op", sorted(SHRINKING))
+@pytest.mark.parametrize("reduction", [0, 1])
+def test_a_loss_takes_as_much_as_all_its_terms(op: str, reduction: int) -> None:
+    x, y = TensorType((6, 5), SINGLE), TensorType((6, 5), SINGLE)
+    more = {"binary_cross_entropy": (None, reduction), "smooth_l1_loss": (reduction, 1.0)}
+    call = Call(op, (x, y, *more.get(op, (reduction,))))
+    assert list(kept_of(call, (), (0,), "cpu").made) == own_bytes(call, "cpu") == [4 * 6 * 5]

@@ -1,9 +1,10 @@
-"""Memory is followed as torch really holds it: one device trains small models while every storage is counted."""
+"""Memory is followed as torch really holds it: devices train small models while every storage is counted."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,8 +19,12 @@ from conjoin.frontends import capture
 from conjoin.ir import Plan
 from conjoin.machine import parse_machine
 from conjoin.runtime import to_module
+from conjoin.runtime.communicator import Communicator
 from conjoin.search import make_plan
 from conjoin.sim import Prices, measure_memory, simulate
+from tests.runtime.gloo_ranks import run_processes
+from tests.runtime.hand_plans import module_on
+from tests.runtime.random_graphs import Sample
 
 
 class Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -71,7 +76,19 @@ def wide() -> tuple[nn.Module, Any, Any]:
     return model, (torch.randn(8, 256), torch.randn(8, 256)), functional.mse_loss
 
 
-@pytest.mark.parametrize("make", [residual, convolutions, wide])
+def tall() -> tuple[nn.Module, Any, Any]:
+    """Most of its memory is what is as long as the batch, the terms of the loss among it."""
+    model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32))
+    return model, (torch.randn(4096, 32), torch.randn(4096, 32)), functional.mse_loss
+
+
+def bottleneck() -> tuple[nn.Module, Any, Any]:
+    """The peak is in the backward of the loss: the prediction has a gradient, and the target has none."""
+    model = nn.Sequential(nn.Linear(32, 4), nn.ReLU(), nn.Linear(4, 32))
+    return model, (torch.randn(4096, 32), torch.randn(4096, 32)), functional.mse_loss
+
+
+@pytest.mark.parametrize("make", [residual, convolutions, wide, tall, bottleneck])
 def test_one_device_holds_what_was_predicted(make: Callable[[], tuple[nn.Module, Any, Any]], prices: Prices) -> None:
     model, batch, loss = make()
     graph = capture(model.train(), batch, loss)
@@ -88,6 +105,26 @@ def test_one_device_holds_what_was_predicted(make: Callable[[], tuple[nn.Module,
         module(*batch).backward()
         optimizer.step()
     assert predicted.peak == pytest.approx(storages.peak, rel=0.1)
+
+
+def test_ranks_hold_what_was_predicted(prices: Prices, tmp_path: Path) -> None:
+    """A partial sum is summed up over two ranks, and the batch is split over two."""
+    model, batch, loss = tall()
+    graph = capture(model.train(), batch, loss)
+    plan = make_plan(graph, parse_machine("local:4"), "megatron:tp=2,dp=2")
+    predicted = measure_memory(simulate(plan, prices).program, "sgd", "cpu")
+
+    def step(communicator: Communicator) -> int:
+        module = module_on(plan, Sample(graph, model, batch), communicator)
+        module(*batch).backward()
+        module.zero_grad()
+        gc.collect()
+        with Storages(*module.parameters(), *batch) as storages:
+            module(*batch).backward()
+        return storages.peak - sum(x.nbytes for x in batch)
+
+    found = run_processes(plan.mesh, step, tmp_path)
+    assert predicted.peak - predicted.inputs == pytest.approx(max(found), rel=0.03)
 
 
 def test_what_stays_is_counted_exactly(tiny_plan: Callable[..., Plan], prices: Prices) -> None:
