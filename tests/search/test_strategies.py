@@ -111,7 +111,7 @@ def test_the_default_degree_is_the_largest_that_splits_every_pair() -> None:
 
 
 @pytest.mark.parametrize(("flag", "gathered_again"), [("zero1", False), ("fsdp", True)])
-def test_what_megatron_stores_is_split_once_more_over_the_data_parallel_devices(flag: str, gathered_again: bool) -> None:
+def test_what_megatron_stores_is_split_over_the_data_parallel_devices_too(flag: str, gathered_again: bool) -> None:
     plan, plain = (plan_of("mlp-autoddl", 4, f"megatron:tp=2,dp=2{flags}") for flags in (f",{flag}", ""))
     assert plan.strategy == f"megatron:tp=2,dp=2,{flag}"
     stored, whole = (
