@@ -2,7 +2,7 @@
 
     python -m benchmarks.prediction_gpu measure --store costs.sqlite --output measured.json    # on the GPU
     python -m benchmarks.prediction_gpu predict --store costs.sqlite --measured measured.json  # anywhere
-    python -m benchmarks.prediction_gpu predict                                                # what was measured, again
+    python -m benchmarks.prediction_gpu predict                                                # measured before
 
 `measure` times every operator of every model on its own, once for each distinct call, and then whole training steps
 with AdamW. `predict` simulates the steps from the operators alone and compares. Without a store the operators are those
