@@ -6,7 +6,8 @@
 
 `measure` times every operator of every model on its own, once for each distinct call, and then whole training steps
 with AdamW. `predict` simulates the steps from the operators alone and compares. Without a store the operators are those
-of the shipped profile; without `--measured` the steps are those in the results, whose predictions are made anew.
+of the shipped profile; without `--measured` the steps are those in the results, whose predictions are made anew. Beside
+them stands the line through the profile's copies between host and device, with the error of every point.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from torch import Tensor, nn
 
 import zoo
 from benchmarks.plotting import Point, draw
-from conjoin.cost import CostModel, Store, measure, write_key
+from conjoin.cost import CostModel, Measurement, Store, measure, shipped_profiles, write_key
 from conjoin.frontends import capture
 from conjoin.ir import Graph, flatten_tree
-from conjoin.machine import Machine, NodeKind, parse_machine
+from conjoin.machine import Machine, NodeKind, fit_line, parse_machine
 from conjoin.runtime import to_module
 from conjoin.search import make_plan
 from conjoin.sim import predict, wanted_by
@@ -134,6 +135,27 @@ def _circumstances() -> dict[str, Any]:
     }
 
 
+def fit_copies(device: str) -> dict[str, Any]:
+    """The line through the timed copies between pinned host memory and a device of the profile, and every point."""
+    timed = {
+        int(outcome.key.split()[1]): outcome.forward
+        for profile in shipped_profiles()
+        if profile.device == device
+        for outcome in profile.outcomes
+        if isinstance(outcome, Measurement) and outcome.key.startswith("copy ")
+    }
+    fit = fit_line(list(timed), list(timed.values()))
+    return {
+        "latency_microseconds": round(1e6 * fit.latency, 2),
+        "gigabytes_per_second": round(1e-9 / fit.seconds_per_byte, 2),
+        "r_squared": round(fit.r_squared, 6),
+        "points": [
+            {"bytes": size, "microseconds": round(1e6 * timed[size], 2), "error": round(error, 4)}
+            for size, error in zip(sorted(timed), fit.errors, strict=True)
+        ],
+    }
+
+
 def predict_all(arguments: argparse.Namespace) -> int:
     measured = json.loads(arguments.measured.read_text())
     machine = one_gpu(arguments.machine)
@@ -157,9 +179,11 @@ def predict_all(arguments: argparse.Namespace) -> int:
         "steps": len(rows), "median_error": statistics.median(errors), "worst_error": max(errors),
         "median_memory_error": statistics.median(memory_errors), "worst_memory_error": max(memory_errors),
     }  # fmt: skip
-    print(json.dumps(summary))
+    copies = fit_copies(machine.device_type(0).name)
+    print(json.dumps(summary), json.dumps(copies), sep="\n")
     command = f"python -m benchmarks.prediction_gpu {' '.join(sys.argv[1:])}"
-    facts = {**measured, "command": command, "predicted": str(date.today()), "summary": summary, "rows": rows}
+    made = {"command": command, "predicted": str(date.today()), "summary": summary, "copies": copies, "rows": rows}
+    facts = {**measured, **made}
     arguments.output.write_text(json.dumps(facts, indent=1) + "\n")
     points = [Point(r["dtype"], r["step_ms"], r["predicted_ms"], r["model"]) for r in rows]
     picture = draw(points, "measured ms a step", "predicted ms a step", diagonals=(1.0, 0.9, 1.1))
