@@ -157,7 +157,7 @@ def _named(case: Case, graph: Graph, machine: Machine, found: SearchResult) -> l
     """The best strategy that the search started from, data parallelism, and what the case names."""
     costs = CostModel()
     named = []
-    if not found.baseline.startswith(_FOUND):
+    if found.baseline and not found.baseline.startswith(_FOUND):
         named.append(Named(found.baseline, found.baseline_seconds_per_step, True))
     for name in dict.fromkeys((DATA_PARALLEL, *case.named)):
         try:
