@@ -27,7 +27,9 @@ from zoo.tokens import next_token_loss
 NAME = "search_scale"
 DEVICES_PER_NODE = 8
 LARGE = {("llama-8b", 64): 60.0, ("llama-8b", 256): 60.0, ("gpt-175b", 1024): 120.0}
-"""Models and devices, and the most seconds that a search may take."""
+"""Models and devices, and the most seconds of the process that a search may take."""
+ASKED = 0.92
+"""The part of these that is the search's budget: what was begun is brought to an end."""
 DEVICES_PER_SEQUENCE = {"llama-8b": 1, "gpt-175b": 2}
 LAYERS, DEVICES = "layers", "devices"
 """The two curves."""
@@ -56,10 +58,11 @@ def deep(layers: int, devices: int) -> Case:
 
 def large(models: Sequence[str]) -> Iterator[Case]:
     """The large models that are asked for."""
-    for model, devices in LARGE:
+    for (model, devices), most in LARGE.items():
         if model in models:
             batch_size, nodes = devices // DEVICES_PER_SEQUENCE[model], devices // DEVICES_PER_NODE
-            yield Case(model, f"dgx-h100:{nodes}", batch_size, optimizer="adam", half=True)
+            machine = f"dgx-h100:{nodes}"
+            yield Case(model, machine, batch_size, optimizer="adam", half=True, budget=ASKED * most)
 
 
 def is_quick(row: Row) -> bool:

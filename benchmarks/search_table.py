@@ -59,6 +59,8 @@ class Case:
     """Where the model is not of the zoo."""
     make_machine: Callable[[], Machine] | None = None
     """Where the machine has no name."""
+    budget: float | None = None
+    """Seconds of the search where they are not the table's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +216,7 @@ class Table:
         """Search all cases, several at a time where there are workers; the rows that were added."""
         before = len(self.rows)
         with ThreadPoolExecutor(self.workers) as pool:
-            for row in pool.map(lambda case: search_apart(case, self.budget), cases):
+            for row in pool.map(lambda case: search_apart(case, case.budget or self.budget), cases):
                 self.rows.append(row)
                 if len(self.rows) == 1:
                     print(HEADER)
