@@ -29,9 +29,10 @@ from numpy.typing import NDArray
 
 from conjoin.search.baselines import baselines
 from conjoin.search.contest import Contest, Entry, Outcome, Variant
-from conjoin.search.exact.elimination import Factor, Solution
+from conjoin.search.exact.elimination import Solution
 from conjoin.search.exact.layout_codes import WHOLE, P, S, all_digits
 from conjoin.search.exact.problem import Problem
+from conjoin.search.exact.tables import Factor
 from conjoin.search.exact.units import Units
 from conjoin.search.joint import REWRITING, JointSearch
 from conjoin.search.rewrites import Backtracking, Way

@@ -18,10 +18,11 @@ from conjoin.machine import Mesh
 from conjoin.ops import Copies, Layout, Partial, Split, TensorType, make_layout, placement_on
 from conjoin.search.exact.choices import Choices, OperatorSeconds, Task, group_axes, make_choices
 from conjoin.search.exact.dominance import Change, undominated
-from conjoin.search.exact.elimination import Factor, Solution, Tables, solve
+from conjoin.search.exact.elimination import Solution, solve
 from conjoin.search.exact.layout_codes import code_on, layout_of
 from conjoin.search.exact.reshard_seconds import Array, ReshardSeconds, excess, held_share
 from conjoin.search.exact.storage import Carried, Storages, goes_in_bundle, latency_share, make_storages
+from conjoin.search.exact.tables import Factor, Tables
 from conjoin.search.exact.units import Units
 from conjoin.sim import Layouts, Operator, Skeleton
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from conjoin.search.exact.elimination import Factor, Table, Tables
+from conjoin.search.exact.tables import Factor, Table, Tables
 
 MAX_ENTRIES = 1 << 22
 """Entries of the largest sum of tables."""
