@@ -150,11 +150,12 @@ def _store_as_used(problem: Problem) -> None:
             continue
         place, operand = skeleton.readers[root][0]
         digits = all_digits(len(type.shape), len(space.units))
-        stored = digits[problem.storages(root).codes]
+        codes = problem.storages(root).codes
+        stored = digits[codes]
         used = digits[problem.choices[place].operands[operand]]
         used = np.where(used <= P, WHOLE, used)
         values = np.where((stored[:, None] == used[None]).all(axis=-1), 0.0, np.inf)
-        name = "stored as used", type, leaf.trainable, problem.objective, problem.kinds[place], operand
+        name = "stored as used", type, codes.tobytes(), problem.objective, problem.kinds[place], operand
         problem.factors.append(Factor((problem.variable[root], place), space.tables.named(name, values)))
 
 

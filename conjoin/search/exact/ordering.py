@@ -1,9 +1,9 @@
 """In which order variables are eliminated: tried out on the scopes of tables alone, before any table is added up.
 
 By degree, and in rounds, equal layers of a stack stay equal and are worked out once. On an unrolled recurrent network
-that order ends in large tables: every parameter is read at every step, so that a variable with few neighbours may have
-large ones. There the variable whose table is the smallest comes first, which walks from step to step and keeps the
-parameters for the end.
+that order ends in large tables, since every parameter is read at every step. There variables that many others are
+connected with wait until those are gone, and the others are ordered as if these were not there: that walks through
+the grid of layers and steps from one end to the other.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from math import prod
 
 WIDE = 1 << 17
 """Entries of a sum of tables up to which an order is good enough."""
+_MANY = 12
+"""Neighbours beyond which a variable is a hub."""
+_FEW = 6
+"""Neighbours up to which one is eliminated before all others that are no hubs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ def find_order(sizes: Sequence[int], scopes: Iterable[tuple[int, ...]]) -> Order
     found = _Trial(sizes, kept, _by_degree).run()
     if not found.num_wide:
         return found
-    others = (_Trial(sizes, kept, turn).run() for turn in (_by_entries, _by_growth))
+    others = (_Trial(sizes, kept, turn).run() for turn in (_by_entries, _hubs_last))
     return min((found, *others), key=lambda order: sum(order.entries))
 
 
@@ -53,20 +57,24 @@ class _Trial:
     def __init__(self, sizes: Sequence[int], scopes: Iterable[tuple[int, ...]], turn: _Turn) -> None:
         self.sizes, self.turn = sizes, turn
         self.rounds = [0] * len(sizes)
+        self.left = set(range(len(sizes)))
         self.around: list[set[int]] = [set() for _ in sizes]
         for scope in scopes:
             for variable in scope:
                 self.around[variable].update(other for other in scope if other != variable)
+        self.hubs = {variable for variable, around in enumerate(self.around) if len(around) > _MANY}
+        self.spokes = {hub: self.around[hub] - self.hubs for hub in self.hubs}
+        """What they were connected with at first."""
 
     def run(self) -> Order:
         waiting = [(self.turn(self, variable), variable) for variable in range(len(self.sizes))]
         heapify(waiting)
-        left, order, entries = set(range(len(self.sizes))), list[int](), list[int]()
-        while left:
+        order, entries = list[int](), list[int]()
+        while self.left:
             turn, variable = heappop(waiting)
-            if variable not in left or turn != self.turn(self, variable):
+            if variable not in self.left or turn != self.turn(self, variable):
                 continue
-            left.discard(variable)
+            self.left.discard(variable)
             order.append(variable)
             entries.append(self.entries(variable))
             for other in self._take_out(variable):
@@ -98,8 +106,10 @@ def _by_entries(trial: _Trial, variable: int) -> tuple[float, ...]:
     return (trial.entries(variable),)
 
 
-def _by_growth(trial: _Trial, variable: int) -> tuple[float, ...]:
-    """First where the table that is made is small beside those it is made from: one of each neighbour at most."""
-    size = trial.sizes[variable]
-    before = sum(trial.sizes[other] * size for other in trial.around[variable])
-    return trial.entries(variable) / size - before, trial.entries(variable)
+def _hubs_last(trial: _Trial, variable: int) -> tuple[float, ...]:
+    """Hubs as soon as all they were connected with are gone; of the others first the smallest table without hubs."""
+    others = trial.around[variable] - trial.hubs
+    if variable in trial.hubs:
+        waits = len(others) > _FEW or not trial.spokes[variable].isdisjoint(trial.left)
+        return 2 * waits - 1, trial.entries(variable)
+    return 0, prod(trial.sizes[other] for other in others) * trial.sizes[variable]

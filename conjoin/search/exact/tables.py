@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Places = NDArray[np.integer[Any]]
-MAX_REMEMBERED_BYTES = 1 << 28
+MAX_REMEMBERED_BYTES = 1 << 27
 """Of all sums, turned tables and minima that are remembered on some units."""
-_REMEMBERED = 1 << 17
+_REMEMBERED = 1 << 18
 """Entries of the largest table that is remembered: larger ones are seldom made twice."""
 
 
