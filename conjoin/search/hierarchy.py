@@ -29,9 +29,10 @@ from numpy.typing import NDArray
 
 from conjoin.search.baselines import baselines
 from conjoin.search.contest import Contest, Entry, Outcome, Variant
-from conjoin.search.exact.elimination import Factor, Solution
+from conjoin.search.exact.elimination import Solution
 from conjoin.search.exact.layout_codes import WHOLE, P, S, all_digits
 from conjoin.search.exact.problem import Problem
+from conjoin.search.exact.tables import Factor
 from conjoin.search.exact.units import Units
 from conjoin.search.joint import REWRITING, JointSearch
 from conjoin.search.rewrites import Backtracking, Way
@@ -149,11 +150,12 @@ def _store_as_used(problem: Problem) -> None:
             continue
         place, operand = skeleton.readers[root][0]
         digits = all_digits(len(type.shape), len(space.units))
-        stored = digits[problem.storages(root).codes]
+        codes = problem.storages(root).codes
+        stored = digits[codes]
         used = digits[problem.choices[place].operands[operand]]
         used = np.where(used <= P, WHOLE, used)
         values = np.where((stored[:, None] == used[None]).all(axis=-1), 0.0, np.inf)
-        name = "stored as used", type, leaf.trainable, problem.objective, problem.kinds[place], operand
+        name = "stored as used", type, codes.tobytes(), problem.objective, problem.kinds[place], operand
         problem.factors.append(Factor((problem.variable[root], place), space.tables.named(name, values)))
 
 

@@ -17,9 +17,10 @@ from conjoin.search import SearchResult, Stopped, Wish, find_plan, make_plan
 from conjoin.search.contest import Contest, Enough, make_variant, plan_of
 from conjoin.search.descents import Descent
 from conjoin.search.exact.bounding import TooMany, branch_and_bound
-from conjoin.search.exact.elimination import Factor, Tables, solve
+from conjoin.search.exact.elimination import solve
 from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.settling import settle
+from conjoin.search.exact.tables import Factor, Tables
 from conjoin.search.exact.units import cuts
 from conjoin.search.hierarchy import (
     MIN_PART,

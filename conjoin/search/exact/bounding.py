@@ -14,7 +14,8 @@ from math import inf, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from conjoin.search.exact.elimination import Factor, Solution
+from conjoin.search.exact.elimination import Solution
+from conjoin.search.exact.tables import Factor
 
 Array = NDArray[np.float64]
 MAX_VISITED = 2_000_000
@@ -40,7 +41,7 @@ def branch_and_bound(
 ) -> Solution:
     """Values of the variables with the least sum of all tables, found by trying all that could have it.
 
-    >>> from conjoin.search.exact.elimination import Table
+    >>> from conjoin.search.exact.tables import Table
     >>> edge = np.array([[0.0, 2.0], [2.0, 0.0]])
     >>> wants = [Factor((0,), Table(-1, np.array([0.0, 3.0]))), Factor((1,), Table(-2, np.array([1.0, 0.0])))]
     >>> branch_and_bound([2, 2], [*wants, Factor((0, 1), Table(-3, edge))])

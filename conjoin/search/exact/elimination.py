@@ -6,48 +6,32 @@ A problem has variables with finite domains, a table of one or two variables for
 
 A variable is eliminated by adding up the tables it is in and taking the minimum over it: what is left is a table over
 its neighbours (`_eliminate`). On a chain this is a product of min-plus matrices, on a series-parallel graph the
-splits of Unity (section 5), in general bucket elimination; the next variable is the one whose table is the smallest
-(`_next`). Tables are numbered by what they were made from, so that equal parts of a graph, such as the layers of a
-stack, are worked out once.
+splits of Unity (section 5), in general bucket elimination, in an order that is found beforehand (`ordering.py`).
+Tables are numbered by what they were made from, so that equal parts of a graph, such as the layers of a stack, are
+worked out once (`tables.py`). Where tables would be large the problem is first made smaller, without losing its best
+solution (`reducing.py`).
 
-Where the smallest table would be larger than the budget, variables of its bucket keep only the values that look best
+Where a table would still be larger than the budget, variables of its bucket keep only the values that look best
 by their own tables. What is found then is a solution, not the least one, and `Solution.is_exact` says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
-from itertools import count
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
-Places = NDArray[np.integer[Any]]
+from conjoin.search.exact.ordering import Order, find_order
+from conjoin.search.exact.reducing import reduce
+from conjoin.search.exact.tables import Factor, Places, Table, Tables
+
 MAX_ENTRIES = 1 << 22
 """Entries of the largest sum of tables that is gone through, a value of one variable at a time."""
-_REMEMBERED = 1 << 20
-"""Entries of the largest table that is remembered for equal parts of a graph: larger ones would fill the memory."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Table:
-    """Numbers over the values of some variables; tables with the same number are the same."""
-
-    number: int
-    values: Array
-
-
-@dataclass(frozen=True, slots=True)
-class Factor:
-    """A table and the variables of its dims."""
-
-    variables: tuple[int, ...]
-    table: Table
+MAX_KEPT = 1 << 28
+"""Entries of all large sums of a problem: what was best where is kept until the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,81 +60,6 @@ class _Narrowed:
     kept: NDArray[np.intp]
 
 
-@dataclass
-class Tables:
-    """Makes tables, each only once; kept over several problems, it remembers what they have in common."""
-
-    _known: dict[Hashable, Table] = field(default_factory=dict)
-    _minima: dict[Hashable, tuple[Table, Places]] = field(default_factory=dict)
-    _numbers: count[int] = field(default_factory=count)
-
-    def named(self, name: Hashable, values: Array) -> Table:
-        """The table of a name; the values are those given first."""
-        found = self._known.get(name)
-        if found is None:
-            found = self._known[name] = Table(next(self._numbers), values)
-        return found
-
-    def find(self, name: Hashable) -> Table | None:
-        """The table of a name, where there is one."""
-        return self._known.get(name)
-
-    def add(self, one: Table, other: Table) -> Table:
-        """The sum of two tables of the same variables."""
-        if one.values.size > _REMEMBERED:
-            return Table(next(self._numbers), one.values + other.values)
-        numbers = sorted((one.number, other.number))
-        return self._known.get(("sum", *numbers)) or self.named(("sum", *numbers), one.values + other.values)
-
-    def turned(self, table: Table, order: tuple[int, ...]) -> Table:
-        """The table with its dims in another order."""
-        if order == tuple(range(len(order))):
-            return table
-        if table.values.size > _REMEMBERED:
-            return Table(next(self._numbers), table.values.transpose(order))
-        key = "turned", table.number, order
-        return self._known.get(key) or self.named(key, np.ascontiguousarray(table.values.transpose(order)))
-
-    def minimum(
-        self, parts: Sequence[tuple[tuple[int, ...], Table]], sizes: tuple[int, ...]
-    ) -> tuple[Table, Places]:
-        """The minimum over dim 0 of the sum of tables, each over some of the dims; and where it is."""
-        key = tuple((dims, table.number) for dims, table in parts), sizes
-        if key not in self._minima:
-            values, best = _minimum([(dims, table.values) for dims, table in parts], sizes)
-            if values.size > _REMEMBERED:
-                return Table(next(self._numbers), values), best
-            self._minima[key] = self.named(("minimum", key), values), best
-        return self._minima[key]
-
-
-def _minimum(parts: Sequence[tuple[tuple[int, ...], Array]], sizes: tuple[int, ...]) -> tuple[Array, Places]:
-    """Value by value of the variable at dim 0: never more than two tables of the result's size at a time."""
-    whole = prod(sizes)
-    spread = [_spread(values, dims, len(sizes)) for dims, values in parts]
-    if whole <= 1 << 18:
-        total = sum(spread[1:], start=spread[0]) + np.zeros(sizes)
-        best = total.argmin(axis=0)
-        return np.take_along_axis(total, best[None], 0)[0], best
-    least, best = np.full(sizes[1:], np.inf), np.zeros(sizes[1:], np.uint16 if sizes[0] < 1 << 16 else np.intp)
-    for value in range(sizes[0]):
-        here = sum(
-            (part[value if part.shape[0] > 1 else 0] for part in spread), start=np.zeros((1,) * (len(sizes) - 1))
-        )
-        better = here < least
-        np.copyto(least, here, where=better)
-        best[better] = value
-    return least, best
-
-
-def _spread(values: Array, dims: tuple[int, ...], num_dims: int) -> Array:
-    """The table with a dim of size 1 for every variable it does not have."""
-    shape = [1] * num_dims
-    for dim, size in zip(dims, values.shape, strict=True):
-        shape[dim] = size
-    return values.reshape(shape)
-
-
 def solve(
     sizes: Sequence[int], factors: Iterable[Factor], tables: Tables | None = None, max_entries: int = MAX_ENTRIES
 ) -> Solution:
@@ -161,7 +70,15 @@ def solve(
     >>> solve([2, 2], [*wants, Factor((0, 1), Table(-3, edge))])
     Solution(values=(0, 0), total=1.0, is_exact=True)
     """
-    return _Elimination(sizes, factors, tables or Tables(), max_entries).run()
+    made, kept = tables or Tables(), list(factors)
+    order = find_order(sizes, [factor.variables for factor in kept])
+    if not order.num_wide:
+        return _Elimination(sizes, kept, made, max_entries).run(order)
+    reduced = reduce(sizes, kept, made)
+    order = find_order(reduced.sizes, [factor.variables for factor in reduced.factors])
+    budget = min(max_entries, MAX_KEPT // max(1, order.num_wide))
+    found = _Elimination(reduced.sizes, reduced.factors, made, budget).run(order)
+    return replace(found, values=reduced.restore(found.values))
 
 
 class _Elimination:
@@ -172,37 +89,17 @@ class _Elimination:
         self.factors: dict[tuple[int, ...], Table] = {}
         self.around: list[set[int]] = [set() for _ in sizes]
         self.of: list[set[tuple[int, ...]]] = [set() for _ in sizes]
-        self.rounds = [0] * len(sizes)
         self.done: list[_Eliminated | _Narrowed] = []
         self.is_exact = True
         for factor in factors:
             self._put(factor.variables, factor.table)
 
-    def run(self) -> Solution:
-        waiting = [self._turn(variable) for variable in range(len(self.sizes))]
-        heapify(waiting)
-        left = set(range(len(self.sizes)))
-        while left:
-            turn = heappop(waiting)
-            variable = turn[-1]
-            if variable not in left or turn != self._turn(variable):
-                continue
-            left.discard(variable)
-            neighbours = tuple(sorted(self.around[variable]))
-            self._eliminate(variable, neighbours)
-            for other in neighbours:
-                self.rounds[other] = max(self.rounds[other], self.rounds[variable] + 1)
-                heappush(waiting, self._turn(other))
+    def run(self, order: Order) -> Solution:
+        for variable in order.variables:
+            self._eliminate(variable, tuple(sorted(self.around[variable])))
         constant = self.factors.get(())
         values = self._read_back()
         return Solution(values, float(constant.values) if constant is not None else 0.0, self.is_exact)
-
-    def _turn(self, variable: int) -> tuple[int, int, int, int]:
-        """When a variable is eliminated: first those with few neighbours, or else a small table; and in rounds, so that
-        what is equal in many layers is still equal in the next round."""
-        degree = len(self.around[variable])
-        work = prod(self.sizes[n] for n in self.around[variable]) * self.sizes[variable] if degree > 2 else 0
-        return degree, work, self.rounds[variable], variable
 
     def _put(self, variables: tuple[int, ...], table: Table) -> None:
         ordered = tuple(sorted(variables))
@@ -249,11 +146,7 @@ class _Elimination:
                 looks = looks + self.factors[variables].values.min(axis=others)
             best = np.sort(np.argsort(looks, kind="stable")[: max(1, self.sizes[variable] // 2)])
             for variables in self.of[variable]:
-                table = self.factors[variables]
-                cut = table.values.take(best, axis=variables.index(variable))
-                self.factors[variables] = self.tables.named(
-                    ("cut", table.number, variables.index(variable), best.tobytes()), cut
-                )
+                self.factors[variables] = self.tables.cut(self.factors[variables], variables.index(variable), best)
             self.done.append(_Narrowed(variable, best))
             self.sizes[variable] = len(best)
 

@@ -18,10 +18,12 @@ from conjoin.machine import Mesh
 from conjoin.ops import Copies, Layout, Partial, Split, TensorType, make_layout, placement_on
 from conjoin.search.exact.choices import Choices, OperatorSeconds, Task, group_axes, make_choices
 from conjoin.search.exact.dominance import Change, undominated
-from conjoin.search.exact.elimination import Factor, Solution, Tables, solve
+from conjoin.search.exact.elimination import Solution, solve
 from conjoin.search.exact.layout_codes import code_on, layout_of
 from conjoin.search.exact.reshard_seconds import Array, ReshardSeconds, excess, held_share
+from conjoin.search.exact.sharing import MANY, Rows, Shared, best_sources, share, shared_excess, sources_as_used
 from conjoin.search.exact.storage import Carried, Storages, goes_in_bundle, latency_share, make_storages
+from conjoin.search.exact.tables import Factor, Tables
 from conjoin.search.exact.units import Units
 from conjoin.sim import Layouts, Operator, Skeleton
 
@@ -70,11 +72,13 @@ class Kind:
     """Outputs that have to come out whole."""
     passed: tuple[bool, ...]
     """Through which outputs a gradient comes."""
+    shared: tuple[bool, ...]
+    """Which operands are parameters that others read too."""
     _hash: int = field(init=False, compare=False, repr=False)
     """Worked out once: kinds are asked for all the time."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.task, self.sources, self.results, self.passed)))
+        object.__setattr__(self, "_hash", hash((self.task, self.sources, self.results, self.passed, self.shared)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -94,7 +98,7 @@ class Space:
     _near: dict[tuple[Kind, Objective, tuple[int, ...]], Choices] = field(default_factory=dict)
     _storages: dict[tuple[TensorType, bool, Objective, int | None], Storages] = field(default_factory=dict)
     _readings: dict[tuple[TensorType, bool, bool, Objective, int | None], Array] = field(default_factory=dict)
-    _stored: dict[tuple[TensorType, bool, bool, Objective], Array] = field(default_factory=dict)
+    _stored: dict[tuple[TensorType, bool, bool, Objective, bool], Array] = field(default_factory=dict)
     _excess: dict[tuple[int, int, bool, bool], Array] = field(default_factory=dict)
 
     @property
@@ -194,17 +198,29 @@ class Space:
             if source is _Source.MADE:
                 found.append((choices.operands[i], self.excess(type, back, True)))
             elif source is not _Source.GIVEN:
-                trained = source is _Source.TRAINED
-                found.append((choices.operands[i], self._stored_excess(type, trained, back, objective)))
+                more = self._stored_excess(type, source is _Source.TRAINED, back, objective, kind.shared[i])
+                found.append((choices.operands[i], more))
         for i, type in enumerate(kind.task.types):
             found.append((choices.outputs[i], self.excess(type, kind.passed[i], False)))
         return found
 
-    def _stored_excess(self, type: TensorType, trained: bool, back: bool, objective: Objective) -> Array:
-        key = type, trained, back, objective
+    def _stored_excess(self, type: TensorType, trained: bool, back: bool, objective: Objective, shared: bool) -> Array:
+        key = type, trained, back, objective, shared
         if key not in self._stored:
-            self._stored[key] = excess(self.reading(*key))
+            table = self.reading(type, trained, back, objective)
+            found = excess(table)
+            if shared:
+                found = shared_excess(found, table, self.sources(type, trained, objective))
+            self._stored[key] = found
         return self._stored[key]
+
+    def sources(
+        self, type: TensorType, trained: bool, objective: Objective, only: int | None = None
+    ) -> tuple[Rows, Rows]:
+        """For every layout in which a parameter is used the storage that suits it best, and the one most like it."""
+        storages = self.storages(type, trained, objective, only)
+        best = best_sources(storages, self.reading(type, trained, trained, objective, only))
+        return best, sources_as_used(storages, len(type.shape), len(self.units))
 
 
 class Problem:
@@ -238,6 +254,7 @@ class Problem:
         ]
         self.hubs = [i for i, root in enumerate(skeleton.roots) if root.maker >= 0 and len(skeleton.readers[i]) > 1]
         self.variable = {root: self.num_operators + n for n, root in enumerate([*self.stored, *self.hubs])}
+        self.shared = {root: self._bring(root, with_dominated) for root in self.stored if is_shared(skeleton, root)}
         self.sizes = [len(found) for found in self.choices]
         self.factors: list[Factor] = []
         for place in range(self.num_operators):
@@ -285,22 +302,38 @@ class Problem:
         self.factors.append(Factor(variables, self.space.tables.named(name, values)))
 
     def storages(self, root: int) -> Storages:
-        """The ways to store a parameter."""
-        leaf, only = self.skeleton.roots[root].leaf, self._codes.get(root)
+        """The ways to store a parameter, and to bring it to a layout where several read it."""
+        shared = self.shared.get(root)
+        return shared.storages if shared is not None else self.space.storages(*self._parameter(root))
+
+    def _parameter(self, root: int) -> tuple[TensorType, bool, Objective, int | None]:
+        leaf = self.skeleton.roots[root].leaf
         assert leaf is not None
-        return self.space.storages(self.skeleton.roots[root].type, leaf.trainable, self.objective, only)
+        return self.skeleton.roots[root].type, leaf.trainable, self.objective, self._codes.get(root)
+
+    def _bring(self, root: int, with_dominated: bool) -> Shared:
+        """The ways to bring a parameter to a layout in which it is used: once for all who use it so."""
+        readers, parameter = self.skeleton.readers[root], self._parameter(root)
+        used = np.unique(np.concatenate([self.choices[place].operands[operand] for place, operand in readers]))
+        type, trained, objective, only = parameter
+        back = any(operand in self.skeleton.operators[place].needs for place, operand in readers)
+        few = with_dominated or len(readers) <= MANY
+        sources = self.space.sources(*parameter)[: 2 if few else 1]
+        reading = self.space.reading(type, trained, back, objective, only)
+        return share(self.space.storages(*parameter), reading, used, sources, plain=few)
 
     def _store(self, root: int) -> None:
-        storages, variable, type = self.storages(root), self.variable[root], self.skeleton.roots[root].type
-        leaf, only = self.skeleton.roots[root].leaf, self._codes.get(root)
-        assert leaf is not None
+        storages, variable, shared = self.storages(root), self.variable[root], self.shared.get(root)
+        type, trained, objective, only = parameter = self._parameter(root)
+        ways = None if shared is None else (shared.rows.tobytes(), shared.brought.tobytes())
         self.sizes.append(len(storages.seconds))
-        self._put((variable,), ("storing", type, leaf.trainable, self.objective, only), storages.seconds)
+        self._put((variable,), ("storing", *parameter, ways, storages.seconds.tobytes()), storages.seconds)
         for place, operand in self.skeleton.readers[root]:
             back = operand in self.skeleton.operators[place].needs
-            name = "reading", type, leaf.trainable, back, self.kinds[place], operand, self.objective, only
-            table = self.space.reading(type, leaf.trainable, back, self.objective, only)
-            self._put((variable, place), name, table[:, self.choices[place].operands[operand]])
+            name = "reading", *parameter, ways, back, self.kinds[place], operand
+            table = self.space.reading(type, trained, back, objective, only)
+            codes = self.choices[place].operands[operand]
+            self._put((variable, place), name, table[:, codes] if shared is None else shared.read(table, codes))
 
     def _give(self, root: int) -> None:
         """What is given in a fixed layout is brought to whoever reads it."""
@@ -392,7 +425,7 @@ def _kind_of(skeleton: Skeleton, operator: Operator, of_weights: bool, whole: Se
         any(operand in skeleton.operators[place].needs for place, operand in skeleton.readers[root])
         for root in operator.makes
     )
-    return Kind(task, sources, results, passed)
+    return Kind(task, sources, results, passed, tuple(is_shared(skeleton, root) for root in operator.reads))
 
 
 def kinds_of(skeleton: Skeleton) -> list[Kind]:
@@ -424,6 +457,12 @@ def _is_given(leaf: Leaf | None) -> bool:
 def is_stored(kind: LeafKind) -> bool:
     """Whether it is kept from step to step in a layout that is searched."""
     return kind is LeafKind.PARAMETER
+
+
+def is_shared(skeleton: Skeleton, root: int) -> bool:
+    """Whether it is a parameter that several operators read, or one more than once."""
+    leaf = skeleton.roots[root].leaf
+    return leaf is not None and is_stored(leaf.kind) and len(skeleton.readers[root]) > 1
 
 
 def given_layout(wanted: Sequence[Layout]) -> Layout:

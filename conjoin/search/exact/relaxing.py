@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import prod
 
-from conjoin.search.exact.elimination import Factor, Table, Tables
+from conjoin.search.exact.tables import Factor, Table, Tables
 
 MAX_ENTRIES = 1 << 22
 """Entries of the largest sum of tables."""

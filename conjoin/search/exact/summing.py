@@ -11,7 +11,8 @@ from conjoin.ir import Choice
 from conjoin.ops import placement_on
 from conjoin.search.exact.choices import Choices
 from conjoin.search.exact.layout_codes import code_on
-from conjoin.search.exact.problem import Kind, Objective, Space, is_stored, kinds_of
+from conjoin.search.exact.problem import Kind, Objective, Space, is_shared, is_stored, kinds_of
+from conjoin.search.exact.sharing import MANY
 from conjoin.search.exact.units import Units
 from conjoin.sim import Layouts, Skeleton
 
@@ -94,12 +95,30 @@ class _Sum:
         rows = np.flatnonzero(found.regathered == (leaf.name in self.regathered))
         if not len(rows):
             raise _NotThere
-        seconds = float(found.seconds[rows[0]])
-        for place, operand in self.skeleton.readers[root]:
-            back = operand in self.skeleton.operators[place].needs
-            table = self.space.reading(type, leaf.trainable, back, objective, code)
-            seconds += float(table[rows[0], self._read[place, operand]])
-        return seconds
+        row, readers = int(rows[0]), self.skeleton.readers[root]
+        backs = [operand in self.skeleton.operators[place].needs for place, operand in readers]
+        used = [self._read[reader] for reader in readers]
+        each = [
+            float(self.space.reading(type, leaf.trainable, back, objective, code)[row, use])
+            for use, back in zip(used, backs, strict=True)
+        ]
+        ways = [sum(each)] if len(readers) <= MANY else []
+        for use in set(used) if is_shared(self.skeleton, root) else ():
+            if len(set(used)) == 1 or self._is_source(root, code, row, use):
+                once = float(self.space.reading(type, leaf.trainable, any(backs), objective, code)[row, use])
+                ways.append(once + sum(other for other, wanted in zip(each, used, strict=True) if wanted != use))
+        if not ways:
+            raise _NotThere
+        return float(found.seconds[row]) + min(ways)
+
+    def _is_source(self, root: int, code: int, row: int, use: int) -> bool:
+        """Whether the tables bring a parameter to a layout of use from this storage."""
+        leaf, type, objective = self.skeleton.roots[root].leaf, self.skeleton.roots[root].type, self.objective
+        assert leaf is not None
+        every, mine = (self.space.storages(type, leaf.trainable, objective, only) for only in (None, code))
+        tried = self.space.sources(type, leaf.trainable, objective)
+        sources = {int(source[use]) for source in tried[: 2 if len(self.skeleton.readers[root]) <= MANY else 1]}
+        return any(every.codes[s] == code and every.regathered[s] == mine.regathered[row] for s in sources)
 
 
 def _row(choices: Choices, choice: Choice, units: Units) -> int | None:

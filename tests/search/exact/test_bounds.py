@@ -11,10 +11,11 @@ import pytest
 
 from conjoin.machine import parse_machine
 from conjoin.ops import Split
-from conjoin.search.exact.elimination import Factor, Tables, solve
+from conjoin.search.exact.elimination import solve
 from conjoin.search.exact.problem import Objective, Problem
 from conjoin.search.exact.relaxing import lower_bound
 from conjoin.search.exact.summing import sum_of
+from conjoin.search.exact.tables import Factor, Tables
 from conjoin.search.exact.units import make_unit
 from conjoin.sim import take_graph_apart
 from tests.search.exact.test_elimination import random_problem

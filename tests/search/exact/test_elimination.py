@@ -7,7 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from conjoin.search.exact.elimination import Factor, Tables, solve
+from conjoin.search.exact.elimination import solve
+from conjoin.search.exact.tables import Factor, Tables
 
 
 def random_problem(seed: int) -> tuple[list[int], list[Factor], Tables]:
