@@ -43,8 +43,8 @@ def _joint(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None:
     finally:  # also where the time is over
         if aside is not None:
             contest.judge(aside.entry, aside.simulation)
-    if contest.best is not None:  # what only a timeline sees, such as overlap
-        walk_from_all(contest, [contest.best], wish.seed)
+    if contest.best is not None:  # what only a timeline sees, such as overlap; also far from what sums prefer
+        walk_from_all(contest, [contest.best, *starts], wish.seed)
 
 
 def _named_only(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None:
