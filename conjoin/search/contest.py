@@ -288,12 +288,12 @@ class Contest:
             self.smallest = outcome
         return outcome
 
-    def enter_plan(self, plan: Plan) -> Outcome:
-        """Judge a plan that somebody made."""
+    def enter_plan(self, plan: Plan, *, is_counted: bool = True) -> Outcome:
+        """Judge a plan that somebody made; one that was found before need not count as a step."""
         skeleton, layouts = take_apart(plan)
         variant = Variant(plan.graph, skeleton, plan.substitutions, plan.accumulation)
         entry = Entry(plan.strategy, variant, layouts, regathered_parameters(plan), recomputed_segments(plan), plan)
-        return self.enter(entry)
+        return self.enter(entry) if is_counted else self.judge(entry, self.simulate(entry))
 
 
 def plan_of(outcome: Outcome, captured: Graph, machine: Machine) -> Plan:

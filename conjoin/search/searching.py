@@ -137,14 +137,17 @@ def _begin(contest: Contest, begin: Beginning, starts: list[Outcome]) -> None:
     for plan in begin.plans:
         check_start(contest, plan)
         starts.append(contest.enter_plan(plan))
-    for name, found in baselines(contest.captured, contest.machine):
-        contest.tell(name)
-        if found is not None:
-            starts.append(contest.enter(found))
-            contest.baseline = contest.best
     if begin.before is not None:
         check_start(contest, begin.before)
-        starts.insert(0, contest.enter_plan(begin.before))
+    try:
+        for name, found in baselines(contest.captured, contest.machine):
+            contest.tell(name)
+            if found is not None:
+                starts.append(contest.enter(found))
+                contest.baseline = contest.best
+    finally:  # what an earlier search has found is not lost, however little may be spent now
+        if begin.before is not None:
+            starts.insert(0, contest.enter_plan(begin.before, is_counted=False))
 
 
 def _within(contest: Contest, starts: Sequence[Outcome]) -> list[Outcome]:

@@ -36,6 +36,12 @@ def test_a_search_goes_on_and_is_never_worse() -> None:
     assert on.search_seconds > first.search_seconds and on.cpu_seconds > first.cpu_seconds
 
 
+def test_with_a_single_step_more_nothing_is_lost() -> None:
+    first = search(steps=40)
+    on = search(first, steps=41)
+    assert on.stopped is Stopped.OUT_OF_STEPS and on.seconds_per_step == first.seconds_per_step
+
+
 def test_what_was_tried_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Units, Objective]] = []
     try_all = JointSearch._try_all
