@@ -96,7 +96,7 @@ class _Elimination:
 
     def run(self, order: Order) -> Solution:
         for variable in order.variables:
-            self._eliminate(variable, tuple(sorted(self.around[variable])))
+            self._eliminate(variable)
         constant = self.factors.get(())
         values = self._read_back()
         return Solution(values, float(constant.values) if constant is not None else 0.0, self.is_exact)
@@ -112,8 +112,11 @@ class _Elimination:
             self.of[variable].add(ordered)
             self.around[variable].update(other for other in ordered if other != variable)
 
-    def _eliminate(self, variable: int, neighbours: tuple[int, ...]) -> None:
-        self._narrow((variable, *neighbours))
+    def _eliminate(self, variable: int) -> None:
+        self._narrow((variable, *self.around[variable]))
+        for other in [other for other in self.around[variable] if self.sizes[other] == 1]:
+            self._leave(other)
+        neighbours = tuple(sorted(self.around[variable]))
         dims = {other: dim for dim, other in enumerate((variable, *neighbours))}
         parts = []
         for variables in sorted(self.of[variable]):
@@ -130,6 +133,18 @@ class _Elimination:
             self.around[other].discard(variable)
         self.done.append(_Eliminated(variable, neighbours, best))
         self._put(neighbours, table)
+
+    def _leave(self, variable: int) -> None:
+        """Take a variable with one value out of all its tables: arrays have 64 dims at most."""
+        for variables in sorted(self.of[variable]):
+            table = self.factors.pop(variables)
+            for other in variables:
+                self.of[other].discard(variables)
+            dim = variables.index(variable)
+            self._put(variables[:dim] + variables[dim + 1 :], self.tables.without(table, dim))
+        for other in self.around[variable]:
+            self.around[other].discard(variable)
+        self.around[variable] = set()
 
     def _ascending(self, dims: tuple[int, ...], table: Table) -> tuple[tuple[int, ...], Table]:
         order = tuple(sorted(range(len(dims)), key=dims.__getitem__))

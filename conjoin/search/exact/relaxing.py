@@ -86,7 +86,10 @@ class _Relaxation:
         return len(around), work, self.rounds[variable], variable
 
     def put(self, variables: tuple[int, ...], table: Table) -> None:
-        """Add a table; one of no variables is a number."""
+        """Add a table; one of no variables is a number, and those with one value are left out."""
+        for dim in reversed(range(len(variables))):
+            if self.sizes[variables[dim]] == 1:
+                variables, table = variables[:dim] + variables[dim + 1 :], self.tables.without(table, dim)
         if not variables:
             self.constant += float(table.values)
             return

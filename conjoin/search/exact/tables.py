@@ -99,6 +99,12 @@ class Tables:
         key = "cut", table.number, dim, kept.tobytes()
         return self._made.get(key) or self._remember(key, table.values.take(kept, axis=dim))
 
+    def without(self, table: Table, dim: int) -> Table:
+        """The table without a variable that has one value only."""
+        assert table.values.shape[dim] == 1
+        key = "without", table.number, dim
+        return self._made.get(key) or self._remember(key, table.values.take(0, axis=dim))
+
     def minimum(self, parts: Sequence[tuple[tuple[int, ...], Table]], sizes: tuple[int, ...]) -> tuple[Table, Places]:
         """The minimum over dim 0 of the sum of tables, each over some of the dims; and where it is."""
         key = tuple((dims, table.number) for dims, table in parts), sizes

@@ -7,7 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from conjoin.search.exact.elimination import solve
+from conjoin.search.exact.elimination import _Elimination, solve
+from conjoin.search.exact.ordering import Order
 from conjoin.search.exact.tables import Factor, Tables
 
 
@@ -68,3 +69,16 @@ def test_equal_layers_are_worked_out_once() -> None:
         return sum(table.values.ndim == 2 for table, _ in tables._minima.values())
 
     assert num_matrices(40) == num_matrices(20)
+
+
+def test_a_variable_with_more_neighbours_than_an_array_has_dims() -> None:
+    """Those that have one value are left out of tables; others keep one where the budget allows no more."""
+    tables, wants = Tables(), np.array([0.0, 1.0])
+    for size in (1, 2):
+        edge = tables.new(np.arange(3.0 * size).reshape(3, size))
+        factors = [Factor((0, other), edge) for other in range(1, 100)]
+        factors += [Factor((other,), tables.new(wants[:size])) for other in range(1, 100)]
+        factors += [Factor((other, other + 1), tables.new(np.zeros((size, size)))) for other in range(1, 99)]
+        hub_first = Order((0, *range(1, 100)), ())
+        found = _Elimination([3] + [size] * 99, factors, tables, 1 << 12).run(hub_first)
+        assert found.total == 0.0 and found.values == (0,) * 100
