@@ -9,8 +9,9 @@ from conjoin.search.exact.choices import OperatorSeconds
 from conjoin.search.exact.counted.naming import name_axes
 from conjoin.search.exact.counted.problem import CountedProblem
 from conjoin.search.exact.counted.space import CountedSpace
-from conjoin.search.exact.problem import Objective, Problem, Space
+from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
+from conjoin.search.exact.space import Objective, Space
 from conjoin.search.exact.tables import Table, Tables
 from conjoin.search.exact.units import canonical, cuts
 from conjoin.search.finding import find_plan

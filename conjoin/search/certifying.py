@@ -15,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from conjoin.search.contest import Contest, Outcome
-from conjoin.search.exact.problem import Objective
 from conjoin.search.exact.relaxing import Bound, lower_bound
+from conjoin.search.exact.space import Objective
 from conjoin.search.exact.summing import sum_of
 from conjoin.search.exact.units import Units, natural_units, splits
 from conjoin.search.joint import OVERLAPS, JointSearch, shown

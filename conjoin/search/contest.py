@@ -31,7 +31,7 @@ from conjoin.ir import (
 )
 from conjoin.machine import Machine, Mesh
 from conjoin.search.constraints import Constraints
-from conjoin.search.exact.problem import Objective, Space
+from conjoin.search.exact.space import Objective, Space
 from conjoin.search.exact.units import Units
 from conjoin.search.notes import Notes
 from conjoin.sim import (

@@ -34,8 +34,9 @@ from conjoin.search.exact.counted.alignments import TooMany
 from conjoin.search.exact.counted.naming import name_axes
 from conjoin.search.exact.counted.problem import CountedProblem
 from conjoin.search.exact.counted.space import CountedSpace, axes_are_alike
-from conjoin.search.exact.problem import Impossible, Objective, Problem, Space
+from conjoin.search.exact.problem import Impossible, Problem
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
+from conjoin.search.exact.space import Objective, Space
 from conjoin.search.exact.units import Units, cuts, kinds_text, natural_units, neighbours, splits
 from conjoin.search.micro_batches import enter_strategies, micro_variants
 from conjoin.search.placing_branches import without_places

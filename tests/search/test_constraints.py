@@ -17,7 +17,8 @@ from conjoin.search import SearchResult, TooSlow, Wish, find_plan, make_plan, se
 from conjoin.search.constraints import find_tensor, make_constraints
 from conjoin.search.contest import make_variant, plan_of
 from conjoin.search.exact.layout_codes import code_on
-from conjoin.search.exact.problem import Impossible, Objective, Problem
+from conjoin.search.exact.problem import Impossible, Problem
+from conjoin.search.exact.space import Objective
 from conjoin.search.exact.tables import Factor, Table
 from conjoin.search.joint import JointSearch
 from conjoin.search.walks import walk_from_all

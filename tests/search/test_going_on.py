@@ -14,7 +14,7 @@ from conjoin.errors import ConjoinError
 from conjoin.machine import parse_machine
 from conjoin.search import Notes, Remembered, SearchResult, Stopped, Wish, find_plan, is_answer
 from conjoin.search.contest import Contest
-from conjoin.search.exact.problem import Objective
+from conjoin.search.exact.space import Objective
 from conjoin.search.exact.units import Units
 from conjoin.search.joint import JointSearch
 from conjoin.search.notes import notes_from_json

@@ -16,7 +16,8 @@ from conjoin.runtime import Case, verify_in_process
 from conjoin.search import SearchResult, Stopped, TooSlow, Wish, find_plan
 from conjoin.search.certifying import Certificate, certify
 from conjoin.search.contest import make_variant
-from conjoin.search.exact.problem import Objective, Problem
+from conjoin.search.exact.problem import Problem
+from conjoin.search.exact.space import Objective
 from conjoin.search.exact.units import cuts
 from conjoin.search.joint import JointSearch
 from conjoin.search.planning import make_plan

@@ -12,8 +12,9 @@ import pytest
 from conjoin.machine import parse_machine
 from conjoin.ops import Split
 from conjoin.search.exact.elimination import solve
-from conjoin.search.exact.problem import Objective, Problem
+from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.relaxing import lower_bound
+from conjoin.search.exact.space import Objective
 from conjoin.search.exact.summing import sum_of
 from conjoin.search.exact.tables import Factor, Tables
 from conjoin.search.exact.units import make_unit

@@ -20,8 +20,9 @@ from conjoin.search.exact.counted.naming import name_axes
 from conjoin.search.exact.counted.problem import CountedProblem
 from conjoin.search.exact.counted.space import CountedSpace, axes_are_alike
 from conjoin.search.exact.layout_codes import P, all_digits, base, placement_of
-from conjoin.search.exact.problem import Objective, Problem, Space
+from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.reshard_seconds import ReshardSeconds, find_moves
+from conjoin.search.exact.space import Objective, Space
 from conjoin.search.exact.units import cuts, make_unit
 from conjoin.sim import Skeleton, take_graph_apart
 from tests.search.exact.test_problem import random_graph

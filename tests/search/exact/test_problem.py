@@ -9,8 +9,9 @@ import pytest
 from conjoin.ir import Graph, parse_graph
 from conjoin.machine import parse_machine
 from conjoin.search.exact.choices import OperatorSeconds
-from conjoin.search.exact.problem import Objective, Problem, Space
+from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
+from conjoin.search.exact.space import Objective, Space
 from conjoin.search.exact.units import Units, cuts, make_unit
 from conjoin.sim import take_graph_apart
 from tests.search.exact.exhausting import exhaust

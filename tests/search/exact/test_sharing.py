@@ -13,8 +13,9 @@ from conjoin.ir import Graph, parse_graph
 from conjoin.search.exact import ordering
 from conjoin.search.exact.elimination import _Elimination
 from conjoin.search.exact.ordering import find_order
-from conjoin.search.exact.problem import Objective, Problem
+from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.sharing import MANY
+from conjoin.search.exact.space import Objective
 from conjoin.search.exact.summing import sum_of
 from conjoin.sim import take_graph_apart
 from tests.search.exact.exhausting import exhaust

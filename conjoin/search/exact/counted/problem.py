@@ -20,9 +20,10 @@ from conjoin.search.exact.counted.alignments import TooMany
 from conjoin.search.exact.counted.layouts import codes_in
 from conjoin.search.exact.counted.space import CountedSpace
 from conjoin.search.exact.elimination import Solution, solve
+from conjoin.search.exact.kinds import is_stored, kinds_of
 from conjoin.search.exact.layout_codes import Codes
-from conjoin.search.exact.problem import Objective, is_stored, kinds_of
 from conjoin.search.exact.reshard_seconds import Array
+from conjoin.search.exact.space import Objective
 from conjoin.search.exact.storage import Storages
 from conjoin.search.exact.tables import Factor
 from conjoin.sim import Skeleton

@@ -24,9 +24,10 @@ from conjoin.search.exact.choices import (
 )
 from conjoin.search.exact.counted.alignments import Alignments, TooMany, align
 from conjoin.search.exact.counted.layouts import Digits, ascending, counted, counts_of, num_ascending
+from conjoin.search.exact.kinds import Kind
 from conjoin.search.exact.layout_codes import WHOLE, Codes, S, code_of
-from conjoin.search.exact.problem import Kind, Objective
 from conjoin.search.exact.reshard_seconds import Array, Curves
+from conjoin.search.exact.space import Objective
 from conjoin.search.exact.storage import Carried, Storages, in_bundle, latency_share, pieces_of
 from conjoin.search.exact.tables import Tables
 from conjoin.search.exact.units import make_unit

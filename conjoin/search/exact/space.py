@@ -1,0 +1,181 @@
+"""All tables on some units: choices of kinds of operators, storages of parameters, reshards between them.
+
+They are made once for all problems on these units, whatever graph or objective they are about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from conjoin.machine import Mesh
+from conjoin.ops import TensorType
+from conjoin.search.exact.choices import Choices, OperatorSeconds, Task, group_axes, make_choices
+from conjoin.search.exact.dominance import Change, undominated
+from conjoin.search.exact.kinds import Kind, Source
+from conjoin.search.exact.reshard_seconds import Array, ReshardSeconds, excess, held_share
+from conjoin.search.exact.sharing import Rows, best_sources, shared_excess, sources_as_used
+from conjoin.search.exact.storage import Carried, Storages, goes_in_bundle, latency_share, make_storages
+from conjoin.search.exact.tables import Tables
+from conjoin.search.exact.units import Units
+
+_FEW = 64
+"""Choices up to which all are considered, also near a given solution."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What is counted of what the tables only know in part."""
+
+    overlap: float = 0.0
+    """Which part of the parameters' communication is hidden behind computing."""
+    seconds_per_byte: float = 0.0
+    """What a byte of memory is worth."""
+    copies: int = 4
+    """Tensors stored for a parameter: itself, its gradient, what the optimizer remembers."""
+    update_seconds: float = 0.0
+    """Of the optimizer, for a stored byte."""
+
+
+Made = tuple[tuple[int, int], ...]
+"""Outputs of an operator that are to be made in some layout, each with its number."""
+
+
+@dataclass
+class Space:
+    """All tables on some units; the same for every objective but for what it weighs."""
+
+    units: Units
+    mesh: Mesh
+    reshards: ReshardSeconds
+    operators: OperatorSeconds
+    tables: Tables = field(default_factory=Tables)
+    _choices: dict[tuple[Task, bool], Choices] = field(default_factory=dict)
+    _pruned: dict[tuple[Kind, Objective, bool, Made], Choices] = field(default_factory=dict)
+    _near: dict[tuple[Kind, Objective, tuple[int, ...]], Choices] = field(default_factory=dict)
+    _storages: dict[tuple[TensorType, bool, Objective, int | None], Storages] = field(default_factory=dict)
+    _readings: dict[tuple[TensorType, bool, bool, Objective, int | None], Array] = field(default_factory=dict)
+    _stored: dict[tuple[TensorType, bool, bool, Objective, bool], Array] = field(default_factory=dict)
+    _excess: dict[tuple[int, int, bool, bool], Array] = field(default_factory=dict)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        return tuple(unit.degree for unit in self.units)
+
+    def choices(self, task: Task, every_rule: bool = False) -> Choices:
+        """Every legal choice of a task, but for rules that cannot pay unless every rule is wanted."""
+        key = task, every_rule
+        if key not in self._choices:
+            groups = group_axes(self.units, self.mesh)
+            self._choices[key] = make_choices(task, self.units, groups, self.operators, every_rule=every_rule)
+        return self._choices[key]
+
+    def between(self, type: TensorType, with_gradient: bool) -> Array:
+        """Seconds of the reshards of an activation."""
+        return self.reshards.table(len(type.shape), type.bytes, with_gradient)
+
+    def excess(self, type: TensorType, with_gradient: bool, is_read: bool) -> Array:
+        """How much more it can cost to read, or to have made, an activation in one layout than in another."""
+        key = len(type.shape), type.bytes, with_gradient, is_read
+        if key not in self._excess:
+            table = self.between(type, with_gradient)
+            self._excess[key] = excess(table if is_read else table.T)
+        return self._excess[key]
+
+    def reading(
+        self, type: TensorType, trained: bool, back: bool, objective: Objective, only: int | None = None
+    ) -> Array:
+        """[storage, layout of use]: seconds in which a parameter comes to a reader, and its gradient back."""
+        key = type, trained, back, objective, only
+        if key not in self._readings:
+            storages = self.storages(type, trained, objective, only)
+            self._readings[key] = self._find_reading(type, storages, back, objective)
+        return self._readings[key]
+
+    def _find_reading(self, type: TensorType, storages: Storages, back: bool, objective: Objective) -> Array:
+        rank, rows = len(type.shape), storages.codes
+        both, once = (self.reshards.table(rank, type.bytes, b, nested=False)[rows] for b in (back, False))
+        light = self.reshards.table(rank, type.bytes, back, nested=False, share=latency_share(type))[rows]
+        bundled = goes_in_bundle(rank, len(self.units))[rows] & storages.even[:, None]
+        held = type.bytes * held_share(rank, self.degrees)[None]
+        return Carried(both, light, once, bundled, held, storages.regathered[:, None]).seconds(
+            objective.overlap, objective.seconds_per_byte
+        )
+
+    def storages(self, type: TensorType, trained: bool, objective: Objective, only: int | None = None) -> Storages:
+        """Every way to store a parameter, or those in one layout."""
+        key = type, trained, objective, only
+        if key not in self._storages:
+            copies, update = (objective.copies, objective.update_seconds) if trained else (1, 0.0)
+            self._storages[key] = make_storages(type, self.units, copies, update, objective.seconds_per_byte, only)
+        return self._storages[key]
+
+    def _making(self, task: Task, made: Made) -> Choices:
+        """The choices of a task that make outputs in given layouts, those among them which seldom pay."""
+        found = self.choices(task, every_rule=True)
+        return found.only(np.logical_and.reduce([found.outputs[i] == code for i, code in made]))
+
+    def pruned(self, kind: Kind, objective: Objective, with_dominated: bool = False, made: Made = ()) -> Choices:
+        """The choices of an operator that are not dominated; their seconds count what depends on them alone."""
+        key = kind, objective, with_dominated, made
+        if key not in self._pruned:
+            found = self._making(kind.task, made) if made else self.choices(kind.task)
+            seconds = found.seconds + self.alone(kind, found, objective)
+            if with_dominated:
+                kept = np.arange(len(found))
+            else:
+                kept = undominated(seconds, self._tensors(kind, found, objective))
+            part = found.only(kept)
+            self._pruned[key] = Choices(part.rules, part.picks, seconds[kept], part.operands, part.outputs)
+        return self._pruned[key]
+
+    def near(self, kind: Kind, objective: Objective, rules: tuple[int, ...]) -> Choices:
+        """Those of them that follow the given rule on some unit at least."""
+        key = kind, objective, rules
+        if key not in self._near:
+            found = self.pruned(kind, objective)
+            self._near[key] = found.only((found.picks == np.array(rules)).any(axis=1)) if len(found) > _FEW else found
+        return self._near[key]
+
+    def alone(self, kind: Kind, choices: Choices, objective: Objective) -> Array:
+        """Bringing out results, and the memory of what is made and kept for the backward pass."""
+        seconds = np.zeros(len(choices))
+        for i in kind.results:
+            seconds += self.between(kind.task.types[i], False)[choices.outputs[i], 0]
+        if objective.seconds_per_byte and kind.task.needs:
+            for i, type in enumerate(kind.task.types):
+                held = held_share(len(type.shape), self.degrees)[choices.outputs[i]] * type.bytes
+                seconds += objective.seconds_per_byte * held
+        return seconds
+
+    def _tensors(self, kind: Kind, choices: Choices, objective: Objective) -> list[Change]:
+        found: list[Change] = []
+        for i, (type, source) in enumerate(zip(kind.task.call.tensors, kind.sources, strict=True)):
+            back = i in kind.task.needs
+            if source is Source.MADE:
+                found.append((choices.operands[i], self.excess(type, back, True)))
+            elif source is not Source.GIVEN:
+                more = self._stored_excess(type, source is Source.TRAINED, back, objective, kind.shared[i])
+                found.append((choices.operands[i], more))
+        for i, type in enumerate(kind.task.types):
+            found.append((choices.outputs[i], self.excess(type, kind.passed[i], False)))
+        return found
+
+    def _stored_excess(self, type: TensorType, trained: bool, back: bool, objective: Objective, shared: bool) -> Array:
+        key = type, trained, back, objective, shared
+        if key not in self._stored:
+            table = self.reading(type, trained, back, objective)
+            found = excess(table)
+            if shared:
+                found = shared_excess(found, table, self.sources(type, trained, objective))
+            self._stored[key] = found
+        return self._stored[key]
+
+    def sources(
+        self, type: TensorType, trained: bool, objective: Objective, only: int | None = None
+    ) -> tuple[Rows, Rows]:
+        """For every layout in which a parameter is used the storage that suits it best, and the one most like it."""
+        storages = self.storages(type, trained, objective, only)
+        best = best_sources(storages, self.reading(type, trained, trained, objective, only))
+        return best, sources_as_used(storages, len(type.shape), len(self.units))
