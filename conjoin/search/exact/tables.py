@@ -103,7 +103,7 @@ class Tables:
         """The table without a variable that has one value only."""
         assert table.values.shape[dim] == 1
         key = "without", table.number, dim
-        return self._made.get(key) or self._remember(key, table.values.take(0, axis=dim))
+        return self._made.get(key) or self._remember(key, np.asarray(table.values.take(0, axis=dim)))
 
     def minimum(self, parts: Sequence[tuple[tuple[int, ...], Table]], sizes: tuple[int, ...]) -> tuple[Table, Places]:
         """The minimum over dim 0 of the sum of tables, each over some of the dims; and where it is."""
