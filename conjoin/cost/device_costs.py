@@ -15,7 +15,7 @@ from conjoin.cost.keys import read_key, write_key
 from conjoin.cost.measurement import Measurement
 from conjoin.cost.roofline import DEFAULT_HOST, Roofline
 from conjoin.cost.seconds import NO_SECONDS, Seconds, Source
-from conjoin.cost.work import CallWork, work_of
+from conjoin.cost.work import FUSED, CallWork, parts_of, work_of
 from conjoin.machine import DeviceType
 from conjoin.ops import Call, Kind, space_of, spec_for
 
@@ -62,9 +62,24 @@ class DeviceCosts:
     def find(self, call: Call, needs: tuple[int, ...]) -> OperatorCost:
         """The cost of a call: measured, else between measured ones, else estimated."""
         measured = self.measured.get(write_key(call, needs))
-        cost = _as_measured(measured, needs) if measured else self._reckon(call, needs)
+        if measured is not None:
+            cost = _as_measured(measured, needs)
+        else:
+            alone = call.op in FUSED and not self._kin(call)
+            cost = self._add_up(call, needs) if alone else self._reckon(call, needs)
         self.known[call, needs] = cost
         return cost
+
+    def _add_up(self, call: Call, needs: tuple[int, ...]) -> OperatorCost:
+        """A product and a function of it by what is known of each; on a GPU the function is part of its kernel."""
+        product, function = (self.find(*part) for part in parts_of(call, needs))
+        fused = self.device.kind == "cuda"
+        return OperatorCost(
+            product.forward if fused else product.forward + function.forward,
+            product.backward + function.backward,
+            product.host_forward if fused else product.host_forward + function.host_forward,
+            product.host_backward + function.host_backward,
+        )
 
     def keys_of(self, word: str) -> list[str]:
         """The measured keys that begin with a word."""

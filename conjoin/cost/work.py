@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from conjoin.ops import (
+    LINEAR_RELU,
     Call,
     OpSpec,
     TensorType,
@@ -74,6 +75,8 @@ def work_of(call: Call, needs: tuple[int, ...]) -> CallWork:
     spec = spec_for(call)
     if spec is None:
         return _opaque(call, needs)
+    if call.op in FUSED:
+        return _fused(call, needs)
     family, outputs = _family(spec, call), output_types(spec, call)
     read, written = bytes_read(spec, call), sum(output.bytes for output in outputs)
     forward = NO_WORK if spec.view else Work(flops(spec, call), float(read + written))
@@ -83,6 +86,27 @@ def work_of(call: Call, needs: tuple[int, ...]) -> CallWork:
     elif needs:
         backward = _backward(_Case(spec, call, family, outputs), needs, forward)
     return CallWork(family, _dtype(call), forward, backward)
+
+
+FUSED = {LINEAR_RELU: ("linear", "relu")}
+"""Operators that are two in one kernel, a product and a function of it: the function costs nothing until backward."""
+
+
+def parts_of(call: Call, needs: tuple[int, ...]) -> tuple[tuple[Call, tuple[int, ...]], tuple[Call, tuple[int, ...]]]:
+    """The two calls that a fused one is, each with the operands that get a gradient."""
+    spec = spec_for(call)
+    assert spec is not None, "fused operators are declared"
+    product, function = FUSED[call.op]
+    return (Call(product, call.args), needs), (Call(function, output_types(spec, call)), (0,) if needs else ())
+
+
+def _fused(call: Call, needs: tuple[int, ...]) -> CallWork:
+    product, function = (work_of(*part) for part in parts_of(call, needs))
+    return CallWork(product.family, product.dtype, product.forward, _both(product.backward, function.backward))
+
+
+def _both(one: Work, other: Work) -> Work:
+    return Work(one.flops + other.flops, one.bytes + other.bytes)
 
 
 class _Case(NamedTuple):
@@ -164,7 +188,7 @@ def _backward(case: _Case, needs: tuple[int, ...], forward: Work) -> Work:
             part = NO_WORK  # joined operands: each gradient is a view of a part of the output's
         else:
             part = _added_backward(case.family, operands[i], case.outputs)
-        total = Work(total.flops + part.flops, total.bytes + part.bytes)
+        total = _both(total, part)
     return total
 
 

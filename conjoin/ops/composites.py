@@ -4,11 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
+LINEAR_RELU = "conjoin::linear_relu"
 EMBEDDING_BAG = "conjoin::embedding_bag"
 RAGGED_EMBEDDING_BAG = "conjoin::ragged_embedding_bag"
+
+
+class _LinearRelu(torch.autograd.Function):
+    """On a GPU the product, the bias and the function are one kernel; elsewhere the function is applied in place."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        if x.is_cuda:
+            rows = torch.ops.aten._addmm_activation(bias, x.reshape(-1, x.shape[-1]), weight.t())
+            y: Tensor = rows.view(*x.shape[:-1], weight.shape[0])
+        else:
+            y = functional.linear(x, weight, bias).relu_()
+        ctx.save_for_backward(x, weight, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, y = ctx.saved_tensors  # type: ignore[attr-defined]
+        needs = ctx.needs_input_grad  # type: ignore[attr-defined]
+        g = torch.ops.aten.threshold_backward(gradients[0], y, 0)
+        rows = g.reshape(-1, g.shape[-1])
+        return (
+            g @ weight if needs[0] else None,
+            rows.t() @ x.reshape(-1, x.shape[-1]) if needs[1] else None,
+            rows.sum(0) if needs[2] else None,
+        )
+
+
+def linear_relu(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """A linear layer and a ReLU at once: what is not positive is never written."""
+    y: Tensor = _LinearRelu.apply(input, weight, bias)  # type: ignore[no-untyped-call]
+    return y
 
 
 def embedding_bag(
@@ -66,6 +101,7 @@ PARALLEL_OPS = (PARTITION, COMBINE, REPLICATE, REDUCE, UNIFY, ASSIGN, CONFINE, S
 (assign); I -> At(k) (confine) and At(k) -> I (share), for what only a part of the devices holds."""
 
 COMPOSITES: dict[str, Callable[..., Tensor]] = {
+    LINEAR_RELU: linear_relu,
     EMBEDDING_BAG: embedding_bag,
     RAGGED_EMBEDDING_BAG: ragged_embedding_bag,
     PARTITION: reshard_along_dim,

@@ -124,6 +124,7 @@ def _op(name: str, num_args: int, kind: str, words: str, params: Parameters = ()
 
 _WINDOW: Parameters = (("stride", 1), ("pad", "same"))
 _KERNEL: Parameters = (("kernel", ""),)
+_ACT: Parameters = (("act", "none"),)
 _AXIS: Parameters = (("axis", ""),)
 _MESH: Parameters = (("mesh", "m"),)
 
@@ -135,7 +136,7 @@ OPS: tuple[RuleOp, ...] = (
     _op("neg", 1, "same", "-x"),
     *(_op(name, 1, "same", f"{name} of every element") for name in FUNCTIONS),
     _op("scale", 2, "scale", "x by a number"),
-    _op("bias", 2, "bias", "a vector added along the last dim"),
+    _op("bias", 2, "bias", "a vector added along the last dim, and a function of the sum", _ACT),
     _op("gain", 2, "bias", "a vector multiplied along the last dim"),
     _op("matmul", 2, "matrix", "products of matrices, one for each leading position"),
     _op("linear", 2, "linear", "x Wᵀ"),
@@ -143,7 +144,7 @@ OPS: tuple[RuleOp, ...] = (
     _op("swap", 1, "cube", "the two dims before the last one exchanged"),
     _op("flatten", 1, "flat", "the last two dims as one"),
     _op("unflatten", 1, "unflat", "the last dim as two, of which the first counts parts", (("parts", ""),)),
-    _op("conv", 2, "image", "convolution of images", (*_WINDOW, ("act", "none"), ("groups", "?"))),
+    _op("conv", 2, "image", "convolution of images", (*_WINDOW, *_ACT, ("groups", "?"))),
     _op("enlarge", 1, "image", "a kernel with zeros around it", _KERNEL),
     _op("avg_pool", 1, "image", "averages, padding counted", (*_KERNEL, *_WINDOW)),
     _op("max_pool", 1, "image", "the largest of each window", (*_KERNEL, *_WINDOW)),

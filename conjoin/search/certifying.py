@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 from conjoin.search.contest import Contest, Outcome
 from conjoin.search.exact.relaxing import Bound, lower_bound
-from conjoin.search.exact.space import Objective
+from conjoin.search.exact.space import OVERLAPS, Objective
 from conjoin.search.exact.summing import sum_of
-from conjoin.search.exact.units import Units, natural_units, splits
-from conjoin.search.joint import OVERLAPS, JointSearch, shown
+from conjoin.search.exact.units import Units, natural_units, shown, splits
+from conjoin.search.joint import JointSearch
 from conjoin.search.variants import as_variant
 
 _MAX_UNITS = 3

@@ -6,6 +6,7 @@ the search itself believes. A contest begins with the named strategies; a search
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,6 +24,7 @@ from conjoin.ir import (
     Substitution,
     Value,
     check_plan,
+    fingerprint,
     model_mark,
     parallelize,
     recompute_actions,
@@ -87,6 +89,14 @@ def make_variant(
 ) -> Variant:
     """The variant that a graph without layouts is."""
     return Variant(graph, take_graph_apart(graph)[0], substitutions, accumulation)
+
+
+def digest(variant: Variant, layouts: Layouts | None = None) -> str:
+    """A short name of a variant, perhaps in layouts: the same in every process."""
+    text = fingerprint(variant.graph, constants=False)
+    if layouts is not None:
+        text += repr((sorted(layouts.leaves.items()), layouts.choices, layouts.results))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +219,16 @@ class Contest:
         if self.steps_given is not None and self.steps_left is not None:
             parts.append(self.steps_left / max(1, self.steps_given))
         return max(0.0, min(parts))
+
+    def share(self, part: float) -> Callable[[], float]:
+        """A part of what is left, to be spent on something: how much of it there still is, from 1 down to 0."""
+        end, given = self.left * (1 - part), self.left * part
+        return lambda: (self.left - end) / given if given > 0 else 0.0
+
+    def seconds_alone(self, variant: Variant) -> float:
+        """Computing forward and backward on one device."""
+        costs = [self.prices.operator(op.call, op.needs, 0) for op in variant.skeleton.operators]
+        return sum(cost.forward.value + cost.backward.value for cost in costs)
 
     @property
     def mesh(self) -> Mesh:

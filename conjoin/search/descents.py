@@ -22,8 +22,9 @@ from conjoin.search.exact.bounding import TooMany, branch_and_bound
 from conjoin.search.exact.elimination import Solution, solve
 from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.settling import settle
+from conjoin.search.exact.space import OVERLAPS
 from conjoin.search.exact.tables import Factor, Tables
-from conjoin.search.joint import OVERLAPS, JointSearch
+from conjoin.search.joint import JointSearch
 
 NUM_BEGINNINGS = 3
 """Places where a descent begins: every operator's own best choice, then random ones."""

@@ -20,7 +20,7 @@ search: what Unity compares itself with (section 6.4) to see what deciding toget
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -34,8 +34,9 @@ from conjoin.search.exact.layout_codes import WHOLE, P, S, all_digits
 from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.tables import Factor
 from conjoin.search.exact.units import Units
-from conjoin.search.joint import REWRITING, JointSearch
+from conjoin.search.joint import JointSearch
 from conjoin.search.rewrites import Backtracking, Way
+from conjoin.search.substituting import REWRITING
 from conjoin.search.walks import walk_from_all
 from conjoin.sim import Operator, Skeleton
 
@@ -56,7 +57,7 @@ def search_in_levels(contest: Contest, variants: Sequence[Variant], ways: tuple[
     if not levels.found:
         return
     best = levels.best()
-    work = Backtracking(lambda variant: levels.solve(variant, best.units), ways, _deadline(contest))
+    work = Backtracking(lambda variant: levels.solve(variant, best.units), ways, contest.share(REWRITING))
     work.start(best.variant)
     deque(work.run(), maxlen=0)
     levels.enter()
@@ -178,9 +179,9 @@ def first_rewrite_then_lay_out(
 
 def fastest_on_one(contest: Contest, variants: Sequence[Variant], ways: tuple[Way, ...]) -> Variant:
     """TASO's search: of the variants, and what substitutions make of them, the fastest on one device."""
-    found = {id(variant): (seconds_on_one(contest, variant.skeleton), variant) for variant in variants}
+    found = {id(variant): (contest.seconds_alone(variant), variant) for variant in variants}
     best, variant = min(found.values(), key=lambda item: item[0])
-    work = Backtracking(lambda other: seconds_on_one(contest, other.skeleton), ways, _deadline(contest))
+    work = Backtracking(contest.seconds_alone, ways, contest.share(REWRITING))
     work.start(variant)
     for changed, seconds in work.run():
         if seconds < best:
@@ -198,15 +199,3 @@ def _named_for(contest: Contest, variant: Variant) -> list[Outcome]:
             made = replace(entry, name=name, variant=replace(entry.variant, substitutions=substitutions))
             starts.append(contest.enter(made))
     return starts
-
-
-def _deadline(contest: Contest) -> Callable[[], bool]:
-    """Substitutions take a part of the time that is left."""
-    enough = contest.left * (1 - REWRITING)
-    return lambda: contest.left < enough
-
-
-def seconds_on_one(contest: Contest, skeleton: Skeleton) -> float:
-    """Computing forward and backward on one device."""
-    costs = [contest.prices.operator(op.call, op.needs, 0) for op in skeleton.operators]
-    return sum(cost.forward.value + cost.backward.value for cost in costs)

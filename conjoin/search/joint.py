@@ -18,17 +18,15 @@ are solved exactly, the best variant is found together with its best layouts, ne
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 import torch
 
-from conjoin.ir import fingerprint
 from conjoin.ops import TensorType
 from conjoin.search.constraints import refined
-from conjoin.search.contest import Contest, Entry, Outcome, Variant
+from conjoin.search.contest import Contest, Entry, Outcome, Variant, digest
 from conjoin.search.exact.choices import OperatorSeconds
 from conjoin.search.exact.counted.alignments import TooMany
 from conjoin.search.exact.counted.naming import name_axes
@@ -36,23 +34,22 @@ from conjoin.search.exact.counted.problem import CountedProblem
 from conjoin.search.exact.counted.space import CountedSpace, axes_are_alike
 from conjoin.search.exact.problem import Impossible, Problem
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
-from conjoin.search.exact.space import Objective, Space
-from conjoin.search.exact.units import Units, cuts, kinds_text, natural_units, neighbours, splits
+from conjoin.search.exact.space import OVERLAPS, Objective, Space
+from conjoin.search.exact.units import Units, cuts, kinds_text, natural_units, neighbours, shown, splits
 from conjoin.search.micro_batches import enter_strategies, micro_variants
 from conjoin.search.placing_branches import without_places
 from conjoin.search.relieving import relieve
-from conjoin.search.rewrites import Backtracking, Way
+from conjoin.search.rewrites import Way
+from conjoin.search.substituting import substitute, substitute_alone
 from conjoin.search.variants import as_variant
-from conjoin.sim import OPTIMIZER_COPIES, Layouts, take_graph_apart
+from conjoin.sim import OPTIMIZER_COPIES, Layouts
 
-OVERLAPS = (0.6, 0.0)
-"""Parts of the parameters' communication that are taken to be hidden; the timeline then tells what really is."""
 _MORE_OVERLAPS = (0.8, 0.3, 0.9, 1.0)
 """Tried where it looks best."""
 _HOPELESS = 1.3
-"""Solutions whose sum is larger than the least by this factor are not simulated."""
-REWRITING = 0.3
-"""The part of the time left that is spent on substitutions."""
+"""Solutions whose sum is larger than the least by this factor are not simulated, and slower entries not taken up."""
+_TAKEN_UP = 12
+"""How many of the entries on two units are taken up on three, as long as there is time."""
 _MEMORY_STEPS = 12
 _RELIEVED = 3
 """How many entries that do not fit are relieved at a time."""
@@ -75,15 +72,17 @@ class JointSearch:
     """The least sum on units for an objective, over all variants."""
     fastest: dict[Units, float] = field(default_factory=dict)
     """Seconds of the fastest entry on units, by the timeline."""
+    entries: dict[tuple[Units, str], Outcome] = field(default_factory=dict)
+    """The fastest entry of every variant on units."""
     _heavy: list[Outcome] = field(default_factory=list)
     """What does not fit, and was not relieved."""
-    _price: float = 0.0
+    price: float = 0.0
     """Of a byte, for which the best entry was found."""
 
     def __post_init__(self) -> None:
         known = (space.operators for space in self.contest.spaces.values())
         self.operators = next(known, OperatorSeconds(self.contest.prices))
-        self._price = self.contest.notes.sums.get(f"{self.contest.machine.name}: price", 0.0)
+        self.price = self.contest.notes.sums.get(f"{self.contest.machine.name}: price", 0.0)
 
     def run(self) -> None:
         """Go through all levels; Enough when there is no time left."""
@@ -92,7 +91,7 @@ class JointSearch:
         self._relieve()
         if mesh.size == 1:
             self._accumulate()
-            self._rewrite_alone()
+            substitute_alone(self)
             return
         tight = self.contest.smallest is not None
         if tight and (self.contest.best is None or self.contest.best.entry.segments):
@@ -104,8 +103,11 @@ class JointSearch:
             self._fit(self.cuts())
         self._climb()
         self._relieve()
-        self._go_through(self._promising()[:2], _MORE_OVERLAPS)
-        self._rewrite()
+        self._go_through(self.promising()[:2], _MORE_OVERLAPS)
+        fresh = substitute(self)
+        if fresh is not None:  # what is best on some units need not be so on others
+            self._go_through(self.cuts(), OVERLAPS, fresh)
+            self._climb(fresh)
         self._count()
         if len(mesh.axes) > 2:
             for start in self._worth_taking_up():
@@ -140,82 +142,32 @@ class JointSearch:
     def _solve(self, variant: Variant, units: Units) -> Outcome | None:
         """Enter the layouts of a variant with the least sum on units."""
         self.contest.check(f"{shown(units)} devices, {variant.steps} micro-batches")
-        problem = self.problem(variant, units, self.objective(OVERLAPS[0], self._price))
+        problem = self.problem(variant, units, self.objective(OVERLAPS[0], self.price))
         if problem is None:
             return None
         layouts, regathered = problem.layouts(problem.solve())
         return self.contest.enter(Entry(_name(units, variant), variant, layouts, regathered))
 
-    def _go_through(self, some: Iterable[Units], overlaps: Sequence[float]) -> bool:
-        """Try units that were not tried; whether a better plan or a lower sum was found."""
+    def _go_through(self, some: Iterable[Units], overlaps: Sequence[float], fresh: Variant | None = None) -> bool:
+        """Try units that were not tried, with all variants or a fresh one; whether anything better was found."""
         best, least = self.contest.best, min(self.sums.values(), default=0.0)
         for units in some:
             for overlap in overlaps if units else ():
-                trial = f"{self._kinds(units)}, {overlap:g} hidden"
+                trial = f"{self.kinds_of(units)}, {overlap:g} hidden"
+                if fresh is not None:
+                    trial += f", {digest(fresh)}"
                 if self.contest.is_new(trial):
-                    found = self._try_all(units, self.objective(overlap))
+                    found = self._try_all(units, self.objective(overlap), fresh)
                     self.contest.note(trial, min((outcome.seconds for outcome in found), default=inf))
                 elif self.contest.noted(trial) < inf:
                     self.fastest[units] = min(self.contest.noted(trial), self.fastest.get(units, inf))
         return self.contest.best is not best or min(self.sums.values(), default=0.0) < least
 
-    def _climb(self) -> None:
+    def _climb(self, fresh: Variant | None = None) -> None:
         """From the best two units on to their neighbours, as long as that helps."""
         mesh = self.contest.mesh
-        while (found := self._promising()) and self._go_through(neighbours(found[0], mesh), OVERLAPS):
+        while (found := self.promising()) and self._go_through(neighbours(found[0], mesh), OVERLAPS, fresh):
             pass
-
-    def _rewrite(self) -> None:
-        """Substitutions in the best variant, as far as they lower the sum on its units: those that do are judged."""
-        best, units = self.contest.best, self._promising()
-        if best is None or not units or not self.ways:
-            return
-        objective = self.objective(OVERLAPS[0], self._price)
-        enough = self.contest.left * (1 - REWRITING)
-        start, where = as_variant(best).entry.variant, f"{self._kinds(units[0])}, {self._price:g}"
-        trial = f"substitutions in {_digest(start)} on {where}"
-        if not self.contest.is_new(trial):
-            return
-
-        def seconds(variant: Variant) -> float:
-            self.contest.check(f"substitutions, {shown(units[0])} devices")
-            sums, name = self.contest.notes.sums, f"{self.contest.machine.name}: {_digest(variant)} on {where}"
-            if name not in sums:
-                self.contest.count_step()
-                problem = self.problem(variant, units[0], objective)
-                sums[name] = variant.steps * problem.solve().total if problem is not None else inf
-            return sums[name]
-
-        work = Backtracking(seconds, self.ways, lambda: self.contest.left < enough)
-        work.start(start)
-        least = work.best
-        for variant, total in work.run():
-            if total < least:
-                least = total
-                for overlap in OVERLAPS:
-                    self.try_out(variant, units[0], self.objective(overlap, self._price))
-                self.variants = (variant, *self.variants)
-        if self.contest.left >= enough:
-            self.contest.note(trial)
-
-    def _rewrite_alone(self) -> None:
-        """Substitutions for one device, where layouts decide nothing: each is judged by the timeline."""
-        best, enough = self.contest.best or self.contest.smallest, self.contest.left * (1 - REWRITING)
-        trial = "" if best is None else f"substitutions in {_digest(as_variant(best).entry.variant)}"
-        if best is None or not self.ways or not self.contest.is_new(trial):
-            return
-
-        def seconds(variant: Variant) -> float:
-            self.contest.check("substitutions on one device")
-            layouts = take_graph_apart(variant.graph)[1]
-            return self.contest.enter(Entry("substitutions on one device", variant, layouts)).seconds
-
-        work = Backtracking(seconds, self.ways, lambda: self.contest.left < enough)
-        work.start(as_variant(best).entry.variant)
-        for _ in work.run():
-            pass
-        if self.contest.left >= enough:
-            self.contest.note(trial)
 
     def _count(self) -> None:
         """All axes instead of units, where they are alike and choices few enough."""
@@ -226,7 +178,7 @@ class JointSearch:
         for overlap in (*OVERLAPS, *_MORE_OVERLAPS[:2]):
             for variant in self.variants:
                 self.contest.check(f"{len(mesh.axes)} axes of {space.size} counted, {overlap:.0%} of gradients hidden")
-                self.try_counted(variant, space, self.objective(overlap, self._price))
+                self.try_counted(variant, space, self.objective(overlap, self.price))
 
     def try_counted(self, variant: Variant, space: CountedSpace, objective: Objective) -> Outcome | None:
         """Solve a variant on counted axes, give them names, and enter what is found unless units do better."""
@@ -242,42 +194,44 @@ class JointSearch:
         name = f"joint search, {space.num_axes} axes of {space.size}"
         outcome = self.contest.enter(Entry(name, variant, named.layouts, named.regathered))
         if self.contest.best is outcome:
-            self._price = objective.seconds_per_byte
+            self.price = objective.seconds_per_byte
         return outcome
 
     def _worth_taking_up(self) -> list[Outcome]:
-        """The best entry, and those to start from that are not much slower."""
+        """The best entry, those to start from that are not much slower, and the best on other units."""
         best = self.contest.best
         if best is None:
             return []
         near = without_places([best, *self.starts])
         found = sorted((o for o in near if o.seconds < _HOPELESS * best.seconds), key=lambda o: o.seconds)
         first = [as_variant(best)] if near and near[0] is best else []
-        return [*first, *(o for o in found[:3] if o.entry.name != best.entry.name)]
+        others = sorted(self.entries.values(), key=lambda o: o.seconds)[:_TAKEN_UP]
+        return [*first, *(o for o in found[:3] if o.entry.name != best.entry.name), *others]
 
     def _take_up(self, start: Outcome) -> None:
-        """From an entry on to the best near it, as long as that helps."""
-        mesh, entry, price = self.contest.mesh, start.entry, self._price
-        while True:
-            natural = natural_units(entry.layouts.choices, mesh)
-            best, name = None, _digest(entry.variant, entry.layouts)
+        """From an entry on to the best near it, as long as that helps and comes near the best of all."""
+        mesh, price = self.contest.mesh, self.price
+        best, better = start, True
+        while better and self.contest.best is not None and best.seconds < _HOPELESS * self.contest.best.seconds:
+            entry, better = best.entry, False
+            natural, name = natural_units(entry.layouts.choices, mesh), digest(entry.variant, entry.layouts)
             for units in splits(natural, mesh, 3):
                 for overlap in (*OVERLAPS, *_MORE_OVERLAPS[:2]):
-                    trial = f"{self._kinds(units)}, {overlap:g} hidden, {price:g}, near {name}"
+                    trial = f"{self.kinds_of(units)}, {overlap:g} hidden, {price:g}, near {name}"
                     if not self.contest.is_new(trial):
                         continue
                     self.contest.check(f"{shown(units)} devices, near {entry.name}")
                     found = self.try_out(entry.variant, units, self.objective(overlap, price), entry.layouts)
                     self.contest.note(trial, found.seconds if found is not None else inf)
-                    if found is not None and self.contest.best is found:
-                        best = found
-            if best is None:
-                return
-            entry = best.entry
+                    if found is not None and self._fits(found) and found.seconds < best.seconds:
+                        best, better = found, True
 
-    def _try_all(self, units: Units, objective: Objective) -> list[Outcome]:
+    def _fits(self, outcome: Outcome) -> bool:
+        return _peak(outcome) <= self.contest.capacity
+
+    def _try_all(self, units: Units, objective: Objective, fresh: Variant | None = None) -> list[Outcome]:
         found = []
-        for variant in self.variants:
+        for variant in self.variants if fresh is None else (fresh,):
             self.contest.check(f"{shown(units)} devices{_described(objective)}")
             outcome = self.try_out(variant, units, objective)
             found += [outcome] if outcome is not None else []
@@ -304,9 +258,12 @@ class JointSearch:
             self._heavy.append(outcome)
         if near is None:
             self.fastest[units] = min(outcome.seconds, self.fastest.get(units, inf))
+            known = self.entries.setdefault((units, digest(variant)), outcome)
+            if outcome.seconds < known.seconds:
+                self.entries[units, digest(variant)] = outcome
         if self.contest.best is outcome:
-            self._price = objective.seconds_per_byte
-            self.contest.notes.sums[f"{self.contest.machine.name}: price"] = self._price
+            self.price = objective.seconds_per_byte
+            self.contest.notes.sums[f"{self.contest.machine.name}: price"] = self.price
         return outcome
 
     def problem(
@@ -336,7 +293,7 @@ class JointSearch:
         found, constraints = list(cuts(mesh, num_units)), self.contest.constraints
         return refined(found, mesh, constraints) if constraints.fixed else found
 
-    def _kinds(self, units: Units) -> str:
+    def kinds_of(self, units: Units) -> str:
         """What units that differ only in the names of equal axes have in common; with fixed layouts none do."""
         if self.contest.constraints.fixed:
             return "|".join(" ".join(unit.axes) for unit in units)
@@ -381,7 +338,7 @@ class JointSearch:
                     return
                 low, price = price, 4 * price
 
-    def _promising(self) -> list[Units]:
+    def promising(self) -> list[Units]:
         """Units by the best entry that was found on them."""
         return sorted(self.fastest, key=self.fastest.__getitem__)
 
@@ -389,19 +346,6 @@ class JointSearch:
 def _peak(outcome: Outcome) -> int:
     """Bytes at the peak; none where they were not asked: such an entry is slower than one that fits."""
     return outcome.peak_bytes or 0
-
-
-def shown(units: Units) -> str:
-    """The degrees of units, outermost first."""
-    return "×".join(str(unit.degree) for unit in units)
-
-
-def _digest(variant: Variant, layouts: Layouts | None = None) -> str:
-    """A short name of a variant, perhaps in layouts: the same in every process."""
-    text = fingerprint(variant.graph, constants=False)
-    if layouts is not None:
-        text += repr((sorted(layouts.leaves.items()), layouts.choices, layouts.results))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _name(units: Units, variant: Variant) -> str:

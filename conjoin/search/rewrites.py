@@ -8,18 +8,20 @@ rewrite that pays only because of how its operators are then split is found, one
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from conjoin.ir import Graph, Substitution, fingerprint
-from conjoin.rules import Index, Library, Rule, apply_all, find_matches, inputs_of, operators_in
+from conjoin.ir import Graph, Node, Substitution, fingerprint
+from conjoin.rules import Index, Library, Match, Rule, apply_all, find_matches, inputs_of, operators_in
 from conjoin.search.contest import Variant, make_variant
 
 ALPHA = 1.05
 """TASO, section 2.7, and Unity's threshold (section 6)."""
 PATIENCE = 24
 """Variants in a row that may be met without one that is better than all before."""
+_SCANNING = 0.5
+"""Of the time left is kept for the sums when variants are looked for; what was not looked at by then is left out."""
 _OVER_DEVICES = frozenset({"partition", "combine", "replicate", "reduce"})
 _MAX_MATCHES = 512
 
@@ -51,9 +53,27 @@ def _operators(rule: Rule) -> set[str]:
 
 def rewritten(variant: Variant, way: Way, index: Index) -> Variant | None:
     """The variant with a rule applied wherever it matches; None where it does nowhere."""
+    return _applied(variant, way, index, _matches(way, index))
+
+
+def rewritten_alike(variant: Variant, way: Way, index: Index, laid_out: Mapping[Node, Hashable]) -> list[Variant]:
+    """The variants with a rule applied to some matches only: to those whose operators are laid out alike."""
+    groups: dict[Hashable, list[Match]] = {}
+    for match in _matches(way, index):
+        groups.setdefault(tuple(laid_out.get(node) for node in match.nodes), []).append(match)
+    if len(groups) < 2:
+        return []
+    found = (_applied(variant, way, index, matches) for matches in groups.values())
+    return [changed for changed in found if changed is not None]
+
+
+def _matches(way: Way, index: Index) -> tuple[Match, ...]:
     if not all(part.op in index.by_op for part in operators_in(*way.rule.left)):
-        return None
-    matches = find_matches(index, way.rule, apart=True)[:_MAX_MATCHES]
+        return ()
+    return find_matches(index, way.rule, apart=True)[:_MAX_MATCHES]
+
+
+def _applied(variant: Variant, way: Way, index: Index, matches: Sequence[Match]) -> Variant | None:
     ordered = sorted(matches, key=lambda m: -max(index.places[node] for node in m.nodes))  # what comes before stays
     graph, places = apply_all(variant.graph, way.rule, ordered)
     if not places:
@@ -65,17 +85,26 @@ def rewritten(variant: Variant, way: Way, index: Index) -> Variant | None:
 
 @dataclass
 class Backtracking:
-    """A search over variants under way: the cheapest is expanded first."""
+    """A search over variants under way: the cheapest is expanded first.
+
+    What substitutions make of it is met in the order of `rank`, a cost that is known sooner. A substitution that does
+    not pay wherever it matches may pay where operators are laid out in one way and not where they are in another, so
+    it is then tried on matches that are laid out alike.
+    """
 
     seconds: Callable[[Variant], float]
     """The least sum over layouts."""
     ways: tuple[Way, ...]
-    is_over: Callable[[], bool] = lambda: False
-    """Whether there is no time left."""
+    left: Callable[[], float] = lambda: 1.0
+    """The part of the time for this that is left."""
+    rank: Callable[[Variant], float] | None = None
+    laid_out: Callable[[Variant], Mapping[Node, Hashable]] | None = None
+    """How the operators of a variant are laid out where its sum is least."""
     best: float = float("inf")
     _seen: set[str] = field(default_factory=set)
     _queue: list[tuple[float, int, Variant]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=count)
+    _patience: int = PATIENCE
 
     def start(self, variant: Variant) -> None:
         """Begin with a variant."""
@@ -83,21 +112,42 @@ class Backtracking:
 
     def run(self) -> Iterator[tuple[Variant, float]]:
         """Every variant that is worth to go on with, with its sum, as they are found."""
-        patience = PATIENCE
         while self._queue:
             total, _, variant = heapq.heappop(self._queue)
             if total > ALPHA * self.best:
                 return
-            index = Index(variant.graph)
-            for way in self.ways:
+            for changed in self._changed(variant):
                 best = self.best
-                changed = rewritten(variant, way, index)
-                found = self._meet(changed) if changed is not None else None
-                if changed is not None and found is not None:
-                    patience = PATIENCE if found < best else patience - 1
+                found = self._meet(changed)
+                if found is not None:
+                    self._patience = PATIENCE if found < best else self._patience - 1
                     yield changed, found
-                if patience == 0 or self.is_over():
+                if self._patience == 0 or self.left() <= 0:
                     return
+
+    def _changed(self, variant: Variant) -> Iterator[Variant]:
+        """What substitutions make of a variant: each wherever it matches, then those that did not pay in parts."""
+        index, best = Index(variant.graph), self.best
+        if self.rank is None:
+            for way in self.ways:
+                changed = rewritten(variant, way, index)
+                if changed is not None:
+                    yield changed
+            return
+        enough = _SCANNING * self.left()
+        found: list[tuple[float, int, Way, Variant]] = []
+        for way in self.ways:
+            changed = rewritten(variant, way, index)
+            if changed is not None:
+                found.append((self.rank(changed), next(self._numbers), way, changed))
+            if self.left() < enough:
+                break
+        for _, _, _, changed in sorted(found, key=lambda item: item[:2]):
+            yield changed
+        if self.laid_out is not None and self.best >= best:
+            laid_out = self.laid_out(variant)
+            for _, _, way, _ in sorted(found, key=lambda item: item[:2]):
+                yield from rewritten_alike(variant, way, index, laid_out)
 
     def _meet(self, variant: Variant) -> float | None:
         """The sum of a variant that was not met before and is not hopeless."""

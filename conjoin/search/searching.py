@@ -15,8 +15,9 @@ from conjoin.search.certifying import Certificate, certify
 from conjoin.search.constraints import make_constraints
 from conjoin.search.contest import Contest, Enough, Outcome, Progress, Stopped, Variant, plan_of
 from conjoin.search.descents import descend_everywhere, try_everything
+from conjoin.search.exact.space import OVERLAPS
 from conjoin.search.hierarchy import first_rewrite_then_lay_out, first_rewrite_then_walk, search_in_levels
-from conjoin.search.joint import OVERLAPS, JointSearch
+from conjoin.search.joint import JointSearch
 from conjoin.search.notes import Notes
 from conjoin.search.placing_branches import place_branches
 from conjoin.search.refusing import check_seconds, check_start, nothing_found

@@ -24,7 +24,7 @@ from conjoin.cost import (
 )
 from conjoin.errors import UsageError
 from conjoin.machine import DeviceType
-from conjoin.ops import Call, TensorType
+from conjoin.ops import LINEAR_RELU, Call, TensorType
 from tests.ir.wording import assert_three_sentences
 
 CPU = DeviceType("one core", "cpu", 2**34, 1e10, (("float32", 1e11),))
@@ -53,6 +53,20 @@ def test_a_measured_call_is_what_was_measured() -> None:
     assert model.operator(linear(64), (0, 1), GPU) == OperatorCost(
         Seconds(1e-3, Source.MEASURED), Seconds(2e-3, Source.MEASURED), 5e-6, 8e-6
     )
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=["cpu", "gpu"])
+def test_a_fused_layer_costs_what_its_parts_do_and_less_on_a_gpu(device: DeviceType) -> None:
+    layer, needs = linear(64, bias=True), (0, 1, 2)
+    model = CostModel(profiles=[profile(device, timed(layer, needs, 1e-3, 2e-3))])
+    fused = model.operator(Call(LINEAR_RELU, layer.args), needs, device)
+    product = model.operator(layer, needs, device)
+    function = model.operator(Call("relu", (f32(64, 512),)), (0,), device)
+    assert fused.backward.value == product.backward.value + function.backward.value
+    assert fused.backward.source is Source.ESTIMATED, "as weak as the weaker part"
+    alone = 0.0 if device is GPU else function.forward.value
+    assert fused.forward.value == product.forward.value + alone and function.forward.value > 0
+    assert fused.host_backward == product.host_backward + function.host_backward
 
 
 def test_between_measured_calls_it_is_interpolated() -> None:

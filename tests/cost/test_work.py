@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conjoin.cost import FAMILIES, work_of
 from conjoin.cost.work import PASSES
-from conjoin.ops import Call, TensorType, all_ops, random_call
+from conjoin.ops import LINEAR_RELU, Call, TensorType, all_ops, random_call
 
 
 def f32(*shape: int) -> TensorType:
@@ -75,6 +75,16 @@ def test_forward_and_backward_of_a_linear_layer() -> None:
     assert work_of(call, (2,)).backward == (8 * 16, gradient + b)
     assert whole.backward == (2 * product + 8 * 16, 3 * gradient + 2 * (x + w) + b)
     assert work_of(call, ()).backward == (0, 0)
+
+
+def test_a_fused_layer_does_what_its_parts_do_but_for_passing_on_the_product() -> None:
+    fused = Call(LINEAR_RELU, (X, W, B))
+    y = TensorType((8, 16), torch.float32)
+    for needs in ((0, 1, 2), (1, 2), ()):
+        whole, layer = work_of(fused, needs), work_of(Call("linear", (X, W, B)), needs)
+        function = work_of(Call("relu", (y,)), (0,) if needs else ())
+        assert (whole.family, whole.dtype, whole.forward) == (layer.family, layer.dtype, layer.forward)
+        assert whole.backward == tuple(a + b for a, b in zip(layer.backward, function.backward, strict=True))
 
 
 def test_gradients_that_are_passed_on_cost_nothing() -> None:

@@ -62,7 +62,7 @@ def call(line: str) -> Node:
 READ = [
     ("f64[4,6] = add.Tensor(input:x, input:y)", ["add(x, y)", "add(y, x)"]),
     ("f64[4,6] = add.Tensor(input:x, input:x)", ["add(x, x)"]),
-    ("f64[4,6] = add.Tensor(input:b, input:x)", ["bias(x, b)"]),
+    ("f64[4,6] = add.Tensor(input:b, input:x)", ["bias[act=none](x, b)"]),
     ("f64[2,4,6] = add.Tensor(input:t, input:x)", ["add(t, broadcast(x))", "add(broadcast(x), t)"]),
     ("f64[4,6] = sub.Tensor(input:x, input:y)", ["sub(x, y)"]),
     ("f64[4,6] = mul.Tensor(input:x, input:y)", ["mul(x, y)", "mul(y, x)"]),
@@ -78,8 +78,9 @@ READ = [
     ("f64[2,4,3] = bmm(input:t, input:u)", ["matmul(t, u)"]),
     ("f64[2,4,5] = matmul(input:t, input:m)", ["linear(t, transpose(m))"]),
     ("f64[4,5] = linear(input:x, input:w)", ["linear(x, w)"]),
-    ("f64[4,5] = linear(input:x, input:w, input:v)", ["bias(linear(x, w), v)"]),
-    ("f64[4,5] = addmm(input:v, input:x, input:m)", ["bias(matmul(x, m), v)"]),
+    ("f64[4,5] = linear(input:x, input:w, input:v)", ["bias[act=none](linear(x, w), v)"]),
+    ("f64[4,5] = addmm(input:v, input:x, input:m)", ["bias[act=none](matmul(x, m), v)"]),
+    ("f64[4,5] = conjoin::linear_relu(input:x, input:w, input:v)", ["bias[act=relu](linear(x, w), v)"]),
     ("f64[6,4] = t(input:x)", ["transpose(x)"]),
     ("f64[2,6,4] = permute(input:t, dims=[0, 2, 1])", ["transpose(t)"]),
     ("f64[2,6,4] = transpose.int(input:t, dim0=-1, dim1=1)", ["transpose(t)"]),
@@ -201,6 +202,12 @@ def test_every_rule_operator_can_be_made(op: object) -> None:
         ("%0: f64[2,6,8,8] = conv2d(input:i, input:k, input:c, padding=[1, 1])", "%0", "add(x, y)", "add(x, y)",
          ["conv2d", "reshape", "add.Tensor"]),
         ("%0: f64[4,6] = div.Tensor(input:x, 8.0)", "%0", "scale(x, y)", "scale(x, y)", ["div.Tensor"]),
+        ("%0: f64[4,5] = linear(input:x, input:w, input:v)\n%1: f64[4,5] = relu(%0)", "%1", "relu(bias(x, y))",
+         "bias[act=relu](x, y)", ["conjoin::linear_relu"]),
+        ("%0: f64[4,5] = conjoin::linear_relu(input:x, input:w, input:v)", "%0", "bias[act=relu](x, y)",
+         "relu(bias(x, y))", ["linear", "relu"]),
+        ("%0: f64[4,6] = add.Tensor(input:x, input:b)\n%1: f64[4,6] = relu(%0)", "%1", "relu(bias(x, y))",
+         "bias[act=relu](x, y)", ["add.Tensor", "relu"]),
     ],
 )  # fmt: skip
 def test_what_was_one_call_is_one_call_again(

@@ -11,6 +11,7 @@ from conjoin.cost import CostModel
 from conjoin.frontends import capture
 from conjoin.ir import Graph, place
 from conjoin.machine import Machine
+from conjoin.ops import LINEAR_RELU
 from conjoin.runtime.checking import Case, verify_in_process
 from conjoin.search import Wish, find_plan, make_plan
 from conjoin.search.branches import find_forks
@@ -104,7 +105,7 @@ def test_towers_are_placed_beside_each_other_and_train_the_same() -> None:
     result = find_plan(graph, MACHINE, CostModel(), Wish(budget=20, steps=120))
     assert "branches beside each other" in result.plan.strategy or "random changes" in result.plan.strategy
     assert result.seconds_per_step <= found.seconds
-    confined = [place(n, MACHINE.mesh).at for n in result.plan.graph.nodes if n.op == "linear"]
+    confined = [place(n, MACHINE.mesh).at for n in result.plan.graph.nodes if n.op in ("linear", LINEAR_RELU)]
     assert len({*confined}) > 2
     verdict = verify_in_process(Case(result.plan, graph, model, batch), 1)
     assert verdict.worst < 1e-9

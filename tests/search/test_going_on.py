@@ -13,7 +13,7 @@ from conjoin.cost import CostModel
 from conjoin.errors import ConjoinError
 from conjoin.machine import parse_machine
 from conjoin.search import Notes, Remembered, SearchResult, Stopped, Wish, find_plan, is_answer
-from conjoin.search.contest import Contest
+from conjoin.search.contest import Contest, Variant
 from conjoin.search.exact.space import Objective
 from conjoin.search.exact.units import Units
 from conjoin.search.joint import JointSearch
@@ -43,12 +43,12 @@ def test_with_a_single_step_more_nothing_is_lost() -> None:
 
 
 def test_what_was_tried_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[Units, Objective]] = []
+    seen: list[tuple[Units, Objective, Variant | None]] = []
     try_all = JointSearch._try_all
 
-    def watched(self: JointSearch, units: Units, objective: Objective) -> object:
-        seen.append((units, objective))
-        return try_all(self, units, objective)
+    def watched(self: JointSearch, units: Units, objective: Objective, fresh: Variant | None) -> object:
+        seen.append((units, objective, fresh))
+        return try_all(self, units, objective, fresh)
 
     monkeypatch.setattr(JointSearch, "_try_all", watched)
     whole = search(search="joint")

@@ -6,13 +6,15 @@ import pytest
 
 import zoo
 from conjoin.frontends import capture
+from conjoin.ir import Node
 from conjoin.machine import Machine
+from conjoin.ops import LINEAR_RELU
 from conjoin.rules import Apply, Expr, Index, Library, inputs_of
 from conjoin.runtime import Case, verify_in_process
 from conjoin.search.contest import Contest, Variant, make_variant, plan_of
 from conjoin.search.exact.units import cuts
 from conjoin.search.joint import JointSearch
-from conjoin.search.rewrites import ALPHA, Backtracking, Way, rewritten, ways_of
+from conjoin.search.rewrites import ALPHA, Backtracking, Way, rewritten, rewritten_alike, ways_of
 from tests.search.models import captured
 from tests.search.prices import SlowDevices
 
@@ -52,6 +54,40 @@ def test_a_rule_is_applied_wherever_it_matches() -> None:
 def test_a_rule_that_matches_nowhere_changes_nothing() -> None:
     variant = make_variant(captured("mlp", 8))
     assert rewritten(variant, way("embedding_bag", "sum"), Index(variant.graph)) is None
+
+
+FUSED = way("relu", "bias")
+
+
+def test_a_rule_may_be_applied_where_operators_are_laid_out_alike() -> None:
+    variant = make_variant(captured("mlp", 8))
+    layers = [node for node in variant.graph.nodes if node.op == "linear"]
+    relus = count(variant, "relu")
+    assert relus > 2
+    laid_out = {layer: "columns" if i % 2 else "rows" for i, layer in enumerate(layers)}
+    some = rewritten_alike(variant, FUSED, Index(variant.graph), laid_out)
+    assert sorted(count(one, LINEAR_RELU) for one in some) == [relus // 2, relus - relus // 2]
+    assert rewritten_alike(variant, FUSED, Index(variant.graph), dict.fromkeys(layers, "rows")) == []
+
+
+def test_layers_are_fused_only_where_that_pays() -> None:
+    """Every second layer loses by it, as one does whose sums lie on several devices."""
+    variant = make_variant(captured("mlp", 8))
+    layers = [node for node in variant.graph.nodes if node.op == "linear"]
+    loses = {layer.inputs[1] for layer in layers[::2]}
+
+    def seconds(some: Variant) -> float:
+        fused = [node.inputs[1] for node in some.graph.nodes if node.op == LINEAR_RELU]
+        return 10.0 + sum(0.3 if weight in loses else -0.1 for weight in fused)
+
+    def laid_out(some: Variant) -> dict[Node, bool]:
+        return {node: node.inputs[1] in loses for node in some.graph.nodes if node.op == "linear"}
+
+    work = Backtracking(seconds, (FUSED,), rank=seconds, laid_out=laid_out)
+    work.start(variant)
+    (best, total), *_ = sorted(work.run(), key=lambda pair: pair[1])
+    assert total == work.best == pytest.approx(10.0 - 0.1 * count(best, LINEAR_RELU)) and count(best, LINEAR_RELU) > 0
+    assert all(node.inputs[1] not in loses for node in best.graph.nodes if node.op == LINEAR_RELU)
 
 
 def test_the_cheapest_variant_is_found_in_several_steps() -> None:

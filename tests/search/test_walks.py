@@ -27,7 +27,6 @@ from conjoin.search.hierarchy import (
     fastest_on_one,
     first_rewrite_then_walk,
     search_in_levels,
-    seconds_on_one,
     split_places,
 )
 from conjoin.search.joint import JointSearch
@@ -213,10 +212,10 @@ def test_unity_stores_parameters_as_they_are_used(model: str) -> None:
 def test_the_variant_that_is_fastest_on_one_device_is_taken_first() -> None:
     contest = slow_contest("lenet", steps=30)
     plain, other = make_variant(contest.captured), make_variant(*expanded(contest.captured))
-    fast, slow = sorted((plain, other), key=lambda variant: seconds_on_one(contest, variant.skeleton))
+    fast, slow = sorted((plain, other), key=lambda variant: contest.seconds_alone(variant))
     with pytest.raises(Enough, match="out of steps"):
         first_rewrite_then_walk(contest, [slow, fast], (), 0)
-    assert seconds_on_one(contest, fast.skeleton) < seconds_on_one(contest, slow.skeleton)
+    assert contest.seconds_alone(fast) < contest.seconds_alone(slow)
     assert contest.best is not None and contest.best.entry.variant.graph is not slow.graph
 
 
@@ -225,5 +224,5 @@ def test_tasos_search_goes_over_substitutions() -> None:
     contest = slow_contest("mlp")
     variant = make_variant(contest.captured)
     found = fastest_on_one(contest, [variant], ways_of(Library.shipped()))
-    assert seconds_on_one(contest, found.skeleton) < seconds_on_one(contest, variant.skeleton)
+    assert contest.seconds_alone(found) < contest.seconds_alone(variant)
     assert found.substitutions

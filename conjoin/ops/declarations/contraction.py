@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from random import Random
 
+from conjoin.ops.composites import LINEAR_RELU
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.notation import broadcast_names, broadcast_shape
 from conjoin.ops.sampling import random_shape, real
@@ -136,6 +137,11 @@ def _linear_sample(rng: Random) -> Args:
     return real(*random_shape(rng, 0, 3), k), real(n, k), rng.choice((real(n), None))
 
 
+def _linear_relu_sample(rng: Random) -> Args:
+    k, n = rng.randint(1, 5), rng.randint(1, 5)
+    return real(*random_shape(rng, 0, 3), k), real(n, k), real(n)
+
+
 def _addmm_sample(rng: Random) -> Args:
     m, k, n = (rng.randint(2, 5) for _ in range(3))
     return rng.choice((real(m, n), real(n), real(m, 1), real(1, n), real())), real(m, k), real(k, n)
@@ -171,6 +177,7 @@ _product = partial(OpSpec, flops=2)
 
 OPS: tuple[OpSpec, ...] = (
     _product("linear", "... k, n k, n -> ... n", _linear_sample, terms="input weight + bias"),
+    _product(LINEAR_RELU, "... k!, n k!, n -> ... n", _linear_relu_sample),
     _product("matmul", _matmul, _matmul_sample, terms="self other"),
     _product("mm", "m k, k n -> m n", terms="self mat2"),
     _product("bmm", "b m k, b k n -> b m n", terms="self mat2"),

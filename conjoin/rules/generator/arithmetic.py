@@ -156,7 +156,6 @@ _ELEMENTWISE: Mapping[str, Callable[..., Array]] = {
     "mul": lambda x, y: x * y,
     "neg": lambda x: -x,
     "scale": lambda x, factor: x * factor.reshape(-1, *[1] * (x.ndim - 1)),
-    "bias": lambda x, vector: x + vector.reshape(len(vector), *[1] * (x.ndim - 2), -1),
     "gain": lambda x, vector: x * vector.reshape(len(vector), *[1] * (x.ndim - 2), -1),
     "matmul": lambda x, y: x @ y,
     "linear": lambda x, weight: _linear(x, weight),
@@ -169,6 +168,15 @@ _ELEMENTWISE: Mapping[str, Callable[..., Array]] = {
 def _linear(x: Array, weight: Array) -> Array:
     rows = x.reshape(len(x), -1, x.shape[-1])
     return (rows @ weight.swapaxes(-1, -2)).reshape(*x.shape[:-1], weight.shape[1])
+
+
+def _bias(field: Field, params: Params, x: Array, vector: Array) -> Array:
+    return _activated(field, params, field.reduce(x + vector.reshape(len(vector), *[1] * (x.ndim - 2), -1)))
+
+
+def _activated(field: Field, params: Params, made: Array) -> Array:
+    act = str(params["act"])
+    return made if act == "none" else field.function(act, made)
 
 
 def _divide(field: Field, params: Params, x: Array, y: Array) -> Array:
@@ -189,8 +197,7 @@ def _conv(field: Field, params: Params, x: Array, weight: Array) -> Array:
     found = found.transpose(0, 1, 2, 3, 5, 4).reshape(count, batch, groups, inner * rows * columns, high * wide)
     kernels = weight.reshape(count, 1, groups, features // groups, -1)
     made = field.reduce(kernels @ found).reshape(count, batch, features, high, wide)
-    act = str(params["act"])
-    return made if act == "none" else field.function(act, made)
+    return _activated(field, params, made)
 
 
 def _window_view(params: Params, x: Array, kernel: tuple[int, int]) -> Array:
@@ -270,7 +277,7 @@ def _embedding_bag(field: Field, params: Params, table: Array, indices: Array) -
 
 
 _OTHERS: Mapping[str, Callable[..., Array]] = {
-    "div": _divide, "conv": _conv, "enlarge": _enlarge, "avg_pool": _avg_pool, "max_pool": _max_pool,
+    "bias": _bias, "div": _divide, "conv": _conv, "enlarge": _enlarge, "avg_pool": _avg_pool, "max_pool": _max_pool,
     "concat": _concat, "sum": _sum, "mean": _mean, "softmax": _softmax, "embedding": _embedding,
     "embedding_bag": _embedding_bag, "unflatten": _unflatten,
 }  # fmt: skip

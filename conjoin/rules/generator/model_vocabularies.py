@@ -62,6 +62,14 @@ GAINS = Vocabulary(
     _OTHER,
 )  # fmt: skip
 """What norms are made of, and the layers after them."""
+LAYERS = Vocabulary(
+    "layers",
+    (Typed("x", "m k"), Typed("y", "m k"), Typed("w", "l k"), Typed("c", "k"), Typed("d", "l")),
+    (*plain("linear bias add relu"), choose("bias", act="relu"), *along("concat", -2, -1)),
+    _SIZES,
+    _OTHER,
+)  # fmt: skip
+"""A layer with the function that follows it in one kernel."""
 DEPTHWISE = Vocabulary(
     "depthwise",
     (
@@ -90,4 +98,4 @@ PARALLEL_HEADS = Vocabulary(
     _OTHER_EVEN,
 )  # fmt: skip
 """Heads on each device."""
-OF_MODELS = (TURNED, HEADS, ATTENTION, GAINS, DEPTHWISE, PARALLEL_HEADS)
+OF_MODELS = (TURNED, HEADS, ATTENTION, GAINS, LAYERS, DEPTHWISE, PARALLEL_HEADS)

@@ -7,9 +7,13 @@ from functools import partial
 from typing import Any
 
 from conjoin.ir import Node, Value
+from conjoin.ops import LINEAR_RELU
 from conjoin.rules.graphs.binding import Binding, Maker, Reader, Seen, make_call, operands
 from conjoin.rules.graphs.terms import Literal, Miss, Reading, Term, Virtual, argument, broadcast, rank_of, shape_of
 from conjoin.rules.graphs.window_bindings import BIASED
+
+_PLAIN = (("act", "none"),)
+"""Of an addition that no function is fused into."""
 
 
 def _pair(node: Node) -> tuple[Any, Any]:
@@ -54,7 +58,7 @@ def _product_plus(product: str, node: Node, index: int) -> Iterator[Seen]:
         return
     inner = Virtual("matmul", (), (one, other), node.types[0])
     if product == "bias" and rank_of(added) == 1 and shape_of(added)[0] == node.types[0].shape[-1]:
-        yield Reading("bias", (), (inner, added))
+        yield Reading("bias", _PLAIN, (inner, added))
     elif product == "add" and rank_of(added) != 1:
         args = inner, broadcast(added, node.types[0].shape)
         yield Reading("add", (), args)
@@ -104,7 +108,7 @@ def _bias(node: Node, index: int) -> Iterator[Seen]:
         return
     for x, vector in ((one, other), (other, one)):
         if _is_bias(x, vector):
-            yield Reading("bias", (), (x, vector))
+            yield Reading("bias", _PLAIN, (x, vector))
 
 
 def _gain(node: Node, index: int) -> Iterator[Seen]:
@@ -121,14 +125,23 @@ def _make_gain(maker: Maker, args: tuple[Term, ...]) -> Term:
 def _biased_linear(node: Node, index: int) -> Iterator[Seen]:
     x, weight, vector = node.args
     if vector is not None and rank_of(weight) == 2:
-        yield Reading("bias", (), (Virtual("linear", (), (x, weight), node.types[0]), vector))
+        yield Reading("bias", _PLAIN, (Virtual("linear", (), (x, weight), node.types[0]), vector))
 
 
-def _make_bias(maker: Maker, args: tuple[Term, ...]) -> Term:
+def _rectified_linear(node: Node, index: int) -> Iterator[Seen]:
+    x, weight, vector = node.args
+    yield Reading("bias", (("act", "relu"),), (Virtual("linear", (), (x, weight), node.types[0]), vector))
+
+
+def _make_bias(maker: Maker, args: tuple[Term, ...], act: str = "none") -> Term:
+    """A linear layer and a ReLU become one call; other functions follow on their own."""
     x, vector = args
     if isinstance(x, Virtual) and x.op == "linear":
-        return maker.call("linear", *map(maker.value, (*x.args, vector)))
-    return maker.call("add.Tensor", maker.value(x), maker.value(vector))
+        layer = LINEAR_RELU if act == "relu" else "linear"
+        made = maker.call(layer, *map(maker.value, (*x.args, vector)))
+        return made if act in ("none", "relu") else maker.call(act, made)
+    made = maker.call("add.Tensor", maker.value(x), maker.value(vector))
+    return made if act == "none" else maker.call(act, made)
 
 
 _FUNCTIONS = ("relu", "gelu", "silu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "square", "neg")
@@ -137,7 +150,10 @@ _ADDITIONS: dict[str, Reader] = {
     **dict.fromkeys(("addmm", "baddbmm"), partial(_product_plus, "add")),
     **BIASED,
 }
-_BIASES: dict[str, Reader] = {"add.Tensor": _bias, "linear": _biased_linear, "addmm": partial(_product_plus, "bias")}
+_BIASES: dict[str, Reader] = {
+    "add.Tensor": _bias, "linear": _biased_linear, LINEAR_RELU: _rectified_linear,
+    "addmm": partial(_product_plus, "bias"),
+}  # fmt: skip
 _SCALINGS = dict.fromkeys(("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar"), _scale)
 
 BINDINGS: tuple[Binding, ...] = (

@@ -71,9 +71,10 @@ def _scale(x: Tensor, factor: Tensor) -> Tensor:
     return torch.mul(x, factor)
 
 
-def _bias(x: Tensor, vector: Tensor) -> Tensor:
+def _bias(params: Params, args: tuple[Tensor, ...], shape: Shape) -> Tensor:
+    x, vector = args
     _need(vector.shape == x.shape[-1:], f"a vector of shape {tuple(vector.shape)} for {tuple(x.shape)}")
-    return torch.add(x, vector)
+    return _activated(params, torch.add(x, vector))
 
 
 def _gain(x: Tensor, vector: Tensor) -> Tensor:
@@ -101,6 +102,10 @@ def _conv(params: Params, args: tuple[Tensor, ...], shape: Shape) -> Tensor:
         groups = x.shape[1] // weight.shape[1]
     padding = tuple(_padding(params, size) for size in weight.shape[2:])
     made = functional.conv2d(x, weight, None, int(params["stride"]), padding, 1, int(groups))
+    return _activated(params, made)
+
+
+def _activated(params: Params, made: Tensor) -> Tensor:
     return made if params["act"] == "none" else FUNCTIONS[str(params["act"])](made)
 
 
@@ -195,7 +200,7 @@ _REFERENCES: Mapping[str, Reference] = {
     "div": _alike(torch.div),
     "neg": _alike(torch.neg),
     "scale": _plain(_scale),
-    "bias": _plain(_bias),
+    "bias": _bias,
     "matmul": _plain(_matmul),
     "linear": _plain(functional.linear),
     "gain": _plain(_gain),

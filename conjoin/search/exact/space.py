@@ -22,6 +22,8 @@ from conjoin.search.exact.units import Units
 
 _FEW = 64
 """Choices up to which all are considered, also near a given solution."""
+OVERLAPS = (0.6, 0.0)
+"""Parts of the parameters' communication that are taken to be hidden; the timeline then tells what really is."""
 
 
 @dataclass(frozen=True, slots=True)

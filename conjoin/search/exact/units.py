@@ -108,3 +108,8 @@ def splits(units: Units, mesh: Mesh, num_units: int) -> Iterator[Units]:
                 if name not in seen:
                     seen.add(name)
                     yield from splits(found, mesh, num_units)
+
+
+def shown(units: Units) -> str:
+    """The degrees of units, outermost first."""
+    return "×".join(str(unit.degree) for unit in units)
