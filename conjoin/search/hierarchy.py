@@ -35,6 +35,7 @@ from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.tables import Factor
 from conjoin.search.exact.units import Units
 from conjoin.search.joint import JointSearch
+from conjoin.search.placing_branches import with_branches_aside
 from conjoin.search.rewrites import Backtracking, Way
 from conjoin.search.substituting import REWRITING
 from conjoin.search.walks import walk_from_all
@@ -172,9 +173,10 @@ def first_rewrite_then_lay_out(
 ) -> None:
     """The variant that is fastest on one device, then the layouts of the joint search for it, and no other graph."""
     variant = fastest_on_one(contest, variants, ways)
-    JointSearch(contest, [variant], _named_for(contest, variant)).run()
+    starts = _named_for(contest, variant)
+    with_branches_aside(contest, lambda: JointSearch(contest, [variant], starts).run())
     if contest.best is not None:
-        walk_from_all(contest, [contest.best], seed)
+        walk_from_all(contest, [contest.best, *starts], seed)
 
 
 def fastest_on_one(contest: Contest, variants: Sequence[Variant], ways: tuple[Way, ...]) -> Variant:

@@ -72,8 +72,8 @@ class JointSearch:
     """The least sum on units for an objective, over all variants."""
     fastest: dict[Units, float] = field(default_factory=dict)
     """Seconds of the fastest entry on units, by the timeline."""
-    entries: dict[tuple[Units, str], Outcome] = field(default_factory=dict)
-    """The fastest entry of every variant on units."""
+    entries: dict[Units, Outcome] = field(default_factory=dict)
+    """The fastest entry on units, where it was found by this search and no earlier one."""
     _heavy: list[Outcome] = field(default_factory=list)
     """What does not fit, and was not relieved."""
     price: float = 0.0
@@ -258,9 +258,7 @@ class JointSearch:
             self._heavy.append(outcome)
         if near is None:
             self.fastest[units] = min(outcome.seconds, self.fastest.get(units, inf))
-            known = self.entries.setdefault((units, digest(variant)), outcome)
-            if outcome.seconds < known.seconds:
-                self.entries[units, digest(variant)] = outcome
+            self.entries[units] = min(outcome, self.entries.get(units, outcome), key=lambda o: o.seconds)
         if self.contest.best is outcome:
             self.price = objective.seconds_per_byte
             self.contest.notes.sums[f"{self.contest.machine.name}: price"] = self.price

@@ -9,7 +9,7 @@ is kept, and the next is tried from there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from math import prod
@@ -27,6 +27,8 @@ from conjoin.sim import Classes, Drafts, Layouts, Skeleton, Ticks, measure_memor
 
 Places = tuple[tuple[str, int], ...]
 """One place of each of some axes."""
+_EARLY = 0.1
+"""The part of the time in which branches of the best named strategy are tried beside each other, before all else."""
 MAX_WAYS = 6
 """Sets of axes that are tried for branches."""
 MAX_FORKS = 40
@@ -86,6 +88,19 @@ def place_branches(contest: Contest, until: float) -> Outcome | None:
             contest.tell(f"branches along {', '.join(axes)}")
             work.attempt(kind, axes)
     return work.current if work.current is not start else None
+
+
+def with_branches_aside(contest: Contest, search: Callable[[], None]) -> None:
+    """A search, with branches beside each other tried on the best before it and after it."""
+    before = place_branches(contest, contest.elapsed + _EARLY * contest.time_left)
+    try:
+        search()
+        found = place_branches(contest, contest.budget)
+        if found is not None:
+            contest.judge(found.entry, found.simulation)
+    finally:  # also where the time is over
+        if before is not None:
+            contest.judge(before.entry, before.simulation)
 
 
 @dataclass

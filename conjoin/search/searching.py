@@ -19,7 +19,7 @@ from conjoin.search.exact.space import OVERLAPS
 from conjoin.search.hierarchy import first_rewrite_then_lay_out, first_rewrite_then_walk, search_in_levels
 from conjoin.search.joint import JointSearch
 from conjoin.search.notes import Notes
-from conjoin.search.placing_branches import place_branches
+from conjoin.search.placing_branches import with_branches_aside
 from conjoin.search.refusing import check_seconds, check_start, nothing_found
 from conjoin.search.relieving import relieve
 from conjoin.search.rewrites import Way, ways_of
@@ -28,22 +28,12 @@ from conjoin.search.walks import sample, walk_from_all
 from conjoin.search.wishing import SearchResult, Wish, check_wish, usable_bytes
 from conjoin.sim import MachinePrices
 
-_EARLY = 0.1
-"""The part of the time in which branches of the best named strategy are tried beside each other, before all else."""
-
 Search = Callable[[Contest, Sequence[Outcome], Wish], None]
 
 
 def _joint(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None:
-    aside = place_branches(contest, contest.elapsed + _EARLY * contest.time_left)
-    try:
-        JointSearch(contest, _variants(contest, starts), [as_variant(o) for o in starts], _ways()).run()
-        found = place_branches(contest, contest.budget)
-        if found is not None:
-            contest.judge(found.entry, found.simulation)
-    finally:  # also where the time is over
-        if aside is not None:
-            contest.judge(aside.entry, aside.simulation)
+    search = JointSearch(contest, _variants(contest, starts), [as_variant(o) for o in starts], _ways())
+    with_branches_aside(contest, search.run)
     if contest.best is not None:  # what only a timeline sees, such as overlap; also far from what sums prefer
         walk_from_all(contest, [contest.best, *starts], wish.seed)
 
