@@ -7,6 +7,10 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn import functional
 
+from conjoin.ops.batch_statistics import batch_moments, normalize_channels
+
+BATCH_MOMENTS = "conjoin::batch_moments"
+NORMALIZE_CHANNELS = "conjoin::normalize_channels"
 EMBEDDING_BAG = "conjoin::embedding_bag"
 RAGGED_EMBEDDING_BAG = "conjoin::ragged_embedding_bag"
 
@@ -68,6 +72,8 @@ PARALLEL_OPS = (PARTITION, COMBINE, REPLICATE, REDUCE, UNIFY, ASSIGN, CONFINE, S
 COMPOSITES: dict[str, Callable[..., Tensor]] = {
     EMBEDDING_BAG: embedding_bag,
     RAGGED_EMBEDDING_BAG: ragged_embedding_bag,
+    BATCH_MOMENTS: batch_moments,
+    NORMALIZE_CHANNELS: normalize_channels,
     PARTITION: reshard_along_dim,
     COMBINE: reshard_along_dim,
     REPLICATE: reshard_whole,
