@@ -3,9 +3,10 @@
     moments(x) = [E[x], E[x^2]]                        for each channel, over the batch and space
     normalize(x) = (x - mean) / sqrt(E[x^2] - mean^2 + eps) * weight + bias
 
-The average over a batch is the sum of those over its parts, each weighed by its size; one all-reduce brings both. The
-moments are float64, whatever x is: mean and variance are first found apart, as stock batch norm finds them, and what the
-difference of the two moments loses of a float64 is nothing to a float32. Each pass over x is one of torch's own kernels.
+The average over a batch is the sum of those over its parts, each weighed by its size; one all-reduce brings both.
+The moments are float64, whatever x is: mean and variance are first found apart, as stock batch norm finds them, and
+what the difference of the two moments loses of a float64 is nothing to a float32. Each pass over x is one of torch's
+own kernels.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def _mean_and_variance(x: Tensor) -> tuple[Tensor, Tensor]:
     in_rows = x.is_contiguous() and x.dim() > 2 and x.dtype in (torch.float32, torch.float64)
     if x.device.type != "meta" and not (x.device.type == "cpu" and in_rows):
         # Without running statistics the kernel would round what it found to the dtype of x.
-        unused = torch.zeros(2, x.shape[1], dtype=_wide(x), device=x.device)
-        return torch.batch_norm_update_stats(x, unused[0], unused[1], 0.0)
+        unused = torch.zeros(x.shape[1], dtype=_wide(x), device=x.device)
+        return torch.batch_norm_update_stats(x, unused, unused, 0.0)
     dims = (0, *range(2, x.dim()))
     mean = x.mean(dims, keepdim=True, dtype=_wide(x))
     return mean.flatten(), (x - mean).square_().mean(dims)
@@ -55,25 +56,22 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
     return torch.batch_norm(x, *columns, False, 0.0, eps, False)
 
 
-def _variance(moments: Tensor) -> Tensor:
-    return (moments[1] - moments[0].square()).clamp_min_(0.0)
-
-
 class _Moments(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        mean, var = (each.double() for each in _mean_and_variance(x.detach()))
-        ctx.save_for_backward(x, mean)
-        return torch.stack((mean, var + mean.square()))
+        mean, square = (rows := torch.stack(_mean_and_variance(x)).double()).unbind()
+        square.addcmul_(mean, mean)
+        ctx.save_for_backward(x, rows)
+        return rows
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         """`(g0 + 2 x g1) / count`, written around the mean, where nothing cancels."""
-        x, mean = ctx.saved_tensors
-        slope = gradient[1] * (2 * x.shape[1] / x.numel())
-        offset = gradient[0] * (x.shape[1] / x.numel()) + slope * mean
-        return _scaled(x, slope, offset, mean, torch.ones_like(mean), 0.0)
+        x, (mean, _) = ctx.saved_tensors
+        offset, slope = (gradient * (x.shape[1] / x.numel())).unbind()
+        offset.addcmul_(slope.mul_(2), mean)
+        return _scaled(x, slope, offset, mean, mean.new_ones(mean.shape, dtype=_wide(x)), 0.0)
 
 
 class _Normalize(torch.autograd.Function):
@@ -81,27 +79,37 @@ class _Normalize(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        ctx.save_for_backward(x, moments, weight)
+        mean, square = moments.unbind()
+        mean, var = mean.to(_wide(x)), torch.addcmul(square, mean, mean, value=-1).clamp_min_(0.0).to(_wide(x))
+        ctx.save_for_backward(x, mean, var, weight)
         ctx.eps, ctx.bias_dtype = eps, None if bias is None else bias.dtype
-        return _scaled(x, weight, bias, moments[0], _variance(moments), eps)
+        return _scaled(x, weight, bias, mean, var, eps)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """All follows from the sums of g and of g times the normalized x, which the kernel finds on its way."""
-        x, moments, weight = ctx.saved_tensors
-        mean, var = moments[0], _variance(moments)
-        factor = torch.ones_like(mean) if weight is None else weight.double()
+        x, mean, var, weight = ctx.saved_tensors
+        factor = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         needs = ctx.needs_input_grad
+        wanted = [needs[0], any(needs[1:3]), needs[1] or needs[3]]
         gx, along, total = torch.ops.aten.native_batch_norm_backward(
-            gradient, x, factor.to(_wide(x)), mean.to(_wide(x)), var.to(_wide(x)), None, None, False, ctx.eps,
-            [needs[0], any(needs[1:3]), needs[1] or needs[3]],
-        )  # fmt: skip
-        g_weight = along.to(weight.dtype) if needs[2] else None
-        g_bias = total.to(ctx.bias_dtype) if needs[3] else None
-        if not needs[1]:
-            return gx if needs[0] else None, None, g_weight, g_bias, None
-        scale = factor * (var + ctx.eps).rsqrt()
-        g_var = along.double() * scale * (var + ctx.eps).rsqrt() * -0.5
-        g_mean = total.double() * -scale - 2 * mean * g_var
-        return gx if needs[0] else None, torch.stack((g_mean, g_var)), g_weight, g_bias, None
+            gradient, x, factor, mean, var, None, None, False, ctx.eps, wanted
+        )
+        return (
+            gx if needs[0] else None,
+            _gradient_of_moments(along, total, mean, var + ctx.eps, factor) if needs[1] else None,
+            along.to(weight.dtype) if needs[2] else None,
+            total.to(ctx.bias_dtype) if needs[3] else None,
+            None,
+        )
+
+
+def _gradient_of_moments(along: Tensor, total: Tensor, mean: Tensor, var: Tensor, weight: Tensor) -> Tensor:
+    """From `along`, the sum of g times the normalized x, and `total`, that of g.
+
+    To the variance, E[x^2] - mean^2, goes -along weight / (2 var), and to the mean itself -total weight / sqrt(var).
+    """
+    g_var = (along * weight / var).double().mul_(-0.5)
+    g_mean = (total * weight * var.rsqrt()).double().neg_().addcmul_(mean.double(), g_var, value=-2)
+    return torch.stack((g_mean, g_var))

@@ -55,8 +55,9 @@ def batch_norm_expansion(form: LocalForm) -> Any:
     x, emit, eps = form["input"], form.emit, form.call["eps"]
     moments = emit(BATCH_MOMENTS, x)
     y = emit(NORMALIZE_CHANNELS, x, moments, form["weight"], form["bias"], eps)
-    mean, square = (emit("select.int", emit("detach", moments), 0, row) for row in range(2))
-    var = emit("sub.Tensor", square, emit("mul.Tensor", mean, mean))
+    known = emit("detach", moments)
+    mean, square = (emit("select.int", known, 0, row) for row in range(2))
+    var = emit("addcmul", square, mean, mean, -1)
     scale = emit("rsqrt", emit("add.Tensor", var, eps))
     types = output_types(form.spec, form.call)
     saved = tuple(emit("_to_copy", each, type.dtype) for each, type in zip((mean, scale), types[1:3], strict=True))
