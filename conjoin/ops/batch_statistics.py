@@ -42,18 +42,28 @@ def _mean_and_variance(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of every channel, by the kernel that is the fastest for the tensor."""
     in_rows = x.is_contiguous() and x.dim() > 2 and x.dtype in (torch.float32, torch.float64)
     if x.device.type != "meta" and not (x.device.type == "cpu" and in_rows):
-        # Without running statistics the kernel would round what it found to the dtype of x.
-        unused = torch.zeros(x.shape[1], dtype=_wide(x), device=x.device)
+        # Without running statistics, here read by nobody, the kernel would round what it found to the dtype of x.
+        unused = torch.empty(x.shape[1], dtype=_wide(x), device=x.device)
         return torch.batch_norm_update_stats(x, unused, unused, 0.0)
     dims = (0, *range(2, x.dim()))
     mean = x.mean(dims, keepdim=True, dtype=_wide(x))
     return mean.flatten(), (x - mean).square_().mean(dims)
 
 
-def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float) -> Tensor:
-    """`(x - mean) / sqrt(var + eps) * weight + bias` in one pass: batch norm in evaluation."""
-    columns = (None if each is None else each.to(_wide(x)) for each in (weight, bias, mean, var))
-    return torch.batch_norm(x, *columns, False, 0.0, eps, False)
+def _scaled(x: Tensor, mean: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+    """`(x - mean) * scale + offset` for every channel, in one pass: batch norm in evaluation."""
+    if x.is_cuda:
+        return torch.batch_norm_elemt(x, None, offset, mean, scale, 0.0)
+    return torch.batch_norm(x, scale, offset, mean, torch.ones_like(mean), False, 0.0, 0.0, False)
+
+
+def _scaled_backward(gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a scaled x: of x, of the scale, of the offset."""
+    if x.is_cuda:
+        total, along, *_ = torch.batch_norm_backward_reduce(gradient, x, mean, scale, None, True, False, False)
+        return _scaled(gradient, torch.zeros_like(mean), scale, None), along, total
+    known = mean, torch.ones_like(mean)
+    return torch.ops.aten.native_batch_norm_backward(gradient, x, scale, *known, *known, False, 0.0, [True] * 3)  # type: ignore[no-any-return]
 
 
 class _Moments(torch.autograd.Function):
@@ -69,47 +79,34 @@ class _Moments(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         """`(g0 + 2 x g1) / count`, written around the mean, where nothing cancels."""
         x, (mean, _) = ctx.saved_tensors
-        offset, slope = (gradient * (x.shape[1] / x.numel())).unbind()
+        offset, slope = (rows := gradient * (x.shape[1] / x.numel())).unbind()
         offset.addcmul_(slope.mul_(2), mean)
-        return _scaled(x, slope, offset, mean, mean.new_ones(mean.shape, dtype=_wide(x)), 0.0)
+        offset, slope = rows.to(_wide(x)).unbind()
+        return _scaled(x, mean.to(_wide(x)), slope, offset)
 
 
 class _Normalize(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         mean, square = moments.unbind()
-        mean, var = mean.to(_wide(x)), torch.addcmul(square, mean, mean, value=-1).clamp_min_(0.0).to(_wide(x))
-        ctx.save_for_backward(x, mean, var, weight)
-        ctx.eps, ctx.bias_dtype = eps, None if bias is None else bias.dtype
-        return _scaled(x, weight, bias, mean, var, eps)
+        wide, var = _wide(x), torch.addcmul(square, mean, mean, value=-1)
+        mean, inverse = mean.to(wide), var.clamp_min_(0.0).add_(eps).rsqrt_().to(wide)
+        scale = inverse if weight is None else inverse * weight.to(wide)
+        ctx.save_for_backward(x, mean, inverse, scale)
+        ctx.dtypes = [None if each is None else each.dtype for each in (weight, bias)]
+        return _scaled(x, mean, scale, None if bias is None else bias.to(wide))
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """All follows from the sums of g and of g times the normalized x, which the kernel finds on its way."""
-        x, mean, var, weight = ctx.saved_tensors
-        factor = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
-        needs = ctx.needs_input_grad
-        wanted = [needs[0], any(needs[1:3]), needs[1] or needs[3]]
-        gx, along, total = torch.ops.aten.native_batch_norm_backward(
-            gradient, x, factor, mean, var, None, None, False, ctx.eps, wanted
-        )
-        return (
-            gx if needs[0] else None,
-            _gradient_of_moments(along, total, mean, var + ctx.eps, factor) if needs[1] else None,
-            along.to(weight.dtype) if needs[2] else None,
-            total.to(ctx.bias_dtype) if needs[3] else None,
-            None,
-        )
-
-
-def _gradient_of_moments(along: Tensor, total: Tensor, mean: Tensor, var: Tensor, weight: Tensor) -> Tensor:
-    """From `along`, the sum of g times the normalized x, and `total`, that of g.
-
-    To the variance, E[x^2] - mean^2, goes -along weight / (2 var), and to the mean itself -total weight / sqrt(var).
-    """
-    g_var = (along * weight / var).double().mul_(-0.5)
-    g_mean = (total * weight * var.rsqrt()).double().neg_().addcmul_(mean.double(), g_var, value=-2)
-    return torch.stack((g_mean, g_var))
+        """With var = E[x^2] - mean^2, and D(.) for gradients: D(var) = -D(scale) scale / (2 (var + eps)),
+        D(E[x^2]) = D(var), D(mean) = -D(offset) scale - 2 mean D(var)."""
+        x, mean, inverse, scale = ctx.saved_tensors
+        gx, along, total = _scaled_backward(gradient, x, mean, scale)
+        g_mean, g_square = (rows := torch.stack((total, along)).double().mul_(scale).neg_()).unbind()
+        g_square.mul_(inverse).mul_(inverse)
+        g_mean.addcmul_(g_square, mean, value=-1)
+        g_square.mul_(0.5)
+        _, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        g_weight = (along * inverse).to(ctx.dtypes[0]) if needs_weight else None
+        return gx, rows, g_weight, total.to(ctx.dtypes[1]) if needs_bias else None, None
