@@ -22,6 +22,7 @@ import torch
 
 from conjoin.ops import (
     LINEAR_RELU,
+    NORMALIZE_CHANNELS,
     Call,
     OpSpec,
     TensorType,
@@ -152,9 +153,9 @@ def _family(spec: OpSpec, call: Call) -> str:
 _NAMED = {
     "scaled_dot_product_attention": ATTENTION, "lstm": RECURRENT, "gru": RECURRENT, "rnn_tanh": RECURRENT,
     "rnn_relu": RECURRENT, "lstm_cell": RECURRENT, "gru_cell": RECURRENT, "rnn_tanh_cell": RECURRENT,
-    "rnn_relu_cell": RECURRENT,
+    "rnn_relu_cell": RECURRENT, NORMALIZE_CHANNELS: ELEMENTWISE,
 }  # fmt: skip
-"""What notation cannot tell: several products in one kernel."""
+"""What notation cannot tell: several products in one kernel; that what is whole is a small part of what is read."""
 
 
 def _terms(spec: OpSpec, call: Call) -> list[list[str]]:
@@ -165,10 +166,11 @@ def _terms(spec: OpSpec, call: Call) -> list[list[str]]:
 
 PASSES = {
     "square": 7, "pow.Tensor_Scalar": 7, "rsqrt": 7, "sqrt": 5, "abs": 5, "log1p": 5, "expm1": 5, "sin": 5, "cos": 7,
-    "erf": 11, "reciprocal": 8,
+    "erf": 11, "reciprocal": 8, NORMALIZE_CHANNELS: 4,
 }  # fmt: skip
 """How often tensors are read and written by the gradient of a function that has no kernel of its own for it: that of a
-square is `grad * (2 * x.pow(1))`, three kernels. One kernel would read two tensors and write one."""
+square is `grad * (2 * x.pow(1))`, three kernels. One kernel would read two tensors and write one. A batch norm's sums
+over gradients and input are one kernel, the gradient of the input another."""
 
 
 def _backward(case: _Case, needs: tuple[int, ...], forward: Work) -> Work:

@@ -54,6 +54,7 @@ def test_batch_norm_and_mean_loss_are_expanded_so_that_nothing_is_gathered() -> 
     names = [s.name for s in plan.substitutions]
     assert names == ["expand-_native_batch_norm_legit_functional"] * 23 + ["expand-cross_entropy_loss"]
     assert set(reshards(plan)) == {"replicate", "reduce"}
+    assert reshards(plan)["reduce"] == 23 + 2, "one for the moments of each batch norm; the loss and its count"
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1"])

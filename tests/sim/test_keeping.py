@@ -57,6 +57,19 @@ def test_without_gradients_nothing_is_kept_and_as_much_passes_by(key: str) -> No
     assert found.passing == pytest.approx(MEASURED[key], rel=0.01, abs=1024)
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_batch_norm_by_moments_keeps_its_input_and_a_few_numbers_for_each_channel(kind: str) -> None:
+    """Both operators keep the same input, of which there is one; only gradients of their own come beside it."""
+    moments = kept("conjoin::batch_moments f32[8,4,32,32] | grads 0", kind)
+    assert (moments.operands, moments.outputs, moments.extra, moments.made) == ((0,), (0,), 0, (2 * 4 * 8,))
+    assert moments.gradients == ((4 * 8 * 4 * 32 * 32, -1),)
+    columns = "f64[2,4] f32[4] f32[4] 1e-05"
+    normalized = kept(f"conjoin::normalize_channels f32[8,4,32,32] {columns} | grads 0,1,2,3", kind)
+    assert (normalized.operands, normalized.outputs, normalized.extra) == ((0,), (), 3 * 4 * 4)
+    assert [size for size, _ in normalized.gradients] == [4 * 8 * 4 * 32 * 32, 2 * 4 * 8, 16, 16]
+    assert max(moments.passing_back, normalized.passing_back) < 1024
+
+
 def test_a_mask_takes_a_byte_on_a_gpu_alone() -> None:
     key = "dropout f32[8,197,1024] 0.1 true | grads 0"
     assert (kept(key).extra, kept(key, "cpu").extra) == (8 * 197 * 1024, 4 * 8 * 197 * 1024)

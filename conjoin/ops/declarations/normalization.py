@@ -6,11 +6,12 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from conjoin.ops.composites import BATCH_MOMENTS, NORMALIZE_CHANNELS
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm, local_sizes
 from conjoin.ops.notation import NotationError
 from conjoin.ops.sampling import Sample, real
-from conjoin.ops.spec import Args, Call, Indexed, OpSpec
+from conjoin.ops.spec import Args, Call, Indexed, OpSpec, output_types
 
 
 def _uses_batch(call: Call) -> bool:
@@ -48,38 +49,50 @@ def _eval_sample(rng: Random) -> Args:
 
 
 def batch_norm_expansion(form: LocalForm) -> Any:
-    """Training-mode batch norm from sums over the batch: those may be partial, so the batch may be split.
-
-    mean = sum(x) / m, var = sum((x - mean)^2) / m, y = (x - mean) * rsqrt(var + eps) * weight + bias.
-    """
+    """Training-mode batch norm from moments over the batch: those may be partial, so the batch may be split."""
     if not _uses_batch(form.call):
         return form.run()
-    x, emit = form["input"], form.emit
-    shape = form.call["input"].shape
-    dims = (0, *range(2, len(shape)))
-    count = form.call["input"].num_elements // max(shape[1], 1)
-    column, flat = (1, shape[1], *(1,) * (len(shape) - 2)), (shape[1],)
-    mean = emit("div.Tensor", emit("sum.dim_IntList", x, dims, True), float(count))
-    centred = emit("sub.Tensor", x, mean)
-    var = emit("div.Tensor", emit("sum.dim_IntList", emit("mul.Tensor", centred, centred), dims, True), float(count))
-    scale = emit("rsqrt", emit("add.Tensor", var, form.call["eps"]))
-    y = emit("mul.Tensor", centred, scale)
-    if form["weight"] is not None:
-        y = emit("mul.Tensor", y, emit("view", form["weight"], column))
-        y = emit("add.Tensor", y, emit("view", form["bias"], column))
-    saved = tuple(emit("detach", emit("view", statistic, flat)) for statistic in (mean, scale))
+    x, emit, eps = form["input"], form.emit, form.call["eps"]
+    moments = emit(BATCH_MOMENTS, x)
+    y = emit(NORMALIZE_CHANNELS, x, moments, form["weight"], form["bias"], eps)
+    known = emit("detach", moments)
+    mean, square = (emit("select.int", known, 0, row) for row in range(2))
+    var = emit("addcmul", square, mean, mean, -1)
+    scale = emit("rsqrt", emit("add.Tensor", var, eps))
+    types = output_types(form.spec, form.call)
+    saved = tuple(emit("_to_copy", each, type.dtype) for each, type in zip((mean, scale), types[1:3], strict=True))
     if not form.call.op.endswith("functional"):
         return y, *saved
-    new_mean = _moved(form, "running_mean", saved[0], 1.0)
-    new_var = _moved(form, "running_var", emit("view", var, flat), count / max(count - 1, 1))
-    return y, *saved, new_mean, new_var
+    count = form.call["input"].num_elements // max(types[1].shape[0], 1)
+    unbiased = emit("mul.Tensor", var, count / max(count - 1, 1))
+    return y, *saved, _moved(form, "running_mean", mean), _moved(form, "running_var", unbiased)
 
 
-def _moved(form: LocalForm, name: str, new: Any, factor: float) -> Any:
-    """A running statistic after this batch; the variance is made unbiased first."""
-    momentum = form.call["momentum"]
-    kept = form.emit("mul.Tensor", form[name], 1 - momentum)
-    return form.emit("add.Tensor", kept, form.emit("mul.Tensor", form.emit("detach", new), momentum * factor))
+def _moved(form: LocalForm, name: str, new: Any) -> Any:
+    """A running statistic after this batch."""
+    momentum, dtype = form.call["momentum"], form.call[name].dtype
+    return form.emit("lerp.Scalar", form[name], form.emit("_to_copy", new, dtype), momentum)
+
+
+def _moments(call: Call) -> Indexed:
+    """Averages over batch and space of x and of its square."""
+    space = "".join(f" s{i}~" for i in range(len(call["x"].shape) - 2))
+    return Indexed(f"n~ c{space} -> m! c", (("m", 2),))
+
+
+def _moments_sample(rng: Random) -> Args:
+    return _batch_norm_sample()(rng)[:1]
+
+
+def _normalize(call: Call) -> str:
+    """Every element on its own, once the moments are there."""
+    x = " ".join(["n", "c", *(f"s{i}" for i in range(len(call["x"].shape) - 2))])
+    return f"{x}, m! c{', c' * (len(call.tensors) - 2)} -> {x}"
+
+
+def _normalize_sample(rng: Random) -> Args:
+    x, weight, bias, *_ = _batch_norm_sample()(rng)
+    return x, real(2, x.shape[1]), weight, bias, 1e-5
 
 
 def _trailing(call: Call, outputs: str = "{x}") -> str:
@@ -179,6 +192,8 @@ OPS: tuple[OpSpec, ...] = (
            dtype=_THREE, expansion=batch_norm_expansion, constants=()),
     _batch("_native_batch_norm_legit_no_training", _batch_norm, _batch_norm_sample(), dtype=_THREE),
     _batch("batch_norm", _batch_norm, _eval_sample, dtype=Dtype.FIRST),
+    OpSpec(BATCH_MOMENTS, _moments, _moments_sample, dtype=Dtype.FLOAT64, flops=4),
+    _norm(NORMALIZE_CHANNELS, _normalize, _normalize_sample, terms=_affine_terms, flops=4),
     _norm("layer_norm", _trailing, _layer_norm_sample(2), terms=_affine_terms),
     _norm("native_layer_norm", lambda call: _trailing(call, "{x}, {stats}, {stats}"), _layer_norm_sample(2, True)),
     _norm("rms_norm", _trailing, _layer_norm_sample(1), terms="weight", flops=6),

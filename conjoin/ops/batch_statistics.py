@@ -1,0 +1,112 @@
+"""Batch norm in two operators, so that a batch may be split: moments, which are averages, and what they normalize.
+
+    moments(x) = [E[x], E[x^2]]                        for each channel, over the batch and space
+    normalize(x) = (x - mean) / sqrt(E[x^2] - mean^2 + eps) * weight + bias
+
+The average over a batch is the sum of those over its parts, each weighed by its size; one all-reduce brings both.
+The moments are float64, whatever x is: mean and variance are first found apart, as stock batch norm finds them, and
+what the difference of the two moments loses of a float64 is nothing to a float32. Each pass over x is one of torch's
+own kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def batch_moments(x: Tensor) -> Tensor:
+    """Mean and mean square of every channel, as two rows of float64.
+
+    >>> batch_moments(torch.tensor([[1.0, 5.0], [3.0, 5.0]]))
+    tensor([[ 2.,  5.],
+            [ 5., 25.]], dtype=torch.float64)
+    """
+    return _Moments.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def normalize_channels(x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Every channel shifted and scaled to mean 0 and variance 1 by the moments given, then by weight and bias."""
+    return _Normalize.apply(x, moments, weight, bias, eps)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """What statistics of a tensor are computed in."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _mean_and_variance(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of every channel, by the kernel that is the fastest for the tensor."""
+    in_rows = x.is_contiguous() and x.dim() > 2 and x.dtype in (torch.float32, torch.float64)
+    if x.device.type != "meta" and not (x.device.type == "cpu" and in_rows):
+        # Without running statistics, here read by nobody, the kernel would round what it found to the dtype of x.
+        unused = torch.empty(x.shape[1], dtype=_wide(x), device=x.device)
+        return torch.batch_norm_update_stats(x, unused, unused, 0.0)
+    dims = (0, *range(2, x.dim()))
+    mean = x.mean(dims, keepdim=True, dtype=_wide(x))
+    return mean.flatten(), (x - mean).square_().mean(dims)
+
+
+def _scaled(x: Tensor, mean: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+    """`(x - mean) * scale + offset` for every channel, in one pass: batch norm in evaluation."""
+    if x.is_cuda:
+        return torch.batch_norm_elemt(x, None, offset, mean, scale, 0.0)
+    return torch.batch_norm(x, scale, offset, mean, torch.ones_like(mean), False, 0.0, 0.0, False)
+
+
+def _scaled_backward(gradient: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a scaled x: of x, of the scale, of the offset."""
+    if x.is_cuda:
+        total, along, *_ = torch.batch_norm_backward_reduce(gradient, x, mean, scale, None, True, False, False)
+        return _scaled(gradient, torch.zeros_like(mean), scale, None), along, total
+    known = mean, torch.ones_like(mean)
+    return torch.ops.aten.native_batch_norm_backward(gradient, x, scale, *known, *known, False, 0.0, [True] * 3)  # type: ignore[no-any-return]
+
+
+class _Moments(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        mean, square = (rows := torch.stack(_mean_and_variance(x)).double()).unbind()
+        square.addcmul_(mean, mean)
+        ctx.save_for_backward(x, rows)
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """`(g0 + 2 x g1) / count`, written around the mean, where nothing cancels."""
+        x, (mean, _) = ctx.saved_tensors
+        offset, slope = (rows := gradient * (x.shape[1] / x.numel())).unbind()
+        offset.addcmul_(slope.mul_(2), mean)
+        offset, slope = rows.to(_wide(x)).unbind()
+        return _scaled(x, mean.to(_wide(x)), slope, offset)
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        mean, square = moments.unbind()
+        wide, var = _wide(x), torch.addcmul(square, mean, mean, value=-1)
+        mean, inverse = mean.to(wide), var.clamp_min_(0.0).add_(eps).rsqrt_().to(wide)
+        scale = inverse if weight is None else inverse * weight.to(wide)
+        ctx.save_for_backward(x, mean, inverse, scale)
+        ctx.dtypes = [None if each is None else each.dtype for each in (weight, bias)]
+        return _scaled(x, mean, scale, None if bias is None else bias.to(wide))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """With var = E[x^2] - mean^2, and D(.) for gradients: D(var) = -D(scale) scale / (2 (var + eps)),
+        D(E[x^2]) = D(var), D(mean) = -D(offset) scale - 2 mean D(var)."""
+        x, mean, inverse, scale = ctx.saved_tensors
+        gx, along, total = _scaled_backward(gradient, x, mean, scale)
+        g_mean, g_square = (rows := torch.stack((total, along)).double().mul_(scale).neg_()).unbind()
+        g_square.mul_(inverse).mul_(inverse)
+        g_mean.addcmul_(g_square, mean, value=-1)
+        g_square.mul_(0.5)
+        _, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        g_weight = (along * inverse).to(ctx.dtypes[0]) if needs_weight else None
+        return gx, rows, g_weight, total.to(ctx.dtypes[1]) if needs_bias else None, None
