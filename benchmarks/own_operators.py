@@ -1,0 +1,103 @@
+"""Operators of our own against the stock ones that they stand for: seconds of forward and backward, in turn.
+
+    python -m benchmarks.own_operators [--device cpu] [--rounds 20] [--output FILE]
+
+`linear_relu` against a linear layer and a ReLU; batch norm by moments, as a plan runs it where the batch is split (here
+on the whole batch, so that nothing is sent), against stock batch norm. Both take turns, so that whatever else runs on
+the machine slows both; the figure is the ratio of the medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import date
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from conjoin.ops import BATCH_MOMENTS, LINEAR_RELU, NORMALIZE_CHANNELS, find_operator
+
+EPS = 1e-5
+LAYERS = ((256, 8192, 8192), (4096, 1024, 4096), (16384, 512, 512))
+"""Rows, inputs and outputs."""
+IMAGES = ((64, 64, 112, 112), (64, 256, 56, 56), (64, 512, 28, 28), (64, 2048, 7, 7))
+"""Of ResNet-50 with 64 samples."""
+Run = Callable[[], Tensor]
+
+
+def layers(shape: Sequence[int], device: str) -> tuple[list[Tensor], Run, Run]:
+    """Operands, our own and the stock operators."""
+    rows, inputs, outputs = shape
+    x, w, b = (made(device, *sizes) for sizes in ((rows, inputs), (outputs, inputs), (outputs,)))
+    own = find_operator(LINEAR_RELU)
+    return [x, w, b], lambda: own(x, w, b), lambda: functional.linear(x, w, b).relu()
+
+
+def norms(shape: Sequence[int], device: str) -> tuple[list[Tensor], Run, Run]:
+    """The same for batch norm."""
+    x, w, b = (made(device, *sizes) for sizes in (shape, shape[1:2], shape[1:2]))
+    moments, normalize = find_operator(BATCH_MOMENTS), find_operator(NORMALIZE_CHANNELS)
+    mean, var = torch.zeros(shape[1], device=device), torch.ones(shape[1], device=device)
+    return (
+        [x, w, b],
+        lambda: normalize(x, moments(x), w, b, EPS),
+        lambda: functional.batch_norm(x, mean, var, w, b, training=True, eps=EPS),
+    )
+
+
+def made(device: str, *sizes: int) -> Tensor:
+    return torch.randn(*sizes, device=device).requires_grad_()
+
+
+def compare(operands: Sequence[Tensor], own: Run, stock: Run, rounds: int) -> tuple[float, float]:
+    """Seconds of forward and backward by each, the median of many turns."""
+    gradient = torch.randn_like(stock())
+    spent: dict[Run, list[float]] = {own: [], stock: []}
+    for _ in range(rounds + 3):
+        for run, seconds in spent.items():
+            begin = now(gradient)
+            torch.autograd.grad(run(), operands, gradient)
+            seconds.append(now(gradient) - begin)
+    return statistics.median(spent[own][3:]), statistics.median(spent[stock][3:])
+
+
+def now(tensor: Tensor) -> float:
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--output", type=Path)
+    chosen = parser.parse_args()
+    if chosen.device == "cpu":
+        torch.set_num_threads(1)
+    rows = []
+    for name, shapes, make in (("linear_relu", LAYERS, layers), ("batch norm", IMAGES, norms)):
+        for shape in shapes:
+            own, stock = compare(*make(shape, chosen.device), chosen.rounds)
+            rows.append({"operator": name, "shape": shape, "own": own, "stock": stock, "ratio": round(own / stock, 3)})
+            print(f"{name:<12} {shape!s:<22} own {own * 1e3:9.3f} ms  stock {stock * 1e3:9.3f} ms  {own / stock:.3f}")
+    if chosen.output:
+        about = {
+            "command": " ".join(("python -m benchmarks.own_operators", *sys.argv[1:])),
+            "date": date.today().isoformat(), "torch": torch.__version__, "python": platform.python_version(),
+            "device": torch.cuda.get_device_name() if chosen.device == "cuda" else "one core",
+        }  # fmt: skip
+        chosen.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
