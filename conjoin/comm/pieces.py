@@ -93,6 +93,7 @@ def all_regions(shape: tuple[int, ...], splits: Splits, mesh: Mesh) -> tuple[Reg
     return tuple(zip(*by_dim, strict=True)) if shape else ((),) * mesh.size
 
 
+@lru_cache(maxsize=256)
 def held_regions(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[Region, ...]:
     """The region each rank holds in a layout; nothing where others hold it."""
     regions = all_regions(shape, splits_of(layout, len(shape)), mesh)

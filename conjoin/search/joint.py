@@ -48,7 +48,7 @@ _MORE_OVERLAPS = (0.8, 0.3, 0.9, 1.0)
 """Tried where it looks best."""
 _HOPELESS = 1.3
 """Solutions whose sum is larger than the least by this factor are not simulated, and slower entries not taken up."""
-_TAKEN_UP = 12
+_TAKEN_UP = 24
 """How many of the entries on two units are taken up on three, as long as there is time."""
 _MEMORY_STEPS = 12
 _RELIEVED = 3
@@ -72,8 +72,8 @@ class JointSearch:
     """The least sum on units for an objective, over all variants."""
     fastest: dict[Units, float] = field(default_factory=dict)
     """Seconds of the fastest entry on units, by the timeline."""
-    entries: dict[Units, Outcome] = field(default_factory=dict)
-    """The fastest entry on units, where it was found by this search and no earlier one."""
+    entries: dict[Units, dict[str, Outcome]] = field(default_factory=dict)
+    """The fastest entry of every variant on units, of those that were found by this search and no earlier one."""
     _heavy: list[Outcome] = field(default_factory=list)
     """What does not fit, and was not relieved."""
     price: float = 0.0
@@ -118,7 +118,7 @@ class JointSearch:
         """Have the fastest of what does not fit run some of it again, and what comes nearest to fitting."""
         best = self.contest.best
         heavy = [outcome for outcome in self._heavy if best is None or outcome.seconds < best.seconds]
-        by_seconds, by_peak = sorted(heavy, key=lambda o: o.seconds), sorted(heavy, key=_peak)
+        by_seconds, by_peak = sorted(heavy, key=_seconds), sorted(heavy, key=_peak)
         self._heavy = []
         for outcome in {id(o): o for o in (*by_seconds[:_RELIEVED], *by_peak[:1])}.values():
             if self.contest.best is None or outcome.seconds < self.contest.best.seconds:
@@ -198,15 +198,18 @@ class JointSearch:
         return outcome
 
     def _worth_taking_up(self) -> list[Outcome]:
-        """The best entry, those to start from that are not much slower, and the best on other units."""
+        """The best entry, those to start from that are not much slower, and the best variant on each units, then the
+        second best."""
         best = self.contest.best
         if best is None:
             return []
         near = without_places([best, *self.starts])
-        found = sorted((o for o in near if o.seconds < _HOPELESS * best.seconds), key=lambda o: o.seconds)
+        found = sorted((o for o in near if o.seconds < _HOPELESS * best.seconds), key=_seconds)
         first = [as_variant(best)] if near and near[0] is best else []
-        others = sorted(self.entries.values(), key=lambda o: o.seconds)[:_TAKEN_UP]
-        return [*first, *(o for o in found[:3] if o.entry.name != best.entry.name), *others]
+        by_units = [sorted(known.values(), key=_seconds) for known in self.entries.values()]
+        places = range(max(map(len, by_units), default=0))
+        others = [o for i in places for o in sorted((known[i] for known in by_units if i < len(known)), key=_seconds)]
+        return [*first, *(o for o in found[:3] if o.entry.name != best.entry.name), *others[:_TAKEN_UP]]
 
     def _take_up(self, start: Outcome) -> None:
         """From an entry on to the best near it, as long as that helps and comes near the best of all."""
@@ -258,7 +261,8 @@ class JointSearch:
             self._heavy.append(outcome)
         if near is None:
             self.fastest[units] = min(outcome.seconds, self.fastest.get(units, inf))
-            self.entries[units] = min(outcome, self.entries.get(units, outcome), key=lambda o: o.seconds)
+            known, name = self.entries.setdefault(units, {}), digest(variant)
+            known[name] = min(outcome, known.get(name, outcome), key=_seconds)
         if self.contest.best is outcome:
             self.price = objective.seconds_per_byte
             self.contest.notes.sums[f"{self.contest.machine.name}: price"] = self.price
@@ -339,6 +343,10 @@ class JointSearch:
     def promising(self) -> list[Units]:
         """Units by the best entry that was found on them."""
         return sorted(self.fastest, key=self.fastest.__getitem__)
+
+
+def _seconds(outcome: Outcome) -> float:
+    return outcome.seconds
 
 
 def _peak(outcome: Outcome) -> int:
