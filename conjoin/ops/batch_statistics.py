@@ -75,7 +75,7 @@ class _Moments(torch.autograd.Function):
         return rows
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         """`(g0 + 2 x g1) / count`, written around the mean, where nothing cancels."""
         x, (mean, _) = ctx.saved_tensors
@@ -97,7 +97,7 @@ class _Normalize(torch.autograd.Function):
         return _scaled(x, mean, scale, None if bias is None else bias.to(wide))
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """With var = E[x^2] - mean^2, and D(.) for gradients: D(var) = -D(scale) scale / (2 (var + eps)),
         D(E[x^2]) = D(var), D(mean) = -D(offset) scale - 2 mean D(var)."""
