@@ -7,9 +7,10 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn import functional
 
-from conjoin.ops.batch_statistics import batch_moments, normalize_channels
+from conjoin.ops.batch_statistics import batch_moments, mean_and_variance, normalize_channels
 
 BATCH_MOMENTS = "conjoin::batch_moments"
+MEAN_AND_VARIANCE = "conjoin::mean_and_variance"
 NORMALIZE_CHANNELS = "conjoin::normalize_channels"
 EMBEDDING_BAG = "conjoin::embedding_bag"
 RAGGED_EMBEDDING_BAG = "conjoin::ragged_embedding_bag"
@@ -73,6 +74,7 @@ COMPOSITES: dict[str, Callable[..., Tensor]] = {
     EMBEDDING_BAG: embedding_bag,
     RAGGED_EMBEDDING_BAG: ragged_embedding_bag,
     BATCH_MOMENTS: batch_moments,
+    MEAN_AND_VARIANCE: mean_and_variance,
     NORMALIZE_CHANNELS: normalize_channels,
     PARTITION: reshard_along_dim,
     COMBINE: reshard_along_dim,
