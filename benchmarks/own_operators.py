@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from conjoin.ops import BATCH_MOMENTS, LINEAR_RELU, NORMALIZE_CHANNELS, find_operator
+from conjoin.ops import BATCH_MOMENTS, LINEAR_RELU, MEAN_AND_VARIANCE, NORMALIZE_CHANNELS, find_operator
 
 EPS = 1e-5
 LAYERS = ((256, 8192, 8192), (4096, 1024, 4096), (16384, 512, 512))
@@ -44,11 +44,11 @@ def layers(shape: Sequence[int], device: str) -> tuple[list[Tensor], Run, Run]:
 def norms(shape: Sequence[int], device: str) -> tuple[list[Tensor], Run, Run]:
     """The same for batch norm."""
     x, w, b = (made(device, *sizes) for sizes in (shape, shape[1:2], shape[1:2]))
-    moments, normalize = find_operator(BATCH_MOMENTS), find_operator(NORMALIZE_CHANNELS)
+    moments, known, normalize = map(find_operator, (BATCH_MOMENTS, MEAN_AND_VARIANCE, NORMALIZE_CHANNELS))
     mean, var = torch.zeros(shape[1], device=device), torch.ones(shape[1], device=device)
     return (
         [x, w, b],
-        lambda: normalize(x, moments(x), w, b, EPS),
+        lambda: normalize(x, known(moments(x)), w, b, EPS),
         lambda: functional.batch_norm(x, mean, var, w, b, training=True, eps=EPS),
     )
 

@@ -1,7 +1,8 @@
-"""Batch norm in two operators, so that a batch may be split: moments, which are averages, and what they normalize.
+"""Batch norm in three operators, so that a batch may be split: moments, which are averages, and what follows.
 
-    moments(x) = [E[x], E[x^2]]                        for each channel, over the batch and space
-    normalize(x) = (x - mean) / sqrt(E[x^2] - mean^2 + eps) * weight + bias
+    batch_moments(x) = [E[x], E[x^2]]                    for each channel, over the batch and space
+    mean_and_variance(moments) = [mean, var]             the one thing that takes the moments whole
+    normalize_channels(x) = (x - mean) / sqrt(var + eps) * weight + bias
 
 The average over a batch is the sum of those over its parts, each weighed by its size; one all-reduce brings both.
 The moments are float64, whatever x is: mean and variance are first found apart, as stock batch norm finds them, and
@@ -28,9 +29,19 @@ def batch_moments(x: Tensor) -> Tensor:
     return _Moments.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def normalize_channels(x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Every channel shifted and scaled to mean 0 and variance 1 by the moments given, then by weight and bias."""
-    return _Normalize.apply(x, moments, weight, bias, eps)  # type: ignore[no-any-return, no-untyped-call]
+def mean_and_variance(moments: Tensor) -> Tensor:
+    """Mean and biased variance, from mean and mean square; one operator, so that moments are added up once for both.
+
+    >>> mean_and_variance(torch.tensor([[2.0, 5.0], [5.0, 25.0]]))
+    tensor([[2., 5.],
+            [1., 0.]])
+    """
+    return _MeanAndVariance.apply(moments)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def normalize_channels(x: Tensor, known: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Every channel shifted and scaled by the mean and variance that are known of it, then by weight and bias."""
+    return _Normalize.apply(x, known, weight, bias, eps)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -85,28 +96,41 @@ class _Moments(torch.autograd.Function):
         return _scaled(x, mean.to(_wide(x)), slope, offset)
 
 
+class _MeanAndVariance(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, moments: Tensor) -> Tensor:
+        mean, var = (rows := moments.clone()).unbind()
+        var.addcmul_(mean, mean, value=-1).clamp_min_(0.0)
+        ctx.save_for_backward(rows)
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (known,) = ctx.saved_tensors
+        g_mean, g_square = (rows := gradient.clone()).unbind()
+        g_mean.addcmul_(known[0], g_square, value=-2)
+        return rows
+
+
 class _Normalize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-        mean, square = moments.unbind()
-        wide, var = _wide(x), torch.addcmul(square, mean, mean, value=-1)
-        mean, inverse = mean.to(wide), var.clamp_min_(0.0).add_(eps).rsqrt_().to(wide)
+    def forward(ctx: Any, x: Tensor, known: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        wide, (mean, var) = _wide(x), known.unbind()
+        mean, inverse = mean.to(wide), (var + eps).rsqrt_().to(wide)
         scale = inverse if weight is None else inverse * weight.to(wide)
         ctx.save_for_backward(x, mean, inverse, scale)
-        ctx.dtypes = [None if each is None else each.dtype for each in (weight, bias)]
+        ctx.dtypes = [known.dtype, *(None if each is None else each.dtype for each in (weight, bias))]
         return _scaled(x, mean, scale, None if bias is None else bias.to(wide))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """With var = E[x^2] - mean^2, and D(.) for gradients: D(var) = -D(scale) scale / (2 (var + eps)),
-        D(E[x^2]) = D(var), D(mean) = -D(offset) scale - 2 mean D(var)."""
+        """With D(.) for gradients: D(mean) = -D(offset) scale, D(var) = -D(scale) scale / (2 (var + eps))."""
         x, mean, inverse, scale = ctx.saved_tensors
         gx, along, total = _scaled_backward(gradient, x, mean, scale)
-        g_mean, g_square = (rows := torch.stack((total, along)).double().mul_(scale).neg_()).unbind()
-        g_square.mul_(inverse).mul_(inverse)
-        g_mean.addcmul_(g_square, mean, value=-1)
-        g_square.mul_(0.5)
+        rows = torch.stack((total, along)).to(ctx.dtypes[0]).mul_(scale).neg_()
+        rows[1].mul_(inverse).mul_(inverse).mul_(0.5)
         _, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        g_weight = (along * inverse).to(ctx.dtypes[0]) if needs_weight else None
-        return gx, rows, g_weight, total.to(ctx.dtypes[1]) if needs_bias else None, None
+        g_weight = (along * inverse).to(ctx.dtypes[1]) if needs_weight else None
+        return gx, rows, g_weight, total.to(ctx.dtypes[2]) if needs_bias else None, None

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn import functional
 
-from conjoin.ops.batch_statistics import batch_moments, normalize_channels
+from conjoin.ops.batch_statistics import batch_moments, mean_and_variance, normalize_channels
 from conjoin.ops.fused_layer import linear_relu
 
 LINEAR_RELU = "conjoin::linear_relu"
 BATCH_MOMENTS = "conjoin::batch_moments"
+MEAN_AND_VARIANCE = "conjoin::mean_and_variance"
 NORMALIZE_CHANNELS = "conjoin::normalize_channels"
 EMBEDDING_BAG = "conjoin::embedding_bag"
 RAGGED_EMBEDDING_BAG = "conjoin::ragged_embedding_bag"
@@ -76,6 +77,7 @@ COMPOSITES: dict[str, Callable[..., Tensor]] = {
     EMBEDDING_BAG: embedding_bag,
     RAGGED_EMBEDDING_BAG: ragged_embedding_bag,
     BATCH_MOMENTS: batch_moments,
+    MEAN_AND_VARIANCE: mean_and_variance,
     NORMALIZE_CHANNELS: normalize_channels,
     PARTITION: reshard_along_dim,
     COMBINE: reshard_along_dim,

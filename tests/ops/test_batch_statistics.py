@@ -12,6 +12,7 @@ from torch.autograd import gradcheck
 
 from conjoin.ops import (
     BATCH_MOMENTS,
+    MEAN_AND_VARIANCE,
     NORMALIZE_CHANNELS,
     Call,
     LocalForm,
@@ -31,8 +32,12 @@ def batch_moments(x: Tensor) -> Tensor:
     return find_operator(BATCH_MOMENTS)(x)  # type: ignore[no-any-return]
 
 
+def known_of(moments: Tensor) -> Tensor:
+    return find_operator(MEAN_AND_VARIANCE)(moments)  # type: ignore[no-any-return]
+
+
 def normalize(x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return find_operator(NORMALIZE_CHANNELS)(x, moments, weight, bias, EPS)  # type: ignore[no-any-return]
+    return find_operator(NORMALIZE_CHANNELS)(x, known_of(moments), weight, bias, EPS)  # type: ignore[no-any-return]
 
 
 def expanded(op: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -140,14 +145,18 @@ def test_a_weight_may_come_without_a_bias() -> None:
 
 
 def test_uneven_parts_of_a_batch_have_the_moments_of_the_whole() -> None:
-    """In single precision, where the mean is a thousand deviations away, and each part has another."""
+    """In single precision, where the mean is a thousand deviations away, and each part has another.
+
+    The mean of a part is rounded to 3e-5; that is a few millionths of what the parts lie apart.
+    """
+    torch.manual_seed(0)
     x = torch.randn(16, 5, 6, 7) + torch.linspace(990, 1010, 16)[:, None, None, None]
     parts = x.split((1, 9, 4, 2))
     moments = torch.stack([batch_moments(part) * (len(part) / len(x)) for part in parts]).sum(0)
     var, mean = torch.var_mean(x.double(), (0, 2, 3), correction=0)
     assert moments.dtype == torch.float64
     torch.testing.assert_close(moments[0], mean, rtol=1e-6, atol=0)
-    torch.testing.assert_close(moments[1] - moments[0] ** 2, var, rtol=1e-5, atol=0)
+    torch.testing.assert_close(moments[1] - moments[0] ** 2, var, rtol=5e-5, atol=0)
 
 
 def test_a_channel_that_does_not_vary_stays_finite() -> None:
@@ -160,12 +169,13 @@ def test_a_channel_that_does_not_vary_stays_finite() -> None:
 
 @pytest.mark.parametrize("affine", [True, False])
 def test_gradients_are_the_derivatives_whatever_the_moments(affine: bool) -> None:
-    """Those of other numbers than the moments of x: the two operators are right each by itself."""
+    """Those of other numbers than the moments of x: each operator is right by itself."""
     torch.manual_seed(0)
     x = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
     moments = torch.tensor([[0.3, -0.7], [1.5, 2.5]], dtype=torch.float64, requires_grad=True)
     weights = [torch.rand(2, dtype=torch.float64, requires_grad=True) if affine else None for _ in range(2)]
     assert gradcheck(batch_moments, (x,))
+    assert gradcheck(known_of, (moments,))
     assert gradcheck(normalize, (x, moments, *weights))
 
 

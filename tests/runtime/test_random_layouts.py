@@ -88,12 +88,7 @@ def test_random_graphs_compute_what_one_device_does(block: int) -> None:
 
 UNDEFINED = ("empty.memory_format", "new_empty", "empty_like", "_conj")
 """Memory as it was found; and a view that torch does not let be read as numbers."""
-OPERATORS = [
-    name
-    for spec in all_ops()
-    for name in spec.names
-    if name not in (*UNDEFINED, *PARALLEL_OPS)
-]
+OPERATORS = [name for spec in all_ops() for name in spec.names if name not in (*UNDEFINED, *PARALLEL_OPS)]
 PLAIN = [spec.name for spec in all_ops() if spec.local is None and not spec.random and not callable(spec.index)]
 OWN = [name for name in OPERATORS if "::" in name]
 CHECKED = [name for i, name in enumerate(n for n in OPERATORS if n not in PLAIN) if i % 4 == 0 or name in OWN]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from conjoin.errors import UsageError
 from conjoin.ir import REGATHER, Graph, LeafKind, MemoryAction, Plan, model_mark, parse_graph, sequential
 from conjoin.machine import Machine
 from conjoin.ops import Split
+from conjoin.report import explain
 from conjoin.search import make_plan
 from tests.search.models import captured, lines_with, reshards
 
@@ -54,7 +57,8 @@ def test_batch_norm_and_mean_loss_are_expanded_so_that_nothing_is_gathered() -> 
     names = [s.name for s in plan.substitutions]
     assert names == ["expand-_native_batch_norm_legit_functional"] * 23 + ["expand-cross_entropy_loss"]
     assert set(reshards(plan)) == {"replicate", "reduce"}
-    assert reshards(plan)["reduce"] == 23 + 2, "one for the moments of each batch norm; the loss and its count"
+    sums = Counter(collective.direction for collective in explain(plan).collectives)
+    assert sums == {"forward": 23 + 2, "backward": 23 + 1}, "moments, loss, its count; moments', all weights"
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1"])

@@ -6,7 +6,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from conjoin.ops.composites import BATCH_MOMENTS, NORMALIZE_CHANNELS
+from conjoin.ops.composites import BATCH_MOMENTS, MEAN_AND_VARIANCE, NORMALIZE_CHANNELS
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm, local_sizes
 from conjoin.ops.notation import NotationError
@@ -53,11 +53,10 @@ def batch_norm_expansion(form: LocalForm) -> Any:
     if not _uses_batch(form.call):
         return form.run()
     x, emit, eps = form["input"], form.emit, form.call["eps"]
-    moments = emit(BATCH_MOMENTS, x)
-    y = emit(NORMALIZE_CHANNELS, x, moments, form["weight"], form["bias"], eps)
-    known = emit("detach", moments)
-    mean, square = (emit("select.int", known, 0, row) for row in range(2))
-    var = emit("addcmul", square, mean, mean, -1)
+    known = emit(MEAN_AND_VARIANCE, emit(BATCH_MOMENTS, x))
+    y = emit(NORMALIZE_CHANNELS, x, known, form["weight"], form["bias"], eps)
+    constant = emit("detach", known)
+    mean, var = (emit("select.int", constant, 0, row) for row in range(2))
     scale = emit("rsqrt", emit("add.Tensor", var, eps))
     types = output_types(form.spec, form.call)
     saved = tuple(emit("_to_copy", each, type.dtype) for each, type in zip((mean, scale), types[1:3], strict=True))
@@ -85,7 +84,7 @@ def _moments_sample(rng: Random) -> Args:
 
 
 def _normalize(call: Call) -> str:
-    """Every element on its own, once the moments are there."""
+    """Every element on its own, once mean and variance are known."""
     x = " ".join(["n", "c", *(f"s{i}" for i in range(len(call["x"].shape) - 2))])
     return f"{x}, m! c{', c' * (len(call.tensors) - 2)} -> {x}"
 
@@ -193,7 +192,8 @@ OPS: tuple[OpSpec, ...] = (
     _batch("_native_batch_norm_legit_no_training", _batch_norm, _batch_norm_sample(), dtype=_THREE),
     _batch("batch_norm", _batch_norm, _eval_sample, dtype=Dtype.FIRST),
     OpSpec(BATCH_MOMENTS, _moments, _moments_sample, dtype=Dtype.FLOAT64, flops=4),
-    _norm(NORMALIZE_CHANNELS, _normalize, _normalize_sample, terms=_affine_terms, flops=4),
+    OpSpec(MEAN_AND_VARIANCE, "m! c -> m! c", lambda rng: (real(2, rng.randint(1, 5)),), dtype=Dtype.FIRST, flops=2),
+    _norm(NORMALIZE_CHANNELS, _normalize, _normalize_sample, terms=_affine_terms, flops=4, domain=(0.1, 2.0)),
     _norm("layer_norm", _trailing, _layer_norm_sample(2), terms=_affine_terms),
     _norm("native_layer_norm", lambda call: _trailing(call, "{x}, {stats}, {stats}"), _layer_norm_sample(2, True)),
     _norm("rms_norm", _trailing, _layer_norm_sample(1), terms="weight", flops=6),
