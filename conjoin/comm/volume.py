@@ -6,14 +6,17 @@ axis splits one dim only, so what a rank sends to all members of its group is a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
 
-from conjoin.comm.movement import movement
+import numpy as np
+from numpy.typing import NDArray
+
 from conjoin.comm.per_rank import ring_bytes
-from conjoin.comm.pieces import Splits, all_regions, is_even, num_devices, pieces, splits_of, tails
+from conjoin.comm.pieces import Splits, all_regions, held_regions, is_even, num_devices, pieces, splits_of, tails
 from conjoin.comm.places import changes_places, has_places
 from conjoin.comm.steps import Route, Step, StepKind
 from conjoin.ir import Range, Region, holds, num_elements, overlap
@@ -56,8 +59,7 @@ def bytes_sent(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, ra
 def _bytes_sent(exchange: _Exchange, itemsize: int, rank: int) -> int:
     step = exchange.step
     if changes_places(step):
-        table = movement(step, exchange.shape, exchange.mesh, rank)
-        return sum(num_elements(part) for place, part in table.sends if table.group[place] != rank) * itemsize
+        return _moved(step, exchange.shape, exchange.mesh)[0][rank] * itemsize
     if not holds(step.source, exchange.mesh, rank):
         return 0
     num_ranks = num_devices(exchange.step.axes, exchange.mesh)
@@ -99,8 +101,50 @@ def _wanted_ranges(dim: int, exchange: _Exchange, rank: int) -> list[Range]:
 
 def bytes_received(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, rank: int) -> int:
     """The bytes one rank gets from others in a step that changes places, where they are not as many as it sends."""
-    table = movement(step, shape, mesh, rank)
-    return sum(num_elements(part) for place, part in table.receives if table.group[place] != rank) * itemsize
+    return _moved(step, shape, mesh)[1][rank] * itemsize
+
+
+@lru_cache(maxsize=1 << 10)
+def _moved(step: Step, shape: tuple[int, ...], mesh: Mesh) -> tuple[list[int], list[int]]:
+    """The elements every rank sends to others, and those it gets: what its movement table says, for all at once."""
+    held, wanted = (held_regions(shape, layout, mesh) for layout in (step.source, step.target))
+    moved = np.zeros((2, mesh.size), np.int64)
+    for group in mesh.groups(step.axes):
+        have, want = [held[rank] for rank in group], [wanted[rank] for rank in group]
+        if step.kind in (StepKind.REDUCE, StepKind.REDUCE_SCATTER):
+            members = range(len(group))
+            roots = [i for i in members if step.kind is StepKind.REDUCE_SCATTER or holds(step.target, mesh, group[i])]
+            sizes = {root: num_elements(want[root]) for root in roots}
+            moved[0, group] += [sum(sizes.values()) - sizes.get(i, 0) for i in members]
+            moved[1, group] += [(len(group) - 1) * sizes.get(i, 0) for i in members]
+        else:
+            moved[:, group] += _moved_in(have, want)
+    sent, received = moved.tolist()
+    return sent, received
+
+
+def _moved_in(have: Sequence[Region], want: Sequence[Region]) -> NDArray[np.int64]:
+    """The same in one group, where each member has a region and wants another, see `move_regions`."""
+    holders: dict[Region, list[int]] = {}
+    for position, region in enumerate(have):
+        holders.setdefault(region, []).append(position)
+    shared = _overlaps(list(holders), want)
+    moved = np.zeros((2, len(have)), np.int64)
+    for members, sizes in zip(holders.values(), shared, strict=True):
+        sizes[members] = 0  # what a member has it keeps
+        others = np.flatnonzero(sizes)
+        senders = np.array(members)[np.arange(len(others)) % len(members)]
+        np.add.at(moved[0], senders, sizes[others])
+        moved[1] += sizes
+    return moved
+
+
+def _overlaps(some: Sequence[Region], others: Sequence[Region]) -> NDArray[np.int64]:
+    """How many elements each of some regions shares with each of the others."""
+    one, other = (np.array([region or ((0, 1),) for region in regions], np.int64) for regions in (some, others))
+    low = np.maximum(one[:, None, :, 0], other[None, :, :, 0])
+    high = np.minimum(one[:, None, :, 1], other[None, :, :, 1])
+    return np.maximum(high - low, 0).prod(axis=-1)  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=1 << 14)

@@ -15,7 +15,7 @@ from conjoin.cost.keys import read_key, write_key
 from conjoin.cost.measurement import Measurement
 from conjoin.cost.roofline import DEFAULT_HOST, Roofline
 from conjoin.cost.seconds import NO_SECONDS, Seconds, Source
-from conjoin.cost.work import FUSED, CallWork, parts_of, work_of
+from conjoin.cost.work import FUSED, LAUNCHES, parts_of, work_of
 from conjoin.machine import DeviceType
 from conjoin.ops import Call, Kind, space_of, spec_for
 
@@ -86,11 +86,11 @@ class DeviceCosts:
         return self._keys_by_op.get(word, [])
 
     def _reckon(self, call: Call, needs: tuple[int, ...]) -> OperatorCost:
-        work = work_of(call, needs)
-        forward, backward = self._estimates(work)
+        forward, backward = self._estimates(call, needs)
         kin = self._kin(call)
         sizes = _sizes(call, needs) if kin else ()
-        host = self._host
+        ahead, back = LAUNCHES.get(call.op, (1, 1))
+        host = ahead * self._host[0], back * self._host[1]
         if kin:
             host = median(k.host_forward for k in kin), median(k.host_backward for k in kin)
         return OperatorCost(
@@ -100,9 +100,12 @@ class DeviceCosts:
             host[1] if needs else 0.0,
         )
 
-    def _estimates(self, work: CallWork) -> tuple[float, float]:
-        seconds, family, dtype = self.roofline.seconds, work.family, work.dtype
-        return seconds(work.forward, family, dtype), seconds(work.backward, family, dtype, backward=True)
+    def _estimates(self, call: Call, needs: tuple[int, ...]) -> tuple[float, float]:
+        work, seconds, tiny = work_of(call, needs), self.roofline.seconds, self.roofline.overhead
+        ahead, back = LAUNCHES.get(call.op, (1, 1))
+        forward = seconds(work.forward, work.family, work.dtype) + (ahead - 1) * tiny
+        backward = seconds(work.backward, work.family, work.dtype, backward=True)
+        return forward, backward + (back - 1) * tiny if needs else backward
 
     def _kin(self, call: Call) -> list[_Kin]:
         if call.op not in self._keys_by_op:
@@ -118,7 +121,7 @@ class DeviceCosts:
             read, known = read_key(key), self.measured[key]
             if read is not None:
                 call, needs = read
-                forward, backward = self._estimates(work_of(call, needs))
+                forward, backward = self._estimates(call, needs)
                 sizes = _sizes(call, needs)
                 back = Point(sizes, backward, known.backward) if needs else None
                 ahead = Point(sizes, forward, known.forward)

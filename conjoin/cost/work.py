@@ -21,7 +21,9 @@ from typing import NamedTuple
 import torch
 
 from conjoin.ops import (
+    BATCH_MOMENTS,
     LINEAR_RELU,
+    MEAN_AND_VARIANCE,
     NORMALIZE_CHANNELS,
     Call,
     OpSpec,
@@ -89,6 +91,8 @@ def work_of(call: Call, needs: tuple[int, ...]) -> CallWork:
     return CallWork(family, _dtype(call), forward, backward)
 
 
+LAUNCHES = {BATCH_MOMENTS: (5, 6), MEAN_AND_VARIANCE: (3, 2), NORMALIZE_CHANNELS: (6, 10)}
+"""Kernels of an operator and of its backward, where they are not one: all but one or two of these are tiny."""
 FUSED = {LINEAR_RELU: ("linear", "relu")}
 """Operators that are two in one kernel, a product and a function of it: the function costs nothing until backward."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 
 from conjoin.errors import StrategyError
@@ -33,13 +33,25 @@ def baseline_names(mesh: Mesh) -> tuple[str, ...]:
     return (*_PLAIN[:3], *tensor, *_PLAIN[3:])
 
 
-def baselines(graph: Graph, machine: Machine) -> Iterator[tuple[str, Entry | None]]:
-    """The named strategies as entries, one after the other; None where one does not fit the model."""
+def baselines(
+    graph: Graph, machine: Machine, leaves_out: Callable[[str], bool] = lambda name: False
+) -> Iterator[tuple[str, Entry | None]]:
+    """The named strategies as entries, one after the other; None where one does not fit the model, or is left out."""
     for name in baseline_names(machine.mesh):
         try:
-            yield name, _entry(settle_draft(graph, drafter(machine, name)))
+            yield name, None if leaves_out(name) else _entry(settle_draft(graph, drafter(machine, name)))
         except StrategyError:
             yield name, None
+
+
+def stored_otherwise(name: str) -> str:
+    """The strategy of which this one only stores the parameters in pieces; none where it is one of its own.
+
+    >>> stored_otherwise("megatron:tp=2,sp,fsdp"), stored_otherwise("fsdp")
+    ('megatron:tp=2,sp', '')
+    """
+    plain, _, flag = name.rpartition(",")
+    return plain if flag in ("zero1", "fsdp") else ""
 
 
 def _entry(settled: Settled) -> Entry:

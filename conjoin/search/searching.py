@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -10,7 +10,7 @@ from conjoin.cost import CostModel
 from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine
 from conjoin.rules import Library
-from conjoin.search.baselines import baselines
+from conjoin.search.baselines import baselines, stored_otherwise
 from conjoin.search.certifying import Certificate, certify
 from conjoin.search.constraints import make_constraints
 from conjoin.search.contest import Contest, Enough, Outcome, Progress, Stopped, Variant, plan_of
@@ -27,6 +27,9 @@ from conjoin.search.variants import as_variant, variants_of
 from conjoin.search.walks import sample, walk_from_all
 from conjoin.search.wishing import SearchResult, Wish, check_wish, usable_bytes
 from conjoin.sim import MachinePrices
+
+_SLOW = 1.3
+"""How much slower than the best a named strategy is that is not tried again with its parameters stored otherwise."""
 
 Search = Callable[[Contest, Sequence[Outcome], Wish], None]
 
@@ -131,14 +134,24 @@ def _begin(contest: Contest, begin: Beginning, starts: list[Outcome]) -> None:
     if begin.before is not None:
         check_start(contest, begin.before)
     try:
-        for name, found in baselines(contest.captured, contest.machine):
+        known: dict[str, Outcome] = {}
+        named = baselines(contest.captured, contest.machine, lambda name: _is_hopeless(contest, known, name))
+        for name, found in named:
             contest.tell(name)
             if found is not None:
-                starts.append(contest.enter(found))
+                known[name] = contest.enter(found)
+                starts.append(known[name])
                 contest.baseline = contest.best
     finally:  # what an earlier search has found is not lost, however little may be spent now
         if begin.before is not None:
             starts.insert(0, contest.enter_plan(begin.before, is_counted=False))
+
+
+def _is_hopeless(contest: Contest, known: Mapping[str, Outcome], name: str) -> bool:
+    """Whether a strategy stores parameters in pieces for one that is slow anyway: there is then more to send, and
+    nothing to win where something else fits."""
+    plain = known.get(stored_otherwise(name))
+    return plain is not None and contest.best is not None and plain.seconds > _SLOW * contest.best.seconds
 
 
 def _within(contest: Contest, starts: Sequence[Outcome]) -> list[Outcome]:

@@ -6,9 +6,11 @@ import time
 
 import pytest
 
-from conjoin.comm import Route, Step, StepKind, bytes_sent, movement, reshard, route_bytes, total_bytes
+from conjoin.comm import Route, Step, StepKind, bytes_sent, changes_places, movement, reshard, route_bytes, total_bytes
+from conjoin.comm.volume import bytes_received
 from conjoin.ir import num_elements
 from conjoin.machine import Mesh
+from conjoin.ops import At
 from tests.comm.layouts import INVARIANT, PARTIAL, all_layouts, make_mesh, pairs, parse_layout
 
 
@@ -34,6 +36,26 @@ def test_bytes_are_those_of_the_tables(shape: tuple[int, ...], sizes: tuple[int,
     mesh = make_mesh(*sizes)
     for source, target in list(pairs(all_layouts(shape, mesh, (INVARIANT, PARTIAL))))[::stride]:
         check_bytes(reshard(shape, source, target, mesh), 4, mesh)
+
+
+@pytest.mark.parametrize(("shape", "sizes", "stride"), [
+    ((5, 7), (2, 3), 3), ((6, 6), (3, 2), 3), ((), (2, 3), 1), ((8, 6), (2, 2, 2), 211),
+])  # fmt: skip
+def test_where_places_change_bytes_sent_and_received_are_those_of_the_tables(
+    shape: tuple[int, ...], sizes: tuple[int, ...], stride: int
+) -> None:
+    mesh, kinds = make_mesh(*sizes), set()
+    for source, target in list(pairs(all_layouts(shape, mesh, (INVARIANT, PARTIAL, At(0), At(1)))))[::stride]:
+        for step in reshard(shape, source, target, mesh).steps:
+            if step.kind.is_local or not changes_places(step):
+                continue
+            kinds.add(step.kind)
+            for rank in range(mesh.size):
+                table = movement(step, shape, mesh, rank)
+                received = sum(num_elements(part) for place, part in table.receives if table.group[place] != rank)
+                assert bytes_sent(step, shape, 4, mesh, rank) == table_bytes(step, shape, 4, mesh, rank), step
+                assert bytes_received(step, shape, 4, mesh, rank) == 4 * received, step
+    assert len(kinds) > 2 and StepKind.REDUCE in kinds
 
 
 def test_the_check_fails_for_a_wrong_group() -> None:

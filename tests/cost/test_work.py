@@ -9,8 +9,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conjoin.cost import FAMILIES, work_of
-from conjoin.cost.work import PASSES
-from conjoin.ops import BATCH_MOMENTS, LINEAR_RELU, NORMALIZE_CHANNELS, Call, TensorType, all_ops, random_call
+from conjoin.cost.work import LAUNCHES, PASSES
+from conjoin.ops import (
+    BATCH_MOMENTS,
+    LINEAR_RELU,
+    MEAN_AND_VARIANCE,
+    NORMALIZE_CHANNELS,
+    Call,
+    TensorType,
+    all_ops,
+    find_operator,
+    random_call,
+)
 
 
 def f32(*shape: int) -> TensorType:
@@ -141,6 +151,37 @@ def test_batch_norm_by_moments_reads_and_writes_as_its_kernels_do() -> None:
     assert normalized.family == "elementwise"
     assert normalized.forward.bytes == 2 * x.bytes + rows.bytes + 2 * column.bytes
     assert normalized.backward.bytes == 4 * x.bytes
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts the calls that compute anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.removeprefix("aten::") not in _COMPUTE_NOTHING:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+_COMPUTE_NOTHING = ("promote_types", "view", "unbind", "select", "detach", "empty", "ones_like", "t")
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_an_operator_of_several_kernels_is_known_as_one(name: str) -> None:
+    """On a CPU some of the kernels are others, by two at most."""
+    x, known = torch.rand(4, 8, 5, 5).requires_grad_(), torch.rand(2, 8, dtype=torch.float64).requires_grad_()
+    column = torch.rand(8).requires_grad_()
+    operands = {NORMALIZE_CHANNELS: (x, known, column, column), MEAN_AND_VARIANCE: (known,)}.get(name, (x,))
+    attributes = (1e-5,) if name == NORMALIZE_CHANNELS else ()
+    with _Kernels() as forward:
+        made = find_operator(name)(*operands, *attributes)
+    gradient = torch.ones_like(made)
+    with _Kernels() as backward:
+        torch.autograd.grad(made, operands, gradient)
+    assert (len(forward.names), len(backward.names)) == pytest.approx(LAUNCHES[name], abs=2), backward.names
 
 
 def test_views_move_nothing() -> None:

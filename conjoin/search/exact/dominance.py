@@ -9,7 +9,7 @@ Any solution with c then becomes one with c' that is no worse (in protein design
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from conjoin.search.exact.layout_codes import Codes
 
 Array = NDArray[np.float64]
-Change = tuple[Codes, Array]
-"""The layouts of a tensor by choice, and by how much more it can cost to have it in one than in another."""
+Change = tuple[Codes, Callable[[Codes, Codes], Array]]
+"""The layouts of a tensor by choice, and by how much more it can cost to have it in some than in others, as a table."""
 _FEW = 48
 _ROUNDING = 1e-12
 
@@ -27,7 +27,7 @@ def undominated(seconds: Array, tensors: Sequence[Change]) -> NDArray[np.int64]:
     """The choices that no other one dominates, in order; of choices that dominate each other the first is kept.
 
     >>> more = np.array([[0.0, 1.0], [1.0, 0.0]])
-    >>> undominated(np.array([5.0, 3.0]), [(np.array([0, 1]), more)])
+    >>> undominated(np.array([5.0, 3.0]), [(np.array([0, 1]), looked_up(more))])
     array([1])
     """
     kept = np.arange(len(seconds))
@@ -38,12 +38,17 @@ def undominated(seconds: Array, tensors: Sequence[Change]) -> NDArray[np.int64]:
     return kept
 
 
+def looked_up(more: Array) -> Callable[[Codes, Codes], Array]:
+    """What is known for all layouts."""
+    return lambda some, others: more[some[:, None], others[None, :]]
+
+
 def _dominated(
     some: NDArray[np.int64], others: NDArray[np.int64], seconds: Array, tensors: Sequence[Change]
 ) -> NDArray[np.bool_]:
     imitated = np.broadcast_to(seconds[others], (len(some), len(others))).copy()
     for codes, more in tensors:
-        imitated += more[codes[some][:, None], codes[others][None, :]]
+        imitated += more(codes[some], codes[others])
     own = seconds[some][:, None]
     slack = _ROUNDING * np.abs(own)
     better = imitated < own - slack

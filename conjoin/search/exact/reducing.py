@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from conjoin.search.exact.dominance import undominated
+from conjoin.search.exact.dominance import looked_up, undominated
 from conjoin.search.exact.reshard_seconds import Array, excess
 from conjoin.search.exact.tables import Factor, Table, Tables
 
@@ -126,7 +126,7 @@ class _Reduction:
         key = self.own[variable].number, tuple(table.number for table in tables)
         if key not in self._undominated:
             every = np.arange(len(self.kept[variable]))
-            changes = [(every, self._more(table)) for table in tables]
+            changes = [(every, looked_up(self._more(table))) for table in tables]
             self._undominated[key] = undominated(self.own[variable].values, changes)
         return self._undominated[key]
 

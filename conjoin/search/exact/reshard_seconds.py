@@ -226,6 +226,24 @@ def excess(table: Array) -> Array:
     return found
 
 
+class Excess:
+    """The same for a few pairs: the columns of b are worked out as they are asked for."""
+
+    def __init__(self, table: Array) -> None:
+        self._coming = np.ascontiguousarray(table.T)
+        """[layout, from where]."""
+        self._columns = np.empty((len(self._coming),) * 2)
+        self._known = np.zeros(len(self._coming), bool)
+
+    def __call__(self, some: Codes, others: Codes) -> Array:
+        """[i, j]: how much more it can cost to come to the j-th of the others than to the i-th of some."""
+        for b in np.unique(others[~self._known[others]]):
+            np.max(self._coming[b] - self._coming, axis=1, out=self._columns[b])
+        self._known[others] = True
+        found: Array = self._columns[others[None, :], some[:, None]]
+        return found
+
+
 def held_share(rank: int, degrees: tuple[int, ...]) -> Array:
     """For every layout the part of a tensor that one device holds."""
     digits = all_digits(rank, len(degrees))

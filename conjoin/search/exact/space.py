@@ -12,9 +12,9 @@ import numpy as np
 from conjoin.machine import Mesh
 from conjoin.ops import TensorType
 from conjoin.search.exact.choices import Choices, OperatorSeconds, Task, group_axes, make_choices
-from conjoin.search.exact.dominance import Change, undominated
+from conjoin.search.exact.dominance import Change, looked_up, undominated
 from conjoin.search.exact.kinds import Kind, Source
-from conjoin.search.exact.reshard_seconds import Array, ReshardSeconds, excess, held_share
+from conjoin.search.exact.reshard_seconds import Array, Excess, ReshardSeconds, excess, held_share
 from conjoin.search.exact.sharing import Rows, best_sources, shared_excess, sources_as_used
 from conjoin.search.exact.storage import Carried, Storages, goes_in_bundle, latency_share, make_storages
 from conjoin.search.exact.tables import Tables
@@ -59,7 +59,7 @@ class Space:
     _storages: dict[tuple[TensorType, bool, Objective, int | None], Storages] = field(default_factory=dict)
     _readings: dict[tuple[TensorType, bool, bool, Objective, int | None], Array] = field(default_factory=dict)
     _stored: dict[tuple[TensorType, bool, bool, Objective, bool], Array] = field(default_factory=dict)
-    _excess: dict[tuple[int, int, bool, bool], Array] = field(default_factory=dict)
+    _excess: dict[tuple[int, int, bool, bool], Excess] = field(default_factory=dict)
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -77,12 +77,12 @@ class Space:
         """Seconds of the reshards of an activation."""
         return self.reshards.table(len(type.shape), type.bytes, with_gradient)
 
-    def excess(self, type: TensorType, with_gradient: bool, is_read: bool) -> Array:
+    def excess(self, type: TensorType, with_gradient: bool, is_read: bool) -> Excess:
         """How much more it can cost to read, or to have made, an activation in one layout than in another."""
         key = len(type.shape), type.bytes, with_gradient, is_read
         if key not in self._excess:
             table = self.between(type, with_gradient)
-            self._excess[key] = excess(table if is_read else table.T)
+            self._excess[key] = Excess(table if is_read else table.T)
         return self._excess[key]
 
     def reading(
@@ -159,7 +159,7 @@ class Space:
                 found.append((choices.operands[i], self.excess(type, back, True)))
             elif source is not Source.GIVEN:
                 more = self._stored_excess(type, source is Source.TRAINED, back, objective, kind.shared[i])
-                found.append((choices.operands[i], more))
+                found.append((choices.operands[i], looked_up(more)))
         for i, type in enumerate(kind.task.types):
             found.append((choices.outputs[i], self.excess(type, kind.passed[i], False)))
         return found
