@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import date
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -26,6 +27,8 @@ from torch.nn import functional
 from conjoin.ops import BATCH_MOMENTS, LINEAR_RELU, MEAN_AND_VARIANCE, NORMALIZE_CHANNELS, find_operator
 
 EPS = 1e-5
+AT_ONCE = 5
+"""Calls between two looks at the clock: on a GPU they are launched while others run, as in training."""
 LAYERS = ((256, 8192, 8192), (4096, 1024, 4096), (16384, 512, 512))
 """Rows, inputs and outputs."""
 IMAGES = ((64, 64, 112, 112), (64, 256, 56, 56), (64, 512, 28, 28), (64, 2048, 7, 7))
@@ -33,17 +36,18 @@ IMAGES = ((64, 64, 112, 112), (64, 256, 56, 56), (64, 512, 28, 28), (64, 2048, 7
 Run = Callable[[], Tensor]
 
 
-def layers(shape: Sequence[int], device: str) -> tuple[list[Tensor], Run, Run]:
+def layers(shape: Sequence[int], device: str, dtype: torch.dtype) -> tuple[list[Tensor], Run, Run]:
     """Operands, our own and the stock operators."""
     rows, inputs, outputs = shape
-    x, w, b = (made(device, *sizes) for sizes in ((rows, inputs), (outputs, inputs), (outputs,)))
+    x, w, b = (made(device, dtype, *sizes) for sizes in ((rows, inputs), (outputs, inputs), (outputs,)))
     own = find_operator(LINEAR_RELU)
     return [x, w, b], lambda: own(x, w, b), lambda: functional.linear(x, w, b).relu()
 
 
-def norms(shape: Sequence[int], device: str) -> tuple[list[Tensor], Run, Run]:
+def norms(shape: Sequence[int], device: str, dtype: torch.dtype) -> tuple[list[Tensor], Run, Run]:
     """The same for batch norm."""
-    x, w, b = (made(device, *sizes) for sizes in (shape, shape[1:2], shape[1:2]))
+    x = made(device, dtype, *shape)
+    w, b = (made(device, torch.float32, shape[1]) for _ in range(2))
     moments, known, normalize = map(find_operator, (BATCH_MOMENTS, MEAN_AND_VARIANCE, NORMALIZE_CHANNELS))
     mean, var = torch.zeros(shape[1], device=device), torch.ones(shape[1], device=device)
     return (
@@ -53,8 +57,8 @@ def norms(shape: Sequence[int], device: str) -> tuple[list[Tensor], Run, Run]:
     )
 
 
-def made(device: str, *sizes: int) -> Tensor:
-    return torch.randn(*sizes, device=device).requires_grad_()
+def made(device: str, dtype: torch.dtype, *sizes: int) -> Tensor:
+    return torch.randn(*sizes, device=device, dtype=dtype).requires_grad_()
 
 
 def compare(operands: Sequence[Tensor], own: Run, stock: Run, rounds: int) -> tuple[float, float]:
@@ -64,8 +68,9 @@ def compare(operands: Sequence[Tensor], own: Run, stock: Run, rounds: int) -> tu
     for _ in range(rounds + 3):
         for run, seconds in spent.items():
             begin = now(gradient)
-            torch.autograd.grad(run(), operands, gradient)
-            seconds.append(now(gradient) - begin)
+            for _ in range(AT_ONCE):
+                torch.autograd.grad(run(), operands, gradient)
+            seconds.append((now(gradient) - begin) / AT_ONCE)
     return statistics.median(spent[own][3:]), statistics.median(spent[stock][3:])
 
 
@@ -84,11 +89,14 @@ def main() -> int:
     if chosen.device == "cpu":
         torch.set_num_threads(1)
     rows = []
-    for name, shapes, make in (("linear_relu", LAYERS, layers), ("batch norm", IMAGES, norms)):
+    kinds = (("linear_relu", LAYERS, layers), ("batch norm", IMAGES, norms))
+    for dtype, (name, shapes, make) in product((torch.float32, torch.bfloat16), kinds):
         for shape in shapes:
-            own, stock = compare(*make(shape, chosen.device), chosen.rounds)
-            rows.append({"operator": name, "shape": shape, "own": own, "stock": stock, "ratio": round(own / stock, 3)})
-            print(f"{name:<12} {shape!s:<22} own {own * 1e3:9.3f} ms  stock {stock * 1e3:9.3f} ms  {own / stock:.3f}")
+            own, stock = compare(*make(shape, chosen.device, dtype), chosen.rounds)
+            what, ratio = {"operator": name, "dtype": str(dtype).removeprefix("torch."), "shape": shape}, own / stock
+            rows.append({**what, "own": own, "stock": stock, "ratio": round(ratio, 3)})
+            told = " ".join(str(word) for word in what.values())
+            print(f"{told:<48} own {own * 1e3:9.3f} ms  stock {stock * 1e3:9.3f} ms  {ratio:.3f}")
     if chosen.output:
         about = {
             "command": " ".join(("python -m benchmarks.own_operators", *sys.argv[1:])),
