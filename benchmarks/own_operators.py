@@ -4,7 +4,8 @@
 
 `linear_relu` against a linear layer and a ReLU; batch norm by moments, as a plan runs it where the batch is split (here
 on the whole batch, so that nothing is sent), against stock batch norm. Both take turns, so that whatever else runs on
-the machine slows both; the figure is the ratio of the medians.
+the machine slows both; the figure is the ratio of the medians. On a GPU also the time in which kernels run is told:
+where a host is slow to launch them, it is much less.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 
 from conjoin.ops import BATCH_MOMENTS, LINEAR_RELU, MEAN_AND_VARIANCE, NORMALIZE_CHANNELS, find_operator
 
@@ -74,6 +76,16 @@ def compare(operands: Sequence[Tensor], own: Run, stock: Run, rounds: int) -> tu
     return statistics.median(spent[own][3:]), statistics.median(spent[stock][3:])
 
 
+def busy(operands: Sequence[Tensor], run: Run, rounds: int) -> float:
+    """Seconds in which kernels of one call and its backward run on a GPU, without waiting for launches."""
+    gradient = torch.randn_like(run())
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(rounds):
+            torch.autograd.grad(run(), operands, gradient)
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in seen.key_averages()) / rounds / 1e6
+
+
 def now(tensor: Tensor) -> float:
     if tensor.is_cuda:
         torch.cuda.synchronize()
@@ -92,11 +104,18 @@ def main() -> int:
     kinds = (("linear_relu", LAYERS, layers), ("batch norm", IMAGES, norms))
     for dtype, (name, shapes, make) in product((torch.float32, torch.bfloat16), kinds):
         for shape in shapes:
-            own, stock = compare(*make(shape, chosen.device, dtype), chosen.rounds)
+            operands, by_own, by_stock = make(shape, chosen.device, dtype)
+            own, stock = compare(operands, by_own, by_stock, chosen.rounds)
             what, ratio = {"operator": name, "dtype": str(dtype).removeprefix("torch."), "shape": shape}, own / stock
-            rows.append({**what, "own": own, "stock": stock, "ratio": round(ratio, 3)})
+            row = {**what, "own": own, "stock": stock, "ratio": round(ratio, 3)}
             told = " ".join(str(word) for word in what.values())
-            print(f"{told:<48} own {own * 1e3:9.3f} ms  stock {stock * 1e3:9.3f} ms  {ratio:.3f}")
+            print(f"{told:<48} own {own * 1e3:9.3f} ms  stock {stock * 1e3:9.3f} ms  {ratio:.3f}", end="")
+            if chosen.device == "cuda":
+                kernels = [busy(operands, run, chosen.rounds) for run in (by_own, by_stock)]
+                row |= {"own_kernels": kernels[0], "stock_kernels": kernels[1]}
+                print(f"  kernels alone {kernels[0] * 1e3:9.3f} and {kernels[1] * 1e3:9.3f} ms", end="")
+            rows.append(row)
+            print()
     if chosen.output:
         about = {
             "command": " ".join(("python -m benchmarks.own_operators", *sys.argv[1:])),

@@ -19,6 +19,8 @@ from conjoin.cost.work import FUSED, LAUNCHES, parts_of, work_of
 from conjoin.machine import DeviceType
 from conjoin.ops import Call, Kind, space_of, spec_for
 
+_IN_PYTHON = 2
+"""Launches of a gradient that the host could make in the time in which it calls one that is written in Python."""
 _GRADIENT = 0.25
 """How far apart, in doublings, calls of one size are for each operand that gets a gradient in one of them only."""
 
@@ -78,7 +80,7 @@ class DeviceCosts:
             product.forward if fused else product.forward + function.forward,
             product.backward + function.backward,
             product.host_forward if fused else product.host_forward + function.host_forward,
-            product.host_backward + function.host_backward,
+            product.host_backward + function.host_backward + (_IN_PYTHON * self._host[1] if needs else 0.0),
         )
 
     def keys_of(self, word: str) -> list[str]:

