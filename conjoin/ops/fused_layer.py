@@ -12,6 +12,9 @@ from torch.nn import functional
 
 def linear_relu(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """A linear layer and a ReLU at once: what is not positive is never written."""
+    kind = input.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # which knows the two, not the one
+        return functional.linear(input, weight, bias).relu()
     y: Tensor = _LinearRelu.apply(input, weight, bias)  # type: ignore[no-untyped-call]
     return y
 

@@ -24,3 +24,19 @@ def test_a_fused_layer_is_a_layer_and_a_relu(shape: tuple[int, ...], needs: tupl
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     assert (found[0][0] == 0).any() and (found[0][0] > 0).any()
+
+
+def test_a_fused_layer_follows_autocast() -> None:
+    x, w, b = (torch.randn(*sizes).requires_grad_() for sizes in ((5, 3), (6, 3), (6,)))
+    with torch.autocast("cpu", torch.bfloat16):
+        y, expected = find_operator(LINEAR_RELU)(x, w, b), functional.linear(x, w, b).relu()
+    assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
+    y.float().sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.float32
+
+
+def test_a_fused_layer_has_types_without_values() -> None:
+    x, w, b = (torch.randn(*sizes, device="meta").requires_grad_() for sizes in ((5, 3), (6, 3), (6,)))
+    y = find_operator(LINEAR_RELU)(x, w, b)
+    y.sum().backward()
+    assert y.shape == (5, 6) and x.grad is not None and x.grad.shape == (5, 3)
