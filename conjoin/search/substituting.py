@@ -17,7 +17,7 @@ from conjoin.sim import take_graph_apart
 if TYPE_CHECKING:
     from conjoin.search.joint import JointSearch
 
-REWRITING = 0.3
+REWRITING = 0.4
 """The part of the time left that is spent on substitutions."""
 
 
