@@ -129,26 +129,26 @@ class Backtracking:
     def _changed(self, variant: Variant) -> Iterator[Variant]:
         """What substitutions make of a variant: each wherever it matches, then those that did not pay in parts."""
         index, best = Index(variant.graph), self.best
+        found = self._everywhere(variant, index)
         if self.rank is None:
-            for way in self.ways:
-                changed = rewritten(variant, way, index)
-                if changed is not None:
-                    yield changed
+            yield from (changed for _, changed in found)
             return
-        enough = _SCANNING * self.left()
-        found: list[tuple[float, int, Way, Variant]] = []
+        ranked = sorted((self.rank(changed), i, way, changed) for i, (way, changed) in enumerate(found))
+        yield from (changed for _, _, _, changed in ranked)
+        if self.laid_out is not None and self.best >= best:
+            laid_out = self.laid_out(variant)
+            for _, _, way, _ in ranked:
+                yield from rewritten_alike(variant, way, index, laid_out)
+
+    def _everywhere(self, variant: Variant, index: Index) -> Iterator[tuple[Way, Variant]]:
+        """Each substitution wherever it matches; where all are looked for first, as long as there is time for it."""
+        enough = _SCANNING * self.left() if self.rank is not None else 0.0
         for way in self.ways:
             changed = rewritten(variant, way, index)
             if changed is not None:
-                found.append((self.rank(changed), next(self._numbers), way, changed))
+                yield way, changed
             if self.left() < enough:
-                break
-        for _, _, _, changed in sorted(found, key=lambda item: item[:2]):
-            yield changed
-        if self.laid_out is not None and self.best >= best:
-            laid_out = self.laid_out(variant)
-            for _, _, way, _ in sorted(found, key=lambda item: item[:2]):
-                yield from rewritten_alike(variant, way, index, laid_out)
+                return
 
     def _meet(self, variant: Variant) -> float | None:
         """The sum of a variant that was not met before and is not hopeless."""
