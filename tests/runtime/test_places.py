@@ -28,6 +28,7 @@ from conjoin.ir import (
     check_plan,
     find_faults,
     find_layout_faults,
+    is_parallel,
     parallelize,
     parse_graph,
     place,
@@ -156,7 +157,7 @@ def test_the_bytes_of_branches_are_foretold_for_every_rank() -> None:
         return communicator.bytes_sent
 
     traffic = Traffic(plan)
-    nodes = [node for node in plan.graph.nodes if not node.op.startswith("conjoin::")]
+    nodes = [node for node in plan.graph.nodes if not is_parallel(node)]
     transfers = traffic.at_start(nodes)
     for node in nodes:
         placed = place(node, plan.mesh)
