@@ -12,12 +12,13 @@ help: ## show this list
 
 setup: $(STAMP) ## create .venv with conjoin (editable) and all it needs
 
-# torch goes first, at the version the tests are run with, so that no other package chooses another build of it.
+# torch goes first, at the version the tests are run with, so that no other package chooses another build of it. Where the newest
+# release of a package has no build for this machine (z3 on older ARM systems), an older one with a build is taken, not its source.
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Conjoin needs Python 3.11 or newer: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --prefer-binary --editable '.[dev]'
 	@touch $@
 
 demo: $(STAMP) ## see what conjoin does, in a minute, without a GPU

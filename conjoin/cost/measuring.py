@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median, quantiles
@@ -71,7 +72,7 @@ def measure(
     work = work_of(call, needs)
     try:
         _check_memory(call, work, place)
-        with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), torch.enable_grad():
+        with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []), torch.enable_grad(), _quietly():
             block = _prepare(call, needs, work, place)
             clock = CudaClock(block, place) if place.type == "cuda" else CpuClock(block)
             return _repeat(key, clock, seconds, barrier, slowest)
@@ -80,6 +81,14 @@ def measure(
     finally:
         if place.type == "cuda" and torch.cuda.memory_reserved(place) > _CACHED_BYTES:
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Torch may warn that a slow kernel stands in for one that this processor lacks; its time is what is asked for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _reason(error: BaseException) -> str:

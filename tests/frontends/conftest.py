@@ -34,8 +34,8 @@ class Captured:
         return [node.op for node in self.graph.nodes]
 
 
-def differences(got: nn.Module, want: nn.Module) -> list[str]:
-    """Parameters, gradients and buffers that are not bit for bit the same."""
+def differences(got: nn.Module, want: nn.Module, tolerance: float = 0.0) -> list[str]:
+    """Parameters and buffers that are not bit for bit the same, and gradients that are not within the tolerance."""
     found = []
     for (name, mine), (other, theirs) in zip(got.named_parameters(), want.named_parameters(), strict=True):
         assert name == other
@@ -43,13 +43,19 @@ def differences(got: nn.Module, want: nn.Module) -> list[str]:
             found.append(name)
         if (mine.grad is None) != (theirs.grad is None):
             found.append(f"{name}.grad is None")
-        elif mine.grad is not None and theirs.grad is not None and not torch.equal(mine.grad, theirs.grad):
+        elif mine.grad is not None and theirs.grad is not None and not _near(mine.grad, theirs.grad, tolerance):
             found.append(f"{name}.grad")
     for (name, mine), (other, theirs) in zip(got.named_buffers(), want.named_buffers(), strict=True):
         assert name == other
         if not torch.equal(mine, theirs) or mine.dtype != theirs.dtype or mine.requires_grad != theirs.requires_grad:
             found.append(name)
     return found
+
+
+def _near(mine: Tensor, theirs: Tensor, tolerance: float) -> bool:
+    if tolerance:
+        return bool((mine - theirs).norm() <= tolerance * theirs.norm())
+    return torch.equal(mine, theirs)
 
 
 def same_tree(got: Any, want: Any) -> bool:
@@ -110,6 +116,6 @@ def compare() -> Callable[..., Captured]:
 
 
 @pytest.fixture
-def unequal() -> Callable[[nn.Module, nn.Module], list[str]]:
-    """`unequal(a, b)`: the parameters, gradients and buffers in which two modules differ."""
+def unequal() -> Callable[..., list[str]]:
+    """`unequal(a, b, tolerance=0.0)`: the parameters, gradients and buffers in which two modules differ."""
     return differences

@@ -126,6 +126,10 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[], Batch]]] = {
     "whisper": ("WhisperForConditionalGeneration", {**WHISPER, "dropout": 0.0}, speech),
 }
 
+TOLERANCES = dict.fromkeys(("qwen2", "mistral", "mixtral"), 1e-6)
+"""These call another kernel where they are exported: keys are repeated for grouped heads and a mask is given, not
+asked for. Whether its gradients are rounded the same depends on the processor."""
+
 
 def build(name: str) -> tuple[nn.Module, Batch]:
     class_name, options, data = MODELS[name]
@@ -158,7 +162,7 @@ def test_training_equals_the_plain_model(name: str, unequal: Callable[..., list[
     mine, theirs = flat(got), flat(want)
     assert list(mine) == list(theirs)
     assert [key for key in theirs if not torch.equal(mine[key], theirs[key])] == []
-    assert unequal(module, plain) == []
+    assert unequal(module, plain, TOLERANCES.get(name, 0.0)) == []
     assert list(module.state_dict()) == list(plain.state_dict())
     assert from_json(to_json(graph)) == graph
 
@@ -171,7 +175,7 @@ def test_evaluation_equals_the_plain_model(name: str, unequal: Callable[..., lis
     module = to_module(capture(model, batch), model)
     got, want = run(module, batch), run(plain, batch)
     assert torch.equal(got.loss, want.loss) and torch.equal(got.logits, want.logits)
-    assert unequal(module, plain) == []
+    assert unequal(module, plain, TOLERANCES.get(name, 0.0)) == []
 
 
 def test_labels_may_be_left_to_a_loss_of_ones_own(unequal: Callable[..., list[str]]) -> None:
