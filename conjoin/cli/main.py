@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
-from conjoin.api import ConjoinError
+from conjoin.api import ConjoinError, __version__
 from conjoin.cli.calibrating import calibrate_command
 from conjoin.cli.inspecting import doctor_command, inspect_command
 from conjoin.cli.machines import machine_app
@@ -22,6 +23,23 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"conjoin {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[  # its callback has done what it asks for
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
+
+
 app.command("inspect")(inspect_command)
 app.command("plan")(plan_command)
 app.command("compare")(compare_command)

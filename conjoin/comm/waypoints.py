@@ -297,7 +297,7 @@ def _realisation(problem: Problem, choice: Choice, num_nestings: int) -> Waypoin
     stays = frozenset(axis for axis, option in choice.items() if option == ("P", "P"))
     most = kept_elements(problem.shape, padded, coarse, problem.mesh) if num_nestings > 1 else 0
     best, num_axes = ((-1, -1), padded, coarse), len(before) + len(after)
-    for have in islice(extensions(problem, padded, before, coarse), num_nestings):
+    for have in dict.fromkeys(islice(extensions(problem, padded, before, coarse), num_nestings)):
         for want in islice(extensions(problem, coarse, after, have), num_nestings):
             placed = len(_axes_of(have)) + len(_axes_of(want))
             kept = kept_elements(problem.shape, have, want, problem.mesh)
@@ -315,22 +315,29 @@ def coarser(splits: Splits, present: Sequence[str]) -> Splits | None:
 
 
 def extensions(problem: Problem, base: Splits, axes: Sequence[str], model: Splits) -> Iterator[Splits]:
-    """Splits with more axes inside, in all dims and orders, beginning as in a model; what finds no room is left out."""
+    """Splits with more axes inside, in all roomy dims and orders, beginning as in a model; the others are left out."""
     present = {axis for split in base for axis in split}
+    room = _room(problem, base)
     dims = {axis: dim for dim, split in enumerate(model) for axis in split}
     order = [axis for axis in dims if axis in axes and axis not in present]
     order += [axis for axis in axes if axis not in dims and axis not in present]
+    roomy = {axis: [dim for dim, size in enumerate(room) if size >= problem.mesh.sizes[axis]] for axis in order}
+    order = [axis for axis in order if roomy[axis]]
     for nested in permutations(order):
-        for places in product(*(sorted(range(len(base)), key=lambda d: d != dims.get(axis)) for axis in nested)):
-            yield _extended(problem, base, nested, places)
+        for places in product(*(sorted(roomy[axis], key=lambda d: d != dims.get(axis)) for axis in nested)):
+            yield _extended(problem.mesh, base, room, zip(nested, places, strict=True))
 
 
-def _extended(problem: Problem, base: Splits, axes: Sequence[str], dims: Sequence[int]) -> Splits:
+def _room(problem: Problem, splits: Splits) -> list[int]:
+    """How many ways a dim can still be split."""
+    return [size // num_devices(split, problem.mesh) for size, split in zip(problem.shape, splits, strict=True)]
+
+
+def _extended(mesh: Mesh, base: Splits, free: Sequence[int], chosen: Iterable[tuple[str, int]]) -> Splits:
     """Splits with more axes inside, each in its dim, or else in the dim with the largest pieces, or else nowhere."""
-    splits = [list(split) for split in base]
-    room = [size // num_devices(split, problem.mesh) for size, split in zip(problem.shape, base, strict=True)]
-    for axis, wanted in zip(axes, dims, strict=True):
-        size = problem.mesh.sizes[axis]
+    splits, room = [list(split) for split in base], list(free)
+    for axis, wanted in chosen:
+        size = mesh.sizes[axis]
         dim = wanted if room[wanted] >= size else max(range(len(room)), key=room.__getitem__)
         if room[dim] >= size:
             splits[dim].append(axis)

@@ -62,6 +62,10 @@ def test_help_lists_the_commands(run: Run) -> None:
     assert "file.py:function" in run("inspect", "--help").out
 
 
+def test_version(run: Run) -> None:
+    assert run("--version") == Ran(0, f"conjoin {conjoin.__version__}\n", "")
+
+
 def test_no_command_shows_help(run: Run) -> None:
     shown = run()
     assert shown.code == 2 and "inspect" in shown.out + shown.err
