@@ -83,7 +83,7 @@ def measure(name: str, batch: int, graph: Graph) -> Row:
     for _, entry in baselines(graph, machine):
         if entry is not None:
             contest.enter(entry)
-    best, found = contest.best, place_branches(contest, float("inf"))
+    best, found = contest.best, place_branches(contest)
     assert best is not None
     return Row(
         name,

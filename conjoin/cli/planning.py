@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Annotated
@@ -24,19 +25,22 @@ from conjoin.search import (
     SearchResult,
     TooSlow,
     Wish,
+    check_wish,
     is_answer,
     make_plan,
     search_names,
 )
 
 _PLAN_HELP = "A plan file."
+_OPTIMIZER_HELP = "sgd, sgd-momentum, adam, adamw; or -fused. [default: adam]"
+_USUAL = Wish()
 
 
 def plan_command(
     model: ModelArgument,
     machine: Annotated[str, typer.Option("--machine", help="local:4, a preset as summit:4, or machine.toml.")],
     strategy: Annotated[str | None, typer.Option("--strategy", help="NAME or NAME:degrees, as megatron:tp=2.")] = None,
-    search: Annotated[str, typer.Option("--search", help="How to look for a plan.")] = "joint",
+    search: Annotated[str | None, typer.Option("--search", help="How to look for a plan.")] = None,
     budget: Annotated[str | None, typer.Option("--budget", help="Time to look for one: 60s, 5m.")] = None,
     cpu_budget: Annotated[str | None, typer.Option("--cpu-budget", help="The same in CPU time.")] = None,
     objective: Annotated[str, typer.Option("--objective", help="time, or cost: time times devices used.")] = "time",
@@ -44,7 +48,7 @@ def plan_command(
     at_most: Annotated[str | None, typer.Option("--at-most", help="What a step may take: 200ms.")] = None,
     fix: Annotated[list[str] | None, typer.Option("--fix", help="A tensor's layout: fc.weight=d0:S(0).")] = None,
     forbid_axis: Annotated[list[str] | None, typer.Option("--forbid-axis", help="Split nothing over it.")] = None,
-    optimizer: Annotated[str, typer.Option("--optimizer", help="sgd, sgd-momentum, adam, adamw; or -fused.")] = "adam",
+    optimizer: Annotated[str | None, typer.Option("--optimizer", help=_OPTIMIZER_HELP)] = None,
     start: Annotated[Path | None, typer.Option("--start", help="A plan to be no worse than.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Search, also where a plan is remembered.")] = False,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
@@ -54,9 +58,9 @@ def plan_command(
     """Find the fastest plan for training a model on a machine, or make that of a named strategy."""
     check_output(output, "plan")
     wish = Wish(
-        search,
+        search or _USUAL.search,
         _wall_budget(budget, cpu_budget),
-        optimizer,
+        optimizer or _USUAL.optimizer,
         None if memory is None else parse_bytes(memory),
         cpu_budget=None if cpu_budget is None else parse_seconds(cpu_budget),
         at_most=None if at_most is None else parse_seconds(at_most),
@@ -64,11 +68,18 @@ def plan_command(
         fixed=parse_fixed(fix or ()),
         forbidden_axes=tuple(dict.fromkeys(forbid_axis or ())),
     )
+    check_wish(wish, search_names())
     chosen = parse_machine(machine, machines_directory())
     before = () if start is None else (load_plan(start),)
+    if strategy is not None:
+        given: dict[str, object] = {
+            "--search": search, "--budget": budget, "--cpu-budget": cpu_budget, "--memory": memory, "--fix": fix,
+            "--at-most": at_most, "--forbid-axis": forbid_axis, "--optimizer": optimizer, "--start": start,
+            "--objective": objective != _USUAL.objective, "--fresh": fresh,
+        }  # fmt: skip
+        _check_alone(strategy, [name for name, value in given.items() if value])
     graph = load_model_graph(model, batch_size=batch, training=None)
     if strategy is not None:
-        _check_alone(strategy, wish)
         made = make_plan(graph, chosen, strategy)
         if output is not None:
             made.save(output)
@@ -87,12 +98,12 @@ def _wall_budget(budget: str | None, cpu_budget: str | None) -> float:
     return DEFAULT_BUDGET if cpu_budget is None else inf
 
 
-def _check_alone(strategy: str, wish: Wish) -> None:
-    """Refuse constraints on a named strategy, which decides all by itself."""
-    if wish.fixed or wish.forbidden_axes or wish.at_most is not None or wish.objective != "time":
+def _check_alone(strategy: str, given: Sequence[str]) -> None:
+    """Refuse what is asked of a search together with a named strategy, which decides all by itself."""
+    if given:
         raise UsageError(
-            f"The strategy {strategy[:40]!r} was asked for together with what a search keeps to. A strategy decides "
-            f"all by itself. Leave out --strategy, or --fix, --forbid-axis, --at-most and --objective."
+            f"The strategy {strategy[:40]!r} was asked for together with what is asked of a search, "
+            f"{', '.join(given)}. A strategy decides all by itself. Leave out --strategy, or these."
         )
 
 
@@ -172,15 +183,17 @@ def compare_command(
     search: Annotated[list[str] | None, typer.Option("--search", help="A search; all where none is.")] = None,
     budget: Annotated[str, typer.Option("--budget", help="Time for each search: 60s, 5m.")] = "60s",
     memory: Annotated[str | None, typer.Option("--memory", help="Memory to use of a device: 40GiB.")] = None,
-    optimizer: Annotated[str, typer.Option("--optimizer", help="sgd, sgd-momentum, adam, adamw; or -fused.")] = "adam",
+    optimizer: Annotated[str, typer.Option("--optimizer", help=_OPTIMIZER_HELP)] = "adam",
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare all named strategies and searches: predicted step, where it goes, memory, seconds of search."""
     wish = Wish("named", parse_seconds(budget), optimizer, None if memory is None else parse_bytes(memory))
+    searches = tuple(search or (name for name in search_names() if name != "named"))
+    for name in searches:
+        check_wish(replace(wish, search=name), search_names())
     chosen = parse_machine(machine, machines_directory())
     graph = load_model_graph(model, batch_size=batch, training=None)
-    searches = tuple(search or (name for name in search_names() if name != "named"))
     with progress_line() as show:
         rows = compare(graph, chosen, wish, searches=searches, progress=show)
     if as_json:

@@ -39,9 +39,9 @@ def parse_bytes(text: str) -> int:
     (42949672960, 1500)
     """
     number, unit = _parse(text)
-    if unit not in _SIZES or number <= 0:
+    if unit not in _SIZES or number * _SIZES[unit] < 1:
         raise UsageError(
-            f"The size {text[:40]!r} was given. A size is a number above 0 with a unit, "
+            f"The size {text[:40]!r} was given. A size is at least one byte, a number with a unit, "
             f"{', '.join(filter(None, _SIZES))}. Write 40GiB."
         )
     return int(number * _SIZES[unit])

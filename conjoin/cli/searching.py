@@ -10,7 +10,7 @@ from typing import Any
 
 from conjoin.environment import costs_path
 from conjoin.report import format_bytes, format_seconds
-from conjoin.search import Progress, Row, SearchResult
+from conjoin.search import Progress, Row, SearchResult, Stopped
 
 _INTERVAL = 0.1
 _WIDTH = 118
@@ -83,7 +83,7 @@ def _devices_line(result: SearchResult) -> str:
 
 def _baseline_text(result: SearchResult) -> str:
     if not result.baseline:
-        return "none: no named strategy keeps to what was asked"
+        return "none: no named strategy fits the model, the machine and what was asked"
     found = f"{format_seconds(result.baseline_seconds_per_step)} by {result.baseline}"
     if result.objective == "cost":
         return f"{found} on {result.baseline_devices or result.num_devices}: {result.ratio:.2f} times as cheap"
@@ -116,5 +116,5 @@ def _cells(row: Row) -> tuple[str, ...]:
         format_seconds(parts.hidden),
         format_bytes(found.memory.peak),
         "yes" if row.fits else "no",
-        f"{row.search_seconds:.1f} s",
+        f"{row.search_seconds:.1f} s{', interrupted' if row.stopped is Stopped.INTERRUPTED else ''}",
     )

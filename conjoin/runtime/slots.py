@@ -54,17 +54,19 @@ def mismatch(leaf: Leaf, why: str) -> UsageError:
 
 
 def find_constant(model: nn.Module, leaf: Leaf) -> Tensor:
-    """A constant's values: those in the graph, else the model's attribute of that name."""
-    if leaf.data is not None:
-        empty = torch.empty(leaf.type.shape, dtype=leaf.type.dtype)
-        if leaf.data:
-            empty = torch.frombuffer(bytearray(leaf.data), dtype=leaf.type.dtype).reshape(leaf.type.shape).clone()
-        return empty
+    """A constant's values: those of the model's attribute of that name, which may have changed since the graph was
+    captured; else those in the graph.
+    """
     owner, _, name = leaf.name.rpartition(".")
     try:
         found = getattr(model.get_submodule(owner), name)
     except AttributeError:
         found = None
-    if not isinstance(found, Tensor) or TensorType(tuple(found.shape), found.dtype) != leaf.type.laid_out(()):
+    held = found if isinstance(found, Tensor) and (leaf.data is None or not found.is_meta) else None
+    if held is not None and TensorType(tuple(held.shape), held.dtype) == leaf.type.laid_out(()):
+        return held
+    if leaf.data is None:
         raise mismatch(leaf, "the graph was captured without its values and the model has no such attribute")
-    return found
+    if not leaf.data:
+        return torch.empty(leaf.type.shape, dtype=leaf.type.dtype)
+    return torch.frombuffer(bytearray(leaf.data), dtype=leaf.type.dtype).reshape(leaf.type.shape).clone()

@@ -21,12 +21,12 @@ from conjoin.search.planning import make_plan, strategy_names
 from conjoin.search.refusing import TooSlow
 from conjoin.search.remembering import Remembered, is_answer
 from conjoin.search.searching import open_contest, search_names
-from conjoin.search.wishing import DEFAULT_BUDGET, OBJECTIVES, SearchResult, Wish
+from conjoin.search.wishing import DEFAULT_BUDGET, OBJECTIVES, SearchResult, Wish, check_wish
 
 __all__ = [
     "DEFAULT_BUDGET", "OBJECTIVES", "Certificate", "Contest", "CountedProblem", "CountedSpace", "Improvement", "Notes",
     "Objective", "OperatorSeconds", "Problem", "Progress", "Remembered", "ReshardSeconds", "Row", "SearchResult",
     "Space", "Stopped", "Table", "Tables", "TooSlow", "Wish", "baseline_names", "baselines", "branch_and_bound",
-    "canonical", "compare_plans", "cuts", "find_plan", "is_answer", "make_plan", "name_axes", "open_contest",
-    "place_branches", "search_names", "strategy_names",
+    "canonical", "check_wish", "compare_plans", "cuts", "find_plan", "is_answer", "make_plan", "name_axes",
+    "open_contest", "place_branches", "search_names", "strategy_names",
 ]  # fmt: skip

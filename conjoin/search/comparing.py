@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -13,10 +14,11 @@ from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine
 from conjoin.search.baselines import baseline_names
 from conjoin.search.constraints import make_constraints
-from conjoin.search.contest import Progress
+from conjoin.search.contest import Progress, Stopped
 from conjoin.search.finding import find_plan
 from conjoin.search.planning import make_plan
-from conjoin.search.wishing import Wish, usable_bytes
+from conjoin.search.searching import search_names
+from conjoin.search.wishing import Wish, check_wish, usable_bytes
 from conjoin.sim import Prediction, predict, take_apart
 
 
@@ -30,6 +32,8 @@ class Row:
     capacity: int = 0
     """Bytes that may be used of a device."""
     reason: str = ""
+    stopped: Stopped | None = None
+    """Why a search ended."""
 
     @property
     def fits(self) -> bool:
@@ -44,6 +48,7 @@ class Row:
         return {
             "name": self.name,
             "search_seconds": self.search_seconds,
+            "stopped": None if self.stopped is None else self.stopped.value,
             "seconds_per_step": found.seconds,
             "forward": parts.forward,
             "backward": parts.backward,
@@ -65,23 +70,38 @@ def compare_plans(
     *,
     progress: Callable[[Progress], None] | None = None,
 ) -> list[Row]:
-    """A row for every named strategy and search on the whole machine, the fastest that fit first."""
+    """A row for every named strategy and search on the whole machine, the fastest that fit first.
+
+    Ctrl-C ends the comparison: what there is of it is returned.
+    """
+    for name in (wish.search, *searches):
+        check_wish(replace(wish, search=name), search_names())
     capacity = usable_bytes(machine, wish)
     constraints = make_constraints(graph, machine.mesh, wish.fixed, wish.forbidden_axes)
-    rows = []
-    for name, make in _ways(graph, machine, costs, wish, searches, progress):
-        started = perf_counter()
-        try:
-            plan = make()
-            took = perf_counter() - started
-            broken = constraints.broken_by(*take_apart(plan)) if constraints else None
-            if broken is not None:
-                rows.append(Row(name, took, reason=f"It does not keep to {broken}."))
-                continue
-            rows.append(Row(name, took, predict(plan, machine, costs, wish.optimizer), capacity))
-        except StrategyError as error:
-            rows.append(Row(name, perf_counter() - started, reason=str(error)))
+    rows: list[Row] = []
+    try:
+        for name, make in _ways(graph, machine, costs, wish, searches, progress):
+            started = perf_counter()
+            try:
+                plan, stopped = make()
+                took = perf_counter() - started
+                broken = constraints.broken_by(*take_apart(plan)) if constraints else None
+                if broken is not None:
+                    rows.append(Row(name, took, reason=f"It does not keep to {broken}."))
+                    continue
+                found = predict(plan, machine, costs, wish.optimizer)
+                rows.append(Row(name, took, found, capacity, stopped=stopped))
+                if stopped is Stopped.INTERRUPTED:
+                    break
+            except StrategyError as error:
+                rows.append(Row(name, perf_counter() - started, reason=str(error)))
+    except KeyboardInterrupt:
+        if not rows:
+            raise
     return sorted(rows, key=lambda r: (r.prediction is None, not r.fits, r.prediction.seconds if r.prediction else 0.0))
+
+
+Made = tuple[Plan, Stopped | None]
 
 
 def _ways(
@@ -91,9 +111,12 @@ def _ways(
     wish: Wish,
     searches: Sequence[str],
     progress: Callable[[Progress], None] | None,
-) -> Iterator[tuple[str, Callable[[], Plan]]]:
+) -> Iterator[tuple[str, Callable[[], Made]]]:
+    def search(asked: Wish) -> Made:
+        found = find_plan(graph, machine, costs, asked, progress=progress)
+        return found.plan, found.stopped
+
     for name in baseline_names(machine.mesh):
-        yield name, lambda name=name: make_plan(graph, machine, name)  # type: ignore[misc]
+        yield name, lambda name=name: (make_plan(graph, machine, name), None)  # type: ignore[misc]
     for name in searches:
-        asked = replace(wish, search=name, objective="time")
-        yield f"search: {name}", lambda a=asked: find_plan(graph, machine, costs, a, progress=progress).plan  # type: ignore[misc]
+        yield f"search: {name}", partial(search, replace(wish, search=name, objective="time"))

@@ -137,7 +137,7 @@ def make_constraints(graph: Graph, mesh: Mesh, fixed: Mapping[str, str], forbidd
     for axis in forbidden:
         if axis not in mesh.sizes:
             raise UsageError(
-                f"Nothing was to be split over the axis {axis[:40]!r}. The mesh is {mesh or 'one device'}. "
+                f"Nothing was to be split over the axis {axis[:40]!r}. The mesh is {str(mesh) or 'one device'}. "
                 f"{nearest(axis, mesh.names)}"
             )
     if mesh.axes and set(mesh.names) <= set(forbidden):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
 from time import perf_counter, process_time
@@ -188,6 +188,8 @@ class Contest:
     """Tables of the exact core, made once for all that ask it."""
     steps: int = 0
     """Plans that were simulated, and sums that were worked out for substitutions."""
+    cut_short: bool = False
+    """Whether a part of the search ended because its share of the time was over: more of it may be found."""
     started: float = field(default_factory=perf_counter)
     cpu_started: float = field(default_factory=process_time)
     _drafts: dict[Classes, Drafts] = field(default_factory=dict)
@@ -319,8 +321,10 @@ class Contest:
 def plan_of(outcome: Outcome, captured: Graph, machine: Machine) -> Plan:
     """The plan that an outcome stands for, checked."""
     entry = outcome.entry
+    predictions = (("seconds_per_step", outcome.seconds), ("peak_bytes", float(outcome.peak_bytes or 0)))
+    mark = Mark(machine.name, machine.fingerprint())
     if entry.plan is not None:
-        return entry.plan
+        return replace(entry.plan, machine=mark, predictions=predictions)
     skeleton, layouts = entry.variant.skeleton, entry.layouts
     leaves = {skeleton.graph.leaves[i]: layout for i, layout in layouts.leaves.items()}
     choices = {op.node: choice for op, choice in zip(skeleton.operators, layouts.choices, strict=True)}
@@ -332,11 +336,11 @@ def plan_of(outcome: Outcome, captured: Graph, machine: Machine) -> Plan:
         graph=graph,
         mesh=machine.mesh,
         model=model_mark(captured),
-        machine=Mark(machine.name, machine.fingerprint()),
+        machine=mark,
         strategy=entry.name,
         memory=(*regathered, *recompute_actions(graph, entry.segments)),
         substitutions=entry.variant.substitutions,
         accumulation=entry.variant.accumulation,
-        predictions=(("seconds_per_step", outcome.seconds), ("peak_bytes", float(outcome.peak_bytes or 0))),
+        predictions=predictions,
     )
     return check_plan(plan)

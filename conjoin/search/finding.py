@@ -9,8 +9,9 @@ from time import perf_counter, process_time
 
 from conjoin.cost import CostModel
 from conjoin.errors import StrategyError, UsageError
-from conjoin.ir import Graph, Plan
+from conjoin.ir import Graph, LeafKind, Plan
 from conjoin.machine import Machine, parts_of
+from conjoin.search.constraints import make_constraints
 from conjoin.search.contest import Progress, Stopped
 from conjoin.search.refusing import TooSlow
 from conjoin.search.searching import SEARCHES, Beginning, go_on, search_on
@@ -39,19 +40,42 @@ def find_plan(
     """
     wish = wish or Wish()
     check_wish(wish, tuple(SEARCHES))
+    _check_batch(graph)
     if isinstance(start, SearchResult):
         left, begin = go_on(wish, start), Beginning((), start.plan, deepcopy(start.notes))
     else:
         left, begin = wish, Beginning(tuple(start))
-    if wish.objective == "cost":
-        found = _Cheapest(graph, machine, costs, left, begin, progress).find()
-    else:
-        found = search_on(graph, machine, costs, left, begin, progress)
+    try:
+        if wish.objective == "cost":
+            found = _Cheapest(graph, machine, costs, left, begin, progress).find()
+        else:
+            found = search_on(graph, machine, costs, left, begin, progress)
+    except TooSlow as error:
+        if isinstance(start, SearchResult):
+            error.result = _added(start, error.result)
+        raise
     return _added(start, found) if isinstance(start, SearchResult) else found
 
 
+def _check_batch(graph: Graph) -> None:
+    """UsageError where there is nothing to compute."""
+    for leaf in graph.leaves:
+        if leaf.kind is LeafKind.INPUT and not leaf.type.num_elements:
+            raise UsageError(
+                f"A plan of {graph.name} was asked for with an input {leaf.name} of shape {list(leaf.type.shape)}. It "
+                f"has 0 elements, so that a step would compute nothing. Give a batch with samples in it."
+            )
+
+
 def _added(before: SearchResult, after: SearchResult) -> SearchResult:
-    """What two searches found, one after the other."""
+    """What two searches found, one after the other; the named strategies may not all have been judged again."""
+    if before.baseline and (not after.baseline or before.baseline_cost < after.baseline_cost):
+        after = replace(
+            after,
+            baseline=before.baseline,
+            baseline_seconds_per_step=before.baseline_seconds_per_step,
+            baseline_devices=before.baseline_devices or (before.num_devices if after.objective == "cost" else 0),
+        )
     later = [replace(i, elapsed=i.elapsed + before.search_seconds) for i in after.history]
     improved = [i for i in later if i.seconds < before.seconds_per_step] if after.objective == "time" else later
     return replace(
@@ -88,7 +112,7 @@ class _Cheapest:
 
     def find(self) -> SearchResult:
         """The cheapest plan; StrategyError of the whole machine where there is none."""
-        parts = [part for part in parts_of(self.machine) if self._has_axes(part)]
+        parts = [part for part in parts_of(self.machine) if self._can_keep(part)]
         self._check_plans(parts)
         named = self._judge_named(parts)
         found, stopped = dict(named), [Stopped.CONVERGED]
@@ -112,18 +136,25 @@ class _Cheapest:
                     f"{self.machine.name} nor a part of it that is considered has these axes. Leave the plan out."
                 )
 
-    def _has_axes(self, part: Machine) -> bool:
-        """Whether a part has the axes that the wish names."""
-        asked = " ".join(self.wish.fixed.values())
-        named = {axis for axis in self.machine.mesh.names if f"{axis}:" in asked} | {*self.wish.forbidden_axes}
-        return part is self.machine or named <= set(part.mesh.names)
+    def _can_keep(self, part: Machine) -> bool:
+        """Whether a part has the axes that the wish names; UsageError where the whole machine has not."""
+        try:
+            make_constraints(self.graph, part.mesh, self.wish.fixed, self.wish.forbidden_axes)
+        except UsageError:
+            if part is self.machine:
+                raise
+            return False
+        return True
 
     def _judge_named(self, parts: Sequence[Machine]) -> dict[Machine, SearchResult]:
-        """The best named strategy on every part; when the time is over, on those that were reached."""
+        """The best named strategy on every part; when the time is over, on those that were reached. First come those
+        for which there is a plan to start from: the result is not to be worse.
+        """
         found: dict[Machine, SearchResult] = {}
-        for part in (*parts[:1], *reversed(parts[1:])):
+        given = {plan.mesh for plan in (*self.begin.plans, self.begin.before) if plan is not None}
+        for part in sorted((*parts[:1], *reversed(parts[1:])), key=lambda part: part.mesh not in given):
             enough = self._left(1).budget <= 0 and len(found) > 1 and any(map(self._is_quick, found.values()))
-            if enough or self.interrupted:
+            if (enough and part.mesh not in given) or self.interrupted:
                 break
             result = self._search(part, replace(self._left(1), search="named"))
             if result is not None:
@@ -131,11 +162,13 @@ class _Cheapest:
         return found
 
     def _hopeful(self, parts: Sequence[Machine], named: dict[Machine, SearchResult]) -> list[Machine]:
+        """Parts to search: where named strategies cost least; where none is quick enough, the quickest."""
         if not named:
             return list(parts[:1])
         quick = [cost_of(result) for result in named.values() if self._is_quick(result)]
-        least = min(quick, default=max(map(cost_of, named.values())))
-        near = [part for part, result in named.items() if cost_of(result) <= _HOPEFUL * least]
+        if not quick:
+            return sorted(named, key=lambda part: named[part].seconds_per_step)[:_MAX_PARTS]
+        near = [part for part, result in named.items() if cost_of(result) <= _HOPEFUL * min(quick)]
         return sorted(near, key=lambda part: cost_of(named[part]))[:_MAX_PARTS]
 
     def _is_quick(self, result: SearchResult) -> bool:

@@ -59,8 +59,8 @@ def _not_a_product(mesh: Mesh, role: str, degree: int, free: Sequence[str]) -> S
     nearest = min(products(sizes), key=lambda size: (abs(size - degree), size))
     left = f"axes of sizes {' × '.join(map(str, sizes))} are left for it" if sizes else "no axis is left for it"
     return StrategyError(
-        f"The degree {role}={degree} was asked for on the mesh {mesh or 'of one device'}. A degree is a product of "
-        f"axes, and {left}. The nearest degree that fits is {role}={nearest}."
+        f"The degree {role}={degree} was asked for on the mesh {str(mesh) or 'of one device'}. A degree is a product "
+        f"of axes, and {left}. The nearest degree that fits is {role}={nearest}."
     )
 
 

@@ -21,7 +21,7 @@ from conjoin.ir import Choice
 from conjoin.machine import Mesh
 from conjoin.ops import At, Layout, make_layout
 from conjoin.search.branches import Fork, find_forks
-from conjoin.search.contest import Contest, Entry, Outcome
+from conjoin.search.contest import Contest, Enough, Entry, Outcome
 from conjoin.search.variants import as_variant
 from conjoin.sim import Classes, Drafts, Layouts, Skeleton, Ticks, measure_memory, task_numbers, to_seconds
 
@@ -71,33 +71,39 @@ def _results(skeleton: Skeleton, layouts: Layouts, leaves: Mapping[int, Layout])
     return (*layouts.results[:num_outputs], *(stored[name] for name, _ in graph.updates))
 
 
-def place_branches(contest: Contest, until: float) -> Outcome | None:
-    """The best that is found from the best entry on until the contest is so old; None where nothing is better.
+def place_branches(contest: Contest, until: float = 0.0) -> Outcome | None:
+    """The best that is found from the best entry on until only so many seconds are left; None where nothing is better.
 
-    It is not entered: what starts from the best entry may know layouts without places only.
+    It is not entered, unless this ends before its end: what starts from the best entry may know layouts without places
+    only.
     """
     best = contest.best
     if best is None or contest.mesh.size == 1 or best.entry.segments or best.entry.variant.steps > 1:
         return None
     start = as_variant(best)
     work = _Placing(contest, start)
-    for kind in work.kinds():
-        for axes in work.axes_for(kind[0]):
-            if contest.elapsed > until:
+    try:
+        for kind, axes in ((forks, axes) for forks in work.kinds() for axes in work.axes_for(forks[0])):
+            if contest.time_left < until:
                 break
             contest.tell(f"branches along {', '.join(axes)}")
             work.attempt(kind, axes)
+    except (Enough, KeyboardInterrupt):
+        if work.current is not start:
+            contest.judge(work.current.entry, work.current.simulation)
+        raise
     return work.current if work.current is not start else None
 
 
 def with_branches_aside(contest: Contest, search: Callable[[], None]) -> None:
     """A search, with branches beside each other tried on the best before it and after it."""
-    before = place_branches(contest, contest.elapsed + _EARLY * contest.time_left)
+    before = place_branches(contest, (1 - _EARLY) * contest.time_left)
     try:
         search()
-        found = place_branches(contest, contest.budget)
+        found = place_branches(contest, 0.0)
         if found is not None:
             contest.judge(found.entry, found.simulation)
+        contest.check("branches are placed")
     finally:  # also where the time is over
         if before is not None:
             contest.judge(before.entry, before.simulation)

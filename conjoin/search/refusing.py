@@ -14,13 +14,21 @@ def check_start(contest: Contest, plan: Plan) -> None:
     machine, mark = contest.machine, model_mark(contest.captured)
     if plan.mesh != machine.mesh:
         raise UsageError(
-            f"A plan for {plan.mesh.size} devices ({plan.mesh or 'no axes'}) was given to start from. The machine "
-            f"{machine.name} has {machine.num_devices} ({machine.mesh or 'no axes'}). Make the plan for this machine."
+            f"A plan for {plan.mesh.size} devices ({str(plan.mesh) or 'no axes'}) was given to start from. The "
+            f"machine {machine.name} has {machine.num_devices} ({str(machine.mesh) or 'no axes'}). Make the plan for "
+            f"this machine."
         )
     if plan.model.fingerprint != mark.fingerprint:
         raise UsageError(
             f"A plan of {plan.model.name} was given to start from. It was made for another model or batch than this "
             f"{mark.name}, their fingerprints differ. Make the plan for this model and batch."
+        )
+    values = {leaf.name: leaf.data for leaf in contest.captured.leaves if leaf.data is not None}
+    other = [leaf.name for leaf in plan.graph.leaves if leaf.data is not None and values.get(leaf.name) != leaf.data]
+    if values and other:
+        raise UsageError(
+            f"A plan of {plan.model.name} was given to start from. It holds other values of the constant {other[0]} "
+            f"than this {mark.name} has, and would compute with them. Make the plan for this model."
         )
 
 
@@ -37,7 +45,8 @@ def nothing_found(contest: Contest, num_plans: int) -> StrategyError:
         )
     return StrategyError(
         f"No plan of {name} for {machine.name} was found; {num_plans} named strategies can be made. Most need "
-        f"a batch that is not smaller than the number of devices. Try another batch size, or fewer devices."
+        f"a batch that is not smaller than the number of devices. Try another batch size, fewer devices, or a longer "
+        f"search."
     )
 
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from dataclasses import asdict, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from conjoin.errors import ConjoinError, PlanError
-from conjoin.ir import Graph, check_plan, fingerprint, plan_from_json, plan_to_json, read_json, write_file
+from conjoin.ir import Graph, check_plan, fingerprint, model_mark, plan_from_json, plan_to_json, read_json, write_file
 from conjoin.machine import Machine
 from conjoin.rules import operators_version
 from conjoin.search.certifying import Certificate
@@ -23,6 +27,7 @@ from conjoin.search.notes import notes_from_json
 from conjoin.search.searching import go_on
 from conjoin.search.wishing import SEARCH_VERSION, SearchResult, Wish
 
+_log = logging.getLogger(__name__)
 _FORMAT = "conjoin.found"
 _VERSION = 2
 _WHOLE = ("peak_bytes", "num_plans", "steps", "baseline_devices")
@@ -44,20 +49,25 @@ class Remembered:
         if not path.is_file():
             return None
         try:
-            return _from_json(read_json(path, "remembered plan", PlanError))
+            found = _from_json(read_json(path, "remembered plan", PlanError))
         except ConjoinError:
             return None
+        same_mesh = found.plan.mesh == machine.mesh or wish.objective == "cost"
+        return found if same_mesh and found.plan.model.fingerprint == model_mark(graph).fingerprint else None
 
     def keep(self, graph: Graph, machine: Machine, wish: Wish, costs: str, result: SearchResult) -> None:
-        """Remember a result in place of what was known before."""
+        """Remember a result in place of what was known before; where that cannot be, the answer is no worse for it."""
         path = self._path(graph, machine, wish, costs)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps(_to_json(result)), "remembered plan", PlanError)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, json.dumps(_to_json(result)), "remembered plan", PlanError)
+        except (OSError, PlanError) as error:
+            _log.warning("what was found is not remembered: %s", error)
 
     def _path(self, graph: Graph, machine: Machine, wish: Wish, costs: str) -> Path:
         asked = asdict(replace(wish, budget=0.0, cpu_budget=None, steps=None, at_most=None))
-        made_by = [_VERSION, SEARCH_VERSION, operators_version()]
-        facts: list[object] = [made_by, fingerprint(graph, constants=False), machine.speed_fingerprint(), costs, asked]
+        made_by = [_VERSION, SEARCH_VERSION, operators_version(), torch.__version__]
+        facts: list[object] = [made_by, fingerprint(graph), machine.speed_fingerprint(), costs, asked]
         if wish.objective == "cost":
             facts.append(wish.at_most)  # by which another part of the machine is the right one
         return self._directory / f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()}.json"
@@ -89,17 +99,30 @@ def _from_json(data: Any) -> SearchResult:
     try:
         if data["format"] != _FORMAT or data["version"] != _VERSION:
             raise ValueError("it is of another kind or release")
-        numbers = {name: int(data[name]) if name in _WHOLE else float(data[name]) for name in _NUMBERS}
-        bound = data["certificate"]
+        numbers = {name: _number(data[name], int if name in _WHOLE else float) for name in _NUMBERS}
         return SearchResult(
             plan=check_plan(plan_from_json(data["plan"])),
             baseline=str(data["baseline"]),
             stopped=Stopped[data["stopped"]],
             history=(),
             objective=str(data["objective"]),
-            certificate=None if bound is None else Certificate(**bound),
+            certificate=_certificate(data["certificate"]),
             notes=notes_from_json(data["notes"]),
             **numbers,  # type: ignore[arg-type]
         )
     except (ValueError, LookupError, TypeError, OverflowError) as error:
         raise PlanError(f"A remembered plan cannot be read: {error}. It was damaged. Search again.") from None
+
+
+def _number(value: Any, kind: type[int] | type[float]) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (isfinite(value) and value >= 0):
+        raise ValueError(f"{value!r} is not a number from 0")
+    return kind(value)
+
+
+def _certificate(data: Any) -> Certificate | None:
+    if data is None:
+        return None
+    numbers = {name: _number(data[name], float) for name in ("hidden", "seconds", "least")}
+    memory = None if data["memory"] is None else int(_number(data["memory"], int))
+    return Certificate(str(data["units"]), **numbers, is_exact=bool(data["is_exact"]), memory=memory)

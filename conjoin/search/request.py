@@ -42,7 +42,7 @@ class Request:
         if sorted(self.order) != sorted(mesh.names):
             raise UsageError(
                 f"The strategy {self.name} was given the axes {', '.join(self.order)[:80]}. The mesh is "
-                f"{mesh or 'one device'}, and each of its axes must be named once. "
+                f"{str(mesh) or 'one device'}, and each of its axes must be named once. "
                 f"Write them from the outermost to the innermost, as @{','.join(mesh.names)}."
             )
         return Mesh(tuple(axis for name in self.order for axis in mesh.axes if axis.name == name))

@@ -102,6 +102,8 @@ class Backtracking:
     laid_out: Callable[[Variant], Mapping[Node, Hashable]] | None = None
     """How the operators of a variant are laid out where its sum is least."""
     best: float = float("inf")
+    is_cut_short: bool = False
+    """Whether something was left out because the time for this was over."""
     _seen: set[str] = field(default_factory=set)
     _queue: list[tuple[float, int, Variant]] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=count)
@@ -124,6 +126,7 @@ class Backtracking:
                     self._patience = PATIENCE if found < best else self._patience - 1
                     yield changed, found
                 if self._patience == 0 or self.left() <= 0:
+                    self.is_cut_short |= self._patience > 0
                     return
 
     def _changed(self, variant: Variant) -> Iterator[Variant]:
@@ -148,6 +151,7 @@ class Backtracking:
             if changed is not None:
                 yield way, changed
             if self.left() < enough:
+                self.is_cut_short = True
                 return
 
     def _meet(self, variant: Variant) -> float | None:

@@ -117,6 +117,8 @@ def search_on(
         if contest.best is None:
             raise
         stopped = Stopped.INTERRUPTED
+    if stopped is Stopped.CONVERGED and contest.cut_short:
+        stopped = Stopped.OUT_OF_TIME if contest.steps_left is None else Stopped.OUT_OF_STEPS
     if contest.best is None and contest.smallest is not None:
         relieve(contest, contest.smallest)
     if contest.best is None:
@@ -130,7 +132,7 @@ def _begin(contest: Contest, begin: Beginning, starts: list[Outcome]) -> None:
     """Judge the user's plans, the named strategies, and the best of an earlier search."""
     for plan in begin.plans:
         check_start(contest, plan)
-        starts.append(contest.enter_plan(plan))
+        starts.append(contest.enter_plan(plan, is_counted=False))
     if begin.before is not None:
         check_start(contest, begin.before)
     try:
@@ -208,7 +210,10 @@ def _result(contest: Contest, best: Outcome, stopped: Stopped) -> SearchResult:
 
 def _certificate(contest: Contest, best: Outcome, stopped: Stopped) -> Certificate | None:
     """What bounds the plan from below; not worked out for somebody who wants an end."""
-    return None if stopped is Stopped.INTERRUPTED else certify(contest, best)
+    try:
+        return None if stopped is Stopped.INTERRUPTED else certify(contest, best)
+    except KeyboardInterrupt:
+        return None
 
 
 def go_on(wish: Wish, before: SearchResult) -> Wish:

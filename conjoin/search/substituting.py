@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from conjoin.ir import Node
-from conjoin.search.contest import Entry, Variant, digest
+from conjoin.search.contest import Contest, Entry, Variant, digest
 from conjoin.search.exact.space import OVERLAPS
 from conjoin.search.exact.units import Units, shown
 from conjoin.search.rewrites import Backtracking
@@ -42,9 +42,16 @@ def substitute(search: JointSearch) -> Variant | None:
                 search.try_out(variant, units, search.objective(overlap, search.price))
     if fresh is not None:
         search.variants = (fresh, *search.variants)
-    if left() > 0:
-        contest.note(trial)
+    _end(contest, trial, work)
     return fresh
+
+
+def _end(contest: Contest, trial: str, work: Backtracking) -> None:
+    """Take down that nothing is left to try, or that there is."""
+    if work.is_cut_short:
+        contest.cut_short = True
+    else:
+        contest.note(trial)
 
 
 class _Sums:
@@ -89,5 +96,4 @@ def substitute_alone(search: JointSearch) -> None:
     work.start(as_variant(best).entry.variant)
     for _ in work.run():
         pass
-    if left() > 0:
-        contest.note(trial)
+    _end(contest, trial, work)

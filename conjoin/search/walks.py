@@ -73,7 +73,7 @@ class _Walk:
         start = as_variant(self.current)
         self.current = replace(start, simulation=self.contest.simulate(start.entry))
         self.best = self._cost(self.current)
-        self.beta = COLDNESS / self.best
+        self.beta = COLDNESS / self.best if self.best else 0.0
 
     def go(self) -> None:
         """Until its time is over, or the second half of the proposals brought nothing better."""
@@ -84,6 +84,7 @@ class _Walk:
             proposed += 1
             if self._step():
                 found_at = proposed
+        self.contest.cut_short |= proposed < max(least, 2 * found_at)
 
     def _step(self) -> bool:
         """Propose, and accept or not; whether that is the best of the walk."""

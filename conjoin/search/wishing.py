@@ -14,7 +14,7 @@ from conjoin.search.notes import Notes
 from conjoin.sim import OPTIMIZER_COPIES
 
 DEFAULT_BUDGET = 60.0
-SEARCH_VERSION = 2
+SEARCH_VERSION = 3
 """Raised when searches find other plans than before: what was found by an earlier one is then not remembered."""
 OBJECTIVES = ("time", "cost")
 
@@ -77,10 +77,17 @@ class SearchResult:
         return self.plan.mesh.size
 
     @property
+    def baseline_cost(self) -> float:
+        """Seconds of the baseline, or for the objective `cost` those of all its devices."""
+        devices = self.baseline_devices or self.num_devices if self.objective == "cost" else 1
+        return devices * self.baseline_seconds_per_step
+
+    @property
     def ratio(self) -> float:
         """How much faster than the baseline, or for the objective `cost` how much cheaper."""
-        shares = (self.baseline_devices or self.num_devices) / self.num_devices if self.objective == "cost" else 1.0
-        return shares * self.baseline_seconds_per_step / self.seconds_per_step
+        if not self.seconds_per_step:
+            return 1.0  # a model in which nothing takes time
+        return self.baseline_cost / (self.seconds_per_step * (self.num_devices if self.objective == "cost" else 1))
 
 
 def check_wish(wish: Wish, searches: Sequence[str]) -> None:
@@ -98,12 +105,23 @@ def check_wish(wish: Wish, searches: Sequence[str]) -> None:
             f"The optimizer {wish.optimizer[:40]!r} was asked for. Known are {', '.join(OPTIMIZER_COPIES)}. "
             f"Name the one that remembers as many tensors for a parameter as yours."
         )
-    limits = {"budget": wish.budget, "cpu_budget": wish.cpu_budget, "steps": wish.steps, "at_most": wish.at_most}
+    limits = {"budget": wish.budget, "cpu_budget": wish.cpu_budget, "steps": wish.steps}
     for name, value in limits.items():
-        if value is not None and not value >= 0:
+        if value is not None and not (isinstance(value, int | float) and value >= 0):
             raise UsageError(
-                f"A {name} of {value} was given. A limit is a number from 0. Give another, or leave it out."
+                f"The limit {name}={value!r} was given. A limit is a number from 0. Give another, or leave it out."
             )
+    for name, value in {"memory": wish.memory, "at_most": wish.at_most}.items():
+        if value is not None and not (isinstance(value, int | float) and value > 0):
+            raise UsageError(
+                f"The limit {name}={value!r} was given. No plan keeps to a limit that is not a number above 0. Give "
+                f"another, or leave it out."
+            )
+    if not isinstance(wish.fixed, Mapping):
+        raise UsageError(
+            f"Layouts of tensors were given as {type(wish.fixed).__name__}. They are a mapping from names to layouts, "
+            f"both as plan files write them. Write {{'fc.weight': 'd0:S(0)'}}."
+        )
 
 
 def usable_bytes(machine: Machine, wish: Wish) -> int:

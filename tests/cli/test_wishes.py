@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from conjoin.ir import load_plan
+from conjoin.search import searching
 from conjoin.search.contest import Contest
 from tests.cli.conftest import Ran
 
@@ -51,7 +53,8 @@ def test_constraints_are_in_the_plan_that_is_saved(run: Run, folder: Path) -> No
     assert "param:0.weight f32[32,16]{d0:S(0)} trainable" in text and "d1:" not in text
     assert "f32[8,16]{d0:S(1)} = linear(" in text and answer["baseline"] == ""
     shown = run(*PLAN, *asked).out
-    assert "baseline     none: no named strategy keeps to what was asked\n" in shown and "cache        HIT" in shown
+    assert "baseline     none: no named strategy fits the model, the machine and what was asked\n" in shown
+    assert "cache        HIT" in shown
 
 
 def test_the_cheapest_plan_says_how_many_devices_it_takes(run: Run, folder: Path) -> None:
@@ -165,3 +168,39 @@ def test_compare_has_all_strategies_and_searches_with_where_the_time_goes(run: R
     assert {f"search: {name}" for name in searches} <= names and {"fsdp", "megatron:tp=4"} <= names
     parts = {"seconds_per_step", "forward", "backward", "update", "exposed", "hidden", "peak_bytes", "search_seconds"}
     assert all(parts <= row.keys() for row in rows if "reason" not in row)
+
+
+def test_a_strategy_takes_nothing_that_is_asked_of_a_search(run: Run, folder: Path) -> None:
+    asked = ("plan", "two.py:two", "--machine", "p3.8xlarge", "--strategy", "fsdp", "-o", "plan.json")
+    searched = ("--memory 1KiB", "--search joint", "--optimizer sgd", "--budget 3s", "--fresh")
+    for extra in map(str.split, searched):
+        assert f"of a search, {extra[0]}. A strategy decides" in run(*asked, *extra).refused()
+    assert not (folder / "plan.json").exists()
+
+
+def test_names_of_searches_are_read_before_any_work(run: Run) -> None:
+    for command in ("plan", "compare"):
+        message = run(command, "no_such_file.py:two", "--machine", "p3.8xlarge", "--search", "nosuch").refused()
+        assert "The search 'nosuch' was asked for" in message
+
+
+def test_a_cache_that_cannot_be_written_costs_no_plan(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CONJOIN_CACHE", str(folder / "two.py"))
+    shown = run("plan", "two.py:two", "--machine", "p3.8xlarge", "--budget", "1s", "-o", "plan.json")
+    assert shown.code == 0 and "not remembered" in caplog.text and (folder / "plan.json").exists()
+
+
+def test_ctrl_c_ends_a_comparison_and_shows_what_there_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(contest: Contest, *_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(searching.SEARCHES, "joint", interrupted)
+    shown = run("compare", "two.py:two", "--machine", "p3.8xlarge", "--search", "joint", "--search", "mcmc")
+    assert shown.code == 0 and re.search(r"search: joint .* s, interrupted", shown.out) and "mcmc" not in shown.out
+
+
+def test_one_device_is_called_so(run: Run) -> None:
+    message = run("plan", "two.py:two", "--machine", "laptop", "--forbid-axis", "d0").refused()
+    assert "The mesh is one device." in message

@@ -476,3 +476,20 @@ def test_a_deep_graph_is_copied_and_saved() -> None:
     module = to_module(capture(model, x), model)
     assert torch.equal(copy.deepcopy(module)(x), module(x))
     assert torch.equal(pickle.loads(pickle.dumps(module))(x), module(x))
+
+
+def test_a_constant_that_was_changed_in_the_model_is_used() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.full((3,), 2.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+    net, x = Scaled(), torch.ones(3)
+    graph = capture(net, x)
+    net.scale = torch.full((3,), 5.0)
+    assert torch.equal(to_module(graph, net)(x), 5 * x)
+    del net.scale
+    assert torch.equal(to_module(graph, net)(x), 2 * x), "its values at capture"

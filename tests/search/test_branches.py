@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from conjoin.ops import LINEAR_RELU
 from conjoin.runtime.checking import Case, verify_in_process
 from conjoin.search import Wish, find_plan, make_plan
 from conjoin.search.branches import find_forks
-from conjoin.search.contest import Contest
+from conjoin.search.contest import Contest, Enough
 from conjoin.search.placing_branches import _Placing, place_branches
 from conjoin.search.searching import open_contest
 from conjoin.search.variants import as_variant
@@ -98,7 +99,7 @@ def test_towers_are_placed_beside_each_other_and_train_the_same() -> None:
     """Eight devices wait for launches of kernels that do next to nothing: each place then launches its own tower."""
     graph, model, batch = towers(3, 3, 3, 3)
     contest = contest_of(graph, "data-parallel")
-    found = place_branches(contest, contest.budget)
+    found = place_branches(contest)
     assert contest.best is not None and found is not None
     assert found.seconds < 0.6 * contest.best.seconds
     contest.judge(found.entry, found.simulation)
@@ -115,9 +116,21 @@ def test_a_chain_has_no_branches_to_place() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
     graph = capture(model, (torch.randn(8, 16),), lambda y: y.square().mean())
     contest = contest_of(graph, "data-parallel")
-    assert place_branches(contest, contest.budget) is None
+    assert place_branches(contest) is None
 
 
 def test_a_search_without_time_still_ends_with_a_plan() -> None:
     graph, _, _ = towers(1, 1)
     assert find_plan(graph, MACHINE, CostModel(), Wish(budget=0.0)).seconds_per_step > 0
+
+
+def test_branches_that_were_found_are_kept_when_steps_run_out() -> None:
+    """A search that is stopped in the midst of placing branches has judged what it found of them."""
+    graph, _, _ = towers(3, 3, 3, 3)
+    contest = contest_of(graph, "data-parallel")
+    whole = place_branches(contest_of(graph, "data-parallel"))
+    assert contest.best is not None and whole is not None
+    before, contest.steps_left = contest.best.seconds, 3
+    with pytest.raises(Enough):
+        place_branches(contest)
+    assert contest.best.seconds < before

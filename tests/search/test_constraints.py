@@ -84,7 +84,7 @@ def test_a_layout_over_one_axis_in_the_middle_is_found() -> None:
 def test_a_plan_to_start_from_that_keeps_to_them_is_taken() -> None:
     mine = search(fixed=FIXED, budget=0.0).plan
     asked, machine = Wish(search="named", budget=0.0, fixed=FIXED), parse_machine("p3.8xlarge")
-    assert find_plan(small(), machine, CostModel(), asked, start=[mine]).plan is mine
+    assert find_plan(small(), machine, CostModel(), asked, start=[mine]).plan == mine
     other = make_plan(small(), machine, "fsdp")
     with pytest.raises(StrategyError, match=r"Without 0.weight="):
         find_plan(small(), machine, CostModel(), asked, start=[other])

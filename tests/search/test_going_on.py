@@ -8,16 +8,32 @@ from math import inf
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from conjoin.cost import CostModel
-from conjoin.errors import ConjoinError
+from conjoin.errors import ConjoinError, UsageError
+from conjoin.frontends import capture
+from conjoin.ir import plan_to_json
 from conjoin.machine import parse_machine
-from conjoin.search import Notes, Remembered, SearchResult, Stopped, Wish, find_plan, is_answer
+from conjoin.search import (
+    Notes,
+    Remembered,
+    SearchResult,
+    Stopped,
+    TooSlow,
+    Wish,
+    find_plan,
+    is_answer,
+    make_plan,
+    searching,
+)
 from conjoin.search.contest import Contest, Variant
 from conjoin.search.exact.space import Objective
 from conjoin.search.exact.units import Units
 from conjoin.search.joint import JointSearch
 from conjoin.search.notes import notes_from_json
+from tests.search.models import captured
 from tests.search.small import slow_contest, small
 
 MACHINE = parse_machine("p3.8xlarge")
@@ -184,7 +200,104 @@ def test_what_is_left_is_counted_in_what_is_scarcest() -> None:
     assert contest.left == 0.0 and contest.time_left < 0
 
 
-@pytest.mark.parametrize("wish", [{"budget": -1.0}, {"steps": -1}, {"cpu_budget": float("nan")}, {"at_most": -0.5}])
-def test_limits_that_make_no_sense_are_told(wish: dict[str, float]) -> None:
-    with pytest.raises(ConjoinError, match="A limit is a number from 0"):
+NONSENSE = (
+    {"budget": -1.0}, {"budget": "60"}, {"steps": -1}, {"cpu_budget": float("nan")}, {"at_most": -0.5},
+    {"at_most": 0.0}, {"memory": 0}, {"memory": float("nan")}, {"memory": "40GiB"}, {"fixed": None},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("wish", NONSENSE, ids=str)
+def test_limits_that_make_no_sense_are_told(wish: dict[str, object]) -> None:
+    with pytest.raises(ConjoinError, match=r"(is|not) a number (from|above) 0|They are a mapping"):
         search(**wish)
+
+
+def test_the_baseline_stays_the_best_that_was_ever_judged() -> None:
+    """A search that goes on may have no steps left to judge all named strategies again."""
+    first = search(steps=40)
+    for steps in (40, 41, 45):
+        on = search(first, steps=steps)
+        assert (on.baseline, on.ratio) == (first.baseline, pytest.approx(first.ratio)), steps
+
+
+def test_what_is_too_slow_has_spent_what_both_searches_spent() -> None:
+    found: SearchResult | tuple[()] = ()
+    for _ in range(3):
+        with pytest.raises(TooSlow) as told:
+            search(found, steps=60, at_most=1e-9)
+        found = told.value.result
+        assert found.steps == 60
+
+
+def test_a_part_of_a_search_that_was_cut_short_is_not_the_end() -> None:
+    """Its share of the steps was over, others needed less than theirs: more steps may find more."""
+    single = parse_machine("dgx-h100:1x1")
+    few = find_plan(captured("bert-base"), single, CostModel(), Wish(budget=inf, steps=10))
+    many = find_plan(captured("bert-base"), single, CostModel(), Wish(budget=inf, steps=150))
+    assert few.steps < 10 and few.stopped is Stopped.OUT_OF_STEPS and many.stopped is Stopped.CONVERGED
+
+
+def test_ctrl_c_after_the_search_keeps_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(searching, "certify", interrupted)
+    assert search(steps=40).certificate is None
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(16, 16), torch.full((16,), scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+def test_a_plan_with_other_constants_is_neither_remembered_nor_a_start(tmp_path: Path) -> None:
+    one, five = (capture(Scaled(k), (torch.ones(8, 16),), lambda y: y.square().mean()) for k in (1.0, 5.0))
+    memory, wish = Remembered(tmp_path), Wish(budget=inf, steps=14)
+    found = find_plan(one, MACHINE, CostModel(), wish)
+    memory.keep(one, MACHINE, wish, "", found)
+    assert memory.find(one, MACHINE, wish, "") is not None and memory.find(five, MACHINE, wish, "") is None
+    with pytest.raises(UsageError, match="holds other values of the constant scale"):
+        find_plan(five, MACHINE, CostModel(), wish, start=[found.plan])
+
+
+def test_a_start_that_wins_is_told_as_on_this_machine() -> None:
+    other = find_plan(small(), parse_machine("dgx-h100:1x4"), CostModel(), Wish(budget=inf, steps=40)).plan
+    found = find_plan(small(), MACHINE, CostModel(), Wish(budget=0.0, search="named"), start=[other])
+    assert found.plan.graph == other.graph and found.plan.machine.name == MACHINE.name
+    assert dict(found.plan.predictions)["seconds_per_step"] == found.seconds_per_step
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seconds_per_step": -1.0}, {"seconds_per_step": float("nan")}, {"steps": True}, {"search_seconds": "1"},
+        {"certificate": {"units": "2", "hidden": 0, "seconds": float("inf"), "least": 1, "is_exact": 1, "memory": 0}},
+        {"certificate": [1]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_remembered_file_with_wrong_values_is_as_good_as_none(tmp_path: Path, change: dict[str, object]) -> None:
+    memory, wish = Remembered(tmp_path), Wish(budget=inf, steps=14)
+    memory.keep(small(), MACHINE, wish, "", search(steps=14))
+    (path,) = tmp_path.iterdir()
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    assert memory.find(small(), MACHINE, wish, "") is None
+
+
+def test_a_remembered_plan_of_another_model_is_none(tmp_path: Path) -> None:
+    memory, wish = Remembered(tmp_path), Wish(budget=inf, steps=14)
+    memory.keep(small(), MACHINE, wish, "", search(steps=14))
+    (path,) = tmp_path.iterdir()
+    other = make_plan(captured("mlp"), MACHINE, "data-parallel")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "plan": plan_to_json(other)}))
+    assert memory.find(small(), MACHINE, wish, "") is None
+
+
+def test_what_cannot_be_remembered_is_told_and_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    Remembered(tmp_path / "file" / "plans").keep(small(), MACHINE, Wish(), "", search(steps=14))
+    assert "not remembered" in caplog.text

@@ -179,3 +179,29 @@ def test_memory_that_is_scarce_is_in_the_bound() -> None:
     bound = certify(contest, found)
     assert bound is not None and bound.memory is not None and bound.memory >= contest.capacity
     assert 0 <= bound.gap < 0.5 and "GiB" in str(bound)
+
+
+def test_a_plan_for_a_part_is_judged_however_little_time_there_is() -> None:
+    limit = {"optimizer": "sgd", "at_most": 0.5 * (fastest().seconds_per_step + cheapest().seconds_per_step)}
+    first = search(objective="cost", **limit)
+    assert first.num_devices not in (1, 8), "else another part would have been judged before it"
+    wish = Wish(budget=0.0, objective="cost", **limit)  # type: ignore[arg-type]
+    again = find_plan(large(), parse_machine("dgx-h100"), CostModel(), wish, start=[first.plan])
+    cost = again.seconds_per_step * again.num_devices
+    assert cost <= first.seconds_per_step * first.num_devices
+
+
+def test_where_no_strategy_is_quick_enough_the_quickest_parts_are_searched() -> None:
+    named, found = (search(machine="dgx-h100:4x8", steps=200, search=s) for s in ("named", "joint"))
+    assert found.seconds_per_step < 0.9 * named.seconds_per_step
+    limit = 0.5 * (found.seconds_per_step + named.seconds_per_step)
+    cheap = search(machine="dgx-h100:4x8", steps=1500, objective="cost", at_most=limit)
+    assert cheap.seconds_per_step <= limit
+
+
+def test_parts_that_cannot_keep_to_the_wish_are_left_out() -> None:
+    whole = search(small(), "dgx-h100", steps=60, forbidden_axes=("d0",))
+    cheap = search(small(), "dgx-h100", steps=60, objective="cost", forbidden_axes=("d0",))
+    assert cheap.seconds_per_step * cheap.num_devices <= whole.seconds_per_step * whole.num_devices
+    with pytest.raises(UsageError, match="These are all axes"):
+        search(small(), "dgx-h100", objective="cost", forbidden_axes=("d0", "d1", "d2"))

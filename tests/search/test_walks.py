@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf
 from random import Random
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
-from conjoin.cost import CostModel
-from conjoin.errors import StrategyError
+from conjoin.cost import CostModel, Seconds
+from conjoin.errors import StrategyError, UsageError
+from conjoin.frontends import capture
 from conjoin.machine import Machine, parse_machine
 from conjoin.ops import Partial, Split
 from conjoin.rules import Library
@@ -226,3 +231,42 @@ def test_tasos_search_goes_over_substitutions() -> None:
     found = fastest_on_one(contest, [variant], ways_of(Library.shipped()))
     assert contest.seconds_alone(found) < contest.seconds_alone(variant)
     assert found.substitutions
+
+
+def test_a_model_in_which_nothing_takes_time_is_planned() -> None:
+    graph = capture(nn.Identity(), (torch.ones(8, 4),))
+    for name in ("joint", "mcmc"):
+        found = find_plan(graph, parse_machine("p3.8xlarge"), CostModel(), Wish(name, budget=inf, steps=40))
+        assert found.ratio == 1.0
+
+
+def test_a_batch_without_samples_is_refused() -> None:
+    graph = capture(nn.Linear(4, 4), (torch.ones(0, 4),), lambda y: y.sum())
+    with pytest.raises(UsageError, match=r"shape \[0, 4\]. It has 0 elements"):
+        find_plan(graph, parse_machine("p3.8xlarge"), CostModel(), Wish(budget=0.0))
+
+
+@dataclass
+class OddLinks(SlowDevices):
+    """Links on which each collective over each set of axes is faster or slower than it should be: a detour may pay."""
+
+    seed: int = 0
+    factors: dict[tuple[str, tuple[str, ...]], float] = field(default_factory=dict)
+
+    def collective(self, kind: str, axes: tuple[str, ...], sent: int) -> Seconds:
+        factor = self.factors.setdefault((kind, axes), Random(f"{self.seed} {kind} {axes}").uniform(0.3, 3.0))
+        found = super().collective(kind, axes, sent)
+        return Seconds(factor * found.value, found.source)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_leaving_out_dominated_choices_loses_nothing_whatever_links_cost(seed: int) -> None:
+    contest = slow_contest("bert-base")
+    contest.prices = OddLinks(10 ** Random(seed).uniform(6, 9), 10 ** Random(seed).uniform(-8, -3), seed=seed)
+    tables = JointSearch(contest, ())
+    units = next(iter(tables.cuts()))
+    skeleton, space = make_variant(contest.captured, ()).skeleton, tables.space(units)
+    for overlap in (0.0, 0.6):
+        objective = tables.objective(overlap)
+        pruned, whole = (Problem(skeleton, space, objective, with_dominated=d).solve() for d in (False, True))
+        assert pruned.is_exact and whole.is_exact and pruned.total == pytest.approx(whole.total, rel=1e-12)

@@ -13,6 +13,7 @@ import numpy as np
 
 from conjoin.ir import Choice, LeafKind, choose
 from conjoin.ops import Copies, Layout, Partial, Split, TensorType, make_layout, placement_on
+from conjoin.search.exact.choices import Choices
 from conjoin.search.exact.elimination import Solution, solve
 from conjoin.search.exact.kinds import Kind, is_given, is_shared, is_stored, kept_split, kinds_of
 from conjoin.search.exact.layout_codes import code_on, layout_of
@@ -47,6 +48,7 @@ class Problem:
         self._codes = self._code_fixed()
         self.num_operators = len(skeleton.operators)
         kinds = kinds_of(skeleton)
+        self._kinds, self._is_near = kinds, near is not None
         self.kinds: list[Hashable] = [(kind, with_dominated) for kind in kinds]
         self.choices = [space.pruned(kind, objective, with_dominated) for kind in kinds]
         if near is not None:
@@ -152,7 +154,7 @@ class Problem:
         readers, type, variable = self.skeleton.readers[root], self.skeleton.roots[root].type, self.variable[root]
         maker, output = self._maker(root)
         made = self.choices[maker].outputs[output]
-        codes = np.unique(np.concatenate([made, *(self.choices[p].operands[i] for p, i in readers)]))
+        codes = self._lying(root)
         self.sizes.append(len(codes))
         back = any(i in self.skeleton.operators[p].needs for p, i in readers)
         name = type, codes.tobytes()
@@ -162,6 +164,20 @@ class Problem:
             needs = operand in self.skeleton.operators[place].needs
             values = self.space.between(type, needs)[codes[:, None], self.choices[place].operands[operand][None]]
             self._put((variable, place), ("from hub", *name, needs, self.kinds[place], operand, self.objective), values)
+
+    def _lying(self, root: int) -> Array:
+        """The layouts of a hub: all in which someone could make or read the tensor.
+
+        Those of dominated choices are among them: what dominates a choice costs no more as long as the tensor comes to
+        all others as before. Near given layouts nothing is exact, and few are enough.
+        """
+        maker, output = self._maker(root)
+        read = (self._every(place).operands[operand] for place, operand in self.skeleton.readers[root])
+        return np.unique(np.concatenate([self._every(maker).outputs[output], *read]))
+
+    def _every(self, place: int) -> Choices:
+        """The choices of an operator with those that are dominated, unless they are narrowed anyway."""
+        return self.choices[place] if self._is_near else self.space.choices(self._kinds[place].task)
 
     def _connect(self, root: int) -> None:
         (place, operand), type = self.skeleton.readers[root][0], self.skeleton.roots[root].type
