@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from conjoin.api import UsageError
+from conjoin.machine import place_of, reason_of
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -31,11 +32,9 @@ def check_output(path: Path | None, kind: str) -> None:
 def _obstacle(path: Path) -> str | None:
     """Why no file can be put there: it is written beside and then renamed, so the directory counts, not the file."""
     try:
-        if path.is_dir():
-            return "it is a directory"
-        directory = path.absolute().parent
+        directory = place_of(path).parent
         if not directory.is_dir():
             return f"there is no directory {directory}"
     except (OSError, ValueError) as error:
-        return (error.strerror if isinstance(error, OSError) else None) or str(error)
+        return reason_of(error)
     return None if os.access(directory, os.W_OK | os.X_OK) else f"the directory {directory} may not be written to"

@@ -38,11 +38,18 @@ def test_a_file_that_may_not_be_written_itself_is_replaced(tmp_path: Path) -> No
         ("missing/x.json", "there is no directory"),
         ("file/x.json", "there is no directory"),
         ("x" * 400, "File name too long"),
+        ("/dev/null", "it is not a plain file"),
+        ("pipe", "it is not a plain file"),
+        ("to_pipe", "it is not a plain file"),
+        ("to_nowhere", "there is no directory"),
     ],
 )
 def test_why_a_file_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, reason: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
+    os.mkfifo("pipe")
+    Path("to_pipe").symlink_to("pipe")
+    Path("to_nowhere").symlink_to("missing/x.json")
     with pytest.raises(UsageError, match=reason) as told:
         check_output(Path(path), "plan")
     assert_three_sentences(told.value)
