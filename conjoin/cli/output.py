@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +17,19 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def print_json(data: Any) -> None:
-    """Print plain data."""
-    typer.echo(json.dumps(data, indent=2))
+    """Print plain data; a number that JSON has no word for is null."""
+    typer.echo(json.dumps(_finite(data), indent=2, allow_nan=False))
+
+
+def _finite(data: Any) -> Any:
+    match data:
+        case dict():
+            return {key: _finite(value) for key, value in data.items()}
+        case list() | tuple():
+            return [_finite(value) for value in data]
+        case float():
+            return data if isfinite(data) else None
+    return data
 
 
 def check_output(path: Path | None, kind: str) -> None:

@@ -177,7 +177,7 @@ def test_ctrl_c_in_a_process_of_its_own(start: Callable[..., subprocess.Popen[st
     slow = "import time\n\ndef make():\n    print('started', flush=True)\n    time.sleep(60)\n"
     (folder / "slow.py").write_text(slow)
     process = start("inspect", "slow.py:make", "-o", "graph.json")
-    assert process.stdout is not None and process.stdout.readline() == "started\n"
+    assert process.stderr is not None and process.stderr.readline() == "started\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130 and out == "" and "Traceback" not in err

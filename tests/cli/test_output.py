@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -10,10 +11,16 @@ from typing import Any
 
 import pytest
 
-from conjoin.cli.output import check_output
+from conjoin.cli.output import check_output, print_json
 from conjoin.errors import UsageError
 from tests.cli.conftest import Ran
 from tests.ir.wording import assert_three_sentences
+
+
+def test_json_has_no_word_for_infinity(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"gap": float("inf"), "losses": (1.0, float("nan")), "rows": [{"n": 2}], "name": "inf"})
+    data = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert data == {"gap": None, "losses": [1.0, None], "rows": [{"n": 2}], "name": "inf"}
 
 
 def test_a_file_that_can_be_written_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
