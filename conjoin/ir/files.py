@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,18 @@ def read_json(path: str | Path, kind: str, error_type: type[ConjoinError]) -> An
             f"The {kind} file {target} could not be read: {reason_of(error)}. Nothing was loaded. Check the path."
         ) from None
     try:
-        return json.loads(content)
+        return json.loads(content, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise error_type(
             f"The file {target} is not JSON: {str(error)[:200]}. It was damaged or is another kind of file. "
             f"Check the path."
         ) from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys all differ: of two alike one would be lost without a word."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice[:60]!r} stands twice in one object")
+    return found
