@@ -41,6 +41,26 @@ def check_output(path: Path | None, kind: str) -> None:
         )
 
 
+def check_directory(path: Path | None, kind: str) -> None:
+    """Refuse before any work a directory that could not be made, or not be written to."""
+    reason = None if path is None else _directory_obstacle(path)
+    if reason is not None:
+        raise UsageError(
+            f"The {kind} could not be kept in {path}: {reason}. Nothing was started. Choose another directory."
+        )
+
+
+def _directory_obstacle(path: Path) -> str | None:
+    target = Path(os.path.realpath(path))
+    try:
+        there = next(found for found in (target, *target.parents) if found.exists())
+    except (OSError, ValueError) as error:
+        return reason_of(error)
+    if not there.is_dir():
+        return f"{there} is not a directory"
+    return _write_protection(there)
+
+
 def _obstacle(path: Path) -> str | None:
     """Why no file can be put there: it is written beside and then renamed, so the directory counts, not the file."""
     try:
@@ -49,4 +69,8 @@ def _obstacle(path: Path) -> str | None:
             return f"there is no directory {directory}"
     except (OSError, ValueError) as error:
         return reason_of(error)
+    return _write_protection(directory)
+
+
+def _write_protection(directory: Path) -> str | None:
     return None if os.access(directory, os.W_OK | os.X_OK) else f"the directory {directory} may not be written to"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from conjoin.cli.output import check_output, print_json
+from conjoin.cli.output import check_directory, check_output, print_json
 from conjoin.errors import UsageError
 from tests.cli.conftest import Ran
 from tests.ir.wording import assert_three_sentences
@@ -71,6 +71,20 @@ def test_a_directory_that_may_not_be_written_to(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UsageError, match="may not be written to") as told:
         check_output(tmp_path / "x.json", "trace")
     assert_three_sentences(told.value)
+
+
+@pytest.mark.parametrize("path", ["file", "file/state", "link", "x" * 400])
+def test_a_directory_that_cannot_be_made(run: Callable[..., Ran], folder: Path, path: str) -> None:
+    (folder / "file").touch()
+    (folder / "link").symlink_to("file")
+    message = run("rules", "generate", "-o", "lib.toml", "--state", path).refused()
+    assert f"The state of the enumeration could not be kept in {path}: " in message
+
+
+def test_directories_that_can_be_made(tmp_path: Path) -> None:
+    for path in (None, tmp_path, tmp_path / "a" / "b"):
+        check_directory(path, "state")
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(
