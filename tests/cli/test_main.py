@@ -18,6 +18,7 @@ import typer.main
 
 import conjoin
 from conjoin.cli import app
+from conjoin.search import DEFAULT_BUDGET, search_names
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]
@@ -61,6 +62,11 @@ def test_help_lists_the_commands(run: Run) -> None:
     assert shown.code == 0 and shown.err == ""
     assert re.findall(r"^│ ([a-z]+) ", shown.out, re.MULTILINE) == list(FLAGS)
     assert "file.py:function" in run("inspect", "--help").out
+
+
+def test_help_names_the_searches_and_the_time_they_take(run: Run) -> None:
+    shown = " ".join(run("plan", "--help").out.split())
+    assert all(name in shown for name in search_names()) and f"Without it {DEFAULT_BUDGET:.0f}s" in shown
 
 
 def test_version(run: Run) -> None:
