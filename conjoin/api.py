@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -69,7 +71,7 @@ except PackageNotFoundError:  # run from a source tree that was never installed
 def plan(
     model: nn.Module,
     batch: Batch,
-    machine: Machine | str,
+    machine: Machine | str | PathLike[str],
     *,
     loss: Any = None,
     strategy: str | None = None,
@@ -87,7 +89,7 @@ def plan(
     >>> dict(found.predictions)["seconds_per_step"] > 0
     True
     """
-    chosen = parse_machine(machine, machines_directory()) if isinstance(machine, str) else machine
+    chosen = _machine(machine)
     graph = capture(model, batch, loss)
     if strategy is not None:
         return make_plan(graph, chosen, strategy)
@@ -96,7 +98,7 @@ def plan(
 
 def search_plan(
     graph: Graph,
-    machine: Machine | str,
+    machine: Machine | str | PathLike[str],
     wish: Wish | None = None,
     *,
     start: Sequence[Plan] | SearchResult = (),
@@ -106,24 +108,24 @@ def search_plan(
 
     It is not worse than plans to start from. From an earlier result it goes on where that ended.
     """
-    chosen = parse_machine(machine, machines_directory()) if isinstance(machine, str) else machine
+    chosen = _machine(machine)
     return find_plan(graph, chosen, _known_costs(), wish, start=start, progress=progress)
 
 
 def compare(
     graph: Graph,
-    machine: Machine | str,
+    machine: Machine | str | PathLike[str],
     wish: Wish | None = None,
     *,
     searches: Sequence[str] = ("joint",),
     progress: Callable[[Progress], None] | None = None,
 ) -> list[Row]:
     """All named strategies, and some searches, side by side: predicted step, where it goes, memory, search seconds."""
-    chosen = parse_machine(machine, machines_directory()) if isinstance(machine, str) else machine
+    chosen = _machine(machine)
     return compare_plans(graph, chosen, _known_costs(), wish or Wish(), searches, progress=progress)
 
 
-def simulate_plan(plan: Plan, machine: Machine | str, *, optimizer: str = "adam") -> Prediction:
+def simulate_plan(plan: Plan, machine: Machine | str | PathLike[str], *, optimizer: str = "adam") -> Prediction:
     """Predict a training step of a plan on a machine, which need not be at hand: seconds, where they go, memory.
 
     >>> import torch
@@ -133,8 +135,18 @@ def simulate_plan(plan: Plan, machine: Machine | str, *, optimizer: str = "adam"
     >>> 0 < found.seconds < 1, found.fits
     (True, True)
     """
-    chosen = parse_machine(machine, machines_directory()) if isinstance(machine, str) else machine
+    chosen = _machine(machine)
     return predict(plan, chosen, _known_costs(), optimizer)
+
+
+def _machine(machine: Machine | str | PathLike[str]) -> Machine:
+    """A machine by its name or its file."""
+    match machine:
+        case str():
+            return parse_machine(machine, machines_directory())
+        case PathLike():
+            return Machine.load(Path(machine))
+    return machine
 
 
 def _known_costs() -> CostModel:

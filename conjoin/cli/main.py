@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from typing import Annotated
 
 import typer
 
-from conjoin.api import ConjoinError, __version__
+from conjoin.api import ConjoinError, UsageError, __version__
 from conjoin.cli.calibrating import calibrate_command
 from conjoin.cli.inspecting import doctor_command, inspect_command
 from conjoin.cli.machines import machine_app
@@ -54,18 +56,44 @@ app.add_typer(machine_app, name="machine")
 app.add_typer(rules_app, name="rules")
 
 
+_INTERRUPTED = 130
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What a full or broken disk answers to writing; the standard output may be a file on one."""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; a user's mistake is one message and exit code 2, never a traceback."""
     try:
-        app(args=arguments)
+        code = _run(arguments)
     except ConjoinError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        code = _INTERRUPTED
+    if code == _INTERRUPTED:
         print("stopped", file=sys.stderr)
-        return 130
+    return code
+
+
+def _run(arguments: list[str] | None) -> int:
+    try:
+        try:
+            app(args=arguments)
+        finally:
+            if sys.stdout is not None:  # it is None after >&- in a shell
+                sys.stdout.flush()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, *_NO_ROOM):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python tries again to write the rest when it ends
+        if error.errno == errno.EPIPE:  # nobody reads on, as after `| head`
+            return 1
+        raise UsageError(
+            f"What the command had to say could not be written: {error.strerror}. Its answer, or a file, is not "
+            f"complete. Make room, or write elsewhere."
+        ) from None
     return 0
 
 

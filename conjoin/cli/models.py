@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,8 +34,13 @@ def load_model_graph(model: str, *, batch_size: int | None, training: bool | Non
     is_function = ":" in model and not _is_zoo(model)
     found, batch, loss = (_from_function if is_function else _from_zoo)(model, batch_size)
     _run(f"Setting the mode of {model}", lambda: found.train(training is not False))
-    with _without_torch_logs():
-        return capture(found, batch, loss)
+    return capture_model(found, batch, loss)
+
+
+def capture_model(model: nn.Module, batch: Any, loss: Any) -> Graph:
+    """Capture a model; what its forward prints goes to stderr, since stdout has the answer of the command."""
+    with _without_torch_logs(), redirect_stdout(sys.stderr):
+        return capture(model, batch, loss)
 
 
 def load_workload(model: str, batch_size: int | None) -> tuple[nn.Module, Any, Any]:
@@ -95,7 +100,16 @@ def _from_zoo(model: str, batch_size: int | None, device: str = "meta") -> tuple
             f"A model of your own is named path/to/file.py:function or package.module:function, a saved graph "
             f"file.json."
         )
-    workload = zoo.build(model, batch_size=batch_size, device=device)
+    try:
+        workload = zoo.build(model, batch_size=batch_size, device=device)
+    except (RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
+        if batch_size is None:
+            raise
+        reason = str(error).partition("\n")[0][:200]
+        raise UsageError(
+            f"{model} was asked for with --batch {batch_size}. Such a batch could not be made: {reason}. "
+            f"Give a smaller one."
+        ) from error
     return workload.model, workload.batch, workload.loss
 
 
@@ -139,9 +153,10 @@ def _user_line(error: BaseException) -> str:
 
 
 def _run(what: str, action: Callable[[], Any]) -> Any:
-    """Run the user's own code; whatever it raises is told with its line."""
+    """Run the user's own code; what it prints goes to stderr, and whatever it raises is told with its line."""
     try:
-        return action()
+        with redirect_stdout(sys.stderr):
+            return action()
     except ConjoinError:
         raise
     except (Exception, SystemExit) as error:  # a user's program may raise anything; it is told, never swallowed

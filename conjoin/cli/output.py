@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from conjoin.api import UsageError
+from conjoin.machine import place_of, reason_of
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def print_json(data: Any) -> None:
-    """Print plain data."""
-    typer.echo(json.dumps(data, indent=2))
+    """Print plain data; a number that JSON has no word for is null."""
+    typer.echo(json.dumps(_finite(data), indent=2, allow_nan=False))
+
+
+def _finite(data: Any) -> Any:
+    match data:
+        case dict():
+            return {key: _finite(value) for key, value in data.items()}
+        case list() | tuple():
+            return [_finite(value) for value in data]
+        case float():
+            return data if isfinite(data) else None
+    return data
 
 
 def check_output(path: Path | None, kind: str) -> None:
@@ -28,14 +41,36 @@ def check_output(path: Path | None, kind: str) -> None:
         )
 
 
+def check_directory(path: Path | None, kind: str) -> None:
+    """Refuse before any work a directory that could not be made, or not be written to."""
+    reason = None if path is None else _directory_obstacle(path)
+    if reason is not None:
+        raise UsageError(
+            f"The {kind} could not be kept in {path}: {reason}. Nothing was started. Choose another directory."
+        )
+
+
+def _directory_obstacle(path: Path) -> str | None:
+    target = Path(os.path.realpath(path))
+    try:
+        there = next(found for found in (target, *target.parents) if found.exists())
+    except (OSError, ValueError) as error:
+        return reason_of(error)
+    if not there.is_dir():
+        return f"{there} is not a directory"
+    return _write_protection(there)
+
+
 def _obstacle(path: Path) -> str | None:
     """Why no file can be put there: it is written beside and then renamed, so the directory counts, not the file."""
     try:
-        if path.is_dir():
-            return "it is a directory"
-        directory = path.absolute().parent
+        directory = place_of(path).parent
         if not directory.is_dir():
             return f"there is no directory {directory}"
     except (OSError, ValueError) as error:
-        return (error.strerror if isinstance(error, OSError) else None) or str(error)
+        return reason_of(error)
+    return _write_protection(directory)
+
+
+def _write_protection(directory: Path) -> str | None:
     return None if os.access(directory, os.W_OK | os.X_OK) else f"the directory {directory} may not be written to"

@@ -32,16 +32,18 @@ from conjoin.search import (
 )
 
 _PLAN_HELP = "A plan file."
-_OPTIMIZER_HELP = "sgd, sgd-momentum, adam, adamw; or -fused. [default: adam]"
 _USUAL = Wish()
+_OPTIMIZER_HELP = f"sgd, sgd-momentum, adam, adamw; or -fused. Without it {_USUAL.optimizer}."
+_SEARCH_HELP = f"How to look for a plan: {', '.join(search_names())}. Without it {_USUAL.search}."
+_BUDGET_HELP = f"Time to look for one: 90s, 5m. Without it {DEFAULT_BUDGET:.0f}s, or --cpu-budget alone."
 
 
 def plan_command(
     model: ModelArgument,
     machine: Annotated[str, typer.Option("--machine", help="local:4, a preset as summit:4, or machine.toml.")],
     strategy: Annotated[str | None, typer.Option("--strategy", help="NAME or NAME:degrees, as megatron:tp=2.")] = None,
-    search: Annotated[str | None, typer.Option("--search", help="How to look for a plan.")] = None,
-    budget: Annotated[str | None, typer.Option("--budget", help="Time to look for one: 60s, 5m.")] = None,
+    search: Annotated[str | None, typer.Option("--search", help=_SEARCH_HELP)] = None,
+    budget: Annotated[str | None, typer.Option("--budget", help=_BUDGET_HELP)] = None,
     cpu_budget: Annotated[str | None, typer.Option("--cpu-budget", help="The same in CPU time.")] = None,
     objective: Annotated[str, typer.Option("--objective", help="time, or cost: time times devices used.")] = "time",
     memory: Annotated[str | None, typer.Option("--memory", help="Memory to use of a device: 40GiB.")] = None,

@@ -10,7 +10,7 @@ import typer
 
 from conjoin.api import UsageError
 from conjoin.cli.models import ModelArgument, load_model_graph
-from conjoin.cli.output import JsonOption, check_output, print_json
+from conjoin.cli.output import JsonOption, check_directory, check_output, print_json
 from conjoin.rules import (
     SHIPPED,
     Deriver,
@@ -191,6 +191,7 @@ def generate_command(
 ) -> None:
     """Generate, prove and prune a library from the definitions of the operators alone."""
     check_output(output, "library")
+    check_directory(state, "state of the enumeration")
     start = time.perf_counter()
     made = make_library(directory=state, workers=workers, progress=lambda line: typer.echo(line, err=True))
     for selection in made.selections:

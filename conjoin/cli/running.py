@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -14,9 +13,9 @@ import torch.distributed as dist
 import typer
 from torch import nn
 
-from conjoin.api import UsageError, capture
-from conjoin.cli.models import load_workload
-from conjoin.cli.output import check_output
+from conjoin.api import UsageError
+from conjoin.cli.models import capture_model, load_workload
+from conjoin.cli.output import check_output, print_json
 from conjoin.ir import Plan, flatten_tree, load_plan, unflatten_tree
 from conjoin.report import Event, save_trace
 from conjoin.runtime import (
@@ -99,7 +98,7 @@ def _train(
     """Train, telling the loss of every step; what this rank did in one more step where that is asked."""
     plan = load_plan(plan_path)
     model, batch, loss = _workload(name, batch_size)
-    check_made_for(plan, capture(model, batch, loss))
+    check_made_for(plan, capture_model(model, batch, loss))
     torch.manual_seed(_SEED)
     step = load(plan, model)
     first = step.communicator.rank == 0
@@ -148,7 +147,7 @@ def verify_command(
         result = verdict(answers[0][0], [answer[1] for answer in answers])
     else:
         built, data, loss = _workload(model, batch)
-        result = verify_in_process(Case(found, capture(built, data, loss), built, data), steps)
+        result = verify_in_process(Case(found, capture_model(built, data, loss), built, data), steps)
     if _is_first():
         _show(found, result, as_json)
     if not result.passed:
@@ -158,7 +157,7 @@ def verify_command(
 def _compare(rank: int, plan_path: str, name: str, batch_size: int | None, num_steps: int) -> Any:
     plan = load_plan(plan_path)
     model, batch, loss = _workload(name, batch_size)
-    graph = capture(model, batch, loss)
+    graph = capture_model(model, batch, loss)
     check_made_for(plan, graph)
     case = Case(plan, graph, model, batch).widened()
     communicator, _ = connect(case.plan)
@@ -177,7 +176,7 @@ def _show(plan: Plan, result: Verdict, as_json: bool) -> None:
             "passed": result.passed, "ranks": result.num_ranks, "worst": result.worst, "tolerance": TOLERANCE,
             "losses": result.losses, "plan_losses": result.plan_losses, "differences": shown,
         }  # fmt: skip
-        typer.echo(json.dumps(facts, indent=2))
+        print_json(facts)
         return
     typer.echo(f"{plan}")
     typer.echo("step        one device              plan")

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from shutil import get_terminal_size
 from typing import Any
 
 from conjoin.environment import costs_path
@@ -22,18 +23,19 @@ def progress_line() -> Iterator[Callable[[Progress], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    last = -1.0
+    last, width = -1.0, 0
 
     def show(progress: Progress) -> None:
-        nonlocal last
+        nonlocal last, width
         if progress.elapsed - last >= _INTERVAL:
             last = progress.elapsed
-            print(f"\r{str(progress)[:_WIDTH]:<{_WIDTH}}", end="", file=sys.stderr, flush=True)
+            width = min(_WIDTH, get_terminal_size().columns - 1)  # a longer one goes on in a line that stays
+            print(f"\r{str(progress)[:width]:<{width}}", end="", file=sys.stderr, flush=True)
 
     try:
         yield show
     finally:
-        print(f"\r{'':<{_WIDTH}}\r", end="", file=sys.stderr, flush=True)
+        print(f"\r{'':<{width}}\r", end="", file=sys.stderr, flush=True)
 
 
 def costs_mark() -> str:

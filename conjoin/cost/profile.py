@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
-import uuid
 import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -22,6 +20,7 @@ from typing import Any
 from conjoin.cost.fitting import Fit
 from conjoin.cost.measurement import Absence, Measurement, Outcome
 from conjoin.errors import UsageError
+from conjoin.machine import reason_of, write_aside
 
 FORMAT = "conjoin.profile"
 VERSION = 1
@@ -49,16 +48,12 @@ def save_profile(profile: Profile, path: str | Path) -> None:
     header = {"format": FORMAT, "version": VERSION, **words, "fit": asdict(profile.fit)}
     lines = [json.dumps(header), *(json.dumps(_line(outcome)) for outcome in profile.outcomes)]
     packed = gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0)
-    target = Path(path)
-    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
     try:
-        aside.write_bytes(packed)
-        os.replace(aside, target)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
+        write_aside(Path(path), packed)
+    except (OSError, ValueError) as error:
         raise UsageError(
-            f"The profile of {profile.device} could not be written to {str(path)!r}. The reason is: {error.strerror}. "
-            f"Choose another path."
+            f"The profile of {profile.device} could not be written to {str(path)!r}. "
+            f"The reason is: {reason_of(error)}. Choose another path."
         ) from None
 
 

@@ -8,7 +8,7 @@ from conjoin.ir.json_form import fingerprint, from_json, load_graph, save_graph,
 from conjoin.ir.limits import MAX_CONSTANT_BYTES
 from conjoin.ir.literals import is_literal
 from conjoin.ir.micro_batches import Accumulation, calling_graph, cut_in_micro_batches
-from conjoin.ir.nodes import Leaf, LeafKind, Node, Source, Value, make_leaf, make_node
+from conjoin.ir.nodes import Leaf, LeafKind, Node, Source, Value, in_one_line, make_leaf, make_node
 from conjoin.ir.parallel_verifier import find_layout_faults, node_fault
 from conjoin.ir.parallelize import Choice, choose, parallelize, sequential
 from conjoin.ir.parser import parse_graph
@@ -68,12 +68,12 @@ __all__ = [
     "Region", "RegionMove", "Result", "Rewriting", "Scalar", "Segment", "Source", "Structure", "Substitution", "Value",
     "arguments_text", "calling_graph", "can_expand", "check_plan", "choose", "cut", "cut_along", "cut_in_micro_batches",
     "describe_tree", "drop_unused", "elementary", "exchange_axes", "expand", "find_faults", "find_layout_faults",
-    "fingerprint", "flatten_tree", "from_json", "holds", "is_literal", "is_parallel", "is_random", "layout_fault",
-    "load_graph", "load_plan", "made_region", "make_leaf", "make_node", "model_mark", "node_fault", "node_text",
-    "nothing", "num_elements", "operand_move", "operators_of", "origin", "output_move", "overlap", "parallelize",
-    "parse_graph", "parse_layout", "parse_segments", "parse_type", "place", "plain_call", "plan_fingerprint",
-    "plan_from_json", "plan_to_json", "plan_to_text", "read_json", "recompute_actions", "recomputed_segments",
-    "regathered_parameters", "region_of", "region_shape", "reshard_chain", "rules_for", "save_graph", "segment_text",
-    "sequential", "spec_of", "to_json", "unflatten_tree", "unlike_axes", "value_text", "verify", "wanted_region",
-    "wide_dtype", "widen", "widen_plan", "write_file",
+    "fingerprint", "flatten_tree", "from_json", "holds", "in_one_line", "is_literal", "is_parallel", "is_random",
+    "layout_fault", "load_graph", "load_plan", "made_region", "make_leaf", "make_node", "model_mark", "node_fault",
+    "node_text", "nothing", "num_elements", "operand_move", "operators_of", "origin", "output_move", "overlap",
+    "parallelize", "parse_graph", "parse_layout", "parse_segments", "parse_type", "place", "plain_call",
+    "plan_fingerprint", "plan_from_json", "plan_to_json", "plan_to_text", "read_json", "recompute_actions",
+    "recomputed_segments", "regathered_parameters", "region_of", "region_shape", "reshard_chain", "rules_for",
+    "save_graph", "segment_text", "sequential", "spec_of", "to_json", "unflatten_tree", "unlike_axes", "value_text",
+    "verify", "wanted_region", "wide_dtype", "widen", "widen_plan", "write_file",
 ]  # fmt: skip

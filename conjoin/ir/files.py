@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import json
-import uuid
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from conjoin.errors import ConjoinError
 from conjoin.ir.limits import read_limited
+from conjoin.machine import reason_of, write_aside
 
 
 def write_file(path: str | Path, text: str, kind: str, error_type: type[ConjoinError]) -> None:
     """Write a text file, aside first, so that a half-written one never stands there."""
     target = Path(path)
     try:
-        _write_aside(target, text)
+        write_aside(target, text.encode())
     except (OSError, ValueError) as error:
         raise error_type(
-            f"The {kind} could not be written to {target}: {_reason(error)}. Nothing was changed. Choose another path."
+            f"The {kind} could not be written to {target}: {reason_of(error)}. Nothing was changed. "
+            f"Choose another path."
         ) from None
-
-
-def _write_aside(target: Path, text: str) -> None:
-    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        with aside.open("x", encoding="utf-8") as file:
-            file.write(text)
-        aside.replace(target)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-
-
-def _reason(error: OSError | ValueError) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def read_json(path: str | Path, kind: str, error_type: type[ConjoinError]) -> Any:
@@ -44,12 +31,21 @@ def read_json(path: str | Path, kind: str, error_type: type[ConjoinError]) -> An
         content = read_limited(target)
     except (OSError, ValueError) as error:
         raise error_type(
-            f"The {kind} file {target} could not be read: {_reason(error)}. Nothing was loaded. Check the path."
+            f"The {kind} file {target} could not be read: {reason_of(error)}. Nothing was loaded. Check the path."
         ) from None
     try:
-        return json.loads(content)
+        return json.loads(content, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise error_type(
             f"The file {target} is not JSON: {str(error)[:200]}. It was damaged or is another kind of file. "
             f"Check the path."
         ) from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys all differ: of two alike one would be lost without a word."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {twice[:60]!r} stands twice in one object")
+    return found

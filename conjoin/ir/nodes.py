@@ -126,7 +126,16 @@ class Source:
     module: str = ""
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}" + (f" ({self.module})" if self.module else "")
+        return in_one_line(f"{self.file}:{self.line}" + (f" ({self.module})" if self.module else ""))
+
+
+def in_one_line(text: str) -> str:
+    """A text from a stranger's file as people may be shown it: what a terminal would act on is escaped.
+
+    >>> print(in_one_line("a\\tb"))
+    a\\tb
+    """
+    return text if text.isprintable() else ascii(text)[1:-1]
 
 
 _interned: WeakValueDictionary[Any, Any] = WeakValueDictionary()

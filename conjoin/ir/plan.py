@@ -223,7 +223,7 @@ def _load(data: dict[str, Any]) -> Plan:
         mesh=_mesh(_items(data, "mesh")),
         model=_mark(data["model"], "model"),
         machine=_mark(data["machine"], "machine"),
-        strategy=_text(data["strategy"], "strategy"),
+        strategy=_line(data["strategy"], "strategy"),
         memory=_actions(_items(data, "memory"), graph),
         substitutions=tuple(_substitution(entry) for entry in _items(data, "substitutions")),
         predictions=_figures(data["predictions"]),
@@ -257,10 +257,18 @@ def _text(item: Any, what: str) -> str:
     return item
 
 
+def _line(item: Any, what: str) -> str:
+    """Text that people are shown: a stranger's file must not write to their terminal as it likes."""
+    text = _text(item, what)
+    if not text.isprintable():
+        raise ValueError(f"{what} is not one line of printable characters")
+    return text
+
+
 def _fields(entry: Any, names: tuple[str, ...]) -> list[str]:
     if not isinstance(entry, dict) or entry.keys() != set(names):
         raise ValueError(f"{str(entry)[:60]} does not have exactly {', '.join(names)}")
-    return [_text(entry[name], name) for name in names]
+    return [_line(entry[name], name) for name in names]
 
 
 def _substitution(entry: Any) -> Substitution:
@@ -307,6 +315,7 @@ def _figures(entry: Any) -> tuple[tuple[str, float], ...]:
     if not isinstance(entry, dict) or len(entry) > 1000:
         raise ValueError("predictions are not named figures")
     for name, figure in entry.items():
+        _line(name, "the name of a prediction")
         if isinstance(figure, bool) or not isinstance(figure, int | float):
             raise ValueError(f"the prediction {name[:40]!r} is not a number")
     return tuple((name, float(figure)) for name, figure in entry.items())

@@ -1,6 +1,7 @@
 """The machine: devices on a mesh of prime axes, their speeds and links, from a file, a preset or the running group."""
 
 from conjoin.machine.devices import DeviceType
+from conjoin.machine.files import place_of, reason_of, write_aside
 from conjoin.machine.fitting import (
     COLLECTIVE_KINDS,
     CollectiveFit,
@@ -40,7 +41,10 @@ __all__ = [
     "parse_machine",
     "part_of",
     "parts_of",
+    "place_of",
     "preset_names",
     "prime_factors",
+    "reason_of",
     "reduce_repeats",
+    "write_aside",
 ]

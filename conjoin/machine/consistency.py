@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from math import prod
 
@@ -73,7 +74,7 @@ def check_network(links: Sequence[Link], switches: Sequence[str], kinds: Sequenc
 def check_axes(axes: Sequence[Axis], num_nodes: int, devices_per_node: int) -> None:
     """Refuse axes that are not primes, or whose products are not the numbers of nodes and of devices in a node."""
     for axis in axes:
-        check_label("name of an axis", axis.name)
+        _check_axis_name(axis.name)
         if type(axis.size) is not int or not 2 <= axis.size <= MAX_DEVICES or len(prime_factors(axis.size)) > 1:
             raise UsageError(
                 f"The axis {axis.name} has size {shown(axis.size)}. The axes of a mesh are prime numbers, so that each "
@@ -87,6 +88,17 @@ def check_axes(axes: Sequence[Axis], num_nodes: int, devices_per_node: int) -> N
                 f"The axes {'between nodes' if between else 'inside a node'} make {found:,} {noun}. The machine has "
                 f"{number:,}. Change the sizes, or leave axes out to get them from the numbers."
             )
+
+
+def _check_axis_name(name: str) -> None:
+    """Refuse a name that could not be read back from a plan, where layouts are written as `d0:S(0)`."""
+    check_label("name of an axis", name)
+    if not name.isidentifier():
+        word = re.sub(r"\W", "_", name, flags=re.ASCII)
+        raise UsageError(
+            f"There is an axis named {shown(name)}. Plans write names of axes into layouts, where only letters, digits "
+            f"and _ stand, and no digit first. Write {word if word.isidentifier() else f'axis_{word}'} instead."
+        )
 
 
 def check_fits(fits: Sequence[CollectiveFit], mesh: Mesh) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import tomllib
-import uuid
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -13,6 +11,7 @@ from stat import S_ISREG
 from typing import Any
 
 from conjoin.errors import UsageError
+from conjoin.machine.files import reason_of, write_aside
 from conjoin.machine.limits import shown
 from conjoin.machine.toml_reading import KEYS_OF_VERSION, MachineReader
 from conjoin.machine.toml_writing import FORMAT, VERSION
@@ -108,7 +107,7 @@ def read_file(path: Path) -> str:
         ) from None
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"The machine file could not be read: {_reason(error)}. Nothing was loaded. Check the path."
+            f"The machine file could not be read: {reason_of(error)}. Nothing was loaded. Check the path."
         ) from None
 
 
@@ -134,24 +133,9 @@ def _check_size(num_bytes: int) -> None:
 def write_file(path: Path, text: str) -> None:
     """Write a machine file, aside first and then renamed, so that a half-written file never stands there."""
     try:
-        _write_aside(path, text)
+        write_aside(path, text.encode())
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"The machine could not be written to {str(path)!r}: {_reason(error)}. Nothing was changed. "
+            f"The machine could not be written to {str(path)!r}: {reason_of(error)}. Nothing was changed. "
             f"Choose another path."
         ) from None
-
-
-def _write_aside(target: Path, text: str) -> None:
-    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        with aside.open("x", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-        os.replace(aside, target)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-
-
-def _reason(error: OSError | ValueError) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)

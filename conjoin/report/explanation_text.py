@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 
 from conjoin.comm import BACKWARD, Collective, PerRank
-from conjoin.ir import RECOMPUTE, Source
+from conjoin.ir import RECOMPUTE, Source, in_one_line
 from conjoin.ops import At, Partial, Split, placement_on
 from conjoin.report.explanation import Explanation, Operator, Shipment, layout_text
 from conjoin.report.text import format_bytes
@@ -114,7 +114,7 @@ def source_text(source: Source | None) -> str:
     """Where an operator stands, in few words: the module's path, then file and line."""
     if source is None:
         return ""
-    return f"{source.module} {PurePath(source.file).name}:{source.line}".strip()
+    return in_one_line(f"{source.module} {PurePath(source.file).name}:{source.line}".strip())
 
 
 def _shipment_lines(shipments: Iterable[Shipment]) -> Iterator[str]:

@@ -6,11 +6,14 @@ import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -27,6 +30,9 @@ Program = Callable[..., Any]
 MAX_LOCAL_RANKS = 256
 _GRACE_SECONDS = 15.0
 """How long the other ranks may take to stop by themselves, and to say why, after one has failed."""
+_LOOK_SECONDS = 1.0
+"""How often a rank looks whether its launcher is still there."""
+_TERMINATED = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,8 @@ class Site:
 def launch(num_ranks: int, program: Program, *args: Any, site: Site | None = None) -> list[Any]:
     """Run `program(rank, *args)` on processes of this host that form a process group; what each returned.
 
-    The first rank that fails ends the run: its own message is raised here, and every process is gone.
+    The first rank that fails ends the run: its own message is raised here, and every process is gone. No rank outlives
+    this process, however it ends.
     """
     if not 1 <= num_ranks <= MAX_LOCAL_RANKS:
         raise UsageError(
@@ -52,15 +59,37 @@ def launch(num_ranks: int, program: Program, *args: Any, site: Site | None = Non
             f"not fit one machine. Start them with torchrun on several hosts."
         )
     context = multiprocessing.get_context("spawn" if site is None and torch.cuda.is_available() else "fork")
-    meeting = _Child(context, _hold_store, site)
-    processes = [meeting]
+    processes: list[_Child] = []
+    with _exiting_when_terminated():
+        try:
+            processes.append(_Child(context, _hold_store, site))
+            port = processes[0].answer.recv()
+            for rank in range(num_ranks):
+                processes.append(_Child(context, _run, (rank, num_ranks, port), site, program, args))
+            return _collect(processes[1:], None if site is None else site.timeout_seconds)
+        finally:
+            for process in reversed(processes):
+                process.end()
+
+
+@contextmanager
+def _exiting_when_terminated() -> Iterator[None]:
+    """Let SIGTERM end this process as an exit does, so that its ranks are ended first; a program's own way stays."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    launcher = os.getpid()
+
+    def leave(*_: Any) -> None:
+        if os.getpid() != launcher:
+            os._exit(_TERMINATED)  # a child that was forked a moment ago
+        sys.exit(_TERMINATED)
+
+    signal.signal(signal.SIGTERM, leave)
     try:
-        port = meeting.answer.recv()
-        processes += [_Child(context, _run, (rank, num_ranks, port), site, program, args) for rank in range(num_ranks)]
-        return _collect(processes[1:], None if site is None else site.timeout_seconds)
+        yield
     finally:
-        for process in reversed(processes):
-            process.end()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class _Child:
@@ -68,7 +97,8 @@ class _Child:
 
     def __init__(self, context: BaseContext, target: Program, *args: Any) -> None:
         self.answer, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(target=target, args=(theirs, *args), daemon=True)  # type: ignore[attr-defined]
+        told = (os.getpid(), theirs, *args)
+        self.process = context.Process(target=target, args=told, daemon=True)  # type: ignore[attr-defined]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # forking beside torch's own idle threads
             self.process.start()
@@ -94,33 +124,43 @@ class _Child:
         self.answer.close()
 
 
-def _hold_store(answer: Connection, site: Site | None) -> None:
+def _hold_store(launcher: int, answer: Connection, site: Site | None) -> None:
     """Where the ranks meet, in a process of its own: its threads must not run where others are forked."""
     gc.freeze()
-    parent = os.getppid()
-    address = _enter(site, 0)
+    address = _enter(launcher, site, 0)
     store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     answer.send(store.port)
-    while os.getppid() == parent:  # until it is ended, or the parent is gone
-        time.sleep(1)
+    threading.Event().wait()  # until it is ended
 
 
-def _enter(site: Site | None, rank: int) -> str:
-    """Go where the rank belongs; the address at which the ranks meet."""
-    if site is None:
-        return "127.0.0.1"
-    site.enter(rank)
-    return site.address
+def _enter(launcher: int, site: Site | None, rank: int) -> str:
+    """Go where the rank belongs, and end from now on when the launcher does; the address at which the ranks meet."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if site is not None:
+        site.enter(rank)  # first: a process with threads may not enter a user namespace
+    threading.Thread(target=_end_with, args=(launcher,), name="conjoin-launcher", daemon=True).start()
+    return "127.0.0.1" if site is None else site.address
+
+
+def _end_with(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(_LOOK_SECONDS)
+    os._exit(_TERMINATED)
 
 
 def _run(
-    answer: Connection, place: tuple[int, int, int], site: Site | None, program: Program, args: tuple[Any, ...]
+    launcher: int,
+    answer: Connection,
+    place: tuple[int, int, int],
+    site: Site | None,
+    program: Program,
+    args: tuple[Any, ...],
 ) -> None:
     gc.freeze()  # what the parent has is the parent's to clean up
     rank, num_ranks, port = place
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))  # also: a forked child must not use more at first
     try:
-        address = _enter(site, rank)
+        address = _enter(launcher, site, rank)
         store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
         cuda = site is None and torch.cuda.is_available() and torch.cuda.device_count() >= num_ranks
         dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=num_ranks)

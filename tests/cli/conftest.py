@@ -145,14 +145,13 @@ def run(folder: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
 def start(folder: Path) -> Callable[..., subprocess.Popen[str]]:
     """Start `python -m conjoin` in a process of its own."""
 
-    def start_there(*arguments: str) -> subprocess.Popen[str]:
+    def start_there(*arguments: str, out: int = subprocess.PIPE) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "conjoin", *arguments]
-        pipe = subprocess.PIPE
         # Shells start background jobs with Ctrl-C ignored, and that is inherited: a user's terminal has it on.
         ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            return subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+            return subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=subprocess.PIPE, text=True)
         finally:
             signal.signal(signal.SIGINT, ignored)
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import torch
+from torch import nn
+
 import conjoin
 import conjoin.api
+from conjoin.machine import Machine
 
 
 def test_the_surface_is_frozen() -> None:
@@ -19,3 +25,11 @@ def test_the_surface_is_frozen() -> None:
         "save_checkpoint", "save_graph", "search_plan", "simulate_plan", "strategy_names", "to_module", "verify",
         "verify_plan",
     ]  # fmt: skip
+
+
+def test_a_machine_may_be_a_path(tmp_path: Path) -> None:
+    path = tmp_path / "office"
+    Machine("office", 1, 2, "cpu").save(path)
+    batch = (torch.ones(8, 4), torch.ones(8, 4))
+    made = conjoin.plan(nn.Linear(4, 4), batch, path, loss=nn.functional.mse_loss, strategy="data-parallel")
+    assert made.machine.name == "office" and made.mesh.size == 2

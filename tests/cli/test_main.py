@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import typer.main
 
 import conjoin
 from conjoin.cli import app
+from conjoin.search import DEFAULT_BUDGET, search_names
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]
@@ -60,6 +62,11 @@ def test_help_lists_the_commands(run: Run) -> None:
     assert shown.code == 0 and shown.err == ""
     assert re.findall(r"^│ ([a-z]+) ", shown.out, re.MULTILINE) == list(FLAGS)
     assert "file.py:function" in run("inspect", "--help").out
+
+
+def test_help_names_the_searches_and_the_time_they_take(run: Run) -> None:
+    shown = " ".join(run("plan", "--help").out.split())
+    assert all(name in shown for name in search_names()) and f"Without it {DEFAULT_BUDGET:.0f}s" in shown
 
 
 def test_version(run: Run) -> None:
@@ -170,18 +177,38 @@ def test_ctrl_c(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sys.modules["conjoin.cli.inspecting"], "load_model_graph", interrupt)
     stopped = run("inspect", "lenet:tiny")
-    assert stopped.code == 130 and stopped.out == "" and "Traceback" not in stopped.err
+    assert stopped == Ran(130, "", "stopped\n")
 
 
 def test_ctrl_c_in_a_process_of_its_own(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
     slow = "import time\n\ndef make():\n    print('started', flush=True)\n    time.sleep(60)\n"
     (folder / "slow.py").write_text(slow)
     process = start("inspect", "slow.py:make", "-o", "graph.json")
-    assert process.stdout is not None and process.stdout.readline() == "started\n"
+    assert process.stderr is not None and process.stderr.readline() == "started\n"
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
-    assert process.returncode == 130 and out == "" and "Traceback" not in err
+    assert (process.returncode, out, err) == (130, "", "stopped\n")
     assert not (folder / "graph.json").exists()
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+def test_an_answer_that_cannot_be_written(
+    start: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch, buffered: bool
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "" if buffered else "1")
+    with open("/dev/full", "w") as full:
+        process = start("--version", out=full.fileno())
+        _, err = process.communicate(timeout=60)
+    assert "could not be written: No space left on device." in Ran(process.returncode, "", err).refused()
+
+
+def test_an_answer_that_nobody_reads(start: Callable[..., subprocess.Popen[str]]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = start("--version", out=writing)
+    os.close(writing)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (1, "")
 
 
 def test_a_good_run_in_a_process_of_its_own(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:

@@ -105,6 +105,36 @@ def test_a_file_that_is_no_python(run: Run, folder: Path) -> None:
     assert "Loading binary.py failed with" in refuse(run, folder, "binary.py:make")
 
 
+CHATTY = """\
+import torch
+print("imported")
+
+class Chatty(torch.nn.Linear):
+    def forward(self, x):
+        print("forward")
+        return super().forward(x)
+
+def make():
+    print("built")
+    return Chatty(4, 4), (torch.zeros(2, 4), torch.zeros(2, 4)), torch.nn.functional.mse_loss
+"""
+
+
+def test_what_a_model_prints_is_kept_apart_from_the_answer(run: Run, folder: Path) -> None:
+    (folder / "chatty.py").write_text(CHATTY)
+    made = ("plan", "chatty.py:make", "--machine", "local:2", "--strategy", "fsdp", "-o", "p.json", "--json")
+    for arguments in (made, ("verify", "p.json", "chatty.py:make", "--steps", "1", "--json")):
+        shown = run(*arguments)
+        assert shown.code == 0 and json.loads(shown.out)
+        assert [word in shown.err for word in ("imported", "built", "forward")] == [True] * 3
+
+
+@pytest.mark.parametrize("batch", [2**63 - 1, 2**63, 10**40])
+def test_a_batch_that_no_tensor_can_hold(run: Run, folder: Path, batch: int) -> None:
+    message = refuse(run, folder, "bert-large:tiny", "--batch", str(batch))
+    assert f"bert-large:tiny was asked for with --batch {batch}. Such a batch could not be made: " in message
+
+
 def test_a_batch_size_nobody_asked_for(run: Run, folder: Path) -> None:
     message = refuse(run, folder, "my_models.py:fixed", "--batch", "3")
     assert "--batch 3 was given, but my_models.py:fixed takes no batch_size" in message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -10,10 +11,16 @@ from typing import Any
 
 import pytest
 
-from conjoin.cli.output import check_output
+from conjoin.cli.output import check_directory, check_output, print_json
 from conjoin.errors import UsageError
 from tests.cli.conftest import Ran
 from tests.ir.wording import assert_three_sentences
+
+
+def test_json_has_no_word_for_infinity(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"gap": float("inf"), "losses": (1.0, float("nan")), "rows": [{"n": 2}], "name": "inf"})
+    data = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert data == {"gap": None, "losses": [1.0, None], "rows": [{"n": 2}], "name": "inf"}
 
 
 def test_a_file_that_can_be_written_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,11 +45,18 @@ def test_a_file_that_may_not_be_written_itself_is_replaced(tmp_path: Path) -> No
         ("missing/x.json", "there is no directory"),
         ("file/x.json", "there is no directory"),
         ("x" * 400, "File name too long"),
+        ("/dev/null", "it is not a plain file"),
+        ("pipe", "it is not a plain file"),
+        ("to_pipe", "it is not a plain file"),
+        ("to_nowhere", "there is no directory"),
     ],
 )
 def test_why_a_file_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, reason: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
+    os.mkfifo("pipe")
+    Path("to_pipe").symlink_to("pipe")
+    Path("to_nowhere").symlink_to("missing/x.json")
     with pytest.raises(UsageError, match=reason) as told:
         check_output(Path(path), "plan")
     assert_three_sentences(told.value)
@@ -57,6 +71,20 @@ def test_a_directory_that_may_not_be_written_to(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UsageError, match="may not be written to") as told:
         check_output(tmp_path / "x.json", "trace")
     assert_three_sentences(told.value)
+
+
+@pytest.mark.parametrize("path", ["file", "file/state", "link", "x" * 400])
+def test_a_directory_that_cannot_be_made(run: Callable[..., Ran], folder: Path, path: str) -> None:
+    (folder / "file").touch()
+    (folder / "link").symlink_to("file")
+    message = run("rules", "generate", "-o", "lib.toml", "--state", path).refused()
+    assert f"The state of the enumeration could not be kept in {path}: " in message
+
+
+def test_directories_that_can_be_made(tmp_path: Path) -> None:
+    for path in (None, tmp_path, tmp_path / "a" / "b"):
+        check_directory(path, "state")
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(

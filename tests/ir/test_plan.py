@@ -151,9 +151,13 @@ MALFORMED: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
       for key in ("strategy", "model", "machine", "mesh", "stages", "schedule", "memory", "predictions", "graph",
                   "substitutions")),
     ("strategy", _set("strategy", to=None), "strategy is not text"),
+    *((f"strategy {i}", _set("strategy", to=text), "strategy is not one line of printable characters")
+      for i, text in enumerate(("\ud800", "a\nb", "\x1b[31m"))),
     ("model", _set("model", to="mlp"), "does not have exactly name, fingerprint"),
     ("model's field", _set("model", to={"name": "a", "fingerprint": "b", "c": "d"}), "does not have exactly"),
     ("model's name", _set("model", "name", to=3), "name is not text"),
+    ("model's line", _set("model", "name", to="a\nb"), "name is not one line of printable characters"),
+    ("prediction's line", _set("predictions", to={"\x1b": 1}), "the name of a prediction is not one line"),
     ("long fingerprint", _set("machine", "fingerprint", to="a" * 200), "the fingerprint of the machine is too long"),
     ("mesh", _set("mesh", to={}), "mesh is not a list"),
     ("axis", _set("mesh", 0, to={**AXIS, "links": 2}), "is not an axis of the mesh"),
@@ -257,6 +261,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_any_file(file: Path, content: bytes) -> None:
     file.write_bytes(content)
     check(lambda: load_plan(file))
+
+
+def test_a_key_that_stands_twice(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(plan_to_text(FULL).replace(' "version": 1,', ' "version": 1,\n "strategy": "other",'))
+    assert "the key 'strategy' stands twice in one object" in refused(lambda: load_plan(path))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

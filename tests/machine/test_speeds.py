@@ -91,6 +91,8 @@ BAD: list[tuple[str, str, str, list[str]]] = [
     ("axes product", "device = \"cuda\"", 'device = "cuda"\naxes = [{name = "a", size = 2, between_nodes = true}]',
      ["inside a node make 1 devices", "at axes"]),
     ("axes prime", "device = \"cuda\"", 'device = "cuda"\naxes = [{name = "a", size = 4}]', ["axis a has size 4"]),
+    ("axis name", "device = \"cuda\"", 'device = "cuda"\naxes = [{name = "rack-0", size = 2}]',
+     ["axis named 'rack-0'", "Write rack_0 instead", "at axes"]),
     ("version 1", "version = 2", "version = 1", ["unknown key 'device_type'"]),
     ("network", "device = \"cuda\"", 'device = "cuda"\nlink = [{between = ["0", "2"], gigabytes_per_second = 1, '
      "latency_microseconds = 1}]", ["The network has a link to '2'", "0 to 1", "at link"]),
@@ -178,6 +180,8 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: replace(MACHINE, fits=(replace(FIT, axes=("d0",)),) * 2), "two fits of one collective"),
     (lambda: replace(MACHINE, fits=(replace(FIT, axes=()),)), "over the axes (none)"),
     (lambda: replace(MACHINE, axes=(Axis("a", 2), Axis("a", 2))), "two axes named 'a'"),
+    (lambda: replace(MACHINE, axes=(Axis("d0:S", 2),)), "Write d0_S instead"),
+    (lambda: replace(MACHINE, axes=(Axis("2²", 2),)), "Write axis_2_ instead"),
 ]  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def test_an_endless_file_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("path", "reason"),
-    [("none/a.toml", "No such file or directory"), ("folder", "Is a directory"), ("a\0b", "embedded null byte")],
+    [("none/a.toml", "No such file or directory"), ("folder", "it is a directory"), ("a\0b", "embedded null byte")],
 )
 def test_where_nothing_can_be_written(tmp_path: Path, path: str, reason: str) -> None:
     (tmp_path / "folder").mkdir()

@@ -84,6 +84,15 @@ results
 """
 
 
+def test_a_strangers_names_do_not_write_to_the_terminal() -> None:
+    lines = [
+        'graph "g" train', "param:w f32[2] trainable", "input:x f32[2]", "takes [input:x] in null",
+        '%0: f32[] = sum(param:w)  @ "/tmp/a\\ud800.py":3 "fc\\u001b[31m"', "returns [%0] in null loss 0",
+    ]  # fmt: skip
+    text = explanation_text(explain(plan_of("\n".join(lines))))
+    assert r"fc\x1b[31m a\ud800.py:3" in text and text.replace("\n", "").isprintable()
+
+
 def test_gradients_that_do_not_come_back_cost_nothing() -> None:
     in_eval = plan_of(SUM.replace(" train\n", " eval\n"))
     assert explain(in_eval).bytes_of(0) == 4

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import threading
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -79,3 +82,42 @@ def test_an_interrupt_reaches_the_caller() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         launch(2, interrupt)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_no_rank_outlives_its_launcher(number: signal.Signals, code: int) -> None:
+    """Every process holds an end of one pipe: it says that nobody writes any more when all of them are gone."""
+    context = multiprocessing.get_context("fork")
+    heard, said = context.Pipe(duplex=False)
+
+    def sleep(rank: int) -> None:
+        said.send(rank)
+        time.sleep(60)
+
+    launcher = context.Process(target=launch, args=(2, sleep))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking beside torch's own idle threads
+        launcher.start()
+    said.close()
+    assert {heard.recv(), heard.recv()} == {0, 1}
+    assert launcher.pid is not None
+    os.kill(launcher.pid, number)
+    launcher.join(10)
+    assert launcher.exitcode == code
+    assert heard.poll(10)
+    with pytest.raises(EOFError):
+        heard.recv()
+
+
+def test_the_way_to_end_is_the_programs_own_again() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    during = launch(1, lambda rank: signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+    assert during == [True] and signal.getsignal(signal.SIGTERM) == before
+
+
+def test_ranks_are_launched_from_any_thread() -> None:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(launch(2, _rank_and_sum, 10)))
+    thread.start()
+    thread.join(60)
+    assert found == [(0, 21.0), (1, 21.0)]
