@@ -5,9 +5,11 @@
 
 `collect` needs no device: it captures every model on the meta device and writes the keys of its calls, the weightiest
 first: at the size of the paper, with the batch cut to what one device takes, and each other index split 2, 4 and 8
-ways; in float32, in bfloat16, and the casts between. `measure` takes them in that order until the time is up, keeps
-every measurement in the store at once (`--store`, else that of this account), skips what the store has, and writes
-`conjoin/cost/profiles/<device>.jsonl.gz`.
+ways; in float32, in bfloat16, and the casts between; and so the operators of our own that batch norms and losses are
+expanded into where a batch is split. `measure` takes them in that order until the time is up, keeps every measurement
+in the store at once (`--store`, else that of this account), skips what the store has, and writes
+`conjoin/cost/profiles/<device>.jsonl.gz`. With `--onto` the store first takes what a profile has, measured with the
+same version of torch.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from conjoin.cost import (
     Store,
     copy_key,
     fit_efficiencies,
+    load_profile,
     local_calls,
     measure,
     measure_copy,
@@ -48,7 +51,7 @@ from conjoin.cost import (
 from conjoin.environment import costs_path
 from conjoin.errors import ConjoinError
 from conjoin.frontends import capture
-from conjoin.ir import is_parallel, plain_call
+from conjoin.ir import Graph, can_expand, expand, is_parallel, plain_call
 from conjoin.machine import DeviceType, parse_machine
 from conjoin.ops import Call, TensorType, bind_args, map_tensors, sharding_rules, space_of, spec_for
 
@@ -73,8 +76,14 @@ Asked = tuple[Call, tuple[int, ...]]
 
 
 def calls_of(name: str) -> dict[Asked, int]:
-    """How often a model makes each call in one training step, and which operands then get a gradient."""
+    """How often a model makes each call in one training step, and which operands then get a gradient; with those of the
+    model expanded.
+    """
     graph = capture(*zoo.build(name, device="meta"))
+    return _counted(expand(graph, {node for node in graph.nodes if can_expand(node)})) | _counted(graph)
+
+
+def _counted(graph: Graph) -> dict[Asked, int]:
     gradients = Gradients(graph)
     found: dict[Asked, int] = defaultdict(int)
     for node in graph.nodes:
@@ -213,6 +222,13 @@ def measure_keys(keys: list[str], store: Store, device: DeviceType, place: str, 
     print()
 
 
+def add_profile(store: Store, profile: Profile, device: DeviceType) -> None:
+    """Let the store know what a profile knows, where the device and torch are the same."""
+    if (profile.device, profile.torch) != (device.name, torch.__version__):
+        sys.exit(f"The profile is of {profile.device}, torch {profile.torch}; here is {device.name}, {torch.__version__}.")
+    store.add(device.name, torch.__version__, profile.outcomes)
+
+
 def write_profile(store: Store, device: DeviceType, path: Path) -> None:
     """All that the store knows of the device with this torch, and what follows from it."""
     outcomes = sorted(store.outcomes(device.name, torch.__version__), key=lambda outcome: outcome.key)
@@ -238,6 +254,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--seconds-each", type=float, default=0.03)
     parser.add_argument("--store", type=Path, default=None)
+    parser.add_argument("--onto", type=Path, default=None, help="a profile to add to")
     parser.add_argument("--output", type=Path, default=None)
     given = parser.parse_args()
     device = parse_machine(given.machine).device_type(0)
@@ -248,6 +265,8 @@ def main() -> int:
         print(f"{given.keys}: {len(keys)} keys")
         return 0
     with Store(given.store or costs_path()) as store:
+        if given.onto:
+            add_profile(store, load_profile(given.onto), device)
         measure_transfers(store, device, given.device)
         limits = (60 * given.minutes, given.seconds_each)
         measure_keys(given.keys.read_text().splitlines(), store, device, given.device, limits)
