@@ -225,7 +225,7 @@ def measure_keys(keys: list[str], store: Store, device: DeviceType, place: str, 
 def add_profile(store: Store, profile: Profile, device: DeviceType) -> None:
     """Let the store know what a profile knows, where the device and torch are the same."""
     if (profile.device, profile.torch) != (device.name, torch.__version__):
-        sys.exit(f"The profile is of {profile.device} with {profile.torch}; here is {device.name}, {torch.__version__}.")
+        sys.exit(f"The profile is of {profile.device}, {profile.torch}; here is {device.name}, {torch.__version__}.")
     store.add(device.name, torch.__version__, profile.outcomes)
 
 
