@@ -53,6 +53,8 @@ _TAKEN_UP = 24
 _MEMORY_STEPS = 12
 _RELIEVED = 3
 """How many entries that do not fit are relieved at a time."""
+_FIRST_RELIEF = 0.2
+"""The part of the time for which named strategies that do not fit are relieved, before others are looked for."""
 _FIRST_PRICE = 0.01
 """Of a byte, in steps for a device's memory."""
 
@@ -87,8 +89,8 @@ class JointSearch:
     def run(self) -> None:
         """Go through all levels; Enough when there is no time left."""
         mesh = self.contest.mesh
-        self._heavy += [start for start in self.starts if _peak(start) > self.contest.capacity]
-        self._relieve()
+        self._hold_heavy(self.starts)
+        self._relieve(_FIRST_RELIEF)
         if mesh.size == 1:
             self._accumulate()
             substitute_alone(self)
@@ -114,16 +116,18 @@ class JointSearch:
                 self._take_up(start)
         self._relieve()
 
-    def _relieve(self) -> None:
-        """Have the fastest of what does not fit run some of it again, and what comes nearest to fitting."""
-        best = self.contest.best
+    def _relieve(self, part: float = 1.0) -> None:
+        """Have the fastest of what does not fit run some of it again, and what comes nearest to fitting; for a part of
+        the time left.
+        """
+        best, left = self.contest.best, self.contest.share(part)
         heavy = [outcome for outcome in self._heavy if best is None or outcome.seconds < best.seconds]
         by_seconds, by_peak = sorted(heavy, key=_seconds), sorted(heavy, key=_peak)
         self._heavy = []
         for outcome in {id(o): o for o in (*by_seconds[:_RELIEVED], *by_peak[:1])}.values():
             if self.contest.best is None or outcome.seconds < self.contest.best.seconds:
                 self.contest.check(f"{outcome.entry.name}, some of it run again")
-                relieve(self.contest, outcome)
+                relieve(self.contest, outcome, left)
 
     def _accumulate(self) -> None:
         """Where memory is short, take the step in more and more micro-batches, as long as one of them is any faster."""
@@ -131,13 +135,19 @@ class JointSearch:
         if best is not None and not best.entry.segments:
             return
         for variant in micro_variants(self.contest):
-            found = enter_strategies(self.contest, variant)
             solved = (self._solve(variant, units) for units in self.cuts())
-            found += [outcome for outcome in solved if outcome is not None]
-            self._heavy += [outcome for outcome in found if _peak(outcome) > self.contest.capacity]
+            found = [outcome for outcome in solved if outcome is not None]
+            self._hold_heavy(found)
             self._relieve()
+            known = enter_strategies(self.contest, variant)
+            self._hold_heavy(known)
+            self._relieve()
+            found += known
             if all(outcome.peak_bytes is None for outcome in found):
                 return
+
+    def _hold_heavy(self, found: Iterable[Outcome]) -> None:
+        self._heavy += [outcome for outcome in found if _peak(outcome) > self.contest.capacity]
 
     def _solve(self, variant: Variant, units: Units) -> Outcome | None:
         """Enter the layouts of a variant with the least sum on units."""

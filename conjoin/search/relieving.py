@@ -11,7 +11,7 @@ than the best is left.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -27,8 +27,8 @@ _SLOWER = 1.05
 """What is expected to be slower than the best by more than this is not tried."""
 
 
-def relieve(contest: Contest, outcome: Outcome) -> None:
-    """Enter a plan that does not fit again, with segments run again until it does."""
+def relieve(contest: Contest, outcome: Outcome, left: Callable[[], float] = lambda: 1.0) -> None:
+    """Enter a plan that does not fit again, with segments run again until it does; while there is time left for it."""
     start = as_variant(outcome)
     if not without_places([start]):  # who does not run an operator would not run its segment again
         return
@@ -36,17 +36,20 @@ def relieve(contest: Contest, outcome: Outcome) -> None:
     program = outcome.simulation.program
     peak = measure_memory(program, contest.optimizer, contest.machine.device).peak
     for segments in segmentations(entry.variant.skeleton):
+        if left() <= 0:
+            contest.cut_short = True
+            return
         contest.tell(f"{len(segments)} segments run again, {entry.name}")
         gains = {segment: gain_of(program, segment, contest.machine.device) for segment in segments}
         worth = [s for s in segments if gains[s].num_bytes > 0]
         worth.sort(key=lambda s: -gains[s].num_bytes / max(gains[s].seconds, 1e-12))
         if not worth:
             continue
-        seconds, left = _enter(contest, entry, worth)
-        if left > contest.capacity:
+        seconds, needed = _enter(contest, entry, worth)
+        if needed > contest.capacity:
             continue
         saved = list(accumulate(gains[s].num_bytes for s in worth))
-        part = (peak - contest.capacity) / max(peak - left, 1)
+        part = (peak - contest.capacity) / max(peak - needed, 1)
         guess = bisect_left(saved, part * saved[-1]) + 1
         expected = outcome.seconds + guess / len(worth) * (seconds - outcome.seconds)
         if contest.best is None or expected < _SLOWER * contest.best.seconds:
