@@ -12,7 +12,7 @@ from statistics import median
 from conjoin.cost.keys import read_key
 from conjoin.cost.measurement import Measurement
 from conjoin.cost.roofline import Roofline, efficiency_names
-from conjoin.cost.work import Work, work_of
+from conjoin.cost.work import LAUNCHES, Work, work_of
 from conjoin.machine import DeviceType
 
 _MIN_POINTS = 3
@@ -47,9 +47,10 @@ def fit_efficiencies(measurements: Iterable[Measurement], device: DeviceType) ->
 
     The overhead is the median of the calls so small that their ideal seconds are a tenth of the lower quartile of all
     measured ones. An efficiency is the median of ideal seconds over measured ones less overhead, among the calls whose
-    ideal seconds exceed the overhead. Calls are chosen by their work, never by what was measured.
+    ideal seconds exceed the overhead. Calls are chosen by their work, never by what was measured. Operators that are
+    many kernels are left out: of one kernel they say nothing.
     """
-    known = list(measurements)
+    known = [measurement for measurement in measurements if _is_one_kernel(measurement)]
     points = [point for measurement in known for point in _points(measurement)]
     bare = Roofline.of(device)
     overhead = _fit_overhead(points, bare)
@@ -66,6 +67,11 @@ def fit_efficiencies(measurements: Iterable[Measurement], device: DeviceType) ->
     host = [[getattr(m, name) for m in known if getattr(m, name) > 0] for name in ("host_forward", "host_backward")]
     forward, backward = (median(found) if found else 0.0 for found in host)
     return Fit(tuple(efficiency.items()), overhead, forward, backward, _error(points, fitted))
+
+
+def _is_one_kernel(measurement: Measurement) -> bool:
+    read = read_key(measurement.key)
+    return read is None or read[0].op not in LAUNCHES
 
 
 def _points(measurement: Measurement) -> list[_Point]:

@@ -10,7 +10,7 @@ import torch
 from conjoin.cost import Measurement, fit_efficiencies, work_of, write_key
 from conjoin.cost.roofline import Roofline
 from conjoin.machine import DeviceType
-from conjoin.ops import Call, TensorType
+from conjoin.ops import BATCH_MOMENTS, Call, TensorType
 
 DEVICE = DeviceType("made-up", "cuda", 2**34, 1e12, (("float32", 1e13), ("bfloat16", 1e14)))
 TRUTH = {"contraction": 0.62, "elementwise": 0.85, "elementwise backward": 0.5, "contraction bfloat16": 0.41}
@@ -67,3 +67,9 @@ def test_without_measurements_nothing_is_claimed() -> None:
 def test_keys_that_cannot_be_read_are_passed_over() -> None:
     strange = [Measurement("cat #0123", 1.0, 1.0), Measurement("update adamw f32 1 tensors 8 elements", 1.0, 0.0)]
     assert fit_efficiencies(strange, DEVICE).efficiency == ()
+
+
+def test_operators_of_many_kernels_say_nothing_of_one() -> None:
+    x, plain = TensorType((8, 64, 4, 4), torch.float32), measured(Random(0), wild=0.0)
+    many = [Measurement(write_key(Call(BATCH_MOMENTS, (x,)), (0,)), 1e-3, 1e-3, host_forward=1e-3)] * 1000
+    assert fit_efficiencies([*plain, *many], DEVICE) == fit_efficiencies(plain, DEVICE)
