@@ -24,12 +24,14 @@ $(STAMP): pyproject.toml
 demo: $(STAMP) ## see what conjoin does, in a minute, without a GPU
 	$(BIN)/python examples/demo.py
 
-# A worker takes about three seconds to import torch, then one thread each: more threads than cores only wait for each other.
+# Workers have one thread each, and there is one more of them than cores: many tests wait for processes that they start.
+WORKERS = $(shell $(BIN)/python -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
+
 test: $(STAMP) ## run all tests, doctests and the code in the docs
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 
 test-all: $(STAMP) ## run all tests and every strategy on every model of the zoo, on 2, 4 and 8 ranks
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal -m "whole_matrix or not whole_matrix"
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal -m "whole_matrix or not whole_matrix"
 
 lint: $(STAMP) ## check style, imports and complexity
 	$(BIN)/ruff check
