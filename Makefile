@@ -25,7 +25,7 @@ demo: $(STAMP) ## see what conjoin does, in a minute, without a GPU
 	$(BIN)/python examples/demo.py
 
 # Workers have one thread each, and there is one more of them than cores: many tests wait for processes that they start.
-WORKERS = $(shell $(BIN)/python -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
+WORKERS = $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
 
 test: $(STAMP) ## run all tests, doctests and the code in the docs
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
