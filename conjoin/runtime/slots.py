@@ -54,8 +54,8 @@ def mismatch(leaf: Leaf, why: str) -> UsageError:
 
 
 def find_constant(model: nn.Module, leaf: Leaf) -> Tensor:
-    """A constant's values: those of the model's attribute of that name, which may have changed since the graph was
-    captured; else those in the graph.
+    """A copy of a constant: of the model's attribute of that name, which may have changed since the graph was captured;
+    else of what is in the graph.
     """
     owner, _, name = leaf.name.rpartition(".")
     try:
@@ -64,7 +64,7 @@ def find_constant(model: nn.Module, leaf: Leaf) -> Tensor:
         found = None
     held = found if isinstance(found, Tensor) and (leaf.data is None or not found.is_meta) else None
     if held is not None and TensorType(tuple(held.shape), held.dtype) == leaf.type.laid_out(()):
-        return held
+        return held.detach().clone()
     if leaf.data is None:
         raise mismatch(leaf, "the graph was captured without its values and the model has no such attribute")
     if not leaf.data:
