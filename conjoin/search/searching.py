@@ -120,7 +120,12 @@ def search_on(
     if stopped is Stopped.CONVERGED and contest.cut_short:
         stopped = Stopped.OUT_OF_TIME if contest.steps_left is None else Stopped.OUT_OF_STEPS
     if contest.best is None and contest.smallest is not None:
-        relieve(contest, contest.smallest)
+        try:
+            relieve(contest, contest.smallest)
+        except KeyboardInterrupt:
+            if not contest.history:  # nothing fits yet
+                raise
+            stopped = Stopped.INTERRUPTED
     if contest.best is None:
         raise nothing_found(contest, len(starts))
     result = _result(contest, contest.best, stopped)

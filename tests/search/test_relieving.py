@@ -15,8 +15,9 @@ from conjoin.frontends import capture
 from conjoin.ir import recomputed_segments
 from conjoin.machine import parse_machine
 from conjoin.runtime import Case, verify_in_process
-from conjoin.search import SearchResult, Wish, find_plan
-from conjoin.search.relieving import crossing_bytes, segmentations
+from conjoin.search import SearchResult, Stopped, Wish, find_plan, searching
+from conjoin.search.contest import Contest, Outcome
+from conjoin.search.relieving import crossing_bytes, relieve, segmentations
 from conjoin.sim import predict, take_graph_apart
 from tests.runtime.random_graphs import Sample
 
@@ -89,6 +90,16 @@ def test_where_that_is_not_enough_the_step_is_taken_in_micro_batches() -> None:
 def test_a_search_without_time_relieves_too() -> None:
     found = search(search="named", budget=0.0, memory=int(0.6 * free_peak()), steps=None)
     assert recomputed_segments(found.plan)
+
+
+def test_ctrl_c_while_relieving_keeps_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(contest: Contest, outcome: Outcome) -> None:
+        relieve(contest, outcome)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(searching, "relieve", interrupted)
+    found = search(search="named", budget=0.0, memory=int(0.6 * free_peak()), steps=None)
+    assert recomputed_segments(found.plan) and found.stopped is Stopped.INTERRUPTED
 
 
 def test_where_not_even_that_helps_it_is_told() -> None:
