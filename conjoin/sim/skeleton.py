@@ -108,7 +108,7 @@ def take_graph_apart(graph: Graph) -> tuple[Skeleton, Layouts]:
 
 def _readers(operators: list[Operator], num_roots: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     found: list[list[tuple[int, int]]] = [[] for _ in range(num_roots)]
-    for place, operator in enumerate(operators):
+    for position, operator in enumerate(operators):
         for operand, root in enumerate(operator.reads):
-            found[root].append((place, operand))
+            found[root].append((position, operand))
     return tuple(map(tuple, found))
