@@ -9,10 +9,11 @@ import pytest
 from conjoin.ir import Graph, GraphBuilder, Value
 from conjoin.rules.graphs.matching import Index, Match, find_matches
 from conjoin.rules.graphs.near_misses import why
+from conjoin.rules.graphs.rewriting import apply
 from conjoin.rules.graphs.terms import Virtual
 from conjoin.rules.patterns import Rule
 from conjoin.rules.text import parse_rule
-from tests.rules.rewrite_cases import RULES, graph_of
+from tests.rules.rewrite_cases import RULES, graph_of, run_graph, same
 
 IMAGES = """
 input:x f64[2,4,8,8]
@@ -172,6 +173,47 @@ def test_two_names_are_two_dims() -> None:
     along = matrices(calls.format(0), "%1")
     assert found(along, "softmax-concat") == ()
     assert reasons(along, "softmax-concat") == ["%1 softmax.int: its dims lie elsewhere in one tensor than in another"]
+
+
+COUNTED = [
+    ("%0: f64[2,3,5] = linear(input:x, param:w)\n%1: f64[{}] = mean.dim(%0, dim=[{}])",
+     "mean[axis=a](linear(x, y))", "linear(mean[axis=a](x), y)", [(1, "2,5")], [(-1, "2,3"), (2, "2,3")]),
+    ("%0: f64[2,4,3] = transpose.int(input:x, dim0=-2, dim1=-1)\n%1: f64[{1}] = softmax.int(%0, dim={0})",
+     "softmax[axis=a](transpose(x))", "transpose(softmax[axis=a](x))", [(0, "2,4,3")], [(-1, "2,4,3"), (1, "2,4,3")]),
+    ("%0: f64[2,3,4] = mul.Tensor(input:x, param:g)\n%1: f64[{}] = sum.dim_IntList(%0, dim=[{}])",
+     "sum[axis=a](gain(x, y))", "gain(sum[axis=a](x), y)", [(0, "3,4"), (1, "2,4")], [(2, "2,3")]),
+    ("%0: f64[2,3,4] = add.Tensor(input:x, param:g)\n%1: f64[{}] = narrow(%0, dim={}, start=0, length=1)",
+     "split[axis=a, part=0](bias(x, y))", "bias(split[axis=a, part=0](x), y)",
+     [(0, "1,3,4"), (1, "2,1,4")], [(2, "2,3,1")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("calls", "left", "right", "other", "counted"), COUNTED, ids=[case[1] for case in COUNTED])
+def test_a_dim_by_name_is_none_that_the_rule_counts(
+    calls: str, left: str, right: str, other: list[tuple[int, str]], counted: list[tuple[int, str]]
+) -> None:
+    leaves = "input:x f64[2,3,4]\nparam:w f64[5,4]\nparam:g f64[4]\n"
+    rule, order = parse_rule("r", left, right), slice(None, None, 1 if "[{1}]" in calls else -1)
+    for dim, shape in other:
+        graph = graph_of(leaves + calls.format(*(dim, shape)[order]), "%1")
+        (match,) = found(graph, rule)
+        assert same(run_graph(graph), run_graph(apply(graph, rule, match)))
+    for dim, shape in counted:
+        graph = graph_of(leaves + calls.format(*(dim, shape)[order]), "%1")
+        assert found(graph, rule) == () and any("counts from the end" in reason for reason in reasons(graph, rule))
+
+
+def test_a_dim_that_is_given_is_none_that_the_rule_counts() -> None:
+    rule = parse_rule("r", "linear(x, y)", "combine[axis=a](linear(partition[axis=a](x), replicate(y)))")
+    graph = matrices("%0: f64[4,4] = linear(input:x, param:a)", "%0")
+    assert len(find_matches(graph, rule, {"a": 0, "m": ("d",)})) == 1
+    assert all(find_matches(graph, rule, {"a": dim, "m": ("d",)}) == () for dim in (1, 2, -1))
+
+
+def test_a_dim_by_number_is_one_that_the_tensor_has() -> None:
+    """Dim 1 of a vector is not its dim 0."""
+    graph = graph_of("input:x f64[4]\n%0: f64[4] = relu(input:x)\n%1: f64[4] = softmax.int(%0, dim=0)", "%1")
+    assert found(graph, parse_rule("r", "softmax[axis=1](relu(x))", "softmax[axis=1](relu(relu(x)))")) == ()
 
 
 def test_a_rule_that_was_proven_for_one_group_is_not_used_for_more() -> None:

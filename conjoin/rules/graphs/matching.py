@@ -164,7 +164,7 @@ class Matcher:
     def _axis(self, expr: Apply, rank: int, dim: int, axes: dict[tuple[Expr, str], int]) -> bool:
         """Whether a dim is the one that a rule means: by number, or any by name."""
         on, asked = observed_on(expr), expr.param("axis")
-        if isinstance(asked, int) and asked % max(rank, 1) != dim:
+        if isinstance(asked, int) and asked not in (dim, dim - rank):
             return False
         if str(asked) in self.sizing.ranks[on].names:
             return axes.setdefault((on, str(asked)), dim) == dim
