@@ -265,12 +265,61 @@ def test_a_cycle_is_a_reason() -> None:
     assert any("would need itself" in reason for reason in reasons(matrices(calls, "%2"), "matmul-merge"))
 
 
-def test_tensors_of_several_dtypes_are_left_alone() -> None:
-    leaves = "input:x f32[4,4]\ninput:y bf16[4,4]\ninput:z bf16[4,4]\n"
-    calls = "%0: bf16[4,4] = add.Tensor(input:y, input:z)\n%1: f32[4,4] = add.Tensor(input:x, %0)"
-    graph = graph_of(leaves + calls, "%1")
-    assert found(graph, "add-associates") == ()
-    assert any("mixes bfloat16 and float32" in reason for reason in reasons(graph, "add-associates"))
+PAIR = "input:x {0}[4,4]\ninput:y {1}[4,4]\ninput:z {1}[4,4]\n"
+SUMS = "%0: {1}[4,4] = add.Tensor(input:y, input:z)\n%1: {2}[4,4] = add.Tensor(input:x, %0)"
+MASKS = (
+    "%0: {0}[4,4] = mul.Tensor(input:x, input:y)\n%1: {0}[4,4] = mul.Tensor(input:z, input:x)\n"
+    "%2: {0}[4,4] = add.Tensor(%0, %1)"
+)
+DTYPES = [
+    ("add-associates", SUMS, "f32 bf16 f32", "mixes bfloat16 and float32"),
+    ("add-associates", SUMS, "f32 i64 f32", "mixes float32 and int64"),
+    ("add-associates", SUMS, "b1 b1 b1", "computes with bool"),
+    ("add-associates", SUMS, "i32 i32 i32", "computes with int32"),
+    ("add-associates", SUMS, "c64 c64 c64", "computes with complex64"),
+    ("add-associates", SUMS, "bf16 bf16 bf16", ""),
+    ("mul-collects", MASKS, "f32 b1", "mixes bool and float32"),
+    ("mul-collects", MASKS, "f16 f16", ""),
+    ("relu-concat", "%0: {0}[4,4] = relu(input:x)\n%1: {0}[4,4] = relu(input:y)\n%2: {0}[8,4] = cat([%0, %1])",
+     "i64 i64", "computes with int64"),
+    ("mul-collects", "%0: i64[4,4] = mul.Tensor(input:x, input:y)\n%1: i64[4,4] = mul.Tensor(input:z, input:y)\n"
+     "%2: i64[4,4] = add.Tensor(%0, %1)", "i64 i64", "computes with int64"),
+    ("transpose-twice", "%0: b1[4,4] = t(input:x)\n%1: b1[4,4] = t(%0)", "b1 b1", ""),
+    ("split-concat", "%0: i8[8,4] = cat([input:x, input:y])\n%1: i8[4,4] = narrow(%0, dim=0, start=0, length=4)",
+     "i8 i8", ""),
+    ("split-concat", "%0: f32[8,4] = cat([input:x, input:y])\n%1: f32[4,4] = narrow(%0, dim=0, start=0, length=4)",
+     "f32 f16", "different rank or dtype"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rule", "calls", "dtypes", "reason"), DTYPES, ids=[f"{rule}: {dtypes}" for rule, _, dtypes, _ in DTYPES]
+)
+def test_a_rule_that_computes_is_for_real_numbers_of_one_dtype(rule: str, calls: str, dtypes: str, reason: str) -> None:
+    """Sums of bools are no sums, integers wrap; elements may be moved whatever they are."""
+    last = calls.rpartition("%")[0].count("\n")
+    graph = graph_of((PAIR + calls).format(*dtypes.split()), f"%{last}")
+    if reason:
+        assert found(graph, rule) == () and any(reason in why for why in reasons(graph, rule))
+    else:
+        assert found(graph, rule)
+
+
+def test_rows_are_whole_numbers_whatever_the_table_is() -> None:
+    leaves = "input:i i32[3]\nparam:a bf16[5,2]\nparam:b bf16[5,4]\n"
+    calls = "%0: bf16[3,2] = embedding(param:a, input:i)\n%1: bf16[3,4] = embedding(param:b, input:i)"
+    graph = graph_of(leaves + calls + "\n%2: bf16[3,6] = cat([%0, %1], dim=1)", "%2")
+    assert len(found(graph, "embedding-concat")) == 1
+
+
+def test_a_slice_may_begin_before_the_first_element() -> None:
+    graph = graph_of(
+        "input:x f64[5]\n%0: f64[3] = slice.Tensor(input:x, dim=0, start=-9, end=3, step=1)\n%1: f64[3] = relu(%0)",
+        "%1",
+    )
+    rule = parse_rule("r", "relu(split[axis=a, part=0](x))", "split[axis=a, part=0](relu(x))")
+    (match,) = found(graph, rule)
+    assert same(run_graph(graph), run_graph(apply(graph, rule, match)))
 
 
 def test_a_match_does_not_reach_into_another_autocast_region() -> None:
