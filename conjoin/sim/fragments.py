@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from conjoin.comm import (
     EXCHANGE,
-    Exchange,
+    ExchangedBytes,
     Route,
     backward_route,
     common_places,
@@ -213,7 +213,7 @@ class Drafts:
                 made = self.collective(step.kind.value, self.mesh.in_order(step.axes), load, phase, places)
                 yield made if load == sent else replace(made, sent=sent)
 
-    def _exchange(self, exchange: Exchange | None, phase: Phase, places: Places) -> Fragment:
+    def _exchange(self, exchange: ExchangedBytes | None, phase: Phase, places: Places) -> Fragment:
         if exchange is None:
             return ()
         there = phase is Phase.FORWARD
