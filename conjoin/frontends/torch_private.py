@@ -38,9 +38,11 @@ __all__ = [
     "is_fake",
     "is_mutable",
     "keep_markers",
+    "memory_of",
     "pretend_exporting",
     "quiet",
     "settle_autograd",
+    "tensors_of",
     "user_lines",
     "writes_only_self",
 ]  # fmt: skip
@@ -196,7 +198,14 @@ def is_fake(tensor: Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def _attribute_tensors(module: nn.Module) -> Iterator[Tensor]:
+def memory_of(tensor: Tensor) -> int:
+    """What tells the memory of a tensor, or of a stand-in for one, from that of others."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters, buffers, and tensors that are plain attributes."""
+    yield from (*module.parameters(), *module.buffers())
     for part in module.modules():
         yield from (value for value in vars(part).values() if isinstance(value, Tensor))
 
@@ -212,7 +221,7 @@ def fake_copy(model: nn.Module, inputs: Sequence[Tensor]) -> tuple[nn.Module, li
         is_parameter = isinstance(tensor, nn.Parameter)
         return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
 
-    for tensor in (*model.parameters(), *model.buffers(), *_attribute_tensors(model)):
+    for tensor in tensors_of(model):
         if tensor.is_meta:
             memo[id(tensor)] = stand_in(tensor)
     return copy.deepcopy(model, memo), [stand_in(x) if x.is_meta else mode.from_tensor(x) for x in inputs]
