@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from conjoin.errors import CaptureError
 from conjoin.frontends.custom_functions import watch_custom_functions
 from conjoin.frontends.diagnosis import explain
-from conjoin.frontends.functional import Updates, functionalize
+from conjoin.frontends.functional import Updates, functionalize, hidden_views
 from conjoin.frontends.problems import MODEL_PREFIX, Problem, find_user_line
 from conjoin.frontends.regions import make_explicit
 from conjoin.frontends.torch_private import (
@@ -318,7 +318,7 @@ def _run_export(
             problems = make_explicit(program, input_names)
             updates = functionalize(program)
             if updates is None:
-                program, updates = program.run_decompositions({}), ()
+                program, updates = program.run_decompositions(hidden_views(program)), ()
     except Exception as error:  # a user's forward may raise anything; it is told with its line, never swallowed
         raise explain(error, step, tensors) from error
     return program, updates, (*_backward_hooks(step), *hooked, *functions.problems(), *problems)
