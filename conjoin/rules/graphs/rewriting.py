@@ -16,7 +16,8 @@ from typing import cast
 
 from conjoin.ir import Graph, LayoutError, Leaf, Node, Result, Source, Value, is_random, make_node
 from conjoin.ops import map_tensors
-from conjoin.rules.graphs.emitting import Emitter, Refused
+from conjoin.rules.graphs.binding import Refused
+from conjoin.rules.graphs.emitting import Emitter
 from conjoin.rules.graphs.matching import Match
 from conjoin.rules.patterns import Input, Rule, inputs_of
 
