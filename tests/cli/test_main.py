@@ -204,7 +204,7 @@ def test_an_answer_that_cannot_be_written(
 
 
 def test_an_answer_in_letters_that_the_locale_lacks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", TextIOWrapper(BytesIO(), encoding="ascii"))
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(BytesIO(), encoding="iso8859-5"))
     assert run("machine", "list") == Ran(0, "", "")
     assert b" 1 node ? 1 laptop-cpu" in sys.stdout.buffer.getvalue()  # type: ignore[attr-defined]
 
