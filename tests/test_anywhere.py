@@ -35,7 +35,8 @@ def script(path: Path, text: str) -> None:
 def make(folder: Path, *targets: str) -> list[str]:
     """What `make` runs in a folder, a line each."""
     command = ["make", "--silent", "PYTHON=./base", *targets]
-    done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8")
+    environment = {name: text for name, text in os.environ.items() if name in ("PATH", "TMPDIR", "LC_ALL", "LANG")}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, encoding="utf-8")
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
 
