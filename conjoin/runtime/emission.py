@@ -24,6 +24,7 @@ from conjoin.ir import (
     RegionMove,
     Segment,
     Value,
+    check_registered,
     holds,
     is_parallel,
     is_random,
@@ -381,6 +382,7 @@ def emit_program(
 
     Nodes of segments that are to be run `again` in the backward pass are marked as such.
     """
+    check_registered(graph)
     emitter = Emitter(graph, carriers, runs_again=bool(again))
     operators = operators_of(graph)
     starts = {operators[first]: (i, operators[last]) for i, (first, last) in enumerate(again)}
