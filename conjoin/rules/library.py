@@ -28,7 +28,6 @@ from conjoin.rules.operators import BY_NAME, FUNCTIONS, RuleOp
 from conjoin.rules.parsing import print_expressions
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, operators_in
 from conjoin.rules.text import RuleFile, WrittenRule, load_rules, save_rules
-from conjoin.rules.wording import in_words
 
 SHIPPED = LIBRARY
 """Made by `conjoin rules generate`."""
@@ -67,7 +66,7 @@ class Entry:
 
 def make_entry(rule: Rule, conditions: Iterable[str], method: str) -> Entry:
     """An entry for a rule that was just proven."""
-    known = in_words(conditions)
+    known = tuple(conditions)
     return Entry(rule, known, method, stamp_of(rule, known, method, operators_version()))
 
 

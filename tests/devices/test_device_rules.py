@@ -37,7 +37,6 @@ from conjoin.rules.graphs.sizing import Sizes
 from conjoin.rules.patterns import walk
 from conjoin.rules.trials.evaluating import evaluate
 from conjoin.rules.trials.instances import Instance, Sampler
-from conjoin.rules.wording import in_words
 from tests.devices.making import RULES, is_over_devices
 
 WRITTEN = load_rules(RULES).rules
@@ -65,7 +64,7 @@ NO_LAYOUT = {
 def test_it_is_proven(written: object) -> None:
     rule, when = written.rule, written.when  # type: ignore[attr-defined]
     found = prove(rule)
-    assert is_over_devices(rule) and found.proven and in_words(found.conditions) == in_words(when)
+    assert is_over_devices(rule) and found.proven and set(found.conditions) == set(when)
 
 
 def test_there_are_many() -> None:
