@@ -17,7 +17,8 @@ from conjoin.rules.generator.vocabulary import (
 from conjoin.rules.graphs.indexing import Index
 from conjoin.rules.graphs.matching import Match, find_matches
 from conjoin.rules.graphs.near_misses import NearMiss, why
-from conjoin.rules.graphs.rewriting import Refused, apply, apply_all, kept_values
+from conjoin.rules.graphs.rehearsal import Change, rehearse
+from conjoin.rules.graphs.rewriting import Refused, apply, apply_all, change_of, kept_values
 from conjoin.rules.judging import Judgement, Standing, judge
 from conjoin.rules.laws.law_checks import LARGEST, check_law, find_contradiction, find_counterexample, find_redundant
 from conjoin.rules.laws.law_proofs import LawVerdict, prove_by_laws, proven_lemmas
@@ -31,12 +32,12 @@ from conjoin.rules.trials.refuting import Counterexample, Trials, refute, try_ou
 
 __all__ = [
     "LARGEST", "MODELS", "MULTILINEAR", "OPS", "PARALLEL", "PARALLEL_IMAGES", "PARALLEL_TABLES", "SHIPPED", "SOURCES",
-    "TASO", "VOCABULARIES", "Apply", "Counterexample", "Derivation", "Deriver", "Entry", "Expr", "Index", "Input",
-    "Judgement", "Law", "LawVerdict", "Library", "Made", "Match", "NearMiss", "Parameter", "Proven", "Refused", "Rule",
-    "RuleFile", "RuleOp", "Selection", "Standing", "Step", "Trials", "Verdict", "Vocabulary", "WrittenRule", "apply",
-    "apply_all", "check_law", "drop_derived", "drop_instances", "find_contradiction", "find_counterexample",
-    "find_matches", "find_redundant", "generate", "inputs_of", "judge", "kept_values", "laws", "lemmas", "load_rules",
-    "make_entry", "make_library", "method_of", "operators_in", "operators_version", "parse_expressions", "parse_rule",
-    "parse_rules", "prove", "prove_all", "prove_by_laws", "proven_lemmas", "reasons_of", "refute", "save_rules",
-    "try_out", "why", "with_groups",
+    "TASO", "VOCABULARIES", "Apply", "Change", "Counterexample", "Derivation", "Deriver", "Entry", "Expr", "Index",
+    "Input", "Judgement", "Law", "LawVerdict", "Library", "Made", "Match", "NearMiss", "Parameter", "Proven", "Refused",
+    "Rule", "RuleFile", "RuleOp", "Selection", "Standing", "Step", "Trials", "Verdict", "Vocabulary", "WrittenRule",
+    "apply", "apply_all", "change_of", "check_law", "drop_derived", "drop_instances", "find_contradiction",
+    "find_counterexample", "find_matches", "find_redundant", "generate", "inputs_of", "judge", "kept_values", "laws",
+    "lemmas", "load_rules", "make_entry", "make_library", "method_of", "operators_in", "operators_version",
+    "parse_expressions", "parse_rule", "parse_rules", "prove", "prove_all", "prove_by_laws", "proven_lemmas",
+    "reasons_of", "refute", "rehearse", "save_rules", "try_out", "why", "with_groups",
 ]  # fmt: skip
