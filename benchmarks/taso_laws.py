@@ -184,7 +184,7 @@ def main() -> int:
         "machine": f"{platform.machine()}, one thread, cores shared with other work",
         "versions": {"python": platform.python_version(), "z3": z3.get_version_string(), "numpy": numpy.__version__},
     }
-    arguments.output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    arguments.output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return 0
 
 

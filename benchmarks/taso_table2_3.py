@@ -102,13 +102,13 @@ def show(name: str, result: Mapping[str, Any]) -> None:
 
 def save(path: Path, name: str, result: Mapping[str, Any]) -> None:
     """Put one set's result in place of what the file has of it; written aside, then renamed."""
-    before = json.loads(path.read_text())["sets"] if path.exists() else {}
+    before = json.loads(path.read_text(encoding="utf-8"))["sets"] if path.exists() else {}
     facts = {
         "paper": PAPER,
         "sets": {**before, name: {**_where(), **result}},
     }
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    aside.write_text(json.dumps(facts, indent=1) + "\n")
+    aside.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     aside.replace(path)
 
 
