@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 import zoo
-from conjoin.comm import Gradients
+from conjoin.comm import GradientFlow
 from conjoin.cost import (
     OPTIMIZERS,
     Absence,
@@ -84,7 +84,7 @@ def calls_of(name: str) -> dict[Asked, int]:
 
 
 def _counted(graph: Graph) -> dict[Asked, int]:
-    gradients = Gradients(graph)
+    gradients = GradientFlow(graph)
     found: dict[Asked, int] = defaultdict(int)
     for node in graph.nodes:
         if not is_parallel(node):

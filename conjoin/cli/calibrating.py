@@ -192,7 +192,7 @@ def describe(machine: Machine, communication: Communication, devices: Sequence[D
         known = {device.name: device for device in devices}
         kinds = [replace(kind, devices=tuple(known[d.name] for d in kind.devices)) for kind in machine.nodes]
         return replace(machine, nodes=tuple(kinds), fits=fits)
-    places = [machine.place(rank) for rank in range(machine.num_devices)]
+    places = [machine.location(rank) for rank in range(machine.num_devices)]
     nodes = [tuple(devices[rank] for _, rank in found) for found in _by_node(places)]
     links, switches = _measured_links(machine, communication.point_to_point)
     runs = [(node, len(list(run))) for node, run in groupby(nodes)]

@@ -14,6 +14,7 @@ from conjoin.ir.custom_operators import import_operators, read_statements, state
 from conjoin.ir.files import read_json, write_file
 from conjoin.ir.graph import Graph
 from conjoin.ir.json_form import fingerprint
+from conjoin.ir.library_stamps import is_held_for_true
 from conjoin.ir.limits import MAX_ITEMS
 from conjoin.ir.micro_batches import Accumulation, check_accumulation
 from conjoin.ir.nodes import LeafKind
@@ -79,6 +80,7 @@ class Substitution:
     name: str
     where: str
     proof: str
+    """Of a rule of the library its method and stamp, as `definitions:0123456789abcdef`; otherwise a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,7 @@ def check_plan(plan: Plan) -> Plan:
     faults = find_faults(plan.graph) or find_layout_faults(plan.graph, plan.mesh)
     if not faults:
         _check_memory(plan)
+        _check_substitutions(plan)
         return plan
     listed = "\n".join(f"  {fault}" for fault in faults[:_SHOWN])
     more = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
@@ -179,6 +182,17 @@ def _check_memory(plan: Plan) -> None:
             f"The plan of {plan.model.name} saves memory in a way that it cannot: {error}. Its memory actions or "
             f"micro-batches were edited, or are those of another graph. Correct them or make the plan again."
         ) from None
+
+
+def _check_substitutions(plan: Plan) -> None:
+    for applied in plan.substitutions:
+        if is_held_for_true(applied.proof):
+            continue
+        raise PlanError(
+            f"The plan of {plan.model.name} was made by the rule {applied.name!r} with the proof {applied.proof}. "
+            f"The library has no rule with that stamp any more: it was refuted, changed, dropped or proven anew since, "
+            f"and the plan may train another model. Make the plan again."
+        )
 
 
 def load_plan(path: str | Path, imports: Iterable[str] = ()) -> Plan:

@@ -108,7 +108,7 @@ def _axes_of(rule: Rule) -> set[str]:
 
 def _goes_without_saying(words: str) -> bool:
     """A constant has the shape that it is needed in; kernels padded to keep sizes are odd on both sides."""
-    return words.endswith(" is odd") or any(f"{name}." in words for name in _CONSTANTS)
+    return words.endswith(" is odd") or any(f"{name}{sign}" in words for name in _CONSTANTS for sign in ".[")
 
 
 def find_counterexample(law: Law, largest: int = LARGEST, every: int = 1) -> SizesCheck:
