@@ -15,11 +15,14 @@ from torch._ops import OpOverload
 from conjoin.frontends.exporting import Exported
 from conjoin.frontends.problems import LOSS_PREFIX, MODEL_PREFIX, Problem, source_of
 from conjoin.frontends.torch_private import PINNED, InputKind, OutputKind, memory_of
-from conjoin.ir import MAX_CONSTANT_BYTES, Graph, GraphBuilder, LeafKind, Node, Result, Source, Value, make_leaf
+from conjoin.ir import MAX_CONSTANT_BYTES, Graph, GraphBuilder, Leaf, LeafKind, Node, Result, Source, Value, make_leaf
 from conjoin.ops import (
     EMBEDDING_BAG,
     OPAQUE,
+    OVERWRITE,
     RAGGED_EMBEDDING_BAG,
+    STRIDED_VIEW,
+    STRIDED_WRITE,
     Call,
     TensorType,
     bind_args,
@@ -430,11 +433,37 @@ def _reshaped(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Nod
 
 
 def _copy(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
-    """The target's values are overwritten: only its type counts."""
+    """The target's values are overwritten: only its type counts, and whether it then gets a gradient of zeros."""
     source, kind = args[1], types[0]
+    if _trains(args[0]) and kind.dtype.is_floating_point:
+        return OVERWRITE, args[:2], types
     if source.type.shape == kind.shape:
         return "_to_copy", bind_args("_to_copy", (source,), {"dtype": kind.dtype}), types
     return "expand", bind_args("expand", (source, kind.shape), {}), (TensorType(kind.shape, source.type.dtype),)
+
+
+def _trains(value: Value) -> bool:
+    """Whether a value is made of parameters that are trained."""
+    waiting, seen = [value], set[Value]()
+    while waiting:
+        owner = (found := waiting.pop()).owner
+        if isinstance(owner, Leaf):
+            if owner.trainable:
+                return True
+        elif found not in seen and owner.op != "detach":
+            waiting += owner.inputs
+        seen.add(found)
+    return False
+
+
+def _strided(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
+    """By where elements lie in memory: where those of the operand lay at capture is written down with the call."""
+    x, *src, size, stride, offset = args
+    memory = cast(fx.Node, node.args[0]).meta["val"]
+    if memory.storage_offset() or memory.untyped_storage().nbytes() != x.type.bytes:
+        raise _Refused("its operand is a part of another tensor, whose memory a graph does not have: use slices")
+    given = tuple(memory.stride())
+    return (STRIDED_WRITE if src else STRIDED_VIEW), (x, *src, given, tuple(size), tuple(stride), offset or 0), types
 
 
 def _embedding_bag(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
@@ -479,6 +508,7 @@ _CANONICAL: Mapping[str, Callable[[Any, Any, fx.Node], Canonical]] = {
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _sized),
     **dict.fromkeys(_CASTS, _cast),
     "copy": _copy,
+    **dict.fromkeys(("as_strided", "as_strided_scatter"), _strided),
     **dict.fromkeys(("div.Tensor_mode", "div.Scalar_mode"), _divided),
     "embedding_bag.padding_idx": _embedding_bag,
     "embedding_bag": _embedding_bag,
