@@ -26,6 +26,7 @@ from conjoin.frontends.torch_private import (
     fake_copy,
     is_fake,
     keep_cuda_autocast,
+    keep_draws,
     keep_markers,
     memory_of,
     quiet,
@@ -373,7 +374,8 @@ def _settle(
         problems, idle = make_explicit(program, input_names)
         updates = functionalize(program)
         if updates is None:
-            program, updates = program.run_decompositions(hidden_views(program)), ()
+            with keep_draws():
+                program, updates = program.run_decompositions(hidden_views(program)), ()
     return program, updates, (*traced.problems, *problems), idle
 
 
