@@ -54,7 +54,7 @@ def prove_all(rules: Sequence[Rule], prove: Prove, progress: Progress = print, w
     start = time.process_time()
     library = _Library()
     unproven: list[tuple[Rule, str]] = []
-    ordered = sorted(dict.fromkeys(rules), key=_by_size_and_numbers)
+    ordered = sorted(dict.fromkeys(rules), key=by_size_and_numbers)
     step = 1 if workers == 1 else _AT_ONCE * workers
     with _processes(workers, prove) as proven_of:
         for done in range(0, len(ordered), step):
@@ -117,7 +117,7 @@ def drop_derived(rules: Sequence[Rule], most: int, progress: Progress = print, w
     one up, which no search would do. Nor has a rule to follow by way of constants that it is not about.
     """
     kept: list[Rule] = []
-    ordered = sorted(rules, key=_by_size_and_numbers)
+    ordered = sorted(rules, key=by_size_and_numbers)
 
     def follows(rule: Rule) -> bool:
         deriver = Deriver((other for other in kept if _may_explain(other, rule)), each_output=len(rule.left) == 1)
@@ -148,7 +148,7 @@ def _keeps_inputs(rule: Rule) -> bool:
     return set(inputs_of(*rule.left)) == set(inputs_of(*rule.right)) and not (len(rule.left) > 1 and starts_anywhere)
 
 
-def _by_size_and_numbers(rule: Rule) -> tuple[int, int, int, str]:
+def by_size_and_numbers(rule: Rule) -> tuple[int, int, int, str]:
     """Small rules first, among them those with few concrete parameters and many inputs."""
     applied = operators_in(*rule.outputs)
     numbers = sum(isinstance(v, int) or v == "none" for expr in applied for _, v in expr.params)
