@@ -14,7 +14,8 @@ from conjoin.rules.generator.vocabulary import (
 from conjoin.rules.graphs.indexing import Index
 from conjoin.rules.graphs.matching import Match, find_matches
 from conjoin.rules.graphs.near_misses import NearMiss, why
-from conjoin.rules.graphs.rewriting import Refused, apply, apply_all, kept_values
+from conjoin.rules.graphs.rehearsal import Change, rehearse
+from conjoin.rules.graphs.rewriting import Refused, apply, apply_all, change_of, kept_values
 from conjoin.rules.judging import Judgement, Standing, judge
 from conjoin.rules.library import SHIPPED, Entry, Library, make_entry, method_of, operators_version
 from conjoin.rules.making import Made, certify, make_library, reasons_of
@@ -24,11 +25,11 @@ from conjoin.rules.text import RuleFile, WrittenRule, load_rules, parse_expressi
 from conjoin.rules.trials.refuting import Counterexample, Trials, refute, try_out
 
 __all__ = [
-    "MODELS", "MULTILINEAR", "OPS", "SHIPPED", "TASO", "VOCABULARIES", "Apply", "Counterexample", "Derivation",
-    "Deriver", "Entry", "Expr", "Index", "Input", "Judgement", "Library", "Made", "Match", "NearMiss", "Parameter",
-    "Proven", "Refused", "Rule", "RuleFile", "RuleOp", "Selection", "Standing", "Step", "Trials", "Verdict",
-    "Vocabulary", "WrittenRule", "apply", "apply_all", "certify", "drop_derived", "drop_instances", "find_matches",
-    "generate", "inputs_of", "judge", "kept_values", "load_rules", "make_entry", "make_library", "method_of",
-    "operators_in", "operators_version", "parse_expressions", "parse_rule", "parse_rules", "prove", "prove_all",
-    "reasons_of", "refute", "save_rules", "try_out", "why", "with_groups",
+    "MODELS", "MULTILINEAR", "OPS", "SHIPPED", "TASO", "VOCABULARIES", "Apply", "Change", "Counterexample",
+    "Derivation", "Deriver", "Entry", "Expr", "Index", "Input", "Judgement", "Library", "Made", "Match", "NearMiss",
+    "Parameter", "Proven", "Refused", "Rule", "RuleFile", "RuleOp", "Selection", "Standing", "Step", "Trials",
+    "Verdict", "Vocabulary", "WrittenRule", "apply", "apply_all", "certify", "change_of", "drop_derived",
+    "drop_instances", "find_matches", "generate", "inputs_of", "judge", "kept_values", "load_rules", "make_entry",
+    "make_library", "method_of", "operators_in", "operators_version", "parse_expressions", "parse_rule", "parse_rules",
+    "prove", "prove_all", "reasons_of", "refute", "rehearse", "save_rules", "try_out", "why", "with_groups",
 ]  # fmt: skip

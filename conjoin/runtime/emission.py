@@ -41,7 +41,6 @@ from conjoin.machine import Mesh
 from conjoin.ops import (
     At,
     Copies,
-    Kind,
     Layout,
     Split,
     bind_args,
@@ -51,6 +50,7 @@ from conjoin.ops import (
     run_local,
     signature,
     space_of,
+    spread_args,
 )
 from conjoin.runtime.absence import find_leaving, is_confined, join
 from conjoin.runtime.bundles import Bundle
@@ -293,15 +293,7 @@ class Emitter:
         """One call: on the caller's device where it makes a tensor; its outputs one by one."""
         self._mark(node)
         known = signature(op)
-        positional: list[Any] = []
-        keywords: dict[str, Any] = {}
-        for parameter, value in zip(known.parameters, args, strict=True):
-            if parameter.name == "device" and not any(map(_holds_node, args)):
-                value = self.device
-            if not parameter.keyword_only:
-                positional.append(list(value) if parameter.kind is Kind.TENSORS and value is not None else value)
-            elif value is not None:
-                keywords[parameter.name] = value
+        positional, keywords = spread_args(op, args, None if any(map(_holds_node, args)) else self.device)
         if node.pinned:
             made = self.call(run_pinned, function, *positional, **keywords)
         else:
