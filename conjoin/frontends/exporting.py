@@ -17,7 +17,7 @@ from conjoin.errors import CaptureError
 from conjoin.frontends.checkpoints import follow_checkpoints
 from conjoin.frontends.custom_functions import watch_custom_functions
 from conjoin.frontends.diagnosis import explain
-from conjoin.frontends.functional import Updates, functionalize
+from conjoin.frontends.functional import Updates, functionalize, hidden_views
 from conjoin.frontends.problems import MODEL_PREFIX, Problem, find_user_line
 from conjoin.frontends.regions import has_cuda_autocast, make_explicit
 from conjoin.frontends.torch_private import (
@@ -371,7 +371,7 @@ def _settle(
         problems, idle = make_explicit(program, input_names)
         updates = functionalize(program)
         if updates is None:
-            program, updates = program.run_decompositions({}), ()
+            program, updates = program.run_decompositions(hidden_views(program)), ()
     return program, updates, (*traced.problems, *problems), idle
 
 

@@ -39,7 +39,9 @@ __all__ = [
     "OutputKind",
     "aliases_input",
     "autocast_as_on_cuda",
+    "decomposition_of",
     "fake_copy",
+    "has_alias_info",
     "is_fake",
     "is_mutable",
     "keep_cuda_autocast",
@@ -49,6 +51,7 @@ __all__ = [
     "quiet",
     "replaced_checkpoints",
     "settle_autograd",
+    "storages_of",
     "tensors_of",
     "user_lines",
     "writes_only_self",
@@ -250,6 +253,24 @@ def writes_only_self(op: OpOverload) -> bool:
 def aliases_input(op: OpOverload) -> bool:
     """Whether the result may share memory with the first argument."""
     return bool(op._schema.arguments) and op._schema.arguments[0].alias_info is not None
+
+
+def has_alias_info(op: OpOverload) -> bool:
+    """Whether the schema names any argument that is written to or shared."""
+    return any(argument.alias_info is not None for argument in op._schema.arguments)
+
+
+def storages_of(traced: Any) -> frozenset[int]:
+    """The memory that traced tensors lie in; two of the same memory are views of one another."""
+    if isinstance(traced, Tensor):
+        return frozenset({traced.untyped_storage()._cdata})
+    return frozenset[int]().union(*map(storages_of, traced)) if isinstance(traced, tuple | list) else frozenset()
+
+
+def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
+    """The calls that a composite operator consists of; None where it is none."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return partial(op._op_dk, key) if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) else None
 
 
 class FollowedCalls(TorchFunctionMode):
