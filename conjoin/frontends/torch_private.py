@@ -174,22 +174,26 @@ def autocast_as_on_cuda() -> Iterator[None]:
         create(self, device_type, *args, **kwargs)
         self.device = swapped.get(self.device, self.device)
 
-    library = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+
+    def override(op: OpOverload, kernel: Callable[..., Any]) -> None:
+        library.impl(op, kernel, "AutocastCPU", allow_override=True)  # type: ignore[no-untyped-call]
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that they take the place of others, which come back
         for name in names:
             base, _, overload = name.removeprefix("aten::").partition(".")
             op = getattr(getattr(torch.ops.aten, base), overload or "default")
             if has_kernel(name, "AutocastCUDA"):
-                library.impl(op, partial(_as_on_cuda, op), "AutocastCPU", allow_override=True)
+                override(op, partial(_as_on_cuda, op))
             elif has_kernel(name, "AutocastCPU"):
-                library.impl(op, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
+                override(op, torch.library.fallthrough_kernel)
     torch.amp.autocast.__init__ = create_swapped  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.amp.autocast.__init__ = create  # type: ignore[method-assign]
-        library._destroy()
+        library._destroy()  # type: ignore[no-untyped-call]
 
 
 def _as_on_cuda(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
