@@ -23,6 +23,7 @@ from conjoin.frontends.regions import has_cuda_autocast, make_explicit
 from conjoin.frontends.torch_private import (
     ExportedProgram,
     FollowedCalls,
+    autocast_as_on_cuda,
     fake_copy,
     is_fake,
     keep_cuda_autocast,
@@ -258,16 +259,15 @@ def export(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None) -> E
     names = _input_names(model, dealt, structure)
     named = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)]
 
-    def trace(device: str | None) -> _Traced:
-        traced, given = (model, tensors) if device is None else fake_copy(model, tensors, device)
-        memory.update(_state_by_memory(traced))
-        return _trace(_Step(traced, loss, rebuild, record), tuple(given), device)
-
     without_values = [tensor for tensor in (*model.parameters(), *model.buffers(), *tensors) if is_fake(tensor)]
-    device = "cuda" if any(tensor.is_cuda for tensor in without_values) else "cpu"
-    traced = trace(device if without_values else None)
-    if without_values and device == "cpu" and has_cuda_autocast(traced.program):
-        traced = trace("cuda")  # what it casts, CUDA's own lists say
+    if without_values:
+        model, tensors = fake_copy(model, tensors)
+        memory |= _state_by_memory(model)
+    step = _Step(model, loss, rebuild, record)
+    traced = _trace(step, tuple(tensors))
+    if without_values and has_cuda_autocast(traced.program):
+        with autocast_as_on_cuda():
+            traced = _trace(step, tuple(tensors))
     program, updates, problems, idle = _settle(traced, named)
     outputs, output_structure, reassigned, changed = seen[-1]
     kept, dropped = _plain(outputs, output_structure)
@@ -340,7 +340,7 @@ class _Traced:
     problems: tuple[Problem, ...]
 
 
-def _trace(step: _Step, tensors: tuple[Tensor, ...], device: str | None) -> _Traced:
+def _trace(step: _Step, tensors: tuple[Tensor, ...]) -> _Traced:
     """Export with gradients on and autocast off, whatever region the caller is in: the graph says what it needs."""
     hooked: dict[Problem, None] = {}
 
@@ -359,8 +359,6 @@ def _trace(step: _Step, tensors: tuple[Tensor, ...], device: str | None) -> _Tra
         functions = watches.enter_context(watch_custom_functions())
         checkpoints = watches.enter_context(follow_checkpoints(any(p.requires_grad for p in step.parameters())))
         watches.enter_context(FollowedCalls(note_hook))
-        if device == "cuda":
-            watches.enter_context(torch.device(device))
         program = torch.export.export(step, tensors, strict=False)
     return _Traced(step, tensors, program, (*_backward_hooks(step), *hooked, *functions.problems()))
 
