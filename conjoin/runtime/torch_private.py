@@ -27,6 +27,16 @@ reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist
 """torch 2.13 gave the collectives on one flat tensor new names, and warns of the old ones."""
 
 
+def is_in_backward() -> bool:
+    """Whether autograd is at work in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def after_backward(action: Callable[[], None]) -> None:
+    """Do something when the backward pass that is at work has come to its end; not at all when it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)  # type: ignore[attr-defined]
+
+
 def is_profiling() -> bool:
     """Whether a profiler is at work in this process; yes where a release of torch does not tell."""
     return bool(getattr(profiler, "_is_profiler_enabled", True))
