@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from conjoin.machine import Mesh
 from conjoin.ops import At, Layout, Split
 from conjoin.runtime.communicator import Axes, Communicator
+from conjoin.runtime.torch_private import as_plain_tensors
 
 _HALF = (torch.float16, torch.bfloat16)
 """Too narrow to square in."""
@@ -27,6 +28,17 @@ def clip_grad_norm(
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale gradients in place as `torch.nn.utils.clip_grad_norm_` does on one device, and give the norm before it."""
+    with as_plain_tensors():
+        return _clip(pieces, max_norm, norm_type, communicator, error_if_nonfinite)
+
+
+def _clip(
+    pieces: Iterable[tuple[nn.Parameter, Layout]],
+    max_norm: float,
+    norm_type: float,
+    communicator: Communicator,
+    error_if_nonfinite: bool,
+) -> Tensor:
     trained = [(p, layout) for p, layout in pieces if p.requires_grad]
     if not trained:
         return torch.tensor(0.0)

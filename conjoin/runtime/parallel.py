@@ -33,6 +33,7 @@ from conjoin.runtime.calling import Calling
 from conjoin.runtime.carriers import carry_move, carry_reshard, prepare_move
 from conjoin.runtime.communicator import Communicator, uncompiled
 from conjoin.runtime.emission import Function, compile_program, emit_program
+from conjoin.runtime.gradient_pieces import mark_gradients
 from conjoin.runtime.norms import clip_grad_norm
 from conjoin.runtime.passes import Passes
 from conjoin.runtime.pieces import UnmatchedKeys, load_pieces, mark_pieces
@@ -140,6 +141,7 @@ class ParallelModule(nn.Module):
         )
         for name in _HELD:
             self.__dict__[name] = store.root.__dict__[name]
+        mark_gradients(self.pieces(), communicator)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass: the batch as captured, whole or this rank's part of it; the loss is that of the whole."""

@@ -55,6 +55,11 @@ class MetaWatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+as_plain_tensors: Any = torch._C.DisableTorchFunctionSubclass
+"""Within it, subclasses of Tensor are taken as plain ones."""
+foreach_norm: Any = torch._foreach_norm
+check_and_unscale: Any = torch._amp_foreach_non_finite_check_and_unscale_
+"""What `clip_grad_norm_` and `GradScaler` ask of all gradients at once."""
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """For a subclass of Tensor whose results are not of that class by themselves."""
 

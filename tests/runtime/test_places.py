@@ -110,7 +110,10 @@ def train(communicator: Communicator, plan: Plan, sample: Sample) -> tuple[list[
         optimizer.zero_grad()
         loss = module(*sample.inputs)
         loss.backward()
-        norm = module.clip_grad_norm_(0.5, inf if step else 2.0)
+        if step:
+            norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5, inf)  # gradients know where the others lie
+        else:
+            norm = module.clip_grad_norm_(0.5)
         optimizer.step()
         losses += [loss.item(), norm.item()]
     return losses, full_state_dict(module, everywhere=True)
