@@ -189,11 +189,18 @@ class Accumulator:
             bundle.defer()
 
     def loss(
-        self, batches: Sequence[Any], parameters: Mapping[Leaf, Tensor], compute: Callable[[Any], Tensor], kind: str
+        self,
+        batches: Sequence[list[Tensor]],
+        state: Mapping[Leaf, Tensor | None],
+        compute: Callable[[list[Tensor | None], list[Tensor]], Tensor],
+        kind: str,
     ) -> Tensor:
         """The loss of a step on a kind of device; its backward pass gives the parameters their gradients."""
-        losses = [partial(compute, inputs) for inputs in batches]
-        run = Run(losses, parameters, self._bundles, self._as_now(tuple(parameters.values()), kind))
+        parameters = {leaf: x for leaf, x in state.items() if x is not None and x.requires_grad}
+        # micro-batches have gradients of aliases: hooks of the parameters are for those of the step
+        own = {leaf: x.detach().requires_grad_() for leaf, x in parameters.items()}
+        losses = [partial(compute, [*{**state, **own}.values()], inputs) for inputs in batches]
+        run = Run(losses, own, self._bundles, self._as_now(tuple(parameters.values()), kind))
         if not torch.is_grad_enabled() or not parameters:
             return run.forward_only()
         casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) in NARROW

@@ -28,6 +28,7 @@ from conjoin.ir import (
 )
 from conjoin.ops import Layout
 from conjoin.runtime.accumulating import Accumulator, MicroBatches
+from conjoin.runtime.agreement import Agreement
 from conjoin.runtime.bundles import Bundle, Dropping, make_bundles
 from conjoin.runtime.calling import Calling
 from conjoin.runtime.carriers import carry_move, carry_reshard, prepare_move
@@ -97,8 +98,8 @@ def _begin(passes: Passes, streams: Streams, device: torch.device) -> None:
 _HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 """What a module has in common with the root of its store."""
 _MADE = (
-    "plan", "communicator", "store", "code", "_program", "_carriers", "_begin", "_end", "_calling", "_regions",
-    "_slots", "_targets", "_accumulator", "_kept",
+    "plan", "communicator", "store", "code", "_program", "_carriers", "_begin", "_end", "_taken", "_calling",
+    "_regions", "_slots", "compare_every", "_targets", "_accumulator", "_kept",
 )  # fmt: skip
 """What a module makes of its plan."""
 
@@ -117,9 +118,12 @@ class ParallelModule(nn.Module):
         kept = tuple(leaf for leaf in plan.graph.leaves if leaf.kind is not LeafKind.INPUT)
         name = f"{plan.graph.name} {plan_fingerprint(plan)[:12]} @{communicator.rank}"
         program, code = _compiled(plan, kept, carriers, name)
-        inputs, passes = plan.graph.leaves_of(LeafKind.INPUT), Passes(communicator)
-        accumulation, accumulator = plan.accumulation, None
+        agreement = Agreement(plan, store, communicator)
+        passes = Passes(communicator, agreement)
+        inputs = plan.graph.leaves_of(LeafKind.INPUT)
+        accumulation, accumulator, called = plan.accumulation, None, plan.graph
         if accumulation is not None:
+            called = calling_graph(plan.graph, accumulation)
             micro = MicroBatches(plan, accumulation, communicator.rank, in_order=exact_seed is not None)
             accumulator = Accumulator(plan, micro, carriers.bundles, carriers.streams)
         # past `__setattr__`: a submodule of the user's may have any of these names
@@ -132,7 +136,9 @@ class ParallelModule(nn.Module):
             _carriers=carriers,
             _begin=uncompiled(partial(_begin, passes, carriers.streams)),
             _end=uncompiled(passes.end),
-            _calling=Calling(plan.graph if accumulation is None else calling_graph(plan.graph, accumulation)),
+            _calling=Calling(called),
+            compare_every=agreement.every,
+            _taken=called.leaves_of(LeafKind.INPUT),
             _accumulator=accumulator,
             _kept=kept,
             _regions=tuple(region_of(x.type.shape, x.type.layout, plan.mesh, communicator.rank) for x in inputs),
@@ -154,7 +160,7 @@ class ParallelModule(nn.Module):
             outputs = self._run(batches[0], state, device)
         else:
             outputs = self._accumulate(batches, state, device, self._accumulator)
-        self._end(outputs)
+        self._end(dict(zip(self._taken, given, strict=True)), outputs, self.plan.graph.loss)
         return self._calling.results(outputs)
 
     def _run(self, inputs: list[Tensor], state: list[Tensor | None], device: torch.device) -> list[Any]:
@@ -168,16 +174,14 @@ class ParallelModule(nn.Module):
         self, batches: list[list[Tensor]], state: list[Tensor | None], device: torch.device, accumulator: Accumulator
     ) -> list[Any]:
         """A step in micro-batches, which is over when its loss is there but for handing out the gradients."""
-        pairs = zip(self._kept, state, strict=True)
-        parameters = {leaf: x for leaf, x in pairs if x is not None and x.requires_grad}
         place = self.plan.graph.loss or 0
 
-        def compute(inputs: list[Tensor]) -> Tensor:
+        def compute(own: list[Tensor | None], inputs: list[Tensor]) -> Tensor:
             with self._dropping():
-                found: Tensor = self._program(self, state, device, *inputs)[place]
+                found: Tensor = self._program(self, own, device, *inputs)[place]
             return found
 
-        loss = accumulator.loss(batches, parameters, compute, device.type)
+        loss = accumulator.loss(batches, dict(zip(self._kept, state, strict=True)), compute, device.type)
         return [loss if isinstance(value, Value) else value for value in self.plan.graph.outputs]
 
     def _local(self, inputs: list[Tensor]) -> list[Tensor]:
@@ -281,10 +285,14 @@ class ParallelModule(nn.Module):
             )
         return self
 
+    compare_every: Callable[[int | None], None]
+    """Have ranks compare inputs, loss and gradients where they should agree: in the first step of all that follow and
+    in every so manieth after it; in the first only (None), as `load` does; or never (0)."""
     _program: Callable[..., tuple[Any, ...]]
     _carriers: _RankCarriers
     _begin: Callable[[torch.device], None]
-    _end: Callable[[list[Any]], None]
+    _end: Callable[[Mapping[Leaf, Tensor], list[Any], int | None], None]
+    _taken: tuple[Leaf, ...]
     _calling: Calling
     _regions: tuple[Region, ...]
     _slots: tuple[Slot | str, ...]

@@ -7,12 +7,14 @@ those of the last. So after such a pass the ranks compare, outside of all collec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from conjoin.errors import RankError
+from conjoin.ir import Leaf
+from conjoin.runtime.agreement import Agreement
 from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.torch_private import after_backward, is_in_backward
 
@@ -20,10 +22,12 @@ from conjoin.runtime.torch_private import after_backward, is_in_backward
 class Passes:
     """The passes of one module on one rank."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def __init__(self, communicator: Communicator, agreement: Agreement) -> None:
+        self._communicator, self._agreement = communicator, agreement
         self._is_open = False
         """Whether a pass has begun and not ended."""
+        self._compares = False
+        """Whether the ranks compare this one."""
 
     def begin(self) -> None:
         """A forward pass begins; one that runs again inside a backward pass is part of that."""
@@ -32,12 +36,15 @@ class Passes:
         if self._is_open and self._communicator.mesh.size > 1:
             self._compare()
         self._is_open = True
+        self._compares = self._agreement.begin()
 
-    def end(self, outputs: Iterable[Any]) -> None:
+    def end(self, given: Mapping[Leaf, Tensor], outputs: Sequence[Any], loss: int | None) -> None:
         """A forward pass has made its outputs; from the first gradient that comes to one the backward is followed."""
         if is_in_backward():
             return
         self._is_open = False
+        if self._compares:
+            self._agreement.compare_inputs(given, None if loss is None else outputs[loss])
         for output in outputs:
             if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(self._turn_back)  # type: ignore[no-untyped-call]
@@ -49,6 +56,7 @@ class Passes:
 
     def _close(self) -> None:
         self._is_open = False
+        self._agreement.compare_gradients()
 
     def _compare(self) -> None:
         """Go on only if all ranks were cut short, and at the same point."""

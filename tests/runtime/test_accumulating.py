@@ -222,6 +222,20 @@ def as_whole(module: ParallelModule, name: str, gradient: Tensor) -> Tensor:
     return carry(gradient)
 
 
+def test_hooks_of_parameters_see_the_gradient_of_the_step_once() -> None:
+    found = sample("layers")
+    plan = plan_for(found, "fsdp", 2)
+
+    def program(communicator: Communicator) -> bool:
+        module, seen = module_on(plan, found, communicator), []
+        parameter = next(module.parameters())
+        parameter.register_hook(seen.append)
+        module(*found.inputs).backward()
+        return len(seen) == 1 and torch.equal(seen[0], parameter.grad)
+
+    assert run_ranks(plan.mesh, program) == [True, True]
+
+
 def test_what_cannot_be_cut_is_refused() -> None:
     torch.manual_seed(0)
     batch = torch.randn(4, 3, 8, 8), torch.randint(4, (4,))

@@ -243,6 +243,8 @@ def test_optimizers_that_look_at_more_than_an_element_are_refused_on_parts(name:
             try:
                 for _ in range(2):
                     optimizer.step(closure)
+                states = [x for state in optimizer.state.values() for x in state.values()]
+                assert not any(isinstance(x, GradientPiece) for x in states), "what is saved is plain"
             except UsageError as error:
                 assert_three_sentences(error)
                 return str(error)
