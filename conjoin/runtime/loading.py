@@ -39,6 +39,7 @@ def load(
     it is there already; nothing is sent before plan, model and number of ranks are known to agree. A model on the meta
     device is never built as a whole: `init` (or each module's `reset_parameters`) fills one module at a time, from
     `seed`. `exact_seed` makes every rank draw the random numbers one device so seeded would draw, for comparisons.
+    In the first step ranks compare inputs, loss and gradients where they should agree.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(
@@ -57,6 +58,7 @@ def load(
             share_values(keys, model, communicator.rank, communicator.mesh.size, store.device)
         store.fill(model)
     module = ParallelModule(plan, store, communicator, exact_seed)
+    module.compare_every(None)
     if keys is not None and module.draws_alike:
         draw_alike(keys, communicator.rank, communicator.mesh.size)
     return module
