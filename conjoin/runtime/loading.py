@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from conjoin.errors import PlanError, UsageError
-from conjoin.ir import Plan, check_plan, load_plan, plan_fingerprint
+from conjoin.errors import PlanError
+from conjoin.ir import Plan, check_plan, load_plan, plain_model, plan_fingerprint
 from conjoin.runtime.communicator import Communicator, ProcessGroups, group_device
 from conjoin.runtime.initialization import initialise
 from conjoin.runtime.parallel import ParallelModule
@@ -40,11 +40,7 @@ def load(
     device is never built as a whole: `init` (or each module's `reset_parameters`) fills one module at a time, from
     `seed`. `exact_seed` makes every rank draw the random numbers one device so seeded would draw, for comparisons.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"A {type(model).__name__} was given instead of the model. A plan is run over the model it was made for. "
-            f"Pass the nn.Module."
-        )
+    model = plain_model(model)
     plan = check_plan(plan) if isinstance(plan, Plan) else load_plan(plan)
     check_model(plan, model)
     wanted = None if device is None else torch.device(device)
