@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from conjoin.errors import UsageError
@@ -33,3 +34,14 @@ def costs_path() -> Path:
     """`CONJOIN_COSTS`, else `costs.sqlite` in the cache directory: where measured seconds are kept."""
     given = os.environ.get("CONJOIN_COSTS")
     return Path(given) if given else cache_directory() / "costs.sqlite"
+
+
+def whole_environment() -> dict[str, str]:
+    """All variables, to start another process as this one was."""
+    return dict(os.environ)
+
+
+def take_environment(variables: Mapping[str, str]) -> None:
+    """Have these variables, and no others."""
+    os.environ.clear()
+    os.environ.update(variables)

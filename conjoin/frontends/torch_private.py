@@ -23,6 +23,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import config as fx_config
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
@@ -40,10 +41,12 @@ __all__ = [
     "has_alias_info",
     "is_fake",
     "is_mutable",
+    "keep_cuda_autocast",
     "keep_markers",
     "memory_of",
     "pretend_exporting",
     "quiet",
+    "replaced_checkpoints",
     "settle_autograd",
     "storages_of",
     "tensors_of",
@@ -125,6 +128,37 @@ def user_lines(find: Callable[[FrameType | None], str]) -> Iterator[None]:
             setattr(fx_config, switch, before)
 
 
+@contextmanager
+def replaced_checkpoints(run: Callable[..., Any], begin: Callable[..., Iterator[None]]) -> Iterator[None]:
+    """Have `torch.utils.checkpoint` call `run` for the reentrant kind, and step through `begin` for the other."""
+    name = "_checkpoint_without_reentrant_generator"
+    before = getattr(torch.utils.checkpoint, name)
+    setattr(torch.utils.checkpoint, name, begin)
+    CheckpointFunction.apply = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        setattr(torch.utils.checkpoint, name, before)
+        del CheckpointFunction.apply
+
+
+@contextmanager
+def keep_cuda_autocast() -> Iterator[None]:
+    """Have `torch.autocast("cuda")` stay on in a torch without CUDA, which still has the lists of what it casts."""
+    amp, missing, supports = torch.cuda.amp.common, "amp_definitely_not_available", "is_bf16_supported"
+    if torch.cuda.is_available():
+        yield
+        return
+    before = getattr(amp, missing), getattr(torch.cuda, supports)
+    try:
+        setattr(amp, missing, lambda: False)
+        setattr(torch.cuda, supports, lambda *_, **__: True)
+        yield
+    finally:
+        setattr(amp, missing, before[0])
+        setattr(torch.cuda, supports, before[1])
+
+
 def settle_autograd() -> None:
     """Let autograd choose its threads, once, before anything is traced.
 
@@ -133,7 +167,7 @@ def settle_autograd() -> None:
     """
     if not torch.cuda.is_available():
         with torch.inference_mode(False), torch.enable_grad():
-            torch.zeros((), requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
+            torch.zeros((), requires_grad=True, device="cpu").clone().backward()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -232,18 +266,22 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
         yield from (value for value in vars(part).values() if isinstance(value, Tensor))
 
 
-def fake_copy(model: nn.Module, inputs: Sequence[Tensor]) -> tuple[nn.Module, list[Tensor]]:
-    """A model and inputs on the meta device as if on the CPU, without memory: what forward creates there fits them."""
+def fake_copy(model: nn.Module, inputs: Sequence[Tensor], device: str) -> tuple[nn.Module, list[Tensor]]:
+    """A model and inputs without values as if on a device, without memory: what forward creates there fits them.
+
+    A torch without CUDA ends the process where autograd is asked for a gradient on such a device: there none are.
+    """
+    trains = device == "cpu" or torch.cuda.is_available()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
 
     def stand_in(tensor: Tensor) -> Tensor:
         with mode:
-            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
         is_parameter = isinstance(tensor, nn.Parameter)
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad and trains) if is_parameter else fake
 
     for tensor in tensors_of(model):
-        if tensor.is_meta:
+        if is_fake(tensor):
             memo[id(tensor)] = stand_in(tensor)
-    return copy.deepcopy(model, memo), [stand_in(x) if x.is_meta else mode.from_tensor(x) for x in inputs]
+    return copy.deepcopy(model, memo), [stand_in(x) for x in inputs]

@@ -421,7 +421,11 @@ class LeftSide:
 
 
 def draw_left_side(
-    rule: Rule, seed: int, dtype: torch.dtype = torch.float64, odd_one: torch.dtype | None = None, disguised: bool = True
+    rule: Rule,
+    seed: int,
+    dtype: torch.dtype = torch.float64,
+    odd_one: torch.dtype | None = None,
+    disguised: bool = True,
 ) -> Graph | None:
     """The left side of a rule as a graph, drawn; one input may have another dtype. None where nothing fits."""
     rng = Random(f"{rule.name} {seed}")
