@@ -13,6 +13,7 @@ from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
 from torch._ops import OpOverload
 
 from conjoin.frontends.exporting import Exported
+from conjoin.frontends.loss_output import find_loss
 from conjoin.frontends.problems import LOSS_PREFIX, MODEL_PREFIX, Problem, source_of
 from conjoin.frontends.torch_private import PINNED, InputKind, OutputKind, memory_of
 from conjoin.ir import MAX_CONSTANT_BYTES, Graph, GraphBuilder, Leaf, LeafKind, Node, Result, Source, Value, make_leaf
@@ -247,7 +248,7 @@ class Lowering:
             inputs=self._input_values(),
             outputs=outputs,
             updates=updates,
-            loss=find_loss(outputs, exported),
+            loss=find_loss(outputs, list(exported.output_structure.paths())),
             input_structure=exported.input_structure,
             output_structure=exported.output_structure,
         )
@@ -275,17 +276,6 @@ class Lowering:
             made = self.builder.leaf(f"input:{name}")
             found.append(Value(made) if isinstance(leaf, Tensor) and made is not None else leaf)
         return tuple(found)
-
-
-def find_loss(outputs: tuple[Result, ...], exported: Exported) -> int | None:
-    """The output called `loss`, or the only one, if it is a floating-point number."""
-    paths = list(exported.output_structure.paths())
-    named = [i for i, path in enumerate(paths) if path and path[-1] == "loss"]
-    for i in named or ([0] if len(outputs) == 1 else []):
-        output = outputs[i]
-        if isinstance(output, Value) and output.type.shape == () and output.type.dtype.is_floating_point:
-            return i
-    return None
 
 
 def _canonical_names(model: nn.Module) -> dict[str, tuple[str, ...]]:

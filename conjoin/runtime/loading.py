@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from conjoin.errors import PlanError, UsageError
-from conjoin.ir import Plan, check_plan, load_plan, plan_fingerprint
+from conjoin.errors import PlanError
+from conjoin.ir import Plan, check_plan, load_plan, plain_model, plan_fingerprint
 from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.initialization import initialise
 from conjoin.runtime.parallel import ParallelModule
@@ -38,11 +38,7 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     `seed`. `exact_seed` makes every rank draw the random numbers one device so seeded would draw, for comparisons.
     In the first step ranks compare inputs, loss and gradients where they should agree.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"A {type(model).__name__} was given instead of the model. A plan is run over the model it was made for. "
-            f"Pass the nn.Module."
-        )
+    model = plain_model(model)
     plan = check_plan(plan) if isinstance(plan, Plan) else load_plan(plan)
     check_model(plan, model)
     session = session or shared_session(device)
