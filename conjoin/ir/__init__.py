@@ -1,6 +1,7 @@
 """The graph: immutable, hash-consed, with layouts, text form, JSON, fingerprint and verifier; and the plan."""
 
 from conjoin.ir.builder import GraphBuilder, is_random
+from conjoin.ir.computation import computation_digest
 from conjoin.ir.expanding import can_expand, drop_unused, expand
 from conjoin.ir.files import read_json, write_file
 from conjoin.ir.graph import Graph, Result, Scalar
@@ -68,7 +69,8 @@ __all__ = [
     "Accumulation", "Choice", "Elementary", "Fault", "Graph",
     "GraphBuilder", "LayoutError", "Leaf", "LeafKind", "Mark", "MemoryAction", "Node", "Placed", "Plan", "Range",
     "Region", "RegionMove", "Result", "Rewriting", "Scalar", "Segment", "Source", "Structure", "Substitution", "Value",
-    "arguments_text", "calling_graph", "can_expand", "check_plan", "choose", "cut", "cut_along", "cut_in_micro_batches",
+    "arguments_text", "calling_graph", "can_expand", "check_plan", "choose", "computation_digest", "cut", "cut_along",
+    "cut_in_micro_batches",
     "describe_tree", "drop_unused", "elementary", "exchange_axes", "expand", "find_faults", "find_layout_faults",
     "fingerprint", "flatten_tree", "from_json", "holds", "in_one_line", "is_literal", "is_parallel", "is_random",
     "layout_fault", "library_digest",

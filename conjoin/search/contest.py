@@ -24,6 +24,7 @@ from conjoin.ir import (
     Substitution,
     Value,
     check_plan,
+    computation_digest,
     fingerprint,
     model_mark,
     parallelize,
@@ -342,5 +343,6 @@ def plan_of(outcome: Outcome, captured: Graph, machine: Machine) -> Plan:
         substitutions=entry.variant.substitutions,
         accumulation=entry.variant.accumulation,
         predictions=predictions,
+        computes=computation_digest(graph, entry.variant.accumulation),
     )
     return check_plan(plan)

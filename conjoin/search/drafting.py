@@ -18,6 +18,7 @@ from conjoin.ir import (
     can_expand,
     check_plan,
     choose,
+    computation_digest,
     expand,
     model_mark,
     parallelize,
@@ -87,6 +88,7 @@ def make_plan_by(captured: Graph, machine: Machine, strategy: Callable[[Facts], 
     graph, draft, laid_out = settled.graph, settled.draft, lay_out(settled)
     plan = Plan(
         graph=parallelize(graph, laid_out.leaves, laid_out.choices, laid_out.outputs),
+        computes=computation_digest(graph),
         mesh=machine.mesh,
         model=model_mark(captured),
         machine=Mark(machine.name, machine.fingerprint()),
