@@ -6,11 +6,13 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from conjoin.errors import GraphError, PlanError
 from conjoin.ir.computation import computation_digest
+from conjoin.ir.custom_operators import import_operators, read_statements, statements_to_json
 from conjoin.ir.files import read_json, write_file
 from conjoin.ir.graph import Graph
 from conjoin.ir.json_form import fingerprint
@@ -117,6 +119,7 @@ class Plan:
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain data; the graph as its text form, line by line."""
+    operators = statements_to_json(plan.graph)
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -131,6 +134,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "predictions": dict(plan.predictions),
         **({} if plan.accumulation is None else {"accumulate": _accumulation_to_json(plan.accumulation)}),
         "computes": plan.computes,
+        **({"operators": operators} if operators else {}),
         "graph": str(plan.graph).splitlines(),
     }
 
@@ -150,7 +154,7 @@ def plan_to_text(plan: Plan) -> str:
 
 def plan_fingerprint(plan: Plan) -> str:
     """What must be equal on all ranks: everything that decides what runs."""
-    data = {k: v for k, v in plan_to_json(plan).items() if k not in ("predictions", "strategy")}
+    data = {k: v for k, v in plan_to_json(plan).items() if k not in ("predictions", "strategy", "operators")}
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -206,8 +210,18 @@ def _check_substitutions(plan: Plan) -> None:
         )
 
 
-def load_plan(path: str | Path) -> Plan:
-    """Read a plan file and check that it is legal."""
+def load_plan(path: str | Path, imports: Iterable[str] = ()) -> Plan:
+    """Read a plan file and check that it is legal.
+
+    Nothing is imported but the modules that are named here, for the custom operators that they register. Without them a
+    plan can be read and shown: their operators are taken as the plan states them.
+    """
+    if not isinstance(path, str | PathLike):
+        raise PlanError(
+            f"A {type(path).__name__} was given instead of the path of a plan file. Only a file can be read as a plan. "
+            f"Pass its path."
+        )
+    import_operators(imports)
     return check_plan(plan_from_json(read_json(path, "plan", PlanError)))
 
 
@@ -235,7 +249,7 @@ def plan_from_json(data: Any) -> Plan:
 
 _KEYS = frozenset({
     "format", "version", "strategy", "model", "machine", "mesh", "stages", "schedule", "memory", "substitutions",
-    "predictions", "graph", "accumulate", "computes",
+    "predictions", "graph", "accumulate", "operators", "computes",
 })  # fmt: skip
 
 
@@ -245,6 +259,7 @@ def _load(data: dict[str, Any]) -> Plan:
         raise ValueError(f"{', '.join(sorted(map(repr, unknown)))[:200]} is unknown")
     if data["stages"] or data["schedule"] is not None:
         raise ValueError("pipeline stages are not executed by this release")
+    read_statements(data.get("operators", []))
     graph = parse_graph("\n".join(_text(line, "a line of the graph") for line in _items(data, "graph")) + "\n")
     return Plan(
         graph=graph,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from conjoin.rules.operators import BY_NAME, OPS
+from conjoin.rules.operators import BY_NAME, FUNCTIONS
 from conjoin.rules.patterns import Apply, Expr, Parameter, walk
 
 _WORDS: dict[str, frozenset[str]] = {
     "pad": frozenset({"same", "valid"}),
-    "act": frozenset({"none", *(op.name for op in OPS if op.num_args == 1 and not op.params)}),
+    "act": frozenset({"none", *FUNCTIONS}),
     "groups": frozenset({"?"}),
 }
 """Values of parameters that are words, and no names for any value."""

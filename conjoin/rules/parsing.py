@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from conjoin.errors import UsageError
-from conjoin.rules.operators import BY_NAME, RuleOp
+from conjoin.rules.operators import BY_NAME, FUNCTIONS, RuleOp
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter
 
 MAX_DEPTH = 40
@@ -161,7 +161,8 @@ class _Parser:
         if word == "?":
             return word if name == "groups" else None
         if word[:1].isalpha() or word[:1] == "_":
-            return word if name != "part" and len(word) <= MAX_NAME else None
+            no_function = name == "act" and word in BY_NAME and word not in FUNCTIONS
+            return word if name != "part" and len(word) <= MAX_NAME and not no_function else None
         if not word.lstrip("-").isdecimal() or len(word) > len(str(MAX_NUMBER)):
             return None
         number = int(word)

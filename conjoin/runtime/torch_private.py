@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +17,19 @@ from torch.utils._pytree import tree_leaves
 from conjoin.runtime.rendezvous import KeyStore
 
 
-def default_store(prefix: str) -> KeyStore:
-    """The store through which the ranks of the default process group found each other, under a prefix of our own."""
-    store: KeyStore = distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
+def default_store(prefix: str, *, for_thread: bool = False) -> KeyStore:
+    """The store through which the ranks of the default process group found each other, under a prefix of our own.
+
+    One for a thread of its own does not wait while another thread waits for an answer.
+    """
+    found: Any = distributed_c10d._get_default_store()
+    store: KeyStore = distributed_c10d.PrefixStore(prefix, found.clone() if for_thread else found)
     return store
+
+
+def import_compiler() -> None:
+    """Import what torch itself imports when it is first needed, also where nothing is compiled; it takes a while."""
+    importlib.import_module("torch._dynamo")
 
 
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

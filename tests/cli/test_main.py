@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,16 @@ Run = Callable[..., Ran]
 FLAGS = {
     "inspect": ["--batch", "--eval", "--json", "--output", "--train", "-o"],
     "plan": [
-        "--at-most", "--batch", "--budget", "--cpu-budget", "--fix", "--forbid-axis", "--fresh", "--json", "--machine",
-        "--memory", "--objective", "--optimizer", "--output", "--search", "--start", "--strategy", "-o",
+        "--at-most", "--batch", "--budget", "--cpu-budget", "--fix", "--forbid-axis", "--fresh", "--import", "--json",
+        "--machine", "--memory", "--objective", "--optimizer", "--output", "--search", "--start", "--strategy", "-o",
     ],
     "compare": ["--batch", "--budget", "--json", "--machine", "--memory", "--optimizer", "--search"],
-    "explain": ["--json"],
-    "diff": ["--json"],
-    "simulate": ["--json", "--machine", "--optimizer", "--trace"],
-    "run": ["--batch", "--steps", "--trace"],
-    "verify": ["--batch", "--json", "--ranks", "--steps"],
-    "calibrate": ["--json", "--machine", "--optimizer", "--output", "--plan", "--seconds", "-o"],
+    "explain": ["--import", "--json"],
+    "diff": ["--import", "--json"],
+    "simulate": ["--import", "--json", "--machine", "--optimizer", "--trace"],
+    "run": ["--batch", "--import", "--steps", "--trace"],
+    "verify": ["--batch", "--import", "--json", "--ranks", "--steps"],
+    "calibrate": ["--import", "--json", "--machine", "--optimizer", "--output", "--plan", "--seconds", "-o"],
     "doctor": ["--json"],
     "machine": [],  # its commands are in test_machines.py
     "rules": [],  # and in test_rules.py
@@ -200,6 +201,12 @@ def test_an_answer_that_cannot_be_written(
         process = start("--version", out=full.fileno())
         _, err = process.communicate(timeout=60)
     assert "could not be written: No space left on device." in Ran(process.returncode, "", err).refused()
+
+
+def test_an_answer_in_letters_that_the_locale_lacks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(BytesIO(), encoding="iso8859-5"))
+    assert run("machine", "list") == Ran(0, "", "")
+    assert b" 1 node ? 1 laptop-cpu" in sys.stdout.buffer.getvalue()  # type: ignore[attr-defined]
 
 
 def test_an_answer_that_nobody_reads(start: Callable[..., subprocess.Popen[str]]) -> None:

@@ -84,9 +84,9 @@ class Interpreter:
         match factor:
             case Access():
                 return self.access(factor, known)
-            case Function("hit", (index, row)):
+            case Function("is row", (index, row)):
                 return float(self.of(index, known) == self.of(row, known))
-            case Function("inverse", (arg,)):
+            case Function("one over", (arg,)):
                 return 1 / self.of(arg, known)
             case Function(name, (arg,)):
                 chosen = self.functions.get(name, name)

@@ -45,7 +45,7 @@ def pool_kernel(call: Call) -> Tensor:
     """A convolution by it, each channel a group, averages over windows."""
     _, channels, rows, columns = call.result
     target = call.named[f"kernel {call.param('kernel')}"]
-    call.dims.unify(channels, call.dims.new("one", known=1))
+    call.dims.unify(channels, call.dims.new("1", known=1))
     call.dims.unify(rows, target)
     call.dims.unify(columns, target)
 

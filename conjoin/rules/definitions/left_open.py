@@ -16,7 +16,7 @@ def quotient(reading: Reading) -> Element:
     """Linear in the first operand; the second one's inverse is the factor."""
 
     def element(places: Places, devices: Devices) -> Sum:
-        return reading.at(0, places, devices) * of(Function("inverse", (reading.at(1, places, devices),)))
+        return reading.at(0, places, devices) * of(Function("one over", (reading.at(1, places, devices),)))
 
     return element
 
@@ -25,13 +25,7 @@ def concatenation(reading: Reading) -> Element:
     """[k < n] x[k] + [k >= n] y[k - n]."""
     dims, operands = reading.call.dims, reading.said.notation.operands
     a, b, k = (reading.along(tensor) for tensor in (*operands, reading.output))
-    first, second = reading.dims[a].find(), reading.dims[b].find()
-    if first.product and second.product:  # pieces of equal width, one row of them after another
-        dims.unify(first.product[1], second.product[1])
-        rows = dims.new("concatenation", sum=(first.product[0], second.product[0]))
-        reading.dims[k], limit = dims.new("concatenation", product=(rows, first.product[1])), first.product[0]
-    else:
-        reading.dims[k], limit = dims.new("concatenation", sum=(first, second)), first
+    reading.dims[k], limit = dims.join_divided(reading.dims[a], reading.dims[b])
 
     def element(places: Places, devices: Devices) -> Sum:
         slow, *rest = places[k]
@@ -69,6 +63,7 @@ def padding(reading: Reading) -> Element:
     target = call.named[f"kernel {call.param('kernel')}"]
     large, *small = (dims.odd(dim) for dim in (target, *(reading.dims[name] for name in inner)))
     dims.not_larger += [(half, large) for half in small]
+    dims.needed += [f"{reading.dims[name].find().words} <= {target.find().words}" for name in inner]
     reading.dims.update(dict.fromkeys(outer, target))
 
     def element(places: Places, devices: Devices) -> Sum:
@@ -92,7 +87,7 @@ def normalisation(reading: Reading) -> Element:
 
         more, bound, guard = reading.every((k,))
         total = exponent({**places, **more}).over(bound, guard)
-        return exponent(places) * of(Function("inverse", (total,)))
+        return exponent(places) * of(Function("one over", (total,)))
 
     return element
 

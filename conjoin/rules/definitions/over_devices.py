@@ -29,7 +29,7 @@ def _partition_halves(call: Call, x: Tensor, place: int, axis: str) -> Tensor:
     """A concatenation of two parts of one size over two devices: each gets one of them."""
     halves = x.dims[place].find().sum
     assert halves is not None
-    call.dims.unify(*halves)
+    call.dims.assume_equal(*halves)
 
     def at(index: Index, devices: Devices) -> Sum:
         (position,) = index[place]
@@ -45,7 +45,7 @@ def combine(call: Call) -> Tensor:
     """All pieces, one after the other."""
     (x,) = call.args
     place, axis = _place(call, x), str(call.param("mesh"))
-    whole = call.dims.new("whole", product=(call.named[axis], x.dims[place]))
+    whole = call.dims.times(call.named[axis], x.dims[place])
 
     def at(index: Index, devices: Devices) -> Sum:
         device, *rest = index[place]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from conjoin.rules.definitions.affine import number, symbol
 from conjoin.rules.definitions.calls import Call, Devices, Digits, Index, Tensor, positions
@@ -24,7 +24,9 @@ class Verdict:
     reason: str = ""
     """Why it was not proven."""
     conditions: tuple[str, ...] = ()
-    """What sizes must satisfy beyond what makes the left side fit together."""
+    """What sizes must satisfy beyond what makes the left side fit together: see `conditions.py`."""
+    frame: Frame | None = field(default=None, compare=False, repr=False)
+    """The sizes it was proven for."""
 
 
 def prove(rule: Rule) -> Verdict:
@@ -122,7 +124,7 @@ class Frame:
         for left, right in zip(self.rule.left, self.rule.right, strict=True):
             if not self._equal(left, right):
                 return Verdict(False, f"{left} and {right} were not found equal")
-        return Verdict(True, conditions=conditions)
+        return Verdict(True, "", conditions, self)
 
     def _equal(self, left: Expr, right: Expr) -> bool:
         one, other = self.tensors[left], self.tensors[right]
@@ -132,7 +134,7 @@ class Frame:
             position, where = positions(self.dims, dim, "o")
             index.append(position)
             facts += where
-        devices = {axis: symbol(f"at_{axis}") for axis in self.devices[left]}
+        devices = {axis: symbol(f"at {axis}") for axis in self.devices[left]}
         for axis, device in devices.items():
             facts += between(0, device, self.dims.size(self._named(axis)))
         return equal(one.at(tuple(index), devices), other.at(tuple(index), devices), Facts(facts))
@@ -153,8 +155,10 @@ class Frame:
         return Tensor(dims, at)
 
     def _new_dims(self, expr: Expr) -> tuple[Dim, ...]:
-        name = expr.name if isinstance(expr, Input) else expr.op
-        return tuple(self.dims.new(f"{name}.{label}") for label in self.ranks[expr].labels)
+        rank = self.ranks[expr]
+        others = "".join([f" before {-rank.least}"] * (rank.least > 0) + [f" but {n}" for n in sorted(rank.names)])
+        words = (f"{expr}.{label}" if label != "…" else f"dims of {expr}{others}" for label in rank.labels)
+        return tuple(self.dims.new(word, is_made_up=isinstance(expr, Apply)) for word in words)
 
     def _apply(self, expr: Apply) -> Tensor:
         for name in ("kernel", "groups", "parts"):

@@ -47,7 +47,7 @@ class Rank:
         """The position of a dim among the labels."""
         if isinstance(axis, str) or (axis >= 0 and self.exact is None):
             return self.labels.index(str(axis))
-        return axis % len(self.labels)
+        return range(len(self.labels))[axis]
 
 
 class Ranks:
@@ -127,6 +127,8 @@ class Ranks:
         small, large = self._found[less], self._found[more]
         if named & small.names:
             raise IllFormed(f"the dim {axis} is asked for where it was summed over")
+        if named and any(name.isdecimal() for name in small.names):
+            raise IllFormed(f"a dim is counted from the beginning where the dim {axis}, wherever it was, is gone")
         gap = 0 if named else 1
         exact = large.exact if small.exact is None else small.exact + 1
         large = large.join(Rank(small.least + gap, exact, small.names | named))
@@ -139,6 +141,8 @@ class Ranks:
         if axis == "":
             return
         rank = self._found[on]
+        if isinstance(axis, int) and rank.exact is not None and not -rank.exact <= axis < rank.exact:
+            raise IllFormed(f"a tensor of {rank.exact} dims has no dim {axis}")
         if isinstance(axis, str):
             self._demand(on, Rank(names=frozenset({axis})))
         elif axis < 0:

@@ -56,7 +56,10 @@ class Reading:
 
     def _named(self, name: str) -> Dim:
         value = self.call.param(name)
-        return self.call.dims.new(name) if value == "?" else self.call.named[f"{name} {value}"]
+        if value != "?":
+            return self.call.named[f"{name} {value}"]
+        channels, own = (arg.dims[1].find().words for arg in self.call.args)
+        return self.call.dims.new(f"{name}({channels}, {own})")
 
     def _bind(self, expr: Factors, dim: Dim) -> None:
         if not expr.names:
@@ -73,15 +76,19 @@ class Reading:
     def _windows(self, window: Window, whole: Dim) -> Dim:
         """How many windows there are along a dim; where they begin is kept."""
         dims, kernel, stride = self.call.dims, self._dim(window.kernel), self._number(window.stride, "stride")
+        size = whole.find().words
         if window.dilation != 1:
             raise NotSaid(f"windows of a kernel dilated by {window.dilation}")
         if window.padding == MARKS["pad"] and self.call.param("pad") == "same":
             half = dims.odd(kernel)
             self._offsets[window] = lambda: dims.size(half)
-            return whole if stride == number(1) else dims.new("windows", window=(whole, None, stride, number(0)))
+            if stride == number(1):
+                return whole
+            return dims.new(f"windows({size}, 1, {stride}, 0)", window=(whole, None, stride, number(0)))
         padding = self._number(window.padding, "pad")
         self._offsets[window] = lambda: padding
-        return dims.new("windows", window=(whole, kernel, stride, padding))
+        words = f"windows({size}, {kernel.find().words}, {stride}, {padding})"
+        return dims.new(words, window=(whole, kernel, stride, padding))
 
     def _number(self, value: int, name: str) -> Affine:
         """A number of the notation, or the parameter that it stands for."""
@@ -115,7 +122,7 @@ class Reading:
             raise NotSaid(f"the size of {' '.join(names)} follows from nothing")
         *slow, dim = (self.dims[name] for name in names)
         for digit in reversed(slow):
-            dim = self.call.dims.new("joined", product=(digit, dim))
+            dim = self.call.dims.times(digit, dim)
         return dim
 
     def along(self, tensor: Access) -> str:
@@ -219,7 +226,7 @@ def _term(reading: Reading, part: Part, places: Places, devices: Devices) -> Sum
     for i, operand in enumerate(reading.said.notation.operands):
         if operand.addresses is not None:  # 1 where it is the number of the row
             row = access("#", (reading.row(operand.addresses, here),))
-            factors.append(of(Function("hit", (reading.at(i, here, devices), row))))
+            factors.append(of(Function("is row", (reading.at(i, here, devices), row))))
     inside = ALWAYS.union(*(reading.inside(i, here) for i in part.operands))
     total = reduce(mul, factors).under(inside).over(bound, guard).scaled(part.weight)
     if not part.averages:

@@ -66,6 +66,7 @@ class Function:
     """A function of numbers about which nothing is known but its name."""
 
     name: str
+    """As in rules; one of two words is none of a rule's own."""
     args: tuple[Sum, ...]
 
 

@@ -16,9 +16,9 @@ class LenientDims(Dims):
 
     made: dict[tuple[int, ...], tuple[Dim, ...]] = field(default_factory=dict)
 
-    def unify(self, one: Dim, other: Dim) -> None:
+    def unify(self, one: Dim, other: Dim, is_said: bool = False) -> None:
         try:
-            Dims.unify(self, one, other)
+            Dims.unify(self, one, other, is_said)
         except (IllFormed, NotCovered):
             return
 

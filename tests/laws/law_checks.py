@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from conjoin.rules.definitions.proving import prove
-from conjoin.rules.laws.law_proofs import LawVerdict, prove_from, prove_law
-from conjoin.rules.laws.law_sizes import Shapes, SmallSizes
-from conjoin.rules.laws.laws import Law
 from conjoin.rules.operators import OPS
 from conjoin.rules.parameters import is_any, names_in
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, inputs_of, with_inputs
+from tests.laws.law_proofs import LawVerdict, prove_from, prove_law
+from tests.laws.law_sizes import Shapes, SmallSizes
+from tests.laws.laws import Law
 
 LARGEST = 4
 """TASO's bound for every size and parameter."""
@@ -108,7 +108,7 @@ def _axes_of(rule: Rule) -> set[str]:
 
 def _goes_without_saying(words: str) -> bool:
     """A constant has the shape that it is needed in; kernels padded to keep sizes are odd on both sides."""
-    return words.endswith(" is odd") or any(f"{name}." in words for name in _CONSTANTS)
+    return words.endswith(" is odd") or any(f"{name}{sign}" in words for name in _CONSTANTS for sign in ".[")
 
 
 def find_counterexample(law: Law, largest: int = LARGEST, every: int = 1) -> SizesCheck:
