@@ -1,6 +1,7 @@
 """The graph: immutable, hash-consed, with layouts, text form, JSON, fingerprint and verifier; and the plan."""
 
 from conjoin.ir.builder import GraphBuilder, is_random
+from conjoin.ir.computation import computation_digest
 from conjoin.ir.custom_operators import check_registered, custom_operators, import_operators
 from conjoin.ir.expanding import can_expand, drop_unused, expand
 from conjoin.ir.files import read_json, write_file
@@ -70,7 +71,8 @@ __all__ = [
     "Fault", "Graph", "GraphBuilder", "LayoutError", "Leaf", "LeafKind", "Mark", "MemoryAction", "Node", "Placed",
     "Plan", "Range", "Region", "RegionMove", "Result", "Rewriting", "Scalar", "Segment", "Source", "Structure",
     "Substitution", "Value", "arguments_text", "calling_graph", "can_expand", "check_plan", "check_registered",
-    "checkpointed_segments", "choose", "custom_operators", "cut", "cut_along", "cut_in_micro_batches", "describe_tree",
+    "checkpointed_segments", "choose", "computation_digest", "custom_operators", "cut", "cut_along",
+    "cut_in_micro_batches", "describe_tree",
     "drop_unused", "elementary", "exchange_axes", "expand", "find_faults", "find_layout_faults", "fingerprint",
     "flatten_tree", "from_json", "holds", "import_operators", "in_one_line", "is_literal", "is_parallel", "is_random",
     "layout_fault", "library_digest", "load_graph", "load_plan", "made_region", "make_leaf", "make_node", "model_mark",
