@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import count
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -17,10 +18,13 @@ from torch import Tensor
 from conjoin.comm import ring_bytes
 from conjoin.errors import UsageError
 from conjoin.machine import Mesh
+from conjoin.runtime.rendezvous import compare
 from conjoin.runtime.swapping import swap
-from conjoin.runtime.torch_private import all_gather, reduce_scatter
+from conjoin.runtime.torch_private import all_gather, default_store, reduce_scatter
 
 F = TypeVar("F", bound=Callable[..., Any])
+_numbers = count()
+"""Of communicators, which all ranks make in the same order."""
 
 
 def uncompiled(function: F) -> F:
@@ -55,6 +59,8 @@ class Communicator(Protocol):
     rank: int
     bytes_sent: int
     """Payload that left this rank so far, counted for the algorithm each collective is known to use."""
+    num_started: int
+    """How many collectives this rank has started so far."""
 
     @property
     def device(self) -> torch.device:
@@ -62,6 +68,9 @@ class Communicator(Protocol):
 
     def prepare(self, axes: Axes) -> None:
         """Make ready to communicate over these axes; all ranks prepare the same sets of axes in the same order."""
+
+    def compare(self, text: str) -> Sequence[str]:
+        """What every rank says, asked outside of all collectives; all ranks ask."""
 
     def all_reduce(self, tensor: Tensor, axes: Axes, largest: bool = False) -> Work:
         """Sum (or take the largest) over the group, in place."""
@@ -134,7 +143,7 @@ class ProcessGroups:
         self.mesh = mesh
         self.rank = dist.get_rank()
         self._session = session
-        self.bytes_sent = 0
+        self.bytes_sent = self.num_started = 0
         self._swaps = dist.get_backend() == dist.Backend.GLOO
         """Whether single messages are better than the backend's own collectives.
 
@@ -142,6 +151,7 @@ class ProcessGroups:
         """
         self._groups: dict[Axes, dist.ProcessGroup] = _Groups()
         self._members: dict[Axes, tuple[int, ...]] = {}
+        self._number, self._num_compared = next(_numbers), 0
 
     @property
     def device(self) -> torch.device:
@@ -167,7 +177,13 @@ class ProcessGroups:
         assert isinstance(mine, dist.ProcessGroup)
         return mine
 
+    def compare(self, text: str) -> Sequence[str]:
+        self._num_compared += 1
+        keys = default_store(f"conjoin/compared/{self._number}/{self._num_compared}")
+        return list(compare(keys, "state after a failed step", text, self.rank, self.mesh.size).values())
+
     def _started(self, axes: Axes, start: Callable[[], Work | None]) -> Work:
+        self.num_started += 1
         if self._session is None:
             return start() or Done()
         return self._session.started(self._members[axes], start) or Done()

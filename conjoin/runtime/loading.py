@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from conjoin.errors import PlanError, UsageError
-from conjoin.ir import Plan, check_plan, load_plan, plan_fingerprint
+from conjoin.errors import PlanError
+from conjoin.ir import Plan, check_plan, load_plan, plain_model, plan_fingerprint
 from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.initialization import initialise
 from conjoin.runtime.parallel import ParallelModule
@@ -36,12 +36,9 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     to agree. Modules share a session unless one is given, and lie on its device unless another is. A model on the meta
     device is never built as a whole: `init` (or each module's `reset_parameters`) fills one module at a time, from
     `seed`. `exact_seed` makes every rank draw the random numbers one device so seeded would draw, for comparisons.
+    In the first step ranks compare inputs, loss and gradients where they should agree.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"A {type(model).__name__} was given instead of the model. A plan is run over the model it was made for. "
-            f"Pass the nn.Module."
-        )
+    model = plain_model(model)
     plan = check_plan(plan) if isinstance(plan, Plan) else load_plan(plan)
     check_model(plan, model)
     session = session or shared_session(device)
@@ -54,6 +51,7 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
             share_values(keys, model, session.rank, session.num_ranks, store.device, session.patience_seconds)
         store.fill(model)
     module = ParallelModule(plan, store, communicator, exact_seed)
+    module.compare_every(None)
     if keys is not None and module.draws_alike:
         draw_alike(keys, session.rank, session.num_ranks)
     return module

@@ -37,6 +37,16 @@ reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist
 """torch 2.13 gave the collectives on one flat tensor new names, and warns of the old ones."""
 
 
+def is_in_backward() -> bool:
+    """Whether autograd is at work in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def after_backward(action: Callable[[], None]) -> None:
+    """Do something when the backward pass that is at work has come to its end; not at all when it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)  # type: ignore[attr-defined]
+
+
 def is_profiling() -> bool:
     """Whether a profiler is at work in this process; yes where a release of torch does not tell."""
     return bool(getattr(profiler, "_is_profiler_enabled", True))
@@ -55,6 +65,11 @@ class MetaWatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+as_plain_tensors: Any = torch._C.DisableTorchFunctionSubclass
+"""Within it, subclasses of Tensor are taken as plain ones."""
+foreach_norm: Any = torch._foreach_norm
+check_and_unscale: Any = torch._amp_foreach_non_finite_check_and_unscale_
+"""What `clip_grad_norm_` and `GradScaler` ask of all gradients at once."""
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """For a subclass of Tensor whose results are not of that class by themselves."""
 
