@@ -141,7 +141,7 @@ class _Step(nn.Module):
         self._call_loss = (lambda *a, **k: loss(*a, **k)) if loss is not None else None
         self._rebuild = rebuild
         self._record = record
-        self._autocast = _ambient_autocast()
+        self._autocast = ambient_autocast()
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         given = self._rebuild(tensors)
@@ -174,7 +174,7 @@ def _is_same(before: Any, after: Any) -> bool:
     return before is after or (not isinstance(after, Tensor) and type(before) is type(after) and before == after)
 
 
-def _ambient_autocast() -> Callable[[], AbstractContextManager[Any]]:
+def ambient_autocast() -> Callable[[], AbstractContextManager[Any]]:
     """What enters again the autocast region that capture is called in, so that its casts become part of the graph."""
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):

@@ -27,6 +27,8 @@ class Report:
     opaque: tuple[OpaqueOperator, ...]
     dropped: tuple[str, ...] = ()
     """What a graph cannot keep of outputs and attributes, in words."""
+    checked: str = ""
+    """Whether the graph was compared with the model, in words."""
 
     @property
     def complete(self) -> bool:
@@ -35,18 +37,18 @@ class Report:
     def __str__(self) -> str:
         lines = [str(entry) for entry in self.opaque]
         lines += self.dropped
-        if not lines:
-            return "Everything was understood."
-        return f"{len(lines)} thing(s) not understood; the rest is still optimized:\n" + "\n".join(
-            f"  {line}" for line in lines
-        )
+        found = f"{len(lines)} thing(s) not understood; the rest is still optimized:" if lines else _COMPLETE
+        return "\n  ".join([found, *lines, *([self.checked] if self.checked else [])])
 
 
-def not_understood(graph: Graph, dropped: tuple[str, ...] = ()) -> Report:
+_COMPLETE = "Everything was understood."
+
+
+def not_understood(graph: Graph, dropped: tuple[str, ...] = (), checked: str = "") -> Report:
     """Everything in a graph that is kept as it is, because nothing is known about it."""
     found: dict[str, tuple[int, Source | None]] = {}
     for node in graph.nodes:
         if node.spec is None:
             count, first = found.get(node.op, (0, graph.source_of(node)))
             found[node.op] = count + 1, first
-    return Report(tuple(OpaqueOperator(op, count, source) for op, (count, source) in found.items()), dropped)
+    return Report(tuple(OpaqueOperator(op, count, source) for op, (count, source) in found.items()), dropped, checked)
