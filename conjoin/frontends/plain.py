@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from conjoin.frontends.exporting import Batch, ambient_autocast, deal_out
+from conjoin.frontends.exporting import Batch, deal_out
 
 
 def run_plainly(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None = None) -> Any:
@@ -18,9 +18,8 @@ def run_plainly(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None 
     tensor(1.)
     """
     given = deal_out(model, batch, loss)
-    with ambient_autocast()():
-        output = model(*given.args, **given.kwargs)
-        if loss is None:
-            return output
-        rest = (batch,) if given.whole_to_loss else given.loss_args
-        return loss(output, *rest, **(given.loss_kwargs or {}))
+    output = model(*given.args, **given.kwargs)
+    if loss is None:
+        return output
+    rest = (batch,) if given.whole_to_loss else given.loss_args
+    return loss(output, *rest, **(given.loss_kwargs or {}))

@@ -58,7 +58,8 @@ def search_in_levels(contest: Contest, variants: Sequence[Variant], ways: tuple[
     if not levels.found:
         return
     best = levels.best()
-    work = Backtracking(lambda variant: levels.solve(variant, best.units), ways, contest.share(REWRITING))
+    share, dropped = contest.share(REWRITING), contest.notes.dropped
+    work = Backtracking(lambda variant: levels.solve(variant, best.units), ways, share, dropped=dropped)
     work.start(best.variant)
     deque(work.run(), maxlen=0)
     levels.enter()
@@ -161,16 +162,12 @@ def _store_as_used(problem: Problem) -> None:
         problem.factors.append(Factor((problem.variable[root], position), space.tables.named(name, values)))
 
 
-def first_rewrite_then_walk(
-    contest: Contest, variants: Sequence[Variant], ways: tuple[Way, ...], seed: int
-) -> None:
+def first_rewrite_then_walk(contest: Contest, variants: Sequence[Variant], ways: tuple[Way, ...], seed: int) -> None:
     """The variant that is fastest on one device, then FlexFlow's search from the named strategies for it."""
     walk_from_all(contest, _named_for(contest, fastest_on_one(contest, variants, ways)), seed)
 
 
-def first_rewrite_then_lay_out(
-    contest: Contest, variants: Sequence[Variant], ways: tuple[Way, ...], seed: int
-) -> None:
+def first_rewrite_then_lay_out(contest: Contest, variants: Sequence[Variant], ways: tuple[Way, ...], seed: int) -> None:
     """The variant that is fastest on one device, then the layouts of the joint search for it, and no other graph."""
     variant = fastest_on_one(contest, variants, ways)
     starts = _named_for(contest, variant)
@@ -183,7 +180,7 @@ def fastest_on_one(contest: Contest, variants: Sequence[Variant], ways: tuple[Wa
     """TASO's search: of the variants, and what substitutions make of them, the fastest on one device."""
     found = {id(variant): (contest.seconds_alone(variant), variant) for variant in variants}
     best, variant = min(found.values(), key=lambda item: item[0])
-    work = Backtracking(contest.seconds_alone, ways, contest.share(REWRITING))
+    work = Backtracking(contest.seconds_alone, ways, contest.share(REWRITING), dropped=contest.notes.dropped)
     work.start(variant)
     for changed, seconds in work.run():
         if seconds < best:

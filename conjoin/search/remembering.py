@@ -39,7 +39,7 @@ from conjoin.search.wishing import SEARCH_VERSION, SearchResult, Wish
 
 _log = logging.getLogger(__name__)
 _FORMAT = "conjoin.found"
-_VERSION = 2
+_VERSION = 3
 _WHOLE = ("peak_bytes", "num_plans", "steps", "baseline_devices")
 _NUMBERS = ("seconds_per_step", "baseline_seconds_per_step", "search_seconds", "cpu_seconds", *_WHOLE)
 

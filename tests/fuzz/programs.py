@@ -1,8 +1,8 @@
 """Random small models as Python text: lines are drawn one after the other, and those that torch runs are kept.
 
 A program is a class in plain torch and the text that makes its batch, so that one that fails can be read, copied and
-run. Every line is run when it is drawn: its tensors' shapes and dtypes say what may come next, and a line that torch refuses
-is dropped.
+run. Every line is run when it is drawn: its tensors' shapes and dtypes say what may come next, and a line that torch
+refuses is dropped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Random small models from the operators people use: what may be drawn, and how often.
 
-Most operators are a pattern. `{x}` is a tensor of real numbers, `{y}` another that broadcasts with it, `{b}` booleans and
-`{i}` integers that do, `{d}` and `{e}` dims of x, `{c}` a number; `{h}` is written to. The others are functions of the
-drawing.
+Most operators are a pattern. `{x}` is a tensor of real numbers, `{y}` another that broadcasts with it, `{b}` booleans
+and `{i}` integers that do, `{d}` and `{e}` dims of x, `{c}` a number; `{h}` is written to. The others are functions
+of the drawing.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ WRITES = (
     "{h}.movedim({d}, {e}).tanh_()",
 )  # fmt: skip
 PATTERNS: tuple[tuple[int, tuple[str, ...]], ...] = (
-    (6, POINTWISE), (8, BINARY), (8, REDUCTIONS), (4, SOFTMAXES), (9, MOVES), (5, BOOLEANS), (5, INTEGERS), (3, PRODUCTS),
-    (3, DRAWS), (1, STOPS), (9, REGROUPED),
+    (6, POINTWISE), (8, BINARY), (8, REDUCTIONS), (4, SOFTMAXES), (9, MOVES), (5, BOOLEANS), (5, INTEGERS),
+    (3, PRODUCTS), (3, DRAWS), (1, STOPS), (9, REGROUPED),
 )  # fmt: skip
 
 
@@ -351,8 +351,8 @@ def new_input(d: Drawing) -> None:
 
 
 MAKERS: tuple[tuple[float, Callable[[Drawing], None]], ...] = (
-    (40, by_pattern), (14, linear), (4, convolution), (5, norm), (3, embedding), (4, attention), (2, buffer), (5, write),
-    (2, cast), (1.5, region), (2, new_input),
+    (40, by_pattern), (14, linear), (4, convolution), (5, norm), (3, embedding), (4, attention), (2, buffer),
+    (5, write), (2, cast), (1.5, region), (2, new_input),
 )  # fmt: skip
 
 

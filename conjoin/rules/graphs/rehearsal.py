@@ -56,7 +56,7 @@ def rehearse(change: Change) -> str:
     >>> rehearse(Change((one,), (other,), ((Value(one), Value(other)),)))
     'its result is off by 2.2 where rounding explains 3e-15'
     """
-    return _rehearsed(_plain(change))
+    return _rehearsed(_plain(change)) if change.outputs else ""
 
 
 def _plain(change: Change) -> Change:
@@ -85,6 +85,8 @@ def _rehearsed(change: Change) -> str:
             reason = _Rehearsal(change, number).run(sizes)
         except TooTight:
             return "it is too large to be rehearsed, and cannot be made smaller"
+        except RuntimeError as error:
+            return f"it does not run: {str(error).splitlines()[0][:100]}"
         if reason:
             return reason
     return ""
@@ -127,6 +129,10 @@ class _Rehearsal:
             return f"it makes numbers {found.largest / exact.largest:.2g} times as large, and half precision ends soon"
         if reason or all(a is b for a, b in zip(tensors, wide, strict=True)):
             return reason
+        try:
+            self._results(self.first, self.old, tensors, None)
+        except RuntimeError:  # this host has no kernels for the dtype, and double precision has to do
+            return ""
         return self._judged(exact, self._three(tensors, None))
 
     def _three(self, tensors: Sequence[Tensor], dtype: torch.dtype | None) -> tuple[_Results, _Results, _Results]:

@@ -1,8 +1,8 @@
 """Calls at small sizes: dims that must fit together are scaled alike, all others to sizes of their own.
 
 What fits together is read off the index notation of every call: dims with one index have one size, joined or cut dims
-keep their ratios, a dim that is regrouped is scaled as what it is made of. Dims that windows slide over, and kernels,
-stay as they are. The attributes that are sizes (of a view, a split, a constant) follow.
+keep their ratios, a dim that is regrouped is scaled as what it is made of, and one that windows slide over is large
+enough for a few of them; kernels stay as they are. Attributes that are sizes (of a view, a split, a constant) follow.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import cycle
 from math import gcd, prod
+from typing import Any
 
 from conjoin.ir import Node, Value
 from conjoin.ops import Args, Factors, NotationError, Spread, Window, space_of
@@ -41,6 +42,8 @@ class Scaling:
         self._parent: dict[Key, Key] = {}
         self._sizes: dict[Key, set[int]] = {}
         self._products: list[tuple[Key, tuple[Key, ...]]] = []
+        self._windows: list[tuple[Key, Key, Window, int]] = []
+        """What windows slide over, how many there are, how they slide, and how large they are."""
         self._kept: set[Key] = set()
         self._scales: dict[Key, Fraction] = {}
         self._shapes: dict[Value, Shape] = {}
@@ -78,7 +81,7 @@ class Scaling:
         except NotationError:
             space = None
         self._indices[node] = ()
-        if space is None or node.call["groups"] not in (None, 1):
+        if space is None:
             self._kept.update(key for row in keys for key in row)
             return
         self._indices[node] = tuple(space.sizes.items())
@@ -87,6 +90,9 @@ class Scaling:
         for row, access in zip(keys, accesses, strict=True):
             for key, dim in zip(row, access.dims, strict=True):
                 self._say(key, dim, indices)
+        if node.call["groups"] not in (None, 1):  # of channels: their number is an attribute
+            grouped = [product for product in self._products if product[0] in (key for row in keys for key in row)]
+            self._kept.update(key for whole, parts in grouped for key in (whole, *parts))
         whole = [indices[name] for name in indices if name in space.notation.whole]
         if node.op in _KEEPING_RATIOS:
             for other in whole[1:]:
@@ -96,7 +102,11 @@ class Scaling:
 
     def _say(self, key: Key, dim: DimExpr, indices: Mapping[str, Key]) -> None:
         """What a dim is made of."""
-        if not isinstance(dim, Factors):
+        if isinstance(dim, Window):
+            (kernel,) = self._sizes[self._find(indices[dim.kernel])]
+            self._windows.append((key, indices[dim.out], dim, kernel))
+            self._kept.add(indices[dim.kernel])
+        elif isinstance(dim, Spread):
             self._kept.update((key, indices[dim.out], indices[dim.kernel]))
         elif len(dim.names) == 1:
             self._join(key, indices[dim.names[0]])
@@ -106,32 +116,46 @@ class Scaling:
     def settle(self, sizes: Sequence[int]) -> None:
         """Scale what is free to these sizes, one after another; what does not fit stays as it is."""
         kept = {self._find(key) for key in self._kept} | {key for key, found in self._sizes.items() if min(found) <= 1}
-        while True:
+        tight = {self._find(key) for whole, parts in self._products for key in (whole, *parts)}
+        tight |= {self._find(key) for whole, count, *_ in self._windows for key in (whole, count)}
+        for some in (kept, kept | tight, set(self._sizes)):
             try:
-                self._scales = self._scaled(kept, cycle(sizes))
+                self._scales = self._scaled(some, cycle(sizes))
                 return
             except TooTight:
-                tight = {self._find(key) for whole, parts in self._products for key in (whole, *parts)}
-                if tight <= kept:
-                    kept = set(self._sizes)
-                kept |= tight
+                continue
 
     def _scaled(self, kept: set[Key], sizes: Iterator[int]) -> dict[Key, Fraction]:
         products = [(self._find(whole), [self._find(part) for part in parts]) for whole, parts in self._products]
-        made = {whole for whole, _ in products}
+        windows = [(self._find(whole), self._find(count), *how) for whole, count, *how in self._windows]
+        made = {whole for whole, _ in products} | {count for whole, count, *_ in windows if whole != count}
+        reach: dict[Key, int] = {}
+        for whole, _, how, kernel in windows:
+            reach[whole] = max(reach.get(whole, 0), how.stride * how.dilation * kernel)
         found = dict.fromkeys(kept, Fraction(1))
         for key, own in self._sizes.items():
             if key not in kept and key not in made:
-                found[key] = Fraction(next(sizes), gcd(*own))
-        for _ in products:
-            for whole, parts in products:
-                if all(part in found for part in parts):
-                    scale = prod((found[part] for part in parts), start=Fraction(1))
-                    if found.setdefault(whole, scale) != scale:
-                        raise TooTight
+                found[key] = Fraction(next(sizes) + reach.get(key, 0), gcd(*own))
+        for _ in range(len(products) + len(windows)):
+            for key, scale in (*self._of_products(products, found), *self._of_windows(windows, found)):
+                if found.setdefault(key, scale) != scale:
+                    raise TooTight
         if any(key not in found or gcd(*own) * found[key] % 1 for key, own in self._sizes.items()):
             raise TooTight
         return found
+
+    def _of_products(self, products: Iterable[Any], found: Mapping[Key, Fraction]) -> Iterator[tuple[Key, Fraction]]:
+        for whole, parts in products:
+            if all(part in found for part in parts):
+                yield whole, prod((found[part] for part in parts), start=Fraction(1))
+
+    def _of_windows(self, windows: Iterable[Any], found: Mapping[Key, Fraction]) -> Iterator[tuple[Key, Fraction]]:
+        for whole, count, how, kernel in windows:
+            before, after = self._sizes[whole], self._sizes[count]
+            if whole in found:
+                if len(before) > 1 or len(after) > 1:
+                    raise TooTight
+                yield count, Fraction(how.size_of_out(int(max(before) * found[whole]), kernel), max(after))
 
     def size(self, value: Value, dim: int, old: int) -> int:
         """What a length along a dim of a value becomes."""
