@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from conjoin import rules
+from tests.devices.vocabularies import PARALLEL, PARALLEL_IMAGES, PARALLEL_TABLES
 
 RESULTS = Path(__file__).parent / "results" / "taso_table2_3.json"
 PAPER = {"initial": 28_744, "renamed": 17_346, "without_common": 743}
@@ -36,7 +37,7 @@ SETS = {
     "taso": (rules.TASO, 4),
     "multilinear": ((rules.MULTILINEAR,), 5),
     "models": ((rules.MODELS,), 3),
-    "parallel": ((rules.PARALLEL, rules.PARALLEL_IMAGES, rules.PARALLEL_TABLES), 3),
+    "parallel": ((PARALLEL, PARALLEL_IMAGES, PARALLEL_TABLES), 3),
 }
 _MOST_DERIVED = 30
 """Expressions looked at from each side of a rule when it is derived from others."""

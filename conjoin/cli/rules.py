@@ -20,13 +20,11 @@ from conjoin.rules import (
     Rule,
     Standing,
     WrittenRule,
+    certify,
     find_matches,
     judge,
     load_rules,
-    make_entry,
     make_library,
-    method_of,
-    prove,
     reasons_of,
     why,
 )
@@ -53,8 +51,8 @@ def list_command(library: LibraryOption = None, as_json: JsonOption = False) -> 
 
 def _facts(entry: Entry) -> dict[str, Any]:
     left, right = (list(map(str, side)) for side in (entry.rule.left, entry.rule.right))
-    facts = {"name": entry.name, "left": left, "right": right}
-    return {**facts, "conditions": list(entry.conditions), "method": entry.method, "stamp": entry.stamp}
+    facts = {"name": entry.name, "left": left, "right": right, "conditions": list(entry.conditions)}
+    return {**facts, "method": entry.method, "stamp": entry.stamp, "shortcut": entry.shortcut}
 
 
 @rules_app.command("show")
@@ -73,6 +71,8 @@ def show_command(
     for condition in entry.conditions:
         typer.echo(f"  needs    {condition}")
     typer.echo(f"  proven   from {entry.method}, for every size and rank; stamp {entry.stamp}")
+    if entry.shortcut:
+        typer.echo(f"  spares   {entry.shortcut} by other rules")
 
 
 def _find(library: Library, name: str) -> Entry:
@@ -140,7 +140,7 @@ def prove_command(
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A file of rules; otherwise the library.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Save those proven as a library here.")] = None,
 ) -> None:
-    """Prove every rule again from the definitions; exit code 1 if one is not proven."""
+    """Prove every rule again from the definitions and try it out; exit code 1 if one is not proven or is refuted."""
     check_output(output, "library")
     written = load_rules(file or SHIPPED).rules
     start = time.perf_counter()
@@ -159,11 +159,11 @@ def _prove(written: tuple[WrittenRule, ...]) -> tuple[list[Entry], list[tuple[Ru
     proven: list[Entry] = []
     unproven: list[tuple[Rule, str]] = []
     for one in written:
-        verdict = prove(one.rule)
-        if verdict.proven:
-            proven.append(make_entry(one.rule, verdict.conditions, method_of(one.rule)))
+        found = certify(one.rule)
+        if isinstance(found, Entry):
+            proven.append(found)
         else:
-            unproven.append((one.rule, verdict.reason))
+            unproven.append((one.rule, found))
     return proven, unproven
 
 

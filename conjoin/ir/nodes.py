@@ -124,6 +124,8 @@ class Source:
     file: str
     line: int
     module: str = ""
+    checkpoint: int = 0
+    """Which of the user's checkpoints it stands in, whose operators the backward pass runs again; 0 for none."""
 
     def __str__(self) -> str:
         return in_one_line(f"{self.file}:{self.line}" + (f" ({self.module})" if self.module else ""))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
@@ -30,9 +30,16 @@ class Indexed:
     sizes: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+def is_alike(one: Any, other: Any) -> bool:
+    """Whether equal literals, or tuples of them, are of the same types too: 1, 1.0 and True differ, 0.0 and -0.0 do."""
+    if isinstance(one, tuple):
+        return all(map(is_alike, one, other))
+    return type(one) is type(other) and (not isinstance(one, float | complex) or repr(one) == repr(other))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """An operator applied to tensors of given types.
+    """An operator applied to tensors of given types; equal only to a call with arguments of the same types.
 
     >>> call = Call("linear", (TensorType((2, 4), torch.float32), TensorType((3, 4), torch.float32), None))
     >>> call["weight"].shape, len(call.tensors)
@@ -41,6 +48,14 @@ class Call:
 
     op: str
     args: Args
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Call):
+            return NotImplemented
+        return self is other or (self.op == other.op and self.args == other.args and is_alike(self.args, other.args))
+
+    def __hash__(self) -> int:
+        return hash((self.op, self.args))
 
     @property
     def signature(self) -> Signature:
@@ -67,10 +82,12 @@ class Call:
             raise NotationError(f"{self.op} is called without {name}")
         return int(self[name]) % max(rank, 1)
 
-    def dims(self, name: str = "dim") -> tuple[int, ...]:
-        """The dims that an attribute names; all of them where it is absent or empty."""
+    def dims(self, name: str = "dim", *, empty: bool = True) -> tuple[int, ...]:
+        """The dims that an attribute names; all of them where it is absent or, if torch takes it so, empty."""
         rank = len(self.tensors[0].shape)
         value = self[name]
+        if value == () and not empty:
+            raise NotationError(f"an empty {name} means another thing in {self.op} than in other operators")
         if value is None or value == ():
             return tuple(range(rank))
         return tuple(dim % max(rank, 1) for dim in (value if isinstance(value, tuple) else (value,)))
@@ -111,6 +128,21 @@ def bind_args(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Args
     return tuple(bound)
 
 
+def spread_args(op: str, args: Sequence[Any], device: Any = None) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments as torch takes them: by position, and those that it takes by name only, where they say anything.
+
+    A device is where a call makes a tensor of nothing.
+
+    >>> spread_args("div.Tensor_mode", ("x", "y", None))
+    (['x', 'y'], {'rounding_mode': None})
+    """
+    parameters = signature(op).parameters
+    pairs = [(p, device if p.name == "device" else v) for p, v in zip(parameters, args, strict=False)]
+    positional = [list(v) if p.kind is Kind.TENSORS and v is not None else v for p, v in pairs if not p.keyword_only]
+    said = [(p, v) for p, v in pairs if p.keyword_only and (v is not None or not p.has_default)]
+    return positional, {parameter.name: value for parameter, value in said}
+
+
 def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
 
@@ -130,7 +162,8 @@ class OpSpec:
     terms: str | Callable[[Call], str] = ""
     """The output as a sum of products of operands, `input weight + bias`; what is not named is not linear. Or how to
     write it for a given call, where a literal decides."""
-    dtype: Dtype | tuple[Dtype, ...] = Dtype.PROMOTE
+    dtype: Dtype | tuple[Dtype, ...] | Callable[[Call], Dtype] = Dtype.PROMOTE
+    """Of each output, or of all; or how it follows from a literal of the call."""
     flops: float | Callable[[Call, Mapping[str, int]], float] = 1.0
     """Per point of the index space, or for the whole call; 0 for what only moves data."""
     follows: Mapping[str, str] = field(default_factory=dict)
@@ -234,12 +267,13 @@ def _numbers(call: Call) -> list[Number]:
 _PROMOTING = frozenset({"self", "other", "exponent", "min", "max", "fill_value", "start", "end", "step"})
 
 
-def output_types(spec: OpSpec, call: Call) -> tuple[TensorType, ...]:
-    """Shapes and dtypes of the outputs, derived from the declaration."""
+def output_types(spec: OpSpec, call: Call, default: torch.dtype = torch.float32) -> tuple[TensorType, ...]:
+    """Shapes and dtypes of the outputs, derived from the declaration; floats without a dtype are of the default one."""
     shapes = space_of(spec, call).output_shapes
-    rules = spec.dtype if isinstance(spec.dtype, tuple) else (spec.dtype,) * len(shapes)
-    asked, numbers = call["dtype"], _numbers(call)
-    return tuple(
-        TensorType(shape, asked if isinstance(asked, torch.dtype) else output_dtype(rule, call.tensors, numbers))
-        for shape, rule in zip(shapes, rules, strict=True)
-    )
+    declared = spec.dtype(call) if callable(spec.dtype) else spec.dtype
+    rules = declared if isinstance(declared, tuple) else (declared,) * len(shapes)
+    numbers = _numbers(call)
+    if isinstance(call["dtype"], torch.dtype):
+        return tuple(TensorType(shape, call["dtype"]) for shape in shapes)
+    pairs = zip(shapes, rules, strict=True)
+    return tuple(TensorType(shape, output_dtype(rule, call.tensors, numbers, default)) for shape, rule in pairs)

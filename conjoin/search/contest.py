@@ -24,6 +24,7 @@ from conjoin.ir import (
     Substitution,
     Value,
     check_plan,
+    checkpointed_segments,
     fingerprint,
     model_mark,
     parallelize,
@@ -32,6 +33,7 @@ from conjoin.ir import (
     regathered_parameters,
 )
 from conjoin.machine import Machine, Mesh
+from conjoin.ops import At
 from conjoin.search.constraints import Constraints
 from conjoin.search.exact.space import Objective, Space
 from conjoin.search.exact.units import Units
@@ -282,6 +284,7 @@ class Contest:
     def enter(self, entry: Entry) -> Outcome:
         """Judge an entry; it becomes the best where it fits and is faster."""
         self.count_step()
+        entry = _with_checkpoints(entry)
         return self.judge(entry, self.simulate(entry))
 
     def count_step(self) -> None:
@@ -316,6 +319,20 @@ class Contest:
         variant = Variant(plan.graph, skeleton, plan.substitutions, plan.accumulation)
         entry = Entry(plan.strategy, variant, layouts, regathered_parameters(plan), recomputed_segments(plan), plan)
         return self.enter(entry) if is_counted else self.judge(entry, self.simulate(entry))
+
+
+def _with_checkpoints(entry: Entry) -> Entry:
+    """An entry that runs again what the model's own checkpoints say, unless it says itself what is run again.
+
+    Where operators run at one place of an axis only, nothing can be.
+    """
+    if entry.plan is not None or entry.segments:
+        return entry
+    layouts = (layout for choice in entry.layouts.choices for layout in (*choice.operands, *choice.outputs))
+    asked = checkpointed_segments(entry.variant.skeleton.graph)
+    if not asked or any(isinstance(placement, At) for layout in layouts for _, placement in layout):
+        return entry
+    return replace(entry, segments=asked)
 
 
 def plan_of(outcome: Outcome, captured: Graph, machine: Machine) -> Plan:

@@ -1,4 +1,4 @@
-"""Plans with operators that torch does not come with: read without them, run with them, and nothing imported unasked."""
+"""Plans with operators that torch does not come with: read without them, run with them, nothing imported unasked."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def test_a_plan_states_its_operators() -> None:
         ],
         "outputs": 1,
     }
-    assert "operators" not in plan_to_json(conjoin.plan(nn.Linear(2, 2), torch.zeros(1, 2), "local:1", strategy="single"))
+    usual = conjoin.plan(nn.Linear(2, 2), torch.zeros(1, 2), "local:1", strategy="single")
+    assert "operators" not in plan_to_json(usual)
 
 
 def test_a_plan_is_shown_without_its_operators(path: Path) -> None:
@@ -177,7 +178,10 @@ def test_operators_that_are_none(operators: Any) -> None:
         plan_from_json({**document("wrong"), "operators": operators})
 
 
-@pytest.mark.parametrize("name", ["", "a b", "a..b", "a-b", "../a", "__main__", "a" * 300, "no_such", "raises_it", "registers_it"])
+NO_MODULES = ("", "a b", "a..b", "a-b", "../a", "__main__", "a" * 300, "no_such", "raises_it", "registers_it")
+
+
+@pytest.mark.parametrize("name", NO_MODULES)
 def test_a_module_that_cannot_be_imported(path: Path, name: str) -> None:
     (path.parent / "raises_it.py").write_text("1 / 0\n", encoding="utf-8")
     with pytest.raises(UsageError) as told:

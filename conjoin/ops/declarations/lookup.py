@@ -21,13 +21,20 @@ def names_but(rank: int, dim: int, special: str) -> str:
     return " ".join(special if i == dim else f"d{i}" for i in range(rank))
 
 
+def _check_dense(call: Call, name: str) -> None:
+    if call[name]:
+        raise NotationError(f"{call.op} with {name} has a sparse gradient, which cannot be summed over devices")
+
+
 def _embedding(call: Call) -> str:
     """Gradients scaled by how often a row is looked up need all addresses and all rows."""
+    _check_dense(call, "sparse")
     return "v! d, ...!@v -> ...! d" if call["scale_grad_by_freq"] else "v d, ...@v -> ... d"
 
 
 def _gather(call: Call) -> str:
     """Off the gathered dim the index may cover a part of the input only; then that dim is whole."""
+    _check_dense(call, "sparse_grad")
     dim = call.dim()
     shape, index = call["self"].shape, call["index"].shape
     plain = [n == m for n, m in zip(shape, index, strict=True)]
@@ -197,7 +204,7 @@ def _searchsorted_sample(rng: Random) -> Args:
 
 _read = partial(OpSpec, flops=0, dtype=Dtype.FIRST)
 _bag = partial(OpSpec, dtype=Dtype.FIRST, terms=_bag_terms, local=_local_bag, domain=(0.1, 2.0))
-_search = partial(OpSpec, flops=8, smooth=False)
+_search = partial(OpSpec, flops=8, smooth=False, dtype=lambda call: Dtype.INT32 if call["out_int32"] else Dtype.INT64)
 
 OPS: tuple[OpSpec, ...] = (
     _read("embedding", _embedding, _embedding_sample, terms="weight", follows={"padding_idx": "@v"}),
@@ -216,6 +223,6 @@ OPS: tuple[OpSpec, ...] = (
         smooth=False,
     ),
     _search("isin.Tensor_Tensor", _membership, _among_sample, dtype=Dtype.BOOL),
-    _search("bucketize.Tensor", _membership, _among_sample, dtype=Dtype.INT64),
-    _search("searchsorted.Tensor", _searchsorted, _searchsorted_sample, dtype=Dtype.INT64),
+    _search("bucketize.Tensor", _membership, _among_sample),
+    _search("searchsorted.Tensor", _searchsorted, _searchsorted_sample),
 )

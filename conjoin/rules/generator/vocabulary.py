@@ -15,8 +15,8 @@ from conjoin.rules.operators import BY_NAME
 from conjoin.rules.patterns import Apply, Parameter
 
 Sizes = Mapping[str, int]
-_ARITHMETIC = 2
-"""To be raised when `arithmetic.py` computes anything otherwise: states saved before are then not continued."""
+_ARITHMETIC = 3
+"""To be raised when `arithmetic.py` or `shapes.py` gives anything else: states saved before are then not continued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,55 +224,4 @@ MODELS = Vocabulary(
     _SIZES,
     _OTHER,
 )  # fmt: skip
-_EVEN = {"m": 2, "k": 4, "n": 6, "v": 4, "b": 2, "c": 2, "h": 3, "w": 5, "r": 3, "o": 2, "devices": 2}
-_OTHER_EVEN = {"m": 6, "k": 3, "n": 9, "v": 6, "b": 3, "c": 3, "h": 5, "w": 4, "r": 5, "o": 6, "devices": 3}
-
-
-def _parallel(*axes: int) -> tuple[Choice, ...]:
-    moved = (choose(op, axis=axis) for op in ("partition", "combine") for axis in axes)
-    return (*moved, *plain("replicate reduce"))
-
-
-PARALLEL = Vocabulary(
-    "parallel",
-    (
-        Typed("x", "m k"), Typed("y", "m k"), Typed("z", "k n"), Typed("w", "n k"), Typed("c", "k"), Typed("s", ""),
-        Typed("X", "m k", spread=True), Typed("Y", "m k", spread=True), Typed("Z", "k n", spread=True),
-        Typed("W", "n k", spread=True), Typed("C", "k", spread=True), Typed("S", "", spread=True),
-    ),
-    (
-        *plain("add mul relu gelu scale bias matmul linear transpose"),
-        *(choose("softmax", axis=axis) for axis in _MATRIX_AXES),
-        *_parts(_MATRIX_AXES), *_parallel(*_MATRIX_AXES),
-    ),
-    _EVEN,
-    _OTHER_EVEN,
-)  # fmt: skip
-PARALLEL_IMAGES = Vocabulary(
-    "parallel images",
-    (
-        Typed("x", "m c h w"), Typed("k", "o c r r", role="kernel"), Typed("X", "m c h w", spread=True),
-        Typed("K", "o c r r", spread=True, role="kernel"),
-    ),
-    (
-        *plain("add relu"), choose("conv", stride=1, pad="same", act="none"),
-        choose("avg_pool", kernel="r"), choose("max_pool", kernel="r"),
-        *(choose("concat", axis=axis) for axis in (0, 1)), *_parallel(0, 1),
-    ),
-    _EVEN,
-    _OTHER_EVEN,
-)  # fmt: skip
-PARALLEL_TABLES = Vocabulary(
-    "parallel tables",
-    (
-        Typed("t", "v k"), Typed("T", "v k", spread=True), Typed("i", "m b", role="index"),
-        Typed("I", "m b", spread=True, role="index"), Typed("z", "k n"), Typed("Z", "k n", spread=True),
-    ),
-    (
-        *plain("embedding embedding_bag add matmul"), choose("sum", axis=-2),
-        choose("concat", axis=-1), *_parallel(-2, -1),
-    ),
-    _EVEN,
-    _OTHER_EVEN,
-)  # fmt: skip
-VOCABULARIES = (*TASO, MULTILINEAR, MODELS, PARALLEL, PARALLEL_IMAGES, PARALLEL_TABLES)
+VOCABULARIES = (*TASO, MULTILINEAR, MODELS)
