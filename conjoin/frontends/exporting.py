@@ -27,6 +27,7 @@ from conjoin.frontends.torch_private import (
     fake_copy,
     is_fake,
     keep_cuda_autocast,
+    keep_draws,
     keep_markers,
     memory_of,
     quiet,
@@ -295,16 +296,16 @@ def _state_by_memory(model: nn.Module) -> dict[int, str]:
 
 
 def _check_batch(leaves: list[Any], tensors: list[Tensor]) -> None:
-    if not tensors:
-        raise CaptureError(
-            f"A batch of {len(leaves)} value(s) without any tensor was given. Capture follows tensors through the "
-            f"model. Pass the inputs of one training step as tensors."
-        )
     strange = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor | bool | int | float | str | None)}
     if strange:
         raise CaptureError(
             f"The batch holds values of type {', '.join(sorted(strange))}. Capture takes tensors, numbers, strings and "
             f"None, nested in tuples, lists and dicts. Convert the others (numpy arrays: torch.from_numpy)."
+        )
+    if not tensors:
+        raise CaptureError(
+            f"A batch of {len(leaves)} value(s) without any tensor was given. Capture follows tensors through the "
+            f"model. Pass the inputs of one training step as tensors."
         )
     sparse = [tuple(tensor.shape) for tensor in tensors if tensor.layout != torch.strided]
     if sparse:
@@ -371,7 +372,8 @@ def _settle(
         problems, idle = make_explicit(program, input_names)
         updates = functionalize(program)
         if updates is None:
-            program, updates = program.run_decompositions(hidden_views(program)), ()
+            with keep_draws():
+                program, updates = program.run_decompositions(hidden_views(program)), ()
     return program, updates, (*traced.problems, *problems), idle
 
 

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from functools import partial
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import config as fx_config
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
+from torch.fx.node import _side_effectful_functions
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._pytree import tree_map_only
@@ -45,6 +46,7 @@ __all__ = [
     "is_fake",
     "is_mutable",
     "keep_cuda_autocast",
+    "keep_draws",
     "keep_markers",
     "memory_of",
     "pretend_exporting",
@@ -58,6 +60,26 @@ __all__ = [
 ]  # fmt: skip
 
 PINNED = "conjoin_pinned"
+
+
+@cache
+def _drawing_operators() -> frozenset[OpOverload]:
+    """Every operator of torch that draws random numbers."""
+    names = (name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    found = (getattr(getattr(torch.ops.aten, name), overload or "default") for name, _, overload in
+             (name.partition(".") for name in names))  # fmt: skip
+    return frozenset(op for op in found if torch.Tag.nondeterministic_seeded in op.tags)
+
+
+@contextmanager
+def keep_draws() -> Iterator[None]:
+    """Let torch drop no random draw whose result nobody reads: what is drawn after it would change."""
+    added = _drawing_operators() - _side_effectful_functions
+    _side_effectful_functions.update(added)
+    try:
+        yield
+    finally:
+        _side_effectful_functions.difference_update(added)
 
 
 @contextmanager
@@ -274,8 +296,7 @@ def storages_of(traced: Any) -> frozenset[int]:
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
     """The calls that a composite operator consists of; None where it is none."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
-    name = op.name()  # type: ignore[no-untyped-call]
-    return partial(op._op_dk, key) if torch._C._dispatch_has_kernel_for_dispatch_key(name, key) else None
+    return partial(op._op_dk, key) if torch._C._dispatch_has_kernel_for_dispatch_key(str(op._name), key) else None
 
 
 class FollowedCalls(TorchFunctionMode):

@@ -52,6 +52,8 @@ class Entry:
     method: str
     """How it was proven."""
     stamp: str
+    shortcut: str = ""
+    """Which way by other rules it spares a search; empty where there is none."""
 
     @property
     def name(self) -> str:
@@ -98,7 +100,7 @@ class Library:
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
         """All rules, and those about `relu` also about every other function where the proof knows nothing of it."""
-        return tuple(rule for entry in self.entries for rule in _of_each_function(entry))
+        return tuple(rule for entry in self.entries for rule in of_each_function(entry))
 
     @cached_property
     def by_root(self) -> Mapping[str, tuple[Entry, ...]]:
@@ -127,11 +129,11 @@ class Library:
 
     def save(self, path: str | Path) -> None:
         """Write it, aside first, so that a half-written one never stands there."""
-        rules = (WrittenRule(e.rule, e.conditions, f"{e.method}:{e.stamp}") for e in self.entries)
+        rules = (WrittenRule(e.rule, e.conditions, f"{e.method}:{e.stamp}", e.shortcut) for e in self.entries)
         save_rules(path, RuleFile(tuple(rules), operators_version()))
 
 
-def _of_each_function(entry: Entry) -> Iterator[Rule]:
+def of_each_function(entry: Entry) -> Iterator[Rule]:
     """A rule about one function for each of them, under its own name where it is another one than is written."""
     rule, written = entry.rule, _functions_in(entry.rule)
     yield rule
@@ -173,7 +175,7 @@ def _checked(written: WrittenRule, path: str, version: str) -> Entry:
             f"Its stamp is {stamp}, and its text, conditions and method give {expected}. "
             f"Run `conjoin rules prove` to prove it as it is, or undo the change."
         )
-    return Entry(written.rule, written.when, method, stamp)
+    return Entry(written.rule, written.when, method, stamp, written.shortcut)
 
 
 @cache
