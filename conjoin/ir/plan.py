@@ -15,7 +15,7 @@ from conjoin.ir.computation import computation_digest
 from conjoin.ir.custom_operators import import_operators, read_statements, statements_to_json
 from conjoin.ir.files import read_json, write_file
 from conjoin.ir.graph import Graph
-from conjoin.ir.json_form import fingerprint
+from conjoin.ir.graph_file import fingerprint
 from conjoin.ir.library_stamps import is_held_for_true
 from conjoin.ir.limits import MAX_ITEMS
 from conjoin.ir.micro_batches import Accumulation, check_accumulation
