@@ -44,7 +44,7 @@ def _clip(
         return torch.tensor(0.0)
     held = [(p.grad, parted_axes(layout, communicator.mesh)) for p, layout in trained]
     gradients = [gradient for gradient, _ in held if gradient is not None]
-    norm = torch.linalg.vector_norm(
+    norm: Tensor = torch.linalg.vector_norm(
         torch.stack(norms_of(held, norm_type, communicator, trained[0][0].device)), norm_type
     )
     if error_if_nonfinite and not norm.isfinite():
