@@ -196,7 +196,8 @@ def _is_instance(rule: Rule, general: Rule) -> bool:
     if len(rule.left) != len(general.left):
         return False
     pairs = tuple(zip(general.outputs, rule.outputs, strict=True))
-    return any(True for _ in matches(pairs, {}, dict[str, object](), _opened))
+    nothing: Mapping[str, object] = {}
+    return any(True for _ in matches(pairs, {}, nothing, _opened))
 
 
 def _opened(
