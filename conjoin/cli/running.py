@@ -75,11 +75,7 @@ def run_command(
     check_output(trace, "trace")
     asked = _Asked(str(plan), model, batch, steps, tuple(imports or ()))
     found = asked.read()
-    if found.graph.loss is None:
-        raise UsageError(
-            f"The plan of {found.model.name} has no loss, and was asked to train. There is nothing to differentiate. "
-            f"Let the model's function return (model, batch, loss) and make the plan again."
-        )
+    _check_trains(found)
     if dist.is_torchelastic_launched() or found.mesh.size == 1:
         recorded = _gather(_train(0, asked, trace is not None))
     else:
@@ -87,6 +83,21 @@ def run_command(
     if trace is not None and _is_first():
         save_trace(_recorded_events(recorded), trace)
         typer.echo(f"trace of one step: {trace}; open it in ui.perfetto.dev")
+
+
+def _check_trains(plan: Plan) -> None:
+    """Refuse what has nothing to differentiate, or nothing to differentiate it by."""
+    if plan.graph.loss is None:
+        raise UsageError(
+            f"The plan of {plan.model.name} has no loss, and was asked to train. None of its outputs is called loss, "
+            f"nor is one alone a number that the batch and the parameters decide. Let the model's function return "
+            f"(model, batch, loss), or the model such an output, and make the plan again."
+        )
+    if not any(leaf.trainable for leaf in plan.graph.leaves):
+        raise UsageError(
+            f"The plan of {plan.model.name} was asked to train. The model has no parameter that is trained: it has "
+            f"none, or all of them are frozen. Set requires_grad on some, and make the plan again."
+        )
 
 
 def _is_first() -> bool:
@@ -124,6 +135,11 @@ def _train(rank: int, asked: _Asked, traced: bool) -> list[Recorded]:
     def train_once() -> float:
         optimizer.zero_grad()
         value = _loss_of(step, batch)
+        if not value.requires_grad:
+            raise UsageError(
+                f"The plan of {plan.model.name} was asked to train. No parameter reaches its loss with a gradient: it "
+                f"is detached, or computed under no_grad. Let the gradient through, and make the plan again."
+            )
         value.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         return value.item()

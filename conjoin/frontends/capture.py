@@ -14,7 +14,7 @@ from conjoin.frontends.lowering import Lowering
 from conjoin.frontends.problems import Problem
 from conjoin.frontends.report import not_understood
 from conjoin.frontends.torch_private import settle_autograd
-from conjoin.ir import Graph, find_faults
+from conjoin.ir import Graph, find_faults, plain_model
 
 _log = logging.getLogger("conjoin")
 
@@ -31,15 +31,12 @@ def capture(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None = No
     >>> [node.op for node in graph.nodes]
     ['linear']
     """
-    if not isinstance(model, nn.Module):
+    model = plain_model(model, CaptureError)
+    if loss is not None and (isinstance(loss, type) or not callable(loss)):
+        kind = f"class {loss.__name__}" if isinstance(loss, type) else f"type {type(loss).__name__}"
         raise CaptureError(
-            f"A {type(model).__name__} was given to capture. Capture takes a torch.nn.Module, whose parameters it can "
-            f"name. Wrap the function in a module, or pass the module itself."
-        )
-    if loss is not None and not callable(loss):
-        raise CaptureError(
-            f"A loss of type {type(loss).__name__} was given. A loss is called with the model's output. "
-            f"Pass a function or None."
+            f"A loss of {kind} was given. A loss is called with the model's output. "
+            f"Pass a function, or a module as nn.CrossEntropyLoss()."
         )
     settle_autograd()
     exported = export(model, batch, loss)

@@ -23,9 +23,11 @@ from conjoin.frontends.regions import has_cuda_autocast, make_explicit
 from conjoin.frontends.torch_private import (
     ExportedProgram,
     FollowedCalls,
+    autocast_as_on_cuda,
     fake_copy,
     is_fake,
     keep_cuda_autocast,
+    keep_draws,
     keep_markers,
     memory_of,
     quiet,
@@ -257,16 +259,15 @@ def export(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None) -> E
     names = _input_names(model, dealt, structure)
     named = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)]
 
-    def trace(device: str | None) -> _Traced:
-        traced, given = (model, tensors) if device is None else fake_copy(model, tensors, device)
-        memory.update(_state_by_memory(traced))
-        return _trace(_Step(traced, loss, rebuild, record), tuple(given), device)
-
     without_values = [tensor for tensor in (*model.parameters(), *model.buffers(), *tensors) if is_fake(tensor)]
-    device = "cuda" if any(tensor.is_cuda for tensor in without_values) else "cpu"
-    traced = trace(device if without_values else None)
-    if without_values and device == "cpu" and has_cuda_autocast(traced.program):
-        traced = trace("cuda")  # what it casts, CUDA's own lists say
+    if without_values:
+        model, tensors = fake_copy(model, tensors)
+        memory |= _state_by_memory(model)
+    step = _Step(model, loss, rebuild, record)
+    traced = _trace(step, tuple(tensors))
+    if without_values and has_cuda_autocast(traced.program):
+        with autocast_as_on_cuda():
+            traced = _trace(step, tuple(tensors))
     program, updates, problems, idle = _settle(traced, named)
     outputs, output_structure, reassigned, changed = seen[-1]
     kept, dropped = _plain(outputs, output_structure)
@@ -295,16 +296,16 @@ def _state_by_memory(model: nn.Module) -> dict[int, str]:
 
 
 def _check_batch(leaves: list[Any], tensors: list[Tensor]) -> None:
-    if not tensors:
-        raise CaptureError(
-            f"A batch of {len(leaves)} value(s) without any tensor was given. Capture follows tensors through the "
-            f"model. Pass the inputs of one training step as tensors."
-        )
     strange = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor | bool | int | float | str | None)}
     if strange:
         raise CaptureError(
             f"The batch holds values of type {', '.join(sorted(strange))}. Capture takes tensors, numbers, strings and "
             f"None, nested in tuples, lists and dicts. Convert the others (numpy arrays: torch.from_numpy)."
+        )
+    if not tensors:
+        raise CaptureError(
+            f"A batch of {len(leaves)} value(s) without any tensor was given. Capture follows tensors through the "
+            f"model. Pass the inputs of one training step as tensors."
         )
     sparse = [tuple(tensor.shape) for tensor in tensors if tensor.layout != torch.strided]
     if sparse:
@@ -339,7 +340,7 @@ class _Traced:
     problems: tuple[Problem, ...]
 
 
-def _trace(step: _Step, tensors: tuple[Tensor, ...], device: str | None) -> _Traced:
+def _trace(step: _Step, tensors: tuple[Tensor, ...]) -> _Traced:
     """Export with gradients on and autocast off, whatever region the caller is in: the graph says what it needs."""
     hooked: dict[Problem, None] = {}
 
@@ -358,8 +359,6 @@ def _trace(step: _Step, tensors: tuple[Tensor, ...], device: str | None) -> _Tra
         functions = watches.enter_context(watch_custom_functions())
         checkpoints = watches.enter_context(follow_checkpoints(any(p.requires_grad for p in step.parameters())))
         watches.enter_context(FollowedCalls(note_hook))
-        if device == "cuda":
-            watches.enter_context(torch.device(device))
         program = torch.export.export(step, tensors, strict=False)
     return _Traced(step, tensors, program, (*_backward_hooks(step), *hooked, *functions.problems()))
 
@@ -373,7 +372,8 @@ def _settle(
         problems, idle = make_explicit(program, input_names)
         updates = functionalize(program)
         if updates is None:
-            program, updates = program.run_decompositions(hidden_views(program)), ()
+            with keep_draws():
+                program, updates = program.run_decompositions(hidden_views(program)), ()
     return program, updates, (*traced.problems, *problems), idle
 
 

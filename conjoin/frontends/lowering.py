@@ -13,13 +13,17 @@ from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
 from torch._ops import OpOverload
 
 from conjoin.frontends.exporting import Exported
+from conjoin.frontends.loss_output import find_loss
 from conjoin.frontends.problems import LOSS_PREFIX, MODEL_PREFIX, Problem, source_of
 from conjoin.frontends.torch_private import PINNED, InputKind, OutputKind, memory_of
-from conjoin.ir import MAX_CONSTANT_BYTES, Graph, GraphBuilder, LeafKind, Node, Result, Source, Value, make_leaf
+from conjoin.ir import MAX_CONSTANT_BYTES, Graph, GraphBuilder, Leaf, LeafKind, Node, Result, Source, Value, make_leaf
 from conjoin.ops import (
     EMBEDDING_BAG,
     OPAQUE,
+    OVERWRITE,
     RAGGED_EMBEDDING_BAG,
+    STRIDED_VIEW,
+    STRIDED_WRITE,
     Call,
     TensorType,
     bind_args,
@@ -244,7 +248,7 @@ class Lowering:
             inputs=self._input_values(),
             outputs=outputs,
             updates=updates,
-            loss=find_loss(outputs, exported),
+            loss=find_loss(outputs, list(exported.output_structure.paths())),
             input_structure=exported.input_structure,
             output_structure=exported.output_structure,
         )
@@ -272,17 +276,6 @@ class Lowering:
             made = self.builder.leaf(f"input:{name}")
             found.append(Value(made) if isinstance(leaf, Tensor) and made is not None else leaf)
         return tuple(found)
-
-
-def find_loss(outputs: tuple[Result, ...], exported: Exported) -> int | None:
-    """The output called `loss`, or the only one, if it is a floating-point number."""
-    paths = list(exported.output_structure.paths())
-    named = [i for i, path in enumerate(paths) if path and path[-1] == "loss"]
-    for i in named or ([0] if len(outputs) == 1 else []):
-        output = outputs[i]
-        if isinstance(output, Value) and output.type.shape == () and output.type.dtype.is_floating_point:
-            return i
-    return None
 
 
 def _canonical_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -430,11 +423,37 @@ def _reshaped(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Nod
 
 
 def _copy(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
-    """The target's values are overwritten: only its type counts."""
+    """The target's values are overwritten: only its type counts, and whether it then gets a gradient of zeros."""
     source, kind = args[1], types[0]
+    if _trains(args[0]) and kind.dtype.is_floating_point:
+        return OVERWRITE, args[:2], types
     if source.type.shape == kind.shape:
         return "_to_copy", bind_args("_to_copy", (source,), {"dtype": kind.dtype}), types
     return "expand", bind_args("expand", (source, kind.shape), {}), (TensorType(kind.shape, source.type.dtype),)
+
+
+def _trains(value: Value) -> bool:
+    """Whether a value is made of parameters that are trained."""
+    waiting, seen = [value], set[Value]()
+    while waiting:
+        owner = (found := waiting.pop()).owner
+        if isinstance(owner, Leaf):
+            if owner.trainable:
+                return True
+        elif found not in seen and owner.op != "detach":
+            waiting += owner.inputs
+        seen.add(found)
+    return False
+
+
+def _strided(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
+    """By where elements lie in memory: where those of the operand lay at capture is written down with the call."""
+    x, *src, size, stride, offset = args
+    memory = cast(fx.Node, node.args[0]).meta["val"]
+    if memory.storage_offset() or memory.untyped_storage().nbytes() != x.type.bytes:
+        raise _Refused("its operand is a part of another tensor, whose memory a graph does not have: use slices")
+    given = tuple(memory.stride())
+    return (STRIDED_WRITE if src else STRIDED_VIEW), (x, *src, given, tuple(size), tuple(stride), offset or 0), types
 
 
 def _embedding_bag(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
@@ -479,6 +498,7 @@ _CANONICAL: Mapping[str, Callable[[Any, Any, fx.Node], Canonical]] = {
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _sized),
     **dict.fromkeys(_CASTS, _cast),
     "copy": _copy,
+    **dict.fromkeys(("as_strided", "as_strided_scatter"), _strided),
     **dict.fromkeys(("div.Tensor_mode", "div.Scalar_mode"), _divided),
     "embedding_bag.padding_idx": _embedding_bag,
     "embedding_bag": _embedding_bag,

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from functools import partial
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -22,7 +22,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import config as fx_config
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
+from torch.fx.node import _side_effectful_functions
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
@@ -36,12 +39,14 @@ __all__ = [
     "InputKind",
     "OutputKind",
     "aliases_input",
+    "autocast_as_on_cuda",
     "decomposition_of",
     "fake_copy",
     "has_alias_info",
     "is_fake",
     "is_mutable",
     "keep_cuda_autocast",
+    "keep_draws",
     "keep_markers",
     "memory_of",
     "pretend_exporting",
@@ -55,6 +60,26 @@ __all__ = [
 ]  # fmt: skip
 
 PINNED = "conjoin_pinned"
+
+
+@cache
+def _drawing_operators() -> frozenset[OpOverload]:
+    """Every operator of torch that draws random numbers."""
+    names = (name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    found = (getattr(getattr(torch.ops.aten, name), overload or "default") for name, _, overload in
+             (name.partition(".") for name in names))  # fmt: skip
+    return frozenset(op for op in found if torch.Tag.nondeterministic_seeded in op.tags)
+
+
+@contextmanager
+def keep_draws() -> Iterator[None]:
+    """Let torch drop no random draw whose result nobody reads: what is drawn after it would change."""
+    added = _drawing_operators() - _side_effectful_functions
+    _side_effectful_functions.update(added)
+    try:
+        yield
+    finally:
+        _side_effectful_functions.difference_update(added)
 
 
 @contextmanager
@@ -146,9 +171,6 @@ def replaced_checkpoints(run: Callable[..., Any], begin: Callable[..., Iterator[
 def keep_cuda_autocast() -> Iterator[None]:
     """Have `torch.autocast("cuda")` stay on in a torch without CUDA, which still has the lists of what it casts."""
     amp, missing, supports = torch.cuda.amp.common, "amp_definitely_not_available", "is_bf16_supported"
-    if torch.cuda.is_available():
-        yield
-        return
     before = getattr(amp, missing), getattr(torch.cuda, supports)
     try:
         setattr(amp, missing, lambda: False)
@@ -157,6 +179,65 @@ def keep_cuda_autocast() -> Iterator[None]:
     finally:
         setattr(amp, missing, before[0])
         setattr(torch.cuda, supports, before[1])
+
+
+@contextmanager
+def autocast_as_on_cuda() -> Iterator[None]:
+    """Have stand-ins on the CPU cast as tensors on CUDA are: regions for one count for the other, by CUDA's lists.
+
+    What CUDA's autocast makes of a call is asked of torch itself, on stand-ins that are on CUDA but nothing else.
+    """
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    swapped = {"cuda": "cpu", "cpu": "cuda"}
+    create = torch.amp.autocast.__init__
+
+    def create_swapped(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        create(self, device_type, *args, **kwargs)
+        self.device = swapped.get(self.device, self.device)
+
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+
+    def override(op: OpOverload, kernel: Callable[..., Any]) -> None:
+        library.impl(op, kernel, "AutocastCPU", allow_override=True)  # type: ignore[no-untyped-call]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they take the place of others, which come back
+        for name in names:
+            base, _, overload = name.removeprefix("aten::").partition(".")
+            op = getattr(getattr(torch.ops.aten, base), overload or "default")
+            if has_kernel(name, "AutocastCUDA"):
+                override(op, partial(_as_on_cuda, op))
+            elif has_kernel(name, "AutocastCPU"):
+                override(op, torch.library.fallthrough_kernel)
+    torch.amp.autocast.__init__ = create_swapped  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.amp.autocast.__init__ = create  # type: ignore[method-assign]
+        library._destroy()  # type: ignore[no-untyped-call]
+
+
+def _as_on_cuda(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Stand-ins for what a call gives on CUDA under the autocast of this region."""
+
+    def there(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cuda")
+
+    dtype = torch.get_autocast_dtype("cpu")
+    with disable_current_modes(), FakeTensorMode(), torch.no_grad():
+        given = tree_map_only(Tensor, there, (args, kwargs))
+        before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", dtype)
+        try:
+            made = op(*given[0], **given[1])
+        finally:
+            torch.set_autocast_enabled("cuda", before[0])
+            torch.set_autocast_dtype("cuda", before[1])
+    return tree_map_only(
+        Tensor, lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu"), made
+    )
 
 
 def settle_autograd() -> None:
@@ -266,20 +347,16 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
         yield from (value for value in vars(part).values() if isinstance(value, Tensor))
 
 
-def fake_copy(model: nn.Module, inputs: Sequence[Tensor], device: str) -> tuple[nn.Module, list[Tensor]]:
-    """A model and inputs without values as if on a device, without memory: what forward creates there fits them.
-
-    A torch without CUDA ends the process where autograd is asked for a gradient on such a device: there none are.
-    """
-    trains = device == "cpu" or torch.cuda.is_available()
+def fake_copy(model: nn.Module, inputs: Sequence[Tensor]) -> tuple[nn.Module, list[Tensor]]:
+    """A model and inputs without values as if on the CPU, without memory: what forward creates there fits them."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
 
     def stand_in(tensor: Tensor) -> Tensor:
         with mode:
-            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
         is_parameter = isinstance(tensor, nn.Parameter)
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad and trains) if is_parameter else fake
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
 
     for tensor in tensors_of(model):
         if is_fake(tensor):

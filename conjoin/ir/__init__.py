@@ -15,6 +15,7 @@ from conjoin.ir.parallel_verifier import find_layout_faults, node_fault
 from conjoin.ir.parallelize import Choice, choose, parallelize, sequential
 from conjoin.ir.parser import parse_graph
 from conjoin.ir.placing import Placed, layout_fault, place, plain_call, rules_for
+from conjoin.ir.plain_model import plain_model
 from conjoin.ir.plan import (
     RECOMPUTE,
     REGATHER,
@@ -65,19 +66,18 @@ from conjoin.ir.verifier import Fault, find_faults, verify
 from conjoin.ir.widening import wide_dtype, widen, widen_plan
 
 __all__ = [
-    "LEAF", "LIBRARY", "MAX_CONSTANT_BYTES", "RECOMPUTE", "REGATHER", "STAMPED", "Accumulation", "Choice",
-    "Elementary", "Fault", "Graph", "GraphBuilder", "LayoutError", "Leaf", "LeafKind", "Mark", "MemoryAction", "Node",
-    "Placed", "Plan", "Range", "Region", "RegionMove", "Result", "Rewriting", "Scalar", "Segment", "Source",
-    "Structure", "Substitution", "Value", "arguments_text", "calling_graph", "can_expand", "check_plan",
-    "check_registered", "checkpointed_segments", "choose", "custom_operators", "cut", "cut_along",
-    "cut_in_micro_batches", "describe_tree", "drop_unused", "elementary", "exchange_axes", "expand", "find_faults",
-    "find_layout_faults", "fingerprint", "flatten_tree", "from_json", "holds", "import_operators", "in_one_line",
-    "is_literal", "is_parallel", "is_random", "layout_fault", "library_digest", "load_graph", "load_plan",
-    "made_region", "make_leaf", "make_node", "model_mark", "node_fault", "node_text", "nothing", "num_elements",
-    "operand_move", "operators_of", "origin", "output_move", "overlap", "parallelize", "parse_graph", "parse_layout",
-    "parse_segments", "parse_type", "place", "plain_call", "plan_fingerprint", "plan_from_json", "plan_to_json",
-    "plan_to_text", "read_json", "recompute_actions", "recomputed_segments", "regathered_parameters", "region_of",
-    "region_shape", "reshard_chain", "rules_for", "save_graph", "segment_text", "sequential", "spec_of", "to_json",
-    "unflatten_tree", "unlike_axes", "value_text", "verify", "wanted_region", "wide_dtype", "widen", "widen_plan",
-    "write_file",
+    "LEAF", "LIBRARY", "MAX_CONSTANT_BYTES", "RECOMPUTE", "REGATHER", "STAMPED", "Accumulation", "Choice", "Elementary",
+    "Fault", "Graph", "GraphBuilder", "LayoutError", "Leaf", "LeafKind", "Mark", "MemoryAction", "Node", "Placed",
+    "Plan", "Range", "Region", "RegionMove", "Result", "Rewriting", "Scalar", "Segment", "Source", "Structure",
+    "Substitution", "Value", "arguments_text", "calling_graph", "can_expand", "check_plan", "check_registered",
+    "checkpointed_segments", "choose", "custom_operators", "cut", "cut_along", "cut_in_micro_batches", "describe_tree",
+    "drop_unused", "elementary", "exchange_axes", "expand", "find_faults", "find_layout_faults", "fingerprint",
+    "flatten_tree", "from_json", "holds", "import_operators", "in_one_line", "is_literal", "is_parallel", "is_random",
+    "layout_fault", "library_digest", "load_graph", "load_plan", "made_region", "make_leaf", "make_node", "model_mark",
+    "node_fault", "node_text", "nothing", "num_elements", "operand_move", "operators_of", "origin", "output_move",
+    "overlap", "parallelize", "parse_graph", "parse_layout", "parse_segments", "parse_type", "place", "plain_call",
+    "plain_model", "plan_fingerprint", "plan_from_json", "plan_to_json", "plan_to_text", "read_json",
+    "recompute_actions", "recomputed_segments", "regathered_parameters", "region_of", "region_shape", "reshard_chain",
+    "rules_for", "save_graph", "segment_text", "sequential", "spec_of", "to_json", "unflatten_tree", "unlike_axes",
+    "value_text", "verify", "wanted_region", "wide_dtype", "widen", "widen_plan", "write_file",
 ]  # fmt: skip

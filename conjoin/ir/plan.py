@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,11 @@ def load_plan(path: str | Path, imports: Iterable[str] = ()) -> Plan:
     Nothing is imported but the modules that are named here, for the custom operators that they register. Without them a
     plan can be read and shown: their operators are taken as the plan states them.
     """
+    if not isinstance(path, str | PathLike):
+        raise PlanError(
+            f"A {type(path).__name__} was given instead of the path of a plan file. Only a file can be read as a plan. "
+            f"Pass its path."
+        )
     import_operators(imports)
     return check_plan(plan_from_json(read_json(path, "plan", PlanError)))
 

@@ -154,7 +154,7 @@ def _type_faults(node: Node) -> Iterator[str]:
     Torch is asked first whether it takes the operands at all: a declaration may take that for granted.
     """
     stated = tuple(TensorType(output.shape, output.dtype) for output in node.types)
-    known = node.inputs or node.op.startswith(OPAQUE)
+    known = node.inputs or find_spec(node.op.removeprefix(OPAQUE)) is not None
     try:
         accepted = types_on_meta(node.call) if known and not _is_private(node) else None
         derived = accepted if node.spec is None else output_types(node.spec, node.call)

@@ -27,6 +27,7 @@ from conjoin.ops.composites import (
     LINEAR_RELU,
     MEAN_AND_VARIANCE,
     NORMALIZE_CHANNELS,
+    OVERWRITE,
     PARALLEL_OPS,
     PARTITION,
     PIPELINE,
@@ -34,6 +35,8 @@ from conjoin.ops.composites import (
     REDUCE,
     REPLICATE,
     SHARE,
+    STRIDED_VIEW,
+    STRIDED_WRITE,
     UNIFY,
 )
 from conjoin.ops.dtypes import Dtype
@@ -78,6 +81,7 @@ __all__ = [
     "MEAN_AND_VARIANCE",
     "NORMALIZE_CHANNELS",
     "OPAQUE",
+    "OVERWRITE",
     "PARALLEL_OPS",
     "PARTITION",
     "PIPELINE",
@@ -86,6 +90,8 @@ __all__ = [
     "REDUCE",
     "REPLICATE",
     "SHARE",
+    "STRIDED_VIEW",
+    "STRIDED_WRITE",
     "UNIFY",
     "Access",
     "Args",

@@ -141,7 +141,7 @@ def state_signature(stated: Signature, module: str) -> None:
 
 def is_custom(name: str) -> bool:
     """Whether an operator is neither torch's own nor ours."""
-    return "::" in name and name not in COMPOSITES
+    return "::" in name.removeprefix(OPAQUE) and name not in COMPOSITES
 
 
 def registering_module(name: str) -> str:

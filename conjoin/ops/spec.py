@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
@@ -128,7 +128,7 @@ def bind_args(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Args
     return tuple(bound)
 
 
-def spread_args(op: str, args: Args, device: Any = None) -> tuple[list[Any], dict[str, Any]]:
+def spread_args(op: str, args: Sequence[Any], device: Any = None) -> tuple[list[Any], dict[str, Any]]:
     """The arguments as torch takes them: by position, and those that it takes by name only, where they say anything.
 
     A device is where a call makes a tensor of nothing.

@@ -31,11 +31,12 @@ from conjoin.runtime.pacing import Pace, communicator_over, join_ranks
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.pieces import Piece, full_state_dict
 from conjoin.runtime.recording import COMMUNICATING, COMPUTING, Recorded, record
+from conjoin.runtime.session import Session
 from conjoin.runtime.threads import run_ranks
 
 __all__ = [
     "COMMUNICATING", "COMPUTING", "TOLERANCE", "CapturedModule", "Case", "Communication", "Concurrency", "Difference",
-    "Pace", "ParallelModule", "Piece", "Recorded", "Reference", "Site", "Timed", "Verdict", "axis_sets",
+    "Pace", "ParallelModule", "Piece", "Recorded", "Reference", "Session", "Site", "Timed", "Verdict", "axis_sets",
     "calibrate_collectives", "check_made_for", "communicator_over", "compare_rank", "connect", "full_state_dict",
     "join_ranks", "launch", "load", "load_checkpoint", "load_optimizer_state_dict", "measure_communication",
     "optimizer_state_dict", "record", "run_ranks", "save_checkpoint", "time_collectives", "to_module",

@@ -61,13 +61,18 @@ from conjoin.runtime.strides import drawn_strides, in_strides
 Function = Callable[..., Any]
 
 
-def run_pinned(function: Function, *args: Any, **kwargs: Any) -> Any:
-    """Call with autocast switched off."""
-    device = next((arg.device.type for arg in args if isinstance(arg, Tensor)), "cpu")
-    if not torch.is_autocast_enabled(device):
-        return function(*args, **kwargs)
-    with torch.autocast(device, enabled=False):
-        return function(*args, **kwargs)
+def pinned(function: Function) -> Function:
+    """The function with autocast switched off."""
+
+    def run_pinned(*args: Any, **kwargs: Any) -> Any:
+        every = (x for arg in args for x in (arg if isinstance(arg, list | tuple) else (arg,)))
+        device = next((x.device.type for x in every if isinstance(x, Tensor)), "cpu")
+        if not torch.is_autocast_enabled(device):
+            return function(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return run_pinned
 
 
 def run_batch_norm(
@@ -294,10 +299,7 @@ class Emitter:
         self._mark(node)
         known = signature(op)
         positional, keywords = spread_args(op, args, None if any(map(_holds_node, args)) else self.device)
-        if node.pinned:
-            made = self.call(run_pinned, function, *positional, **keywords)
-        else:
-            made = self.call(function, *positional, **keywords)
+        made = self.call(pinned(function) if node.pinned else function, *positional, **keywords)
         if known.num_outputs == 1 and not known.returns_list:
             return (made,)
         count = len(node.types) if op == node.op else known.num_outputs

@@ -107,7 +107,7 @@ def _gone() -> RankError:
 
 def serve(handle: int, entry: Entry) -> None:
     """Fork for the process at the other end of a socket until it is gone; returns in the children, too."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides, for children too
     import_compiler()
     gc.collect()
     gc.freeze()  # children share what is here already
@@ -124,7 +124,6 @@ def serve(handle: int, entry: Entry) -> None:
             child = os.fork()
             if child == 0:
                 launcher.close()
-                signal.signal(signal.SIGINT, signal.default_int_handler)
                 return entry(files)
             children.add(child)
             for file in files:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from conjoin.errors import CheckpointError, ConjoinError
+from conjoin.runtime.session import waiting_for_all
 
 T = TypeVar("T")
 
@@ -23,7 +24,8 @@ def exchange(value: T) -> list[T]:
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
+    with waiting_for_all():
+        dist.all_gather_object(found, value)
     return found
 
 

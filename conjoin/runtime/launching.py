@@ -26,7 +26,7 @@ from conjoin.environment import take_environment, whole_environment
 from conjoin.errors import ConjoinError, RankError, UsageError
 from conjoin.runtime.fork_server import ForkServer, server_for
 from conjoin.runtime.parcels import pack, unpack
-from conjoin.runtime.watching import SILENT_EXIT
+from conjoin.runtime.watching import SILENT_EXIT, last_words
 
 Program = Callable[..., Any]
 MAX_LOCAL_RANKS = 256
@@ -222,6 +222,7 @@ def _end_with(parent: int) -> None:
 
 def _be_rank(place: tuple[int, int], address: str, run: _Run, line: Connection) -> None:
     rank, port = place
+    last_words.append(lambda error: _say(line, *_ending(error)))
     try:
         program, args = unpack(_PROGRAM, run.program)
         store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
@@ -274,7 +275,8 @@ def _collect(ranks: list[_Child], timeout_seconds: float | None = None) -> list[
                 values[rank] = content
                 continue
             troubles[rank] = (kind, content)
-            grace = time.monotonic() + _GRACE_SECONDS
+            known = isinstance(content, RankError) and {*waiting.values()} <= {*content.ranks}
+            grace = time.monotonic() + (_END_SECONDS if known else _GRACE_SECONDS)
             deadline = grace if deadline is None else min(deadline, grace)
     if troubles:
         raise _trouble(troubles)

@@ -17,9 +17,13 @@ from torch.utils._pytree import tree_leaves
 from conjoin.runtime.rendezvous import KeyStore
 
 
-def default_store(prefix: str) -> KeyStore:
-    """The store through which the ranks of the default process group found each other, under a prefix of our own."""
-    store: KeyStore = distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
+def default_store(prefix: str, *, for_thread: bool = False) -> KeyStore:
+    """The store through which the ranks of the default process group found each other, under a prefix of our own.
+
+    One for a thread of its own does not wait while another thread waits for an answer.
+    """
+    found: Any = distributed_c10d._get_default_store()
+    store: KeyStore = distributed_c10d.PrefixStore(prefix, found.clone() if for_thread else found)
     return store
 
 
@@ -31,6 +35,16 @@ def import_compiler() -> None:
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 """torch 2.13 gave the collectives on one flat tensor new names, and warns of the old ones."""
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is at work in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def after_backward(action: Callable[[], None]) -> None:
+    """Do something when the backward pass that is at work has come to its end; not at all when it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)  # type: ignore[attr-defined]
 
 
 def is_profiling() -> bool:
@@ -51,6 +65,11 @@ class MetaWatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+as_plain_tensors: Any = torch._C.DisableTorchFunctionSubclass
+"""Within it, subclasses of Tensor are taken as plain ones."""
+foreach_norm: Any = torch._foreach_norm
+check_and_unscale: Any = torch._amp_foreach_non_finite_check_and_unscale_
+"""What `clip_grad_norm_` and `GradScaler` ask of all gradients at once."""
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """For a subclass of Tensor whose results are not of that class by themselves."""
 

@@ -34,6 +34,9 @@ def refuse(run: Run, folder: Path, *arguments: str) -> str:
     [
         ("lenett:tiny", "no model named 'lenett:tiny' in the zoo. Did you mean lenet"),
         ("bert-larg", "Did you mean bert-large"),
+        ("BERT_Large", "Did you mean bert-large"),
+        ("bert-large:tinny", "no model named 'bert-large:tinny' in the zoo. Did you mean bert-large:tiny"),
+        ("lenet:small", "Did you mean lenet:tiny"),
         ("qqqqqq", "Known are alexnet, "),
         ("", "no model named ''"),
         ("my_models.py", "my_models.py was given without a function"),

@@ -207,6 +207,8 @@ def test_diff_tells_by_its_exit_code(run: Run, saved: Path) -> None:
         (LENET, "Measure them with `conjoin calibrate`"),
         ((*LENET, "--budget", "soon"), "Write 60s, or 5m."),
         ((*LENET, "--memory", "0GiB"), "Write 40GiB."),
+        ((*LENET, "--memory", "40"), "B, KiB, MiB, GiB, TiB, KB, MB, GB, TB. Write 40GiB."),
+        ((*LENET, "--memory", "40G"), "The size '40G' was given."),
         ((*LENET[:3], "dgx-h100", "--search", "magic"), "Known are joint"),
         ((*LENET, "--strategy", "megatorn"), "Did you mean megatron?"),
         ((*LENET, "--strategy", "fsdp:tp=2"), "unknown key 'tp'"),

@@ -9,6 +9,7 @@ from random import Random
 
 import torch
 
+from conjoin.ops.composites import OVERWRITE
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.sampling import Sample, boolean, complex_pair, integer, random_shape, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
@@ -202,6 +203,7 @@ _IDENTITIES = (
     OpSpec("fill.Tensor", "..., -> ...", lambda rng: (real(*random_shape(rng)), real()), dtype=Dtype.FIRST, flops=0,
            terms="value"),
     _binary("copy", dtype=Dtype.FIRST, flops=0, terms="src", sample=_alike(2), smooth=False),
+    _binary(OVERWRITE, dtype=Dtype.FIRST, flops=0, terms="src", sample=_alike(2)),
 )  # fmt: skip
 
 _COMPLEX = (

@@ -56,7 +56,7 @@ def rehearse(change: Change) -> str:
     >>> rehearse(Change((one,), (other,), ((Value(one), Value(other)),)))
     'its result is off by 2.2 where rounding explains 3e-15'
     """
-    return _rehearsed(_plain(change))
+    return _rehearsed(_plain(change)) if change.outputs else ""
 
 
 def _plain(change: Change) -> Change:

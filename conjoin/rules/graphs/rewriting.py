@@ -199,6 +199,8 @@ class _Program:
             added, node = item
             place = first if added else places[node]
             new = node if place < first else self._remade(item, current)
+            while new in kept and _facts(node)[1]:  # two draws from what has become one tensor are still two
+                new = make_node(new.op, new.args, new.types, occurrence=new.occurrence + 1, pinned=new.pinned)
             if new is not node:
                 current.update(zip(((added, v) for v in node.outputs()), new.outputs(), strict=True))
             kept.setdefault(new, sources[place])
