@@ -361,6 +361,12 @@ def _cast(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -
     return "_to_copy", bind_args("_to_copy", (args[0],), {"dtype": types[0].dtype}), types
 
 
+def _divided(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
+    """Division that rounds in no way is division."""
+    op = operator_name(cast(OpOverload, node.target))
+    return (op, args, types) if args[2] is not None else (op.removesuffix("_mode"), args[:2], types)
+
+
 def _sized(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
     """A shape without -1, so that a piece's shape can take its place."""
     return "expand", bind_args("expand", (args[0], types[0].shape), {}), types
@@ -421,6 +427,7 @@ _CANONICAL: Mapping[str, Callable[[Any, Any, fx.Node], Canonical]] = {
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _sized),
     **dict.fromkeys(_CASTS, _cast),
     "copy": _copy,
+    **dict.fromkeys(("div.Tensor_mode", "div.Scalar_mode"), _divided),
     "embedding_bag.padding_idx": _embedding_bag,
     "embedding_bag": _embedding_bag,
 }

@@ -28,6 +28,7 @@ class Dtype(Enum):
     NUMBER = "that torch gives to the numbers of the call"
     BOOL = "bool"
     INT64 = "int64"
+    INT32 = "int32"
     FLOAT64 = "float64"
 
 
@@ -42,6 +43,8 @@ def output_dtype(rule: Dtype, operands: Sequence[TensorType], numbers: Sequence[
             return torch.bool
         case Dtype.INT64:
             return torch.int64
+        case Dtype.INT32:
+            return torch.int32
         case Dtype.FLOAT64:
             return torch.float64
         case Dtype.NUMBER:

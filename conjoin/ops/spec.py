@@ -67,10 +67,12 @@ class Call:
             raise NotationError(f"{self.op} is called without {name}")
         return int(self[name]) % max(rank, 1)
 
-    def dims(self, name: str = "dim") -> tuple[int, ...]:
-        """The dims that an attribute names; all of them where it is absent or empty."""
+    def dims(self, name: str = "dim", *, empty: bool = True) -> tuple[int, ...]:
+        """The dims that an attribute names; all of them where it is absent or, if torch takes it so, empty."""
         rank = len(self.tensors[0].shape)
         value = self[name]
+        if value == () and not empty:
+            raise NotationError(f"an empty {name} means another thing in {self.op} than in other operators")
         if value is None or value == ():
             return tuple(range(rank))
         return tuple(dim % max(rank, 1) for dim in (value if isinstance(value, tuple) else (value,)))
@@ -130,7 +132,8 @@ class OpSpec:
     terms: str | Callable[[Call], str] = ""
     """The output as a sum of products of operands, `input weight + bias`; what is not named is not linear. Or how to
     write it for a given call, where a literal decides."""
-    dtype: Dtype | tuple[Dtype, ...] = Dtype.PROMOTE
+    dtype: Dtype | tuple[Dtype, ...] | Callable[[Call], Dtype] = Dtype.PROMOTE
+    """Of each output, or of all; or how it follows from a literal of the call."""
     flops: float | Callable[[Call, Mapping[str, int]], float] = 1.0
     """Per point of the index space, or for the whole call; 0 for what only moves data."""
     follows: Mapping[str, str] = field(default_factory=dict)
@@ -237,7 +240,8 @@ _PROMOTING = frozenset({"self", "other", "exponent", "min", "max", "fill_value",
 def output_types(spec: OpSpec, call: Call) -> tuple[TensorType, ...]:
     """Shapes and dtypes of the outputs, derived from the declaration."""
     shapes = space_of(spec, call).output_shapes
-    rules = spec.dtype if isinstance(spec.dtype, tuple) else (spec.dtype,) * len(shapes)
+    declared = spec.dtype(call) if callable(spec.dtype) else spec.dtype
+    rules = declared if isinstance(declared, tuple) else (declared,) * len(shapes)
     asked, numbers = call["dtype"], _numbers(call)
     return tuple(
         TensorType(shape, asked if isinstance(asked, torch.dtype) else output_dtype(rule, call.tensors, numbers))

@@ -13,9 +13,9 @@ from itertools import product
 from math import prod
 
 from conjoin.rules.definitions.dims import IllFormed
-from conjoin.rules.definitions.proving import Verdict, with_groups
+from conjoin.rules.definitions.proving import Verdict
 from conjoin.rules.definitions.ranks import Ranks
-from conjoin.rules.parameters import parameters
+from conjoin.rules.parameters import parameters, with_groups
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, inputs_of, operators_in
 from conjoin.rules.trials.instances import NoInstance
 from conjoin.rules.trials.refuting import try_out

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conjoin.rules.chains import generate_chains
-from conjoin.rules.definitions.proving import prove, with_groups
+from conjoin.rules.definitions.proving import prove
 from conjoin.rules.generalizing import padded_alike
 from conjoin.rules.generator.generating import Selection, generate
 from conjoin.rules.generator.model_vocabularies import OF_MODELS
@@ -24,6 +24,7 @@ from conjoin.rules.generator.vocabulary import (
     Vocabulary,
 )
 from conjoin.rules.library import Library, make_entry, method_of
+from conjoin.rules.parameters import with_groups
 from conjoin.rules.parsing import print_expressions
 from conjoin.rules.patterns import Apply, Expr, Input, Rule, operators_in
 from conjoin.rules.text import parse_rule

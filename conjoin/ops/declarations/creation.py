@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from math import ceil
 from random import Random
 from typing import Any
 
+import torch
+
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm
+from conjoin.ops.notation import NotationError
 from conjoin.ops.sampling import Sample, random_shape, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 
@@ -24,7 +28,11 @@ def sized(call: Call) -> Indexed:
 
 def _arange(call: Call) -> Indexed:
     start, end, step = call["start"] or 0, call["end"], call["step"] or 1
-    return Indexed("-> k", (("k", max(0, -int(-(end - start) // step))),))
+    counted = all(type(number) is int for number in (start, end, step))
+    if not counted and (call["dtype"] or torch.float32).is_floating_point is False:
+        raise NotationError(f"{call.op} of {start}, {end}, {step} in whole numbers cuts them off first")
+    length = -(-(end - start) // step) if counted else ceil((end - start) / step)  # as torch counts: in doubles
+    return Indexed("-> k", (("k", max(0, length)),))
 
 
 def _local_arange(form: LocalForm) -> Any:

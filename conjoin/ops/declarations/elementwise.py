@@ -86,6 +86,11 @@ def _prelu_sample(rng: Random) -> Args:
     return real(*shape), real(rng.choice((1, shape[1])))
 
 
+def _divided(call: Call) -> Dtype:
+    """Whole numbers stay so where the quotient is rounded."""
+    return Dtype.FLOAT if call["rounding_mode"] is None else Dtype.PROMOTE
+
+
 _SCALED = {"other": (1.5, 2)}
 _ARITHMETIC = (
     *_named("add.Tensor sub.Tensor rsub.Tensor subtract.Tensor", _binary("", terms="self + other")),
@@ -101,11 +106,11 @@ _ARITHMETIC = (
     _binary("floor_divide", domain=POSITIVE, smooth=False),
     _binary("copysign.Tensor", dtype=Dtype.FLOAT),
     _binary("heaviside", smooth=False, domain=POSITIVE),
-    _binary("div.Tensor_mode", sample={"rounding_mode": ("floor", "trunc")}, domain=POSITIVE),
+    _binary("div.Tensor_mode", sample={"rounding_mode": ("floor", "trunc")}, domain=POSITIVE, dtype=_divided),
     *_named("add.Scalar sub.Scalar rsub.Scalar", _unary("", sample=_SCALED)),
     *_named("mul.Scalar multiply.Scalar", _unary("", sample=_SCALED, terms="self")),
     *_named("div.Scalar divide.Scalar", _unary("", sample=_SCALED, terms="self", dtype=Dtype.FLOAT)),
-    _unary("div.Scalar_mode", sample={"other": (1.5,), "rounding_mode": ("floor",)}),
+    _unary("div.Scalar_mode", sample={"other": (1.5,), "rounding_mode": ("floor",)}, dtype=_divided),
     _unary("remainder.Scalar", sample=_SCALED, overloads=("fmod.Scalar",)),
     _unary("floor_divide.Scalar", sample=_SCALED, smooth=False),
     _unary("xlogy.Scalar_Other", sample=_SCALED, terms="self", dtype=Dtype.FLOAT, flops=10),

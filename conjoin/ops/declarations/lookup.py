@@ -197,7 +197,7 @@ def _searchsorted_sample(rng: Random) -> Args:
 
 _read = partial(OpSpec, flops=0, dtype=Dtype.FIRST)
 _bag = partial(OpSpec, dtype=Dtype.FIRST, terms=_bag_terms, local=_local_bag, domain=(0.1, 2.0))
-_search = partial(OpSpec, flops=8, smooth=False)
+_search = partial(OpSpec, flops=8, smooth=False, dtype=lambda call: Dtype.INT32 if call["out_int32"] else Dtype.INT64)
 
 OPS: tuple[OpSpec, ...] = (
     _read("embedding", _embedding, _embedding_sample, terms="weight", follows={"padding_idx": "@v"}),
@@ -216,6 +216,6 @@ OPS: tuple[OpSpec, ...] = (
         smooth=False,
     ),
     _search("isin.Tensor_Tensor", _membership, _among_sample, dtype=Dtype.BOOL),
-    _search("bucketize.Tensor", _membership, _among_sample, dtype=Dtype.INT64),
-    _search("searchsorted.Tensor", _searchsorted, _searchsorted_sample, dtype=Dtype.INT64),
+    _search("bucketize.Tensor", _membership, _among_sample),
+    _search("searchsorted.Tensor", _searchsorted, _searchsorted_sample),
 )

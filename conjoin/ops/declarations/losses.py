@@ -8,56 +8,62 @@ from typing import Any
 
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm
-from conjoin.ops.notation import broadcast_names, broadcast_shape
+from conjoin.ops.notation import NotationError, broadcast_names, broadcast_shape
 from conjoin.ops.sampling import Sample, integer, random_shape, real
 from conjoin.ops.spec import Args, Call, OpSpec
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 
 
+def _reduction(call: Call) -> int:
+    if call["reduction"] not in (_NONE, _MEAN, _SUM):
+        raise NotationError(f"{call.op} is called with reduction {call['reduction']}, which torch takes for none")
+    return int(call["reduction"])
+
+
 def _pairwise(call: Call) -> str:
     """Elementwise on prediction and target, which broadcast; then kept, averaged or summed."""
-    mark = "~" if call["reduction"] == _MEAN else ""
+    mark = "~" if _reduction(call) == _MEAN else ""
     full = broadcast_shape(tensor.shape for tensor in call.tensors)
     names = [f"d{i}{mark}" for i in range(len(full))]
     operands = ", ".join(broadcast_names(names, tensor.shape, full) for tensor in call.tensors)
-    return f"{operands} -> {' '.join(names) if call['reduction'] == _NONE else ''}"
+    return f"{operands} -> {' '.join(names) if _reduction(call) == _NONE else ''}"
 
 
 def _by_sample(call: Call) -> str:
     """Vectors n c compared along c, which is whole, and a label for each sample where there is one."""
-    mark = "~" if call["reduction"] == _MEAN else ""
+    mark = "~" if _reduction(call) == _MEAN else ""
     batch = f"n{mark}" * (len(call.tensors[0].shape) > 1)
     sides = [f"{batch} c!" if len(tensor.shape) == len(call.tensors[0].shape) else batch for tensor in call.tensors]
-    return f"{', '.join(sides)} -> {batch if call['reduction'] == _NONE else ''}"
+    return f"{', '.join(sides)} -> {batch if _reduction(call) == _NONE else ''}"
 
 
 def _classified(call: Call) -> str:
     """Scores n c …, targets n …: classes are whole; so are samples in a mean over those that count."""
     scores, target = call["self"].shape, call["target"]
     probabilities = target.dtype.is_floating_point
-    mark = "" if call["reduction"] != _MEAN else "~" if probabilities else "!"
+    mark = "" if _reduction(call) != _MEAN else "~" if probabilities else "!"
     batch = [f"n{mark}"] if len(scores) > 1 else []
     space = [f"s{i}{mark}" for i in range(len(scores) - 2)]
     left = " ".join([*batch, "c!", *space])
     labels = left if probabilities else " ".join([*batch, *space])
     weight = ", c!" if call["weight"] is not None else ""
-    out = " ".join([*batch, *space]) if call["reduction"] == _NONE else ""
+    out = " ".join([*batch, *space]) if _reduction(call) == _NONE else ""
     return f"{left}, {labels}{weight} -> {out}"
 
 
 def _margins(call: Call) -> str:
     """Scores n c against the true class; every sample counts."""
-    mark = "~" if call["reduction"] == _MEAN else ""
+    mark = "~" if _reduction(call) == _MEAN else ""
     batch = f"n{mark}" * (len(call["self"].shape) > 1)
     weight = ", c!" if call["weight"] is not None else ""
-    return f"{batch} c!, {batch}{weight} -> {batch if call['reduction'] == _NONE else ''}"
+    return f"{batch} c!, {batch}{weight} -> {batch if _reduction(call) == _NONE else ''}"
 
 
 def classified_expansion(form: LocalForm) -> Any:
     """The mean as a sum over the samples that count, divided by their number: both sums may be partial."""
     emit, call = form.emit, form.call
-    if call["reduction"] != _MEAN or call["target"].dtype.is_floating_point or call["weight"] is not None:
+    if _reduction(call) != _MEAN or call["target"].dtype.is_floating_point or call["weight"] is not None:
         return form.run()
     total = form.run(reduction=_SUM)
     counted = emit("ne.Scalar", form["target"], call["ignore_index"])

@@ -7,16 +7,19 @@ from functools import partial
 from random import Random
 
 from conjoin.ops.dtypes import Dtype
-from conjoin.ops.notation import broadcast_names, broadcast_shape
+from conjoin.ops.notation import NotationError, broadcast_names, broadcast_shape
 from conjoin.ops.sampling import Sample, random_shape, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 
 
-def reduce_over(mark: str, outputs: int = 1) -> Callable[[Call], str]:
-    """Notation of a reduction over `dim` (all dims when absent); the mark says how: summed, averaged `~`, whole `!`."""
+def reduce_over(mark: str, outputs: int = 1, *, empty: bool = True) -> Callable[[Call], str]:
+    """Notation of a reduction over `dim` (all dims when absent or, for most operators, `empty`).
+
+    The mark says how: summed, averaged `~`, whole `!`.
+    """
 
     def write(call: Call) -> str:
-        dims = call.dims() if call.signature.position("dim") >= 0 else tuple(range(len(call.tensors[0].shape)))
+        dims = call.dims(empty=empty) if call.signature.position("dim") >= 0 else tuple(range(len(call.tensors[0].shape)))
         names = [f"d{i}" for i in range(len(call.tensors[0].shape))]
         left = [name + mark if i in dims else name for i, name in enumerate(names)]
         kept = [("1" if call["keepdim"] else "") if i in dims else name for i, name in enumerate(names)]
@@ -44,9 +47,8 @@ def _topk(call: Call) -> Indexed:
 
 
 def _matrix_norm(call: Call) -> str:
-    """A norm of the last two dims, or of all where nothing is said."""
-    rank = len(call.tensors[0].shape)
-    dims = {rank - 2, rank - 1}
+    """A norm of two dims, the last if nothing else is said."""
+    rank, dims = len(call.tensors[0].shape), call.dims()
     left = " ".join(f"d{i}!" if i in dims else f"d{i}" for i in range(rank))
     return f"{left} -> {' '.join('1' * bool(call['keepdim']) if i in dims else f'd{i}' for i in range(rank))}"
 
@@ -55,6 +57,8 @@ def _diff(call: Call) -> Indexed:
     """Differences of neighbours, n times over, each time one less; values before and after only lengthen the dim."""
     rank, dim = len(call["self"].shape), call.dim()
     sides = [" ".join(f"k{place}!" if i == dim else f"d{i}" for i in range(rank)) for place in range(len(call.tensors))]
+    if call["n"] < 1:
+        raise NotationError(f"{call.op} is called for {call['n']} differences, which leaves values as they are")
     length = max(0, sum(tensor.shape[dim] for tensor in call.tensors) - call["n"])
     return Indexed(f"{', '.join(sides)} -> {sides[0].replace('k0!', 'j!')}", (("j", length),))
 
@@ -162,11 +166,11 @@ _order = partial(OpSpec, index=along(outputs=2), dtype=_PAIR, flops=10)
 
 OPS: tuple[OpSpec, ...] = (
     _sum("sum", sample=_all_sample),
-    _sum("nansum", sample=_dims_sample, terms=""),
+    _sum("nansum", index=reduce_over("", empty=False), sample=_dims_sample, terms=""),
     _sum("sum.dim_IntList", sample=_dims_sample),
     _mean("mean", sample=_all_sample),
     _mean("mean.dim", sample=_dims_sample),
-    _extreme("nanmean", sample=_dims_sample),
+    _extreme("nanmean", index=reduce_over("!", empty=False), sample=_dims_sample),
     _extreme("quantile.scalar", sample=lambda rng: (real(3, 4, 5), 0.3, rng.choice((None, 1, -1)), rng.random() < 0.5)),
     OpSpec(
         "trapezoid.dx", reduce_over("!"), lambda rng: (real(3, 4, 5), 0.5, rng.randrange(-3, 3)), terms="y",
@@ -180,7 +184,7 @@ OPS: tuple[OpSpec, ...] = (
     _extreme("prod.dim_int", sample=_dim_sample, dtype=Dtype.TOTAL),
     _truth("any", sample=_all_sample, overloads=("all",)),
     _truth("any.dim", sample=_dim_sample, overloads=("all.dim",)),
-    _truth("any.dims", sample=_dims_sample, overloads=("all.dims",)),
+    _truth("any.dims", index=reduce_over("!", empty=False), sample=_dims_sample, overloads=("all.dims",)),
     OpSpec("argmax", reduce_over("!"), _dim_sample, overloads=("argmin",), dtype=Dtype.INT64, smooth=False),
     _count("count_nonzero.dim_IntList", sample=lambda rng: _dims_sample(rng)[:2]),
     _count("count_nonzero", sample=_all_sample),
@@ -194,7 +198,7 @@ OPS: tuple[OpSpec, ...] = (
     _length("norm.Scalar", sample=lambda rng: (real(3, 4, 5), 2)),
     _length("linalg_norm", sample=lambda rng: (real(3, 4, 5), None, (rng.randrange(3),), rng.random() < 0.5)),
     OpSpec("linalg_matrix_norm.str_ord", _matrix_norm, lambda rng: (real(2, 3, 4), "fro"), dtype=Dtype.REAL, flops=2),
-    OpSpec("logsumexp", reduce_over("!"), _dims_sample, flops=12, dtype=Dtype.FLOAT),
+    OpSpec("logsumexp", reduce_over("!", empty=False), _dims_sample, flops=12, dtype=Dtype.FLOAT),
     _scan("cumsum", terms="self", dtype=Dtype.TOTAL),
     _scan("cumprod", dtype=Dtype.TOTAL),
     _scan("logcumsumexp", flops=12, dtype=Dtype.FIRST),

@@ -12,8 +12,8 @@ from conjoin.rules.definitions.equality import TooLarge, equal
 from conjoin.rules.definitions.ranks import Ranks, devices_of
 from conjoin.rules.definitions.sums import Atom, Sum, access, between, count_names_anew
 from conjoin.rules.operators import BY_NAME
-from conjoin.rules.parameters import parameters
-from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, walk
+from conjoin.rules.parameters import parameters, with_groups
+from conjoin.rules.patterns import Apply, Expr, Input, Rule, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +47,6 @@ def prove(rule: Rule) -> Verdict:
     return replace(narrow, conditions=("groups = 1", *narrow.conditions)) if narrow.proven else found
 
 
-def with_groups(rule: Rule, groups: Parameter) -> Rule:
-    """The rule for convolutions of so many groups, where it does not say how many they have."""
-
-    def changed(expr: Expr) -> Expr:
-        if isinstance(expr, Input):
-            return expr
-        args = tuple(changed(arg) for arg in expr.args)
-        params = expr.params
-        if expr.op == "conv" and expr.param("groups", "?") == "?":
-            params = (*((name, value) for name, value in params if name != "groups"), ("groups", groups))
-        return Apply(expr.op, params, args)
-
-    return replace(rule, left=tuple(map(changed, rule.left)), right=tuple(map(changed, rule.right)))
-
-
 def _attempt(rule: Rule) -> Verdict:
     """Sizes are settled from the left side, or else from the right one: which divides a dim first may matter."""
     found = _attempt_from(rule, right_first=False)
@@ -92,6 +77,7 @@ class Frame:
         # Both sides of an output are one tensor: what is known of the rank of one is known of the other.
         self.pairs = tuple(Apply("sub", (), pair) for pair in zip(rule.left, rule.right, strict=True))
         self.ranks, self.devices = Ranks(*self.pairs), devices_of(*self.pairs)
+        self._left = frozenset(walk(*rule.left))
         self.tensors: dict[Expr, Tensor] = {}
         self.named: dict[str, Dim] = {}
 
@@ -158,7 +144,8 @@ class Frame:
         rank = self.ranks[expr]
         others = "".join([f" before {-rank.least}"] * (rank.least > 0) + [f" but {n}" for n in sorted(rank.names)])
         words = (f"{expr}.{label}" if label != "…" else f"dims of {expr}{others}" for label in rank.labels)
-        return tuple(self.dims.new(word, is_made_up=isinstance(expr, Apply)) for word in words)
+        is_made_up = isinstance(expr, Apply) and expr not in self._left
+        return tuple(self.dims.new(word, is_made_up=is_made_up) for word in words)
 
     def _apply(self, expr: Apply) -> Tensor:
         for name in ("kernel", "groups", "parts"):
