@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from conjoin.rules.conditions import ONE_GROUP
 from conjoin.rules.definitions.affine import number, symbol
 from conjoin.rules.definitions.calls import Call, Devices, Digits, Index, Tensor, positions
 from conjoin.rules.definitions.deciding import Facts
@@ -44,7 +45,7 @@ def prove(rule: Rule) -> Verdict:
     if found.proven or ungrouped == rule:
         return found
     narrow = _attempt(ungrouped)
-    return replace(narrow, conditions=("groups = 1", *narrow.conditions)) if narrow.proven else found
+    return replace(narrow, conditions=(ONE_GROUP, *narrow.conditions)) if narrow.proven else found
 
 
 def _attempt(rule: Rule) -> Verdict:

@@ -8,7 +8,7 @@ the right side runs there is found by running it. Where both sides must run, the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 from random import Random
@@ -61,6 +61,8 @@ class Instance:
     inputs: Mapping[str, Value]
     shapes: Mapping[Expr, Shape]
     """Of all expressions for which they are known, on each device."""
+    shaping: Shaping = field(compare=False, repr=False)
+    """What they were chosen from."""
 
     @property
     def num_elements(self) -> int:
@@ -184,7 +186,24 @@ class Sampler:
             axes = spread[Input(name)]
             shape = (*(numbers[axis] for axis in axes), *shapes[Input(name)])
             inputs[name] = Value(_tensor(random, shape, rows.get(name), is_whole, signed), axes)  # type: ignore[arg-type]
-        return Instance(self.rule, setting, inputs, shapes)  # type: ignore[arg-type]
+        return Instance(self.rule, setting, inputs, shapes, shaping)  # type: ignore[arg-type]
+
+    def is_within(self, instance: Instance, when: Sequence[str]) -> bool:
+        """Whether conditions hold for an instance; False where they are about tensors that it does not have."""
+        convs = (e for e in operators_in(*self.rule.left) if e.op == "conv" and e.param("groups", "?") == "?")
+        operands = ([instance.shapes[arg] for arg in conv.args] for conv in convs)
+        if ONE_GROUP in when and any(x[1] != kernel[1] for x, kernel in operands):
+            return False
+        for seed in range(_RIGHT_TRIES):
+            shaping = instance.shaping.copy()
+            try:
+                for condition in parse_conditions(when):
+                    post(shaping, condition)
+                shaping.puzzle.solve(Random(seed), _RIGHT_TRIES)
+                return True
+            except (Contradiction, Meaningless, KeyError):
+                continue
+        return False
 
     def _setting(
         self, shaping: Shaping, shapes: Mapping[Expr, Shape], numbers: Mapping[str, int], random: Random

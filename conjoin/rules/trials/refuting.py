@@ -116,6 +116,24 @@ def try_out(
     return Trials(ran, min(found, key=lambda one: one.instance.num_elements, default=None))
 
 
+def find_beyond(
+    rule: Rule, conditions: Sequence[str], when: Sequence[str] = (), num_trials: int = 40
+) -> Instance | None:
+    """An instance on which both sides run and conditions do not hold: what is known under them is not known there."""
+    sampler = Sampler(rule, when)
+    drawn = _instances(sampler, num_trials, Random(0), Right.RUNS) if conditions else ()
+    beyond = (instance for instance in drawn if not sampler.is_within(instance, conditions))
+    return next((instance for instance in beyond if _runs(instance)), None)
+
+
+def _runs(instance: Instance) -> bool:
+    try:
+        evaluate(instance.rule.outputs, instance.inputs, instance.setting)
+    except Misfit:
+        return False
+    return True
+
+
 def _instances(sampler: Sampler, num_trials: int, random: Random, other: Right) -> Iterator[Instance]:
     """Instances of growing size: of three two on which both sides fit, and one on which they need not."""
     is_made_up = any(not expr.args or expr.op == "split" for expr in operators_in(*sampler.rule.right))
