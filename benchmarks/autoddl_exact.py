@@ -278,7 +278,7 @@ def main() -> int:
         "figure_3": [int(share * 384), int(megatron_share(4, 16) * 384), one, other],
         "figure_8": tables,
     }
-    asked.output.write_text(json.dumps(result, indent=1) + "\n")
+    asked.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -111,7 +111,7 @@ def main() -> None:
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "rows": [asdict(row) for row in rows],
     }
-    RESULTS.write_text(json.dumps(told, indent=1) + "\n")
+    RESULTS.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

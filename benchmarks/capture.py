@@ -83,7 +83,7 @@ def growth(rows: list[Row]) -> float:
 
 def circumstances() -> dict[str, str]:
     """Where and with what the figures were taken."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, encoding="utf-8", check=False)
     return {
         "command": "python benchmarks/capture.py",
         "date": date.today().isoformat(),
@@ -106,7 +106,7 @@ def main() -> int:
     print(f"time per layer at {DEPTHS[-1]} layers over that at {DEPTHS[-4]}: {linearity} (1 is linear)")
     tables = {"depth": [asdict(row) for row in depth_rows], "models": [asdict(row) for row in named_rows]}
     result = {**circumstances(), **tables, "time_per_layer_ratio": linearity}
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     quick = all(row.capture_over_export <= 2 for row in (*depth_rows[2:], *named_rows))
     print("linear, and at most two exports" if linearity <= LINEAR and quick else "TOO SLOW")
     return 0 if linearity <= LINEAR and quick else 1

@@ -70,11 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{layers:>4} layers {devices:>5} devices {row.operators:>6} operators {row.cpu_seconds:7.2f} s "
               f"of {row.cuts} cuts", flush=True)  # fmt: skip
         data = circumstances(f"python -m benchmarks.{NAME} {' '.join(given)}".strip(), 0.0)
-        chosen.output.write_text(json.dumps({**data, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        text = json.dumps({**data, "rows": [asdict(row) for row in rows]}, indent=1)
+        chosen.output.write_text(text + "\n", encoding="utf-8")
     by_layers, by_devices = rows[: len(chosen.layers)], rows[len(chosen.layers) :]
     points = [Point(f"layers, {FIXED_DEVICES} devices", r.layers, r.cpu_seconds, str(r)) for r in by_layers]
     points += [Point(f"devices, {FIXED_LAYERS} layers", r.devices, r.cpu_seconds, str(r)) for r in by_devices]
-    chosen.output.with_suffix(".svg").write_text(draw(points, "layers, devices", "CPU seconds", joined=True))
+    drawn = draw(points, "layers, devices", "CPU seconds", joined=True)
+    chosen.output.with_suffix(".svg").write_text(drawn, encoding="utf-8")
     return 0
 
 

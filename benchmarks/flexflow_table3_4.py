@@ -207,7 +207,7 @@ def check_all(cases: Sequence[tuple[str, int]], num_changes: int, output: Path, 
                 "model": model, "devices": devices, "equal_changes": number, "seconds": round(seconds, 1),
             }  # fmt: skip
             kept = [found[case] for case in cases if case in found]
-            output.write_text(json.dumps({**circumstances(), "cases": kept}, indent=1) + "\n")
+            output.write_text(json.dumps({**circumstances(), "cases": kept}, indent=1) + "\n", encoding="utf-8")
 
 
 def timed_check(model: str, devices: int, num_changes: int) -> tuple[int, float]:
@@ -272,7 +272,7 @@ def main() -> int:
         rows.append(measure(model, devices, arguments.changes))
         show(rows[-1])
         result = {**circumstances(), "changes": arguments.changes, "rows": [asdict(row) for row in rows]}
-        output.write_text(json.dumps(result, indent=1) + "\n")
+        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     behind = too_slow(rows)
     print("\n".join(behind) or "as fast as in the paper, or faster")
     return 1 if behind else 0

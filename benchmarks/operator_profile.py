@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 import zoo
-from conjoin.comm import Gradients
+from conjoin.comm import GradientFlow
 from conjoin.cost import (
     OPTIMIZERS,
     Absence,
@@ -84,7 +84,7 @@ def calls_of(name: str) -> dict[Asked, int]:
 
 
 def _counted(graph: Graph) -> dict[Asked, int]:
-    gradients = Gradients(graph)
+    gradients = GradientFlow(graph)
     found: dict[Asked, int] = defaultdict(int)
     for node in graph.nodes:
         if not is_parallel(node):
@@ -261,7 +261,7 @@ def main() -> int:
     if given.what == "collect":
         weights = collect(given.models, device)
         keys = sorted(weights, key=lambda key: -weights[key])[:MAX_KEYS]
-        given.keys.write_text("".join(f"{key}\n" for key in keys))
+        given.keys.write_text("".join(f"{key}\n" for key in keys), encoding="utf-8")
         print(f"{given.keys}: {len(keys)} keys")
         return 0
     with Store(given.store or costs_path()) as store:
@@ -269,7 +269,7 @@ def main() -> int:
             add_profile(store, load_profile(given.onto), device)
         measure_transfers(store, device, given.device)
         limits = (60 * given.minutes, given.seconds_each)
-        measure_keys(given.keys.read_text().splitlines(), store, device, given.device, limits)
+        measure_keys(given.keys.read_text(encoding="utf-8").splitlines(), store, device, given.device, limits)
         write_profile(store, device, given.output or PROFILES / f"{device.name}.jsonl.gz")
     return 0
 

@@ -122,7 +122,7 @@ def main() -> int:
             "date": date.today().isoformat(), "torch": torch.__version__, "python": platform.python_version(),
             "device": torch.cuda.get_device_name() if chosen.device == "cuda" else "one core",
         }  # fmt: skip
-        chosen.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        chosen.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -295,7 +295,7 @@ def kept(output: Path) -> tuple[list[Row], dict[str, Any], list[str]]:
     """What was measured before, and by which commands."""
     if not output.exists():
         return [], {}, []
-    found = json.loads(output.read_text())
+    found = json.loads(output.read_text(encoding="utf-8"))
     return [Row(**row) for row in found["rows"]], found["fits"], found["commands"]
 
 
@@ -306,8 +306,8 @@ def write(output: Path, rows: list[Row], fits: dict[str, Any], commands: list[st
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__, "python": platform.python_version(),
         "summary": summary(rows), "rows": [asdict(row) for row in rows], "fits": fits,
-    }, indent=1) + "\n")  # fmt: skip
-    output.with_suffix(".svg").write_text(scatter(rows))
+    }, indent=1) + "\n", encoding="utf-8")  # fmt: skip
+    output.with_suffix(".svg").write_text(scatter(rows), encoding="utf-8")
 
 
 def scatter(rows: Sequence[Row]) -> str:

@@ -122,7 +122,7 @@ def measure_all(arguments: argparse.Namespace) -> int:
                 gc.collect()
                 torch.cuda.empty_cache()
                 facts = _circumstances() | {"rows": [asdict(row) for row in rows]}
-                arguments.output.write_text(json.dumps(facts, indent=1) + "\n")
+                arguments.output.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
@@ -157,7 +157,7 @@ def fit_copies(device: str) -> dict[str, Any]:
 
 
 def predict_all(arguments: argparse.Namespace) -> int:
-    measured = json.loads(arguments.measured.read_text())
+    measured = json.loads(arguments.measured.read_text(encoding="utf-8"))
     machine = one_gpu(arguments.machine)
     costs = CostModel([Store(arguments.store)] if arguments.store else [])
     rows = []
@@ -184,10 +184,10 @@ def predict_all(arguments: argparse.Namespace) -> int:
     command = f"python -m benchmarks.prediction_gpu {' '.join(sys.argv[1:])}"
     made = {"command": command, "predicted": str(date.today()), "summary": summary, "copies": copies, "rows": rows}
     facts = {**measured, **made}
-    arguments.output.write_text(json.dumps(facts, indent=1) + "\n")
+    arguments.output.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     points = [Point(r["dtype"], r["step_ms"], r["predicted_ms"], r["model"]) for r in rows]
     picture = draw(points, "measured ms a step", "predicted ms a step", diagonals=(1.0, 0.9, 1.1))
-    arguments.output.with_suffix(".svg").write_text(picture)
+    arguments.output.with_suffix(".svg").write_text(picture, encoding="utf-8")
     return 0
 
 

@@ -237,7 +237,7 @@ def main() -> None:
         "command": " ".join(["python", *sys.argv]),
     }
     if given.output:
-        given.output.write_text(json.dumps(result, indent=1) + "\n")
+        given.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ class Table:
     def draw(self, x_label: str, y_label: str, points: Sequence[Point]) -> None:
         """A picture beside the table, where there is something to see."""
         if points:
-            self.output.with_suffix(".svg").write_text(draw(points, x_label, y_label, joined=True))
+            self.output.with_suffix(".svg").write_text(draw(points, x_label, y_label, joined=True), encoding="utf-8")
 
     @property
     def status(self) -> int:

@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def kept(output: Path) -> list[Row]:
     """What was measured before."""
-    return [Row(**row) for row in json.loads(output.read_text())["rows"]] if output.exists() else []
+    return [Row(**row) for row in json.loads(output.read_text(encoding="utf-8"))["rows"]] if output.exists() else []
 
 
 def write(output: Path, rows: Sequence[Row], arguments: Sequence[str] | None) -> None:
@@ -213,7 +213,7 @@ def write(output: Path, rows: Sequence[Row], arguments: Sequence[str] | None) ->
         "rows": [asdict(row) for row in sorted(rows, key=lambda row: (row.mbit, row.model))],
     }
     aside = output.with_suffix(".tmp")
-    aside.write_text(json.dumps(data, indent=1) + "\n")
+    aside.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     aside.replace(output)
 
 

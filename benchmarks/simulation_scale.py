@@ -126,8 +126,8 @@ def main() -> int:
     show([*by_devices, *by_operators])
     tables = {"by_devices": by_devices, "by_operators": [*by_operators, large]}
     result = {**circumstances(), "large": asdict(large), **{k: [asdict(row) for row in v] for k, v in tables.items()}}
-    output.write_text(json.dumps(result, indent=1) + "\n")
-    output.with_suffix(".svg").write_text(picture(by_devices, tables["by_operators"]))
+    output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    output.with_suffix(".svg").write_text(picture(by_devices, tables["by_operators"]), encoding="utf-8")
     quick = large.simulation_seconds < MOST_SECONDS and large.peak_bytes < MOST_BYTES
     print("within ten seconds and four gigabytes" if quick else "TOO SLOW OR TOO LARGE")
     return 0 if quick else 1

@@ -24,24 +24,11 @@ from typing import Any
 import numpy
 import z3
 
-from conjoin.rules import (
-    LARGEST,
-    SOURCES,
-    VOCABULARIES,
-    Law,
-    Rule,
-    check_law,
-    find_contradiction,
-    find_counterexample,
-    find_redundant,
-    generate,
-    laws,
-    load_rules,
-    parse_rule,
-    prove,
-    prove_by_laws,
-    proven_lemmas,
-)
+from conjoin.rules import VOCABULARIES, Rule, generate, load_rules, parse_rule, prove
+from tests.devices import vocabularies as devices
+from tests.laws.law_checks import LARGEST, check_law, find_contradiction, find_counterexample, find_redundant
+from tests.laws.law_proofs import prove_by_laws, proven_lemmas
+from tests.laws.laws import SOURCES, Law, laws
 
 RESULTS = Path(__file__).parent / "results" / "taso_laws.json"
 QUICK_LARGEST, QUICK_MILLISECONDS, FULL_MILLISECONDS = 2, 1000, 10_000
@@ -138,7 +125,8 @@ def check_each_other(known: Sequence[Law], milliseconds: int, result: dict[str, 
 
 def generated(most_ops: int) -> list[Rule]:
     """What the generator finds over all vocabularies, before any proof: some hold only sometimes."""
-    found = (generate(vocabulary, most_ops, progress=lambda *_: None) for vocabulary in VOCABULARIES)
+    every = (*VOCABULARIES, *devices.VOCABULARIES)
+    found = (generate(vocabulary, most_ops, progress=lambda *_: None) for vocabulary in every)
     rules = [rule for selection in found for rule in selection.rules]
     return [replace(rule, name=f"{number}: {rule}") for number, rule in enumerate(rules)]
 
@@ -169,7 +157,7 @@ def main() -> int:
         print(f"  {', '.join(lemma.name for lemma in proven_lemmas())}")
     prove_rules([parse_rule(*rule) for rule in TYPICAL], "typical rules", result)
     if arguments.rules:
-        prove_rules([written.rule for written in load_rules(arguments.rules)], "rules of the file", result)
+        prove_rules([written.rule for written in load_rules(arguments.rules).rules], "rules of the file", result)
     if arguments.generated:
         prove_rules(generated(arguments.generated), f"generated rules of {arguments.generated} operators", result)
     check_proofs(known, result)
@@ -184,7 +172,7 @@ def main() -> int:
         "machine": f"{platform.machine()}, one thread, cores shared with other work",
         "versions": {"python": platform.python_version(), "z3": z3.get_version_string(), "numpy": numpy.__version__},
     }
-    arguments.output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    arguments.output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return 0
 
 

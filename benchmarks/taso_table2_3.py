@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from conjoin import rules
+from tests.devices.vocabularies import PARALLEL, PARALLEL_IMAGES, PARALLEL_TABLES
 
 RESULTS = Path(__file__).parent / "results" / "taso_table2_3.json"
 PAPER = {"initial": 28_744, "renamed": 17_346, "without_common": 743}
@@ -36,7 +37,7 @@ SETS = {
     "taso": (rules.TASO, 4),
     "multilinear": ((rules.MULTILINEAR,), 5),
     "models": ((rules.MODELS,), 3),
-    "parallel": ((rules.PARALLEL, rules.PARALLEL_IMAGES, rules.PARALLEL_TABLES), 3),
+    "parallel": ((PARALLEL, PARALLEL_IMAGES, PARALLEL_TABLES), 3),
 }
 _MOST_DERIVED = 30
 """Expressions looked at from each side of a rule when it is derived from others."""
@@ -102,13 +103,13 @@ def show(name: str, result: Mapping[str, Any]) -> None:
 
 def save(path: Path, name: str, result: Mapping[str, Any]) -> None:
     """Put one set's result in place of what the file has of it; written aside, then renamed."""
-    before = json.loads(path.read_text())["sets"] if path.exists() else {}
+    before = json.loads(path.read_text(encoding="utf-8"))["sets"] if path.exists() else {}
     facts = {
         "paper": PAPER,
         "sets": {**before, name: {**_where(), **result}},
     }
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    aside.write_text(json.dumps(facts, indent=1) + "\n")
+    aside.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     aside.replace(path)
 
 

@@ -135,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sums = {round(row.least_sum, 9) for row in rows if row.gpus == gpus and row.least_sum is not None}
         assert len(sums) <= 1, f"the least sums differ: {sums}"
     data = {**circumstances(f"python -m benchmarks.{NAME} {' '.join(given)}".strip(), chosen.limit)}
-    chosen.output.write_text(json.dumps({**data, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    text = json.dumps({**data, "rows": [asdict(row) for row in rows]}, indent=1)
+    chosen.output.write_text(text + "\n", encoding="utf-8")
     return 0
 
 

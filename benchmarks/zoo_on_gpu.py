@@ -85,7 +85,8 @@ def main() -> int:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    RESULTS.write_text(json.dumps({**circumstances, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    text = json.dumps({**circumstances, "rows": [asdict(row) for row in rows]}, indent=1)
+    RESULTS.write_text(text + "\n", encoding="utf-8")
     same = all(row.loss_difference == 0 and row.gradient_difference <= NOISE for row in rows)
     print("equal to the plain model" if same else "DIFFERS")
     return 0 if same else 1

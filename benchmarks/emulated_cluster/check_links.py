@@ -222,7 +222,7 @@ def main() -> None:
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "command": " ".join(["python -m benchmarks.emulated_cluster.check_links", *sys.argv[1:]]),
         }
-        given.output.write_text(json.dumps({**about, **found}, indent=1, default=asdict) + "\n")
+        given.output.write_text(json.dumps({**about, **found}, indent=1, default=asdict) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -67,9 +67,9 @@ def become_root_of_a_user_namespace() -> None:
     """Without root: a user namespace in which this user is root, for the namespaces made in it."""
     user, group = os.getuid(), os.getgid()
     _call("unshare", _CLONE_NEWUSER)
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
-    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    Path("/proc/self/setgroups").write_text("deny", encoding="utf-8")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1", encoding="utf-8")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1", encoding="utf-8")
 
 
 def enter(namespaces: list[int], node: int, num_nodes: int) -> None:
@@ -129,7 +129,7 @@ def _make_node(address: str, mtu: int, bytes_per_second: float) -> Node:
 def _name_nodes(num_nodes: int) -> None:
     """Let this process alone see another /etc/hosts: a file that has no name any more and ends with the process."""
     _mount(None, "/", _MS_REC | _MS_PRIVATE)
-    with tempfile.NamedTemporaryFile("w") as hosts:
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8") as hosts:
         hosts.write("127.0.0.1 localhost\n")
         for node in range(num_nodes):
             hosts.write(f"{address_of(node)} node{node}\n::ffff:{address_of(node)} node{node}\n")
@@ -148,9 +148,9 @@ def _keep_sending() -> None:
     large buffers a receiver that a busy host keeps waiting does not stop its sender.
     """
     settings = Path("/proc/sys/net/ipv4")
-    (settings / "tcp_congestion_control").write_text("reno")  # the one every namespace may choose
+    (settings / "tcp_congestion_control").write_text("reno", encoding="utf-8")  # the one every namespace may choose
     for name in ("tcp_rmem", "tcp_wmem"):
-        (settings / name).write_text(f"4096 {_SOCKET_BYTES} {_SOCKET_BYTES}")
+        (settings / name).write_text(f"4096 {_SOCKET_BYTES} {_SOCKET_BYTES}", encoding="utf-8")
 
 
 def _hold_back(bytes_per_second: float, mtu: int) -> None:
@@ -163,7 +163,7 @@ def _hold_back(bytes_per_second: float, mtu: int) -> None:
     burst = int(bytes_per_second * _BURST_SECONDS) + 2 * mtu
     tc = shutil.which("tc", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or "tc"
     queue = ["tbf", "rate", f"{8 * bytes_per_second:.0f}bit", "burst", str(burst), "limit", str(8 * _SOCKET_BYTES)]
-    done = subprocess.run([tc, "qdisc", "add", "dev", INTERFACE, "root", *queue], capture_output=True, text=True)
+    done = subprocess.run([tc, "qdisc", "add", "dev", INTERFACE, "root", *queue], capture_output=True, encoding="utf-8")
     if done.returncode:
         raise OSError(f"{' '.join(done.args)}: {done.stderr.strip()}")
 

@@ -14,11 +14,12 @@ import torch.distributed as dist
 import typer
 
 from conjoin.api import UsageError
+from conjoin.cli.models import ImportOption, read_plan
 from conjoin.cli.output import JsonOption, check_output, print_json
 from conjoin.cli.probing import Speeds, probe_devices, probe_wanted
 from conjoin.cost import OPTIMIZERS, Measurement, Outcome, Store
 from conjoin.environment import costs_path, machines_directory
-from conjoin.ir import load_plan
+from conjoin.ir import check_registered
 from conjoin.machine import NETWORK, CollectiveFit, DeviceType, Link, Machine, NodeKind, parse_machine
 from conjoin.runtime import Communication, Pace, Timed, communicator_over, join_ranks, launch, measure_communication
 from conjoin.sim import Wanted, wanted_by
@@ -49,9 +50,10 @@ class _Asked:
     plans: tuple[str, ...]
     """Paths of plan files."""
     optimizer: str
+    imports: tuple[str, ...] = ()
 
     def wanted(self) -> Wanted:
-        return wanted_by(load_plan(path) for path in self.plans)
+        return wanted_by(read_plan(path, self.imports) for path in self.plans)
 
 
 def calibrate_command(
@@ -64,11 +66,12 @@ def calibrate_command(
         list[Path] | None, typer.Option("--plan", help="Measure all operators of this plan too, and keep them.")
     ] = None,
     optimizer: Annotated[str, typer.Option("--optimizer", help="Whose step is measured with --plan.")] = "adam",
+    imports: ImportOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure collectives and operators on ranks started here, or on all ranks under torchrun; write a machine file."""
     _check_output(output)
-    asked = _Asked(machine, seconds, tuple(str(path) for path in plan or ()), optimizer)
+    asked = _Asked(machine, seconds, tuple(str(path) for path in plan or ()), optimizer, tuple(imports or ()))
     _check_plans(asked)
     if dist.is_torchelastic_launched():
         found = calibrate_rank(0, asked)
@@ -106,7 +109,7 @@ def _check_plans(asked: _Asked) -> None:
     if asked.plans:
         Store(costs_path()).close()
     for path in asked.plans:
-        load_plan(path)
+        check_registered(read_plan(path, asked.imports).graph)
 
 
 def _calibrate_here(asked: _Asked) -> Calibration:
@@ -189,7 +192,7 @@ def describe(machine: Machine, communication: Communication, devices: Sequence[D
         known = {device.name: device for device in devices}
         kinds = [replace(kind, devices=tuple(known[d.name] for d in kind.devices)) for kind in machine.nodes]
         return replace(machine, nodes=tuple(kinds), fits=fits)
-    places = [machine.place(rank) for rank in range(machine.num_devices)]
+    places = [machine.location(rank) for rank in range(machine.num_devices)]
     nodes = [tuple(devices[rank] for _, rank in found) for found in _by_node(places)]
     links, switches = _measured_links(machine, communication.point_to_point)
     runs = [(node, len(list(run))) for node, run in groupby(nodes)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -63,6 +64,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; a user's mistake is one message and exit code 2, never a traceback."""
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # not every locale has a word for ×
     try:
         code = _run(arguments)
     except ConjoinError as error:

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,10 +19,12 @@ import torch
 import typer
 from torch import nn
 
-from conjoin.api import ConjoinError, Graph, UsageError, capture, load_graph, verify
+from conjoin.api import ConjoinError, Graph, Plan, UsageError, capture, load_graph, load_plan, verify
 
 _MODEL_HELP = "Zoo name (bert-large, bert-large:tiny), file.py:function, module:function, or graph.json."
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
+_IMPORT_HELP = "Import this module first, for the operators that it registers."
+ImportOption = Annotated[list[str] | None, typer.Option("--import", metavar="MODULE", help=_IMPORT_HELP)]
 _PACKAGES = tuple(f"{path}{os.sep}" for path in (*torch.__path__, *importlib.__path__, Path(__file__).parents[1]))
 """Code that is not the user's."""
 
@@ -35,6 +37,14 @@ def load_model_graph(model: str, *, batch_size: int | None, training: bool | Non
     found, batch, loss = (_from_function if is_function else _from_zoo)(model, batch_size)
     _run(f"Setting the mode of {model}", lambda: found.train(training is not False))
     return capture_model(found, batch, loss)
+
+
+def read_plan(path: str | Path, imports: Sequence[str] | None) -> Plan:
+    """A plan; what is imported for its operators may lie in the current folder, as a model may."""
+    if imports:
+        _search(Path.cwd())
+    with redirect_stdout(sys.stderr):
+        return load_plan(path, imports or ())
 
 
 def capture_model(model: nn.Module, batch: Any, loss: Any) -> Graph:

@@ -11,12 +11,12 @@ from typing import Annotated
 import typer
 
 from conjoin.api import UsageError, compare, search_plan
-from conjoin.cli.models import ModelArgument, load_model_graph
+from conjoin.cli.models import ImportOption, ModelArgument, load_model_graph, read_plan
 from conjoin.cli.output import JsonOption, check_output, print_json
 from conjoin.cli.quantities import parse_bytes, parse_fixed, parse_seconds
 from conjoin.cli.searching import comparison_lines, costs_mark, progress_line, result_lines, result_to_json
 from conjoin.environment import cache_directory, machines_directory
-from conjoin.ir import Graph, Plan, load_plan
+from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine, parse_machine
 from conjoin.report import diff_plans, explain, explanation_summary, explanation_text
 from conjoin.search import (
@@ -52,6 +52,7 @@ def plan_command(
     forbid_axis: Annotated[list[str] | None, typer.Option("--forbid-axis", help="Split nothing over it.")] = None,
     optimizer: Annotated[str | None, typer.Option("--optimizer", help=_OPTIMIZER_HELP)] = None,
     start: Annotated[Path | None, typer.Option("--start", help="A plan to be no worse than.")] = None,
+    imports: ImportOption = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Search, also where a plan is remembered.")] = False,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
     as_json: JsonOption = False,
@@ -72,7 +73,7 @@ def plan_command(
     )
     check_wish(wish, search_names())
     chosen = parse_machine(machine, machines_directory())
-    before = () if start is None else (load_plan(start),)
+    before = () if start is None else (read_plan(start, imports),)
     if strategy is not None:
         given: dict[str, object] = {
             "--search": search, "--budget": budget, "--cpu-budget": cpu_budget, "--memory": memory, "--fix": fix,
@@ -216,10 +217,12 @@ def _show_summary(plan: Plan, output: Path | None, as_json: bool) -> None:
 
 
 def explain_command(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help=_PLAN_HELP)], as_json: JsonOption = False
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help=_PLAN_HELP)],
+    imports: ImportOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show a plan as annotated code: how each operator is split, and every collective with the bytes it sends."""
-    found = explain(load_plan(plan))
+    found = explain(read_plan(plan, imports))
     if as_json:
         print_json(found.to_json())
     else:
@@ -229,10 +232,11 @@ def explain_command(
 def diff_command(
     before: Annotated[Path, typer.Argument(metavar="A", help=_PLAN_HELP)],
     after: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    imports: ImportOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show what differs between two plans; the exit code is 0 when they are the same, 1 when not."""
-    found = diff_plans(load_plan(before), load_plan(after))
+    found = diff_plans(read_plan(before, imports), read_plan(after, imports))
     if as_json:
         print_json(found.to_json())
     else:

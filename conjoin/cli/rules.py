@@ -20,13 +20,11 @@ from conjoin.rules import (
     Rule,
     Standing,
     WrittenRule,
+    certify,
     find_matches,
     judge,
     load_rules,
-    make_entry,
     make_library,
-    method_of,
-    prove,
     reasons_of,
     why,
 )
@@ -140,7 +138,7 @@ def prove_command(
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A file of rules; otherwise the library.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Save those proven as a library here.")] = None,
 ) -> None:
-    """Prove every rule again from the definitions; exit code 1 if one is not proven."""
+    """Prove every rule again from the definitions and try it out; exit code 1 if one is not proven or is refuted."""
     check_output(output, "library")
     written = load_rules(file or SHIPPED).rules
     start = time.perf_counter()
@@ -159,11 +157,11 @@ def _prove(written: tuple[WrittenRule, ...]) -> tuple[list[Entry], list[tuple[Ru
     proven: list[Entry] = []
     unproven: list[tuple[Rule, str]] = []
     for one in written:
-        verdict = prove(one.rule)
-        if verdict.proven:
-            proven.append(make_entry(one.rule, verdict.conditions, method_of(one.rule)))
+        found = certify(one.rule)
+        if isinstance(found, Entry):
+            proven.append(found)
         else:
-            unproven.append((one.rule, verdict.reason))
+            unproven.append((one.rule, found))
     return proven, unproven
 
 

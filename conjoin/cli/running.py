@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,9 +14,9 @@ import typer
 from torch import nn
 
 from conjoin.api import UsageError
-from conjoin.cli.models import capture_model, load_workload
+from conjoin.cli.models import ImportOption, capture_model, load_workload, read_plan
 from conjoin.cli.output import check_output, print_json
-from conjoin.ir import Plan, flatten_tree, load_plan, unflatten_tree
+from conjoin.ir import Plan, flatten_tree, unflatten_tree
 from conjoin.report import Event, save_trace
 from conjoin.runtime import (
     TOLERANCE,
@@ -43,25 +43,47 @@ _LEARNING_RATE = 1e-3
 _SEED = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is to be run, as every rank is told it."""
+
+    plan: str
+    """Path of the plan file."""
+    model: str
+    batch_size: int | None
+    num_steps: int
+    imports: tuple[str, ...]
+
+    def read(self) -> Plan:
+        return read_plan(self.plan, self.imports)
+
+    def workload(self) -> tuple[nn.Module, Any, Any]:
+        """The same model and batch on every rank, whatever process it is."""
+        torch.manual_seed(_SEED)
+        return load_workload(self.model, self.batch_size)
+
+
 def run_command(
     plan: PlanArgument,
     model: ModelArgument,
     steps: StepsOption = 10,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Save a trace of one more step here.")] = None,
+    imports: ImportOption = None,
 ) -> None:
     """Train a model by a plan: starts the ranks on this host, or is one of them under torchrun."""
     check_output(trace, "trace")
-    found = load_plan(plan)
+    asked = _Asked(str(plan), model, batch, steps, tuple(imports or ()))
+    found = asked.read()
     if found.graph.loss is None:
         raise UsageError(
             f"The plan of {found.model.name} has no loss, and was asked to train. There is nothing to differentiate. "
             f"Let the model's function return (model, batch, loss) and make the plan again."
         )
     if dist.is_torchelastic_launched() or found.mesh.size == 1:
-        recorded = _gather(_train(0, str(plan), model, batch, steps, trace is not None))
+        recorded = _gather(_train(0, asked, trace is not None))
     else:
-        recorded = launch(found.mesh.size, _train, str(plan), model, batch, steps, trace is not None)
+        recorded = launch(found.mesh.size, _train, asked, trace is not None)
     if trace is not None and _is_first():
         save_trace(_recorded_events(recorded), trace)
         typer.echo(f"trace of one step: {trace}; open it in ui.perfetto.dev")
@@ -86,18 +108,10 @@ def _recorded_events(ranks: list[list[Recorded]]) -> Iterator[Event]:
             yield Event(f"measured: rank {rank}", entry.stream, entry.name, entry.start, entry.duration)
 
 
-def _workload(name: str, batch_size: int | None) -> tuple[nn.Module, Any, Any]:
-    """The same model and batch on every rank, whatever process it is."""
-    torch.manual_seed(_SEED)
-    return load_workload(name, batch_size)
-
-
-def _train(
-    rank: int, plan_path: str, name: str, batch_size: int | None, num_steps: int, traced: bool
-) -> list[Recorded]:
+def _train(rank: int, asked: _Asked, traced: bool) -> list[Recorded]:
     """Train, telling the loss of every step; what this rank did in one more step where that is asked."""
-    plan = load_plan(plan_path)
-    model, batch, loss = _workload(name, batch_size)
+    plan = asked.read()
+    model, batch, loss = asked.workload()
     check_made_for(plan, capture_model(model, batch, loss))
     torch.manual_seed(_SEED)
     step = load(plan, model)
@@ -114,7 +128,7 @@ def _train(
         optimizer.step()
         return value.item()
 
-    for i in range(num_steps):
+    for i in range(asked.num_steps):
         start = time.perf_counter()
         shown = train_once()
         if first:
@@ -136,17 +150,19 @@ def verify_command(
     steps: StepsOption = 5,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
     ranks: Annotated[bool, typer.Option("--ranks", help="On real processes, not only in this one.")] = False,
+    imports: ImportOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare a plan with one device: loss, gradients and weights in double precision; exit code 1 if they differ."""
-    found = load_plan(plan)
+    asked = _Asked(str(plan), model, batch, steps, tuple(imports or ()))
+    found = asked.read()
     if dist.is_torchelastic_launched():
-        result = _gathered(_compare(0, str(plan), model, batch, steps))
+        result = _gathered(_compare(0, asked))
     elif ranks and found.mesh.size > 1:
-        answers = launch(found.mesh.size, _compare, str(plan), model, batch, steps)
+        answers = launch(found.mesh.size, _compare, asked)
         result = verdict(answers[0][0], [answer[1] for answer in answers])
     else:
-        built, data, loss = _workload(model, batch)
+        built, data, loss = asked.workload()
         result = verify_in_process(Case(found, capture_model(built, data, loss), built, data), steps)
     if _is_first():
         _show(found, result, as_json)
@@ -154,14 +170,14 @@ def verify_command(
         raise typer.Exit(1)
 
 
-def _compare(rank: int, plan_path: str, name: str, batch_size: int | None, num_steps: int) -> Any:
-    plan = load_plan(plan_path)
-    model, batch, loss = _workload(name, batch_size)
+def _compare(rank: int, asked: _Asked) -> Any:
+    plan = asked.read()
+    model, batch, loss = asked.workload()
     graph = capture_model(model, batch, loss)
     check_made_for(plan, graph)
     case = Case(plan, graph, model, batch).widened()
     communicator, _ = connect(case.plan)
-    reference = train_alone(case, num_steps)
+    reference = train_alone(case, asked.num_steps)
     return reference.losses, compare_rank(case, reference, communicator)
 
 

@@ -61,6 +61,7 @@ def result_to_json(result: SearchResult) -> dict[str, Any]:
         "cpu_seconds": result.cpu_seconds,
         "num_plans": result.num_plans,
         "stopped": result.stopped.value,
+        "dropped": dict(result.dropped),
         "history": [{"seconds": i.elapsed, "seconds_per_step": i.seconds, "by": i.name} for i in result.history],
     }
 
@@ -74,6 +75,7 @@ def result_lines(result: SearchResult) -> list[str]:
         f"{'baseline':<12} {_baseline_text(result)}",
         f"{'bound':<12} {result.certificate if result.certificate is not None else 'none is known'}",
         f"{'search':<12} {result.num_plans} plans in {result.search_seconds:.1f} s, {result.stopped.value}",
+        *(f"{'dropped':<12} {name}: {reason}" for name, reason in result.dropped.items()),
     ]
 
 

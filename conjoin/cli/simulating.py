@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from conjoin.api import simulate_plan
+from conjoin.cli.models import ImportOption, read_plan
 from conjoin.cli.output import JsonOption, check_output, print_json
 from conjoin.environment import machines_directory
-from conjoin.ir import load_plan
 from conjoin.machine import parse_machine
 from conjoin.report import prediction_text, prediction_to_json, save_trace, simulated_events
 
@@ -20,11 +20,12 @@ def simulate_command(
     machine: Annotated[str, typer.Option("--machine", help="A preset as summit:4, or machine.toml.")],
     optimizer: Annotated[str, typer.Option("--optimizer", help="sgd, sgd-momentum, adam, adamw; or -fused.")] = "adam",
     trace: Annotated[Path | None, typer.Option("--trace", help="Save a trace for Perfetto here.")] = None,
+    imports: ImportOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict a training step of a plan: how long it takes, where the time goes, and how much memory it needs."""
     check_output(trace, "trace")
-    read, where = load_plan(plan), parse_machine(machine, machines_directory())
+    read, where = read_plan(plan, imports), parse_machine(machine, machines_directory())
     found = simulate_plan(read, where, optimizer=optimizer)
     if trace is not None:
         save_trace(simulated_events(found.simulation), trace)

@@ -1,8 +1,8 @@
 """How a reshard is carried out: the choice of collectives, what each rank sends, and how many bytes that is."""
 
 from conjoin.comm.bundling import BUNDLE_BYTES, BundleKind, Entry, ParameterBundle, bundle_parameters, find_bundles
-from conjoin.comm.exchanges import Exchange, NodeExchanges, node_exchanges
-from conjoin.comm.gradients import Gradients
+from conjoin.comm.exchanges import ExchangedBytes, NodeExchanges, node_exchanges
+from conjoin.comm.gradients import GradientFlow
 from conjoin.comm.movement import Movement, move_regions, movement
 from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
 from conjoin.comm.pieces import splits_evenly
@@ -26,8 +26,8 @@ from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 
 __all__ = [
     "AGREEMENT_BYTES", "BACKWARD", "BUNDLE_BYTES", "EXCHANGE", "FORWARD", "BundleKind", "Collective", "Entry",
-    "Exchange", "Gradients", "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Route", "Step", "StepKind",
-    "Traffic", "Transfer", "backward_route", "bundle_parameters", "bytes_sent", "changes_places",
+    "ExchangedBytes", "GradientFlow", "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Route", "Step",
+    "StepKind", "Traffic", "Transfer", "backward_route", "bundle_parameters", "bytes_sent", "changes_places",
     "changes_places_between", "common_places", "dual_layout", "find_bundles", "has_places", "held_bytes",
     "leaves_early", "move_regions", "movement", "node_exchanges", "recomputed", "reshard", "ring_bytes", "route_bytes",
     "run_again", "splits_evenly", "step_bytes", "step_load", "sum_per_rank", "total_bytes",

@@ -24,7 +24,7 @@ from conjoin.ops import TensorType
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class ExchangedBytes:
     """The bytes that every rank sends to neighbours, each way."""
 
     axes: tuple[str, ...]
@@ -39,8 +39,8 @@ class Exchange:
 class NodeExchanges:
     """What is exchanged before a node reads each operand, and after it made each output; None where nothing is."""
 
-    operands: tuple[Exchange | None, ...]
-    outputs: tuple[Exchange | None, ...]
+    operands: tuple[ExchangedBytes | None, ...]
+    outputs: tuple[ExchangedBytes | None, ...]
 
 
 @lru_cache(maxsize=1 << 12)
@@ -57,7 +57,7 @@ def node_exchanges(node: Node, placed: Placed, mesh: Mesh) -> NodeExchanges:
 FindMove = Callable[[Node, int, Placed, Mesh, int], RegionMove | None]
 
 
-def _count(find: FindMove, node: Node, i: int, placed: Placed, type: TensorType, mesh: Mesh) -> Exchange | None:
+def _count(find: FindMove, node: Node, i: int, placed: Placed, type: TensorType, mesh: Mesh) -> ExchangedBytes | None:
     """What is sent each way over all groups; None where nobody lacks anything."""
     axes = exchange_axes(node, placed, type, mesh)
     if not axes:
@@ -80,7 +80,7 @@ def _count(find: FindMove, node: Node, i: int, placed: Placed, type: TensorType,
     size = type.dtype.itemsize
     there, back = (PerRank(tuple(size * n for n in counts), mesh.size) for counts in (forward, backward))
     loads = (max(sent.largest, size * found.as_row(axes)) for sent, found in zip((there, back), leaving, strict=True))
-    return Exchange(axes, there, back, *loads)
+    return ExchangedBytes(axes, there, back, *loads)
 
 
 class _Leaving:

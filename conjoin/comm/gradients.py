@@ -9,7 +9,7 @@ from conjoin.ir import Graph, Node, Value, is_parallel, is_random, origin, plain
 from conjoin.ops import Call, Layout, OpSpec, find_spec, spec_for
 
 
-class Gradients:
+class GradientFlow:
     """Which values need a gradient, and which get one: those from which a path leads to the loss."""
 
     def __init__(self, graph: Graph) -> None:

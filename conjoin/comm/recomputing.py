@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from conjoin.comm.gradients import Gradients
+from conjoin.comm.gradients import GradientFlow
 from conjoin.ir import Plan, Segment, operators_of, recomputed_segments
 
 
@@ -20,10 +20,10 @@ def run_again(segments: Iterable[Segment], remembered: Sequence[bool]) -> tuple[
     return tuple(found)
 
 
-def recomputed(plan: Plan, gradients: Gradients | None = None) -> tuple[Segment, ...]:
+def recomputed(plan: Plan, gradients: GradientFlow | None = None) -> tuple[Segment, ...]:
     """The operators that the backward pass of a plan runs again."""
     segments = recomputed_segments(plan)
     if not segments:
         return ()
-    found = gradients or Gradients(plan.graph)
+    found = gradients or GradientFlow(plan.graph)
     return run_again(segments, [found.remember(node) for node in operators_of(plan.graph)])

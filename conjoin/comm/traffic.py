@@ -14,8 +14,8 @@ from functools import lru_cache
 from math import prod
 
 from conjoin.comm.bundling import Entry, ParameterBundle, find_bundles
-from conjoin.comm.exchanges import Exchange, node_exchanges
-from conjoin.comm.gradients import Gradients
+from conjoin.comm.exchanges import ExchangedBytes, node_exchanges
+from conjoin.comm.gradients import GradientFlow
 from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
 from conjoin.comm.pieces import splits_evenly
 from conjoin.comm.places import changes_places
@@ -76,7 +76,7 @@ class Traffic:
 
     def __init__(self, plan: Plan) -> None:
         self._mesh = plan.mesh
-        self._gradients = Gradients(plan.graph)
+        self._gradients = GradientFlow(plan.graph)
         bundles = find_bundles(plan.graph, plan.mesh, regathered_parameters(plan))
         self._bundles = {entry: bundle for bundle in bundles for entry in bundle.entries}
         self._there: set[Entry] = set()
@@ -167,7 +167,7 @@ class Traffic:
         read = (self._gradients.save(*entry) or entry in self._entering for entry in bundle.entries)
         return bundle.kind.regather and any(read)
 
-    def _exchange(self, value: Value, move: Exchange | None, with_gradient: bool) -> list[Transfer]:
+    def _exchange(self, value: Value, move: ExchangedBytes | None, with_gradient: bool) -> list[Transfer]:
         if move is None:
             return []
         ways = [(FORWARD, move.forward)] + ([(BACKWARD, move.backward)] if with_gradient else [])

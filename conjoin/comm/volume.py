@@ -24,7 +24,7 @@ from conjoin.machine import Mesh
 
 
 @dataclass(frozen=True, slots=True)
-class _Exchange:
+class _Holdings:
     """What all ranks hold and want in a step."""
 
     step: Step
@@ -39,10 +39,10 @@ class _Exchange:
 
 
 @lru_cache(maxsize=64)
-def _exchange(step: Step, shape: tuple[int, ...], mesh: Mesh) -> _Exchange:
+def _holdings(step: Step, shape: tuple[int, ...], mesh: Mesh) -> _Holdings:
     have, want = (splits_of(layout, len(shape)) for layout in (step.source, step.target))
     held, wanted = (all_regions(shape, splits, mesh) for splits in (have, want))
-    return _Exchange(step, shape, mesh, want, *tails(have, want), held, wanted)
+    return _Holdings(step, shape, mesh, want, *tails(have, want), held, wanted)
 
 
 def bytes_sent(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, rank: int) -> int:
@@ -53,48 +53,48 @@ def bytes_sent(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, ra
     >>> bytes_sent(all_reduce, (6,), 4, Mesh.of_nodes(1, 3), 0)
     32
     """
-    return 0 if step.kind.is_local else _bytes_sent(_exchange(step, shape, mesh), itemsize, rank)
+    return 0 if step.kind.is_local else _bytes_sent(_holdings(step, shape, mesh), itemsize, rank)
 
 
-def _bytes_sent(exchange: _Exchange, itemsize: int, rank: int) -> int:
-    step = exchange.step
+def _bytes_sent(holdings: _Holdings, itemsize: int, rank: int) -> int:
+    step = holdings.step
     if changes_places(step):
-        return _moved(step, exchange.shape, exchange.mesh)[0][rank] * itemsize
-    if not holds(step.source, exchange.mesh, rank):
+        return _moved(step, holdings.shape, holdings.mesh)[0][rank] * itemsize
+    if not holds(step.source, holdings.mesh, rank):
         return 0
-    num_ranks = num_devices(exchange.step.axes, exchange.mesh)
-    held = exchange.held[rank]
-    match exchange.step.kind:
+    num_ranks = num_devices(holdings.step.axes, holdings.mesh)
+    held = holdings.held[rank]
+    match holdings.step.kind:
         case StepKind.ALL_REDUCE:
             return ring_bytes(num_elements(held) * itemsize, num_ranks)
         case StepKind.ALL_GATHER:
             return (num_ranks - 1) * num_elements(held) * itemsize
         case _:
-            kept = overlap(held, exchange.wanted[rank])
-            sent = _elements_wanted_by_group(exchange, rank) - (num_elements(kept) if kept is not None else 0)
+            kept = overlap(held, holdings.wanted[rank])
+            sent = _elements_wanted_by_group(holdings, rank) - (num_elements(kept) if kept is not None else 0)
             return sent * itemsize
 
 
-def _elements_wanted_by_group(exchange: _Exchange, rank: int) -> int:
+def _elements_wanted_by_group(holdings: _Holdings, rank: int) -> int:
     """Of what the rank holds, how many elements the members of its group want, counted once for each."""
-    mesh, group_axes = exchange.mesh, exchange.step.axes
+    mesh, group_axes = holdings.mesh, holdings.step.axes
     by_dim = []
-    for dim, (first, last) in enumerate(exchange.held[rank]):
-        if all(axis in group_axes for axis in exchange.arriving[dim]):
+    for dim, (first, last) in enumerate(holdings.held[rank]):
+        if all(axis in group_axes for axis in holdings.arriving[dim]):
             by_dim.append(last - first)
         else:
-            wanted = _wanted_ranges(dim, exchange, rank)
+            wanted = _wanted_ranges(dim, holdings, rank)
             by_dim.append(sum(max(0, min(last, stop) - max(first, start)) for start, stop in wanted))
-    splitting = num_devices((axis for axes in exchange.want for axis in axes if axis in group_axes), mesh)
+    splitting = num_devices((axis for axes in holdings.want for axis in axes if axis in group_axes), mesh)
     return prod(by_dim) * (num_devices(group_axes, mesh) // splitting)
 
 
-def _wanted_ranges(dim: int, exchange: _Exchange, rank: int) -> list[Range]:
+def _wanted_ranges(dim: int, holdings: _Holdings, rank: int) -> list[Range]:
     """The pieces of a dim that members of the rank's group want, each once."""
-    mesh, along, split = exchange.mesh, exchange.step.axes, exchange.want[dim]
+    mesh, along, split = holdings.mesh, holdings.step.axes, holdings.want[dim]
     here = mesh.coordinates(rank)
     places = [range(mesh.sizes[axis]) if axis in along else (here[axis],) for axis in split]
-    ranges = pieces(exchange.shape[dim], tuple(mesh.sizes[axis] for axis in split))
+    ranges = pieces(holdings.shape[dim], tuple(mesh.sizes[axis] for axis in split))
     weights = [num_devices(split[i + 1 :], mesh) for i in range(len(split))]
     return [ranges[sum(w * p for w, p in zip(weights, place, strict=True))] for place in product(*places)]
 
@@ -163,21 +163,21 @@ def total_bytes(route: Route, itemsize: int, mesh: Mesh) -> int:
 @lru_cache(maxsize=1 << 10)
 def _bytes_by_rank(route: Route, itemsize: int, mesh: Mesh) -> tuple[int, ...]:
     """What is sent by each of the ranks along the axes that make a difference; the others are like these."""
-    exchanges = [_exchange(step, route.shape, mesh) for step in route.steps if not step.kind.is_local]
-    ranks = mesh.group(0, mesh.in_order(axis for exchange in exchanges for axis in _unlike_axes(exchange)))
-    return tuple(sum(_bytes_sent(exchange, itemsize, rank) for exchange in exchanges) for rank in ranks)
+    moving = [_holdings(step, route.shape, mesh) for step in route.steps if not step.kind.is_local]
+    ranks = mesh.group(0, mesh.in_order(axis for holdings in moving for axis in _unlike_axes(holdings)))
+    return tuple(sum(_bytes_sent(holdings, itemsize, rank) for holdings in moving) for rank in ranks)
 
 
-def _unlike_axes(exchange: _Exchange) -> frozenset[str]:
+def _unlike_axes(holdings: _Holdings) -> frozenset[str]:
     """The axes along which ranks may send different amounts."""
-    if has_places(exchange.step.source) or has_places(exchange.step.target):
-        return frozenset(exchange.mesh.names)
-    shape, mesh, want = exchange.shape, exchange.mesh, exchange.want
-    have = splits_of(exchange.step.source, len(shape))
+    if has_places(holdings.step.source) or has_places(holdings.step.target):
+        return frozenset(holdings.mesh.names)
+    shape, mesh, want = holdings.shape, holdings.mesh, holdings.want
+    have = splits_of(holdings.step.source, len(shape))
     if not (is_even(shape, have, mesh) and is_even(shape, want, mesh)):
         return _axes_of(have) | _axes_of(want)
-    if exchange.step.kind is StepKind.ALL_TO_ALL:
-        return _axes_of(exchange.leaving) | _axes_of(exchange.arriving)
+    if holdings.step.kind is StepKind.ALL_TO_ALL:
+        return _axes_of(holdings.leaving) | _axes_of(holdings.arriving)
     return frozenset()
 
 

@@ -111,7 +111,7 @@ class MemoryTooSmall(RuntimeError):
 
 def _free_host_bytes() -> float:
     try:
-        with open("/proc/meminfo") as file:
+        with open("/proc/meminfo", encoding="utf-8") as file:
             found = [line for line in file if line.startswith("MemAvailable:")]
         return float(found[0].split()[1]) * 1024
     except (OSError, IndexError, ValueError):

@@ -183,7 +183,7 @@ class Store:
     def _set_aside(self) -> None:
         """Rename a damaged file and its journal; of several processes that find it so, one does."""
         try:
-            with open(self.path.with_name(f"{self.path.name}.lock"), "w") as lock:
+            with open(self.path.with_name(f"{self.path.name}.lock"), "w", encoding="utf-8") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if self._is_whole():
                     return

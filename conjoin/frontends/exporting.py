@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from conjoin.errors import CaptureError
 from conjoin.frontends.custom_functions import watch_custom_functions
 from conjoin.frontends.diagnosis import explain
-from conjoin.frontends.functional import Updates, functionalize
+from conjoin.frontends.functional import Updates, functionalize, hidden_views
 from conjoin.frontends.problems import MODEL_PREFIX, Problem, find_user_line
 from conjoin.frontends.regions import make_explicit
 from conjoin.frontends.torch_private import (
@@ -24,7 +24,9 @@ from conjoin.frontends.torch_private import (
     FollowedCalls,
     fake_copy,
     keep_markers,
+    memory_of,
     quiet,
+    tensors_of,
     user_lines,
 )
 from conjoin.ir import Source, Structure, describe_tree, spec_of, unflatten_tree
@@ -66,6 +68,8 @@ class Exported:
     outputs: tuple[Any, ...]
     """For every flattened output: `TENSOR`, or the plain value returned."""
     output_structure: Structure
+    memory: Mapping[int, str]
+    """Parameters and buffers by their memory."""
     dropped: tuple[str, ...]
     """What a graph cannot keep of outputs and attributes, in words."""
 
@@ -227,8 +231,11 @@ def export(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None) -> E
         seen.append((marked, nesting, reassigned, changed))
         return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
+    tensors = _apart(tensors, model)
+    memory = _state_by_memory(model)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers(), *tensors)):
         model, tensors = fake_copy(model, tensors)
+        memory |= _state_by_memory(model)
     step = _Step(model, loss, rebuild, record)
     names = _input_names(model, dealt, structure)
     named = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)]
@@ -236,9 +243,27 @@ def export(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None) -> E
     outputs, output_structure, reassigned, changed = seen[-1]
     kept, dropped = _plain(outputs, output_structure)
     return Exported(
-        program, updates, reassigned, changed, problems, tuple(leaves), names, structure, kept, output_structure,
+        program, updates, reassigned, changed, problems, tuple(leaves), names, structure, kept, output_structure, memory,
         (*dropped, *(f"attribute {name}: forward changes it, the graph does not" for name in changed)),
     )  # fmt: skip
+
+
+def _apart(tensors: list[Tensor], model: nn.Module) -> list[Tensor]:
+    """The tensors of a batch as objects of their own, in memory of their own.
+
+    Export takes one object for one value, and tells memory apart by its address. What is one at capture, as `ids` in
+    `dict(input_ids=ids, labels=ids)`, is not for every batch; nor is an input that happens to be the model's state.
+    """
+    taken, made = {memory_of(tensor) for tensor in tensors_of(model)}, []
+    for tensor in tensors:
+        own = tensor.detach().clone() if memory_of(tensor) in taken else tensor.detach()
+        taken.add(memory_of(tensor))
+        made.append(own.requires_grad_(tensor.requires_grad))
+    return made
+
+
+def _state_by_memory(model: nn.Module) -> dict[int, str]:
+    return {memory_of(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 def _check_batch(leaves: list[Any], tensors: list[Tensor]) -> None:
@@ -293,7 +318,7 @@ def _run_export(
             problems = make_explicit(program, input_names)
             updates = functionalize(program)
             if updates is None:
-                program, updates = program.run_decompositions({}), ()
+                program, updates = program.run_decompositions(hidden_views(program)), ()
     except Exception as error:  # a user's forward may raise anything; it is told with its line, never swallowed
         raise explain(error, step, tensors) from error
     return program, updates, (*_backward_hooks(step), *hooked, *functions.problems(), *problems)

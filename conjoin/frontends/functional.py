@@ -9,48 +9,57 @@ torch's way is taken.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from conjoin.frontends.torch_private import ExportedProgram, InputKind, aliases_input, is_mutable, writes_only_self
+from conjoin.frontends.torch_private import (
+    ExportedProgram,
+    InputKind,
+    aliases_input,
+    decomposition_of,
+    has_alias_info,
+    is_mutable,
+    storages_of,
+    writes_only_self,
+)
 from conjoin.ops import find_operator, operator_name
 
 Updates = tuple[tuple[str, fx.Node], ...]
 """Buffers by name in the program, and the node that makes their new value."""
 
-_MAY_RETURN_INPUT = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "type_as", "pad")
-"""Composite operators that hand their input back in some modes, though their schemas do not say so."""
+_HIDES_ITS_INPUT = "dropout"
+"""The one operator that hands its input back, outside of training, and is traced as if it made a copy."""
 
 
-@dataclass(slots=True)
 class _Aliases:
-    """Which nodes may share memory."""
+    """Which nodes may share memory: those whose traced results do, whatever their schemas say of it."""
 
-    root: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    members: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._storages: dict[fx.Node, frozenset[int]] = {}
+        self._members: dict[int, list[fx.Node]] = {}
 
-    def add(self, node: fx.Node, source: fx.Node | None) -> None:
-        root = self.root[source] if source is not None else node
-        self.root[node] = root
-        self.members.setdefault(root, []).append(node)
+    def add(self, node: fx.Node) -> None:
+        storages = storages_of(node.meta.get("val"))
+        if node.op == "call_function" and _may_share(node):
+            storages |= frozenset[int]().union(*(self._storages[read] for read in node.all_input_nodes))
+        self._storages[node] = storages
+        for storage in storages:
+            self._members.setdefault(storage, []).append(node)
 
-    def seen_otherwise(self, target: fx.Node, now: int, last_read: dict[fx.Node, int]) -> bool:
-        """Whether memory of the target is read later under a name other than its own or, for a slice, the whole's."""
-        own = {target, _whole(target)}
-        return any(other not in own and last_read.get(other, -1) > now for other in self.members[self.root[target]])
+    def names_of(self, target: fx.Node) -> set[fx.Node]:
+        """All nodes so far that memory of the target is known by."""
+        return {node for storage in self._storages[target] for node in self._members[storage]}
 
 
-def _source(node: fx.Node) -> fx.Node | None:
-    """The operand whose memory the result may share."""
-    if node.target is operator.getitem:
-        return node.args[0]  # type: ignore[return-value]
-    if not isinstance(node.target, OpOverload) or not node.args or not isinstance(node.args[0], fx.Node):
-        return None
-    return node.args[0] if aliases_input(node.target) or operator_name(node.target) in _MAY_RETURN_INPUT else None
+def _may_share(node: fx.Node) -> bool:
+    """Whether a result may share memory with an operand, though the traced ones do not."""
+    if not isinstance(node.target, OpOverload):
+        return True
+    return aliases_input(node.target) or operator_name(node.target) == _HIDES_ITS_INPUT
 
 
 _SCATTERS = {
@@ -132,12 +141,13 @@ def _plan(program: ExportedProgram) -> list[fx.Node] | None:
                 return None
             targets = _targets(node)
             for target in targets:
-                root = aliases.root[target]
-                outside = root in kinds and (kinds[root] is not InputKind.BUFFER or root is not _whole(target))
-                if (outside or aliases.seen_otherwise(target, now, last_read)) and not _is_detach(node):
+                names = aliases.names_of(target) - {target, _whole(target)}
+                if _whole(target) in kinds and kinds[_whole(target)] is not InputKind.BUFFER:
+                    names.add(_whole(target))
+                if any(name in kinds or last_read[name] > now for name in names) and not _is_detach(node):
                     return None
             writers += [node] if targets else []
-        aliases.add(node, _source(node) if node.op == "call_function" else None)
+        aliases.add(node)
     return writers
 
 
@@ -222,6 +232,22 @@ def functionalize(program: ExportedProgram) -> Updates | None:
     kept = set(updates.values())
     graph.eliminate_dead_code(lambda node: node in kept or node.op in ("placeholder", "output") or _draws(node))
     return tuple(updates.items())
+
+
+def hidden_views(program: ExportedProgram) -> dict[OpOverload, Callable[..., Any]]:
+    """Operators that handed out views of their operands though their schemas do not say so, and what they consist of.
+
+    torch itself goes by schemas when it makes a program functional, and loses what is written through such a view.
+    """
+    found: dict[OpOverload, Callable[..., Any]] = {}
+    for node in program.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, OpOverload) or has_alias_info(node.target):
+            continue
+        reads = frozenset[int]().union(*(storages_of(read.meta.get("val")) for read in node.all_input_nodes))
+        consists_of = decomposition_of(node.target)
+        if consists_of is not None and reads & storages_of(node.meta.get("val")):
+            found[node.target] = consists_of
+    return found
 
 
 def _draws(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from conjoin.frontends.exporting import Exported
 from conjoin.frontends.problems import LOSS_PREFIX, MODEL_PREFIX, Problem, source_of
-from conjoin.frontends.torch_private import PINNED, InputKind, OutputKind
+from conjoin.frontends.torch_private import PINNED, InputKind, OutputKind, memory_of
 from conjoin.ir import MAX_CONSTANT_BYTES, Graph, GraphBuilder, LeafKind, Node, Result, Source, Value, make_leaf
 from conjoin.ops import (
     EMBEDDING_BAG,
@@ -120,6 +120,10 @@ class Lowering:
             self._problem(f"attribute {name}", None, "forward reads it and replaces it, as state: use register_buffer")
         if target.startswith(LOSS_PREFIX) and isinstance(found, nn.Parameter) and found.requires_grad:
             self._problem(f"parameter {target}", None, "a loss with parameters of its own: make it part of the model")
+        state = self._state_in_memory_of(name, found)
+        if state is not None:
+            advice = f"it is the memory of {state}, which changes, and a graph would freeze it: read self.{state} itself"
+            self._problem(f"tensor {name}", source_of(next(iter(node.users), node)), advice)
         if type.bytes > MAX_CONSTANT_BYTES:
             self._problem(
                 f"constant {name} of {type.bytes / 2**20:.0f} MiB", source_of(node),
@@ -127,6 +131,13 @@ class Lowering:
             )  # fmt: skip
             found = None
         return self._add(LeafKind.CONSTANT, name, type, data=_bytes_of(found))
+
+    def _state_in_memory_of(self, name: str, found: Any) -> str | None:
+        """The parameter or buffer that a tensor kept beside the model's state shows: in a list, detached, in a closure."""
+        owner, _, last = name.rpartition(".")
+        parts = dict(self.model.named_modules())
+        shown = vars(parts[owner]).get(last, found) if owner in parts else found
+        return self.exported.memory.get(memory_of(shown)) if isinstance(shown, Tensor) else None
 
     def _lower_attribute(self, node: fx.Node) -> None:
         found = getattr(self.exported.program.graph_module, str(node.target), None)

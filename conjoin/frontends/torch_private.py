@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -34,13 +35,18 @@ __all__ = [
     "InputKind",
     "OutputKind",
     "aliases_input",
+    "decomposition_of",
     "fake_copy",
+    "has_alias_info",
     "is_fake",
     "is_mutable",
     "keep_markers",
+    "memory_of",
     "pretend_exporting",
     "quiet",
     "settle_autograd",
+    "storages_of",
+    "tensors_of",
     "user_lines",
     "writes_only_self",
 ]  # fmt: skip
@@ -160,6 +166,24 @@ def aliases_input(op: OpOverload) -> bool:
     return bool(op._schema.arguments) and op._schema.arguments[0].alias_info is not None
 
 
+def has_alias_info(op: OpOverload) -> bool:
+    """Whether the schema names any argument that is written to or shared."""
+    return any(argument.alias_info is not None for argument in op._schema.arguments)
+
+
+def storages_of(traced: Any) -> frozenset[int]:
+    """The memory that traced tensors lie in; two of the same memory are views of one another."""
+    if isinstance(traced, Tensor):
+        return frozenset({traced.untyped_storage()._cdata})
+    return frozenset[int]().union(*map(storages_of, traced)) if isinstance(traced, tuple | list) else frozenset()
+
+
+def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
+    """The calls that a composite operator consists of; None where it is none."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return partial(op._op_dk, key) if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) else None
+
+
 class FollowedCalls(TorchFunctionMode):
     """Helps export over calls it cannot follow.
 
@@ -196,7 +220,14 @@ def is_fake(tensor: Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def _attribute_tensors(module: nn.Module) -> Iterator[Tensor]:
+def memory_of(tensor: Tensor) -> int:
+    """What tells the memory of a tensor, or of a stand-in for one, from that of others."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters, buffers, and tensors that are plain attributes."""
+    yield from (*module.parameters(), *module.buffers())
     for part in module.modules():
         yield from (value for value in vars(part).values() if isinstance(value, Tensor))
 
@@ -212,7 +243,7 @@ def fake_copy(model: nn.Module, inputs: Sequence[Tensor]) -> tuple[nn.Module, li
         is_parameter = isinstance(tensor, nn.Parameter)
         return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
 
-    for tensor in (*model.parameters(), *model.buffers(), *_attribute_tensors(model)):
+    for tensor in tensors_of(model):
         if tensor.is_meta:
             memo[id(tensor)] = stand_in(tensor)
     return copy.deepcopy(model, memo), [stand_in(x) if x.is_meta else mode.from_tensor(x) for x in inputs]

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from conjoin.errors import GraphError
 from conjoin.ir.builder import GraphBuilder
+from conjoin.ir.custom_operators import read_statements, statements_to_json
 from conjoin.ir.files import read_json, write_file
 from conjoin.ir.graph import Graph, Result
 from conjoin.ir.limits import MAX_NESTING, MAX_NUMBER, check_constant, check_count
@@ -82,7 +83,9 @@ def _program(graph: Graph) -> dict[str, Any]:
 def to_json(graph: Graph) -> dict[str, Any]:
     """A graph as plain data for `json`."""
     sources = [None if s is None else [s.file, s.line, s.module] for s in graph.sources]
-    return {**_program(graph), "name": graph.name, "sources": sources}
+    operators = statements_to_json(graph)
+    stated = {"operators": operators} if operators else {}
+    return {**_program(graph), **stated, "name": graph.name, "sources": sources}
 
 
 def fingerprint(graph: Graph, *, constants: bool = True) -> str:
@@ -105,7 +108,7 @@ def fingerprint(graph: Graph, *, constants: bool = True) -> str:
 _Kind = TypeVar("_Kind")
 _KEYS = {
     "format", "version", "name", "training", "leaves", "nodes", "inputs", "outputs", "updates", "loss",
-    "input_structure", "output_structure", "sources",
+    "input_structure", "output_structure", "sources", "operators",
 }  # fmt: skip
 _LEAF_KEYS = {"trainable", "aliases", "data"}
 _NODE_KEYS = {"occurrence", "pinned"}
@@ -206,6 +209,7 @@ def _load(data: dict[str, Any]) -> Graph:
     lists = ("leaves", "nodes", "inputs", "outputs", "updates", "sources")
     leaves, nodes, inputs, outputs, updates, sources = (_typed(data[key], list, key) for key in lists)
     check_count(len(leaves) + len(nodes))
+    read_statements(data.get("operators", []))
     loader = _Loader()
     for entry in leaves:
         loader.leaf(entry)

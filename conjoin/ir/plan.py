@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from conjoin.errors import GraphError, PlanError
+from conjoin.ir.custom_operators import import_operators, read_statements, statements_to_json
 from conjoin.ir.files import read_json, write_file
 from conjoin.ir.graph import Graph
 from conjoin.ir.json_form import fingerprint
+from conjoin.ir.library_stamps import is_held_for_true
 from conjoin.ir.limits import MAX_ITEMS
 from conjoin.ir.micro_batches import Accumulation, check_accumulation
 from conjoin.ir.nodes import LeafKind
@@ -78,6 +80,7 @@ class Substitution:
     name: str
     where: str
     proof: str
+    """Of a rule of the library its method and stamp, as `definitions:0123456789abcdef`; otherwise a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,7 @@ class Plan:
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain data; the graph as its text form, line by line."""
+    operators = statements_to_json(plan.graph)
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -125,6 +129,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "substitutions": [{"name": s.name, "where": s.where, "proof": s.proof} for s in plan.substitutions],
         "predictions": dict(plan.predictions),
         **({} if plan.accumulation is None else {"accumulate": _accumulation_to_json(plan.accumulation)}),
+        **({"operators": operators} if operators else {}),
         "graph": str(plan.graph).splitlines(),
     }
 
@@ -144,7 +149,7 @@ def plan_to_text(plan: Plan) -> str:
 
 def plan_fingerprint(plan: Plan) -> str:
     """What must be equal on all ranks: everything that decides what runs."""
-    data = {k: v for k, v in plan_to_json(plan).items() if k not in ("predictions", "strategy")}
+    data = {k: v for k, v in plan_to_json(plan).items() if k not in ("predictions", "strategy", "operators")}
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -153,6 +158,7 @@ def check_plan(plan: Plan) -> Plan:
     faults = find_faults(plan.graph) or find_layout_faults(plan.graph, plan.mesh)
     if not faults:
         _check_memory(plan)
+        _check_substitutions(plan)
         return plan
     listed = "\n".join(f"  {fault}" for fault in faults[:_SHOWN])
     more = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
@@ -178,8 +184,24 @@ def _check_memory(plan: Plan) -> None:
         ) from None
 
 
-def load_plan(path: str | Path) -> Plan:
-    """Read a plan file and check that it is legal."""
+def _check_substitutions(plan: Plan) -> None:
+    for applied in plan.substitutions:
+        if is_held_for_true(applied.proof):
+            continue
+        raise PlanError(
+            f"The plan of {plan.model.name} was made by the rule {applied.name!r} with the proof {applied.proof}. "
+            f"The library has no rule with that stamp any more: it was refuted, changed, dropped or proven anew since, "
+            f"and the plan may train another model. Make the plan again."
+        )
+
+
+def load_plan(path: str | Path, imports: Iterable[str] = ()) -> Plan:
+    """Read a plan file and check that it is legal.
+
+    Nothing is imported but the modules that are named here, for the custom operators that they register. Without them a
+    plan can be read and shown: their operators are taken as the plan states them.
+    """
+    import_operators(imports)
     return check_plan(plan_from_json(read_json(path, "plan", PlanError)))
 
 
@@ -207,7 +229,7 @@ def plan_from_json(data: Any) -> Plan:
 
 _KEYS = frozenset({
     "format", "version", "strategy", "model", "machine", "mesh", "stages", "schedule", "memory", "substitutions",
-    "predictions", "graph", "accumulate",
+    "predictions", "graph", "accumulate", "operators",
 })  # fmt: skip
 
 
@@ -217,6 +239,7 @@ def _load(data: dict[str, Any]) -> Plan:
         raise ValueError(f"{', '.join(sorted(map(repr, unknown)))[:200]} is unknown")
     if data["stages"] or data["schedule"] is not None:
         raise ValueError("pipeline stages are not executed by this release")
+    read_statements(data.get("operators", []))
     graph = parse_graph("\n".join(_text(line, "a line of the graph") for line in _items(data, "graph")) + "\n")
     return Plan(
         graph=graph,

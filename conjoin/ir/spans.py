@@ -87,7 +87,7 @@ def output_move(node: Node, output: int, placed: Placed, mesh: Mesh, rank: int) 
 def exchange_axes(node: Node, placed: Placed, type: TensorType, mesh: Mesh) -> tuple[str, ...]:
     """The axes along which ranks may have to exchange parts of a tensor: those that split it into unlike pieces."""
     unlike = unlike_axes(node, placed, mesh)
-    return mesh.in_order(axis for axis, place in type.layout if isinstance(place, Split) and axis in unlike)
+    return mesh.in_order(axis for axis, placement in type.layout if isinstance(placement, Split) and axis in unlike)
 
 
 def _move(

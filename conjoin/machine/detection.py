@@ -27,7 +27,7 @@ class Detected:
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
+class RankLocation:
     """Where one rank runs: the name of its host, the kind of its device."""
 
     host: str
@@ -37,18 +37,18 @@ class RankPlace:
 def find_machine() -> Detected:
     """The machine of the running process group, whose ranks must all call this; without one, that of this host."""
     if dist.is_available() and dist.is_initialized():
-        return shape_of(_gather_places())
+        return shape_of(_gather_locations())
     num_cuda_devices = torch.cuda.device_count()
     if num_cuda_devices:
         return Detected(1, num_cuda_devices, "cuda", "The CUDA devices of one host.")
     return Detected(1, 1, "cpu", "The CPU of one host.")
 
 
-def _gather_places() -> list[RankPlace]:
-    """The place of every rank, in the order of the ranks."""
-    places: list[RankPlace] = [RankPlace("", "")] * dist.get_world_size()
-    dist.all_gather_object(places, RankPlace(socket.gethostname(), _device_of_group()))
-    return places
+def _gather_locations() -> list[RankLocation]:
+    """The location of every rank, in the order of the ranks."""
+    locations: list[RankLocation] = [RankLocation("", "")] * dist.get_world_size()
+    dist.all_gather_object(locations, RankLocation(socket.gethostname(), _device_of_group()))
+    return locations
 
 
 def _device_of_group() -> str:
@@ -56,17 +56,17 @@ def _device_of_group() -> str:
     return "cuda" if "cuda:nccl" in dist.get_backend_config().split(",") and torch.cuda.is_available() else "cpu"
 
 
-def shape_of(places: Sequence[RankPlace]) -> Detected:
-    """Nodes and devices from the places of the ranks: each node has equally many, numbered without a gap.
+def shape_of(locations: Sequence[RankLocation]) -> Detected:
+    """Nodes and devices from the locations of the ranks: each node has equally many, numbered without a gap.
 
-    >>> found = shape_of([RankPlace("a", "cpu"), RankPlace("a", "cpu"), RankPlace("b", "cpu"), RankPlace("b", "cpu")])
+    >>> found = shape_of([RankLocation(host, "cpu") for host in "aabb"])
     >>> found.num_nodes, found.devices_per_node
     (2, 2)
     """
-    runs = [(host, len(list(run))) for host, run in groupby(place.host for place in places)]
+    runs = [(host, len(list(run))) for host, run in groupby(location.host for location in locations)]
     _check_contiguous(runs)
     _check_equal(runs)
-    device = _one_device(places)
+    device = _one_device(locations)
     return Detected(len(runs), runs[0][1], device, f"A process group of {_ranks_on_nodes(runs)}.")
 
 
@@ -89,15 +89,15 @@ def _check_equal(runs: Sequence[tuple[str, int]]) -> None:
         )
 
 
-def _one_device(places: Sequence[RankPlace]) -> str:
-    ranks = {place.device: rank for rank, place in reversed(list(enumerate(places)))}
+def _one_device(locations: Sequence[RankLocation]) -> str:
+    ranks = {location.device: rank for rank, location in reversed(list(enumerate(locations)))}
     if len(ranks) > 1:
         found = ", ".join(f"{device} (first at rank {rank})" for device, rank in sorted(ranks.items()))
         raise UsageError(
-            f"The machine of {_plural(len(places), 'rank')} was asked for, and the ranks have devices of several "
+            f"The machine of {_plural(len(locations), 'rank')} was asked for, and the ranks have devices of several "
             f"kinds: {found}. A machine has devices of one kind. Start the processes on nodes that are alike."
         )
-    return places[0].device
+    return locations[0].device
 
 
 def _ranks_on_nodes(runs: Sequence[tuple[str, int]]) -> str:

@@ -183,25 +183,25 @@ class Machine:
         """The torch.distributed backend for devices of this kind."""
         return BACKENDS[self.device]
 
-    def place(self, rank: int) -> tuple[int, int]:
+    def location(self, rank: int) -> tuple[int, int]:
         """The node of a rank, and its position in the node.
 
-        >>> Machine("office", 2, 6, "cuda").place(7)
+        >>> Machine("office", 2, 6, "cuda").location(7)
         (1, 1)
         """
         if not self.axes:
             return divmod(rank, self.devices_per_node)
-        place = [0, 0]
+        location = [0, 0]
         for axis, at in zip(self.mesh.axes, self.mesh.coordinates(rank).values(), strict=True):
             inside = not axis.between_nodes
-            place[inside] = place[inside] * axis.size + at
-        return place[0], place[1]
+            location[inside] = location[inside] * axis.size + at
+        return location[0], location[1]
 
     def device_type(self, rank: int) -> DeviceType:
         """The kind of a rank's device, with its speeds."""
         if not self.nodes:
             raise self._without("speeds of the devices", "a [[device_type]] with memory_gigabytes and teraflops")
-        node, position = self.place(rank)
+        node, position = self.location(rank)
         return self.nodes[self._kinds.kind_of(node)].devices[position]
 
     @cached_property
@@ -223,7 +223,7 @@ class Machine:
 
     @cached_property
     def _kinds(self) -> Topology:
-        return Topology(self.nodes, self.links, self.place)
+        return Topology(self.nodes, self.links, self.location)
 
     def _without(self, what: str, entry: str) -> UsageError:
         return UsageError(

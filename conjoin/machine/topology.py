@@ -16,20 +16,20 @@ from itertools import accumulate
 from conjoin.machine.links import NETWORK, Link, NodeKind
 from conjoin.machine.wiring import Route, Wiring
 
-Place = Callable[[int], tuple[int, int]]
+Location = Callable[[int], tuple[int, int]]
 MAX_KEPT_PATHS = 2**17
 """Paths between ranks that are kept: all those among 362 devices."""
 
 
 class Topology:
-    """Ways between the devices of a machine; `place` says in which node and at which position a rank is."""
+    """Ways between the devices of a machine; `location` says in which node and at which position a rank is."""
 
-    def __init__(self, kinds: Sequence[NodeKind], links: Sequence[Link], place: Place) -> None:
+    def __init__(self, kinds: Sequence[NodeKind], links: Sequence[Link], location: Location) -> None:
         self.kinds = tuple(kinds)
         self.is_flat = not links
         """Whether `network` is one vertex that holds nobody up."""
         self._ends_of_kinds = list(accumulate(kind.count for kind in kinds))
-        self._place = place
+        self._location = location
         self._inside = [Wiring(kind.links, _numbers(len(kind.devices))) for kind in kinds]
         self._between = Wiring(links, _numbers(self._ends_of_kinds[-1]) if links else frozenset())
         self._paths: dict[tuple[int, int], Route] = {}
@@ -64,7 +64,7 @@ class Topology:
         return found
 
     def _find_path(self, sender: int, receiver: int) -> Route:
-        (node, device), (other, target) = self._place(sender), self._place(receiver)
+        (node, device), (other, target) = self._location(sender), self._location(receiver)
         if node == other:
             return _placed(self.inside(self.kind_of(node), device, target), f"node {node}")
         return (

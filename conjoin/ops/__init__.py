@@ -3,11 +3,16 @@
 from conjoin.ops.aten import (
     PLACEMENT_PARAMETERS,
     Kind,
+    NotRegistered,
     Parameter,
     Signature,
     find_operator,
+    is_custom,
     operator_name,
+    registered_signature,
+    registering_module,
     signature,
+    state_signature,
 )
 from conjoin.ops.catalog import all_ops, find_spec, spec_for
 from conjoin.ops.check import CheckFailed, check_expansion, check_rule, execute, run_whole, types_on_meta
@@ -93,6 +98,7 @@ __all__ = [
     "Kind",
     "Layout",
     "LocalForm",
+    "NotRegistered",
     "Notation",
     "NotationError",
     "OpSpec",
@@ -120,6 +126,7 @@ __all__ = [
     "find_operator",
     "find_spec",
     "flops",
+    "is_custom",
     "make_layout",
     "map_tensors",
     "notation_of",
@@ -134,6 +141,8 @@ __all__ = [
     "random_call",
     "random_cuts",
     "random_tensors",
+    "registered_signature",
+    "registering_module",
     "replicated_rules",
     "run_local",
     "run_whole",
@@ -143,6 +152,7 @@ __all__ = [
     "spec_for",
     "split_axes",
     "splittable",
+    "state_signature",
     "types_on_meta",
     "walk_tensors",
 ]  # fmt: skip

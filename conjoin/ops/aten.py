@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -10,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 
 from conjoin.ops.composites import COMPOSITES
@@ -66,6 +68,10 @@ def operator_name(op: OpOverload) -> str:
     return full if op._overloadname == "default" else f"{full}.{op._overloadname}"
 
 
+class NotRegistered(LookupError, NotImplementedError):
+    """An operator that torch does not have, here and now; a file may have stated what it takes and gives."""
+
+
 @cache
 def find_operator(name: str) -> Callable[..., Any]:
     """The overload, or our own composite, of that name; LookupError when there is none.
@@ -83,7 +89,8 @@ def find_operator(name: str) -> Callable[..., Any]:
         packet = getattr(getattr(torch.ops, namespace or "aten"), base)
         found = getattr(packet, overload or "default")
     except AttributeError:
-        raise LookupError(f"torch {torch.__version__} has no operator {name!r}") from None
+        hint = "; --import names a module that registers it" if namespace else ""
+        raise NotRegistered(f"torch {torch.__version__} has no operator {name!r}{hint}") from None
     if not isinstance(found, OpOverload):
         raise LookupError(f"{name!r} is not an operator overload")
     return found
@@ -101,11 +108,55 @@ def _freeze(value: object) -> object:
 
 @cache
 def signature(name: str) -> Signature:
-    """The signature of an operator by name.
+    """The signature of an operator by name; of one that is not registered the one that was stated.
 
     >>> [p.name for p in signature("linear").parameters]
     ['input', 'weight', 'bias']
     """
+    try:
+        return registered_signature(name)
+    except NotRegistered:
+        if name not in _STATED:
+            raise
+        return _STATED[name][0]
+
+
+_STATED: dict[str, tuple[Signature, str]] = {}
+"""What files have said of operators that are not registered, and the module that registers them; by name, as torch
+keeps those that are."""
+
+
+def state_signature(stated: Signature, module: str) -> None:
+    """Let an operator that is not registered be known by what a file says; ValueError where it is otherwise here."""
+    try:
+        known = signature(stated.name)
+    except NotRegistered:
+        _STATED[stated.name] = stated, module
+        return
+    if known != stated:
+        raise ValueError(f"{stated.name} is known here with other parameters or outputs than are stated")
+
+
+def is_custom(name: str) -> bool:
+    """Whether an operator is neither torch's own nor ours."""
+    return "::" in name and name not in COMPOSITES
+
+
+def registering_module(name: str) -> str:
+    """The module whose import registers an operator; empty where that cannot be told, as of one written in C++."""
+    full_name = name.partition(".")[0]
+    if name in _STATED:
+        return _STATED[name][1]
+    if full_name in OPDEFS:
+        return str(OPDEFS[full_name]._init_fn.__module__)
+    dump: str = torch._C._dispatch_dump(full_name)
+    file = dump.partition("debug: registered at ")[2].partition("\n")[0].rpartition(":")[0]
+    named = (key for key, module in list(sys.modules.items()) if file and getattr(module, "__file__", None) == file)
+    return next((key for key in named if not key.startswith("torch.")), "")
+
+
+def registered_signature(name: str) -> Signature:
+    """The signature of an operator that is registered, or of our own; LookupError of any other."""
     op = find_operator(name)
     if not isinstance(op, OpOverload):
         return _composite_signature(name, op)

@@ -60,6 +60,7 @@ def parse_terms(spec: OpSpec, call: Call) -> tuple[tuple[int, ...], ...]:
     terms: list[tuple[int, ...]] = []
     for text in declared.split("+") if declared else ():
         factors: list[int] = []
+        known = len(terms)
         for word in text.split():
             places = [i for i, name in enumerate(call.operand_names) if name == word.strip("*")]
             if len(places) > 1 and "*" not in word:
@@ -68,7 +69,7 @@ def parse_terms(spec: OpSpec, call: Call) -> tuple[tuple[int, ...], ...]:
                 factors.extend(places)
         if factors:
             terms.append(tuple(factors))
-        elif any(call[word.strip("*")] is not None for word in text.split()):
+        elif len(terms) == known and any(call[word.strip("*")] is not None for word in text.split()):
             return ()  # a number is added: summed over the devices it would count once for each
     return tuple(terms)
 

@@ -2,13 +2,14 @@
 
 A stamp is bound to the rule's text, to how it was proven and to the version of the operators: a rule that was edited,
 or operators that were declared or defined differently when it was proven, are noticed when the library is loaded.
+Plans name the stamps of the rules they were made by, so that a plan by a rule that is not in the library any more is
+noticed too, when it is read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -16,6 +17,7 @@ from itertools import product
 from pathlib import Path
 
 from conjoin.errors import UsageError
+from conjoin.ir import LIBRARY, STAMPED
 from conjoin.rules.definitions.affine import Affine, symbol
 from conjoin.rules.definitions.declarations import ask
 from conjoin.rules.definitions.dims import Dim, Dims, IllFormed, NotCovered
@@ -27,11 +29,10 @@ from conjoin.rules.parsing import print_expressions
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, operators_in
 from conjoin.rules.text import RuleFile, WrittenRule, load_rules, save_rules
 
-SHIPPED = Path(__file__).parent / "library.toml"
+SHIPPED = LIBRARY
 """Made by `conjoin rules generate`."""
 FOR_ANY_FUNCTION, FOR_THIS_FUNCTION = "definitions", "functions"
 """What proofs are called: from definitions alone, or also from what is known of the rule's one function."""
-_PROOF = re.compile(r"(?P<method>[a-z][a-z-]*):(?P<stamp>[0-9a-f]{16})")
 _GENERIC: Mapping[str, tuple[Parameter, ...]] = {
     "part": (0, 1),
     "pad": ("same", "valid", "p"),
@@ -157,7 +158,7 @@ def _with_function(expr: Expr, name: str) -> Expr:
 
 
 def _checked(written: WrittenRule, path: str, version: str) -> Entry:
-    match = _PROOF.fullmatch(written.proof)
+    match = STAMPED.fullmatch(written.proof)
     if match is None:
         raise UsageError(
             f"Rule {written.rule.name!r} of the library {path} has the proof {written.proof[:40]!r}. "

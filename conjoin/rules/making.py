@@ -7,23 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from conjoin.rules.chains import generate_chains
 from conjoin.rules.definitions.proving import prove
 from conjoin.rules.generalizing import padded_alike
+from conjoin.rules.generator.forking import forked
 from conjoin.rules.generator.generating import Selection, generate
 from conjoin.rules.generator.model_vocabularies import OF_MODELS
 from conjoin.rules.generator.more_vocabularies import MORE
 from conjoin.rules.generator.selecting import drop_derived, drop_instances, prove_all
-from conjoin.rules.generator.vocabulary import (
-    MODELS,
-    MULTILINEAR,
-    PARALLEL,
-    PARALLEL_IMAGES,
-    PARALLEL_TABLES,
-    TASO,
-    Vocabulary,
-)
-from conjoin.rules.library import Library, make_entry, method_of
+from conjoin.rules.generator.vocabulary import MODELS, MULTILINEAR, TASO, Vocabulary
+from conjoin.rules.library import Entry, Library, make_entry, method_of
 from conjoin.rules.parameters import with_groups
 from conjoin.rules.parsing import print_expressions
 from conjoin.rules.patterns import Apply, Expr, Input, Rule, operators_in
@@ -32,8 +24,8 @@ from conjoin.rules.trials.instances import NoInstance
 from conjoin.rules.trials.refuting import try_out
 
 SIZES: Sequence[tuple[Vocabulary, int]] = (
-    *((vocabulary, 3) for vocabulary in TASO), (MULTILINEAR, 3), (MODELS, 2), (PARALLEL, 3), (PARALLEL_IMAGES, 3),
-    (PARALLEL_TABLES, 3), *((vocabulary, 3) for vocabulary in (*MORE, *OF_MODELS)),
+    *((vocabulary, 3) for vocabulary in TASO), (MULTILINEAR, 3), (MODELS, 2),
+    *((vocabulary, 3) for vocabulary in (*MORE, *OF_MODELS)),
 )  # fmt: skip
 """How many operators each side has in the library that ships."""
 NUM_TRIALS = 100
@@ -52,7 +44,7 @@ class Made:
     num_proven: int
     unproven: tuple[tuple[Rule, str], ...]
     refuted: tuple[str, ...]
-    """Proven rules that a trial contradicts: always none, or the prover is wrong."""
+    """Proven rules that a trial contradicts, and how: they are in no library, and the prover is wrong."""
 
 
 def make_library(
@@ -60,18 +52,40 @@ def make_library(
     directory: Path | None = None,
     workers: int = 1,
     progress: Callable[[str], None] = print,
+    more: Sequence[Rule] = (),
 ) -> Made:
-    """Generate, prove, prune, try out and name."""
+    """Generate, prove, try out, prune and name; `more` are candidates from elsewhere."""
     found = tuple(generate(v, n, directory=directory, workers=workers, progress=progress) for v, n in sizes)
     candidates = [rule for selection in found for rule in selection.rules if _is_of_use(rule)]
-    proven = prove_all([*candidates, *generate_chains()], prove, progress, workers)
+    proven = prove_all([*candidates, *more], prove, progress, workers)
     alike = (padded_alike(rule, prove) for rule in proven.rules)
     general = drop_instances([*filter(_is_of_use, proven.rules), *(rule for rule in alike if rule is not None)])
-    kept = [_named(rule) for rule in drop_derived(general, _MOST_DERIVED, progress, workers)]
+    refuted = dict(zip(general, forked(refuted_by, general, workers), strict=True))
+    true = [rule for rule in general if not refuted[rule]]  # before others are dropped because they follow from these
+    kept = [_named(rule) for rule in drop_derived(true, _MOST_DERIVED, progress, workers)]
     kept = _with_own_names(sorted(kept, key=lambda rule: rule.name))
-    false = tuple(str(rule) for rule in kept if not _survives(rule))
-    entries = tuple(make_entry(rule, prove(rule).conditions, method_of(rule)) for rule in kept)
-    return Made(Library(entries), found, len(proven.rules), proven.unproven, false)
+    false = tuple(f"{rule}: {reason}" for rule, reason in refuted.items() if reason)
+    return Made(Library(tuple(map(_entry, kept))), found, len(proven.rules), proven.unproven, false)
+
+
+def certify(rule: Rule) -> Entry | str:
+    """The entry of a rule that is proven and that no trial contradicts; of any other why it has none."""
+    verdict = prove(rule)
+    reason = refuted_by(rule) if verdict.proven else verdict.reason
+    return reason or _entry(rule)
+
+
+def refuted_by(rule: Rule) -> str:
+    """How a trial contradicts a rule that is proven, under its conditions; empty where none does."""
+    try:
+        found = try_out(rule, NUM_TRIALS, when=prove(rule).conditions).counterexample
+    except NoInstance as error:
+        return str(error)
+    return "" if found is None else f"refuted, {found.reason}"
+
+
+def _entry(rule: Rule) -> Entry:
+    return make_entry(rule, prove(rule).conditions, method_of(rule))
 
 
 def _is_of_use(rule: Rule) -> bool:
@@ -117,13 +131,6 @@ def _with_own_names(rules: Sequence[Rule]) -> list[Rule]:
         seen[rule.name] += 1
         made.append(replace(rule, name=f"{rule.name}-{seen[rule.name]}") if often[rule.name] > 1 else rule)
     return made
-
-
-def _survives(rule: Rule) -> bool:
-    try:
-        return try_out(rule, NUM_TRIALS, under_conditions=True).counterexample is None
-    except NoInstance:
-        return False
 
 
 def reasons_of(made: Made) -> Mapping[str, int]:

@@ -25,6 +25,7 @@ from torch import Tensor
 from conjoin.comm import BundleKind, Entry, ParameterBundle, find_bundles
 from conjoin.ir import Graph, Region, num_elements, region_of, region_shape
 from conjoin.runtime.communicator import Axes, Communicator, Work
+from conjoin.runtime.wire import to_add, to_send
 
 
 @dataclass(slots=True)
@@ -227,7 +228,7 @@ class Reducing:
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         parts = torch.split(flat, [gradient.numel() for gradient in gradients])
         views = tuple(part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True))
-        return self._communicator.all_reduce(flat, self._axes), views
+        return self._communicator.all_reduce(to_add(flat), self._axes), views
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +266,7 @@ class Gathering:
         if self._under_way is None:
             flat = torch.cat([x.detach().reshape(-1) for x in held])
             output = flat.new_empty(self._num_members * flat.numel())
-            self._under_way = self._communicator.all_gather(output, flat, self._axes), output
+            self._under_way = self._communicator.all_gather(to_send(output), to_send(flat), self._axes), output
 
     def forget(self) -> None:
         """What was started ahead and not used is of an earlier step: the parameters may have changed since."""
@@ -289,7 +290,7 @@ class Gathering:
             for gradient, gather in zip(gradients, self._gathers, strict=True)
         ])  # fmt: skip
         output = packed.new_empty(sum(self._sizes))
-        work = self._communicator.reduce_scatter(output, packed, self._axes)
+        work = self._communicator.reduce_scatter(to_add(output), to_add(packed), self._axes)
         parts = torch.split(output, self._sizes)
         return work, tuple(part.view(region_shape(g.held)) for part, g in zip(parts, self._gathers, strict=True))
 

@@ -23,9 +23,20 @@ from conjoin.comm import (
 from conjoin.ir import Region, RegionMove, holds, num_elements, region_of, region_shape
 from conjoin.machine import Mesh
 from conjoin.ops import Layout
-from conjoin.runtime.communicator import Axes, Communicator, uncompiled
+from conjoin.runtime.communicator import Axes, Communicator, Sizes, uncompiled
+from conjoin.runtime.wire import from_sum, to_add, to_send, total
 
 Carry = Callable[[Tensor], Tensor]
+
+
+def _exchanged(packed: Tensor, sizes: Sizes, axes: Axes, communicator: Communicator) -> Tensor:
+    """Parts of a flat tensor to the members of a group, and theirs to this rank."""
+    arrived = packed.new_empty(sum(sizes[0]))
+    into, out = to_send(arrived), to_send(packed)
+    width = packed.itemsize // out.itemsize
+    received, sent = ([size * width for size in part] for part in sizes)
+    communicator.all_to_all(into, out, (received, sent), axes).wait()
+    return arrived
 
 
 def _slices(part: Region, whole: Region) -> tuple[slice, ...]:
@@ -65,8 +76,7 @@ class Exchange:
         parts = [x[_slices(part, have)].reshape(-1) for part in sends if part is not None]
         packed = torch.cat(parts) if parts else x.new_empty(0)
         sizes = [[num_elements(part) if part is not None else 0 for part in parts] for parts in (receives, sends)]
-        arrived = x.new_empty(sum(sizes[0]))
-        self._communicator.all_to_all(arrived, packed, (sizes[0], sizes[1]), self._axes).wait()
+        arrived = _exchanged(packed, (sizes[0], sizes[1]), self._axes, self._communicator)
         result = x.new_zeros(region_shape(want)) if add else x.new_empty(region_shape(want))
         for part, piece in zip(receives, torch.split(arrived, sizes[0]), strict=True):
             if part is not None:
@@ -102,7 +112,7 @@ class Gather:
 
     def __call__(self, x: Tensor) -> Tensor:
         flat = x.new_empty((len(self._parts), *self._piece))
-        self._communicator.all_gather(flat.view(-1), x.reshape(-1), self._axes).wait()
+        self._communicator.all_gather(to_send(flat), to_send(x), self._axes).wait()
         if self._stacks:
             return flat.view(region_shape(self._want))
         result = x.new_empty(region_shape(self._want))
@@ -124,14 +134,14 @@ class ReduceScatter:
 
     def __call__(self, x: Tensor) -> Tensor:
         packed = torch.cat([x[_slices(part, self._have)].reshape(-1) for part in self._parts])
-        result = x.new_empty(num_elements(self._want))
         if self._even:
-            self._communicator.reduce_scatter(result, packed, self._axes).wait()
-            return result.view(region_shape(self._want))
-        sizes = [result.numel()] * len(self._parts), [num_elements(part) for part in self._parts]
-        arrived = x.new_empty(sum(sizes[0]))
-        self._communicator.all_to_all(arrived, packed, sizes, self._axes).wait()
-        return arrived.view(len(self._parts), *region_shape(self._want)).sum(0)
+            summed = to_add(packed)
+            result = summed.new_empty(summed.numel() // len(self._parts))
+            self._communicator.reduce_scatter(result, summed, self._axes).wait()
+            return from_sum(result, x.dtype).view(region_shape(self._want))
+        sizes = [num_elements(self._want)] * len(self._parts), [num_elements(part) for part in self._parts]
+        arrived = _exchanged(packed, sizes, self._axes, self._communicator)
+        return total(arrived.view(len(self._parts), *region_shape(self._want)))
 
 
 class Reduce:
@@ -146,17 +156,16 @@ class Reduce:
 
     def __call__(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1)
-        sizes = tuple([flat.numel() if some else 0 for some in members] for members in (self._receives, self._sends))
-        arrived = x.new_empty(sum(sizes[0]))
-        self._communicator.all_to_all(arrived, flat, (sizes[0], sizes[1]), self._axes).wait()
+        sizes = [[flat.numel() if some else 0 for some in members] for members in (self._receives, self._sends)]
+        arrived = _exchanged(flat, (sizes[0], sizes[1]), self._axes, self._communicator)
         shape = region_shape(self._want)
-        return arrived.view(len(self._receives), *shape).sum(0) if any(self._receives) else x.new_empty(shape)
+        return total(arrived.view(len(self._receives), *shape)) if any(self._receives) else x.new_empty(shape)
 
 
 def _all_reduce(x: Tensor, axes: Axes, communicator: Communicator) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    communicator.all_reduce(total, axes).wait()
-    return total
+    summed = to_add(x.clone(memory_format=torch.contiguous_format))
+    communicator.all_reduce(summed, axes).wait()
+    return from_sum(summed, x.dtype).view(x.shape)
 
 
 def _pad(x: Tensor, have: Region, want: Region) -> Tensor:

@@ -34,10 +34,10 @@ from conjoin.ir import (
 )
 from conjoin.machine import Mesh
 from conjoin.runtime.captured import to_module
-from conjoin.runtime.communicator import Board, Communicator, ThreadRanks, group_device
+from conjoin.runtime.communicator import Communicator, group_device
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.storage import Store
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.threads import alone, run_ranks
 
 TOLERANCE = 1e-9
 """Relative, in double precision: a wrong layout is wrong in the first digits, rounding in the last."""
@@ -179,7 +179,7 @@ def _alone(case: Case, device: torch.device) -> nn.Module:
     single = replace(plan, graph=sequential(plan.graph), mesh=Mesh(()), memory=())
     store = Store(single, 0, device)
     store.fill(case.model)
-    return ParallelModule(single, store, ThreadRanks(single.mesh, 0, Board(1)), exact_seed=_SEED)
+    return ParallelModule(single, store, alone(single.mesh), exact_seed=_SEED)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

@@ -6,9 +6,7 @@ same in training and in a check without a cluster. Members of a group stand in t
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Protocol, TypeVar, cast
 
@@ -17,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conjoin.comm import ring_bytes
-from conjoin.errors import RankError
 from conjoin.machine import Mesh
 from conjoin.runtime.swapping import swap
 from conjoin.runtime.torch_private import all_gather, reduce_scatter
@@ -93,7 +90,7 @@ class Sum:
 
     def wait(self) -> None:
         self._work.wait()
-        torch.sum(self._parts.view(-1, self._output.numel()), 0, out=self._output)
+        torch.sum(self._parts, 0, out=self._output)
 
 
 def group_device() -> torch.device:
@@ -171,8 +168,9 @@ class ProcessGroups:
         group = self._groups[axes]
         self.bytes_sent += (group.size() - 1) * output.nbytes
         if self._swaps:
-            parts, size = torch.empty_like(tensor), output.numel()
-            under_way = self._swap("reduce-scatter", group, torch.split(parts, size), torch.split(tensor, size))
+            rows = tensor.view(group.size(), output.numel())
+            parts = torch.empty_like(rows)
+            under_way = self._swap("reduce-scatter", group, parts.unbind(), rows.unbind())
             return Sum(under_way, parts, output)
         return self._started(lambda: reduce_scatter(output, tensor, group=group, async_op=True))
 
@@ -200,87 +198,3 @@ class Explained:
             self._work.wait()
         except RuntimeError as error:
             raise self._explain(error) from error
-
-
-@dataclass
-class Board:
-    """Where the threads of one process lay down tensors for each other."""
-
-    num_ranks: int
-    timeout_seconds: float = 120.0
-    slots: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
-    barriers: dict[tuple[int, ...], threading.Barrier] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    failed: bool = False
-
-    def exchange(self, group: tuple[int, ...], place: int, mine: Any, use: Callable[[list[Any]], Any]) -> Any:
-        """Lay down what is mine, use what all members of the group laid down."""
-        with self.lock:
-            if self.failed:
-                raise threading.BrokenBarrierError
-            slots = self.slots.setdefault(group, [None] * len(group))
-            barrier = self.barriers.setdefault(group, threading.Barrier(len(group)))
-        slots[place] = mine
-        barrier.wait(self.timeout_seconds)
-        result = use(slots)
-        barrier.wait(self.timeout_seconds)
-        return result
-
-    def fail(self) -> None:
-        """Let nobody wait for a rank that has stopped."""
-        with self.lock:
-            self.failed = True
-            for barrier in self.barriers.values():
-                barrier.abort()
-
-
-class ThreadRanks:
-    """One rank among the threads of this process."""
-
-    def __init__(self, mesh: Mesh, rank: int, board: Board) -> None:
-        self.mesh, self.rank, self._board = mesh, rank, board
-        self.bytes_sent = 0
-        self.device = torch.device("cpu")
-
-    def prepare(self, axes: Axes) -> None:
-        return None
-
-    def _exchange(self, axes: Axes, mine: Any, use: Callable[[list[Any]], Any]) -> Any:
-        group = self.mesh.group(self.rank, axes)
-        try:
-            return self._board.exchange(group, group.index(self.rank), mine, use)
-        except threading.BrokenBarrierError:
-            raise RankError(
-                f"Rank {self.rank} waits for its group {group}, and not all of it came. Another rank stopped or runs "
-                f"another program. See its error."
-            ) from None
-
-    def all_reduce(self, tensor: Tensor, axes: Axes, largest: bool = False) -> Work:
-        def use(parts: list[Tensor]) -> Tensor:
-            stacked = torch.stack(parts)
-            return stacked.amax(0) if largest else stacked.sum(0, dtype=tensor.dtype)
-
-        self.bytes_sent += ring_bytes(tensor.nbytes, len(self.mesh.group(self.rank, axes)))
-        with torch.no_grad():
-            tensor.copy_(self._exchange(axes, tensor.detach().clone(), use))
-        return Done()
-
-    def all_gather(self, output: Tensor, tensor: Tensor, axes: Axes) -> Work:
-        self.bytes_sent += (output.numel() // max(tensor.numel(), 1) - 1) * tensor.nbytes
-        output.copy_(self._exchange(axes, tensor, torch.cat))
-        return Done()
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, axes: Axes) -> Work:
-        place = self.mesh.group(self.rank, axes).index(self.rank)
-        size = output.numel()
-        self.bytes_sent += tensor.nbytes - output.nbytes
-        cut = slice(place * size, (place + 1) * size)
-        output.copy_(self._exchange(axes, tensor, lambda parts: torch.stack([p[cut] for p in parts]).sum(0)))
-        return Done()
-
-    def all_to_all(self, output: Tensor, tensor: Tensor, sizes: Sizes, axes: Axes) -> Work:
-        place = self.mesh.group(self.rank, axes).index(self.rank)
-        self.bytes_sent += (tensor.numel() - sizes[1][place]) * tensor.itemsize
-        mine = torch.split(tensor, list(sizes[1]))
-        output.copy_(self._exchange(axes, mine, lambda parts: torch.cat([part[place] for part in parts])))
-        return Done()

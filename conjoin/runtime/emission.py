@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from conjoin.comm import Gradients, changes_places_between
+from conjoin.comm import GradientFlow, changes_places_between
 from conjoin.ir import (
     Graph,
     Leaf,
@@ -24,6 +24,7 @@ from conjoin.ir import (
     RegionMove,
     Segment,
     Value,
+    check_registered,
     holds,
     is_parallel,
     is_random,
@@ -135,7 +136,7 @@ class Emitter:
         """Values of which this rank has nothing, with what their gradients go back to."""
         self._leaving = find_leaving(graph) if carriers is not None else {}
         self._confined = bool(self._leaving) or is_confined(graph)
-        self._gradients = Gradients(graph) if self._confined or runs_again else None
+        self._gradients = GradientFlow(graph) if self._confined or runs_again else None
         self._segment: int | None = None
         """Of what is to be run again in the backward pass, the number of the segment that is being emitted."""
         self._last: Node | None = None
@@ -381,6 +382,7 @@ def emit_program(
 
     Nodes of segments that are to be run `again` in the backward pass are marked as such.
     """
+    check_registered(graph)
     emitter = Emitter(graph, carriers, runs_again=bool(again))
     operators = operators_of(graph)
     starts = {operators[first]: (i, operators[last]) for i, (first, last) in enumerate(again)}

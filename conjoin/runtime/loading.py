@@ -12,11 +12,12 @@ from torch import nn
 
 from conjoin.errors import PlanError, UsageError
 from conjoin.ir import Plan, check_plan, load_plan, plan_fingerprint
-from conjoin.runtime.communicator import Board, Communicator, ProcessGroups, ThreadRanks, group_device
+from conjoin.runtime.communicator import Communicator, ProcessGroups, group_device
 from conjoin.runtime.initialization import initialise
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.rendezvous import KeyStore, agree, check_world, draw_alike, share_values
 from conjoin.runtime.storage import Store, check_model
+from conjoin.runtime.threads import alone
 from conjoin.runtime.torch_private import default_store
 from conjoin.runtime.watching import Watch
 
@@ -64,7 +65,7 @@ def load(
 def connect(plan: Plan, device: torch.device | None = None) -> tuple[Communicator, KeyStore | None]:
     """This rank's communicator and the store to compare notes in; other plans or numbers of ranks are refused."""
     if plan.mesh.size == 1 and not dist.is_initialized() and not dist.is_torchelastic_launched():
-        return ThreadRanks(plan.mesh, 0, Board(1)), None
+        return alone(plan.mesh), None
     if not dist.is_initialized():
         _join(plan, device)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()

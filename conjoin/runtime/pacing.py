@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from conjoin.errors import UsageError
 from conjoin.machine import Mesh
-from conjoin.runtime.communicator import Board, Communicator, ProcessGroups, ThreadRanks
+from conjoin.runtime.communicator import Communicator, ProcessGroups
+from conjoin.runtime.threads import alone
 
 
 def join_ranks() -> torch.device:
@@ -34,7 +35,7 @@ def communicator_over(mesh: Mesh) -> Communicator:
             f"The calibration of a machine with {mesh.size} devices was asked for, and {num_ranks} ranks are running. "
             f"Each rank drives one device. Start as many ranks as devices, or name a machine with {num_ranks}."
         )
-    return ProcessGroups(mesh) if dist.is_initialized() else ThreadRanks(mesh, 0, Board(1))
+    return ProcessGroups(mesh) if dist.is_initialized() else alone(mesh)
 
 
 class Pace:

@@ -73,8 +73,8 @@ class Constraints:
             same = (i for i, root in enumerate(skeleton.roots) if root.leaf and _name(root.leaf) == _name(owner))
             return next(same, None)
         assert self.captured is not None
-        place = _alike(self.captured, owner, [op.node for op in skeleton.operators], skeleton.graph)
-        return None if place is None else skeleton.operators[place].makes[value.index]
+        position = _alike(self.captured, owner, [op.node for op in skeleton.operators], skeleton.graph)
+        return None if position is None else skeleton.operators[position].makes[value.index]
 
     def broken_by(self, skeleton: Skeleton, layouts: Layouts) -> str | None:
         """Which of them a plan does not keep to; None where it keeps to all."""
@@ -115,12 +115,12 @@ def _alike(graph: Graph, node: Node, others: Sequence[Node], other_graph: Graph)
     """Where a node of a graph stands in a variant: among as many calls of the operator from the same line, as there."""
     key = node.op, graph.source_of(node)
     same = [n for n in graph.nodes if (n.op, graph.source_of(n)) == key]
-    places = [i for i, n in enumerate(others) if (n.op, other_graph.source_of(n)) == key]
-    if len(same) != len(places):
+    positions = [i for i, n in enumerate(others) if (n.op, other_graph.source_of(n)) == key]
+    if len(same) != len(positions):
         return None
-    place = places[same.index(node)]
-    shapes = [[type.shape for type in n.types] for n in (node, others[place])]
-    return place if shapes[0] == shapes[1] else None
+    position = positions[same.index(node)]
+    shapes = [[type.shape for type in n.types] for n in (node, others[position])]
+    return position if shapes[0] == shapes[1] else None
 
 
 def layout_text(layout: Layout) -> str:

@@ -93,12 +93,12 @@ class Descent:
 
     def improve(self, layer: Sequence[int]) -> None:
         """The best values of a layer while all others stay."""
-        places = {variable: place for place, variable in enumerate(layer)}
+        positions = {variable: position for position, variable in enumerate(layer)}
         factors = {id(factor): factor for variable in layer for factor in self._around[variable]}
         tables, inside = Tables(), []
         for number, factor in enumerate(factors.values()):
-            at = tuple(slice(None) if v in places else self.values[v] for v in factor.variables)
-            variables = tuple(places[v] for v in factor.variables if v in places)
+            at = tuple(slice(None) if v in positions else self.values[v] for v in factor.variables)
+            variables = tuple(positions[v] for v in factor.variables if v in positions)
             inside.append(Factor(variables, tables.named(number, factor.table.values[at])))
         found = solve([self.problem.sizes[v] for v in layer], inside, tables)
         for variable, value in zip(layer, found.values, strict=True):
@@ -111,13 +111,13 @@ def layers_of(problem: Problem) -> list[list[int]]:
     stored, shared = set(problem.stored), set(problem.hubs)
     layers: list[list[int]] = [[]]
     taken: set[int] = set()
-    for place, operator in enumerate(skeleton.operators):
+    for position, operator in enumerate(skeleton.operators):
         parameters = [root for root in dict.fromkeys(operator.reads) if root in stored and root not in taken]
         taken.update(parameters)
         if parameters and layers[-1]:
             layers.append([])
         hubs = [root for root in operator.makes if root in shared]
-        layers[-1] += [place, *(problem.variable[root] for root in (*parameters, *hubs))]
+        layers[-1] += [position, *(problem.variable[root] for root in (*parameters, *hubs))]
     return layers
 
 

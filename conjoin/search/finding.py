@@ -117,8 +117,8 @@ class _Cheapest:
         named = self._judge_named(parts)
         found, stopped = dict(named), [Stopped.CONVERGED]
         chosen = self._hopeful(parts, named) if self.wish.search != "named" else []
-        for place, part in enumerate(chosen):
-            result = None if self.interrupted else self._search(part, self._left(len(chosen) - place))
+        for position, part in enumerate(chosen):
+            result = None if self.interrupted else self._search(part, self._left(len(chosen) - position))
             if result is None:
                 continue
             stopped.append(result.stopped)

@@ -58,7 +58,8 @@ def search_in_levels(contest: Contest, variants: Sequence[Variant], ways: tuple[
     if not levels.found:
         return
     best = levels.best()
-    work = Backtracking(lambda variant: levels.solve(variant, best.units), ways, contest.share(REWRITING))
+    share, dropped = contest.share(REWRITING), contest.notes.dropped
+    work = Backtracking(lambda variant: levels.solve(variant, best.units), ways, share, dropped=dropped)
     work.start(best.variant)
     deque(work.run(), maxlen=0)
     levels.enter()
@@ -88,8 +89,8 @@ class _Levels:
         if problem is None:
             return inf
         _store_as_used(problem)
-        for place in split_places(variant.skeleton):
-            _cut(problem, place)
+        for position in cut_positions(variant.skeleton):
+            _cut(problem, position)
         solution = problem.solve()
         self.found.append(_Solved(variant, units, problem, solution))
         return solution.total
@@ -108,13 +109,13 @@ class _Levels:
                 self.contest.enter(Entry("in levels", solved.variant, layouts, regathered))
 
 
-def split_places(skeleton: Skeleton) -> list[int]:
+def cut_positions(skeleton: Skeleton) -> list[int]:
     """The operators at which a graph is cut: all paths go through them, and parts have ten operators at least."""
     found, furthest, last = [], -1, 0
-    for place, operator in enumerate(skeleton.operators[:-1]):
-        if furthest <= place and place + 1 - last >= MIN_PART and len(_read(skeleton, operator)) == 1:
-            found.append(place)
-            last = place + 1
+    for position, operator in enumerate(skeleton.operators[:-1]):
+        if furthest <= position and position + 1 - last >= MIN_PART and len(_read(skeleton, operator)) == 1:
+            found.append(position)
+            last = position + 1
         furthest = max(furthest, *(p for root in operator.makes for p, _ in skeleton.readers[root]), -1)
     return found
 
@@ -124,23 +125,23 @@ def _read(skeleton: Skeleton, operator: Operator) -> list[int]:
     return [root for root in operator.makes if skeleton.readers[root]]
 
 
-def _cut(problem: Problem, place: int) -> None:
+def _cut(problem: Problem, position: int) -> None:
     """Over a cut the tensor is split or whole: a detour for whoever would read or make it otherwise."""
     skeleton, space = problem.skeleton, problem.space
-    root = _read(skeleton, skeleton.operators[place])[0]
+    root = _read(skeleton, skeleton.operators[position])[0]
     type, readers = skeleton.roots[root].type, skeleton.readers[root]
-    rank, output = len(type.shape), skeleton.operators[place].makes.index(root)
+    rank, output = len(type.shape), skeleton.operators[position].makes.index(root)
     digits = all_digits(rank, len(space.units))
     plain = np.flatnonzero(((digits == WHOLE) | (digits >= S)).all(axis=1))
-    made = problem.choices[place].outputs[output]
+    made = problem.choices[position].outputs[output]
     for reader, operand in readers:
         back = operand in skeleton.operators[reader].needs
         direct = space.between(type, back)
         detour = (direct[:, plain, None] + direct[None, plain, :]).min(axis=1)
         extra = np.maximum(0.0, detour - direct)
         values = extra[made[:, None], problem.choices[reader].operands[operand][None]]
-        name = "cut", type, back, problem.kinds[place], output, problem.kinds[reader], operand
-        problem.factors.append(Factor((place, reader), space.tables.named(name, values)))
+        name = "cut", type, back, problem.kinds[position], output, problem.kinds[reader], operand
+        problem.factors.append(Factor((position, reader), space.tables.named(name, values)))
 
 
 def _store_as_used(problem: Problem) -> None:
@@ -150,27 +151,23 @@ def _store_as_used(problem: Problem) -> None:
         leaf, type = skeleton.roots[root].leaf, skeleton.roots[root].type
         if leaf is None or not skeleton.readers[root] or root in problem.fixed:
             continue
-        place, operand = skeleton.readers[root][0]
+        position, operand = skeleton.readers[root][0]
         digits = all_digits(len(type.shape), len(space.units))
         codes = problem.storages(root).codes
         stored = digits[codes]
-        used = digits[problem.choices[place].operands[operand]]
+        used = digits[problem.choices[position].operands[operand]]
         used = np.where(used <= P, WHOLE, used)
         values = np.where((stored[:, None] == used[None]).all(axis=-1), 0.0, np.inf)
-        name = "stored as used", type, codes.tobytes(), problem.objective, problem.kinds[place], operand
-        problem.factors.append(Factor((problem.variable[root], place), space.tables.named(name, values)))
+        name = "stored as used", type, codes.tobytes(), problem.objective, problem.kinds[position], operand
+        problem.factors.append(Factor((problem.variable[root], position), space.tables.named(name, values)))
 
 
-def first_rewrite_then_walk(
-    contest: Contest, variants: Sequence[Variant], ways: tuple[Way, ...], seed: int
-) -> None:
+def first_rewrite_then_walk(contest: Contest, variants: Sequence[Variant], ways: tuple[Way, ...], seed: int) -> None:
     """The variant that is fastest on one device, then FlexFlow's search from the named strategies for it."""
     walk_from_all(contest, _named_for(contest, fastest_on_one(contest, variants, ways)), seed)
 
 
-def first_rewrite_then_lay_out(
-    contest: Contest, variants: Sequence[Variant], ways: tuple[Way, ...], seed: int
-) -> None:
+def first_rewrite_then_lay_out(contest: Contest, variants: Sequence[Variant], ways: tuple[Way, ...], seed: int) -> None:
     """The variant that is fastest on one device, then the layouts of the joint search for it, and no other graph."""
     variant = fastest_on_one(contest, variants, ways)
     starts = _named_for(contest, variant)
@@ -183,7 +180,7 @@ def fastest_on_one(contest: Contest, variants: Sequence[Variant], ways: tuple[Wa
     """TASO's search: of the variants, and what substitutions make of them, the fastest on one device."""
     found = {id(variant): (contest.seconds_alone(variant), variant) for variant in variants}
     best, variant = min(found.values(), key=lambda item: item[0])
-    work = Backtracking(contest.seconds_alone, ways, contest.share(REWRITING))
+    work = Backtracking(contest.seconds_alone, ways, contest.share(REWRITING), dropped=contest.notes.dropped)
     work.start(variant)
     for changed, seconds in work.run():
         if seconds < best:

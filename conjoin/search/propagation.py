@@ -77,7 +77,7 @@ def propagate(
     work = Propagation(facts, group, tuple(earlier))
     work.start(inputs)
     for node in facts.nodes:
-        work.place(node, policy)
+        work.lay_out(node, policy)
     return work.finish()
 
 
@@ -126,7 +126,7 @@ class Propagation:
             if leaf.kind is not LeafKind.PARAMETER:
                 self.placements[Value(leaf)] = inputs.get(leaf, Invariant())
 
-    def place(self, node: NodeFacts, policy: Policy) -> None:
+    def lay_out(self, node: NodeFacts, policy: Policy) -> None:
         """Choose the way of the next node; one that is made of weights alone waits for its first reader."""
         self.marks.append(len(self.undo))
         if node.of_weights:

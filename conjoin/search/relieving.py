@@ -98,13 +98,13 @@ def crossing_bytes(skeleton: Skeleton) -> list[int]:
     count = len(skeleton.operators)
     change = [0] * (count + 1)
     for root, readers in zip(skeleton.roots, skeleton.readers, strict=True):
-        last = max((place for place, _ in readers), default=-1)
+        last = max((position for position, _ in readers), default=-1)
         if root.maker >= 0 and last > root.maker:
             change[root.maker] += root.type.bytes
             change[last] -= root.type.bytes
     found, crossing = [], 0
-    for place in range(count):
-        crossing += change[place]
+    for position in range(count):
+        crossing += change[position]
         found.append(crossing)
     return found
 
@@ -131,10 +131,10 @@ def _cut(crossing: Sequence[int], made: Sequence[int], size: float) -> tuple[Seg
 def _end(crossing: Sequence[int], made: Sequence[int], size: float, first: int) -> int:
     """Where a segment ends that begins with an operator."""
     inside, found = 0, -1
-    for place in range(first, len(made)):
-        inside += made[place]
+    for position in range(first, len(made)):
+        inside += made[position]
         if inside > 1.5 * size:
-            return found if found >= 0 else place
-        if inside >= size / 2 and (found < 0 or crossing[place] < crossing[found]):
-            found = place
+            return found if found >= 0 else position
+        if inside >= size / 2 and (found < 0 or crossing[position] < crossing[found]):
+            found = position
     return len(made) - 1

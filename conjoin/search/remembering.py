@@ -1,5 +1,6 @@
 """Plans that were found before, kept by what they were asked for: the same question is answered at once.
 
+Which rules the library has is part of the question: what was found by a rule that is no longer there is no answer.
 A question is answered when its search had converged, or had spent as much as is allowed now. Otherwise what was found
 is where a search goes on: files have what was tried. They are written aside and renamed, so that one which is
 interrupted while it is written leaves the one before.
@@ -18,9 +19,18 @@ from typing import Any
 import torch
 
 from conjoin.errors import ConjoinError, PlanError
-from conjoin.ir import Graph, check_plan, fingerprint, model_mark, plan_from_json, plan_to_json, read_json, write_file
+from conjoin.ir import (
+    Graph,
+    check_plan,
+    fingerprint,
+    library_digest,
+    model_mark,
+    plan_from_json,
+    plan_to_json,
+    read_json,
+    write_file,
+)
 from conjoin.machine import Machine
-from conjoin.rules import operators_version
 from conjoin.search.certifying import Certificate
 from conjoin.search.contest import Stopped
 from conjoin.search.notes import notes_from_json
@@ -29,7 +39,7 @@ from conjoin.search.wishing import SEARCH_VERSION, SearchResult, Wish
 
 _log = logging.getLogger(__name__)
 _FORMAT = "conjoin.found"
-_VERSION = 2
+_VERSION = 3
 _WHOLE = ("peak_bytes", "num_plans", "steps", "baseline_devices")
 _NUMBERS = ("seconds_per_step", "baseline_seconds_per_step", "search_seconds", "cpu_seconds", *_WHOLE)
 
@@ -66,7 +76,7 @@ class Remembered:
 
     def _path(self, graph: Graph, machine: Machine, wish: Wish, costs: str) -> Path:
         asked = asdict(replace(wish, budget=0.0, cpu_budget=None, steps=None, at_most=None))
-        made_by = [_VERSION, SEARCH_VERSION, operators_version(), torch.__version__]
+        made_by = [_VERSION, SEARCH_VERSION, library_digest(), torch.__version__]
         facts: list[object] = [made_by, fingerprint(graph), machine.speed_fingerprint(), costs, asked]
         if wish.objective == "cost":
             facts.append(wish.at_most)  # by which another part of the machine is the right one

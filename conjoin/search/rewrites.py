@@ -3,19 +3,36 @@
 The order is that of TASO (section 2.7): a queue by cost, and what costs more than `ALPHA` times the best is given up.
 The cost of a variant is not that of its graph on one device, but the least sum over all layouts on the units at hand: a
 rewrite that pays only because of how its operators are then split is found, one that hinders a split is not.
+
+Before a variant is judged its rewrite is rehearsed: what was taken away against what was put there, on small tensors. A
+substitution that gives something else anywhere is dropped, which the notes say, and the search goes on without it.
 """
 
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 from conjoin.ir import Graph, Node, Substitution, fingerprint
-from conjoin.rules import Expr, Index, Library, Match, Rule, apply_all, find_matches, inputs_of, operators_in
+from conjoin.rules import (
+    Expr,
+    Index,
+    Library,
+    Match,
+    Rule,
+    apply_all,
+    change_of,
+    find_matches,
+    inputs_of,
+    operators_in,
+    rehearse,
+)
 from conjoin.search.contest import Variant, make_variant
 
+_log = logging.getLogger(__name__)
 ALPHA = 1.05
 """TASO, section 2.7, and Unity's threshold (section 6)."""
 PATIENCE = 24
@@ -52,12 +69,26 @@ def _operators(rule: Rule) -> set[str]:
     return {part.op for part in operators_in(*rule.left, *rule.right)}
 
 
-def rewritten(variant: Variant, way: Way, index: Index) -> Variant | None:
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """A variant, and what was done to the one before it."""
+
+    variant: Variant
+    way: Way
+    matches: tuple[Match, ...]
+
+    def fault(self) -> str:
+        """Why the variant does not compute what the one before it does; empty where it does."""
+        found = (rehearse(change_of(match)) for match in self.matches)
+        return next((reason for reason in found if reason), "")
+
+
+def rewritten(variant: Variant, way: Way, index: Index) -> Rewrite | None:
     """The variant with a rule applied wherever it matches; None where it does nowhere."""
     return _applied(variant, way, index, _matches(way, index))
 
 
-def rewritten_alike(variant: Variant, way: Way, index: Index, laid_out: Mapping[Node, Hashable]) -> list[Variant]:
+def rewritten_alike(variant: Variant, way: Way, index: Index, laid_out: Mapping[Node, Hashable]) -> list[Rewrite]:
     """The variants with a rule applied to some matches only: to those whose operators are laid out alike."""
     groups: dict[Hashable, list[Match]] = {}
     for match in _matches(way, index):
@@ -74,14 +105,14 @@ def _matches(way: Way, index: Index) -> tuple[Match, ...]:
     return find_matches(index, way.rule, apart=True)[:_MAX_MATCHES]
 
 
-def _applied(variant: Variant, way: Way, index: Index, matches: Sequence[Match]) -> Variant | None:
+def _applied(variant: Variant, way: Way, index: Index, matches: Sequence[Match]) -> Rewrite | None:
     ordered = sorted(matches, key=lambda m: -max(index.places[node] for node in m.nodes))  # what comes before stays
     graph, places = apply_all(variant.graph, way.rule, ordered)
     if not places:
         return None
     where = str(places[0]) if len(places) == 1 else f"{places[0]} and {len(places) - 1} more"
     substitutions = (*variant.substitutions, Substitution(way.rule.name, where, way.proof))
-    return make_variant(graph, substitutions, variant.accumulation)
+    return Rewrite(make_variant(graph, substitutions, variant.accumulation), way, places)
 
 
 @dataclass
@@ -101,6 +132,8 @@ class Backtracking:
     rank: Callable[[Variant], float] | None = None
     laid_out: Callable[[Variant], Mapping[Node, Hashable]] | None = None
     """How the operators of a variant are laid out where its sum is least."""
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Substitutions that are not used, by name, and why: something else came of them in a rehearsal."""
     best: float = float("inf")
     is_cut_short: bool = False
     """Whether something was left out because the time for this was over."""
@@ -111,7 +144,7 @@ class Backtracking:
 
     def start(self, variant: Variant) -> None:
         """Begin with a variant."""
-        self._meet(variant)
+        self._meet(variant, None)
 
     def run(self) -> Iterator[tuple[Variant, float]]:
         """Every variant that is worth to go on with, with its sum, as they are found."""
@@ -121,43 +154,43 @@ class Backtracking:
                 return
             for changed in self._changed(variant):
                 best = self.best
-                found = self._meet(changed)
+                found = self._meet(changed.variant, changed)
                 if found is not None:
                     self._patience = PATIENCE if found < best else self._patience - 1
-                    yield changed, found
+                    yield changed.variant, found
                 if self._patience == 0 or self.left() <= 0:
                     self.is_cut_short |= self._patience > 0
                     return
 
-    def _changed(self, variant: Variant) -> Iterator[Variant]:
+    def _changed(self, variant: Variant) -> Iterator[Rewrite]:
         """What substitutions make of a variant: each wherever it matches, then those that did not pay in parts."""
         index, best = Index(variant.graph), self.best
         found = self._everywhere(variant, index)
         if self.rank is None:
-            yield from (changed for _, changed in found)
+            yield from found
             return
-        ranked = sorted((self.rank(changed), i, way, changed) for i, (way, changed) in enumerate(found))
-        yield from (changed for _, _, _, changed in ranked)
+        ranked = sorted((self.rank(changed.variant), i, changed) for i, changed in enumerate(found))
+        yield from (changed for _, _, changed in ranked)
         if self.laid_out is not None and self.best >= best:
             laid_out = self.laid_out(variant)
-            for _, _, way, _ in ranked:
-                yield from rewritten_alike(variant, way, index, laid_out)
+            for _, _, changed in ranked:
+                yield from rewritten_alike(variant, changed.way, index, laid_out)
 
-    def _everywhere(self, variant: Variant, index: Index) -> Iterator[tuple[Way, Variant]]:
+    def _everywhere(self, variant: Variant, index: Index) -> Iterator[Rewrite]:
         """Each substitution wherever it matches; where all are looked for first, as long as there is time for it."""
         enough = _SCANNING * self.left() if self.rank is not None else 0.0
         for way in self.ways:
-            changed = rewritten(variant, way, index)
+            changed = rewritten(variant, way, index) if way.rule.name not in self.dropped else None
             if changed is not None:
-                yield way, changed
+                yield changed
             if self.left() < enough:
                 self.is_cut_short = True
                 return
 
-    def _meet(self, variant: Variant) -> float | None:
-        """The sum of a variant that was not met before and is not hopeless."""
+    def _meet(self, variant: Variant, changed: Rewrite | None) -> float | None:
+        """The sum of a variant that was not met before, is right, and is not hopeless."""
         name = _name(variant.graph)
-        if name in self._seen:
+        if name in self._seen or (changed is not None and not self._is_right(changed)):
             return None
         self._seen.add(name)
         total = self.seconds(variant)
@@ -166,6 +199,15 @@ class Backtracking:
             return None
         heapq.heappush(self._queue, (total, next(self._numbers), variant))
         return total
+
+    def _is_right(self, changed: Rewrite) -> bool:
+        """Whether a rewrite computes what was computed before; if not, its substitution is dropped."""
+        name = changed.way.rule.name
+        reason = self.dropped.get(name) or changed.fault()
+        if reason and name not in self.dropped:
+            _log.warning("the substitution %s is not used: %s", name, reason)
+            self.dropped[name] = reason
+        return not reason
 
 
 def _name(graph: Graph) -> str:

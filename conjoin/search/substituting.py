@@ -32,7 +32,8 @@ def substitute(search: JointSearch) -> Variant | None:
     if not contest.is_new(trial):
         return None
     sums = _Sums(search, units, where)
-    work = Backtracking(sums.seconds, search.ways, left, contest.seconds_alone, sums.laid_out)
+    dropped = contest.notes.dropped
+    work = Backtracking(sums.seconds, search.ways, left, contest.seconds_alone, sums.laid_out, dropped)
     work.start(start)
     least, fresh = work.best, None
     for variant, total in work.run():
@@ -92,7 +93,7 @@ def substitute_alone(search: JointSearch) -> None:
         layouts = take_graph_apart(variant.graph)[1]
         return contest.enter(Entry("substitutions on one device", variant, layouts)).seconds
 
-    work = Backtracking(seconds, search.ways, left)
+    work = Backtracking(seconds, search.ways, left, dropped=contest.notes.dropped)
     work.start(as_variant(best).entry.variant)
     for _ in work.run():
         pass

@@ -166,7 +166,7 @@ def _piece_moves(fused: Fused) -> list[tuple[int, ...]]:
         return list(fused.moves)
     moves, dim = [], fused.dim
     for move in fused.moves:
-        moves.append(tuple(place - (place > dim) for place in move if place != dim))
+        moves.append(tuple(position - (position > dim) for position in move if position != dim))
         dim = move.index(dim)
     return moves
 

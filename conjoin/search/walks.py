@@ -48,9 +48,9 @@ def walk_from_all(contest: Contest, starts: Sequence[Outcome], seed: int) -> Non
     if contest.best is not None and not allowed:
         allowed = [contest.best]
     chosen = sorted(allowed, key=lambda outcome: outcome.seconds)[:MAX_STARTS]
-    for place, start in enumerate(chosen if contest.mesh.size > 1 else ()):
-        share = contest.left / (len(chosen) - place)
-        until = contest.left - share if place + 1 < len(chosen) else -1.0
+    for position, start in enumerate(chosen if contest.mesh.size > 1 else ()):
+        share = contest.left / (len(chosen) - position)
+        until = contest.left - share if position + 1 < len(chosen) else -1.0
         _Walk(contest, start.entry.name, start, rng, until).go()
     contest.check("all walks are over")
 
@@ -169,8 +169,8 @@ def _rules(program: Program, operator: int) -> list[ShardingRule]:
 
 def _runs(names: Sequence[str], rng: Random) -> list[tuple[str, ...]]:
     """The row of axes cut at random places."""
-    places = sorted(rng.sample(range(1, len(names)), min(rng.randrange(_MAX_PARTS), len(names) - 1)))
-    return [tuple(names[a:b]) for a, b in zip([0, *places], [*places, len(names)], strict=True)]
+    positions = sorted(rng.sample(range(1, len(names)), min(rng.randrange(_MAX_PARTS), len(names) - 1)))
+    return [tuple(names[a:b]) for a, b in zip([0, *positions], [*positions, len(names)], strict=True)]
 
 
 def sample(contest: Contest, variants: Sequence[Variant], seed: int) -> None:

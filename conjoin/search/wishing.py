@@ -14,7 +14,7 @@ from conjoin.search.notes import Notes
 from conjoin.sim import OPTIMIZER_COPIES
 
 DEFAULT_BUDGET = 60.0
-SEARCH_VERSION = 3
+SEARCH_VERSION = 4
 """Raised when searches find other plans than before: what was found by an earlier one is then not remembered."""
 OBJECTIVES = ("time", "cost")
 
@@ -70,6 +70,11 @@ class SearchResult:
     """Devices of the baseline where they can differ from the plan's; else 0."""
     notes: Notes = field(default_factory=Notes, compare=False, repr=False)
     """What was tried, for a search that goes on from here."""
+
+    @property
+    def dropped(self) -> Mapping[str, str]:
+        """Substitutions that were not used, since something else came of them when they were rehearsed, and what."""
+        return self.notes.dropped
 
     @property
     def num_devices(self) -> int:

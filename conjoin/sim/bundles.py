@@ -79,29 +79,29 @@ def schedule_bundles(
     return around
 
 
-def _append(fragments: dict[int, Fragment], place: int, more: Fragment) -> None:
-    fragments[place] = fragments.get(place, ()) + more
+def _append(fragments: dict[int, Fragment], position: int, more: Fragment) -> None:
+    fragments[position] = fragments.get(position, ()) + more
 
 
 def _gather_forward(chain: list[_Bundle], around: Around) -> None:
     started: set[int] = set()
-    for place in sorted(range(len(chain)), key=lambda i: chain[i].first):
-        for wanted in (place, place + 1):
+    for position in sorted(range(len(chain)), key=lambda i: chain[i].first):
+        for wanted in (position, position + 1):
             if wanted < len(chain) and wanted not in started:
                 started.add(wanted)
-                _append(around.before, chain[place].first, chain[wanted].gather(Phase.FORWARD))
-        _append(around.before, chain[place].first, chain[place].arrive(Phase.FORWARD))
+                _append(around.before, chain[position].first, chain[wanted].gather(Phase.FORWARD))
+        _append(around.before, chain[position].first, chain[position].arrive(Phase.FORWARD))
 
 
 def _gather_backward(chain: list[_Bundle], around: Around) -> None:
     started: set[int] = set()
     needed = [i for i in range(len(chain)) if chain[i].last_kept >= 0]
-    for place in sorted(needed, key=lambda i: -chain[i].last_kept):
-        for wanted in (place, place - 1):
+    for position in sorted(needed, key=lambda i: -chain[i].last_kept):
+        for wanted in (position, position - 1):
             if wanted in needed and wanted not in started:
                 started.add(wanted)
-                _append(around.before_back, chain[place].last_kept, chain[wanted].gather(Phase.BACKWARD))
-        _append(around.before_back, chain[place].last_kept, chain[place].arrive(Phase.BACKWARD))
+                _append(around.before_back, chain[position].last_kept, chain[wanted].gather(Phase.BACKWARD))
+        _append(around.before_back, chain[position].last_kept, chain[position].arrive(Phase.BACKWARD))
 
 
 class _Bundle:

@@ -42,5 +42,5 @@ def _passing(step: Step, had: int, made: int, kind: str, mesh: Mesh) -> int:
 def _gathered_dims(step: Step) -> set[int]:
     """The dims along which pieces are put together."""
     kept = dict(step.target)
-    changed = (place for axis, place in step.source if axis in step.axes and kept.get(axis) != place)
-    return {place.dim for place in changed if isinstance(place, Split)}
+    changed = (placement for axis, placement in step.source if axis in step.axes and kept.get(axis) != placement)
+    return {placement.dim for placement in changed if isinstance(placement, Split)}

@@ -178,9 +178,9 @@ def rerun(before: Timeline, fragments: Sequence[Fragment], changed: Sequence[int
     """
     again = _Again(before, fragments, changed)
     for first in changed:
-        place: int | None = first if first >= again.at else None
-        while place is not None:
-            place = again.time_from(place)
+        position: int | None = first if first >= again.at else None
+        while position is not None:
+            position = again.time_from(position)
     return again.timeline()
 
 
@@ -195,8 +195,8 @@ class _Again:
         self._advance = _advance_many if isinstance(before.states[0][COMPUTE], np.ndarray) else _advance_one
         self._unchanged = frozenset(range(len(fragments) + 1)).difference(changed)
         later = np.zeros_like(before.hosts)
-        for place in changed:
-            later[place + 1] = _launching(fragments[place]) - _launching(before.fragments[place])
+        for position in changed:
+            later[position + 1] = _launching(fragments[position]) - _launching(before.fragments[position])
         self.host_shifts = np.cumsum(later, axis=0)
 
     def time_from(self, first: int) -> int | None:
@@ -231,8 +231,8 @@ class _Again:
         behind = self.host_shifts[at] - shift
         if not behind.any():
             return None
-        place = bisect(self.changed, at)
-        end = self.changed[place] if place < len(self.changed) else len(self.fragments)
+        position = bisect(self.changed, at)
+        end = self.changed[position] if position < len(self.changed) else len(self.fragments)
         old, some = self.before, slice(at, end)
         shifts = old.shifts[some].reshape(-1, *(1,) * behind.ndim)
         ahead = old.computed[some] + shifts - old.hosts[at + 1 : end + 1]

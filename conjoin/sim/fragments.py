@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from conjoin.comm import (
     EXCHANGE,
-    Exchange,
+    ExchangedBytes,
     Route,
     backward_route,
     common_places,
@@ -43,7 +43,7 @@ from conjoin.sim.symmetry import Classes
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class Supply:
     """How an operand comes to an operator."""
 
     own: Layout
@@ -115,12 +115,12 @@ class Drafts:
         return found
 
     def fragments(
-        self, number: int, choice: Choice, readings: tuple[Reading, ...], departures: tuple[Departure, ...] = ()
+        self, number: int, choice: Choice, supplies: tuple[Supply, ...], departures: tuple[Departure, ...] = ()
     ) -> tuple[Fragment, Fragment]:
         """An operator forward and backward; the backward is empty where it gives nobody a gradient."""
-        key = number, choice, readings, departures
+        key = number, choice, supplies, departures
         if key not in self._made:
-            there, back = self._make(number, choice, readings)
+            there, back = self._make(number, choice, supplies)
             if departures:
                 types = self._tasks[number].types
                 ways = [self.route(types[d.output], choice.outputs[d.output], d.target) for d in departures]
@@ -213,7 +213,7 @@ class Drafts:
                 made = self.collective(step.kind.value, self.mesh.in_order(step.axes), load, phase, places)
                 yield made if load == sent else replace(made, sent=sent)
 
-    def _exchange(self, exchange: Exchange | None, phase: Phase, places: Places) -> Fragment:
+    def _exchange(self, exchange: ExchangedBytes | None, phase: Phase, places: Places) -> Fragment:
         if exchange is None:
             return ()
         there = phase is Phase.FORWARD
@@ -224,7 +224,7 @@ class Drafts:
         made = self.collective(EXCHANGE, exchange.axes, load, phase, places)
         return (made if load == sent else replace(made, sent=sent),)
 
-    def _make(self, number: int, choice: Choice, readings: tuple[Reading, ...]) -> tuple[Fragment, Fragment]:
+    def _make(self, number: int, choice: Choice, supplies: tuple[Supply, ...]) -> tuple[Fragment, Fragment]:
         task = self._tasks[number]
         call, needs = task.call, task.needs
         node, placed = self.node(number, choice)
@@ -233,14 +233,14 @@ class Drafts:
         there: list[Instruction] = []
         back: list[Instruction] = []
         after: list[Instruction] = []
-        for i, (reading, wanted) in enumerate(zip(readings, choice.operands, strict=True)):
-            forward, backward = self.route(call.tensors[i], reading.own, wanted) if reading.arrives else ((), ())
+        for i, (supply, wanted) in enumerate(zip(supplies, choice.operands, strict=True)):
+            forward, backward = self.route(call.tensors[i], supply.own, wanted) if supply.arrives else ((), ())
             there += (*forward, *self._exchange(exchanges.operands[i], Phase.FORWARD, at))
             if i in needs:
                 after += self._exchange(exchanges.operands[i], Phase.BACKWARD, at)
-            if reading.adds:
+            if supply.adds:
                 after.append(self._addition(node.inputs[i].type))
-            after += backward if reading.back else ()
+            after += backward if supply.back else ()
         forward_work = work.forward, work.host_forward, work.source, where
         there.append(_compute(node.op, Phase.FORWARD, *forward_work))
         for exchange in exchanges.outputs:
@@ -322,9 +322,9 @@ def ordered(instructions: Iterable[Instruction]) -> Fragment:
 
 def _waits(pending: Iterable[Instruction]) -> list[Instruction]:
     """The wait for communication, by those devices that take part in it."""
-    by_place: dict[bytes, list[Instruction]] = {}
+    by_where: dict[bytes, list[Instruction]] = {}
     for sent in pending:
-        by_place.setdefault(b"" if sent.where is None else sent.where.tobytes(), []).append(sent)
+        by_where.setdefault(b"" if sent.where is None else sent.where.tobytes(), []).append(sent)
     return [
         Instruction(
             "wait",
@@ -334,7 +334,7 @@ def _waits(pending: Iterable[Instruction]) -> list[Instruction]:
             phase=some[-1].phase,
             where=some[0].where,
         )
-        for some in by_place.values()
+        for some in by_where.values()
     ]
 
 
@@ -357,10 +357,10 @@ def local_shape(type: TensorType, mesh: Mesh, rank: int = 0) -> tuple[int, ...]:
 
 def _bare_node(task: Task, choice: Choice) -> Node:
     """The call in its layouts, on tensors that come from nowhere."""
-    places = iter(enumerate(choice.operands))
+    operands = iter(enumerate(choice.operands))
 
     def operand(type: TensorType) -> Value:
-        i, layout = next(places)
+        i, layout = next(operands)
         return Value(make_leaf(LeafKind.INPUT, f"operand {i}", type.laid_out(layout)))
 
     call = task.call

@@ -8,12 +8,8 @@ import numpy as np
 
 from conjoin.comm import held_bytes, run_again
 from conjoin.ir import Segment
-from conjoin.ops import Layout
 from conjoin.sim.engine import COMPUTE, to_seconds
-from conjoin.sim.program import Program
-
-Place = tuple[int, Layout]
-"""A tensor in one of its layouts."""
+from conjoin.sim.program import Program, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +27,8 @@ def gain_of(program: Program, segment: Segment, kind: str) -> Gain:
     remembered = [operator.remembers for operator in program.skeleton.operators]
     counted = _Counted(program, kind)
     for first, last in run_again([segment], remembered):
-        for place in range(first, last + 1):
-            counted.add(place)
+        for position in range(first, last + 1):
+            counted.add(position)
     return Gain(counted.num_bytes, to_seconds(counted.ticks))
 
 
@@ -41,15 +37,15 @@ class _Counted:
 
     def __init__(self, program: Program, kind: str) -> None:
         self._program, self._kind = program, kind
-        self._memory: dict[Place, Place] = {}
+        self._memory: dict[Version, Version] = {}
         """For everything made so far the tensor whose memory it lies in."""
-        self._kept: set[Place] = set()
+        self._kept: set[Version] = set()
         self.num_bytes = self.ticks = 0
 
-    def add(self, place: int) -> None:
+    def add(self, position: int) -> None:
         program = self._program
-        operator, choice = program.skeleton.operators[place], program.choices[place]
-        found = program.drafts.kept(program.numbers[place], choice, self._kind)
+        operator, choice = program.skeleton.operators[position], program.choices[position]
+        found = program.drafts.kept(program.numbers[position], choice, self._kind)
         reads = list(zip(operator.reads, choice.operands, strict=True))
         makes = list(zip(operator.makes, choice.outputs, strict=True))
         for made, shared in zip(makes, found.views, strict=True):
@@ -57,12 +53,12 @@ class _Counted:
         for kept in (*(reads[i] for i in found.operands), *(makes[i] for i in found.outputs)):
             self._keep(self._memory.get(kept, kept))
         self.num_bytes += found.extra
-        forward = program.fragments[program.forward_place(place)]
+        forward = program.fragments[program.forward_position(position)]
         self.ticks += sum(int(np.max(task.ticks)) for task in forward if task.stream == COMPUTE)
 
-    def _keep(self, place: Place) -> None:
+    def _keep(self, version: Version) -> None:
         """Count what was made inside, once; what comes from outside is kept in any case."""
-        if place in self._memory and place not in self._kept:
-            self._kept.add(place)
-            type = self._program.skeleton.roots[place[0]].type
-            self.num_bytes += held_bytes(type.laid_out(place[1]), self._program.drafts.mesh).largest
+        if version in self._memory and version not in self._kept:
+            self._kept.add(version)
+            type = self._program.skeleton.roots[version[0]].type
+            self.num_bytes += held_bytes(type.laid_out(version[1]), self._program.drafts.mesh).largest

@@ -149,14 +149,14 @@ def _gradients(outputs: Sequence[Any], needing: list[Tensor]) -> tuple[tuple[tup
     Beside them the bytes that were there for a moment while they were computed.
     """
     own = tuple((x.numel() * x.itemsize, -1) for x in needing)
-    places = [i for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.requires_grad]
-    given = [torch.empty_like(outputs[i]) for i in places]
+    numbers = [i for i, x in enumerate(outputs) if isinstance(x, Tensor) and x.requires_grad]
+    given = [torch.empty_like(outputs[i]) for i in numbers]
     try:
         with NewStorages(*given) as storages:
-            found = torch.autograd.grad([outputs[i] for i in places], needing, given, allow_unused=True)
+            found = torch.autograd.grad([outputs[i] for i in numbers], needing, given, allow_unused=True)
     except (NotImplementedError, RuntimeError):  # no such form on meta
         return own, 0
-    shared = {storage_of(x): i for i, x in zip(places, given, strict=True)}
+    shared = {storage_of(x): i for i, x in zip(numbers, given, strict=True)}
     given_back = tuple((0, -1) if x is None else (_bytes(x), shared.get(storage_of(x), -1)) for x in found)
     new = {storage_of(x): _bytes(x) for x in found if x is not None and storage_of(x) not in shared}
     return given_back, max(storages.peak - sum(new.values()), 0)

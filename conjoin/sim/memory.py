@@ -20,13 +20,11 @@ from conjoin.ops import At, Layout
 from conjoin.sim.carrying import SHARING, carrying_bytes
 from conjoin.sim.heap import Heap
 from conjoin.sim.keeping import Kept, nothing_kept
-from conjoin.sim.program import PlacedBundle, Program
+from conjoin.sim.program import Program, UsedBundle, Version
 
 _COPIES = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
 OPTIMIZER_COPIES = {**_COPIES, **{f"{name}-fused": copies for name, copies in _COPIES.items()}}
 """How many tensors like each parameter an optimizer remembers."""
-Place = tuple[int, Layout]
-"""A tensor in one of its layouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ def measure_memory(program: Program, optimizer: str = "adam", kind: str = "cuda"
     """Follow the memory of a training step on devices of a kind."""
     mesh = program.drafts.mesh
     layouts = {*program.leaves.values(), *(layout for c in program.choices for layout in (*c.operands, *c.outputs))}
-    axes = mesh.in_order({axis for layout in layouts for axis, place in layout if isinstance(place, At)})
+    axes = mesh.in_order({axis for layout in layouts for axis, placement in layout if isinstance(placement, At)})
     found = [_Walk(program, optimizer, kind, rank).run() for rank in mesh.group(0, axes)]
     return max(found, key=lambda memory: memory.peak)
 
@@ -67,19 +65,19 @@ class _Walk:
         self.program, self.skeleton, self.mesh = program, program.skeleton, program.drafts.mesh
         self.optimizer, self.kind, self.rank = optimizer, kind, rank
         self.heap = Heap()
-        self.blocks: dict[Place, int] = {}
+        self.blocks: dict[Version, int] = {}
         """Where every tensor that is there has its memory, by layout."""
-        self.grads: dict[Place, int] = {}
+        self.grads: dict[Version, int] = {}
         self.kept: list[list[int]] = [[] for _ in self.skeleton.operators]
         self.unread = self._count_reads()
         self.num_reads = self.unread.copy()
-        self.bundles_by_place = {place: bundle for bundle in program.bundles for place in bundle.places}
-        self.gathered: dict[PlacedBundle, int] = {}
+        self.bundle_of = {version: bundle for bundle in program.bundles for version in bundle.versions}
+        self.gathered: dict[UsedBundle, int] = {}
         """The memory of bundles that were gathered again for the backward pass."""
         self.starts = {first: (first, last) for first, last in program.again}
         self.lasts = {last: (first, last) for first, last in program.again}
-        self.inside = {place for first, last in program.again for place in range(first, last + 1)}
-        self.given: dict[Segment, dict[Place, int]] = {}
+        self.inside = {position for first, last in program.again for position in range(first, last + 1)}
+        self.given: dict[Segment, dict[Version, int]] = {}
         """What is kept of each segment that is run again."""
 
     def run(self) -> Memory:
@@ -88,15 +86,15 @@ class _Walk:
         for root in self.program.leaves:
             self._depart(root)
         curve = [self.heap.take_peak()]
-        for place in operators:
-            self._enter(place)
-            self._forward(place, keeps=place not in self.inside)
-            self._leave(place)
+        for position in operators:
+            self._enter(position)
+            self._forward(position, keeps=position not in self.inside)
+            self._leave(position)
             curve.append(self.heap.take_peak())
         self._start_gradients()
         curve.append(self.heap.take_peak())
-        for place in reversed(operators):
-            self._backward(place)
+        for position in reversed(operators):
+            self._backward(position)
             curve.append(self.heap.take_peak())
         for root, layout in self.program.leaves.items():
             self._come_home(root, layout)
@@ -136,13 +134,13 @@ class _Walk:
         self.heap.allocate(num_bytes)
         return num_bytes
 
-    def _count_reads(self) -> Counter[Place]:
+    def _count_reads(self) -> Counter[Version]:
         """How often every tensor is read in each layout in the forward pass; a reshard reads what it starts from."""
-        found: Counter[Place] = Counter()
+        found: Counter[Version] = Counter()
         program = self.program
         for root, readers in enumerate(self.skeleton.readers):
             own = program.layout_of(root)
-            wanted = [program.choices[place].operands[operand] for place, operand in readers]
+            wanted = [program.choices[position].operands[operand] for position, operand in readers]
             found.update((root, layout) for layout in wanted)
             found[root, own] += len({*wanted} - {own})
         for root, layout in zip(self.skeleton.results, program.results, strict=True):
@@ -150,18 +148,18 @@ class _Walk:
             found[root, program.layout_of(root)] += layout != program.layout_of(root)
         return found
 
-    def _read(self, place: Place) -> None:
+    def _read(self, version: Version) -> None:
         """Somebody has read a tensor; after the last reader it is gone unless autograd keeps it."""
-        self.unread[place] -= 1
-        if self.unread[place] == 0:
-            self.heap.drop(self.blocks[place])
+        self.unread[version] -= 1
+        if self.unread[version] == 0:
+            self.heap.drop(self.blocks[version])
 
     def _arrive(self, root: int, layout: Layout) -> None:
         """Bring a tensor into a layout, on its own or with its bundle."""
         own = self.program.layout_of(root)
         if (root, layout) in self.blocks:
             return
-        bundle = self.bundles_by_place.get((root, layout))
+        bundle = self.bundle_of.get((root, layout))
         if bundle is not None:
             self._bring(bundle)
             return
@@ -179,61 +177,61 @@ class _Walk:
         for layout, _ in self.program.departures.get(root, ()):
             self._arrive(root, layout)
 
-    def _bring(self, bundle: PlacedBundle) -> None:
+    def _bring(self, bundle: UsedBundle) -> None:
         """The parameters of a bundle as they are used: those stored, or what was gathered."""
         if not bundle.kind.gathers:
-            for root, layout in bundle.places:
+            for root, layout in bundle.versions:
                 self.blocks[root, layout] = self.heap.hold(self.blocks[root, self.program.layout_of(root)])
             return
-        stored = sum(self._held(root, self.program.layout_of(root)) for root, _ in bundle.places)
-        sizes = [self._held(*place) for place in bundle.places]
+        stored = sum(self._held(root, self.program.layout_of(root)) for root, _ in bundle.versions)
+        sizes = [self._held(*version) for version in bundle.versions]
         self.heap.pass_by(stored + sum(sizes))
         if len(sizes) > 1:  # everyone's pieces of each come one after the other, and are put together one by one
             self.heap.pass_by(2 * sum(sizes))
-        for place, size in zip(bundle.places, sizes, strict=True):
-            self.blocks[place] = self.heap.allocate(size)
+        for version, size in zip(bundle.versions, sizes, strict=True):
+            self.blocks[version] = self.heap.allocate(size)
 
-    def _kept_by(self, place: int) -> Kept:
+    def _kept_by(self, position: int) -> Kept:
         program = self.program
-        number, choice = program.numbers[place], program.choices[place]
+        number, choice = program.numbers[position], program.choices[position]
         if not program.drafts.node(number, choice)[1].runs_on(self.mesh, self.rank):
-            needs = self.skeleton.operators[place].needs
+            needs = self.skeleton.operators[position].needs
             return nothing_kept(len(choice.outputs), len(needs))
         return program.drafts.kept(number, choice, self.kind)
 
-    def _places(self, place: int) -> tuple[list[Place], list[Place]]:
+    def _versions(self, position: int) -> tuple[list[Version], list[Version]]:
         """What an operator reads and makes, each in its layout."""
-        operator, choice = self.skeleton.operators[place], self.program.choices[place]
+        operator, choice = self.skeleton.operators[position], self.program.choices[position]
         return list(zip(operator.reads, choice.operands, strict=True)), list(
             zip(operator.makes, choice.outputs, strict=True)
         )
 
-    def _enter(self, place: int) -> None:
+    def _enter(self, position: int) -> None:
         """Where a segment begins that is run again: its bundles come, and all that it is given is kept."""
-        if place not in self.starts:
+        if position not in self.starts:
             return
         for bundle in self.program.bundles:
-            if bundle.use.first == place and bundle.places[0] not in self.blocks:
+            if bundle.use.first == position and bundle.versions[0] not in self.blocks:
                 self._bring(bundle)
-        given = self._given(self.starts[place])
-        self.given[self.starts[place]] = {read: self.heap.hold(self.blocks[read]) for read in given}
+        given = self._given(self.starts[position])
+        self.given[self.starts[position]] = {read: self.heap.hold(self.blocks[read]) for read in given}
 
-    def _leave(self, place: int) -> None:
+    def _leave(self, position: int) -> None:
         """After the forward pass of a segment parameters are dropped that are gathered again."""
-        given = self.given.get(self.lasts[place], {}) if place in self.lasts else {}
+        given = self.given.get(self.lasts[position], {}) if position in self.lasts else {}
         for read, held in given.items():
             if self._is_dropped(read):
                 self.heap.drop(held)
                 given[read] = self.heap.allocate(0)
 
-    def _given(self, segment: Segment) -> list[Place]:
+    def _given(self, segment: Segment) -> list[Version]:
         """What a segment reads from outside, each in the layout it has there."""
-        inside: set[Place] = set()
-        found: dict[Place, None] = {}
-        for place in range(segment[0], segment[1] + 1):
-            reads, makes = self._places(place)
-            for read, reading in zip(reads, self.program.readings[place], strict=True):
-                source = (read[0], reading.own) if reading.arrives else read
+        inside: set[Version] = set()
+        found: dict[Version, None] = {}
+        for position in range(segment[0], segment[1] + 1):
+            reads, makes = self._versions(position)
+            for read, supply in zip(reads, self.program.supplies[position], strict=True):
+                source = (read[0], supply.own) if supply.arrives else read
                 found.update({} if source in inside else {source: None})
                 inside.add(read)
             inside.update(makes)
@@ -245,25 +243,25 @@ class _Walk:
         self.blocks, self.unread = dict(given), self._reads_inside(segment)
         out = {made for made, count in self.unread.items() if count < self.num_reads[made]} - given.keys()
         self.unread.update([*given, *out])
-        for place in range(segment[0], segment[1] + 1):
-            self._forward(place, computes=place < segment[1] or self.program.computes_again(place))
+        for position in range(segment[0], segment[1] + 1):
+            self._forward(position, computes=position < segment[1] or self.program.computes_again(position))
         for made in out & self.blocks.keys():
             self.heap.drop(self.blocks[made])
         self.blocks, self.unread = blocks, unread
 
-    def _reads_inside(self, segment: Segment) -> Counter[Place]:
+    def _reads_inside(self, segment: Segment) -> Counter[Version]:
         """How often every tensor is read in a segment; what nobody reads there is none the less listed."""
-        found: Counter[Place] = Counter()
-        for place in range(segment[0], segment[1] + 1):
-            reads, makes = self._places(place)
-            for read, reading in zip(reads, self.program.readings[place], strict=True):
-                found.update([read, (read[0], reading.own)] if reading.arrives else [read])
+        found: Counter[Version] = Counter()
+        for position in range(segment[0], segment[1] + 1):
+            reads, makes = self._versions(position)
+            for read, supply in zip(reads, self.program.supplies[position], strict=True):
+                found.update([read, (read[0], supply.own)] if supply.arrives else [read])
             found.update(dict.fromkeys(makes, 0))
         return found
 
-    def _forward(self, place: int, keeps: bool = True, computes: bool = True) -> None:
-        reads, makes = self._places(place)
-        kept = self._kept_by(place)
+    def _forward(self, position: int, keeps: bool = True, computes: bool = True) -> None:
+        reads, makes = self._versions(position)
+        kept = self._kept_by(position)
         for read in reads:
             self._arrive(*read)
         for i, made in enumerate(makes if computes else ()):
@@ -274,9 +272,9 @@ class _Walk:
         if keeps:
             held = [self.blocks[reads[i]] for i in kept.operands if not self._is_dropped(reads[i])]
             held += [self.blocks[makes[i]] for i in kept.outputs if computes]
-            self.kept[place] = [self.heap.hold(block) for block in held]
+            self.kept[position] = [self.heap.hold(block) for block in held]
             if kept.extra:
-                self.kept[place].append(self.heap.allocate(kept.extra))
+                self.kept[position].append(self.heap.allocate(kept.extra))
         for read in reads:
             self._read(read)
         for made in makes if computes else ():
@@ -285,8 +283,8 @@ class _Walk:
         for root, _ in makes:
             self._depart(root)
 
-    def _is_dropped(self, place: Place) -> bool:
-        bundle = self.bundles_by_place.get(place)
+    def _is_dropped(self, version: Version) -> bool:
+        bundle = self.bundle_of.get(version)
         return bundle is not None and bundle.kind.regather
 
     def _start_gradients(self) -> None:
@@ -298,32 +296,32 @@ class _Walk:
                     self._held(root, self.program.layout_of(root)) if self.skeleton.graph.training else 0
                 )
 
-    def _backward(self, place: int) -> None:
-        reads, makes = self._places(place)
+    def _backward(self, position: int) -> None:
+        reads, makes = self._versions(position)
         for root, own in makes:
             self._come_home(root, own)
-        self._gather_again(place)
-        if place in self.lasts:
-            self._rerun(self.lasts[place])
-        self._give_gradients(place, reads, makes)
+        self._gather_again(position)
+        if position in self.lasts:
+            self._rerun(self.lasts[position])
+        self._give_gradients(position, reads, makes)
         for made in makes:
             self._forget(made)
-        for block in self.kept[place]:
+        for block in self.kept[position]:
             self.heap.drop(block)
-        for (root, layout), reading in zip(reads, self.program.readings[place], strict=True):
-            if reading.back and (root, layout) in self.grads:
-                self._carry_back(root, reading.own, layout)
-        for held in self.given.pop(self.starts[place], {}).values() if place in self.starts else ():
+        for (root, layout), supply in zip(reads, self.program.supplies[position], strict=True):
+            if supply.back and (root, layout) in self.grads:
+                self._carry_back(root, supply.own, layout)
+        for held in self.given.pop(self.starts[position], {}).values() if position in self.starts else ():
             self.heap.drop(held)
         for bundle in self.program.bundles:
-            if bundle.use.first == place and bundle.use.back:
+            if bundle.use.first == position and bundle.use.back:
                 self._reduce(bundle)
 
-    def _gather_again(self, place: int) -> None:
+    def _gather_again(self, position: int) -> None:
         """Parameters that the backward of an operator needs and that were dropped."""
-        for bundle in self.program.bundles if self.skeleton.operators[place].needs else ():
-            if bundle.kind.regather and bundle.use.last_kept == place:
-                self.gathered[bundle] = self.heap.allocate(sum(self._held(*p) for p in bundle.places))
+        for bundle in self.program.bundles if self.skeleton.operators[position].needs else ():
+            if bundle.kind.regather and bundle.use.last_kept == position:
+                self.gathered[bundle] = self.heap.allocate(sum(self._held(*p) for p in bundle.versions))
 
     def _carry_back(self, root: int, own: Layout, layout: Layout) -> None:
         """A gradient goes the way back that its tensor came."""
@@ -340,39 +338,39 @@ class _Walk:
             if back and (root, layout) in self.grads:
                 self._carry_back(root, own, layout)
 
-    def _give_gradients(self, place: int, reads: list[Place], makes: list[Place]) -> None:
+    def _give_gradients(self, position: int, reads: list[Version], makes: list[Version]) -> None:
         """What the backward of an operator makes."""
-        needs = self.skeleton.operators[place].needs
-        kept = self._kept_by(place)
+        needs = self.skeleton.operators[position].needs
+        kept = self._kept_by(position)
         for (num_bytes, shared), i in zip(kept.gradients, needs, strict=True):
             block = self.grads.get(makes[shared], -1) if shared >= 0 else -1
             self._give(reads[i], self.heap.hold(block) if block >= 0 else self.heap.allocate(num_bytes))
         self.heap.pass_by(kept.passing_back)
 
-    def _forget(self, place: Place) -> None:
+    def _forget(self, version: Version) -> None:
         """A gradient was passed on."""
-        block = self.grads.pop(place, -1)
+        block = self.grads.pop(version, -1)
         if block >= 0:
             self.heap.drop(block)
 
-    def _give(self, place: Place, block: int) -> None:
+    def _give(self, version: Version, block: int) -> None:
         """A contribution to a gradient: added to what is there."""
-        if place in self.grads:
+        if version in self.grads:
             self.heap.drop(block)
         else:
-            self.grads[place] = block
+            self.grads[version] = block
 
-    def _reduce(self, bundle: PlacedBundle) -> None:
+    def _reduce(self, bundle: UsedBundle) -> None:
         """The gradients of a bundle are packed and summed up; each then is a view of one block."""
         if bundle in self.gathered:
             self.heap.drop(self.gathered.pop(bundle))
-        stored = [(root, self.program.layout_of(root)) for root, _ in bundle.places]
-        whole = sum(self._held(*place) for place in bundle.places)
+        stored = [(root, self.program.layout_of(root)) for root, _ in bundle.versions]
+        whole = sum(self._held(*version) for version in bundle.versions)
         packed = self.heap.allocate(whole)
-        result = self.heap.allocate(sum(self._held(*place) for place in stored)) if bundle.kind.gathers else packed
+        result = self.heap.allocate(sum(self._held(*version) for version in stored)) if bundle.kind.gathers else packed
         self.heap.pass_by(self._scattering(whole) if bundle.kind.gathers else 0)
-        for place, own in zip(bundle.places, stored, strict=True):
-            self._forget(place)
+        for version, own in zip(bundle.versions, stored, strict=True):
+            self._forget(version)
             self.grads[own] = self.heap.hold(result)
         self.heap.drop(packed)
         if bundle.kind.gathers:

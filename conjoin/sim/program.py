@@ -26,10 +26,10 @@ from conjoin.machine import Mesh
 from conjoin.ops import Layout, TensorType
 from conjoin.sim.bundles import Use, accumulating, schedule_bundles
 from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, Phase
-from conjoin.sim.fragments import Departure, Drafts, Reading, Task, local_shape, ordered
+from conjoin.sim.fragments import Departure, Drafts, Supply, Task, local_shape, ordered
 from conjoin.sim.skeleton import Layouts, Skeleton
 
-_NOT_READ = Reading((), False, False, False)
+_NOT_SUPPLIED = Supply((), False, False, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,16 @@ class Change:
     leaves: Mapping[int, Layout]
 
 
+Version = tuple[int, Layout]
+"""A tensor, by its number, in one of its layouts."""
+
+
 @dataclass(frozen=True, slots=True)
-class PlacedBundle:
-    """Parameters that travel together: by their numbers with the layouts of their use, and where they are used."""
+class UsedBundle:
+    """Parameters that travel together, in the layouts of their use, and where they are used."""
 
     kind: BundleKind
-    places: tuple[tuple[int, Layout], ...]
+    versions: tuple[Version, ...]
     use: Use
 
 
@@ -77,22 +81,22 @@ class Program:
         self.skeleton, self.drafts, self.regathered, self.segments = skeleton, drafts, regathered, segments
         self.again = run_again(segments, [operator.remembers for operator in skeleton.operators])
         """What the backward pass runs again of each segment."""
-        self._segment_of = {place: span for span in self.again for place in range(span[0], span[1] + 1)}
+        self._segment_of = {position: span for span in self.again for position in range(span[0], span[1] + 1)}
         self.choices, self.leaves, self.results = list(layouts.choices), dict(layouts.leaves), layouts.results
         self.numbers = task_numbers(skeleton, drafts)
-        self._outputs = _places_of_outputs(skeleton)
+        self._outputs = _output_numbers(skeleton)
         self._last_back = tuple(self._find_last_back(root) for root in range(len(skeleton.roots)))
         trained = [i for i, root in enumerate(skeleton.roots) if root.leaf is not None and root.leaf.trainable]
         self._uses = {root: self._find_uses(root) for root in trained}
         self._bundle()
-        self.readings: list[tuple[Reading, ...]] = [(_NOT_READ,) * len(op.reads) for op in skeleton.operators]
+        self.supplies: list[tuple[Supply, ...]] = [(_NOT_SUPPLIED,) * len(op.reads) for op in skeleton.operators]
         self.departures: dict[int, tuple[tuple[Layout, bool], ...]] = {}
         """For every tensor that leaves for places as soon as it is made: where to, and whether a gradient returns."""
         for root in range(len(skeleton.roots)):
             self._read(root)
         self.fragments: list[Fragment] = [()] * (2 * len(skeleton.operators) + 4)
-        for place in range(len(skeleton.operators)):
-            self._place(place)
+        for position in range(len(skeleton.operators)):
+            self._make(position)
         self._start()
         self._middle()
         self._finish()
@@ -103,32 +107,32 @@ class Program:
             return self.fragments
         return (self.fragments[0], *self.fragments[1:-1] * self.steps, self.fragments[-1])
 
-    def places_of(self, fragments: Iterable[int]) -> list[int]:
+    def positions_of(self, fragments: Iterable[int]) -> list[int]:
         """Where fragments stand in the order they run, in ascending order."""
         length, last = len(self.fragments) - 2, len(self.fragments) - 1
         found: list[int] = []
-        for place in fragments:
-            repeated = 0 < place < last
-            found += [place + i * length for i in range(self.steps)] if repeated else []
-            found += [] if repeated else [place if place == 0 else 1 + self.steps * length]
+        for position in fragments:
+            repeated = 0 < position < last
+            found += [position + i * length for i in range(self.steps)] if repeated else []
+            found += [] if repeated else [position if position == 0 else 1 + self.steps * length]
         return sorted(found)
 
     @property
     def num_events(self) -> int:
         return self._around.num_events
 
-    def forward_place(self, operator: int) -> int:
+    def forward_position(self, operator: int) -> int:
         """Where the forward fragment of an operator stands."""
         return 1 + operator
 
-    def backward_place(self, operator: int) -> int:
+    def backward_position(self, operator: int) -> int:
         return 2 * len(self.skeleton.operators) + 1 - operator
 
     def changed(self, change: Change) -> tuple[Program, list[int]]:
         """The program after a change, and which of its fragments differ, in ascending order."""
         after = copy(self)
         after.choices, after.leaves = list(self.choices), {**self.leaves, **change.leaves}
-        after.readings, after.fragments = list(self.readings), list(self.fragments)
+        after.supplies, after.fragments = list(self.supplies), list(self.fragments)
         after.departures = dict(self.departures)
         after.choices[change.operator] = change.choice
         operator = self.skeleton.operators[change.operator]
@@ -136,8 +140,8 @@ class Program:
         for root in {*operator.reads, *operator.makes, *change.leaves}:
             touched |= after._read(root)
         touched |= after._rerunning(touched)
-        for place in touched:
-            after._place(place)
+        for position in touched:
+            after._make(position)
         if change.operator in self.skeleton.draws or after._leave_at_start() != self._leave_at_start():
             after._start()
         if {*operator.makes, *operator.reads} & {*self.skeleton.results}:
@@ -145,8 +149,8 @@ class Program:
         if change.leaves or after._leave_at_start() != self._leave_at_start():
             after._finish()
         frame = (0, len(self.skeleton.operators) + 1, len(self.fragments) - 2, len(self.fragments) - 1)
-        places = {*frame, *map(self.forward_place, touched), *map(self.backward_place, touched)}
-        return after, sorted(p for p in places if after.fragments[p] is not self.fragments[p])
+        positions = {*frame, *map(self.forward_position, touched), *map(self.backward_position, touched)}
+        return after, sorted(p for p in positions if after.fragments[p] is not self.fragments[p])
 
     def layout_of(self, root: int) -> Layout:
         """The layout in which a tensor is made or stored."""
@@ -163,11 +167,11 @@ class Program:
         readers = self.skeleton.readers[root]
         changed: set[int] = set()
         own, operators = self.layout_of(root), self.skeleton.operators
-        wanted = [self.choices[place].operands[operand] for place, operand in readers]
-        backs = [operand in operators[place].needs for place, operand in readers]
+        wanted = [self.choices[position].operands[operand] for position, operand in readers]
+        backs = [operand in operators[position].needs for position, operand in readers]
         seen = {own, *self._bundled.get(root, ())}
         leaving: dict[Layout, bool] = {}
-        for i, (place, operand) in enumerate(readers):
+        for i, (position, operand) in enumerate(readers):
             arrives = wanted[i] not in seen
             seen.add(wanted[i])
             back = arrives and any(b and w == wanted[i] for b, w in zip(backs, wanted, strict=True))
@@ -175,11 +179,11 @@ class Program:
                 leaving[wanted[i]] = back
                 arrives = back = False
             adds = backs[i] and readers[i] != self._last_back[root]
-            found = self.readings[place]
-            reading = Reading(own if arrives else (), arrives, back, adds)
-            if reading != found[operand]:
-                self.readings[place] = (*found[:operand], reading, *found[operand + 1 :])
-                changed.add(place)
+            found = self.supplies[position]
+            supply = Supply(own if arrives else (), arrives, back, adds)
+            if supply != found[operand]:
+                self.supplies[position] = (*found[:operand], supply, *found[operand + 1 :])
+                changed.add(position)
         return changed | self._leave(root, tuple(leaving.items()))
 
     def _leave(self, root: int, leaving: tuple[tuple[Layout, bool], ...]) -> set[int]:
@@ -195,42 +199,43 @@ class Program:
         stored = (root for root in sorted(self.departures) if self.skeleton.roots[root].maker < 0)
         return [(root, self.leaves[root], *way) for root in stored for way in self.departures[root]]
 
-    def _place(self, place: int) -> None:
+    def _make(self, position: int) -> None:
         """Put the fragments of an operator into the program, with what bundles have around it."""
-        forward, backward = self._fragments(place)
+        forward, backward = self._fragments(position)
         around = self._around
-        self.fragments[self.forward_place(place)] = _joined(around.before.get(place, ()), forward)
-        self.fragments[self.backward_place(place)] = _joined(
-            around.before_back.get(place, ()), self._rerun(place), backward, around.after_back.get(place, ())
+        self.fragments[self.forward_position(position)] = _joined(around.before.get(position, ()), forward)
+        self.fragments[self.backward_position(position)] = _joined(
+            around.before_back.get(position, ()), self._rerun(position), backward, around.after_back.get(position, ())
         )
 
-    def _fragments(self, place: int) -> tuple[Fragment, Fragment]:
-        makes = self.skeleton.operators[place].makes
+    def _fragments(self, position: int) -> tuple[Fragment, Fragment]:
+        makes = self.skeleton.operators[position].makes
         departures = tuple(Departure(i, *way) for i, root in enumerate(makes) for way in self.departures.get(root, ()))
-        return self.drafts.fragments(self.numbers[place], self.choices[place], self.readings[place], departures)
+        number, choice = self.numbers[position], self.choices[position]
+        return self.drafts.fragments(number, choice, self.supplies[position], departures)
 
-    def _rerunning(self, places: Iterable[int]) -> set[int]:
+    def _rerunning(self, positions: Iterable[int]) -> set[int]:
         """The operators before whose backward a segment is run again that has one of some operators."""
-        return {self._segment_of[place][1] for place in places if place in self._segment_of}
+        return {self._segment_of[position][1] for position in positions if position in self._segment_of}
 
-    def _rerun(self, place: int) -> Fragment:
+    def _rerun(self, position: int) -> Fragment:
         """What is run again before the backward of an operator: all of its segment where it is the last of one."""
-        first, last = self._segment_of.get(place, (0, -1))
-        if last != place:
+        first, last = self._segment_of.get(position, (0, -1))
+        if last != position:
             return ()
         found = [task for earlier in range(first, last) for task in self._fragments(earlier)[0]]
         found += self._rerun_last(last)
         return tuple(replace(task, phase=Phase.RECOMPUTE) for task in found)
 
-    def _rerun_last(self, place: int) -> Fragment:
+    def _rerun_last(self, position: int) -> Fragment:
         """Of the last operator of a segment: its operands arrive; what comes after it has computed is not run again."""
-        forward = self._fragments(place)[0]
+        forward = self._fragments(position)[0]
         computes = next(i for i, task in enumerate(forward) if task.stream == COMPUTE)
-        return forward[: computes + 1] if self.computes_again(place) else ordered(forward[:computes])
+        return forward[: computes + 1] if self.computes_again(position) else ordered(forward[:computes])
 
-    def computes_again(self, place: int) -> bool:
+    def computes_again(self, position: int) -> bool:
         """Whether the last operator of a segment computes again: not where autograd keeps only what it reads."""
-        kept = self.drafts.kept(self.numbers[place], self.choices[place], "cpu")
+        kept = self.drafts.kept(self.numbers[position], self.choices[position], "cpu")
         return bool(kept.outputs or kept.extra)
 
     def _bundle(self) -> None:
@@ -240,13 +245,13 @@ class Program:
         numbers = {entry[0]: root for _, root, entry, _ in found}
         bundles = bundle_parameters(entries, self.drafts.mesh, self.regathered)
         self.bundles = tuple(
-            PlacedBundle(
+            UsedBundle(
                 bundle.kind, tuple((numbers[v], layout) for v, layout in bundle.entries), _merged(bundle, entries)
             )
             for bundle in bundles
         )
         self._bundled: dict[int, list[Layout]] = {}
-        for root, layout in (place for bundle in self.bundles for place in bundle.places):
+        for root, layout in (version for bundle in self.bundles for version in bundle.versions):
             self._bundled.setdefault(root, []).append(layout)
         self._around = schedule_bundles(bundles, entries, self.drafts, at_end=self.steps > 1)
 
@@ -254,15 +259,15 @@ class Program:
         """In which other layouts than stored a parameter is used, and where."""
         own, operators = self.layout_of(root), self.skeleton.operators
         found: dict[Layout, list[tuple[int, int]]] = {}
-        for place, operand in self.skeleton.readers[root]:
-            wanted = self.choices[place].operands[operand]
+        for position, operand in self.skeleton.readers[root]:
+            wanted = self.choices[position].operands[operand]
             if wanted != own:
-                found.setdefault(wanted, []).append((place, operand))
+                found.setdefault(wanted, []).append((position, operand))
         uses: list[_ParameterUse] = []
         for layout, readers in found.items():
-            kept = [place for place, operand in readers if operand in operators[place].keeps]
-            kept += [self._segment_of[place][1] for place, _ in readers if place in self._segment_of]
-            back = any(operand in operators[place].needs for place, operand in readers)
+            kept = [position for position, operand in readers if operand in operators[position].keeps]
+            kept += [self._segment_of[position][1] for position, _ in readers if position in self._segment_of]
+            back = any(operand in operators[position].needs for position, operand in readers)
             first = readers[0][0]  # a segment is given what it uses of bundles when it begins
             use = Use(self._segment_of.get(first, (first, first))[0], max(kept, default=-1), back)
             uses.append((readers[0], root, (Value(self._stored(root, own)), layout), use))
@@ -317,7 +322,7 @@ class Program:
 
     def _is_read(self, root: int, layout: Layout) -> bool:
         readers = self.skeleton.readers[root]
-        return any(self.choices[place].operands[operand] == layout for place, operand in readers)
+        return any(self.choices[position].operands[operand] == layout for position, operand in readers)
 
     def _finish(self) -> None:
         """The wait for all gradients, and the update of what is stored."""
@@ -379,7 +384,7 @@ def task_numbers(skeleton: Skeleton, drafts: Drafts) -> list[int]:
     ]
 
 
-def _places_of_outputs(skeleton: Skeleton) -> dict[int, int]:
+def _output_numbers(skeleton: Skeleton) -> dict[int, int]:
     """For every tensor that an operator makes, which of its outputs it is."""
     return {root: i for operator in skeleton.operators for i, root in enumerate(operator.makes)}
 

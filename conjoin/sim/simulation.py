@@ -46,7 +46,7 @@ class Simulation:
         program, changed = self.program.changed(change)
         if program.num_events != self.program.num_events:
             return Simulation(program, run(program.unrolled(), program.num_events, program.drafts.classes.shape))
-        return Simulation(program, rerun(self.timeline, program.unrolled(), program.places_of(changed)))
+        return Simulation(program, rerun(self.timeline, program.unrolled(), program.positions_of(changed)))
 
 
 def simulate(plan: Plan, prices: Prices, *, unfold: bool = False) -> Simulation:

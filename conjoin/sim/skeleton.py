@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from conjoin.comm import Gradients
+from conjoin.comm import GradientFlow
 from conjoin.ir import Choice, Graph, Leaf, Node, Plan, Source, Value, is_parallel, is_random, origin, plain_call
 from conjoin.ops import Call, Layout, TensorType
 
@@ -70,7 +70,7 @@ def take_apart(plan: Plan) -> tuple[Skeleton, Layouts]:
 
 def take_graph_apart(graph: Graph) -> tuple[Skeleton, Layouts]:
     """The same for a graph; one without layouts is the same on every device."""
-    gradients = Gradients(graph)
+    gradients = GradientFlow(graph)
     numbers: dict[Value, int] = {Value(leaf): i for i, leaf in enumerate(graph.leaves)}
     roots = [Root(leaf.type.laid_out(()), leaf, -1) for leaf in graph.leaves]
     operators: list[Operator] = []
@@ -108,7 +108,7 @@ def take_graph_apart(graph: Graph) -> tuple[Skeleton, Layouts]:
 
 def _readers(operators: list[Operator], num_roots: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     found: list[list[tuple[int, int]]] = [[] for _ in range(num_roots)]
-    for place, operator in enumerate(operators):
+    for position, operator in enumerate(operators):
         for operand, root in enumerate(operator.reads):
-            found[root].append((place, operand))
+            found[root].append((position, operand))
     return tuple(map(tuple, found))

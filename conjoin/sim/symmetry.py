@@ -55,4 +55,4 @@ class Classes:
     def group(self, axes: Iterable[str]) -> tuple[int, ...]:
         """The axes of the array that the members of a group along axes of the mesh differ in."""
         wanted = set(axes)
-        return tuple(place for place, axis in enumerate(self.axes) if axis in wanted)
+        return tuple(position for position, axis in enumerate(self.axes) if axis in wanted)

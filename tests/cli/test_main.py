@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,12 @@ def test_an_answer_that_cannot_be_written(
         process = start("--version", out=full.fileno())
         _, err = process.communicate(timeout=60)
     assert "could not be written: No space left on device." in Ran(process.returncode, "", err).refused()
+
+
+def test_an_answer_in_letters_that_the_locale_lacks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(BytesIO(), encoding="iso8859-5"))
+    assert run("machine", "list") == Ran(0, "", "")
+    assert b" 1 node ? 1 laptop-cpu" in sys.stdout.buffer.getvalue()  # type: ignore[attr-defined]
 
 
 def test_an_answer_that_nobody_reads(start: Callable[..., subprocess.Popen[str]]) -> None:

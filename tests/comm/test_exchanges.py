@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from conjoin.comm import Exchange, move_regions, node_exchanges
+from conjoin.comm import ExchangedBytes, move_regions, node_exchanges
 from conjoin.frontends import capture
 from conjoin.ir import num_elements, operand_move, place
 from conjoin.machine import Machine
@@ -16,7 +16,7 @@ SIDE = 4 * 8 * 1 * 16 * 4
 """Bytes of one row or column of 4 images of 8 channels and 16 × 16 points."""
 
 
-def halo(strategy: str, num_nodes: int, devices_per_node: int) -> Exchange:
+def halo(strategy: str, num_nodes: int, devices_per_node: int) -> ExchangedBytes:
     """What is exchanged for a convolution of 3 × 3."""
     model, batch = nn.Conv2d(8, 8, 3, padding=1), (torch.randn(4, 8, 16, 16), torch.randn(4, 8, 16, 16))
     graph = capture(model.train(), batch, nn.functional.mse_loss)

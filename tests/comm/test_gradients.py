@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from conjoin.comm import Gradients
+from conjoin.comm import GradientFlow
 from conjoin.frontends import capture
 from conjoin.ir import Graph, Node
 from conjoin.ops import OpSpec, all_ops, random_call, run_whole
@@ -17,7 +17,7 @@ from conjoin.ops import OpSpec, all_ops, random_call, run_whole
 
 def needs(graph: Graph, op: str) -> list[tuple[int, ...]]:
     """The operands that get a gradient, for every call of an operator."""
-    gradients = Gradients(graph)
+    gradients = GradientFlow(graph)
     return [tuple(i for i in range(len(n.inputs)) if gradients.reach_operand(n, i)) for n in calls(graph, op)]
 
 
@@ -47,7 +47,7 @@ def test_of_views_made_together_each_passes_its_own_gradient_on() -> None:
     model, batch = TwoSides().train(), torch.randn(3, 4)
     graph = capture(model, (batch,))
     (node,) = calls(graph, "broadcast_tensors")
-    gradients = Gradients(graph)
+    gradients = GradientFlow(graph)
     model(batch).backward()
     assert model.left.grad is None and model.right.grad is not None
     assert [gradients.reach(value) for value in node.inputs] == [False, True]
@@ -58,7 +58,7 @@ def test_a_view_kept_is_what_it_views_kept() -> None:
     """The backward of the loss reads the prediction and the target, both through views made together."""
     graph = capture(nn.Linear(4, 3).train(), (torch.randn(8, 4), torch.randn(8, 3)), functional.mse_loss)
     (node,) = calls(graph, "broadcast_tensors")
-    assert Gradients(graph).kept_operands(node) == (0, 1)
+    assert GradientFlow(graph).kept_operands(node) == (0, 1)
 
 
 VIEWS = [spec for spec in all_ops() if spec.view]
@@ -66,7 +66,7 @@ VIEWS = [spec for spec in all_ops() if spec.view]
 
 @pytest.mark.parametrize("spec", VIEWS, ids=lambda spec: spec.name)
 def test_every_output_of_views_of_several_tensors_is_made_of_one(spec: OpSpec) -> None:
-    """What `Gradients` takes for granted of declared views, asked of torch: output i is a view of operand i."""
+    """What `GradientFlow` takes for granted of declared views, asked of torch: output i is a view of operand i."""
     for seed in range(4):
         call = random_call(spec, Random(seed))
         passing = [i for i, name in enumerate(call.operand_names) if name not in spec.constants]

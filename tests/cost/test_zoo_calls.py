@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 import zoo
-from conjoin.comm import Gradients
+from conjoin.comm import GradientFlow
 from conjoin.cost import CostModel, Measurement, measure, read_key, write_key
 from conjoin.frontends import capture
 from conjoin.ir import is_parallel, plain_call
@@ -21,7 +21,7 @@ MEASURED = 4
 
 def calls_of(name: str) -> list[tuple[Call, tuple[int, ...]]]:
     graph = capture(*zoo.build(f"{name}:tiny"))
-    gradients = Gradients(graph)
+    gradients = GradientFlow(graph)
     return list(
         dict.fromkeys(
             (plain_call(node), tuple(i for i in range(len(node.inputs)) if gradients.reach_operand(node, i)))

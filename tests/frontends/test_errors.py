@@ -412,3 +412,45 @@ def test_a_hook_on_a_tensors_gradient_is_refused() -> None:
         return y
 
     assert line_of("hook") in refused(Written(forward))
+
+
+class Kept(nn.Module):
+    """Reads its state past its own attributes."""
+
+    def __init__(self, kept: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(4))
+        self.kept = kept(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.kept if isinstance(self.kept, Tensor) else next(iter(self.kept))
+        return self.layer(x) + kept.sum()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("kept", "name"),
+    [
+        (lambda m: [m.layer.weight], "layer.weight"),
+        (lambda m: (m.layer.bias.detach(),), "layer.bias"),
+        (lambda m: [m.layer.weight[0].detach()], "layer.weight"),
+        (lambda m: m.layer.weight.data, "layer.weight"),
+        (lambda m: {m.count}, "count"),
+        (lambda m: m.count.reshape(2, 2), "count"),
+    ],
+    ids=["list", "detached", "part", "attribute", "buffer", "attribute of a buffer"],
+)
+def test_state_kept_under_another_name_is_not_frozen(kept: Any, name: str, device: str) -> None:
+    """Export takes a parameter in a list for a constant: it would keep its first value and get no gradient."""
+    with torch.device(device):
+        model = Kept(kept)
+    told = refused(model)  # one of its own memory, on meta, is refused as what stands on another device
+    assert f"it is the memory of {name}" in told or "DeviceMismatch" in told
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_loss_over_a_parameter_does_not_freeze_it(device: str) -> None:
+    model = nn.Linear(4, 4, device=device)
+    weight = model.weight
+    assert "it is the memory of weight" in refused(model, X, lambda output: output.sum() + weight.norm())

@@ -205,6 +205,62 @@ def test_a_forward_of_any_number_of_inputs_takes_the_whole_batch(compare: Callab
     assert input_names(captured.graph) == ["a", "b"]
 
 
+class Pair(nn.Module):
+    """Takes two inputs in any nesting; holds a parameter, a buffer that it changes, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4, 4))
+        self.scale = torch.linspace(1, 2, 16).reshape(4, 4)
+
+    def forward(self, a: Any, b: Any = None, **named: Any) -> Tensor:
+        first, second = [leaf for leaf in pytree.tree_leaves((a, b, named)) if leaf is not None]
+        self.seen.view(-1).add_(1.0)
+        return self.layer(first * self.scale) * 2 + second.mul(3) + self.seen
+
+
+Z = torch.linspace(-1, 1, 16).reshape(4, 4)
+TWICE: dict[str, Callable[[Pair], Any]] = {
+    "positions": lambda m: (Z, Z),
+    "names": lambda m: {"a": Z, "b": Z},
+    "further names": lambda m: {"a": Z, "labels": Z},
+    "a list": lambda m: ([Z, Z],),
+    "a list and a dict": lambda m: ([Z], {"y": (Z,)}),
+    "views of one tensor": lambda m: (Z, Z.t()),
+    "another object in the same memory": lambda m: (Z, Z.detach()),
+    "overlapping parts": lambda m: tuple(torch.arange(20.0).unfold(0, 16, 4).reshape(2, 4, 4)),
+    "an expanded tensor": lambda m: (Z[:1].expand(4, 4), Z[:1].expand(4, 4)),
+    "on meta": lambda m: (Z.to("meta"),) * 2,
+    "a parameter": lambda m: (Z, m.layer.weight),
+    "the memory of a parameter": lambda m: (Z, m.layer.weight.detach()),
+    "a buffer": lambda m: (Z, m.seen),
+    "the memory of a buffer": lambda m: (m.seen.t(), Z),
+    "a constant": lambda m: (m.scale, m.scale),
+}
+
+
+@pytest.mark.parametrize("batch_of", TWICE.values(), ids=TWICE)
+def test_every_leaf_of_a_batch_is_an_input_of_its_own(batch_of: Callable[[Pair], Any]) -> None:
+    """What is one tensor at capture is not one for ever: with two that differ the graph runs as the model does."""
+    model, plain = Pair(), Pair()
+    plain.load_state_dict(model.state_dict())
+    leaves, nesting = pytree.tree_flatten(batch_of(model))
+    module = to_module(capture(model, pytree.tree_unflatten(leaves, nesting)), model)
+    given = pytree.tree_unflatten([torch.randn(4, 4), torch.randn(4, 4)], nesting)
+    want = plain(**given) if isinstance(given, dict) else plain(*given)
+    assert torch.equal(module(given), want)
+    assert torch.equal(model.seen, plain.seen)
+
+
+def test_labels_that_are_the_tokens_at_capture_are_not_ever_after() -> None:
+    model = Lambda(lambda f, x: f(nn.functional.one_hot(x, 4).float()))
+    ids = torch.tensor([0, 1, 2])
+    module = to_module(capture(model, (ids, ids), functional.cross_entropy), model)
+    for labels in (torch.tensor([3, 0, 1]), torch.tensor([-100, 2, -100])):
+        assert torch.equal(module(ids, labels), functional.cross_entropy(model(ids), labels))
+
+
 def mean_of(output: Tensor) -> Tensor:
     return output.square().mean()
 

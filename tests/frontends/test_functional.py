@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from conjoin.errors import CaptureError
 from conjoin.frontends import capture
 from conjoin.runtime import to_module
 
@@ -94,3 +95,114 @@ def test_writing_is_as_in_the_plain_model(body: Callable[[Tensor, Tensor], Tenso
         assert torch.equal(ours, theirs)
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))  # type: ignore[arg-type]
     assert torch.equal(model.total, plain.total)  # type: ignore[arg-type]
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "einsum": lambda z: torch.einsum("ij->ji", z),
+    "einsum of a diagonal": lambda z: torch.einsum("ii->i", z[:, :3]),
+    "reshape": lambda z: z.reshape(2, 6),
+    "reshape of a transpose": lambda z: z.t().reshape(2, 2, 3),
+    "flatten": lambda z: z.flatten(),
+    "ravel": lambda z: z.ravel(),
+    "unflatten": lambda z: z.unflatten(1, (2, 2)),
+    "contiguous": lambda z: z.contiguous(),
+    "to": lambda z: z.to(torch.float32),
+    "to another": lambda z: z.to(z),
+    "type": lambda z: z.type(torch.float32),
+    "type_as": lambda z: z.type_as(z),
+    "float": lambda z: z.float(),
+    "movedim": lambda z: z.movedim(0, 1),
+    "swapaxes": lambda z: z.swapaxes(0, 1),
+    "adjoint": lambda z: z.adjoint(),
+    "matrix_H": lambda z: z.mH,
+    "T": lambda z: z.T,
+    "real": lambda z: torch.real(z),
+    "conj": lambda z: z.conj(),
+    "resolve_conj": lambda z: z.resolve_conj(),
+    "resolve_neg": lambda z: z.resolve_neg(),
+    "view_as_complex": lambda z: torch.view_as_real(torch.view_as_complex(z.unflatten(1, (2, 2)))),
+    "narrow": lambda z: z.narrow(1, 1, 2),
+    "unfold": lambda z: z.unfold(1, 2, 2),
+    "diagonal": lambda z: z.diagonal(),
+    "squeeze": lambda z: z[None].squeeze(0),
+    "ellipsis": lambda z: z[..., None, 1],
+    "expand": lambda z: z.expand(3, 4),
+    "expand_as": lambda z: z.expand_as(z),
+    "broadcast_to": lambda z: z.broadcast_to(3, 4),
+    "broadcast_tensors": lambda z: torch.broadcast_tensors(z.new_ones(4), z)[1],
+    "atleast_3d": lambda z: torch.atleast_3d(z),
+    "atleast_2d of a list": lambda z: torch.atleast_2d([z.new_ones(2), z])[1],
+    "meshgrid": lambda z: torch.meshgrid(z[0], indexing="ij")[0],
+    "cartesian_prod": lambda z: torch.cartesian_prod(z.flatten()),
+    "dropout outside of training": lambda z: nn.functional.dropout(z, 0.5, training=False),
+    "dropout of none": lambda z: nn.functional.dropout(z, 0.0),
+    "feature dropout": lambda z: nn.functional.feature_alpha_dropout(z, 0.5, training=False),
+    "dropout in a module": lambda z: nn.Dropout(0.5).eval()(z),
+    "identity": lambda z: nn.Identity()(z),
+    "pad by nothing": lambda z: nn.functional.pad(z, (0, 0)),
+    "interpolate to the same": lambda z: nn.functional.interpolate(z[None], 4)[0],
+    "cpu": lambda z: z.cpu(),
+    "positive": lambda z: z.positive(),
+    "alias": lambda z: torch.ops.aten.alias(z),
+    "concat of one": lambda z: torch.concat([z]),
+    "moveaxis": lambda z: torch.moveaxis(z, (0, 1), (1, 0)),
+    "rot90 by nothing": lambda z: z.rot90(0),
+    "roll by nothing": lambda z: z.roll(0, 0),
+    "sum over nothing": lambda z: z.sum_to_size(3, 4),
+    "matrix_power": lambda z: torch.linalg.matrix_power(z[:, :3], 1),
+    "channel shuffle": lambda z: nn.functional.channel_shuffle(z[None, :, :, None], 1)[0, :, :, 0],
+    "pixel shuffle": lambda z: nn.functional.pixel_shuffle(z[None], 1)[0],
+    "triu of all": lambda z: z.triu(-9),
+    "clone": lambda z: z.clone(),
+}
+
+
+class ThroughViews(nn.Module):
+    """For every way to take what may be a view: one is written to, and the other read."""
+
+    def __init__(self, views: tuple[str, ...], written: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.views, self.written = views, written
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        y, found = self.layer(x), []
+        for name in self.views:
+            whole = y * 1
+            part = VIEWS[name](whole)
+            (part if self.written == "part" else whole).mul_(2)
+            found.append((whole if self.written == "part" else part).square().sum())
+        return found
+
+
+@pytest.mark.parametrize("written", ["part", "whole"])
+@pytest.mark.parametrize("views", [tuple(VIEWS), ("einsum",), ("meshgrid",), ("dropout outside of training",)], ids=len)
+def test_writing_through_what_may_be_a_view(views: tuple[str, ...], written: str) -> None:
+    """Whether an operator hands out its operand's memory is seen when it runs, not in its schema."""
+    model, x = ThroughViews(views, written), torch.randn(3, 4)
+    plain = copy.deepcopy(model)
+    ours, theirs = to_module(capture(model, x), model)(x), plain(x)
+    for name, mine, right in zip(views, ours, theirs, strict=True):
+        assert mine == right, name
+    torch.stack(ours).sum().backward()
+    torch.stack(theirs).sum().backward()
+    assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)  # type: ignore[arg-type]
+
+
+def test_writing_to_a_buffer_that_lies_in_another() -> None:
+    """What is written to one is seen in the other at the next step."""
+
+    class Overlapping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("table", torch.ones(3, 4))
+            self.register_buffer("row", self.table[1])
+
+        def forward(self, x: Tensor) -> Tensor:
+            found = self.layer(x) * self.row
+            self.table.mul_(2)  # type: ignore[operator]
+            return found.sum()
+
+    with pytest.raises(CaptureError):
+        capture(Overlapping(), torch.randn(3, 4))

@@ -103,10 +103,10 @@ def test_axes_say_where_ranks_are() -> None:
     base = Machine("office", 2, 6, "cuda")
     axes = (Axis("gpu", 3), Axis("host", 2, True), Axis("pair", 2))
     found = replace(base, axes=axes)
-    places = [found.place(rank) for rank in range(12)]
-    assert sorted(places) == [(node, device) for node in range(2) for device in range(6)]
-    assert places[:4] == [(0, 0), (0, 1), (1, 0), (1, 1)] and places[4] == (0, 2)
-    assert [base.place(rank) for rank in range(12)] == [divmod(rank, 6) for rank in range(12)]
+    locations = [found.location(rank) for rank in range(12)]
+    assert sorted(locations) == [(node, device) for node in range(2) for device in range(6)]
+    assert locations[:4] == [(0, 0), (0, 1), (1, 0), (1, 1)] and locations[4] == (0, 2)
+    assert [base.location(rank) for rank in range(12)] == [divmod(rank, 6) for rank in range(12)]
     assert Machine.from_toml(found.to_toml()) == found and str(found.mesh) == "gpu:3 host:2 pair:2"
     assert found.fingerprint() == base.fingerprint() and found.speed_fingerprint() != base.speed_fingerprint()
 

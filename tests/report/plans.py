@@ -12,10 +12,9 @@ from conjoin.frontends import capture
 from conjoin.ir import Graph, Plan, check_plan, parse_graph
 from conjoin.ir import Mark as Made
 from conjoin.machine import Mesh, parse_machine
-from conjoin.runtime.communicator import ThreadRanks
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.storage import Store
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.threads import ThreadRanks, run_ranks
 from conjoin.search import make_plan
 from zoo import Workload, build
 

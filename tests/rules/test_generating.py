@@ -27,13 +27,13 @@ from conjoin.rules.generator.shapes import Type, result_type
 from conjoin.rules.generator.vocabulary import (
     IMAGES,
     MATRICES,
-    PARALLEL,
     VOCABULARIES,
     Choice,
     Typed,
     Vocabulary,
     choose,
 )
+from tests.devices import vocabularies as devices
 
 SIZES = {"m": 2, "k": 3}
 OTHER = {"m": 4, "k": 5}
@@ -113,7 +113,7 @@ def test_convolutions_are_tried_with_other_kernels_and_groups() -> None:
 def test_work_is_divided_over_devices() -> None:
     plain = map(choose, ("matmul", "add", "replicate", "reduce"))
     moved = (choose(op, axis=axis) for op in ("partition", "combine") for axis in (-2, -1))
-    parallel = only(PARALLEL, *plain, *moved, inputs="xzXZ")
+    parallel = only(devices.PARALLEL, *plain, *moved, inputs="xzXZ")
     found = rules_of(generate(parallel, 3, progress=quiet))
     assert "combine[axis=-2](partition[axis=-2](x)) => x" in found
     assert "reduce(matmul(x, replicate(y))) => matmul(reduce(x), y)" in found
@@ -139,7 +139,7 @@ def test_heads_and_what_they_are_moved_through() -> None:
 
 
 def test_a_vocabulary_names_only_operators_that_apply() -> None:
-    for vocabulary in (*VOCABULARIES, *MORE, *OF_MODELS):
+    for vocabulary in (*VOCABULARIES, *MORE, *OF_MODELS, *devices.VOCABULARIES):
         run = Enumeration(vocabulary)
         run.build(1)
         unused = set(range(len(vocabulary.choices)))

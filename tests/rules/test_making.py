@@ -12,10 +12,12 @@ from random import Random
 import pytest
 import torch
 
-from conjoin.rules import OPS, Apply, Input, Rule, Vocabulary, make_library, parse_rule
+from conjoin.rules import OPS, Apply, Entry, Input, Rule, Verdict, Vocabulary, certify, make_library, making, parse_rule
+from conjoin.rules.definitions.proving import prove
 from conjoin.rules.generator.forking import forked
 from conjoin.rules.generator.vocabulary import Typed, choose
 from conjoin.rules.making import SIZES, _is_of_use
+from conjoin.rules.parsing import print_expressions
 
 UNUSED = {"tanh", "sigmoid", "sqrt"}
 """Functions of which no more is known than of `gelu` and `silu`: rules about these hold for them as well."""
@@ -35,7 +37,7 @@ def quiet(line: str) -> None:
 def test_every_operator_is_in_a_vocabulary() -> None:
     used = {choice.op for vocabulary, _ in SIZES for choice in vocabulary.choices}
     used |= {constant.expr.op for vocabulary, _ in SIZES for constant in vocabulary.constants}
-    assert {op.name for op in OPS} - used == UNUSED
+    assert {op.name for op in OPS if not op.parallel} - used == UNUSED
 
 
 def test_what_only_moves_inputs_is_of_use_where_it_is_small() -> None:
@@ -69,6 +71,36 @@ def test_a_library_made_in_pieces_is_the_same(tmp_path: Path) -> None:
     assert process.exitcode == 0 and kills >= 2
     again = make_library(((SMALL, 2),), tmp_path, progress=quiet)
     assert again.library == whole.library and again.refuted == ()
+
+
+FALSE = parse_rule("", "matmul(x, y)", "matmul(y, x)")
+
+
+def wrongly_proven(rule: Rule) -> Verdict:
+    """A prover that believes what is false."""
+    believed = {print_expressions(FALSE.left), print_expressions(FALSE.right)}
+    given = {print_expressions(rule.left), print_expressions(rule.right)}
+    return Verdict(True, (), "") if given == believed else prove(rule)
+
+
+@pytest.fixture
+def wrong_prover(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(making, "prove", wrongly_proven)
+
+
+def test_what_is_refuted_is_in_no_library(wrong_prover: None) -> None:
+    """Nor is anything dropped because it follows from that: half of what is true would."""
+    true = make_library(((SMALL, 1),), progress=quiet)
+    made = make_library(((SMALL, 1),), progress=quiet, more=(FALSE,))
+    assert made.library == true.library and true.refuted == ()
+    (told,) = made.refuted
+    assert "matmul(x, y) => matmul(y, x): refuted, " in told and "on the left and" in told
+
+
+def test_what_is_refuted_gets_no_stamp(wrong_prover: None) -> None:
+    assert "refuted" in str(certify(FALSE))
+    assert "not found equal" in str(certify(parse_rule("", "sub(x, y)", "sub(y, x)")))
+    assert isinstance(certify(parse_rule("", "add(x, y)", "add(y, x)")), Entry)
 
 
 def test_processes_compute_after_this_one_has() -> None:

@@ -9,10 +9,11 @@ import pytest
 from conjoin.ir import Graph, GraphBuilder, Value
 from conjoin.rules.graphs.matching import Index, Match, find_matches
 from conjoin.rules.graphs.near_misses import why
+from conjoin.rules.graphs.rewriting import apply
 from conjoin.rules.graphs.terms import Virtual
 from conjoin.rules.patterns import Rule
 from conjoin.rules.text import parse_rule
-from tests.rules.rewrite_cases import RULES, graph_of
+from tests.rules.rewrite_cases import RULES, graph_of, run_graph, same
 
 IMAGES = """
 input:x f64[2,4,8,8]
@@ -174,6 +175,47 @@ def test_two_names_are_two_dims() -> None:
     assert reasons(along, "softmax-concat") == ["%1 softmax.int: its dims lie elsewhere in one tensor than in another"]
 
 
+COUNTED = [
+    ("%0: f64[2,3,5] = linear(input:x, param:w)\n%1: f64[{}] = mean.dim(%0, dim=[{}])",
+     "mean[axis=a](linear(x, y))", "linear(mean[axis=a](x), y)", [(1, "2,5")], [(-1, "2,3"), (2, "2,3")]),
+    ("%0: f64[2,4,3] = transpose.int(input:x, dim0=-2, dim1=-1)\n%1: f64[{1}] = softmax.int(%0, dim={0})",
+     "softmax[axis=a](transpose(x))", "transpose(softmax[axis=a](x))", [(0, "2,4,3")], [(-1, "2,4,3"), (1, "2,4,3")]),
+    ("%0: f64[2,3,4] = mul.Tensor(input:x, param:g)\n%1: f64[{}] = sum.dim_IntList(%0, dim=[{}])",
+     "sum[axis=a](gain(x, y))", "gain(sum[axis=a](x), y)", [(0, "3,4"), (1, "2,4")], [(2, "2,3")]),
+    ("%0: f64[2,3,4] = add.Tensor(input:x, param:g)\n%1: f64[{}] = narrow(%0, dim={}, start=0, length=1)",
+     "split[axis=a, part=0](bias(x, y))", "bias(split[axis=a, part=0](x), y)",
+     [(0, "1,3,4"), (1, "2,1,4")], [(2, "2,3,1")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("calls", "left", "right", "other", "counted"), COUNTED, ids=[case[1] for case in COUNTED])
+def test_a_dim_by_name_is_none_that_the_rule_counts(
+    calls: str, left: str, right: str, other: list[tuple[int, str]], counted: list[tuple[int, str]]
+) -> None:
+    leaves = "input:x f64[2,3,4]\nparam:w f64[5,4]\nparam:g f64[4]\n"
+    rule, order = parse_rule("r", left, right), slice(None, None, 1 if "[{1}]" in calls else -1)
+    for dim, shape in other:
+        graph = graph_of(leaves + calls.format(*(dim, shape)[order]), "%1")
+        (match,) = found(graph, rule)
+        assert same(run_graph(graph), run_graph(apply(graph, rule, match)))
+    for dim, shape in counted:
+        graph = graph_of(leaves + calls.format(*(dim, shape)[order]), "%1")
+        assert found(graph, rule) == () and any("counts from the end" in reason for reason in reasons(graph, rule))
+
+
+def test_a_dim_that_is_given_is_none_that_the_rule_counts() -> None:
+    rule = parse_rule("r", "linear(x, y)", "combine[axis=a](linear(partition[axis=a](x), replicate(y)))")
+    graph = matrices("%0: f64[4,4] = linear(input:x, param:a)", "%0")
+    assert len(find_matches(graph, rule, {"a": 0, "m": ("d",)})) == 1
+    assert all(find_matches(graph, rule, {"a": dim, "m": ("d",)}) == () for dim in (1, 2, -1))
+
+
+def test_a_dim_by_number_is_one_that_the_tensor_has() -> None:
+    """Dim 1 of a vector is not its dim 0."""
+    graph = graph_of("input:x f64[4]\n%0: f64[4] = relu(input:x)\n%1: f64[4] = softmax.int(%0, dim=0)", "%1")
+    assert found(graph, parse_rule("r", "softmax[axis=1](relu(x))", "softmax[axis=1](relu(relu(x)))")) == ()
+
+
 def test_a_rule_that_was_proven_for_one_group_is_not_used_for_more() -> None:
     calls = """
     %0: f64[2,4,8,8] = conv2d(input:x, param:{0}, padding=[1, 1], groups={1})
@@ -223,12 +265,61 @@ def test_a_cycle_is_a_reason() -> None:
     assert any("would need itself" in reason for reason in reasons(matrices(calls, "%2"), "matmul-merge"))
 
 
-def test_tensors_of_several_dtypes_are_left_alone() -> None:
-    leaves = "input:x f32[4,4]\ninput:y bf16[4,4]\ninput:z bf16[4,4]\n"
-    calls = "%0: bf16[4,4] = add.Tensor(input:y, input:z)\n%1: f32[4,4] = add.Tensor(input:x, %0)"
-    graph = graph_of(leaves + calls, "%1")
-    assert found(graph, "add-associates") == ()
-    assert any("mixes bfloat16 and float32" in reason for reason in reasons(graph, "add-associates"))
+PAIR = "input:x {0}[4,4]\ninput:y {1}[4,4]\ninput:z {1}[4,4]\n"
+SUMS = "%0: {1}[4,4] = add.Tensor(input:y, input:z)\n%1: {2}[4,4] = add.Tensor(input:x, %0)"
+MASKS = (
+    "%0: {0}[4,4] = mul.Tensor(input:x, input:y)\n%1: {0}[4,4] = mul.Tensor(input:z, input:x)\n"
+    "%2: {0}[4,4] = add.Tensor(%0, %1)"
+)
+DTYPES = [
+    ("add-associates", SUMS, "f32 bf16 f32", "mixes bfloat16 and float32"),
+    ("add-associates", SUMS, "f32 i64 f32", "mixes float32 and int64"),
+    ("add-associates", SUMS, "b1 b1 b1", "computes with bool"),
+    ("add-associates", SUMS, "i32 i32 i32", "computes with int32"),
+    ("add-associates", SUMS, "c64 c64 c64", "computes with complex64"),
+    ("add-associates", SUMS, "bf16 bf16 bf16", ""),
+    ("mul-collects", MASKS, "f32 b1", "mixes bool and float32"),
+    ("mul-collects", MASKS, "f16 f16", ""),
+    ("relu-concat", "%0: {0}[4,4] = relu(input:x)\n%1: {0}[4,4] = relu(input:y)\n%2: {0}[8,4] = cat([%0, %1])",
+     "i64 i64", "computes with int64"),
+    ("mul-collects", "%0: i64[4,4] = mul.Tensor(input:x, input:y)\n%1: i64[4,4] = mul.Tensor(input:z, input:y)\n"
+     "%2: i64[4,4] = add.Tensor(%0, %1)", "i64 i64", "computes with int64"),
+    ("transpose-twice", "%0: b1[4,4] = t(input:x)\n%1: b1[4,4] = t(%0)", "b1 b1", ""),
+    ("split-concat", "%0: i8[8,4] = cat([input:x, input:y])\n%1: i8[4,4] = narrow(%0, dim=0, start=0, length=4)",
+     "i8 i8", ""),
+    ("split-concat", "%0: f32[8,4] = cat([input:x, input:y])\n%1: f32[4,4] = narrow(%0, dim=0, start=0, length=4)",
+     "f32 f16", "different rank or dtype"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rule", "calls", "dtypes", "reason"), DTYPES, ids=[f"{rule}: {dtypes}" for rule, _, dtypes, _ in DTYPES]
+)
+def test_a_rule_that_computes_is_for_real_numbers_of_one_dtype(rule: str, calls: str, dtypes: str, reason: str) -> None:
+    """Sums of bools are no sums, integers wrap; elements may be moved whatever they are."""
+    last = calls.rpartition("%")[0].count("\n")
+    graph = graph_of((PAIR + calls).format(*dtypes.split()), f"%{last}")
+    if reason:
+        assert found(graph, rule) == () and any(reason in why for why in reasons(graph, rule))
+    else:
+        assert found(graph, rule)
+
+
+def test_rows_are_whole_numbers_whatever_the_table_is() -> None:
+    leaves = "input:i i32[3]\nparam:a bf16[5,2]\nparam:b bf16[5,4]\n"
+    calls = "%0: bf16[3,2] = embedding(param:a, input:i)\n%1: bf16[3,4] = embedding(param:b, input:i)"
+    graph = graph_of(leaves + calls + "\n%2: bf16[3,6] = cat([%0, %1], dim=1)", "%2")
+    assert len(found(graph, "embedding-concat")) == 1
+
+
+def test_a_slice_may_begin_before_the_first_element() -> None:
+    graph = graph_of(
+        "input:x f64[5]\n%0: f64[3] = slice.Tensor(input:x, dim=0, start=-9, end=3, step=1)\n%1: f64[3] = relu(%0)",
+        "%1",
+    )
+    rule = parse_rule("r", "relu(split[axis=a, part=0](x))", "split[axis=a, part=0](relu(x))")
+    (match,) = found(graph, rule)
+    assert same(run_graph(graph), run_graph(apply(graph, rule, match)))
 
 
 def test_a_match_does_not_reach_into_another_autocast_region() -> None:

@@ -1,11 +1,14 @@
-"""The papers' rewrites: each follows from the library, by rules that were generated without knowing of it."""
+"""The rewrites that the papers show in figures, by number: each follows from rules that were generated without knowing
+of it, those of the library and, over devices, of `tests/devices`."""
 
 from __future__ import annotations
 
 import pytest
 
 from conjoin.rules import Deriver, Library, Standing, judge, parse_rule
+from tests.devices.making import rules_over_devices
 
+RULES = (*Library.shipped().rules, *rules_over_devices())
 MERGED = "conv[groups=1](x, concat[axis=0](enlarge[kernel=k](y), z))"
 PRODUCTS = "matmul(a, concat[axis=-1](b, c))"
 LINEARS = "linear(x, concat[axis=-2](v, w))"
@@ -64,7 +67,7 @@ DERIVED = {
 
 @pytest.fixture(scope="module")
 def deriver() -> Deriver:
-    return Deriver(Library.shipped().rules)
+    return Deriver(RULES)
 
 
 @pytest.mark.parametrize("name", DERIVED)
@@ -73,5 +76,4 @@ def test_the_library_has_it(name: str, deriver: Deriver) -> None:
     found = judge(goal, deriver)
     assert found.standing is Standing.DERIVED, "a chain of rules of the library, each proven again where it is applied"
     assert found.derivation and found.derivation[-1].result == goal.right
-    names = set(Library.shipped().by_name)
-    assert {step.rule.split(":")[0] for step in found.derivation} <= names
+    assert {step.rule for step in found.derivation} <= {rule.name for rule in RULES}

@@ -13,7 +13,7 @@ from conjoin.rules.trials.instances import Instance, NoInstance, Sampler
 from conjoin.rules.trials.refuting import compare, refute, try_out
 
 FALSE = {
-    # published for convolutions that do not say their groups, and false for grouped ones
+    # from TASO's properties of concatenations and convolutions (thesis, Table 2.2), which are false for several groups
     "concat[axis=1](conv(x, y), conv(x, z))": "conv(x, concat[axis=0](y, z))",
     "conv(x, y); conv(x, z)": "split[axis=1, part=0](conv(x, concat[axis=0](y, z))); "
     "split[axis=1, part=1](conv(x, concat[axis=0](y, z)))",

@@ -291,6 +291,23 @@ def test_a_parameter_that_would_be_left_without_gradient(kept: str, refused: boo
         assert [node.op for node in rewritten(graph, "split-concat").nodes] == ["relu"]
 
 
+@pytest.mark.parametrize(
+    ("type", "factors", "left", "right"),
+    [
+        ("f64", (1e200, 1e200), "scale(scale(x, y), w)", "scale(x, scale(y, w))"),
+        ("f16", (1e5, 1e3), "scale(scale(x, y), w)", "scale(x, scale(y, w))"),
+        ("f16", (1e5, 1.0), "scale(scale(x, y), w)", "scale(x, mul(y, w))"),
+    ],
+)
+def test_a_number_that_the_dtype_cannot_hold(type: str, factors: tuple[float, float], left: str, right: str) -> None:
+    one, other = factors
+    calls = f"%0: {type}[4] = mul.Tensor(input:x, {one})\n%1: {type}[4] = mul.Tensor(%0, {other})"
+    graph, rule = graph_of(f"input:x {type}[4]\n{calls}", "%1"), parse_rule("r", left, right)
+    for match in find_matches(graph, rule):
+        with pytest.raises(Refused, match="is no number that"):
+            apply(graph, rule, match)
+
+
 def test_a_match_of_another_graph_or_rule() -> None:
     graph = graph_of(MATRICES + "%0: f64[4,4] = add.Tensor(input:x, param:a)", "%0")
     other = graph_of(MATRICES + "%0: f64[4,4] = add.Tensor(input:x, param:b)", "%0")

@@ -23,7 +23,8 @@ from conjoin.runtime import (
     launch,
     measure_communication,
 )
-from conjoin.runtime.communicator import Axes, Board, Communicator, Done, ThreadRanks, Work
+from conjoin.runtime.communicator import Axes, Communicator, Done, Work
+from conjoin.runtime.threads import Board, ThreadRanks
 
 
 def test_all_sets_of_few_axes_and_the_telling_ones_of_many() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from conjoin.comm import StepKind, backward_route, bytes_sent, dual_layout, reshard
 from conjoin.ir import Region, RegionMove, holds, region_of, region_shape
 from conjoin.machine import Axis, Mesh
-from conjoin.ops import At, Copies, Invariant, Layout, Partial, Placement, placement_on
+from conjoin.ops import At, Copies, Invariant, Layout, Partial, Placement, Split, placement_on
 from conjoin.runtime.carriers import carry_move, carry_reshard
 from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.threads import run_ranks
@@ -85,6 +85,11 @@ def recombine(parts: list[Tensor], shape: tuple[int, ...], layout: Layout, mesh:
     return whole
 
 
+def gapped(x: Tensor) -> Tensor:
+    """The same numbers with nonsense between them in memory: backends refuse such strides, or send the nonsense."""
+    return torch.stack([x, torch.full_like(x, 99)], -1)[..., 0]
+
+
 Carried = tuple[Tensor, Tensor, int, int]
 """The result, the gradient, and the bytes sent there and back."""
 
@@ -93,11 +98,11 @@ def carry_all(communicator: Communicator, cases: list[Case]) -> list[Carried]:
     mesh, rank = communicator.mesh, communicator.rank
     found: list[Carried] = []
     for case in cases:
-        x = spread(case.whole(0), case.source, mesh, rank).requires_grad_()
+        x = gapped(spread(case.whole(0), case.source, mesh, rank)).requires_grad_()
         before = communicator.bytes_sent
         y = carry_reshard(case.shape, case.source, case.target, communicator)(x)
         there = communicator.bytes_sent
-        y.backward(spread(case.whole(1), dual_layout(case.target), mesh, rank))  # type: ignore[no-untyped-call]
+        y.backward(gapped(spread(case.whole(1), dual_layout(case.target), mesh, rank)))  # type: ignore[no-untyped-call]
         assert x.grad is not None
         found.append((y.detach().clone(), x.grad, there - before, communicator.bytes_sent - there))
     return found
@@ -158,6 +163,50 @@ def test_reshards_among_processes(tmp_path: Path) -> None:
     routes += [backward_route(route, mesh) for route in routes]
     assert {step.kind for route in routes for step in route.steps} == set(StepKind), "every kind of step is tried"
     check(cases, mesh, run_processes(mesh, lambda communicator: carry_all(communicator, cases), tmp_path))
+
+
+DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
+    torch.uint64, torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32, torch.complex64,
+)  # fmt: skip
+
+
+def of_dtype(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Numbers that every dtype holds exactly; complex ones with their conjugation still to be done."""
+    small = torch.arange(prod(shape)).reshape(shape) % 3 + 4
+    return torch.complex(small.float(), small.float() + 1).conj() if dtype.is_complex else small.to(dtype)
+
+
+def share(whole: Tensor, place: int, dtype: torch.dtype) -> Tensor:
+    """One of three parts of a sum; of truth values, of an or."""
+    if dtype == torch.bool:
+        return whole if place == 1 else torch.zeros_like(whole)
+    rest = torch.full(whole.shape, place, dtype=torch.complex64 if dtype.is_complex else torch.int64)
+    return (whole.to(rest.dtype) - 3).to(dtype) if place == 0 else rest.to(dtype)
+
+
+def carry_dtypes(communicator: Communicator) -> int:
+    """Every dtype from every kind of layout to whole tensors, and to pieces; even, uneven and without elements."""
+    axis, mesh, rank, count = "x", communicator.mesh, communicator.rank, 0
+    for dtype, shape in product(DTYPES, ((6, 3), (5, 4), (3, 0))):
+        whole = of_dtype(shape, dtype)
+        for source, target in product((Partial(), Split(0), At(1)), (Invariant(), Split(0), Split(1), At(0))):
+            if source == target or (0 in shape and target == Split(1)):
+                continue
+            before, after = ((axis, source),), ((axis, target),)
+            part = share(whole, rank, dtype) if source == Partial() else spread(whole, before, mesh, rank)
+            result = carry_reshard(shape, before, after, communicator)(gapped(part))
+            region = region_of(shape, after, mesh, rank)
+            wanted = whole[tuple(slice(*s) for s in region)] if holds(after, mesh, rank) else result
+            same = torch.equal(result.to(torch.complex128), wanted.to(torch.complex128))
+            assert result.dtype == dtype and same, (dtype, shape, source, target)
+            count += 1
+    return count
+
+
+def test_every_dtype_travels(tmp_path: Path) -> None:
+    mesh = line(3)
+    assert run_ranks(mesh, carry_dtypes) == run_processes(mesh, carry_dtypes, tmp_path) == [14 * (11 + 11 + 8)] * 3
 
 
 def test_a_gradient_read_as_copies_would_be_noticed() -> None:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from conjoin.errors import RankError
 from conjoin.machine import Axis, Mesh
-from conjoin.runtime.communicator import Board, Communicator, ThreadRanks, group_device
+from conjoin.runtime.communicator import Communicator, group_device
 from conjoin.runtime.swapping import swap
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.threads import Board, ThreadRanks, run_ranks
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.gloo_ranks import run_processes
 
@@ -104,6 +104,7 @@ def test_everyone_is_ready_to_receive_before_anything_is_sent(monkeypatch: pytes
 def test_what_a_rank_does_to_its_tensor_afterwards_concerns_nobody_else() -> None:
     def program(communicator: Communicator) -> list[float]:
         total, gathered = mine(communicator, 2), torch.empty(8, dtype=torch.float64)
+        communicator.prepare(MESH.names)
         communicator.all_reduce(total, MESH.names).wait()
         kept = total.clone()
         total.mul_(communicator.rank)
@@ -120,6 +121,7 @@ def test_the_error_of_the_rank_that_failed_is_raised() -> None:
     def program(communicator: Communicator) -> None:
         if communicator.rank == 2:
             raise ZeroDivisionError("rank 2 divides by zero")
+        communicator.prepare(MESH.names)
         communicator.all_reduce(torch.ones(1), MESH.names).wait()
 
     with pytest.raises(ZeroDivisionError, match="rank 2 divides by zero"):
@@ -129,8 +131,10 @@ def test_the_error_of_the_rank_that_failed_is_raised() -> None:
 def test_a_rank_that_waits_in_vain_says_so() -> None:
     board = Board(2, timeout_seconds=0.2)
     mesh = Mesh((Axis("x", 2),))
+    rank = ThreadRanks(mesh, 1, board)
+    rank.prepare(("x",))
     with pytest.raises(RankError) as told:
-        ThreadRanks(mesh, 1, board).all_reduce(torch.ones(1), ("x",))
+        rank.all_reduce(torch.ones(1), ("x",)).wait()
     assert_three_sentences(told.value)
     assert "Rank 1 waits for its group (0, 1), and not all of it came" in str(told.value)
 
@@ -141,8 +145,10 @@ def test_ranks_that_come_after_a_failure_do_not_wait() -> None:
     errors: list[BaseException] = []
 
     def run() -> None:
+        rank = ThreadRanks(Mesh((Axis("x", 2),)), 0, board)
+        rank.prepare(("x",))
         try:
-            ThreadRanks(Mesh((Axis("x", 2),)), 0, board).all_reduce(torch.ones(1), ("x",))
+            rank.all_reduce(torch.ones(1), ("x",)).wait()
         except RankError as error:
             errors.append(error)
 

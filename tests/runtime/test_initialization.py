@@ -16,12 +16,11 @@ from conjoin.errors import UsageError
 from conjoin.frontends import capture
 from conjoin.ir import Graph, Plan
 from conjoin.machine import parse_machine
-from conjoin.runtime.communicator import ThreadRanks
 from conjoin.runtime.initialization import initialise
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.pieces import full_state_dict
 from conjoin.runtime.storage import Store
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.threads import ThreadRanks, run_ranks
 from conjoin.search import make_plan
 from tests.ir.wording import assert_three_sentences
 

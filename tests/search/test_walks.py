@@ -29,10 +29,10 @@ from conjoin.search.exact.tables import Factor, Tables
 from conjoin.search.exact.units import cuts
 from conjoin.search.hierarchy import (
     MIN_PART,
+    cut_positions,
     fastest_on_one,
     first_rewrite_then_walk,
     search_in_levels,
-    split_places,
 )
 from conjoin.search.joint import JointSearch
 from conjoin.search.rewrites import ways_of
@@ -191,11 +191,11 @@ def test_descending_layer_by_layer_never_goes_up_and_cannot_beat_the_exact_core(
 def test_graphs_are_cut_where_all_paths_meet() -> None:
     chain, branches = (make_variant(captured(name, 8)).skeleton for name in ("mlp", "bert-base"))
     for skeleton in chain, branches:
-        places = split_places(skeleton)
-        assert places and all(b - a >= MIN_PART for a, b in pairwise([-1, *places]))
-        for place in places:
-            made = {root for op in skeleton.operators[:place] for root in op.makes}
-            assert made.isdisjoint(root for op in skeleton.operators[place + 1 :] for root in op.reads)
+        positions = cut_positions(skeleton)
+        assert positions and all(b - a >= MIN_PART for a, b in pairwise([-1, *positions]))
+        for position in positions:
+            made = {root for op in skeleton.operators[:position] for root in op.makes}
+            assert made.isdisjoint(root for op in skeleton.operators[position + 1 :] for root in op.reads)
 
 
 @pytest.mark.parametrize("model", ["mlp", "bert-base"])

@@ -197,7 +197,7 @@ def _save(path: Path, chosen: Chosen, num_pairs: int) -> None:
         "again": chosen.again, "accepted": [[equation.left, equation.right] for equation in chosen.accepted],
     }  # fmt: skip
     aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(facts))
+    aside.write_text(json.dumps(facts), encoding="utf-8")
     aside.replace(path)
 
 
@@ -205,7 +205,7 @@ def _loaded(path: Path | None, num_pairs: int) -> Chosen:
     """What was saved about as many candidates; nothing where there is none."""
     if path is None or not path.exists():
         return Chosen()
-    facts = json.loads(path.read_text())
+    facts = json.loads(path.read_text(encoding="utf-8"))
     if facts["candidates"] != num_pairs:
         return Chosen()
     accepted = [Equation(_terms(left), _terms(right)) for left, right in facts["accepted"]]

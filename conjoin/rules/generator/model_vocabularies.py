@@ -6,8 +6,6 @@ from conjoin.rules.generator.vocabulary import Typed, Vocabulary, along, choose,
 
 _SIZES = {"b": 2, "m": 4, "n": 5, "k": 6, "h": 3, "d": 2, "l": 7, "c": 2, "y": 3, "x": 4, "r": 3, "s": 2}
 _OTHER = {"b": 3, "m": 5, "n": 6, "k": 8, "h": 2, "d": 4, "l": 7, "c": 3, "y": 7, "x": 6, "r": 5, "s": 3}
-_EVEN = {"b": 2, "m": 4, "k": 12, "h": 4, "g": 2, "d": 3, "devices": 2}
-_OTHER_EVEN = {"b": 3, "m": 6, "k": 12, "h": 6, "g": 2, "d": 2, "devices": 3}
 
 
 _TURNS = plain("transpose swap")
@@ -84,18 +82,4 @@ DEPTHWISE = Vocabulary(
     _OTHER,
 )  # fmt: skip
 """A kernel for each channel."""
-PARALLEL_HEADS = Vocabulary(
-    "parallel heads",
-    (
-        Typed("x", "m k"), Typed("u", "b h d"), Typed("X", "m k", spread=True), Typed("U", "b h d", spread=True),
-        Typed("c", "d"), Typed("C", "d", spread=True),
-    ),
-    (
-        choose("unflatten", parts="h"), choose("unflatten", parts="g"), *plain("flatten swap transpose relu gain"),
-        *along("softmax", -1), *along("partition combine", -3, -2, -1), *plain("replicate reduce"),
-    ),
-    _EVEN,
-    _OTHER_EVEN,
-)  # fmt: skip
-"""Heads on each device."""
-OF_MODELS = (TURNED, HEADS, ATTENTION, GAINS, LAYERS, DEPTHWISE, PARALLEL_HEADS)
+OF_MODELS = (TURNED, HEADS, ATTENTION, GAINS, LAYERS, DEPTHWISE)

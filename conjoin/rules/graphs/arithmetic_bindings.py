@@ -8,7 +8,7 @@ from typing import Any
 
 from conjoin.ir import Node, Value
 from conjoin.ops import LINEAR_RELU
-from conjoin.rules.graphs.binding import Binding, Maker, Reader, Seen, make_call, operands
+from conjoin.rules.graphs.binding import Binding, Maker, Reader, Seen, in_range, make_call, operands
 from conjoin.rules.graphs.terms import Literal, Miss, Reading, Term, Virtual, argument, broadcast, rank_of, shape_of
 from conjoin.rules.graphs.window_bindings import BIASED
 
@@ -94,7 +94,7 @@ def _scale(node: Node, index: int) -> Iterator[Seen]:
 def _make_scale(maker: Maker, args: tuple[Term, ...]) -> Term:
     x, factor = args
     if isinstance(x, Literal) and isinstance(factor, Literal):
-        return Literal(x.factor * factor.factor)
+        return Literal(in_range(x.factor * factor.factor, maker.dtype))
     if isinstance(x, Literal):
         x, factor = factor, x
     if isinstance(factor, Literal):

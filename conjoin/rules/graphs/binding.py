@@ -17,6 +17,10 @@ Reader = Callable[[Node, int], Iterable[Seen]]
 """Of a node, and which of its outputs is looked at."""
 
 
+class Refused(Exception):
+    """Why a rule cannot be applied at a match."""
+
+
 class Maker(Protocol):
     """Emits calls."""
 
@@ -57,6 +61,14 @@ def operands(maker: Maker, args: tuple[Term, ...]) -> tuple[Value, ...]:
 
 def _before_broadcast(term: Term) -> Term:
     return term.args[0] if isinstance(term, Virtual) and term.op == "broadcast" else term
+
+
+def in_range(factor: float, dtype: torch.dtype) -> float:
+    """A number that a dtype can hold; a call that is given a number may compute with others too."""
+    least, most = torch.finfo(dtype).tiny, torch.finfo(dtype).max
+    if factor != 0 and not least <= abs(factor) <= most:
+        raise Refused(f"{factor:g} is no number that {str(dtype).removeprefix('torch.')} can hold")
+    return factor
 
 
 def scalar(value: Any) -> Any:

@@ -23,6 +23,7 @@ from conjoin.ops import (
     spec_for,
     walk_tensors,
 )
+from conjoin.rules.graphs.binding import Refused, in_range
 from conjoin.rules.graphs.bindings import make
 from conjoin.rules.graphs.indexing import Host
 from conjoin.rules.graphs.matching import Match, defaults_of
@@ -35,10 +36,6 @@ _FUSED = ("linear", "concat")
 
 _TURNS = ("transpose", "swap")
 """Left to the call that reads them: several become one, and a product may take its operand as it lies."""
-
-
-class Refused(Exception):
-    """Why a rule cannot be applied at a match."""
 
 
 class Emitter:
@@ -63,7 +60,10 @@ class Emitter:
         dtypes = [
             term.type.dtype for term in (*terms, *(value for node in self.match.nodes for value in node.outputs()))
         ]
-        return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.get_default_dtype())
+        found = next((dtype for dtype in dtypes if dtype.is_floating_point), None)
+        if found is None:
+            raise Refused("nothing here says of which dtype its constants are")
+        return found
 
     def emit(self, expr: Expr) -> Term:
         """The term that an expression of the right side becomes."""
@@ -120,7 +120,7 @@ class Emitter:
             return term
         if term not in self._values:
             if isinstance(term, Literal):
-                self._values[term] = self.call("full", (), term.factor, self.dtype)
+                self._values[term] = self.call("full", (), in_range(term.factor, self.dtype), self.dtype)
             else:
                 made = make(self, term.op, dict(term.params), term.args, term.type.shape)
                 self._values[term] = self.value(made)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from conjoin.ir import Graph, Node, Value
 from conjoin.rules.graphs.binding import Words
 from conjoin.rules.graphs.bindings import readings_of
@@ -49,7 +51,7 @@ class Match:
 
 
 Notes = list[tuple[int, str]]
-"""Of every attempt that fails how many operators had fitted, and why no more."""
+"""Of every attempt that fails how many operators had fitted, inputs too where all had, and why no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,7 @@ class Matcher:
     def _axis(self, expr: Apply, rank: int, dim: int, axes: dict[tuple[Expr, str], int]) -> bool:
         """Whether a dim is the one that a rule means: by number, or any by name."""
         on, asked = observed_on(expr), expr.param("axis")
-        if isinstance(asked, int) and asked % max(rank, 1) != dim:
+        if isinstance(asked, int) and asked not in (dim, dim - rank):
             return False
         if str(asked) in self.sizing.ranks[on].names:
             return axes.setdefault((on, str(asked)), dim) == dim
@@ -177,14 +179,14 @@ class Matcher:
             owners = (host.value.owner for _, each in hosts for host in each)
             nodes = dict.fromkeys((*state.nodes, *(owner for owner in owners if isinstance(owner, Node))))
             _check_regions(nodes)
-            _check_dtypes(state.terms.values())
+            _check_dtypes(self.rule, state.terms)
             _check_meshes(self.rule, state.params)
             axes = {**state.axes, **self._given_axes(state)}
             shapes = {expr: shape_of(term) for expr, term in state.terms.items()}
             sizes = self.sizing.solve(shapes, state.params, axes)
         except Misfit as misfit:
-            reason = str(misfit)
-            self._note(state, lambda: reason)
+            if self.notes is not None:  # all operators fit, and so nothing is nearer
+                self.notes.append((len(state.terms), str(misfit)))
             return None
         named = {**sizes.named, **{name: dim for (_, name), dim in axes.items()}}
         inputs = tuple((e.name, term) for e, term in state.terms.items() if isinstance(e, Input))
@@ -249,11 +251,42 @@ def _check_meshes(rule: Rule, params: Mapping[str, Any]) -> None:
         raise Misfit("two mesh axes of the rule are one axis here")
 
 
-def _check_dtypes(terms: Any) -> None:
-    floats = {term.type.dtype for term in terms if not isinstance(term, Literal) and term.type.dtype.is_floating_point}
-    if len(floats) > 1:
-        shown = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in floats))
-        raise Misfit(f"it mixes {shown}, and another order of operations would round elsewhere")
+_MOVES = frozenset(
+    {"transpose", "swap", "flatten", "unflatten", "concat", "split", "embedding", "partition", "combine", "replicate"}
+)
+"""Operators whose results are elements of their first operands as they are, whatever numbers these are."""
+_REALS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+"""Dtypes in which torch computes with real numbers, to rounding."""
+
+
+@lru_cache(maxsize=4096)
+def _computes(rule: Rule) -> bool:
+    """Whether a rule does more than move elements: it was then proven for real numbers."""
+    return any(isinstance(expr, Apply) and expr.op not in _MOVES for expr in walk(*rule.outputs))
+
+
+@lru_cache(maxsize=4096)
+def _addresses(rule: Rule) -> frozenset[Expr]:
+    """The expressions that say which rows of a table are meant."""
+    lookups = (expr for expr in walk(*rule.outputs) if isinstance(expr, Apply) and expr.op.startswith("embedding"))
+    return frozenset(walk(*(expr.args[1] for expr in lookups)))
+
+
+def _check_dtypes(rule: Rule, terms: Mapping[Expr, Term]) -> None:
+    """A rule that computes holds for real numbers of one dtype: sums of bools are others, and integers wrap."""
+    rows, dtypes = set[torch.dtype](), set[torch.dtype]()
+    for expr, term in terms.items():
+        if not isinstance(term, Literal):
+            (rows if expr in _addresses(rule) else dtypes).add(term.type.dtype)
+    for found in (dtypes, rows):
+        if len(found) > 1:
+            raise Misfit(f"it mixes {_shown(found)}, and another order of operations would round or wrap elsewhere")
+    if _computes(rule) and not dtypes <= _REALS:
+        raise Misfit(f"it computes with {_shown(dtypes)}, and the rule was proven for real numbers")
+
+
+def _shown(dtypes: Iterable[torch.dtype]) -> str:
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 @lru_cache(maxsize=4096)

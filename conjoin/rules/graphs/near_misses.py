@@ -26,7 +26,7 @@ class NearMiss:
     where: str
     reason: str
     num_fitting: int
-    """How many of the rule's operators fit there."""
+    """How much of the rule fits there, in operators."""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.reason}"

@@ -37,8 +37,8 @@ def _resized(term: Term, dim: int, size: int) -> Shape:
 
 def _cat(node: Node, index: int) -> Iterator[Seen]:
     parts = node.args[0]
-    if len(parts) < 2 or len({rank_of(part) for part in parts}) > 1:
-        yield Miss("concat", "joins one tensor only, or tensors of different rank")
+    if len(parts) < 2 or len({(rank_of(part), part.type.dtype) for part in parts}) > 1:
+        yield Miss("concat", "joins one tensor only, or tensors of different rank or dtype")
     else:
         yield from _nested(parts, node.call.dim())
 
@@ -92,7 +92,7 @@ def _narrowed(node: Node, index: int) -> Iterator[Seen]:
         yield Miss("split", f"takes every {argument(node, 'step')} positions")
         return
     start = argument(node, "start") or 0
-    start = min(start + size if start < 0 else start, size)
+    start = min(max(0, start + size) if start < 0 else start, size)
     if 0 < length < size:
         yield from _parts_of(x, dim, start, start + length, tuple(sorted({0, start, start + length, size})))
 

@@ -16,11 +16,13 @@ from typing import cast
 
 from conjoin.ir import Graph, LayoutError, Leaf, Node, Result, Source, Value, is_random, make_node
 from conjoin.ops import map_tensors
-from conjoin.rules.graphs.emitting import Emitter, Refused
+from conjoin.rules.graphs.binding import Refused
+from conjoin.rules.graphs.emitting import Emitter
 from conjoin.rules.graphs.matching import Match
+from conjoin.rules.graphs.rehearsal import Change
 from conjoin.rules.patterns import Input, Rule, inputs_of
 
-__all__ = ["Refused", "apply", "apply_all", "kept_values"]
+__all__ = ["Refused", "apply", "apply_all", "change_of", "kept_values"]
 
 
 def apply(graph: Graph, rule: Rule, match: Match) -> Graph:
@@ -39,6 +41,22 @@ def apply(graph: Graph, rule: Rule, match: Match) -> Graph:
     if not set(match.nodes) <= set(graph.nodes):
         raise Refused("the match is one of another graph")
     return _rebuilt(graph, rule, [_change(rule, match)])
+
+
+def change_of(match: Match) -> Change:
+    """What applying a match takes away and puts there; Refused says why it cannot be."""
+    change, needed = _change(match.rule, match), dict.fromkeys(match.nodes)
+    old: dict[Node, None] = {}
+
+    def visit(node: Node) -> None:
+        for value in node.inputs:
+            if isinstance(value.owner, Node) and value.owner in needed and value.owner not in old:
+                visit(value.owner)
+        old.setdefault(node)
+
+    for node in needed:
+        visit(node)
+    return Change(tuple(old), change.added, tuple(change.replaced.items()))
 
 
 def apply_all(graph: Graph, rule: Rule, matches: Iterable[Match]) -> tuple[Graph, tuple[Match, ...]]:

@@ -32,6 +32,13 @@ def observed_on(expr: Apply) -> Expr:
     return expr.args[0] if BY_NAME[expr.op].kind == "reduce" else expr
 
 
+def position_of(axis: int, rank: int) -> int:
+    """The dim that a number means in a tensor of so many dims."""
+    if not -rank <= axis < rank:
+        raise Misfit(f"dim {axis} is asked for in a tensor of {rank} dims")
+    return axis % rank
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """What follows for the right side of a rule."""
@@ -52,15 +59,17 @@ class _Places:
     """How many of those dims come before each, by name, in the order in which they lie."""
 
     def layout(self, names: Sequence[str], num_others: int) -> list[str]:
-        """The names of all dims but the last ones, in order; `…` for those without."""
+        """The names of all dims but the last ones, in order; `…` for those without.
+
+        Misfit where a dim with a name would have to be one of the last ones: the proof is about another dim.
+        """
         row: list[str] = []
-        left = num_others
         for name, slot in self.slots.items():
             if name in names:
-                before = min(slot - (num_others - left), left)
-                row += ["…"] * before + [name]
-                left -= before
-        return row + ["…"] * left
+                if slot > num_others:
+                    raise Misfit(f"its dim {name!r} is one that the rule counts from the end, and may be any but those")
+                row += ["…"] * (slot - row.count("…")) + [name]
+        return row + ["…"] * (num_others - row.count("…"))
 
 
 class Sizing:
@@ -92,7 +101,7 @@ class Sizing:
         for order in permutations(names):
             slots: dict[str, int] = {}
             if all(self._put(expr, name, place, order, slots) for (expr, name), place in axes.items()):
-                ordered = [slots[name] for name in order]
+                ordered = [0, *(slots[name] for name in order)]
                 if ordered == sorted(ordered):
                     return _Places({name: slots[name] for name in order})
         raise Misfit("its dims lie elsewhere in one tensor than in another")
@@ -168,7 +177,7 @@ class _Solution:
             if on in shapes and str(axis) in self.sizing.ranks[on].names:
                 yield expr, self._row(on, len(shapes[on])).index(str(axis))
             elif on in shapes and isinstance(axis, int):
-                yield expr, axis % max(len(shapes[on]), 1)
+                yield expr, position_of(axis, len(shapes[on]))
 
     def _measure(self, expr: Expr, shape: Shape) -> None:
         rank = self.sizing.ranks[expr]
@@ -215,8 +224,8 @@ class _Solution:
 
     def _both(self, one: Dim, other: Dim) -> None:
         for a, b in ((one, other), (other, one)):
-            if (size := self._get(a)) is not None:
-                self._learn(b, size)
+            if (size := self.sizes.get(a.find())) is not None and self.sizes.get(b.find()) != size:
+                self._set(b, size, b.find().words)
 
     def _relate(self, dim: Dim) -> None:
         """What one size says of the sizes it is made of, and they of it."""

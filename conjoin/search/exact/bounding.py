@@ -58,12 +58,12 @@ class _Branches:
         self.order = _order(len(sizes), [variables for variables, _ in tables])
         self.sizes = [sizes[variable] for variable in self.order]
         self.width, self.max_visited, self.visited = width, max_visited, 0
-        places = {variable: place for place, variable in enumerate(self.order)}
+        positions = {variable: position for position, variable in enumerate(self.order)}
         self.tables: list[list[_Message]] = [[] for _ in sizes]
         """Those whose last variable this is."""
         self.constant = 0.0
         for variables, values in tables:
-            renamed = _ascending(tuple(places[v] for v in variables), values)
+            renamed = _ascending(tuple(positions[v] for v in variables), values)
             if variables:
                 self.tables[renamed[0][-1]].append(renamed)
             else:
@@ -98,35 +98,35 @@ class _Branches:
         self.visited += 1
         if self.visited > self.max_visited:
             raise TooMany(self.visited)
-        place = len(values)
-        here = np.full(self.sizes[place], total)
-        for variables, table in self.tables[place]:
+        position = len(values)
+        here = np.full(self.sizes[position], total)
+        for variables, table in self.tables[position]:
             here = here + table[tuple(values[v] for v in variables[:-1])]
-        least = here + self.floor[place]
-        for variables, table in self.bounds[place]:
-            least = least + table[tuple(slice(None) if v == place else values[v] for v in variables)]
+        least = here + self.floor[position]
+        for variables, table in self.bounds[position]:
+            least = least + table[tuple(slice(None) if v == position else values[v] for v in variables)]
         order = np.argsort(least, kind="stable")
         return iter([(float(least[i]), float(here[i]), int(i)) for i in order])
 
     def _bound(self) -> None:
         """Backwards, every variable sends the minima of its buckets to the last variable they depend on."""
         waiting: list[list[_Message]] = [[] for _ in self.sizes]
-        for place in reversed(range(len(self.sizes))):
-            for bucket in self._buckets(place, [*self.tables[place], *waiting[place]]):
-                scope = tuple(sorted({v for variables, _ in bucket for v in variables} - {place}))
-                whole = (*scope, place)
+        for position in reversed(range(len(self.sizes))):
+            for bucket in self._buckets(position, [*self.tables[position], *waiting[position]]):
+                scope = tuple(sorted({v for variables, _ in bucket for v in variables} - {position}))
+                whole = (*scope, position)
                 total = sum((_spread(part, whole) for part in bucket), np.zeros([self.sizes[v] for v in whole]))
                 least: Array = total.min(axis=-1)
                 last = scope[-1] if scope else -1
                 if scope:
                     waiting[last].append((scope, least))
-                for between in range(max(last, 0), place):
+                for between in range(max(last, 0), position):
                     if scope:
                         self.bounds[between].append((scope, least))
                     else:
                         self.floor[between] += float(least)
 
-    def _buckets(self, place: int, parts: Sequence[_Message]) -> list[list[_Message]]:
+    def _buckets(self, position: int, parts: Sequence[_Message]) -> list[list[_Message]]:
         found: list[tuple[set[int], list[_Message]]] = []
         for part in sorted(parts, key=lambda part: -len(part[0])):
             for scope, bucket in found:
@@ -136,7 +136,7 @@ class _Branches:
                     bucket.append(part)
                     break
             else:
-                found.append(({place, *part[0]}, [part]))
+                found.append(({position, *part[0]}, [part]))
         return [bucket for _, bucket in found]
 
 

@@ -49,7 +49,7 @@ def _kind_of(skeleton: Skeleton, operator: Operator, of_weights: bool, whole: Se
     task = Task(operator.call, types, operator.needs, tuple(root.leaf is not None for root in roots), of_weights)
     results = tuple(i for i, root in enumerate(operator.makes) if root in whole)
     passed = tuple(
-        any(operand in skeleton.operators[place].needs for place, operand in skeleton.readers[root])
+        any(operand in skeleton.operators[position].needs for position, operand in skeleton.readers[root])
         for root in operator.makes
     )
     return Kind(task, sources, results, passed, tuple(is_shared(skeleton, root) for root in operator.reads))

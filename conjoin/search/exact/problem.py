@@ -52,7 +52,7 @@ class Problem:
         self.kinds: list[Hashable] = [(kind, with_dominated) for kind in kinds]
         self.choices = [space.pruned(kind, objective, with_dominated) for kind in kinds]
         if near is not None:
-            given = [self._rules_of(place, near.choices[place]) for place in range(self.num_operators)]
+            given = [self._rules_of(position, near.choices[position]) for position in range(self.num_operators)]
             self.kinds = list(zip(kinds, given, strict=True))
             self.choices = [space.near(kind, objective, r) for kind, r in zip(kinds, given, strict=True)]
         self._keep_to_fixed(kinds, with_dominated)
@@ -64,8 +64,8 @@ class Problem:
         self.shared = {root: self._bring(root, with_dominated) for root in self.stored if is_shared(skeleton, root)}
         self.sizes = [len(found) for found in self.choices]
         self.factors: list[Factor] = []
-        for place in range(self.num_operators):
-            self._put((place,), ("unary", self.kinds[place], objective), self.choices[place].seconds)
+        for position in range(self.num_operators):
+            self._put((position,), ("unary", self.kinds[position], objective), self.choices[position].seconds)
         for root in self.stored:
             self._store(root)
         for root in self.hubs:
@@ -92,13 +92,14 @@ class Problem:
         Where an input is fixed, choices are told apart by how they read it, which dominance does not know.
         """
         given = {root for root in self._codes if is_given(self.skeleton.roots[root].leaf)}
-        for place, operator in enumerate(self.skeleton.operators):
+        for position, operator in enumerate(self.skeleton.operators):
             made = tuple((i, self._codes[root]) for i, root in enumerate(operator.makes) if root in self._codes)
             reads = not given.isdisjoint(operator.reads)
             if made or reads:
-                self.kinds[place] = kinds[place], with_dominated or reads, made
-                self.choices[place] = self.space.pruned(kinds[place], self.objective, with_dominated or reads, made)
-            if not len(self.choices[place]):
+                kept = with_dominated or reads
+                self.kinds[position] = kinds[position], kept, made
+                self.choices[position] = self.space.pruned(kinds[position], self.objective, kept, made)
+            if not len(self.choices[position]):
                 raise Impossible
 
     def solve(self) -> Solution:
@@ -121,9 +122,9 @@ class Problem:
     def _bring(self, root: int, with_dominated: bool) -> Shared:
         """The ways to bring a parameter to a layout in which it is used: once for all who use it so."""
         readers, parameter = self.skeleton.readers[root], self._parameter(root)
-        used = np.unique(np.concatenate([self.choices[place].operands[operand] for place, operand in readers]))
+        used = np.unique(np.concatenate([self.choices[position].operands[operand] for position, operand in readers]))
         type, trained, objective, only = parameter
-        back = any(operand in self.skeleton.operators[place].needs for place, operand in readers)
+        back = any(operand in self.skeleton.operators[position].needs for position, operand in readers)
         few = with_dominated or len(readers) <= MANY
         sources = self.space.sources(*parameter)[: 2 if few else 1]
         reading = self.space.reading(type, trained, back, objective, only)
@@ -135,19 +136,20 @@ class Problem:
         ways = None if shared is None else (shared.rows.tobytes(), shared.brought.tobytes())
         self.sizes.append(len(storages.seconds))
         self._put((variable,), ("storing", *parameter, ways, storages.seconds.tobytes()), storages.seconds)
-        for place, operand in self.skeleton.readers[root]:
-            back = operand in self.skeleton.operators[place].needs
-            name = "reading", *parameter, ways, back, self.kinds[place], operand
+        for position, operand in self.skeleton.readers[root]:
+            back = operand in self.skeleton.operators[position].needs
+            name = "reading", *parameter, ways, back, self.kinds[position], operand
             table = self.space.reading(type, trained, back, objective, only)
-            codes = self.choices[place].operands[operand]
-            self._put((variable, place), name, table[:, codes] if shared is None else shared.read(table, codes))
+            codes = self.choices[position].operands[operand]
+            self._put((variable, position), name, table[:, codes] if shared is None else shared.read(table, codes))
 
     def _give(self, root: int) -> None:
         """What is given in a fixed layout is brought to whoever reads it."""
         type, code = self.skeleton.roots[root].type, self._codes[root]
-        for place, operand in self.skeleton.readers[root]:
-            name = "given", type, code, self.kinds[place], operand, self.objective
-            self._put((place,), name, self.space.between(type, False)[code, self.choices[place].operands[operand]])
+        for position, operand in self.skeleton.readers[root]:
+            name = "given", type, code, self.kinds[position], operand, self.objective
+            codes = self.choices[position].operands[operand]
+            self._put((position,), name, self.space.between(type, False)[code, codes])
 
     def _share(self, root: int) -> None:
         """The hub of a tensor: brought there once, and from there to everyone who reads it."""
@@ -160,10 +162,11 @@ class Problem:
         name = type, codes.tobytes()
         self._put((maker, variable), ("to hub", *name, back, self.kinds[maker], output, self.objective),
                   self.space.between(type, back)[made[:, None], codes[None]])  # fmt: skip
-        for place, operand in readers:
-            needs = operand in self.skeleton.operators[place].needs
-            values = self.space.between(type, needs)[codes[:, None], self.choices[place].operands[operand][None]]
-            self._put((variable, place), ("from hub", *name, needs, self.kinds[place], operand, self.objective), values)
+        for position, operand in readers:
+            needs = operand in self.skeleton.operators[position].needs
+            values = self.space.between(type, needs)[codes[:, None], self.choices[position].operands[operand][None]]
+            key = "from hub", *name, needs, self.kinds[position], operand, self.objective
+            self._put((variable, position), key, values)
 
     def _lying(self, root: int) -> Array:
         """The layouts of a hub: all in which someone could make or read the tensor.
@@ -172,22 +175,22 @@ class Problem:
         all others as before. Near given layouts nothing is exact, and few are enough.
         """
         maker, output = self._maker(root)
-        read = (self._every(place).operands[operand] for place, operand in self.skeleton.readers[root])
+        read = (self._every(position).operands[operand] for position, operand in self.skeleton.readers[root])
         return np.unique(np.concatenate([self._every(maker).outputs[output], *read]))
 
-    def _every(self, place: int) -> Choices:
+    def _every(self, position: int) -> Choices:
         """The choices of an operator with those that are dominated, unless they are narrowed anyway."""
-        return self.choices[place] if self._is_near else self.space.choices(self._kinds[place].task)
+        return self.choices[position] if self._is_near else self.space.choices(self._kinds[position].task)
 
     def _connect(self, root: int) -> None:
-        (place, operand), type = self.skeleton.readers[root][0], self.skeleton.roots[root].type
+        (position, operand), type = self.skeleton.readers[root][0], self.skeleton.roots[root].type
         maker, output = self._maker(root)
-        back = operand in self.skeleton.operators[place].needs
-        name = "edge", type, back, self.kinds[maker], output, self.kinds[place], operand, self.objective
+        back = operand in self.skeleton.operators[position].needs
+        name = "edge", type, back, self.kinds[maker], output, self.kinds[position], operand, self.objective
         table = self.space.tables.find(name)
-        rows, columns = self.choices[maker].outputs[output], self.choices[place].operands[operand]
+        rows, columns = self.choices[maker].outputs[output], self.choices[position].operands[operand]
         values = table.values if table else self.space.between(type, back)[rows[:, None], columns[None]]
-        self._put((maker, place), name, values)
+        self._put((maker, position), name, values)
 
     def _maker(self, root: int) -> tuple[int, int]:
         maker = self.skeleton.roots[root].maker
@@ -196,28 +199,28 @@ class Problem:
     def layouts(self, solution: Solution) -> tuple[Layouts, frozenset[str]]:
         """The layouts of a solution, and the parameters that are gathered again for the backward pass."""
         skeleton, units = self.skeleton, self.space.units
-        choices = [self._choice(place, solution.values[place]) for place in range(self.num_operators)]
+        choices = [self._choice(position, solution.values[position]) for position in range(self.num_operators)]
         leaves: dict[int, Layout] = {}
         regathered: set[str] = set()
         for number, root in enumerate(skeleton.roots):
             if root.leaf is None:
                 continue
-            wanted = [choices[place].operands[operand] for place, operand in skeleton.readers[number]]
+            wanted = [choices[position].operands[operand] for position, operand in skeleton.readers[number]]
             if number not in self.variable:
                 given = given_layout(wanted) if root.leaf.kind is LeafKind.INPUT else ()
                 leaves[number] = self.fixed.get(number, given)
                 continue
             storages, value = self.storages(number), solution.values[self.variable[number]]
-            first = [axis for layout in wanted[:1] for axis, place in layout if isinstance(place, Split)]
+            first = [axis for layout in wanted[:1] for axis, placement in layout if isinstance(placement, Split)]
             stored = layout_of(int(storages.codes[value]), len(root.type.shape), units, first)
             leaves[number] = self.fixed.get(number, stored)
             if storages.regathered[value]:
                 regathered.add(root.leaf.name)
         return Layouts(leaves, tuple(choices), result_layouts(skeleton, choices)), frozenset(regathered)
 
-    def _rules_of(self, place: int, choice: Choice) -> tuple[int, ...]:
+    def _rules_of(self, position: int, choice: Choice) -> tuple[int, ...]:
         """The rule that a choice follows on each unit: that of its first axis."""
-        rules = self.choices[place].rules
+        rules = self.choices[position].rules
         found = []
         for unit in self.space.units:
             axis = unit.axes[0]
@@ -227,11 +230,11 @@ class Problem:
             found.append(next(same, 0))
         return tuple(found)
 
-    def _choice(self, place: int, value: int) -> Choice:
-        found = self.choices[place]
+    def _choice(self, position: int, value: int) -> Choice:
+        found = self.choices[position]
         picks = zip(self.space.units, found.picks[value], strict=True)
         rules = {axis: found.rules[int(pick)] for unit, pick in picks for axis in unit.axes}
-        fixed = [self.fixed[root] for root in self.skeleton.operators[place].makes if root in self.fixed]
+        fixed = [self.fixed[root] for root in self.skeleton.operators[position].makes if root in self.fixed]
         order = [axis for layout in fixed for axis, _ in layout]  # in which they split one dim
         return choose({axis: rules[axis] for axis in (*dict.fromkeys(order), *rules)})
 

@@ -188,9 +188,9 @@ class Curves:
         """Interpolated between powers of two: exact wherever the price is a line."""
         curves = self._all()
         power = np.log2(np.maximum(sent, 1.0))
-        place = np.clip(power.astype(np.int64), _SMALLEST, _LARGEST - 1) - _SMALLEST
-        low, high = curves[kind, groups, place], curves[kind, groups, place + 1]
-        start = np.exp2(place + _SMALLEST)
+        position = np.clip(power.astype(np.int64), _SMALLEST, _LARGEST - 1) - _SMALLEST
+        low, high = curves[kind, groups, position], curves[kind, groups, position + 1]
+        start = np.exp2(position + _SMALLEST)
         seconds: Array = low + (high - low) * (sent - start) / start
         if share < 1:
             seconds = seconds - (1 - share) * curves[kind, groups, 0]
@@ -202,9 +202,9 @@ class Curves:
             self._values = np.zeros((len(KINDS), len(self.groups), _LARGEST - _SMALLEST + 1))
             for kind, name in enumerate(KINDS):
                 for group, axes in enumerate(self.groups):
-                    for place in range(_LARGEST - _SMALLEST + 1) if axes else ():
-                        price = self.prices.collective(name, axes, 1 << (place + _SMALLEST))
-                        self._values[kind, group, place] = price.value
+                    for position in range(_LARGEST - _SMALLEST + 1) if axes else ():
+                        price = self.prices.collective(name, axes, 1 << (position + _SMALLEST))
+                        self._values[kind, group, position] = price.value
         return self._values
 
 

@@ -15,13 +15,13 @@ def settle(problem: Problem, values: Sequence[int]) -> Solution:
     found = list(values)
     own = [factor for factor in problem.factors if max(factor.variables) < problem.num_operators]
     around: dict[int, list[int]] = {}
-    for place, factor in enumerate(problem.factors):
-        around.setdefault(max(factor.variables), []).append(place)
+    for position, factor in enumerate(problem.factors):
+        around.setdefault(max(factor.variables), []).append(position)
     total = sum(float(factor.table.values[tuple(values[v] for v in factor.variables)]) for factor in own)
     for variable in range(problem.num_operators, len(problem.sizes)):
         sums = np.zeros(problem.sizes[variable])
-        for place in around.get(variable, ()):
-            factor = problem.factors[place]
+        for position in around.get(variable, ()):
+            factor = problem.factors[position]
             at = tuple(slice(None) if v == variable else values[v] for v in factor.variables)
             sums = sums + factor.table.values[at]
         found.append(int(sums.argmin()))

@@ -47,7 +47,7 @@ class _Sum:
 
     def total(self) -> float:
         """Operators, then what is stored, then what is passed on."""
-        seconds = sum(self._operator(place, kind) for place, kind in enumerate(kinds_of(self.skeleton)))
+        seconds = sum(self._operator(position, kind) for position, kind in enumerate(kinds_of(self.skeleton)))
         for number, root in enumerate(self.skeleton.roots):
             if root.maker >= 0:
                 seconds += self._passing(number)
@@ -55,11 +55,11 @@ class _Sum:
                 seconds += self._storing(number)
         return seconds
 
-    def _operator(self, place: int, kind: Kind) -> float:
-        found = self._choice(kind, self.layouts.choices[place])
+    def _operator(self, position: int, kind: Kind) -> float:
+        found = self._choice(kind, self.layouts.choices[position])
         for operand, codes in enumerate(found.operands):
-            self._read[place, operand] = int(codes[0])
-        for root, codes in zip(self.skeleton.operators[place].makes, found.outputs, strict=True):
+            self._read[position, operand] = int(codes[0])
+        for root, codes in zip(self.skeleton.operators[position].makes, found.outputs, strict=True):
             self._made[root] = int(codes[0])
         return float(found.seconds[0] + self.space.alone(kind, found, self.objective)[0])
 
@@ -75,7 +75,7 @@ class _Sum:
     def _passing(self, root: int) -> float:
         """Reshards of what an operator makes; where several read it, by way of the layout that suits them best."""
         readers, type, made = self.skeleton.readers[root], self.skeleton.roots[root].type, self._made[root]
-        backs = [operand in self.skeleton.operators[place].needs for place, operand in readers]
+        backs = [operand in self.skeleton.operators[position].needs for position, operand in readers]
         wanted = [self._read[reader] for reader in readers]
         if len(readers) < 2:
             pairs = zip(wanted, backs, strict=True)
@@ -97,7 +97,7 @@ class _Sum:
         if not len(rows):
             raise _NotThere
         row, readers = int(rows[0]), self.skeleton.readers[root]
-        backs = [operand in self.skeleton.operators[place].needs for place, operand in readers]
+        backs = [operand in self.skeleton.operators[position].needs for position, operand in readers]
         used = [self._read[reader] for reader in readers]
         each = [
             float(self.space.reading(type, leaf.trainable, back, objective, code)[row, use])

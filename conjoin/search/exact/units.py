@@ -34,8 +34,8 @@ def cuts(mesh: Mesh, num_units: int) -> Iterator[Units]:
     [[2, 4], [4, 2]]
     """
     num_axes = len(mesh.axes)
-    for places in combinations(range(1, num_axes), max(0, min(num_units, num_axes) - 1)):
-        bounds = (0, *places, num_axes)
+    for positions in combinations(range(1, num_axes), max(0, min(num_units, num_axes) - 1)):
+        bounds = (0, *positions, num_axes)
         yield tuple(make_unit(mesh, mesh.names[a:b]) for a, b in pairwise(bounds) if a < b)
 
 
@@ -99,11 +99,11 @@ def splits(units: Units, mesh: Mesh, num_units: int) -> Iterator[Units]:
         yield units
         return
     seen: set[object] = set()
-    for place, unit in enumerate(units):
+    for position, unit in enumerate(units):
         for size in range(1, len(unit.axes)):
             for taken in combinations(unit.axes, size):
                 parts = make_unit(mesh, tuple(a for a in unit.axes if a not in taken)), make_unit(mesh, taken)
-                found = (*units[:place], *parts, *units[place + 1 :])
+                found = (*units[:position], *parts, *units[position + 1 :])
                 name = canonical(found, mesh)
                 if name not in seen:
                     seen.add(name)

@@ -107,14 +107,14 @@ def settle_columns(facts: Facts, group: Group, policy: LayerPolicy, earlier: Seq
     work = Propagation(facts, group, tuple(earlier))
     work.start({})
     carried: dict[Value, frozenset[Node]] = {}
-    places = {node.node: place for place, node in enumerate(facts.nodes)}
+    positions = {node.node: position for position, node in enumerate(facts.nodes)}
     fused: dict[Node, None] = {}
     left: set[Node] = set()
     while True:
         gathered = frozenset[Node]()
         while not gathered and len(work.marks) < len(facts.nodes):
             node = facts.nodes[len(work.marks)]
-            work.place(node, policy)
+            work.lay_out(node, policy)
             gathered = _carry(facts, node, work, carried) - left
         gathered = gathered or _carried_out(facts, carried) - left
         if not gathered:
@@ -123,7 +123,7 @@ def settle_columns(facts: Facts, group: Group, policy: LayerPolicy, earlier: Seq
         fused.update(dict.fromkeys(node for node in gathered if find_fused(facts.graph, node) is not None))
         policy = policy.without(gathered)
         left |= gathered
-        work.take_back(min(places[node] for node in gathered))
+        work.take_back(min(positions[node] for node in gathered))
 
 
 def _carry(facts: Facts, node: NodeFacts, work: Propagation, carried: dict[Value, frozenset[Node]]) -> frozenset[Node]:

@@ -128,8 +128,8 @@ class _Tables:
         self.have, self.want = have, want
         targets = np.flatnonzero(want.any(axis=0)).tolist()
         for p in np.flatnonzero(have.any(axis=0)).tolist():
-            for place, q in enumerate(targets):
-                self._fill(p, q, targets[place + 1 :])
+            for position, q in enumerate(targets):
+                self._fill(p, q, targets[position + 1 :])
 
     def _fill(self, p: int, q: int, later: list[int]) -> None:
         """Every number of axes that may go from p to q, such that the others of p still find a place."""

@@ -175,12 +175,12 @@ class _Naming:
             np.array(orders if end.variable == variable else [self.orders[end.variable]] * len(orders), np.int64)
             for end in (link.source, link.target)
         ]
-        places = [np.argsort(order, axis=1).T for order in orders_of]
-        before, after = (end[place] for end, place in zip(ends, places, strict=True))
+        positions = [np.argsort(order, axis=1).T for order in orders_of]
+        before, after = (end[position] for end, position in zip(ends, positions, strict=True))
         nestings: tuple[Nesting, Nesting] = (common_first, common_first)
         if link.trained is None:  # parameters nest as their readers like it
-            there = _Orders(places[0], places[1], before, after)
-            back = _Orders(places[1], places[0], dual_placements(after), dual_placements(before))
+            there = _Orders(positions[0], positions[1], before, after)
+            back = _Orders(positions[1], positions[0], dual_placements(after), dual_placements(before))
             nestings = there.common, back.common
         ones, each = np.ones_like(before), np.arange(len(orders))
         rank, size = len(link.type.shape), self.space.size
@@ -192,15 +192,15 @@ class _Naming:
         """The layouts with these names, and their sum."""
         problem, skeleton, names = self.problem, self.problem.skeleton, self.space.mesh.names
         choices = []
-        for place, found in enumerate(problem.choices):
-            picks = zip(self.orders[place], found.picks[self.values[place]], strict=True)
+        for position, found in enumerate(problem.choices):
+            picks = zip(self.orders[position], found.picks[self.values[position]], strict=True)
             choices.append(choose({names[axis]: found.rules[int(pick)] for axis, pick in picks}))
         leaves: dict[int, Layout] = {}
         regathered: set[str] = set()
         for number, root in enumerate(skeleton.roots):
             if root.leaf is None:
                 continue
-            wanted = [choices[place].operands[operand] for place, operand in skeleton.readers[number]]
+            wanted = [choices[position].operands[operand] for position, operand in skeleton.readers[number]]
             if number not in problem.variable:
                 leaves[number] = given_layout(wanted) if root.leaf.kind is LeafKind.INPUT else ()
                 continue
@@ -218,7 +218,7 @@ class _Naming:
         variable, names = self.problem.variable[root], self.space.mesh.names
         rank = len(self.problem.skeleton.roots[root].type.shape)
         placements = placements_of(int(self.problem.codes[variable][self.values[variable]]), rank, self.num_axes)
-        first = [axis for layout in wanted[:1] for axis, place in layout if isinstance(place, Split)]
+        first = [axis for layout in wanted[:1] for axis, placement in layout if isinstance(placement, Split)]
         entries = [
             (names[axis], placement_of(int(p))) for axis, p in zip(self.orders[variable], placements, strict=True)
         ]
@@ -248,9 +248,9 @@ class _Orders:
         return found
 
 
-def _ranks(splitting: Bits, places: Digits) -> Digits:
+def _ranks(splitting: Bits, positions: Digits) -> Digits:
     """[axis, ...]: how many axes that split the dim stand before this one."""
-    found: Digits = ((places[:, None] > places[None]) & splitting[None]).sum(axis=1)
+    found: Digits = ((positions[:, None] > positions[None]) & splitting[None]).sum(axis=1)
     return found
 
 
@@ -271,9 +271,9 @@ def _matched(order: Order, here: Sequence[int], there: Sequence[int], cells: Seq
     axes: dict[int, list[int]] = {}
     for axis, placement in zip(order, here, strict=True):
         axes.setdefault(placement, []).append(axis)
-    places: dict[int, list[int]] = {}
-    for place, placement in enumerate(there):
-        places.setdefault(placement, []).append(place)
+    positions: dict[int, list[int]] = {}
+    for position, placement in enumerate(there):
+        positions.setdefault(placement, []).append(position)
     leaving = Counter[int]()
     for p, _, count in cells:
         leaving[p] += count
@@ -281,5 +281,5 @@ def _matched(order: Order, here: Sequence[int], there: Sequence[int], cells: Seq
     found = [0] * len(order)
     for p, q, count in (*kept, *cells):
         for _ in range(count):
-            found[places[q].pop(0)] = axes[p].pop(0)
+            found[positions[q].pop(0)] = axes[p].pop(0)
     return tuple(found)

@@ -77,7 +77,7 @@ class CountedProblem:
         self.codes: dict[int, Codes] = {}
         """Of hubs and parameters."""
         self.sizes = [len(found) for found in self.choices]
-        self.factors = [self._unary(place, found.seconds) for place, found in enumerate(self.choices)]
+        self.factors = [self._unary(position, found.seconds) for position, found in enumerate(self.choices)]
         self.links: list[Link] = []
         for root, found in zip(self.stored, storages, strict=True):
             self._store(root, found)
@@ -112,8 +112,8 @@ class CountedProblem:
         return End(maker, output=self.skeleton.operators[maker].makes.index(root))
 
     def _read(self, root: int, reader: int) -> tuple[End, bool]:
-        place, operand = self.skeleton.readers[root][reader]
-        return End(place, operand), operand in self.skeleton.operators[place].needs
+        position, operand = self.skeleton.readers[root][reader]
+        return End(position, operand), operand in self.skeleton.operators[position].needs
 
     def _link(self, source: End, target: End, back: bool, type: TensorType, trained: bool | None = None) -> None:
         self.links.append(Link(source, target, type, back, trained))

@@ -59,7 +59,7 @@ class _Legal:
     indices: tuple[str, ...]
     rows: tuple[tuple[int, ...], ...]
     """Ways to split the indices, each once."""
-    place: NDArray[np.intp]
+    position: NDArray[np.intp]
     """[choice]: which of them."""
     further: tuple[tuple[int, ...], ...]
     """[row]: the rows in which one more axis splits an index."""
@@ -142,8 +142,8 @@ class CountedSpace:
         fits = fitting(task, indices, ways)
         distinct, inverse = np.unique(ways[fits], axis=0, return_inverse=True)
         rows = tuple(tuple(map(int, row)) for row in distinct)
-        places = {row: place for place, row in enumerate(rows)}
-        further = tuple(tuple(places[more] for more in self._split_further(row) if more in places) for row in rows)
+        number = {row: i for i, row in enumerate(rows)}
+        further = tuple(tuple(number[more] for more in self._split_further(row) if more in number) for row in rows)
         return _Legal(rules, picks[fits], tuple(indices), rows, inverse.reshape(-1), further)
 
     def _split_further(self, row: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -157,9 +157,9 @@ class CountedSpace:
             slow = any(seconds[more] == inf for more in legal.further[row])
             found = inf if slow else self.operators.seconds(task, legal.ways(row))
             seconds[row] = found if found <= limit else inf
-        kept = np.flatnonzero(seconds[legal.place] < inf)
-        picks, place = legal.picks[kept], legal.place[kept]
-        total = seconds[place] + self._exchanging(task, legal, picks, place)
+        kept = np.flatnonzero(seconds[legal.position] < inf)
+        picks, position = legal.picks[kept], legal.position[kept]
+        total = seconds[position] + self._exchanging(task, legal, picks, position)
         operands, outputs = ([rule.operands for rule in legal.rules], [rule.outputs for rule in legal.rules])
         return Choices(
             legal.rules,
@@ -169,13 +169,13 @@ class CountedSpace:
             tuple(counted(placements_on(outputs, i)[picks]) for i in range(len(task.types))),
         )
 
-    def _exchanging(self, task: Task, legal: _Legal, picks: Digits, place: NDArray[np.intp]) -> Array:
+    def _exchanging(self, task: Task, legal: _Legal, picks: Digits, position: NDArray[np.intp]) -> Array:
         """Seconds of the halos that neighbours exchange, forward and, where a gradient flows, backward."""
         windowed, prices = windowed_indices(task), self.operators.prices
         num_axes = np.array([rule.index in windowed for rule in legal.rules])[picks].sum(axis=1)
         seconds = np.zeros(len(picks))
         for choice in np.flatnonzero(num_axes):
-            halo = self.operators.halo_bytes(task, legal.ways(int(place[choice])))
+            halo = self.operators.halo_bytes(task, legal.ways(int(position[choice])))
             if halo:
                 price = prices.collective("exchange", self.mesh.names[: num_axes[choice]], halo)
                 seconds[choice] = price.value * (2 if task.needs else 1)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from conjoin.errors import UsageError
@@ -78,7 +78,7 @@ def lemmas() -> tuple[Law, ...]:
 
 @cache
 def _shipped() -> tuple[Law, ...]:
-    return read_laws(files("conjoin.rules.laws").joinpath("laws.toml").read_text("utf-8"))
+    return read_laws((Path(__file__).parent / "laws.toml").read_text("utf-8"))
 
 
 def read_laws(text: str) -> tuple[Law, ...]:

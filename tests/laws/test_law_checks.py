@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from conjoin.rules.laws.law_checks import (
+from conjoin.rules.text import parse_rule
+from tests.laws.law_checks import (
     LARGEST,
     check_law,
     find_contradiction,
@@ -12,8 +13,7 @@ from conjoin.rules.laws.law_checks import (
     find_redundant,
     forms_of,
 )
-from conjoin.rules.laws.laws import Law, laws, lemmas
-from conjoin.rules.text import parse_rule
+from tests.laws.laws import Law, laws, lemmas
 
 EVERY = (*laws(), *lemmas())
 TASO = tuple(law for law in laws() if law.source == "taso")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from conjoin.rules.definitions.proving import prove
-from conjoin.rules.laws.law_proofs import prove_by_laws, prove_from, prove_law, proven_lemmas
-from conjoin.rules.laws.laws import laws, lemmas
 from conjoin.rules.text import parse_rule
+from tests.laws.law_proofs import prove_by_laws, prove_from, prove_law, proven_lemmas
+from tests.laws.laws import laws, lemmas
 
 JOINED = "matmul(x, concat[axis=-1](y, z))"
 COUNTED = "matmul(x, concat[axis=1](y, z))"

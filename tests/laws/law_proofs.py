@@ -21,10 +21,10 @@ import z3
 
 from conjoin.rules.definitions.dims import IllFormed
 from conjoin.rules.definitions.ranks import Ranks, devices_of
-from conjoin.rules.laws.laws import Law, laws, lemmas
 from conjoin.rules.operators import BY_NAME
 from conjoin.rules.parameters import is_any, names_in, parameters
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, inputs_of, walk
+from tests.laws.laws import Law, laws, lemmas
 
 MILLISECONDS = 2000
 """For one output of a rule; TASO's rules take 10 to 100."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from conjoin.errors import UsageError
-from conjoin.rules.laws.laws import Law, laws, lemmas, read_laws
 from conjoin.rules.operators import BY_NAME
 from conjoin.rules.parameters import is_any, names_in
 from conjoin.rules.patterns import inputs_of
 from conjoin.rules.text import parse_expressions
 from tests.ir.wording import assert_three_sentences
+from tests.laws.laws import Law, laws, lemmas, read_laws
 
 GOOD = """
 [[law]]

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from conjoin.rules.definitions.proving import prove
-from conjoin.rules.laws.law_proofs import LawVerdict, prove_from, prove_law
-from conjoin.rules.laws.law_sizes import Shapes, SmallSizes
-from conjoin.rules.laws.laws import Law
 from conjoin.rules.operators import OPS
 from conjoin.rules.parameters import is_any, names_in
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, inputs_of, with_inputs
+from tests.laws.law_proofs import LawVerdict, prove_from, prove_law
+from tests.laws.law_sizes import Shapes, SmallSizes
+from tests.laws.laws import Law
 
 LARGEST = 4
 """TASO's bound for every size and parameter."""

@@ -1,0 +1,108 @@
+"""Graphs run call by call with torch, and two runs compared: values, gradients, to the rounding of their dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from conjoin.ir import Graph, Value
+from conjoin.ops import execute, map_tensors
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a graph gives on some leaves: outputs, then gradients of all leaves that have one."""
+
+    outputs: tuple[Tensor, ...]
+    gradients: tuple[Tensor | None, ...]
+
+
+def draw_leaves(graph: Graph, seed: int, *, positive: bool = False) -> list[Tensor]:
+    """Tensors for the leaves of a graph; whole numbers are small, so that they may be rows of a table."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for leaf in graph.leaves:
+        shape, dtype = leaf.type.shape, leaf.type.dtype
+        if dtype.is_floating_point or dtype.is_complex:
+            drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+            found.append((drawn.abs() + 0.3 if positive else drawn).to(dtype))
+        else:
+            found.append(torch.randint(0, 2, shape, generator=generator).to(dtype))
+    return found
+
+
+def run(graph: Graph, leaves: Sequence[Tensor], dtype: torch.dtype | None = None) -> Run:
+    """Run a graph; with a dtype, on leaves of that one."""
+    own = [_leaf(tensor, dtype) for tensor in leaves]
+    values: dict[Value, Tensor] = dict(zip(map(Value, graph.leaves), own, strict=True))
+    for node in graph.nodes:
+        made = execute(node.op, *map_tensors(node.op, node.args, values.__getitem__))
+        values.update(zip(node.outputs(), made if isinstance(made, tuple) else (made,), strict=True))
+    outputs = [values[value] for value in graph.outputs if isinstance(value, Value)]
+    trained = [output for output in outputs if output.requires_grad]
+    if trained:
+        torch.autograd.backward(trained, [_weights(output) for output in trained])
+    return Run(tuple(output.detach() for output in outputs), tuple(leaf.grad for leaf in own))
+
+
+def _leaf(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    floats = tensor.dtype.is_floating_point
+    made = tensor.detach().clone() if dtype is None or not floats else tensor.to(dtype)
+    return made.requires_grad_(floats or tensor.dtype.is_complex)
+
+
+def _weights(output: Tensor) -> Tensor:
+    """What the gradient of an output is taken to be: another number for each element, the same in every run."""
+    drawn = torch.randn(output.shape, generator=torch.Generator().manual_seed(output.numel()), dtype=torch.float64)
+    return drawn.to(output.dtype)
+
+
+def difference(before: Graph, after: Graph, leaves: Sequence[Tensor]) -> float:
+    """How far the second graph is from what the first gives in double precision, in roundings.
+
+    A rounding is as much as the first is off itself, or changes when its leaves are a rounding apart. Infinite where one
+    gives what is no number and the other does not, or a result of another kind.
+    """
+    one, other, exact = run(before, leaves), run(after, leaves), run(before, leaves, torch.float64)
+    near = run(before, [_a_rounding_apart(leaf) for leaf in leaves])
+    results = [[*found.outputs, *found.gradients] for found in (one, other, exact, near)]
+    largest = max((_largest(tensor) for tensor in results[2] if tensor is not None), default=0.0)
+    return max((_apart(*found, largest) for found in zip(*results, strict=True)), default=0.0)
+
+
+def _largest(tensor: Tensor) -> float:
+    numbers = tensor[tensor.isfinite()].double() if tensor.dtype.is_floating_point else tensor.new_zeros(0)
+    return float(numbers.abs().max()) if numbers.numel() else 0.0
+
+
+def _a_rounding_apart(leaf: Tensor) -> Tensor:
+    if not leaf.dtype.is_floating_point:
+        return leaf
+    signs = torch.randint(0, 2, leaf.shape, generator=torch.Generator().manual_seed(leaf.numel())) * 2 - 1
+    return (leaf.double() * (1 + signs * torch.finfo(leaf.dtype).eps)).to(leaf.dtype)
+
+
+def _apart(
+    one: Tensor | None, other: Tensor | None, exact: Tensor | None, near: Tensor | None, largest: float
+) -> float:
+    """Where all that is added up cancels, roundings are those of the largest numbers there are."""
+    zero = torch.zeros(())
+    a, b, true, c = (zero if tensor is None else tensor for tensor in (one, other, exact, near))
+    if None not in (one, other) and (a.shape, a.dtype) != (b.shape, b.dtype):
+        return float("inf")
+    if not a.dtype.is_floating_point:
+        return 0.0 if torch.equal(a, b) else float("inf")
+    x, y, z, w = torch.broadcast_tensors(*(tensor.double() for tensor in (a, b, true, c)))
+    if not torch.equal(x.nan_to_num(0, 1, -1) * ~x.isfinite(), y.nan_to_num(0, 1, -1) * ~y.isfinite()):
+        return float("inf")
+    numbers = x.isfinite() & y.isfinite() & z.isfinite() & w.isfinite()
+    x, y, z, w = (tensor[numbers] for tensor in (x, y, z, w))
+    if not x.numel():
+        return 0.0
+    eps = max(torch.finfo(tensor.dtype).eps for tensor in (a, b))
+    rounding = max(float((x - z).abs().max()), float((x - w).abs().max()), eps * largest)
+    error = float((y - z).abs().max())
+    return error / rounding if rounding else float("inf") if error else 0.0

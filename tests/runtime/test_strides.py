@@ -1,0 +1,94 @@
+"""Models that make tensors with gaps, reversed or expanded ones where ranks speak: on threads and on Gloo processes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from conjoin.ir import Plan
+from conjoin.runtime import carriers
+from conjoin.runtime.communicator import Communicator
+from conjoin.runtime.threads import run_ranks
+from tests.runtime.gloo_ranks import run_processes
+from tests.runtime.hand_plans import by_strategy, captured, module_on
+from tests.runtime.random_graphs import Sample
+
+
+class Scored(nn.Module):
+    """Two layers whose outputs are seen through a view before something is taken over the whole batch."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.score, self._view = nn.Linear(4, 6), nn.Linear(6, 2), view
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._view(self.score(torch.tanh(self.up(x))))
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a column": lambda y: torch.softmax(y[:, 0], 0),
+    "every second row": lambda y: torch.softmax(y, 0)[::2],
+    "transposed": lambda y: torch.softmax(y.t(), 1).t(),
+    "expanded": lambda y: torch.softmax(y[:, :1].expand(-1, 3), 0),
+    "the diagonal": lambda y: torch.softmax((y @ y.t()).diagonal(), 0),
+    "complex": lambda y: torch.softmax(torch.view_as_real(torch.view_as_complex(y).conj() ** 2)[:, 1], 0),
+}
+STRATEGIES = "data-parallel", "fsdp", "megatron", "reduction"
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return functional.mse_loss(y.reshape(-1)[:4], target)
+
+
+@cache
+def case(view: str) -> Sample:
+    torch.manual_seed(1)
+    return captured(Scored(VIEWS[view]), (torch.randn(8, 4), torch.randn(4)), loss)
+
+
+@cache
+def cases() -> list[tuple[Sample, Plan]]:
+    return [(case(view), by_strategy(case(view), strategy, 2)) for view in VIEWS for strategy in STRATEGIES]
+
+
+def trained(communicator: Communicator, sample: Sample, plan: Plan) -> tuple[float, float]:
+    """The loss and the norm of the gradients."""
+    step = module_on(plan, sample, communicator)
+    value = step(*sample.inputs)
+    value.backward()
+    return value.item(), step.clip_grad_norm_(1.0).item()
+
+
+def program(communicator: Communicator) -> list[tuple[float, float]]:
+    return [trained(communicator, sample, plan) for sample, plan in cases()]
+
+
+def alone(sample: Sample) -> tuple[float, float]:
+    model = copy.deepcopy(sample.model)
+    value = loss(model(sample.inputs[0]), sample.inputs[1])
+    value.backward()
+    return value.item(), nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_whatever_the_strides_it_trains_as_on_one_device(ranks: str, tmp_path: Path) -> None:
+    mesh = cases()[0][1].mesh
+    for found in run_ranks(mesh, program) if ranks == "threads" else run_processes(mesh, program, tmp_path):
+        for (sample, plan), got in zip(cases(), found, strict=True):
+            assert got == pytest.approx(alone(sample), rel=1e-9), str(plan.graph)
+
+
+def test_threads_refuse_what_gloo_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent as it is, as `reshape` gives it, is found out in the process already."""
+    monkeypatch.setattr(carriers, "to_send", lambda x: x.reshape(-1))
+    sample = case("a column")
+    plan = by_strategy(sample, "data-parallel", 2)
+    with pytest.raises(AssertionError, match="strides"):
+        run_ranks(plan.mesh, lambda c: trained(c, sample, plan))
