@@ -16,7 +16,7 @@ Sizes are whole: `y.0 / groups(x.1, y.1) = w.0` does not hold where the groups d
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from conjoin.errors import UsageError
@@ -97,6 +97,18 @@ def parse_condition(text: str) -> Condition:
 def parse_conditions(texts: Iterable[str]) -> tuple[Condition, ...]:
     """All conditions but that on groups, which is about operators and no tensors."""
     return tuple(parse_condition(text) for text in texts if text != ONE_GROUP)
+
+
+def tensors_in(texts: Iterable[str]) -> Iterator[Expr]:
+    """The tensors that conditions are about."""
+    for condition in parse_conditions(texts):
+        sizes: list[Size | None] = [condition.one, condition.other]
+        while sizes:
+            size = sizes.pop()
+            if isinstance(size, DimSize | Others):
+                yield size.tensor
+            elif isinstance(size, Made):
+                sizes += size.parts
 
 
 class _Parser:

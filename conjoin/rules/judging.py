@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from conjoin.rules.conditions import ONE_GROUP
 from conjoin.rules.definitions.proving import Verdict, prove
 from conjoin.rules.deriving import MOST_EXPRESSIONS, Derivation, Deriver
 from conjoin.rules.patterns import Apply, Expr, Input, Rule, operators_in
@@ -93,24 +94,48 @@ def derive_checked(rule: Rule, deriver: Deriver, most: int = MOST_EXPRESSIONS) -
         return None
     before, conditions = rule.left, dict[str, None]()
     for step in found:
-        verdict = _proof(Rule(step.rule, before, step.result))
-        if verdict is None:  # a rule of the library may have conditions that cannot hold here
+        needs = _proof(Rule(step.rule, before, step.result))
+        if needs is None:  # a rule of the library may have conditions that cannot hold here
             return None
-        conditions |= dict.fromkeys(verdict.conditions)
+        conditions |= dict.fromkeys(needs)
         before = step.result
     return Checked(found, tuple(conditions))
 
 
-def _proof(step: Rule) -> Verdict | None:
-    """From what changes alone, or else from the whole expressions: what is around it may tell more of the sizes.
+def _proof(step: Rule) -> tuple[str, ...] | None:
+    """The fewest conditions under which a step is proven, or None where it is not."""
+    found: list[tuple[str, ...]] = []
+    for rule in dict.fromkeys(_forms(step)):
+        verdict = prove(rule)
+        if verdict.proven:
+            found.append(_without_one_group(rule, verdict.conditions))
+        if () in found:
+            break
+    return min(found, key=len, default=None)
 
-    A convolution that says its number of groups is one of any number of groups.
+
+def _forms(step: Rule) -> Iterator[Rule]:
+    """A step as a rule: of what changes alone, and with more and more of what is around it.
+
+    What is around it may tell more of the sizes, or make up for what changes. A convolution that says its number of
+    groups is one of any number of groups.
     """
     changed = [pair for pair in zip(step.left, step.right, strict=True) if pair[0] != pair[1]]
-    inner = [_innermost(one, other) for one, other in changed]
-    local = Rule(step.name, tuple(one for one, _ in inner), tuple(other for _, other in inner))
-    open_groups = Rule(step.name, *(tuple(map(_without_groups, side)) for side in (local.left, local.right)))
-    return next((found for rule in dict.fromkeys((local, step, open_groups)) if (found := prove(rule)).proven), None)
+    levels = [list(_levels(one, other)) for one, other in changed]
+    for depth in range(max(map(len, levels))):
+        pairs = [level[min(depth, len(level) - 1)] for level in levels]
+        local = Rule(step.name, tuple(one for one, _ in pairs), tuple(other for _, other in pairs))
+        yield _with_shared(local)
+        yield local
+        yield Rule(step.name, *(tuple(map(_without_groups, side)) for side in (local.left, local.right)))
+
+
+def _without_one_group(rule: Rule, conditions: Sequence[str]) -> tuple[str, ...]:
+    """With a condition on the convolutions of this rule in place of that on all convolutions."""
+    convs = (e for e in operators_in(*rule.left) if e.op == "conv" and e.param("groups", "?") == "?")
+    single = [f"{image}.1 = {kernel}.1" for image, kernel in (conv.args for conv in convs)]
+    others = (one for one in conditions if one != ONE_GROUP)
+    return (*single, *others) if ONE_GROUP in conditions else tuple(others)
 
 
 def _with_shared(rule: Rule) -> Rule:
@@ -125,14 +150,13 @@ def _with_shared(rule: Rule) -> Rule:
     return Rule(rule.name, tuple(map(changed, rule.left)), tuple(map(changed, rule.right)))
 
 
-def _innermost(one: Expr, other: Expr) -> tuple[Expr, Expr]:
-    """The smallest parts of two expressions outside of which they are the same."""
-    while isinstance(one, Apply) and isinstance(other, Apply) and (one.op, one.params) == (other.op, other.params):
+def _levels(one: Expr, other: Expr) -> Iterator[tuple[Expr, Expr]]:
+    """Parts of two expressions outside of which they are the same, the smallest first."""
+    if isinstance(one, Apply) and isinstance(other, Apply) and (one.op, one.params) == (other.op, other.params):
         different = [pair for pair in zip(one.args, other.args, strict=True) if pair[0] != pair[1]]
-        if len(different) != 1:
-            break
-        one, other = different[0]
-    return one, other
+        if len(different) == 1:
+            yield from _levels(*different[0])
+    yield one, other
 
 
 def _without_groups(expr: Expr) -> Expr:

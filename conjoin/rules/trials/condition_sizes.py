@@ -77,7 +77,7 @@ def _made(shaping: Shaping, size: Made) -> int:
         case "+":
             return puzzle.relate("sum", parts)
         case "*":
-            return puzzle.relate("product", parts)
+            return puzzle.relate("product", parts, least=0)
         case "/" | "groups":
             found = puzzle.new()
             puzzle.state("product", parts[0], (parts[1], found))

@@ -7,7 +7,7 @@ the right side runs there is found by running it. Where both sides must run, the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
@@ -81,12 +81,13 @@ class _Plan:
 class Sampler:
     """Draws instances of a rule under conditions."""
 
-    def __init__(self, rule: Rule, when: Sequence[str] = ()) -> None:
+    def __init__(self, rule: Rule, when: Sequence[str] = (), others: Iterable[Expr] = ()) -> None:
+        """With other expressions over its inputs, of which something may be asked."""
         self.rule = with_groups(rule, 1) if ONE_GROUP in when else rule
         self._conditions = parse_conditions(when)
         self._pairs = tuple(Apply("sub", (), pair) for pair in zip(self.rule.left, self.rule.right, strict=True))
         try:
-            self._forms = Forms(*self._pairs)
+            self._forms = Forms(*self._pairs, *others)
             spread_of(walk(*self._pairs), Random(0))
         except Meaningless as error:
             raise NoInstance(str(error)) from None

@@ -59,10 +59,11 @@ class Shaping:
         return self.named_number(value, *_BOUNDS.get(name, (1, 12)))
 
     def named_number(self, name: str, least: int = 0, most: int = 12) -> int:
-        own = self.puzzle.new(least, most)
-        if name in self.named:
-            self.puzzle.same(own, self.named[name])
-        return self.named.setdefault(name, own)
+        if name not in self.named:
+            self.named[name] = self.puzzle.new(least, most)
+        elif least:
+            self.puzzle.same(self.named[name], self.puzzle.new(least))
+        return self.named[name]
 
     def mesh(self, expr: Apply) -> int:
         name = str(expr.param("mesh", "m"))

@@ -148,18 +148,37 @@ class Puzzle:
     def _choices(self, unknown: int, largest: int) -> Sequence[int]:
         """The numbers that an unknown may be, as far as single relations tell."""
         at = self.find(unknown)
-        least, most = self.least[at], self.most[at]
+        about = [relation for relation in self.relations if at in map(self.find, relation.parts)]
+        reaches = (self._reach(relation) for relation in about if self.find(relation.parts[0]) == at)
+        least, most = max([self.least[at], *reaches]), self.most[at]
         choices: Iterable[int] = range(least, min(most, least + largest - 1) + 1)
-        for relation in self.relations:
+        for relation in about:
             whole = self.value(relation.whole)
-            if whole is not None and relation.kind == "product" and at in map(self.find, relation.parts):
+            if whole is not None and relation.kind == "product":
                 choices = [n for n in range(1, min(whole, most) + 1) if whole % n == 0 and n >= least]
-        for relation in self.relations:
+        for relation in about:
             whole = self.value(relation.whole)
-            if whole is not None and relation.kind == "sum" and at in map(self.find, relation.parts):
-                others = sum(self.least[self.find(part)] for part in relation.parts) - least
+            if whole is not None and relation.kind == "sum":
+                others = sum(self.least[self.find(part)] for part in relation.parts) - self.least[at]
                 choices = [n for n in choices if n <= whole - others]
+            elif relation.kind == "windows":
+                choices = [n for n in choices if self._has_windows(relation, at, n)]
         return list(choices)
+
+    def _reach(self, relation: Relation) -> int:
+        """The smallest size into which a window fits."""
+        if relation.kind != "windows":
+            return 0
+        _, kernel, _, padding = map(self.value, relation.parts)
+        return (kernel or 1) - 2 * (padding or 0)
+
+    def _has_windows(self, relation: Relation, at: int, number: int) -> bool:
+        """Whether there are windows, as many as there must be, where an unknown is a number."""
+        parts = [number if self.find(part) == at else self.value(part) for part in relation.parts]
+        if None in parts:
+            return True
+        made, whole = _windows(*parts), self.value(relation.whole)  # type: ignore[arg-type]
+        return made is not None and whole in (None, made)
 
 
 def _windows(size: int, kernel: int, stride: int, padding: int) -> int | None:

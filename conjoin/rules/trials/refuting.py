@@ -13,6 +13,7 @@ from random import Random
 
 import torch
 
+from conjoin.rules.conditions import tensors_in
 from conjoin.rules.patterns import Rule, operators_in
 from conjoin.rules.trials.evaluating import Value, evaluate
 from conjoin.rules.trials.instances import Instance, NoInstance, Right, Sampler
@@ -119,19 +120,19 @@ def try_out(
 def find_beyond(
     rule: Rule, conditions: Sequence[str], when: Sequence[str] = (), num_trials: int = 40
 ) -> Instance | None:
-    """An instance on which both sides run and conditions do not hold: what is known under them is not known there."""
-    sampler = Sampler(rule, when)
+    """An instance on which both sides give the same shapes and conditions do not hold: what they tell, is not known."""
+    sampler = Sampler(rule, when, tensors_in(conditions))
     drawn = _instances(sampler, num_trials, Random(0), Right.RUNS) if conditions else ()
     beyond = (instance for instance in drawn if not sampler.is_within(instance, conditions))
-    return next((instance for instance in beyond if _runs(instance)), None)
+    return next((instance for instance in beyond if _gives_same_shapes(instance)), None)
 
 
-def _runs(instance: Instance) -> bool:
+def _gives_same_shapes(instance: Instance) -> bool:
     try:
-        evaluate(instance.rule.outputs, instance.inputs, instance.setting)
+        found = compare(instance)
     except Misfit:
         return False
-    return True
+    return found is None or (not found.misfit and found.shapes[0] == found.shapes[1])
 
 
 def _instances(sampler: Sampler, num_trials: int, random: Random, other: Right) -> Iterator[Instance]:
