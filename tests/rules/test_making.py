@@ -111,7 +111,7 @@ def test_what_is_refuted_is_in_no_library(wrong_prover: None) -> None:
     made = make_library(((SMALL, 1),), progress=quiet, more=(FALSE,))
     assert made.library == true.library and true.refuted == ()
     (told,) = made.refuted
-    assert "matmul(x, y) => matmul(y, x): refuted, " in told and "on the left and" in told
+    assert "matmul(x, y) => matmul(y, x): refuted, " in told
 
 
 def test_what_is_refuted_gets_no_stamp(wrong_prover: None) -> None:
