@@ -25,6 +25,7 @@ from conjoin.ir import (
     Value,
     check_plan,
     checkpointed_segments,
+    computation_digest,
     fingerprint,
     model_mark,
     parallelize,
@@ -359,5 +360,6 @@ def plan_of(outcome: Outcome, captured: Graph, machine: Machine) -> Plan:
         substitutions=entry.variant.substitutions,
         accumulation=entry.variant.accumulation,
         predictions=predictions,
+        computes=computation_digest(graph, entry.variant.accumulation),
     )
     return check_plan(plan)

@@ -19,6 +19,7 @@ from conjoin.ir import (
     check_plan,
     checkpointed_segments,
     choose,
+    computation_digest,
     expand,
     model_mark,
     parallelize,
@@ -90,6 +91,7 @@ def make_plan_by(captured: Graph, machine: Machine, strategy: Callable[[Facts], 
     parallel = parallelize(graph, laid_out.leaves, laid_out.choices, laid_out.outputs)
     plan = Plan(
         graph=parallel,
+        computes=computation_digest(graph),
         mesh=machine.mesh,
         model=model_mark(captured),
         machine=Mark(machine.name, machine.fingerprint()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import inf
 
 from conjoin.cost import CostModel
@@ -45,6 +46,7 @@ def _named_only(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None
     """The named strategies were judged already."""
 
 
+@cache
 def _ways() -> tuple[Way, ...]:
     """The substitutions of the library."""
     return ways_of(Library.shipped())
