@@ -29,8 +29,8 @@ UNDERIVED = [
     "transpose(identity) => identity",
     "conv[groups=1](x, identity_kernel[kernel=k]) => x",
 ]
-"""True and proven. Of the first no candidate is from which it follows; the others are about constants that no graph has,
-and so not in the library."""
+"""True and proven. Of the first no candidate is from which it follows; the others are about constants that no graph
+has, and so not in the library."""
 
 
 def rules_of(file: str) -> list[Rule]:
