@@ -30,7 +30,7 @@ from conjoin.ir import (
     sequential,
 )
 from conjoin.machine import Axis, Mesh
-from conjoin.ops import Copies, Layout, Partial, Split, TensorType, make_layout
+from conjoin.ops import Copies, Layout, Partial, Placement, Split, TensorType, make_layout
 from conjoin.rules import Apply, Expr, Input, Match, Refused, Rule, inputs_of, load_rules, parse_rule, prove
 from conjoin.rules.graphs.emitting import Emitter
 from conjoin.rules.graphs.sizing import Sizes
@@ -130,7 +130,7 @@ def input_layouts(rule: Rule, instance: Instance) -> Iterator[dict[str, Layout]]
     names, ways = inputs_of(*rule.outputs), []
     for name in names:
         value = instance.inputs[name]
-        kinds = (*map(Split, range(len(value.shape))), Copies(), Partial())
+        kinds: tuple[Placement, ...] = (*map(Split, range(len(value.shape))), Copies(), Partial())
         each = product(kinds, repeat=len(value.axes))
         ways.append([make_layout(zip(value.axes, placements, strict=True)) for placements in each])
     for chosen in product(*ways):
@@ -152,7 +152,7 @@ def graph_of(rule: Rule, side: tuple[Expr, ...], instance: Instance, layouts: Ma
     params = {**setting.numbers, **setting.functions, "m": ("m",), "n": ("n",)}
     form = Rule("side", side, side)
     inputs = tuple(zip(layouts, map(Value, leaves), strict=True))
-    match = Match(form, form, (), inputs, tuple(params.items()), (), Sizes(shapes, dims, setting.numbers))  # type: ignore
+    match = Match(form, form, (), inputs, tuple(params.items()), (), Sizes(shapes, dims, setting.numbers))
     emitter = Emitter(match)
     outputs = tuple(emitter.value(emitter.emit(expr)) for expr in side)
     return Graph(
