@@ -117,7 +117,7 @@ def layouts_of(rule: Rule) -> Iterator[tuple[Graph, Graph]]:
                 yield sides[0], sides[1]
 
 
-def instances(rule: Rule, count: int = 6) -> Iterator[Instance]:
+def instances(rule: Rule, count: int = 12) -> Iterator[Instance]:
     """With one device along each axis: shapes are then those of whole tensors."""
     sampler, random = Sampler(rule), Random(0)
     drawn = (sampler.draw(random, 4) for _ in range(20 * count))
@@ -148,7 +148,8 @@ def graph_of(rule: Rule, side: tuple[Expr, ...], instance: Instance, layouts: Ma
         name: TensorType(shapes[Input(name)], torch.int64 if name in rows else torch.float64) for name in layouts
     }
     leaves = tuple(make_leaf(LeafKind.INPUT, name, type.laid_out(layouts[name])) for name, type in plain.items())
-    dims = {e: setting.places[e] % max(len(shapes[e.args[0]]), 1) for e in exprs if e in setting.places}  # type: ignore
+    along = [e for e in exprs if isinstance(e, Apply) and e.param("axis") != ""]
+    dims = {e: int(setting.places.get(e, e.param("axis"))) % max(len(shapes[e.args[0]]), 1) for e in along}
     params = {**setting.numbers, **setting.functions, "m": ("m",), "n": ("n",)}
     form = Rule("side", side, side)
     inputs = tuple(zip(layouts, map(Value, leaves), strict=True))
