@@ -21,4 +21,4 @@ def test_it_is_proven_with_its_conditions(entry: Entry) -> None:
 @pytest.mark.parametrize("entry", ENTRIES[::7], ids=lambda entry: entry.name)
 def test_it_survives_trials(entry: Entry) -> None:
     trials = try_out(entry.rule, 20, when=entry.conditions)
-    assert trials.num_run >= 90 and trials.counterexample is None
+    assert trials.num_run >= 20 and trials.counterexample is None
