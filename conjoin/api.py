@@ -22,7 +22,8 @@ from conjoin.errors import (
     StrategyError,
     UsageError,
 )
-from conjoin.frontends import Batch, capture, not_understood
+from conjoin.frontends import Batch, not_understood, run_plainly
+from conjoin.frontends import capture as capture_graph
 from conjoin.ir import Graph, Plan, fingerprint, load_graph, load_plan, parse_graph, plain_model, save_graph, verify
 from conjoin.machine import Machine, parse_machine
 from conjoin.report import Explanation, Inspection, PlanDiff, explanation_text, inspect
@@ -32,7 +33,10 @@ from conjoin.runtime import (
     CapturedModule,
     Case,
     ParallelModule,
+    PlainModel,
     Verdict,
+    check_capture,
+    copied_for_check,
     full_state_dict,
     load,
     load_checkpoint,
@@ -68,6 +72,29 @@ try:
     __version__ = version("conjoin")
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+unknown"
+
+
+def capture(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None = None, *, check: bool = True) -> Graph:
+    """Turn a model into a graph, in the mode (train or eval) it is in.
+
+    `batch` is a tensor, a tuple of positional inputs or a dict of keyword inputs. With a `loss`, inputs that the
+    model's forward does not take are given to the loss after the model's output, and the graph returns the loss.
+    What is kept but not understood is told in one report on the logger `conjoin`. With `check` the graph is compared
+    with the model itself, on other values than those of the batch, where the model has values and a step is small;
+    the report says whether it was.
+
+    >>> import torch
+    >>> graph = capture(nn.Linear(4, 2), torch.zeros(3, 4))
+    >>> [node.op for node in graph.nodes]
+    ['linear']
+    """
+    if not check or not isinstance(model, nn.Module):
+        return capture_graph(model, batch, loss)
+    plain = PlainModel(plain_model(model), loss, run_plainly)
+    own = copied_for_check(plain, batch)
+    return capture_graph(
+        model, batch, loss, lambda graph: own if isinstance(own, str) else check_capture(graph, own, batch)
+    )
 
 
 def plan(
@@ -202,11 +229,15 @@ def _known_costs() -> CostModel:
 
 
 def verify_plan(plan: Plan, model: nn.Module, batch: Batch, *, loss: Any = None, num_steps: int = 5) -> Verdict:
-    """Compare a plan with one device: loss, gradients and weights, all ranks in this process, in double precision."""
+    """Compare a plan with one device: loss, gradients and weights, all ranks in this process, in double precision.
+
+    The model itself is run as well, for as many steps, on batches other than the one given.
+    """
     if num_steps < 1:
         raise UsageError(
             f"A plan was to be compared with one device for {num_steps} steps. Nothing would be compared. "
             f"Ask for at least one step."
         )
-    plain = plain_model(model)
-    return verify_in_process(Case(plan, capture(plain, batch, loss), plain, batch), num_steps)
+    own = plain_model(model)
+    graph, plain = capture(own, batch, loss, check=False), PlainModel(own, loss, run_plainly)
+    return verify_in_process(Case(plan, graph, own, batch, plain), num_steps)

@@ -37,7 +37,7 @@ def load_model_graph(model: str, *, batch_size: int | None, training: bool | Non
     is_function = ":" in model and not _is_zoo(model)
     found, batch, loss = (_from_function if is_function else _from_zoo)(model, batch_size)
     _run(f"Setting the mode of {model}", lambda: found.train(training is not False))
-    return capture_model(found, batch, loss)
+    return capture_model(found, batch, loss, check=True)
 
 
 def read_plan(path: str | Path, imports: Sequence[str] | None) -> Plan:
@@ -48,10 +48,10 @@ def read_plan(path: str | Path, imports: Sequence[str] | None) -> Plan:
         return load_plan(path, imports or ())
 
 
-def capture_model(model: nn.Module, batch: Any, loss: Any) -> Graph:
+def capture_model(model: nn.Module, batch: Any, loss: Any, *, check: bool = False) -> Graph:
     """Capture a model; what its forward prints goes to stderr, since stdout has the answer of the command."""
     with _without_torch_logs(), redirect_stdout(sys.stderr):
-        return capture(model, batch, loss)
+        return capture(model, batch, loss, check=check)
 
 
 def load_workload(model: str, batch_size: int | None) -> tuple[nn.Module, Any, Any]:

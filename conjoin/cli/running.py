@@ -16,16 +16,20 @@ from torch import nn
 from conjoin.api import UsageError
 from conjoin.cli.models import ImportOption, capture_model, load_workload, read_plan
 from conjoin.cli.output import check_output, print_json
+from conjoin.frontends import run_plainly
 from conjoin.ir import Plan, flatten_tree, unflatten_tree
 from conjoin.report import Event, save_trace
 from conjoin.runtime import (
     TOLERANCE,
+    AgainstModel,
     Case,
     ParallelModule,
+    PlainModel,
     Recorded,
     Verdict,
     check_made_for,
     compare_rank,
+    compare_with_model,
     connect,
     launch,
     load,
@@ -61,6 +65,11 @@ class _Asked:
         """The same model and batch on every rank, whatever process it is."""
         torch.manual_seed(_SEED)
         return load_workload(self.model, self.batch_size)
+
+    def case(self, plan: Plan) -> Case:
+        """The plan with all that it is compared with."""
+        model, batch, loss = self.workload()
+        return Case(plan, capture_model(model, batch, loss), model, batch, PlainModel(model, loss, run_plainly))
 
 
 def run_command(
@@ -176,10 +185,9 @@ def verify_command(
         result = _gathered(_compare(0, asked))
     elif ranks and found.mesh.size > 1:
         answers = launch(found.mesh.size, _compare, asked)
-        result = verdict(answers[0][0], [answer[1] for answer in answers])
+        result = verdict(answers[0][0], [answer[1] for answer in answers], answers[0][2])
     else:
-        built, data, loss = asked.workload()
-        result = verify_in_process(Case(found, capture_model(built, data, loss), built, data), steps)
+        result = verify_in_process(asked.case(found), steps)
     if _is_first():
         _show(found, result, as_json)
     if not result.passed:
@@ -187,18 +195,18 @@ def verify_command(
 
 
 def _compare(rank: int, asked: _Asked) -> Any:
-    plan = asked.read()
-    model, batch, loss = asked.workload()
-    graph = capture_model(model, batch, loss)
-    check_made_for(plan, graph)
-    case = Case(plan, graph, model, batch).widened()
+    given = asked.case(asked.read())
+    check_made_for(given.plan, given.graph)
+    case = given.widened()
     communicator, _ = connect(case.plan)
+    against = compare_with_model(given, case, asked.num_steps) if communicator.rank == 0 else None
     reference = train_alone(case, asked.num_steps)
-    return reference.losses, compare_rank(case, reference, communicator)
+    return reference.losses, compare_rank(case, reference, communicator), against
 
 
 def _gathered(mine: Any) -> Verdict:
-    return verdict(mine[0], _gather(mine[1]))
+    losses, compared, against = mine
+    return verdict(losses, _gather(compared), _gather(against)[0])
 
 
 def _show(plan: Plan, result: Verdict, as_json: bool) -> None:
@@ -207,6 +215,7 @@ def _show(plan: Plan, result: Verdict, as_json: bool) -> None:
         facts = {
             "passed": result.passed, "ranks": result.num_ranks, "worst": result.worst, "tolerance": TOLERANCE,
             "losses": result.losses, "plan_losses": result.plan_losses, "differences": shown,
+            "against_model": _facts_of(result.against_model),
         }  # fmt: skip
         print_json(facts)
         return
@@ -217,8 +226,19 @@ def _show(plan: Plan, result: Verdict, as_json: bool) -> None:
     for difference in result.differences[: 1 if result.passed else 8]:
         what = f"{difference.what} on rank {difference.rank}"
         typer.echo(f"largest difference: {difference.relative:.1e} in {what}")
+    for line in result.told:
+        typer.echo(line)
     verb = "trains exactly like one device" if result.passed else "does NOT train like one device"
     typer.echo(f"{'verified' if result.passed else 'refuted'}: the plan {verb} (relative tolerance {TOLERANCE:.0e})")
+
+
+def _facts_of(found: AgainstModel | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "passed": found.passed, "precision": found.precision, "batches": found.freshness.value,
+        "changed": found.changed, "differences": [asdict(difference) for difference in found.differences[:20]],
+    }  # fmt: skip
 
 
 def _on_device(batch: Any, device: torch.device) -> Any:

@@ -19,12 +19,17 @@ from conjoin.ir import Graph, find_faults, plain_model
 _log = logging.getLogger("conjoin")
 
 
-def capture(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None = None) -> Graph:
+def capture(
+    model: nn.Module,
+    batch: Batch,
+    loss: Callable[..., Any] | None = None,
+    check: Callable[[Graph], str] | None = None,
+) -> Graph:
     """Turn a model into a graph, in the mode (train or eval) it is in.
 
     `batch` is a tensor, a tuple of positional inputs or a dict of keyword inputs. With a `loss`, inputs that the
     model's forward does not take are given to the loss after the model's output, and the graph returns the loss.
-    What is kept but not understood is told in one report on the logger `conjoin`.
+    What is kept but not understood is told in one report on the logger `conjoin`, and what `check` says of the graph.
 
     >>> import torch
     >>> graph = capture(nn.Linear(4, 2), torch.zeros(3, 4))
@@ -49,13 +54,12 @@ def capture(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None = No
             "The loss did not return one floating-point number. Training minimises a single number. "
             "Return a scalar tensor, for example with reduction='mean'."
         )
-    report = not_understood(graph, exported.dropped)
-    if not report.complete:
-        _log.warning("%s: %s", graph.name, report)
     faults = find_faults(graph)
     if faults:
         advice = "torch.export states of it what torch itself does not: write it with other operators"
         raise _refusal([Problem(str(fault), None, advice) for fault in faults])
+    report = not_understood(graph, exported.dropped, check(graph) if check else "")
+    _log.log(logging.INFO if report.complete else logging.WARNING, "%s: %s", graph.name, report)
     return graph
 
 

@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 from conjoin.frontends.exporting import Exported
 from conjoin.frontends.loss_output import find_loss
 from conjoin.frontends.problems import LOSS_PREFIX, MODEL_PREFIX, Problem, source_of
+from conjoin.frontends.regions import CASTS
 from conjoin.frontends.torch_private import PINNED, InputKind, OutputKind, memory_of
 from conjoin.ir import MAX_CONSTANT_BYTES, Graph, GraphBuilder, Leaf, LeafKind, Node, Result, Source, Value, make_leaf
 from conjoin.ops import (
@@ -27,6 +28,7 @@ from conjoin.ops import (
     Call,
     TensorType,
     bind_args,
+    find_spec,
     map_tensors,
     operator_name,
     output_types,
@@ -43,8 +45,6 @@ _CHECKS = (
     "_assert_scalar",
     "sym_constrain_range_for_size",
 )
-_ONE_DTYPE = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
-"""Operators that refuse operands of different dtypes when run, but not when exported."""
 _BAG_MODES = ("sum", "mean", "max")
 
 
@@ -369,7 +369,8 @@ Canonical = tuple[str, tuple[Any, ...], tuple[TensorType, ...]]
 
 def canonical(op: str, args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
     """The form in which a call enters the graph, where that differs from what export emits."""
-    if op.partition(".")[0] in _ONE_DTYPE:
+    spec = find_spec(op)
+    if spec is not None and spec.one_dtype:
         dtypes = {value.type.dtype for _, value in walk_tensors(op, args) if value.type.dtype.is_floating_point}
         if len(dtypes) > 1:
             raise _Refused(f"it is given {' and '.join(sorted(map(str, dtypes)))}: convert one to the other")
@@ -489,14 +490,13 @@ def _bag_length(indices: Value, offsets: Value) -> int | None:
 _RESHAPES = (
     "view", "reshape", "_unsafe_view", "flatten.using_ints", "unflatten.int", "view_as", "reshape_as", "ravel",
 )  # fmt: skip
-_CASTS = ("to.dtype", "to.dtype_layout", "to.device", "to.other", "to.prim_Device", "type_as", "_to_copy")
 _CANONICAL: Mapping[str, Callable[[Any, Any, fx.Node], Canonical]] = {
     "native_dropout": _native_dropout,
     "_native_batch_norm_legit_no_training": _batch_norm_in_evaluation,
     "dropout": _dropout,
     **dict.fromkeys(_RESHAPES, _reshaped),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _sized),
-    **dict.fromkeys(_CASTS, _cast),
+    **dict.fromkeys((*CASTS, "_to_copy"), _cast),
     "copy": _copy,
     **dict.fromkeys(("as_strided", "as_strided_scatter"), _strided),
     **dict.fromkeys(("div.Tensor_mode", "div.Scalar_mode"), _divided),

@@ -27,14 +27,10 @@ from conjoin.frontends.torch_private import (
     aliases_input,
     is_mutable,
 )
-from conjoin.ops import operator_name
+from conjoin.ops import find_spec, operator_name
 
-_CASTS = ("to.dtype", "to.dtype_layout", "to.device", "to.other", "to.prim_Device", "type_as", "contiguous")
-_LOW_PRECISION = (
-    "linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "einsum", "conv1d", "conv2d", "conv3d",
-    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution", "scaled_dot_product_attention",
-)  # fmt: skip
-"""Operators that autocast computes in its own dtype on every device."""
+CASTS = ("to.dtype", "to.dtype_layout", "to.device", "to.other", "to.prim_Device", "type_as")
+"""Ways to ask for a dtype, which hand on what has it already."""
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -241,7 +237,7 @@ def _hands_on(node: fx.Node) -> bool:
     name = operator_name(node.target)
     if name in _DROPOUTS:
         return bool(node.args[2] is False or node.args[1] == 0)
-    if name not in _CASTS or node.kwargs.get("copy") or True in node.args[2:]:
+    if name not in (*CASTS, "contiguous") or node.kwargs.get("copy") or True in node.args[2:]:
         return False
     (before,), (after,) = _tensors(node.args[0]), _tensors(node)
     return bool(before.dtype == after.dtype and before.stride() == after.stride())
@@ -254,9 +250,9 @@ def _write_casts(walk: _Walk, node: fx.Node, region: fx.Node) -> None:
         return
     operands = [n for n in node.all_input_nodes if _can_be_cast(n)]
     wanted = [tensor.dtype for tensor in _tensors(node)]
-    candidates: tuple[torch.dtype | None, ...] = (None, dtype, torch.float32)
-    if operator_name(node.target).partition(".")[0] in _LOW_PRECISION:
-        candidates = (dtype, None)  # some of these take mixed dtypes without tensors' values, but not with them
+    spec = find_spec(operator_name(node.target))
+    mixes = spec is None or not spec.one_dtype  # those that do not take mixed dtypes where there are no values
+    candidates = (None, dtype, torch.float32) if mixes else (dtype, torch.float32, None)
     for target in candidates:
         if operands and _dtypes_given(node, operands, target) == wanted:
             for operand in operands:

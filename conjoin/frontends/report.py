@@ -29,6 +29,8 @@ class Report:
     opaque: tuple[OpaqueOperator, ...]
     dropped: tuple[str, ...] = ()
     """What a graph cannot keep of outputs and attributes, in words."""
+    checked: str = ""
+    """Whether the graph was compared with the model, in words."""
 
     @property
     def complete(self) -> bool:
@@ -37,14 +39,14 @@ class Report:
     def __str__(self) -> str:
         lines = [str(entry) for entry in self.opaque]
         lines += self.dropped
-        if not lines:
-            return "Everything was understood."
-        return f"{len(lines)} thing(s) not understood; the rest is still optimized:\n" + "\n".join(
-            f"  {line}" for line in lines
-        )
+        found = f"{len(lines)} thing(s) not understood; the rest is still optimized:" if lines else _COMPLETE
+        return "\n  ".join([found, *lines, *([self.checked] if self.checked else [])])
 
 
-def not_understood(graph: Graph, dropped: tuple[str, ...] = ()) -> Report:
+_COMPLETE = "Everything was understood."
+
+
+def not_understood(graph: Graph, dropped: tuple[str, ...] = (), checked: str = "") -> Report:
     """Everything in a graph that is kept as it is, because nothing is known about it."""
     found: dict[str, OpaqueOperator] = {}
     for node in graph.nodes:
@@ -53,4 +55,4 @@ def not_understood(graph: Graph, dropped: tuple[str, ...] = ()) -> Report:
             reason = why_opaque(node.call, types) or "it was called in a form that its declaration did not cover"
             first = found.setdefault(op, OpaqueOperator(op, 0, graph.source_of(node), reason))
             found[op] = replace(first, count=first.count + 1)
-    return Report(tuple(found.values()), dropped)
+    return Report(tuple(found.values()), dropped, checked)

@@ -296,7 +296,7 @@ def storages_of(traced: Any) -> frozenset[int]:
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
     """The calls that a composite operator consists of; None where it is none."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return partial(op._op_dk, key) if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) else None
+    return partial(op._op_dk, key) if torch._C._dispatch_has_kernel_for_dispatch_key(str(op._name), key) else None
 
 
 class FollowedCalls(TorchFunctionMode):

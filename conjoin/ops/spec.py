@@ -179,6 +179,11 @@ class OpSpec:
     """The same operator as a composition of others, which may be split where this one may not."""
     random: bool = False
     """Each element is drawn on its own: shards draw independently, copies draw alike."""
+    rate: str = ""
+    """The attribute that says how often something is dropped: at 0 nothing is drawn."""
+    one_dtype: bool = False
+    """Runs on operands of one floating-point dtype only, though torch may give a type for others; autocast brings them
+    to its own."""
     domain: tuple[float, float] = (-2.0, 2.0)
     """Where test values lie."""
     smooth: bool = True

@@ -1,6 +1,6 @@
 """Substitutions: equations between small graphs, generated, proven, kept in a library, matched and applied."""
 
-from conjoin.rules.definitions.proving import Verdict, prove, with_groups
+from conjoin.rules.definitions.proving import Verdict, prove
 from conjoin.rules.deriving import Derivation, Deriver, Step
 from conjoin.rules.generator.generating import Selection, generate
 from conjoin.rules.generator.selecting import Proven, drop_derived, drop_instances, prove_all
@@ -20,6 +20,7 @@ from conjoin.rules.judging import Judgement, Standing, judge
 from conjoin.rules.library import SHIPPED, Entry, Library, make_entry, method_of, operators_version
 from conjoin.rules.making import Made, certify, make_library, reasons_of
 from conjoin.rules.operators import OPS, RuleOp
+from conjoin.rules.parameters import with_groups
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, inputs_of, operators_in
 from conjoin.rules.text import RuleFile, WrittenRule, load_rules, parse_expressions, parse_rule, parse_rules, save_rules
 from conjoin.rules.trials.refuting import Counterexample, Trials, refute, try_out

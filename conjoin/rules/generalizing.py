@@ -12,10 +12,11 @@ from dataclasses import replace
 from itertools import product
 from math import prod
 
+from conjoin.rules.conditions import ONE_GROUP
 from conjoin.rules.definitions.dims import IllFormed
-from conjoin.rules.definitions.proving import Verdict, with_groups
+from conjoin.rules.definitions.proving import Verdict
 from conjoin.rules.definitions.ranks import Ranks
-from conjoin.rules.parameters import parameters
+from conjoin.rules.parameters import parameters, with_groups
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, inputs_of, operators_in
 from conjoin.rules.trials.instances import NoInstance
 from conjoin.rules.trials.refuting import try_out
@@ -25,7 +26,6 @@ _NUM_TRIALS = 6
 _MOST_NAMINGS = 64
 _INPUT_NAMES = ("x", "y", "z", "w", "u", "v", "t", "r", "q", "p")
 _NAMES: Mapping[str, str] = {"stride": "s", "pad": "p", "act": "f"}
-_ONE_GROUP = "groups = 1"
 
 Prove = Callable[[Rule], Verdict]
 
@@ -35,7 +35,7 @@ def generalize(rule: Rule, prove: Prove) -> tuple[Rule, Verdict]:
     verdict = prove(rule)
     if not verdict.proven:
         return rule, verdict
-    if _ONE_GROUP in verdict.conditions:
+    if ONE_GROUP in verdict.conditions:
         rule = with_groups(rule, 1)
         verdict = prove(rule)
     for steps in (_inputs_apart, _axes_named, _parameters_named):
@@ -50,13 +50,15 @@ def generalize(rule: Rule, prove: Prove) -> tuple[Rule, Verdict]:
 def _proven(wider: Rule, prove: Prove, before: Verdict) -> Verdict | None:
     """The verdict about a wider rule, where that is worth more than what is known."""
     try:
-        if try_out(wider, _NUM_TRIALS, under_conditions=True).counterexample is not None:
+        if try_out(wider, _NUM_TRIALS, any_shapes=True).counterexample is not None:
             return None
-    except (NoInstance, IllFormed):
+        found = prove(wider)
+        narrower = ONE_GROUP in found.conditions and ONE_GROUP not in before.conditions
+        if not found.proven or narrower:
+            return None
+        return found if try_out(wider, _NUM_TRIALS, when=found.conditions).counterexample is None else None
+    except NoInstance:
         return None
-    found = prove(wider)
-    narrower = _ONE_GROUP in found.conditions and _ONE_GROUP not in before.conditions
-    return found if found.proven and not narrower else None
 
 
 def padded_alike(rule: Rule, prove: Prove) -> Rule | None:

@@ -31,6 +31,9 @@ from conjoin.rules.text import RuleFile, WrittenRule, load_rules, save_rules
 
 SHIPPED = LIBRARY
 """Made by `conjoin rules generate`."""
+_REWRITING = 2
+"""Raised when rules are matched or applied otherwise than before, because that was wrong: plans made until then name
+stamps that no library has any more."""
 FOR_ANY_FUNCTION, FOR_THIS_FUNCTION = "definitions", "functions"
 """What proofs are called: from definitions alone, or also from what is known of the rule's one function."""
 _GENERIC: Mapping[str, tuple[Parameter, ...]] = {
@@ -181,7 +184,10 @@ def _checked(written: WrittenRule, path: str, version: str) -> Entry:
 
 @cache
 def operators_version() -> str:
-    """What changes when an operator is added, declared or defined differently, and not with how that is written."""
+    """What changes when an operator is added, declared or defined differently, and not with how that is written.
+
+    Also when rules are applied differently: what a stamp promises is that a plan by the rule is right.
+    """
     return find_operators_version()
 
 
@@ -189,7 +195,7 @@ def find_operators_version() -> str:
     """The version, not remembered."""
     ops = BY_NAME.values()
     declared = [[op.name, op.num_args, op.kind, op.params, op.parallel, list(_definitions(op))] for op in ops]
-    return _digest(sorted(declared))
+    return _digest([_REWRITING, sorted(declared)])
 
 
 def _digest(data: object) -> str:

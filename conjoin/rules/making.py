@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from conjoin.rules.definitions.proving import prove, with_groups
+from conjoin.rules.definitions.proving import prove
 from conjoin.rules.derivations.rewrites import rewrites_of
 from conjoin.rules.generalizing import padded_alike
 from conjoin.rules.generator.forking import forked
@@ -17,6 +17,7 @@ from conjoin.rules.generator.more_vocabularies import MORE
 from conjoin.rules.generator.selecting import drop_derived, drop_instances, prove_all
 from conjoin.rules.generator.vocabulary import MODELS, MULTILINEAR, TASO, Vocabulary
 from conjoin.rules.library import Entry, Library, make_entry, method_of
+from conjoin.rules.parameters import with_groups
 from conjoin.rules.parsing import print_expressions
 from conjoin.rules.patterns import Apply, Expr, Input, Rule, operators_in
 from conjoin.rules.shortcuts import drop_replaceable
@@ -80,7 +81,7 @@ def certify(rule: Rule) -> Entry | str:
 def refuted_by(rule: Rule) -> str:
     """How a trial contradicts a rule that is proven, under its conditions; empty where none does."""
     try:
-        found = try_out(rule, NUM_TRIALS, under_conditions=True).counterexample
+        found = try_out(rule, NUM_TRIALS, when=prove(rule).conditions).counterexample
     except NoInstance as error:
         return str(error)
     return "" if found is None else f"refuted, {found.reason}"

@@ -1,9 +1,11 @@
-"""Parameters of applications: all of them, and which are names that stand for any value."""
+"""Parameters of applications: all of them, which are names that stand for any value, and rules with others."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from conjoin.rules.operators import BY_NAME, FUNCTIONS
-from conjoin.rules.patterns import Apply, Expr, Parameter, walk
+from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, walk
 
 _WORDS: dict[str, frozenset[str]] = {
     "pad": frozenset({"same", "valid"}),
@@ -32,3 +34,18 @@ def names_in(*roots: Expr) -> dict[str, str]:
     """The names that stand for any value, and of which parameter each is one."""
     applied = (expr for expr in walk(*roots) if isinstance(expr, Apply))
     return {str(v): name for expr in applied for name, v in parameters(expr) if is_any(name, v)}
+
+
+def with_groups(rule: Rule, groups: Parameter) -> Rule:
+    """The rule for convolutions of so many groups, where it does not say how many they have."""
+
+    def changed(expr: Expr) -> Expr:
+        if isinstance(expr, Input):
+            return expr
+        args = tuple(changed(arg) for arg in expr.args)
+        params = expr.params
+        if expr.op == "conv" and expr.param("groups", "?") == "?":
+            params = (*((name, value) for name, value in params if name != "groups"), ("groups", groups))
+        return Apply(expr.op, params, args)
+
+    return replace(rule, left=tuple(map(changed, rule.left)), right=tuple(map(changed, rule.right)))

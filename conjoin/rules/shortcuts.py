@@ -14,8 +14,7 @@ from dataclasses import replace
 from conjoin.rules.definitions.functions import INTERPRETED
 from conjoin.rules.deriving import Derivation, Deriver
 from conjoin.rules.generator.forking import forked
-from conjoin.rules.generator.selecting import by_size_and_numbers
-from conjoin.rules.judging import derive_checked
+from conjoin.rules.generator.selecting import by_size_and_numbers, derive_everywhere
 from conjoin.rules.library import Entry, of_each_function
 from conjoin.rules.patterns import Rule, operators_in
 
@@ -45,9 +44,11 @@ def drop_replaceable(
 
 
 def _spared_by(entry: Entry, kept: Mapping[str, Sequence[Rule]]) -> Derivation | None:
-    """How others make one side of a rule the other; steps that forget or make up outputs are none of a search."""
+    """How others make one side of a rule the other, wherever it holds; a search rewrites all outputs at once."""
     others = (rule for name, rules in kept.items() if name != entry.name for rule in rules)
-    return derive_checked(_open_form(entry), Deriver(others, each_output=False), _MOST_EXPRESSIONS)
+    return derive_everywhere(
+        _open_form(entry), Deriver(others, each_output=False), _MOST_EXPRESSIONS, entry.conditions
+    )
 
 
 def _open_form(entry: Entry) -> Rule:

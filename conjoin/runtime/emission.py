@@ -25,6 +25,7 @@ from conjoin.ir import (
     Segment,
     Value,
     check_registered,
+    drawn_strides,
     holds,
     is_parallel,
     is_random,
@@ -56,7 +57,7 @@ from conjoin.runtime.absence import find_leaving, is_confined, join
 from conjoin.runtime.bundles import Bundle
 from conjoin.runtime.communicator import uncompiled
 from conjoin.runtime.recomputing import SEGMENT, mark
-from conjoin.runtime.strides import drawn_strides, in_strides
+from conjoin.runtime.strides import in_strides
 
 Function = Callable[..., Any]
 

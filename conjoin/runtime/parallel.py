@@ -151,8 +151,8 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass: the batch as captured, whole or this rank's part of it; the loss is that of the whole."""
-        given = self._calling.arrange(args, kwargs)
-        device = given[0].device if given else self.store.device
+        given, device = self._calling.arrange(args, kwargs), self.store.device
+        self._check_device(given, device)
         batches = [self._local(given)] if self._accumulator is None else self._accumulator.micro.of(given)
         self._begin(device)
         state = [self.store.read(slot, device) for slot in self._slots]
@@ -162,6 +162,15 @@ class ParallelModule(nn.Module):
             outputs = self._accumulate(batches, state, device, self._accumulator)
         self._end(dict(zip(self._taken, given, strict=True)), outputs, self.plan.graph.loss)
         return self._calling.results(outputs)
+
+    def _check_device(self, given: list[Tensor], device: torch.device) -> None:
+        for x, leaf in zip(given, self._taken, strict=True):
+            if x.device.type != device.type or device.index not in (None, x.device.index):
+                raise UsageError(
+                    f"{self.plan.model.name} was called with {leaf.name} on {x.device}. Its weights are on {device}. "
+                    f"Move the batch there, as by {leaf.name}.to({str(device)!r}), or load the plan with "
+                    f"device={str(x.device)!r}."
+                )
 
     def _run(self, inputs: list[Tensor], state: list[Tensor | None], device: torch.device) -> list[Any]:
         with self._dropping():

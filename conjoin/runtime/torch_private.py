@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import profiler
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,12 +45,33 @@ def is_in_backward() -> bool:
 
 def after_backward(action: Callable[[], None]) -> None:
     """Do something when the backward pass that is at work has come to its end; not at all when it fails."""
-    torch.autograd.Variable._execution_engine.queue_callback(action)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(action)
 
 
 def is_profiling() -> bool:
     """Whether a profiler is at work in this process; yes where a release of torch does not tell."""
     return bool(getattr(profiler, "_is_profiler_enabled", True))
+
+
+def has_no_values(tensor: Tensor) -> bool:
+    """Whether a tensor is on the meta device, or pretends to be elsewhere."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+DispatchMode = TorchDispatchMode
+"""Sees every call of an operator below autograd."""
+
+
+def written_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What a call of an operator writes to."""
+    marked = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    named = {**dict(zip((a.name for a in op._schema.arguments), args, strict=False)), **kwargs}
+    return [leaf for name in marked for leaf in tree_leaves(named.get(name))]
+
+
+def makes_dtype(op: Any) -> bool:
+    """Whether an operator can be told the dtype of what it makes."""
+    return any(argument.name == "dtype" for argument in op._schema.arguments)
 
 
 class MetaWatch(TorchDispatchMode):

@@ -15,10 +15,11 @@ from conjoin.ir import (
     Plan,
     Substitution,
     Value,
+    asked_segments,
     can_expand,
     check_plan,
-    checkpointed_segments,
     choose,
+    computation_digest,
     expand,
     model_mark,
     parallelize,
@@ -90,11 +91,12 @@ def make_plan_by(captured: Graph, machine: Machine, strategy: Callable[[Facts], 
     parallel = parallelize(graph, laid_out.leaves, laid_out.choices, laid_out.outputs)
     plan = Plan(
         graph=parallel,
+        computes=computation_digest(graph),
         mesh=machine.mesh,
         model=model_mark(captured),
         machine=Mark(machine.name, machine.fingerprint()),
         strategy=str(draft.request),
-        memory=(*draft.memory, *recompute_actions(parallel, checkpointed_segments(parallel))),
+        memory=(*draft.memory, *recompute_actions(parallel, asked_segments(parallel))),
         substitutions=settled.substitutions,
     )
     return check_plan(plan)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import conjoin
-from conjoin.ir import to_json
+from conjoin.ir.graph_file import graph_to_json
 from tests.cli.conftest import MODELS, Ran
 from tests.ir.graphs import GOLDEN
 
@@ -171,8 +171,8 @@ def test_a_graph_file_that_is_not_there_or_too_large(run: Run, folder: Path) -> 
 
 
 def test_a_graph_file_that_is_not_well_formed(run: Run, folder: Path) -> None:
-    data = to_json(conjoin.parse_graph(GOLDEN))
-    data["nodes"][0]["types"] = ["f32[7,7]"]
+    data = graph_to_json(conjoin.parse_graph(GOLDEN))
+    data["graph"] = [line.replace("%0: f32[4,3]", "%0: f32[7,7]") for line in data["graph"]]
     (folder / "wrong.json").write_text(json.dumps(data))
     message = refuse(run, folder, "wrong.json")
     assert "%0 linear at mlp.py:12 (fc): gives f32[4,3], the graph states f32[7,7]" in message

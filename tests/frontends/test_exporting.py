@@ -15,7 +15,8 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from conjoin.frontends import capture
-from conjoin.ir import Graph, LeafKind, Value, from_json, parse_graph, to_json
+from conjoin.ir import Graph, LeafKind, Value, parse_graph
+from conjoin.ir.graph_file import graph_from_json, graph_to_json
 from conjoin.runtime import to_module
 
 
@@ -99,7 +100,7 @@ def test_outputs_keep_their_nesting_and_plain_values(compare: Callable[..., Any]
 def test_nesting_survives_text_and_json(function: Callable[..., Any]) -> None:
     model = Lambda(function)
     graph = capture(model, X)
-    for again in (parse_graph(str(graph)), from_json(to_json(graph))):
+    for again in (parse_graph(str(graph)), graph_from_json(graph_to_json(graph))):
         assert again == graph
         assert type(to_module(again, model)(X)) is type(model(X))
 

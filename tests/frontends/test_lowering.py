@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zoo
 from conjoin.errors import CaptureError
 from conjoin.frontends import capture, not_understood
-from conjoin.ir import Graph, LeafKind, Source, from_json, parse_graph, to_json
+from conjoin.ir import Graph, LeafKind, Source, parse_graph
 from conjoin.ops import Dtype, catalog, find_spec
 from conjoin.runtime import to_module
 
@@ -192,7 +192,7 @@ class Turned(nn.Module):
 def test_complex_numbers_are_kept(compare: Callable[..., Any]) -> None:
     graph = compare(Turned(), X, steps=2).graph
     assert "mul.Tensor(%0, 2-1j)" in str(graph) and "add.Tensor(%1, 1j)" in str(graph)
-    assert parse_graph(str(graph)) == graph and from_json(to_json(graph)) == graph
+    assert parse_graph(str(graph)) == graph
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.uint8, torch.bool])

@@ -97,7 +97,7 @@ def wrongly_proven(rule: Rule) -> Verdict:
     """A prover that believes what is false."""
     believed = {print_expressions(FALSE.left), print_expressions(FALSE.right)}
     given = {print_expressions(rule.left), print_expressions(rule.right)}
-    return Verdict(True, (), "") if given == believed else prove(rule)
+    return Verdict(True) if given == believed else prove(rule)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_what_is_refuted_is_in_no_library(wrong_prover: None) -> None:
     made = make_library(((SMALL, 1),), progress=quiet, more=(FALSE,))
     assert made.library == true.library and true.refuted == ()
     (told,) = made.refuted
-    assert "matmul(x, y) => matmul(y, x): refuted, " in told and "on the left and" in told
+    assert "matmul(x, y) => matmul(y, x): refuted, " in told
 
 
 def test_what_is_refuted_gets_no_stamp(wrong_prover: None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 from conjoin.rules import Entry, parse_rule
 from conjoin.rules.making import certify
 from conjoin.rules.shortcuts import drop_replaceable
@@ -33,9 +35,9 @@ def test_of_two_that_give_each_other_one_stays() -> None:
 
 def test_a_long_way_is_spared() -> None:
     eight = [f"x{i}" for i in range(8)]
-    nested = lambda names: f"matmul({names[0]}, {nested(names[1:])})" if len(names) > 1 else names[0]
-    turned = lambda names: f"matmul({turned(names[:-1])}, {names[-1]})" if len(names) > 1 else names[0]
-    moved = entry("moved", nested(eight), turned(eight))
+    nested = reduce(lambda inner, name: f"matmul({name}, {inner})", reversed(eight))
+    turned = reduce(lambda inner, name: f"matmul({inner}, {name})", eight)
+    moved = entry("moved", nested, turned)
     product = entry("product", "matmul(x, matmul(y, z))", "matmul(matmul(x, y), z)")
     found = kept(product, moved)
     assert found.keys() == {"product", "moved"} and int(found["moved"].split()[0]) > 3

@@ -18,6 +18,7 @@ from conjoin.frontends import capture
 from conjoin.ir import (
     Plan,
     check_plan,
+    computation_digest,
     cut_in_micro_batches,
     model_mark,
     operators_of,
@@ -62,7 +63,8 @@ def plan_for(found: Sample, strategy: str, steps: int, ranks: int = 2, segments:
     count = len(operators_of(plan.graph))
     some = [(i, i + segments - 1) for i in range(0, count - segments, segments)] if segments else []
     memory = (*plan.memory, *recompute_actions(plan.graph, some))
-    made = replace(plan, model=model_mark(found.graph), accumulation=accumulation, memory=memory)
+    computes = computation_digest(plan.graph, accumulation)
+    made = replace(plan, model=model_mark(found.graph), accumulation=accumulation, memory=memory, computes=computes)
     return check_plan(plan_from_json(plan_to_json(made)))
 
 

@@ -110,7 +110,7 @@ class Dims:
             raise NotCovered("two dims that are divided alike are split")
         first, second = (self.times(part, fast) for part in self.split(slow))
         dim.sum = (first, second)
-        self.assumed.append(f"first part of {whole(dim)} is a multiple of {fast.find().words}")
+        self.assumed.append(f"first part of {whole(dim)} = {first.words}")
 
     def _check_parts(self, dim: Dim) -> None:
         """Refuse what is split although two concatenations say where."""

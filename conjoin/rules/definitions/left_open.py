@@ -10,6 +10,7 @@ from conjoin.rules.definitions.calls import Devices
 from conjoin.rules.definitions.dims import NotCovered
 from conjoin.rules.definitions.reading import Element, Places, Reading
 from conjoin.rules.definitions.sums import ALWAYS, Function, Largest, Sum, below, between, choose, of
+from conjoin.rules.patterns import Input
 
 
 def quotient(reading: Reading) -> Element:
@@ -43,7 +44,11 @@ def concatenation(reading: Reading) -> Element:
 def piece(reading: Reading) -> Element:
     """x[k], or x[k + n] for the second part."""
     k, j = reading.along(reading.said.notation.operands[0]), reading.along(reading.output)
-    parts = reading.call.dims.split(reading.dims[k])
+    dims, whole = reading.call.dims, reading.dims[k]
+    is_joined = whole.find().sum is not None and whole.find() not in dims.cut
+    parts = dims.split(whole)
+    if is_joined and isinstance(reading.call.expr.args[0], Input):  # by what it is put together with, not by itself
+        dims.assumed.append(f"first part of {whole.words} = {parts[0].find().words}")
     part = int(reading.call.param("part"))
     reading.dims[j] = parts[part]
 

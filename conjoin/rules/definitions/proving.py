@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from conjoin.rules.conditions import ONE_GROUP
 from conjoin.rules.definitions.affine import number, symbol
 from conjoin.rules.definitions.calls import Call, Devices, Digits, Index, Tensor, positions
 from conjoin.rules.definitions.deciding import Facts
@@ -12,8 +13,8 @@ from conjoin.rules.definitions.equality import TooLarge, equal
 from conjoin.rules.definitions.ranks import Ranks, devices_of
 from conjoin.rules.definitions.sums import Atom, Sum, access, between, count_names_anew
 from conjoin.rules.operators import BY_NAME
-from conjoin.rules.parameters import parameters
-from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, walk
+from conjoin.rules.parameters import parameters, with_groups
+from conjoin.rules.patterns import Apply, Expr, Input, Rule, walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +45,7 @@ def prove(rule: Rule) -> Verdict:
     if found.proven or ungrouped == rule:
         return found
     narrow = _attempt(ungrouped)
-    return replace(narrow, conditions=("groups = 1", *narrow.conditions)) if narrow.proven else found
-
-
-def with_groups(rule: Rule, groups: Parameter) -> Rule:
-    """The rule for convolutions of so many groups, where it does not say how many they have."""
-
-    def changed(expr: Expr) -> Expr:
-        if isinstance(expr, Input):
-            return expr
-        args = tuple(changed(arg) for arg in expr.args)
-        params = expr.params
-        if expr.op == "conv" and expr.param("groups", "?") == "?":
-            params = (*((name, value) for name, value in params if name != "groups"), ("groups", groups))
-        return Apply(expr.op, params, args)
-
-    return replace(rule, left=tuple(map(changed, rule.left)), right=tuple(map(changed, rule.right)))
+    return replace(narrow, conditions=(ONE_GROUP, *narrow.conditions)) if narrow.proven else found
 
 
 def _attempt(rule: Rule) -> Verdict:
@@ -92,6 +78,7 @@ class Frame:
         # Both sides of an output are one tensor: what is known of the rank of one is known of the other.
         self.pairs = tuple(Apply("sub", (), pair) for pair in zip(rule.left, rule.right, strict=True))
         self.ranks, self.devices = Ranks(*self.pairs), devices_of(*self.pairs)
+        self._left = frozenset(walk(*rule.left))
         self.tensors: dict[Expr, Tensor] = {}
         self.named: dict[str, Dim] = {}
 
@@ -158,7 +145,8 @@ class Frame:
         rank = self.ranks[expr]
         others = "".join([f" before {-rank.least}"] * (rank.least > 0) + [f" but {n}" for n in sorted(rank.names)])
         words = (f"{expr}.{label}" if label != "…" else f"dims of {expr}{others}" for label in rank.labels)
-        return tuple(self.dims.new(word, is_made_up=isinstance(expr, Apply)) for word in words)
+        is_made_up = isinstance(expr, Apply) and expr not in self._left
+        return tuple(self.dims.new(word, is_made_up=is_made_up) for word in words)
 
     def _apply(self, expr: Apply) -> Tensor:
         for name in ("kernel", "groups", "parts"):

@@ -87,6 +87,8 @@ class Reading:
             return dims.new(f"windows({size}, 1, {stride}, 0)", window=(whole, None, stride, number(0)))
         padding = self._number(window.padding, "pad")
         self._offsets[window] = lambda: padding
+        if self.call.param("kernel") != "" and padding != number(0):  # torch pads pools by half a window at most
+            dims.needed.append(f"2 * {padding} <= {kernel.find().words}")
         words = f"windows({size}, {kernel.find().words}, {stride}, {padding})"
         return dims.new(words, window=(whole, kernel, stride, padding))
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from conjoin.rules.definitions.dims import IllFormed
 from conjoin.rules.parameters import parameters
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule
 from conjoin.rules.trials.evaluating import Setting, Value, evaluate
@@ -170,15 +169,15 @@ def agree(one: Value, other: Value) -> bool:
     return bool((near | ~a.isfinite() | ~b.isfinite()).all())
 
 
-def find_world(goal: Rule) -> World | None:
+def find_world(goal: Rule, when: Sequence[str] = ()) -> World | None:
     """An instance of a goal in which few sizes are alike; None where its sides differ, or never run."""
     try:
-        sampler = Sampler(goal)
-    except (NoInstance, IllFormed):
+        sampler = Sampler(goal, when)
+    except NoInstance:
         return None
     random = Random(0)
     drawn = (sampler.draw(random, _LARGEST) for _ in range(_DRAWS))
-    instances = [one for one in drawn if one is not None and one.frame.rule == goal]
+    instances = [one for one in drawn if one is not None]
     for instance in sorted(instances, key=_likeness):
         try:
             world = _world(instance)
@@ -191,12 +190,10 @@ def find_world(goal: Rule) -> World | None:
 
 def _likeness(instance: Instance) -> tuple[bool, int]:
     """How many sizes are 1 or the same as another one, and how few dims there are: a rule is one for any number."""
-    dims = {id(dim.find()): instance.sizes[dim.name] for dim in instance.frame.dims.every}
-    sizes = list(dims.values())
+    sizes = [size for value in instance.inputs.values() for size in value.shape]
     numbers = list(instance.setting.numbers.values())
     alike = len(sizes) - len(set(sizes)) + 3 * sizes.count(1) + 2 * numbers.count(1)
-    num_dims = sum(value.data.dim() for value in instance.inputs.values())
-    return instance.num_elements > _MOST_ELEMENTS, alike - _DIM * num_dims
+    return instance.num_elements > _MOST_ELEMENTS, alike - _DIM * len(sizes)
 
 
 def _world(instance: Instance) -> World | None:
@@ -206,15 +203,8 @@ def _world(instance: Instance) -> World | None:
         return None
     places: dict[tuple[Parameter, int], int] = {}
     for expr, place in setting.places.items():
-        on = expr.args[0]
-        places[expr.param("axis"), _rank(instance, on)] = place
+        places[expr.param("axis"), len(instance.shapes[expr.args[0]])] = place
     return World(instance, replace(setting, functions=functions), places)
-
-
-def _rank(instance: Instance, expr: Expr) -> int:
-    """How many dims an expression has in an instance."""
-    (value,) = evaluate((expr,), instance.inputs, instance.setting)
-    return len(value.shape)
 
 
 def _agrees(world: World, goal: Rule) -> bool:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from conjoin.rules.definitions.proving import Verdict
-from conjoin.rules.deriving import Deriver
+from conjoin.rules.definitions.proving import Verdict, prove
+from conjoin.rules.deriving import Derivation, Deriver
 from conjoin.rules.generalizing import generalize
 from conjoin.rules.generator.enumeration import Progress
 from conjoin.rules.generator.forking import compute_alone, forked
@@ -18,6 +18,7 @@ from conjoin.rules.judging import derive_checked
 from conjoin.rules.parameters import parameters
 from conjoin.rules.pattern_matching import Pairs, match_parameters, matches
 from conjoin.rules.patterns import Apply, Expr, Input, Rule, inputs_of, operators_in, walk
+from conjoin.rules.trials.refuting import find_beyond
 
 Prove = Callable[[Rule], Verdict]
 Outcome = tuple[Rule, Verdict]
@@ -123,7 +124,7 @@ def drop_derived(rules: Sequence[Rule], most: int, progress: Progress = print, w
 
     def follows(rule: Rule) -> bool:
         deriver = Deriver((other for other in kept if _may_explain(other, rule)), each_output=len(rule.left) == 1)
-        return derive_checked(rule, deriver, most) is not None
+        return derive_everywhere(rule, deriver, most, prove(rule).conditions) is not None
 
     done = 0
     while done < len(ordered):
@@ -137,6 +138,14 @@ def drop_derived(rules: Sequence[Rule], most: int, progress: Progress = print, w
         done += len(some)
         progress(f"{done:,} of {len(rules):,} rules, {len(kept):,} kept")
     return tuple(kept)
+
+
+def derive_everywhere(rule: Rule, deriver: Deriver, most: int, when: Sequence[str]) -> Derivation | None:
+    """A derivation whose steps are proven wherever the rule holds, that is under its conditions."""
+    found = derive_checked(rule, deriver, most)
+    if found is None or find_beyond(rule, [one for one in found.conditions if one not in when], when) is not None:
+        return None
+    return found.steps
 
 
 def _may_explain(known: Rule, rule: Rule) -> bool:
@@ -196,7 +205,8 @@ def _is_instance(rule: Rule, general: Rule) -> bool:
     if len(rule.left) != len(general.left):
         return False
     pairs = tuple(zip(general.outputs, rule.outputs, strict=True))
-    return any(True for _ in matches(pairs, {}, dict[str, object](), _opened))
+    nothing: Mapping[str, object] = {}
+    return any(True for _ in matches(pairs, {}, nothing, _opened))
 
 
 def _opened(

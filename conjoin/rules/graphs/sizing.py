@@ -15,10 +15,11 @@ from itertools import permutations
 from typing import Any
 
 from conjoin.rules.definitions.dims import Dim, IllFormed, NotCovered
-from conjoin.rules.definitions.proving import Frame, prove, with_groups
+from conjoin.rules.definitions.proving import Frame, prove
 from conjoin.rules.definitions.ranks import Ranks
 from conjoin.rules.graphs.terms import Shape
 from conjoin.rules.operators import BY_NAME
+from conjoin.rules.parameters import with_groups
 from conjoin.rules.patterns import Apply, Expr, Rule, walk
 
 

@@ -1,7 +1,7 @@
-"""Try to refute a rule: run both sides on random instances, small ones first, and compare.
+"""Try to refute a rule: run both sides with torch on random instances, small ones first, and compare.
 
-A rule that cannot be refuted may still be false, and one that holds only sometimes is refuted only where the prover's
-frame does not already ask for what it needs (`instances.py`).
+Shapes are those at which the left side runs (`instances.py`), whatever a proof thinks of them. A rule that cannot be
+refuted may still be false.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from random import Random
 
 import torch
 
+from conjoin.rules.conditions import tensors_in
 from conjoin.rules.patterns import Rule, operators_in
 from conjoin.rules.trials.evaluating import Value, evaluate
-from conjoin.rules.trials.instances import Instance, NoInstance, Sampler
+from conjoin.rules.trials.instances import Instance, NoInstance, Right, Sampler
 from conjoin.rules.trials.references import Misfit, Shape
 
-_LARGEST = 4
+_LARGEST = 5
 """Size of a dim in the last trials; kernels and windows add to it."""
-_MISFITS = 10
-"""Instances for each trial that may not run, where sizes are drawn without knowing that they fit."""
-_GIVES_UP = 10
-"""Times that no sizes are found at all."""
-_MORE = 20
+_GIVES_UP = 12
+"""Times in a row that no sizes are found at all, or the left side does not run."""
+_MORE = 12
 """Trials after the first counterexample, for a smaller one."""
 _TOLERANCE = 1e-6
 """Of float64 results next to their magnitude: what is different is different by far more."""
@@ -44,10 +43,14 @@ class Counterexample:
     """The first element that differs; devices first where there are any."""
     left: float = 0.0
     right: float = 0.0
+    misfit: str = ""
+    """Why the right side does not run."""
 
     @property
     def reason(self) -> str:
         """How they differ."""
+        if self.misfit:
+            return f"the left side runs and the right side does not: {self.misfit}"
         which = f"output {self.output} " if len(self.instance.rule.left) > 1 else ""
         if self.shapes[0] != self.shapes[1]:
             return f"{which}has shape {_shown(self.shapes[0])} on the left and {_shown(self.shapes[1])} on the right"
@@ -77,72 +80,88 @@ class Trials:
     """The smallest that was found."""
 
 
-def refute(rule: Rule, num_trials: int = 100, seed: int = 0, under_conditions: bool = False) -> Counterexample | None:
-    """The smallest counterexample found, or None; NoInstance where the two sides can never both run.
+def refute(
+    rule: Rule, num_trials: int = 100, seed: int = 0, when: Sequence[str] | None = None, any_shapes: bool = False
+) -> Counterexample | None:
+    """The smallest counterexample found, or None; NoInstance where the left side, or both sides, can never run.
 
-    A rule also fails where both sides run and have different shapes, unless it is meant only for sizes for which they
-    have the same (`under_conditions`), as a proven rule is that comes with such conditions.
+    With conditions (`when`, none of them is `()`) a rule says that wherever its left side runs and they hold, the right
+    side runs and is the same. Without (None) it speaks only of shapes at which both sides run; with `any_shapes` only
+    of those at which they have the same shapes too.
 
     >>> from conjoin.rules.text import parse_rule
-    >>> refute(parse_rule("commutes", "add(a, b)", "add(b, a)")) is None
+    >>> refute(parse_rule("commutes", "add(a, b)", "add(b, a)"), when=()) is None
     True
     >>> refute(parse_rule("false", "sub(a, b)", "sub(b, a)")).reason
     '...is ... on the left and ... on the right'
     """
-    return try_out(rule, num_trials, seed, under_conditions).counterexample
+    return try_out(rule, num_trials, seed, when, any_shapes).counterexample
 
 
-def try_out(rule: Rule, num_trials: int = 100, seed: int = 0, under_conditions: bool = False) -> Trials:
+def try_out(
+    rule: Rule, num_trials: int = 100, seed: int = 0, when: Sequence[str] | None = None, any_shapes: bool = False
+) -> Trials:
     """Compare both sides on random instances, as `refute` does, and count them."""
-    random, ran = Random(seed), list[Counterexample | None]()
+    sampler, ran, found = Sampler(rule, when or ()), 0, list[Counterexample]()
     with _one_thread():
-        for difference in _trials(Sampler(rule), num_trials, random, same_shapes=True):
-            ran.append(difference)
-            if len(ran) - _index_of_first(ran) > _MORE:
+        for instance in _instances(sampler, num_trials, Random(seed), Right.ANY if when is not None else Right.RUNS):
+            difference = _difference(instance, when, any_shapes)
+            if isinstance(difference, str):
+                continue
+            ran += 1
+            found += [difference] if difference else []
+            if len(found) > _MORE:
                 break
-        has_constants = any(not expr.args for expr in operators_in(*rule.outputs))  # of whatever shapes fit
-        if not (any(ran) or has_constants or under_conditions):
-            ran += _other_shapes(rule, max(num_trials // 5, 1), random)
     if not ran:
         raise NoInstance("no sizes were found on which both sides run and have the same shapes")
-    found = [difference for difference in ran if difference]
-    return Trials(len(ran), min(found, key=lambda one: one.instance.num_elements, default=None))
+    return Trials(ran, min(found, key=lambda one: one.instance.num_elements, default=None))
 
 
-def _index_of_first(ran: Sequence[Counterexample | None]) -> int:
-    return next((i for i, difference in enumerate(ran) if difference), len(ran))
+def find_beyond(
+    rule: Rule, conditions: Sequence[str], when: Sequence[str] = (), num_trials: int = 40
+) -> Instance | None:
+    """An instance on which both sides give the same shapes and conditions do not hold: what they tell, is not known."""
+    sampler = Sampler(rule, when, tensors_in(conditions))
+    drawn = _instances(sampler, num_trials, Random(0), Right.RUNS) if conditions else ()
+    beyond = (instance for instance in drawn if not sampler.is_within(instance, conditions))
+    return next((instance for instance in beyond if _gives_same_shapes(instance)), None)
 
 
-def _other_shapes(rule: Rule, num_trials: int, random: Random) -> Iterator[Counterexample]:
-    """Instances on which both sides run, and have different shapes."""
-    sampler = Sampler(rule, same_outputs=False)
-    if not sampler.is_framed and any(expr.op == "split" for expr in operators_in(*rule.outputs)):
-        return  # where the two sides are split is not known to be the same place
-    for difference in _trials(sampler, num_trials, random, same_shapes=False):
-        if difference and difference.shapes[0] != difference.shapes[1]:
-            yield difference
+def _gives_same_shapes(instance: Instance) -> bool:
+    try:
+        found = compare(instance)
+    except Misfit:
+        return False
+    return found is None or (not found.misfit and found.shapes[0] == found.shapes[1])
 
 
-def _trials(sampler: Sampler, num_trials: int, random: Random, same_shapes: bool) -> Iterator[Counterexample | None]:
-    """One comparison after another, of growing size; what does not run is drawn again."""
-    misfits_left = _MISFITS * num_trials
+def _instances(sampler: Sampler, num_trials: int, random: Random, other: Right) -> Iterator[Instance]:
+    """Instances of growing size: of three two on which both sides fit, and one on which they need not."""
+    is_made_up = any(not expr.args or expr.op == "split" for expr in operators_in(*sampler.rule.right))
+    kinds = [Right.SAME, Right.ANY if is_made_up else other]
+    failures = dict.fromkeys(kinds, 0)
     for trial in range(num_trials):
-        largest = 1 + trial * _LARGEST // num_trials
-        while misfits_left > 0:
-            instance = sampler.draw(random, largest)
-            if instance is None:
-                misfits_left -= _MISFITS * num_trials // _GIVES_UP
+        for kind in kinds[: 2 - trial % 2]:
+            if failures[kind] > _GIVES_UP:
                 continue
-            try:
-                difference = compare(instance)
-            except Misfit:
-                misfits_left -= 1
-                continue
-            if same_shapes and difference is not None and difference.shapes[0] != difference.shapes[1]:
-                misfits_left -= 1
-                continue
-            yield difference
-            break
+            instance = sampler.draw(random, 2 + trial * (_LARGEST - 1) // num_trials, kind)
+            failures[kind] = 0 if instance else failures[kind] + 1
+            if instance is not None:
+                yield instance
+
+
+def _difference(instance: Instance, when: Sequence[str] | None, any_shapes: bool) -> Counterexample | str | None:
+    """Where the sides differ, None where they do not, or why the instance does not count."""
+    try:
+        found = compare(instance)
+    except Misfit as error:
+        return str(error)
+    if found is not None and when is None:
+        if found.misfit:
+            return found.misfit
+        if any_shapes and found.shapes[0] != found.shapes[1]:
+            return "shapes differ"
+    return found
 
 
 @contextmanager
@@ -157,10 +176,14 @@ def _one_thread() -> Iterator[None]:
 
 
 def compare(instance: Instance) -> Counterexample | None:
-    """Where the two sides differ on an instance; Misfit where one of them cannot run."""
+    """Where the two sides differ on an instance; Misfit where the left one cannot run."""
     rule, setting = instance.rule, instance.setting
-    values = evaluate((*rule.left, *rule.right), instance.inputs, setting)
-    for output, (left, right) in enumerate(zip(values[: len(rule.left)], values[len(rule.left) :], strict=True)):
+    lefts = evaluate(rule.left, instance.inputs, setting)
+    try:
+        rights = evaluate(rule.right, instance.inputs, setting)
+    except Misfit as error:
+        return Counterexample(instance, 0, (lefts[0].shape, ()), misfit=str(error))
+    for output, (left, right) in enumerate(zip(lefts, rights, strict=True)):
         shapes = (left.shape, right.shape)
         if left.axes != right.axes or left.data.shape != right.data.shape:
             return Counterexample(instance, output, shapes)
