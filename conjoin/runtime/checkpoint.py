@@ -158,7 +158,8 @@ def _draft_optimizer(step: ParallelModule, optimizer: Optimizer) -> tuple[SavedO
 
 def _write_tensors(state: dict[str, Any], partial: Path) -> Metadata:
     """Have torch write everyone's part, and give its own account of it."""
-    from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, save
+    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

@@ -183,7 +183,8 @@ def _optimizer_targets(step: ParallelModule, optimizer: Optimizer, index: Index)
 
 def _read_tensors(checked: _Checked, state: dict[str, Tensor]) -> None:
     """Let torch find and read the chunks that this rank needs; ranks need nothing from each other for that."""
-    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     metadata = as_metadata({name: checked.index.tensors[name] for name in state})
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
