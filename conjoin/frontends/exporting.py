@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import CaptureError
-from conjoin.frontends.checkpoints import follow_checkpoints
+from conjoin.frontends.asked_segments import follow_segments
 from conjoin.frontends.custom_functions import watch_custom_functions
 from conjoin.frontends.diagnosis import explain
 from conjoin.frontends.functional import Updates, functionalize, hidden_views
@@ -350,14 +350,14 @@ def _trace(step: _Step, tensors: tuple[Tensor, ...]) -> _Traced:
 
     def line(frame: FrameType | None) -> str:
         place = find_user_line(frame, _Step.forward.__code__)
-        again = f", checkpoint {checkpoints.current}" if checkpoints.current else ""
+        again = f", segment {segments.current}" if segments.current else ""
         return f'File "{place[0]}", line {place[1]}{again}' if place else ""
 
     with ExitStack() as watches:
         for watch in (_explained(step, tensors), keep_cuda_autocast(), keep_markers(), user_lines(line)):
             watches.enter_context(watch)
         functions = watches.enter_context(watch_custom_functions())
-        checkpoints = watches.enter_context(follow_checkpoints(any(p.requires_grad for p in step.parameters())))
+        segments = watches.enter_context(follow_segments(any(p.requires_grad for p in step.parameters())))
         watches.enter_context(FollowedCalls(note_hook))
         program = torch.export.export(step, tensors, strict=False)
     return _Traced(step, tensors, program, (*_backward_hooks(step), *hooked, *functions.problems()))

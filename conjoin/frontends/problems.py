@@ -17,7 +17,7 @@ HIDDEN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]
 """How files begin that are not the user's: torch, this package, generated code."""
 MODEL_PREFIX, LOSS_PREFIX = "model.", "loss."
 """How names begin in an exported step: those of the model, those of a loss that is a module."""
-_FRAME = re.compile(r'File "(.+)", line (\d+)(?:, checkpoint (\d+))?')
+_FRAME = re.compile(r'File "(.+)", line (\d+)(?:, segment (\d+))?')
 
 
 @dataclass(frozen=True, slots=True)

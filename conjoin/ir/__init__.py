@@ -51,7 +51,7 @@ from conjoin.ir.regions import (
 )
 from conjoin.ir.reshards import Elementary, LayoutError, elementary, is_parallel, origin, reshard_chain
 from conjoin.ir.rewriting import Rewriting
-from conjoin.ir.segments import Segment, checkpointed_segments, operators_of, parse_segments, segment_text
+from conjoin.ir.segments import Segment, asked_segments, operators_of, parse_segments, segment_text
 from conjoin.ir.spans import (
     RegionMove,
     exchange_axes,
@@ -68,19 +68,19 @@ from conjoin.ir.verifier import Fault, find_faults, verify
 from conjoin.ir.widening import wide_dtype, widen, widen_plan
 
 __all__ = [
-    "LEAF", "LIBRARY", "MAX_CONSTANT_BYTES", "RECOMPUTE", "REGATHER", "STAMPED", "Accumulation", "Choice",
-    "Elementary", "Fault", "Graph", "GraphBuilder", "LayoutError", "Leaf", "LeafKind", "Mark", "MemoryAction", "Node",
-    "Placed", "Plan", "Range", "Region", "RegionMove", "Result", "Rewriting", "Scalar", "Segment", "Source",
-    "Structure", "Substitution", "Value", "add_strides", "arguments_text", "calling_graph", "can_expand", "check_plan",
-    "check_registered", "checkpointed_segments", "choose", "computation_digest", "custom_operators", "cut",
-    "cut_along", "cut_in_micro_batches", "describe_tree", "drawn_strides", "drop_unused", "elementary",
-    "exchange_axes", "expand", "find_faults", "find_layout_faults", "fingerprint", "flatten_tree", "holds",
-    "import_operators", "in_one_line", "is_literal", "is_parallel", "is_random", "layout_fault", "library_digest",
-    "load_graph", "load_plan", "looks_at_order", "made_region", "make_leaf", "make_node", "model_mark", "node_fault",
-    "node_text", "nothing", "num_elements", "operand_move", "operators_of", "orders_looked_at", "origin",
-    "output_move", "overlap", "parallelize", "parse_graph", "parse_layout", "parse_segments", "parse_type", "place",
-    "plain_call", "plain_model", "plan_fingerprint", "plan_from_json", "plan_to_json", "plan_to_text", "read_json",
-    "recompute_actions", "recomputed_segments", "regathered_parameters", "region_of", "region_shape", "reshard_chain",
-    "rules_for", "save_graph", "segment_text", "sequential", "spec_of", "strides_in", "unflatten_tree", "unlike_axes",
-    "value_text", "verify", "wanted_region", "wide_dtype", "widen", "widen_plan", "write_file",
+    "LEAF", "LIBRARY", "MAX_CONSTANT_BYTES", "RECOMPUTE", "REGATHER", "STAMPED", "Accumulation", "Choice", "Elementary",
+    "Fault", "Graph", "GraphBuilder", "LayoutError", "Leaf", "LeafKind", "Mark", "MemoryAction", "Node", "Placed",
+    "Plan", "Range", "Region", "RegionMove", "Result", "Rewriting", "Scalar", "Segment", "Source", "Structure",
+    "Substitution", "Value", "add_strides", "arguments_text", "asked_segments", "calling_graph", "can_expand",
+    "check_plan", "check_registered", "choose", "computation_digest", "custom_operators", "cut", "cut_along",
+    "cut_in_micro_batches", "describe_tree", "drawn_strides", "drop_unused", "elementary", "exchange_axes", "expand",
+    "find_faults", "find_layout_faults", "fingerprint", "flatten_tree", "holds", "import_operators", "in_one_line",
+    "is_literal", "is_parallel", "is_random", "layout_fault", "library_digest", "load_graph", "load_plan",
+    "looks_at_order", "made_region", "make_leaf", "make_node", "model_mark", "node_fault", "node_text", "nothing",
+    "num_elements", "operand_move", "operators_of", "orders_looked_at", "origin", "output_move", "overlap",
+    "parallelize", "parse_graph", "parse_layout", "parse_segments", "parse_type", "place", "plain_call", "plain_model",
+    "plan_fingerprint", "plan_from_json", "plan_to_json", "plan_to_text", "read_json", "recompute_actions",
+    "recomputed_segments", "regathered_parameters", "region_of", "region_shape", "reshard_chain", "rules_for",
+    "save_graph", "segment_text", "sequential", "spec_of", "strides_in", "unflatten_tree", "unlike_axes", "value_text",
+    "verify", "wanted_region", "wide_dtype", "widen", "widen_plan", "write_file",
 ]  # fmt: skip

@@ -21,10 +21,10 @@ def operators_of(graph: Graph) -> tuple[Node, ...]:
     return tuple(node for node in graph.nodes if not is_parallel(node))
 
 
-def checkpointed_segments(graph: Graph) -> tuple[Segment, ...]:
-    """What the user asked to be run again: operators in one of the model's checkpoints, as far as they follow on."""
+def asked_segments(graph: Graph) -> tuple[Segment, ...]:
+    """What the user asked to be run again, by `torch.utils.checkpoint`: as far as its operators follow on."""
     sources = [graph.source_of(node) for node in operators_of(graph)]
-    numbered = [(place, source.checkpoint if source else 0) for place, source in enumerate(sources)]
+    numbered = [(place, source.segment if source else 0) for place, source in enumerate(sources)]
     runs = [list(run) for number, run in groupby(numbered, key=itemgetter(1)) if number]
     return tuple((run[0][0], run[-1][0]) for run in runs if len(run) > 1)
 

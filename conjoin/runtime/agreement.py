@@ -123,7 +123,7 @@ def _digest(x: Tensor) -> int:
     words = flat(x).view(torch.uint8)
     words = torch.nn.functional.pad(words, (0, -words.numel() % 8)).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for number, part in enumerate(words.split(_WORDS)):
+    for number, part in enumerate(torch.split(words, _WORDS)):
         places = torch.arange(part.numel(), device=x.device) * 2 + 2 * number * _WORDS + 1
         total += (part * (places * 0x9E3779B97F4A7C1)).sum()  # odd, and so no place is lost
     return int(total)

@@ -159,6 +159,13 @@ def encode(value: Any) -> Any:
             raise ValueError(f"a {type(value).__name__} has no form in a checkpoint")
 
 
+def check_settings(value: Any) -> None:
+    """Raise ValueError for settings that would not come back from a file as they are."""
+    written = json.dumps(encode(value))
+    if json.dumps(encode(decode(json.loads(written)))) != written:
+        raise ValueError(f"{str(value)[:60]} would not come back as it is")
+
+
 def decode(data: Any) -> Any:
     """Read what `encode` wrote.
 

@@ -45,7 +45,7 @@ class GradientPiece(Tensor):
         return result if func in _COPIES else _still_pieces(result, args)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.as_subclass(Tensor).detach().clone()
@@ -138,7 +138,8 @@ def mark_gradients(parameters: Iterable[tuple[nn.Parameter, Layout]], communicat
         axes = parted_axes(layout, communicator.mesh)
         if axes and parameter.requires_grad:
             is_split = any(isinstance(placement, Split) for _, placement in layout)
-            parameter.register_post_accumulate_grad_hook(_Marker(axes, is_split, communicator))
+            mark = _Marker(axes, is_split, communicator)
+            parameter.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
             _watch_optimizers()
 
 

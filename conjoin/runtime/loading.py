@@ -14,7 +14,7 @@ from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.initialization import initialise
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.rendezvous import KeyStore, agree, check_world, draw_alike, share_values
-from conjoin.runtime.session import Session, device_of_rank, shared_session
+from conjoin.runtime.session import Session, asked_device, device_of_rank, shared_session
 from conjoin.runtime.storage import Store, check_model
 
 Initialise = Callable[[nn.Module], None]
@@ -43,7 +43,7 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     check_model(plan, model)
     session = session or shared_session(device)
     communicator, keys = connect(plan, session)
-    store = Store(plan, communicator.rank, session.device if device is None else device_of_rank(torch.device(device)))
+    store = Store(plan, communicator.rank, session.device if device is None else device_of_rank(asked_device(device)))
     if any(x.is_meta for x in model.parameters()):
         initialise(store, model, seed=seed, init=init)
     else:

@@ -44,7 +44,7 @@ def _clip(
         return torch.tensor(0.0)
     held = [(p.grad, parted_axes(layout, communicator.mesh)) for p, layout in trained]
     gradients = [gradient for gradient, _ in held if gradient is not None]
-    norm = torch.linalg.vector_norm(
+    norm: Tensor = torch.linalg.vector_norm(
         torch.stack(norms_of(held, norm_type, communicator, trained[0][0].device)), norm_type
     )
     if error_if_nonfinite and not norm.isfinite():
@@ -56,7 +56,8 @@ def _clip(
     for gradient in gradients:
         scale_by(gradient, scale)
     dtypes = (gradient.abs().dtype if gradient.is_complex() else gradient.dtype for gradient in gradients)
-    return norm.to(reduce(torch.promote_types, dtypes, torch.float32))
+    dtype: torch.dtype = reduce(torch.promote_types, dtypes, torch.float32)
+    return norm.to(dtype)
 
 
 def scale_by(gradient: Tensor, scale: Tensor) -> None:
@@ -87,7 +88,8 @@ def _power(tensor: Tensor | None, order: float, device: torch.device) -> Tensor:
         return torch.tensor(inf if order == -inf else 0.0, dtype=torch.float64, device=device)
     wide = torch.float32 if tensor.dtype in _HALF else None
     norm = torch.linalg.vector_norm(tensor.detach(), order, dtype=wide).double()
-    return norm if abs(order) == inf or not order else norm**order
+    powered: Tensor = norm if abs(order) == inf or not order else norm**order
+    return powered
 
 
 def _over_ranks(norms: Tensor, axes: Axes, order: float, communicator: Communicator) -> Tensor:

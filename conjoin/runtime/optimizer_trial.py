@@ -70,7 +70,7 @@ def _updated(
     needed = {key: value for key, value in optimizer.defaults.items() if key in taken}
     tried = type(optimizer)([{**options, "params": tensors}], **needed)
 
-    def closure() -> Tensor:
+    def closure() -> Any:
         total = torch.zeros((), device=tensors[0].device)
         for x, (_, pull, goal) in zip(tensors, problems, strict=True):
             ahead = x.detach() - goal

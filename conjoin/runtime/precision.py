@@ -43,6 +43,9 @@ class Doubled(DispatchMode):  # type: ignore[no-untyped-call]
         made = func(*args, **kwargs)
         if written or not isinstance(made, Tensor) or wide_dtype(made.dtype) == made.dtype:
             return tree_map(lambda x: _widened(x) if isinstance(x, Tensor) and not written else x, made)
+        if before is None and torch.Tag.pointwise in func.tags:  # of integers torch makes its default dtype
+            args, kwargs = tree_map(lambda x: x.double() if isinstance(x, Tensor) else x, (args, kwargs))
+            return func(*args, **kwargs)
         if before is None:
             return _widened(made)
         torch.set_rng_state(before)  # draws of another dtype are other draws

@@ -23,7 +23,7 @@ from conjoin.environment import patience_seconds as patience_of_environment
 from conjoin.errors import RankError, UsageError
 from conjoin.machine import Mesh
 from conjoin.runtime.communicator import Communicator, ProcessGroups, Work
-from conjoin.runtime.progress import Passage
+from conjoin.runtime.progress import Passage, first_line
 from conjoin.runtime.rendezvous import KeyStore, compare
 from conjoin.runtime.threads import alone
 from conjoin.runtime.torch_private import default_store
@@ -44,7 +44,7 @@ class Session:
     """
 
     def __init__(self, device: Device = None, *, patience_seconds: float | None = None) -> None:
-        wanted = None if device is None else torch.device(device)
+        wanted = asked_device(device)
         self.patience_seconds = _patience(patience_seconds)
         self._has_joined = not dist.is_initialized() and is_launched()
         if self._has_joined:
@@ -173,6 +173,17 @@ def check_apart(devices: Mapping[int, str]) -> None:
             )
 
 
+def asked_device(device: Device) -> torch.device | None:
+    """The device that is meant; a word that means none is refused."""
+    try:
+        return None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(
+            f"The device {str(device)[:60]!r} was asked for. torch knows no such word: {first_line(error)}. "
+            f'Say "cpu", "cuda" or "cuda:0", or leave it out.'
+        ) from None
+
+
 def device_of_rank(wanted: torch.device | None) -> torch.device:
     """Where this rank's tensors lie: on the GPU that is asked for or its own, or on the CPU under Gloo.
 
@@ -181,13 +192,16 @@ def device_of_rank(wanted: torch.device | None) -> torch.device:
     """
     if wanted is None and (not torch.cuda.is_available() or _is_on_gloo()):
         return torch.device("cpu")
-    if wanted is not None and (wanted.type != "cuda" or wanted.index is not None):
+    if wanted is not None and wanted.type != "cuda":
         return wanted
     count = torch.cuda.device_count()
-    if not count:
+    if count <= (wanted.index or 0 if wanted else 0):
         raise UsageError(
-            f"A module on {wanted} was asked for. This host has no such device. Leave device out to use what there is."
+            f"A module on {wanted} was asked for. This host has {count} CUDA devices. Leave device out to use what "
+            f"there is."
         )
+    if wanted is not None and wanted.index is not None:
+        return wanted
     joined = dist.is_initialized()
     index = dist.get_node_local_rank(dist.get_rank()) % count if joined else torch.cuda.current_device()
     torch.cuda.set_device(index)

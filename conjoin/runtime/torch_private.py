@@ -45,7 +45,7 @@ def is_in_backward() -> bool:
 
 def after_backward(action: Callable[[], None]) -> None:
     """Do something when the backward pass that is at work has come to its end; not at all when it fails."""
-    torch.autograd.Variable._execution_engine.queue_callback(action)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(action)
 
 
 def is_profiling() -> bool:

@@ -23,8 +23,8 @@ from conjoin.ir import (
     Segment,
     Substitution,
     Value,
+    asked_segments,
     check_plan,
-    checkpointed_segments,
     computation_digest,
     fingerprint,
     model_mark,
@@ -285,7 +285,7 @@ class Contest:
     def enter(self, entry: Entry) -> Outcome:
         """Judge an entry; it becomes the best where it fits and is faster."""
         self.count_step()
-        entry = _with_checkpoints(entry)
+        entry = _with_asked_segments(entry)
         return self.judge(entry, self.simulate(entry))
 
     def count_step(self) -> None:
@@ -322,15 +322,15 @@ class Contest:
         return self.enter(entry) if is_counted else self.judge(entry, self.simulate(entry))
 
 
-def _with_checkpoints(entry: Entry) -> Entry:
-    """An entry that runs again what the model's own checkpoints say, unless it says itself what is run again.
+def _with_asked_segments(entry: Entry) -> Entry:
+    """An entry that runs again what the model asks for, unless it says itself what is run again.
 
     Where operators run at one place of an axis only, nothing can be.
     """
     if entry.plan is not None or entry.segments:
         return entry
     layouts = (layout for choice in entry.layouts.choices for layout in (*choice.operands, *choice.outputs))
-    asked = checkpointed_segments(entry.variant.skeleton.graph)
+    asked = asked_segments(entry.variant.skeleton.graph)
     if not asked or any(isinstance(placement, At) for layout in layouts for _, placement in layout):
         return entry
     return replace(entry, segments=asked)

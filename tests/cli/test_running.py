@@ -205,8 +205,9 @@ def test_verify_passes_a_right_plan(run: Run, plan: Callable[..., str], argument
     for line in lines[2:5]:
         _, alone, planned = line.split()
         assert float(alone) == pytest.approx(float(planned), rel=1e-9)
-    assert lines[5].startswith("largest difference: ") and len(lines) == 7
-    assert lines[6] == "verified: the plan trains exactly like one device (relative tolerance 1e-09)"
+    assert lines[5].startswith("largest difference: ") and len(lines) == 8
+    assert lines[6].startswith("the captured graph trains like the model itself: 3 step(s) in double precision")
+    assert lines[7] == "verified: the plan trains exactly like one device (relative tolerance 1e-09)"
 
 
 def test_verify_prints_json(run: Run, plan: Callable[..., str]) -> None:
@@ -215,7 +216,9 @@ def test_verify_prints_json(run: Run, plan: Callable[..., str]) -> None:
     assert shown.code == 0 and found["passed"] is True and found["ranks"] == 2
     assert found["worst"] < found["tolerance"] == 1e-9
     assert found["losses"] == pytest.approx(found["plan_losses"], rel=1e-9) and len(found["losses"]) == 2
-    assert set(found["differences"][0]) == {"what", "rank", "relative"}
+    assert set(found["differences"][0]) == {"what", "rank", "relative", "allowed"}
+    judged = found["against_model"]
+    assert judged["passed"] and judged["batches"] == "other values within the same range"
 
 
 @pytest.mark.parametrize("model", ["nets.py:named", "nets.py:mlp"])

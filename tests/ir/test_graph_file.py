@@ -20,7 +20,7 @@ from tests.ir.graphs import GOLDEN
 from tests.ir.wording import assert_three_sentences
 
 REPOSITORY = Path(__file__).parents[2]
-FINGERPRINT = "019b04b52eda8b2d54d4dd5dd0218c6ca2e59295560e8bfa7081895b182aab7c"
+FINGERPRINT = "8ba766e0876c64065e02d5c4c3ed22a3a5eb6ed49688ea628e7e76cbd80d3f32"
 """Of the golden graph. When it changes, plans made for older graphs no longer match: raise VERSION then."""
 
 

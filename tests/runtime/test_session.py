@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import socket
 import threading
@@ -29,8 +30,9 @@ def _load_many(rank: int, plan: Any, model: Any, batch: Any) -> list[tuple[int, 
     found = []
     for i in range(12):
         step = load(plan, copy.deepcopy(model))
-        if i in (0, 11):
+        if i in (1, 11):
             step(batch).backward()
+            gc.collect()
             found.append(held())
     return found
 
@@ -39,7 +41,7 @@ def test_loading_many_times_leaves_nothing_behind() -> None:
     """Megatron on 2 x 2 has groups of both axes beside that of all ranks."""
     model, batch = mlp()
     for first, last in launch(4, _load_many, plan_of(model, batch, 4, "megatron:tp=2"), model, batch):
-        assert first == last
+        assert first == last, (first, last)
 
 
 def _open_many(rank: int, plan: Any, model: Any, batch: Any) -> list[Any]:
@@ -144,6 +146,15 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(UsageError, match="on cuda was asked for") as told:
         device_of_rank(torch.device("cuda"))
+    assert_three_sentences(told.value)
+
+
+@pytest.mark.parametrize(("device", "why"), [("gpu", "torch knows no such word"), ("cuda:7", "has 0 CUDA devices")])
+def test_a_device_that_cannot_be_is_refused_by_load(device: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    model, batch = mlp()
+    with pytest.raises(UsageError, match=why) as told:
+        load(plan_of(model, batch, 1, "single"), model, device=device)
     assert_three_sentences(told.value)
 
 

@@ -1,7 +1,7 @@
 """Where a model says by `torch.utils.checkpoint` what the backward pass is to run again.
 
 Export would trace through one kind of it and forget it, and take the other for a region without gradients. Here both
-are traced as plain calls, and each call that is made inside notes the number of its checkpoint.
+are traced as plain calls, and each call that is made inside notes the number of the segment it stands in.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from conjoin.frontends.torch_private import replaced_checkpoints
 
 
 @dataclass(slots=True)
-class Checkpoints:
+class AskedSegments:
     """How many were met so far, and how many are open."""
 
     trains: bool
@@ -53,8 +53,8 @@ class Checkpoints:
 
 
 @contextmanager
-def follow_checkpoints(trains: bool) -> Iterator[Checkpoints]:
-    """Number the checkpoints of a model that is traced inside."""
-    met = Checkpoints(trains)
+def follow_segments(trains: bool) -> Iterator[AskedSegments]:
+    """Number the segments that a model asks for while it is traced inside."""
+    met = AskedSegments(trains)
     with replaced_checkpoints(met.run, met.begin):
         yield met

@@ -1,4 +1,4 @@
-"""A model's own checkpoints: gradients flow as in the plain model, and a plan runs again what the model said."""
+"""Segments that a model asks to be run again: gradients flow as in the plain model, and plans do as it says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import conjoin
 from conjoin.frontends import capture
-from conjoin.ir import checkpointed_segments, operators_of, parse_graph, recomputed_segments
+from conjoin.ir import asked_segments, operators_of, parse_graph, recomputed_segments
 from conjoin.machine import parse_machine
 from conjoin.search import make_plan
 
@@ -46,9 +46,9 @@ RUNS: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_gradients_flow_and_each_call_knows_its_checkpoint(compare: Callable[..., Any], run: Any) -> None:
+def test_gradients_flow_and_each_call_knows_its_segment(compare: Callable[..., Any], run: Any) -> None:
     captured = compare(Blocks(run), X, lambda plain: plain(X))
-    assert checkpointed_segments(captured.graph) == ((1, 3), (5, 7))
+    assert asked_segments(captured.graph) == ((1, 3), (5, 7))
     assert [node.op for node in operators_of(captured.graph)][1:4] == ["linear", "tanh", "linear"]
     assert parse_graph(str(captured.graph)).sources == captured.graph.sources
 
@@ -70,7 +70,7 @@ def test_a_reentrant_one_without_a_gradient_at_its_inputs_stops_them(compare: Ca
 
 def test_plans_run_again_what_the_model_says() -> None:
     graph = capture(Blocks(RUNS["as it is"]), (X, torch.zeros(8, dtype=torch.long)), nn.functional.cross_entropy)
-    asked = [graph.nodes[i] for first, last in checkpointed_segments(graph) for i in range(first, last + 1)]
+    asked = [graph.nodes[i] for first, last in asked_segments(graph) for i in range(first, last + 1)]
     for plan in (
         make_plan(graph, parse_machine("local:2"), "data-parallel"),
         conjoin.search_plan(graph, "dgx-h100", conjoin.Wish(budget=4)).plan,
@@ -79,7 +79,7 @@ def test_plans_run_again_what_the_model_says() -> None:
         assert [node.op for node in again] == [node.op for node in asked]
 
 
-def test_a_plan_with_a_checkpoint_trains_as_the_plain_model() -> None:
+def test_a_plan_that_runs_a_segment_again_trains_as_the_plain_model() -> None:
     model, batch = Blocks(RUNS["reentrant"]), (X, torch.arange(8) % 4)
     plan = conjoin.plan(model, batch, "local:2", loss=nn.functional.cross_entropy, strategy="data-parallel")
     assert recomputed_segments(plan)
