@@ -45,4 +45,4 @@ def rewrites(rule: Rule, seeds: int = 40) -> bool:
 @pytest.mark.parametrize("entry", ENTRIES[::7], ids=lambda entry: entry.name)
 def test_it_survives_trials(entry: Entry) -> None:
     trials = try_out(entry.rule, 20, when=entry.conditions)
-    assert trials.num_run >= 90 and trials.counterexample is None
+    assert trials.num_run >= 20 and trials.counterexample is None
