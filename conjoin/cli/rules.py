@@ -95,7 +95,7 @@ def test_command(
     deriver = Deriver(_library(library).rules)
     found = []
     for one in written:
-        found.append(judge(one.rule, deriver))
+        found.append(judge(one.rule, deriver, one.when or None))
         if not as_json:
             _show(found[-1])
     if as_json:

@@ -47,9 +47,12 @@ class Deriver:
         """With `each_output=False` rules of several outputs are applied to all of them at once only."""
         self._rewrites = tuple(rewrite for rule in rules for rewrite in _rewrites(rule, each_output))
 
-    def derive(self, goal: Rule, most: int = MOST_EXPRESSIONS) -> Derivation | None:
-        """A chain of steps from the left side of the goal to its right side, or None where none was found."""
-        world = find_world(goal)
+    def derive(self, goal: Rule, most: int = MOST_EXPRESSIONS, when: Sequence[str] = ()) -> Derivation | None:
+        """A chain of steps from the left side of the goal to its right side, or None where none was found.
+
+        Steps may need more than the goal and its conditions say: `judging.derive_checked` tells what.
+        """
+        world = find_world(goal, when)
         if world is None:
             return None
         changes = Saturation(goal, world, self._rewrites, most).run()

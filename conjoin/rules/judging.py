@@ -63,7 +63,7 @@ def judge(rule: Rule, deriver: Deriver, when: Sequence[str] | None = None) -> Ju
         return Judgement(rule, Standing.UNKNOWN, verdict, reason=str(error))
     if trials.counterexample is not None:
         return Judgement(rule, Standing.REFUTED, verdict, trials.num_run, trials.counterexample)
-    derived = derive_checked(rule, deriver)
+    derived = derive_checked(rule, deriver, when=when or ())
     if derived is not None and _is_enough(rule, derived.conditions, when):
         return Judgement(rule, Standing.DERIVED, verdict, trials.num_run, derivation=derived.steps)
     for found in (verdict, prove(_with_shared(rule))):
@@ -74,12 +74,12 @@ def judge(rule: Rule, deriver: Deriver, when: Sequence[str] | None = None) -> Ju
 
 
 def _tried(rule: Rule, verdict: Verdict, when: Sequence[str] | None) -> Trials:
-    """The rule on random instances, as it is stated and as it is proven."""
-    stated = try_out(rule, NUM_TRIALS, when=when, any_shapes=verdict.proven)
-    if stated.counterexample is not None or not verdict.proven:
-        return stated
-    proven = try_out(rule, NUM_TRIALS // 2, when=verdict.conditions)
-    return Trials(stated.num_run, proven.counterexample)
+    """The rule on random instances: as it is proven, which should not be contradicted, and as it is stated."""
+    if verdict.proven:
+        proven = try_out(rule, NUM_TRIALS // 2, when=verdict.conditions)
+        if proven.counterexample is not None:
+            return proven
+    return try_out(rule, NUM_TRIALS, when=when, any_shapes=verdict.proven)
 
 
 def _is_enough(rule: Rule, conditions: Sequence[str], when: Sequence[str] | None) -> bool:
@@ -87,9 +87,11 @@ def _is_enough(rule: Rule, conditions: Sequence[str], when: Sequence[str] | None
     return find_beyond(rule, [one for one in conditions if one not in (when or ())], when or ()) is None
 
 
-def derive_checked(rule: Rule, deriver: Deriver, most: int = MOST_EXPRESSIONS) -> Checked | None:
+def derive_checked(
+    rule: Rule, deriver: Deriver, most: int = MOST_EXPRESSIONS, when: Sequence[str] = ()
+) -> Checked | None:
     """A derivation each of whose steps is proven again, with the operands that it has there."""
-    found = deriver.derive(rule, most)
+    found = deriver.derive(rule, most, when)
     if found is None:
         return None
     before, conditions = rule.left, dict[str, None]()

@@ -7,13 +7,15 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from math import prod
-from operator import attrgetter
+from operator import add, attrgetter, floordiv, mul, sub
 from random import Random
 
 import pytest
 import torch
 
 from conjoin.rules.definitions.affine import Affine, number
+from conjoin.rules.definitions.dims import Dim
+from conjoin.rules.definitions.proving import Frame
 from conjoin.rules.definitions.sums import Access, Atom, Factor, Function, Guard, Largest, Size, Sum
 from conjoin.rules.operators import BY_NAME, OPS, RuleOp
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule
@@ -41,10 +43,12 @@ POSITIONS = 24
 class Interpreter:
     """The numbers that sums are when all sizes and elements are known; loops over indices under their guards."""
 
-    def __init__(self, instance: Instance) -> None:
-        self.sizes = {**instance.sizes, **instance.setting.numbers}
-        self.functions = instance.setting.functions
-        self.tensors = {name: in_digits(instance, Input(name), value) for name, value in instance.inputs.items()}
+    def __init__(self, framed: Framed) -> None:
+        setting = framed.instance.setting
+        self.sizes = {**{dim.name: size for dim, size in framed.sizes.items()}, **setting.numbers}
+        self.functions = setting.functions
+        inputs = framed.instance.inputs
+        self.tensors = {name: framed.in_digits(Input(name), value) for name, value in inputs.items()}
 
     def of(self, value: Sum, known: Mapping[str, int]) -> float:
         total = 0.0
@@ -107,32 +111,76 @@ class Interpreter:
         return float(data[place])
 
 
-def digits_of(instance: Instance, expr: Expr) -> list[list[int]]:
-    """For each dim of an expression the sizes of its digits."""
-    frame = instance.frame
-    return [[instance.sizes[d.find().name] for d in frame.dims.digits(dim)] for dim in frame.tensors[expr].dims]
+class Framed:
+    """An instance in the frame of a proof: the sizes of all its dims that follow from the shapes of tensors."""
 
+    def __init__(self, instance: Instance) -> None:
+        self.instance, self.frame = instance, Frame(instance.rule)
+        self.frame.build()
+        self.sizes: dict[Dim, int] = {}
+        for expr, shape in instance.shapes.items():
+            self.measure(expr, shape)
+        numbers = {**instance.setting.numbers, **instance.setting.meshes}
+        for name, dim in self.frame.named.items():
+            self.sizes |= {dim.find(): numbers[word] for word in (name.split()[-1],) if word in numbers}
+        for _ in self.frame.dims.every:
+            for dim in self.frame.dims.every:
+                self.complete(dim.find())
 
-def in_digits(instance: Instance, expr: Expr, value: Value) -> torch.Tensor:
-    """The data of a value with one dim for each device axis and each digit."""
-    devices = value.data.shape[: len(value.axes)]
-    return value.data.reshape([*devices, *(size for digits in digits_of(instance, expr) for size in digits)])
+    def places(self, expr: Expr) -> list[list[int]]:
+        """For each dim of the frame the positions that it stands for."""
+        labels, ranks = self.frame.ranks[expr].labels, self.instance.shaping.ranks
+        axes = {label: label if label.isidentifier() else int(label) for label in labels if label != "…"}
+        known = {label: ranks.place(expr, axis) for label, axis in axes.items()}
+        rest = [i for i in range(ranks.rank(expr)) if i not in known.values()]
+        return [[known[label]] if label in known else rest for label in labels]
+
+    def measure(self, expr: Expr, shape: tuple[int, ...]) -> None:
+        for places, dim in zip(self.places(expr), self.frame.tensors[expr].dims, strict=True):
+            self.sizes[dim.find()] = prod(shape[place] for place in places)
+
+    def complete(self, dim: Dim) -> None:
+        """What a size says of those it is made of, and they of it."""
+        if dim.known is not None:
+            self.sizes[dim] = dim.known
+        if dim.half is not None and dim in self.sizes:
+            self.sizes[dim.half.find()] = self.sizes[dim] // 2
+        for pair, make, left in ((dim.sum, add, sub), (dim.product, mul, floordiv)):
+            one, other = (part.find() for part in pair or (dim, dim))
+            if pair and one in self.sizes and other in self.sizes:
+                self.sizes[dim] = make(self.sizes[one], self.sizes[other])
+            elif pair and dim in self.sizes:
+                self.sizes |= {other: left(self.sizes[dim], self.sizes[one])} if one in self.sizes else {}
+                self.sizes |= {one: left(self.sizes[dim], self.sizes[other])} if other in self.sizes else {}
+
+    def digits_of(self, expr: Expr) -> list[list[int]]:
+        """For each dim of an expression the sizes of its digits."""
+        dims = self.frame.dims
+        return [[self.sizes[d.find()] for d in dims.digits(dim)] for dim in self.frame.tensors[expr].dims]
+
+    def in_digits(self, expr: Expr, value: Value) -> torch.Tensor:
+        """The data of a value with one dim for each device axis and each digit."""
+        num = len(value.axes)
+        order = [*range(num), *(num + place for places in self.places(expr) for place in places)]
+        shape = [*value.data.shape[:num], *(size for digits in self.digits_of(expr) for size in digits)]
+        assert value.data.numel() == prod(shape), f"{expr} has shape {value.shape}"
+        return value.data.permute(order).reshape(shape)
 
 
 def check(instance: Instance, random: Random) -> None:
     """The definition and torch give the same elements, at some positions of an instance."""
     (expr,) = instance.rule.left
     (value,) = evaluate([expr], instance.inputs, instance.setting)
-    digits, interpreter = digits_of(instance, expr), Interpreter(instance)
-    assert value.axes == tuple(sorted(instance.frame.devices[expr]))
-    assert prod(value.shape) == prod(size for dim in digits for size in dim), f"{expr} has shape {value.shape}"
-    data = in_digits(instance, expr, value)
+    framed = Framed(instance)
+    digits, interpreter = framed.digits_of(expr), Interpreter(framed)
+    assert value.axes == tuple(sorted(framed.frame.devices[expr]))
+    data = framed.in_digits(expr, value)
     places = list(product(*map(range, data.shape)))
     for place in random.sample(places, min(POSITIONS, len(places))):
         devices = {axis: number(i) for axis, i in zip(value.axes, place, strict=False)}
         rest = iter(place[len(devices) :])
         index = tuple(tuple(number(next(rest)) for _ in dim) for dim in digits)
-        found = interpreter.of(instance.frame.tensors[expr].at(index, devices), interpreter.sizes)
+        found = interpreter.of(framed.frame.tensors[expr].at(index, devices), interpreter.sizes)
         assert found == pytest.approx(float(data[place]), rel=1e-9, abs=1e-9, nan_ok=True), f"{expr} at {place}"
 
 
@@ -145,7 +193,8 @@ def applications(op: RuleOp) -> Iterator[Apply]:
 def check_expression(expr: Expr) -> int:
     """Compare on random sizes; how many instances there were."""
     random, ran = Random(0), 0
-    sampler = Sampler(Rule("", (expr,), (expr,)))
+    rule = Rule("", (expr,), (expr,))
+    sampler = Sampler(rule, Frame(rule).build())
     for trial in range(INSTANCES):
         instance = sampler.draw(random, 1 + trial)
         if instance is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from conjoin.rules import Deriver, Library, Standing, judge, parse_rule
+from conjoin.rules import Deriver, Library, Standing, judge, parse_rule, prove
 from tests.devices.making import rules_over_devices
 
 RULES = (*Library.shipped().rules, *rules_over_devices())
@@ -26,17 +26,6 @@ DERIVED = {
     ),
     "TASO 2.2b, as today's models have it": (
         "linear(x, v); linear(x, w)", f"split[axis=-1, part=0]({LINEARS}); split[axis=-1, part=1]({LINEARS})",
-    ),
-    "TASO 2.9: convolutions as groups of one": (
-        "concat[axis=1](conv(x, y), conv(z, w))", "conv(concat[axis=1](x, z), concat[axis=0](y, w))",
-    ),
-    "TASO 2.9: two times 16 groups are 32": (
-        "concat[axis=1](conv[groups=16](x, y), conv[groups=16](z, w))",
-        "conv[groups=32](concat[axis=1](x, z), concat[axis=0](y, w))",
-    ),
-    "TASO 2.9: a pair of convolutions, apart again": (
-        "conv(x, y); conv(z, w)",
-        f"split[axis=1, part=0]({PAIR}); split[axis=1, part=1]({PAIR})",
     ),
     "TASO 2.5: a product of transposed matrices": ("matmul(a, b)", "transpose(matmul(transpose(b), transpose(a)))"),
     "Unity 16b: a concatenation before a product": (
@@ -63,6 +52,20 @@ DERIVED = {
         "relu(reduce(conv[groups=1](partition[axis=1](x), partition[axis=1](w))))",
     ),
 }  # fmt: skip
+CONDITIONED = {
+    "TASO 2.9: convolutions as groups of one": (
+        "concat[axis=1](conv(x, y), conv(z, w))", "conv(concat[axis=1](x, z), concat[axis=0](y, w))",
+    ),
+    "TASO 2.9: two times 16 groups are 32": (
+        "concat[axis=1](conv[groups=16](x, y), conv[groups=16](z, w))",
+        "conv[groups=32](concat[axis=1](x, z), concat[axis=0](y, w))",
+    ),
+    "TASO 2.9: a pair of convolutions, apart again": (
+        "conv(x, y); conv(z, w)",
+        f"split[axis=1, part=0]({PAIR}); split[axis=1, part=1]({PAIR})",
+    ),
+}  # fmt: skip
+"""False where one kernel has more features per group than the other."""
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +80,12 @@ def test_the_library_has_it(name: str, deriver: Deriver) -> None:
     assert found.standing is Standing.DERIVED, "a chain of rules of the library, each proven again where it is applied"
     assert found.derivation and found.derivation[-1].result == goal.right
     assert {step.rule for step in found.derivation} <= {rule.name for rule in RULES}
+
+
+@pytest.mark.parametrize("name", CONDITIONED)
+def test_what_is_false_for_some_shapes_is_refuted_and_holds_under_its_conditions(name: str, deriver: Deriver) -> None:
+    goal = parse_rule(name, *CONDITIONED[name])
+    assert judge(goal, deriver).standing is Standing.REFUTED
+    conditions = prove(goal).conditions
+    assert any(" / " in one and one.startswith("y.0") for one in conditions), "equal features per group"
+    assert judge(goal, deriver, conditions).standing in (Standing.DERIVED, Standing.PROVEN)

@@ -169,10 +169,10 @@ def agree(one: Value, other: Value) -> bool:
     return bool((near | ~a.isfinite() | ~b.isfinite()).all())
 
 
-def find_world(goal: Rule) -> World | None:
+def find_world(goal: Rule, when: Sequence[str] = ()) -> World | None:
     """An instance of a goal in which few sizes are alike; None where its sides differ, or never run."""
     try:
-        sampler = Sampler(goal)
+        sampler = Sampler(goal, when)
     except NoInstance:
         return None
     random = Random(0)

@@ -35,6 +35,8 @@ class Form:
     """Dims at the end that are told apart."""
     names: set[str] = field(default_factory=set)
     exact: int | None = None
+    front: set[int] = field(default_factory=set)
+    """Dims that are counted from the beginning."""
 
     def facts(self) -> tuple[int, int, int | None]:
         return self.counted, len(self.names), self.exact
@@ -139,8 +141,7 @@ class Forms:
             return
         if form.exact is None and form.counted:
             self._fix(on, 2)
-        elif form.exact is None:
-            form.names.add(str(axis))
+        form.front.add(axis)
         if form.exact is not None and axis >= form.exact:
             raise Meaningless(f"{on} has {form.exact} dims and no dim {axis}")
 
@@ -199,17 +200,20 @@ class Ranks:
 
 def choose_ranks(forms: Forms, random: Random) -> Ranks:
     """Any ranks that the text of a rule allows."""
-    found = set().union(*(form.names for form in forms.of.values()))
-    names = [name for name in found if not name.isdecimal()]
-    digits = sorted(name for name in found if name.isdecimal())
-    least = max((int(name) - i for i, name in enumerate(digits)), default=0)
-    groups = dict.fromkeys(forms.group(expr) for expr in forms.exprs)
-    others = {group: random.randint(least, max(least, _MOST_OTHERS)) for group in groups}
+    names = sorted(set().union(*(form.names for form in forms.of.values())))
+    least: dict[Expr, int] = {}
+    for expr, form in forms.of.items():
+        missing = max(form.front, default=-1) + 1 - len(form.names) - form.counted
+        least[forms.group(expr)] = max(missing, least.get(forms.group(expr), 0))
+    others = {group: random.randint(low, max(low, _MOST_OTHERS)) for group, low in least.items()}
     fewest = min((others[forms.group(expr)] for expr, form in forms.of.items() if form.names), default=0)
-    slots = [(int(name) - i, i, name) for i, name in enumerate(digits)]
-    slots += [(random.randint(least, fewest), len(digits) + random.random(), name) for name in sorted(names)]
-    literal = dict(zip(sorted(names), random.sample(range(4), 4), strict=False))
-    return Ranks(forms, others, {name: slot for slot, _, name in sorted(slots)}, literal)
+    slots = sorted((random.randint(0, fewest), random.random(), name) for name in names)
+    literal = dict(zip(names, random.sample(range(4), 4), strict=False))
+    found = Ranks(forms, others, {name: slot for slot, _, name in slots}, literal)
+    for expr, form in forms.of.items():
+        if any(found.place(expr, name) in form.front for name in form.names if form.exact is None):
+            raise Meaningless("a dim has a name and is counted, too")
+    return found
 
 
 def meshes_in(*exprs: Expr) -> list[str]:

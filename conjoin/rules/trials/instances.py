@@ -25,7 +25,7 @@ from conjoin.rules.trials.operator_sizes import Shaping
 from conjoin.rules.trials.puzzles import Contradiction
 from conjoin.rules.trials.references import Shape
 
-_PLANS = 6
+_PLANS = 16
 """Choices of ranks of which sizes are drawn."""
 _TRIES = 40
 """Of sizes until they come out; a try takes less than a millisecond."""
@@ -116,7 +116,7 @@ class Sampler:
     def _plan(self, random: Random, right: Right) -> _Plan | None:
         """One of some choices of ranks, each looked at once."""
         plans = self._plans[right]
-        if self._asked[right] < 2 * _PLANS and len(plans) < _PLANS:
+        if self._asked[right] < 3 * _PLANS and len(plans) < _PLANS:
             self._asked[right] += 1
             made = self._new_plan(random, right)
             if made is not None:
@@ -125,8 +125,8 @@ class Sampler:
         return random.choice(plans) if plans else None
 
     def _new_plan(self, random: Random, right: Right) -> _Plan | None:
-        shaping = Shaping(choose_ranks(self._forms, random))
         try:
+            shaping = Shaping(choose_ranks(self._forms, random))
             for expr in walk(*self.rule.left):
                 shaping.add(expr)
             for condition in self._conditions:

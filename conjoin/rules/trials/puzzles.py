@@ -38,10 +38,12 @@ class Puzzle:
     values: dict[int, int] = field(default_factory=dict)
     """Of classes of unknowns that are the same, by `find`."""
     relations: list[Relation] = field(default_factory=list)
+    about: dict[int, list[Relation]] | None = None
+    """The relations of every class, in classes; None where they have to be looked up again."""
 
     def copy(self) -> Puzzle:
         lists = (self.parents[:], self.least[:], self.most[:])
-        return Puzzle(*lists, dict(self.values), self.relations[:])
+        return Puzzle(*lists, dict(self.values), self.relations[:], self.about)
 
     def new(self, least: int = 1, most: int = _LARGEST) -> int:
         """An unknown."""
@@ -70,7 +72,7 @@ class Puzzle:
         if a == b:
             return
         value = self.values.pop(a, None)
-        self.parents[a] = b
+        self.parents[a], self.about = b, None
         self.least[b], self.most[b] = max(self.least[a], self.least[b]), min(self.most[a], self.most[b])
         if value is not None:
             self.learn(b, value)
@@ -92,34 +94,52 @@ class Puzzle:
             if relation.kind == kind and tuple(map(self.find, relation.parts)) == own:
                 return relation.whole
         whole = self.new(least)
-        self.relations.append(Relation(kind, whole, tuple(parts)))
+        self.state(kind, whole, parts)
         return whole
 
     def state(self, kind: str, whole: int, parts: Sequence[int]) -> None:
         """An unknown is what others make."""
         self.relations.append(Relation(kind, whole, tuple(parts)))
+        self.about = None
 
-    def settle(self) -> None:
-        """Learn whatever follows from what is known."""
-        before = -1
-        while len(self.values) != before:
-            before = len(self.values)
-            for relation in self.relations:
-                self._settle(relation)
+    def settle(self, changed: Iterable[int] | None = None) -> None:
+        """Learn whatever follows from what is known, or from what was learned of some unknowns."""
+        if self.about is None:
+            self._index()
+        assert self.about is not None
+        pending = list(self.about if changed is None else changed)
+        while pending:
+            for relation in self.about.get(pending.pop(), ()):
+                learned = self._settle(relation)
+                if learned is not None:
+                    pending.append(learned)
 
-    def _settle(self, relation: Relation) -> None:
-        whole, parts = self.value(relation.whole), [self.value(part) for part in relation.parts]
-        if None not in parts:
-            made = _MADE[relation.kind](*parts)  # type: ignore[arg-type]
-            if made is None:
-                raise Contradiction(f"no {relation.kind} of {parts}")
-            self.learn(relation.whole, made)
-        elif whole is not None and parts.count(None) == 1 and relation.kind in _LEFT:
-            place = parts.index(None)
-            rest = _LEFT[relation.kind](whole, *(part for part in parts if part is not None))
-            if rest is None:
-                raise Contradiction(f"{whole} is no {relation.kind} with {parts}")
-            self.learn(relation.parts[place], rest)
+    def _index(self) -> None:
+        """The relations of every class of unknowns, in classes."""
+        found: dict[int, list[Relation]] = {}
+        for kind, whole, parts in self.relations:
+            own = Relation(kind, self.find(whole), tuple(map(self.find, parts)))
+            for unknown in dict.fromkeys((own.whole, *own.parts)):
+                found.setdefault(unknown, []).append(own)
+        self.about = found
+
+    def _settle(self, relation: Relation) -> int | None:
+        """The unknown of a relation, in classes, that was found."""
+        values = self.values
+        whole, parts = values.get(relation.whole), [values.get(part) for part in relation.parts]
+        missing = parts.count(None)
+        if missing == 0:
+            at, made = relation.whole, _MADE[relation.kind](*parts)
+        elif missing == 1 and whole is not None and relation.kind in _LEFT:
+            at = relation.parts[parts.index(None)]
+            made = _LEFT[relation.kind](whole, *(part for part in parts if part is not None))
+        else:
+            return None
+        if made is None:
+            raise Contradiction(f"no {relation.kind} of {parts} is {whole}")
+        is_news = at not in values
+        self.learn(at, made)
+        return at if is_news else None
 
     # Solutions.
 
@@ -131,35 +151,34 @@ class Puzzle:
         self.settle()
         left = frozenset(map(self.find, leave))
         for unknown in self._order(random):
-            if self.value(unknown) is None and unknown not in left:
+            if unknown not in self.values and unknown not in left:
                 choices = self._choices(unknown, largest)
                 if not choices:
                     raise Contradiction("nothing is left to choose from")
                 self.learn(unknown, random.choice(choices))
-                self.settle()
+                self.settle((unknown,))
 
     def _order(self, random: Random) -> Iterable[int]:
         """What others are made of first, in any order."""
-        roots = list(dict.fromkeys(map(self.find, range(len(self.parents)))))
-        wholes = {self.find(relation.whole) for relation in self.relations}
+        roots = [unknown for unknown, parent in enumerate(self.parents) if parent == unknown]
+        wholes = {relation.whole for relations in (self.about or {}).values() for relation in relations}
         random.shuffle(roots)
         return sorted(roots, key=wholes.__contains__)
 
-    def _choices(self, unknown: int, largest: int) -> Sequence[int]:
+    def _choices(self, at: int, largest: int) -> Sequence[int]:
         """The numbers that an unknown may be, as far as single relations tell."""
-        at = self.find(unknown)
-        about = [relation for relation in self.relations if at in map(self.find, relation.parts)]
-        reaches = (self._reach(relation) for relation in about if self.find(relation.parts[0]) == at)
+        about = [relation for relation in (self.about or {}).get(at, ()) if at in relation.parts]
+        reaches = (self._reach(relation) for relation in about if relation.parts[0] == at)
         least, most = max([self.least[at], *reaches]), self.most[at]
         choices: Iterable[int] = range(least, min(most, least + largest - 1) + 1)
         for relation in about:
-            whole = self.value(relation.whole)
+            whole = self.values.get(relation.whole)
             if whole is not None and relation.kind == "product":
                 choices = [n for n in range(1, min(whole, most) + 1) if whole % n == 0 and n >= least]
         for relation in about:
-            whole = self.value(relation.whole)
+            whole = self.values.get(relation.whole)
             if whole is not None and relation.kind == "sum":
-                others = sum(self.least[self.find(part)] for part in relation.parts) - self.least[at]
+                others = sum(self.least[part] for part in relation.parts) - self.least[at]
                 choices = [n for n in choices if n <= whole - others]
             elif relation.kind == "windows":
                 choices = [n for n in choices if self._has_windows(relation, at, n)]
@@ -169,15 +188,15 @@ class Puzzle:
         """The smallest size into which a window fits."""
         if relation.kind != "windows":
             return 0
-        _, kernel, _, padding = map(self.value, relation.parts)
+        _, kernel, _, padding = map(self.values.get, relation.parts)
         return (kernel or 1) - 2 * (padding or 0)
 
     def _has_windows(self, relation: Relation, at: int, number: int) -> bool:
         """Whether there are windows, as many as there must be, where an unknown is a number."""
-        parts = [number if self.find(part) == at else self.value(part) for part in relation.parts]
+        parts = [number if part == at else self.values.get(part) for part in relation.parts]
         if None in parts:
             return True
-        made, whole = _windows(*parts), self.value(relation.whole)  # type: ignore[arg-type]
+        made, whole = _windows(*parts), self.values.get(relation.whole)  # type: ignore[arg-type]
         return made is not None and whole in (None, made)
 
 
