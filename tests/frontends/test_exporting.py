@@ -394,7 +394,7 @@ def test_a_loss_inside_the_model_is_found() -> None:
     assert capture(Lambda(lambda f, x: {"logits": f(x), "loss": f(x).mean()}), X).loss == 1
     assert capture(Lambda(lambda f, x: f(x).mean()), X).loss == 0
     assert capture(Lambda(lambda f, x: f(x)), X).loss is None
-    assert capture(Lambda(lambda f, x: (f(x).sum(), f(x))), X).loss is None
+    assert capture(Lambda(lambda f, x: (f(x).sum(), f(x))), X).loss == 0
 
 
 def test_a_lambda_loss_of_a_loss_inside_the_model(compare: Callable[..., Any]) -> None:

@@ -160,7 +160,7 @@ BAD_FILES = {
     '[[rule]]\nname = "r"\nright = "a"': "Rule 'r' has 'no text' as 'left'",
     '[[rule]]\nname = "r"\nleft = 3\nright = "a"': "Rule 'r' has '3' as 'left'",
     RULE + "when = 'x'": "Conditions are a list",
-    RULE + "whem = []": "the key 'whem'. A rule has name, left, right, when, proof. Remove it; the nearest",
+    RULE + "whem = []": "the key 'whem'. A rule has name, left, right, when, proof, shortcut. Remove it; the nearest",
     RULE + "proof = 1": "as 'proof'",
     RULE.replace("add(b, a)", "add(c, a)"): "uses the input 'c'",
     RULE.replace("add(b, a)", "add(b, a); a"): "1 outputs on its left side and 2 on its right side",
