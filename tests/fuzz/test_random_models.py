@@ -59,7 +59,7 @@ def test_what_is_wrong_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> No
         elif what == "loss":
             self.register_forward_hook(lambda *given: given[2] + 1e-3)
         else:
-            self.register_forward_hook(lambda module, *_: [module.n.running_mean.add_(1e-3), None][1])
+            self.register_forward_hook(lambda module, *_: [module.n.running_mean.data.add_(1e-3), None][1])
 
     monkeypatch.setattr(comparing.ParallelModule, "__init__", spoiled)
     fault = examine_program(program).fault

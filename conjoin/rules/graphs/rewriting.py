@@ -167,10 +167,15 @@ def _check_parameters(before: Graph, after: Graph) -> None:
 
 
 def _trained(graph: Graph) -> set[Leaf]:
-    """The trainable parameters that something reads."""
-    read = {value.owner for node in graph.nodes for value in _facts(node)[0]}
-    read.update(value.owner for value in graph.outputs if isinstance(value, Value))
-    return {owner for owner in read if isinstance(owner, Leaf) and owner.trainable}
+    """The trainable parameters from which a way leads to the loss, or to an output where there is none."""
+    ends = graph.outputs if graph.loss is None else (graph.outputs[graph.loss],)
+    waiting, seen = [value.owner for value in ends if isinstance(value, Value)], set[Leaf | Node]()
+    while waiting:
+        owner = waiting.pop()
+        if owner not in seen and isinstance(owner, Node) and owner.op != "detach":
+            waiting += [value.owner for value in _facts(owner)[0]]
+        seen.add(owner)
+    return {owner for owner in seen if isinstance(owner, Leaf) and owner.trainable}
 
 
 def _replaced(emitter: Emitter, match: Match) -> Iterator[tuple[Value, Value]]:
