@@ -90,7 +90,7 @@ def capture(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None = No
     """
     if not check or not isinstance(model, nn.Module):
         return capture_graph(model, batch, loss)
-    plain = PlainModel(plain_model(model), loss, run_plainly)
+    plain = PlainModel(plain_model(model, CaptureError), loss, run_plainly)
     own = copied_for_check(plain, batch)
     return capture_graph(
         model, batch, loss, lambda graph: own if isinstance(own, str) else check_capture(graph, own, batch)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -181,13 +183,14 @@ def verify_command(
     """Compare a plan with one device: loss, gradients and weights in double precision; exit code 1 if they differ."""
     asked = _Asked(str(plan), model, batch, steps, tuple(imports or ()))
     found = asked.read()
-    if dist.is_torchelastic_launched():
-        result = _gathered(_compare(0, asked))
-    elif ranks and found.mesh.size > 1:
-        answers = launch(found.mesh.size, _compare, asked)
-        result = verdict(answers[0][0], [answer[1] for answer in answers], answers[0][2])
-    else:
-        result = verify_in_process(asked.case(found), steps)
+    with redirect_stdout(sys.stderr):  # where the model prints: stdout has the answer of the command
+        if dist.is_torchelastic_launched():
+            result = _gathered(_compare(0, asked))
+        elif ranks and found.mesh.size > 1:
+            answers = launch(found.mesh.size, _compare, asked)
+            result = verdict(answers[0][0], [answer[1] for answer in answers], answers[0][2])
+        else:
+            result = verify_in_process(asked.case(found), steps)
     if _is_first():
         _show(found, result, as_json)
     if not result.passed:

@@ -114,6 +114,7 @@ class Library:
         return {root: tuple(entries) for root, entries in found.items()}
 
     @staticmethod
+    @cache
     def shipped() -> Library:
         """The library that comes with conjoin."""
         return Library.load(SHIPPED)

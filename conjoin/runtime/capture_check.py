@@ -133,10 +133,10 @@ def check_capture(graph: Graph, plain: PlainModel, batch: Any) -> str:
         return f"checked against the model: loss, {named} and state agree on {found.freshness.value}"
     worst = found.worst
     assert worst is not None
-    where = find_first_difference(graph, plain, batch, found.freshness)
+    hint = find_first_difference(graph, plain, batch, found.freshness)
     raise CaptureError(
         f"The graph captured of {graph.name} does not compute what the model does: on {found.freshness.value}, "
-        f"{worst.what} is off by {worst.relative:.1e} where rounding allows {worst.allowed:.0e}. {where} "
+        f"{worst.what} is off by {worst.relative:.1e} where rounding allows {worst.allowed:.0e}. {hint} "
         f"Take what changes from call to call out of forward (Python's numbers and generators, values read from "
         f"outside), write without views there, or capture with check=False to go on all the same."
     )

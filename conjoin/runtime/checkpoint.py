@@ -22,12 +22,9 @@ import uuid
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from conjoin.errors import CheckpointError
@@ -45,6 +42,9 @@ from conjoin.runtime.joint_action import exchange, place, together
 from conjoin.runtime.optimizer_state import GROUPS, STATE, state_by_name
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.pieces import count
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 INDEX = "conjoin.json"
 _OURS = (".metadata", ".distcp", INDEX)
@@ -158,6 +158,9 @@ def _draft_optimizer(step: ParallelModule, optimizer: Optimizer) -> tuple[SavedO
 
 def _write_tensors(state: dict[str, Any], partial: Path) -> Metadata:
     """Have torch write everyone's part, and give its own account of it."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         save(state, storage_writer=FileSystemWriter(partial))

@@ -65,7 +65,8 @@ class Verdict:
     def error(self, noticed_by: int) -> RankError:
         """What a rank says that knows of it."""
         named = ", ".join(str(rank) for rank in self.ranks[:8]) + (" …" if len(self.ranks) > 8 else "")
-        told = RankError(f"Rank {named} {self.what}, noticed by rank {noticed_by}{self.why}")
+        message = f"Rank {named} {self.what}, noticed by rank {noticed_by}{self.why}"
+        told = RankError(message)
         told.ranks = tuple(self.ranks)
         return told
 

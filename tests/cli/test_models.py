@@ -151,8 +151,8 @@ def test_a_batch_size_nobody_asked_for(run: Run, folder: Path) -> None:
         (b"\xff\xff", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
         (b"{}", "its 'format' is not 'conjoin.graph'"),
-        (b'{"format": "conjoin.graph", "version": 99}', "format version 99, this program reads version 1"),
-        (b'{"format": "conjoin.graph", "version": 1}', "is missing"),
+        (b'{"format": "conjoin.graph", "version": 99}', "format version 99, this program reads version 2"),
+        (b'{"format": "conjoin.graph", "version": 2}', "or no lines of text"),
     ],
     ids=range(7),
 )

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import conjoin
-from conjoin.ops import Placement
+import conjoin.comm.route
 from tests.cli.conftest import REPOSITORY, Ran
 from tests.ir.wording import assert_three_sentences
 
@@ -228,26 +228,25 @@ def test_verify_a_plan_of_one_rank(run: Run, plan: Callable[..., str], model: st
 
 
 @pytest.fixture
-def copies_read_as_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wrong algebra: the gradient of a copy is taken for the gradient of the value."""
-
-    def same(placement: Placement) -> Placement:
-        return placement
-
-    monkeypatch.setattr("conjoin.comm.route.dual", same)
+def copies_read_as_copies(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model that brings the wrong algebra with it, to every rank: a copy's gradient is taken for the value's."""
+    monkeypatch.setattr("conjoin.comm.route.dual", conjoin.comm.route.dual)  # put back when the test is over
+    wrong = "import conjoin.comm.route\nconjoin.comm.route.dual = lambda placement: placement\n"
+    (folder / "wrong.py").write_text((folder / "nets.py").read_text() + wrong)
+    return "wrong.py:mlp"
 
 
 @pytest.mark.parametrize("arguments", [(), ("--ranks",)], ids=["in this process", "on real ranks"])
 def test_verify_refutes_a_wrong_gradient(
-    run: Run, plan: Callable[..., str], copies_read_as_copies: None, arguments: tuple[str, ...]
+    run: Run, plan: Callable[..., str], copies_read_as_copies: str, arguments: tuple[str, ...]
 ) -> None:
     name = plan()
-    shown = run("verify", name, "nets.py:mlp", "--steps", "2", *arguments)
+    shown = run("verify", name, copies_read_as_copies, "--steps", "2", *arguments)
     assert (shown.code, shown.err) == (1, "")
     assert shown.out.splitlines()[-1].startswith("refuted: the plan does NOT train like one device")
     told = [line for line in shown.out.splitlines() if line.startswith("largest difference: ")]
     assert len(told) > 3 and "gradient of 0.weight on rank" in "\n".join(told)
-    as_json = run("verify", name, "nets.py:mlp", "--steps", "2", "--json", *arguments)
+    as_json = run("verify", name, copies_read_as_copies, "--steps", "2", "--json", *arguments)
     found = json.loads(as_json.out)
     assert as_json.code == 1 and found["passed"] is False and found["worst"] > 0.01
     sizes = [difference["relative"] for difference in found["differences"]]
