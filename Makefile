@@ -31,9 +31,10 @@ demo: $(STAMP) ## see what conjoin does, in a minute, without a GPU
 	$(BIN)/python examples/demo.py
 
 # Workers have one thread each, and there is one more of them than cores: many tests wait for processes that they start. Tests
-# write and read text as it stands in their files, in UTF-8 whatever the locale.
+# write and read text as it stands in their files, in UTF-8 whatever the locale; and they start many processes, which would each
+# compile the package anew without bytecode.
 WORKERS = $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))')
-PYTEST = OMP_NUM_THREADS=1 PYTHONUTF8=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+PYTEST = OMP_NUM_THREADS=1 PYTHONUTF8=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 test: $(STAMP) ## run all tests, doctests and the code in the docs
 	$(PYTEST)

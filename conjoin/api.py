@@ -22,15 +22,21 @@ from conjoin.errors import (
     StrategyError,
     UsageError,
 )
-from conjoin.frontends import Batch, capture, not_understood
-from conjoin.ir import Graph, Plan, fingerprint, load_graph, load_plan, parse_graph, save_graph, verify
+from conjoin.frontends import Batch, not_understood, run_plainly
+from conjoin.frontends import capture as capture_graph
+from conjoin.ir import Graph, Plan, fingerprint, load_graph, load_plan, parse_graph, plain_model, save_graph, verify
 from conjoin.machine import Machine, parse_machine
-from conjoin.report import Explanation, Inspection, diff_plans, explain, explanation_text, inspect
+from conjoin.report import Explanation, Inspection, PlanDiff, explanation_text, inspect
+from conjoin.report import diff_plans as _diff_plans
+from conjoin.report import explain as _explain
 from conjoin.runtime import (
     CapturedModule,
     Case,
     ParallelModule,
+    PlainModel,
     Verdict,
+    check_capture,
+    copied_for_check,
     full_state_dict,
     load,
     load_checkpoint,
@@ -68,6 +74,29 @@ except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+unknown"
 
 
+def capture(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None = None, *, check: bool = True) -> Graph:
+    """Turn a model into a graph, in the mode (train or eval) it is in.
+
+    `batch` is a tensor, a tuple of positional inputs or a dict of keyword inputs. With a `loss`, inputs that the
+    model's forward does not take are given to the loss after the model's output, and the graph returns the loss.
+    What is kept but not understood is told in one report on the logger `conjoin`. With `check` the graph is compared
+    with the model itself, on other values than those of the batch, where the model has values and a step is small;
+    the report says whether it was.
+
+    >>> import torch
+    >>> graph = capture(nn.Linear(4, 2), torch.zeros(3, 4))
+    >>> [node.op for node in graph.nodes]
+    ['linear']
+    """
+    if not check or not isinstance(model, nn.Module):
+        return capture_graph(model, batch, loss)
+    plain = PlainModel(plain_model(model, CaptureError), loss, run_plainly)
+    own = copied_for_check(plain, batch)
+    return capture_graph(
+        model, batch, loss, lambda graph: own if isinstance(own, str) else check_capture(graph, own, batch)
+    )
+
+
 def plan(
     model: nn.Module,
     batch: Batch,
@@ -90,6 +119,7 @@ def plan(
     True
     """
     chosen = _machine(machine)
+    _check_wish(wish)
     graph = capture(model, batch, loss)
     if strategy is not None:
         return make_plan(graph, chosen, strategy)
@@ -109,6 +139,7 @@ def search_plan(
     It is not worse than plans to start from. From an earlier result it goes on where that ended.
     """
     chosen = _machine(machine)
+    _check_wish(wish)
     return find_plan(graph, chosen, _known_costs(), wish, start=start, progress=progress)
 
 
@@ -122,10 +153,23 @@ def compare(
 ) -> list[Row]:
     """All named strategies, and some searches, side by side: predicted step, where it goes, memory, search seconds."""
     chosen = _machine(machine)
+    _check_wish(wish)
     return compare_plans(graph, chosen, _known_costs(), wish or Wish(), searches, progress=progress)
 
 
-def simulate_plan(plan: Plan, machine: Machine | str | PathLike[str], *, optimizer: str = "adam") -> Prediction:
+def explain(plan: Plan | str | PathLike[str]) -> Explanation:
+    """What a plan does: the operators in order, and between them what is sent."""
+    return _explain(_plan(plan))
+
+
+def diff_plans(before: Plan | str | PathLike[str], after: Plan | str | PathLike[str]) -> PlanDiff:
+    """What differs between two plans."""
+    return _diff_plans(_plan(before), _plan(after))
+
+
+def simulate_plan(
+    plan: Plan | str | PathLike[str], machine: Machine | str | PathLike[str], *, optimizer: str = "adam"
+) -> Prediction:
     """Predict a training step of a plan on a machine, which need not be at hand: seconds, where they go, memory.
 
     >>> import torch
@@ -136,7 +180,20 @@ def simulate_plan(plan: Plan, machine: Machine | str | PathLike[str], *, optimiz
     (True, True)
     """
     chosen = _machine(machine)
-    return predict(plan, chosen, _known_costs(), optimizer)
+    return predict(_plan(plan), chosen, _known_costs(), optimizer)
+
+
+def _plan(plan: Plan | str | PathLike[str]) -> Plan:
+    """A plan, or the one in a file."""
+    match plan:
+        case Plan():
+            return plan
+        case str() | PathLike():
+            return load_plan(Path(plan))
+    raise UsageError(
+        f"A {type(plan).__name__} was given instead of a plan. A plan is what conjoin.plan or conjoin.load_plan gives, "
+        f"or the path of its file. Pass one of these."
+    )
 
 
 def _machine(machine: Machine | str | PathLike[str]) -> Machine:
@@ -146,15 +203,41 @@ def _machine(machine: Machine | str | PathLike[str]) -> Machine:
             return parse_machine(machine, machines_directory())
         case PathLike():
             return Machine.load(Path(machine))
-    return machine
+        case Machine():
+            return machine
+    raise UsageError(
+        f"A {type(machine).__name__} was given instead of a machine. A machine is a name as 'local:4' or 'dgx-h100:2', "
+        f"the path of a .toml file, or a conjoin.Machine. Pass one of these."
+    )
+
+
+def _check_wish(wish: Wish | None) -> None:
+    if not isinstance(wish, Wish | None):
+        raise UsageError(
+            f"A {type(wish).__name__} was given instead of a wish. What is asked of a search stands in a conjoin.Wish. "
+            f"Write wish=conjoin.Wish(budget=60)."
+        )
 
 
 def _known_costs() -> CostModel:
     """What was measured on this host before, and what is shipped."""
-    path = costs_path()
+    try:
+        path = costs_path()
+    except UsageError:  # an account without a home has measured nothing
+        return CostModel([])
     return CostModel([Store(path)] if path.exists() else [])
 
 
 def verify_plan(plan: Plan, model: nn.Module, batch: Batch, *, loss: Any = None, num_steps: int = 5) -> Verdict:
-    """Compare a plan with one device: loss, gradients and weights, all ranks in this process, in double precision."""
-    return verify_in_process(Case(plan, capture(model, batch, loss), model, batch), num_steps)
+    """Compare a plan with one device: loss, gradients and weights, all ranks in this process, in double precision.
+
+    The model itself is run as well, for as many steps, on batches other than the one given.
+    """
+    if num_steps < 1:
+        raise UsageError(
+            f"A plan was to be compared with one device for {num_steps} steps. Nothing would be compared. "
+            f"Ask for at least one step."
+        )
+    own = plain_model(model)
+    graph, plain = capture(own, batch, loss, check=False), PlainModel(own, loss, run_plainly)
+    return verify_in_process(Case(plan, graph, own, batch, plain), num_steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from conjoin.errors import UsageError
@@ -33,3 +34,33 @@ def costs_path() -> Path:
     """`CONJOIN_COSTS`, else `costs.sqlite` in the cache directory: where measured seconds are kept."""
     given = os.environ.get("CONJOIN_COSTS")
     return Path(given) if given else cache_directory() / "costs.sqlite"
+
+
+def patience_seconds() -> float | None:
+    """`CONJOIN_PATIENCE`, how many seconds a rank may make no progress while others wait for it; None where not set."""
+    given = os.environ.get("CONJOIN_PATIENCE")
+    if not given:
+        return None
+    try:
+        return float(given)
+    except ValueError:
+        raise UsageError(
+            f"CONJOIN_PATIENCE is set to {given[:60]!r}. It is how many seconds a rank may make no progress while "
+            f"others wait for it. Set it to a number."
+        ) from None
+
+
+def is_launched() -> bool:
+    """Whether a launcher has told this process which of the ranks it is, and where they meet."""
+    return all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def whole_environment() -> dict[str, str]:
+    """All variables, to start another process as this one was."""
+    return dict(os.environ)
+
+
+def take_environment(variables: Mapping[str, str]) -> None:
+    """Have these variables, and no others."""
+    os.environ.clear()
+    os.environ.update(variables)

@@ -26,6 +26,9 @@ class StrategyError(ConjoinError):
 class RankError(ConjoinError):
     """A rank that was lost, or that disagrees with the others."""
 
+    ranks: tuple[int, ...] = ()
+    """Those that were lost, where that is known."""
+
 
 class CheckpointError(ConjoinError):
     """A checkpoint that cannot be written, is damaged, or does not fit."""

@@ -1,4 +1,6 @@
-"""What all tests share: one thread, since small tensors gain nothing from more and test processes share the cores."""
+"""What all tests share: one thread, since small tensors gain nothing from more and test processes share the cores; a
+cache of their own, empty when they begin.
+"""
 
 from __future__ import annotations
 
@@ -14,3 +16,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("CONJOIN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        monkeypatch.delenv("CONJOIN_COSTS", raising=False)
+        yield

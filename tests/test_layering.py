@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "sim": "ops ir machine comm cost",
     "memory": "ops ir machine cost sim",
     "search": DECIDING,
-    "runtime": "ops ir machine comm",
+    "runtime": "ops ir machine comm environment",
     "gnn": "ops ir machine comm cost runtime",
     "report": "ops ir machine comm sim",
     "api": f"{ALL} environment",

@@ -17,7 +17,7 @@ import signal
 import socket
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -97,7 +97,7 @@ class Cluster:
     def run(self, program: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
         """Run `program(rank, *args)` on every rank, in its node; what each returned.
 
-        The ranks are forked and form a process group on Gloo, with one thread each. A rank that fails, or is not done
+        The ranks form a process group on Gloo, with one thread each. A rank that fails, or is not done
         in time, ends the run with an error.
         """
         if self._control is None:
@@ -110,7 +110,9 @@ class Cluster:
                 f"A run of at most {timeout} s was asked for. A run may take up to {MAX_TIMEOUT_SECONDS:g} s. "
                 f"Give a timeout in between."
             )
-        site = Site(namespaces.address_of(0), partial(self._enter, os.getpid()), timeout)
+        above, nodes = self._namespaces[: -self.num_nodes], self._namespaces[-self.num_nodes :]
+        entrance = _Entrance(os.getpid(), tuple(above), tuple(nodes), self.ranks_per_node, self.ahead_of_others)
+        site = Site(namespaces.address_of(0), entrance, timeout)
         return launch(self.num_ranks, program, *args, site=site)
 
     def traffic(self) -> Traffic:
@@ -153,16 +155,26 @@ class Cluster:
             )
         self._inodes = {os.fstat(file).st_ino for file in files[-self.num_nodes :]}
 
-    def _enter(self, parent: int, rank: int) -> None:
-        """In the process of a rank: be on its node, and end when the parent ends."""
-        assert self._control is not None
-        self._control.close()  # else the switch would not notice that the parent is gone
+
+@dataclass(frozen=True, slots=True)
+class _Entrance:
+    """The way of a rank's process to its node, by files that the process of the cluster holds."""
+
+    owner: int
+    above: tuple[int, ...]
+    """The user namespace, where there is one."""
+    nodes: tuple[int, ...]
+    ranks_per_node: int
+    ahead_of_others: bool
+
+    def __call__(self, rank: int) -> None:
         node = rank // self.ranks_per_node
-        above = self._namespaces[: -self.num_nodes]  # the user namespace, where there is one
-        namespaces.enter([*above, self._namespaces[len(above) + node]], node, self.num_nodes)
+        held = (*self.above, self.nodes[node])
+        files = [os.open(f"/proc/{self.owner}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC) for file in held]
+        namespaces.enter(files, node, len(self.nodes))
+        for file in files:
+            os.close(file)
         namespaces.end_with_parent(signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
         if self.ahead_of_others:
             go_ahead()
         os.environ["GLOO_SOCKET_IFNAME"] = namespaces.INTERFACE

@@ -20,6 +20,7 @@ import typer
 from torch import nn
 
 from conjoin.api import ConjoinError, Graph, Plan, UsageError, capture, load_graph, load_plan, verify
+from conjoin.ir import plain_model
 
 _MODEL_HELP = "Zoo name (bert-large, bert-large:tiny), file.py:function, module:function, or graph.json."
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
@@ -36,7 +37,7 @@ def load_model_graph(model: str, *, batch_size: int | None, training: bool | Non
     is_function = ":" in model and not _is_zoo(model)
     found, batch, loss = (_from_function if is_function else _from_zoo)(model, batch_size)
     _run(f"Setting the mode of {model}", lambda: found.train(training is not False))
-    return capture_model(found, batch, loss)
+    return capture_model(found, batch, loss, check=True)
 
 
 def read_plan(path: str | Path, imports: Sequence[str] | None) -> Plan:
@@ -47,10 +48,10 @@ def read_plan(path: str | Path, imports: Sequence[str] | None) -> Plan:
         return load_plan(path, imports or ())
 
 
-def capture_model(model: nn.Module, batch: Any, loss: Any) -> Graph:
+def capture_model(model: nn.Module, batch: Any, loss: Any, *, check: bool = False) -> Graph:
     """Capture a model; what its forward prints goes to stderr, since stdout has the answer of the command."""
     with _without_torch_logs(), redirect_stdout(sys.stderr):
-        return capture(model, batch, loss)
+        return capture(model, batch, loss, check=check)
 
 
 def load_workload(model: str, batch_size: int | None) -> tuple[nn.Module, Any, Any]:
@@ -101,15 +102,8 @@ def _from_zoo(model: str, batch_size: int | None, device: str = "meta") -> tuple
             f"Add a colon and the name of the function that returns the model and a batch."
         )
     zoo = importlib.import_module("zoo")
-    known = zoo.names()
-    if model.removesuffix(":tiny") not in known:
-        near = get_close_matches(model.removesuffix(":tiny"), known, n=3)
-        hint = f"Did you mean {' or '.join(near)}?" if near else f"Known are {', '.join(known)}."
-        raise UsageError(
-            f"There is no model named {model!r} in the zoo. {hint} "
-            f"A model of your own is named path/to/file.py:function or package.module:function, a saved graph "
-            f"file.json."
-        )
+    if model.removesuffix(":tiny") not in zoo.names():
+        raise _not_in_the_zoo(model)
     try:
         workload = zoo.build(model, batch_size=batch_size, device=device)
     except (RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
@@ -121,6 +115,18 @@ def _from_zoo(model: str, batch_size: int | None, device: str = "meta") -> tuple
             f"Give a smaller one."
         ) from error
     return workload.model, workload.batch, workload.loss
+
+
+def _not_in_the_zoo(model: str) -> UsageError:
+    name, _, size = model.partition(":")
+    known = importlib.import_module("zoo").names()
+    near = get_close_matches(name.lower().replace("_", "-"), known, n=3)
+    meant = " or ".join(f"{found}:tiny" if size else found for found in near)
+    hint = f"Did you mean {meant}?" if near else f"Known are {', '.join(known)}."
+    return UsageError(
+        f"There is no model named {model!r} in the zoo. {hint} "
+        f"A model of your own is named path/to/file.py:function or package.module:function, a saved graph file.json."
+    )
 
 
 def _import_file(path: Path) -> Any:
@@ -142,9 +148,14 @@ def _import_file(path: Path) -> Any:
     return module
 
 
-def _import_module(name: str) -> Any:
+def _import_module(name: str, function: str) -> Any:
     _search(Path.cwd())
-    return importlib.import_module(name)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name and get_close_matches(name, importlib.import_module("zoo").names()):
+            raise _not_in_the_zoo(f"{name}:{function}") from None
+        raise
 
 
 def _search(folder: Path) -> None:
@@ -179,7 +190,7 @@ def _run(what: str, action: Callable[[], Any]) -> Any:
 def _from_function(model: str, batch_size: int | None) -> tuple[nn.Module, Any, Any]:
     place, _, name = model.rpartition(":")
     is_file = place.endswith(".py") or os.sep in place
-    module = _run(f"Loading {place}", lambda: _import_file(Path(place)) if is_file else _import_module(place))
+    module = _run(f"Loading {place}", lambda: _import_file(Path(place)) if is_file else _import_module(place, name))
     function = getattr(module, name, None)
     if not callable(function):
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -204,7 +215,7 @@ def _batch_keyword(model: str, function: Callable[..., Any], batch_size: int | N
 
 def _check(model: str, made: Any) -> tuple[nn.Module, Any, Any]:
     if isinstance(made, tuple | list) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
-        return made[0], made[1], made[2] if len(made) == 3 else None
+        return plain_model(made[0]), made[1], made[2] if len(made) == 3 else None
     shape = f"a tuple of {len(made)}" if isinstance(made, tuple | list) else type(made).__name__
     raise UsageError(
         f"{model} returned {shape}. It must return (model, batch) or (model, batch, loss). Change its return statement."

@@ -9,7 +9,6 @@ from conjoin.api import UsageError
 
 _TIMES = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
 _SIZES = {
-    "": 1,
     "B": 1,
     **{f"{letter}iB": 2 ** (10 * (i + 1)) for i, letter in enumerate("KMGT")},
     **{f"{letter}B": 10 ** (3 * (i + 1)) for i, letter in enumerate("KMGT")},
@@ -35,16 +34,18 @@ def parse_seconds(text: str) -> float:
 def parse_bytes(text: str) -> int:
     """A size in bytes.
 
-    >>> parse_bytes("40GiB"), parse_bytes("1.5KB")
+    >>> parse_bytes("40GiB"), parse_bytes("1.5kb")
     (42949672960, 1500)
     """
     number, unit = _parse(text)
-    if unit not in _SIZES or number * _SIZES[unit] < 1:
+    factor = {name.lower(): factor for name, factor in _SIZES.items()}.get(unit.lower(), 0)
+    if number * factor < 1:
+        shown = text.strip()[:12] if not unit else "40"
         raise UsageError(
-            f"The size {text[:40]!r} was given. A size is at least one byte, a number with a unit, "
-            f"{', '.join(filter(None, _SIZES))}. Write 40GiB."
+            f"The size {text[:40]!r} was given. A size is at least one byte, a number with a unit: "
+            f"{', '.join(_SIZES)}. Write {shown}GiB."
         )
-    return int(number * _SIZES[unit])
+    return int(number * factor)
 
 
 def parse_fixed(texts: Sequence[str]) -> dict[str, str]:

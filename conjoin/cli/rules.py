@@ -51,8 +51,8 @@ def list_command(library: LibraryOption = None, as_json: JsonOption = False) -> 
 
 def _facts(entry: Entry) -> dict[str, Any]:
     left, right = (list(map(str, side)) for side in (entry.rule.left, entry.rule.right))
-    facts = {"name": entry.name, "left": left, "right": right}
-    return {**facts, "conditions": list(entry.conditions), "method": entry.method, "stamp": entry.stamp}
+    facts = {"name": entry.name, "left": left, "right": right, "conditions": list(entry.conditions)}
+    return {**facts, "method": entry.method, "stamp": entry.stamp, "shortcut": entry.shortcut}
 
 
 @rules_app.command("show")
@@ -71,6 +71,8 @@ def show_command(
     for condition in entry.conditions:
         typer.echo(f"  needs    {condition}")
     typer.echo(f"  proven   from {entry.method}, for every size and rank; stamp {entry.stamp}")
+    if entry.shortcut:
+        typer.echo(f"  spares   {entry.shortcut} by other rules")
 
 
 def _find(library: Library, name: str) -> Entry:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,16 +18,20 @@ from torch import nn
 from conjoin.api import UsageError
 from conjoin.cli.models import ImportOption, capture_model, load_workload, read_plan
 from conjoin.cli.output import check_output, print_json
+from conjoin.frontends import run_plainly
 from conjoin.ir import Plan, flatten_tree, unflatten_tree
 from conjoin.report import Event, save_trace
 from conjoin.runtime import (
     TOLERANCE,
+    AgainstModel,
     Case,
     ParallelModule,
+    PlainModel,
     Recorded,
     Verdict,
     check_made_for,
     compare_rank,
+    compare_with_model,
     connect,
     launch,
     load,
@@ -62,6 +68,11 @@ class _Asked:
         torch.manual_seed(_SEED)
         return load_workload(self.model, self.batch_size)
 
+    def case(self, plan: Plan) -> Case:
+        """The plan with all that it is compared with."""
+        model, batch, loss = self.workload()
+        return Case(plan, capture_model(model, batch, loss), model, batch, PlainModel(model, loss, run_plainly))
+
 
 def run_command(
     plan: PlanArgument,
@@ -75,11 +86,7 @@ def run_command(
     check_output(trace, "trace")
     asked = _Asked(str(plan), model, batch, steps, tuple(imports or ()))
     found = asked.read()
-    if found.graph.loss is None:
-        raise UsageError(
-            f"The plan of {found.model.name} has no loss, and was asked to train. There is nothing to differentiate. "
-            f"Let the model's function return (model, batch, loss) and make the plan again."
-        )
+    _check_trains(found)
     if dist.is_torchelastic_launched() or found.mesh.size == 1:
         recorded = _gather(_train(0, asked, trace is not None))
     else:
@@ -87,6 +94,21 @@ def run_command(
     if trace is not None and _is_first():
         save_trace(_recorded_events(recorded), trace)
         typer.echo(f"trace of one step: {trace}; open it in ui.perfetto.dev")
+
+
+def _check_trains(plan: Plan) -> None:
+    """Refuse what has nothing to differentiate, or nothing to differentiate it by."""
+    if plan.graph.loss is None:
+        raise UsageError(
+            f"The plan of {plan.model.name} has no loss, and was asked to train. None of its outputs is called loss, "
+            f"nor is one alone a number that the batch and the parameters decide. Let the model's function return "
+            f"(model, batch, loss), or the model such an output, and make the plan again."
+        )
+    if not any(leaf.trainable for leaf in plan.graph.leaves):
+        raise UsageError(
+            f"The plan of {plan.model.name} was asked to train. The model has no parameter that is trained: it has "
+            f"none, or all of them are frozen. Set requires_grad on some, and make the plan again."
+        )
 
 
 def _is_first() -> bool:
@@ -124,6 +146,11 @@ def _train(rank: int, asked: _Asked, traced: bool) -> list[Recorded]:
     def train_once() -> float:
         optimizer.zero_grad()
         value = _loss_of(step, batch)
+        if not value.requires_grad:
+            raise UsageError(
+                f"The plan of {plan.model.name} was asked to train. No parameter reaches its loss with a gradient: it "
+                f"is detached, or computed under no_grad. Let the gradient through, and make the plan again."
+            )
         value.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         return value.item()
@@ -156,14 +183,14 @@ def verify_command(
     """Compare a plan with one device: loss, gradients and weights in double precision; exit code 1 if they differ."""
     asked = _Asked(str(plan), model, batch, steps, tuple(imports or ()))
     found = asked.read()
-    if dist.is_torchelastic_launched():
-        result = _gathered(_compare(0, asked))
-    elif ranks and found.mesh.size > 1:
-        answers = launch(found.mesh.size, _compare, asked)
-        result = verdict(answers[0][0], [answer[1] for answer in answers])
-    else:
-        built, data, loss = asked.workload()
-        result = verify_in_process(Case(found, capture_model(built, data, loss), built, data), steps)
+    with redirect_stdout(sys.stderr):  # where the model prints: stdout has the answer of the command
+        if dist.is_torchelastic_launched():
+            result = _gathered(_compare(0, asked))
+        elif ranks and found.mesh.size > 1:
+            answers = launch(found.mesh.size, _compare, asked)
+            result = verdict(answers[0][0], [answer[1] for answer in answers], answers[0][2])
+        else:
+            result = verify_in_process(asked.case(found), steps)
     if _is_first():
         _show(found, result, as_json)
     if not result.passed:
@@ -171,18 +198,18 @@ def verify_command(
 
 
 def _compare(rank: int, asked: _Asked) -> Any:
-    plan = asked.read()
-    model, batch, loss = asked.workload()
-    graph = capture_model(model, batch, loss)
-    check_made_for(plan, graph)
-    case = Case(plan, graph, model, batch).widened()
+    given = asked.case(asked.read())
+    check_made_for(given.plan, given.graph)
+    case = given.widened()
     communicator, _ = connect(case.plan)
+    against = compare_with_model(given, case, asked.num_steps) if communicator.rank == 0 else None
     reference = train_alone(case, asked.num_steps)
-    return reference.losses, compare_rank(case, reference, communicator)
+    return reference.losses, compare_rank(case, reference, communicator), against
 
 
 def _gathered(mine: Any) -> Verdict:
-    return verdict(mine[0], _gather(mine[1]))
+    losses, compared, against = mine
+    return verdict(losses, _gather(compared), _gather(against)[0])
 
 
 def _show(plan: Plan, result: Verdict, as_json: bool) -> None:
@@ -191,6 +218,7 @@ def _show(plan: Plan, result: Verdict, as_json: bool) -> None:
         facts = {
             "passed": result.passed, "ranks": result.num_ranks, "worst": result.worst, "tolerance": TOLERANCE,
             "losses": result.losses, "plan_losses": result.plan_losses, "differences": shown,
+            "against_model": _facts_of(result.against_model),
         }  # fmt: skip
         print_json(facts)
         return
@@ -201,8 +229,19 @@ def _show(plan: Plan, result: Verdict, as_json: bool) -> None:
     for difference in result.differences[: 1 if result.passed else 8]:
         what = f"{difference.what} on rank {difference.rank}"
         typer.echo(f"largest difference: {difference.relative:.1e} in {what}")
+    for line in result.told:
+        typer.echo(line)
     verb = "trains exactly like one device" if result.passed else "does NOT train like one device"
     typer.echo(f"{'verified' if result.passed else 'refuted'}: the plan {verb} (relative tolerance {TOLERANCE:.0e})")
+
+
+def _facts_of(found: AgainstModel | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "passed": found.passed, "precision": found.precision, "batches": found.freshness.value,
+        "changed": found.changed, "differences": [asdict(difference) for difference in found.differences[:20]],
+    }  # fmt: skip
 
 
 def _on_device(batch: Any, device: torch.device) -> Any:

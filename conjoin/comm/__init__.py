@@ -1,8 +1,8 @@
 """How a reshard is carried out: the choice of collectives, what each rank sends, and how many bytes that is."""
 
-from conjoin.comm.bundling import BUNDLE_BYTES, BundleKind, Entry, ParameterBundle, bundle_parameters, find_bundles
+from conjoin.comm.bundling import BUNDLE_BYTES, BundleKind, ParameterBundle, bundle_parameters, find_bundles
 from conjoin.comm.exchanges import ExchangedBytes, NodeExchanges, node_exchanges
-from conjoin.comm.gradients import GradientFlow
+from conjoin.comm.gradients import Entry, GradientFlow
 from conjoin.comm.movement import Movement, move_regions, movement
 from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
 from conjoin.comm.pieces import splits_evenly

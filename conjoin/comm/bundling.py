@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 
+from conjoin.comm.gradients import Entry, GradientFlow
 from conjoin.comm.movement import movement
 from conjoin.comm.pieces import splits_evenly
 from conjoin.comm.route import backward_route, reshard
@@ -20,8 +21,6 @@ from conjoin.ir import Graph, Leaf, Value, is_parallel, origin
 from conjoin.machine import Mesh
 from conjoin.ops import Copies, Layout, TensorType
 
-Entry = tuple[Value, Layout]
-"""A value, mostly a parameter, and a layout in which somebody reads it."""
 BUNDLE_BYTES = 25 * 2**20
 """As DistributedDataParallel's buckets (torch documentation, `bucket_cap_mb`)."""
 
@@ -80,14 +79,20 @@ def _filled(entries: list[Entry]) -> list[tuple[Entry, ...]]:
 
 
 def _parameter_reads(graph: Graph) -> list[Entry]:
-    """Every trainable parameter that is used in another layout than stored, with that layout, in the order of use."""
+    """Every trainable parameter that is used in another layout than stored, with that layout, in the order of use.
+
+    One whose use has no part in the loss gets no gradient, as on one device: together with others it would get zeros.
+    """
+    flow = GradientFlow(graph) if graph.training else None
     results = [value for value in (*graph.outputs, *(v for _, v in graph.updates)) if isinstance(value, Value)]
     reads = [value for node in graph.nodes if not is_parallel(node) for value in node.inputs]
     found: dict[Entry, None] = {}
     for value in (*reads, *results):
-        root = origin(value)
-        if isinstance(root.owner, Leaf) and root.owner.trainable and root.type.layout != value.type.layout:
-            found[root, value.type.layout] = None
+        root, layout = origin(value), value.type.layout
+        if not isinstance(root.owner, Leaf) or not root.owner.trainable or root.type.layout == layout:
+            continue
+        if flow is None or flow.reach_read(root, layout):
+            found[root, layout] = None
     return list(found)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from conjoin.comm.bundling import Entry
 from conjoin.ir import Graph, Node, Value, is_parallel, is_random, origin, plain_call
 from conjoin.ops import Call, Layout, OpSpec, find_spec, spec_for
+
+Entry = tuple[Value, Layout]
+"""A value, mostly a parameter, and a layout in which somebody reads it."""
 
 
 class GradientFlow:

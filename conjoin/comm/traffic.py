@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from conjoin.comm.bundling import Entry, ParameterBundle, find_bundles
+from conjoin.comm.bundling import ParameterBundle, find_bundles
 from conjoin.comm.exchanges import ExchangedBytes, node_exchanges
-from conjoin.comm.gradients import GradientFlow
+from conjoin.comm.gradients import Entry, GradientFlow
 from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
 from conjoin.comm.pieces import splits_evenly
 from conjoin.comm.places import changes_places

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conjoin.ops import Call, Kind, TensorType, find_operator, map_tensors, signature, space_of, spec_for
+from conjoin.ops import Call, TensorType, find_operator, map_tensors, space_of, spec_for, spread_args
 
 Run = Callable[[], Any]
 
@@ -63,15 +63,7 @@ def bind_run(call: Call, tensors: Sequence[Tensor], device: torch.device) -> Run
     """The call on these operands, ready to be made; a tensor that it makes of nothing is made on the device."""
     feed = iter(tensors)
     args = map_tensors(call.op, call.args, lambda _: next(feed))
-    positional: list[Any] = []
-    keywords: dict[str, Any] = {}
-    for parameter, value in zip(signature(call.op).parameters, args, strict=True):
-        if parameter.name == "device" and not tensors:
-            value = device
-        if not parameter.keyword_only:
-            positional.append(list(value) if parameter.kind is Kind.TENSORS and value is not None else value)
-        elif value is not None:
-            keywords[parameter.name] = value
+    positional, keywords = spread_args(call.op, args, None if tensors else device)
     function = run_batch_norm if call.op == "_native_batch_norm_legit_functional" else find_operator(call.op)
     return partial(function, *positional, **keywords)
 

@@ -2,6 +2,7 @@
 
 from conjoin.frontends.capture import capture
 from conjoin.frontends.exporting import Batch
+from conjoin.frontends.plain import run_plainly
 from conjoin.frontends.report import OpaqueOperator, Report, not_understood
 
-__all__ = ["Batch", "OpaqueOperator", "Report", "capture", "not_understood"]
+__all__ = ["Batch", "OpaqueOperator", "Report", "capture", "not_understood", "run_plainly"]

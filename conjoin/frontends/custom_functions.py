@@ -1,8 +1,9 @@
 """`torch.autograd.Function`s in a model: export traces their forward and forgets their backward, so that is checked.
 
-Every call is noted while the model is traced. Afterwards each is run on random numbers of the same shapes: if its own
-backward gives what differentiating its forward gives (an analytic derivative, as in published models), the graph is
-right as it is. If not (a straight-through estimator, a reversed gradient), the model is refused.
+Every call is noted while the model is traced. Afterwards each is run on random numbers of the same shapes, or of
+smaller ones where there are very many: if its own backward gives what differentiating its forward gives (an analytic
+derivative, as in published models), the graph is right as it is. If not (a straight-through estimator, a reversed
+gradient), or where it cannot be told, the model is refused.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from conjoin.frontends.problems import HIDDEN, Problem
 from conjoin.ir import Source
 
 _MAX_ELEMENTS = 2**22
+"""Some tenths of a second for most functions."""
 _TOLERANCE = 1e-6
 """Relative, in float64: rounding is a billion times smaller, a different derivative far larger."""
 
@@ -59,11 +62,12 @@ class Watch:
         """The calls whose backward is not the derivative of their forward, one problem a class."""
         found: dict[type, Problem] = {}
         for call in self.calls:
-            if call.function not in found and not _is_derivative(call):
+            objection = None if call.function in found else _objection(call)
+            if objection is not None:
                 found[call.function] = Problem(
                     f"autograd function {call.function.__name__}",
                     call.source,
-                    "its backward is not the derivative of its forward, and a graph would forget it: "
+                    f"{objection}, and a graph would forget it: "
                     "wrap it with torch.library.custom_op and register_autograd, which keeps it whole",
                 )
         return tuple(found.values())
@@ -92,14 +96,25 @@ def _user_source() -> Source | None:
     return Source(own[-1].filename, own[-1].lineno or 0) if own else None
 
 
-def _random_like(value: Any, domain: tuple[float, float], generator: torch.Generator) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    shape = tuple(int(size) for size in value.shape)
+def _shapes(call: CustomCall) -> dict[int, tuple[int, ...]]:
+    """The shapes of the tensors given to a call, by position; the longest dims are halved until they are few enough.
+
+    Dims of one length stay so: they may stand for the same thing.
+    """
+    shapes = {i: tuple(map(int, arg.shape)) for i, arg in enumerate(call.args) if isinstance(arg, Tensor)}
+    while sum(map(prod, shapes.values())) > _MAX_ELEMENTS:
+        longest = max(max(shape, default=0) for shape in shapes.values())
+        halved = {longest: (longest + 1) // 2}
+        shapes = {i: tuple(halved.get(size, size) for size in shape) for i, shape in shapes.items()}
+    return shapes
+
+
+def _random_like(value: Tensor, shape: tuple[int, ...], domain: tuple[float, float], generator: torch.Generator) -> Any:
     if value.is_floating_point():
         low, high = domain
-        return (torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low).requires_grad_()
-    return torch.ones(shape, dtype=value.dtype)
+        drawn = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
+        return (drawn * (high - low) + low).requires_grad_()
+    return torch.ones(shape, dtype=value.dtype, device="cpu")
 
 
 def _forward(call: CustomCall, args: list[Any]) -> Any:
@@ -111,7 +126,7 @@ def _forward(call: CustomCall, args: list[Any]) -> Any:
 
 def _gradients(outputs: Any, inputs: list[Tensor]) -> list[Tensor]:
     made = [o for o in (outputs if isinstance(outputs, tuple | list) else (outputs,)) if isinstance(o, Tensor)]
-    weights = (torch.linspace(0.5, 1.5, o.numel(), dtype=o.dtype).reshape(o.shape) for o in made)
+    weights = (torch.linspace(0.5, 1.5, o.numel(), dtype=o.dtype, device="cpu").reshape(o.shape) for o in made)
     total = sum((o * weight).sum() for o, weight in zip(made, weights, strict=True) if o.requires_grad)
     if not isinstance(total, Tensor):
         return [torch.zeros_like(x) for x in inputs]
@@ -119,30 +134,31 @@ def _gradients(outputs: Any, inputs: list[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
 
 
-def _is_derivative(call: CustomCall) -> bool:
-    """Compare its own backward with the derivative of its forward on random numbers; False when it cannot be run.
+def _objection(call: CustomCall) -> str | None:
+    """Compare its own backward with the derivative of its forward on random numbers; why they are not the same.
 
     Numbers where the forward is not finite (the root of a negative one) say nothing; other numbers are tried too.
     """
-    if sum(a.numel() for a in call.args if isinstance(a, Tensor)) > _MAX_ELEMENTS:
-        return False
-    verdicts = [_agrees(call, domain) for domain in _DOMAINS]
-    return True in verdicts and False not in verdicts
+    try:
+        verdicts = [_agrees(call, domain) for domain in _DOMAINS]
+    except Exception as error:  # a stranger's function on made-up numbers may fail in any way; unproven means refused
+        what = (str(error).splitlines() or [""])[0][:120].rstrip(".")
+        return f"its backward could not be tried on random numbers ({type(error).__name__}: {what})"
+    if False in verdicts:
+        return "its backward is not the derivative of its forward"
+    return None if True in verdicts else "its forward gives no finite number to try its backward on"
 
 
 _DOMAINS = ((-2.0, 2.0), (0.1, 1.0))
 
 
 def _agrees(call: CustomCall, domain: tuple[float, float]) -> bool | None:
-    generator = torch.Generator().manual_seed(0)
-    args = [_random_like(arg, domain, generator) for arg in call.args]
+    generator, shapes = torch.Generator().manual_seed(0), _shapes(call)
+    args = [_random_like(a, shapes[i], domain, generator) if i in shapes else a for i, a in enumerate(call.args)]
     inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
-    try:
-        with torch.enable_grad():
-            own = _gradients(call.function.apply(*args), inputs)  # type: ignore[no-untyped-call]
-            derived = _gradients(_forward(call, args), inputs)
-    except Exception:  # a stranger's function on made-up numbers may fail in any way; unproven means refused
-        return False
+    with torch.enable_grad():
+        own = _gradients(call.function.apply(*args), inputs)  # type: ignore[no-untyped-call]
+        derived = _gradients(_forward(call, args), inputs)
     if not all(bool(gradient.isfinite().all()) for gradient in derived):
         return None
     return all(torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE) for a, b in zip(own, derived, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
@@ -14,15 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import CaptureError
+from conjoin.frontends.asked_segments import follow_segments
 from conjoin.frontends.custom_functions import watch_custom_functions
 from conjoin.frontends.diagnosis import explain
 from conjoin.frontends.functional import Updates, functionalize, hidden_views
 from conjoin.frontends.problems import MODEL_PREFIX, Problem, find_user_line
-from conjoin.frontends.regions import make_explicit
+from conjoin.frontends.regions import has_cuda_autocast, make_explicit
 from conjoin.frontends.torch_private import (
     ExportedProgram,
     FollowedCalls,
+    autocast_as_on_cuda,
     fake_copy,
+    is_fake,
+    keep_cuda_autocast,
+    keep_draws,
     keep_markers,
     memory_of,
     quiet,
@@ -82,25 +87,50 @@ class _TensorMark:
 TENSOR = _TensorMark()
 
 
-def _positional(function: Callable[..., Any]) -> tuple[list[str], bool, bool]:
-    """Names of positional parameters, and whether any number of positional and of keyword arguments is taken."""
-    parameters = inspect.signature(function).parameters.values()
-    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return named, any(p.kind is p.VAR_POSITIONAL for p in parameters), any(p.kind is p.VAR_KEYWORD for p in parameters)
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What a function takes: names by position, those of all that must be given, and whether any number is taken."""
+
+    positional: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    any_args: bool = True
+    any_kwargs: bool = True
+
+
+def _taken_by(function: Callable[..., Any] | None) -> _Taken:
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        parameters = inspect.signature(called).parameters.values() if called is not None else ()
+    except (TypeError, ValueError):  # built in, and silent about what it takes
+        return _Taken()
+    many = [p.kind for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return _Taken(
+        tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)),
+        tuple(p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)),
+        inspect.Parameter.VAR_POSITIONAL in many,
+        inspect.Parameter.VAR_KEYWORD in many,
+    )
 
 
 def deal_out(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None) -> Arguments:
-    """Give the model what its forward takes; with a loss, what is left over goes to the loss after the output."""
-    names, any_args, any_kwargs = _positional(model.forward)
+    """Give the model what its forward takes; with a loss, what is left over goes to the loss after the output.
+
+    What the loss cannot do without is not given to a parameter that the model can do without: of `(x, y)` a
+    `forward(x, mask=None)` gets x where the loss takes output and target.
+    """
+    takes, wanted = _taken_by(model), _taken_by(loss).required[1:]
     if isinstance(batch, Tensor):
         batch = (batch,)
     if isinstance(batch, Mapping):
-        keywords = {p.name for p in inspect.signature(model.forward).parameters.values()}
-        taken = {key: value for key, value in batch.items() if any_kwargs or key in keywords or loss is None}
-        rest = {key: value for key, value in batch.items() if key not in taken}
-        return _with_whole_batch(Arguments((), taken, (), rest), loss)
+        known = {p.name for p in inspect.signature(model.forward).parameters.values()}
+        kept = known if not takes.any_kwargs and loss is not None else {*known, *batch}
+        kept -= {name for name in wanted if name not in takes.required}
+        taken = {key: value for key, value in batch.items() if key in kept}
+        return _with_whole_batch(Arguments((), taken, (), {k: v for k, v in batch.items() if k not in taken}), loss)
     if isinstance(batch, tuple | list):
-        count = len(batch) if any_args or loss is None else min(len(batch), len(names))
+        least = max(sum(name in takes.required for name in takes.positional), 1)
+        count = len(batch) if takes.any_args or loss is None else min(len(batch), len(takes.positional))
+        count = min(count, max(len(batch) - len(wanted), least))
         return _with_whole_batch(Arguments(tuple(batch[:count]), {}, tuple(batch[count:]), {}), loss)
     raise CaptureError(
         f"A batch was given as {type(batch).__name__}. Capture needs the model's inputs: a tensor, a tuple of "
@@ -112,14 +142,7 @@ def _with_whole_batch(dealt: Arguments, loss: Callable[..., Any] | None) -> Argu
     """A loss of two arguments that nothing was left over for gets the whole batch."""
     if loss is None or dealt.loss_args or dealt.loss_kwargs:
         return dealt
-    try:
-        required = [
-            p for p in inspect.signature(loss).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
-        ]  # fmt: skip
-    except (TypeError, ValueError):
-        return dealt
-    return replace(dealt, whole_to_loss=len(required) == 2)
+    return replace(dealt, whole_to_loss=len(_taken_by(loss).required) == 2)
 
 
 class _Step(nn.Module):
@@ -146,7 +169,9 @@ class _Step(nn.Module):
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         given = self._rebuild(tensors)
         before, attributes = dict(self.model.named_buffers(remove_duplicate=False)), _plain_attributes(self.model)
-        with self._autocast():
+        with ExitStack() as regions:
+            for device, dtype in self._autocast:
+                regions.enter_context(torch.autocast(device, dtype=dtype))
             output = self.model(*given.args, **given.kwargs)
             if self._call_loss is not None:
                 output = self._call_loss(output, *given.loss_args, **(given.loss_kwargs or {}))
@@ -174,17 +199,15 @@ def _is_same(before: Any, after: Any) -> bool:
     return before is after or (not isinstance(after, Tensor) and type(before) is type(after) and before == after)
 
 
-def _ambient_autocast() -> Callable[[], AbstractContextManager[Any]]:
-    """What enters again the autocast region that capture is called in, so that its casts become part of the graph."""
-    for device in ("cuda", "cpu"):
-        if torch.is_autocast_enabled(device):
-            return partial(torch.autocast, "cpu", dtype=torch.get_autocast_dtype(device))
-    return nullcontext
+def _ambient_autocast() -> tuple[tuple[str, torch.dtype], ...]:
+    """The autocast regions that capture is called in: entered again, their casts become part of the graph."""
+    devices = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
+    return tuple((device, torch.get_autocast_dtype(device)) for device in devices)
 
 
 def _input_names(model: nn.Module, dealt: Arguments, structure: Structure) -> tuple[str, ...]:
     """Names a user knows: the parameter of forward, then the way into a container; `target` for what the loss takes."""
-    names, _, _ = _positional(model.forward)
+    names = _taken_by(model).positional
     found: dict[str, None] = {}
     for path in structure.paths():
         part, *rest = path
@@ -233,18 +256,24 @@ def export(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None) -> E
 
     tensors = _apart(tensors, model)
     memory = _state_by_memory(model)
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers(), *tensors)):
+    names = _input_names(model, dealt, structure)
+    named = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)]
+
+    without_values = [tensor for tensor in (*model.parameters(), *model.buffers(), *tensors) if is_fake(tensor)]
+    if without_values:
         model, tensors = fake_copy(model, tensors)
         memory |= _state_by_memory(model)
     step = _Step(model, loss, rebuild, record)
-    names = _input_names(model, dealt, structure)
-    named = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)]
-    program, updates, problems = _run_export(step, tuple(tensors), named)
+    traced = _trace(step, tuple(tensors))
+    if without_values and has_cuda_autocast(traced.program):
+        with autocast_as_on_cuda():
+            traced = _trace(step, tuple(tensors))
+    program, updates, problems, idle = _settle(traced, named)
     outputs, output_structure, reassigned, changed = seen[-1]
     kept, dropped = _plain(outputs, output_structure)
     return Exported(
-        program, updates, reassigned, changed, problems, tuple(leaves), names, structure, kept, output_structure, memory,
-        (*dropped, *(f"attribute {name}: forward changes it, the graph does not" for name in changed)),
+        program, updates, reassigned, changed, problems, tuple(leaves), names, structure, kept, output_structure,
+        memory, (*dropped, *idle, *(f"attribute {name}: forward changes it, the graph does not" for name in changed)),
     )  # fmt: skip
 
 
@@ -267,16 +296,16 @@ def _state_by_memory(model: nn.Module) -> dict[int, str]:
 
 
 def _check_batch(leaves: list[Any], tensors: list[Tensor]) -> None:
-    if not tensors:
-        raise CaptureError(
-            f"A batch of {len(leaves)} value(s) without any tensor was given. Capture follows tensors through the "
-            f"model. Pass the inputs of one training step as tensors."
-        )
     strange = {type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor | bool | int | float | str | None)}
     if strange:
         raise CaptureError(
             f"The batch holds values of type {', '.join(sorted(strange))}. Capture takes tensors, numbers, strings and "
             f"None, nested in tuples, lists and dicts. Convert the others (numpy arrays: torch.from_numpy)."
+        )
+    if not tensors:
+        raise CaptureError(
+            f"A batch of {len(leaves)} value(s) without any tensor was given. Capture follows tensors through the "
+            f"model. Pass the inputs of one training step as tensors."
         )
     sparse = [tuple(tensor.shape) for tensor in tensors if tensor.layout != torch.strided]
     if sparse:
@@ -301,9 +330,17 @@ def _plain(outputs: tuple[Any, ...], structure: Structure) -> tuple[tuple[Any, .
     return tuple(kept), tuple(dropped)
 
 
-def _run_export(
-    step: _Step, tensors: tuple[Tensor, ...], input_names: list[str]
-) -> tuple[ExportedProgram, Updates, tuple[Problem, ...]]:
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """What torch.export gave for a step on some tensors, and what was met on the way."""
+
+    step: _Step
+    tensors: tuple[Tensor, ...]
+    program: ExportedProgram
+    problems: tuple[Problem, ...]
+
+
+def _trace(step: _Step, tensors: tuple[Tensor, ...]) -> _Traced:
     """Export with gradients on and autocast off, whatever region the caller is in: the graph says what it needs."""
     hooked: dict[Problem, None] = {}
 
@@ -311,17 +348,43 @@ def _run_export(
         place = find_user_line(frame, _Step.forward.__code__)
         hooked[Problem("a hook on a gradient", Source(*place) if place else None, _HOOK_ADVICE)] = None
 
+    def line(frame: FrameType | None) -> str:
+        place = find_user_line(frame, _Step.forward.__code__)
+        again = f", segment {segments.current}" if segments.current else ""
+        return f'File "{place[0]}", line {place[1]}{again}' if place else ""
+
+    with ExitStack() as watches:
+        for watch in (_explained(step, tensors), keep_cuda_autocast(), keep_markers(), user_lines(line)):
+            watches.enter_context(watch)
+        functions = watches.enter_context(watch_custom_functions())
+        segments = watches.enter_context(follow_segments(any(p.requires_grad for p in step.parameters())))
+        watches.enter_context(FollowedCalls(note_hook))
+        program = torch.export.export(step, tensors, strict=False)
+    return _Traced(step, tensors, program, (*_backward_hooks(step), *hooked, *functions.problems()))
+
+
+def _settle(
+    traced: _Traced, input_names: list[str]
+) -> tuple[ExportedProgram, Updates, tuple[Problem, ...], tuple[str, ...]]:
+    """The program without regions and without writes: with new values of buffers, problems, and what has no effect."""
+    program = traced.program
+    with _explained(traced.step, traced.tensors):
+        problems, idle = make_explicit(program, input_names)
+        updates = functionalize(program)
+        if updates is None:
+            with keep_draws():
+                program, updates = program.run_decompositions(hidden_views(program)), ()
+    return program, updates, (*traced.problems, *problems), idle
+
+
+@contextmanager
+def _explained(step: _Step, tensors: tuple[Tensor, ...]) -> Iterator[None]:
+    """A user's forward may raise anything; it is told with its line, never swallowed."""
     try:
         with quiet(), _neutral():
-            with watch_custom_functions() as functions, FollowedCalls(note_hook), keep_markers():
-                program = _export_with_lines(step, tensors)
-            problems = make_explicit(program, input_names)
-            updates = functionalize(program)
-            if updates is None:
-                program, updates = program.run_decompositions(hidden_views(program)), ()
-    except Exception as error:  # a user's forward may raise anything; it is told with its line, never swallowed
+            yield
+    except Exception as error:
         raise explain(error, step, tensors) from error
-    return program, updates, (*_backward_hooks(step), *hooked, *functions.problems(), *problems)
 
 
 _HOOK_ADVICE = "a graph would forget it: remove it, or do what it does in forward"
@@ -337,13 +400,3 @@ def _neutral() -> Iterator[None]:
     off = partial(torch.autocast, enabled=False)
     with torch.inference_mode(False), torch.enable_grad(), off("cpu"), off("cuda"):
         yield
-
-
-def _export_with_lines(step: _Step, tensors: tuple[Tensor, ...]) -> ExportedProgram:
-    with user_lines(_line_within_step):
-        return torch.export.export(step, tensors, strict=False)
-
-
-def _line_within_step(frame: FrameType | None) -> str:
-    place = find_user_line(frame, _Step.forward.__code__)
-    return f'File "{place[0]}", line {place[1]}' if place else ""

@@ -141,14 +141,23 @@ def _plan(program: ExportedProgram) -> list[fx.Node] | None:
                 return None
             targets = _targets(node)
             for target in targets:
-                names = aliases.names_of(target) - {target, _whole(target)}
-                if _whole(target) in kinds and kinds[_whole(target)] is not InputKind.BUFFER:
-                    names.add(_whole(target))
-                if any(name in kinds or last_read[name] > now for name in names) and not _is_detach(node):
+                whole = _whole(target)
+                names = aliases.names_of(target) - {target, whole}
+                outside = {name for name in names if name in kinds and not _are_tied(name, whole)}
+                if whole in kinds and kinds[whole] is not InputKind.BUFFER:
+                    outside.add(whole)
+                if (outside or any(last_read[name] > now for name in names)) and not _is_detach(node):
                     return None
             writers += [node] if targets else []
         aliases.add(node)
     return writers
+
+
+def _are_tied(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two inputs of the program are one tensor under two names."""
+    first, second = one.meta["val"], other.meta["val"]
+    places = [(x.shape, x.stride(), x.storage_offset()) for x in (first, second)]
+    return other.op == "placeholder" and places[0] == places[1]
 
 
 def _is_detach(node: fx.Node) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,21 +13,29 @@ from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
 from torch._ops import OpOverload
 
 from conjoin.frontends.exporting import Exported
+from conjoin.frontends.loss_output import find_loss
 from conjoin.frontends.problems import LOSS_PREFIX, MODEL_PREFIX, Problem, source_of
+from conjoin.frontends.regions import CASTS
 from conjoin.frontends.torch_private import PINNED, InputKind, OutputKind, memory_of
-from conjoin.ir import MAX_CONSTANT_BYTES, Graph, GraphBuilder, LeafKind, Node, Result, Source, Value, make_leaf
+from conjoin.ir import MAX_CONSTANT_BYTES, Graph, GraphBuilder, Leaf, LeafKind, Node, Result, Source, Value, make_leaf
 from conjoin.ops import (
     EMBEDDING_BAG,
+    OPAQUE,
+    OVERWRITE,
     RAGGED_EMBEDDING_BAG,
+    STRIDED_VIEW,
+    STRIDED_WRITE,
     Call,
     TensorType,
     bind_args,
+    find_spec,
     map_tensors,
     operator_name,
     output_types,
     signature,
     spec_for,
     walk_tensors,
+    why_opaque,
 )
 
 _CHECKS = (
@@ -36,15 +45,19 @@ _CHECKS = (
     "_assert_scalar",
     "sym_constrain_range_for_size",
 )
-_ONE_DTYPE = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
-"""Operators that refuse operands of different dtypes when run, but not when exported."""
 _BAG_MODES = ("sum", "mean", "max")
 
 
-def tensor_type(value: Tensor) -> TensorType:
-    """The type of a (fake) tensor; ValueError when a size is not a number."""
+class _Refused(Exception):
+    """A call in a form that cannot be captured; says what to do."""
+
+
+def tensor_type(value: Any) -> TensorType:
+    """The type of a (fake) tensor."""
+    if not isinstance(value, Tensor):
+        raise _Refused(f"it returns a {type(value).__name__}, and a graph holds tensors only")
     if not all(isinstance(size, int) for size in value.shape):
-        raise ValueError(f"shape {tuple(value.shape)} depends on data")
+        raise _Refused("the shape of its result depends on tensor values: use fixed shapes")
     return TensorType(tuple(value.shape), value.dtype)
 
 
@@ -122,7 +135,7 @@ class Lowering:
             self._problem(f"parameter {target}", None, "a loss with parameters of its own: make it part of the model")
         state = self._state_in_memory_of(name, found)
         if state is not None:
-            advice = f"it is the memory of {state}, which changes, and a graph would freeze it: read self.{state} itself"
+            advice = f"it is the memory of {state}, which changes, and would be frozen: read self.{state} itself"
             self._problem(f"tensor {name}", source_of(next(iter(node.users), node)), advice)
         if type.bytes > MAX_CONSTANT_BYTES:
             self._problem(
@@ -133,7 +146,7 @@ class Lowering:
         return self._add(LeafKind.CONSTANT, name, type, data=_bytes_of(found))
 
     def _state_in_memory_of(self, name: str, found: Any) -> str | None:
-        """The parameter or buffer that a tensor kept beside the model's state shows: in a list, detached, in a closure."""
+        """The parameter or buffer that a tensor beside the model's state shows: in a list, detached, in a closure."""
         owner, _, last = name.rpartition(".")
         parts = dict(self.model.named_modules())
         shown = vars(parts[owner]).get(last, found) if owner in parts else found
@@ -183,19 +196,18 @@ class Lowering:
                 op, fx.node.map_arg(node.args, self._value_of), fx.node.map_arg(node.kwargs, self._value_of)
             )
             op, args, types = canonical(op, args, types, node)
-        except (ValueError, AttributeError, TypeError):
-            self._lose(node, "the shape of its result depends on tensor values: use fixed shapes")
-            return
         except _Refused as refused:
             self._lose(node, str(refused))
             return
         if op == _IDENTITY:
             self.values[node] = args[0]
             return
-        types = _corrected(op, args, types, node)
         pinned = bool(node.meta.get("custom", {}).get(PINNED))
-        made = self.builder.add_call(op, args, types, source_of(node), pinned=pinned)
-        values = tuple(made.outputs())
+        add = partial(self.builder.add_call, source=source_of(node), pinned=pinned)
+        op, args = _with_stated_dtype(op, args, types[0], add)
+        types = _corrected(op, args, types, node)
+        op = op if spec_for(_call(op, args)) is None or not why_opaque(_call(op, args), types) else OPAQUE + op
+        values = tuple(add(op, args, types).outputs())
         self.values[node] = values if isinstance(outputs, tuple | list) else values[0]
 
     def _value_of(self, node: fx.Node) -> Any:
@@ -205,7 +217,7 @@ class Lowering:
         value = node.meta.get("val")
         if isinstance(value, bool | int | float):
             return value
-        raise ValueError(f"{node.name} was not understood")
+        raise _Refused(f"what it reads from {node.name} is not a tensor or a number")
 
     def _finish(self, name: str, training: bool) -> Graph | None:
         program, exported = self.exported.program, self.exported
@@ -236,7 +248,7 @@ class Lowering:
             inputs=self._input_values(),
             outputs=outputs,
             updates=updates,
-            loss=find_loss(outputs, exported),
+            loss=find_loss(outputs, list(exported.output_structure.paths())),
             input_structure=exported.input_structure,
             output_structure=exported.output_structure,
         )
@@ -266,17 +278,6 @@ class Lowering:
         return tuple(found)
 
 
-def find_loss(outputs: tuple[Result, ...], exported: Exported) -> int | None:
-    """The output called `loss`, or the only one, if it is a floating-point number."""
-    paths = list(exported.output_structure.paths())
-    named = [i for i, path in enumerate(paths) if path and path[-1] == "loss"]
-    for i in named or ([0] if len(outputs) == 1 else []):
-        output = outputs[i]
-        if isinstance(output, Value) and output.type.shape == () and output.type.dtype.is_floating_point:
-            return i
-    return None
-
-
 def _canonical_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """For every parameter and buffer name all names of that tensor, the first one first."""
     by_tensor: dict[int, list[str]] = {}
@@ -301,17 +302,13 @@ def _bytes_of(tensor: Any) -> bytes | None:
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
-class _Refused(Exception):
-    """A call in a form that cannot be captured; says what to do."""
-
-
 def _corrected(op: str, args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> tuple[TensorType, ...]:
     """The types that export states, but for what some torch releases state wrong about calls with several outputs.
 
     Those are outputs nobody reads, the states of an LSTM, which have a dim of size 1 too many, and new running
     statistics, which take the place of the old ones and so keep their dtype.
     """
-    call = Call(op, map_tensors(op, args, lambda value: value.type))
+    call = _call(op, args)
     spec = spec_for(call) if len(types) > 1 else None
     derived = output_types(spec, call) if spec is not None else types
     if len(derived) != len(types):
@@ -319,6 +316,43 @@ def _corrected(op: str, args: tuple[Any, ...], types: tuple[TensorType, ...], no
     return tuple(
         declared if op == _UPDATES or _unused(node, i) or _same_but_for_ones(stated, declared) else stated
         for i, (stated, declared) in enumerate(zip(types, derived, strict=True))
+    )
+
+
+def _call(op: str, args: tuple[Any, ...]) -> Call:
+    return Call(op, map_tensors(op, args, lambda value: value.type))
+
+
+def _with_stated_dtype(
+    op: str, args: tuple[Any, ...], stated: TensorType, add: Callable[..., Node]
+) -> tuple[str, tuple[Any, ...]]:
+    """A call whose result has torch's default dtype, which may be another where the graph runs: it is written out.
+
+    Either the operator takes a dtype, or its whole numbers become floats before it, as torch would make them.
+    """
+    call = _call(op, args)
+    spec = spec_for(call)
+    if spec is None or output_types(spec, call) == output_types(spec, call, torch.float64):
+        return op, args
+
+    def cast(value: Any) -> Any:
+        dtype = value.type.dtype
+        if dtype.is_floating_point or dtype.is_complex:
+            return value
+        made = TensorType(value.type.shape, stated.dtype)
+        return Value(add("_to_copy", bind_args("_to_copy", (value,), {"dtype": stated.dtype}), (made,)))
+
+    if op == "where.Scalar":
+        numbers = [Value(add("scalar_tensor", bind_args("scalar_tensor", (number,), {"dtype": stated.dtype}),
+                             (TensorType((), stated.dtype),))) for number in args[1:]]  # fmt: skip
+        return "where.self", (args[0], *numbers)
+    place = signature(op).position("dtype")
+    if place >= 0:
+        return op, (*args[:place], stated.dtype, *args[place + 1 :])
+    names = [parameter.name for parameter in signature(op).parameters]
+    return op, tuple(
+        cast(value) if isinstance(value, Value) and name != "condition" else value
+        for name, value in zip(names, args, strict=True)
     )
 
 
@@ -335,7 +369,8 @@ Canonical = tuple[str, tuple[Any, ...], tuple[TensorType, ...]]
 
 def canonical(op: str, args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
     """The form in which a call enters the graph, where that differs from what export emits."""
-    if op.partition(".")[0] in _ONE_DTYPE:
+    spec = find_spec(op)
+    if spec is not None and spec.one_dtype:
         dtypes = {value.type.dtype for _, value in walk_tensors(op, args) if value.type.dtype.is_floating_point}
         if len(dtypes) > 1:
             raise _Refused(f"it is given {' and '.join(sorted(map(str, dtypes)))}: convert one to the other")
@@ -389,11 +424,37 @@ def _reshaped(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Nod
 
 
 def _copy(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
-    """The target's values are overwritten: only its type counts."""
+    """The target's values are overwritten: only its type counts, and whether it then gets a gradient of zeros."""
     source, kind = args[1], types[0]
+    if _trains(args[0]) and kind.dtype.is_floating_point:
+        return OVERWRITE, args[:2], types
     if source.type.shape == kind.shape:
         return "_to_copy", bind_args("_to_copy", (source,), {"dtype": kind.dtype}), types
     return "expand", bind_args("expand", (source, kind.shape), {}), (TensorType(kind.shape, source.type.dtype),)
+
+
+def _trains(value: Value) -> bool:
+    """Whether a value is made of parameters that are trained."""
+    waiting, seen = [value], set[Value]()
+    while waiting:
+        owner = (found := waiting.pop()).owner
+        if isinstance(owner, Leaf):
+            if owner.trainable:
+                return True
+        elif found not in seen and owner.op != "detach":
+            waiting += owner.inputs
+        seen.add(found)
+    return False
+
+
+def _strided(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
+    """By where elements lie in memory: where those of the operand lay at capture is written down with the call."""
+    x, *src, size, stride, offset = args
+    memory = cast(fx.Node, node.args[0]).meta["val"]
+    if memory.storage_offset() or memory.untyped_storage().nbytes() != x.type.bytes:
+        raise _Refused("its operand is a part of another tensor, whose memory a graph does not have: use slices")
+    given = tuple(memory.stride())
+    return (STRIDED_WRITE if src else STRIDED_VIEW), (x, *src, given, tuple(size), tuple(stride), offset or 0), types
 
 
 def _embedding_bag(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
@@ -429,15 +490,15 @@ def _bag_length(indices: Value, offsets: Value) -> int | None:
 _RESHAPES = (
     "view", "reshape", "_unsafe_view", "flatten.using_ints", "unflatten.int", "view_as", "reshape_as", "ravel",
 )  # fmt: skip
-_CASTS = ("to.dtype", "to.dtype_layout", "to.device", "to.other", "to.prim_Device", "type_as", "_to_copy")
 _CANONICAL: Mapping[str, Callable[[Any, Any, fx.Node], Canonical]] = {
     "native_dropout": _native_dropout,
     "_native_batch_norm_legit_no_training": _batch_norm_in_evaluation,
     "dropout": _dropout,
     **dict.fromkeys(_RESHAPES, _reshaped),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _sized),
-    **dict.fromkeys(_CASTS, _cast),
+    **dict.fromkeys((*CASTS, "_to_copy"), _cast),
     "copy": _copy,
+    **dict.fromkeys(("as_strided", "as_strided_scatter"), _strided),
     **dict.fromkeys(("div.Tensor_mode", "div.Scalar_mode"), _divided),
     "embedding_bag.padding_idx": _embedding_bag,
     "embedding_bag": _embedding_bag,

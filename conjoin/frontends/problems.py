@@ -17,7 +17,7 @@ HIDDEN = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]
 """How files begin that are not the user's: torch, this package, generated code."""
 MODEL_PREFIX, LOSS_PREFIX = "model.", "loss."
 """How names begin in an exported step: those of the model, those of a loss that is a module."""
-_FRAME = re.compile(r'File "(.+)", line (\d+)')
+_FRAME = re.compile(r'File "(.+)", line (\d+)(?:, segment (\d+))?')
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,4 +49,5 @@ def source_of(node: fx.Node) -> Source | None:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
     module = path.removeprefix("L['self'].").removeprefix(MODEL_PREFIX)
-    return Source(found[1], int(found[2]), "" if module == MODEL_PREFIX.rstrip(".") else module)
+    named = "" if module == MODEL_PREFIX.rstrip(".") else module
+    return Source(found[1], int(found[2]), named, int(found[3] or 0))

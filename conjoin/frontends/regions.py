@@ -8,7 +8,7 @@ that they are computed in the dtypes written whatever autocast the graph is run 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -27,14 +27,10 @@ from conjoin.frontends.torch_private import (
     aliases_input,
     is_mutable,
 )
-from conjoin.ops import operator_name
+from conjoin.ops import find_spec, operator_name
 
-_CASTS = ("to.dtype", "to.dtype_layout", "to.device", "to.other", "to.prim_Device", "type_as", "contiguous")
-_LOW_PRECISION = (
-    "linear", "matmul", "mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "einsum", "conv1d", "conv2d", "conv3d",
-    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution", "scaled_dot_product_attention",
-)  # fmt: skip
-"""Operators that autocast computes in its own dtype on every device."""
+CASTS = ("to.dtype", "to.dtype_layout", "to.device", "to.other", "to.prim_Device", "type_as")
+"""Ways to ask for a dtype, which hand on what has it already."""
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -66,8 +62,39 @@ class _Walk:
         return self.roots.get(node, node) in self.carrying
 
 
-def make_explicit(program: ExportedProgram, input_names: Sequence[str]) -> tuple[Problem, ...]:
-    """Take the markers out of a program; what a graph cannot say comes back as problems."""
+def has_cuda_autocast(program: ExportedProgram) -> bool:
+    """Whether a program has a region that switches CUDA's autocast on."""
+    return any(_regions(program.graph, "cuda"))
+
+
+def _regions(graph: fx.Graph, device: str) -> Iterator[fx.Node]:
+    """Where regions begin that switch autocast on for a kind of device."""
+    for node in graph.nodes:
+        if node.target is ENTER_AUTOCAST and node.args[0] == device and node.args[2]:
+            yield node
+
+
+def _device_of(node: fx.Node) -> str:
+    """The kind of device that a call runs on, whose autocast counts for it."""
+    tensors = [tensor for n in (*node.all_input_nodes, node) for tensor in _tensors(n)]
+    return next((tensor.device.type for tensor in tensors), "")
+
+
+def _idle(graph: fx.Graph) -> Iterator[str]:
+    """Regions for a kind of device on which nothing runs: they have no effect, here as in the model."""
+    used = {_device_of(node) for node in graph.nodes}
+    for device in {"cuda", "cpu"} - used:
+        for node in _regions(graph, device):
+            where = f" at {source_of(node)}" if source_of(node) else ""
+            yield (
+                f"autocast for {device}{where}: the model is on another device, where that has no effect; "
+                f"capture it on {device}, or on the meta device"
+            )
+
+
+def make_explicit(program: ExportedProgram, input_names: Sequence[str]) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
+    """Take the markers out of a program; what a graph cannot say comes back as problems, what does nothing as words."""
+    idle = tuple(dict.fromkeys(_idle(program.graph)))
     _remove_identities(program.graph)
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     last_read = {node: max((order[user] for user in node.users), default=-1) for node in order}
@@ -90,7 +117,7 @@ def make_explicit(program: ExportedProgram, input_names: Sequence[str]) -> tuple
                 _visit(walk, node)
     for node in reversed(markers):
         program.graph.erase_node(node)
-    return tuple(walk.problems)
+    return tuple(walk.problems), idle
 
 
 def _is_marker(walk: _Walk, node: fx.Node) -> bool:
@@ -121,8 +148,10 @@ def _visit(walk: _Walk, node: fx.Node) -> None:
     if objection:
         walk.problems.append(Problem(f"operator {operator_name(node.target)}", source_of(node), objection))  # type: ignore[arg-type]
         return
-    if walk.open:
-        _write_casts(walk, node)
+    device = _device_of(node) if walk.open else ""
+    region = next((marker for marker in reversed(walk.open) if marker.args[0] == device), None)
+    if region is not None:
+        _write_casts(walk, node, region)
         node.meta["custom"] = {**node.meta.get("custom", {}), PINNED: True}
     if not walk.grad:
         _stop_gradients(walk, node)
@@ -208,22 +237,22 @@ def _hands_on(node: fx.Node) -> bool:
     name = operator_name(node.target)
     if name in _DROPOUTS:
         return bool(node.args[2] is False or node.args[1] == 0)
-    if name not in _CASTS or node.kwargs.get("copy") or True in node.args[2:]:
+    if name not in (*CASTS, "contiguous") or node.kwargs.get("copy") or True in node.args[2:]:
         return False
     (before,), (after,) = _tensors(node.args[0]), _tensors(node)
     return bool(before.dtype == after.dtype and before.stride() == after.stride())
 
 
-def _write_casts(walk: _Walk, node: fx.Node) -> None:
+def _write_casts(walk: _Walk, node: fx.Node, region: fx.Node) -> None:
     """Put in front of a call the casts that autocast made: those under which it gives the dtypes it gave."""
-    dtype, enabled = cast(tuple[torch.dtype, bool], walk.open[-1].args[1:3])
+    dtype, enabled = cast(tuple[torch.dtype, bool], region.args[1:3])
     if not enabled or not isinstance(node.target, OpOverload) or is_mutable(node.target):
         return
     operands = [n for n in node.all_input_nodes if _can_be_cast(n)]
     wanted = [tensor.dtype for tensor in _tensors(node)]
-    candidates: tuple[torch.dtype | None, ...] = (None, dtype, torch.float32)
-    if operator_name(node.target).partition(".")[0] in _LOW_PRECISION:
-        candidates = (dtype, None)  # some of these take mixed dtypes without tensors' values, but not with them
+    spec = find_spec(operator_name(node.target))
+    mixes = spec is None or not spec.one_dtype  # those that do not take mixed dtypes where there are no values
+    candidates = (None, dtype, torch.float32) if mixes else (dtype, torch.float32, None)
     for target in candidates:
         if operands and _dtypes_given(node, operands, target) == wanted:
             for operand in operands:

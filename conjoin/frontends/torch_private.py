@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from functools import partial
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -22,7 +22,11 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import config as fx_config
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
+from torch.fx.node import _side_effectful_functions
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
@@ -35,15 +39,19 @@ __all__ = [
     "InputKind",
     "OutputKind",
     "aliases_input",
+    "autocast_as_on_cuda",
     "decomposition_of",
     "fake_copy",
     "has_alias_info",
     "is_fake",
     "is_mutable",
+    "keep_cuda_autocast",
+    "keep_draws",
     "keep_markers",
     "memory_of",
     "pretend_exporting",
     "quiet",
+    "replaced_checkpoints",
     "settle_autograd",
     "storages_of",
     "tensors_of",
@@ -52,6 +60,26 @@ __all__ = [
 ]  # fmt: skip
 
 PINNED = "conjoin_pinned"
+
+
+@cache
+def _drawing_operators() -> frozenset[OpOverload]:
+    """Every operator of torch that draws random numbers."""
+    names = (name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    found = (getattr(getattr(torch.ops.aten, name), overload or "default") for name, _, overload in
+             (name.partition(".") for name in names))  # fmt: skip
+    return frozenset(op for op in found if torch.Tag.nondeterministic_seeded in op.tags)
+
+
+@contextmanager
+def keep_draws() -> Iterator[None]:
+    """Let torch drop no random draw whose result nobody reads: what is drawn after it would change."""
+    added = _drawing_operators() - _side_effectful_functions
+    _side_effectful_functions.update(added)
+    try:
+        yield
+    finally:
+        _side_effectful_functions.difference_update(added)
 
 
 @contextmanager
@@ -125,6 +153,93 @@ def user_lines(find: Callable[[FrameType | None], str]) -> Iterator[None]:
             setattr(fx_config, switch, before)
 
 
+@contextmanager
+def replaced_checkpoints(run: Callable[..., Any], begin: Callable[..., Iterator[None]]) -> Iterator[None]:
+    """Have `torch.utils.checkpoint` call `run` for the reentrant kind, and step through `begin` for the other."""
+    name = "_checkpoint_without_reentrant_generator"
+    before = getattr(torch.utils.checkpoint, name)
+    setattr(torch.utils.checkpoint, name, begin)
+    CheckpointFunction.apply = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        setattr(torch.utils.checkpoint, name, before)
+        del CheckpointFunction.apply
+
+
+@contextmanager
+def keep_cuda_autocast() -> Iterator[None]:
+    """Have `torch.autocast("cuda")` stay on in a torch without CUDA, which still has the lists of what it casts."""
+    amp, missing, supports = torch.cuda.amp.common, "amp_definitely_not_available", "is_bf16_supported"
+    before = getattr(amp, missing), getattr(torch.cuda, supports)
+    try:
+        setattr(amp, missing, lambda: False)
+        setattr(torch.cuda, supports, lambda *_, **__: True)
+        yield
+    finally:
+        setattr(amp, missing, before[0])
+        setattr(torch.cuda, supports, before[1])
+
+
+@contextmanager
+def autocast_as_on_cuda() -> Iterator[None]:
+    """Have stand-ins on the CPU cast as tensors on CUDA are: regions for one count for the other, by CUDA's lists.
+
+    What CUDA's autocast makes of a call is asked of torch itself, on stand-ins that are on CUDA but nothing else.
+    """
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    swapped = {"cuda": "cpu", "cpu": "cuda"}
+    create = torch.amp.autocast.__init__
+
+    def create_swapped(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        create(self, device_type, *args, **kwargs)
+        self.device = swapped.get(self.device, self.device)
+
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+
+    def override(op: OpOverload, kernel: Callable[..., Any]) -> None:
+        library.impl(op, kernel, "AutocastCPU", allow_override=True)  # type: ignore[no-untyped-call]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they take the place of others, which come back
+        for name in names:
+            base, _, overload = name.removeprefix("aten::").partition(".")
+            op = getattr(getattr(torch.ops.aten, base), overload or "default")
+            if has_kernel(name, "AutocastCUDA"):
+                override(op, partial(_as_on_cuda, op))
+            elif has_kernel(name, "AutocastCPU"):
+                override(op, torch.library.fallthrough_kernel)
+    torch.amp.autocast.__init__ = create_swapped  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.amp.autocast.__init__ = create  # type: ignore[method-assign]
+        library._destroy()  # type: ignore[no-untyped-call]
+
+
+def _as_on_cuda(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Stand-ins for what a call gives on CUDA under the autocast of this region."""
+
+    def there(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cuda")
+
+    dtype = torch.get_autocast_dtype("cpu")
+    with disable_current_modes(), FakeTensorMode(), torch.no_grad():
+        given = tree_map_only(Tensor, there, (args, kwargs))
+        before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", dtype)
+        try:
+            made = op(*given[0], **given[1])
+        finally:
+            torch.set_autocast_enabled("cuda", before[0])
+            torch.set_autocast_dtype("cuda", before[1])
+    return tree_map_only(
+        Tensor, lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu"), made
+    )
+
+
 def settle_autograd() -> None:
     """Let autograd choose its threads, once, before anything is traced.
 
@@ -133,7 +248,7 @@ def settle_autograd() -> None:
     """
     if not torch.cuda.is_available():
         with torch.inference_mode(False), torch.enable_grad():
-            torch.zeros((), requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
+            torch.zeros((), requires_grad=True, device="cpu").clone().backward()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -181,7 +296,7 @@ def storages_of(traced: Any) -> frozenset[int]:
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
     """The calls that a composite operator consists of; None where it is none."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return partial(op._op_dk, key) if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) else None
+    return partial(op._op_dk, key) if torch._C._dispatch_has_kernel_for_dispatch_key(str(op._name), key) else None
 
 
 class FollowedCalls(TorchFunctionMode):
@@ -233,7 +348,7 @@ def tensors_of(module: nn.Module) -> Iterator[Tensor]:
 
 
 def fake_copy(model: nn.Module, inputs: Sequence[Tensor]) -> tuple[nn.Module, list[Tensor]]:
-    """A model and inputs on the meta device as if on the CPU, without memory: what forward creates there fits them."""
+    """A model and inputs without values as if on the CPU, without memory: what forward creates there fits them."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
 
@@ -244,6 +359,6 @@ def fake_copy(model: nn.Module, inputs: Sequence[Tensor]) -> tuple[nn.Module, li
         return nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
 
     for tensor in tensors_of(model):
-        if tensor.is_meta:
+        if is_fake(tensor):
             memo[id(tensor)] = stand_in(tensor)
-    return copy.deepcopy(model, memo), [stand_in(x) if x.is_meta else mode.from_tensor(x) for x in inputs]
+    return copy.deepcopy(model, memo), [stand_in(x) for x in inputs]

@@ -6,17 +6,17 @@ from conjoin.errors import GraphError
 from conjoin.ir.graph import Graph, Result
 from conjoin.ir.nodes import Leaf, Node, Source, Value, make_node
 from conjoin.ir.structure import LEAF, Structure
-from conjoin.ops import Args, TensorType, find_spec, signature, walk_tensors
+from conjoin.ops import OPAQUE, Args, TensorType, find_spec, signature, walk_tensors
 
 
 def is_random(op: str, args: Args) -> bool:
     """Whether a call draws random numbers: declared so, or tagged so by torch and not switched off by an attribute."""
-    spec = find_spec(op)
+    spec, known = find_spec(op.removeprefix(OPAQUE)), signature(op)
     if spec is not None and spec.random:
         return True
-    parameters = signature(op).parameters
-    rates = [v for p, v in zip(parameters, args, strict=True) if p.name in ("dropout", "dropout_p", "p")]
-    return signature(op).random and not (rates and all(rate == 0 for rate in rates))
+    names = ("dropout", "dropout_p") if spec is None else (spec.rate,)
+    rates = [args[place] for place in map(known.position, names) if place >= 0]
+    return known.random and not (rates and all(rate == 0 for rate in rates))
 
 
 class GraphBuilder:

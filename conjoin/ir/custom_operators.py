@@ -125,8 +125,8 @@ def check_registered(graph: Graph) -> None:
     if missing:
         modules = sorted({*missing.values()} - {""})
         raise GraphError(
-            f"{graph.name} was to be run, and torch lacks its operators {', '.join(list(missing)[:8])} here, or has others "
-            f"of these names. They are registered by {', '.join(modules) or 'a module that nobody could tell'}. "
+            f"{graph.name} was to be run, and torch lacks its operators {', '.join(list(missing)[:8])} here, or has "
+            f"others of these names. They are registered by {', '.join(modules) or 'a module that nobody could tell'}. "
             f"Import it first: with --import, with imports= where the plan is read, or by hand."
         )
 

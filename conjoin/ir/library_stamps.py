@@ -20,7 +20,8 @@ STAMPED = re.compile(r"(?P<method>[a-z][a-z-]*):(?P<stamp>[0-9a-f]{16})")
 @cache
 def library_stamps() -> frozenset[str]:
     """The stamps of all rules: each is bound to a rule, its conditions and the version of operators and rewriting."""
-    return frozenset(rule["proof"].rpartition(":")[2] for rule in tomllib.loads(LIBRARY.read_text())["rule"])
+    rules = tomllib.loads(LIBRARY.read_text(encoding="utf-8"))["rule"]
+    return frozenset(rule["proof"].rpartition(":")[2] for rule in rules)
 
 
 def library_digest() -> str:

@@ -124,6 +124,8 @@ class Source:
     file: str
     line: int
     module: str = ""
+    segment: int = 0
+    """Which of the segments that the user asked to be run again in the backward pass it stands in; 0 for none."""
 
     def __str__(self) -> str:
         return in_one_line(f"{self.file}:{self.line}" + (f" ({self.module})" if self.module else ""))

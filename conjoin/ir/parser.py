@@ -29,7 +29,8 @@ _LEAF = re.compile(
 )
 _OUTPUT = re.compile(rf"%({_NUMBER}): ({_TYPE})")
 _NODE = re.compile(rf"(%{_NUMBER}: {_TYPE}(?:, %{_NUMBER}: {_TYPE})*) = ([\w:.]+)\(")
-_MARKS = re.compile(rf"(?: #({_NUMBER}))?( pinned)?(?:  @ ({_STRING.pattern}):({_NUMBER})(?: ({_STRING.pattern}))?)?")
+_PLACE = rf"  @ ({_STRING.pattern}):({_NUMBER})(?: ({_STRING.pattern}))?(?: segment ({_NUMBER}))?"
+_MARKS = re.compile(rf"(?: #({_NUMBER}))?( pinned)?(?:{_PLACE})?")
 
 
 class _Malformed(ValueError):
@@ -214,9 +215,9 @@ def _read_node(reader: _Reader, line: str) -> None:
         raise _Malformed(f"cannot read {line[cursor.at : cursor.at + 30]!r} after the call")
     outputs = _OUTPUT.findall(found[1])
     types = tuple(parse_type(text) for _, text in outputs)
+    occurrence, place, segment = (checked_number(int(marks[i] or 0)) for i in (1, 4, 6))
     module = json.loads(marks[5]) if marks[5] else ""
-    source = Source(json.loads(marks[3]), checked_number(int(marks[4])), module) if marks[3] else None
-    occurrence = checked_number(int(marks[1] or 0))
+    source = Source(json.loads(marks[3]), place, module, segment) if marks[3] else None
     node = make_node(found[2], args, types, occurrence=occurrence, pinned=marks[2] is not None)
     add_new(reader.builder, node, source)
     _number_outputs(reader, node, [int(number) for number, _ in outputs])

@@ -6,14 +6,16 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from conjoin.errors import GraphError, PlanError
+from conjoin.ir.computation import computation_digest
 from conjoin.ir.custom_operators import import_operators, read_statements, statements_to_json
 from conjoin.ir.files import read_json, write_file
 from conjoin.ir.graph import Graph
-from conjoin.ir.json_form import fingerprint
+from conjoin.ir.graph_file import fingerprint
 from conjoin.ir.library_stamps import is_held_for_true
 from conjoin.ir.limits import MAX_ITEMS
 from conjoin.ir.micro_batches import Accumulation, check_accumulation
@@ -103,6 +105,8 @@ class Plan:
     schedule: str | None = None
     accumulation: Accumulation | None = None
     """The graph is that of a micro-batch, several of which make up a step; None where it is that of the whole batch."""
+    computes: str | None = None
+    """The digest of what the graph computed when the plan was made; None where that is left to whoever edits it."""
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file."""
@@ -129,6 +133,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "substitutions": [{"name": s.name, "where": s.where, "proof": s.proof} for s in plan.substitutions],
         "predictions": dict(plan.predictions),
         **({} if plan.accumulation is None else {"accumulate": _accumulation_to_json(plan.accumulation)}),
+        "computes": plan.computes,
         **({"operators": operators} if operators else {}),
         "graph": str(plan.graph).splitlines(),
     }
@@ -159,6 +164,7 @@ def check_plan(plan: Plan) -> Plan:
     if not faults:
         _check_memory(plan)
         _check_substitutions(plan)
+        _check_computation(plan)
         return plan
     listed = "\n".join(f"  {fault}" for fault in faults[:_SHOWN])
     more = f"\n  and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
@@ -184,6 +190,15 @@ def _check_memory(plan: Plan) -> None:
         ) from None
 
 
+def _check_computation(plan: Plan) -> None:
+    if plan.computes is not None and plan.computes != computation_digest(plan.graph, plan.accumulation):
+        raise PlanError(
+            f"The plan of {plan.model.name} does not compute what it did when it was made: an operator, an attribute "
+            f"or what one reads was edited, not only layouts. It would train another model than the one it is for. "
+            f'Undo that edit; where it is meant, write "computes": null into the plan.'
+        )
+
+
 def _check_substitutions(plan: Plan) -> None:
     for applied in plan.substitutions:
         if is_held_for_true(applied.proof):
@@ -201,6 +216,11 @@ def load_plan(path: str | Path, imports: Iterable[str] = ()) -> Plan:
     Nothing is imported but the modules that are named here, for the custom operators that they register. Without them a
     plan can be read and shown: their operators are taken as the plan states them.
     """
+    if not isinstance(path, str | PathLike):
+        raise PlanError(
+            f"A {type(path).__name__} was given instead of the path of a plan file. Only a file can be read as a plan. "
+            f"Pass its path."
+        )
     import_operators(imports)
     return check_plan(plan_from_json(read_json(path, "plan", PlanError)))
 
@@ -229,7 +249,7 @@ def plan_from_json(data: Any) -> Plan:
 
 _KEYS = frozenset({
     "format", "version", "strategy", "model", "machine", "mesh", "stages", "schedule", "memory", "substitutions",
-    "predictions", "graph", "accumulate", "operators",
+    "predictions", "graph", "accumulate", "operators", "computes",
 })  # fmt: skip
 
 
@@ -251,6 +271,7 @@ def _load(data: dict[str, Any]) -> Plan:
         substitutions=tuple(_substitution(entry) for entry in _items(data, "substitutions")),
         predictions=_figures(data["predictions"]),
         accumulation=_accumulation(data["accumulate"], graph) if "accumulate" in data else None,
+        computes=None if data["computes"] is None else _line(data["computes"], "what it computes"),
     )
 
 

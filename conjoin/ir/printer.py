@@ -66,7 +66,8 @@ def _source_text(source: Source | None) -> str:
     if source is None:
         return ""
     module = f" {json.dumps(source.module)}" if source.module else ""
-    return f"  @ {json.dumps(source.file)}:{source.line}{module}"
+    segment = f" segment {source.segment}" if source.segment else ""
+    return f"  @ {json.dumps(source.file)}:{source.line}{module}{segment}"
 
 
 def node_text(node: Node, numbers: Mapping[Value, int], source: Source | None = None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from conjoin.ir.builder import GraphBuilder
+from conjoin.ir.builder import GraphBuilder, is_random
 from conjoin.ir.graph import Graph, Result
 from conjoin.ir.nodes import Leaf, Node, Value, make_node
 from conjoin.ops import Call, bind_args, map_tensors, output_types, spec_for
@@ -23,6 +23,8 @@ class Rewriting:
         """The node as it was, on the values as they are now."""
         args = map_tensors(node.op, node.args, lambda value: self.values[value])
         made = make_node(node.op, args, node.types, occurrence=node.occurrence, pinned=node.pinned)
+        while self.builder.holds(made) and is_random(made.op, args):  # two draws from what has become one tensor
+            made = make_node(node.op, args, node.types, occurrence=made.occurrence + 1, pinned=node.pinned)
         self.builder.add_node(made, self.graph.source_of(node))
         self.values.update(zip(node.outputs(), made.outputs(), strict=True))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 from conjoin.ir.graph import Graph
 from conjoin.ir.nodes import Node
@@ -18,6 +19,14 @@ _NAME = re.compile(r"%(\d{1,9})\.\.%(\d{1,9})")
 def operators_of(graph: Graph) -> tuple[Node, ...]:
     """The nodes that compute: all but reshards."""
     return tuple(node for node in graph.nodes if not is_parallel(node))
+
+
+def asked_segments(graph: Graph) -> tuple[Segment, ...]:
+    """What the user asked to be run again, by `torch.utils.checkpoint`: as far as its operators follow on."""
+    sources = [graph.source_of(node) for node in operators_of(graph)]
+    numbered = [(place, source.segment if source else 0) for place, source in enumerate(sources)]
+    runs = [list(run) for number, run in groupby(numbered, key=itemgetter(1)) if number]
+    return tuple((run[0][0], run[-1][0]) for run in runs if len(run) > 1)
 
 
 def segment_text(graph: Graph, segment: Segment) -> str:

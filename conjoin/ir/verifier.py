@@ -13,7 +13,7 @@ from conjoin.errors import GraphError
 from conjoin.ir.graph import Graph
 from conjoin.ir.limits import MAX_PIECES
 from conjoin.ir.nodes import Leaf, LeafKind, Node, Value, fits, typed_key
-from conjoin.ops import TensorType, output_types, signature, types_on_meta
+from conjoin.ops import OPAQUE, TensorType, find_spec, output_types, signature, types_on_meta
 
 _SHOWN = 8
 
@@ -87,6 +87,8 @@ def _form_faults(node: Node) -> list[str]:
         known = signature(node.op)
     except LookupError as error:
         return [str(error)]
+    if node.op.startswith(OPAQUE) and find_spec(node.op.removeprefix(OPAQUE)) is None:
+        return ["is not declared at all: write its name alone"]
     if len(node.args) != len(known.parameters):
         return [f"takes {len(known.parameters)} arguments, {len(node.args)} are given"]
     pairs = zip(known.parameters, node.args, strict=True)
@@ -152,13 +154,14 @@ def _type_faults(node: Node) -> Iterator[str]:
     Torch is asked first whether it takes the operands at all: a declaration may take that for granted.
     """
     stated = tuple(TensorType(output.shape, output.dtype) for output in node.types)
+    known = node.inputs or find_spec(node.op.removeprefix(OPAQUE)) is not None
     try:
-        accepted = types_on_meta(node.call) if node.inputs and not _is_private(node) else None
+        accepted = types_on_meta(node.call) if known and not _is_private(node) else None
         derived = accepted if node.spec is None else output_types(node.spec, node.call)
     except Exception as error:  # an operator may refuse its operands with any error; it is told, never swallowed
         yield f"does not fit its operands: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         return
-    if derived is None and not node.inputs:
+    if derived is None and not known:
         yield "is not declared and takes no tensor: only declared operators may make tensors from nothing"
     elif derived is not None and derived != stated:
         yield f"gives {', '.join(map(str, derived))}, the graph states {', '.join(map(str, stated))}"
@@ -166,7 +169,7 @@ def _type_faults(node: Node) -> Iterator[str]:
 
 def _is_private(node: Node) -> bool:
     """torch's internal operators nobody declared: asking some of them without data ends the process."""
-    return node.spec is None and "::" not in node.op and node.op.startswith("_")
+    return node.spec is None and node.op.removeprefix(OPAQUE).startswith("_")
 
 
 def _boundary_faults(graph: Graph) -> Iterator[Fault]:

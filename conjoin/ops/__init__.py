@@ -1,6 +1,7 @@
 """What an operator is, declared once: index notation, torch reference, algebraic facts; the rest is derived."""
 
 from conjoin.ops.aten import (
+    OPAQUE,
     PLACEMENT_PARAMETERS,
     Kind,
     NotRegistered,
@@ -14,7 +15,7 @@ from conjoin.ops.aten import (
     signature,
     state_signature,
 )
-from conjoin.ops.catalog import all_ops, find_spec, spec_for
+from conjoin.ops.catalog import all_ops, find_spec, spec_for, why_opaque
 from conjoin.ops.check import CheckFailed, check_expansion, check_rule, execute, run_whole, types_on_meta
 from conjoin.ops.composites import (
     ASSIGN,
@@ -26,6 +27,7 @@ from conjoin.ops.composites import (
     LINEAR_RELU,
     MEAN_AND_VARIANCE,
     NORMALIZE_CHANNELS,
+    OVERWRITE,
     PARALLEL_OPS,
     PARTITION,
     PIPELINE,
@@ -33,6 +35,8 @@ from conjoin.ops.composites import (
     REDUCE,
     REPLICATE,
     SHARE,
+    STRIDED_VIEW,
+    STRIDED_WRITE,
     UNIFY,
 )
 from conjoin.ops.dtypes import Dtype
@@ -53,6 +57,7 @@ from conjoin.ops.spec import (
     notation_of,
     output_types,
     space_of,
+    spread_args,
     walk_tensors,
 )
 from conjoin.ops.tensor_type import (
@@ -75,6 +80,8 @@ __all__ = [
     "LINEAR_RELU",
     "MEAN_AND_VARIANCE",
     "NORMALIZE_CHANNELS",
+    "OPAQUE",
+    "OVERWRITE",
     "PARALLEL_OPS",
     "PARTITION",
     "PIPELINE",
@@ -83,6 +90,8 @@ __all__ = [
     "REDUCE",
     "REPLICATE",
     "SHARE",
+    "STRIDED_VIEW",
+    "STRIDED_WRITE",
     "UNIFY",
     "Access",
     "Args",
@@ -152,7 +161,9 @@ __all__ = [
     "spec_for",
     "split_axes",
     "splittable",
+    "spread_args",
     "state_signature",
     "types_on_meta",
     "walk_tensors",
+    "why_opaque",
 ]  # fmt: skip

@@ -53,6 +53,8 @@ class Signature:
         return next((i for i, parameter in enumerate(self.parameters) if parameter.name == name), -1)
 
 
+OPAQUE = "conjoin::opaque::"
+"""How the name of a declared operator begins in a call of it that its declaration does not cover."""
 PLACEMENT_PARAMETERS = frozenset({"device", "layout", "pin_memory", "generator", "non_blocking"})
 """Parameters that say where or when, not what: a graph leaves them to whoever runs it."""
 
@@ -81,7 +83,7 @@ def find_operator(name: str) -> Callable[..., Any]:
     """
     if name in COMPOSITES:
         return COMPOSITES[name]
-    namespace, _, rest = name.rpartition("::")
+    namespace, _, rest = name.removeprefix(OPAQUE).rpartition("::")
     base, _, overload = rest.partition(".")
     if not all(part.isidentifier() for part in (base, overload or "default", namespace or "aten")):
         raise LookupError(f"{name!r} is not an operator name")
@@ -139,7 +141,7 @@ def state_signature(stated: Signature, module: str) -> None:
 
 def is_custom(name: str) -> bool:
     """Whether an operator is neither torch's own nor ours."""
-    return "::" in name and name not in COMPOSITES
+    return "::" in name.removeprefix(OPAQUE) and name not in COMPOSITES
 
 
 def registering_module(name: str) -> str:

@@ -6,6 +6,7 @@ from collections import Counter
 from functools import cache, lru_cache
 from types import MappingProxyType
 
+from conjoin.ops.aten import OPAQUE
 from conjoin.ops.declarations import (
     attention,
     contraction,
@@ -27,7 +28,8 @@ from conjoin.ops.declarations import (
     views,
 )
 from conjoin.ops.notation import NotationError
-from conjoin.ops.spec import Call, OpSpec, space_of
+from conjoin.ops.spec import Call, OpSpec, output_types
+from conjoin.ops.tensor_type import TensorType
 
 _FAMILIES = (
     contraction, convolution, pooling, normalization, attention, recurrent, lookup, scattering, elementwise, reductions,
@@ -58,11 +60,36 @@ def find_spec(op: str) -> OpSpec | None:
     return _by_name().get(op)
 
 
-@lru_cache(maxsize=65536)
 def spec_for(call: Call) -> OpSpec | None:
     """The declaration of an operator where it covers this call; None for an opaque one, or a form not declared."""
+    return _judge(call)[0]
+
+
+def why_opaque(call: Call, types: tuple[TensorType, ...] = ()) -> str | None:
+    """Why no declaration covers a call, or not one that gives these types; None where one does.
+
+    >>> import torch
+    >>> why_opaque(Call("nonzero", (TensorType((3,), torch.float32),)))
+    'nobody declared it'
+    """
+    declared = Call(call.op.removeprefix(OPAQUE), call.args)
+    spec, reason = _judge(declared)
+    derived = output_types(spec, declared) if spec is not None else ()
+    if spec is not None and types and derived != types:
+        reason = f"its declaration gives {', '.join(map(str, derived))} where torch gives {', '.join(map(str, types))}"
+    return reason or None
+
+
+@lru_cache(maxsize=65536)
+def _judge(call: Call) -> tuple[OpSpec | None, str]:
+    """The declaration that covers a call, or why there is none."""
     spec = find_spec(call.op)
+    if spec is None:
+        return None, "nobody declared it"
     try:
-        return spec if spec is not None and space_of(spec, call) else None
-    except (NotationError, ArithmeticError, AttributeError, ValueError, LookupError, TypeError, AssertionError):
-        return None
+        output_types(spec, call)
+    except NotationError as error:
+        return None, f"its declaration does not cover this form: {error}"
+    except Exception as error:  # on a strange call a declaration may fail in any way; it is told, never swallowed
+        return None, f"its declaration cannot read this form: {type(error).__name__}: {error}"
+    return spec, ""

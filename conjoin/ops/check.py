@@ -9,11 +9,11 @@ from typing import Any, assert_never
 import torch
 from torch import Tensor
 
-from conjoin.ops.aten import find_operator, signature
+from conjoin.ops.aten import find_operator
 from conjoin.ops.local import LocalForm, Pieces, Span, operand_spans, run_local
 from conjoin.ops.placement import At, Copies, Invariant, Partial, Placement, Split
 from conjoin.ops.sharding import ShardingRule
-from conjoin.ops.spec import Call, OpSpec, map_tensors, space_of
+from conjoin.ops.spec import Call, OpSpec, map_tensors, space_of, spread_args
 from conjoin.ops.tensor_type import TensorType
 
 
@@ -21,19 +21,18 @@ class CheckFailed(AssertionError):
     """A declaration says something that running it refutes."""
 
 
-def execute(op: str, *args: Any) -> Any:
+def execute(op: str, *args: Any, device: str | None = None) -> Any:
     """Apply an operator by name to real tensors; lists of outputs come back as tuples."""
-    parameters = signature(op).parameters
-    positional = [value for parameter, value in zip(parameters, args, strict=False) if not parameter.keyword_only]
-    keywords = {p.name: v for p, v in zip(parameters, args, strict=False) if p.keyword_only and v is not None}
+    positional, keywords = spread_args(op, args, device)
     result = find_operator(op)(*positional, **keywords)
     return tuple(result) if isinstance(result, list) else result
 
 
-def run_whole(call: Call, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The operator on the whole operands."""
+def run_whole(call: Call, tensors: Sequence[Tensor], device: str | None = None) -> tuple[Tensor, ...]:
+    """The operator on the whole operands; a tensor that it makes of nothing is made on the device."""
     feed = iter(tensors)
-    result = execute(call.op, *map_tensors(call.op, call.args, lambda _: next(feed)))
+    args = map_tensors(call.op, call.args, lambda _: next(feed))
+    result = execute(call.op, *args, device=None if tensors else device)
     return tuple(result) if isinstance(result, tuple) else (result,)
 
 
@@ -150,7 +149,7 @@ def types_on_meta(call: Call) -> tuple[TensorType, ...] | None:
     """What torch itself says of the outputs, asked without data; None where the operator has no such answer."""
     tensors = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in call.tensors]
     try:
-        outputs = run_whole(call, tensors)
+        outputs = run_whole(call, tensors, "meta")
     except NotImplementedError:
         return None
     return tuple(TensorType(tuple(output.shape), output.dtype) for output in outputs)

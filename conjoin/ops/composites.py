@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from conjoin.ops.batch_statistics import batch_moments, mean_and_variance, normalize_channels
 from conjoin.ops.fused_layer import linear_relu
+from conjoin.ops.writes import overwrite, strided_view, strided_write
 
 LINEAR_RELU = "conjoin::linear_relu"
 BATCH_MOMENTS = "conjoin::batch_moments"
@@ -16,6 +17,7 @@ MEAN_AND_VARIANCE = "conjoin::mean_and_variance"
 NORMALIZE_CHANNELS = "conjoin::normalize_channels"
 EMBEDDING_BAG = "conjoin::embedding_bag"
 RAGGED_EMBEDDING_BAG = "conjoin::ragged_embedding_bag"
+OVERWRITE, STRIDED_VIEW, STRIDED_WRITE = "conjoin::overwrite", "conjoin::strided_view", "conjoin::strided_write"
 
 
 def embedding_bag(
@@ -79,6 +81,9 @@ COMPOSITES: dict[str, Callable[..., Tensor]] = {
     BATCH_MOMENTS: batch_moments,
     MEAN_AND_VARIANCE: mean_and_variance,
     NORMALIZE_CHANNELS: normalize_channels,
+    OVERWRITE: overwrite,
+    STRIDED_VIEW: strided_view,
+    STRIDED_WRITE: strided_write,
     PARTITION: reshard_along_dim,
     COMBINE: reshard_along_dim,
     REPLICATE: reshard_whole,

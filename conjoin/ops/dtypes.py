@@ -32,35 +32,38 @@ class Dtype(Enum):
     FLOAT64 = "float64"
 
 
-def output_dtype(rule: Dtype, operands: Sequence[TensorType], numbers: Sequence[Number]) -> torch.dtype:
-    """The dtype that a rule gives for these operands and numbers.
+_FIXED = {
+    Dtype.BOOL: torch.bool, Dtype.INT64: torch.int64, Dtype.INT32: torch.int32, Dtype.FLOAT64: torch.float64,
+}  # fmt: skip
+
+
+def output_dtype(
+    rule: Dtype, operands: Sequence[TensorType], numbers: Sequence[Number], default: torch.dtype = torch.float32
+) -> torch.dtype:
+    """The dtype that a rule gives for these operands and numbers, where floats without a dtype are of the default one.
+
+    What torch's default is in this process does not count: a graph means the same everywhere.
 
     >>> output_dtype(Dtype.FLOAT, [TensorType((2,), torch.int64)], [3])
     torch.float32
     """
     match rule:
-        case Dtype.BOOL:
-            return torch.bool
-        case Dtype.INT64:
-            return torch.int64
-        case Dtype.INT32:
-            return torch.int32
-        case Dtype.FLOAT64:
-            return torch.float64
+        case Dtype.BOOL | Dtype.INT64 | Dtype.INT32 | Dtype.FLOAT64:
+            return _FIXED[rule]
         case Dtype.NUMBER:
-            return _number_dtype(numbers)
+            return _number_dtype(numbers, default)
         case Dtype.PROMOTE:
-            return _promote(operands, numbers)
+            return _promote(operands, numbers, default)
         case Dtype.NUMERIC:
-            promoted = _promote(operands, numbers)
+            promoted = _promote(operands, numbers, default)
             return torch.int64 if promoted == torch.bool else promoted
         case Dtype.FLOAT:
-            promoted = _promote(operands, numbers)
-            return torch.get_default_dtype() if _integral(promoted) else promoted
+            promoted = _promote(operands, numbers, default)
+            return default if _integral(promoted) else promoted
         case Dtype.LAST:
             return operands[-1].dtype
         case Dtype.FIRST | Dtype.REAL | Dtype.WIDE | Dtype.COMPLEX | Dtype.TOTAL:
-            first = operands[0].dtype if operands else torch.get_default_dtype()
+            first = operands[0].dtype if operands else default
             return _changed(rule, first)
         case _:
             assert_never(rule)
@@ -84,12 +87,12 @@ def _integral(dtype: torch.dtype) -> bool:
     return not (dtype.is_floating_point or dtype.is_complex)
 
 
-def _number_dtype(numbers: Iterable[Number]) -> torch.dtype:
+def _number_dtype(numbers: Iterable[Number], default: torch.dtype) -> torch.dtype:
     kinds = {type(number) for number in numbers} or {float}
     if complex in kinds:
-        return torch.get_default_dtype().to_complex()
+        return default.to_complex()
     if float in kinds:
-        return torch.get_default_dtype()
+        return default
     return torch.bool if kinds == {bool} else torch.int64
 
 
@@ -100,12 +103,12 @@ def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
     return widest
 
 
-def _promote(operands: Sequence[TensorType], numbers: Sequence[Number]) -> torch.dtype:
+def _promote(operands: Sequence[TensorType], numbers: Sequence[Number], default: torch.dtype) -> torch.dtype:
     """Tensors with dims decide, then those without, then plain numbers."""
     dimmed = _widest(tensor.dtype for tensor in operands if tensor.shape)
     scalars = _widest(tensor.dtype for tensor in operands if not tensor.shape)
-    result = _lift(_lift(dimmed, scalars), _number_dtype(numbers) if numbers else None)
-    return torch.get_default_dtype() if result is None else result
+    result = _lift(_lift(dimmed, scalars), _number_dtype(numbers, default) if numbers else None)
+    return default if result is None else result
 
 
 def _lift(upper: torch.dtype | None, lower: torch.dtype | None) -> torch.dtype | None:

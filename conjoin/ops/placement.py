@@ -7,6 +7,7 @@ found to be equal at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Self, assert_never
 
 _ONCE: dict[tuple[type, tuple[int, ...]], Any] = {}
@@ -19,7 +20,19 @@ class _Once:
     __slots__ = ()
 
     def __new__(cls, *args: int, **named: int) -> Self:
-        found: Self = _ONCE.setdefault((cls, (*args, *named.values())), object.__new__(cls))
+        found: Self | None = _ONCE.get((cls, (*args, *named.values())))
+        return cls._made(*args, **named) if found is None else found
+
+    @classmethod
+    def _made(cls, *args: int, **named: int) -> Self:
+        """One that was not there yet, with a plain number: `Split(True)` is `Split(1)`, and says so."""
+        given = dict(zip(cls.__match_args__, args, strict=False)) | named  # type: ignore[attr-defined]
+        if tuple(given) != cls.__match_args__ or len(args) + len(named) != len(given):  # type: ignore[attr-defined]
+            raise TypeError(f"{cls.__name__} takes {cls.__match_args__}, not {args} and {named}")  # type: ignore[attr-defined]
+        made = object.__new__(cls)
+        for name, number in given.items():
+            object.__setattr__(made, name, int(index(number)))
+        found: Self = _ONCE.setdefault((cls, tuple(int(index(number)) for number in given.values())), made)
         return found
 
     def __copy__(self) -> Self:
@@ -29,7 +42,7 @@ class _Once:
         return self
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, init=False)
 class Invariant(_Once):
     """All devices along the axis hold the same one value and do the same work."""
 
@@ -40,7 +53,7 @@ class Invariant(_Once):
         return "I"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, init=False)
 class Split(_Once):
     """The devices along the axis hold the pieces of the value along `dim`."""
 
@@ -53,7 +66,7 @@ class Split(_Once):
         return f"S({self.dim})"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, init=False)
 class Copies(_Once):
     """Each device holds a copy and uses it for a different part of the work."""
 
@@ -64,7 +77,7 @@ class Copies(_Once):
         return "B"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, init=False)
 class Partial(_Once):
     """Each device holds a partial sum; the total is the value."""
 
@@ -75,7 +88,7 @@ class Partial(_Once):
         return "P"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, init=False)
 class At(_Once):
     """Only the devices at one place of the axis hold the value; the others have nothing of it and do nothing for it."""
 

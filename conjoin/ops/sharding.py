@@ -16,6 +16,7 @@ import torch
 from conjoin.ops.notation import Access, DimExpr, Factors
 from conjoin.ops.placement import Copies, Invariant, Partial, Placement, Split
 from conjoin.ops.spec import Call, OpSpec, Space, output_types, space_of
+from conjoin.ops.tensor_type import TensorType
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +83,12 @@ def _split_rule(spec: OpSpec, call: Call, space: Space, index: str) -> ShardingR
         return None
     operands: list[Placement] = [Copies() if dim is None else Split(dim) for dim in places]
     if any(dim is None for dim in outputs):
-        if any(output.dtype == torch.bool for output in output_types(spec, call)):
+        made = output_types(spec, call)
+        if not all(_adds_up(output.dtype) for output in made):
             return None
         for term in parse_terms(spec, call):
             if all(places[i] is None and not _looked_up(i, index, space) for i in term):
-                addends = _addends(call, term)
+                addends = _addends(call, term, made)
                 if not addends:
                     return None
                 operands[addends[0]] = Partial()
@@ -102,13 +104,28 @@ def _looked_up(operand: int, index: str, space: Space) -> bool:
     return any(access.addresses in read and index in access.indices() for access in space.notation.operands)
 
 
-def _addends(call: Call, term: tuple[int, ...]) -> tuple[int, ...]:
-    """The factors of a term that can be held as partial sums: truth values cannot."""
-    return tuple(i for i in term if call.tensors[i].dtype != torch.bool)
+def _adds_up(dtype: torch.dtype) -> bool:
+    """Whether values can be held as partial sums: truth values cannot, nor what rounds to three bits or fewer."""
+    rounds = dtype.is_floating_point or dtype.is_complex
+    return dtype != torch.bool and not (rounds and dtype.itemsize < 2)
+
+
+def _addends(call: Call, term: tuple[int, ...], outputs: tuple[TensorType, ...]) -> tuple[int, ...]:
+    """The factors of a term that can be held as partial sums, of which the output then is one too.
+
+    Between floats a cast is linear, up to their precision; to whole numbers it is not.
+    """
+    if not all(_adds_up(output.dtype) for output in outputs):
+        return ()
+    whole = any(not (output.dtype.is_floating_point or output.dtype.is_complex) for output in outputs)
+    dtypes = [call.tensors[i].dtype for i in term]
+    rounded = [whole and (dtype.is_floating_point or dtype.is_complex) for dtype in dtypes]
+    return tuple(i for i, dtype, cut in zip(term, dtypes, rounded, strict=True) if _adds_up(dtype) and not cut)
 
 
 def _partial_rules(spec: OpSpec, call: Call, num_outputs: int) -> list[ShardingRule]:
-    choices = sorted(set(product(*(_addends(call, term) for term in parse_terms(spec, call)))))
+    made = output_types(spec, call)
+    choices = sorted(set(product(*(_addends(call, term, made) for term in parse_terms(spec, call)))))
     return [
         ShardingRule(
             None,

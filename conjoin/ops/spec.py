@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
@@ -30,9 +30,16 @@ class Indexed:
     sizes: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+def is_alike(one: Any, other: Any) -> bool:
+    """Whether equal literals, or tuples of them, are of the same types too: 1, 1.0 and True differ, 0.0 and -0.0 do."""
+    if isinstance(one, tuple):
+        return all(map(is_alike, one, other))
+    return type(one) is type(other) and (not isinstance(one, float | complex) or repr(one) == repr(other))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """An operator applied to tensors of given types.
+    """An operator applied to tensors of given types; equal only to a call with arguments of the same types.
 
     >>> call = Call("linear", (TensorType((2, 4), torch.float32), TensorType((3, 4), torch.float32), None))
     >>> call["weight"].shape, len(call.tensors)
@@ -41,6 +48,14 @@ class Call:
 
     op: str
     args: Args
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Call):
+            return NotImplemented
+        return self is other or (self.op == other.op and self.args == other.args and is_alike(self.args, other.args))
+
+    def __hash__(self) -> int:
+        return hash((self.op, self.args))
 
     @property
     def signature(self) -> Signature:
@@ -113,6 +128,21 @@ def bind_args(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Args
     return tuple(bound)
 
 
+def spread_args(op: str, args: Sequence[Any], device: Any = None) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments as torch takes them: by position, and those that it takes by name only, where they say anything.
+
+    A device is where a call makes a tensor of nothing.
+
+    >>> spread_args("div.Tensor_mode", ("x", "y", None))
+    (['x', 'y'], {'rounding_mode': None})
+    """
+    parameters = signature(op).parameters
+    pairs = [(p, device if p.name == "device" else v) for p, v in zip(parameters, args, strict=False)]
+    positional = [list(v) if p.kind is Kind.TENSORS and v is not None else v for p, v in pairs if not p.keyword_only]
+    said = [(p, v) for p, v in pairs if p.keyword_only and (v is not None or not p.has_default)]
+    return positional, {parameter.name: value for parameter, value in said}
+
+
 def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
 
@@ -149,6 +179,11 @@ class OpSpec:
     """The same operator as a composition of others, which may be split where this one may not."""
     random: bool = False
     """Each element is drawn on its own: shards draw independently, copies draw alike."""
+    rate: str = ""
+    """The attribute that says how often something is dropped: at 0 nothing is drawn."""
+    one_dtype: bool = False
+    """Runs on operands of one floating-point dtype only, though torch may give a type for others; autocast brings them
+    to its own."""
     domain: tuple[float, float] = (-2.0, 2.0)
     """Where test values lie."""
     smooth: bool = True
@@ -237,13 +272,13 @@ def _numbers(call: Call) -> list[Number]:
 _PROMOTING = frozenset({"self", "other", "exponent", "min", "max", "fill_value", "start", "end", "step"})
 
 
-def output_types(spec: OpSpec, call: Call) -> tuple[TensorType, ...]:
-    """Shapes and dtypes of the outputs, derived from the declaration."""
+def output_types(spec: OpSpec, call: Call, default: torch.dtype = torch.float32) -> tuple[TensorType, ...]:
+    """Shapes and dtypes of the outputs, derived from the declaration; floats without a dtype are of the default one."""
     shapes = space_of(spec, call).output_shapes
     declared = spec.dtype(call) if callable(spec.dtype) else spec.dtype
     rules = declared if isinstance(declared, tuple) else (declared,) * len(shapes)
-    asked, numbers = call["dtype"], _numbers(call)
-    return tuple(
-        TensorType(shape, asked if isinstance(asked, torch.dtype) else output_dtype(rule, call.tensors, numbers))
-        for shape, rule in zip(shapes, rules, strict=True)
-    )
+    numbers = _numbers(call)
+    if isinstance(call["dtype"], torch.dtype):
+        return tuple(TensorType(shape, call["dtype"]) for shape in shapes)
+    pairs = zip(shapes, rules, strict=True)
+    return tuple(TensorType(shape, output_dtype(rule, call.tensors, numbers, default)) for shape, rule in pairs)

@@ -12,13 +12,18 @@ import torch
 
 from conjoin.ops.placement import At, Copies, Invariant, Partial, Placement, Split
 
-_SHORT_DTYPES = {
-    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
-    torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m2: "f8e5m2",
-    torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8",
-    torch.bool: "b1", torch.complex64: "c64", torch.complex128: "c128",
-}  # fmt: skip
-_DTYPES = {short: dtype for dtype, short in _SHORT_DTYPES.items()}
+_SHORT_PREFIXES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"))
+
+
+def _short_name(dtype: torch.dtype) -> str:
+    name = {torch.bool: "b1", torch.float8_e4m3fn: "f8e4m3"}.get(dtype, str(dtype).removeprefix("torch."))
+    prefix, short = next((pair for pair in _SHORT_PREFIXES if name.startswith(pair[0])), ("", ""))
+    return short + name.removeprefix(prefix).replace("_", "")
+
+
+_DTYPES = {_short_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+"""Every dtype that torch has, by its short name."""
+_SHORT_DTYPES = {dtype: short for short, dtype in _DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -27,8 +32,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     >>> dtype_name(torch.bfloat16)
     'bf16'
     """
-    if dtype not in _SHORT_DTYPES:
-        raise ValueError(f"{dtype} has no short name; known are {', '.join(_DTYPES)}")
     return _SHORT_DTYPES[dtype]
 
 

@@ -27,6 +27,7 @@ from conjoin.ir import (
     Source,
     Value,
     arguments_text,
+    custom_operators,
     is_parallel,
     make_node,
     origin,
@@ -104,6 +105,8 @@ class Explanation:
     memory: tuple[tuple[str, int], ...]
     """Memory actions, and to how many tensors each is done."""
     substitutions: tuple[tuple[str, int], ...]
+    custom: tuple[tuple[str, str], ...]
+    """Operators that torch does not come with, each with the module that registers it."""
     num_micro_batches: int
     """One after the other; the operators are those of one, what is sent is that of all."""
     start: tuple[Shipment, ...]
@@ -170,6 +173,7 @@ class Explanation:
             "num_recomputed": self.num_recomputed,
             "substitutions": dict(self.substitutions),
             "num_operators": len(self.operators),
+            "custom_operators": dict(self.custom),
             "bytes_sent": {"largest": sent.largest, "total": sent.total, "by_rank": list(sent.all)},
             "bytes_by_kind": [
                 {"kind": total.kind, FORWARD: _counts(total.forward), BACKWARD: _counts(total.backward)}
@@ -255,6 +259,7 @@ def explain(plan: Plan) -> Explanation:
         stored_bytes=sum_per_rank((held_bytes(leaf.type, plan.mesh) for leaf in parameters), plan.mesh.size).largest,
         memory=_count(action.action for action in plan.memory),
         substitutions=_count(substitution.name for substitution in plan.substitutions),
+        custom=tuple(custom_operators(graph).items()),
         num_micro_batches=plan.accumulation.steps if plan.accumulation is not None else 1,
         start=start,
         operators=operators,

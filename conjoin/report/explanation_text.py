@@ -30,6 +30,7 @@ def explanation_summary(found: Explanation) -> list[str]:
         ("model", f"{found.model.name} {found.model.fingerprint[:16]}, {'train' if found.training else 'eval'}"),
         ("machine", f"{found.machine.name} {found.machine.fingerprint.removeprefix('machine-v1:')[:16]}"),
         ("operators", str(len(found.operators))),
+        ("custom", ", ".join(f"{name} of {module or 'an unknown module'}" for name, module in found.custom)),
         ("parameters", f"{stored} stored per rank, {whole} whole"),
         *((action, _memory_text(action, count, found)) for action, count in found.memory),
         ("micro-batches", str(found.num_micro_batches) if found.num_micro_batches > 1 else ""),

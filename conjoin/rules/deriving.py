@@ -6,7 +6,7 @@ rule is an equation. How chains are found: `derivations/`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -14,21 +14,12 @@ from conjoin.rules.derivations.equalities import Change
 from conjoin.rules.derivations.rewrites import Rewrite, rewrites_of
 from conjoin.rules.derivations.saturating import Saturation
 from conjoin.rules.derivations.worlds import find_world
-from conjoin.rules.parameters import is_any, parameters
-from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule
+from conjoin.rules.patterns import Expr, Rule
 
 Roots = tuple[Expr, ...]
 """The outputs of one side."""
 MOST_EXPRESSIONS = 1500
 """Met on the way; a few seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """What inputs and named parameters of a rule stand for."""
-
-    inputs: Mapping[str, Expr]
-    params: Mapping[str, Parameter]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,53 +32,6 @@ class Step:
 
 
 Derivation = tuple[Step, ...]
-
-
-def match(pattern: Expr, expr: Expr, binding: Binding) -> Binding | None:
-    """Extend a binding so that the pattern becomes the expression."""
-    if isinstance(pattern, Input):
-        known = binding.inputs.get(pattern.name)
-        if known is None:
-            return replace(binding, inputs={**binding.inputs, pattern.name: expr})
-        return binding if known == expr else None
-    if isinstance(expr, Input) or pattern.op != expr.op or len(pattern.args) != len(expr.args):
-        return None
-    found = _match_params(pattern, expr, binding)
-    for one, other in zip(pattern.args, expr.args, strict=True):
-        if found is None:
-            return None
-        found = match(one, other, found)
-    return found
-
-
-def _match_params(pattern: Apply, expr: Apply, binding: Binding) -> Binding | None:
-    params = dict(binding.params)
-    for (name, wanted), (_, value) in zip(parameters(pattern), parameters(expr), strict=True):
-        if is_any(name, wanted) or wanted == "?":
-            if (name, value) == ("pad", "same"):
-                return None  # as much as the kernel asks for, in each dim: no number
-            if params.setdefault(_named(name, wanted), value) != value:
-                return None
-        elif wanted != value:
-            return None
-    return replace(binding, params=params) if _are_apart(params) else None
-
-
-def _named(name: str, value: Parameter) -> str:
-    """Names of dims, of mesh axes and of numbers are kept apart; groups that are not said may be any, all the same."""
-    return f"{name if name in _DISTINCT else ''}:{value}"
-
-
-_DISTINCT = ("axis", "mesh")
-
-
-def _are_apart(params: Mapping[str, Parameter]) -> bool:
-    """Two names of dims are two dims, and two names of mesh axes two axes."""
-    for kind in _DISTINCT:
-        values = [value for name, value in params.items() if name.startswith(f"{kind}:")]
-        if len(set(values)) < len(values):
-            return False
-    return True
 
 
 @lru_cache(maxsize=4096)

@@ -31,6 +31,9 @@ from conjoin.rules.text import RuleFile, WrittenRule, load_rules, save_rules
 
 SHIPPED = LIBRARY
 """Made by `conjoin rules generate`."""
+_REWRITING = 2
+"""Raised when rules are matched or applied otherwise than before, because that was wrong: plans made until then name
+stamps that no library has any more."""
 FOR_ANY_FUNCTION, FOR_THIS_FUNCTION = "definitions", "functions"
 """What proofs are called: from definitions alone, or also from what is known of the rule's one function."""
 _GENERIC: Mapping[str, tuple[Parameter, ...]] = {
@@ -52,6 +55,8 @@ class Entry:
     method: str
     """How it was proven."""
     stamp: str
+    shortcut: str = ""
+    """Which way by other rules it spares a search; empty where there is none."""
 
     @property
     def name(self) -> str:
@@ -98,7 +103,7 @@ class Library:
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
         """All rules, and those about `relu` also about every other function where the proof knows nothing of it."""
-        return tuple(rule for entry in self.entries for rule in _of_each_function(entry))
+        return tuple(rule for entry in self.entries for rule in of_each_function(entry))
 
     @cached_property
     def by_root(self) -> Mapping[str, tuple[Entry, ...]]:
@@ -109,6 +114,7 @@ class Library:
         return {root: tuple(entries) for root, entries in found.items()}
 
     @staticmethod
+    @cache
     def shipped() -> Library:
         """The library that comes with conjoin."""
         return Library.load(SHIPPED)
@@ -127,11 +133,11 @@ class Library:
 
     def save(self, path: str | Path) -> None:
         """Write it, aside first, so that a half-written one never stands there."""
-        rules = (WrittenRule(e.rule, e.conditions, f"{e.method}:{e.stamp}") for e in self.entries)
+        rules = (WrittenRule(e.rule, e.conditions, f"{e.method}:{e.stamp}", e.shortcut) for e in self.entries)
         save_rules(path, RuleFile(tuple(rules), operators_version()))
 
 
-def _of_each_function(entry: Entry) -> Iterator[Rule]:
+def of_each_function(entry: Entry) -> Iterator[Rule]:
     """A rule about one function for each of them, under its own name where it is another one than is written."""
     rule, written = entry.rule, _functions_in(entry.rule)
     yield rule
@@ -173,12 +179,15 @@ def _checked(written: WrittenRule, path: str, version: str) -> Entry:
             f"Its stamp is {stamp}, and its text, conditions and method give {expected}. "
             f"Run `conjoin rules prove` to prove it as it is, or undo the change."
         )
-    return Entry(written.rule, written.when, method, stamp)
+    return Entry(written.rule, written.when, method, stamp, written.shortcut)
 
 
 @cache
 def operators_version() -> str:
-    """What changes when an operator is added, declared or defined differently, and not with how that is written."""
+    """What changes when an operator is added, declared or defined differently, and not with how that is written.
+
+    Also when rules are applied differently: what a stamp promises is that a plan by the rule is right.
+    """
     return find_operators_version()
 
 
@@ -186,7 +195,7 @@ def find_operators_version() -> str:
     """The version, not remembered."""
     ops = BY_NAME.values()
     declared = [[op.name, op.num_args, op.kind, op.params, op.parallel, list(_definitions(op))] for op in ops]
-    return _digest(sorted(declared))
+    return _digest([_REWRITING, sorted(declared)])
 
 
 def _digest(data: object) -> str:

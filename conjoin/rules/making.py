@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conjoin.rules.definitions.proving import prove
+from conjoin.rules.derivations.rewrites import rewrites_of
 from conjoin.rules.generalizing import padded_alike
 from conjoin.rules.generator.forking import forked
 from conjoin.rules.generator.generating import Selection, generate
@@ -19,6 +20,7 @@ from conjoin.rules.library import Entry, Library, make_entry, method_of
 from conjoin.rules.parameters import with_groups
 from conjoin.rules.parsing import print_expressions
 from conjoin.rules.patterns import Apply, Expr, Input, Rule, operators_in
+from conjoin.rules.shortcuts import drop_replaceable
 from conjoin.rules.text import parse_rule
 from conjoin.rules.trials.instances import NoInstance
 from conjoin.rules.trials.refuting import try_out
@@ -64,8 +66,9 @@ def make_library(
     true = [rule for rule in general if not refuted[rule]]  # before others are dropped because they follow from these
     kept = [_named(rule) for rule in drop_derived(true, _MOST_DERIVED, progress, workers)]
     kept = _with_own_names(sorted(kept, key=lambda rule: rule.name))
+    entries = drop_replaceable(forked(_entry, kept, workers), progress, workers)
     false = tuple(f"{rule}: {reason}" for rule, reason in refuted.items() if reason)
-    return Made(Library(tuple(map(_entry, kept))), found, len(proven.rules), proven.unproven, false)
+    return Made(Library(entries), found, len(proven.rules), proven.unproven, false)
 
 
 def certify(rule: Rule) -> Entry | str:
@@ -92,11 +95,14 @@ def _is_of_use(rule: Rule) -> bool:
     """Not about zeros, which are all the same, nor of sides that differ in the places of inputs only.
 
     Of the latter those of one or two operators say that operands may be exchanged or grouped otherwise; larger ones
-    rearrange what costs the same.
+    rearrange what costs the same. Nor such that no graph has either side: constants are written and not found, and what
+    the other side does not say cannot be made up.
     """
     zeros = any(expr.op == "sub" and expr.args[0] == expr.args[1] for expr in operators_in(*rule.outputs))
     alike = all(_is_alike(one, other) for one, other in zip(rule.left, rule.right, strict=True))
-    return not zeros and not (alike and len(operators_in(*rule.left)) > _EXCHANGES)
+    ways = rewrites_of(rule, each_output=False)
+    found = any(all(expr.args for expr in operators_in(*way.sources)) for way in ways)
+    return found and not zeros and not (alike and len(operators_in(*rule.left)) > _EXCHANGES)
 
 
 def _is_alike(one: Expr, other: Expr) -> bool:

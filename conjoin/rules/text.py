@@ -38,7 +38,7 @@ MAX_RULES = 20_000
 MAX_DOTS = 1_000
 """Outside of strings: `tomllib` takes time with the square of the dots in a key."""
 _STRING = re.compile(r'"(?:\\.|[^"\\\n])*"')
-_KEYS = ("name", "left", "right", "when", "proof")
+_KEYS = ("name", "left", "right", "when", "proof", "shortcut")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ class WrittenRule:
     """What it needs beyond what makes the left side fit together, in words."""
     proof: str = ""
     """How it was proven, and the stamp of that: `definitions:1f3c…`."""
+    shortcut: str = ""
+    """Which way by other rules it spares, in words."""
 
     def __str__(self) -> str:
         left, right = print_expressions(self.rule.left), print_expressions(self.rule.right)
@@ -58,6 +60,8 @@ class WrittenRule:
             lines.append(f"when = [{', '.join(map(_quoted, self.when))}]")
         if self.proof:
             lines.append(f"proof = {_quoted(self.proof)}")
+        if self.shortcut:
+            lines.append(f"shortcut = {_quoted(self.shortcut)}")
         return "\n".join(["[[rule]]", *lines, ""])
 
 
@@ -207,19 +211,20 @@ def _written(table: object, number: int) -> WrittenRule:
                 f"Rule {name!r} has the key {key[:MAX_NAME]!r}. A rule has {', '.join(_KEYS)}. "
                 f"Remove it{nearest(key[:MAX_NAME], _KEYS)}."
             )
-    left, right, proof = (_string(table, key, name) for key in ("left", "right", "proof"))
+    left, right, proof, shortcut = (_string(table, key, name) for key in ("left", "right", "proof", "shortcut"))
     when = table.get("when", [])
     if not isinstance(when, list) or not all(isinstance(words, str) and words.isprintable() for words in when):
         raise UsageError(
             f"Rule {name!r} has {str(when)[:MAX_NAME]!r} as 'when'. Conditions are a list of strings. "
             f'Write them as when = ["groups = 1"].'
         )
-    return WrittenRule(parse_rule(name, left, right), tuple(when), proof)
+    return WrittenRule(parse_rule(name, left, right), tuple(when), proof, shortcut)
 
 
 def _string(table: Mapping[str, Any], key: str, name: str) -> str:
-    found = table.get(key, "" if key == "proof" else None)
-    if not isinstance(found, str) or (key == "proof" and not found.isprintable()):
+    is_left_out = key in ("proof", "shortcut")
+    found = table.get(key, "" if is_left_out else None)
+    if not isinstance(found, str) or (is_left_out and not found.isprintable()):
         raise UsageError(
             f"Rule {name!r} has {'no text' if found is None else str(found)[:MAX_NAME]!r} as {key!r}. "
             f"It is a string that stands below [[rule]]. "

@@ -9,35 +9,39 @@ from conjoin.runtime.calibrating import (
     measure_communication,
     time_collectives,
 )
+from conjoin.runtime.capture_check import AgainstModel, check_capture, copied_for_check
 from conjoin.runtime.captured import CapturedModule, to_module
 from conjoin.runtime.checking import (
-    TOLERANCE,
     Case,
-    Difference,
-    Reference,
     Verdict,
     check_made_for,
     compare_rank,
+    compare_with_model,
     train_alone,
     verdict,
     verify_in_process,
 )
 from conjoin.runtime.checkpoint import save_checkpoint
 from conjoin.runtime.checkpoint_loading import load_checkpoint
+from conjoin.runtime.differences import TOLERANCE, Difference
 from conjoin.runtime.launching import Site, launch
 from conjoin.runtime.loading import connect, load
 from conjoin.runtime.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from conjoin.runtime.pacing import Pace, communicator_over, join_ranks
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.pieces import Piece, full_state_dict
+from conjoin.runtime.plain_model import PlainModel
 from conjoin.runtime.recording import COMMUNICATING, COMPUTING, Recorded, record
+from conjoin.runtime.session import Session
+from conjoin.runtime.steps import Reference
 from conjoin.runtime.threads import run_ranks
 
 __all__ = [
-    "COMMUNICATING", "COMPUTING", "TOLERANCE", "CapturedModule", "Case", "Communication", "Concurrency", "Difference",
-    "Pace", "ParallelModule", "Piece", "Recorded", "Reference", "Site", "Timed", "Verdict", "axis_sets",
-    "calibrate_collectives", "check_made_for", "communicator_over", "compare_rank", "connect", "full_state_dict",
+    "COMMUNICATING", "COMPUTING", "TOLERANCE", "AgainstModel", "CapturedModule", "Case", "Communication",
+    "Concurrency", "Difference", "Pace", "ParallelModule", "Piece", "PlainModel", "Recorded", "Reference", "Session",
+    "Site", "Timed", "Verdict", "axis_sets", "calibrate_collectives", "check_capture", "check_made_for",
+    "communicator_over", "compare_rank", "compare_with_model", "connect", "copied_for_check", "full_state_dict",
     "join_ranks", "launch", "load", "load_checkpoint", "load_optimizer_state_dict", "measure_communication",
-    "optimizer_state_dict", "record", "run_ranks", "save_checkpoint", "time_collectives", "to_module",
-    "train_alone", "verdict", "verify_in_process",
+    "optimizer_state_dict", "record", "run_ranks", "save_checkpoint", "time_collectives", "to_module", "train_alone",
+    "verdict", "verify_in_process",
 ]  # fmt: skip

@@ -2,12 +2,17 @@
 
 The gradients are there when the forward pass ends; the caller's backward pass hands them out, scaled by the gradient
 that comes to the loss. Gradients of parameters that all ranks hold are summed over the ranks once, at the end.
+Where a backward pass comes twice, or scales as it was not expected to, the micro-batches are run again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import isfinite
 from typing import Any
 
 import torch
@@ -17,8 +22,12 @@ from conjoin.comm import splits_evenly
 from conjoin.errors import UsageError
 from conjoin.ir import Accumulation, Leaf, LeafKind, Plan, region_of, region_shape
 from conjoin.ops import split_axes
+from conjoin.runtime.bundles import Bundle
+from conjoin.runtime.randomness import Streams
 
 Gradients = list[Tensor | None]
+NARROW = frozenset({torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
+"""Dtypes in which gradients are scaled because they would vanish."""
 
 
 class MicroBatches:
@@ -69,30 +78,46 @@ class MicroBatches:
 class Run:
     """What one micro-batch after the other does: the loss of the batch, and the gradients of the parameters."""
 
-    losses: Callable[[], Sequence[Callable[[], Tensor]]]
+    losses: Sequence[Callable[[], Tensor]]
     """For every micro-batch what computes its loss."""
-    parameters: Sequence[Tensor]
-    finish: Callable[[Gradients], None]
-    """Adds what ranks sum up at the end."""
+    parameters: Mapping[Leaf, Tensor]
+    bundles: Sequence[Bundle]
+    again: Callable[[Callable[[], Any]], Any]
+    """Calls something as the run was called at first: with the same draws, under the same autocast."""
 
     def forward_only(self) -> Tensor:
-        total: Tensor | None = None
-        for loss in self.losses():
-            total = loss() if total is None else total + loss()
-        assert total is not None
-        return total
+        return functools.reduce(operator.add, (loss() for loss in self.losses))
 
-    def forward_and_backward(self) -> tuple[Tensor, Gradients]:
+    def forward_and_backward(self, scale: float) -> tuple[Tensor, Gradients]:
+        """The loss, and the gradients of the scaled loss: what is scaled only after it was rounded is lost."""
+        for bundle in self.bundles:
+            bundle.forget_put_off()
         total: Tensor | None = None
         gradients: Gradients = [None] * len(self.parameters)
-        for compute in self.losses():
+        for compute in self.losses:
             loss = compute()
             total = loss.detach() if total is None else total + loss.detach()
-            add_to(gradients, list(torch.autograd.grad(loss, self.parameters, allow_unused=True)))
-            del loss
+            found = torch.autograd.grad(
+                loss, tuple(self.parameters.values()), torch.full_like(loss, scale), allow_unused=True
+            )
+            add_to(gradients, list(found))
+            del loss, found
         assert total is not None
-        self.finish(gradients)
+        self._sum_up(gradients)
         return total, gradients
+
+    def _sum_up(self, gradients: Gradients) -> None:
+        """Sum over the ranks what bundles have put off."""
+        places = {leaf: place for place, leaf in enumerate(self.parameters)}
+        started = [(bundle, bundle.sum_up()) for bundle in self.bundles if bundle.defers]
+        for bundle, found in started:
+            if found is not None:
+                found[0].wait()
+                for (root, _), gradient in zip(bundle.entries, found[1], strict=True):
+                    assert isinstance(root.owner, Leaf)
+                    more: Gradients = [None] * len(gradients)
+                    more[places[root.owner]] = gradient
+                    add_to(gradients, more)
 
 
 def add_to(gradients: Gradients, more: Gradients) -> None:
@@ -105,29 +130,95 @@ def add_to(gradients: Gradients, more: Gradients) -> None:
 
 class _Accumulated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Run, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, run: Run, scaling: Scaling, *parameters: Tensor) -> Tensor:
+        ctx.run, ctx.scaling, ctx.scale = run, scaling, scaling.expected
         with torch.enable_grad():
-            total, ctx.gradients = run.forward_and_backward()
+            total, ctx.gradients = run.forward_and_backward(ctx.scale)
+        ctx.save_for_backward(total)
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *incoming: Tensor) -> Any:
+        _ = ctx.saved_tensors  # torch's own error where the graph was not retained
         gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            raise RuntimeError(
-                "The backward pass of a step in micro-batches was asked for twice. Its gradients were made in the "
-                "forward pass and handed out once. Call the module again for another backward pass."
-            )
+        scale = ctx.scaling.of(incoming[0])
+        if gradients is None or scale != ctx.scale:
+            gradients = None  # gone before the others are made
+            with torch.enable_grad():
+                _, gradients = ctx.run.again(partial(ctx.run.forward_and_backward, scale))
         made: Gradients = []
         while gradients:  # one after the other, so that not all are there twice
             gradient = gradients.pop(0)
-            made.append(None if gradient is None else gradient * incoming[0])
-        return None, *made
+            exact = gradient is None or ctx.scaling.is_exact
+            made.append(gradient if exact else gradient * incoming[0])
+        return None, None, *made
 
 
-def accumulate(run: Run) -> Tensor:
-    """The loss of a step; its backward pass gives the parameters the gradients of all micro-batches."""
-    if not torch.is_grad_enabled() or not run.parameters:
-        return run.forward_only()
-    return _Accumulated.apply(run, *run.parameters)  # type: ignore[no-any-return, no-untyped-call]
+class Scaling:
+    """By what the loss of a step is scaled, which is known only when its gradients are there.
+
+    Where half precision is used it makes a difference whether gradients are scaled before they are rounded. The steps
+    of a training are scaled alike for long: a step expects the scale of the one before, and where it is another one,
+    its gradients are made again. In wider dtypes gradients are made unscaled, and scaled when they are handed out.
+    """
+
+    def __init__(self, is_exact: bool) -> None:
+        self.is_exact = is_exact
+        self.expected = 1.0
+
+    def of(self, incoming: Tensor) -> float:
+        """The scale that the gradients of a step are to be made with."""
+        if not self.is_exact:
+            return 1.0
+        scale = float(incoming)
+        if isfinite(scale) and scale:
+            self.expected = scale
+        return scale
+
+
+class Accumulator:
+    """The steps of a module in micro-batches."""
+
+    def __init__(self, plan: Plan, micro: MicroBatches, bundles: Sequence[Bundle], streams: Streams) -> None:
+        self.micro, self._bundles, self._streams = micro, bundles, streams
+        types = [leaf.type for leaf in plan.graph.leaves] + [t for node in plan.graph.nodes for t in node.types]
+        self._is_narrow = any(type.dtype in NARROW for type in types)
+        self._scalings = {is_exact: Scaling(is_exact) for is_exact in (False, True)}
+        for bundle in bundles:
+            bundle.defer()
+
+    def loss(
+        self,
+        batches: Sequence[list[Tensor]],
+        state: Mapping[Leaf, Tensor | None],
+        compute: Callable[[list[Tensor | None], list[Tensor]], Tensor],
+        kind: str,
+    ) -> Tensor:
+        """The loss of a step on a kind of device; its backward pass gives the parameters their gradients."""
+        parameters = {leaf: x for leaf, x in state.items() if x is not None and x.requires_grad}
+        # micro-batches have gradients of aliases: hooks of the parameters are for those of the step
+        own = {leaf: x.detach().requires_grad_() for leaf, x in parameters.items()}
+        losses = [partial(compute, [*{**state, **own}.values()], inputs) for inputs in batches]
+        run = Run(losses, own, self._bundles, self._as_now(tuple(parameters.values()), kind))
+        if not torch.is_grad_enabled() or not parameters:
+            return run.forward_only()
+        casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) in NARROW
+        scaling = self._scalings[self._is_narrow or casts]
+        return _Accumulated.apply(run, scaling, *parameters.values())  # type: ignore[no-any-return, no-untyped-call]
+
+    def _as_now(self, parameters: Sequence[Tensor], kind: str) -> Callable[[Callable[[], Any]], Any]:
+        """Calls something later as if it were called now."""
+        drawn, versions = self._streams.states(), [x._version for x in parameters]
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+        def call(action: Callable[[], Any]) -> Any:
+            if versions != [x._version for x in parameters]:
+                raise RuntimeError(
+                    "A parameter was changed between a forward pass in micro-batches and a backward pass that runs it "
+                    "again. The gradient would be that of another model. Call backward before the optimizer's step."
+                )
+            with torch.autocast(kind, dtype, enabled):
+                return self._streams.rerun(drawn, action)
+
+        return call

@@ -114,6 +114,10 @@ class Bundle:
         pairs = zip(self._put_off, gradients, strict=True)
         self._put_off = [mine + more for mine, more in pairs] if self._put_off else list(gradients)
 
+    def forget_put_off(self) -> None:
+        """What is left of a step that failed."""
+        self._put_off = []
+
     def sum_up(self) -> tuple[Work, tuple[Tensor, ...]] | None:
         """Start to sum up what was put off; None where there is nothing."""
         gradients, self._put_off = self._put_off, []
@@ -121,6 +125,7 @@ class Bundle:
 
     def hold(self, *stored: Tensor) -> tuple[Tensor, ...]:
         """The parameters as stored; in backward the wait for their gradients."""
+        self.ticket.settle()  # of a backward pass that failed
         self.ticket = _Ticket(tuple(x.detach() for x in stored), versions=tuple(x._version for x in stored))
         if isinstance(self.mover, Gathering):
             self.mover.forget()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice, takewhile
 from typing import Any
 
 from torch import Tensor
 
 from conjoin.errors import UsageError
-from conjoin.ir import LEAF, Graph, LeafKind, Structure, Value, flatten_tree, spec_of, unflatten_tree
+from conjoin.ir import LEAF, Graph, Leaf, Structure, Value, flatten_tree, spec_of, unflatten_tree
 
 
 def _takes_tensors(graph: Graph) -> bool:
@@ -23,6 +24,22 @@ def _is_flat(structure: Structure) -> bool:
     return structure.kind == "tuple" and all(child.kind == "leaf" for child in structure.children)
 
 
+def _positional_names(graph: Graph) -> list[str]:
+    """What stands at each position, the model's first, by the name that forward has for it; empty where none is known.
+
+    The leaves of an input are named by the parameter of forward and the way into it.
+    """
+    if len(graph.input_structure.children) != 4:
+        return []
+    taken, named, for_loss, _ = graph.input_structure.children
+    names, values = [], iter(graph.inputs)
+    for part in (*taken.children, named, *for_loss.children):
+        leaves = [value.owner for value in islice(values, part.num_leaves) if isinstance(value, Value)]
+        name = leaves[0].name.partition(".")[0] if leaves and isinstance(leaves[0], Leaf) else ""
+        names += [name] if part is not named else []
+    return names
+
+
 class Calling:
     """Brings arguments into the captured order and results into the captured containers."""
 
@@ -32,6 +49,7 @@ class Calling:
         self._output_spec = spec_of(graph.output_structure)
         self._num_tensors = len(graph.inputs) if _takes_tensors(graph) else -1
         """How many tensors are taken one after the other; -1 where there is more to it."""
+        self._names = _positional_names(graph)
 
     def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The input tensors in the captured order, from arguments or from one batch object."""
@@ -47,10 +65,8 @@ class Calling:
             leaves, spec = flatten_tree(self._deal(positional, named))
             if spec == self._input_spec and self._fixed_match(leaves):
                 return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        names = [leaf.name for leaf in self.graph.leaves_of(LeafKind.INPUT)]
-        raise self.refusal(
-            f"it takes {', '.join(names)}, as captured; {len(args)} positional and {sorted(kwargs)} came"
-        )
+        came = [*(type(x).__name__ for x in args), *(f"{key}={type(x).__name__}" for key, x in kwargs.items())]
+        raise self.refusal(f"it takes ({', '.join(self._takes())}), as captured, and ({', '.join(came)}) came")
 
     def results(self, outputs: list[Any]) -> Any:
         """The outputs in the containers the model returned them in."""
@@ -58,9 +74,18 @@ class Calling:
             return outputs[0]
         return unflatten_tree(outputs, self._output_spec)
 
+    def _takes(self) -> list[str]:
+        """How it was called when it was captured."""
+        _, named, _, loss_named = self.graph.input_structure.children
+        keys = [f"{key}=" for part in (named, loss_named) for key in part.keys]
+        return [*(name or "a plain value" for name in self._names), *keys]
+
     def _deal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         taken, named, _, loss_named = self.graph.input_structure.children
         count = len(taken.children)
+        given = dict(kwargs)
+        by_name = takewhile(given.__contains__, self._names[len(args) :])
+        args, kwargs = (*args, *(given.pop(name) for name in by_name)), given
         for_model = {str(key): kwargs[str(key)] for key in named.keys if key in kwargs}
         for_loss = {str(key): kwargs[str(key)] for key in loss_named.keys if key in kwargs}
         unknown = {key: value for key, value in kwargs.items() if key not in for_model and key not in for_loss}

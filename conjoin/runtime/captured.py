@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import GraphError, UsageError
-from conjoin.ir import Graph, LeafKind, fingerprint, from_json, to_json, verify
+from conjoin.ir import Graph, LeafKind, fingerprint, parse_graph, plain_model, verify
 from conjoin.runtime.calling import Calling
 from conjoin.runtime.emission import compile_program, emit_program
 from conjoin.runtime.slots import Slot, find_constant, find_slots, read_slot
@@ -61,12 +61,12 @@ class CapturedModule(nn.Module):
         """The module's own state and the graph as text; the rest is made anew."""
         made = ("graph", "code", "_program", "_sources", "_targets", "_calling")
         kept = {key: value for key, value in self.__dict__.items() if key not in made}
-        return {**kept, _GRAPH_TEXT: to_json(self.graph)}
+        return {**kept, _GRAPH_TEXT: str(self.graph)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         text = state.pop(_GRAPH_TEXT)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._prepare(from_json(text))
+        self._prepare(parse_graph(text))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CapturedModule:
         state = (LeafKind.PARAMETER, LeafKind.BUFFER)
@@ -136,13 +136,8 @@ def to_module(graph: Graph, model: nn.Module) -> CapturedModule:
     >>> torch.equal(to_module(capture(model, x), model)(x), model(x))
     True
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"A {type(model).__name__} was given instead of the model. The module runs over the model's own "
-            f"parameters. Pass the nn.Module the graph was captured from."
-        )
     try:
-        return CapturedModule(verify(graph), model)
+        return CapturedModule(verify(graph), plain_model(model))
     except LookupError as error:
         raise GraphError(
             f"The graph {graph.name!r} cannot run here: it needs {error}. An operator or an output class is not known "

@@ -22,21 +22,29 @@ import uuid
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from conjoin.errors import CheckpointError
-from conjoin.ir import plan_fingerprint
-from conjoin.runtime.checkpoint_index import Index, SavedFile, SavedOptimizer, describe, encode, index_to_text
+from conjoin.ir import plan_fingerprint, read_json
+from conjoin.runtime.checkpoint_index import (
+    Index,
+    SavedFile,
+    SavedOptimizer,
+    check_settings,
+    describe,
+    index_from_json,
+    index_to_text,
+)
 from conjoin.runtime.joint_action import exchange, place, together
 from conjoin.runtime.optimizer_state import GROUPS, STATE, state_by_name
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.pieces import count
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 INDEX = "conjoin.json"
 _OURS = (".metadata", ".distcp", INDEX)
@@ -106,13 +114,20 @@ def _check_target(target: Path) -> None:
 
 def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        plain: dict[str, Any] = json.loads(json.dumps(dict(extra)))
+        plain: dict[str, Any] = json.loads(json.dumps(dict(extra)), object_pairs_hook=_table)
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"The extra facts of a checkpoint cannot be saved: {str(error)[:200]}. They are kept as JSON, which holds "
             f"numbers, text, lists and tables of them. Leave the rest out, or save it on its own."
         ) from None
     return plain
+
+
+def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"two of the keys {str([key for key, _ in pairs])[:100]} are the same as text")
+    return found
 
 
 def _draft_optimizer(step: ParallelModule, optimizer: Optimizer) -> tuple[SavedOptimizer, dict[str, dict[str, Any]]]:
@@ -129,8 +144,11 @@ def _draft_optimizer(step: ParallelModule, optimizer: Optimizer) -> tuple[SavedO
     keys = tuple((name, key) for name, entries in tensors.items() for key in entries)
     saved = SavedOptimizer(type(optimizer).__name__, tuple(found[GROUPS]), keys, tuple(values))
     try:
-        encode([list(saved.groups), list(saved.values)])
-    except ValueError as error:
+        check_settings([list(saved.groups), list(saved.values)])
+        for name, key, *_ in (*saved.tensors, *saved.values):
+            if not isinstance(key, str):
+                raise ValueError(f"the state of {name} has the key {key!r:.60}, which is not text")
+    except (ValueError, RecursionError, RuntimeError, OverflowError) as error:
         raise CheckpointError(
             f"A checkpoint of {saved.kind} was asked for, in whose settings {error}. Settings are kept as JSON. Use "
             f"numbers and text there, or save the optimizer on its own."
@@ -140,6 +158,9 @@ def _draft_optimizer(step: ParallelModule, optimizer: Optimizer) -> tuple[SavedO
 
 def _write_tensors(state: dict[str, Any], partial: Path) -> Metadata:
     """Have torch write everyone's part, and give its own account of it."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         save(state, storage_writer=FileSystemWriter(partial))
@@ -165,6 +186,7 @@ def _finish(target: Path, partial: Path, index: Index) -> None:
         file.write(index_to_text(index))
         file.flush()
         os.fsync(file.fileno())
+    _check_readable(target, partial, index)
     _sync(partial)
     previous = previous_of(target)
     if target.exists():
@@ -175,6 +197,19 @@ def _finish(target: Path, partial: Path, index: Index) -> None:
     for entry in list(target.parent.iterdir()):
         if entry == previous or entry.name.startswith(f".{target.name}.partial-"):
             shutil.rmtree(entry, ignore_errors=True)  # also what killed saves left behind
+
+
+def _check_readable(target: Path, partial: Path, index: Index) -> None:
+    """Nothing takes the place of a checkpoint that could not be loaded again."""
+    try:
+        read = index_from_json(read_json(partial / INDEX, "checkpoint index", CheckpointError))
+        if index_to_text(read) != index_to_text(index):
+            raise ValueError("it would not come back as it is")
+    except (ValueError, LookupError, TypeError, RecursionError, OverflowError, CheckpointError) as error:
+        raise CheckpointError(
+            f"A checkpoint was to be saved as {target}. Its {INDEX} could not be read again: {str(error)[:200]}. What "
+            f"is there already stays; leave out of the optimizer's settings and of extra what is named here."
+        ) from None
 
 
 def previous_of(target: Path) -> Path:

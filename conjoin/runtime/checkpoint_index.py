@@ -11,17 +11,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 FORMAT = "conjoin.checkpoint"
 VERSION = 1
@@ -80,6 +76,8 @@ class Index:
 
 def describe(metadata: Metadata) -> dict[str, SavedTensor]:
     """The tensors of what torch has just written."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
     found: dict[str, SavedTensor] = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata), f"{name} is no tensor"
@@ -94,6 +92,14 @@ def describe(metadata: Metadata) -> dict[str, SavedTensor]:
 
 def as_metadata(tensors: Mapping[str, SavedTensor]) -> Metadata:
     """What torch's reader needs to know of tensors."""
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, Chunk] = {}
     for name, tensor in tensors.items():
@@ -157,6 +163,13 @@ def encode(value: Any) -> Any:
             return {"tensor": [value.item(), str(value.dtype).removeprefix("torch."), list(value.shape)]}
         case _:
             raise ValueError(f"a {type(value).__name__} has no form in a checkpoint")
+
+
+def check_settings(value: Any) -> None:
+    """Raise ValueError for settings that would not come back from a file as they are."""
+    written = json.dumps(encode(value))
+    if json.dumps(encode(decode(json.loads(written)))) != written:
+        raise ValueError(f"{str(value)[:60]} would not come back as it is")
 
 
 def decode(data: Any) -> Any:

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.optim import Optimizer
 
 from conjoin.errors import CheckpointError
@@ -185,6 +183,9 @@ def _optimizer_targets(step: ParallelModule, optimizer: Optimizer, index: Index)
 
 def _read_tensors(checked: _Checked, state: dict[str, Tensor]) -> None:
     """Let torch find and read the chunks that this rank needs; ranks need nothing from each other for that."""
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
     metadata = as_metadata({name: checked.index.tensors[name] for name in state})
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(state), metadata, is_coordinator=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import count
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -15,11 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conjoin.comm import ring_bytes
+from conjoin.errors import UsageError
 from conjoin.machine import Mesh
+from conjoin.runtime.rendezvous import compare
 from conjoin.runtime.swapping import swap
-from conjoin.runtime.torch_private import all_gather, reduce_scatter
+from conjoin.runtime.torch_private import all_gather, default_store, reduce_scatter
 
 F = TypeVar("F", bound=Callable[..., Any])
+_numbers = count()
+"""Of communicators, which all ranks make in the same order."""
 
 
 def uncompiled(function: F) -> F:
@@ -54,6 +59,8 @@ class Communicator(Protocol):
     rank: int
     bytes_sent: int
     """Payload that left this rank so far, counted for the algorithm each collective is known to use."""
+    num_started: int
+    """How many collectives this rank has started so far."""
 
     @property
     def device(self) -> torch.device:
@@ -61,6 +68,9 @@ class Communicator(Protocol):
 
     def prepare(self, axes: Axes) -> None:
         """Make ready to communicate over these axes; all ranks prepare the same sets of axes in the same order."""
+
+    def compare(self, text: str) -> Sequence[str]:
+        """What every rank says, asked outside of all collectives; all ranks ask."""
 
     def all_reduce(self, tensor: Tensor, axes: Axes, largest: bool = False) -> Work:
         """Sum (or take the largest) over the group, in place."""
@@ -93,6 +103,16 @@ class Sum:
         torch.sum(self._parts, 0, out=self._output)
 
 
+class Session(Protocol):
+    """Who makes process groups, and watches over what is done in them."""
+
+    device: torch.device
+
+    def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup: ...
+
+    def started(self, ranks: tuple[int, ...], start: Callable[[], Work | None]) -> Work | None: ...
+
+
 def group_device() -> torch.device:
     """Where tensors lie that this process's group carries: on a GPU of its own, or on the CPU under Gloo.
 
@@ -106,28 +126,44 @@ def group_device() -> torch.device:
     return torch.device("cuda", index)
 
 
+class _Groups(dict[Axes, dist.ProcessGroup]):
+    """Those that were made, until the session is closed."""
+
+    def __missing__(self, axes: Axes) -> dist.ProcessGroup:
+        raise UsageError(
+            f"Ranks were to communicate over {', '.join(axes)} after their session was closed. They are not connected "
+            f"any more. Open another session and load the plan there."
+        )
+
+
 class ProcessGroups:
     """The ranks of torch.distributed: one process group for every set of axes that a plan communicates over."""
 
-    def __init__(self, mesh: Mesh, explain: Callable[[BaseException], Exception] | None = None) -> None:
+    def __init__(self, mesh: Mesh, session: Session | None = None) -> None:
         self.mesh = mesh
         self.rank = dist.get_rank()
-        self._explain = explain
-        self.bytes_sent = 0
+        self._session = session
+        self.bytes_sent = self.num_started = 0
         self._swaps = dist.get_backend() == dist.Backend.GLOO
         """Whether single messages are better than the backend's own collectives.
 
         Gloo's reduce-scatter is an all-reduce that forgets: exchanging and adding moves half the bytes.
         """
-        self._groups: dict[Axes, dist.ProcessGroup] = {}
+        self._groups: dict[Axes, dist.ProcessGroup] = _Groups()
+        self._members: dict[Axes, tuple[int, ...]] = {}
+        self._number, self._num_compared = next(_numbers), 0
 
     @property
     def device(self) -> torch.device:
-        return group_device()
+        return group_device() if self._session is None else self._session.device
 
     def prepare(self, axes: Axes) -> None:
         if axes not in self._groups:
-            self._groups[axes] = self._make_group(axes)
+            self._groups[axes], self._members[axes] = self._make_group(axes), self.mesh.group(self.rank, axes)
+
+    def close(self) -> None:
+        """Let go of the process groups, which end when nobody holds them."""
+        self._groups.clear()
 
     def _make_group(self, axes: Axes) -> dist.ProcessGroup:
         if set(axes) == set(self.mesh.names):
@@ -135,34 +171,35 @@ class ProcessGroups:
             return dist.group.WORLD
         mine: Any = None
         for ranks in self.mesh.groups(axes):
-            made = dist.new_group(list(ranks))  # every rank makes every group, in the same order
+            # every rank makes every group, in the same order
+            made = dist.new_group(list(ranks)) if self._session is None else self._session.group(tuple(ranks))
             mine = made if self.rank in ranks else mine
         assert isinstance(mine, dist.ProcessGroup)
         return mine
 
-    def _started(self, start: Callable[[], Work | None]) -> Work:
-        try:
-            work = start()
-        except RuntimeError as error:
-            if self._explain is None:
-                raise
-            raise self._explain(error) from error
-        if work is None:
-            return Done()
-        return work if self._explain is None else Explained(work, self._explain)
+    def compare(self, text: str) -> Sequence[str]:
+        self._num_compared += 1
+        keys = default_store(f"conjoin/compared/{self._number}/{self._num_compared}")
+        return list(compare(keys, "state after a failed step", text, self.rank, self.mesh.size).values())
+
+    def _started(self, axes: Axes, start: Callable[[], Work | None]) -> Work:
+        self.num_started += 1
+        if self._session is None:
+            return start() or Done()
+        return self._session.started(self._members[axes], start) or Done()
 
     def all_reduce(self, tensor: Tensor, axes: Axes, largest: bool = False) -> Work:
         group = self._groups[axes]
         self.bytes_sent += ring_bytes(tensor.nbytes, group.size())
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        return self._started(lambda: dist.all_reduce(tensor, op, group, async_op=True))
+        return self._started(axes, lambda: dist.all_reduce(tensor, op, group, async_op=True))
 
     def all_gather(self, output: Tensor, tensor: Tensor, axes: Axes) -> Work:
         group = self._groups[axes]
         self.bytes_sent += (group.size() - 1) * tensor.nbytes
         if self._swaps and group.size() == 2:  # more stand in a ring: words and data go different ways
-            return self._swap("all-gather", group, output.view(2, -1).unbind(), (tensor.view(-1),) * 2)
-        return self._started(lambda: all_gather(output, tensor, group=group, async_op=True))
+            return self._swap("all-gather", axes, output.view(2, -1).unbind(), (tensor.view(-1),) * 2)
+        return self._started(axes, lambda: all_gather(output, tensor, group=group, async_op=True))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, axes: Axes) -> Work:
         group = self._groups[axes]
@@ -170,9 +207,9 @@ class ProcessGroups:
         if self._swaps:
             rows = tensor.view(group.size(), output.numel())
             parts = torch.empty_like(rows)
-            under_way = self._swap("reduce-scatter", group, parts.unbind(), rows.unbind())
+            under_way = self._swap("reduce-scatter", axes, parts.unbind(), rows.unbind())
             return Sum(under_way, parts, output)
-        return self._started(lambda: reduce_scatter(output, tensor, group=group, async_op=True))
+        return self._started(axes, lambda: reduce_scatter(output, tensor, group=group, async_op=True))
 
     def all_to_all(self, output: Tensor, tensor: Tensor, sizes: Sizes, axes: Axes) -> Work:
         group = self._groups[axes]
@@ -180,21 +217,8 @@ class ProcessGroups:
         own = self.mesh.group(self.rank, axes).index(self.rank)
         self.bytes_sent += (tensor.numel() - sent[own]) * tensor.itemsize
         if self._swaps:
-            return self._swap("all-to-all", group, torch.split(output, received), torch.split(tensor, sent))
-        return self._started(lambda: dist.all_to_all_single(output, tensor, received, sent, group, async_op=True))
+            return self._swap("all-to-all", axes, torch.split(output, received), torch.split(tensor, sent))
+        return self._started(axes, lambda: dist.all_to_all_single(output, tensor, received, sent, group, async_op=True))
 
-    def _swap(self, kind: str, group: dist.ProcessGroup, into: Sequence[Tensor], out: Sequence[Tensor]) -> Work:
-        return self._started(lambda: swap(kind, group, into, out))
-
-
-class Explained:
-    """A collective under way; when it fails the error names the rank that was lost."""
-
-    def __init__(self, work: Work, explain: Callable[[BaseException], Exception]) -> None:
-        self._work, self._explain = work, explain
-
-    def wait(self) -> None:
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise self._explain(error) from error
+    def _swap(self, kind: str, axes: Axes, into: Sequence[Tensor], out: Sequence[Tensor]) -> Work:
+        return self._started(axes, lambda: swap(kind, self._groups[axes], into, out))

@@ -25,6 +25,7 @@ from conjoin.ir import (
     Segment,
     Value,
     check_registered,
+    drawn_strides,
     holds,
     is_parallel,
     is_random,
@@ -41,7 +42,6 @@ from conjoin.machine import Mesh
 from conjoin.ops import (
     At,
     Copies,
-    Kind,
     Layout,
     Split,
     bind_args,
@@ -51,23 +51,29 @@ from conjoin.ops import (
     run_local,
     signature,
     space_of,
+    spread_args,
 )
 from conjoin.runtime.absence import find_leaving, is_confined, join
 from conjoin.runtime.bundles import Bundle
 from conjoin.runtime.communicator import uncompiled
 from conjoin.runtime.recomputing import SEGMENT, mark
-from conjoin.runtime.strides import drawn_strides, in_strides
+from conjoin.runtime.strides import in_strides
 
 Function = Callable[..., Any]
 
 
-def run_pinned(function: Function, *args: Any, **kwargs: Any) -> Any:
-    """Call with autocast switched off."""
-    device = next((arg.device.type for arg in args if isinstance(arg, Tensor)), "cpu")
-    if not torch.is_autocast_enabled(device):
-        return function(*args, **kwargs)
-    with torch.autocast(device, enabled=False):
-        return function(*args, **kwargs)
+def pinned(function: Function) -> Function:
+    """The function with autocast switched off."""
+
+    def run_pinned(*args: Any, **kwargs: Any) -> Any:
+        every = (x for arg in args for x in (arg if isinstance(arg, list | tuple) else (arg,)))
+        device = next((x.device.type for x in every if isinstance(x, Tensor)), "cpu")
+        if not torch.is_autocast_enabled(device):
+            return function(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return run_pinned
 
 
 def run_batch_norm(
@@ -293,19 +299,8 @@ class Emitter:
         """One call: on the caller's device where it makes a tensor; its outputs one by one."""
         self._mark(node)
         known = signature(op)
-        positional: list[Any] = []
-        keywords: dict[str, Any] = {}
-        for parameter, value in zip(known.parameters, args, strict=True):
-            if parameter.name == "device" and not any(map(_holds_node, args)):
-                value = self.device
-            if not parameter.keyword_only:
-                positional.append(list(value) if parameter.kind is Kind.TENSORS and value is not None else value)
-            elif value is not None:
-                keywords[parameter.name] = value
-        if node.pinned:
-            made = self.call(run_pinned, function, *positional, **keywords)
-        else:
-            made = self.call(function, *positional, **keywords)
+        positional, keywords = spread_args(op, args, None if any(map(_holds_node, args)) else self.device)
+        made = self.call(pinned(function) if node.pinned else function, *positional, **keywords)
         if known.num_outputs == 1 and not known.returns_list:
             return (made,)
         count = len(node.types) if op == node.op else known.num_outputs

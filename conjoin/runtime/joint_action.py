@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from conjoin.errors import CheckpointError, ConjoinError
+from conjoin.runtime.session import waiting_for_all
 
 T = TypeVar("T")
 
@@ -23,12 +23,15 @@ def exchange(value: T) -> list[T]:
     if not dist.is_initialized():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
+    with waiting_for_all():
+        dist.all_gather_object(found, value)
     return found
 
 
 def together(action: Callable[[], T]) -> T:
     """Do something on every rank; the result when it went well on all."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     result: T | None = None
     error: BaseException | None = None
     try:
@@ -47,8 +50,8 @@ def _message(error: BaseException) -> str:
     if isinstance(error, ConjoinError):
         return str(error)
     reason: object = error
-    if isinstance(error, CheckpointException):
-        reason = next((failure[0] for failure in error.failures.values()), error)
+    if not isinstance(error, Exception):  # torch's own
+        reason = next((failure[0] for failure in getattr(error, "failures", {}).values()), error)
     return (
         f"A checkpoint could not be written or read: {str(reason)[:300]}. An earlier checkpoint is as it was. Look at "
         f"the file system that holds it."

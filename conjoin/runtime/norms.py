@@ -2,48 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from math import inf
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from math import inf, nan
 
 import torch
 from torch import Tensor, nn
 
+from conjoin.machine import Mesh
 from conjoin.ops import At, Layout, Split
 from conjoin.runtime.communicator import Axes, Communicator
+from conjoin.runtime.torch_private import as_plain_tensors
+
+_HALF = (torch.float16, torch.bfloat16)
+"""Too narrow to square in."""
+Held = tuple[Tensor | None, Axes]
+"""What a rank holds of a tensor, and the axes along which the other parts lie: along all others ranks hold the same."""
 
 
 def clip_grad_norm(
-    pieces: Iterable[tuple[nn.Parameter, Layout]], max_norm: float, norm_type: float, communicator: Communicator
+    pieces: Iterable[tuple[nn.Parameter, Layout]],
+    max_norm: float,
+    norm_type: float,
+    communicator: Communicator,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale gradients in place as `torch.nn.utils.clip_grad_norm_` does on one device, and give the norm before it.
+    """Scale gradients in place as `torch.nn.utils.clip_grad_norm_` does on one device, and give the norm before it."""
+    with as_plain_tensors():
+        return _clip(pieces, max_norm, norm_type, communicator, error_if_nonfinite)
 
-    Parameters that are split along the same axes, or kept at one place of them, are summed up together over those axes;
-    along other axes every rank has the same gradient and counts it once.
-    """
-    found = [(p.grad, _split_axes(layout, communicator)) for p, layout in pieces if p.grad is not None]
-    groups: dict[Axes, list[Tensor]] = {}
-    for gradient, axes in found:
-        groups.setdefault(axes, []).append(gradient)
-    totals = [_total(groups[axes], axes, norm_type, communicator) for axes in sorted(groups)]
-    if not totals:
+
+def _clip(
+    pieces: Iterable[tuple[nn.Parameter, Layout]],
+    max_norm: float,
+    norm_type: float,
+    communicator: Communicator,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    trained = [(p, layout) for p, layout in pieces if p.requires_grad]
+    if not trained:
         return torch.tensor(0.0)
-    stacked = torch.stack(totals)
-    norm = stacked.amax() if norm_type == inf else stacked.sum() ** (1.0 / norm_type)
+    held = [(p.grad, parted_axes(layout, communicator.mesh)) for p, layout in trained]
+    gradients = [gradient for gradient, _ in held if gradient is not None]
+    norm: Tensor = torch.linalg.vector_norm(
+        torch.stack(norms_of(held, norm_type, communicator, trained[0][0].device)), norm_type
+    )
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"The norm of order {norm_type} of the gradients of all ranks is {norm.item()}, so they cannot be clipped. "
+            f"Leave error_if_nonfinite out to scale them by it all the same."
+        )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # the small number is torch's own
-    for gradient, _ in found:
+    for gradient in gradients:
+        scale_by(gradient, scale)
+    dtypes = (gradient.abs().dtype if gradient.is_complex() else gradient.dtype for gradient in gradients)
+    dtype: torch.dtype = reduce(torch.promote_types, dtypes, torch.float32)
+    return norm.to(dtype)
+
+
+def scale_by(gradient: Tensor, scale: Tensor) -> None:
+    """Multiply in place by a number in double precision."""
+    if gradient.dtype in _HALF:  # a small scale would itself be rounded
+        gradient.copy_(gradient.float() * scale.float())
+    else:
         gradient.mul_(scale.to(gradient.dtype))
-    return norm
 
 
-def _total(gradients: list[Tensor], axes: Axes, norm_type: float, communicator: Communicator) -> Tensor:
-    here = [gradient for gradient in gradients if gradient.numel()] or [torch.zeros_like(gradients[0]).sum()]
-    norms = torch.stack([torch.linalg.vector_norm(gradient, norm_type) for gradient in here])
-    total = norms.amax() if norm_type == inf else (norms**norm_type).sum()
-    if axes:
-        communicator.prepare(axes)
-        communicator.all_reduce(total, axes, largest=norm_type == inf).wait()
-    return total
+def norms_of(held: Sequence[Held], order: float, communicator: Communicator, device: torch.device) -> list[Tensor]:
+    """The norm of each whole tensor, in double precision, the same on all ranks.
+
+    Those whose parts lie along the same axes go in one collective. A rank that has nothing of a tensor takes part.
+    """
+    norms = [_power(tensor, order, device) for tensor, _ in held]
+    for axes in sorted({axes for _, axes in held if axes}):
+        chosen = [i for i, (_, other) in enumerate(held) if other == axes]
+        totals = _over_ranks(torch.stack([norms[i] for i in chosen]), axes, order, communicator)
+        for i, total in zip(chosen, totals, strict=True):
+            norms[i] = total
+    return norms if abs(order) == inf or not order else [norm ** (1.0 / order) for norm in norms]
 
 
-def _split_axes(layout: Layout, communicator: Communicator) -> Axes:
-    return communicator.mesh.in_order(axis for axis, placement in layout if isinstance(placement, Split | At))
+def _power(tensor: Tensor | None, order: float, device: torch.device) -> Tensor:
+    """What adds up over the parts of a tensor, or of which the largest or smallest is taken."""
+    if tensor is None or not tensor.numel():
+        return torch.tensor(inf if order == -inf else 0.0, dtype=torch.float64, device=device)
+    wide = torch.float32 if tensor.dtype in _HALF else None
+    norm = torch.linalg.vector_norm(tensor.detach(), order, dtype=wide).double()
+    powered: Tensor = norm if abs(order) == inf or not order else norm**order
+    return powered
+
+
+def _over_ranks(norms: Tensor, axes: Axes, order: float, communicator: Communicator) -> Tensor:
+    communicator.prepare(axes)
+    if abs(order) != inf:
+        communicator.all_reduce(norms, axes).wait()
+        return norms
+    sign = 1.0 if order > 0 else -1.0  # backends disagree on the largest of numbers and what is not a number
+    both = torch.stack([sign * norms.nan_to_num(nan=0.0, posinf=inf, neginf=-inf), norms.isnan().double()])
+    communicator.all_reduce(both, axes, largest=True).wait()
+    return torch.where(both[1] > 0, nan, sign * both[0])
+
+
+def parted_axes(layout: Layout, mesh: Mesh) -> Axes:
+    """The axes along which ranks hold different parts of a tensor."""
+    return mesh.in_order(axis for axis, placement in layout if isinstance(placement, Split | At))

@@ -8,34 +8,28 @@ from itertools import pairwise
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from conjoin.errors import UsageError
 from conjoin.machine import Mesh
-from conjoin.runtime.communicator import Communicator, ProcessGroups
-from conjoin.runtime.threads import alone
+from conjoin.runtime.communicator import Communicator
+from conjoin.runtime.session import shared_session
 
 
 def join_ranks() -> torch.device:
     """The device of this rank, in a process group set up from the launcher's environment unless there is one."""
-    if not dist.is_initialized() and dist.is_torchelastic_launched():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    if not torch.cuda.is_available() or (dist.is_initialized() and dist.get_backend() == dist.Backend.GLOO):
-        return torch.device("cpu")
-    index = dist.get_node_local_rank(dist.get_rank()) if dist.is_initialized() else torch.cuda.current_device()
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+    return shared_session().device
 
 
 def communicator_over(mesh: Mesh) -> Communicator:
     """What carries tensors between the running ranks, which stand on this mesh."""
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if num_ranks != mesh.size:
+    session = shared_session()
+    if session.num_ranks != mesh.size:
         raise UsageError(
-            f"The calibration of a machine with {mesh.size} devices was asked for, and {num_ranks} ranks are running. "
-            f"Each rank drives one device. Start as many ranks as devices, or name a machine with {num_ranks}."
+            f"The calibration of a machine with {mesh.size} devices was asked for, and {session.num_ranks} ranks are "
+            f"running. Each rank drives one device. Start as many ranks as devices, or name a machine with "
+            f"{session.num_ranks}."
         )
-    return ProcessGroups(mesh) if dist.is_initialized() else alone(mesh)
+    return session.communicator(mesh)
 
 
 class Pace:
@@ -43,7 +37,7 @@ class Pace:
 
     def __init__(self, communicator: Communicator, device: torch.device | None = None) -> None:
         self.communicator = communicator
-        self.device = device or _device_of(communicator)
+        self.device = device or communicator.device
         """Where work has to be over before a clock is read: that of the collectives unless told otherwise."""
         self._everyone = communicator.mesh.names
         communicator.prepare(self._everyone)
@@ -83,8 +77,3 @@ class Pace:
     def _finish(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def _device_of(communicator: Communicator) -> torch.device:
-    on_cuda = isinstance(communicator, ProcessGroups) and dist.get_backend() == dist.Backend.NCCL
-    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")

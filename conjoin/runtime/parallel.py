@@ -27,13 +27,16 @@ from conjoin.ir import (
     region_shape,
 )
 from conjoin.ops import Layout
-from conjoin.runtime.accumulating import Gradients, MicroBatches, Run, accumulate, add_to
+from conjoin.runtime.accumulating import Accumulator, MicroBatches
+from conjoin.runtime.agreement import Agreement
 from conjoin.runtime.bundles import Bundle, Dropping, make_bundles
 from conjoin.runtime.calling import Calling
 from conjoin.runtime.carriers import carry_move, carry_reshard, prepare_move
 from conjoin.runtime.communicator import Communicator, uncompiled
 from conjoin.runtime.emission import Function, compile_program, emit_program
+from conjoin.runtime.gradient_pieces import mark_gradients
 from conjoin.runtime.norms import clip_grad_norm
+from conjoin.runtime.passes import Passes
 from conjoin.runtime.pieces import UnmatchedKeys, load_pieces, mark_pieces
 from conjoin.runtime.randomness import Streams
 from conjoin.runtime.recomputing import Again, fold_segments
@@ -87,11 +90,16 @@ def _compiled(plan: Plan, kept: Sequence[Leaf], carriers: _RankCarriers, name: s
     return program, "\n".join((*texts, text))
 
 
+def _begin(passes: Passes, streams: Streams, device: torch.device) -> None:
+    passes.begin()
+    streams.begin(device)
+
+
 _HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 """What a module has in common with the root of its store."""
 _MADE = (
-    "plan", "communicator", "store", "code", "_program", "_carriers", "_begin", "_calling", "_regions", "_slots",
-    "_targets", "_micro", "_kept",
+    "plan", "communicator", "store", "code", "_program", "_carriers", "_begin", "_end", "_taken", "_calling",
+    "_regions", "_slots", "compare_every", "_targets", "_accumulator", "_kept",
 )  # fmt: skip
 """What a module makes of its plan."""
 
@@ -110,11 +118,14 @@ class ParallelModule(nn.Module):
         kept = tuple(leaf for leaf in plan.graph.leaves if leaf.kind is not LeafKind.INPUT)
         name = f"{plan.graph.name} {plan_fingerprint(plan)[:12]} @{communicator.rank}"
         program, code = _compiled(plan, kept, carriers, name)
+        agreement = Agreement(plan, store, communicator)
+        passes = Passes(communicator, agreement)
         inputs = plan.graph.leaves_of(LeafKind.INPUT)
-        accumulation = plan.accumulation
+        accumulation, accumulator, called = plan.accumulation, None, plan.graph
         if accumulation is not None:
-            for bundle in carriers.bundles:
-                bundle.defer()
+            called = calling_graph(plan.graph, accumulation)
+            micro = MicroBatches(plan, accumulation, communicator.rank, in_order=exact_seed is not None)
+            accumulator = Accumulator(plan, micro, carriers.bundles, carriers.streams)
         # past `__setattr__`: a submodule of the user's may have any of these names
         self.__dict__.update(
             plan=plan,
@@ -123,10 +134,12 @@ class ParallelModule(nn.Module):
             code=code,
             _program=program,
             _carriers=carriers,
-            _begin=uncompiled(carriers.streams.begin),
-            _calling=Calling(plan.graph if accumulation is None else calling_graph(plan.graph, accumulation)),
-            _micro=accumulation
-            and MicroBatches(plan, accumulation, communicator.rank, in_order=exact_seed is not None),
+            _begin=uncompiled(partial(_begin, passes, carriers.streams)),
+            _end=uncompiled(passes.end),
+            _calling=Calling(called),
+            compare_every=agreement.every,
+            _taken=called.leaves_of(LeafKind.INPUT),
+            _accumulator=accumulator,
             _kept=kept,
             _regions=tuple(region_of(x.type.shape, x.type.layout, plan.mesh, communicator.rank) for x in inputs),
             _slots=tuple(store.slot(leaf) for leaf in kept),
@@ -134,56 +147,51 @@ class ParallelModule(nn.Module):
         )
         for name in _HELD:
             self.__dict__[name] = store.root.__dict__[name]
+        mark_gradients(self.pieces(), communicator)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass: the batch as captured, whole or this rank's part of it; the loss is that of the whole."""
-        if self._micro is not None:
-            return self._accumulate(self._calling.arrange(args, kwargs), self._micro)
-        inputs = self._local(self._calling.arrange(args, kwargs))
-        device = inputs[0].device if inputs else self.store.device
+        given, device = self._calling.arrange(args, kwargs), self.store.device
+        self._check_device(given, device)
+        batches = [self._local(given)] if self._accumulator is None else self._accumulator.micro.of(given)
         self._begin(device)
         state = [self.store.read(slot, device) for slot in self._slots]
+        if self._accumulator is None:
+            outputs = self._run(batches[0], state, device)
+        else:
+            outputs = self._accumulate(batches, state, device, self._accumulator)
+        self._end(dict(zip(self._taken, given, strict=True)), outputs, self.plan.graph.loss)
+        return self._calling.results(outputs)
+
+    def _check_device(self, given: list[Tensor], device: torch.device) -> None:
+        for x, leaf in zip(given, self._taken, strict=True):
+            if x.device.type != device.type or device.index not in (None, x.device.index):
+                raise UsageError(
+                    f"{self.plan.model.name} was called with {leaf.name} on {x.device}. Its weights are on {device}. "
+                    f"Move the batch there, as by {leaf.name}.to({str(device)!r}), or load the plan with "
+                    f"device={str(x.device)!r}."
+                )
+
+    def _run(self, inputs: list[Tensor], state: list[Tensor | None], device: torch.device) -> list[Any]:
         with self._dropping():
             results = self._program(self, state, device, *inputs)
         count = len(self.plan.graph.outputs)
         self._write_back(results[count:])
-        return self._calling.results(list(results[:count]))
+        return list(results[:count])
 
-    def _accumulate(self, given: list[Tensor], micro: MicroBatches) -> Any:
+    def _accumulate(
+        self, batches: list[list[Tensor]], state: list[Tensor | None], device: torch.device, accumulator: Accumulator
+    ) -> list[Any]:
         """A step in micro-batches, which is over when its loss is there but for handing out the gradients."""
-        device = given[0].device if given else self.store.device
-        batches = micro.of(given)
-        self._begin(device)
-        state = [self.store.read(slot, device) for slot in self._slots]
-        pairs = zip(self._kept, state, strict=True)
-        parameters = {leaf: x for leaf, x in pairs if x is not None and x.requires_grad}
         place = self.plan.graph.loss or 0
 
-        def compute(inputs: list[Tensor]) -> Tensor:
+        def compute(own: list[Tensor | None], inputs: list[Tensor]) -> Tensor:
             with self._dropping():
-                found: Tensor = self._program(self, state, device, *inputs)[place]
+                found: Tensor = self._program(self, own, device, *inputs)[place]
             return found
 
-        run = Run(
-            lambda: [partial(compute, inputs) for inputs in batches],
-            tuple(parameters.values()),
-            partial(self._sum_up, {leaf: place for place, leaf in enumerate(parameters)}),
-        )
-        loss = accumulate(run)
-        outputs = [loss if isinstance(value, Value) else value for value in self.plan.graph.outputs]
-        return self._calling.results(outputs)
-
-    def _sum_up(self, places: Mapping[Leaf, int], gradients: Gradients) -> None:
-        """Sum over the ranks what bundles have put off."""
-        started = [(bundle, bundle.sum_up()) for bundle in self._carriers.bundles if bundle.defers]
-        for bundle, found in started:
-            if found is not None:
-                found[0].wait()
-                for (root, _), gradient in zip(bundle.entries, found[1], strict=True):
-                    assert isinstance(root.owner, Leaf)
-                    more: Gradients = [None] * len(gradients)
-                    more[places[root.owner]] = gradient
-                    add_to(gradients, more)
+        loss = accumulator.loss(batches, dict(zip(self._kept, state, strict=True)), compute, device.type)
+        return [loss if isinstance(value, Value) else value for value in self.plan.graph.outputs]
 
     def _local(self, inputs: list[Tensor]) -> list[Tensor]:
         leaves = self.plan.graph.leaves_of(LeafKind.INPUT)
@@ -215,9 +223,9 @@ class ParallelModule(nn.Module):
             for module, name in slots:
                 module._buffers[name] = made
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm before it."""
-        return clip_grad_norm(self.pieces(), max_norm, norm_type, self.communicator)
+        return clip_grad_norm(self.pieces(), max_norm, float(norm_type), self.communicator, error_if_nonfinite)
 
     @property
     def draws_alike(self) -> bool:
@@ -286,14 +294,19 @@ class ParallelModule(nn.Module):
             )
         return self
 
+    compare_every: Callable[[int | None], None]
+    """Have ranks compare inputs, loss and gradients where they should agree: in the first step of all that follow and
+    in every so manieth after it; in the first only (None), as `load` does; or never (0)."""
     _program: Callable[..., tuple[Any, ...]]
     _carriers: _RankCarriers
     _begin: Callable[[torch.device], None]
+    _end: Callable[[Mapping[Leaf, Tensor], list[Any], int | None], None]
+    _taken: tuple[Leaf, ...]
     _calling: Calling
     _regions: tuple[Region, ...]
     _slots: tuple[Slot | str, ...]
     _targets: tuple[tuple[Slot, ...], ...]
-    _micro: MicroBatches | None
+    _accumulator: Accumulator | None
     _kept: tuple[Leaf, ...]
     communicator: Communicator
     store: Store

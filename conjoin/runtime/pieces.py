@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from conjoin.comm import has_places
 from conjoin.errors import CheckpointError, UsageError
@@ -22,6 +20,10 @@ from conjoin.runtime.carriers import carry_reshard
 from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.storage import Store, is_persistent
 from conjoin.runtime.torch_private import no_torch_function, wrapper_of
+
+if TYPE_CHECKING:  # loaded where a checkpoint is written or read: it takes as long as torch's own export
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 _SHOWN = 8
 
@@ -82,13 +84,15 @@ class Piece(Tensor):
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """What to write: this part, unless it is empty; of a tensor without elements, that it is there."""
+        from torch.distributed.checkpoint import metadata, planner
+
         chunks = self.__create_chunk_list__() if prod(self.shape) else [_chunk([(0, size) for size in self.shape])]
-        properties = TensorProperties(dtype=self.dtype)
+        properties = metadata.TensorProperties(dtype=self.dtype)
         return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            planner.WriteItem(
+                index=metadata.MetadataIndex(fqn, chunk.offsets),
+                type=planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
             )
             for chunk in chunks
         ]
@@ -111,6 +115,8 @@ _SAME_SIZE, _WRITE = torch.ops.aten.new_empty, torch.ops.aten.copy_
 
 
 def _chunk(region: Region | list[tuple[int, int]]) -> ChunkStorageMetadata:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
     offsets, sizes = [start for start, _ in region], [stop - start for start, stop in region]
     return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
 

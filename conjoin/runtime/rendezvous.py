@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from conjoin.errors import PlanError, RankError
 
-_WAIT = timedelta(seconds=60)
+WAIT_SECONDS = 60.0
 
 
 class KeyStore(Protocol):
@@ -39,9 +39,9 @@ def check_world(num_ranks: int, plan_ranks: int, name: str) -> None:
         )
 
 
-def agree(store: KeyStore, what: str, mine: str, rank: int, num_ranks: int) -> None:
+def agree(store: KeyStore, what: str, mine: str, rank: int, num_ranks: int, seconds: float = WAIT_SECONDS) -> None:
     """Raise RankError on every rank unless all say the same."""
-    said = compare(store, what, mine, rank, num_ranks)
+    said = compare(store, what, mine, rank, num_ranks, seconds)
     others = sorted(rank for rank, text in said.items() if text != said[0])
     if others:
         shown = ", ".join(map(str, others[:8])) + (" …" if len(others) > 8 else "")
@@ -51,17 +51,19 @@ def agree(store: KeyStore, what: str, mine: str, rank: int, num_ranks: int) -> N
         )
 
 
-def compare(store: KeyStore, what: str, mine: str, rank: int, num_ranks: int) -> dict[int, str]:
-    """What every rank says."""
+def compare(
+    store: KeyStore, what: str, mine: str, rank: int, num_ranks: int, seconds: float = WAIT_SECONDS
+) -> dict[int, str]:
+    """What every rank says within some seconds."""
     store.set(f"{what}/{rank}", mine)
     keys = [f"{what}/{other}" for other in range(num_ranks)]
     try:
-        store.wait(keys, _WAIT)
+        store.wait(keys, timedelta(seconds=seconds))
     except RuntimeError:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         raise RankError(
             f"Rank {', '.join(map(str, missing[:8]))} did not come to compare the {what} within "
-            f"{_WAIT.total_seconds():.0f} s. It stopped, or runs another program. See its own error."
+            f"{seconds:g} s. It stopped, or runs another program. See its own error."
         ) from None
     return {other: store.get(key).decode() for other, key in enumerate(keys)}
 
@@ -77,9 +79,11 @@ def digest(model: nn.Module) -> str:
     return marks.hexdigest()
 
 
-def share_values(store: KeyStore, model: nn.Module, rank: int, num_ranks: int, device: torch.device) -> None:
+def share_values(
+    store: KeyStore, model: nn.Module, rank: int, num_ranks: int, device: torch.device, seconds: float = WAIT_SECONDS
+) -> None:
     """Ranks that initialised their models differently all take the values of rank 0, as in DistributedDataParallel."""
-    if len(set(compare(store, "values", digest(model), rank, num_ranks).values())) == 1:
+    if len(set(compare(store, "values", digest(model), rank, num_ranks, seconds).values())) == 1:
         return
     for _, tensor in _tensors(model):
         moved = tensor.detach().to(device).contiguous()

@@ -136,6 +136,11 @@ class Board:
     """By rank, what it has started and not yet carried out, in order."""
     _waiting: dict[int, _Collective] = field(default_factory=dict)
     _left: set[int] = field(default_factory=set)
+    _said: list[list[str]] = field(init=False)
+    """By rank, what it said in every comparison."""
+
+    def __post_init__(self) -> None:
+        self._said = [[] for _ in range(self.num_ranks)]
 
     def prepare(self, number: int, axes: Axes) -> None:
         """Make the groups over some axes, which are those of this number on all ranks."""
@@ -193,6 +198,21 @@ class Board:
             del self._waiting[rank]
             return made.result(rank)
 
+    def compare(self, rank: int, text: str) -> list[str]:
+        """What every rank says in the same comparison."""
+        with self.changed:
+            self._said[rank].append(text)
+            count = len(self._said[rank])
+            self.changed.notify_all()
+            self._look_for_deadlock()
+            while min(map(len, self._said)) < count:
+                if self.failed or not self.changed.wait(self.timeout_seconds):
+                    raise RankError(
+                        f"Rank {rank} waits for the others after a step that failed, and not all of them came. They "
+                        f"are in the middle of theirs. Start again from the last checkpoint."
+                    )
+            return [said[count - 1] for said in self._said]
+
     def leave(self, rank: int) -> None:
         """A rank has come to its end."""
         with self.changed:
@@ -202,7 +222,9 @@ class Board:
     def _look_for_deadlock(self) -> None:
         """Fail where every rank waits for one that waits."""
         stuck = {rank for rank, made in self._waiting.items() if not made.is_started}
-        if stuck and len(stuck | self._left) == self.num_ranks and not self.failed:
+        fewest = min(map(len, self._said))
+        comparing = {rank for rank, said in enumerate(self._said) if len(said) > fewest}
+        if stuck and len(stuck | comparing | self._left) == self.num_ranks and not self.failed:
             self.fail()
             waits = "; ".join(f"rank {rank} {self._why(rank)}" for rank in sorted(stuck))
             raise RankError(
@@ -244,7 +266,7 @@ class ThreadRanks:
 
     def __init__(self, mesh: Mesh, rank: int, board: Board) -> None:
         self.mesh, self.rank, self._board = mesh, rank, board
-        self.bytes_sent = 0
+        self.bytes_sent = self.num_started = 0
         self.device = torch.device("cpu")
         self._prepared: set[Axes] = set()
 
@@ -253,9 +275,13 @@ class ThreadRanks:
             self._board.prepare(len(self._prepared), axes)
             self._prepared.add(axes)
 
+    def compare(self, text: str) -> list[str]:
+        return self._board.compare(self.rank, text)
+
     def _start(self, kind: str, tensor: Tensor, output: Tensor, axes: Axes, sizes: Sizes) -> ThreadWork:
         assert axes in self._prepared, f"{kind} over {axes}, for which no group was made"
         group = self.mesh.group(self.rank, axes)
+        self.num_started += 1
         made = self._board.start(group, self.rank, _Part.of(kind, tensor, output, sizes))
         return ThreadWork(self._board, made, self.rank)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import profiler
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,10 +18,19 @@ from torch.utils._pytree import tree_leaves
 from conjoin.runtime.rendezvous import KeyStore
 
 
-def default_store(prefix: str) -> KeyStore:
-    """The store through which the ranks of the default process group found each other, under a prefix of our own."""
-    store: KeyStore = distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
+def default_store(prefix: str, *, for_thread: bool = False) -> KeyStore:
+    """The store through which the ranks of the default process group found each other, under a prefix of our own.
+
+    One for a thread of its own does not wait while another thread waits for an answer.
+    """
+    found: Any = distributed_c10d._get_default_store()
+    store: KeyStore = distributed_c10d.PrefixStore(prefix, found.clone() if for_thread else found)
     return store
+
+
+def import_compiler() -> None:
+    """Import what torch itself imports when it is first needed, also where nothing is compiled; it takes a while."""
+    importlib.import_module("torch._dynamo")
 
 
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -27,9 +38,40 @@ reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist
 """torch 2.13 gave the collectives on one flat tensor new names, and warns of the old ones."""
 
 
+def is_in_backward() -> bool:
+    """Whether autograd is at work in this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def after_backward(action: Callable[[], None]) -> None:
+    """Do something when the backward pass that is at work has come to its end; not at all when it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
 def is_profiling() -> bool:
     """Whether a profiler is at work in this process; yes where a release of torch does not tell."""
     return bool(getattr(profiler, "_is_profiler_enabled", True))
+
+
+def has_no_values(tensor: Tensor) -> bool:
+    """Whether a tensor is on the meta device, or pretends to be elsewhere."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+DispatchMode = TorchDispatchMode
+"""Sees every call of an operator below autograd."""
+
+
+def written_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """What a call of an operator writes to."""
+    marked = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    named = {**dict(zip((a.name for a in op._schema.arguments), args, strict=False)), **kwargs}
+    return [leaf for name in marked for leaf in tree_leaves(named.get(name))]
+
+
+def makes_dtype(op: Any) -> bool:
+    """Whether an operator can be told the dtype of what it makes."""
+    return any(argument.name == "dtype" for argument in op._schema.arguments)
 
 
 class MetaWatch(TorchDispatchMode):
@@ -45,6 +87,11 @@ class MetaWatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+as_plain_tensors: Any = torch._C.DisableTorchFunctionSubclass
+"""Within it, subclasses of Tensor are taken as plain ones."""
+foreach_norm: Any = torch._foreach_norm
+check_and_unscale: Any = torch._amp_foreach_non_finite_check_and_unscale_
+"""What `clip_grad_norm_` and `GradScaler` ask of all gradients at once."""
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """For a subclass of Tensor whose results are not of that class by themselves."""
 

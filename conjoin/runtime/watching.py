@@ -1,140 +1,242 @@
-"""When a rank dies the others stop and say which: a sign of life from everyone in the rendezvous store.
+"""A rank that dies, hangs or ends early: the others stop and say which, by the progress that everyone reports.
 
-A collective with a dead rank fails at once on Gloo, or waits for ever on other backends. Each rank counts up a number
-of its own once a second. Who fails in a collective looks twice at all the numbers: one that stands still is the rank
-that was lost. A thread watches the next two ranks all the time, for collectives that never return. A rank that ends
-says so, and with which error if it was one of its own.
+Each rank counts the collectives of every group that it has entered. A thread of its own puts these counts into the
+rendezvous store, again and again, and where the rank is when it stands still. A rank that waits looks who has not come
+to the same collective. One that ended, failed, or has made no progress for as long as was set is what all of them wait
+for; one that waits itself is not to blame. Who finds out first puts a verdict into the store, so that all say the same.
+Nobody is judged while nobody waits for them.
+
+A rank whose thread cannot run says nothing: its process is stopped or cut off, or in a call that holds Python's lock.
+It has just as long. Time in which the watching thread itself could not run does not count.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import NoReturn, Protocol, TypeVar
 
 from conjoin.errors import RankError
+from conjoin.runtime.progress import (
+    Eye,
+    Passage,
+    Report,
+    Verdict,
+    ended_early,
+    failed,
+    first_line,
+    held_up,
+    lost,
+    name_of,
+    where_is,
+)
 from conjoin.runtime.rendezvous import KeyStore
 
 T = TypeVar("T")
-BEAT_SECONDS = 1.0
-LOOK_SECONDS = 4.0
-"""Between the two looks after a failure: long enough for any rank that lives to have counted on."""
-SILENT_SECONDS = 20.0
-"""A rank that has not counted for this long is lost even when no collective failed."""
-_GRACE_SECONDS = 5.0
+PATIENCE_SECONDS = 540.0
+"""Before NCCL's own watchdog, which ends processes after 600 s and names no rank."""
 SILENT_EXIT = 75
-"""The exit code of a rank that ends because another one was silent."""
+"""The exit code of a rank that ends because of another one."""
+_MAX_BEAT_SECONDS = 1.0
+_BEATS = 5
+"""At least as many reports are due within the time that a rank has."""
+_LOOKS = 20
+"""How often a rank that waits looks at the others in this time: the store serves all of them."""
+_LOST_BEATS = 3
+"""Whoever has not reported in as many beats after a collective failed is lost."""
+
+last_words: list[Callable[[RankError], None]] = []
+"""To whom this process says why it ends, if not on its stderr."""
+
+
+class Work(Protocol):
+    """A collective under way, as torch has it."""
+
+    def wait(self) -> object: ...
+
+    def is_completed(self) -> bool: ...
 
 
 class Watch:
-    """This rank's sign of life, and its eye on the others."""
+    """This rank's reports, and its eye on those it waits for."""
 
-    def __init__(self, store: KeyStore, rank: int, num_ranks: int) -> None:
+    def __init__(self, store: KeyStore, rank: int, num_ranks: int, patience_seconds: float = PATIENCE_SECONDS) -> None:
         self._store, self._rank, self._num_ranks = store, rank, num_ranks
+        self._patience = patience_seconds
+        self._beat_seconds = min(_MAX_BEAT_SECONDS, patience_seconds / _BEATS)
+        self._worker = threading.get_ident()
+        self._beat = self._moves = 0
+        self._entered: dict[str, int] = {}
+        self._waiting: dict[int, Passage] = {}
+        self._probes: dict[str, tuple[Passage, Work]] = {}
+        """By group, a collective of those that a device carries out in order: it is looked at now and then."""
+        self._is_told = False
+        self._eye = Eye(self._beat_seconds)
         self._stop = threading.Event()
-        self._last_seen: dict[int, tuple[int, float]] = {}
-        self._lock = threading.Lock()
-        self._beat()
+        self._tell()
         self._thread = threading.Thread(target=self._run, name="conjoin-watch", daemon=True)
         self._thread.start()
 
-    def leave(self) -> None:
-        """Say that this rank ends: on purpose, after another one was lost, or with an error of its own."""
+    def enter(self, members: tuple[int, ...]) -> Passage:
+        """Note that this rank enters a collective."""
+        name = name_of(members)
+        self._moves += 1
+        self._entered[name] = number = self._entered.get(name, 0) + 1
+        return Passage(members, name, number)
+
+    def probe(self, passage: Passage, work: Work) -> None:
+        """Look at a collective for which the host does not wait."""
+        self._probes.setdefault(passage.group, (passage, work))
+
+    @contextmanager
+    def waiting(self, passage: Passage) -> Iterator[None]:
+        """Around waiting for a collective; when it fails the error names the rank that was lost."""
+        self._waiting[id(passage)] = passage
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.explain(error, passage) from error
+        finally:
+            self._moves += 1
+            del self._waiting[id(passage)]
+
+    def explain(self, error: BaseException, passage: Passage) -> RankError:
+        """Which rank was lost, after a collective failed."""
+        self._is_told = True
+        verdict = self._verdict() or self._find_lost(passage)
+        if verdict is None:
+            return RankError(
+                f"A collective failed on rank {self._rank} although every rank is alive: {first_line(error)}. The "
+                f"ranks ran different programs, or the network failed. Compare their logs."
+            )
+        return self._agreed(verdict).error(self._rank)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Say that this rank ends: on purpose, or with an error."""
         if self._stop.is_set():
             return
         self._stop.set()
-        error = getattr(sys, "last_value", None)  # what nobody caught; not there before the first
-        if error is None or isinstance(error, RankError):
-            self._quietly(lambda: self._store.add(f"left/{self._rank}", 1))
-        else:
-            self._quietly(lambda: self._store.set(f"failed/{self._rank}", _name(error)))
+        self._thread.join()
+        error = error or getattr(sys, "last_value", None)  # what nobody caught; not there before the first
+        if error is None:
+            self._tell(has_ended=True)
+        elif not isinstance(error, RankError):
+            self._tell(failure=f"{type(error).__name__}: {first_line(error)}")
 
-    def explain(self, error: BaseException) -> RankError:
-        """Which rank was lost, after a collective failed."""
-        lost = self._find_lost()
-        if lost is None:
-            return RankError(
-                f"A collective failed on rank {self._rank} although every rank is alive: {_first_line(error)}. The "
-                f"ranks ran different programs, or the network failed. Compare their logs."
-            )
-        self._quietly(lambda: self._store.add(f"lost/{lost}", 1))
-        return RankError(self._lost_message(lost))
+    def _find_lost(self, passage: Passage) -> Verdict | None:
+        """Whoever says that it ended or failed; else whoever says nothing more."""
+        first: dict[int, Report] = {}
+        quiet: list[int] = []
+        for _ in range(_LOST_BEATS + 1):
+            time.sleep(self._beat_seconds if first else 0.0)
+            reports = self._reports(range(self._num_ranks))
+            if reports is None:
+                return lost([0])  # the store itself is gone with the process that holds it
+            found = self._verdict() or failed(reports) or ended_early(reports, passage)
+            if found is not None:
+                return found
+            first = first or reports
+            quiet = [rank for rank, each in reports.items() if each.beat == first[rank].beat and not each.has_ended]
+        return lost(quiet) if quiet else None
 
-    def _find_lost(self) -> int | None:
-        before = self._counts()
-        time.sleep(LOOK_SECONDS)
-        after = self._counts()
-        if before is None or after is None:
-            return 0  # the store itself is gone with the process that holds it
-        for rank in range(self._num_ranks):
-            if self._count(f"lost/{rank}"):
-                return rank
-        silent = [rank for rank in range(self._num_ranks) if before[rank] == after[rank] and not self._has_left(rank)]
-        return silent[0] if silent else None
+    def _run(self) -> None:
+        looked = 0.0
+        judged: float | None = None
+        while not self._stop.wait(self._beat_seconds):
+            now = self._eye.tick()
+            self._tell()
+            awaited = self._awaited()
+            verdict = self._verdict()
+            if verdict is not None:
+                judged = now if judged is None else judged
+                is_stuck = awaited is not None or self._rank in verdict.ranks
+                if is_stuck and not self._is_told and now - judged >= _BEATS * self._beat_seconds:
+                    self._end(verdict)
+            elif awaited is None:
+                self._eye.close()
+            elif now - looked >= self._patience / _LOOKS:
+                looked = now
+                found = self._judge(awaited)
+                if found is not None:
+                    self._end(self._agreed(found))  # this rank waits inside a collective that nothing else can end
 
-    def _counts(self) -> list[int] | None:
-        counts = [self._count(f"beat/{rank}") for rank in range(self._num_ranks)]
-        return None if any(count is None for count in counts) else [count or 0 for count in counts]
+    def _awaited(self) -> Passage | None:
+        """The collective for which this rank waits."""
+        for name, (passage, work) in list(self._probes.items()):
+            if not work.is_completed():
+                return passage
+            self._moves += 1
+            del self._probes[name]
+        return next(iter(list(self._waiting.values())), None)
 
-    def _count(self, key: str) -> int | None:
-        return self._quietly(lambda: self._store.add(key, 0))
+    def _judge(self, passage: Passage) -> Verdict | None:
+        """Who holds up a collective, if that is certain by now."""
+        reports = self._reports(rank for rank in passage.members if rank != self._rank)
+        if reports is None:
+            return None
+        late = {rank: report for rank, report in reports.items() if report.lags(passage)}
+        found = failed(late) or ended_early(late, passage)
+        if found is not None:
+            return found
+        quiet, still = self._eye.look(late)
+        return held_up(late, quiet, still, self._patience)
 
-    def _has_left(self, rank: int) -> bool:
-        return bool(self._count(f"left/{rank}"))
+    def _agreed(self, found: Verdict) -> Verdict:
+        """The first verdict of any rank."""
+        if self._quietly(lambda: self._store.add("judged", 1)) == 1:
+            self._quietly(lambda: self._store.set("verdict", json.dumps(asdict(found))))
+            return found
+        for _ in range(_LOST_BEATS):
+            verdict = self._verdict()
+            if verdict is not None:
+                return verdict
+            time.sleep(self._beat_seconds)
+        return found
 
-    def _lost_message(self, lost: int) -> str:
-        key = f"failed/{lost}"
-        if not self._quietly(lambda: self._store.check([key])):
-            return (
-                f"Rank {lost} was lost in the middle of a step, noticed by rank {self._rank}. Its process ended or its "
-                f"machine cannot be reached; the others cannot go on without its part. See its own log, then start "
-                f"again from the last checkpoint."
-            )
-        error = self._quietly(lambda: self._store.get(key).decode())
-        return (
-            f"Rank {lost} failed with an error of its own, noticed by rank {self._rank}: {error}. The others cannot go "
-            f"on without its part. See its own log, then start again from the last checkpoint."
-        )
+    def _verdict(self) -> Verdict | None:
+        if not self._quietly(lambda: self._store.check(["verdict"])):
+            return None
+        text = self._quietly(lambda: self._store.get("verdict").decode())
+        return None if text is None else Verdict(**json.loads(text))
+
+    def _end(self, verdict: Verdict) -> NoReturn:
+        error = verdict.error(self._rank)
+        for say in last_words:
+            say(error)
+        if not last_words:
+            print(error, file=sys.stderr, flush=True)
+        os._exit(SILENT_EXIT)
+
+    def _tell(self, *, has_ended: bool = False, failure: str = "") -> None:
+        self._beat += 1
+        where = "" if has_ended else where_is(self._worker)
+        waits = bool(self._waiting or self._probes)
+        report = Report(self._beat, self._moves, dict(self._entered), waits, has_ended, failure, where)
+        self._quietly(lambda: self._store.set(f"report/{self._rank}", json.dumps(asdict(report))))
+
+    def _reports(self, ranks: Iterable[int]) -> dict[int, Report] | None:
+        """What ranks last said; None where the store is gone."""
+        found = {}
+        for rank in ranks:
+            text = self._quietly(partial(self._read, f"report/{rank}"))
+            if text is None:
+                return None
+            found[rank] = Report(**json.loads(text))
+        return found
+
+    def _read(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else "{}"
 
     def _quietly(self, ask: Callable[[], T]) -> T | None:
         """Ask the store; None when it is gone."""
         try:
-            with self._lock:
-                return ask()
+            return ask()
         except RuntimeError:
             return None
-
-    def _beat(self) -> None:
-        self._quietly(lambda: self._store.add(f"beat/{self._rank}", 1))
-
-    def _run(self) -> None:
-        watched = {(self._rank + step) % self._num_ranks for step in (1, 2)} - {self._rank}
-        while not self._stop.wait(BEAT_SECONDS):
-            self._beat()
-            for rank in watched:
-                if self._is_silent(rank):
-                    self._stop.wait(_GRACE_SECONDS)
-                    if not self._stop.is_set():
-                        print(self._lost_message(rank), file=sys.stderr, flush=True)
-                        os._exit(SILENT_EXIT)  # the main thread waits inside a collective that nothing else can end
-
-    def _is_silent(self, rank: int) -> bool:
-        count = self._count(f"beat/{rank}")
-        if count is None:
-            return False
-        known, since = self._last_seen.get(rank, (-1, 0.0))
-        if count != known:
-            self._last_seen[rank] = (count, time.monotonic())
-            return False
-        return time.monotonic() - since > SILENT_SECONDS and not self._has_left(rank)
-
-
-def _name(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -23,7 +23,9 @@ from conjoin.ir import (
     Segment,
     Substitution,
     Value,
+    asked_segments,
     check_plan,
+    computation_digest,
     fingerprint,
     model_mark,
     parallelize,
@@ -32,6 +34,7 @@ from conjoin.ir import (
     regathered_parameters,
 )
 from conjoin.machine import Machine, Mesh
+from conjoin.ops import At
 from conjoin.search.constraints import Constraints
 from conjoin.search.exact.space import Objective, Space
 from conjoin.search.exact.units import Units
@@ -282,6 +285,7 @@ class Contest:
     def enter(self, entry: Entry) -> Outcome:
         """Judge an entry; it becomes the best where it fits and is faster."""
         self.count_step()
+        entry = _with_asked_segments(entry)
         return self.judge(entry, self.simulate(entry))
 
     def count_step(self) -> None:
@@ -318,6 +322,20 @@ class Contest:
         return self.enter(entry) if is_counted else self.judge(entry, self.simulate(entry))
 
 
+def _with_asked_segments(entry: Entry) -> Entry:
+    """An entry that runs again what the model asks for, unless it says itself what is run again.
+
+    Where operators run at one place of an axis only, nothing can be.
+    """
+    if entry.plan is not None or entry.segments:
+        return entry
+    layouts = (layout for choice in entry.layouts.choices for layout in (*choice.operands, *choice.outputs))
+    asked = asked_segments(entry.variant.skeleton.graph)
+    if not asked or any(isinstance(placement, At) for layout in layouts for _, placement in layout):
+        return entry
+    return replace(entry, segments=asked)
+
+
 def plan_of(outcome: Outcome, captured: Graph, machine: Machine) -> Plan:
     """The plan that an outcome stands for, checked."""
     entry = outcome.entry
@@ -342,5 +360,6 @@ def plan_of(outcome: Outcome, captured: Graph, machine: Machine) -> Plan:
         substitutions=entry.variant.substitutions,
         accumulation=entry.variant.accumulation,
         predictions=predictions,
+        computes=computation_digest(graph, entry.variant.accumulation),
     )
     return check_plan(plan)

@@ -15,12 +15,15 @@ from conjoin.ir import (
     Plan,
     Substitution,
     Value,
+    asked_segments,
     can_expand,
     check_plan,
     choose,
+    computation_digest,
     expand,
     model_mark,
     parallelize,
+    recompute_actions,
 )
 from conjoin.machine import Machine
 from conjoin.ops import Layout, make_layout
@@ -85,13 +88,15 @@ def make_plan_by(captured: Graph, machine: Machine, strategy: Callable[[Facts], 
     """The plan that a strategy makes, checked."""
     settled = settle_draft(captured, strategy)
     graph, draft, laid_out = settled.graph, settled.draft, lay_out(settled)
+    parallel = parallelize(graph, laid_out.leaves, laid_out.choices, laid_out.outputs)
     plan = Plan(
-        graph=parallelize(graph, laid_out.leaves, laid_out.choices, laid_out.outputs),
+        graph=parallel,
+        computes=computation_digest(graph),
         mesh=machine.mesh,
         model=model_mark(captured),
         machine=Mark(machine.name, machine.fingerprint()),
         strategy=str(draft.request),
-        memory=draft.memory,
+        memory=(*draft.memory, *recompute_actions(parallel, asked_segments(parallel))),
         substitutions=settled.substitutions,
     )
     return check_plan(plan)

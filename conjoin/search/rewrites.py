@@ -39,7 +39,6 @@ PATIENCE = 24
 """Variants in a row that may be met without one that is better than all before."""
 _SCANNING = 0.3
 """Of the time left is kept for the sums when variants are looked for; what was not looked at by then is left out."""
-_OVER_DEVICES = frozenset({"partition", "combine", "replicate", "reduce"})
 _MAX_MATCHES = 512
 
 
@@ -52,21 +51,16 @@ class Way:
 
 
 def ways_of(library: Library) -> tuple[Way, ...]:
-    """The rules that rewrite a model's graph, in both directions; where operators lie is not theirs to decide."""
+    """The rules that rewrite a model's graph, in both directions."""
     proofs = {entry.name: f"{entry.method}:{entry.stamp}" for entry in library.entries}
     found: dict[tuple[Expr, ...], Way] = {}
     for rule in library.rules:
-        if not _OVER_DEVICES & _operators(rule):
-            proof = proofs[rule.name.split(":")[0]]
-            found.setdefault((*rule.left, *rule.right), Way(rule, proof))  # a rule for any function may be one for relu
-            if not set(inputs_of(*rule.left)) - set(inputs_of(*rule.right)):  # else nothing tells what they are
-                back = Rule(f"{rule.name}-back", rule.right, rule.left)
-                found.setdefault((*rule.right, *rule.left), Way(back, proof))
+        proof = proofs[rule.name.split(":")[0]]
+        found.setdefault((*rule.left, *rule.right), Way(rule, proof))  # a rule for any function may be one for relu
+        if not set(inputs_of(*rule.left)) - set(inputs_of(*rule.right)):  # else nothing tells what they are
+            back = Rule(f"{rule.name}-back", rule.right, rule.left)
+            found.setdefault((*rule.right, *rule.left), Way(back, proof))
     return tuple(found.values())
-
-
-def _operators(rule: Rule) -> set[str]:
-    return {part.op for part in operators_in(*rule.left, *rule.right)}
 
 
 @dataclass(frozen=True, slots=True)

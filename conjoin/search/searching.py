@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import inf
 
 from conjoin.cost import CostModel
@@ -47,7 +48,10 @@ def _named_only(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None
 
 def _ways() -> tuple[Way, ...]:
     """The substitutions of the library."""
-    return ways_of(Library.shipped())
+    return _ways_of(Library.shipped())
+
+
+_ways_of = lru_cache(ways_of)
 
 
 def _variants(contest: Contest, starts: Sequence[Outcome]) -> tuple[Variant, ...]:

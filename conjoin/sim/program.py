@@ -256,7 +256,7 @@ class Program:
         self._around = schedule_bundles(bundles, entries, self.drafts, at_end=self.steps > 1)
 
     def _find_uses(self, root: int) -> list[_ParameterUse]:
-        """In which other layouts than stored a parameter is used, and where."""
+        """In which other layouts than stored a parameter is used, and where, as far as it may be in a bundle."""
         own, operators = self.layout_of(root), self.skeleton.operators
         found: dict[Layout, list[tuple[int, int]]] = {}
         for position, operand in self.skeleton.readers[root]:
@@ -268,6 +268,8 @@ class Program:
             kept = [position for position, operand in readers if operand in operators[position].keeps]
             kept += [self._segment_of[position][1] for position, _ in readers if position in self._segment_of]
             back = any(operand in operators[position].needs for position, operand in readers)
+            if self.skeleton.graph.training and not back:
+                continue
             first = readers[0][0]  # a segment is given what it uses of bundles when it begins
             use = Use(self._segment_of.get(first, (first, first))[0], max(kept, default=-1), back)
             uses.append((readers[0], root, (Value(self._stored(root, own)), layout), use))

@@ -143,7 +143,7 @@ def run(folder: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
 
 @pytest.fixture
 def start(folder: Path) -> Callable[..., subprocess.Popen[str]]:
-    """Start `python -m conjoin` in a process of its own."""
+    """Start `python -m conjoin` in a process of its own, first in its group as a shell has it."""
 
     def start_there(*arguments: str, out: int = subprocess.PIPE) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
@@ -151,7 +151,8 @@ def start(folder: Path) -> Callable[..., subprocess.Popen[str]]:
         # Shells start background jobs with Ctrl-C ignored, and that is inherited: a user's terminal has it on.
         ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            return subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=subprocess.PIPE, text=True)
+            streams = {"stdout": out, "stderr": subprocess.PIPE, "encoding": "utf-8"}
+            return subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **streams)
         finally:
             signal.signal(signal.SIGINT, ignored)
 

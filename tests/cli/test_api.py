@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
+import pytest
 import torch
 from torch import nn
 
 import conjoin
 import conjoin.api
 from conjoin.machine import Machine
+from tests.ir.wording import assert_three_sentences
 
 
 def test_the_surface_is_frozen() -> None:
@@ -25,6 +29,55 @@ def test_the_surface_is_frozen() -> None:
         "save_checkpoint", "save_graph", "search_plan", "simulate_plan", "strategy_names", "to_module", "verify",
         "verify_plan",
     ]  # fmt: skip
+
+
+MODEL, BATCH, LOSS = nn.Linear(4, 4), (torch.ones(8, 4), torch.ones(8, 4)), nn.functional.mse_loss
+NONE: Any = None
+MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
+    "devices": (lambda: conjoin.plan(MODEL, BATCH, cast(Any, 4), loss=LOSS), "A int was given instead of a machine"),
+    "no machine": (lambda: conjoin.plan(MODEL, BATCH, NONE, loss=LOSS), "A NoneType was given instead of a machine"),
+    "wish": (lambda: conjoin.plan(MODEL, BATCH, "laptop", loss=LOSS, wish=cast(Any, {})), "A dict was given instead"),
+    "search": (lambda: conjoin.search_plan(graph(), "laptop", cast(Any, 3)), "A int was given instead of a wish"),
+    "compare": (lambda: conjoin.compare(graph(), "laptop", cast(Any, "x")), "A str was given instead of a wish"),
+    "explain a graph": (lambda: conjoin.explain(cast(Any, graph())), "A Graph was given instead of a plan"),
+    "simulate nothing": (lambda: conjoin.simulate_plan(NONE, "laptop"), "A NoneType was given instead of a plan"),
+    "diff": (lambda: conjoin.diff_plans("missing.json", "missing.json"), "missing.json could not be read"),
+    "load": (lambda: conjoin.load(cast(Any, {}), MODEL), "A dict was given instead of the path of a plan"),
+    "no steps": (lambda: conjoin.verify_plan(plan(), MODEL, BATCH, loss=LOSS, num_steps=0), "for 0 steps"),
+}
+
+
+def graph() -> conjoin.Graph:
+    return conjoin.capture(MODEL, BATCH, LOSS)
+
+
+def plan() -> conjoin.Plan:
+    return conjoin.plan(MODEL, BATCH, "local:1", loss=LOSS, strategy="single")
+
+
+@pytest.mark.parametrize(("action", "told"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_told_in_three_sentences(action: Callable[[], object], told: str) -> None:
+    with pytest.raises(conjoin.ConjoinError, match=told) as caught:
+        action()
+    assert_three_sentences(caught.value)
+
+
+def test_a_plan_may_be_a_path(tmp_path: Path) -> None:
+    path, made = tmp_path / "plan.json", plan()
+    made.save(path)
+    assert conjoin.explain(str(path)) == conjoin.explain(path) == conjoin.explain(made)
+    assert conjoin.diff_plans(path, made).equal
+    assert conjoin.simulate_plan(path, "laptop").seconds == conjoin.simulate_plan(made, "laptop").seconds
+
+
+def test_an_account_without_a_home_has_measured_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("CONJOIN_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert conjoin.simulate_plan(plan(), "laptop").seconds > 0
 
 
 def test_a_machine_may_be_a_path(tmp_path: Path) -> None:

@@ -28,16 +28,16 @@ Run = Callable[..., Ran]
 FLAGS = {
     "inspect": ["--batch", "--eval", "--json", "--output", "--train", "-o"],
     "plan": [
-        "--at-most", "--batch", "--budget", "--cpu-budget", "--fix", "--forbid-axis", "--fresh", "--json", "--machine",
-        "--memory", "--objective", "--optimizer", "--output", "--search", "--start", "--strategy", "-o",
+        "--at-most", "--batch", "--budget", "--cpu-budget", "--fix", "--forbid-axis", "--fresh", "--import", "--json",
+        "--machine", "--memory", "--objective", "--optimizer", "--output", "--search", "--start", "--strategy", "-o",
     ],
     "compare": ["--batch", "--budget", "--json", "--machine", "--memory", "--optimizer", "--search"],
-    "explain": ["--json"],
-    "diff": ["--json"],
-    "simulate": ["--json", "--machine", "--optimizer", "--trace"],
-    "run": ["--batch", "--steps", "--trace"],
-    "verify": ["--batch", "--json", "--ranks", "--steps"],
-    "calibrate": ["--json", "--machine", "--optimizer", "--output", "--plan", "--seconds", "-o"],
+    "explain": ["--import", "--json"],
+    "diff": ["--import", "--json"],
+    "simulate": ["--import", "--json", "--machine", "--optimizer", "--trace"],
+    "run": ["--batch", "--import", "--steps", "--trace"],
+    "verify": ["--batch", "--import", "--json", "--ranks", "--steps"],
+    "calibrate": ["--import", "--json", "--machine", "--optimizer", "--output", "--plan", "--seconds", "-o"],
     "doctor": ["--json"],
     "machine": [],  # its commands are in test_machines.py
     "rules": [],  # and in test_rules.py

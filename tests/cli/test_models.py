@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import conjoin
-from conjoin.ir import to_json
+from conjoin.ir.graph_file import graph_to_json
 from tests.cli.conftest import MODELS, Ran
 from tests.ir.graphs import GOLDEN
 
@@ -34,6 +34,9 @@ def refuse(run: Run, folder: Path, *arguments: str) -> str:
     [
         ("lenett:tiny", "no model named 'lenett:tiny' in the zoo. Did you mean lenet"),
         ("bert-larg", "Did you mean bert-large"),
+        ("BERT_Large", "Did you mean bert-large"),
+        ("bert-large:tinny", "no model named 'bert-large:tinny' in the zoo. Did you mean bert-large:tiny"),
+        ("lenet:small", "Did you mean lenet:tiny"),
         ("qqqqqq", "Known are alexnet, "),
         ("", "no model named ''"),
         ("my_models.py", "my_models.py was given without a function"),
@@ -148,8 +151,8 @@ def test_a_batch_size_nobody_asked_for(run: Run, folder: Path) -> None:
         (b"\xff\xff", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
         (b"{}", "its 'format' is not 'conjoin.graph'"),
-        (b'{"format": "conjoin.graph", "version": 99}', "format version 99, this program reads version 1"),
-        (b'{"format": "conjoin.graph", "version": 1}', "is missing"),
+        (b'{"format": "conjoin.graph", "version": 99}', "format version 99, this program reads version 2"),
+        (b'{"format": "conjoin.graph", "version": 2}', "or no lines of text"),
     ],
     ids=range(7),
 )
@@ -168,8 +171,8 @@ def test_a_graph_file_that_is_not_there_or_too_large(run: Run, folder: Path) -> 
 
 
 def test_a_graph_file_that_is_not_well_formed(run: Run, folder: Path) -> None:
-    data = to_json(conjoin.parse_graph(GOLDEN))
-    data["nodes"][0]["types"] = ["f32[7,7]"]
+    data = graph_to_json(conjoin.parse_graph(GOLDEN))
+    data["graph"] = [line.replace("%0: f32[4,3]", "%0: f32[7,7]") for line in data["graph"]]
     (folder / "wrong.json").write_text(json.dumps(data))
     message = refuse(run, folder, "wrong.json")
     assert "%0 linear at mlp.py:12 (fc): gives f32[4,3], the graph states f32[7,7]" in message

@@ -90,8 +90,8 @@ def test_directories_that_can_be_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "module", "work"),
     [
-        (("run", "plan.json", "lenet:tiny", "--trace"), "running", "load_plan"),
-        (("simulate", "plan.json", "--machine", "dgx-h100", "--trace"), "simulating", "load_plan"),
+        (("run", "plan.json", "lenet:tiny", "--trace"), "running", "read_plan"),
+        (("simulate", "plan.json", "--machine", "dgx-h100", "--trace"), "simulating", "read_plan"),
         (("plan", "lenet:tiny", "--machine", "local:2", "--strategy", "fsdp", "-o"), "planning", "load_model_graph"),
         (("calibrate", "--machine", "local:2", "-o"), "calibrating", "parse_machine"),
         (("inspect", "lenet:tiny", "-o"), "inspecting", "load_model_graph"),

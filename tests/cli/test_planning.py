@@ -176,6 +176,20 @@ def test_explain_shows_annotated_code(run: Run, saved: Path) -> None:
     assert data == json.loads(json.dumps(explain(load_plan(saved)).to_json()))
 
 
+@pytest.mark.parametrize("command", ["explain", "diff", "simulate", "run", "verify", "calibrate", "plan"])
+def test_modules_are_imported_where_the_user_says_so(run: Run, saved: Path, folder: Path, command: str) -> None:
+    (folder / "registers.py").write_text("print('imported')\nraise ValueError('no operators')", encoding="utf-8")
+    machine = ("--machine", "p3.8xlarge")
+    arguments = {
+        "diff": ("a.json",), "simulate": machine, "run": ("lenet:tiny",), "verify": ("lenet:tiny",),
+        "plan": (*machine, "--start", "a.json"), "calibrate": ("--machine", "local:2", "--plan", "a.json"),
+    }.get(command, ())  # fmt: skip
+    first = {"plan": ("lenet:tiny",), "calibrate": ()}.get(command, ("a.json",))
+    told = run(command, *first, *arguments, "--import", "registers")
+    assert told.code == 2 and told.out == "" and told.err.startswith("imported\n"), "a user's words are no answer"
+    assert "error: The module registers was to be imported for its operators" in told.err
+
+
 def test_diff_tells_by_its_exit_code(run: Run, saved: Path) -> None:
     assert run(*LENET, "--strategy", "zero1", "-o", "b.json").code == 0
     same = run("diff", "a.json", "a.json")
@@ -193,6 +207,8 @@ def test_diff_tells_by_its_exit_code(run: Run, saved: Path) -> None:
         (LENET, "Measure them with `conjoin calibrate`"),
         ((*LENET, "--budget", "soon"), "Write 60s, or 5m."),
         ((*LENET, "--memory", "0GiB"), "Write 40GiB."),
+        ((*LENET, "--memory", "40"), "B, KiB, MiB, GiB, TiB, KB, MB, GB, TB. Write 40GiB."),
+        ((*LENET, "--memory", "40G"), "The size '40G' was given."),
         ((*LENET[:3], "dgx-h100", "--search", "magic"), "Known are joint"),
         ((*LENET, "--strategy", "megatorn"), "Did you mean megatron?"),
         ((*LENET, "--strategy", "fsdp:tp=2"), "unknown key 'tp'"),

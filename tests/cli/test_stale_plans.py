@@ -53,7 +53,8 @@ def plan() -> Plan:
     graph = captured()
     ways = ways_of(Library.shipped())
     made = (rewritten(make_variant(graph), way, Index(graph)) for way in ways)
-    variant = next(one for one in made if one is not None and str(one.graph).count("= linear(") == 1)
+    variants = (one.variant for one in made if one is not None)
+    variant = next(one for one in variants if str(one.graph).count("= linear(") == 1)
     machine = Mark(MACHINE.name, MACHINE.fingerprint())
     return Plan(variant.graph, Mesh(()), model_mark(graph), machine, "by hand", substitutions=variant.substitutions)
 

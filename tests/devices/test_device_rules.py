@@ -30,7 +30,7 @@ from conjoin.ir import (
     sequential,
 )
 from conjoin.machine import Axis, Mesh
-from conjoin.ops import Copies, Layout, Partial, Split, TensorType, make_layout
+from conjoin.ops import Copies, Layout, Partial, Placement, Split, TensorType, make_layout
 from conjoin.rules import Apply, Expr, Input, Match, Refused, Rule, inputs_of, load_rules, parse_rule, prove
 from conjoin.rules.graphs.emitting import Emitter
 from conjoin.rules.graphs.sizing import Sizes
@@ -117,7 +117,7 @@ def layouts_of(rule: Rule) -> Iterator[tuple[Graph, Graph]]:
                 yield sides[0], sides[1]
 
 
-def instances(rule: Rule, count: int = 6) -> Iterator[Instance]:
+def instances(rule: Rule, count: int = 12) -> Iterator[Instance]:
     """With one device along each axis: shapes are then those of whole tensors."""
     sampler, random = Sampler(rule), Random(0)
     drawn = (sampler.draw(random, 4) for _ in range(20 * count))
@@ -130,7 +130,7 @@ def input_layouts(rule: Rule, instance: Instance) -> Iterator[dict[str, Layout]]
     names, ways = inputs_of(*rule.outputs), []
     for name in names:
         value = instance.inputs[name]
-        kinds = (*map(Split, range(len(value.shape))), Copies(), Partial())
+        kinds: tuple[Placement, ...] = (*map(Split, range(len(value.shape))), Copies(), Partial())
         each = product(kinds, repeat=len(value.axes))
         ways.append([make_layout(zip(value.axes, placements, strict=True)) for placements in each])
     for chosen in product(*ways):
@@ -148,11 +148,12 @@ def graph_of(rule: Rule, side: tuple[Expr, ...], instance: Instance, layouts: Ma
         name: TensorType(shapes[Input(name)], torch.int64 if name in rows else torch.float64) for name in layouts
     }
     leaves = tuple(make_leaf(LeafKind.INPUT, name, type.laid_out(layouts[name])) for name, type in plain.items())
-    dims = {e: setting.places[e] % max(len(shapes[e.args[0]]), 1) for e in exprs if e in setting.places}  # type: ignore
+    along = [e for e in exprs if isinstance(e, Apply) and e.param("axis") != ""]
+    dims = {e: int(setting.places.get(e, e.param("axis"))) % max(len(shapes[e.args[0]]), 1) for e in along}
     params = {**setting.numbers, **setting.functions, "m": ("m",), "n": ("n",)}
     form = Rule("side", side, side)
     inputs = tuple(zip(layouts, map(Value, leaves), strict=True))
-    match = Match(form, form, (), inputs, tuple(params.items()), (), Sizes(shapes, dims, setting.numbers))  # type: ignore
+    match = Match(form, form, (), inputs, tuple(params.items()), (), Sizes(shapes, dims, setting.numbers))
     emitter = Emitter(match)
     outputs = tuple(emitter.value(emitter.emit(expr)) for expr in side)
     return Graph(

@@ -108,3 +108,42 @@ def test_numbers_outside_the_domain_say_nothing() -> None:
 
     graph = conjoin.capture(Rooted(BoundedRoot), torch.randn(3, 4))
     assert "sqrt" in [node.op for node in graph.nodes]
+
+
+class NeedsItsShape(torch.autograd.Function):
+    """Runs on nothing but a tensor of its own shape."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.reshape(2048, 4096) * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.reshape(4096, 2048) * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "more", "reason"),
+    [
+        (Cube, (2.0,), None),
+        (Sine, (), None),
+        (StraightThrough, (), "its backward is not the derivative of its forward"),
+        (NeedsItsShape, (), "its backward could not be tried on random numbers (RuntimeError: shape"),
+    ],
+)
+def test_very_many_elements_are_tried_on_fewer(function: Any, more: tuple[float, ...], reason: str | None) -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(4096, 2048, device="meta"))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return function.apply(x * self.weight, *more).sum()
+
+    x = torch.empty(4096, 2048, device="meta")
+    if reason is None:
+        assert conjoin.capture(Large(), x).nodes
+    else:
+        with pytest.raises(conjoin.CaptureError) as caught:
+            conjoin.capture(Large(), x)
+        assert reason in str(caught.value)

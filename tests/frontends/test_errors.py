@@ -58,7 +58,7 @@ def line_of(marker: str) -> str:
     "thing", [None, 3, lambda x: x, nn.Linear, [nn.Linear(4, 4)]], ids=["none", "number", "function", "class", "list"]
 )
 def test_something_else_than_a_model(thing: Any) -> None:
-    assert "was given to capture" in refused(thing)
+    assert "was given instead of the model" in refused(thing)
 
 
 BATCHES: dict[str, tuple[Any, str]] = {
@@ -298,6 +298,7 @@ def test_writing_to_inputs_or_parameters_is_refused(function: Callable[..., Any]
 LOSSES: dict[str, tuple[Any, str]] = {
     "not callable": (3, "A loss of type int was given"),
     "text": ("mse", "A loss of type str was given"),
+    "a class": (nn.MSELoss, "A loss of class MSELoss was given"),
     "a vector": (lambda out: out.sum(0), "did not return one floating-point number"),
     "the output": (lambda out: out, "did not return one floating-point number"),
     "a number": (lambda out: 3.0, "did not return one floating-point number"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +15,8 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from conjoin.frontends import capture
-from conjoin.ir import Graph, LeafKind, Value, from_json, parse_graph, to_json
+from conjoin.ir import Graph, LeafKind, Value, parse_graph
+from conjoin.ir.graph_file import graph_from_json, graph_to_json
 from conjoin.runtime import to_module
 
 
@@ -98,7 +100,7 @@ def test_outputs_keep_their_nesting_and_plain_values(compare: Callable[..., Any]
 def test_nesting_survives_text_and_json(function: Callable[..., Any]) -> None:
     model = Lambda(function)
     graph = capture(model, X)
-    for again in (parse_graph(str(graph)), from_json(to_json(graph))):
+    for again in (parse_graph(str(graph)), graph_from_json(graph_to_json(graph))):
         assert again == graph
         assert type(to_module(again, model)(X)) is type(model(X))
 
@@ -314,6 +316,57 @@ def test_a_loss_gets_the_output_and_what_the_model_does_not_take(
     captured = compare(Lambda(lambda f, x: f(x)), batch, plain, loss=loss)
     assert captured.graph.loss == 0
     assert input_names(captured.graph) == names
+
+
+class Masked(nn.Module):
+    """Takes a mask, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        assert labels is None, "the model was given what the loss takes"
+        return self.layer(x) if mask is None else self.layer(x) * mask
+
+
+class Wrapped(nn.Module):
+    """Hands everything on, as wrappers of models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Masked()
+
+    def forward(self, *args: Any, **named: Any) -> Tensor:
+        return self.model(*args, **named)  # type: ignore[no-any-return]
+
+
+def by_name(output: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(output, labels)
+
+
+DEALT: dict[str, tuple[Any, Any, Callable[[nn.Module], Tensor]]] = {
+    "target, no mask": ((X, TARGET), functional.cross_entropy, lambda m: functional.cross_entropy(m(X), TARGET)),
+    "target for a module": ((X, TARGET), nn.CrossEntropyLoss(), lambda m: functional.cross_entropy(m(X), TARGET)),
+    "target for a partial": (
+        [X, TARGET], partial(functional.cross_entropy, label_smoothing=0.1),
+        lambda m: functional.cross_entropy(m(X), TARGET, label_smoothing=0.1),
+    ),
+    "mask and target": ((X, Y, TARGET), functional.cross_entropy, lambda m: functional.cross_entropy(m(X, Y), TARGET)),
+    "mask, nothing for the loss": ((X, Y), mean_of, lambda m: mean_of(m(X, Y))),
+    "names": ({"x": X, "labels": TARGET}, by_name, lambda m: functional.cross_entropy(m(X), TARGET)),
+    "names with a mask": (
+        {"x": X, "mask": Y, "labels": TARGET}, by_name, lambda m: functional.cross_entropy(m(X, Y), TARGET),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [Masked, Wrapped])
+@pytest.mark.parametrize(("batch", "loss", "plain"), DEALT.values(), ids=DEALT)
+def test_what_the_loss_needs_is_not_given_to_an_optional_parameter(
+    compare: Callable[..., Any], model: type[nn.Module], batch: Any, loss: Any, plain: Any
+) -> None:
+    compare(model(), batch, plain, loss=loss)
 
 
 def test_the_buffer_of_a_loss_becomes_a_constant_with_its_values() -> None:

@@ -83,6 +83,47 @@ BODIES = [
 ]  # fmt: skip
 
 
+def diagonal(y: Tensor, total: Tensor) -> Tensor:
+    """torch's functional form of this has the derivative of what was overwritten for the rest."""
+    z = y * 2
+    z.fill_diagonal_(2)
+    return z.square()
+
+
+def by_strides(y: Tensor, total: Tensor) -> Tensor:
+    z = y * 2
+    z.as_strided((2, 2), (3, 2)).mul_(3)
+    return z.square() + (z * 2).t().as_strided((3, 4), (1, 2), 1)
+
+
+def all_of_it(y: Tensor, total: Tensor) -> Tensor:
+    """What it was gets a gradient of zeros, and not none."""
+    z = y * 2
+    z.copy_(total[0] + 1)
+    return z
+
+
+BODIES += [diagonal, by_strides, all_of_it]
+
+
+def test_an_unread_draw_is_drawn() -> None:
+    """Whichever way torch makes a program functional: what is drawn after it would be drawn in its place."""
+
+    class Drawing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.rand_like(x)
+            z = x * 2
+            z.reshape(-1)[:3] = 0.1
+            nn.functional.dropout(x)
+            return z + torch.randn_like(x)
+
+    x, step = torch.randn(3, 4), to_module(capture(Drawing(), torch.randn(3, 4)), Drawing())
+    torch.manual_seed(3)
+    right = Drawing()(x)
+    torch.manual_seed(3)
+    assert torch.equal(step(x), right)
+
+
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_writing_is_as_in_the_plain_model(body: Callable[[Tensor, Tensor], Tensor]) -> None:
     model = Writes(body)

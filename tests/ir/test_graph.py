@@ -17,9 +17,7 @@ from conjoin.ir import (
     Structure,
     Value,
     fingerprint,
-    from_json,
     parse_graph,
-    to_json,
     verify,
 )
 from tests.ir.graphs import GOLDEN, chain
@@ -113,7 +111,7 @@ def test_a_graph_is_shown_in_one_line(graph: Graph) -> None:
 def test_a_chain_of_ten_thousand_nodes_needs_no_stack() -> None:
     graph = chain(10_000)
     assert len(graph.nodes) == 10_000
-    assert parse_graph(str(graph)) == graph and from_json(to_json(graph)) == graph
+    assert parse_graph(str(graph)) == graph
     assert len(graph.users) == 10_000 and hash(graph) == hash(chain(10_000))
     assert len(fingerprint(graph)) == 64
     assert verify(graph) is graph

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 
-from conjoin.ops import Call, Kind, TensorType, all_ops, find_operator, find_spec, signature, spec_for
+from conjoin.ops import Call, Kind, TensorType, all_ops, find_operator, find_spec, signature, spec_for, why_opaque
 
 OVERLOADS = [name for spec in all_ops() for name in spec.names]
 
@@ -48,3 +49,22 @@ def test_a_family_is_large_enough_for_ordinary_models() -> None:
     """A floor, so that a declaration lost by accident is seen."""
     assert len(OVERLOADS) >= 520
     assert sum(parameter.kind is not Kind.ATTRIBUTE for op in OVERLOADS for parameter in signature(op).parameters) > 700
+
+
+NUMBERS: tuple[Any, ...] = (1, 1.0, True, 0, 0.0, -0.0, False, 1 + 0j)
+
+
+def test_calls_whose_numbers_are_of_other_types_are_other_calls() -> None:
+    """What is found out of a call is kept: 1, 1.0 and True are equal, and give sums of other dtypes."""
+    x = TensorType((3,), torch.int64)
+    calls = [Call("mul.Tensor", (x, number)) for number in NUMBERS]
+    assert len(dict.fromkeys(calls)) == len(NUMBERS)
+    nested = [Call("pad", (x, (number, 0), "constant", None)) for number in NUMBERS]
+    assert len(dict.fromkeys(nested)) == len(NUMBERS)
+    assert Call("mul.Tensor", (x, 1.5)) == Call("mul.Tensor", (x, 1.5))
+
+
+def test_a_declaration_that_fails_is_told_why() -> None:
+    strange = Call("diag_embed", (TensorType((3,), torch.float32), 0, 7, 7))
+    assert spec_for(strange) is None
+    assert "its declaration cannot read this form: " in str(why_opaque(strange))

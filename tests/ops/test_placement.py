@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conjoin.ops import Copies, Invariant, Partial, Placement, Split, dual, parse_placement
+from conjoin.ops import At, Copies, Invariant, Partial, Placement, Split, dual, parse_placement
 
 FEW = settings(settings.get_profile("ops"))
 PLACEMENTS = st.sampled_from([Invariant(), Copies(), Partial()]) | st.integers(0, 99).map(Split)
@@ -32,3 +35,17 @@ def test_the_gradient_of_copies_is_a_partial_sum() -> None:
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a placement: expected I, B, P, S"):
         parse_placement(text)
+
+
+def test_a_truth_value_does_not_change_the_placement_of_a_number() -> None:
+    assert Split(True) is Split(1) is Split(dim=1) and str(Split(1)) == "S(1)" and type(Split(1).dim) is int
+    assert At(False) is At(0) and str(At(0)) == "At(0)"
+    assert str(Split(True + 40)) == "S(41)" and type(Split(np.int64(42)).dim) is int
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Split(1.5), lambda: Split("1"), lambda: Split(), lambda: Split(1, 2), lambda: Invariant(1)]
+)
+def test_what_is_no_number_of_a_dim_is_refused(make: Callable[[], Placement]) -> None:
+    with pytest.raises(TypeError):
+        make()

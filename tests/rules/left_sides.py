@@ -1,8 +1,8 @@
-"""Left sides of rules as graphs of torch's calls: any ranks and dims that fit, and sizes that differ unless they must not.
+"""Left sides of rules as graphs of torch's calls: any ranks and dims that fit, sizes that differ unless they must not.
 
 Shapes follow from what torch's operators do, from the outputs down to the inputs, and from nothing that proofs or
-matching say. Where a rule says `axis=a`, any dim is taken, also one that the rule is not about. Each operator is written
-in one of the forms that models have it in, and inputs may be permuted, expanded, broadcast, and of any dtype.
+matching say. Where a rule says `axis=a`, any dim is taken, also one that the rule is not about. Each operator is
+written in one of the forms that models have it in, and inputs may be permuted, expanded, and of any dtype.
 """
 
 from __future__ import annotations
@@ -63,6 +63,34 @@ def windows(whole: Size, kernel: Size, stride: int, pad: int | str) -> Size:
 
 
 Shape = tuple[Size, ...]
+
+
+LEAST_RANKS = {
+    "bias": 1, "gain": 1, "linear": 1, "matmul": 2, "transpose": 2, "swap": 3, "flatten": 1, "unflatten": 2,
+    "embedding": 1, "embedding_bag": 1, "identity": 2,
+}  # fmt: skip
+IMAGES = ("conv", "enlarge", "avg_pool", "max_pool", "identity_kernel", "pool_kernel")
+
+
+def _with_second(op: str, shape: Shape) -> list[Shape] | None:
+    """The shapes of operands of which some differ from the result's; None for all other operators."""
+    inner, more = Size(), Size()
+    match op:
+        case "scale":
+            return [shape, ()]
+        case "bias" | "gain":
+            return [shape, shape[-1:]]
+        case "matmul":
+            return [(*shape[:-1], inner), (*shape[:-2], inner, shape[-1])]
+        case "linear":
+            return [(*shape[:-1], inner), (shape[-1], inner)]
+        case "transpose":
+            return [(*shape[:-2], shape[-1], shape[-2])]
+        case "swap":
+            return [(*shape[:-3], shape[-2], shape[-3], shape[-1])]
+        case "embedding" | "embedding_bag":
+            return [(inner, shape[-1]), shape[:-1] if op == "embedding" else (*shape[:-1], more)]
+    return None
 
 
 @dataclass
@@ -135,39 +163,17 @@ class Shapes:
 
     def _operands(self, expr: Apply, shape: Shape) -> list[Shape]:
         rank, op = len(shape), expr.op
-        least = {"bias": 1, "gain": 1, "linear": 1, "matmul": 2, "transpose": 2, "swap": 3, "flatten": 1, "unflatten": 2,
-                 "embedding": 1, "embedding_bag": 1, "identity": 2}.get(op, 0)  # fmt: skip
-        images = ("conv", "enlarge", "avg_pool", "max_pool", "identity_kernel", "pool_kernel")
-        if rank < least or (op in images and rank != 4):
+        if rank < LEAST_RANKS.get(op, 0) or (op in IMAGES and rank != 4):
             raise Unfit
-        *lead, last = shape if shape else (Size(),)
-        inner = Size()
-        match op:
-            case "scale":
-                return [shape, ()]
-            case "bias" | "gain":
-                return [shape, (last,)]
-            case "matmul":
-                return [(*shape[:-1], inner), (*shape[:-2], inner, last)]
-            case "linear":
-                return [(*lead, inner), (last, inner)]
-            case "transpose":
-                return [(*shape[:-2], shape[-1], shape[-2])]
-            case "swap":
-                return [(*shape[:-3], shape[-2], shape[-3], shape[-1])]
-            case "embedding":
-                return [(inner, last), tuple(lead)]
-            case "embedding_bag":
-                return [(inner, last), (*lead, Size())]
-            case "flatten" | "unflatten":
-                return [self._regrouped(expr, shape)]
-            case "concat" | "split" | "softmax" | "sum" | "mean":
-                return self._along(expr, shape)
-        if op in images:
+        if op in IMAGES:
             return self._image(expr, shape)
+        if op in ("concat", "split", "softmax", "sum", "mean"):
+            return self._along(expr, shape)
+        if op in ("flatten", "unflatten"):
+            return [self._regrouped(expr, shape)]
         if op == "identity":
             self.equal(shape[-1], shape[-2])
-        return [shape] * len(expr.args)
+        return _with_second(op, shape) or [shape] * len(expr.args)
 
     def _regrouped(self, expr: Apply, shape: Shape) -> Shape:
         if expr.op == "unflatten":
@@ -332,45 +338,48 @@ class LeftSide:
     def _apply(self, expr: Apply) -> Value:
         args = [self.value(arg) for arg in expr.args]
         shape, op, pick = self.shapes.shape(expr), expr.op, self.rng.choice
-        at = self.shapes.axes.get(expr)
         if op in FUNCTIONS:
             return self.call("pow.Tensor_Scalar", *args, 2) if op == "square" and pick((0, 1)) else self.call(op, *args)
+        if op in IMAGES:
+            return self._image(expr, args, shape)
+        if expr in self.shapes.axes:
+            return self._along(expr, args, shape, self.shapes.axes[expr])
+        if op in ("add", "mul", "sub", "div", "scale", "bias", "gain"):
+            return self._elementwise(expr, args)
         match op:
-            case "add" | "mul" | "sub" | "div":
-                return self._elementwise(op, args)
-            case "scale":
-                return self.call("mul.Tensor", *pick((args, args[::-1], [args[0], pick((2.0, 0.5, -3, 3))])))
-            case "bias" | "gain":
-                made = self.call("mul.Tensor" if op == "gain" else "add.Tensor", *pick((args, args[::-1])))
-                return self._activated(expr, made)
-            case "matmul":
-                return self.call("mm" if len(shape) == 2 and pick((0, 1)) else "matmul", *args)
-            case "linear":
-                return self.call("linear", *args)
             case "transpose" | "swap":
                 return self._turned(op, args[0])
             case "flatten" | "unflatten":
                 return self.call("reshape", args[0], shape)
-            case "concat":
-                return self.call("cat", tuple(args), at)
-            case "split":
-                return self._piece(expr, args[0], shape[at or 0], at or 0)
-            case "sum" | "mean":
-                return self.call({"sum": "sum.dim_IntList", "mean": "mean.dim"}[op], args[0], (at,))
-            case "softmax":
-                return self.call("softmax.int", args[0], at)
-            case "embedding":
-                return self.call("embedding", *args)
             case "embedding_bag":
                 return self.call(EMBEDDING_BAG, *args, None, "sum", None)
             case "ones":
                 return self.call("full", shape, 1.0, self.dtype)
-        return self._image(expr, args, shape)
+            case "identity":
+                eye = self.call("eye", shape[-1], self.dtype)
+                return eye if len(shape) == 2 else self.call("expand", eye, shape)
+        return self.call("mm" if op == "matmul" and len(shape) == 2 and pick((0, 1)) else op, *args)
 
-    def _elementwise(self, op: str, args: list[Value]) -> Value:
-        if op in ("add", "mul") and self.rng.choice((0, 1)):
-            args = args[::-1]
-        return self.call(f"{op}.Tensor", *args)
+    def _along(self, expr: Apply, args: list[Value], shape: tuple[int, ...], at: int) -> Value:
+        match expr.op:
+            case "concat":
+                return self.call("cat", tuple(args), at)
+            case "split":
+                return self._piece(expr, args[0], shape[at], at)
+            case "softmax":
+                return self.call("softmax.int", args[0], at)
+        return self.call({"sum": "sum.dim_IntList", "mean": "mean.dim"}[expr.op], args[0], (at,))
+
+    def _elementwise(self, expr: Apply, args: list[Value]) -> Value:
+        turned, pick = args[::-1], self.rng.choice
+        match expr.op:
+            case "sub" | "div":
+                return self.call(f"{expr.op}.Tensor", *args)
+            case "scale":
+                return self.call("mul.Tensor", *pick((args, turned, [args[0], pick((2.0, 0.5, -3, 3))])))
+            case "mul" | "gain":
+                return self.call("mul.Tensor", *pick((args, turned)))
+        return self._activated(expr, self.call("add.Tensor", *pick((args, turned))))
 
     def _activated(self, expr: Apply, made: Value) -> Value:
         act = dict(parameters(expr)).get("act", "none")
@@ -399,9 +408,6 @@ class LeftSide:
 
     def _image(self, expr: Apply, args: list[Value], shape: tuple[int, ...]) -> Value:
         shapes = self.shapes
-        if expr.op == "identity":
-            eye = self.call("eye", shape[-1], self.dtype)
-            return eye if len(shape) == 2 else self.call("expand", eye, shape)
         if expr.op == "enlarge":
             small = shapes.shape(expr.args[0])
             down, right = ((large - size) // 2 for large, size in zip(shape[2:], small[2:], strict=True))

@@ -39,7 +39,8 @@ def run(graph: Graph, leaves: Sequence[Tensor], dtype: torch.dtype | None = None
     own = [_leaf(tensor, dtype) for tensor in leaves]
     values: dict[Value, Tensor] = dict(zip(map(Value, graph.leaves), own, strict=True))
     for node in graph.nodes:
-        made = execute(node.op, *map_tensors(node.op, node.args, values.__getitem__))
+        args = map_tensors(node.op, node.args, values.__getitem__)
+        made = execute(node.op, *(_dtype(arg, dtype) if isinstance(arg, torch.dtype) else arg for arg in args))
         values.update(zip(node.outputs(), made if isinstance(made, tuple) else (made,), strict=True))
     outputs = [values[value] for value in graph.outputs if isinstance(value, Value)]
     trained = [output for output in outputs if output.requires_grad]
@@ -48,9 +49,15 @@ def run(graph: Graph, leaves: Sequence[Tensor], dtype: torch.dtype | None = None
     return Run(tuple(output.detach() for output in outputs), tuple(leaf.grad for leaf in own))
 
 
+def _dtype(asked: torch.dtype, instead: torch.dtype | None) -> torch.dtype:
+    """Of a constant, which is of another one where all leaves are."""
+    return instead if instead is not None and asked.is_floating_point else asked
+
+
 def _leaf(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     floats = tensor.dtype.is_floating_point
-    made = tensor.detach().clone() if dtype is None or not floats else tensor.to(dtype)
+    made = tensor.detach().clone()
+    made = made.to(dtype) if dtype is not None and floats else made
     return made.requires_grad_(floats or tensor.dtype.is_complex)
 
 
@@ -63,13 +70,13 @@ def _weights(output: Tensor) -> Tensor:
 def difference(before: Graph, after: Graph, leaves: Sequence[Tensor]) -> float:
     """How far the second graph is from what the first gives in double precision, in roundings.
 
-    A rounding is as much as the first is off itself, or changes when its leaves are a rounding apart. Infinite where one
-    gives what is no number and the other does not, or a result of another kind.
+    A rounding is as much as the first is off itself, or changes when its leaves are a rounding apart. Infinite where
+    the second gives what is no number and the first does not, or a result of another kind.
     """
     one, other, exact = run(before, leaves), run(after, leaves), run(before, leaves, torch.float64)
     near = run(before, [_a_rounding_apart(leaf) for leaf in leaves])
     results = [[*found.outputs, *found.gradients] for found in (one, other, exact, near)]
-    largest = max((_largest(tensor) for tensor in results[2] if tensor is not None), default=0.0)
+    largest = max((_largest(tensor) for tensor in (*leaves, *results[2]) if tensor is not None), default=0.0)
     return max((_apart(*found, largest) for found in zip(*results, strict=True)), default=0.0)
 
 
@@ -96,9 +103,9 @@ def _apart(
     if not a.dtype.is_floating_point:
         return 0.0 if torch.equal(a, b) else float("inf")
     x, y, z, w = torch.broadcast_tensors(*(tensor.double() for tensor in (a, b, true, c)))
-    if not torch.equal(x.nan_to_num(0, 1, -1) * ~x.isfinite(), y.nan_to_num(0, 1, -1) * ~y.isfinite()):
+    if (x.isfinite() & ~y.isfinite()).any():
         return float("inf")
-    numbers = x.isfinite() & y.isfinite() & z.isfinite() & w.isfinite()
+    numbers = x.isfinite() & z.isfinite() & w.isfinite()
     x, y, z, w = (tensor[numbers] for tensor in (x, y, z, w))
     if not x.numel():
         return 0.0

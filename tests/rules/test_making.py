@@ -51,6 +51,23 @@ def test_what_only_moves_inputs_is_of_use_where_it_is_small() -> None:
     assert not _is_of_use(Rule("zeros", (zero,), (Apply("neg", (), (zero,)),)))
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "is_of_use"),
+    [
+        ("add(x, matmul(x, y))", "matmul(x, add(y, identity))", True),
+        ("conv[groups=1](x, identity_kernel[kernel=r])", "x", False),
+        ("transpose(identity)", "identity", False),
+        ("mul(concat[axis=0](identity_kernel[kernel=r], x), concat[axis=0](identity_kernel[kernel=r], y))",
+         "concat[axis=0](identity_kernel[kernel=r], mul(x, y))", False),
+        ("split[axis=a, part=0](add(concat[axis=a](x, y), concat[axis=a](z, y)))",
+         "split[axis=b, part=0](add(concat[axis=b](x, y), concat[axis=b](z, y)))", False),
+        ("transpose(transpose(x))", "x", True),
+    ],
+)  # fmt: skip
+def test_what_no_graph_has_is_of_no_use(left: str, right: str, is_of_use: bool) -> None:
+    assert _is_of_use(parse_rule("", left, right)) is is_of_use
+
+
 def test_a_library_made_in_pieces_is_the_same(tmp_path: Path) -> None:
     """Killed at random moments, by a signal that nobody can catch, and begun again where it was."""
     whole = make_library(((SMALL, 2),), progress=quiet)
@@ -80,7 +97,7 @@ def wrongly_proven(rule: Rule) -> Verdict:
     """A prover that believes what is false."""
     believed = {print_expressions(FALSE.left), print_expressions(FALSE.right)}
     given = {print_expressions(rule.left), print_expressions(rule.right)}
-    return Verdict(True, (), "") if given == believed else prove(rule)
+    return Verdict(True) if given == believed else prove(rule)
 
 
 @pytest.fixture
@@ -94,7 +111,7 @@ def test_what_is_refuted_is_in_no_library(wrong_prover: None) -> None:
     made = make_library(((SMALL, 1),), progress=quiet, more=(FALSE,))
     assert made.library == true.library and true.refuted == ()
     (told,) = made.refuted
-    assert "matmul(x, y) => matmul(y, x): refuted, " in told and "on the left and" in told
+    assert "matmul(x, y) => matmul(y, x): refuted, " in told
 
 
 def test_what_is_refuted_gets_no_stamp(wrong_prover: None) -> None:

@@ -276,6 +276,20 @@ def test_random_draws_in_another_order() -> None:
     assert refusal(graph_of(MATRICES + calls, "%1, %3"), "matmul-merge") == "random draws would change their order"
 
 
+def test_two_draws_from_what_becomes_one_tensor_are_two() -> None:
+    calls = """
+    %0: f64[4,4] = add.Tensor(input:x, param:a)
+    %1: f64[4,4] = add.Tensor(param:a, input:x)
+    %2: f64[4,4] = dropout(%0, p=0.5, train=true)
+    %3: f64[4,4] = dropout(%1, p=0.5, train=true)
+    """
+    rule = parse_rule("r", "add(x, y)", "add(y, x)")
+    graph = graph_of(MATRICES + calls, "%2, %3")
+    for match in find_matches(graph, rule):
+        made = apply(graph, rule, match)
+        assert [node.op for node in made.nodes].count("dropout") == 2 and made.outputs[0] != made.outputs[1]
+
+
 @pytest.mark.parametrize(("kept", "refused"), [("%1", True), ("%1, %3", False)])
 def test_a_parameter_that_would_be_left_without_gradient(kept: str, refused: bool) -> None:
     """An optimizer lets a weight decay whose gradient is zeros, and leaves one alone that has none."""

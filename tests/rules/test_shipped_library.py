@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from conjoin.rules import Entry, Library, prove, try_out
+from conjoin.rules import Entry, Library, Rule, apply_all, find_matches, prove, try_out
+from conjoin.search.rewrites import ways_of
+from tests.rules.left_sides import draw_left_side
 
 ENTRIES = Library.shipped().entries
 
@@ -16,6 +18,28 @@ ENTRIES = Library.shipped().entries
 def test_it_is_proven_with_its_conditions(entry: Entry) -> None:
     found = prove(entry.rule)
     assert found.proven and found.conditions == entry.conditions
+
+
+ONE_CALL = ("relu-conv-to-conv-1", "relu-conv-to-conv-2")
+"""Two ways to read the same calls: a convolution and its function are one operator in rules, two calls in graphs."""
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_each_rewrites_some_graph(part: int) -> None:
+    ways: dict[str, list[Rule]] = {}
+    for way in ways_of(Library.shipped()):
+        ways.setdefault(way.proof, []).append(way.rule)
+    some = [entry for entry in ENTRIES[part::6] if entry.name not in ONE_CALL]
+    idle = [entry.name for entry in some if not any(map(rewrites, ways[f"{entry.method}:{entry.stamp}"]))]
+    assert idle == []
+
+
+def rewrites(rule: Rule, seeds: int = 40) -> bool:
+    for seed in range(seeds):
+        graph = draw_left_side(rule, seed, disguised=False)
+        if graph is not None and apply_all(graph, rule, find_matches(graph, rule, apart=True))[1]:
+            return True
+    return False
 
 
 @pytest.mark.parametrize("entry", ENTRIES[::7], ids=lambda entry: entry.name)

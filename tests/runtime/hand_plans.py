@@ -34,19 +34,19 @@ def by_hand(
 ) -> Plan:
     """A plan from texts: `x:S(0) y:B` for a leaf, `x S(0), B -> S(0); y …` for the node of a number; the rest is I."""
     names = {leaf.name: leaf for leaf in graph.leaves}
-    stored = {names[name]: _layout(text) for name, text in leaves.items()}
+    stored = {names[name]: layout_of(text) for name, text in leaves.items()}
     choices = {}
     for number, text in rules.items():
         node = graph.nodes[number]
         known = {str(rule): rule for rule in rules_for(plain_call(node), len(node.types))}
         by_axis = dict(part.strip().split(" ", 1) for part in text.split(";"))
         choices[node] = choose({axis: known[wanted] for axis, wanted in by_axis.items()})
-    given = {i: _layout(text) for i, text in (outputs or {}).items()}
+    given = {i: layout_of(text) for i, text in (outputs or {}).items()}
     mark = Mark("by hand", "")
     return check_plan(Plan(parallelize(graph, stored, choices, given), MESH, mark, mark, "by hand"))
 
 
-def _layout(text: str) -> Any:
+def layout_of(text: str) -> Any:
     entries = (entry.split(":") for entry in text.split())
     return make_layout((axis, parse_placement(placement)) for axis, placement in entries)
 

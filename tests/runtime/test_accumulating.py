@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from math import inf
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from conjoin.frontends import capture
 from conjoin.ir import (
     Plan,
     check_plan,
+    computation_digest,
     cut_in_micro_batches,
     model_mark,
     operators_of,
@@ -24,8 +28,10 @@ from conjoin.ir import (
 )
 from conjoin.machine import parse_machine
 from conjoin.report import explain
+from conjoin.runtime.carriers import carry_reshard
 from conjoin.runtime.checking import Case, verify_in_process
 from conjoin.runtime.communicator import Communicator
+from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.threads import run_ranks
 from conjoin.search import make_plan
 from tests.runtime.hand_plans import module_on
@@ -57,7 +63,8 @@ def plan_for(found: Sample, strategy: str, steps: int, ranks: int = 2, segments:
     count = len(operators_of(plan.graph))
     some = [(i, i + segments - 1) for i in range(0, count - segments, segments)] if segments else []
     memory = (*plan.memory, *recompute_actions(plan.graph, some))
-    made = replace(plan, model=model_mark(found.graph), accumulation=accumulation, memory=memory)
+    computes = computation_digest(plan.graph, accumulation)
+    made = replace(plan, model=model_mark(found.graph), accumulation=accumulation, memory=memory, computes=computes)
     return check_plan(plan_from_json(plan_to_json(made)))
 
 
@@ -145,12 +152,90 @@ def test_without_gradients_the_loss_is_the_same() -> None:
             alone = float(module(*found.inputs))
         loss = module(*found.inputs)
         loss.backward()
-        with pytest.raises(RuntimeError, match="twice"):
+        with pytest.raises(RuntimeError, match="a second time"):
             loss.backward()
         return alone, float(loss.detach())
 
     for alone, loss in run_ranks(plan.mesh, program):
         assert alone == pytest.approx(loss)
+
+
+class Tiny(nn.Module):
+    """Gradients that vanish in half precision unless they are scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x))).float() * 1e-7
+
+
+SCALES = (2.0**10, 2.0**10, 2.0**11, 2.0**40, 2.0**10)
+"""Of step after step; with one of them gradients overflow."""
+
+
+def half_sample(way: str) -> Sample:
+    torch.manual_seed(5)
+    model = Tiny().half() if way == "half" else Tiny()
+    inputs = torch.randn(8, 6), 100 * torch.randn(8, 3)
+    inputs = (inputs[0].half(), inputs[1]) if way == "half" else inputs
+    return Sample(capture(model.train(), inputs, functional.mse_loss), model, inputs)
+
+
+@pytest.mark.parametrize("way", ["half", "autocast", "whole"])
+@pytest.mark.parametrize("strategy", ["data-parallel", "fsdp"])
+def test_a_scaled_loss_scales_gradients_before_they_are_rounded(way: str, strategy: str) -> None:
+    found = half_sample(way)
+    plan = plan_for(found, strategy, 2)
+
+    def steps(module: nn.Module, loss: Callable[[nn.Module], Tensor]) -> Iterator[dict[str, Tensor]]:
+        for scale in SCALES:
+            module.zero_grad()
+            with torch.autocast("cpu", torch.float16, enabled=way == "autocast"):
+                value = loss(module)
+            (value * scale).backward()
+            yield {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+    def program(communicator: Communicator) -> tuple[list[dict[str, Tensor]], list[int]]:
+        module, counts, gradients = module_on(plan, found, communicator), [0], []
+        for made in steps(module, lambda module: module(*found.inputs)):
+            whole = {name: as_whole(module, name, gradient) for name, gradient in made.items()}
+            gradients.append(whole)
+            counts.append(communicator.num_started)
+        return gradients, counts
+
+    wanted = list(steps(copy.deepcopy(found.model), lambda m: functional.mse_loss(m(found.inputs[0]), found.inputs[1])))
+    assert all(0 < gradient.abs().max() < inf for i in (0, 1, 2, 4) for gradient in wanted[i].values())
+    assert way == "whole" or not wanted[3]["first.weight"].isfinite().all()
+    for got, counts in run_ranks(plan.mesh, program):
+        for mine, theirs in zip(got, wanted, strict=True):
+            for name, gradient in theirs.items():
+                largest = gradient.nan_to_num(0, 0, 0).abs().max().item()
+                assert mine[name].isfinite().all() == gradient.isfinite().all()
+                if gradient.isfinite().all():
+                    torch.testing.assert_close(mine[name], gradient, rtol=1e-2, atol=4e-3 * largest)
+        first, second = counts[1] - counts[0], counts[2] - counts[1]
+        assert first > second if way != "whole" else first == second, "only another scale costs a second run"
+
+
+def as_whole(module: ParallelModule, name: str, gradient: Tensor) -> Tensor:
+    carry = carry_reshard(module.store.shape(name, gradient), module.store.layout(name), (), module.communicator)
+    return carry(gradient)
+
+
+def test_hooks_of_parameters_see_the_gradient_of_the_step_once() -> None:
+    found = sample("layers")
+    plan = plan_for(found, "fsdp", 2)
+
+    def program(communicator: Communicator) -> bool:
+        module, seen = module_on(plan, found, communicator), []
+        parameter = next(module.parameters())
+        parameter.register_hook(seen.append)
+        module(*found.inputs).backward()
+        return len(seen) == 1 and torch.equal(seen[0], parameter.grad)
+
+    assert run_ranks(plan.mesh, program) == [True, True]
 
 
 def test_what_cannot_be_cut_is_refused() -> None:

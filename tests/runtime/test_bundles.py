@@ -164,3 +164,34 @@ def test_few_reduce_scatters_hold_gradients_at_once(monkeypatch: pytest.MonkeyPa
 
     run_ranks(plan.mesh, program)
     assert Counted.most == 2 and Counted.under_way == 0
+
+
+class PartlyUnused(nn.Module):
+    """Layers with no part in the loss: drawn from and left, under no_grad, and one that is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.drawn, self.watched, self.idle = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        functional.dropout(self.drawn(x), 0.5)
+        with torch.no_grad():
+            shift = self.watched(x)
+        return functional.dropout(self.used(x) + shift, 0.5)
+
+
+@pytest.mark.parametrize("strategy", ["data-parallel", "zero1", "fsdp"])
+def test_what_has_no_part_in_the_loss_has_no_gradient(strategy: str, bundle_bytes: int) -> None:
+    """An optimizer lets a weight decay whose gradient is zeros, and leaves one alone that has none."""
+    model = PartlyUnused().double()
+    sample = captured(model, (torch.randn(8, 4), torch.randn(8, 4)), functional.mse_loss)
+    plan = by_strategy(sample, strategy, 2)
+
+    def program(communicator: Communicator) -> set[str]:
+        module = module_on(plan, sample, communicator)
+        module(*sample.inputs).backward()
+        return {name for name, parameter in module.named_parameters() if parameter.grad is not None}
+
+    functional.mse_loss(model(sample.inputs[0]), sample.inputs[1]).backward()
+    wanted = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert run_ranks(plan.mesh, program) == [wanted, wanted] and wanted == {"used.weight", "used.bias"}

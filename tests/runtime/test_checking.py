@@ -16,7 +16,18 @@ from conjoin.errors import PlanError, UsageError
 from conjoin.frontends import capture
 from conjoin.ir import LeafKind, Mark
 from conjoin.machine import parse_machine
-from conjoin.runtime import TOLERANCE, Case, Difference, Verdict, check_made_for, checking, verdict, verify_in_process
+from conjoin.runtime import (
+    TOLERANCE,
+    Case,
+    Difference,
+    Verdict,
+    check_made_for,
+    checking,
+    steps,
+    verdict,
+    verify_in_process,
+)
+from conjoin.runtime.differences import largest_of, relative
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.threads import run_ranks
 from conjoin.search import make_plan
@@ -310,14 +321,7 @@ def test_running_statistics_of_a_part_of_the_batch_are_seen(spoil: Spoil) -> Non
 
 
 def test_masks_drawn_differently_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checking, "_SEED", 1)
-    right = checking.compare_rank
-
-    def reseeded(*args: Any) -> Any:
-        monkeypatch.setattr(checking, "_SEED", 2)
-        return right(*args)
-
-    monkeypatch.setattr(checking, "compare_rank", reseeded)
+    monkeypatch.setattr(checking, "SEED", steps.SEED + 1)  # of the ranks
     assert not verify_in_process(small_case(), num_steps=1).passed
 
 
@@ -374,14 +378,14 @@ def test_values_that_differ_at_the_start_are_seen() -> None:
     ],
 )
 def test_the_difference_of_two_tensors(mine: list[Any], theirs: list[Any], expected: float) -> None:
-    found = checking._relative(torch.tensor(mine), torch.tensor(theirs), 2.0)
+    found = relative(torch.tensor(mine), torch.tensor(theirs), 2.0)
     assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_scale_leaves_infinities_out() -> None:
-    assert checking._largest(torch.tensor([-inf, 3.0, -4.0])) == 4.0
-    assert checking._largest(torch.tensor([nan, -inf])) == 0.0
-    assert checking._largest(torch.empty(0)) == 0.0 and checking._largest(torch.tensor([True])) == 1.0
+    assert largest_of(torch.tensor([-inf, 3.0, -4.0])) == 4.0
+    assert largest_of(torch.tensor([nan, -inf])) == 0.0
+    assert largest_of(torch.empty(0)) == 0.0 and largest_of(torch.tensor([True])) == 1.0
 
 
 def test_a_difference_beside_an_infinity_is_seen(spoil: Spoil) -> None:

@@ -24,6 +24,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn.functional import cross_entropy
@@ -616,6 +618,43 @@ def test_settings_survive_json(value: Any) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- damage
+
+
+SETTINGS = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+    | st.sampled_from([torch.tensor(0.5), torch.tensor([3], dtype=torch.uint16), torch.tensor(True), {1: 2}, 1j])
+    | st.sampled_from([torch.tensor(torch.nan), torch.tensor(1.5).to(torch.float8_e4m3fn), torch.tensor(1j)]),
+    lambda some: st.lists(some, max_size=2) | st.tuples(some) | st.dictionaries(st.text(max_size=3), some, max_size=2),
+    max_leaves=4,
+)  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(setting=SETTINGS, key=st.text(max_size=4) | st.integers(), value=SETTINGS, extra=SETTINGS)
+def test_what_is_saved_can_be_loaded(tmp_path_factory: Any, setting: Any, key: Any, value: Any, extra: Any) -> None:
+    """Whatever settings and state an optimizer has: a checkpoint of it is refused when it is saved, or comes back."""
+    step = alone()
+    parameter = next(step.parameters())
+    optimizer = torch.optim.SGD([{"params": [parameter], "odd": setting}], lr=0.1, momentum=0.9)
+    optimizer.state[parameter][key] = value
+    path = tmp_path_factory.mktemp("odd") / "checkpoint"
+    try:
+        save_checkpoint(path, step, optimizer, extra={"odd": extra})
+    except CheckpointError as error:
+        assert_three_sentences(error)
+        assert not path.exists() and not list(path.parent.iterdir())
+        return
+    loaded = torch.optim.SGD([{"params": [parameter], "odd": 0}], lr=0.2, momentum=0.9)
+    found = load_checkpoint(path, step, loaded)
+    assert repr(found["odd"]) == repr(json.loads(json.dumps(extra)))
+    assert repr(loaded.param_groups[0]["odd"]) == repr(setting)
+    assert repr(loaded.state[parameter][key]) == repr(value)
+
+
+def test_keys_that_are_the_same_as_text_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="the same as text") as told:
+        save_checkpoint(tmp_path / "checkpoint", alone(), extra={"names": {1: "a", "1": "b"}})
+    assert_three_sentences(told.value)
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import atexit
 import os
 import signal
+import sys
 import threading
 import time
-import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from conjoin.errors import RankError, UsageError
-from conjoin.runtime import launch
+from conjoin.runtime import launch, launching
+from tests.ir.wording import assert_three_sentences
 
 
 def _rank_and_sum(rank: int, amount: int) -> tuple[int, float]:
@@ -26,6 +29,51 @@ def _rank_and_sum(rank: int, amount: int) -> tuple[int, float]:
 
 def test_every_rank_returns_its_value() -> None:
     assert launch(3, _rank_and_sum, 10) == [(0, 33.0), (1, 33.0), (2, 33.0)]
+
+
+def _convolve(rank: int) -> float:
+    torch.set_num_threads(2)
+    return torch.conv2d(torch.ones(4, 8, 32, 32), torch.ones(8, 8, 3, 3)).sum().item()
+
+
+def test_ranks_start_beside_threads() -> None:
+    """A fork of this process would wait for ever for the threads with which it has computed."""
+    try:
+        torch.set_num_threads(2)
+        here = _convolve(0)
+        assert launch(2, _convolve) == [here, here]
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_ranks_are_forked_where_there_are_no_threads() -> None:
+    assert launch(1, lambda rank: len(os.listdir(f"/proc/{os.getppid()}/task"))) == [1]
+
+
+def test_ranks_have_the_surroundings_of_their_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CONJOIN_TEST", "ü")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "written_now.py").write_text("FOUND = 'found'\n")
+    monkeypatch.setattr(sys, "argv", ["program", "word"])
+
+    def look(rank: int) -> tuple[Any, ...]:
+        import written_now
+
+        return os.getcwd(), os.environ["CONJOIN_TEST"], written_now.FOUND, sys.argv, os.environ["LOCAL_RANK"]
+
+    assert launch(2, look)[1] == (str(tmp_path), "ü", "found", ["program", "word"], "1")
+
+
+def test_ranks_write_where_their_launcher_does_now(capfd: pytest.CaptureFixture[str]) -> None:
+    launch(1, lambda rank: print("said"))
+    launch(1, lambda rank: print("complained", file=sys.stderr))
+    assert capfd.readouterr() == ("said\n", "complained\n")
+
+
+def test_what_a_rank_registered_for_its_end_is_done(tmp_path: Path) -> None:
+    launch(2, lambda rank: atexit.register((tmp_path / f"{rank}").write_text, "done") and None)
+    assert [(tmp_path / f"{rank}").read_text() for rank in range(2)] == ["done"] * 2
 
 
 def test_tensors_come_back_by_value() -> None:
@@ -58,16 +106,15 @@ def test_an_error_names_its_rank_and_line() -> None:
         launch(2, fail)
 
 
-def test_a_killed_rank_is_named_and_the_others_are_gone() -> None:
+def test_a_killed_rank_is_named_and_the_others_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     def die(rank: int) -> None:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600) if rank == 2 else dist.barrier()
 
-    start = time.monotonic()
+    monkeypatch.setattr(launching, "_GRACE_SECONDS", 0.5)  # rank 2 will not stop by itself
     with pytest.raises(RankError, match=r"Rank 1 ended .* exit code -9"):
         launch(3, die)
-    assert time.monotonic() - start < 45
 
 
 @pytest.mark.parametrize("count", [0, 257])
@@ -84,29 +131,57 @@ def test_an_interrupt_reaches_the_caller() -> None:
         launch(2, interrupt)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_no_rank_outlives_its_launcher(number: signal.Signals, code: int) -> None:
-    """Every process holds an end of one pipe: it says that nobody writes any more when all of them are gone."""
-    context = multiprocessing.get_context("fork")
-    heard, said = context.Pipe(duplex=False)
+def _be_there(rank: int, heard: Path) -> None:
+    """Hold an end of a pipe for as long as this process lives: nobody writes there any more when all ranks are gone."""
+    os.write(os.open(heard, os.O_WRONLY), b".")
+    dist.barrier()
 
-    def sleep(rank: int) -> None:
-        said.send(rank)
+
+@pytest.fixture
+def heard(tmp_path: Path) -> Iterator[Path]:
+    """A pipe for ranks; after the test nobody holds it any more."""
+    os.mkfifo(tmp_path / "heard")
+    end = os.open(tmp_path / "heard", os.O_RDONLY | os.O_NONBLOCK)
+    yield tmp_path / "heard"
+    os.set_blocking(end, True)
+    assert os.read(end, 1), "a rank was there"
+    deadline = time.monotonic() + 20
+    while os.read(end, 100):
+        assert time.monotonic() < deadline
+    os.close(end)
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_no_rank_is_left_when_the_launcher_is_told_to_end(
+    heard: Path, number: signal.Signals, raised: type[BaseException]
+) -> None:
+    def stay(rank: int, launcher: int) -> None:
+        _be_there(rank, heard)
+        if rank == 0:
+            os.kill(launcher, number)
         time.sleep(60)
 
-    launcher = context.Process(target=launch, args=(2, sleep))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking beside torch's own idle threads
-        launcher.start()
-    said.close()
-    assert {heard.recv(), heard.recv()} == {0, 1}
-    assert launcher.pid is not None
-    os.kill(launcher.pid, number)
-    launcher.join(10)
-    assert launcher.exitcode == code
-    assert heard.poll(10)
-    with pytest.raises(EOFError):
-        heard.recv()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    with pytest.raises(raised):
+        launch(2, stay, os.getpid())
+
+
+def test_no_rank_is_left_when_the_launcher_or_the_server_is_killed(heard: Path) -> None:
+    """The launcher is a rank itself, with a server of its own."""
+
+    def kill(rank: int, launcher: int) -> None:
+        _be_there(rank, heard)
+        if rank == 0:
+            os.kill(launcher or os.getppid(), signal.SIGKILL)
+        time.sleep(60)
+
+    def start(rank: int) -> None:
+        with pytest.raises(RankError, match="The process that starts ranks ended"):
+            launch(2, kill, None)
+        launch(2, kill, os.getpid())
+
+    with pytest.raises(RankError, match="Rank 0 ended in the middle of a step with exit code -9"):
+        launch(1, start)
 
 
 def test_the_way_to_end_is_the_programs_own_again() -> None:
@@ -121,3 +196,24 @@ def test_ranks_are_launched_from_any_thread() -> None:
     thread.start()
     thread.join(60)
     assert found == [(0, 21.0), (1, 21.0)]
+
+
+@pytest.mark.parametrize(("gpus", "device", "said"), [
+    (0, None, ""), (0, "cpu", ""), (4, "cpu", ""), (4, None, "gpu"), (4, "cuda", "gpu"), (2, "cuda", "refused"),
+    (0, "cuda", "refused"), (2, None, "told"),
+])  # fmt: skip
+def test_ranks_without_a_gpu_each_are_refused_or_told(
+    gpus: int, device: str | None, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    try:
+        assert launching._have_gpus(3, device) == (said == "gpu")
+    except UsageError as error:
+        assert said == "refused" and f"has {gpus}" in str(error)
+        assert_three_sentences(error)
+        return
+    told = capsys.readouterr().err
+    assert ("all of them use the CPU" in told) == (said == "told")
+    if told:
+        assert_three_sentences(told.strip())

@@ -29,7 +29,7 @@ def message_of(action: Any) -> str:
 
 def test_one_rank_needs_no_process_group() -> None:
     model, batch = mlp()
-    step = load(plan_of(model, batch, 1, "single"), model)
+    step = load(plan_of(model, batch, 1, "single"), model, device="cpu")
     assert torch.equal(step(batch), nn.functional.mse_loss(model(batch[0]), batch[1]))
     assert not dist.is_initialized()
 
@@ -132,7 +132,7 @@ def test_loading_twice_works() -> None:
 
 def test_a_mode_switch_is_refused() -> None:
     model, batch = mlp()
-    step = load(plan_of(model, batch, 1, "single"), model)
+    step = load(plan_of(model, batch, 1, "single"), model, device="cpu")
     assert step.train() is step
     with pytest.raises(UsageError, match="made in training mode was asked to switch to eval"):
         step.eval()

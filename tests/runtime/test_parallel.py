@@ -43,7 +43,7 @@ def on_all(plan: Plan, sample: Sample, use: Callable[[ParallelModule], Any]) -> 
 
 def one_rank() -> tuple[ParallelModule, tuple[Tensor, Tensor]]:
     model, batch = mlp()
-    return load(plan_of(model, batch, 1, "single"), model), batch
+    return load(plan_of(model, batch, 1, "single"), model, device="cpu"), batch
 
 
 # How it is called.
@@ -97,7 +97,7 @@ def test_a_batch_by_name_as_keywords_or_as_one_object() -> None:
 def test_other_inputs_are_refused(call: Any) -> None:
     model, batch = labelled()
     plan, _ = made(model, batch, strategy="single", ranks=1)
-    step = load(plan, model)
+    step = load(plan, model, device="cpu")
     with pytest.raises(UsageError, match="was called with other inputs") as told:
         call(step, batch)
     assert_three_sentences(told.value)
@@ -126,7 +126,7 @@ def test_nested_inputs() -> None:
     given = {"a": [torch.randn(4, 4)], "pair": Pair(torch.randn(4, 4), torch.randn(4, 4))}
     model = Nested()
     plan, sample = made(model, (given,), strategy="single", ranks=1)
-    assert load(plan, model)(given).item() == pytest.approx(model(given).item(), rel=1e-6)
+    assert load(plan, model, device="cpu")(given).item() == pytest.approx(model(given).item(), rel=1e-6)
     assert sample.graph.name == "Nested"
 
 
@@ -331,7 +331,7 @@ def test_an_average_of_the_weights() -> None:
 
 def test_a_copy_of_random_numbers_draws_like_the_original() -> None:
     model, batch = mlp(dropout=0.5)
-    step = load(plan_of(model, batch, 1, "single"), model)
+    step = load(plan_of(model, batch, 1, "single"), model, device="cpu")
     other = copy.deepcopy(step)
     torch.manual_seed(3)
     first = step(batch).item()
@@ -410,7 +410,7 @@ def test_a_graph_without_inputs_runs() -> None:
     loss = module()
     loss.backward()
     assert loss.item() == 6.0 and model.w.grad is not None and model.w.grad.tolist() == [1.0] * 4
-    step = load(make_plan(graph, parse_machine("local:1"), "single"), Free())
+    step = load(make_plan(graph, parse_machine("local:1"), "single"), Free(), device="cpu")
     assert step().item() == 6.0
     assert flatten_tree(step())[0][0].requires_grad
 
@@ -425,4 +425,12 @@ def test_the_mode_is_that_of_the_plan() -> None:
     assert step.training and step.train() is step
     with pytest.raises(UsageError) as told:
         step.eval()
+    assert_three_sentences(told.value)
+
+
+def test_inputs_on_another_device_are_told() -> None:
+    model, batch = mlp()
+    step = load(plan_of(model, batch, 1, "single"), model, device="cpu")
+    with pytest.raises(UsageError, match="Its weights are on cpu") as told:
+        step(batch[0], batch[1].to("meta"))
     assert_three_sentences(told.value)

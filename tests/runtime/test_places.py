@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from random import Random
@@ -110,7 +111,8 @@ def train(communicator: Communicator, plan: Plan, sample: Sample) -> tuple[list[
         optimizer.zero_grad()
         loss = module(*sample.inputs)
         loss.backward()
-        norm = module.clip_grad_norm_(0.5, inf if step else 2.0)
+        clip = partial(torch.nn.utils.clip_grad_norm_, module.parameters()) if step else module.clip_grad_norm_
+        norm = clip(0.5, inf if step else 2.0)  # torch's own finds out from the gradients where the others lie
         optimizer.step()
         losses += [loss.item(), norm.item()]
     return losses, full_state_dict(module, everywhere=True)

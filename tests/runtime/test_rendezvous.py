@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from conjoin.errors import PlanError, RankError
-from conjoin.runtime import launch, load, rendezvous, watching
+from conjoin.runtime import Session, launch, load
 from conjoin.runtime.rendezvous import agree, check_world, compare, digest, share_values
 from conjoin.runtime.torch_private import default_store
 from tests.ir.wording import assert_three_sentences
@@ -62,22 +61,21 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert_three_sentences(told.value)
 
 
-def test_a_rank_that_never_loads_is_named_by_the_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_WAIT", timedelta(seconds=1))
+def _load_on_one(rank: int, plan: Any, model: Any) -> str:
+    if rank == 1:
+        time.sleep(2)
+        return ""
+    try:
+        load(plan, model, session=Session(patience_seconds=1))
+    except RankError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_a_rank_that_never_loads_is_named_by_the_one_that_does() -> None:
     model, batch = mlp()
-    plan = plan_of(model, batch, 2)
-
-    def program(rank: int) -> str:
-        if rank == 1:
-            time.sleep(3)
-            return ""
-        try:
-            load(plan, model)
-        except RankError as error:
-            return str(error)
-        return "loaded"
-
-    assert launch(2, program)[0].startswith("Rank 1 did not come to compare the plan within 1 s.")
+    said = launch(2, _load_on_one, plan_of(model, batch, 2), model)
+    assert said[0].startswith("Rank 1 did not come to compare the plan within 1 s.")
 
 
 def test_the_number_of_ranks() -> None:
@@ -128,20 +126,3 @@ def test_every_rank_takes_the_values_of_the_first() -> None:
     for found in launch(2, program):
         assert found.keys() == want.keys()
         assert all(torch.equal(found[name], value) for name, value in want.items())
-
-
-def test_a_rank_that_is_done_early_is_not_taken_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends on purpose; the others may have more to do, as rank 0 that writes a file."""
-    monkeypatch.setattr(watching, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(watching, "SILENT_SECONDS", 0.5)
-    monkeypatch.setattr(watching, "_GRACE_SECONDS", 0.2)
-    model, batch = mlp()
-    plan = plan_of(model, batch, 2)
-
-    def program(rank: int) -> int:
-        load(plan, model)(batch).backward()
-        time.sleep(3 if rank == 0 else 0)
-        return rank
-
-    assert launch(2, program) == [0, 1]
-    assert not dist.is_initialized()

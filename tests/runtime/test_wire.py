@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import fcntl
 import multiprocessing
@@ -19,6 +20,7 @@ from tests.runtime.models import mlp, plan_of
 
 _NEW_USER, _NEW_NET, _SET_FLAGS, _UP = 0x10000000, 0x40000000, 0x8914, 0x1
 STEPS = 10
+STRATEGIES = ("data-parallel", "fsdp", "megatron", "reduction")
 
 
 def _own_loopback() -> None:
@@ -36,36 +38,47 @@ def _transmitted() -> int:
     return int(fields[8])
 
 
-def _measure(rank: int, plan: Any, model: Any, batch: Any) -> tuple[float, float]:
-    step = load(plan, model)
-    step(batch).backward()
-    dist.barrier()
-    time.sleep(0.3)
-    before, counted = _transmitted(), step.communicator.bytes_sent
-    dist.barrier()  # nobody sends before everybody has looked
-    for _ in range(STEPS):
+def _measure(rank: int, plans: dict[str, Any], model: Any, batch: Any) -> dict[str, tuple[float, float]]:
+    """By strategy, the bytes of a step that the interface counted for all ranks, and those that this rank sent."""
+    found = {}
+    for name, plan in plans.items():
+        step = load(plan, copy.deepcopy(model))
         step(batch).backward()
-    dist.barrier()
-    time.sleep(0.3)
-    return (_transmitted() - before) / STEPS, (step.communicator.bytes_sent - counted) / STEPS
+        dist.barrier()
+        time.sleep(0.3)
+        before, counted = _transmitted(), step.communicator.bytes_sent
+        dist.barrier()  # nobody sends before everybody has looked
+        for _ in range(STEPS):
+            step(batch).backward()
+        dist.barrier()
+        time.sleep(0.3)
+        found[name] = (_transmitted() - before) / STEPS, (step.communicator.bytes_sent - counted) / STEPS
+    return found
 
 
-def _in_own_network(answer: Any, plan: Any, model: Any, batch: Any) -> None:
+def _in_own_network(answer: Any, plans: dict[str, Any], model: Any, batch: Any) -> None:
     _own_loopback()
-    results = launch(4, _measure, plan, model, batch)
-    answer.send((results[0][0], sum(sent for _, sent in results)))
+    answer.send(launch(4, _measure, plans, model, batch))
 
 
-@pytest.mark.parametrize("strategy", ["data-parallel", "fsdp", "megatron", "reduction"])
-def test_the_wire_carries_what_is_said(strategy: str) -> None:
+@pytest.fixture(scope="module")
+def measured() -> tuple[dict[str, Any], list[dict[str, tuple[float, float]]]]:
+    """The plans, and what each rank found; in one process that has a network of its own."""
     model, batch = mlp(width=256, batch=64)
-    plan = plan_of(model, batch, 4, strategy)
+    plans = {strategy: plan_of(model, batch, 4, strategy) for strategy in STRATEGIES}
     context = multiprocessing.get_context("fork")
     mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_in_own_network, args=(theirs, plan, model, batch))
+    process = context.Process(target=_in_own_network, args=(theirs, plans, model, batch))
     process.start()
     theirs.close()
-    wire, counted = mine.recv()
+    found = mine.recv()
     process.join(30)
-    assert counted == explain(plan).sent().total
+    return plans, found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_wire_carries_what_is_said(measured: Any, strategy: str) -> None:
+    plans, ranks = measured
+    wire, counted = ranks[0][strategy][0], sum(found[strategy][1] for found in ranks)
+    assert counted == explain(plans[strategy]).sent().total
     assert 1.0 <= wire / counted < 1.10, (wire, counted)

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
 from conjoin.errors import UsageError
+from conjoin.frontends import capture
 from conjoin.ir import REGATHER, Graph, LeafKind, MemoryAction, Plan, model_mark, parse_graph, sequential
 from conjoin.machine import Machine
 from conjoin.ops import Split
@@ -126,6 +130,15 @@ def test_what_megatron_stores_is_split_over_the_data_parallel_devices_too(flag: 
     for name, layout in stored.items():
         assert set(layout) - set(whole[name]) == {("d0", Split(0))}
     assert bool(plan.memory) == gathered_again
+
+
+def test_no_piece_of_a_piece_is_empty() -> None:
+    """Three rows on two devices are two and one: the one cannot be split again."""
+    model = nn.Sequential(nn.Linear(16, 3), nn.Tanh(), nn.Linear(3, 5))
+    graph = capture(model, (torch.randn(8, 16), torch.randn(8, 5)), functional.mse_loss)
+    plan = make_plan(graph, Machine("office", 1, 4, "cpu"), "megatron:tp=2,dp=2,zero1")
+    layouts = {leaf.name: leaf.type.layout for leaf in plan.graph.leaves_of(LeafKind.PARAMETER)}
+    assert layouts["0.weight"] == (("d1", Split(0)), ("d0", Split(1)))
 
 
 def test_parameters_are_gathered_once_or_again_but_not_both() -> None:

@@ -38,7 +38,7 @@ def in_parts(name: str, machine: str, strategy: str, steps: int) -> Plan:
     graph = tiny_graph(name, 16)
     part, accumulation = cut_in_micro_batches(graph, steps)
     plan = make_plan(part, parse_machine(machine), strategy)
-    return check_plan(replace(plan, model=model_mark(graph), accumulation=accumulation))
+    return check_plan(replace(plan, model=model_mark(graph), accumulation=accumulation, computes=None))
 
 
 def full(simulation: Simulation) -> Simulation:
@@ -82,7 +82,7 @@ def test_one_device_holds_what_was_predicted(steps: int, prices: Prices) -> None
     graph = capture(model.train(), batch, loss)
     part, accumulation = cut_in_micro_batches(graph, steps)
     single = make_plan(part, parse_machine("local:1"), "single")
-    plan = check_plan(replace(single, model=model_mark(graph), accumulation=accumulation))
+    plan = check_plan(replace(single, model=model_mark(graph), accumulation=accumulation, computes=None))
     predicted = measure_memory(simulate(plan, prices).program, "adam", "cpu")
     plain = simulate(make_plan(graph, parse_machine("local:1"), "single"), prices)
     whole = measure_memory(plain.program, "adam", "cpu")

@@ -67,5 +67,6 @@ def _sample(rng: Random) -> Args:
 
 
 OPS: tuple[OpSpec, ...] = (
-    OpSpec("scaled_dot_product_attention", _attention, _sample, terms=_terms, flops=_flops, local=_local),
+    OpSpec("scaled_dot_product_attention", _attention, _sample, terms=_terms, flops=_flops, local=_local,
+           one_dtype=True, rate="dropout_p"),
 )

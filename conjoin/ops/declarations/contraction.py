@@ -173,7 +173,7 @@ def _cubic(call: Call, sizes: Mapping[str, int]) -> float:
     return float(2 * call.tensors[0].num_elements * sizes["n"])
 
 
-_product = partial(OpSpec, flops=2)
+_product = partial(OpSpec, flops=2, one_dtype=True)
 
 OPS: tuple[OpSpec, ...] = (
     _product("linear", "... k, n k, n -> ... n", _linear_sample, terms="input weight + bias"),

@@ -28,6 +28,8 @@ def sized(call: Call) -> Indexed:
 
 def _arange(call: Call) -> Indexed:
     start, end, step = call["start"] or 0, call["end"], call["step"] or 1
+    if isinstance(end, bool):
+        raise NotationError(f"{call.op} is called with a truth value")
     counted = all(type(number) is int for number in (start, end, step))
     if not counted and (call["dtype"] or torch.float32).is_floating_point is False:
         raise NotationError(f"{call.op} of {start}, {end}, {step} in whole numbers cuts them off first")

@@ -9,6 +9,7 @@ from random import Random
 
 import torch
 
+from conjoin.ops.composites import OVERWRITE
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.sampling import Sample, boolean, complex_pair, integer, random_shape, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
@@ -176,13 +177,6 @@ _SELECTION = (
 )  # fmt: skip
 
 
-def _cast_terms(call: Call) -> str:
-    """Rounding to whole numbers or truth values is not linear; between floats it is, up to their precision."""
-    source, target = call["self"].dtype, call["dtype"] or (call["other"] or call["self"]).dtype
-    exact = target.is_floating_point or target.is_complex or not (source.is_floating_point or target == torch.bool)
-    return "self" if exact else ""
-
-
 def _beside(call: Call) -> str:
     """The second operand only lends its dtype."""
     x, other = (len(tensor.shape) for tensor in call.tensors)
@@ -196,19 +190,20 @@ def _beside_sample(rng: Random) -> Args:
 
 _DTYPES = (torch.float64, torch.float64, torch.int64, torch.bool)
 _same = partial(OpSpec, index="... -> ...", dtype=Dtype.FIRST, flops=0)
-_cast = partial(OpSpec, index="... -> ...", dtype=Dtype.FIRST, flops=0, terms=_cast_terms)
+_cast = partial(OpSpec, index="... -> ...", dtype=Dtype.FIRST, flops=0, terms="self")
 _IDENTITIES = (
     *_named("clone alias_copy lift_fresh_copy contiguous", _same("", terms="self")),
     _same("alias", view=True, terms="self"),
     _same("detach", view=True, smooth=False, terms="self"),
     _cast("_to_copy", sample={"dtype": (*_DTYPES, None)}, overloads=("to.dtype_layout",)),
     _cast("to.dtype", sample={"dtype": _DTYPES}),
-    OpSpec("type_as", _beside, _beside_sample, dtype=Dtype.LAST, flops=0, terms=_cast_terms, overloads=("to.other",),
+    OpSpec("type_as", _beside, _beside_sample, dtype=Dtype.LAST, flops=0, terms="self", overloads=("to.other",),
            constants=("other",)),
     _same("fill.Scalar", sample={"value": (0.5,)}, smooth=False),
     OpSpec("fill.Tensor", "..., -> ...", lambda rng: (real(*random_shape(rng)), real()), dtype=Dtype.FIRST, flops=0,
            terms="value"),
     _binary("copy", dtype=Dtype.FIRST, flops=0, terms="src", sample=_alike(2), smooth=False),
+    _binary(OVERWRITE, dtype=Dtype.FIRST, flops=0, terms="src", sample=_alike(2)),
 )  # fmt: skip
 
 _COMPLEX = (

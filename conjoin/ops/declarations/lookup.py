@@ -21,13 +21,20 @@ def names_but(rank: int, dim: int, special: str) -> str:
     return " ".join(special if i == dim else f"d{i}" for i in range(rank))
 
 
+def _check_dense(call: Call, name: str) -> None:
+    if call[name]:
+        raise NotationError(f"{call.op} with {name} has a sparse gradient, which cannot be summed over devices")
+
+
 def _embedding(call: Call) -> str:
     """Gradients scaled by how often a row is looked up need all addresses and all rows."""
+    _check_dense(call, "sparse")
     return "v! d, ...!@v -> ...! d" if call["scale_grad_by_freq"] else "v d, ...@v -> ... d"
 
 
 def _gather(call: Call) -> str:
     """Off the gathered dim the index may cover a part of the input only; then that dim is whole."""
+    _check_dense(call, "sparse_grad")
     dim = call.dim()
     shape, index = call["self"].shape, call["index"].shape
     plain = [n == m for n, m in zip(shape, index, strict=True)]

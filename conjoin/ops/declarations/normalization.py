@@ -28,6 +28,8 @@ def _batch_norm(call: Call) -> Indexed:
         if batch and call["running_mean"] is not None:
             raise NotationError("batch_norm in training writes to its running statistics")
         return Indexed(f"{x}{', c' * (len(call.tensors) - 1)} -> {x}")
+    if not batch and call.op.endswith("functional"):
+        raise NotationError(f"{call.op} out of training hands its running statistics on")
     saved = ["c", "c"] if batch else ["none", "none"]
     moved = ["c", "c"] if call.op.endswith("functional") else []
     return Indexed(f"{x}{', c' * (len(call.tensors) - 1)} -> {', '.join([x, *saved, *moved])}", (("none", 0),))
@@ -97,6 +99,8 @@ def _normalize_sample(rng: Random) -> Args:
 def _trailing(call: Call, outputs: str = "{x}") -> str:
     """The last dims, as many as `normalized_shape` has, are whole."""
     rank, width = len(call.tensors[0].shape), len(call["normalized_shape"])
+    if not width:
+        raise NotationError(f"{call.op} is called for no dim at all")
     x = " ".join(f"d{i}!" if i >= rank - width else f"d{i}" for i in range(rank))
     vector = " ".join(f"d{i}!" for i in range(rank - width, rank))
     stats = " ".join([f"d{i}" for i in range(rank - width)] + ["1"] * width)
@@ -164,7 +168,9 @@ def _instance_norm_sample(rng: Random) -> Args:
 
 
 def _weight_norm(call: Call) -> str:
-    """Norms over all dims but one."""
+    """Norms over all dims but one; to torch -1 is no dim."""
+    if call["dim"] == -1:
+        raise NotationError(f"{call.op} is called with dim -1, the norm of all")
     v, dim = call["v"].shape, call.dim()
     names = " ".join("k" if i == dim else f"d{i}!" for i in range(len(v)))
     norms = " ".join("k" if i == dim else "1" for i in range(len(v)))

@@ -7,6 +7,7 @@ from random import Random
 
 from conjoin.ops.declarations.convolution import KERNEL, OUT, each_dim
 from conjoin.ops.dtypes import Dtype
+from conjoin.ops.notation import NotationError
 from conjoin.ops.sampling import Sample, integer, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 
@@ -68,7 +69,9 @@ def _adaptive(outputs: int) -> Callable[[Call], Indexed]:
         dims = _num_dims(call.op)
         shape = call.tensors[0].shape
         lead = " ".join(f"d{i}" for i in range(len(shape) - dims))
-        target = each_dim(call["output_size"], dims)
+        target = call["output_size"]
+        if len(target) != dims:
+            raise NotationError(f"{call.op} is called for {len(target)} sizes, and makes {dims}")
         if all(n == 1 for n in target) and "avg" in call.op:
             averaged = " ".join(f"{name}~" for name in KERNEL[:dims])
             return Indexed(f"{lead} {averaged} -> {lead} {' '.join(['1'] * dims)}")

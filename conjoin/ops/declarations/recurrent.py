@@ -66,7 +66,7 @@ def _layer_sample(gates: int, states: int) -> Sample:
 
 
 _cells = partial(OpSpec, index=_cell, flops=_cell_flops, dtype=Dtype.FIRST)
-_layers = partial(OpSpec, index=_layer, flops=_layer_flops, dtype=Dtype.FIRST)
+_layers = partial(OpSpec, index=_layer, flops=_layer_flops, dtype=Dtype.FIRST, rate="dropout")
 
 OPS: tuple[OpSpec, ...] = (
     _cells("lstm_cell", sample=_cell_sample(4, 2)),

@@ -19,7 +19,7 @@ def reduce_over(mark: str, outputs: int = 1, *, empty: bool = True) -> Callable[
     """
 
     def write(call: Call) -> str:
-        dims = call.dims(empty=empty) if call.signature.position("dim") >= 0 else tuple(range(len(call.tensors[0].shape)))
+        dims = call.dims(empty=empty)
         names = [f"d{i}" for i in range(len(call.tensors[0].shape))]
         left = [name + mark if i in dims else name for i, name in enumerate(names)]
         kept = [("1" if call["keepdim"] else "") if i in dims else name for i, name in enumerate(names)]

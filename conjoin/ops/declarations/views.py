@@ -115,7 +115,7 @@ def _unsqueeze(call: Call) -> str:
 
 def _squeeze(call: Call) -> str:
     shape = call.tensors[0].shape
-    dropped = {i for i in call.dims() if shape[i] == 1} if shape else set()
+    dropped = {i for i in call.dims(empty=False) if shape[i] == 1} if shape else set()
     names = ["1" if i in dropped else f"d{i}" for i in range(len(shape))]
     return f"{' '.join(names)} -> {' '.join(name for name in names if name != '1')}"
 

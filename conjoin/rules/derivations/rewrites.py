@@ -7,17 +7,9 @@ from dataclasses import dataclass
 
 from conjoin.rules.derivations.equalities import Node
 from conjoin.rules.derivations.worlds import Place
-from conjoin.rules.operators import BY_NAME
 from conjoin.rules.parameters import is_any, parameters
+from conjoin.rules.pattern_matching import Pairs, match_parameters, matches, named
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, inputs_of, operators_in
-
-_DISTINCT = ("axis", "mesh")
-"""Two names of dims are two dims, and two names of mesh axes two axes."""
-
-
-def named(name: str, value: Parameter) -> str:
-    """Names of dims, of mesh axes and of numbers are kept apart."""
-    return f"{name if name in _DISTINCT else ''}:{value}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,58 +73,37 @@ class Matcher:
         present = self._roots.keys()
         for rewrite in rewrites:
             if rewrite.ops <= present:
-                for numbers, binding in self._match_roots(rewrite.sources, Binding({}, {})):
-                    yield rewrite, numbers, binding
+                for numbers, (bound, params) in self._match_roots(rewrite.sources, ({}, {})):
+                    inputs = {pattern.name: number for pattern, number in bound.items() if isinstance(pattern, Input)}
+                    yield rewrite, numbers, Binding(inputs, params)
 
-    def _match_roots(self, patterns: Sequence[Apply], binding: Binding) -> Iterator[tuple[tuple[int, ...], Binding]]:
+    def _match_roots(self, patterns: Sequence[Apply], known: _Known) -> Iterator[tuple[tuple[int, ...], _Known]]:
         if not patterns:
-            yield (), binding
+            yield (), known
             return
-        for number, node in self._roots[patterns[0].op]:
-            for found in self._match_node(patterns[0], node, binding):
-                for numbers, full in self._match_roots(patterns[1:], found):
-                    yield (number, *numbers), full
+        root = patterns[0]
+        for number, node in self._roots[root.op]:
+            for pairs, params in _opened(root, node, known[1]):
+                for found in matches(pairs, known[0], params, self._open):
+                    for numbers, full in self._match_roots(patterns[1:], found):
+                        yield (number, *numbers), full
 
-    def _match_node(self, pattern: Apply, node: Node, binding: Binding) -> Iterator[Binding]:
-        params = _match_params(pattern, node, binding.params)
-        if params is not None:
-            yield from self._match_args(pattern.args, node.args, Binding(binding.inputs, params))
-
-    def _match_args(self, patterns: Sequence[Expr], args: Sequence[int], binding: Binding) -> Iterator[Binding]:
-        if not patterns:
-            yield binding
-            return
-        for found in self._match(patterns[0], args[0], binding):
-            yield from self._match_args(patterns[1:], args[1:], found)
-
-    def _match(self, pattern: Expr, number: int, binding: Binding) -> Iterator[Binding]:
+    def _open(self, pattern: Expr, number: int, params: _Params) -> Iterator[tuple[Pairs[Expr, int], _Params]]:
         if isinstance(pattern, Input):
-            known = binding.inputs.get(pattern.name)
-            if known is None:
-                yield Binding({**binding.inputs, pattern.name: number}, binding.params)
-            elif known == number:
-                yield binding
+            yield (), params
             return
         for node in self._by_op[number].get(pattern.op, ()):
-            yield from self._match_node(pattern, node, binding)
+            yield from _opened(pattern, node, params)
 
 
-def _match_params(pattern: Apply, node: Node, known: Mapping[str, object]) -> Mapping[str, object] | None:
-    declared = BY_NAME[pattern.op].params
-    if not declared:
-        return known
-    params = dict(known)
-    for (name, wanted), value in zip(parameters(pattern), node.key[1:], strict=False):
-        if name == "groups" and not isinstance(wanted, int):
-            continue  # whatever fits
-        if is_any(name, wanted):
-            if (name, value) == ("pad", "same"):
-                return None  # as much as the kernel asks for, in each dim: no number
-            if params.setdefault(named(name, wanted), value) != value:
-                return None
-        elif not _is(name, wanted, value):
-            return None
-    return params if _are_apart(params) else None
+_Params = Mapping[str, object]
+_Known = tuple[Mapping[Expr, int], _Params]
+
+
+def _opened(pattern: Apply, node: Node, known: _Params) -> Iterator[tuple[Pairs[Expr, int], _Params]]:
+    params = match_parameters(pattern, node.key[1:], known, _is)
+    if params is not None:
+        yield tuple(zip(pattern.args, node.args, strict=True)), params
 
 
 def _is(name: str, wanted: Parameter, value: object) -> bool:
@@ -140,11 +111,3 @@ def _is(name: str, wanted: Parameter, value: object) -> bool:
     if isinstance(value, Place):
         return value.is_at(wanted)
     return wanted == value or (name == "pad" and wanted == "valid" and value == 0)
-
-
-def _are_apart(params: Mapping[str, object]) -> bool:
-    for kind in _DISTINCT:
-        values = [value for name, value in params.items() if name.startswith(f"{kind}:")]
-        if len(set(values)) < len(values):
-            return False
-    return True

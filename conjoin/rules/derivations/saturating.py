@@ -12,10 +12,11 @@ from heapq import heappop, heappush
 from itertools import count, product
 
 from conjoin.rules.derivations.equalities import Change, Equalities, Node, Reason
-from conjoin.rules.derivations.rewrites import Binding, Matcher, Rewrite, named
+from conjoin.rules.derivations.rewrites import Binding, Matcher, Rewrite
 from conjoin.rules.derivations.worlds import Key, Known, World, agree
 from conjoin.rules.operators import BY_NAME
 from conjoin.rules.parameters import is_any, parameters
+from conjoin.rules.pattern_matching import named
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, walk
 from conjoin.rules.trials.evaluating import Value
 

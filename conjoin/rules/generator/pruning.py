@@ -10,10 +10,12 @@ Expressions are nested tuples here: an operator's number and its operands, `(-1,
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
+
+from conjoin.rules.pattern_matching import Pairs, matches
 
 Term = tuple[Any, ...]
 """`(operator, *operands)`, or `(-1, i)` for an input."""
@@ -224,8 +226,8 @@ class Rewriter:
         for some in rules:
             for each in heads:
                 for source, target in some.get(each, ()):
-                    for binding in self._matches(source, term, {}):
-                        yield self.normal(_instance(target, binding))
+                    for bound, _ in matches(((source, term),), {}, None, self._open):
+                        yield self.normal(_instance(target, bound))
 
     def _heads_that_match(self, term: Term) -> list[Heads]:
         if is_input(term):
@@ -235,42 +237,26 @@ class Rewriter:
             found += [(each[0], *each[:0:-1]) for each in found]
         return sorted(set(found))
 
-    def _matches(self, pattern: Term, term: Term, binding: dict[int, Term]) -> Iterator[dict[int, Term]]:
+    def _open(self, pattern: Term, term: Term, state: None) -> Iterator[tuple[Pairs[Term, Term], None]]:
         if pattern[0] == INPUT:
-            known = binding.get(pattern[1])
-            if known is None:
-                yield {**binding, pattern[1]: term}
-            elif known == term:
-                yield binding
-            return
-        if pattern[0] != term[0]:
-            return
-        if len(pattern) == 2:
-            yield from self._matches(pattern[1], term[1], binding)
-        elif len(pattern) == 1:
-            yield binding
-        else:
-            for found in self._matches(pattern[1], term[1], binding):
-                yield from self._matches(pattern[2], term[2], found)
-            if pattern[0] in self.commutes:
-                for found in self._matches(pattern[1], term[2], binding):
-                    yield from self._matches(pattern[2], term[1], found)
+            yield (), None
+        elif pattern[0] == term[0]:
+            yield tuple(zip(pattern[1:], term[1:], strict=True)), None
+            if len(pattern) == 3 and pattern[0] in self.commutes:
+                yield ((pattern[1], term[2]), (pattern[2], term[1])), None
 
     def _is_instance(self, equation: Equation, known: Equation) -> bool:
         if len(known.left) != len(equation.left):
             return False
-        bindings: list[dict[int, Term]] = [{}]
         pairs = (*zip(known.left, equation.left, strict=True), *zip(known.right, equation.right, strict=True))
-        for pattern, term in pairs:
-            bindings = [found for binding in bindings for found in self._matches(pattern, term, binding)]
-        return bool(bindings)
+        return any(True for _ in matches(pairs, {}, None, self._open))
 
 
 def _heads(term: Term) -> Heads:
     return (term[0], *(operand[0] for operand in term[1:]))
 
 
-def _instance(pattern: Term, binding: dict[int, Term]) -> Term:
+def _instance(pattern: Term, bound: Mapping[Term, Term]) -> Term:
     if pattern[0] == INPUT:
-        return binding[pattern[1]]
-    return (pattern[0], *(_instance(arg, binding) for arg in pattern[1:]))
+        return bound[pattern]
+    return (pattern[0], *(_instance(arg, bound) for arg in pattern[1:]))

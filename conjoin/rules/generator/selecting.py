@@ -5,18 +5,20 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from conjoin.rules.definitions.proving import Verdict
-from conjoin.rules.deriving import Binding, Deriver, match
+from conjoin.rules.definitions.proving import Verdict, prove
+from conjoin.rules.deriving import Derivation, Deriver
 from conjoin.rules.generalizing import generalize
 from conjoin.rules.generator.enumeration import Progress
 from conjoin.rules.generator.forking import compute_alone, forked
 from conjoin.rules.judging import derive_checked
-from conjoin.rules.operators import BY_NAME
+from conjoin.rules.parameters import parameters
+from conjoin.rules.pattern_matching import Pairs, match_parameters, matches
 from conjoin.rules.patterns import Apply, Expr, Input, Rule, inputs_of, operators_in, walk
+from conjoin.rules.trials.refuting import find_beyond
 
 Prove = Callable[[Rule], Verdict]
 Outcome = tuple[Rule, Verdict]
@@ -54,7 +56,7 @@ def prove_all(rules: Sequence[Rule], prove: Prove, progress: Progress = print, w
     start = time.process_time()
     library = _Library()
     unproven: list[tuple[Rule, str]] = []
-    ordered = sorted(dict.fromkeys(rules), key=_by_size_and_numbers)
+    ordered = sorted(dict.fromkeys(rules), key=by_size_and_numbers)
     step = 1 if workers == 1 else _AT_ONCE * workers
     with _processes(workers, prove) as proven_of:
         for done in range(0, len(ordered), step):
@@ -92,7 +94,8 @@ def _set_prover(prove: Prove) -> None:
 
 
 def _prove_here(rule: Rule) -> Outcome:
-    return generalize(rule, _provers[0])
+    general, verdict = generalize(rule, _provers[0])
+    return general, replace(verdict, frame=None)  # which stays in its process
 
 
 def drop_instances(rules: Sequence[Rule]) -> tuple[Rule, ...]:
@@ -117,11 +120,11 @@ def drop_derived(rules: Sequence[Rule], most: int, progress: Progress = print, w
     one up, which no search would do. Nor has a rule to follow by way of constants that it is not about.
     """
     kept: list[Rule] = []
-    ordered = sorted(rules, key=_by_size_and_numbers)
+    ordered = sorted(rules, key=by_size_and_numbers)
 
     def follows(rule: Rule) -> bool:
         deriver = Deriver((other for other in kept if _may_explain(other, rule)), each_output=len(rule.left) == 1)
-        return derive_checked(rule, deriver, most) is not None
+        return derive_everywhere(rule, deriver, most, prove(rule).conditions) is not None
 
     done = 0
     while done < len(ordered):
@@ -137,6 +140,14 @@ def drop_derived(rules: Sequence[Rule], most: int, progress: Progress = print, w
     return tuple(kept)
 
 
+def derive_everywhere(rule: Rule, deriver: Deriver, most: int, when: Sequence[str]) -> Derivation | None:
+    """A derivation whose steps are proven wherever the rule holds, that is under its conditions."""
+    found = derive_checked(rule, deriver, most)
+    if found is None or find_beyond(rule, [one for one in found.conditions if one not in when], when) is not None:
+        return None
+    return found.steps
+
+
 def _may_explain(known: Rule, rule: Rule) -> bool:
     constants = {expr.op for expr in operators_in(*known.outputs) if not expr.args}
     allowed = {expr.op for expr in operators_in(*rule.outputs) if not expr.args}
@@ -148,7 +159,7 @@ def _keeps_inputs(rule: Rule) -> bool:
     return set(inputs_of(*rule.left)) == set(inputs_of(*rule.right)) and not (len(rule.left) > 1 and starts_anywhere)
 
 
-def _by_size_and_numbers(rule: Rule) -> tuple[int, int, int, str]:
+def by_size_and_numbers(rule: Rule) -> tuple[int, int, int, str]:
     """Small rules first, among them those with few concrete parameters and many inputs."""
     applied = operators_in(*rule.outputs)
     numbers = sum(isinstance(v, int) or v == "none" for expr in applied for _, v in expr.params)
@@ -193,21 +204,17 @@ def _is_instance(rule: Rule, general: Rule) -> bool:
     """Whether a rule is a more general one with some inputs or parameters made equal or known."""
     if len(rule.left) != len(general.left):
         return False
-    binding: Binding | None = Binding({}, {})
-    for pattern, expr in zip(_filled(general.outputs), _filled(rule.outputs), strict=True):
-        if binding is not None:
-            binding = match(pattern, expr, binding)
-    return binding is not None
+    pairs = tuple(zip(general.outputs, rule.outputs, strict=True))
+    nothing: Mapping[str, object] = {}
+    return any(True for _ in matches(pairs, {}, nothing, _opened))
 
 
-def _filled(outputs: Sequence[Expr]) -> tuple[Expr, ...]:
-    """With all parameters said."""
-
-    def fill(expr: Expr) -> Expr:
-        if isinstance(expr, Input):
-            return expr
-        said = dict(expr.params)
-        params = tuple((name, said.get(name, default)) for name, default in BY_NAME[expr.op].params)
-        return Apply(expr.op, params, tuple(map(fill, expr.args)))
-
-    return tuple(map(fill, outputs))
+def _opened(
+    pattern: Expr, expr: Expr, known: Mapping[str, object]
+) -> Iterator[tuple[Pairs[Expr, Expr], Mapping[str, object]]]:
+    if isinstance(pattern, Input):
+        yield (), known
+    elif isinstance(expr, Apply) and expr.op == pattern.op:
+        params = match_parameters(pattern, (value for _, value in parameters(expr)), known)
+        if params is not None:
+            yield tuple(zip(pattern.args, expr.args, strict=True)), params

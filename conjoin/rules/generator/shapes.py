@@ -166,7 +166,8 @@ def _linear(op: str, params: Params, x: Dims, weight: Dims) -> Dims | None:
 
 
 def _bias(op: str, params: Params, x: Dims, vector: Dims) -> Dims | None:
-    last = _merged(x[-1], vector[0]) if len(vector) == 1 and x else None
+    """Along rows: two vectors are added and multiplied as any two tensors are."""
+    last = _merged(x[-1], vector[0]) if len(vector) == 1 and len(x) > 1 else None
     return None if last is None else (*x[:-1], last)
 
 

@@ -15,8 +15,8 @@ from conjoin.rules.operators import BY_NAME
 from conjoin.rules.patterns import Apply, Parameter
 
 Sizes = Mapping[str, int]
-_ARITHMETIC = 2
-"""To be raised when `arithmetic.py` computes anything otherwise: states saved before are then not continued."""
+_ARITHMETIC = 3
+"""To be raised when `arithmetic.py` or `shapes.py` gives anything else: states saved before are then not continued."""
 
 
 @dataclass(frozen=True, slots=True)

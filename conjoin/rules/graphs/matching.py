@@ -25,6 +25,7 @@ from conjoin.rules.graphs.sizing import Misfit, Sizes, Sizing, named_axes, obser
 from conjoin.rules.graphs.terms import Literal, Reading, Term, Virtual, rank_of, shape_of
 from conjoin.rules.operators import BY_NAME
 from conjoin.rules.parameters import is_any
+from conjoin.rules.pattern_matching import Pairs, matches
 from conjoin.rules.patterns import Apply, Expr, Input, Rule, walk
 
 
@@ -56,16 +57,17 @@ Notes = list[tuple[int, str]]
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What is bound so far."""
+    """What is known so far beside what expressions are."""
 
-    terms: Mapping[Expr, Term]
     params: Mapping[str, Any]
     axes: Mapping[tuple[Expr, str], int]
     nodes: Mapping[Node, None]
+    fitted: int = 0
+    """How many operators fit."""
 
-    def with_term(self, expr: Expr, term: Term, nodes: tuple[Node, ...] = ()) -> _State:
-        more = {**self.nodes, **dict.fromkeys(nodes)} if nodes else self.nodes
-        return _State({**self.terms, expr: term}, self.params, self.axes, more)
+
+_Terms = Mapping[Expr, Term]
+_Found = tuple[_Terms, _State]
 
 
 class Matcher:
@@ -81,26 +83,25 @@ class Matcher:
 
     def matches(self, start: Term) -> Iterator[Match]:
         """All matches whose first output is a term."""
-        state = _State({}, dict(self.given), {}, {})
-        for found in self._outputs(0, start, state):
-            match = self._complete(found)
+        for terms, state in self._outputs(0, start, ({}, _State(dict(self.given), {}, {}))):
+            match = self._complete(terms, state)
             if match is not None:
                 yield match
 
-    def _outputs(self, place: int, term: Term, state: _State) -> Iterator[_State]:
+    def _outputs(self, place: int, term: Term, known: _Found) -> Iterator[_Found]:
         """Bind the output at a place to a term, then all later ones."""
         root = self.rule.left[place]
-        taken = [state.terms[other] for other in self.rule.left[:place] if other != root]
+        taken = [known[0][other] for other in self.rule.left[:place] if other != root]
         if term in taken or (self.apart and not all(self.index.are_apart(term, other) for other in taken)):
             return
-        for found in self._bind(root, term, state):
+        for found in matches(((root, term),), *known, self._open, self._note_two):
             if place + 1 == len(self.rule.left):
                 yield found
                 continue
-            for candidate in self._candidates(place + 1, found):
+            for candidate in self._candidates(place + 1, found[0]):
                 yield from self._outputs(place + 1, candidate, found)
 
-    def _candidates(self, place: int, state: _State) -> Iterator[Term]:
+    def _candidates(self, place: int, bound: _Terms) -> Iterator[Term]:
         """The terms that an output may be, climbing from what is bound."""
         way = self.ways[place]
         if way is None:
@@ -108,46 +109,36 @@ class Matcher:
             yield from self.index.by_op.get(root.op, ()) if isinstance(root, Apply) else ()
             return
         start, steps = way
-        terms: dict[Term, None] = {state.terms[start]: None}
+        terms: dict[Term, None] = {bound[start]: None}
         for op, position in steps:
             above = (self.index.by_operand.get((op, position, term), {}) for term in terms)
             terms = {term: None for found in above for term in found}
         yield from terms
 
-    def _bind(self, expr: Expr, term: Term, state: _State) -> Iterator[_State]:
-        bound = state.terms.get(expr)
-        if bound is not None:
-            if bound == term:
-                yield state
-            else:
-                self._note(state, lambda: f"{self._name(bound)} and {self._name(term)} stand for one {expr}")
-        elif isinstance(expr, Input):
-            yield state.with_term(expr, term)
-        else:
-            yield from self._bind_call(expr, term, state)
-
-    def _bind_call(self, expr: Apply, term: Term, state: _State) -> Iterator[_State]:
+    def _open(self, expr: Expr, term: Term, state: _State) -> Iterator[tuple[Pairs[Expr, Term], _State]]:
+        """Every reading of a term as the operator of an expression."""
+        if isinstance(expr, Input):
+            yield (), state
+            return
         found = readings_of(term)
         readings = found.by_op.get(expr.op, ())
         if not readings and self.notes is not None:
             why = found.misses.get(expr.op) or f"stands where the rule has {expr.op}"
             self._note(state, lambda: f"{self._name(term)} {why}")
+        nodes = (term.owner,) if isinstance(term, Value) and isinstance(term.owner, Node) else ()
         for reading in readings:
-            params = self._parameters(expr, term, reading, state)
-            if params is not None:
-                nodes = (term.owner,) if isinstance(term, Value) and isinstance(term.owner, Node) else ()
-                found_here = params.with_term(expr, term, (*nodes, *reading.also))
-                yield from self._bind_args(expr.args, reading.args, found_here)
+            fitting = self._parameters(expr, term, reading, state)
+            if fitting is not None:
+                read = {**state.nodes, **dict.fromkeys((*nodes, *reading.also))}
+                yield tuple(zip(expr.args, reading.args, strict=True)), _State(*fitting, read, state.fitted + 1)
 
-    def _bind_args(self, exprs: tuple[Expr, ...], terms: tuple[Term, ...], state: _State) -> Iterator[_State]:
-        if not exprs:
-            yield state
-            return
-        for found in self._bind(exprs[0], terms[0], state):
-            yield from self._bind_args(exprs[1:], terms[1:], found)
+    def _note_two(self, expr: Expr, one: Term, other: Term, state: _State) -> None:
+        self._note(state, lambda: f"{self._name(one)} and {self._name(other)} stand for one {expr}")
 
-    def _parameters(self, expr: Apply, term: Term, reading: Reading, state: _State) -> _State | None:
-        """The state with named parameters bound; None where the call has others than the rule."""
+    def _parameters(
+        self, expr: Apply, term: Term, reading: Reading, state: _State
+    ) -> tuple[Mapping[str, Any], Mapping[tuple[Expr, str], int]] | None:
+        """Named parameters and dims with those of a call bound; None where it has others than the rule."""
         params, axes = dict(state.params), dict(state.axes)
         asked = {**defaults_of(expr.op), **dict(expr.params)}
         for name, value in reading.params:
@@ -161,7 +152,7 @@ class Matcher:
                 self._note(state, _other(self._name(term), name, value, params.get(asked[name], asked[name])))
             if not fits:
                 return None
-        return _State(state.terms, params, axes, state.nodes)
+        return params, axes
 
     def _axis(self, expr: Apply, rank: int, dim: int, axes: dict[tuple[Expr, str], int]) -> bool:
         """Whether a dim is the one that a rule means: by number, or any by name."""
@@ -172,30 +163,30 @@ class Matcher:
             return axes.setdefault((on, str(asked)), dim) == dim
         return isinstance(asked, int)
 
-    def _complete(self, state: _State) -> Match | None:
+    def _complete(self, terms: _Terms, state: _State) -> Match | None:
         """The match, when regions, dtypes and sizes fit too."""
         try:
-            hosts = self._hosts(state)
+            hosts = self._hosts(terms)
             owners = (host.value.owner for _, each in hosts for host in each)
             nodes = dict.fromkeys((*state.nodes, *(owner for owner in owners if isinstance(owner, Node))))
             _check_regions(nodes)
-            _check_dtypes(self.rule, state.terms)
+            _check_dtypes(self.rule, terms)
             _check_meshes(self.rule, state.params)
             axes = {**state.axes, **self._given_axes(state)}
-            shapes = {expr: shape_of(term) for expr, term in state.terms.items()}
+            shapes = {expr: shape_of(term) for expr, term in terms.items()}
             sizes = self.sizing.solve(shapes, state.params, axes)
         except Misfit as misfit:
             if self.notes is not None:  # all operators fit, and so nothing is nearer
-                self.notes.append((len(state.terms), str(misfit)))
+                self.notes.append((len(terms), str(misfit)))
             return None
         named = {**sizes.named, **{name: dim for (_, name), dim in axes.items()}}
-        inputs = tuple((e.name, term) for e, term in state.terms.items() if isinstance(e, Input))
-        outputs = tuple(state.terms[root] for root in self.rule.left)
+        inputs = tuple((e.name, term) for e, term in terms.items() if isinstance(e, Input))
+        outputs = tuple(terms[root] for root in self.rule.left)
         params = tuple(sorted({**state.params, **named}.items()))
         return Match(self.original, self.rule, outputs, inputs, params, tuple(nodes), sizes, hosts)
 
-    def _hosts(self, state: _State) -> tuple[tuple[Virtual, tuple[Host, ...]], ...]:
-        virtual = [t for root in self.rule.left if isinstance(t := state.terms[root], Virtual)]
+    def _hosts(self, terms: _Terms) -> tuple[tuple[Virtual, tuple[Host, ...]], ...]:
+        virtual = [t for root in self.rule.left if isinstance(t := terms[root], Virtual)]
         return tuple((term, self.index.hosts(term)) for term in virtual)
 
     def _given_axes(self, state: _State) -> dict[tuple[Expr, str], int]:
@@ -210,7 +201,7 @@ class Matcher:
 
     def _note(self, state: _State, reason: Callable[[], str]) -> None:
         if self.notes is not None:
-            self.notes.append((sum(isinstance(expr, Apply) for expr in state.terms), reason()))
+            self.notes.append((state.fitted, reason()))
 
 
 def _fit(asked: Any, value: Any, name: str, params: dict[str, Any]) -> bool:

@@ -2,8 +2,8 @@
 
 The right side is emitted as calls on what the inputs are bound to; everything that read an output of the match reads
 the new one. What nothing reads any more is gone; all else is as it was, in the order it had, as far as the new calls
-let it. Random draws keep their order always. A subexpression of weights alone (two of them concatenated) is computed
-in every step like all others.
+let it. Random draws keep their order always, and what they are drawn for its order in memory. A subexpression of
+weights alone (two of them concatenated) is computed in every step like all others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,21 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import cast
 
-from conjoin.ir import Graph, LayoutError, Leaf, Node, Result, Source, Value, is_random, make_node
+from conjoin.ir import (
+    Graph,
+    LayoutError,
+    Leaf,
+    Node,
+    Result,
+    Source,
+    Value,
+    add_strides,
+    is_random,
+    looks_at_order,
+    make_node,
+    orders_looked_at,
+    strides_in,
+)
 from conjoin.ops import map_tensors
 from conjoin.rules.graphs.binding import Refused
 from conjoin.rules.graphs.emitting import Emitter
@@ -128,7 +142,21 @@ def _rebuilt(graph: Graph, rule: Rule, changes: Sequence[_Change]) -> Graph:
     made = _Program(graph, added, replaced, frozenset().union(*(change.bare for change in changes))).rebuild()
     if set(inputs_of(*rule.left)) - set(inputs_of(*rule.right)):
         _check_parameters(graph, made)
+    if any(map(looks_at_order, graph.nodes)):
+        _check_order(graph, made, changes)
     return graph if made == graph else made
+
+
+def _check_order(before: Graph, after: Graph, changes: Sequence[_Change]) -> None:
+    """The same values may lie in memory in another order, and what is drawn for them behind then goes to others."""
+    for channels_last in (False, True):
+        found = dict(strides_in(before, channels_last))
+        for change in changes:
+            add_strides(found, change.added)
+        if all(found[old] == found[new] for change in changes for old, new in change.replaced.items()):
+            continue
+        if orders_looked_at(before, channels_last) != orders_looked_at(after, channels_last):
+            raise Refused("a random draw or an opaque call behind it would meet its elements in another order")
 
 
 def _check_parameters(before: Graph, after: Graph) -> None:
@@ -199,6 +227,8 @@ class _Program:
             added, node = item
             place = first if added else places[node]
             new = node if place < first else self._remade(item, current)
+            while new in kept and _facts(node)[1]:  # two draws from what has become one tensor are still two
+                new = make_node(new.op, new.args, new.types, occurrence=new.occurrence + 1, pinned=new.pinned)
             if new is not node:
                 current.update(zip(((added, v) for v in node.outputs()), new.outputs(), strict=True))
             kept.setdefault(new, sources[place])

@@ -127,8 +127,8 @@ class Scaling:
 
     def _scaled(self, kept: set[Key], sizes: Iterator[int]) -> dict[Key, Fraction]:
         products = [(self._find(whole), [self._find(part) for part in parts]) for whole, parts in self._products]
-        windows = [(self._find(whole), self._find(count), *how) for whole, count, *how in self._windows]
-        made = {whole for whole, _ in products} | {count for whole, count, *_ in windows if whole != count}
+        windows = [(self._find(whole), self._find(count), how, size) for whole, count, how, size in self._windows]
+        made = {whole for whole, _ in products} | {count for whole, count, _, _ in windows if whole != count}
         reach: dict[Key, int] = {}
         for whole, _, how, kernel in windows:
             reach[whole] = max(reach.get(whole, 0), how.stride * how.dilation * kernel)

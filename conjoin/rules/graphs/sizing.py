@@ -75,11 +75,10 @@ class _Places:
 class Sizing:
     """How the sizes of a rule hang together."""
 
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
-        self._frame = Frame(rule)
-        self._frame.build()
-        self.right = tuple(walk(*rule.right))
+    def __init__(self, frame: Frame) -> None:
+        """From the frame of a proof, in which all tensors are defined."""
+        self.rule, self._frame = frame.rule, frame
+        self.right = tuple(walk(*frame.rule.right))
         self._classes = tuple(dict.fromkeys(dim.find() for dim in self._frame.dims.every))
 
     @property
@@ -289,13 +288,18 @@ def _words(size: Shape) -> str:
 def sizing_of(rule: Rule) -> Sizing | str:
     """How the sizes of a rule hang together; or why that is not known.
 
-    A rule that does not say how many groups its convolutions have is about all of them only if it was proven so.
+    A rule that does not say how many groups its convolutions have is about all of them only if it was proven so. Most
+    rules are proven with the sizes of their left side settled first, and there the proof need not be made again.
     """
     single = with_groups(rule, 1)
+    form = single if single != rule and _needs_one_group(rule) else rule
     try:
-        return Sizing(single if single != rule and _needs_one_group(rule) else rule)
+        frame = Frame(form)
+        frame.build()
     except (IllFormed, NotCovered) as error:
-        return str(error)
+        proven = prove(form).frame
+        return str(error) if proven is None else Sizing(proven)
+    return Sizing(frame)
 
 
 def _needs_one_group(rule: Rule) -> bool:

@@ -56,9 +56,10 @@ def _stored_split(
             "again for the backward pass. Leave one of them out."
         )
     storage = {}
+    last = mesh.rank_at({axis: mesh.sizes[axis] - 1 for axis in groups["tp"].axes})  # its pieces are the smallest
     for leaf in facts.parameters():
         used = make_layout((axis, flow.leaves[leaf]) for axis in groups["tp"].axes)
-        piece = TensorType(region_shape(region_of(leaf.type.shape, used, mesh, 0)), leaf.type.dtype)
+        piece = TensorType(region_shape(region_of(leaf.type.shape, used, mesh, last)), leaf.type.dtype)
         storage[leaf] = make_layout((*used, *split_storage(piece, groups["dp"], mesh)))
     if "fsdp" not in request.flags or groups["dp"].degree == 1:
         return {"storage": storage}

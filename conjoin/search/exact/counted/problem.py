@@ -28,7 +28,7 @@ from conjoin.search.exact.storage import Storages
 from conjoin.search.exact.tables import Factor
 from conjoin.sim import Skeleton
 
-MAX_CHOICES = 400
+MAX_CHOICES = 480
 """Of an operator, beyond which tables of two of them take too long."""
 MAX_ENTRIES = 1 << 25
 """Of the largest sum of tables that is gone through."""

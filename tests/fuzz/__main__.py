@@ -1,0 +1,93 @@
+"""Many random models: `python -m tests.fuzz --count 20000 --workers 16 --seed-from 0 --out findings.jsonl`.
+
+Every finding is a line of the file. Seeds that it has already are not drawn again, so a run that was stopped goes on.
+Each model has a time limit, and one that ends its worker is a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.fuzz.comparing import examine
+
+LIMIT = 120
+"""Seconds for a model."""
+
+
+def _stop(*_: Any) -> None:
+    raise TimeoutError(f"not done after {LIMIT} s")
+
+
+def _examine(seed: int) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, _stop)
+    signal.alarm(LIMIT)
+    try:
+        return asdict(examine(seed))
+    except Exception as error:  # whatever goes wrong is what is looked for
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        told = f"{type(error).__name__}: {str(error)[:300]} at {place.filename}:{place.lineno}"
+        return {"seed": seed, "error": told}
+    finally:
+        signal.alarm(0)
+
+
+def _known(path: Path) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        yield from map(json.loads, path.read_text().splitlines())
+
+
+def _figures(found: list[dict[str, Any]], seconds: float) -> str:
+    rules: Counter[str] = Counter()
+    for finding in found:
+        rules.update(finding.get("rules", {}))
+    plans = 3 * sum("error" not in f and not f["refused"] for f in found)
+    lines = [
+        f"{len(found)} models, {seconds / max(len(found), 1):.2f} s each on the wall",
+        f"{sum(bool(f.get('refused')) for f in found)} refused by capture",
+        f"{sum(f.get('splits', 0) for f in found)} of {plans} plans split something (a third is for one device), "
+        f"{sum(f.get('rewrites', 0) for f in found)} have a substitution, {len(rules)} different rules",
+        f"largest difference: {max((f.get('worst', 0.0) for f in found), default=0.0):.3g} of what is allowed",
+    ]
+    wrong = [f for f in found if f.get("fault") or f.get("error")]
+    lines += [f"{len(wrong)} differ or fail"]
+    return "\n".join([*lines, *(f"  seed {f['seed']}: {f.get('fault') or f.get('error')}" for f in wrong)])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--seed-from", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("findings.jsonl"))
+    given = parser.parse_args()
+    wanted = range(given.seed_from, given.seed_from + given.count)
+    known = {f["seed"]: f for f in _known(given.out) if f["seed"] in wanted}
+    start = time.perf_counter()
+    context = multiprocessing.get_context("fork")
+    with context.Pool(given.workers, maxtasksperchild=200) as pool, given.out.open("a") as file:
+        for finding in pool.imap_unordered(_examine, [seed for seed in wanted if seed not in known]):
+            known[finding["seed"]] = finding
+            file.write(json.dumps(finding) + "\n")
+            file.flush()
+    print(_figures(list(known.values()), time.perf_counter() - start))
+    return int(any(f.get("fault") or f.get("error") for f in known.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""A drawn model trained plainly and by plans for 1, 2 and 4 devices: loss, gradients, weights and buffers.
+
+How far apart two right runs may be is measured, not guessed: the plain model is run again with every result of
+arithmetic moved by at most one unit in its last place (`conjoin.runtime.precision`), forward and backward. What a plan
+differs by may be `FACTOR` times what these runs differ by, and `FLOOR` units in the last place of the coarsest dtype of
+the model, relative to the tensor's largest element; a gradient that cancels to nothing is compared with a thousandth of
+the largest gradient and of the loss.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conjoin.cost import CostModel
+from conjoin.errors import CaptureError
+from conjoin.frontends import capture
+from conjoin.ir import Graph, Plan
+from conjoin.machine import DeviceType, Link, Machine, NodeKind
+from conjoin.runtime.parallel import ParallelModule
+from conjoin.runtime.precision import Rounded
+from conjoin.runtime.storage import Store
+from conjoin.runtime.threads import run_ranks
+from conjoin.search import Wish, find_plan
+from tests.fuzz.programs import Program
+from tests.fuzz.random_models import draw
+
+DEVICES = (1, 2, 4)
+NUM_STEPS, NUM_ROUNDINGS = 2, 3
+FACTOR, FLOOR = 128.0, 32.0
+LEARNING_RATE = 0.05
+SEED = 17
+Batches = list[tuple[Tensor, ...]]
+STEPS = 16
+"""Of a search."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a seed came to: how far a plan was from the plain model in units of what it may be, or what went wrong."""
+
+    seed: int
+    refused: str = ""
+    """Why capture does not take it."""
+    fault: str = ""
+    worst: float = 0.0
+    """Of what is allowed."""
+    splits: int = 0
+    """Plans in which something is split."""
+    rewrites: int = 0
+    """Plans with a substitution."""
+    rules: Counter[str] = field(default_factory=Counter)
+
+
+def machine_of(num_devices: int) -> Machine:
+    """Slow devices with quick links and calls: small models are worth splitting and rewriting."""
+    device = DeviceType("slow", "cpu", 2**30, 2e6, (("float32", 2e6),), overhead_seconds=1e-9)
+    links = [Link((str(i), "hub"), 1e12, 1e-9) for i in range(num_devices)] if num_devices > 1 else []
+    node = NodeKind("slow", 1, (device,) * num_devices, tuple(links), ("hub",) if links else ())
+    return Machine(f"slow-{num_devices}", 1, num_devices, "cpu", nodes=(node,))
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        yield
+
+
+def _steps(module: nn.Module, batches: Batches) -> dict[str, Tensor | None]:
+    """Train on these batches."""
+    found: dict[str, Tensor | None] = {}
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=LEARNING_RATE, momentum=0.9)
+    for step, batch in enumerate(batches):
+        optimizer.zero_grad()
+        loss = module(*(x.clone() for x in batch))
+        loss.backward()
+        found[f"loss of step {step}"] = loss.detach()
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            found[f"gradient of {name} in step {step}"] = None if parameter.grad is None else parameter.grad.clone()
+        optimizer.step()
+    found |= {name: p.detach() for name, p in module.named_parameters(remove_duplicate=False)}
+    return found | {name: b.detach() for name, b in module.named_buffers(remove_duplicate=False)}
+
+
+def _plainly(model: nn.Module, batches: Batches, rounding: int | None = None) -> dict[str, Tensor | None]:
+    with _seeded():
+        if rounding is None:
+            return _steps(copy.deepcopy(model), batches)
+        with Rounded(rounding):
+            return _steps(copy.deepcopy(model), batches)
+
+
+def _by_plan(plan: Plan, model: nn.Module, batches: Batches) -> Iterator[tuple[int, dict[str, Any]]]:
+    """What every rank has, with the region of the whole it is."""
+
+    def train(ranks: Any) -> dict[str, Any]:
+        store = Store(plan, ranks.rank, ranks.device)
+        store.fill(model)
+        module = ParallelModule(plan, store, ranks, exact_seed=SEED)
+        found: dict[str, Any] = {}
+        for name, tensor in _steps(module, batches).items():
+            own = name.removeprefix("gradient of ").partition(" in step ")[0]
+            found[name] = tensor, (lambda shape, own=own: store.region(own, shape))
+        return found
+
+    with torch.random.fork_rng(devices=[]):
+        yield from enumerate(run_ranks(plan.mesh, train))
+
+
+def _apart(mine: Tensor | None, theirs: Tensor | None) -> float:
+    """The largest difference; infinite where one is missing or no number and the other is not."""
+    if mine is None or theirs is None:
+        return 0.0 if mine is theirs else torch.inf
+    if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return torch.inf
+    a, b = mine.double(), theirs.double()
+    off = (a - b)[~((a == b) | (a.isnan() & b.isnan()))].abs()
+    if not off.numel():
+        return 0.0
+    return off.max().item() if off.isfinite().all() else torch.inf
+
+
+def _largest(tensor: Tensor | None) -> float:
+    return tensor.double().abs().max().item() if tensor is not None and tensor.numel() else 0.0
+
+
+@dataclass(slots=True)
+class Comparison:
+    """The plain runs of a model, and what plans may differ from them by."""
+
+    plain: dict[str, Tensor | None]
+    allowed: dict[str, float]
+
+    @staticmethod
+    def of(model: nn.Module, batches: Batches, coarsest: float) -> Comparison:
+        plain = _plainly(model, batches)
+        apart = [_plainly(model, batches, rounding) for rounding in range(NUM_ROUNDINGS)]
+        gradients = max((_largest(x) for name, x in plain.items() if name.startswith("gradient")), default=0.0)
+        small, allowed = 1e-3 * max(gradients, _largest(plain["loss of step 0"])), {}
+        for name, tensor in plain.items():
+            noise = max(_apart(run[name], tensor) for run in apart)
+            scale = max(_largest(tensor), small if name.startswith("gradient") else 1e-3)
+            allowed[name] = FACTOR * noise + FLOOR * coarsest * scale
+        return Comparison(plain, allowed)
+
+    def worst(self, plan: Plan, model: nn.Module, batches: Batches) -> tuple[float, str]:
+        """The largest difference of a plan in units of what is allowed, and where it is."""
+        worst, where = 0.0, ""
+        for rank, found in _by_plan(plan, model, batches):
+            for name, (tensor, region) in found.items():
+                theirs = self.plain.get(name)
+                if theirs is not None and not name.startswith("loss"):
+                    theirs = theirs[tuple(slice(*span) for span in region(tuple(theirs.shape)))]
+                off = _apart(tensor, theirs) / max(self.allowed.get(name, 0.0), 1e-300)
+                if off > worst:
+                    worst, where = off, f"{name} on rank {rank} of {plan.mesh.size}"
+        return worst, where
+
+
+def _coarsest(graph: Graph) -> float:
+    """The unit in the last place of the coarsest dtype that anything is computed in."""
+    types = [t for node in graph.nodes for t in node.types] + [leaf.type for leaf in graph.leaves]
+    return max(torch.finfo(t.dtype).eps for t in types if t.dtype.is_floating_point)
+
+
+def _splits(plan: Plan) -> bool:
+    return any(t.layout for node in plan.graph.nodes for t in node.types)
+
+
+def examine(seed: int, steps: int = STEPS) -> Finding:
+    """Draw the model of a seed, plan it for 1, 2 and 4 devices and compare all of them with the plain model."""
+    return examine_program(draw(seed), steps)
+
+
+def examine_program(program: Program, steps: int = STEPS) -> Finding:
+    seed = program.seed
+    model, batch = program.build()
+    batches = [_redrawn(program, i) for i in range(NUM_STEPS)]
+    logging.getLogger("conjoin").setLevel(logging.ERROR)
+    try:
+        graph = capture(copy.deepcopy(model), batch)
+    except CaptureError as error:
+        return Finding(seed, refused=str(error))
+    compared = Comparison.of(model, batches, _coarsest(graph))
+    worst, splits, rewrites, rules = 0.0, 0, 0, Counter[str]()
+    for num_devices in DEVICES:
+        wish = Wish(budget=60.0, steps=steps, seed=seed, optimizer="sgd")
+        plan = find_plan(graph, machine_of(num_devices), CostModel([]), wish).plan
+        splits, rewrites = splits + _splits(plan), rewrites + bool(plan.substitutions)
+        rules.update(substitution.name for substitution in plan.substitutions)
+        off, where = compared.worst(plan, model, batches)
+        worst = max(worst, off)
+        if off > 1:
+            used = ", ".join(dict.fromkeys(s.name for s in plan.substitutions))
+            fault = f"{where}: {off:.3g} times what is allowed; substitutions: {used or 'none'}"
+            return Finding(seed, "", fault, worst, splits, rewrites, rules)
+    return Finding(seed, "", "", worst, splits, rewrites, rules)
+
+
+def _redrawn(program: Program, step: int) -> tuple[Tensor, ...]:
+    """A batch of the same kind with other values."""
+    torch.manual_seed(1_000 + step)
+    return program.batch()

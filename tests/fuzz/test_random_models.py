@@ -1,0 +1,87 @@
+"""Random models train by plans as they do plainly; and the comparison sees what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from conjoin.runtime.parallel import ParallelModule
+from tests.fuzz import comparing
+from tests.fuzz.comparing import examine, examine_program
+from tests.fuzz.programs import Program
+from tests.fuzz.random_models import draw
+
+NUM_SEEDS, CHUNK = 200, 10
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, CHUNK))
+@pytest.mark.filterwarnings("ignore")
+def test_random_models_train_as_they_do_plainly(first: int) -> None:
+    """On 1, 2 and 4 devices; `python -m tests.fuzz` looks at as many as there is time for."""
+    for seed in range(first, first + CHUNK):
+        found = examine(seed)
+        assert not found.fault, f"seed {seed}: {found.fault}\n{draw(seed).text}"
+
+
+def test_a_seed_always_draws_the_same_program() -> None:
+    torch.rand(3)
+    assert draw(5) == draw(5) and draw(5).text != draw(6).text
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_plans_split_and_rewrite() -> None:
+    """Where they did not, nothing would be compared."""
+    found = [examine(seed) for seed in range(3)]
+    assert sum(f.splits for f in found) >= 4 and all(f.worst < 1 for f in found)
+
+
+@pytest.mark.parametrize("what", ["gradient", "loss", "buffer"])
+def test_what_is_wrong_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Program(0, SMALL)
+    assert not examine_program(program).fault
+    right = ParallelModule.__init__
+
+    def spoiled(self: ParallelModule, *args: Any, **kwargs: Any) -> None:
+        right(self, *args, **kwargs)
+        if what == "gradient":
+            self.get_parameter("l.weight").register_hook(lambda gradient: gradient * 1.001)
+        elif what == "loss":
+            self.register_forward_hook(lambda *given: given[2] + 1e-3)
+        else:
+            self.register_forward_hook(lambda module, *_: module.n.running_mean.add_(1e-3) and None)
+
+    monkeypatch.setattr(comparing.ParallelModule, "__init__", spoiled)
+    fault = examine_program(program).fault
+    name = {"gradient": "gradient of l.weight", "loss": "loss of step", "buffer": "n.running_mean"}[what]
+    assert name in fault
+
+
+SMALL = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.l = nn.Linear(6, 8)
+        self.n = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.n(self.l(x)).pow(3).mean()
+
+
+def batch():
+    return (torch.randn(12, 6),)
+"""
