@@ -96,12 +96,14 @@ def _is_of_use(rule: Rule) -> bool:
 
     Of the latter those of one or two operators say that operands may be exchanged or grouped otherwise; larger ones
     rearrange what costs the same. Nor such that no graph has either side: constants are written and not found, and what
-    the other side does not say cannot be made up.
+    the other side does not say cannot be made up. But what a constant is, is said by a side without operators.
     """
     zeros = any(expr.op == "sub" and expr.args[0] == expr.args[1] for expr in operators_in(*rule.outputs))
     alike = all(_is_alike(one, other) for one, other in zip(rule.left, rule.right, strict=True))
     ways = rewrites_of(rule, each_output=False)
     found = any(all(expr.args for expr in operators_in(*way.sources)) for way in ways)
+    found |= any(not expr.args for side in (rule.left, rule.right) for expr in side if isinstance(expr, Apply))
+    found |= any(isinstance(expr, Input) for expr in rule.right)
     return found and not zeros and not (alike and len(operators_in(*rule.left)) > _EXCHANGES)
 
 

@@ -55,8 +55,8 @@ def test_what_only_moves_inputs_is_of_use_where_it_is_small() -> None:
     ("left", "right", "is_of_use"),
     [
         ("add(x, matmul(x, y))", "matmul(x, add(y, identity))", True),
-        ("conv[groups=1](x, identity_kernel[kernel=r])", "x", False),
-        ("transpose(identity)", "identity", False),
+        ("conv[groups=1](x, identity_kernel[kernel=r])", "x", True),
+        ("transpose(identity)", "identity", True),
         ("mul(concat[axis=0](identity_kernel[kernel=r], x), concat[axis=0](identity_kernel[kernel=r], y))",
          "concat[axis=0](identity_kernel[kernel=r], mul(x, y))", False),
         ("split[axis=a, part=0](add(concat[axis=a](x, y), concat[axis=a](z, y)))",
@@ -64,7 +64,7 @@ def test_what_only_moves_inputs_is_of_use_where_it_is_small() -> None:
         ("transpose(transpose(x))", "x", True),
     ],
 )  # fmt: skip
-def test_what_no_graph_has_is_of_no_use(left: str, right: str, is_of_use: bool) -> None:
+def test_what_no_graph_has_is_of_use_where_it_says_what_a_constant_is(left: str, right: str, is_of_use: bool) -> None:
     assert _is_of_use(parse_rule("", left, right)) is is_of_use
 
 

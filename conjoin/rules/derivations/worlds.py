@@ -189,11 +189,15 @@ def find_world(goal: Rule, when: Sequence[str] = ()) -> World | None:
 
 
 def _likeness(instance: Instance) -> tuple[bool, int]:
-    """How many sizes are 1 or the same as another one, and how few dims there are: a rule is one for any number."""
+    """How many sizes are 1 or the same as another one, and how few dims there are: a rule is one for any number.
+
+    Before that whether it is too large, or on a single device, where all layouts are the same.
+    """
     sizes = [size for value in instance.inputs.values() for size in value.shape]
     numbers = list(instance.setting.numbers.values())
     alike = len(sizes) - len(set(sizes)) + 3 * sizes.count(1) + 2 * numbers.count(1)
-    return instance.num_elements > _MOST_ELEMENTS, alike - _DIM * len(sizes)
+    is_useless = instance.num_elements > _MOST_ELEMENTS or 1 in instance.setting.meshes.values()
+    return is_useless, alike - _DIM * len(sizes)
 
 
 def _world(instance: Instance) -> World | None:
