@@ -140,7 +140,7 @@ def _rebuilt(graph: Graph, rule: Rule, changes: Sequence[_Change]) -> Graph:
         raise Refused("an output that is an input stays what it was for one match only")
     added = tuple(node for change in changes for node in change.added)
     made = _Program(graph, added, replaced, frozenset().union(*(change.bare for change in changes))).rebuild()
-    if set(inputs_of(*rule.left)) - set(inputs_of(*rule.right)):
+    if len(rule.left) > 1 or set(inputs_of(*rule.left)) - set(inputs_of(*rule.right)):
         _check_parameters(graph, made)
     if any(map(looks_at_order, graph.nodes)):
         _check_order(graph, made, changes)
