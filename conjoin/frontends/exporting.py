@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
@@ -37,7 +37,6 @@ from conjoin.frontends.torch_private import (
 from conjoin.ir import Source, Structure, describe_tree, spec_of, unflatten_tree
 
 Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,10 +264,10 @@ def export(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None) -> E
         memory |= _state_by_memory(model)
     step = _Step(model, loss, rebuild, record)
     traced = _trace(step, tuple(tensors))
-    if without_values and has_cuda_autocast(traced.program):
-        with autocast_as_on_cuda():
-            traced = _trace(step, tuple(tensors))
-    program, updates, problems, idle = _settle(traced, named)
+    for_cuda = bool(without_values) and has_cuda_autocast(traced.program)
+    with autocast_as_on_cuda() if for_cuda else nullcontext():
+        traced = _trace(step, tuple(tensors)) if for_cuda else traced
+        program, updates, problems, idle = _settle(traced, named)
     outputs, output_structure, reassigned, changed = seen[-1]
     kept, dropped = _plain(outputs, output_structure)
     return Exported(

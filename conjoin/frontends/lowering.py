@@ -12,29 +12,22 @@ import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
 from torch._ops import OpOverload
 
+from conjoin.frontends.canonical_forms import IDENTITY, Refused, canonical, unused
 from conjoin.frontends.exporting import Exported
 from conjoin.frontends.loss_output import find_loss
 from conjoin.frontends.problems import LOSS_PREFIX, MODEL_PREFIX, Problem, source_of
-from conjoin.frontends.regions import CASTS
 from conjoin.frontends.torch_private import PINNED, InputKind, OutputKind, memory_of
-from conjoin.ir import MAX_CONSTANT_BYTES, Graph, GraphBuilder, Leaf, LeafKind, Node, Result, Source, Value, make_leaf
+from conjoin.ir import MAX_CONSTANT_BYTES, Graph, GraphBuilder, LeafKind, Node, Result, Source, Value, make_leaf
 from conjoin.ops import (
-    EMBEDDING_BAG,
     OPAQUE,
-    OVERWRITE,
-    RAGGED_EMBEDDING_BAG,
-    STRIDED_VIEW,
-    STRIDED_WRITE,
     Call,
     TensorType,
     bind_args,
-    find_spec,
     map_tensors,
     operator_name,
     output_types,
     signature,
     spec_for,
-    walk_tensors,
     why_opaque,
 )
 
@@ -45,19 +38,16 @@ _CHECKS = (
     "_assert_scalar",
     "sym_constrain_range_for_size",
 )
-_BAG_MODES = ("sum", "mean", "max")
-
-
-class _Refused(Exception):
-    """A call in a form that cannot be captured; says what to do."""
+_UPDATES = "_native_batch_norm_legit_functional"
+"""Batch norm in training, which gives its buffers anew."""
 
 
 def tensor_type(value: Any) -> TensorType:
     """The type of a (fake) tensor."""
     if not isinstance(value, Tensor):
-        raise _Refused(f"it returns a {type(value).__name__}, and a graph holds tensors only")
+        raise Refused(f"it returns a {type(value).__name__}, and a graph holds tensors only")
     if not all(isinstance(size, int) for size in value.shape):
-        raise _Refused("the shape of its result depends on tensor values: use fixed shapes")
+        raise Refused("the shape of its result depends on tensor values: use fixed shapes")
     return TensorType(tuple(value.shape), value.dtype)
 
 
@@ -196,10 +186,10 @@ class Lowering:
                 op, fx.node.map_arg(node.args, self._value_of), fx.node.map_arg(node.kwargs, self._value_of)
             )
             op, args, types = canonical(op, args, types, node)
-        except _Refused as refused:
+        except Refused as refused:
             self._lose(node, str(refused))
             return
-        if op == _IDENTITY:
+        if op == IDENTITY:
             self.values[node] = args[0]
             return
         pinned = bool(node.meta.get("custom", {}).get(PINNED))
@@ -217,7 +207,7 @@ class Lowering:
         value = node.meta.get("val")
         if isinstance(value, bool | int | float):
             return value
-        raise _Refused(f"what it reads from {node.name} is not a tensor or a number")
+        raise Refused(f"what it reads from {node.name} is not a tensor or a number")
 
     def _finish(self, name: str, training: bool) -> Graph | None:
         program, exported = self.exported.program, self.exported
@@ -314,7 +304,7 @@ def _corrected(op: str, args: tuple[Any, ...], types: tuple[TensorType, ...], no
     if len(derived) != len(types):
         return types
     return tuple(
-        declared if op == _UPDATES or _unused(node, i) or _same_but_for_ones(stated, declared) else stated
+        declared if op == _UPDATES or unused(node, i) or _same_but_for_ones(stated, declared) else stated
         for i, (stated, declared) in enumerate(zip(types, derived, strict=True))
     )
 
@@ -358,148 +348,3 @@ def _with_stated_dtype(
 
 def _same_but_for_ones(a: TensorType, b: TensorType) -> bool:
     return a.dtype == b.dtype and [n for n in a.shape if n != 1] == [n for n in b.shape if n != 1]
-
-
-_UPDATES = "_native_batch_norm_legit_functional"
-"""Batch norm in training, which gives its buffers anew."""
-_IDENTITY = "identity"
-"""Stands for a call that hands its first argument on."""
-Canonical = tuple[str, tuple[Any, ...], tuple[TensorType, ...]]
-
-
-def canonical(op: str, args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
-    """The form in which a call enters the graph, where that differs from what export emits."""
-    spec = find_spec(op)
-    if spec is not None and spec.one_dtype:
-        dtypes = {value.type.dtype for _, value in walk_tensors(op, args) if value.type.dtype.is_floating_point}
-        if len(dtypes) > 1:
-            raise _Refused(f"it is given {' and '.join(sorted(map(str, dtypes)))}: convert one to the other")
-    change = _CANONICAL.get(op)
-    return change(args, types, node) if change else (op, args, types)
-
-
-def _unused(node: fx.Node, index: int) -> bool:
-    return all(user.target is operator.getitem and user.args[1] != index for user in node.users)
-
-
-def _native_dropout(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
-    """The operator the user's module calls, which draws as it does; the mask output is kept only where it is read."""
-    return ("dropout", args, types[:1]) if _unused(node, 1) else ("native_dropout", args, types)
-
-
-def _batch_norm_in_evaluation(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
-    """The operator the user's module calls; the statistics among the outputs of this one depend on the device."""
-    if not (_unused(node, 1) and _unused(node, 2)):
-        raise _Refused("its second and third outputs are empty on some devices: do not use them")
-    x, weight, bias, mean, variance, momentum, eps = args
-    return "batch_norm", (x, weight, bias, mean, variance, False, momentum, eps, True), types[:1]
-
-
-def _dropout(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
-    """Out of training nothing is dropped."""
-    return ("dropout" if args[2] else _IDENTITY), args, types
-
-
-def _cast(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
-    """Every way to ask for a dtype is one operator; where the dtype is there already, nothing is done."""
-    if args[0].type.dtype == types[0].dtype:
-        return _IDENTITY, args, types
-    return "_to_copy", bind_args("_to_copy", (args[0],), {"dtype": types[0].dtype}), types
-
-
-def _divided(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
-    """Division that rounds in no way is division."""
-    op = operator_name(cast(OpOverload, node.target))
-    return (op, args, types) if args[2] is not None else (op.removesuffix("_mode"), args[:2], types)
-
-
-def _sized(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
-    """A shape without -1, so that a piece's shape can take its place."""
-    return "expand", bind_args("expand", (args[0], types[0].shape), {}), types
-
-
-def _reshaped(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
-    """One operator for every change of shape, blind to strides: those of a run may differ from those at capture."""
-    return "reshape", (args[0], types[0].shape), types
-
-
-def _copy(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
-    """The target's values are overwritten: only its type counts, and whether it then gets a gradient of zeros."""
-    source, kind = args[1], types[0]
-    if _trains(args[0]) and kind.dtype.is_floating_point:
-        return OVERWRITE, args[:2], types
-    if source.type.shape == kind.shape:
-        return "_to_copy", bind_args("_to_copy", (source,), {"dtype": kind.dtype}), types
-    return "expand", bind_args("expand", (source, kind.shape), {}), (TensorType(kind.shape, source.type.dtype),)
-
-
-def _trains(value: Value) -> bool:
-    """Whether a value is made of parameters that are trained."""
-    waiting, seen = [value], set[Value]()
-    while waiting:
-        owner = (found := waiting.pop()).owner
-        if isinstance(owner, Leaf):
-            if owner.trainable:
-                return True
-        elif found not in seen and owner.op != "detach":
-            waiting += owner.inputs
-        seen.add(found)
-    return False
-
-
-def _strided(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
-    """By where elements lie in memory: where those of the operand lay at capture is written down with the call."""
-    x, *src, size, stride, offset = args
-    memory = cast(fx.Node, node.args[0]).meta["val"]
-    if memory.storage_offset() or memory.untyped_storage().nbytes() != x.type.bytes:
-        raise _Refused("its operand is a part of another tensor, whose memory a graph does not have: use slices")
-    given = tuple(memory.stride())
-    return (STRIDED_WRITE if src else STRIDED_VIEW), (x, *src, given, tuple(size), tuple(stride), offset or 0), types
-
-
-def _embedding_bag(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
-    """Bags of equal length, as `nn.EmbeddingBag` makes of a matrix of indices, are told from bags of any length."""
-    weight, indices, offsets, scaled, mode, sparse, per_sample, last, padding = (*args, None)[:9]
-    if scaled or sparse:
-        raise _Refused("its scale_grad_by_freq and sparse options change the gradient: leave them off")
-    length = _bag_length(indices, offsets)
-    flat = indices.owner.args[0] if length else None
-    if length and per_sample is None and not last:
-        return EMBEDDING_BAG, (weight, flat, None, _BAG_MODES[mode], padding), types[:1]
-    return (
-        RAGGED_EMBEDDING_BAG,
-        (weight, indices, offsets, per_sample, _BAG_MODES[mode], bool(last), padding),
-        types[:1],
-    )
-
-
-def _bag_length(indices: Value, offsets: Value) -> int | None:
-    """The bag length when the indices are a flattened matrix and the offsets count its rows."""
-    flat, steps = indices.owner, offsets.owner
-    if not (isinstance(flat, Node) and isinstance(steps, Node)):
-        return None
-    if flat.op not in ("view", "reshape") or not steps.op.startswith("arange"):
-        return None
-    rows = flat.args[0].type.shape
-    names = [parameter.name for parameter in signature(steps.op).parameters]
-    given = dict(zip(names, steps.args, strict=True))
-    found = (given.get("start", 0), given["end"], given.get("step", 1))
-    return rows[1] if len(rows) == 2 and found == (0, rows[0] * rows[1], rows[1]) else None
-
-
-_RESHAPES = (
-    "view", "reshape", "_unsafe_view", "flatten.using_ints", "unflatten.int", "view_as", "reshape_as", "ravel",
-)  # fmt: skip
-_CANONICAL: Mapping[str, Callable[[Any, Any, fx.Node], Canonical]] = {
-    "native_dropout": _native_dropout,
-    "_native_batch_norm_legit_no_training": _batch_norm_in_evaluation,
-    "dropout": _dropout,
-    **dict.fromkeys(_RESHAPES, _reshaped),
-    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _sized),
-    **dict.fromkeys((*CASTS, "_to_copy"), _cast),
-    "copy": _copy,
-    **dict.fromkeys(("as_strided", "as_strided_scatter"), _strided),
-    **dict.fromkeys(("div.Tensor_mode", "div.Scalar_mode"), _divided),
-    "embedding_bag.padding_idx": _embedding_bag,
-    "embedding_bag": _embedding_bag,
-}

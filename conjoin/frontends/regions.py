@@ -25,6 +25,7 @@ from conjoin.frontends.torch_private import (
     ExportedProgram,
     InputKind,
     aliases_input,
+    autocast_knows,
     is_mutable,
 )
 from conjoin.ops import find_spec, operator_name
@@ -244,15 +245,23 @@ def _hands_on(node: fx.Node) -> bool:
 
 
 def _write_casts(walk: _Walk, node: fx.Node, region: fx.Node) -> None:
-    """Put in front of a call the casts that autocast made: those under which it gives the dtypes it gave."""
-    dtype, enabled = cast(tuple[torch.dtype, bool], region.args[1:3])
+    """Put in front of a call the casts that autocast made: those under which it gives the dtypes it gave.
+
+    What is on no list may be left as it is; what is on one is cast to the dtype of the region or to float32, though
+    some calls give the same dtype on mixed operands. Those that export lets mix, and that never do, are cast first.
+    """
+    device, dtype, enabled = cast(tuple[str, torch.dtype, bool], region.args[:3])
     if not enabled or not isinstance(node.target, OpOverload) or is_mutable(node.target):
         return
     operands = [n for n in node.all_input_nodes if _can_be_cast(n)]
     wanted = [tensor.dtype for tensor in _tensors(node)]
     spec = find_spec(operator_name(node.target))
-    mixes = spec is None or not spec.one_dtype  # those that do not take mixed dtypes where there are no values
-    candidates = (None, dtype, torch.float32) if mixes else (dtype, torch.float32, None)
+    if spec is not None and spec.one_dtype:
+        candidates: tuple[torch.dtype | None, ...] = (dtype, torch.float32, None)
+    elif autocast_knows(node.target, device):
+        candidates = (torch.float32, dtype, None)
+    else:
+        candidates = (None, dtype, torch.float32)
     for target in candidates:
         if operands and _dtypes_given(node, operands, target) == wanted:
             for operand in operands:

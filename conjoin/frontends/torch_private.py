@@ -40,6 +40,7 @@ __all__ = [
     "OutputKind",
     "aliases_input",
     "autocast_as_on_cuda",
+    "autocast_knows",
     "decomposition_of",
     "fake_copy",
     "has_alias_info",
@@ -235,9 +236,7 @@ def _as_on_cuda(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
         finally:
             torch.set_autocast_enabled("cuda", before[0])
             torch.set_autocast_dtype("cuda", before[1])
-    return tree_map_only(
-        Tensor, lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu"), made
-    )
+    return tree_map_only(Tensor, lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu"), made)
 
 
 def settle_autograd() -> None:
@@ -291,6 +290,12 @@ def storages_of(traced: Any) -> frozenset[int]:
     if isinstance(traced, Tensor):
         return frozenset({traced.untyped_storage()._cdata})
     return frozenset[int]().union(*map(storages_of, traced)) if isinstance(traced, tuple | list) else frozenset()
+
+
+def autocast_knows(op: OpOverload, device: str) -> bool:
+    """Whether an operator is on one of the lists of what autocast casts on a kind of device."""
+    key = f"Autocast{device.upper()}"
+    return device in ("cpu", "cuda") and torch._C._dispatch_has_kernel_for_dispatch_key(str(op._name), key)
 
 
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:

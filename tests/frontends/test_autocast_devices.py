@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from conjoin.frontends import capture
 from conjoin.ir import Graph, Value
 from conjoin.runtime import to_module
-from tests.frontends.autocast_cases import FULL, HALF, ON_CUDA, Cast
+from tests.frontends.autocast_cases import FULL, FULLER, HALF, ON_CUDA, Cast
 
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
 
@@ -30,6 +30,17 @@ def test_a_model_on_meta_is_cast_as_on_cuda() -> None:
     assert {n: y.dtype for n, y in to_module(graph, model)(X).items()} == output_dtypes(graph), "it runs anywhere"
     with torch.autocast("cpu", dtype=HALF):
         assert X.to(HALF).softmax(-1).dtype == HALF, "the CPU's lists are as they were"
+
+
+def test_what_is_cast_to_full_precision_is_given_nothing_else() -> None:
+    """A loss of mixed dtypes gives float32 uncast too, but has no backward on CUDA."""
+    with torch.device("meta"):
+        graph = capture(Cast("cuda"), torch.zeros(4, 4))
+    values = [output for output in graph.outputs if isinstance(output, Value)]
+    for name, value in zip(ON_CUDA, values, strict=True):
+        if name in FULLER and name != "add, by promotion":
+            given = [x.type.dtype for x in value.owner.inputs if x.type.dtype.is_floating_point]
+            assert set(given) == {FULL}, f"{name} of {given}"
 
 
 def test_a_model_of_fake_tensors_on_cuda_is_cast_as_there() -> None:

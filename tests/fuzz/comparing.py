@@ -57,7 +57,7 @@ class Finding:
     """Plans in which something is split."""
     rewrites: int = 0
     """Plans with a substitution."""
-    rules: Counter[str] = field(default_factory=Counter)
+    rules: dict[str, int] = field(default_factory=dict)
 
 
 def machine_of(num_devices: int) -> Machine:
