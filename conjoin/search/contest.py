@@ -211,7 +211,8 @@ class Contest:
     @property
     def time_left(self) -> float:
         """Seconds until the earlier of the two budgets is spent."""
-        return min(self.budget - self.elapsed, self.cpu_budget - self.cpu_elapsed)
+        left = self.budget - self.elapsed
+        return left if self.cpu_budget == inf else min(left, self.cpu_budget - self.cpu_elapsed)
 
     @property
     def left(self) -> float:
@@ -220,7 +221,8 @@ class Contest:
         Searches share out this instead of seconds, so that with steps alone they do the same every time.
         """
         parts = [1 - self.elapsed / self.budget if self.budget > 0 else 0.0]
-        parts.append(1 - self.cpu_elapsed / self.cpu_budget if self.cpu_budget > 0 else 0.0)
+        if self.cpu_budget < inf:  # asking the system takes longer than most that is done in between
+            parts.append(1 - self.cpu_elapsed / self.cpu_budget if self.cpu_budget > 0 else 0.0)
         if self.steps_given is not None and self.steps_left is not None:
             parts.append(self.steps_left / max(1, self.steps_given))
         return max(0.0, min(parts))

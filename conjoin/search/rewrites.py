@@ -48,6 +48,15 @@ class Way:
 
     rule: Rule
     proof: str
+    operators: frozenset[str]
+
+    @staticmethod
+    def of(rule: Rule, proof: str) -> Way:
+        return Way(rule, proof, frozenset(part.op for part in operators_in(*rule.left)))
+
+    def may_match(self, index: Index) -> bool:
+        """Whether a graph has the operators of the rule; most have not."""
+        return self.operators <= index.by_op.keys()
 
 
 def ways_of(library: Library) -> tuple[Way, ...]:
@@ -56,10 +65,10 @@ def ways_of(library: Library) -> tuple[Way, ...]:
     found: dict[tuple[Expr, ...], Way] = {}
     for rule in library.rules:
         proof = proofs[rule.name.split(":")[0]]
-        found.setdefault((*rule.left, *rule.right), Way(rule, proof))  # a rule for any function may be one for relu
+        found.setdefault((*rule.left, *rule.right), Way.of(rule, proof))  # a rule for any function may be one for relu
         if not set(inputs_of(*rule.left)) - set(inputs_of(*rule.right)):  # else nothing tells what they are
             back = Rule(f"{rule.name}-back", rule.right, rule.left)
-            found.setdefault((*rule.right, *rule.left), Way(back, proof))
+            found.setdefault((*rule.right, *rule.left), Way.of(back, proof))
     return tuple(found.values())
 
 
@@ -94,9 +103,7 @@ def rewritten_alike(variant: Variant, way: Way, index: Index, laid_out: Mapping[
 
 
 def _matches(way: Way, index: Index) -> tuple[Match, ...]:
-    if not all(part.op in index.by_op for part in operators_in(*way.rule.left)):
-        return ()
-    return find_matches(index, way.rule, apart=True)[:_MAX_MATCHES]
+    return find_matches(index, way.rule, apart=True)[:_MAX_MATCHES] if way.may_match(index) else ()
 
 
 def _applied(variant: Variant, way: Way, index: Index, matches: Sequence[Match]) -> Rewrite | None:
@@ -174,7 +181,9 @@ class Backtracking:
         """Each substitution wherever it matches; where all are looked for first, as long as there is time for it."""
         enough = _SCANNING * self.left() if self.rank is not None else 0.0
         for way in self.ways:
-            changed = rewritten(variant, way, index) if way.rule.name not in self.dropped else None
+            if way.rule.name in self.dropped or not way.may_match(index):
+                continue
+            changed = rewritten(variant, way, index)
             if changed is not None:
                 yield changed
             if self.left() < enough:
