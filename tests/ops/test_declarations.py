@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -42,9 +41,23 @@ from conjoin.ops.declarations import elementwise, joining, lookup, movement, red
 
 OVERLOADS = [name for spec in all_ops() for name in spec.names]
 EXPANDED = [name for spec in all_ops() for name in spec.names if spec.expansion is not None]
-SEEDS = st.integers(0, 2**32 - 1)
-FEW = settings(settings.get_profile("ops"))
+SEEDS = range(8)
 each_overload = pytest.mark.parametrize("op", OVERLOADS)
+
+
+def each_seed(test: Callable[[str, int], None]) -> Callable[[str], None]:
+    """A test of an operator run on what some seeds draw, one after the other."""
+
+    def of_all(op: str) -> None:
+        for seed in SEEDS:
+            try:
+                test(op, seed)
+            except Exception as error:
+                error.add_note(f"seed {seed}")
+                raise
+
+    of_all.__name__, of_all.__doc__ = test.__name__, test.__doc__
+    return of_all
 
 
 def declared(op: str) -> OpSpec:
@@ -61,8 +74,7 @@ def cuts_for(spec: OpSpec, call: Call, rule: ShardingRule, rng: Random) -> tuple
 
 
 @each_overload
-@FEW
-@given(seed=SEEDS)
+@each_seed
 def test_shapes_and_dtypes_are_those_of_torch(op: str, seed: int) -> None:
     spec = declared(op)
     call = random_call(spec, Random(seed), op)
@@ -71,8 +83,7 @@ def test_shapes_and_dtypes_are_those_of_torch(op: str, seed: int) -> None:
 
 
 @each_overload
-@FEW
-@given(seed=SEEDS)
+@each_seed
 def test_every_sharding_rule_recombines(op: str, seed: int) -> None:
     spec, rng = declared(op), Random(seed)
     call = random_call(spec, rng, op)
@@ -125,8 +136,7 @@ def run_on_grid(
 
 
 @each_overload
-@FEW
-@given(seed=SEEDS)
+@each_seed
 def test_two_indices_split_at_once_recombine(op: str, seed: int) -> None:
     spec, rng = declared(op), Random(seed)
     call = random_call(spec, rng, op)
@@ -142,8 +152,7 @@ def test_two_indices_split_at_once_recombine(op: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("op", EXPANDED)
-@settings(FEW, max_examples=30)
-@given(seed=SEEDS)
+@pytest.mark.parametrize("seed", range(30))
 def test_every_expansion_computes_the_same(op: str, seed: int) -> None:
     spec = declared(op)
     call = random_call(spec, Random(seed), op)
@@ -163,8 +172,7 @@ MISSTATED = {"_native_batch_norm_legit_functional"}
 
 
 @each_overload
-@FEW
-@given(seed=SEEDS)
+@each_seed
 def test_dtypes_follow_torch_promotion(op: str, seed: int) -> None:
     spec, rng = declared(op), Random(seed)
     call = random_call(spec, rng, op)
