@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from conjoin.runtime import (
     Recorded,
     Verdict,
     check_made_for,
+    check_world,
     compare_rank,
     compare_with_model,
     connect,
@@ -61,7 +63,11 @@ class _Asked:
     imports: tuple[str, ...]
 
     def read(self) -> Plan:
-        return read_plan(self.plan, self.imports)
+        """The plan; one that is not for the ranks torchrun started is refused before anything is built for it."""
+        found = read_plan(self.plan, self.imports)
+        if dist.is_torchelastic_launched():
+            check_world(int(os.environ["WORLD_SIZE"]), found.mesh.size, found.model.name)
+        return found
 
     def workload(self) -> tuple[nn.Module, Any, Any]:
         """The same model and batch on every rank, whatever process it is."""

@@ -103,14 +103,23 @@ def _nets(folder: Path) -> None:
     (folder / "nets.py").write_text(NETS)
 
 
+@pytest.fixture(scope="module")
+def made() -> dict[tuple[str, int, str], str]:
+    """The plans that are made already, as text."""
+    return {}
+
+
 @pytest.fixture
-def plan(run: Run) -> Callable[..., str]:
-    """Make a plan in a file."""
+def plan(run: Run, folder: Path, made: dict[tuple[str, int, str], str]) -> Callable[..., str]:
+    """A plan in a file."""
 
     def make(model: str = "nets.py:mlp", ranks: int = 2, strategy: str = "data-parallel") -> str:
-        name = f"{strategy}{ranks}.json"
-        made = run("plan", model, "--machine", f"local:{ranks}", "--strategy", strategy, "-o", name)
-        assert made.code == 0, made.err
+        name, key = f"{strategy}{ranks}.json", (model, ranks, strategy)
+        if key not in made:
+            shown = run("plan", model, "--machine", f"local:{ranks}", "--strategy", strategy, "-o", name)
+            assert shown.code == 0, shown.err
+            made[key] = (folder / name).read_text()
+        (folder / name).write_text(made[key])
         return name
 
     return make

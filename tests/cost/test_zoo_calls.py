@@ -13,6 +13,7 @@ from conjoin.frontends import capture
 from conjoin.ir import is_parallel, plain_call
 from conjoin.machine import DeviceType
 from conjoin.ops import Call
+from tests.zoo.workloads import tiny_names
 
 CPU = DeviceType("one core", "cpu", 2**34, 1e10, (("float32", 1e11),))
 GPU = DeviceType("one gpu", "cuda", 2**34, 1e12, (("float32", 1e13),))
@@ -32,7 +33,7 @@ def calls_of(name: str) -> list[tuple[Call, tuple[int, ...]]]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", zoo.names())
+@pytest.mark.parametrize("name", tiny_names())
 def test_the_calls_of_a_model(name: str) -> None:
     calls, model = calls_of(name), CostModel(profiles=())
     assert any(needs for _, needs in calls)

@@ -14,7 +14,7 @@ from tests.fuzz.comparing import examine, examine_program
 from tests.fuzz.programs import Program
 from tests.fuzz.random_models import draw
 
-NUM_SEEDS, CHUNK = 200, 10
+NUM_SEEDS, CHUNK, STEPS = 200, 5, 4
 
 
 @pytest.fixture(autouse=True)
@@ -28,9 +28,9 @@ def _one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, CHUNK))
 @pytest.mark.filterwarnings("ignore")
 def test_random_models_train_as_they_do_plainly(first: int) -> None:
-    """On 1, 2 and 4 devices; `python -m tests.fuzz` looks at as many as there is time for."""
+    """On 1, 2 and 4 devices; `python -m tests.fuzz` looks at as many, and searches as long, as there is time for."""
     for seed in range(first, first + CHUNK):
-        found = examine(seed)
+        found = examine(seed, STEPS)
         assert not found.fault, f"seed {seed}: {found.fault}\n{draw(seed).text}"
 
 

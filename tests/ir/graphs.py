@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
-from conjoin.ir import LEAF, Graph, GraphBuilder, Leaf, LeafKind, Source, Structure, Value, make_leaf, make_node
+from conjoin.ir import (
+    LEAF,
+    Graph,
+    GraphBuilder,
+    Leaf,
+    LeafKind,
+    Source,
+    Structure,
+    Value,
+    fingerprint,
+    make_leaf,
+    make_node,
+    parse_graph,
+)
+from conjoin.ir.graph_file import graph_from_json, graph_to_json
 from conjoin.ops import (
     PLACEMENT_PARAMETERS,
     Copies,
@@ -140,3 +155,13 @@ def random_graphs(draw: st.DrawFn) -> Graph:
         input_structure=draw(STRUCTURES),
         output_structure=draw(STRUCTURES),
     )
+
+
+def check_round_trip(graph: Graph) -> None:
+    """What is written of a graph is read back as the same, from text and from JSON."""
+    text = str(graph)
+    from_text = parse_graph(text)
+    assert from_text == graph and str(from_text) == text and from_text.sources == graph.sources
+    again = graph_from_json(json.loads(json.dumps(graph_to_json(graph), allow_nan=False)))
+    assert again == graph and again.sources == graph.sources
+    assert fingerprint(again) == fingerprint(from_text) == fingerprint(graph)

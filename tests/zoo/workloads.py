@@ -6,7 +6,16 @@ import inspect
 
 from torch import Tensor
 
+from zoo.catalog import _entries
 from zoo.workload import Entry, Workload, build_entry
+
+
+def tiny_names() -> tuple[str, ...]:
+    """Models of the zoo that differ in their tiny sizes: the first name of each."""
+    first: dict[str, str] = {}
+    for name, entry in sorted(_entries().items()):
+        first.setdefault(repr((entry.tiny_model, entry.tiny_data, entry.tiny_batch_size)), name)
+    return tuple(first.values())
 
 
 def build_tiny(entry: Entry, seed: int = 0, batch_size: int | None = None) -> Workload:
