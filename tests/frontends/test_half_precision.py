@@ -20,8 +20,7 @@ def half_batch(batch: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() else x for x in batch)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["resnet-50:tiny", "inception-v3:tiny"])
+@pytest.mark.parametrize(("name", "dtype"), [("resnet-50:tiny", torch.bfloat16), ("inception-v3:tiny", torch.float16)])
 def test_batch_norm_in_half_precision(unequal: Callable[..., list[str]], name: str, dtype: torch.dtype) -> None:
     found = zoo.build(name)
     batch = half_batch(found.batch, dtype)
