@@ -162,8 +162,12 @@ def test_no_rank_is_left_when_the_launcher_is_told_to_end(
         time.sleep(60)
 
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    with pytest.raises(raised):
-        launch(2, stay, os.getpid())
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let the background ignore it
+    try:
+        with pytest.raises(raised):
+            launch(2, stay, os.getpid())
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_no_rank_is_left_when_the_launcher_or_the_server_is_killed(heard: Path) -> None:
