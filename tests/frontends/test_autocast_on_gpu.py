@@ -1,4 +1,8 @@
-"""Autocast on CUDA, where there is one: a captured model computes in the dtypes, and to the bits, of the plain one."""
+"""Autocast on CUDA, where there is one: a captured model computes in the dtypes of the plain one, to their rounding.
+
+What is computed in half precision is the same to the bit. Kernels that read half precision and write float32 may sum in
+another order than those that read float32; computed in half precision instead, it would be a hundred times as far off.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from torch import Tensor, nn
 from conjoin.frontends import capture
 from conjoin.ir import Graph
 from conjoin.runtime import to_module
-from tests.frontends.autocast_cases import HALF, ON_CUDA, Cast
+from tests.frontends.autocast_cases import FULL, HALF, ON_CUDA, Cast
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 
@@ -20,9 +24,13 @@ def x_on(device: str) -> Tensor:
     return torch.linspace(-1, 1, 16).reshape(4, 4).to(device)
 
 
+def alike(mine: Tensor, theirs: Tensor) -> bool:
+    return torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6) if mine.dtype == FULL else torch.equal(mine, theirs)
+
+
 def differences(graph: Graph, model: nn.Module, plain: nn.Module) -> list[str]:
     got, want = to_module(graph, model)(x_on("cuda")), plain(x_on("cuda"))
-    found = [name for name in want if got[name].dtype != want[name].dtype or not torch.equal(got[name], want[name])]
+    found = [name for name in want if got[name].dtype != want[name].dtype or not alike(got[name], want[name])]
     for outputs in (got, want):
         torch.stack([output.double().sum() for output in outputs.values()]).sum().backward()
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):

@@ -202,8 +202,8 @@ def examine_program(program: Program, steps: int = STEPS) -> Finding:
         if off > 1:
             used = ", ".join(dict.fromkeys(s.name for s in plan.substitutions))
             fault = f"{where}: {off:.3g} times what is allowed; substitutions: {used or 'none'}"
-            return Finding(seed, "", fault, worst, splits, rewrites, rules)
-    return Finding(seed, "", "", worst, splits, rewrites, rules)
+            return Finding(seed, "", fault, worst, splits, rewrites, dict(rules))
+    return Finding(seed, "", "", worst, splits, rewrites, dict(rules))
 
 
 def _redrawn(program: Program, step: int) -> tuple[Tensor, ...]:
