@@ -28,7 +28,7 @@ from conjoin.frontends.torch_private import (
     autocast_knows,
     is_mutable,
 )
-from conjoin.ops import find_spec, operator_name
+from conjoin.ops import bind_args, find_spec, operator_name
 
 CASTS = ("to.dtype", "to.dtype_layout", "to.device", "to.other", "to.prim_Device", "type_as")
 """Ways to ask for a dtype, which hand on what has it already."""
@@ -152,6 +152,7 @@ def _visit(walk: _Walk, node: fx.Node) -> None:
     device = _device_of(node) if walk.open else ""
     region = next((marker for marker in reversed(walk.open) if marker.args[0] == device), None)
     if region is not None:
+        _take_loss_apart(walk, node, region)
         _write_casts(walk, node, region)
         node.meta["custom"] = {**node.meta.get("custom", {}), PINNED: True}
     if not walk.grad:
@@ -242,6 +243,30 @@ def _hands_on(node: fx.Node) -> bool:
         return False
     (before,), (after,) = _tensors(node.args[0]), _tensors(node)
     return bool(before.dtype == after.dtype and before.stride() == after.stride())
+
+
+def _take_loss_apart(walk: _Walk, node: fx.Node, region: fx.Node) -> None:
+    """Where autocast does not know cross entropy, as on CUDA, it knows the second of the two calls that it consists of:
+    logarithms of half precision stay so, and the loss of them is in full precision."""
+    device, _, enabled = cast(tuple[str, torch.dtype, bool], region.args[:3])
+    loss, softmax = torch.ops.aten.cross_entropy_loss.default, torch.ops.aten.log_softmax.int
+    if not enabled or node.target is not loss or autocast_knows(loss, device):
+        return
+    logits, target, *rest, smoothing = bind_args(operator_name(loss), node.args, node.kwargs)
+    (given,) = _tensors(logits)
+    if given.dtype.itemsize != 2 or _is_floating(target) or smoothing:
+        return
+    classes = min(given.dim(), 2) - 1
+    with walk.graph.inserting_before(node), torch.no_grad():
+        logarithms = walk.graph.call_function(softmax, (logits, classes, given.dtype))
+        logarithms.meta = {**node.meta, "val": softmax(given, classes, given.dtype)}
+    logarithms.meta["custom"] = {**node.meta.get("custom", {}), PINNED: True}
+    _share_memory(walk, logarithms)
+    if not walk.grad:
+        _stop_gradients(walk, logarithms)
+    _follow(walk, logarithms)
+    node.target = torch.ops.aten.nll_loss_nd.default
+    node.args, node.kwargs = (logarithms, target, *rest), {}
 
 
 def _write_casts(walk: _Walk, node: fx.Node, region: fx.Node) -> None:

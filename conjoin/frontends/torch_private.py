@@ -294,8 +294,11 @@ def storages_of(traced: Any) -> frozenset[int]:
 
 def autocast_knows(op: OpOverload, device: str) -> bool:
     """Whether an operator is on one of the lists of what autocast casts on a kind of device."""
-    key = f"Autocast{device.upper()}"
-    return device in ("cpu", "cuda") and torch._C._dispatch_has_kernel_for_dispatch_key(str(op._name), key)
+    if device not in ("cpu", "cuda"):
+        return False
+    name, key = str(op._name), f"Autocast{device.upper()}"
+    passes_by = torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key) and not passes_by(name, key)
 
 
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:

@@ -15,6 +15,8 @@ from conjoin.runtime import to_module
 from tests.frontends.autocast_cases import FULL, FULLER, HALF, ON_CUDA, Cast
 
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
+PROMOTED = ("add, by promotion", "cat, the widest", "stack, the widest")
+"""Which take mixed dtypes as they are, on CUDA."""
 
 
 def output_dtypes(graph: Graph) -> dict[str, torch.dtype]:
@@ -38,9 +40,24 @@ def test_what_is_cast_to_full_precision_is_given_nothing_else() -> None:
         graph = capture(Cast("cuda"), torch.zeros(4, 4))
     values = [output for output in graph.outputs if isinstance(output, Value)]
     for name, value in zip(ON_CUDA, values, strict=True):
-        if name in FULLER and name != "add, by promotion":
+        if name in FULLER and name not in PROMOTED:
             given = [x.type.dtype for x in value.owner.inputs if x.type.dtype.is_floating_point]
             assert set(given) == {FULL}, f"{name} of {given}"
+
+
+def test_cross_entropy_on_cuda_takes_logarithms_in_half_precision() -> None:
+    """CUDA's lists have no cross entropy: torch makes it of a softmax with its dtype stated, and a loss of that."""
+    with torch.device("meta"):
+        graph = capture(Cast("cuda"), torch.zeros(4, 4))
+    model = Cast("cuda")
+    half = nn.functional.linear(X.to(HALF), model.layer.weight.to(HALF), model.layer.bias.to(HALF))
+    want = nn.functional.nll_loss(half.log_softmax(1).float(), zeros())
+    found = to_module(graph, model)(X)["cross_entropy"]
+    assert torch.equal(found, want) and not torch.equal(found, nn.functional.cross_entropy(half.float(), zeros()))
+
+
+def zeros() -> Tensor:
+    return torch.zeros(4, dtype=torch.long)
 
 
 def test_a_model_of_fake_tensors_on_cuda_is_cast_as_there() -> None:
