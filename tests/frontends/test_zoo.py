@@ -41,8 +41,12 @@ def step(net: nn.Module, workload: zoo.Workload) -> tuple[Tensor, Tensor]:
     return loss, torch.get_rng_state()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", tiny_names())
+NAMES = tiny_names()
+CASES = [(name, mode) for i, name in enumerate(NAMES) for mode in MODES if mode != "train, float64" or i % 4 == 0]
+"""A graph has the dtypes of its model: that it has others than float32 needs not be seen of all."""
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
 def test_graph_equals_the_plain_model(name: str, mode: str, unequal: Callable[..., list[str]]) -> None:
     training, dtype = MODES[mode]
     workload = in_dtype(zoo.build(f"{name}:tiny"), dtype)

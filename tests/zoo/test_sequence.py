@@ -1,4 +1,4 @@
-"""The language, translation, mixture-of-experts, U-shaped and plain dense models: sizes, shapes, training, export."""
+"""The language, translation, mixture-of-experts, U-shaped and plain dense models: sizes, shapes, training."""
 
 from __future__ import annotations
 
@@ -117,17 +117,6 @@ def test_a_seed_decides_weights_and_data_and_leaves_the_global_generator_alone(n
     assert all(torch.equal(a, b) for a, b in zip(first.batch, again.batch, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), again.model.parameters(), strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(first.model.parameters(), other.model.parameters(), strict=True))
-
-
-# One warning is allowed: nn.LSTM swaps its list of weights while it is traced.
-@pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
-@pytest.mark.parametrize("name", ENTRIES)
-def test_tiny_exports_and_the_export_computes_the_same(name: str) -> None:
-    workload = tiny(name)
-    workload.model.eval()
-    inputs, targets = inputs_and_targets(workload)
-    exported = torch.export.export(workload.model, inputs, strict=False).module()
-    torch.testing.assert_close(workload.loss(exported(*inputs), *targets), loss_of(workload))
 
 
 def test_unrolled_and_fused_language_models_are_the_same_function() -> None:

@@ -1,4 +1,4 @@
-"""The image classifiers have their published sizes, train at their tiny sizes, and can be exported."""
+"""The image classifiers have their published sizes and train at their tiny sizes."""
 
 from __future__ import annotations
 
@@ -57,10 +57,6 @@ def loss_and_logits(workload: Workload) -> tuple[Tensor, tuple[Tensor, ...]]:
 def in_float64(workload: Workload) -> Workload:
     images, target = images_and_target(workload)
     return workload._replace(model=workload.model.double(), batch=(images.double(), target))
-
-
-def export(workload: Workload) -> torch.export.ExportedProgram:
-    return torch.export.export(workload.model, images_and_target(workload)[:1], strict=False)
 
 
 def modules_of(model: nn.Module, kind: type[Kind]) -> list[Kind]:
@@ -138,21 +134,6 @@ def test_building_is_reproducible_and_leaves_the_random_state_alone(name: str) -
         assert torch.equal(one, same)
         assert not torch.equal(one, different)
     assert torch.equal(images_and_target(first)[1], images_and_target(again)[1])
-
-
-@every_model
-def test_tiny_exports_for_training(name: str) -> None:
-    workload = build(name)
-    assert workload.model.training
-    assert len(export(workload).graph_signature.user_outputs) == (2 if name == "inception-v3" else 1)
-
-
-@every_model
-def test_tiny_exported_for_evaluation_computes_the_same(name: str) -> None:
-    workload = build(name)
-    images, _ = images_and_target(workload)
-    workload.model.eval()
-    torch.testing.assert_close(export(workload).module()(images), workload.model(images))
 
 
 @pytest.mark.parametrize("tiny", [False, True])
