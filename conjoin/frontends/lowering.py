@@ -40,6 +40,7 @@ _CHECKS = (
 )
 _UPDATES = "_native_batch_norm_legit_functional"
 """Batch norm in training, which gives its buffers anew."""
+_NORM = "linalg_vector_norm"
 
 
 def tensor_type(value: Any) -> TensorType:
@@ -293,13 +294,16 @@ def _bytes_of(tensor: Any) -> bytes | None:
 
 
 def _corrected(op: str, args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> tuple[TensorType, ...]:
-    """The types that export states, but for what some torch releases state wrong about calls with several outputs.
+    """The types that export states, but for what some torch releases state wrong.
 
-    Those are outputs nobody reads, the states of an LSTM, which have a dim of size 1 too many, and new running
-    statistics, which take the place of the old ones and so keep their dtype.
+    Of calls with several outputs those are outputs nobody reads, the states of an LSTM, which have a dim of size 1 too
+    many, and new running statistics, which take the place of the old ones and so keep their dtype. A norm over a dim of
+    size 1 keeps that dim, and so does what is made of it.
     """
     call = _call(op, args)
-    spec = spec_for(call) if len(types) > 1 else None
+    known = {tensor_type(n.meta["val"]) for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)}
+    misled = op == _NORM or not known.issuperset(call.tensors)
+    spec = spec_for(call) if len(types) > 1 or misled else None
     derived = output_types(spec, call) if spec is not None else types
     if len(derived) != len(types):
         return types

@@ -374,3 +374,17 @@ class Written(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.function(self, x)
+
+
+class Norms(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x.sum(0, keepdim=True), dim=0) * 1.5
+        return norm.relu() + norm
+
+
+def test_a_norm_over_a_dim_of_size_one_has_the_shape_it_has() -> None:
+    """Some releases of torch state another one, and of all that is made of it."""
+    x = torch.randn(4, 2, 3)
+    graph = capture(Norms(), (x,))
+    assert [node.types[0].shape for node in graph.nodes if node.op != "sum.dim_IntList"] == [Norms()(x).shape] * 4
+    assert not_understood(graph).complete
