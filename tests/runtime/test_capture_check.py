@@ -175,7 +175,7 @@ def mixed_precision(m: Any, h: Tensor) -> Tensor:
 
 
 def asks_for_its_dtype(m: Any, h: Tensor) -> Tensor:
-    return h * torch.finfo(h.dtype).eps * 1e6 + (h.double() if h.dtype == torch.float32 else -h)
+    return (h * torch.finfo(h.dtype).eps * 1e6 + (h.double() if h.dtype == torch.float32 else -h)).to(h.dtype)
 
 
 def under_autocast(m: Any, h: Tensor) -> Tensor:
