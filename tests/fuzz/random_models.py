@@ -134,7 +134,7 @@ def fill(d: Drawing, pattern: str, kinds: tuple[str, ...] = ("float", "half")) -
     """A pattern with tensors of the drawing in it; None where there are none that fit."""
     found: dict[str, str] = {}
     if "{h}" in pattern:  # what is written to is what a line made
-        own = [n for n in d.names if n.startswith("h") and kind_of(d[n]) in kinds and not d[n].is_leaf]
+        own = [n for n in d.names if n.startswith("h") and kind_of(d[n]) in kinds and _is_made(d[n])]
         if not own:
             return None
         found["h"] = d.rng.choice(own[-4:])
@@ -153,6 +153,14 @@ def fill(d: Drawing, pattern: str, kinds: tuple[str, ...] = ("float", "half")) -
                 return None
             found[key] = chosen
     return pattern.format(**found)
+
+
+def _is_made(tensor: Tensor) -> bool:
+    """Whether operators made a tensor; one of several views is none any more when its base was written to."""
+    try:
+        return not tensor.is_leaf
+    except RuntimeError:
+        return False
 
 
 def parameter_like(d: Drawing, x: Tensor) -> str:
