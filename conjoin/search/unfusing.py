@@ -127,8 +127,8 @@ class _Unfuser:
         layer, emit = fused.layer, self.work.emit
         for (value, size), args in zip(fused.pieces, self._piece_args(fused), strict=True):
             piece = emit(layer, layer.op, *args)
-            if fused.view is not None:
-                piece = emit(layer, fused.view.op, piece, _piece_shape(fused, size))
+            if fused.view is not None or fused.drops_dim:
+                piece = emit(layer, fused.view.op if fused.view else "reshape", piece, _piece_shape(fused, size))
             for move in _piece_moves(fused):
                 piece = emit(layer, "permute", piece, move)
             self.work.values[value] = piece

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.frontends import capture
-from conjoin.ir import Node
+from conjoin.ir import Node, verify
 from conjoin.machine import Machine
 from conjoin.runtime import to_module
 from conjoin.search import make_plan
@@ -59,6 +59,25 @@ def test_query_key_and_value_are_taken_apart(how: str) -> None:
     for loss in losses:
         loss.backward()
     assert torch.allclose(one.qkv.weight.grad, other.qkv.weight.grad, atol=1e-6)
+
+
+class Features(nn.Module):
+    """Every feature of a layer on its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack(list(self.layer(x).unbind(-1)), -2).softmax(-1).square().mean()
+
+
+def test_single_features_are_taken_apart() -> None:
+    model, x = Features(), torch.randn(2, 5, 4)
+    graph = capture(model.train(), (x,))
+    apart = verify(unfuse(graph, [node for node in graph.nodes if find_fused(graph, node) is not None]))
+    assert sum(node.op == "linear" for node in apart.nodes) == 3
+    assert torch.allclose(to_module(apart, copy.deepcopy(model))(x), model(x))
 
 
 def test_the_plan_says_that_the_layer_was_taken_apart() -> None:
