@@ -257,14 +257,9 @@ def _take_loss_apart(walk: _Walk, node: fx.Node, region: fx.Node) -> None:
     if given.dtype.itemsize != 2 or _is_floating(target) or smoothing:
         return
     classes = min(given.dim(), 2) - 1
-    with walk.graph.inserting_before(node), torch.no_grad():
-        logarithms = walk.graph.call_function(softmax, (logits, classes, given.dtype))
-        logarithms.meta = {**node.meta, "val": softmax(given, classes, given.dtype)}
-    logarithms.meta["custom"] = {**node.meta.get("custom", {}), PINNED: True}
-    _share_memory(walk, logarithms)
-    if not walk.grad:
-        _stop_gradients(walk, logarithms)
-    _follow(walk, logarithms)
+    with torch.no_grad():
+        made = softmax(given, classes, given.dtype)
+    logarithms = _put_before(walk, node, softmax, (logits, classes, given.dtype), made)
     node.target = torch.ops.aten.nll_loss_nd.default
     node.args, node.kwargs = (logarithms, target, *rest), {}
 
@@ -319,12 +314,21 @@ def _cast(walk: _Walk, operand: fx.Node, dtype: torch.dtype, before: fx.Node) ->
     key = (operand, dtype, walk.grad)
     if operand.op == "placeholder" and key in walk.casts:
         return walk.casts[key]
-    with walk.graph.inserting_before(before):
-        made = walk.graph.call_function(torch.ops.aten._to_copy.default, (operand,), {"dtype": dtype})
-    made.meta = {**before.meta, "val": operand.meta["val"].to(dtype)}
-    made.meta["custom"] = {**before.meta.get("custom", {}), PINNED: True}
+    made = _put_before(
+        walk, before, torch.ops.aten._to_copy.default, (operand,), operand.meta["val"].to(dtype), dtype=dtype
+    )
+    walk.casts[key] = made
+    return made
+
+
+def _put_before(
+    walk: _Walk, node: fx.Node, call: OpOverload, args: tuple[Any, ...], value: Tensor, **more: Any
+) -> fx.Node:
+    """A pinned call in front of another, at its line."""
+    with walk.graph.inserting_before(node):
+        made = walk.graph.call_function(call, args, more)
+    made.meta = {**node.meta, "val": value, "custom": {**node.meta.get("custom", {}), PINNED: True}}
     if not walk.grad:
         _stop_gradients(walk, made)
     _follow(walk, made)
-    walk.casts[key] = made
     return made
