@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from conjoin.cost import CostModel, Store
-from conjoin.environment import costs_path, machines_directory
+from conjoin.environment import costs_path, installed_version, machines_directory
 from conjoin.errors import (
     CaptureError,
     CheckpointError,
@@ -68,10 +67,7 @@ __all__ = [
     "verify_plan",
 ]  # fmt: skip
 
-try:
-    __version__ = version("conjoin")
-except PackageNotFoundError:  # run from a source tree that was never installed
-    __version__ = "0+unknown"
+__version__ = installed_version()
 
 
 def capture(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None = None, *, check: bool = True) -> Graph:

@@ -55,6 +55,16 @@ def is_launched() -> bool:
     return all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
+def installed_version() -> str:
+    """The version of this package that is installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("conjoin")
+    except PackageNotFoundError:  # run from a source tree that was never installed
+        return "0+unknown"
+
+
 def whole_environment() -> dict[str, str]:
     """All variables, to start another process as this one was."""
     return dict(os.environ)

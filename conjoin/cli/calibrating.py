@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
-import torch.distributed as dist
 import typer
 
-from conjoin.api import UsageError
-from conjoin.cli.models import ImportOption, read_plan
-from conjoin.cli.output import JsonOption, check_output, print_json
-from conjoin.cli.probing import Speeds, probe_devices, probe_wanted
-from conjoin.cost import OPTIMIZERS, Measurement, Outcome, Store
+from conjoin.cli import rooms
+from conjoin.cli.options import ImportOption, JsonOption
+from conjoin.cli.output import check_output, print_json
 from conjoin.environment import costs_path, machines_directory
-from conjoin.ir import check_registered
-from conjoin.machine import NETWORK, CollectiveFit, DeviceType, Link, Machine, NodeKind, parse_machine
-from conjoin.runtime import Communication, Pace, Timed, communicator_over, join_ranks, launch, measure_communication
-from conjoin.sim import Wanted, wanted_by
+from conjoin.errors import UsageError
+
+if TYPE_CHECKING:
+    from conjoin.cli.probing import Speeds
+    from conjoin.cost import Outcome
+    from conjoin.machine import CollectiveFit, DeviceType
+    from conjoin.runtime import Communication, Timed
+    from conjoin.sim import Wanted
 
 _COMMUNICATION_SHARE = 0.65
 """Of the time; the devices get the rest, and all of it where one rank has nobody to talk to."""
@@ -34,7 +34,7 @@ _WIDEST = 1e14
 class Calibration:
     """A machine with what was found, and the measurements behind it."""
 
-    machine: Machine
+    machine: rooms.machine.Machine
     communication: Communication
     speeds: Speeds
     operators: dict[str, list[Outcome]]
@@ -53,7 +53,7 @@ class _Asked:
     imports: tuple[str, ...] = ()
 
     def wanted(self) -> Wanted:
-        return wanted_by(read_plan(path, self.imports) for path in self.plans)
+        return rooms.sim.wanted_by(rooms.models.read_plan(path, self.imports) for path in self.plans)
 
 
 def calibrate_command(
@@ -73,9 +73,9 @@ def calibrate_command(
     _check_output(output)
     asked = _Asked(machine, seconds, tuple(str(path) for path in plan or ()), optimizer, tuple(imports or ()))
     _check_plans(asked)
-    if dist.is_torchelastic_launched():
+    if rooms.dist.is_torchelastic_launched():
         found = calibrate_rank(0, asked)
-        first = dist.get_rank() == 0
+        first = rooms.dist.get_rank() == 0
     else:
         found, first = _calibrate_here(asked), True
     if not first:
@@ -83,9 +83,9 @@ def calibrate_command(
     if output is not None:
         found.machine.save(output)
     if found.operators:
-        with Store(costs_path()) as store:
+        with rooms.cost.Store(costs_path()) as store:
             for device, outcomes in found.operators.items():
-                store.add(device, torch.__version__, outcomes)
+                store.add(device, rooms.torch.__version__, outcomes)
     _show(found, output, as_json)
 
 
@@ -101,15 +101,15 @@ def _check_output(output: Path | None) -> None:
 
 def _check_plans(asked: _Asked) -> None:
     """Refuse before measuring what could not be measured or kept."""
-    if asked.optimizer not in OPTIMIZERS:
+    if asked.optimizer not in rooms.cost.OPTIMIZERS:
         raise UsageError(
-            f"The optimizer {asked.optimizer[:60]!r} was to be measured. Known are {', '.join(OPTIMIZERS)}. "
+            f"The optimizer {asked.optimizer[:60]!r} was to be measured. Known are {', '.join(rooms.cost.OPTIMIZERS)}. "
             f"Name one of them."
         )
     if asked.plans:
-        Store(costs_path()).close()
+        rooms.cost.Store(costs_path()).close()
     for path in asked.plans:
-        check_registered(read_plan(path, asked.imports).graph)
+        rooms.ir.check_registered(rooms.models.read_plan(path, asked.imports).graph)
 
 
 def _calibrate_here(asked: _Asked) -> Calibration:
@@ -120,40 +120,41 @@ def _calibrate_here(asked: _Asked) -> Calibration:
             f"The calibration of {machine.name} was asked for, which has {machine.num_nodes} nodes. From here only "
             f"ranks on this host can be started. Run `conjoin calibrate` under torchrun on all of its nodes."
         )
-    if machine.device == "cuda" and torch.cuda.device_count() < machine.num_devices:
+    if machine.device == "cuda" and rooms.torch.cuda.device_count() < machine.num_devices:
         raise UsageError(
-            f"The calibration of {machine.name} was asked for, which has {machine.num_devices} CUDA devices. This host "
-            f"has {torch.cuda.device_count()}. Run it there, or calibrate processes on the CPU with --machine local:4."
+            f"The calibration of {machine.name} was asked for, which has {machine.num_devices} CUDA devices. This "
+            f"host has {rooms.torch.cuda.device_count()}. Run it there, or calibrate processes on the CPU "
+            f"with --machine local:4."
         )
     if machine.num_devices == 1:
         return calibrate_rank(0, asked)
-    found: Calibration = launch(machine.num_devices, calibrate_rank, asked)[0]
+    found: Calibration = rooms.runtime.launch(machine.num_devices, calibrate_rank, asked)[0]
     return found
 
 
-def _machine(word: str | None) -> Machine:
-    return Machine.detect() if word is None else parse_machine(word, machines_directory())
+def _machine(word: str | None) -> rooms.machine.Machine:
+    return rooms.machine.Machine.detect() if word is None else rooms.machine.parse_machine(word, machines_directory())
 
 
 def calibrate_rank(rank: int, asked: _Asked) -> Calibration:
     """What every rank does; all get the same answer."""
-    device = join_ranks()
+    device = rooms.runtime.join_ranks()
     machine = _machine(asked.machine)
-    communicator = communicator_over(machine.mesh)
+    communicator = rooms.runtime.communicator_over(machine.mesh)
     machine = _on(machine, device.type)
     told = _Progress(machine, asked.seconds) if communicator.rank == 0 else None
     share = _COMMUNICATION_SHARE if machine.num_devices > 1 else 0.0
-    communication = measure_communication(communicator, share * asked.seconds, told)
-    pace = Pace(communicator, device)
-    speeds = probe_devices(machine, pace, (1 - share) * asked.seconds)
+    communication = rooms.runtime.measure_communication(communicator, share * asked.seconds, told)
+    pace = rooms.runtime.Pace(communicator, device)
+    speeds = rooms.probing.probe_devices(machine, pace, (1 - share) * asked.seconds)
     described = describe(machine, communication, speeds.devices)
-    operators = probe_wanted(asked.wanted(), asked.optimizer, described, pace) if asked.plans else {}
+    operators = rooms.probing.probe_wanted(asked.wanted(), asked.optimizer, described, pace) if asked.plans else {}
     if told is not None:
         told.end()
     return Calibration(described, communication, speeds, operators)
 
 
-def _on(machine: Machine, kind: str) -> Machine:
+def _on(machine: rooms.machine.Machine, kind: str) -> rooms.machine.Machine:
     """The machine with devices of the kind that its ranks really run on."""
     if machine.device == kind:
         return machine
@@ -168,7 +169,7 @@ def _on(machine: Machine, kind: str) -> Machine:
 class _Progress:
     """One line on a terminal that says how far it is; elsewhere the line stands once."""
 
-    def __init__(self, machine: Machine, seconds: float) -> None:
+    def __init__(self, machine: rooms.machine.Machine, seconds: float) -> None:
         self._line = f"calibrating {machine} for about {seconds:g} s"
         self._rewrites = sys.stderr.isatty()
         typer.echo(self._line, err=True, nl=not self._rewrites)
@@ -185,7 +186,9 @@ class _Progress:
 # The machine.
 
 
-def describe(machine: Machine, communication: Communication, devices: Sequence[DeviceType]) -> Machine:
+def describe(
+    machine: rooms.machine.Machine, communication: Communication, devices: Sequence[DeviceType]
+) -> rooms.machine.Machine:
     """The machine with what was measured: a device type for each rank, fits, and links where it had none."""
     fits = tuple(timed.fit() for timed in communication.collectives)
     if machine.nodes:
@@ -197,7 +200,9 @@ def describe(machine: Machine, communication: Communication, devices: Sequence[D
     links, switches = _measured_links(machine, communication.point_to_point)
     runs = [(node, len(list(run))) for node, run in groupby(nodes)]
     names = ["node"] if len(runs) == 1 else [f"node-{i}" for i in range(len(runs))]
-    kinds = [NodeKind(name, n, node, links, switches) for name, (node, n) in zip(names, runs, strict=True)]
+    kinds = [
+        rooms.machine.NodeKind(name, n, node, links, switches) for name, (node, n) in zip(names, runs, strict=True)
+    ]
     return replace(machine, nodes=tuple(kinds), fits=fits)
 
 
@@ -207,7 +212,9 @@ def _by_node(places: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     return [[(position, rank) for _, position, rank in node] for _, node in groupby(found, key=lambda place: place[0])]
 
 
-def _measured_links(machine: Machine, pairs: Sequence[Timed]) -> tuple[tuple[Link, ...], tuple[str, ...]]:
+def _measured_links(
+    machine: rooms.machine.Machine, pairs: Sequence[Timed]
+) -> tuple[tuple[rooms.machine.Link, ...], tuple[str, ...]]:
     """Every device on one switch, and the switch on the network: as fast as one pair was in a node and between two."""
     fits = {timed.axes[0]: timed.fit() for timed in pairs}
     inside, across = (
@@ -215,15 +222,15 @@ def _measured_links(machine: Machine, pairs: Sequence[Timed]) -> tuple[tuple[Lin
         for way in (False, True)
     )
     if inside is None:
-        return ((), ()) if across is None else ((_link(("0", NETWORK), across, across.latency / 2),), ())
+        return ((), ()) if across is None else ((_link(("0", rooms.machine.NETWORK), across, across.latency / 2),), ())
     links = [_link((str(i), "host"), inside, inside.latency / 2) for i in range(machine.devices_per_node)]
     if across is not None:
-        links.append(_link(("host", NETWORK), across, max(0.0, across.latency - inside.latency) / 2))
+        links.append(_link(("host", rooms.machine.NETWORK), across, max(0.0, across.latency - inside.latency) / 2))
     return tuple(links), ("host",)
 
 
-def _link(ends: tuple[str, str], fit: CollectiveFit, latency: float) -> Link:
-    return Link(ends, 1 / max(fit.seconds_per_byte, 1 / _WIDEST), latency, "measured")
+def _link(ends: tuple[str, str], fit: CollectiveFit, latency: float) -> rooms.machine.Link:
+    return rooms.machine.Link(ends, 1 / max(fit.seconds_per_byte, 1 / _WIDEST), latency, "measured")
 
 
 # What is shown.
@@ -236,7 +243,7 @@ def _show(found: Calibration, output: Path | None, as_json: bool) -> None:
     for line in _table(found):
         typer.echo(line)
     for device, outcomes in found.operators.items():
-        number = sum(isinstance(outcome, Measurement) for outcome in outcomes)
+        number = sum(isinstance(outcome, rooms.cost.Measurement) for outcome in outcomes)
         typer.echo(f"{'measured':<12} {number} of {len(outcomes)} calls of the plans on {device}; kept")
     typer.echo(f"{'saved':<12} {output if output is not None else 'no; -o machine.toml saves the machine'}")
 
@@ -299,7 +306,7 @@ def _facts(found: Calibration) -> dict[str, Any]:
         ],
         "operator_error": found.speeds.error,
         "measured_calls": {
-            device: sum(isinstance(outcome, Measurement) for outcome in outcomes)
+            device: sum(isinstance(outcome, rooms.cost.Measurement) for outcome in outcomes)
             for device, outcomes in found.operators.items()
         },
     }

@@ -5,33 +5,35 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from conjoin.api import Inspection, __version__, inspect, save_graph
-from conjoin.cli.models import ModelArgument, load_model_graph
-from conjoin.cli.output import JsonOption, check_output, print_json
-from conjoin.environment import cache_directory
-from conjoin.report import format_bytes, inspection_summary, inspection_table
+from conjoin.cli import rooms
+from conjoin.cli.options import JsonOption, ModelArgument
+from conjoin.cli.output import check_output, print_json
+from conjoin.environment import cache_directory, installed_version
+
+if TYPE_CHECKING:
+    from conjoin.api import Inspection
 
 _LEGEND = "S(d): split along dim d; P: partial sums of a split reduction; +: also by expansion into other operators."
 
 
 def _show(found: Inspection) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
     console = Console()
     console.print(f"[bold]{escape(found.name)}[/bold]", highlight=False)
-    for name, text in inspection_summary(found):
+    for name, text in rooms.report.inspection_summary(found):
         console.print(f"  {name:<12} {escape(text)}", highlight=False)
     columns = ("operator", "calls", "flop", "bytes moved", "the output can be")
     table = Table(*columns, box=None, pad_edge=True, header_style="bold")
     for column in table.columns[1:4]:
         column.justify = "right"
-    for row in inspection_table(found):
+    for row in rooms.report.inspection_table(found):
         table.add_row(*map(escape, row))
     console.print(table)
     console.print(f"  {_LEGEND}", highlight=False)
@@ -46,10 +48,10 @@ def inspect_command(
 ) -> None:
     """Show what is in a model: operators, parameters, work, memory, what can be split, what is opaque."""
     check_output(output, "graph")
-    graph = load_model_graph(model, batch_size=batch, training=train)
-    found = inspect(graph)
+    graph = rooms.models.load_model_graph(model, batch_size=batch, training=train)
+    found = rooms.api.inspect(graph)
     if output is not None:
-        save_graph(graph, output)
+        rooms.api.save_graph(graph, output)
     if as_json:
         print_json({"model": model, **found.to_json()})
     else:
@@ -61,8 +63,8 @@ def _devices() -> list[dict[str, Any]]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     name = platform.processor() or platform.machine()
     devices: list[dict[str, Any]] = [{"kind": "cpu", "name": name, "count": os.cpu_count(), "bytes": memory}]
-    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        found = torch.cuda.get_device_properties(i)
+    for i in range(rooms.torch.cuda.device_count() if rooms.torch.cuda.is_available() else 0):
+        found = rooms.torch.cuda.get_device_properties(i)
         devices.append({"kind": "cuda", "name": found.name, "count": 1, "bytes": found.total_memory})
     return devices
 
@@ -71,12 +73,12 @@ def doctor_command(as_json: JsonOption = False) -> None:
     """Print versions, devices and where the cache is."""
     cache, devices = cache_directory(), _devices()
     facts = {
-        "conjoin": __version__,
+        "conjoin": installed_version(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": rooms.torch.__version__,
         "system": platform.platform(),
         "devices": devices,
-        "distributed": torch.distributed.is_available(),
+        "distributed": rooms.torch.distributed.is_available(),
         "cache": str(cache),
         "cache_exists": cache.exists(),
     }
@@ -86,7 +88,7 @@ def doctor_command(as_json: JsonOption = False) -> None:
     for name in ("conjoin", "python", "torch", "system"):
         typer.echo(f"{name:<12} {facts[name]}")
     for device in devices:
-        what = f"{device['kind']}: {device['count']} x {device['name']}, {format_bytes(device['bytes'])}"
+        what = f"{device['kind']}: {device['count']} x {device['name']}, {rooms.report.format_bytes(device['bytes'])}"
         typer.echo(f"{'device':<12} {what}")
     typer.echo(f"{'distributed':<12} {'available' if facts['distributed'] else 'not in this torch'}")
     typer.echo(f"{'cache':<12} {cache}{'' if cache.exists() else ' (not there yet)'}")

@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from conjoin.api import UsageError
-from conjoin.cli.output import JsonOption, print_json
+from conjoin.cli import rooms
+from conjoin.cli.options import JsonOption
+from conjoin.cli.output import print_json
 from conjoin.environment import machines_directory
-from conjoin.machine import (
-    DeviceType,
-    Link,
-    Machine,
-    NodeKind,
-    find_machine_files,
-    machine_file_problems,
-    parse_machine,
-    preset_names,
-)
+from conjoin.errors import UsageError
+
+if TYPE_CHECKING:
+    from conjoin.machine import DeviceType, Link, NodeKind
 
 machine_app = typer.Typer(
     help="Show the machines that are known, and check descriptions of them.", no_args_is_help=True
@@ -44,20 +39,20 @@ def list_command(as_json: JsonOption = False) -> None:
 
 def _own_machines() -> Iterator[dict[str, str]]:
     directory = machines_directory()
-    for name, path in find_machine_files(directory).items() if directory is not None else ():
+    for name, path in rooms.machine.find_machine_files(directory).items() if directory is not None else ():
         try:
-            summary = _summary(Machine.load(path))
+            summary = _summary(rooms.machine.Machine.load(path))
         except UsageError:
             summary = f"cannot be read; `conjoin machine check {path}` tells why"
         yield {"name": name, "source": str(path), "summary": summary}
 
 
 def _presets() -> Iterator[dict[str, str]]:
-    for name in preset_names():
-        yield {"name": name, "source": "preset", "summary": _summary(Machine.preset(name))}
+    for name in rooms.machine.preset_names():
+        yield {"name": name, "source": "preset", "summary": _summary(rooms.machine.Machine.preset(name))}
 
 
-def _summary(machine: Machine) -> str:
+def _summary(machine: rooms.machine.Machine) -> str:
     nodes = "1 node" if machine.num_nodes == 1 else f"{machine.num_nodes} nodes"
     devices = ", ".join(device.name for device in machine.device_types) or f"{machine.device}, speeds not known"
     return f"{nodes} × {machine.devices_per_node} {devices}"
@@ -70,7 +65,7 @@ def show_command(
     as_toml: Annotated[bool, typer.Option("--toml", help="Print the machine file.")] = False,
 ) -> None:
     """Show a machine: its devices and their rates, its links, what was measured on it, and where it is all from."""
-    machine = parse_machine(name, machines_directory())
+    machine = rooms.machine.parse_machine(name, machines_directory())
     if as_toml:
         typer.echo(machine.to_toml(), nl=False)
     elif as_json:
@@ -85,7 +80,7 @@ def check_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A machine file.")], as_json: JsonOption = False
 ) -> None:
     """Check a machine file: OK, or every problem with the path of its key; the exit code is then 2."""
-    problems = machine_file_problems(file)
+    problems = rooms.machine.machine_file_problems(file)
     if as_json:
         print_json({"file": str(file), "ok": not problems, "problems": list(problems)})
     elif problems:
@@ -93,12 +88,12 @@ def check_command(
         for problem in problems:
             typer.echo(f"- {problem}")
     else:
-        typer.echo(f"OK: {Machine.load(file)}")
+        typer.echo(f"OK: {rooms.machine.Machine.load(file)}")
     if problems:
         raise typer.Exit(2)
 
 
-def _to_json(machine: Machine) -> dict[str, Any]:
+def _to_json(machine: rooms.machine.Machine) -> dict[str, Any]:
     facts = asdict(machine)
     kinds = [{**kind, "devices": [device["name"] for device in kind["devices"]]} for kind in facts.pop("nodes")]
     return {
@@ -111,7 +106,7 @@ def _to_json(machine: Machine) -> dict[str, Any]:
     }
 
 
-def _text(machine: Machine) -> Iterator[str]:
+def _text(machine: rooms.machine.Machine) -> Iterator[str]:
     yield str(machine)
     if machine.description:
         yield f"  {machine.description}"

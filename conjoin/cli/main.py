@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from conjoin.api import ConjoinError, UsageError, __version__
 from conjoin.cli.calibrating import calibrate_command
 from conjoin.cli.inspecting import doctor_command, inspect_command
 from conjoin.cli.machines import machine_app
@@ -18,19 +17,22 @@ from conjoin.cli.planning import compare_command, diff_command, explain_command,
 from conjoin.cli.rules import rules_app
 from conjoin.cli.running import run_command, verify_command
 from conjoin.cli.simulating import simulate_command
+from conjoin.environment import installed_version
+from conjoin.errors import ConjoinError, UsageError
 
 app = typer.Typer(
     name="conjoin",
     help="Find, prove and run the fastest way to train a PyTorch model on a given machine.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # boxes would take half of the time that help takes
+    context_settings={"max_content_width": 120},
 )
 
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(f"conjoin {__version__}")
+        print(f"conjoin {installed_version()}")
         raise typer.Exit
 
 

@@ -13,19 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import nn
 
 from conjoin.api import ConjoinError, Graph, Plan, UsageError, capture, load_graph, load_plan, verify
 from conjoin.ir import plain_model
 
-_MODEL_HELP = "Zoo name (bert-large, bert-large:tiny), file.py:function, module:function, or graph.json."
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
-_IMPORT_HELP = "Import this module first, for the operators that it registers."
-ImportOption = Annotated[list[str] | None, typer.Option("--import", metavar="MODULE", help=_IMPORT_HELP)]
 _PACKAGES = tuple(f"{path}{os.sep}" for path in (*torch.__path__, *importlib.__path__, Path(__file__).parents[1]))
 """Code that is not the user's."""
 

@@ -6,14 +6,12 @@ import json
 import os
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from conjoin.api import UsageError
-from conjoin.machine import place_of, reason_of
-
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+from conjoin.cli import rooms
+from conjoin.errors import UsageError
 
 
 def print_json(data: Any) -> None:
@@ -55,7 +53,7 @@ def _directory_obstacle(path: Path) -> str | None:
     try:
         there = next(found for found in (target, *target.parents) if found.exists())
     except (OSError, ValueError) as error:
-        return reason_of(error)
+        return rooms.machine.reason_of(error)
     if not there.is_dir():
         return f"{there} is not a directory"
     return _write_protection(there)
@@ -64,11 +62,11 @@ def _directory_obstacle(path: Path) -> str | None:
 def _obstacle(path: Path) -> str | None:
     """Why no file can be put there: it is written beside and then renamed, so the directory counts, not the file."""
     try:
-        directory = place_of(path).parent
+        directory = rooms.machine.place_of(path).parent
         if not directory.is_dir():
             return f"there is no directory {directory}"
     except (OSError, ValueError) as error:
-        return reason_of(error)
+        return rooms.machine.reason_of(error)
     return _write_protection(directory)
 
 

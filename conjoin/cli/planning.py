@@ -6,42 +6,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from conjoin.api import UsageError, compare, search_plan
-from conjoin.cli.models import ImportOption, ModelArgument, load_model_graph, read_plan
-from conjoin.cli.output import JsonOption, check_output, print_json
+from conjoin.cli import rooms
+from conjoin.cli.options import ImportOption, JsonOption, ModelArgument
+from conjoin.cli.output import check_output, print_json
 from conjoin.cli.quantities import parse_bytes, parse_fixed, parse_seconds
 from conjoin.cli.searching import comparison_lines, costs_mark, progress_line, result_lines, result_to_json
 from conjoin.environment import cache_directory, machines_directory
-from conjoin.ir import Graph, Plan
-from conjoin.machine import Machine, parse_machine
-from conjoin.report import diff_plans, explain, explanation_summary, explanation_text
-from conjoin.search import (
-    DEFAULT_BUDGET,
-    Remembered,
-    SearchResult,
-    TooSlow,
-    Wish,
-    check_wish,
-    is_answer,
-    make_plan,
-    search_names,
-)
+from conjoin.errors import UsageError
+
+if TYPE_CHECKING:
+    from conjoin.ir import Graph, Plan
+    from conjoin.machine import Machine
+    from conjoin.search import SearchResult
 
 _PLAN_HELP = "A plan file."
-_USUAL = Wish()
-_OPTIMIZER_HELP = f"sgd, sgd-momentum, adam, adamw; or -fused. Without it {_USUAL.optimizer}."
-_SEARCH_HELP = f"How to look for a plan: {', '.join(search_names())}. Without it {_USUAL.search}."
-_BUDGET_HELP = f"Time to look for one: 90s, 5m. Without it {DEFAULT_BUDGET:.0f}s, or --cpu-budget alone."
+_OPTIMIZER_HELP = "sgd, sgd-momentum, adam, adamw; or -fused. Without it adam."
+_SEARCH_HELP = (
+    "How to look for a plan: joint, unity, sequential, taso-then-flexflow, mcmc, coordinate, exhaustive, random, "
+    "named. Without it joint."
+)
+_STRATEGY_HELP = (
+    "NAME or NAME:degrees, as megatron:tp=2. Names: single, data-parallel, zero1, fsdp, megatron, one-weird-trick, "
+    "table-parallel, spatial, reduction, sbp3d."
+)
+_BUDGET_HELP = "Time to look for one: 90s, 5m. Without it 60s, or --cpu-budget alone."
 
 
 def plan_command(
     model: ModelArgument,
     machine: Annotated[str, typer.Option("--machine", help="local:4, a preset as summit:4, or machine.toml.")],
-    strategy: Annotated[str | None, typer.Option("--strategy", help="NAME or NAME:degrees, as megatron:tp=2.")] = None,
+    strategy: Annotated[str | None, typer.Option("--strategy", help=_STRATEGY_HELP)] = None,
     search: Annotated[str | None, typer.Option("--search", help=_SEARCH_HELP)] = None,
     budget: Annotated[str | None, typer.Option("--budget", help=_BUDGET_HELP)] = None,
     cpu_budget: Annotated[str | None, typer.Option("--cpu-budget", help="The same in CPU time.")] = None,
@@ -60,10 +58,11 @@ def plan_command(
 ) -> None:
     """Find the fastest plan for training a model on a machine, or make that of a named strategy."""
     check_output(output, "plan")
-    wish = Wish(
-        search or _USUAL.search,
+    usual = rooms.search.Wish()
+    wish = rooms.search.Wish(
+        search or usual.search,
         _wall_budget(budget, cpu_budget),
-        optimizer or _USUAL.optimizer,
+        optimizer or usual.optimizer,
         None if memory is None else parse_bytes(memory),
         cpu_budget=None if cpu_budget is None else parse_seconds(cpu_budget),
         at_most=None if at_most is None else parse_seconds(at_most),
@@ -71,19 +70,19 @@ def plan_command(
         fixed=parse_fixed(fix or ()),
         forbidden_axes=tuple(dict.fromkeys(forbid_axis or ())),
     )
-    check_wish(wish, search_names())
-    chosen = parse_machine(machine, machines_directory())
-    before = () if start is None else (read_plan(start, imports),)
+    rooms.search.check_wish(wish, rooms.search.search_names())
+    chosen = rooms.machine.parse_machine(machine, machines_directory())
+    before = () if start is None else (rooms.models.read_plan(start, imports),)
     if strategy is not None:
         given: dict[str, object] = {
             "--search": search, "--budget": budget, "--cpu-budget": cpu_budget, "--memory": memory, "--fix": fix,
             "--at-most": at_most, "--forbid-axis": forbid_axis, "--optimizer": optimizer, "--start": start,
-            "--objective": objective != _USUAL.objective, "--fresh": fresh,
+            "--objective": objective != usual.objective, "--fresh": fresh,
         }  # fmt: skip
         _check_alone(strategy, [name for name, value in given.items() if value])
-    graph = load_model_graph(model, batch_size=batch, training=None)
+    graph = rooms.models.load_model_graph(model, batch_size=batch, training=None)
     if strategy is not None:
-        made = make_plan(graph, chosen, strategy)
+        made = rooms.search.make_plan(graph, chosen, strategy)
         if output is not None:
             made.save(output)
         _show_summary(made, output, as_json)
@@ -98,7 +97,7 @@ def _wall_budget(budget: str | None, cpu_budget: str | None) -> float:
     """The time to look for a plan: what is given, else no limit beside one of CPU time."""
     if budget is not None:
         return parse_seconds(budget)
-    return DEFAULT_BUDGET if cpu_budget is None else inf
+    return rooms.search.DEFAULT_BUDGET if cpu_budget is None else inf
 
 
 def _check_alone(strategy: str, given: Sequence[str]) -> None:
@@ -116,7 +115,7 @@ class Question:
 
     graph: Graph
     machine: Machine
-    wish: Wish
+    wish: rooms.search.Wish
     start: tuple[Plan, ...] = ()
 
 
@@ -137,16 +136,18 @@ class Answer:
 
 def _look_for(question: Question, fresh: bool) -> Answer:
     """Search, unless the same was asked before; a search that was not at its end goes on."""
-    memory, costs = Remembered(cache_directory() / "plans"), costs_mark()
+    memory, costs = rooms.search.Remembered(cache_directory() / "plans"), costs_mark()
     graph, machine, wish, start = question.graph, question.machine, question.wish, question.start
     asked = graph, machine, wish, costs
     before = None if fresh or start else memory.find(*asked)
-    if before is not None and is_answer(before, wish):
+    if before is not None and rooms.search.is_answer(before, wish):
         return Answer(before, before)
     try:
         with progress_line() as show:
-            result = search_plan(graph, machine, wish, start=start if before is None else before, progress=show)
-    except TooSlow as error:
+            result = rooms.api.search_plan(
+                graph, machine, wish, start=start if before is None else before, progress=show
+            )
+    except rooms.search.TooSlow as error:
         if not start:
             memory.keep(*asked, error.result)
         raise
@@ -160,7 +161,7 @@ def _show_answer(answer: Answer, output: Path | None, as_json: bool) -> None:
     if as_json:
         print_json({**result_to_json(result), "cache": answer.cache, "saved": _text(output)})
         return
-    for line in explanation_summary(explain(result.plan)):
+    for line in rooms.report.explanation_summary(rooms.report.explain(result.plan)):
         typer.echo(line)
     for line in result_lines(result):
         typer.echo(line)
@@ -191,14 +192,14 @@ def compare_command(
     as_json: JsonOption = False,
 ) -> None:
     """Compare all named strategies and searches: predicted step, where it goes, memory, seconds of search."""
-    wish = Wish("named", parse_seconds(budget), optimizer, None if memory is None else parse_bytes(memory))
-    searches = tuple(search or (name for name in search_names() if name != "named"))
+    wish = rooms.search.Wish("named", parse_seconds(budget), optimizer, None if memory is None else parse_bytes(memory))
+    searches = tuple(search or (name for name in rooms.search.search_names() if name != "named"))
     for name in searches:
-        check_wish(replace(wish, search=name), search_names())
-    chosen = parse_machine(machine, machines_directory())
-    graph = load_model_graph(model, batch_size=batch, training=None)
+        rooms.search.check_wish(replace(wish, search=name), rooms.search.search_names())
+    chosen = rooms.machine.parse_machine(machine, machines_directory())
+    graph = rooms.models.load_model_graph(model, batch_size=batch, training=None)
     with progress_line() as show:
-        rows = compare(graph, chosen, wish, searches=searches, progress=show)
+        rows = rooms.api.compare(graph, chosen, wish, searches=searches, progress=show)
     if as_json:
         print_json([row.to_json() for row in rows])
         return
@@ -207,11 +208,11 @@ def compare_command(
 
 
 def _show_summary(plan: Plan, output: Path | None, as_json: bool) -> None:
-    found = explain(plan)
+    found = rooms.report.explain(plan)
     if as_json:
         print_json({"saved": _text(output), **found.summary_to_json()})
         return
-    for line in explanation_summary(found):
+    for line in rooms.report.explanation_summary(found):
         typer.echo(line)
     typer.echo(f"{'saved':<12} {output if output is not None else 'no; -o plan.json saves the plan'}")
 
@@ -222,11 +223,11 @@ def explain_command(
     as_json: JsonOption = False,
 ) -> None:
     """Show a plan as annotated code: how each operator is split, and every collective with the bytes it sends."""
-    found = explain(read_plan(plan, imports))
+    found = rooms.report.explain(rooms.models.read_plan(plan, imports))
     if as_json:
         print_json(found.to_json())
     else:
-        typer.echo(explanation_text(found), nl=False)
+        typer.echo(rooms.report.explanation_text(found), nl=False)
 
 
 def diff_command(
@@ -236,7 +237,7 @@ def diff_command(
     as_json: JsonOption = False,
 ) -> None:
     """Show what differs between two plans; the exit code is 0 when they are the same, 1 when not."""
-    found = diff_plans(read_plan(before, imports), read_plan(after, imports))
+    found = rooms.report.diff_plans(rooms.models.read_plan(before, imports), rooms.models.read_plan(after, imports))
     if as_json:
         print_json(found.to_json())
     else:

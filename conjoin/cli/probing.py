@@ -166,9 +166,7 @@ class _Timer:
         return late
 
     def _measure(self, call: Call, needs: tuple[int, ...]) -> None:
-        outcome = measure(
-            call, needs, self._pace.device, barrier=self._pace.together, slowest=self._pace.largest
-        )
+        outcome = measure(call, needs, self._pace.device, barrier=self._pace.together, slowest=self._pace.largest)
         seconds = outcome.forward if isinstance(outcome, Measurement) else 0.0
         slowest = self._pace.largest(seconds)[0]
         if isinstance(outcome, Measurement):

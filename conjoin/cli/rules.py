@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from conjoin.api import UsageError
-from conjoin.cli.models import ModelArgument, load_model_graph
-from conjoin.cli.output import JsonOption, check_directory, check_output, print_json
-from conjoin.rules import (
-    SHIPPED,
-    Deriver,
-    Entry,
-    Judgement,
-    Library,
-    Rule,
-    Standing,
-    WrittenRule,
-    certify,
-    find_matches,
-    judge,
-    load_rules,
-    make_library,
-    reasons_of,
-    why,
-)
+from conjoin.cli import rooms
+from conjoin.cli.options import JsonOption, ModelArgument
+from conjoin.cli.output import check_directory, check_output, print_json
+from conjoin.errors import UsageError
+
+if TYPE_CHECKING:
+    from conjoin.rules import Judgement, Rule, WrittenRule
 
 rules_app = typer.Typer(help="Show, test, prove and generate substitutions.", no_args_is_help=True)
 LibraryOption = Annotated[Path | None, typer.Option("--library", help="Another library than the one shipped.")]
 
 
-def _library(path: Path | None) -> Library:
-    return Library.shipped() if path is None else Library.load(path)
+def _library(path: Path | None) -> rooms.rules.Library:
+    return rooms.rules.Library.shipped() if path is None else rooms.rules.Library.load(path)
 
 
 @rules_app.command("list")
@@ -49,7 +36,7 @@ def list_command(library: LibraryOption = None, as_json: JsonOption = False) -> 
     typer.echo(f"\n{len(entries)} rules, each proven and read both ways; `conjoin rules show NAME` tells more.")
 
 
-def _facts(entry: Entry) -> dict[str, Any]:
+def _facts(entry: rooms.rules.Entry) -> dict[str, Any]:
     left, right = (list(map(str, side)) for side in (entry.rule.left, entry.rule.right))
     facts = {"name": entry.name, "left": left, "right": right, "conditions": list(entry.conditions)}
     return {**facts, "method": entry.method, "stamp": entry.stamp, "shortcut": entry.shortcut}
@@ -75,7 +62,7 @@ def show_command(
         typer.echo(f"  spares   {entry.shortcut} by other rules")
 
 
-def _find(library: Library, name: str) -> Entry:
+def _find(library: rooms.rules.Library, name: str) -> rooms.rules.Entry:
     if name not in library.by_name:
         raise UsageError(
             f"Rule {name[:60]!r} was asked for. The library has {len(library.entries)} rules and none of that name. "
@@ -91,19 +78,19 @@ def test_command(
     as_json: JsonOption = False,
 ) -> None:
     """Decide about rules of your own: derived from the library, proven, refuted, or unknown; exit code 1 if refuted."""
-    written = load_rules(file).rules
-    deriver = Deriver(_library(library).rules)
+    written = rooms.rules.load_rules(file).rules
+    deriver = rooms.rules.Deriver(_library(library).rules)
     found = []
     for one in written:
-        found.append(judge(one.rule, deriver, one.when or None))
+        found.append(rooms.rules.judge(one.rule, deriver, one.when or None))
         if not as_json:
             _show(found[-1])
     if as_json:
         print_json([_judgement_facts(one) for one in found])
     else:
-        counts = [(kind.value, sum(one.standing is kind for one in found)) for kind in Standing]
+        counts = [(kind.value, sum(one.standing is kind for one in found)) for kind in rooms.rules.Standing]
         typer.echo(f"{len(found)} rules: {', '.join(f'{number} {word}' for word, number in counts if number)}")
-    if any(one.standing is Standing.REFUTED for one in found):
+    if any(one.standing is rooms.rules.Standing.REFUTED for one in found):
         raise typer.Exit(1)
 
 
@@ -142,25 +129,25 @@ def prove_command(
 ) -> None:
     """Prove every rule again from the definitions and try it out; exit code 1 if one is not proven or is refuted."""
     check_output(output, "library")
-    written = load_rules(file or SHIPPED).rules
+    written = rooms.rules.load_rules(file or rooms.rules.SHIPPED).rules
     start = time.perf_counter()
     proven, unproven = _prove(written)
     for rule, reason in unproven:
         typer.echo(f"NOT PROVEN  {rule}\n            {reason}")
     typer.echo(f"{len(proven)} of {len(written)} rules proven in {time.perf_counter() - start:.1f} s")
     if output is not None:
-        Library(tuple(proven)).save(output)
+        rooms.rules.Library(tuple(proven)).save(output)
         typer.echo(f"saved       {output}")
     if unproven:
         raise typer.Exit(1)
 
 
-def _prove(written: tuple[WrittenRule, ...]) -> tuple[list[Entry], list[tuple[Rule, str]]]:
-    proven: list[Entry] = []
+def _prove(written: tuple[WrittenRule, ...]) -> tuple[list[rooms.rules.Entry], list[tuple[Rule, str]]]:
+    proven: list[rooms.rules.Entry] = []
     unproven: list[tuple[Rule, str]] = []
     for one in written:
-        found = certify(one.rule)
-        if isinstance(found, Entry):
+        found = rooms.rules.certify(one.rule)
+        if isinstance(found, rooms.rules.Entry):
             proven.append(found)
         else:
             unproven.append((one.rule, found))
@@ -176,10 +163,10 @@ def why_command(
 ) -> None:
     """Where a rule applies in a model, and why it does not where it almost does."""
     rule = _find(_library(library), name).rule
-    graph = load_model_graph(model, batch_size=batch, training=True)
-    matches = find_matches(graph, rule)
+    graph = rooms.models.load_model_graph(model, batch_size=batch, training=True)
+    matches = rooms.rules.find_matches(graph, rule)
     typer.echo(f"{rule}\napplies at {len(matches)} places of {graph.name}")
-    for miss in why(graph, rule):
+    for miss in rooms.rules.why(graph, rule):
         typer.echo(f"  not at {miss}")
 
 
@@ -193,14 +180,14 @@ def generate_command(
     check_output(output, "library")
     check_directory(state, "state of the enumeration")
     start = time.perf_counter()
-    made = make_library(directory=state, workers=workers, progress=lambda line: typer.echo(line, err=True))
+    made = rooms.rules.make_library(directory=state, workers=workers, progress=lambda line: typer.echo(line, err=True))
     for selection in made.selections:
         counts = selection.counts
         typer.echo(
             f"{selection.vocabulary:<16} {selection.num_graphs:>10,} graphs {counts.initial:>10,} candidates "
             f"{counts.renamed:>9,} renamed {counts.without_common:>8,} pruned {len(selection.rules):>6,} left"
         )
-    typer.echo(f"{made.num_proven} proven, {len(made.unproven)} not: {dict(reasons_of(made))}")
+    typer.echo(f"{made.num_proven} proven, {len(made.unproven)} not: {dict(rooms.rules.reasons_of(made))}")
     for rule in made.refuted:
         typer.echo(f"REFUTED     {rule}")
     made.library.save(output)

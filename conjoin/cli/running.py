@@ -9,39 +9,20 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
-import torch.distributed as dist
 import typer
-from torch import nn
 
-from conjoin.api import UsageError
-from conjoin.cli.models import ImportOption, capture_model, load_workload, read_plan
+from conjoin.cli import rooms
+from conjoin.cli.options import ImportOption
 from conjoin.cli.output import check_output, print_json
-from conjoin.frontends import run_plainly
-from conjoin.ir import Plan, flatten_tree, unflatten_tree
-from conjoin.report import Event, save_trace
-from conjoin.runtime import (
-    TOLERANCE,
-    AgainstModel,
-    Case,
-    ParallelModule,
-    PlainModel,
-    Recorded,
-    Verdict,
-    check_made_for,
-    check_world,
-    compare_rank,
-    compare_with_model,
-    connect,
-    launch,
-    load,
-    record,
-    train_alone,
-    verdict,
-    verify_in_process,
-)
+from conjoin.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from conjoin.ir import Plan
+    from conjoin.runtime import AgainstModel, ParallelModule, Recorded, Verdict
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
 StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Training steps.")]
@@ -64,20 +45,26 @@ class _Asked:
 
     def read(self) -> Plan:
         """The plan; one that is not for the ranks torchrun started is refused before anything is built for it."""
-        found = read_plan(self.plan, self.imports)
-        if dist.is_torchelastic_launched():
-            check_world(int(os.environ["WORLD_SIZE"]), found.mesh.size, found.model.name)
+        found = rooms.models.read_plan(self.plan, self.imports)
+        if rooms.dist.is_torchelastic_launched():
+            rooms.runtime.check_world(int(os.environ["WORLD_SIZE"]), found.mesh.size, found.model.name)
         return found
 
     def workload(self) -> tuple[nn.Module, Any, Any]:
         """The same model and batch on every rank, whatever process it is."""
-        torch.manual_seed(_SEED)
-        return load_workload(self.model, self.batch_size)
+        rooms.torch.manual_seed(_SEED)
+        return rooms.models.load_workload(self.model, self.batch_size)
 
-    def case(self, plan: Plan) -> Case:
+    def case(self, plan: Plan) -> rooms.runtime.Case:
         """The plan with all that it is compared with."""
         model, batch, loss = self.workload()
-        return Case(plan, capture_model(model, batch, loss), model, batch, PlainModel(model, loss, run_plainly))
+        return rooms.runtime.Case(
+            plan,
+            rooms.models.capture_model(model, batch, loss),
+            model,
+            batch,
+            rooms.runtime.PlainModel(model, loss, rooms.frontends.run_plainly),
+        )
 
 
 def run_command(
@@ -93,12 +80,12 @@ def run_command(
     asked = _Asked(str(plan), model, batch, steps, tuple(imports or ()))
     found = asked.read()
     _check_trains(found)
-    if dist.is_torchelastic_launched() or found.mesh.size == 1:
+    if rooms.dist.is_torchelastic_launched() or found.mesh.size == 1:
         recorded = _gather(_train(0, asked, trace is not None))
     else:
-        recorded = launch(found.mesh.size, _train, asked, trace is not None)
+        recorded = rooms.runtime.launch(found.mesh.size, _train, asked, trace is not None)
     if trace is not None and _is_first():
-        save_trace(_recorded_events(recorded), trace)
+        rooms.report.save_trace(_recorded_events(recorded), trace)
         typer.echo(f"trace of one step: {trace}; open it in ui.perfetto.dev")
 
 
@@ -118,35 +105,35 @@ def _check_trains(plan: Plan) -> None:
 
 
 def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return not rooms.dist.is_initialized() or rooms.dist.get_rank() == 0
 
 
 def _gather(mine: Any) -> list[Any]:
     """What every rank has, on every rank; alone what this one has."""
-    if not dist.is_initialized():
+    if not rooms.dist.is_initialized():
         return [mine]
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, mine)
+    answers: list[Any] = [None] * rooms.dist.get_world_size()
+    rooms.dist.all_gather_object(answers, mine)
     return answers
 
 
-def _recorded_events(ranks: list[list[Recorded]]) -> Iterator[Event]:
+def _recorded_events(ranks: list[list[Recorded]]) -> Iterator[rooms.report.Event]:
     for rank, entries in enumerate(ranks):
         for entry in entries:
-            yield Event(f"measured: rank {rank}", entry.stream, entry.name, entry.start, entry.duration)
+            yield rooms.report.Event(f"measured: rank {rank}", entry.stream, entry.name, entry.start, entry.duration)
 
 
 def _train(rank: int, asked: _Asked, traced: bool) -> list[Recorded]:
     """Train, telling the loss of every step; what this rank did in one more step where that is asked."""
     plan = asked.read()
     model, batch, loss = asked.workload()
-    check_made_for(plan, capture_model(model, batch, loss))
-    torch.manual_seed(_SEED)
-    step = load(plan, model)
+    rooms.runtime.check_made_for(plan, rooms.models.capture_model(model, batch, loss))
+    rooms.torch.manual_seed(_SEED)
+    step = rooms.runtime.load(plan, model)
     first = step.communicator.rank == 0
     if first:
         typer.echo(f"{plan}")
-    optimizer = torch.optim.AdamW(step.parameters(), lr=_LEARNING_RATE)
+    optimizer = rooms.torch.optim.AdamW(step.parameters(), lr=_LEARNING_RATE)
     batch = _on_device(batch, step.store.device)
 
     def train_once() -> float:
@@ -166,14 +153,14 @@ def _train(rank: int, asked: _Asked, traced: bool) -> list[Recorded]:
         shown = train_once()
         if first:
             typer.echo(f"step {i + 1:>4}   loss {shown:.6f}   {1e3 * (time.perf_counter() - start):9.1f} ms")
-    return record(train_once) if traced else []
+    return rooms.runtime.record(train_once) if traced else []
 
 
-def _loss_of(step: ParallelModule, batch: Any) -> torch.Tensor:
+def _loss_of(step: ParallelModule, batch: Any) -> rooms.torch.Tensor:
     index = step.plan.graph.loss
     assert index is not None
     outputs = step(*batch) if isinstance(batch, tuple | list) else step(batch)
-    found: torch.Tensor = flatten_tree(outputs)[0][index]
+    found: rooms.torch.Tensor = rooms.ir.flatten_tree(outputs)[0][index]
     return found
 
 
@@ -190,13 +177,13 @@ def verify_command(
     asked = _Asked(str(plan), model, batch, steps, tuple(imports or ()))
     found = asked.read()
     with redirect_stdout(sys.stderr):  # where the model prints: stdout has the answer of the command
-        if dist.is_torchelastic_launched():
+        if rooms.dist.is_torchelastic_launched():
             result = _gathered(_compare(0, asked))
         elif ranks and found.mesh.size > 1:
-            answers = launch(found.mesh.size, _compare, asked)
-            result = verdict(answers[0][0], [answer[1] for answer in answers], answers[0][2])
+            answers = rooms.runtime.launch(found.mesh.size, _compare, asked)
+            result = rooms.runtime.verdict(answers[0][0], [answer[1] for answer in answers], answers[0][2])
         else:
-            result = verify_in_process(asked.case(found), steps)
+            result = rooms.runtime.verify_in_process(asked.case(found), steps)
     if _is_first():
         _show(found, result, as_json)
     if not result.passed:
@@ -205,24 +192,25 @@ def verify_command(
 
 def _compare(rank: int, asked: _Asked) -> Any:
     given = asked.case(asked.read())
-    check_made_for(given.plan, given.graph)
+    rooms.runtime.check_made_for(given.plan, given.graph)
     case = given.widened()
-    communicator, _ = connect(case.plan)
-    against = compare_with_model(given, case, asked.num_steps) if communicator.rank == 0 else None
-    reference = train_alone(case, asked.num_steps)
-    return reference.losses, compare_rank(case, reference, communicator), against
+    communicator, _ = rooms.runtime.connect(case.plan)
+    against = rooms.runtime.compare_with_model(given, case, asked.num_steps) if communicator.rank == 0 else None
+    reference = rooms.runtime.train_alone(case, asked.num_steps)
+    return reference.losses, rooms.runtime.compare_rank(case, reference, communicator), against
 
 
 def _gathered(mine: Any) -> Verdict:
     losses, compared, against = mine
-    return verdict(losses, _gather(compared), _gather(against)[0])
+    return rooms.runtime.verdict(losses, _gather(compared), _gather(against)[0])
 
 
 def _show(plan: Plan, result: Verdict, as_json: bool) -> None:
     if as_json:
         shown = [asdict(difference) for difference in result.differences[:20]]
         facts = {
-            "passed": result.passed, "ranks": result.num_ranks, "worst": result.worst, "tolerance": TOLERANCE,
+            "passed": result.passed, "ranks": result.num_ranks, "worst": result.worst,
+            "tolerance": rooms.runtime.TOLERANCE,
             "losses": result.losses, "plan_losses": result.plan_losses, "differences": shown,
             "against_model": _facts_of(result.against_model),
         }  # fmt: skip
@@ -238,7 +226,8 @@ def _show(plan: Plan, result: Verdict, as_json: bool) -> None:
     for line in result.told:
         typer.echo(line)
     verb = "trains exactly like one device" if result.passed else "does NOT train like one device"
-    typer.echo(f"{'verified' if result.passed else 'refuted'}: the plan {verb} (relative tolerance {TOLERANCE:.0e})")
+    tolerance = f"relative tolerance {rooms.runtime.TOLERANCE:.0e}"
+    typer.echo(f"{'verified' if result.passed else 'refuted'}: the plan {verb} ({tolerance})")
 
 
 def _facts_of(found: AgainstModel | None) -> dict[str, Any] | None:
@@ -250,6 +239,6 @@ def _facts_of(found: AgainstModel | None) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def _on_device(batch: Any, device: torch.device) -> Any:
-    leaves, spec = flatten_tree(batch)
-    return unflatten_tree([x.to(device) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+def _on_device(batch: Any, device: rooms.torch.device) -> Any:
+    leaves, spec = rooms.ir.flatten_tree(batch)
+    return rooms.ir.unflatten_tree([x.to(device) if isinstance(x, rooms.torch.Tensor) else x for x in leaves], spec)

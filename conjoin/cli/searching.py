@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from shutil import get_terminal_size
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from conjoin.cli import rooms
 from conjoin.environment import costs_path
-from conjoin.report import format_bytes, format_seconds
-from conjoin.search import Progress, Row, SearchResult, Stopped
+
+if TYPE_CHECKING:
+    from conjoin.search import Progress, Row, SearchResult
 
 _INTERVAL = 0.1
 _WIDTH = 118
@@ -69,8 +71,8 @@ def result_to_json(result: SearchResult) -> dict[str, Any]:
 def result_lines(result: SearchResult) -> list[str]:
     """A result for people."""
     return [
-        f"{'predicted':<12} {format_seconds(result.seconds_per_step)} a step, "
-        f"{format_bytes(result.peak_bytes)} on the fullest device",
+        f"{'predicted':<12} {rooms.report.format_seconds(result.seconds_per_step)} a step, "
+        f"{rooms.report.format_bytes(result.peak_bytes)} on the fullest device",
         *([_devices_line(result)] if result.objective == "cost" else []),
         f"{'baseline':<12} {_baseline_text(result)}",
         f"{'bound':<12} {result.certificate if result.certificate is not None else 'none is known'}",
@@ -81,14 +83,14 @@ def result_lines(result: SearchResult) -> list[str]:
 
 def _devices_line(result: SearchResult) -> str:
     """How many devices a plan takes where that was to be decided."""
-    share = format_seconds(result.seconds_per_step * result.num_devices)
+    share = rooms.report.format_seconds(result.seconds_per_step * result.num_devices)
     return f"{'devices':<12} {result.num_devices}, {share} of devices a step; --machine {result.plan.machine.name}"
 
 
 def _baseline_text(result: SearchResult) -> str:
     if not result.baseline:
         return "none: no named strategy fits the model, the machine and what was asked"
-    found = f"{format_seconds(result.baseline_seconds_per_step)} by {result.baseline}"
+    found = f"{rooms.report.format_seconds(result.baseline_seconds_per_step)} by {result.baseline}"
     if result.objective == "cost":
         return f"{found} on {result.baseline_devices or result.num_devices}: {result.ratio:.2f} times as cheap"
     return f"{found}: {result.ratio:.2f} times as fast"
@@ -114,11 +116,11 @@ def _cells(row: Row) -> tuple[str, ...]:
     parts = found.breakdown
     return (
         row.name,
-        format_seconds(found.seconds),
-        format_seconds(parts.forward + parts.backward + parts.update),
-        format_seconds(parts.exposed + parts.waiting),
-        format_seconds(parts.hidden),
-        format_bytes(found.memory.peak),
+        rooms.report.format_seconds(found.seconds),
+        rooms.report.format_seconds(parts.forward + parts.backward + parts.update),
+        rooms.report.format_seconds(parts.exposed + parts.waiting),
+        rooms.report.format_seconds(parts.hidden),
+        rooms.report.format_bytes(found.memory.peak),
         "yes" if row.fits else "no",
-        f"{row.search_seconds:.1f} s{', interrupted' if row.stopped is Stopped.INTERRUPTED else ''}",
+        f"{row.search_seconds:.1f} s{', interrupted' if row.stopped is rooms.search.Stopped.INTERRUPTED else ''}",
     )

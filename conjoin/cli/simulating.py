@@ -7,12 +7,10 @@ from typing import Annotated
 
 import typer
 
-from conjoin.api import simulate_plan
-from conjoin.cli.models import ImportOption, read_plan
-from conjoin.cli.output import JsonOption, check_output, print_json
+from conjoin.cli import rooms
+from conjoin.cli.options import ImportOption, JsonOption
+from conjoin.cli.output import check_output, print_json
 from conjoin.environment import machines_directory
-from conjoin.machine import parse_machine
-from conjoin.report import prediction_text, prediction_to_json, save_trace, simulated_events
 
 
 def simulate_command(
@@ -25,13 +23,15 @@ def simulate_command(
 ) -> None:
     """Predict a training step of a plan: how long it takes, where the time goes, and how much memory it needs."""
     check_output(trace, "trace")
-    read, where = read_plan(plan, imports), parse_machine(machine, machines_directory())
-    found = simulate_plan(read, where, optimizer=optimizer)
+    read, where = rooms.models.read_plan(plan, imports), rooms.machine.parse_machine(machine, machines_directory())
+    found = rooms.api.simulate_plan(read, where, optimizer=optimizer)
     if trace is not None:
-        save_trace(simulated_events(found.simulation), trace)
+        rooms.report.save_trace(rooms.report.simulated_events(found.simulation), trace)
     if as_json:
-        print_json({**prediction_to_json(found, read, where), "trace": None if trace is None else str(trace)})
+        print_json(
+            {**rooms.report.prediction_to_json(found, read, where), "trace": None if trace is None else str(trace)}
+        )
         return
-    typer.echo(prediction_text(found, read, where), nl=False)
+    typer.echo(rooms.report.prediction_text(found, read, where), nl=False)
     if trace is not None:
         typer.echo(f"{'trace':<12} {trace}; open it in ui.perfetto.dev")

@@ -19,7 +19,7 @@ import typer.main
 
 import conjoin
 from conjoin.cli import app
-from conjoin.search import DEFAULT_BUDGET, search_names
+from conjoin.search import DEFAULT_BUDGET, search_names, strategy_names
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]
@@ -61,13 +61,14 @@ def test_the_flags_are_frozen() -> None:
 def test_help_lists_the_commands(run: Run) -> None:
     shown = run("--help")
     assert shown.code == 0 and shown.err == ""
-    assert re.findall(r"^│ ([a-z]+) ", shown.out, re.MULTILINE) == list(FLAGS)
+    assert re.findall(r"^  ([a-z]+) ", shown.out, re.MULTILINE) == list(FLAGS)
     assert "file.py:function" in run("inspect", "--help").out
 
 
 def test_help_names_the_searches_and_the_time_they_take(run: Run) -> None:
     shown = " ".join(run("plan", "--help").out.split())
-    assert all(name in shown for name in search_names()) and f"Without it {DEFAULT_BUDGET:.0f}s" in shown
+    assert all(name in shown for name in (*search_names(), *strategy_names()))
+    assert f"Without it {DEFAULT_BUDGET:.0f}s" in shown
 
 
 def test_version(run: Run) -> None:
@@ -176,7 +177,7 @@ def test_ctrl_c(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["conjoin.cli.inspecting"], "load_model_graph", interrupt)
+    monkeypatch.setattr("conjoin.cli.models.load_model_graph", interrupt)
     stopped = run("inspect", "lenet:tiny")
     assert stopped == Ran(130, "", "stopped\n")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,11 +89,11 @@ def test_directories_that_can_be_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "module", "work"),
     [
-        (("run", "plan.json", "lenet:tiny", "--trace"), "running", "read_plan"),
-        (("simulate", "plan.json", "--machine", "dgx-h100", "--trace"), "simulating", "read_plan"),
-        (("plan", "lenet:tiny", "--machine", "local:2", "--strategy", "fsdp", "-o"), "planning", "load_model_graph"),
-        (("calibrate", "--machine", "local:2", "-o"), "calibrating", "parse_machine"),
-        (("inspect", "lenet:tiny", "-o"), "inspecting", "load_model_graph"),
+        (("run", "plan.json", "lenet:tiny", "--trace"), "cli.models", "read_plan"),
+        (("simulate", "plan.json", "--machine", "dgx-h100", "--trace"), "cli.models", "read_plan"),
+        (("plan", "lenet:tiny", "--machine", "local:2", "--strategy", "fsdp", "-o"), "cli.models", "load_model_graph"),
+        (("calibrate", "--machine", "local:2", "-o"), "machine", "parse_machine"),
+        (("inspect", "lenet:tiny", "-o"), "cli.models", "load_model_graph"),
     ],
 )
 def test_commands_look_before_they_work(
@@ -103,7 +102,7 @@ def test_commands_look_before_they_work(
     def worked(*_: Any, **__: Any) -> None:
         raise AssertionError("it has begun")
 
-    monkeypatch.setattr(sys.modules[f"conjoin.cli.{module}"], work, worked)
+    monkeypatch.setattr(f"conjoin.{module}.{work}", worked)
     assert "could not be written to missing/x.toml" in run(*arguments, "missing/x.toml").refused()
     with pytest.raises(AssertionError, match="it has begun"):
         run(*arguments, "x.toml")

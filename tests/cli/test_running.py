@@ -381,31 +381,42 @@ def test_verify_plan_from_python() -> None:
 # Under torchrun.
 
 
-def torchrun(folder: Path, ranks: int, *arguments: str) -> Ran:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*launcher, "-m", "conjoin", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-    return Ran(done.returncode, done.stdout, done.stderr)
+COMMANDS = """\
+import sys
+from conjoin.cli import main
+
+first, second, third = (list(line.split()) for line in sys.argv[1:])
+assert main(first) == 2 and main(second) == 0
+sys.exit(main(third))
+"""
 
 
 def test_under_torchrun(plan: Callable[..., str], folder: Path) -> None:
-    name = plan()
-    ran = torchrun(folder, 2, "run", name, "nets.py:mlp", "--steps", "2", "--trace", "trace.json")
-    assert ran.code == 0, ran.err
-    assert len(ran.out.splitlines()) == 4, "rank 0 alone prints"
+    """One group is refused a plan for one rank, and then runs and verifies one for its two."""
+    name, alone = plan(), plan(ranks=1, strategy="single")
+    (folder / "commands.py").write_text(COMMANDS)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "commands.py"]
+    commands = [
+        f"run {alone} nets.py:mlp --steps 1",
+        f"run {name} nets.py:mlp --steps 2 --trace trace.json",
+        f"verify {name} nets.py:mlp --steps 2",
+    ]
+    command = [*launcher, *commands]
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert "error: The plan of Sequential is for 1 ranks and 2 are running." in ran.stderr
+    lines = ran.stdout.splitlines()
+    assert losses_in("\n".join(lines[:4])) == pytest.approx(expected_losses(2), abs=2e-6)
     assert set(events_in(folder / "trace.json")) == {"measured: rank 0", "measured: rank 1"}
-    assert losses_in(ran.out) == pytest.approx(expected_losses(2), abs=2e-6)
-    verified = torchrun(folder, 2, "verify", name, "nets.py:mlp", "--steps", "2")
-    assert verified.code == 0, verified.err
-    assert verified.out.count("verified: the plan trains exactly like one device") == 1
+    assert ran.stdout.count("verified: the plan trains exactly like one device") == 1, "rank 0 alone prints"
 
 
-@pytest.mark.parametrize(("planned", "strategy", "started"), [(2, "data-parallel", 1), (1, "single", 2)])
-def test_another_number_of_ranks_under_torchrun(
-    plan: Callable[..., str], folder: Path, planned: int, strategy: str, started: int
+def test_fewer_ranks_than_planned_under_torchrun(
+    plan: Callable[..., str], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran = torchrun(folder, started, "run", plan(ranks=planned, strategy=strategy), "nets.py:mlp", "--steps", "1")
-    assert ran.code != 0 and ran.out == ""
-    assert f"error: The plan of Sequential is for {planned} ranks and {started} are running." in ran.err
-    assert re.search(r"exitcode *: 2 ", ran.err), "of the rank; torchrun's own is 1"
+    name = plan(ranks=2, strategy="data-parallel")
+    for variable, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(variable, value)
+    told = run("run", name, "nets.py:mlp", "--steps", "1").refused()
+    assert "The plan of Sequential is for 2 ranks and 1 are running." in told

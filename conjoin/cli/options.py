@@ -1,0 +1,13 @@
+"""Arguments and options that several commands take."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+_MODEL_HELP = "Zoo name (bert-large, bert-large:tiny), file.py:function, module:function, or graph.json."
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
+_IMPORT_HELP = "Import this module first, for the operators that it registers."
+ImportOption = Annotated[list[str] | None, typer.Option("--import", metavar="MODULE", help=_IMPORT_HELP)]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

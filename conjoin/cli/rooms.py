@@ -1,0 +1,33 @@
+"""The rooms that commands work in, each loaded when it is first asked for: help and completion are there at once."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from conjoin import api, cost, frontends, ir, machine, report, rules, runtime, search, sim
+    from conjoin.cli import models, probing
+else:
+
+    class _Later:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(import_module(self._name), attribute)
+
+    torch, dist = _Later("torch"), _Later("torch.distributed")
+    api, cost, frontends, ir, machine, report = (
+        _Later(f"conjoin.{room}") for room in ("api", "cost", "frontends", "ir", "machine", "report")
+    )
+    rules, runtime, search, sim = (_Later(f"conjoin.{room}") for room in ("rules", "runtime", "search", "sim"))
+    models, probing = _Later("conjoin.cli.models"), _Later("conjoin.cli.probing")
+
+__all__ = [
+    "api", "cost", "dist", "frontends", "ir", "machine", "models", "probing", "report", "rules", "runtime", "search",
+    "sim", "torch",
+]  # fmt: skip
