@@ -17,12 +17,13 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.fuzz.comparing import examine
+from tests.fuzz.comparing import STEPS, examine
 
 LIMIT = 120
 """Seconds for a model."""
@@ -32,13 +33,13 @@ def _stop(*_: Any) -> None:
     raise TimeoutError(f"not done after {LIMIT} s")
 
 
-def _examine(seed: int) -> dict[str, Any]:
+def _examine(seed: int, steps: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, _stop)
     signal.alarm(LIMIT)
     try:
-        return asdict(examine(seed))
+        return asdict(examine(seed, steps))
     except Exception as error:  # whatever goes wrong is what is looked for
         place = traceback.extract_tb(error.__traceback__)[-1]
         told = f"{type(error).__name__}: {str(error)[:300]} at {place.filename}:{place.lineno}"
@@ -74,6 +75,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed-from", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a search")
     parser.add_argument("--out", type=Path, default=Path("findings.jsonl"))
     given = parser.parse_args()
     wanted = range(given.seed_from, given.seed_from + given.count)
@@ -81,7 +83,7 @@ def main() -> int:
     start = time.perf_counter()
     context = multiprocessing.get_context("fork")
     with context.Pool(given.workers, maxtasksperchild=200) as pool, given.out.open("a") as file:
-        for finding in pool.imap_unordered(_examine, [seed for seed in wanted if seed not in known]):
+        for finding in pool.imap_unordered(partial(_examine, steps=given.steps), [seed for seed in wanted if seed not in known]):
             known[finding["seed"]] = finding
             file.write(json.dumps(finding) + "\n")
             file.flush()
