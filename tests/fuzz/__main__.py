@@ -83,7 +83,8 @@ def main() -> int:
     start = time.perf_counter()
     context = multiprocessing.get_context("fork")
     with context.Pool(given.workers, maxtasksperchild=200) as pool, given.out.open("a") as file:
-        for finding in pool.imap_unordered(partial(_examine, steps=given.steps), [seed for seed in wanted if seed not in known]):
+        left = [seed for seed in wanted if seed not in known]
+        for finding in pool.imap_unordered(partial(_examine, steps=given.steps), left):
             known[finding["seed"]] = finding
             file.write(json.dumps(finding) + "\n")
             file.flush()
