@@ -6,7 +6,7 @@ same but lie otherwise draws other numbers for each of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 
 import torch
@@ -16,10 +16,27 @@ from conjoin.ir.builder import is_random
 from conjoin.ir.graph import Graph
 from conjoin.ir.nodes import Node, Value
 from conjoin.ir.reshards import is_parallel
-from conjoin.ops import Call, TensorType, run_whole, spec_for
+from conjoin.ops import Call, TensorType, output_types, run_whole, spec_for
 
 Strides = tuple[int, ...]
 _IMAGE_RANK = 4
+_FEW = 1 << 16
+"""Elements that a call is run on to see how its results lie."""
+_SMALL = (4, 32)
+"""Sizes of dims at which kernels are asked where the call has more elements; the second has room for most windows."""
+_AS_KERNELS_DO = frozenset((
+    "_native_batch_norm_legit.no_stats", "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training", "angle", "batch_norm", "binary_cross_entropy",
+    "conjoin::normalize_channels", "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d",
+    "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "copysign.Tensor",
+    "cross_entropy_loss", "div.Tensor_mode", "floor_divide", "heaviside", "im2col", "index.Tensor",
+    "isin.Tensor_Tensor", "log_sigmoid", "logaddexp", "logaddexp2", "logical_and", "logical_or", "logical_xor",
+    "max_pool3d", "max_pool3d_with_indices", "max_unpool2d", "nll_loss2d", "nll_loss_nd", "normal.Tensor_Tensor",
+    "normal.float_Tensor", "one_hot", "pad", "pixel_shuffle", "poisson", "pow.Scalar", "reflection_pad2d",
+    "reflection_pad3d", "replication_pad2d", "replication_pad3d", "rrelu", "scaled_dot_product_attention",
+    "xlogy.Tensor",
+))  # fmt: skip
+"""Operators whose kernels order their results otherwise than torch says without data."""
 
 
 @lru_cache(maxsize=32)
@@ -73,27 +90,57 @@ def looks_at_order(node: Node) -> bool:
 
 @lru_cache(maxsize=1 << 14)
 def _made(call: Call, operands: tuple[Strides, ...]) -> tuple[Strides, ...]:
-    """The strides that a call gives its results; none are known where it is opaque or has no form without data."""
+    """The strides that a call gives its results; none are known where it is opaque or has no form without data.
+
+    The judge is the call itself, run on zeros where they are few. What torch says without data is right for views and
+    most arithmetic, but not for all that has kernels of its own: those are run on few elements that lie alike.
+    """
     spec = spec_for(call)
-    tensors = [_on_meta(type, strides) for type, strides in zip(call.tensors, operands, strict=True)]
-    if spec is None or not tensors:
+    if spec is None or not operands:
         return ()
+    if sum(type.num_elements for type in call.tensors) <= _FEW:
+        made = _run(call, [_zeros(type.shape, strides, type.dtype) for type, strides in _given(call, operands)])
+        if made is not None:
+            return tuple(x.stride() for x in made)
+    for limit in _SMALL if spec.name in _AS_KERNELS_DO else ():
+        small = [(tuple(min(n, limit) for n in t.shape), strides, t.dtype) for t, strides in _given(call, operands)]
+        made = _run(call, [_zeros(*one) for one in small])
+        if made is not None:
+            return tuple(map(_like, made, (type.shape for type in output_types(spec, call))))
+    made = _run(call, [_on_meta(type, strides) for type, strides in _given(call, operands)])
+    return () if made is None else tuple(x.stride() for x in made)
+
+
+def _given(call: Call, operands: tuple[Strides, ...]) -> Iterator[tuple[TensorType, Strides]]:
+    return zip(call.tensors, operands, strict=True)
+
+
+def _run(call: Call, tensors: list[Tensor]) -> tuple[Tensor, ...] | None:
+    """The results of a call, or None where it does not take these: an index is too large, a shape stands in it."""
+    tensors[0].requires_grad_(tensors[0].is_floating_point())  # kernels ask for it, and in training most do
     try:
-        made = run_whole(call, tensors)
-    except (NotImplementedError, RuntimeError):
-        return ()
-    if spec.name == "conv2d" and any(map(_has_channels_last, tensors[:2])):  # as kernels do, and without data not
-        made = tuple(x.contiguous(memory_format=torch.channels_last) for x in made)
-    return tuple(x.stride() for x in made)
+        with torch.random.fork_rng(devices=[]):
+            return run_whole(call, tensors)
+    except (NotImplementedError, RuntimeError, IndexError, ValueError):
+        return None
 
 
-def _has_channels_last(x: Tensor) -> bool:
-    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+def _like(small: Tensor, shape: tuple[int, ...]) -> Strides:
+    """The strides of a tensor of another shape whose dims lie in the same order, without gaps."""
+    strides, size = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (small.stride(dim), -dim)):
+        strides[dim], size = size, size * shape[dim]
+    return tuple(strides)
 
 
 def _usual(type: TensorType, channels_last: bool) -> Strides:
     order = torch.channels_last if channels_last and len(type.shape) == _IMAGE_RANK else torch.contiguous_format
     return torch.empty(type.shape, device="meta", memory_format=order).stride()
+
+
+def _zeros(shape: tuple[int, ...], strides: Strides, dtype: torch.dtype) -> Tensor:
+    size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    return torch.zeros(max(size, 1), dtype=dtype).as_strided(shape, strides)
 
 
 def _on_meta(type: TensorType, strides: Strides) -> Tensor:

@@ -113,14 +113,18 @@ def _adds_up(dtype: torch.dtype) -> bool:
 def _addends(call: Call, term: tuple[int, ...], outputs: tuple[TensorType, ...]) -> tuple[int, ...]:
     """The factors of a term that can be held as partial sums, of which the output then is one too.
 
-    Between floats a cast is linear, up to their precision; to whole numbers it is not.
+    A cast to whole numbers is not linear, nor is one to coarser floats: parts that cancel would leave their roundings.
     """
     if not all(_adds_up(output.dtype) for output in outputs):
         return ()
-    whole = any(not (output.dtype.is_floating_point or output.dtype.is_complex) for output in outputs)
-    dtypes = [call.tensors[i].dtype for i in term]
-    rounded = [whole and (dtype.is_floating_point or dtype.is_complex) for dtype in dtypes]
-    return tuple(i for i, dtype, cut in zip(term, dtypes, rounded, strict=True) if _adds_up(dtype) and not cut)
+    coarsest = max(map(_coarseness, (output.dtype for output in outputs)))
+    dtypes = [(i, call.tensors[i].dtype) for i in term]
+    return tuple(i for i, dtype in dtypes if _adds_up(dtype) and coarsest <= _coarseness(dtype))
+
+
+def _coarseness(dtype: torch.dtype) -> float:
+    """How far apart the numbers of a dtype are about one; whole numbers are exact, and further apart than any float."""
+    return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 1.0
 
 
 def _partial_rules(spec: OpSpec, call: Call, num_outputs: int) -> list[ShardingRule]:

@@ -1,0 +1,69 @@
+"""How results lie in memory: for every operator as the call itself leaves them, whatever order its operands have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from conjoin.ir import Graph, Value, memory_order, parse_graph, strides_in
+from conjoin.ops import OpSpec, all_ops, random_call, random_tensors, run_whole
+
+OVERLOADS = [(spec, name) for spec in all_ops() for name in spec.names]
+NUM_SEEDS = 6
+UNLIKE = {"max_pool3d", "max_pool3d_with_indices", "pixel_shuffle"}
+"""Where many elements are not asked for data: few have no room for their windows or blocks."""
+
+
+def turned(tensor: Tensor, rng: Random) -> Tensor:
+    """The same values with their dims in another order in memory."""
+    order = list(range(tensor.dim()))
+    rng.shuffle(order)
+    return tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(tensor.dim())])
+
+
+def unlike(spec: OpSpec, op: str) -> Iterator[str]:
+    for seed in range(NUM_SEEDS):
+        rng = Random(seed)
+        call = random_call(spec, rng, op)
+        tensors = [turned(tensor, rng) for tensor in random_tensors(spec, call, seed)]
+        try:
+            made = run_whole(call, tensors)
+        except RuntimeError:  # views and some kernels do not take any order
+            continue
+        found = memory_order._made(call, tuple(tensor.stride() for tensor in tensors))
+        for tensor, strides in zip(made, found, strict=bool(found)):
+            large = [dim for dim, size in enumerate(tensor.shape) if size > 1]
+            if tensor.numel() and [strides[dim] for dim in large] != [tensor.stride(dim) for dim in large]:
+                yield f"seed {seed}: {tensor.stride()} is told as {strides}"
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_results_lie_as_kernels_leave_them(many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_order, "_FEW", -1 if many else 1 << 16)
+    memory_order._made.cache_clear()
+    found = {op: told for spec, op in OVERLOADS if (told := list(unlike(spec, op)))}
+    memory_order._made.cache_clear()
+    assert found.keys() <= (UNLIKE if many else set()), found
+
+
+ATTENTION = """
+graph "a" train
+input:x f32[10,3,8,1]
+takes [input:x] in {"kind":"list","keys":[],"children":[null]}
+%0: f32[10,8,3,1] = transpose.int(input:x, dim0=1, dim1=2)
+%1: f32[10,8,3,1] = scaled_dot_product_attention(%0, %0, %0)
+returns [%1] in null
+"""
+
+
+def test_attention_keeps_the_order_of_its_query() -> None:
+    """A kernel of its own computes it, which no call without data tells of; dropout behind it draws in this order."""
+    graph: Graph = parse_graph(ATTENTION)
+    query = torch.ones(10, 3, 8, 1).transpose(1, 2)
+    plain = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    assert strides_in(graph)[Value(graph.nodes[-1])][:3] == plain.stride()[:3]
