@@ -7,6 +7,7 @@ Each model has a time limit, and one that ends its worker is a fault.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import signal
@@ -81,6 +82,8 @@ def main() -> int:
     wanted = range(given.seed_from, given.seed_from + given.count)
     known = {f["seed"]: f for f in _known(given.out) if f["seed"] in wanted}
     start = time.perf_counter()
+    gc.freeze()  # what is imported is looked through by none of the workers
+    gc.set_threshold(200_000)
     context = multiprocessing.get_context("fork")
     with context.Pool(given.workers, maxtasksperchild=200) as pool, given.out.open("a") as file:
         left = [seed for seed in wanted if seed not in known]

@@ -7,8 +7,8 @@ the model, relative to the tensor's largest element; a gradient that cancels to 
 the largest gradient and of the loss.
 
 Where a plan is further off than three such runs allow, the answer may hang on a rounding: the sign of a sum that is
-zero but for roundings, say. Then many more runs are made, and one in double precision: a plan is also right where it is not
-much further from that than the plain model is itself.
+zero but for roundings, say. Then many more runs are made, and one in double precision: a plan is also right where it is
+not much further from that than the plain model is itself.
 """
 
 from __future__ import annotations
