@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise, permutations
 from math import prod
 
-from conjoin.machine import Machine, Mesh, Route, Topology
+from conjoin.machine import DirectedLink, Machine, Mesh, Route, Topology
 
 SOFTWARE_SECONDS = {"cuda": 3e-6, "cpu": 25e-6}
 """What a library adds to each message beside the links: NCCL hands a chunk on within a few microseconds, Gloo wakes
@@ -66,10 +66,25 @@ class Phase:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Rings that leave a node by every card: seconds for each byte that a member sends on; what nodes send outward."""
+
+    load: float
+    outward_load: float
+    """Seconds for each byte that a node sends to the next one, over all its cards; zero on one node."""
+    outward_latency: float
+
+
+def _line_rate(link: DirectedLink) -> float:
+    return link.bandwidth
+
+
 @dataclass(slots=True)
 class _Loads:
     """What messages of one byte put on the wires, in seconds."""
 
+    rate: Callable[[DirectedLink], float] = _line_rate
     shared: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     alone: float = 0.0
     """The most on a link that is not shared, where every message is alone."""
@@ -77,9 +92,9 @@ class _Loads:
     def add(self, route: Route, count: float) -> None:
         for link in route:
             if link.shared:
-                self.shared[link.wire] += count / link.bandwidth
+                self.shared[link.wire] += count / self.rate(link)
             else:
-                self.alone = max(self.alone, 1 / link.bandwidth)
+                self.alone = max(self.alone, 1 / self.rate(link))
 
     @property
     def most(self) -> float:
@@ -189,6 +204,32 @@ def ring(groups: Groups) -> Phase:
 
     load, latency = _measure(groups, inside, between)
     return Phase((groups.size - 1) * latency, (groups.size - 1) * load, groups.size)
+
+
+def spread_ring(groups: Groups, rate: Callable[[DirectedLink], float]) -> Spread:
+    """Rings of which each enters and leaves its nodes at another member: together they use every card alike."""
+    topology, sets, most, outward, latency = groups.topology, groups.position_sets(), 0.0, 0.0, 0.0
+    for kind in range(len(topology.kinds)):
+        loads, leaving = _Loads(rate), _Loads(rate)
+        for positions in sets:
+            order = _nearest_next(topology, kind, positions)
+            for first in range(len(order)):
+                turned = (*order[first:], *order[:first])
+                for a, b in pairwise(turned if groups.num_nodes > 1 else (*turned, turned[0])):
+                    loads.add(topology.inside(kind, a, b), 1 / len(order))
+                if groups.num_nodes > 1:
+                    for route in (topology.leaving(kind, turned[-1]), topology.entering(kind, turned[0])):
+                        loads.add(route, 1 / len(order))
+                        leaving.add(route, 1 / len(order))
+                        latency = max(latency, _latency(route))
+        most, outward = max(most, loads.most), max(outward, leaving.most)
+    if groups.num_nodes > 1 and not topology.is_flat:
+        loads = _Loads(rate)
+        for nodes in groups.node_sets():
+            for a, b in pairwise((*nodes, nodes[0])):
+                loads.add(topology.between(a, b), len(sets))
+        most, outward = max(most, loads.most), max(outward, loads.most)
+    return Spread(most, outward, 2 * latency)
 
 
 def _nearest_next(topology: Topology, kind: int, positions: Sequence[int]) -> tuple[int, ...]:

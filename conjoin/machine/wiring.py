@@ -26,6 +26,7 @@ class DirectedLink:
     bandwidth: float
     latency: float
     shared: bool
+    kind: str = ""
 
 
 Route = tuple[DirectedLink, ...]
@@ -73,7 +74,7 @@ class Wiring:
 def _both_ways(index: int, link: Link) -> Iterable[DirectedLink]:
     for (source, target), sign in ((link.ends, ">"), (link.ends[::-1], "<")):
         wire = f"{index}{sign if link.duplex else ''}"
-        yield DirectedLink(source, target, wire, link.bandwidth, link.latency, link.shared)
+        yield DirectedLink(source, target, wire, link.bandwidth, link.latency, link.shared, link.kind)
 
 
 def _by_source(hops: Iterable[DirectedLink]) -> _Hops:

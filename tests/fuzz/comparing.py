@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -202,12 +202,12 @@ def _splits(plan: Plan) -> bool:
     return any(t.layout for node in plan.graph.nodes for t in node.types)
 
 
-def examine(seed: int, steps: int = STEPS) -> Finding:
-    """Draw the model of a seed, plan it for 1, 2 and 4 devices and compare all of them with the plain model."""
-    return examine_program(draw(seed), steps)
+def examine(seed: int, steps: int = STEPS, devices: Sequence[int] = DEVICES) -> Finding:
+    """Draw the model of a seed, plan it for so many devices and compare the plans with the plain model."""
+    return examine_program(draw(seed), steps, devices)
 
 
-def examine_program(program: Program, steps: int = STEPS) -> Finding:
+def examine_program(program: Program, steps: int = STEPS, devices: Sequence[int] = DEVICES) -> Finding:
     seed = program.seed
     model, batch = program.build()
     batches = [_redrawn(program, i) for i in range(NUM_STEPS)]
@@ -218,7 +218,7 @@ def examine_program(program: Program, steps: int = STEPS) -> Finding:
         return Finding(seed, refused=str(error))
     compared = Comparison.of(model, batches, _coarsest(graph))
     worst, splits, rewrites, rules = 0.0, 0, 0, Counter[str]()
-    for num_devices in DEVICES:
+    for num_devices in devices:
         wish = Wish(budget=60.0, steps=steps, seed=seed, optimizer="sgd")
         plan = find_plan(graph, machine_of(num_devices), CostModel([]), wish).plan
         splits, rewrites = splits + _splits(plan), rewrites + bool(plan.substitutions)

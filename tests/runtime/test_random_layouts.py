@@ -62,7 +62,7 @@ from tests.runtime.random_graphs import (
     rules_at,
 )
 
-BLOCKS, CHAINS = range(8), 8
+BLOCKS, CHAINS = range(6), 8
 """Graphs are drawn in blocks, so that test processes can share them."""
 
 

@@ -57,12 +57,13 @@ def slow_contest(model: str, machine: Machine | None = None, steps: int | None =
 
 
 @pytest.mark.parametrize("name", PAPERS)
-@pytest.mark.parametrize("model", ["dlrm", "lenet"])
-def test_never_worse_and_the_same_for_a_seed(name: str, model: str) -> None:
-    one, other = (search(model, search=name, seed=3) for _ in range(2))
+def test_never_worse_and_the_same_for_a_seed(name: str) -> None:
+    one, other = (search("lenet", search=name, seed=3, steps=40) for _ in range(2))
     assert one.seconds_per_step <= one.baseline_seconds_per_step
     assert str(one.plan.graph) == str(other.plan.graph) and one.num_plans == other.num_plans
-    assert one.num_plans <= 60
+    assert one.num_plans <= 40
+    tables = search("dlrm", search=name, seed=3, steps=40)
+    assert tables.seconds_per_step <= tables.baseline_seconds_per_step
 
 
 @pytest.mark.parametrize("name", ["mcmc", "taso-then-flexflow", "random"])

@@ -14,7 +14,7 @@ from conjoin.machine import parse_machine
 from conjoin.sim import Layouts, MachinePrices, Simulation, random_change, simulate, simulate_layouts
 
 MODELS = ("alexnet", "resnet-101", "inception-v3", "rnntc", "rnnlm", "nmt")
-NUM_CHANGES = 30
+NUM_CHANGES = 18
 
 
 def full(simulation: Simulation) -> Simulation:

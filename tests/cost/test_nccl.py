@@ -1,0 +1,108 @@
+"""What NCCL takes for collectives: as its own model reckons, and as measured on machines that people told of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from conjoin.cost import collective_seconds
+from conjoin.cost.nccl import Way, nccl_ways
+from conjoin.cost.patterns import Groups
+from conjoin.machine import NETWORK, DeviceType, Link, Machine, NodeKind
+
+A100 = DeviceType("a100", "cuda", 2**30, 1e12, (("float32", 1e13), ("bfloat16", 1e14)))
+GB, MIB, GIB = 1e9, 2**20, 2**30
+
+
+def ways(machine: Machine, kind: str, axes: tuple[str, ...] | None = None) -> dict[str, Way]:
+    groups = Groups.along(machine, machine.mesh.names if axes is None else axes)
+    return {way.name: way for way in nccl_ways(groups, kind)}
+
+
+def bus_rate(machine: Machine, kind: str, size: int) -> float:
+    """GB/s as nccl-tests tells them: what would pass each link of a ring."""
+    ranks = machine.num_devices
+    sent = size * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
+    return sent / collective_seconds(machine, kind, machine.mesh.names, round(sent)).value / GB
+
+
+def a100_cluster(num_nodes: int, num_cards: int) -> Machine:
+    """Eight A100 on NVSwitch that share some cards of 200 Gb/s."""
+    links = [Link((str(i), "nvswitch"), 300 * GB, 0.5e-6, "NVLink") for i in range(8)]
+    cards = [f"nic{i * num_cards // 8}" for i in range(8)]
+    links += [Link((str(i), card), 32 * GB, 0.5e-6, "PCIe") for i, card in enumerate(cards)]
+    links += [Link((card, NETWORK), 25 * GB, 0.75e-6, "InfiniBand") for card in dict.fromkeys(cards)]
+    kind = NodeKind("node", num_nodes, (A100,) * 8, tuple(links), ("nvswitch", *dict.fromkeys(cards)))
+    return Machine("cluster", num_nodes, 8, "cuda", nodes=(kind,))
+
+
+H100 = Machine.preset("dgx-h100", 1)
+PUBLISHED = [
+    (H100, "all-reduce", 8 * GIB, 480.0),  # NVIDIA, nccl-tests issue 212: adding up in the switch
+    (H100, "all-gather", 8 * GIB, 370.0),  # the same: what is left of 450 GB/s
+    (a100_cluster(3, 4), "all-reduce", 128 * MIB, 96.0),  # nccl-tests issue 119: peak on 3 x 8 A100 with four HDR cards
+]
+
+
+@pytest.mark.parametrize(("machine", "kind", "size", "told"), PUBLISHED)
+def test_large_messages_go_as_fast_as_people_measured(machine: Machine, kind: str, size: int, told: float) -> None:
+    assert bus_rate(machine, kind, size) == pytest.approx(told, rel=0.2)
+
+
+def test_a_ring_on_one_node_by_hand() -> None:
+    found = ways(H100, "all-gather")
+    assert found["ring Simple"].latency == pytest.approx((8.4 + 7 * 3.4) * 1e-6)
+    assert found["ring Simple"].bandwidth == pytest.approx(450 * GB * 0.82 * 8 / 7)
+    assert found["ring LL"].bandwidth == pytest.approx(141 * GB * 8 / 7)
+    reduced = ways(H100, "all-reduce")
+    assert reduced["ring LL"].latency == pytest.approx((6.6 + 14 * 0.6) * 1e-6)
+    assert reduced["tree LL"].latency == pytest.approx((6.8 + 2 * 7 * 0.6) * 1e-6)
+
+
+def test_a_ring_between_nodes_by_hand() -> None:
+    """Three of 31 steps leave a node, and each such step waits for 2.5 µs of wires."""
+    found = ways(Machine.preset("dgx-h100", 4), "all-gather")
+    assert found["ring LL"].latency == pytest.approx((6.6 + 28 * 1.0 + 3 * (2.7 + 2.5)) * 1e-6)
+    assert found["ring Simple"].latency == pytest.approx((8.4 + 28 * 3.4 + 3 * (14.0 + 2 * 2.5)) * 1e-6)
+
+
+def test_every_card_of_a_node_is_used() -> None:
+    one, two, eight = (ways(a100_cluster(4, n), "all-gather")["ring Simple"].bandwidth for n in (1, 2, 8))
+    assert two == pytest.approx(2 * one) and eight == pytest.approx(8 * one)
+
+
+def test_groups_of_one_member_a_node_have_a_card_each_or_share_it() -> None:
+    apart, shared = (ways(a100_cluster(4, n), "all-gather", ("n0", "n1"))["ring Simple"].bandwidth for n in (8, 1))
+    assert apart == pytest.approx(25 * GB * 0.95 * 4 / 3) and shared == pytest.approx(apart / 8)
+
+
+def test_what_a_generation_has() -> None:
+    assert "NVLS" in ways(H100, "all-reduce") and "NVLS" not in ways(Machine.preset("dgx-a100", 1), "all-reduce")
+    assert "NVLS tree" in ways(Machine.preset("dgx-h100", 2), "all-reduce")
+    assert not any("LL128" in name for name in ways(Machine.preset("k80-cluster", 2), "all-reduce"))
+    assert "PAT" in ways(Machine.preset("piz-daint", 4), "all-gather")
+    assert "PAT" not in ways(Machine.preset("dgx-h100", 4), "all-gather")
+
+
+@pytest.mark.parametrize("num_nodes", [1, 4, 128])
+def test_small_messages_take_trees_and_short_protocols(num_nodes: int) -> None:
+    machine = Machine.preset("dgx-h100", num_nodes)
+    found = ways(machine, "all-reduce")
+    quickest = min(found, key=lambda name: found[name].seconds(1024))
+    assert quickest in ("ring LL", "tree LL") and (num_nodes == 1 or quickest == "tree LL")
+
+
+def test_a_gather_over_a_thousand_takes_its_thousand_steps() -> None:
+    """25 MiB over 1,024 GPUs: no call of NCCL's does it in the time of ten steps."""
+    machine = Machine.preset("dgx-h100", 128)
+    found = collective_seconds(machine, "all-gather", machine.mesh.names, 25 * MIB).value
+    assert 1.5e-3 < found < 4e-3
+
+
+def test_measured_links_are_taken_as_they_are() -> None:
+    plain = a100_cluster(1, 8)
+    (kind,) = plain.nodes
+    measured = replace(kind, links=tuple(replace(link, kind="measured") for link in kind.links))
+    found = ways(replace(plain, nodes=(measured,)), "all-gather")["ring Simple"]
+    assert found.bandwidth == pytest.approx(300 * GB * 8 / 7)
