@@ -26,12 +26,15 @@ from conjoin.frontends.torch_private import (
     InputKind,
     aliases_input,
     autocast_knows,
+    decomposition_of,
     is_mutable,
 )
 from conjoin.ops import bind_args, find_spec, operator_name
 
 CASTS = ("to.dtype", "to.dtype_layout", "to.device", "to.other", "to.prim_Device", "type_as")
 """Ways to ask for a dtype, which hand on what has it already."""
+_HANDING_ON = ("atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "sum_to_size", "type_as")
+"""Calls that may hand on what they are given, though their schemas do not tell."""
 _DROPOUTS = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -136,10 +139,16 @@ def _is_marker(walk: _Walk, node: fx.Node) -> bool:
 
 
 def _remove_identities(graph: fx.Graph) -> None:
-    """Export sees two tensors where a call hands its argument on, though a write to one changes both."""
+    """Export sees two tensors where a call hands its argument on, though a write to one changes both.
+
+    Nor does such a call end what gradients flow through: inside `no_grad` it gives what it was given.
+    """
     for node in list(graph.nodes):
-        if node.op == "call_function" and _hands_on(node):
-            node.replace_all_uses_with(node.args[0])
+        handed = list(_handed_on(node)) if node.op == "call_function" else []
+        for made, given in handed:
+            made.replace_all_uses_with(given)
+            graph.erase_node(made)
+        if handed and node not in dict(handed) and not node.users:
             graph.erase_node(node)
 
 
@@ -232,17 +241,32 @@ def _is_floating(node: fx.Node) -> bool:
     return any(tensor.is_floating_point() or tensor.is_complex() for tensor in _tensors(node))
 
 
-def _hands_on(node: fx.Node) -> bool:
-    """Whether a call returns its first argument itself."""
-    if not isinstance(node.target, OpOverload) or not node.args or not isinstance(node.args[0], fx.Node):
-        return False
+def _handed_on(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Results of a call that are operands themselves, with these: torch is asked, on stand-ins of their types."""
+    if not isinstance(node.target, OpOverload) or not node.args:
+        return
     name = operator_name(node.target)
     if name in _DROPOUTS:
-        return bool(node.args[2] is False or node.args[1] == 0)
-    if name not in (*CASTS, "contiguous") or node.kwargs.get("copy") or True in node.args[2:]:
-        return False
-    (before,), (after,) = _tensors(node.args[0]), _tensors(node)
-    return bool(before.dtype == after.dtype and before.stride() == after.stride())
+        if node.args[2] is False or node.args[1] == 0:
+            yield node, cast(fx.Node, node.args[0])
+        return
+    parts = decomposition_of(node.target) if aliases_input(node.target) or name in _HANDING_ON else None
+    if parts is None or is_mutable(node.target):
+        return
+    operands = {id(n.meta["val"]): n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)}
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    try:
+        with torch.no_grad():
+            made = parts(*args, **kwargs)
+    except RuntimeError:
+        return
+    if isinstance(made, Tensor):
+        if id(made) in operands:
+            yield node, operands[id(made)]
+    else:
+        for user in node.users:
+            if user.target is operator.getitem and id(made[user.args[1]]) in operands:
+                yield user, operands[id(made[user.args[1]])]
 
 
 def _take_loss_apart(walk: _Walk, node: fx.Node, region: fx.Node) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from conjoin.ir import wide_dtype
 from conjoin.runtime.torch_private import DispatchMode, makes_dtype, written_arguments
@@ -58,19 +58,26 @@ def _widened(tensor: Tensor) -> Tensor:
 
 
 class Rounded(DispatchMode):  # type: ignore[no-untyped-call]
-    """Runs a program with every floating-point result of arithmetic a rounding away from what it is."""
+    """Runs a program with every floating-point result of arithmetic a rounding away from what it is.
 
-    def __init__(self, seed: int) -> None:
+    With `moved`, what is only moved is a rounding away too: kernels round inside, where no result can be reached.
+    """
+
+    def __init__(self, seed: int, *, moved: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._exact = () if moved else _EXACT
         self._generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         name = str(func.__name__).lstrip("_").removeprefix("native_")
-        if name.startswith(_EXACT) or torch.Tag.nondeterministic_seeded in func.tags:
+        if name.startswith(self._exact) or torch.Tag.nondeterministic_seeded in func.tags:
             return made
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for tensor in made if isinstance(made, tuple | list) else (made,):
             if isinstance(tensor, Tensor) and tensor.is_floating_point() and not _overlaps(tensor):
+                if name.startswith(_EXACT) and tensor.untyped_storage().data_ptr() in given:
+                    continue  # a view: what it is of would change
                 apart = torch.rand(tensor.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
                 tensor.copy_(tensor.double() * (1 + apart.to(tensor.device) * torch.finfo(tensor.dtype).eps))
         return made

@@ -550,3 +550,59 @@ def test_an_attribute_that_is_state_is_refused() -> None:
         CaptureError, match="attribute last: forward reads it and replaces it, as state: use register_buffer"
     ):
         capture(Remembering(read=True), X)
+
+
+HANDED_ON: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda x: x,
+    "atleast_1d": torch.atleast_1d,
+    "atleast_2d": torch.atleast_2d,
+    "atleast_3d": torch.atleast_3d,
+    "contiguous": Tensor.contiguous,
+    "of a transposed": lambda x: x.mT.contiguous().mT,
+    "to its dtype": lambda x: x.to(torch.float32),
+    "to its device": Tensor.cpu,
+    "type_as": lambda x: x.type_as(x),
+    "no dropout": lambda x: nn.functional.dropout(x, 0.5, training=False),
+    "dropout of nothing": lambda x: nn.functional.dropout(x, 0.0),
+    "flatten of one dim": lambda x: x.flatten(-1),
+    "real": torch.real,
+    "positive": torch.positive,
+    "resolve_conj": torch.resolve_conj,
+    "resolve_neg": torch.resolve_neg,
+    "broadcast_tensors": lambda x: torch.broadcast_tensors(x, torch.ones(1))[0],
+    "sum_to_size": lambda x: x.sum_to_size(x.shape),
+    "a view": lambda x: x.view(x.shape),
+    "all of it": lambda x: x[:],
+    "reshape": lambda x: x.reshape(x.shape),
+    "expand": lambda x: x.expand(x.shape),
+    "transposed twice": lambda x: x.mT.mT,
+    "a copy": Tensor.clone,
+    "detach": Tensor.detach,
+}
+
+
+class HandsOn(nn.Module):
+    """What a call gives without gradients, and what it was given after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in HANDED_ON)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.sum()
+        for layer, call in zip(self.layers, HANDED_ON.values(), strict=True):
+            given = layer(x)
+            with torch.no_grad():
+                made = call(given)
+            total = total + (made * made.abs()).sum() + 0.5 * given.sum()
+        return total
+
+
+def test_a_call_that_hands_on_its_argument_does_not_end_its_gradient() -> None:
+    torch.manual_seed(0)
+    model, x = HandsOn(), torch.randn(3, 2, 4)
+    plain = copy.deepcopy(model)
+    plain(x).backward()
+    to_module(capture(model, x), model)(x).backward()
+    for name, ours, theirs in zip(HANDED_ON, model.layers, plain.layers, strict=True):
+        assert torch.equal(ours.weight.grad, theirs.weight.grad), name

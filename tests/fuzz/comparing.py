@@ -7,8 +7,9 @@ the model, relative to the tensor's largest element; a gradient that cancels to 
 the largest gradient and of the loss.
 
 Where a plan is further off than three such runs allow, the answer may hang on a rounding: the sign of a sum that is
-zero but for roundings, say. Then many more runs are made, and one in double precision: a plan is also right where it is
-not much further from that than the plain model is itself.
+zero but for roundings, say. Then many more runs are made, half of them with inputs and what is only moved a rounding
+away too, and one in double precision: a plan is also right where it is not much further from that than the plain model
+is itself.
 """
 
 from __future__ import annotations
@@ -100,8 +101,9 @@ def _plainly(model: nn.Module, batches: Batches, rounding: int | None = None) ->
     with _seeded():
         if rounding is None:
             return _steps(copy.deepcopy(model), batches)
-        with Rounded(rounding):
-            return _steps(copy.deepcopy(model), batches)
+        own, moved = copy.deepcopy(model), rounding >= NUM_IN_DOUBT // 2
+        with Rounded(rounding, moved=moved):
+            return _steps(own, [tuple(x.clone() for x in batch) for batch in batches] if moved else batches)
 
 
 def _by_plan(plan: Plan, model: nn.Module, batches: Batches) -> Iterator[tuple[int, dict[str, Any]]]:
