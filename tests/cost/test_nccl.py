@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import median
 
 import pytest
 
+from benchmarks.collectives import Published, a100_cluster, published, quickest
 from conjoin.cost import collective_seconds
 from conjoin.cost.nccl import Way, nccl_ways
 from conjoin.cost.patterns import Groups
-from conjoin.machine import NETWORK, DeviceType, Link, Machine, NodeKind
+from conjoin.machine import Machine
 
-A100 = DeviceType("a100", "cuda", 2**30, 1e12, (("float32", 1e13), ("bfloat16", 1e14)))
-GB, MIB, GIB = 1e9, 2**20, 2**30
+GB, MIB = 1e9, 2**20
 
 
 def ways(machine: Machine, kind: str, axes: tuple[str, ...] | None = None) -> dict[str, Way]:
@@ -20,34 +21,22 @@ def ways(machine: Machine, kind: str, axes: tuple[str, ...] | None = None) -> di
     return {way.name: way for way in nccl_ways(groups, kind)}
 
 
-def bus_rate(machine: Machine, kind: str, size: int) -> float:
-    """GB/s as nccl-tests tells them: what would pass each link of a ring."""
-    ranks = machine.num_devices
-    sent = size * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
-    return sent / collective_seconds(machine, kind, machine.mesh.names, round(sent)).value / GB
-
-
-def a100_cluster(num_nodes: int, num_cards: int) -> Machine:
-    """Eight A100 on NVSwitch that share some cards of 200 Gb/s."""
-    links = [Link((str(i), "nvswitch"), 300 * GB, 0.5e-6, "NVLink") for i in range(8)]
-    cards = [f"nic{i * num_cards // 8}" for i in range(8)]
-    links += [Link((str(i), card), 32 * GB, 0.5e-6, "PCIe") for i, card in enumerate(cards)]
-    links += [Link((card, NETWORK), 25 * GB, 0.75e-6, "InfiniBand") for card in dict.fromkeys(cards)]
-    kind = NodeKind("node", num_nodes, (A100,) * 8, tuple(links), ("nvswitch", *dict.fromkeys(cards)))
-    return Machine("cluster", num_nodes, 8, "cuda", nodes=(kind,))
-
-
+ROWS = list(published())
 H100 = Machine.preset("dgx-h100", 1)
-PUBLISHED = [
-    (H100, "all-reduce", 8 * GIB, 480.0),  # NVIDIA, nccl-tests issue 212: adding up in the switch
-    (H100, "all-gather", 8 * GIB, 370.0),  # the same: what is left of 450 GB/s
-    (a100_cluster(3, 4), "all-reduce", 128 * MIB, 96.0),  # nccl-tests issue 119: peak on 3 x 8 A100 with four HDR cards
-]
 
 
-@pytest.mark.parametrize(("machine", "kind", "size", "told"), PUBLISHED)
-def test_large_messages_go_as_fast_as_people_measured(machine: Machine, kind: str, size: int, told: float) -> None:
-    assert bus_rate(machine, kind, size) == pytest.approx(told, rel=0.2)
+@pytest.mark.parametrize("row", ROWS, ids=[f"{row.source}, {row.num_bytes}" for row in ROWS])
+def test_collectives_take_what_people_measured(row: Published) -> None:
+    assert abs(error(row)) < 0.2
+
+
+def error(row: Published) -> float:
+    way = quickest(row.machine, row.kind, row.num_bytes, row.without)
+    return way.seconds(row.num_bytes) * 1e6 / row.microseconds - 1
+
+
+def test_most_are_near() -> None:
+    assert median(abs(error(row)) for row in ROWS) < 0.1
 
 
 def test_a_ring_on_one_node_by_hand() -> None:
