@@ -8,7 +8,7 @@ from conjoin.cost import CostModel
 from conjoin.errors import PlanError, UsageError
 from conjoin.ir import LeafKind, Plan
 from conjoin.machine import Machine
-from conjoin.ops import dtype_name, flops, spec_for
+from conjoin.ops import flops, spec_for
 from conjoin.sim.breakdown import Breakdown, break_down
 from conjoin.sim.memory import OPTIMIZER_COPIES, Memory, measure_memory
 from conjoin.sim.prices import MachinePrices
@@ -88,7 +88,7 @@ def _work(skeleton: Skeleton, steps: int) -> tuple[float, str]:
     for operator in skeleton.operators:
         spec = spec_for(operator.call)
         if spec is not None and operator.call.tensors:
-            dtype = dtype_name(operator.call.tensors[0].dtype)
+            dtype = str(operator.call.tensors[0].dtype).removeprefix("torch.")
             work = flops(spec, operator.call) * (1 + min(2, len(operator.needs)))
             by_dtype[dtype] = by_dtype.get(dtype, 0.0) + work
     return steps * sum(by_dtype.values()), max(by_dtype, key=by_dtype.__getitem__)

@@ -50,6 +50,13 @@ def test_utilization_is_work_over_what_the_devices_could_do(found: Prediction) -
     assert 0.1 < found.model_flops_utilization < 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_the_peak_is_that_of_the_dtype_of_most_of_the_work(dtype: torch.dtype) -> None:
+    model, x = nn.Linear(512, 512, dtype=dtype), torch.zeros(64, 512, dtype=dtype)
+    found = predict(make_plan(capture(model, x, torch.sum), MACHINE, "data-parallel"), MACHINE, CostModel())
+    assert found.peak_flops == 8 * dict(MACHINE.device_type(0).peak_flops)[str(dtype).removeprefix("torch.")]
+
+
 def test_throughput_counts_the_samples_of_the_batch(found: Prediction) -> None:
     assert found.num_samples == ROWS
     assert found.samples_per_second == pytest.approx(ROWS / found.seconds)
