@@ -165,6 +165,13 @@ def least_over_grids(nodes: int, sizes: Sequence[int], batch: int) -> tuple[floa
     return min(ends, key=lambda item: item[0])
 
 
+def bytes_of(path: Sequence[Grid], sizes: Sequence[int], batch: int) -> float:
+    """The bytes of a chain of layers on given grids."""
+    own = sum(weights_bytes(grid, *ends) for grid, ends in zip(path, pairwise(sizes), strict=True))
+    between = sum(between_bytes(a, b, batch, n) for (a, b), n in zip(pairwise(path), sizes[1:-1], strict=True))
+    return own + between + end_bytes(path[-1], batch, sizes[-1])
+
+
 @cache
 def skeleton_of_chain() -> Skeleton:
     """The MLP as captured."""

@@ -251,7 +251,11 @@ def test_places_agree_on_dtypes_under_autocast() -> None:
 
 def test_what_has_no_gradient_at_one_place_has_none_at_another() -> None:
     """A prediction and its target are broadcast together at one place and compared at another: one has a gradient."""
-    sample = captured(nn.Linear(4, 3), (torch.randn(8, 4), torch.randn(8, 3)), nn.functional.mse_loss)
+
+    def compared(prediction: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(*torch.broadcast_tensors(prediction, target))
+
+    sample = captured(nn.Linear(4, 1), (torch.randn(8, 4), torch.randn(1, 3)), compared)
     both = next(node for node in sample.graph.nodes if node.op == "broadcast_tensors")
     loss = next(node for node in sample.graph.nodes if node.op == "mse_loss")
     there, here = (make_layout([("x", At(place))]) for place in (1, 0))

@@ -101,7 +101,7 @@ def test_towers_are_placed_beside_each_other_and_train_the_same() -> None:
     contest = contest_of(graph, "data-parallel")
     found = place_branches(contest)
     assert contest.best is not None and found is not None
-    assert found.seconds < 0.6 * contest.best.seconds
+    assert found.seconds < 0.65 * contest.best.seconds
     contest.judge(found.entry, found.simulation)
     result = find_plan(graph, MACHINE, CostModel(), Wish(budget=20, steps=120))
     assert "branches beside each other" in result.plan.strategy or "random changes" in result.plan.strategy

@@ -174,7 +174,7 @@ def test_names_of_tensors() -> None:
     ("fixed", "forbidden", "told"),
     [
         ({"0.wieght": "d0:S(0)"}, (), "Did you mean 0.weight?"),
-        ({"%99": "d0:S(0)"}, (), "make %0 to %5"),
+        ({"%99": "d0:S(0)"}, (), "make %0 to %3"),
         ({"0.weight": "d0"}, (), "Write d0:S(0),d1:S(1)"),
         ({"0.weight": "d0:S(x)"}, (), "is not a placement"),
         ({"0.weight": "d0:S(0),d0:S(1)"}, (), "placed twice"),
