@@ -18,8 +18,7 @@ from datetime import date
 from pathlib import Path
 from statistics import median
 
-from conjoin.cost.nccl import Way, nccl_ways
-from conjoin.cost.patterns import Groups
+from conjoin.cost import Groups, Way, nccl_ways
 from conjoin.machine import NETWORK, DeviceType, Link, Machine, NodeKind
 
 RESULTS = Path(__file__).parent / "results" / "collectives.json"
@@ -109,7 +108,8 @@ def main() -> int:
         "machine": platform.platform(), "python": platform.python_version(), "date": date.today().isoformat(),
         "command": "python -m benchmarks.collectives", "median_error": median(off), "worst_error": max(off),
     }  # fmt: skip
-    RESULTS.write_text(json.dumps({**facts, "published": rows, "reckoned": reckoned_rows}, indent=1) + "\n")
+    found = {**facts, "published": rows, "reckoned": reckoned_rows}
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return int(max(off) > 0.2)
 
 

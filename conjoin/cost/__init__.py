@@ -8,6 +8,8 @@ from conjoin.cost.local_calls import LocalCall, local_calls
 from conjoin.cost.measurement import Absence, Measurement, Outcome, mean_outcomes
 from conjoin.cost.measuring import measure
 from conjoin.cost.model import CostModel
+from conjoin.cost.nccl import Way, nccl_ways
+from conjoin.cost.patterns import Groups
 from conjoin.cost.profile import Profile, load_profile, save_profile, shipped_profiles
 from conjoin.cost.seconds import NO_SECONDS, Seconds, Source, weakest
 from conjoin.cost.store import Store
@@ -15,9 +17,9 @@ from conjoin.cost.transfers import OPTIMIZERS, copy_key, measure_copy, measure_u
 from conjoin.cost.work import FAMILIES, CallWork, Work, work_of
 
 __all__ = [
-    "FAMILIES", "NO_SECONDS", "OPTIMIZERS", "Absence", "CallWork", "CostModel", "Fit", "LocalCall", "Measurement",
-    "OperatorCost", "Outcome", "Profile", "Seconds", "Source", "Store", "Work", "collective_seconds", "copy_key",
-    "fit_efficiencies", "load_profile", "local_calls", "mean_outcomes", "measure", "measure_copy", "measure_update",
-    "point_to_point_seconds", "read_key", "save_profile", "shipped_profiles", "update_key", "weakest", "work_of",
-    "write_key",
+    "FAMILIES", "NO_SECONDS", "OPTIMIZERS", "Absence", "CallWork", "CostModel", "Fit", "Groups", "LocalCall",
+    "Measurement", "OperatorCost", "Outcome", "Profile", "Seconds", "Source", "Store", "Way", "Work",
+    "collective_seconds", "copy_key", "fit_efficiencies", "load_profile", "local_calls", "mean_outcomes", "measure",
+    "measure_copy", "measure_update", "nccl_ways", "point_to_point_seconds", "read_key", "save_profile",
+    "shipped_profiles", "update_key", "weakest", "work_of", "write_key",
 ]  # fmt: skip
