@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 
@@ -17,10 +17,11 @@ from conjoin.ir import (
     num_elements,
     operand_move,
     output_move,
+    plain_call,
     unlike_axes,
 )
 from conjoin.machine import Mesh
-from conjoin.ops import TensorType
+from conjoin.ops import Call, TensorType
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,28 @@ class NodeExchanges:
     outputs: tuple[ExchangedBytes | None, ...]
 
 
-@lru_cache(maxsize=1 << 12)
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A node on a mesh; alike are all nodes that make the same call in the same layouts, as equal layers do."""
+
+    call: Call
+    placed: Placed
+    types: tuple[TensorType, ...]
+    mesh: Mesh
+    node: Node = field(compare=False)
+
+
 def node_exchanges(node: Node, placed: Placed, mesh: Mesh) -> NodeExchanges:
     """All exchanges of a node; there are none where all its pieces are alike."""
     if not unlike_axes(node, placed, mesh):
         return NodeExchanges((None,) * len(node.inputs), (None,) * len(node.types))
+    types = (*(value.type for value in node.inputs), *node.types)
+    return _exchanges(_Case(plain_call(node), placed, types, mesh, node))
+
+
+@lru_cache(maxsize=1 << 12)
+def _exchanges(case: _Case) -> NodeExchanges:
+    node, placed, mesh = case.node, case.placed, case.mesh
     return NodeExchanges(
         tuple(_count(operand_move, node, i, placed, value.type, mesh) for i, value in enumerate(node.inputs)),
         tuple(_count(output_move, node, i, placed, type, mesh) for i, type in enumerate(node.types)),

@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import fx
 from torch._ops import OpOverload
 
+from conjoin.frontends.folding import without_empty, without_idle_mask
 from conjoin.frontends.regions import CASTS
 from conjoin.ir import Leaf, Node, Value
 from conjoin.ops import (
@@ -84,7 +85,9 @@ def _divided(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node
 
 
 def _sized(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
-    """A shape without -1, so that a piece's shape can take its place."""
+    """A shape without -1, so that a piece's shape can take its place; what has that shape already is handed on."""
+    if args[0].type.shape == types[0].shape:
+        return IDENTITY, args, types
     return "expand", bind_args("expand", (args[0], types[0].shape), {}), types
 
 
@@ -93,6 +96,17 @@ def _broadcast_together(args: tuple[Any, ...], types: tuple[TensorType, ...], no
     shapes, dtypes = ({getattr(value.type, what) for value in args[0]} for what in ("shape", "dtype"))
     handed_on = len(shapes) == 1 and len(dtypes) > 1
     return (IDENTITY, (tuple(args[0]),), types) if handed_on else ("broadcast_tensors", args, types)
+
+
+def _joined(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
+    """Pieces of no size, as of a cache that is still empty, add nothing."""
+    joined = without_empty(args)
+    return (IDENTITY, (joined,), types) if isinstance(joined, Value) else ("cat", joined, types)
+
+
+def _attention(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
+    """Without a mask where it says nothing, or what a flag says."""
+    return "scaled_dot_product_attention", without_idle_mask(args), types
 
 
 def _reshaped(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
@@ -176,6 +190,8 @@ _CANONICAL: Mapping[str, Callable[[Any, Any, fx.Node], Canonical]] = {
     "broadcast_tensors": _broadcast_together,
     **dict.fromkeys((*CASTS, "_to_copy"), _cast),
     "copy": _copy,
+    "cat": _joined,
+    "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("as_strided", "as_strided_scatter"), _strided),
     **dict.fromkeys(("div.Tensor_mode", "div.Scalar_mode"), _divided),
     "embedding_bag.padding_idx": _embedding_bag,

@@ -233,6 +233,7 @@ class Lowering:
             return None
         tensors = iter(user)
         outputs = tuple(next(tensors) if repr(leaf) == "TENSOR" else leaf for leaf in exported.outputs)
+        self.builder.forget_unread((*outputs, *(value for _, value in updates)))
         return self.builder.finish(
             name,
             training=training,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from conjoin.errors import GraphError
 from conjoin.ir.graph import Graph, Result
-from conjoin.ir.nodes import Leaf, Node, Source, Value, make_node
+from conjoin.ir.nodes import Leaf, LeafKind, Node, Source, Value, make_node
 from conjoin.ir.structure import LEAF, Structure
 from conjoin.ops import OPAQUE, Args, TensorType, find_spec, signature, walk_tensors
 
@@ -56,6 +58,20 @@ class GraphBuilder:
     def leaf(self, reference: str) -> Leaf | None:
         """The leaf of that kind and name, `param:fc.weight`."""
         return self._leaves.get(reference)
+
+    def forget_unread(self, results: Iterable[Result]) -> None:
+        """Leave out calls and constants that nothing reads, but for calls that draw numbers: others draw after them."""
+        read, waiting = set[Leaf | Node](), [value.owner for value in results if isinstance(value, Value)]
+        waiting += [node for node in self._nodes if is_random(node.op, node.args)]
+        while waiting:
+            owner = waiting.pop()
+            if owner not in read:
+                read.add(owner)
+                waiting += [value.owner for value in owner.inputs] if isinstance(owner, Node) else []
+        self._nodes = {node: source for node, source in self._nodes.items() if node in read}
+        self._leaves = {
+            name: leaf for name, leaf in self._leaves.items() if leaf.kind is not LeafKind.CONSTANT or leaf in read
+        }
 
     def finish(  # noqa: PLR0913 – the parts of a graph besides leaves and nodes, by name
         self,

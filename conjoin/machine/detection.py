@@ -24,14 +24,20 @@ class Detected:
     devices_per_node: int
     device: str
     description: str
+    told: str = ""
+    """What the driver calls the devices, where all are alike."""
+    memory_bytes: int = 0
+    """The least of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankLocation:
-    """Where one rank runs: the name of its host, the kind of its device."""
+    """Where one rank runs: the name of its host, the kind of its device, what that is called and its memory."""
 
     host: str
     device: str
+    told: str = ""
+    memory_bytes: int = 0
 
 
 def find_machine() -> Detected:
@@ -40,14 +46,20 @@ def find_machine() -> Detected:
         return shape_of(_gather_locations())
     num_cuda_devices = torch.cuda.device_count()
     if num_cuda_devices:
-        return Detected(1, num_cuda_devices, "cuda", "The CUDA devices of one host.")
+        told = {torch.cuda.get_device_name(i) for i in range(num_cuda_devices)}
+        memory = min(torch.cuda.get_device_properties(i).total_memory for i in range(num_cuda_devices))
+        name = told.pop() if len(told) == 1 else ""
+        return Detected(1, num_cuda_devices, "cuda", "The CUDA devices of one host.", name, memory)
     return Detected(1, 1, "cpu", "The CPU of one host.")
 
 
 def _gather_locations() -> list[RankLocation]:
     """The location of every rank, in the order of the ranks."""
     locations: list[RankLocation] = [RankLocation("", "")] * dist.get_world_size()
-    dist.all_gather_object(locations, RankLocation(socket.gethostname(), _device_of_group()))
+    device = _device_of_group()
+    told = torch.cuda.get_device_name() if device == "cuda" else ""
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory if told else 0
+    dist.all_gather_object(locations, RankLocation(socket.gethostname(), device, told, memory))
     return locations
 
 
@@ -67,7 +79,10 @@ def shape_of(locations: Sequence[RankLocation]) -> Detected:
     _check_contiguous(runs)
     _check_equal(runs)
     device = _one_device(locations)
-    return Detected(len(runs), runs[0][1], device, f"A process group of {_ranks_on_nodes(runs)}.")
+    told = {location.told for location in locations}
+    name = told.pop() if len(told) == 1 else ""
+    memory = min(location.memory_bytes for location in locations)
+    return Detected(len(runs), runs[0][1], device, f"A process group of {_ranks_on_nodes(runs)}.", name, memory)
 
 
 def _check_contiguous(runs: Sequence[tuple[str, int]]) -> None:

@@ -25,7 +25,10 @@ from conjoin.machine.limits import (
 )
 from conjoin.machine.links import Link, NodeKind
 from conjoin.machine.mesh import Axis, Mesh
+from conjoin.machine.preset_devices import known_device
+from conjoin.machine.preset_nodes import one_node
 from conjoin.machine.presets import PRESETS
+from conjoin.machine.reserve import usable_bytes
 from conjoin.machine.toml_form import read_file, read_toml, write_file
 from conjoin.machine.toml_writing import write_toml
 from conjoin.machine.topology import Topology
@@ -111,9 +114,17 @@ class Machine:
         """The machine this program runs on: one device a rank in a process group, else the devices of this host.
 
         In a process group all ranks must call it, and all get the same answer. With NCCL each must have set its device.
+        Speeds are those of the data sheet where the devices are known; links those such devices have on one host.
         """
         found = find_machine()
-        return cls("detected", found.num_nodes, found.devices_per_node, found.device, found.description)
+        known = known_device(found.told) if found.told else None
+        if known is None:
+            return cls("detected", found.num_nodes, found.devices_per_node, found.device, found.description)
+        kind = one_node("detected", replace(known, memory_bytes=found.memory_bytes), found.devices_per_node)
+        if found.num_nodes > 1:
+            kind = replace(kind, count=found.num_nodes, links=(), switches=())
+        told = f"{found.description} {found.told}, with the speeds of its data sheet; calibrate for links."
+        return cls("detected", found.num_nodes, found.devices_per_node, found.device, told, (kind,))
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
@@ -208,6 +219,12 @@ class Machine:
     def device_types(self) -> tuple[DeviceType, ...]:
         """Every kind of device once, in the order of their first ranks; none where speeds are not known."""
         return tuple(dict.fromkeys(device for kind in self.nodes for device in kind.devices))
+
+    @cached_property
+    def usable_bytes(self) -> int:
+        """How much memory of every device the tensors of a program may take; see `reserve`."""
+        self.device_type(0)
+        return min(usable_bytes(device, self.num_devices) for device in self.device_types)
 
     @cached_property
     def topology(self) -> Topology:

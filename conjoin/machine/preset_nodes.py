@@ -1,10 +1,7 @@
-"""Devices and nodes of the known machines, from the papers and the vendors' data sheets.
+"""Nodes of the known machines, from the papers and the vendors' pages.
 
-Rates are dense peaks, without sparsity, at boost clocks, of the fastest units that torch uses unasked: tensor cores for
-float64 from the A100 on, for float32 only as tfloat32. Gigabytes of memory are binary, which data sheets do not say (of
-141 GB torch sees 139.8 GiB). Links carry as much in each direction at once. Data sheets say little about latencies and
-nothing about what a call costs: those are round numbers of the size that is commonly measured, in one place, and
-calibration replaces them.
+Links carry as much in each direction at once. Data sheets say little about latencies: those are round numbers of the
+size that is commonly measured, in one place, and calibration replaces them.
 """
 
 from __future__ import annotations
@@ -13,43 +10,36 @@ from collections.abc import Iterable
 
 from conjoin.machine.devices import DeviceType
 from conjoin.machine.links import NETWORK, Link, NodeKind
+from conjoin.machine.preset_devices import (
+    A10G,
+    A100_40,
+    A100_80,
+    B200,
+    GB,
+    GB200,
+    H100,
+    H100_NVL,
+    H100_PCIE,
+    H200,
+    K80,
+    L40S,
+    LAPTOP,
+    MI300X,
+    P100,
+    P100_PCIE,
+    T4,
+    V100,
+)
 
-GB = 1e9
-GIB = 2**30
 NVLINK_LATENCY = 1e-6
 PCIE_LATENCY = 0.5e-6
 CPU_BUS_LATENCY = 0.5e-6
 INFINIBAND_LATENCY = 0.75e-6
 """From a network card to the middle of the network: 1.5 µs from card to card."""
+EFA_LATENCY = 7.5e-6
+"""The same for Amazon's fabric adapter: about 15 µs from card to card."""
 ETHERNET_LATENCY = 12e-6
 """The same for TCP between virtual machines: 24 µs from card to card."""
-CUDA_CALL_SECONDS = 3e-6
-CPU_CALL_SECONDS = 2e-6
-
-
-def _gpu(name: str, memory_gib: int, bandwidth: float, **teraflops: float) -> DeviceType:
-    rates = tuple((dtype, rate * 1e12) for dtype, rate in teraflops.items())
-    return DeviceType(name, "cuda", memory_gib * GIB, bandwidth, rates, overhead_seconds=CUDA_CALL_SECONDS)
-
-
-V100 = _gpu("V100-SXM2-16GB", 16, 900 * GB, float64=7.8, float32=15.7, float16=125.0)
-P100 = _gpu("P100-SXM2-16GB", 16, 732 * GB, float64=5.3, float32=10.6, float16=21.2)
-P100_PCIE = _gpu("P100-PCIe-16GB", 16, 732 * GB, float64=4.7, float32=9.3, float16=18.7)
-# The data sheet gives a board of two GPUs; a device is one, so half of it.
-K80 = _gpu("K80-12GB", 12, 240 * GB, float64=1.455, float32=4.365)
-_A100_RATES = {"float64": 19.5, "float32": 19.5, "tfloat32": 156.0, "bfloat16": 312.0, "float16": 312.0, "int8": 624.0}
-A100_40 = _gpu("A100-SXM4-40GB", 40, 1555 * GB, **_A100_RATES)
-A100_80 = _gpu("A100-SXM4-80GB", 80, 2039 * GB, **_A100_RATES)
-_H100_RATES = {
-    "float64": 67.0, "float32": 67.0, "tfloat32": 494.5, "bfloat16": 989.5, "float16": 989.5, "float8": 1979.0,
-    "int8": 1979.0,
-}  # fmt: skip
-H100 = _gpu("H100-SXM5-80GB", 80, 3350 * GB, **_H100_RATES)
-H200 = _gpu("H200-SXM5-141GB", 141, 4800 * GB, **_H100_RATES)
-LAPTOP = DeviceType(
-    "laptop-cpu", "cpu", 16 * GIB, 40 * GB, (("float64", 0.1e12), ("float32", 0.2e12)),
-    overhead_seconds=CPU_CALL_SECONDS,
-)  # fmt: skip
 
 
 def _nvlink(first: int, second: int, bandwidth: float) -> Link:
@@ -137,12 +127,124 @@ def dgx_h200(count: int) -> NodeKind:
     return _dgx("dgx-h200", count, H200, (450 * GB, 64 * GB, 400))
 
 
-def _dgx(name: str, count: int, device: DeviceType, rates: tuple[float, float, float]) -> NodeKind:
-    """Eight GPUs on NVSwitch, with a network card for each at the same PCIe switches."""
+def _dgx(
+    name: str,
+    count: int,
+    device: DeviceType,
+    rates: tuple[float, float, float],
+    network: tuple[float, str] = (INFINIBAND_LATENCY, "InfiniBand"),
+    num_devices: int = 8,
+) -> NodeKind:
+    """GPUs on NVSwitch, with a network card for each at the same PCIe switches."""
     nvlink, pcie, gigabits = rates
-    links = [_nvswitch(gpu, nvlink) for gpu in range(8)]
-    links += [_pcie(str(gpu), f"nic{gpu}", pcie) for gpu in range(8)]
-    return _node(name, count, device, 8, [*links, *(_network(f"nic{gpu}", gigabits) for gpu in range(8))])
+    gpus = range(num_devices)
+    links = [_nvswitch(gpu, nvlink) for gpu in gpus]
+    links += [_pcie(str(gpu), f"nic{gpu}", pcie) for gpu in gpus]
+    return _node(name, count, device, num_devices, [*links, *(_network(f"nic{i}", gigabits, *network) for i in gpus)])
+
+
+def dgx_a100_40(count: int) -> NodeKind:
+    """The first of them, with less memory."""
+    return _dgx("dgx-a100-40", count, A100_40, (300 * GB, 32 * GB, 200))
+
+
+def dgx_b200(count: int) -> NodeKind:
+    """NVLink twice as fast as its predecessor's."""
+    return _dgx("dgx-b200", count, B200, (900 * GB, 64 * GB, 400))
+
+
+def gb200_nvl72(count: int) -> NodeKind:
+    """A rack: all GPUs on one NVSwitch, with a network card of 400 Gb/s for each."""
+    return _dgx("gb200-nvl72", count, GB200, (900 * GB, 64 * GB, 400), num_devices=72)
+
+
+def mi300x(count: int) -> NodeKind:
+    """Eight GPUs, each pair joined by a link of Infinity Fabric; a network card for each."""
+    pairs = [(a, b) for a in range(8) for b in range(a + 1, 8)]
+    links = [Link((str(a), str(b)), 64 * GB, NVLINK_LATENCY, "Infinity Fabric") for a, b in pairs]
+    links += [_pcie(str(gpu), f"nic{gpu}", 64 * GB) for gpu in range(8)]
+    return _node("mi300x", count, MI300X, 8, [*links, *(_network(f"nic{gpu}", 400) for gpu in range(8))])
+
+
+def h100_pcie(count: int) -> NodeKind:
+    """Pairs with a bridge of NVLink; all others, and the network card, by PCIe."""
+    return _bridged("h100-pcie", count, H100_PCIE)
+
+
+def h100_nvl(count: int) -> NodeKind:
+    """As with the other cards, of faster memory."""
+    return _bridged("h100-nvl", count, H100_NVL)
+
+
+def _bridged(name: str, count: int, device: DeviceType) -> NodeKind:
+    links = [_nvlink(2 * pair, 2 * pair + 1, 300 * GB) for pair in range(4)]
+    links += [_pcie(str(gpu), "host", 64 * GB) for gpu in range(8)]
+    return _node(name, count, device, 8, [*links, _pcie("host", "nic", 64 * GB), _network("nic", 400)])
+
+
+def p4d(count: int) -> NodeKind:
+    """Two GPUs at each of four network cards."""
+    links = [_nvswitch(gpu, 300 * GB) for gpu in range(8)]
+    links += [_pcie(str(gpu), f"nic{gpu // 2}", 32 * GB) for gpu in range(8)]
+    cards = (_network(f"nic{i}", 100, EFA_LATENCY, "EFA") for i in range(4))
+    return _node("p4d.24xlarge", count, A100_40, 8, [*links, *cards])
+
+
+def p5(count: int) -> NodeKind:
+    """Four network cards of 100 Gb/s at each GPU, taken as one of 400."""
+    return _dgx("p5.48xlarge", count, H100, (450 * GB, 64 * GB, 400), (EFA_LATENCY, "EFA"))
+
+
+def a3_high(count: int) -> NodeKind:
+    """Two GPUs at each of four network cards of 200 Gb/s; a fifth serves the host."""
+    links = [_nvswitch(gpu, 450 * GB) for gpu in range(8)]
+    links += [_pcie(str(gpu), f"nic{gpu // 2}", 64 * GB) for gpu in range(8)]
+    cards = (_network(f"nic{i}", 200, ETHERNET_LATENCY, "Ethernet") for i in range(4))
+    return _node("a3-highgpu-8g", count, H100, 8, [*links, *cards])
+
+
+def a3_mega(count: int) -> NodeKind:
+    """A network card of 200 Gb/s at each GPU; a ninth serves the host."""
+    return _dgx("a3-megagpu-8g", count, H100, (450 * GB, 64 * GB, 200), (ETHERNET_LATENCY, "Ethernet"))
+
+
+def nd_a100(count: int) -> NodeKind:
+    return _dgx("nd96asr-a100-v4", count, A100_40, (300 * GB, 32 * GB, 200))
+
+
+def nd_h100(count: int) -> NodeKind:
+    return _dgx("nd96isr-h100-v5", count, H100, (450 * GB, 64 * GB, 400))
+
+
+def g6e(count: int) -> NodeKind:
+    return _by_host("g6e.48xlarge", count, L40S, (8, 32 * GB, 400))
+
+
+def g5(count: int) -> NodeKind:
+    return _by_host("g5.48xlarge", count, A10G, (8, 32 * GB, 100))
+
+
+def g4dn(count: int) -> NodeKind:
+    return _by_host("g4dn.12xlarge", count, T4, (4, 16 * GB, 50))
+
+
+def _by_host(name: str, count: int, device: DeviceType, rates: tuple[int, float, float]) -> NodeKind:
+    """GPUs that meet, and the network card, where their PCIe does."""
+    num_devices, pcie, gigabits = rates
+    links = [_pcie(str(gpu), "host", pcie) for gpu in range(num_devices)]
+    links += [_pcie("host", "nic", 2 * pcie), _network("nic", gigabits, ETHERNET_LATENCY, "Ethernet")]
+    return _node(name, count, device, num_devices, links)
+
+
+def one_node(name: str, device: DeviceType, num_devices: int) -> NodeKind:
+    """GPUs of one host, joined as such GPUs are: by NVSwitch those that are made for it, else by PCIe."""
+    switched = {A100_40: 300, A100_80: 300, H100: 450, H200: 450, B200: 900, GB200: 900}
+    alike = next((gigabytes for known, gigabytes in switched.items() if known.name == device.name), None)
+    if alike is not None:
+        links = [_nvswitch(gpu, alike * GB) for gpu in range(num_devices)]
+    else:
+        links = [_pcie(str(gpu), "host", 16 * GB) for gpu in range(num_devices)]
+    return _node(name, 1, device, num_devices, links if num_devices > 1 else [])
 
 
 def _nvswitch(gpu: int, bandwidth: float) -> Link:

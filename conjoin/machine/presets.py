@@ -71,6 +71,89 @@ _TABLE = (
         "card of 400 Gb/s for each GPU. Source: NVIDIA's data sheets of DGX H200 and H200, rates without sparsity.",
     ),
     Preset(
+        "dgx-a100-40", preset_nodes.dgx_a100_40,
+        "NVIDIA DGX A100 320GB: as DGX A100, with eight A100 of 40 GB. "
+        "Source: NVIDIA's data sheets of DGX A100 and A100.",
+    ),
+    Preset(
+        "dgx-b200", preset_nodes.dgx_b200,
+        "NVIDIA DGX B200: eight B200 of 180 GB joined by NVSwitch, NVLink of 1.8 TB/s a GPU (900 GB/s each way); a "
+        "network card of 400 Gb/s for each GPU. Source: NVIDIA's data sheets of DGX B200 and HGX B200, rates without "
+        "sparsity.",
+    ),
+    Preset(
+        "gb200-nvl72", preset_nodes.gb200_nvl72,
+        "NVIDIA GB200 NVL72, a rack as one node: 72 GPUs of 186 GB joined by NVSwitch, NVLink of 1.8 TB/s a GPU "
+        "(900 GB/s each way); a network card of 400 Gb/s for each GPU. Source: NVIDIA's page of GB200 NVL72, rates "
+        "without sparsity, its totals divided by 72.",
+    ),
+    Preset(
+        "h100-pcie", preset_nodes.h100_pcie,
+        "A server with eight H100 PCIe of 80 GB, pairs joined by a bridge of NVLink (600 GB/s, 300 each way), all by "
+        "PCIe 5.0 (64 GB/s); one network card of 400 Gb/s. Source: NVIDIA's data sheet of H100; the server is no "
+        "product's.",
+    ),
+    Preset(
+        "h100-nvl", preset_nodes.h100_nvl,
+        "A server with eight H100 NVL of 94 GB, pairs joined by a bridge of NVLink (600 GB/s, 300 each way), all by "
+        "PCIe 5.0 (64 GB/s); one network card of 400 Gb/s. Source: NVIDIA's data sheet of H100; the server is no "
+        "product's.",
+    ),
+    Preset(
+        "mi300x", preset_nodes.mi300x,
+        "AMD MI300X platform: eight MI300X of 192 GB, each pair joined by a link of Infinity Fabric (128 GB/s, 64 each "
+        "way); a network card of 400 Gb/s for each GPU. Source: AMD's data sheets of MI300X and of the platform, rates "
+        "without sparsity.",
+    ),
+    Preset(
+        "p4d.24xlarge", preset_nodes.p4d,
+        "AWS p4d.24xlarge: eight A100 of 40 GB joined by NVSwitch, NVLink of 600 GB/s a GPU (300 each way); four "
+        "network cards of 100 Gb/s. Source: AWS's page of P4 instances; NVIDIA's A100 data sheet.",
+    ),
+    Preset(
+        "p5.48xlarge", preset_nodes.p5,
+        "AWS p5.48xlarge: eight H100 of 80 GB joined by NVSwitch, NVLink of 900 GB/s a GPU (450 each way); 3,200 Gb/s "
+        "between nodes. Source: AWS's page of P5 instances; NVIDIA's H100 data sheet.",
+    ),
+    Preset(
+        "a3-highgpu-8g", preset_nodes.a3_high,
+        "Google Cloud A3 High: eight H100 of 80 GB joined by NVSwitch, NVLink of 900 GB/s a GPU (450 each way); four "
+        "network cards of 200 Gb/s for the GPUs. Source: Google Cloud's page of GPU machine types; NVIDIA's H100 data "
+        "sheet.",
+    ),
+    Preset(
+        "a3-megagpu-8g", preset_nodes.a3_mega,
+        "Google Cloud A3 Mega: eight H100 of 80 GB joined by NVSwitch, NVLink of 900 GB/s a GPU (450 each way); a "
+        "network card of 200 Gb/s for each GPU. Source: Google Cloud's page of GPU machine types; NVIDIA's H100 data "
+        "sheet.",
+    ),
+    Preset(
+        "nd96asr-a100-v4", preset_nodes.nd_a100,
+        "Azure ND96asr_v4: eight A100 of 40 GB joined by NVSwitch, NVLink of 600 GB/s a GPU (300 each way); a network "
+        "card of 200 Gb/s for each GPU. Source: Azure's page of the ND A100 v4 series; NVIDIA's A100 data sheet.",
+    ),
+    Preset(
+        "nd96isr-h100-v5", preset_nodes.nd_h100,
+        "Azure ND96isr_H100_v5: eight H100 of 80 GB joined by NVSwitch, NVLink of 900 GB/s a GPU (450 each way); a "
+        "network card of 400 Gb/s for each GPU. Source: Azure's page of the ND H100 v5 series; NVIDIA's H100 data "
+        "sheet.",
+    ),
+    Preset(
+        "g6e.48xlarge", preset_nodes.g6e,
+        "AWS g6e.48xlarge: eight L40S of 48 GB by PCIe 4.0 (32 GB/s); 400 Gb/s between nodes. "
+        "Source: AWS's page of G6e instances; NVIDIA's L40S data sheet.",
+    ),
+    Preset(
+        "g5.48xlarge", preset_nodes.g5,
+        "AWS g5.48xlarge: eight A10G of 24 GB by PCIe 4.0 (32 GB/s); 100 Gb/s between nodes. "
+        "Source: AWS's page of G5 instances; NVIDIA's A10G data sheet.",
+    ),
+    Preset(
+        "g4dn.12xlarge", preset_nodes.g4dn,
+        "AWS g4dn.12xlarge: four T4 of 16 GB by PCIe 3.0 (16 GB/s); 50 Gb/s between nodes. "
+        "Source: AWS's page of G4 instances; NVIDIA's T4 data sheet.",
+    ),
+    Preset(
         "laptop", preset_nodes.laptop,
         "One process on the CPU of any computer; the rates are round numbers and no product's, calibrate for yours.",
         fixed_num_nodes=1,

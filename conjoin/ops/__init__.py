@@ -39,6 +39,7 @@ from conjoin.ops.composites import (
     STRIDED_WRITE,
     UNIFY,
 )
+from conjoin.ops.direct import find_function
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import Emit, LocalForm, Pieces, Span, operand_spans, output_spans, run_local
 from conjoin.ops.measures import bytes_read, bytes_written, flops
@@ -132,6 +133,7 @@ __all__ = [
     "dtype_name",
     "dual",
     "execute",
+    "find_function",
     "find_operator",
     "find_spec",
     "flops",

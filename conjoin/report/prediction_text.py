@@ -35,6 +35,9 @@ def prediction_text(found: Prediction, plan: Plan, machine: Machine) -> str:
     lines.append(f"{'memory':<12} {format_bytes(memory.peak)} of {format_bytes(found.capacity)} on the fullest device")
     for name, num_bytes in _memory_parts(found).items():
         lines.append(f"  {name:<26} {format_bytes(num_bytes):>10}")
+    if free := _kept_free(found, machine):
+        why = "context, communicators, what the allocator cannot use"
+        lines.append(f"  {'kept free':<26} {format_bytes(free):>10}  {why}")
     if not found.fits:
         lines.append(f"  does not fit: {format_bytes(memory.peak - found.capacity)} too much")
     for kind, axes, count, seconds, sent in parts.collectives:
@@ -56,6 +59,11 @@ def _shares(found: Prediction) -> dict[str, float]:
         "communication, exposed": parts.exposed,
         "waiting": parts.waiting,
     }
+
+
+def _kept_free(found: Prediction, machine: Machine) -> int:
+    """What plans leave of a device's memory."""
+    return min(device.memory_bytes for device in machine.device_types) - found.capacity
 
 
 def _memory_parts(found: Prediction) -> dict[str, int]:
@@ -84,6 +92,7 @@ def prediction_to_json(found: Prediction, plan: Plan, machine: Machine) -> dict[
         "memory": {
             "peak": found.memory.peak,
             "capacity": found.capacity,
+            "kept_free": _kept_free(found, machine),
             "fits": found.fits,
             **_memory_parts(found),
         },

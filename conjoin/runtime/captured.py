@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from conjoin.errors import GraphError, UsageError
 from conjoin.ir import Graph, LeafKind, fingerprint, parse_graph, plain_model, verify
 from conjoin.runtime.calling import Calling
-from conjoin.runtime.emission import compile_program, emit_program
+from conjoin.runtime.emission import emit_program
+from conjoin.runtime.programs import Program
 from conjoin.runtime.slots import Slot, find_constant, find_slots, read_slot
 
 _GRAPH_TEXT = "conjoin graph"
@@ -24,7 +25,7 @@ class CapturedModule(nn.Module):
     graph: Graph
     code: str
     """The generated forward as Python text."""
-    _program: Callable[..., tuple[Any, ...]]
+    _program: Program
     _sources: tuple[Slot | str, ...]
     """Where the value of each leaf is found: in a module, or among the constants."""
     _targets: tuple[tuple[Slot, ...], ...]
@@ -47,10 +48,10 @@ class CapturedModule(nn.Module):
         kept = tuple(leaf for leaf in graph.leaves if leaf.kind is not LeafKind.INPUT)
         slots = {leaf: find_slots(self, leaf) for leaf in kept if leaf.kind is not LeafKind.CONSTANT}
         places = {leaf.name: slots[leaf] for leaf in slots if leaf.kind is LeafKind.BUFFER}
-        program, code = compile_program(emit_program(graph, kept), f"{graph.name} {fingerprint(graph)[:12]}")
+        program = Program(emit_program(graph, kept), f"{graph.name} {fingerprint(graph)[:12]}")
         self.__dict__.update(
             graph=graph,
-            code=code,
+            code=program.code,
             _program=program,
             _sources=tuple(slots[leaf][0] if leaf in slots else leaf.name for leaf in kept),
             _targets=tuple(places[name] for name, _ in graph.updates),
@@ -116,8 +117,10 @@ class CapturedModule(nn.Module):
         return state
 
     def _write_back(self, values: tuple[Tensor, ...]) -> None:
-        """Give buffers their new values: as new tensors, since the old ones may be needed for the gradients."""
+        """Give buffers their new values, unless written over: as new tensors, as gradients may need the old ones."""
         for slots, value in zip(self._targets, values, strict=True):
+            if value is read_slot(slots[0]):
+                continue
             if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
                 first, name = slots[0]
                 first._buffers[name].copy_(value)  # type: ignore[union-attr] # one made in this mode is never trained

@@ -7,13 +7,12 @@ between neighbours stands before it. A node that runs at other places of the mes
 
 from __future__ import annotations
 
-import linecache
 import operator
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from conjoin.comm import GradientFlow, changes_places_between
 from conjoin.ir import (
@@ -26,9 +25,11 @@ from conjoin.ir import (
     Value,
     check_registered,
     drawn_strides,
+    fixed_nodes,
     holds,
     is_parallel,
     is_random,
+    kept_between_steps,
     operand_move,
     operators_of,
     origin,
@@ -45,7 +46,7 @@ from conjoin.ops import (
     Layout,
     Split,
     bind_args,
-    find_operator,
+    find_function,
     make_layout,
     map_tensors,
     run_local,
@@ -56,45 +57,18 @@ from conjoin.ops import (
 from conjoin.runtime.absence import find_leaving, is_confined, join
 from conjoin.runtime.bundles import Bundle
 from conjoin.runtime.communicator import uncompiled
+from conjoin.runtime.functions import (
+    BATCH_NORM,
+    Function,
+    as_written,
+    pinned,
+    run_batch_norm,
+    update_batch_norm,
+    updates_in_place,
+)
+from conjoin.runtime.programs import Emitted
 from conjoin.runtime.recomputing import SEGMENT, mark
 from conjoin.runtime.strides import in_strides
-
-Function = Callable[..., Any]
-
-
-def pinned(function: Function) -> Function:
-    """The function with autocast switched off."""
-
-    def run_pinned(*args: Any, **kwargs: Any) -> Any:
-        every = (x for arg in args for x in (arg if isinstance(arg, list | tuple) else (arg,)))
-        device = next((x.device.type for x in every if isinstance(x, Tensor)), "cpu")
-        if not torch.is_autocast_enabled(device):
-            return function(*args, **kwargs)
-        with torch.autocast(device, enabled=False):
-            return function(*args, **kwargs)
-
-    return run_pinned
-
-
-def run_batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    *attributes: Any,
-) -> tuple[Tensor, None, None, Tensor, Tensor]:
-    """Batch norm by the operator users call, which takes the device's own kernels; new statistics beside its output."""
-    mean, var = mean.clone(), var.clone()
-    training, momentum, eps = attributes
-    y = torch.batch_norm(x, weight, bias, mean, var, training, momentum, eps, torch.backends.cudnn.enabled)
-    return y, None, None, mean, var
-
-
-def _function_of(node: Node, read: Set[Value]) -> Function:
-    """What runs a call: the operator itself, but for batch norm where nobody reads its saved statistics."""
-    is_batch_norm = node.op == "_native_batch_norm_legit_functional" and read.isdisjoint(tuple(node.outputs())[1:3])
-    return run_batch_norm if is_batch_norm else find_operator(node.op)
 
 
 class Carriers(Protocol):
@@ -126,7 +100,9 @@ class Carriers(Protocol):
 class Emitter:
     """Emits the nodes of a graph one after the other into an FX program."""
 
-    def __init__(self, graph: Graph, carriers: Carriers | None = None, *, runs_again: bool = False) -> None:
+    def __init__(
+        self, graph: Graph, carriers: Carriers | None = None, *, runs_again: bool = False, once: bool = True
+    ) -> None:
         self.program = fx.Graph()
         self.graph = graph
         self.carriers = carriers
@@ -137,6 +113,8 @@ class Emitter:
         self._held: dict[int, fx.Node] = {}
         self._unpinned: dict[fx.Node, torch.dtype] = {}
         """What an autocast around the program may have made in another dtype than written."""
+        self._once = once
+        """Whether what is not in a segment runs once in a step."""
         self._strides: Mapping[Value, tuple[int, ...]] | None = None
         self._absent: dict[tuple[Value, Layout], tuple[fx.Node, ...]] = {}
         """Values of which this rank has nothing, with what their gradients go back to."""
@@ -149,9 +127,26 @@ class Emitter:
         self._communicates = False
         """Whether ranks speak with each other inside the segment."""
 
+    def begin(self) -> fx.Node:
+        """Start a program with its state, which is given back, and its device."""
+        stored = self.program.placeholder("state")
+        self.device = self.program.placeholder("device")
+        return stored
+
+    def take(self, stored: fx.Node, state: Sequence[Leaf]) -> None:
+        """The state is there, leaf by leaf."""
+        for i, leaf in enumerate(state):
+            self.set(Value(leaf), self.call(operator.getitem, stored, i))
+
     def set(self, value: Value, made: fx.Node) -> None:
         """A value is there in its own layout."""
         self.values[value, value.type.layout] = made
+
+    def computed(self, node: Node, value: Value, made: fx.Node) -> None:
+        """A node has made a value."""
+        self.set(value, made)
+        if not node.pinned and value.type.dtype.is_floating_point:
+            self._unpinned[made] = value.type.dtype
 
     def find(self, value: Value) -> fx.Node:
         """A value in its layout, resharded from where its chain of reshards starts when it is not there yet."""
@@ -237,7 +232,7 @@ class Emitter:
             return
         if self.carriers is not None and self._passes_by(node, self.carriers):
             return
-        function = _function_of(node, self.read)
+        function = self._function_of(node)
         if self.carriers is not None and is_random(node.op, node.args):
             outputs = self._emit_draw(node, function, self.carriers)
         elif self.carriers is None or not any(t.layout for t in (*node.types, *(v.type for v in node.inputs))):
@@ -246,11 +241,19 @@ class Emitter:
             outputs = self._emit_local(node, function, self.carriers)
         self._leave(node)
         for value, made in zip(node.outputs(), outputs, strict=True):
-            self.set(value, made)
-            if not node.pinned and value.type.dtype.is_floating_point:
-                self._unpinned[made] = value.type.dtype
+            self.computed(node, value, made)
         for value in node.outputs():
             self.send(value)
+
+    def _function_of(self, node: Node) -> Function:
+        """What runs a call: torch's own function of the operator, but for batch norm if nobody reads what it saves."""
+        if node.op != BATCH_NORM or not self.read.isdisjoint(tuple(node.outputs())[1:3]):
+            return find_function(node.op)
+        return (
+            update_batch_norm
+            if self._once and self._segment is None and updates_in_place(self.graph, node)
+            else run_batch_norm
+        )
 
     def _passes_by(self, node: Node, carriers: Carriers) -> bool:
         """Skip a node that runs at other places; what is sent around it is made ready for as they do."""
@@ -262,7 +265,7 @@ class Emitter:
         if placed.runs_on(mesh, rank) or (random and carriers.draws_whole()):
             return False
         if random:
-            carriers.draw(_function_of(node, self.read), placed.axes)
+            carriers.draw(self._function_of(node), placed.axes)
         acting = mesh.rank_at({**mesh.coordinates(rank), **dict(placed.at)})
         operands: list[tuple[fx.Node, ...]] = []
         for i, value in enumerate(node.inputs):
@@ -293,7 +296,7 @@ class Emitter:
         """What a pinned call reads is in the dtype written, whatever autocast the caller runs under."""
         if made not in self._unpinned:
             return made
-        return self.call(torch.ops.aten.to.dtype, made, self._unpinned[made])
+        return self.call(as_written, made, self._unpinned[made])
 
     def _apply(self, node: Node, function: Function, op: str, args: Sequence[Any]) -> tuple[fx.Node, ...]:
         """One call: on the caller's device where it makes a tensor; its outputs one by one."""
@@ -314,7 +317,7 @@ class Emitter:
         mesh, rank = carriers.mesh, carriers.rank
 
         def emit(op: str, *given: Any) -> Any:
-            made = self._apply(node, function if op == node.op else find_operator(op), op, bind_args(op, given, {}))
+            made = self._apply(node, function if op == node.op else find_function(op), op, bind_args(op, given, {}))
             return made if len(made) > 1 else made[0]
 
         parts = []
@@ -371,22 +374,30 @@ def _holds_node(argument: Any) -> bool:
 
 
 def emit_program(
-    graph: Graph, state: Sequence[Leaf], carriers: Carriers | None = None, again: Sequence[Segment] = ()
-) -> fx.Graph:
-    """A graph as FX: `forward(self, state, device, *inputs)` gives the outputs, then the new values of buffers.
+    graph: Graph,
+    state: Sequence[Leaf],
+    carriers: Carriers | None = None,
+    again: Sequence[Segment] = (),
+    *,
+    once: bool = True,
+) -> Emitted:
+    """A graph as FX, over the leaves that are its state.
 
-    Nodes of segments that are to be run `again` in the backward pass are marked as such.
+    Nodes of segments to be run `again` in the backward pass are marked as such. A program that runs `once` in a
+    step may write over running statistics.
     """
     check_registered(graph)
-    emitter = Emitter(graph, carriers, runs_again=bool(again))
+    emitter = Emitter(graph, carriers, runs_again=bool(again), once=once)
+    kept, values = _kept_between_steps(graph, carriers)
     operators = operators_of(graph)
     starts = {operators[first]: (i, operators[last]) for i, (first, last) in enumerate(again)}
-    stored = emitter.program.placeholder("state")
-    emitter.device = emitter.program.placeholder("device")
+    stored = emitter.begin()
     for i, leaf in enumerate(graph.leaves_of(LeafKind.INPUT)):
         emitter.set(Value(leaf), emitter.program.placeholder(f"input_{i}"))
-    for i, leaf in enumerate(state):
-        emitter.set(Value(leaf), emitter.call(operator.getitem, stored, i))
+    emitter.take(stored, state)
+    for i, value in enumerate(values, len(state)):
+        assert isinstance(value.owner, Node)
+        emitter.computed(value.owner, value, emitter.call(operator.getitem, stored, i))
     for bundle in carriers.bundles if carriers else ():
         emitter.hold(bundle)
     for leaf in graph.leaves if carriers else ():
@@ -394,17 +405,43 @@ def emit_program(
     for node in graph.nodes:
         if node in starts:
             emitter.enter(*starts[node])
-        emitter.emit_node(node)
+        if node not in kept:
+            emitter.emit_node(node)
     results = [emitter.find(output) if isinstance(output, Value) else output for output in graph.outputs]
     emitter.program.output((*results, *(emitter.find(value) for _, value in graph.updates)))
+    return Emitted(emitter.program, _emit_fixed(graph, state, values, carriers) if values else None)
+
+
+def _kept_between_steps(graph: Graph, carriers: Carriers | None) -> tuple[Mapping[Node, None], tuple[Value, ...]]:
+    """What is made once for all steps; nothing where branches run at places, which all ranks must come through."""
+    if carriers is not None and is_confined(graph):
+        return {}, ()
+    nodes, values = kept_between_steps(graph)
+    if carriers is not None and any(_moves(node, carriers) for node in fixed_nodes(graph)):
+        return {}, ()
+    return dict.fromkeys(nodes), values
+
+
+def _moves(node: Node, carriers: Carriers) -> bool:
+    """Whether ranks exchange parts around a call."""
+    placed = place(node, carriers.mesh)
+    operands = (operand_move(node, i, placed, carriers.mesh, carriers.rank) for i in range(len(node.inputs)))
+    outputs = (output_move(node, i, placed, carriers.mesh, carriers.rank) for i in range(len(node.types)))
+    return any(move is not None for move in (*operands, *outputs))
+
+
+def _emit_fixed(graph: Graph, state: Sequence[Leaf], values: Sequence[Value], carriers: Carriers | None) -> fx.Graph:
+    """What makes some values that depend on constants only."""
+    needed, waiting = set[Node](), [value.owner for value in values]
+    while waiting:
+        owner = waiting.pop()
+        if isinstance(owner, Node) and owner not in needed:
+            needed.add(owner)
+            waiting += [value.owner for value in owner.inputs]
+    emitter = Emitter(graph, carriers)
+    emitter.take(emitter.begin(), state)
+    for node in graph.nodes:
+        if node in needed:
+            emitter.emit_node(node)
+    emitter.program.output(tuple(emitter.find(value) for value in values))
     return emitter.program
-
-
-def compile_program(program: fx.Graph, name: str) -> tuple[Callable[..., tuple[Any, ...]], str]:
-    """Turn FX into a Python function and its text, which can be seen in tracebacks and debuggers."""
-    code = program.python_code("self")
-    filename = f"<conjoin {name}>"
-    linecache.cache[filename] = (len(code.src), None, code.src.splitlines(keepends=True), filename)
-    namespace: dict[str, Any] = dict(code.globals)
-    exec(compile(code.src, filename, "exec"), namespace)  # text made by torch.fx from operators looked up by name
-    return namespace["forward"], code.src

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -33,14 +33,16 @@ from conjoin.runtime.bundles import Bundle, Dropping, make_bundles
 from conjoin.runtime.calling import Calling
 from conjoin.runtime.carriers import carry_move, carry_reshard, prepare_move
 from conjoin.runtime.communicator import Communicator, uncompiled
-from conjoin.runtime.emission import Function, compile_program, emit_program
+from conjoin.runtime.emission import emit_program
+from conjoin.runtime.functions import Function
 from conjoin.runtime.gradient_pieces import mark_gradients
 from conjoin.runtime.norms import clip_grad_norm
 from conjoin.runtime.passes import Passes
 from conjoin.runtime.pieces import UnmatchedKeys, load_pieces, mark_pieces
+from conjoin.runtime.programs import Compiled, Program, compile_text
 from conjoin.runtime.randomness import Streams
 from conjoin.runtime.recomputing import Again, fold_segments
-from conjoin.runtime.slots import Slot
+from conjoin.runtime.slots import Slot, read_slot
 from conjoin.runtime.storage import Store
 
 
@@ -76,18 +78,17 @@ class _RankCarriers:
         return self.streams.exact
 
 
-def _compiled(plan: Plan, kept: Sequence[Leaf], carriers: _RankCarriers, name: str) -> tuple[Function, str]:
-    """This rank's program and its text; each segment that is run again in the backward pass is a function before it."""
+def _compile(carriers: _RankCarriers, program: fx.Graph, name: str) -> tuple[Compiled, str]:
+    """A rank's program and its text; each segment that is run again in the backward pass is a function before it."""
     texts: list[str] = []
 
     def compile_segment(number: int, part: fx.Graph) -> Function:
-        function, text = compile_program(part, f"{name} segment {number}")
+        function, text = compile_text(part, f"{name} segment {number}")
         texts.append(f"# segment {number}, which the backward pass runs again\n{text}")
         return uncompiled(Again(partial(function, None), carriers.streams).__call__)
 
-    emitted = emit_program(plan.graph, kept, carriers, recomputed(plan))
-    program, text = compile_program(fold_segments(emitted, compile_segment), name)
-    return program, "\n".join((*texts, text))
+    compiled, text = compile_text(fold_segments(program, compile_segment), name)
+    return compiled, "\n".join((*texts, text))
 
 
 def _begin(passes: Passes, streams: Streams, device: torch.device) -> None:
@@ -117,7 +118,9 @@ class ParallelModule(nn.Module):
         carriers = _RankCarriers(plan, communicator, exact_seed)
         kept = tuple(leaf for leaf in plan.graph.leaves if leaf.kind is not LeafKind.INPUT)
         name = f"{plan.graph.name} {plan_fingerprint(plan)[:12]} @{communicator.rank}"
-        program, code = _compiled(plan, kept, carriers, name)
+        once = plan.accumulation is None
+        emitted = emit_program(plan.graph, kept, carriers, recomputed(plan), once=once)
+        program = Program(emitted, name, partial(_compile, carriers))
         agreement = Agreement(plan, store, communicator)
         passes = Passes(communicator, agreement)
         inputs = plan.graph.leaves_of(LeafKind.INPUT)
@@ -131,7 +134,7 @@ class ParallelModule(nn.Module):
             plan=plan,
             communicator=communicator,
             store=store,
-            code=code,
+            code=program.code,
             _program=program,
             _carriers=carriers,
             _begin=uncompiled(partial(_begin, passes, carriers.streams)),
@@ -217,8 +220,10 @@ class ParallelModule(nn.Module):
         return dropping.hooks()
 
     def _write_back(self, values: tuple[Tensor, ...]) -> None:
-        """Give buffers their new values: as new tensors, since the old ones may be needed for the gradients."""
+        """Give buffers their new values, unless written over: as new tensors, as gradients may need the old ones."""
         for slots, value in zip(self._targets, values, strict=True):
+            if value is read_slot(slots[0]):
+                continue
             made = value.detach()
             for module, name in slots:
                 module._buffers[name] = made
@@ -297,7 +302,7 @@ class ParallelModule(nn.Module):
     compare_every: Callable[[int | None], None]
     """Have ranks compare inputs, loss and gradients where they should agree: in the first step of all that follow and
     in every so manieth after it; in the first only (None), as `load` does; or never (0)."""
-    _program: Callable[..., tuple[Any, ...]]
+    _program: Program
     _carriers: _RankCarriers
     _begin: Callable[[torch.device], None]
     _end: Callable[[Mapping[Leaf, Tensor], list[Any], int | None], None]

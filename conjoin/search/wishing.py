@@ -130,6 +130,6 @@ def check_wish(wish: Wish, searches: Sequence[str]) -> None:
 
 
 def usable_bytes(machine: Machine, wish: Wish) -> int:
-    """Bytes that may be used of every device."""
-    has = min(machine.device_type(rank).memory_bytes for rank in range(machine.num_devices))
+    """Bytes that may be used of every device: what was asked for, if it has so much; else all but a reserve."""
+    has = machine.usable_bytes
     return has if wish.memory is None else min(has, wish.memory)

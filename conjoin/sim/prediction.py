@@ -72,7 +72,7 @@ def predict(
         found,
         break_down(found.timeline),
         measure_memory(found.program, optimizer, machine.device),
-        min(device.memory_bytes for device in devices),
+        machine.usable_bytes,
         _num_samples(plan),
         work,
         sum(device.flops_of(dtype) for device in devices),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,6 +153,7 @@ def test_the_backend_tells_the_device(
     monkeypatch.setattr(dist, "get_backend_config", lambda: config)
     monkeypatch.setattr(dist, "all_gather_object", lambda places, place: places.__setitem__(0, place))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    call_devices(monkeypatch, ["Some GPU"])
     assert Machine.detect().device == device
 
 
@@ -161,7 +163,41 @@ def test_the_backend_tells_the_device(
 def test_without_a_group(
     monkeypatch: pytest.MonkeyPatch, num_cuda_devices: int, expected: tuple[int, int, str]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_cuda_devices)
+    call_devices(monkeypatch, ["Some GPU"] * num_cuda_devices)
     machine = Machine.detect()
     assert (machine.num_nodes, machine.devices_per_node, machine.device) == expected
-    assert machine.name == "detected"
+    assert machine.name == "detected" and not machine.nodes
+
+
+def call_devices(monkeypatch: pytest.MonkeyPatch, names: list[str], num_bytes: int = 150_109_880_320) -> None:
+    """Have torch tell of CUDA devices of these names."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: names[index])
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=num_bytes - index)
+    )
+
+
+@pytest.mark.parametrize(("told", "preset"), [("NVIDIA H200", "dgx-h200"), ("NVIDIA A100-SXM4-80GB", "dgx-a100"),
+                                              ("Tesla T4", "g4dn.12xlarge")])  # fmt: skip
+def test_known_devices_have_their_speeds(monkeypatch: pytest.MonkeyPatch, told: str, preset: str) -> None:
+    call_devices(monkeypatch, [told] * 4)
+    found, known = Machine.detect().device_type(3), Machine.preset(preset).device_type(0)
+    assert (found.peak_flops, found.memory_bandwidth) == (known.peak_flops, known.memory_bandwidth)
+    assert found.memory_bytes == 150_109_880_317, "the least of what is there"
+
+
+def test_devices_of_one_host_are_joined_as_such_devices_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    call_devices(monkeypatch, ["NVIDIA H200"] * 8)
+    found, known = Machine.detect(), Machine.preset("dgx-h200")
+    assert found.has_links and [link.bandwidth for link in found.topology.path(0, 7)] == [
+        link.bandwidth for link in known.topology.path(0, 7)
+    ]
+    call_devices(monkeypatch, ["NVIDIA H200"])
+    assert Machine.detect().has_links, "one device sends nothing"
+
+
+def test_devices_that_differ_have_no_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    call_devices(monkeypatch, ["NVIDIA H200", "NVIDIA L40S"])
+    assert not Machine.detect().nodes

@@ -20,6 +20,21 @@ SHAPES = {
     "dgx-a100": (1, 8, "cuda"),
     "dgx-h100": (1, 8, "cuda"),
     "dgx-h200": (1, 8, "cuda"),
+    "dgx-a100-40": (1, 8, "cuda"),
+    "dgx-b200": (1, 8, "cuda"),
+    "gb200-nvl72": (1, 72, "cuda"),
+    "h100-pcie": (1, 8, "cuda"),
+    "h100-nvl": (1, 8, "cuda"),
+    "mi300x": (1, 8, "cuda"),
+    "p4d.24xlarge": (1, 8, "cuda"),
+    "p5.48xlarge": (1, 8, "cuda"),
+    "a3-highgpu-8g": (1, 8, "cuda"),
+    "a3-megagpu-8g": (1, 8, "cuda"),
+    "nd96asr-a100-v4": (1, 8, "cuda"),
+    "nd96isr-h100-v5": (1, 8, "cuda"),
+    "g6e.48xlarge": (1, 8, "cuda"),
+    "g5.48xlarge": (1, 8, "cuda"),
+    "g4dn.12xlarge": (1, 4, "cuda"),
     "laptop": (1, 1, "cpu"),
 }
 
@@ -101,6 +116,14 @@ def test_the_clusters_of_flexflow() -> None:
         ("dgx-a100", 300, 25),
         ("dgx-h100", 450, 50),
         ("dgx-h200", 450, 50),
+        ("dgx-b200", 900, 50),
+        ("gb200-nvl72", 900, 50),
+        ("mi300x", 64, 50),
+        ("h100-nvl", 64, 50),
+        ("p4d.24xlarge", 300, 12.5),
+        ("p5.48xlarge", 450, 50),
+        ("a3-highgpu-8g", 450, 25),
+        ("g5.48xlarge", 32, 12.5),
     ],
 )
 def test_rates_of_the_others(name: str, inside: float | None, between: float) -> None:
@@ -119,7 +142,7 @@ def test_every_gpu_of_a_dgx_has_a_network_card(name: str) -> None:
 def test_rates_are_dense_peaks() -> None:
     h100, h200 = (Machine.preset(name).device_type(0) for name in ("dgx-h100", "dgx-h200"))
     assert h100.flops_of("bfloat16") == 989.5e12 == h200.flops_of("bfloat16") and h100.flops_of("float32") == 67e12
-    assert (h200.memory_bytes, h200.memory_bandwidth) == (141 * 2**30, 4.8e12)
+    assert h200.memory_bandwidth == 4.8e12
     assert Machine.preset("summit").device_type(5).flops_of("float16") == 125e12
 
 
@@ -130,10 +153,42 @@ def test_float64_runs_on_tensor_cores_where_there_are_any_for_it() -> None:
     assert all(device.flops_of("float64") == device.flops_of("float32") for device in list(rates.values())[:2])
 
 
-# From `torch.cuda.get_device_properties(0).total_memory` and `nvidia-smi`: what is there is a little less than named.
+# What vendors say of whole systems, dense rates in petaflops, memory in decimal gigabytes, all cards' gigabits.
+@pytest.mark.parametrize(
+    ("name", "dtype", "petaflops", "gigabytes", "gigabits"),
+    [
+        ("dgx-h100", "float8", 32 / 2, 640, 3200),
+        ("dgx-h200", "float8", 32 / 2, 1128, 3200),
+        ("dgx-b200", "float8", 72 / 2, 1440, 3200),
+        ("gb200-nvl72", "bfloat16", 360 / 2, 13_400, 28_800),
+        ("dgx-a100", "bfloat16", 5 / 2, 640, 1600),
+        ("mi300x", "float16", 10.5, 1536, 3200),
+        ("p4d.24xlarge", "float16", 2.5, 320, 400),
+        ("p5.48xlarge", "bfloat16", 16 / 2, 640, 3200),
+        ("a3-megagpu-8g", "bfloat16", 16 / 2, 640, 1600),
+        ("g4dn.12xlarge", "float16", 0.26, 64, 50),
+    ],
+)
+def test_systems_add_up(name: str, dtype: str, petaflops: float, gigabytes: float, gigabits: float) -> None:
+    machine = Machine.preset(name)
+    (node,) = machine.nodes
+    assert sum(device.flops_of(dtype) for device in node.devices) / 1e15 == pytest.approx(petaflops, rel=0.02)
+    assert sum(device.memory_bytes for device in node.devices) / 1e9 == pytest.approx(gigabytes, rel=0.085)
+    cards = [link for link in node.links if NETWORK in link.ends]
+    assert sum(link.bandwidth for link in cards) * 8 / 1e9 == pytest.approx(gigabits)
+
+
+# From `torch.cuda.get_device_properties(0).total_memory` and `nvidia-smi`.
 @pytest.mark.parametrize(("name", "seen"), [("dgx-h200", 150_109_880_320), ("a100-2x16", 42_405_855_232)])
-def test_gigabytes_of_memory_are_binary(name: str, seen: int) -> None:
-    assert 0.985 < seen / Machine.preset(name).device_type(0).memory_bytes < 1
+def test_memory_is_what_torch_sees(name: str, seen: int) -> None:
+    assert 0.995 * seen < Machine.preset(name).device_type(0).memory_bytes <= seen
+
+
+def test_plans_leave_some_memory_free() -> None:
+    """Of 80 GB: a context, communicators where there is somebody to speak with, and a few percent."""
+    one, many = Machine.preset("dgx-h100").device_type(0), Machine.preset("dgx-h100")
+    assert 3 < (one.memory_bytes - many.usable_bytes) / 2**30 < 5
+    assert Machine.preset("laptop").usable_bytes == Machine.preset("laptop").device_type(0).memory_bytes
 
 
 def test_p3_8xlarge_is_half_a_dgx_1() -> None:

@@ -64,7 +64,7 @@ BAD: list[tuple[str, str, str, list[str]]] = [
     ("absurd", "gigabytes_per_second = 7.0", "gigabytes_per_second = 7e9", ["is 7", "wrong unit"]),
     ("text", "gigabytes_per_second = 7.0", 'gigabytes_per_second = "7"', ["gigabytes_per_second is '7'"]),
     ("latency", "latency_microseconds = 0.75", "latency_microseconds = -1", ["node[0].link[7].latency_microseconds"]),
-    ("memory", "memory_gigabytes = 12", "memory_gigabytes = 0.0 #", ["device_type[0].memory_gigabytes is 0"]),
+    ("memory", "memory_gigabytes = 11", "memory_gigabytes = 0.0 #", ["device_type[0].memory_gigabytes is 0"]),
     ("flops", "float32 = 4.365", "float32 = true", ["device_type[0].teraflops.float32 is true"]),
     ("dtype", "float64 = 1.455", "floot64 = 1.455", ["rate for 'floot64'", "Did you mean float64?", "device_type[0]"]),
     ("no float32", "float32 = 4.365", "int8 = 4.365", ["no rate for float32"]),

@@ -48,7 +48,7 @@ def test_every_part_has_its_line(found: Prediction, plan: Plan) -> None:
     assert [float(line.split()[-1].removesuffix("%")) for line in shares] == pytest.approx(
         [100 * part / found.seconds for part in _parts(found)], abs=0.051
     )
-    assert f"memory       {format_bytes(found.memory.peak)} of 16.0 GiB on the fullest device" in lines
+    assert f"memory       {format_bytes(found.memory.peak)} of 13.9 GiB on the fullest device" in lines
     assert sum(line.startswith("collectives") for line in lines) == len(found.breakdown.collectives) > 0
     assert lines[-1] == "sources      estimated 100%" and not any("does not fit" in line for line in lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -73,8 +74,13 @@ def test_what_fits_depends_on_the_smallest_device(found: Prediction) -> None:
     assert found.memory.inputs == rows and found.fits
     assert found.memory.peak >= 4 * weight + rows, "also the gradient"
     plan = plan_of_a_product(MACHINE)
-    exact, small = (with_memory(MACHINE, found.memory.peak - less) for less in (0, 1))
-    assert predict(plan, exact, ESTIMATES).fits and not predict(plan, small, ESTIMATES).fits
+    large = next(
+        n
+        for n in itertools.count(found.memory.peak, 2**20)
+        if with_memory(MACHINE, n).usable_bytes >= found.memory.peak
+    )
+    exact, small = (with_memory(MACHINE, num_bytes) for num_bytes in (large, found.memory.peak))
+    assert predict(plan, exact, ESTIMATES).fits and not predict(plan, small, ESTIMATES).fits, "some is left free"
 
 
 def test_pieces_take_less_memory_than_copies(found: Prediction) -> None:

@@ -1,0 +1,146 @@
+"""What a call does with constants, found out at capture: masks that hide nothing or the future, pieces of no size.
+
+Libraries leave a mask away where it says nothing, or where it is causal, after looking at its values. A trace has no
+values to look at, so the mask is written out, attention takes it, and with it slower kernels. Here a mask that is made
+of constants alone is computed, once, and taken for what it is. What depends on an input is left as it is: the next
+batch may be another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conjoin.ir import Leaf, LeafKind, Node, Value, is_random
+from conjoin.ops import bind_args, execute, map_tensors, signature
+
+MAX_ELEMENTS = 2**28
+"""Of a constant that is computed at capture."""
+
+_LIKE = frozenset({"new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like"})
+"""What these read of a tensor is its type."""
+_ATTENTION = "scaled_dot_product_attention"
+
+
+def known_value(value: Value) -> Tensor | None:
+    """The value of a tensor that is made of constants alone; None of any other, and of one that is too large."""
+    made: dict[Value, Tensor | None] = {}
+
+    def find(wanted: Value) -> Tensor | None:
+        if wanted not in made:
+            owner = wanted.owner
+            results = (_constant(owner),) if isinstance(owner, Leaf) else _computed(owner, [*map(find, _read(owner))])
+            made.update((Value(owner, i), result) for i, result in enumerate(results))
+        return made[wanted]
+
+    return find(value)
+
+
+def _read(node: Node) -> tuple[Value, ...]:
+    """The tensors whose values a call reads."""
+    return () if node.op in _LIKE else node.inputs
+
+
+def _constant(leaf: Leaf) -> Tensor | None:
+    if leaf.kind is not LeafKind.CONSTANT or leaf.data is None:
+        return None
+    if not leaf.data:
+        return torch.empty(leaf.type.shape, dtype=leaf.type.dtype)
+    return torch.frombuffer(bytearray(leaf.data), dtype=leaf.type.dtype).reshape(leaf.type.shape)
+
+
+def _computed(node: Node, operands: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * len(node.types)
+    too_large = any(type.num_elements > MAX_ELEMENTS for type in node.types) and node.op != "expand"
+    if any(x is None for x in operands) or too_large or is_random(node.op, node.args):
+        return nothing
+    likes = (torch.empty((), dtype=v.type.dtype).expand(v.type.shape) for v in node.inputs)
+    feed = iter(operands) if operands else likes
+    with torch.no_grad():
+        result = execute(
+            node.op, *map_tensors(node.op, node.args, lambda _: next(feed)), device="cpu" if not operands else None
+        )
+    return tuple(result) if isinstance(result, tuple) else (result,)
+
+
+def without_idle_mask(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """An attention whose mask hides nothing, or just what comes later, without that mask.
+
+    Keys and values that were repeated for every query of a group, as masked kernels need them, are then taken as they
+    were before.
+    """
+    query, key, value, mask, _, is_causal, *_ = args
+    if not isinstance(mask, Value) or is_causal or not _is_fixed(mask):
+        return args
+    known = known_value(mask)
+    if known is None:
+        return args
+    seen = _seen(known, query.type.shape[-2], key.type.shape[-2])
+    if seen is None:
+        return args
+    names = [parameter.name for parameter in signature(_ATTENTION).parameters]
+    changed: dict[str, Any] = {**dict(zip(names, args, strict=True)), "attn_mask": None, "is_causal": seen == "past"}
+    keys, values = _before_repeating(key), _before_repeating(value)
+    if keys is not None and values is not None and not changed["enable_gqa"]:
+        changed.update(key=keys, value=values, enable_gqa=True)
+    return tuple(changed.values())
+
+
+def _is_fixed(value: Value) -> bool:
+    """Whether nothing but constants goes into a tensor: told before anything is computed."""
+    waiting, seen = [value], set[Value]()
+    while waiting:
+        found = waiting.pop()
+        owner = found.owner
+        if isinstance(owner, Leaf):
+            if owner.kind is not LeafKind.CONSTANT:
+                return False
+        elif found not in seen:
+            waiting += _read(owner)
+        seen.add(found)
+    return True
+
+
+def _seen(mask: Tensor, num_queries: int, num_keys: int) -> str | None:
+    """What queries see under a mask: "all" keys, or those of the "past" and their own; None where it is neither."""
+    for dim, stride in enumerate(mask.stride()):
+        mask = mask.narrow(dim, 0, 1) if stride == 0 else mask  # the same all along
+    open_ = mask if mask.dtype == torch.bool else mask == 0
+    if bool(open_.all()):
+        return "all"
+    if mask.dtype != torch.bool and not bool((open_ | (mask <= torch.finfo(mask.dtype).min)).all()):
+        return None
+    past = torch.ones(num_queries, num_keys, dtype=torch.bool).tril()
+    same = mask.shape[-2:] == past.shape and bool((open_ == past).all())
+    return "past" if same else None
+
+
+def _before_repeating(value: Value) -> Value | None:
+    """The heads of which each was repeated in its place: unsqueezed, expanded, and laid flat."""
+    flat = value.owner
+    if not (isinstance(flat, Node) and flat.op == "reshape" and isinstance(flat.args[0], Value)):
+        return None
+    spread = flat.args[0].owner
+    if not (isinstance(spread, Node) and spread.op == "expand" and isinstance(spread.args[0], Value)):
+        return None
+    single = spread.args[0].owner
+    if not (isinstance(single, Node) and single.op == "unsqueeze" and isinstance(single.args[0], Value)):
+        return None
+    heads: Value = single.args[0]
+    shape, rank = heads.type.shape, len(heads.type.shape)
+    at = single.args[1] % (rank + 1)
+    repeats = spread.types[0].shape[at]
+    repeated = (*shape[: rank - 3], shape[rank - 3] * repeats, *shape[rank - 2 :]) if rank >= 3 else ()
+    fits = at == rank - 2 and spread.types[0].shape == (*shape[:at], repeats, *shape[at:])
+    return heads if fits and flat.types[0].shape == repeated else None
+
+
+def without_empty(args: tuple[Any, ...]) -> tuple[Any, ...] | Value:
+    """A concatenation without its pieces of no size; the one that is left itself, where it is one."""
+    pieces, dim = args
+    kept = tuple(piece for piece in pieces if piece.type.num_elements)
+    if len(kept) in (0, len(pieces)) or len({piece.type.dtype for piece in pieces}) > 1:
+        return args
+    return kept[0] if len(kept) == 1 else bind_args("cat", (kept, dim), {})

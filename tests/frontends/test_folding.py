@@ -1,0 +1,191 @@
+"""Masks and pieces that constants decide, against the plain model; what an input decides is left as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from conjoin.frontends import capture
+from conjoin.ir import Graph, Node
+from conjoin.runtime import to_module
+
+S, T = 6, 9
+MIN = torch.finfo(torch.float32).min
+
+
+def attention_of(graph: Graph) -> Node:
+    (node,) = (node for node in graph.nodes if node.op == "scaled_dot_product_attention")
+    return node
+
+
+class Attention(nn.Module):
+    """Attention with a mask that a function makes of the queries."""
+
+    def __init__(self, mask: Callable[[Tensor], Tensor], num_keys: int = S, groups: int = 1) -> None:
+        super().__init__()
+        self.mask, self.groups = mask, groups
+        self.q = nn.Linear(8, 8)
+        self.kv = nn.Linear(8, 16 // groups)
+        self.keys = nn.Parameter(torch.randn(2, num_keys, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).view(2, S, 4, 2).transpose(1, 2)
+        kv = self.kv(self.keys).view(2, -1, 2 * (4 // self.groups), 2).transpose(1, 2)
+        k, v = kv.chunk(2, 1)
+        if self.groups > 1:
+            k, v = (self.repeated(t) for t in (k, v))
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(x)).transpose(1, 2).flatten(2)
+
+    def repeated(self, t: Tensor) -> Tensor:
+        b, h, s, e = t.shape
+        return t[:, :, None].expand(b, h, self.groups, s, e).reshape(b, h * self.groups, s, e)
+
+
+def rows() -> Tensor:
+    return torch.arange(S)[:, None]
+
+
+def columns(count: int = S) -> Tensor:
+    return torch.arange(count)[None, :]
+
+
+def written(x: Tensor) -> Tensor:
+    mask = torch.zeros(S, S)
+    mask[:, 3:] = float("-inf")
+    return mask
+
+
+MASKS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "all true": (lambda x: (columns() >= 0).expand(2, 1, S, S), "all"),
+    "ones": (lambda x: x.new_ones((S, S), dtype=torch.bool), "all"),
+    "zeros that are added": (lambda x: torch.zeros(1, 1, S, S), "all"),
+    "causal": (lambda x: (columns() <= rows()).expand(2, 4, S, S), "past"),
+    "causal and in a wide window": (lambda x: (columns() <= rows()) & (columns() > rows() - 4096), "past"),
+    "causal by a triangle": (lambda x: torch.ones(S, S, dtype=torch.bool).tril(), "past"),
+    "causal, added": (lambda x: torch.full((S, S), float("-inf")).triu(1), "past"),
+    "causal, added, smallest number": (lambda x: torch.where(columns() <= rows(), 0.0, MIN), "past"),
+    "in a narrow window": (lambda x: (columns() <= rows()) & (columns() > rows() - 3), "masked"),
+    "one too many": (lambda x: columns() <= rows() + 1, "masked"),
+    "one too few": (lambda x: (columns() < rows()) | (columns() == 0), "masked"),
+    "a bias": (lambda x: -(rows() - columns()).abs().float(), "masked"),
+    "causal with a bias": (lambda x: torch.where(columns() <= rows(), -1.0, MIN), "masked"),
+    "written to": (written, "masked"),
+    "of an input": (lambda x: (x[:, None, :, :1] > -100).expand(2, 1, S, S), "masked"),
+    "of an input and constants": (lambda x: (columns() <= rows()) & (x[:, None, :, :1] > -100), "masked"),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_constants_are_taken_for_what_they_are(name: str) -> None:
+    mask, kind = MASKS[name]
+    model, x = Attention(mask).train(), torch.randn(2, S, 8)
+    graph = capture(model, x)
+    _, _, _, kept, _, is_causal, *_ = attention_of(graph).args
+    assert (kept is not None, is_causal) == {"all": (False, False), "past": (False, True), "masked": (True, False)}[
+        kind
+    ]
+    planned = to_module(graph, model)
+    for batch in (x, torch.randn(2, S, 8) - 1000 * torch.eye(S)[2][:, None] * (name == "of an input and constants")):
+        expected, found = model(batch), planned(batch)
+        torch.testing.assert_close(found, expected)
+        wanted = torch.autograd.grad(expected.sum(), [*model.parameters()])
+        for mine, theirs in zip(torch.autograd.grad(found.sum(), [*model.parameters()]), wanted, strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("num_keys", [S - 2, T])
+def test_causal_where_there_are_more_or_fewer_keys_than_queries(num_keys: int) -> None:
+    model, x = Attention(lambda x: columns(num_keys) <= rows(), num_keys), torch.randn(2, S, 8)
+    graph = capture(model, x)
+    assert attention_of(graph).args[3:6] == (None, 0.0, True)
+    torch.testing.assert_close(to_module(graph, model)(x), model(x))
+
+
+def test_nothing_of_a_mask_that_is_not_read_is_left() -> None:
+    graph = capture(Attention(MASKS["causal and in a wide window"][0]), torch.randn(2, S, 8))
+    assert {node.op for node in graph.nodes} <= {
+        "linear", "reshape", "transpose.int", "chunk", "scaled_dot_product_attention",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "grouped"), [("causal", True), ("all true", True), ("in a narrow window", False)])
+def test_heads_are_not_repeated_for_a_mask_that_is_not_there(name: str, grouped: bool) -> None:
+    model, x = Attention(MASKS[name][0], groups=2), torch.randn(2, S, 8)
+    graph = capture(model, x)
+    node = attention_of(graph)
+    assert node.args[-1] is grouped and node.inputs[1].type.shape[1] == (2 if grouped else 4)
+    planned, expected = to_module(graph, model), model(x)
+    found = planned(x)
+    torch.testing.assert_close(found, expected)
+    wanted = torch.autograd.grad(expected.square().sum(), [*model.parameters()])
+    for mine, theirs in zip(torch.autograd.grad(found.square().sum(), [*model.parameters()]), wanted, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+class Joined(nn.Module):
+    def __init__(self, empty: Tensor, dim: int) -> None:
+        super().__init__()
+        self.empty, self.dim = empty, dim
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.empty, self.layer(x), self.empty], self.dim)
+
+
+@pytest.mark.parametrize(
+    ("empty", "dim", "left"),
+    [
+        (torch.tensor([]), 1, 0),
+        (torch.empty(3, 0), -1, 0),
+        (torch.empty(0, dtype=torch.float64), 0, 1),
+        (torch.ones(1, 4), 0, 1),
+    ],
+)
+def test_pieces_of_no_size_are_left_out(empty: Tensor, dim: int, left: int) -> None:
+    model, x = Joined(empty, dim), torch.randn(3, 4)
+    graph = capture(model, x)
+    assert sum(node.op == "cat" for node in graph.nodes) == left
+    found, expected = to_module(graph, model)(x), model(x)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected)
+
+
+class Attentions(TorchFunctionMode):
+    """Writes down how attention is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[bool, bool, bool]] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        given = kwargs or {}
+        if func is functional.scaled_dot_product_attention:
+            masked = given.get("attn_mask") is not None
+            self.calls.append((masked, bool(given.get("is_causal")), bool(given.get("enable_gqa"))))
+        return func(*args, **given)
+
+
+@pytest.mark.parametrize("kind", ["Roberta", "Mistral", "GPTNeoX", "GPT2", "ViT"])
+def test_attention_of_a_library_is_called_as_the_plain_model_calls_it(kind: str) -> None:
+    """The judge is the library itself, which looks at its masks when it is not traced."""
+    library = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    more = {"Mistral": {"num_key_value_heads": 2}, "ViT": {"image_size": 16, "patch_size": 8}}.get(kind, {})
+    config = getattr(library, f"{kind}Config")(**sizes, vocab_size=50, **more)
+    if kind == "GPT2":
+        config = library.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50)
+    head = "ForImageClassification" if kind == "ViT" else "Model"
+    model = getattr(library, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}{head}")(config).eval()
+    batch = (
+        {"pixel_values": torch.randn(2, 3, 16, 16)} if kind == "ViT" else {"input_ids": torch.randint(3, 50, (2, 8))}
+    )
+    with Attentions() as plain, torch.no_grad():
+        model(**batch)
+    graph = capture(model, batch)
+    found = [node.args for node in graph.nodes if node.op == "scaled_dot_product_attention"]
+    assert plain.calls and [(args[3] is not None, args[5], args[-1]) for args in found] == plain.calls
