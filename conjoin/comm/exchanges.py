@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
 
 from conjoin.comm.movement import move_regions
 from conjoin.comm.per_rank import PerRank
 from conjoin.ir import (
     Node,
     Placed,
+    Region,
     RegionMove,
     exchange_axes,
     num_elements,
@@ -72,6 +76,7 @@ def _exchanges(case: _Case) -> NodeExchanges:
     )
 
 
+Counts = NDArray[np.int64]
 FindMove = Callable[[Node, int, Placed, Mesh, int], RegionMove | None]
 
 
@@ -84,57 +89,82 @@ def _count(find: FindMove, node: Node, i: int, placed: Placed, type: TensorType,
     move = find(node, i, placed, mesh, groups[0][0])
     if move is None:
         return None
-    forward, backward = [0] * mesh.size, [0] * mesh.size
-    leaving = _Leaving(mesh), _Leaving(mesh)
-    for member, rank in enumerate(move.group):
-        table = move_regions(move.have, move.want, move.group, rank)
-        for sends, counts, sent in zip((table.sends, table.receives), (forward, backward), leaving, strict=True):
-            parts = [(place, num_elements(part)) for place, part in sends if place != member]
-            for group in groups:  # along other axes pieces are of one size: all groups exchange as many
-                counts[group[member]] = sum(number for _, number in parts)
-                sent.add(parts, group, member)
-    if not any(forward) and not any(backward):
+    flow = _flow(move)
+    if not flow.any():
         return None
+    counts = np.zeros((2, mesh.size), dtype=np.int64)
+    leaving = np.zeros((2, mesh.size), dtype=np.int64)  # by the first rank of a node
+    nodes = _nodes(mesh)
+    for group in map(np.asarray, groups):  # along other axes pieces are of one size: all groups exchange as many
+        counts[:, group] = flow.sum(1), flow.sum(0)
+        crossing = flow * (nodes[group][:, None] != nodes[group][None, :])
+        for way, sent in enumerate((crossing.sum(1), crossing.sum(0))):
+            np.add.at(leaving[way], nodes[group], sent)
     size = type.dtype.itemsize
-    there, back = (PerRank(tuple(size * n for n in counts), mesh.size) for counts in (forward, backward))
-    loads = (max(sent.largest, size * found.as_row(axes)) for sent, found in zip((there, back), leaving, strict=True))
+    there, back = (PerRank(tuple((size * found).tolist()), mesh.size) for found in counts)
+    loads = (
+        max(sent.largest, size * _as_row(int(found.max()), axes, mesh))
+        for sent, found in zip((there, back), leaving, strict=True)
+    )
     return ExchangedBytes(axes, there, back, *loads)
 
 
-class _Leaving:
-    """How many elements leave every node.
+def _flow(move: RegionMove) -> Counts:
+    """How many elements each member of a group (rows) sends to each other member (columns): the tables of all members.
+
+    What a member has it keeps; what several others have, they send in turn.
+    """
+    count = len(move.group)
+    if len({len(region) for region in (*move.have, *move.want)}) > 1:
+        return _flow_by_tables(move)
+    have, want = (np.asarray(regions, dtype=np.int64).reshape(count, -1, 2) for regions in (move.have, move.want))
+    holders: dict[Region, list[int]] = {}
+    for position, region in enumerate(move.have):
+        holders.setdefault(region, []).append(position)
+    flow = np.zeros((count, count), dtype=np.int64)
+    for members in holders.values():
+        held = have[members[0]]
+        sizes = np.minimum(held[:, 1], want[:, :, 1]) - np.maximum(held[:, 0], want[:, :, 0])
+        parts = np.where((sizes > 0).all(1), sizes.prod(1), 0)
+        parts[members] = 0
+        others = np.flatnonzero(parts)
+        senders = np.resize(members, len(others)) if len(others) else others
+        flow[senders, others] += parts[others]
+    return flow
+
+
+def _flow_by_tables(move: RegionMove) -> Counts:
+    """The same from the table of every member."""
+    flow = np.zeros((len(move.group),) * 2, dtype=np.int64)
+    for member, rank in enumerate(move.group):
+        for place, part in move_regions(move.have, move.want, move.group, rank).sends:
+            flow[member, place] = num_elements(part) if place != member else 0
+    return flow
+
+
+def _as_row(leaving: int, axes: tuple[str, ...], mesh: Mesh) -> int:
+    """The elements that the busiest of a row along the axes sends when so many leave its node.
 
     Neighbours in a row, as a tensor split along one dim has them, send one side from node to node. On a grid, as halos
-    of two dims have it, all ranks of a node may.
+    of two dims have it, all ranks of a node may. In a row of two nodes with several ranks each, half of what an inner
+    rank sends leaves; else all. As many rows share the node as it has ranks for.
     """
+    sizes = mesh.sizes
+    between = {axis.name for axis in mesh.axes if axis.between_nodes}
+    num_nodes = prod(sizes[axis] for axis in axes if axis in between)
+    members = prod(sizes[axis] for axis in axes if axis not in between)
+    rows = prod(sizes[axis] for axis in sizes if axis not in between and axis not in axes)
+    part = 2 if num_nodes == 2 and members > 1 else 1
+    return part * leaving // rows
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self._between = [axis.name for axis in mesh.axes if axis.between_nodes]
-        self._counts: dict[tuple[int, ...], int] = {}
-        self._nodes: dict[int, tuple[int, ...]] = {}
 
-    def add(self, parts: Iterable[tuple[int, int]], group: tuple[int, ...], member: int) -> None:
-        """A member of a group sends some elements to each of some others."""
-        node = self._node(group[member])
-        sent = sum(number for place, number in parts if self._node(group[place]) != node)
-        self._counts[node] = self._counts.get(node, 0) + sent
-
-    def as_row(self, axes: tuple[str, ...]) -> int:
-        """The elements that the busiest of a row along the axes sends when as many leave its node.
-
-        In a row of two nodes with several ranks each, half of what an inner rank sends leaves; else all. As many rows
-        share the node as it has ranks for.
-        """
-        sizes = self._mesh.sizes
-        num_nodes = prod(sizes[axis] for axis in axes if axis in self._between)
-        members = prod(sizes[axis] for axis in axes if axis not in self._between)
-        rows = prod(sizes[axis] for axis in sizes if axis not in self._between and axis not in axes)
-        part = 2 if num_nodes == 2 and members > 1 else 1
-        return part * max(self._counts.values(), default=0) // rows
-
-    def _node(self, rank: int) -> tuple[int, ...]:
-        if rank not in self._nodes:
-            places = self._mesh.coordinates(rank)
-            self._nodes[rank] = tuple(places[axis] for axis in self._between)
-        return self._nodes[rank]
+@lru_cache(maxsize=64)
+def _nodes(mesh: Mesh) -> Counts:
+    """For every rank the first rank of its node."""
+    between = [axis.name for axis in mesh.axes if axis.between_nodes]
+    first: dict[tuple[int, ...], int] = {}
+    found = []
+    for rank in range(mesh.size):
+        places = mesh.coordinates(rank)
+        found.append(first.setdefault(tuple(places[axis] for axis in between), rank))
+    return np.asarray(found, dtype=np.int64)

@@ -33,11 +33,37 @@ def baseline_names(mesh: Mesh) -> tuple[str, ...]:
     return (*_PLAIN[:3], *tensor, *_PLAIN[3:])
 
 
+def least_bytes(name: str, graph: Graph, mesh: Mesh, copies: int) -> float:
+    """What parameters, their gradients and so many copies that an optimizer keeps take of a device at least.
+
+    >>> import torch
+    >>> from conjoin.frontends import capture
+    >>> graph = capture(torch.nn.Linear(8, 8, bias=False).train(), torch.zeros(4, 8))
+    >>> [least_bytes(name, graph, Mesh.of_nodes(1, 4), 2) for name in ("data-parallel", "zero1", "megatron:tp=2,sp")]
+    [1024.0, 640.0, 512.0]
+    """
+    trained = sum(leaf.type.bytes for leaf in graph.leaves if leaf.trainable)
+    plain, _, flags = name.partition(":")
+    degree = next((int(flag[3:]) for flag in flags.split(",") if flag.startswith("tp=")), 1)
+    if plain not in ("data-parallel", "fsdp", "zero1", "megatron"):
+        return 0.0
+    gathers, shares = "fsdp" in name, "zero1" in name
+    rest = mesh.size / degree
+    stored = (2 / rest if gathers else 2) + (copies / rest if gathers or shares else copies)
+    return trained * stored / degree
+
+
 def baselines(
-    graph: Graph, machine: Machine, leaves_out: Callable[[str], bool] = lambda name: False
+    graph: Graph,
+    machine: Machine,
+    leaves_out: Callable[[str], bool] = lambda name: False,
+    rank: Callable[[str], float] = lambda name: 0,
 ) -> Iterator[tuple[str, Entry | None]]:
-    """The named strategies as entries, one after the other; None where one does not fit the model, or is left out."""
-    for name in baseline_names(machine.mesh):
+    """The named strategies as entries, one after the other; None where one does not fit the model, or is left out.
+
+    Those of a lower rank come first.
+    """
+    for name in sorted(baseline_names(machine.mesh), key=rank):
         try:
             yield name, None if leaves_out(name) else _entry(settle_draft(graph, drafter(machine, name)))
         except StrategyError:

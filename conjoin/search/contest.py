@@ -53,6 +53,9 @@ from conjoin.sim import (
     take_graph_apart,
 )
 
+_FOR_FITTING = 0.3
+"""The part of its time that a search without a plan that fits keeps for running segments again."""
+
 
 class Stopped(Enum):
     """Why a search ended."""
@@ -262,9 +265,10 @@ class Contest:
         return self.notes.tried.get(f"{self.machine.name}: {trial}", inf)
 
     def check(self, doing: str) -> None:
-        """Tell the user what comes next; Enough when there is no time for it."""
+        """Tell the user what comes next; Enough when there is no time for it, or just enough to make a plan fit."""
         self.tell(doing)
-        if self.time_left <= 0:
+        nothing_fits = self.best is None and self.smallest is not None
+        if self.time_left <= (_FOR_FITTING * self.budget if nothing_fits and self.budget < inf else 0):
             raise Enough(Stopped.OUT_OF_TIME)
         if self.steps_left is not None and self.steps_left <= 0:
             raise Enough(Stopped.OUT_OF_STEPS)

@@ -59,8 +59,13 @@ def _nothing_fits(contest: Contest, smallest: Outcome, need: int) -> StrategyErr
     return StrategyError(
         f"No plan of {contest.captured.name} was found that fits {contest.machine.name}: the smallest "
         f"({smallest.entry.name}) needs {_size(need)} of a device, and {_size(contest.capacity)} may be used. "
-        f"{hint} {change} or allow {_size(need)}."
+        f"{hint} {change} {_longer(contest)}or allow {_size(need)}."
     )
+
+
+def _longer(contest: Contest) -> str:
+    """What to change where the answer may hang on the time that there was."""
+    return f"a budget of more than {contest.budget:.0f} s, " if contest.time_left <= 0 and contest.budget else ""
 
 
 def _lifted(contest: Contest) -> str:

@@ -53,14 +53,17 @@ def relieve(contest: Contest, outcome: Outcome, left: Callable[[], float] = lamb
         guess = bisect_left(saved, part * saved[-1]) + 1
         expected = outcome.seconds + guess / len(worth) * (seconds - outcome.seconds)
         if contest.best is None or expected < _SLOWER * contest.best.seconds:
-            _enter_fewest(contest, entry, worth, guess)
+            _enter_fewest(contest, entry, worth, guess, left)
 
 
-def _enter_fewest(contest: Contest, entry: Entry, segments: Sequence[Segment], guess: int) -> None:
-    """Enter an entry with the fewest of some segments, in their order, with which it fits, as it does with all."""
+def _enter_fewest(
+    contest: Contest, entry: Entry, segments: Sequence[Segment], guess: int, left: Callable[[], float]
+) -> None:
+    """Enter an entry with the fewest of some segments, in their order, with which it fits, as it does with all; or,
+    when there is no time left, with the fewest found."""
     too_few, enough, step = 0, len(segments), 1
     tried = min(guess, enough - 1)
-    while enough - too_few > 1:
+    while enough - too_few > 1 and left() > 0:
         if _enter(contest, entry, segments[:tried])[1] <= contest.capacity:
             enough = tried
             tried = max(enough - step, (too_few + enough) // 2)

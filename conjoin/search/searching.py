@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf
 
 from conjoin.cost import CostModel
 from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine
 from conjoin.rules import Library
-from conjoin.search.baselines import baselines, stored_otherwise
+from conjoin.search.baselines import baselines, least_bytes, stored_otherwise
 from conjoin.search.certifying import Certificate, certify
 from conjoin.search.constraints import make_constraints
 from conjoin.search.contest import Contest, Enough, Outcome, Progress, Stopped, Variant, plan_of
@@ -27,8 +27,12 @@ from conjoin.search.rewrites import Way, ways_of
 from conjoin.search.variants import as_variant, variants_of
 from conjoin.search.walks import sample, walk_from_all
 from conjoin.search.wishing import SearchResult, Wish, check_wish, usable_bytes
-from conjoin.sim import MachinePrices
+from conjoin.sim import OPTIMIZER_COPIES, MachinePrices
 
+_GRACE_SECONDS = 1.0
+"""How long after its time a search may still judge named strategies."""
+_FOR_NAMED = 0.5
+"""The part of the time that is left to the search where no named strategy fits."""
 _SLOW = 1.3
 """How much slower than the best a named strategy is that is not tried again with its parameters stored otherwise."""
 
@@ -125,7 +129,7 @@ def search_on(
         stopped = Stopped.OUT_OF_TIME if contest.steps_left is None else Stopped.OUT_OF_STEPS
     if contest.best is None and contest.smallest is not None:
         try:
-            relieve(contest, contest.smallest)
+            relieve(contest, contest.smallest, lambda: 1.0 if contest.best is None else contest.time_left)
         except KeyboardInterrupt:
             if not contest.history:  # nothing fits yet
                 raise
@@ -146,16 +150,30 @@ def _begin(contest: Contest, begin: Beginning, starts: list[Outcome]) -> None:
         check_start(contest, begin.before)
     try:
         known: dict[str, Outcome] = {}
-        named = baselines(contest.captured, contest.machine, lambda name: _is_hopeless(contest, known, name))
+        least = partial(_least_bytes, contest)
+        named = baselines(
+            contest.captured,
+            contest.machine,
+            lambda name: _is_hopeless(contest, known, name) or (bool(known) and least(name) > contest.capacity),
+            lambda name: max(0.0, least(name) - contest.capacity),  # first what may fit
+        )
         for name, found in named:
             contest.tell(name)
             if found is not None:
                 known[name] = contest.enter(found)
                 starts.append(known[name])
                 contest.baseline = contest.best
+            if known and contest.time_left < -_GRACE_SECONDS:
+                raise Enough(Stopped.OUT_OF_TIME)
+            if known and contest.best is None and contest.time_left < _FOR_NAMED * contest.budget:
+                return  # memory decides, for which named strategies know less than the search
     finally:  # what an earlier search has found is not lost, however little may be spent now
         if begin.before is not None:
             starts.insert(0, contest.enter_plan(begin.before, is_counted=False))
+
+
+def _least_bytes(contest: Contest, name: str) -> float:
+    return least_bytes(name, contest.captured, contest.machine.mesh, OPTIMIZER_COPIES[contest.optimizer])
 
 
 def _is_hopeless(contest: Contest, known: Mapping[str, Outcome], name: str) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
 from torch import nn
 
 from conjoin.comm import ExchangedBytes, move_regions, node_exchanges
+from conjoin.comm.exchanges import _flow, _flow_by_tables
 from conjoin.frontends import capture
-from conjoin.ir import num_elements, operand_move, place
+from conjoin.ir import Region, RegionMove, num_elements, operand_move, place
 from conjoin.machine import Machine
 from conjoin.search import make_plan
 
@@ -67,3 +70,20 @@ def test_all_groups_exchange_as_many(strategy: str) -> None:
         sends = [] if move is None else move_regions(move.have, move.want, move.group, rank).sends
         others = [part for place, part in sends if move is not None and move.group[place] != rank]
         assert found.forward[rank] == 4 * sum(map(num_elements, others))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_members_at_once_as_by_the_table_of_each(seed: int) -> None:
+    """The judge are the tables that ranks run by; regions in one and two dims, some of which several members have."""
+    rng = Random(seed)
+    rows, columns, copies = rng.randint(1, 5), rng.choice([1, 1, 3]), rng.choice([1, 1, 2, 3])
+    pieces = [((3 * i, 3 * i + 3), (4 * j, 4 * j + 4)) for i in range(rows) for j in range(columns)]
+    have = tuple(pieces * copies)
+
+    def around(region: Region) -> Region:
+        low, high = rng.randint(0, 4), rng.randint(0, 4)
+        return tuple((max(0, start - low), stop + high) for start, stop in region)
+
+    want = tuple(around(rng.choice(have)) if rng.random() < 0.3 else around(region) for region in have)
+    move = RegionMove(tuple(range(len(have))), have, want)
+    assert (_flow(move) == _flow_by_tables(move)).all()
