@@ -93,7 +93,7 @@ def test_a_search_without_time_relieves_too() -> None:
 
 
 def test_ctrl_c_while_relieving_keeps_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(contest: Contest, outcome: Outcome) -> None:
+    def interrupted(contest: Contest, outcome: Outcome, *_: object) -> None:
         relieve(contest, outcome)
         raise KeyboardInterrupt
 
