@@ -28,6 +28,8 @@ _COMMUNICATION_SHARE = 0.65
 """Of the time; the devices get the rest, and all of it where one rank has nobody to talk to."""
 _WIDEST = 1e14
 """Bytes per second of a link whose time does not grow with size as far as was measured."""
+_TRUSTED_FIT, _TRUSTED = 0.9, 0.5
+"""The least R² of a fit, and the largest error, that is taken without a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +263,27 @@ def _table(found: Calibration) -> list[str]:
     for device in dict.fromkeys(found.speeds.devices):
         lines += _device_lines(device)
     lines.append(f"{'operators':<12} estimated from these figures within {found.speeds.error:.0%} in the median")
-    return lines
+    return lines + [f"{'warning':<12} {told}" for told in _doubts(found)]
+
+
+def _doubts(found: Calibration) -> list[str]:
+    """What of the figures is not to be trusted, and what to do."""
+    timed = (*found.communication.collectives, *found.communication.point_to_point)
+    poor = [each for each in timed if each.fit().r_squared < _TRUSTED_FIT or _worst_error(each, each.fit()) > _TRUSTED]
+    told = []
+    if poor:
+        worst = max(poor, key=lambda each: _worst_error(each, each.fit()))
+        told.append(
+            f"{len(poor)} of {len(timed)} fits are poor (R² below {_TRUSTED_FIT}, or off by more than {_TRUSTED:.0%}): "
+            f"{worst.kind} over {' '.join(worst.axes)} is off by {_worst_error(worst, worst.fit()):.0%} at worst. "
+            f"Something else used the links or the cores; calibrate again when they are free."
+        )
+    if found.speeds.error > _TRUSTED:
+        told.append(
+            f"operators are off by {found.speeds.error:.0%} in the median, and so will be predictions of what was not "
+            f"measured. Calibrate again when the devices are free, or with the plans to be run."
+        )
+    return told
 
 
 def _row(timed: Timed) -> list[str]:
@@ -305,6 +327,7 @@ def _facts(found: Calibration) -> dict[str, Any]:
             for device in dict.fromkeys(found.speeds.devices)
         ],
         "operator_error": found.speeds.error,
+        "warnings": _doubts(found),
         "measured_calls": {
             device: sum(isinstance(outcome, rooms.cost.Measurement) for outcome in outcomes)
             for device, outcomes in found.operators.items()

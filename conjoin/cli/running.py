@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ import typer
 from conjoin.cli import rooms
 from conjoin.cli.options import ImportOption
 from conjoin.cli.output import check_output, print_json
+from conjoin.environment import machines_directory
 from conjoin.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,7 +30,6 @@ PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.
 StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Training steps.")]
 _MODEL_HELP = "The model the plan was made for: zoo name, file.py:function or module:function."
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
-_LEARNING_RATE = 1e-3
 _SEED = 0
 
 
@@ -42,6 +43,10 @@ class _Asked:
     batch_size: int | None
     num_steps: int
     imports: tuple[str, ...]
+    optimizer: str = "adamw"
+    learning_rate: float = 1e-3
+    quiet: bool = False
+    """Whether only the end is told."""
 
     def read(self) -> Plan:
         """The plan; one that is not for the ranks torchrun started is refused before anything is built for it."""
@@ -67,26 +72,99 @@ class _Asked:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """What one rank saw."""
+
+    losses: list[float]
+    seconds: list[float]
+    recorded: list[Recorded]
+    """What it did in one more step, where that was asked for."""
+
+    @property
+    def usual_seconds(self) -> float:
+        """Of a step; the first, in which much is done once, is left out where there are others."""
+        return median(self.seconds[1:] or self.seconds)
+
+
+_OPTIMIZERS = ("sgd", "sgd-momentum", "adam", "adamw")
+OptimizerOption = Annotated[
+    str, typer.Option("--optimizer", help=f"{', '.join(_OPTIMIZERS)}; or -fused, as in adamw-fused.")
+]
+
+
 def run_command(
     plan: PlanArgument,
     model: ModelArgument,
     steps: StepsOption = 10,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
+    optimizer: OptimizerOption = "adamw",
+    learning_rate: Annotated[float, typer.Option("--lr", min=0.0, help="The learning rate.")] = 1e-3,
+    machine: Annotated[
+        str | None, typer.Option("--machine", help="Tell what is predicted for this machine beside what is measured.")
+    ] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Save a trace of one more step here.")] = None,
     imports: ImportOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Train a model by a plan: starts the ranks on this host, or is one of them under torchrun."""
     check_output(trace, "trace")
-    asked = _Asked(str(plan), model, batch, steps, tuple(imports or ()))
+    _check_optimizer(optimizer)
+    asked = _Asked(str(plan), model, batch, steps, tuple(imports or ()), optimizer, learning_rate, as_json)
     found = asked.read()
     _check_trains(found)
+    predicted = None if machine is None else _predict(found, machine, optimizer)
     if rooms.dist.is_torchelastic_launched() or found.mesh.size == 1:
-        recorded = _gather(_train(0, asked, trace is not None))
+        ranks = _gather(_train(0, asked, trace is not None))
     else:
-        recorded = rooms.runtime.launch(found.mesh.size, _train, asked, trace is not None)
-    if trace is not None and _is_first():
-        rooms.report.save_trace(_recorded_events(recorded), trace)
+        ranks = rooms.runtime.launch(found.mesh.size, _train, asked, trace is not None)
+    if not _is_first():
+        return
+    if trace is not None:
+        rooms.report.save_trace(_recorded_events([rank.recorded for rank in ranks]), trace)
+    _tell(ranks[0], predicted, None if trace is None else str(trace), as_json)
+
+
+def _tell(first: _Trained, predicted: float | None, trace: str | None, as_json: bool) -> None:
+    """What came of it."""
+    if as_json:
+        print_json(
+            {
+                "losses": first.losses,
+                "seconds": first.seconds,
+                "median_seconds_per_step": first.usual_seconds,
+                "predicted_seconds_per_step": predicted,
+                "trace": trace,
+            }
+        )
+        return
+    if predicted is not None:
+        told, seen = rooms.report.format_seconds(predicted), rooms.report.format_seconds(first.usual_seconds)
+        typer.echo(f"predicted {told}, measured {seen} a step: {predicted / first.usual_seconds - 1:+.0%}")
+    if trace is not None:
         typer.echo(f"trace of one step: {trace}; open it in ui.perfetto.dev")
+
+
+def _predict(plan: Plan, machine: str, optimizer: str) -> float:
+    """Seconds of a step."""
+    where = rooms.machine.parse_machine(machine, machines_directory())
+    return rooms.api.simulate_plan(plan, where, optimizer=optimizer).seconds
+
+
+def _check_optimizer(name: str) -> None:
+    if name.removesuffix("-fused") not in _OPTIMIZERS:
+        raise UsageError(
+            f"The optimizer {name[:40]!r} was asked for. Known are {', '.join(_OPTIMIZERS)}, each also with -fused. "
+            f"Name one of them; with another, train the module that conjoin.load gives."
+        )
+
+
+def _make_optimizer(asked: _Asked, step: nn.Module) -> rooms.torch.optim.Optimizer:
+    kind, fused = asked.optimizer.removesuffix("-fused"), asked.optimizer.endswith("-fused") or None
+    optim, parameters, rate = rooms.torch.optim, step.parameters(), asked.learning_rate
+    if kind.startswith("sgd"):
+        return optim.SGD(parameters, lr=rate, momentum=0.9 if kind == "sgd-momentum" else 0.0, fused=fused)
+    return (optim.Adam if kind == "adam" else optim.AdamW)(parameters, lr=rate, fused=fused)
 
 
 def _check_trains(plan: Plan) -> None:
@@ -123,17 +201,17 @@ def _recorded_events(ranks: list[list[Recorded]]) -> Iterator[rooms.report.Event
             yield rooms.report.Event(f"measured: rank {rank}", entry.stream, entry.name, entry.start, entry.duration)
 
 
-def _train(rank: int, asked: _Asked, traced: bool) -> list[Recorded]:
-    """Train, telling the loss of every step; what this rank did in one more step where that is asked."""
+def _train(rank: int, asked: _Asked, traced: bool) -> _Trained:
+    """Train, telling the loss of every step."""
     plan = asked.read()
     model, batch, loss = asked.workload()
     rooms.runtime.check_made_for(plan, rooms.models.capture_model(model, batch, loss))
     rooms.torch.manual_seed(_SEED)
     step = rooms.runtime.load(plan, model)
-    first = step.communicator.rank == 0
-    if first:
+    told = step.communicator.rank == 0 and not asked.quiet
+    if told:
         typer.echo(f"{plan}")
-    optimizer = rooms.torch.optim.AdamW(step.parameters(), lr=_LEARNING_RATE)
+    optimizer = _make_optimizer(asked, step)
     batch = _on_device(batch, step.store.device)
 
     def train_once() -> float:
@@ -148,12 +226,14 @@ def _train(rank: int, asked: _Asked, traced: bool) -> list[Recorded]:
         optimizer.step()
         return value.item()
 
+    losses, seconds = [], []
     for i in range(asked.num_steps):
         start = time.perf_counter()
-        shown = train_once()
-        if first:
-            typer.echo(f"step {i + 1:>4}   loss {shown:.6f}   {1e3 * (time.perf_counter() - start):9.1f} ms")
-    return rooms.runtime.record(train_once) if traced else []
+        losses.append(train_once())
+        seconds.append(time.perf_counter() - start)
+        if told:
+            typer.echo(f"step {i + 1:>4}   loss {losses[-1]:.6f}   {1e3 * seconds[-1]:9.1f} ms")
+    return _Trained(losses, seconds, rooms.runtime.record(train_once) if traced else [])
 
 
 def _loss_of(step: ParallelModule, batch: Any) -> rooms.torch.Tensor:

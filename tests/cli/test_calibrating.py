@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from conjoin.cli.calibrating import describe
-from conjoin.cli.probing import Probe, combine_probes
+from conjoin.cli.calibrating import Calibration, _doubts, describe
+from conjoin.cli.probing import Probe, Speeds, combine_probes
 from conjoin.cost import Measurement
 from conjoin.machine import COLLECTIVE_KINDS, DeviceType, Machine
 from conjoin.runtime import Communication, Timed
@@ -155,6 +155,14 @@ def test_links_are_as_fast_as_pairs_of_ranks_were() -> None:
     single = describe(Machine("two", 2, 1, "cpu"), Communication((), pairs[:1], None), [DEVICE] * 2)
     (leaving, entering) = single.topology.path(0, 1)
     assert leaving.latency + entering.latency == pytest.approx(1e-4) and leaving.bandwidth == pytest.approx(1e8)
+
+
+def test_figures_that_are_not_to_be_trusted_are_told() -> None:
+    noisy = Timed("all-reduce", ("d0",), ((256, 1e-4), (4096, 9e-4), (65536, 1e-5), (2**20, 4e-4)))
+    for each, error, doubts in ((timed("all-reduce", "d0", 1e-4, 1e9), 0.1, 0), (noisy, 0.1, 1), (noisy, 0.71, 2)):
+        found = Calibration(Machine("two", 1, 2, "cpu"), Communication((each,), (), None), Speeds((DEVICE,), error), {})
+        assert len(_doubts(found)) == doubts
+    assert "1 of 1 fits are poor" in _doubts(found)[0] and "71%" in _doubts(found)[1]
 
 
 def test_nodes_that_differ_are_kept_apart() -> None:

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -125,13 +125,19 @@ def plan(run: Run, folder: Path, made: dict[tuple[str, int, str], str]) -> Calla
     return make
 
 
-def expected_losses(num_steps: int) -> list[float]:
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def expected_losses(
+    num_steps: int, optimize: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw
+) -> list[float]:
     """What plain torch gives for the same seed, model, batch and optimizer."""
     names: dict[str, Any] = {}
     exec(NETS, names)
     torch.manual_seed(0)
     model, (x, target), loss = names["mlp"]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = optimize(model.parameters())
     losses = []
     for _ in range(num_steps):
         value = loss(model(x), target)
@@ -158,6 +164,18 @@ def test_run_trains_like_one_device(run: Run, plan: Callable[..., str], ranks: i
     where = f"{ranks} ranks" if ranks > 1 else "one device"
     assert lines[0].startswith(strategy) and f"plan of Sequential for {where}" in lines[0]
     assert losses_in(shown.out) == pytest.approx(expected_losses(2), abs=2e-6)
+
+
+def test_run_takes_an_optimizer_and_tells_what_was_predicted(run: Run, plan: Callable[..., str]) -> None:
+    made, command = plan(ranks=1, strategy="single"), ("--steps", "3", "--optimizer", "sgd-momentum", "--lr", "0.1")
+    shown = run("run", made, "nets.py:mlp", *command, "--machine", "laptop")
+    expected = expected_losses(3, lambda given: torch.optim.SGD(given, lr=0.1, momentum=0.9))
+    assert losses_in(shown.out) == pytest.approx(expected, abs=2e-6)
+    assert re.fullmatch(r"predicted .+s, measured .+s a step: [+-]\d+%", shown.out.splitlines()[-1])
+    told = json.loads(run("run", made, "nets.py:mlp", *command, "--machine", "laptop", "--json").out)
+    assert told["losses"] == pytest.approx(expected, abs=2e-6) and len(told["seconds"]) == 3
+    assert told["predicted_seconds_per_step"] > 0 and told["median_seconds_per_step"] > 0
+    assert "sgd-momentum, adam" in run("run", made, "nets.py:mlp", "--optimizer", "lion").refused()
 
 
 def test_run_takes_a_batch_of_names_and_a_number_of_samples(run: Run, plan: Callable[..., str]) -> None:
