@@ -14,7 +14,7 @@ from conjoin.cli.output import check_directory, check_output, print_json
 from conjoin.errors import UsageError
 
 if TYPE_CHECKING:
-    from conjoin.rules import Judgement, Rule, WrittenRule
+    from conjoin.rules import Judgement, Made, Rule, WrittenRule
 
 rules_app = typer.Typer(help="Show, test, prove and generate substitutions.", no_args_is_help=True)
 LibraryOption = Annotated[Path | None, typer.Option("--library", help="Another library than the one shipped.")]
@@ -126,18 +126,27 @@ def _judgement_facts(found: Judgement) -> dict[str, Any]:
 def prove_command(
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A file of rules; otherwise the library.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Save those proven as a library here.")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Prove every rule again from the definitions and try it out; exit code 1 if one is not proven or is refuted."""
     check_output(output, "library")
     written = rooms.rules.load_rules(file or rooms.rules.SHIPPED).rules
     start = time.perf_counter()
     proven, unproven = _prove(written)
-    for rule, reason in unproven:
-        typer.echo(f"NOT PROVEN  {rule}\n            {reason}")
-    typer.echo(f"{len(proven)} of {len(written)} rules proven in {time.perf_counter() - start:.1f} s")
+    seconds = time.perf_counter() - start
     if output is not None:
         rooms.rules.Library(tuple(proven)).save(output)
-        typer.echo(f"saved       {output}")
+    saved = None if output is None else str(output)
+    if as_json:
+        others = [{"rule": str(rule), "reason": reason} for rule, reason in unproven]
+        facts = {"proven": len(proven), "rules": len(written), "unproven": others}
+        print_json({**facts, "seconds": seconds, "saved": saved})
+    else:
+        for rule, reason in unproven:
+            typer.echo(f"NOT PROVEN  {rule}\n            {reason}")
+        typer.echo(f"{len(proven)} of {len(written)} rules proven in {seconds:.1f} s")
+        if saved is not None:
+            typer.echo(f"saved       {saved}")
     if unproven:
         raise typer.Exit(1)
 
@@ -160,13 +169,18 @@ def why_command(
     name: Annotated[str, typer.Argument(metavar="RULE", help="The name of a rule.")],
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
     library: LibraryOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Where a rule applies in a model, and why it does not where it almost does."""
     rule = _find(_library(library), name).rule
     graph = rooms.models.load_model_graph(model, batch_size=batch, training=True)
     matches = rooms.rules.find_matches(graph, rule)
+    misses = [str(miss) for miss in rooms.rules.why(graph, rule)]
+    if as_json:
+        print_json({"rule": str(rule), "model": graph.name, "applies": len(matches), "not_at": misses})
+        return
     typer.echo(f"{rule}\napplies at {len(matches)} places of {graph.name}")
-    for miss in rooms.rules.why(graph, rule):
+    for miss in misses:
         typer.echo(f"  not at {miss}")
 
 
@@ -175,12 +189,23 @@ def generate_command(
     output: Annotated[Path, typer.Option("--output", "-o", help="Save the library here, as .toml.")],
     state: Annotated[Path | None, typer.Option("--state", help="Keep what was enumerated here.")] = None,
     workers: Annotated[int, typer.Option("--workers", min=1, max=64, help="Processes that enumerate.")] = 1,
+    as_json: JsonOption = False,
 ) -> None:
     """Generate, prove and prune a library from the definitions of the operators alone."""
     check_output(output, "library")
     check_directory(state, "state of the enumeration")
     start = time.perf_counter()
     made = rooms.rules.make_library(directory=state, workers=workers, progress=lambda line: typer.echo(line, err=True))
+    made.library.save(output)
+    if as_json:
+        print_json(_made_facts(made, output, time.perf_counter() - start))
+    else:
+        _tell_made(made, output, time.perf_counter() - start)
+    if made.refuted:
+        raise typer.Exit(1)
+
+
+def _tell_made(made: Made, output: Path, seconds: float) -> None:
     for selection in made.selections:
         counts = selection.counts
         typer.echo(
@@ -190,7 +215,24 @@ def generate_command(
     typer.echo(f"{made.num_proven} proven, {len(made.unproven)} not: {dict(rooms.rules.reasons_of(made))}")
     for rule in made.refuted:
         typer.echo(f"REFUTED     {rule}")
-    made.library.save(output)
-    typer.echo(f"saved       {output}: {len(made.library.entries)} rules in {time.perf_counter() - start:.0f} s")
-    if made.refuted:
-        raise typer.Exit(1)
+    typer.echo(f"saved       {output}: {len(made.library.entries)} rules in {seconds:.0f} s")
+
+
+def _made_facts(made: Made, output: Path, seconds: float) -> dict[str, Any]:
+    return {
+        "vocabularies": [
+            {
+                "name": selection.vocabulary,
+                "graphs": selection.num_graphs,
+                "candidates": selection.counts.initial,
+                "left": len(selection.rules),
+            }
+            for selection in made.selections
+        ],
+        "proven": made.num_proven,
+        "unproven": dict(rooms.rules.reasons_of(made)),
+        "refuted": [str(rule) for rule in made.refuted],
+        "rules": len(made.library.entries),
+        "seconds": seconds,
+        "saved": str(output),
+    }

@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from conjoin.search import Progress, Row, SearchResult
 
 _INTERVAL = 0.1
+_LOG_INTERVAL = 10.0
 _WIDTH = 118
 
 
 @contextmanager
-def progress_line() -> Iterator[Callable[[Progress], None] | None]:
-    """A line on the terminal that is written over; none where nobody looks."""
+def progress_line() -> Iterator[Callable[[Progress], None]]:
+    """A line on the terminal that is written over; in a log a line from time to time."""
     if not sys.stderr.isatty():
-        yield None
+        yield _log_progress()
         return
     last, width = -1.0, 0
 
@@ -38,6 +39,18 @@ def progress_line() -> Iterator[Callable[[Progress], None] | None]:
         yield show
     finally:
         print(f"\r{'':<{width}}\r", end="", file=sys.stderr, flush=True)
+
+
+def _log_progress() -> Callable[[Progress], None]:
+    last = 0.0
+
+    def show(progress: Progress) -> None:
+        nonlocal last
+        if progress.elapsed - last >= _LOG_INTERVAL:
+            last = progress.elapsed
+            print(progress, file=sys.stderr, flush=True)
+
+    return show
 
 
 def costs_mark() -> str:

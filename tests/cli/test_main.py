@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -233,3 +233,16 @@ def test_a_bad_run_in_a_process_of_its_own(start: Callable[..., subprocess.Popen
     message = Ran(process.returncode, out, err).refused()
     assert f"{folder}/my_models.py:43: return self.fc(x).relu()" in message
     assert not (folder / "graph.json").exists()
+
+
+def test_every_command_prints_json() -> None:
+    def commands(group: Any) -> Iterator[Any]:
+        for command in group.commands.values():
+            if hasattr(command, "commands"):
+                yield from commands(command)
+            else:
+                yield command
+
+    found = list(commands(typer.main.get_command(app)))
+    assert len(found) > 15
+    assert [c.name for c in found if not any("--json" in parameter.opts for parameter in c.params)] == []

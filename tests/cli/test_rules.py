@@ -61,6 +61,9 @@ def test_prove_makes_a_library(run: Run, folder: Path) -> None:
     assert shown.code == 1 and "NOT PROVEN  commutative" in shown.out and "1 of 2 rules proven" in shown.out
     assert [entry.name for entry in Library.load(folder / "proven.toml").entries] == ["associative"]
     assert "no directory" in run("rules", "prove", "mine.toml", "-o", "missing/proven.toml").refused()
+    told = json.loads(run("rules", "prove", "mine.toml", "--json").out)
+    assert (told["proven"], told["rules"], told["saved"]) == (1, 2, None)
+    assert "commutative" in told["unproven"][0]["rule"]
 
 
 def test_an_edited_library_is_refused(run: Run, folder: Path) -> None:
@@ -78,3 +81,5 @@ def test_why_counts_places_and_tells_near_misses(run: Run, folder: Path) -> None
     assert run("rules", "prove", "mine.toml", "-o", "library.toml").code == 0
     shown = run("rules", "why", "inception-v3:tiny", "merge", "--library", "library.toml")
     assert shown.code == 0 and re.search(r"applies at \d+ places", shown.out), shown.err
+    told = json.loads(run("rules", "why", "inception-v3:tiny", "merge", "--library", "library.toml", "--json").out)
+    assert f"applies at {told['applies']} places" in shown.out and len(told["not_at"]) == shown.out.count("not at")
