@@ -64,6 +64,7 @@ def result_to_json(result: SearchResult) -> dict[str, Any]:
     return {
         "strategy": result.plan.strategy,
         "seconds_per_step": result.seconds_per_step,
+        "expected_error": result.error,
         "baseline": result.baseline,
         "baseline_seconds_per_step": result.baseline_seconds_per_step,
         "ratio": result.ratio,
@@ -84,7 +85,7 @@ def result_to_json(result: SearchResult) -> dict[str, Any]:
 def result_lines(result: SearchResult) -> list[str]:
     """A result for people."""
     return [
-        f"{'predicted':<12} {rooms.report.format_seconds(result.seconds_per_step)} a step, "
+        f"{'predicted':<12} {rooms.report.format_seconds(result.seconds_per_step)} a step, ± {result.error:.0%}, "
         f"{rooms.report.format_bytes(result.peak_bytes)} on the fullest device",
         *([_devices_line(result)] if result.objective == "cost" else []),
         f"{'baseline':<12} {_baseline_text(result)}",
@@ -120,7 +121,21 @@ def comparison_lines(rows: Sequence[Row]) -> list[str]:
         "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
         for line in table
     ]
-    return lines + [f"{row.name}: {row.reason}" for row in rows if row.prediction is None]
+    return [*lines, *_alike(rows), *(f"{row.name}: {row.reason}" for row in rows if row.prediction is None)]
+
+
+def _alike(rows: Sequence[Row]) -> list[str]:
+    """What is too near to the fastest for a prediction to tell it apart."""
+    timed = [(row.prediction.seconds, row) for row in rows if row.prediction is not None and row.fits]
+    if not timed:
+        return []
+    least, first = min(timed, key=lambda found: found[0])
+    assert first.prediction is not None
+    near = [row.name for seconds, row in timed if row is not first and seconds <= (1 + rooms.sim.ALIKE) * least]
+    told = [f"steps are expected within ± {first.prediction.error:.0%}"]
+    if near:
+        told.append(f"within {rooms.sim.ALIKE:.0%} of {first.name}, and so alike: {', '.join(near)}")
+    return told
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -25,7 +25,8 @@ def format_seconds(seconds: float) -> str:
 def prediction_text(found: Prediction, plan: Plan, machine: Machine) -> str:
     """A prediction in lines: the step, where it goes, throughput, memory, collectives."""
     parts, memory = found.breakdown, found.memory
-    lines = [f"{'plan':<12} {plan}", f"{'machine':<12} {machine}", f"{'step':<12} {format_seconds(found.seconds)}"]
+    step = f"{format_seconds(found.seconds)} ± {found.error:.0%}"
+    lines = [f"{'plan':<12} {plan}", f"{'machine':<12} {machine}", f"{'step':<12} {step}"]
     for name, seconds in _shares(found).items():
         lines.append(f"  {name:<26} {format_seconds(seconds):>10} {seconds / max(found.seconds, 1e-30):>7.1%}")
     lines.append(f"{'hidden':<12} {format_seconds(parts.hidden)} of communication behind computation")
@@ -86,6 +87,7 @@ def prediction_to_json(found: Prediction, plan: Plan, machine: Machine) -> dict[
         "machine": machine.name,
         "devices": machine.num_devices,
         "seconds_per_step": found.seconds,
+        "expected_error": found.error,
         "seconds": {**_shares(found), "communication, hidden": parts.hidden},
         "samples_per_second": found.samples_per_second,
         "model_flops_utilization": found.model_flops_utilization,

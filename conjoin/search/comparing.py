@@ -50,6 +50,7 @@ class Row:
             "search_seconds": self.search_seconds,
             "stopped": None if self.stopped is None else self.stopped.value,
             "seconds_per_step": found.seconds,
+            "expected_error": found.error,
             "forward": parts.forward,
             "backward": parts.backward,
             "update": parts.update,

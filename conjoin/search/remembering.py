@@ -39,9 +39,9 @@ from conjoin.search.wishing import SEARCH_VERSION, SearchResult, Wish
 
 _log = logging.getLogger(__name__)
 _FORMAT = "conjoin.found"
-_VERSION = 3
+_VERSION = 4
 _WHOLE = ("peak_bytes", "num_plans", "steps", "baseline_devices")
-_NUMBERS = ("seconds_per_step", "baseline_seconds_per_step", "search_seconds", "cpu_seconds", *_WHOLE)
+_NUMBERS = ("seconds_per_step", "baseline_seconds_per_step", "search_seconds", "cpu_seconds", "error", *_WHOLE)
 
 
 class Remembered:

@@ -27,7 +27,7 @@ from conjoin.search.rewrites import Way, ways_of
 from conjoin.search.variants import as_variant, variants_of
 from conjoin.search.walks import sample, walk_from_all
 from conjoin.search.wishing import SearchResult, Wish, check_wish, usable_bytes
-from conjoin.sim import OPTIMIZER_COPIES, MachinePrices
+from conjoin.sim import OPTIMIZER_COPIES, MachinePrices, break_down, expected_error
 
 _GRACE_SECONDS = 1.0
 """How long after its time a search may still judge named strategies."""
@@ -231,6 +231,7 @@ def _result(contest: Contest, best: Outcome, stopped: Stopped) -> SearchResult:
         cpu_seconds=contest.cpu_elapsed,
         steps=contest.steps,
         certificate=_certificate(contest, best, stopped),
+        error=expected_error(break_down(best.simulation.timeline).sources),
         notes=contest.notes,
     )
 

@@ -14,7 +14,7 @@ from conjoin.search.notes import Notes
 from conjoin.sim import OPTIMIZER_COPIES
 
 DEFAULT_BUDGET = 60.0
-SEARCH_VERSION = 4
+SEARCH_VERSION = 5
 """Raised when searches find other plans than before: what was found by an earlier one is then not remembered."""
 OBJECTIVES = ("time", "cost")
 
@@ -66,6 +66,8 @@ class SearchResult:
     certificate: Certificate | None = None
     """How far the plan's sum of seconds can be from the least, where that is known."""
     objective: str = "time"
+    error: float = 0.0
+    """The part by which the predicted seconds may be off."""
     baseline_devices: int = 0
     """Devices of the baseline where they can differ from the plan's; else 0."""
     notes: Notes = field(default_factory=Notes, compare=False, repr=False)

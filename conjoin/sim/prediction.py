@@ -10,6 +10,7 @@ from conjoin.ir import LeafKind, Plan
 from conjoin.machine import Machine
 from conjoin.ops import flops, spec_for
 from conjoin.sim.breakdown import Breakdown, break_down
+from conjoin.sim.expected_error import expected_error
 from conjoin.sim.memory import OPTIMIZER_COPIES, Memory, measure_memory
 from conjoin.sim.prices import MachinePrices
 from conjoin.sim.simulation import Simulation, simulate
@@ -44,6 +45,11 @@ class Prediction:
     def model_flops_utilization(self) -> float:
         """Which part of what the devices could do goes into the model (MFU)."""
         return self.step_flops / (self.peak_flops * self.seconds)
+
+    @property
+    def error(self) -> float:
+        """The part by which the step may be off, by where its seconds come from."""
+        return expected_error(self.breakdown.sources)
 
     @property
     def fits(self) -> bool:

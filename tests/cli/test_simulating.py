@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def test_the_text_says_how_long_where_and_how_much(run: Run) -> None:
     found = fields(shown.out)
     assert found["plan"] == "fsdp:dp=4 plan of Sequential for 4 ranks (d0:2 d1:2)"
     assert found["machine"] == "p3.8xlarge: 1 node × 4 cuda, axes d0:2 d1:2"
-    assert found["step"].endswith((" µs", " ms")) and "MFU" in found["throughput"]
+    assert re.fullmatch(r".+ [µm]s ± \d+%", found["step"]) and "MFU" in found["throughput"]
     assert found["memory"].endswith("of 13.9 GiB on the fullest device") and "sources" in found
     assert parts(shown.out) == [
         "forward", "backward", "update", "communication, exposed", "waiting",
@@ -65,7 +66,7 @@ def test_data_for_programs(run: Run) -> None:
     assert (shown.code, shown.err) == (0, "")
     found = json.loads(shown.out)
     assert set(found) == {
-        "plan", "model", "machine", "devices", "seconds_per_step", "seconds", "samples_per_second",
+        "plan", "model", "machine", "devices", "seconds_per_step", "expected_error", "seconds", "samples_per_second",
         "model_flops_utilization", "memory", "collectives", "sources", "tasks", "trace",
     }  # fmt: skip
     assert (found["plan"], found["machine"], found["devices"]) == ("fsdp:dp=4", MACHINE, 4)

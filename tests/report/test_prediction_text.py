@@ -42,7 +42,7 @@ def test_every_part_has_its_line(found: Prediction, plan: Plan) -> None:
     assert lines[:3] == [
         f"plan         {plan}",
         f"machine      {MACHINE}",
-        f"step         {format_seconds(found.seconds)}",
+        f"step         {format_seconds(found.seconds)} ± 35%",
     ]
     shares = [line for line in lines if line.endswith("%") and line.startswith("  ")]
     assert [float(line.split()[-1].removesuffix("%")) for line in shares] == pytest.approx(
