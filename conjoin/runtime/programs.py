@@ -54,7 +54,7 @@ class Program:
     def __call__(
         self, module: Any, state: Sequence[Tensor | None], device: torch.device, *inputs: Any
     ) -> tuple[Any, ...]:
-        casts = torch.is_autocast_enabled(device.type)
+        casts = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
         run = self._under_autocast() if casts else self._plainly
         fixed = () if self._fixing is None else self._fixed(self._fixing, state, device, casts)
         return run(module, [*state, *fixed], device, *inputs)

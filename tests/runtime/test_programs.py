@@ -184,3 +184,9 @@ def test_ranks_train_the_same(name: str, strategy: str) -> None:
     graph = capture(model, batch, functional.mse_loss)
     plan = make_plan(graph, Machine("two", 1, 2, "cpu"), strategy)
     assert verify_in_process(Case(plan, graph, model, batch), 2).passed
+
+
+def test_a_device_without_autocast() -> None:
+    with torch.device("meta"):
+        model, x = nn.Linear(4, 4), torch.zeros(2, 4)
+    assert to_module(capture(model, x), model)(x).shape == (2, 4)
