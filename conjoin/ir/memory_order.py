@@ -16,7 +16,7 @@ from conjoin.ir.builder import is_random
 from conjoin.ir.graph import Graph
 from conjoin.ir.nodes import Node, Value
 from conjoin.ir.reshards import is_parallel
-from conjoin.ops import Call, TensorType, output_types, run_whole, spec_for
+from conjoin.ops import Call, TensorType, drawing, output_types, run_whole, spec_for
 
 Strides = tuple[int, ...]
 _IMAGE_RANK = 4
@@ -119,7 +119,9 @@ def _run(call: Call, tensors: list[Tensor]) -> tuple[Tensor, ...] | None:
     """The results of a call, or None where it does not take these: an index is too large, a shape stands in it."""
     tensors[0].requires_grad_(tensors[0].is_floating_point())  # kernels ask for it, and in training most do
     try:
-        with torch.random.fork_rng(devices=[]):
+        if not is_random(call.op, call.args):
+            return run_whole(call, tensors)
+        with drawing, torch.random.fork_rng(devices=[]):
             return run_whole(call, tensors)
     except (NotImplementedError, RuntimeError, IndexError, ValueError):
         return None

@@ -40,6 +40,7 @@ from conjoin.ops.composites import (
     UNIFY,
 )
 from conjoin.ops.direct import find_function
+from conjoin.ops.drawing import drawing
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import Emit, LocalForm, Pieces, Span, operand_spans, output_spans, run_local
 from conjoin.ops.measures import bytes_read, bytes_written, flops
@@ -130,6 +131,7 @@ __all__ = [
     "bytes_written",
     "check_expansion",
     "check_rule",
+    "drawing",
     "dtype_name",
     "dual",
     "execute",

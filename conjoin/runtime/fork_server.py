@@ -42,6 +42,7 @@ class ForkServer:
         self._socket, self._lock = ours, threading.Lock()
         begin = (
             f"import sys; sys.path[:] = {sys.path!r}",
+            f"import {', '.join(_own_modules())}",
             f"from {__name__} import serve; from {entry.__module__} import {entry.__name__} as entry",
             f"serve({theirs.fileno()}, entry)",
         )
@@ -96,6 +97,12 @@ class ForkServer:
             raise _gone()
         first, second = _MESSAGE.unpack(answer)
         return first, second
+
+
+def _own_modules() -> list[str]:
+    """What this process has of the package: most of it is named in what ranks are sent, and would be loaded by each."""
+    package = __name__.partition(".")[0]
+    return [name for name in sorted(sys.modules) if name.partition(".")[0] == package]
 
 
 def _gone() -> RankError:

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 
 from conjoin.errors import UsageError
 from conjoin.ir import region_shape
+from conjoin.ops import drawing
 from conjoin.runtime.pieces import count, listed
 from conjoin.runtime.storage import Store, is_persistent
 from conjoin.runtime.torch_private import MetaWatch
 
 Initialise = Callable[[nn.Module], object]
 _one_at_a_time = threading.Lock()
-"""Ranks that are threads of one process share its generator, and the model in which tensors stand in for others."""
+"""Ranks that are threads of one process share the model in which tensors stand in for others."""
 
 
 def initialise(
@@ -36,7 +37,7 @@ def initialise(
     `reset_parameters()`. With `empty`, what a checkpoint holds is left as NaN or 0 for a checkpoint to be loaded next,
     and only buffers that no checkpoint holds are initialised. The caller's generator is not touched.
     """
-    with _one_at_a_time, torch.random.fork_rng(devices=[]), torch.no_grad():
+    with _one_at_a_time, drawing, torch.random.fork_rng(devices=[]), torch.no_grad():
         store.check(model)
         torch.default_generator.manual_seed(seed)
         bench = _Bench(store, model, empty)

@@ -11,7 +11,6 @@ For checks there is also one stream for everything, in which every rank draws wh
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,13 +18,10 @@ import torch
 from torch import Tensor
 
 from conjoin.errors import RankError
+from conjoin.ops import drawing
 from conjoin.runtime.communicator import Communicator, Work, uncompiled
 
 Function = Callable[..., Any]
-_swap = threading.RLock()
-"""Ranks that are threads of one process share its generators."""
-
-
 Place = tuple[int, Tensor | None]
 """Where a stream stands: its seed, and the state of the generator once something was drawn."""
 
@@ -54,7 +50,7 @@ class _Stream:
         state = _HostState() if device.type == "cpu" else _DeviceState(device)
         if self._state is None:
             self._state = torch.Generator(device).manual_seed(self._seed).get_state()
-        with _swap:
+        with drawing:
             outside = state.read()
             state.write(self._state)
             try:
@@ -146,7 +142,7 @@ class Streams:
         """Start all streams anew for a forward pass."""
         if not self._streams or self.exact:
             return
-        with _swap:
+        with drawing:
             base = int(torch.randint(2**52, (), dtype=torch.int64))
         places = self._communicator.mesh.coordinates(self._communicator.rank)
         for axes, stream in self._streams.items():

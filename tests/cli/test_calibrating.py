@@ -18,6 +18,7 @@ from conjoin.cost import Measurement
 from conjoin.machine import COLLECTIVE_KINDS, DeviceType, Machine
 from conjoin.runtime import Communication, Timed
 from tests.cli.conftest import REPOSITORY, Ran
+from tests.waiting import HUNG_SECONDS
 
 Run = Callable[..., Ran]
 
@@ -117,7 +118,7 @@ def test_ctrl_c_leaves_nothing(start: Callable[..., subprocess.Popen[str]], fold
     process = start("calibrate", "--machine", "local:2", "--seconds", "60", "-o", "machine.toml")
     assert process.stderr is not None and process.stderr.readline().startswith("calibrating ")
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HUNG_SECONDS)
     assert process.returncode == 130 and out == "" and "Traceback" not in err
     assert os.listdir(folder) == ["my_models.py"]
 
@@ -126,7 +127,7 @@ def test_under_torchrun_the_group_is_calibrated(folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, "-m", "conjoin", "calibrate", "--seconds", "1", "-o", "machine.toml"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HUNG_SECONDS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("saved        machine.toml") == 1, "rank 0 alone prints"
     machine = Machine.load(folder / "machine.toml")

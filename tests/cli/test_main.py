@@ -21,6 +21,7 @@ import conjoin
 from conjoin.cli import app
 from conjoin.search import DEFAULT_BUDGET, search_names, strategy_names
 from tests.cli.conftest import Ran
+from tests.waiting import HUNG_SECONDS
 
 Run = Callable[..., Ran]
 
@@ -188,7 +189,7 @@ def test_ctrl_c_in_a_process_of_its_own(start: Callable[..., subprocess.Popen[st
     process = start("inspect", "slow.py:make", "-o", "graph.json")
     assert process.stderr is not None and process.stderr.readline() == "started\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=HUNG_SECONDS)
     assert (process.returncode, out, err) == (130, "", "stopped\n")
     assert not (folder / "graph.json").exists()
 
@@ -200,7 +201,7 @@ def test_an_answer_that_cannot_be_written(
     monkeypatch.setenv("PYTHONUNBUFFERED", "" if buffered else "1")
     with open("/dev/full", "w") as full:
         process = start("--version", out=full.fileno())
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=HUNG_SECONDS)
     assert "could not be written: No space left on device." in Ran(process.returncode, "", err).refused()
 
 
@@ -215,13 +216,13 @@ def test_an_answer_that_nobody_reads(start: Callable[..., subprocess.Popen[str]]
     os.close(reading)
     process = start("--version", out=writing)
     os.close(writing)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HUNG_SECONDS)
     assert (process.returncode, err) == (1, "")
 
 
 def test_a_good_run_in_a_process_of_its_own(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
     process = start("inspect", "my_models.py:small", "--json", "-o", "graph.json")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HUNG_SECONDS)
     assert (process.returncode, err) == (0, "") and json.loads(out)["num_parameters"] == 15
     assert json.loads((folder / "graph.json").read_text())["format"] == "conjoin.graph"
 
@@ -229,7 +230,7 @@ def test_a_good_run_in_a_process_of_its_own(start: Callable[..., subprocess.Pope
 def test_a_bad_run_in_a_process_of_its_own(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
     """Here nothing is captured: what torch logs by itself would be seen."""
     process = start("inspect", "my_models.py:wrong_batch", "-o", "graph.json")
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=HUNG_SECONDS)
     message = Ran(process.returncode, out, err).refused()
     assert f"{folder}/my_models.py:43: return self.fc(x).relu()" in message
     assert not (folder / "graph.json").exists()

@@ -20,6 +20,7 @@ import conjoin
 import conjoin.comm.route
 from tests.cli.conftest import REPOSITORY, Ran
 from tests.ir.wording import assert_three_sentences
+from tests.waiting import HUNG_SECONDS
 
 Run = Callable[..., Ran]
 NETS = """\
@@ -362,7 +363,7 @@ def test_ctrl_c_in_a_terminal_stops_all_of_it(
     else:
         assert process.stderr.readline() == "made\n"
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HUNG_SECONDS)
     assert (process.returncode, err.replace("made\n", "")) == (130, "stopped\n")
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
@@ -421,7 +422,7 @@ def test_under_torchrun(plan: Callable[..., str], folder: Path) -> None:
         f"verify {name} nets.py:mlp --steps 2",
     ]
     command = [*launcher, *commands]
-    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HUNG_SECONDS)
     assert ran.returncode == 0, ran.stderr
     assert "error: The plan of Sequential is for 1 ranks and 2 are running." in ran.stderr
     lines = ran.stdout.splitlines()

@@ -8,7 +8,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from conjoin.cost import Absence, Measurement, Store
 from conjoin.environment import costs_path
 from conjoin.errors import UsageError
 from tests.ir.wording import assert_three_sentences
+from tests.waiting import HUNG_SECONDS
 
 RELU = Measurement("relu f32[4]", 1e-6, 2e-6, 3e-6, 4e-6, 0.1)
 LOST = Absence("mm f32[9,9] f32[9,9]", "OutOfMemoryError: 3 GiB")
@@ -81,7 +81,7 @@ def test_several_writers_and_one_killed_in_the_midst(tmp_path: Path) -> None:
     victim.wait()
     victim.stdout.close()
     for writer in writers:
-        writer.communicate(timeout=100)
+        writer.communicate(timeout=HUNG_SECONDS)
         assert writer.returncode == 0
     with Store(path) as store:
         keys = {outcome.key for outcome in store.outcomes("device", "2.0")}
@@ -120,10 +120,8 @@ def test_a_locked_file(tmp_path: Path) -> None:
     path = tmp_path / "costs.sqlite"
     with Store(path) as other, Store(path, patience_seconds=0.1) as store:
         other._connection.execute("begin immediate")
-        started = time.perf_counter()
         with pytest.raises(UsageError, match=r"another process held it for more than 0\.1 seconds") as told:
             store.add("cpu", "2.1", [RELU])
-        assert time.perf_counter() - started < 10
         assert_three_sentences(told.value)
         other._connection.execute("rollback")
         store.add("cpu", "2.1", [RELU])

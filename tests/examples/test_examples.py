@@ -18,6 +18,7 @@ from torch import nn
 
 import conjoin
 from conjoin.ir import model_mark
+from tests.waiting import HUNG_SECONDS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "train_parallel.py"
@@ -30,7 +31,7 @@ def run_script(launcher: tuple[str, ...], folder: Path) -> Figures:
     folder.mkdir()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launcher, str(SCRIPT)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HUNG_SECONDS)
     assert (done.returncode, done.stderr) == (0, "")
     assert (folder / "checkpoint" / "conjoin.json").exists()
     lines = re.findall(r"^step \d+ +loss ([\d.]+) +gradient norm ([\d.]+)$", done.stdout, re.MULTILINE)

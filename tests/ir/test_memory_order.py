@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from random import Random
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from conjoin.ir import Graph, Value, memory_order, parse_graph, strides_in
-from conjoin.ops import OpSpec, all_ops, random_call, random_tensors, run_whole
+from conjoin.ops import Call, OpSpec, TensorType, all_ops, drawing, random_call, random_tensors, run_whole
 
 OVERLOADS = [(spec, name) for spec in all_ops() for name in spec.names]
 NUM_SEEDS = 6
@@ -67,3 +68,20 @@ def test_attention_keeps_the_order_of_its_query() -> None:
     query = torch.ones(10, 3, 8, 1).transpose(1, 2)
     plain = torch.nn.functional.scaled_dot_product_attention(query, query, query)
     assert strides_in(graph)[Value(graph.nodes[-1])][:3] == plain.stride()[:3]
+
+
+def test_another_thread_may_draw_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are threads share one generator: while it is set aside here, nobody else draws from it."""
+    taken: list[bool] = []
+
+    def watched(call: Call, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        other = threading.Thread(target=lambda: taken.append(drawing.acquire(blocking=False)))
+        other.start()
+        other.join()
+        return run_whole(call, tensors)
+
+    monkeypatch.setattr(memory_order, "run_whole", watched)
+    x = TensorType((217, 3), torch.float32)
+    before = torch.get_rng_state()
+    assert memory_order._made(Call("normal.Tensor_Tensor", (x, x)), ((3, 1), (3, 1))) == ((3, 1),)
+    assert taken == [False] and torch.equal(torch.get_rng_state(), before)

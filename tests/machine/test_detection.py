@@ -19,8 +19,7 @@ import torch.distributed as dist
 from conjoin.errors import UsageError
 from conjoin.machine import Machine
 from tests.ir.wording import assert_three_sentences
-
-TIMEOUT_SECONDS = 30
+from tests.waiting import HUNG_SECONDS
 
 
 def _run_rank(rank: int, hosts: Sequence[str | None], folder: Path) -> None:
@@ -34,7 +33,7 @@ def _run_rank(rank: int, hosts: Sequence[str | None], folder: Path) -> None:
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=len(hosts),
-        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+        timeout=timedelta(seconds=HUNG_SECONDS),
     )
     try:
         Machine.detect().save(folder / f"{rank}.toml")
@@ -49,7 +48,7 @@ def detect_on(hosts: Sequence[str | None], folder: Path) -> None:
     ranks = [context.Process(target=_run_rank, args=(rank, hosts, folder), daemon=True) for rank in range(len(hosts))]
     for process in ranks:
         process.start()
-    deadline = time.monotonic() + TIMEOUT_SECONDS
+    deadline = time.monotonic() + HUNG_SECONDS
     try:
         for process in ranks:
             process.join(max(0.0, deadline - time.monotonic()))

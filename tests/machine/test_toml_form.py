@@ -94,11 +94,11 @@ BAD: list[tuple[str, str, list[str]]] = [
 def test_a_bad_file_is_told(tmp_path: Path, text: str, pieces: list[str]) -> None:
     file = tmp_path / "bad.toml"
     file.write_text(text)
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(UsageError) as caught:
         Machine.load(file)
     message = str(caught.value)
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
     assert_three_sentences(message)
     assert [piece for piece in pieces if piece not in message] == []
     assert message.endswith(f"\n  in {str(file)!r}") and len(message) < 1000

@@ -178,7 +178,7 @@ def deep_case(num_layers: int) -> Case:
 def test_a_long_graph_on_many_devices_takes_seconds() -> None:
     plan = deep_case(800).plan("dgx-h100:8", "fsdp")
     assert plan is not None
-    start = time.perf_counter()
+    start = time.process_time()
     found = explain(plan)
     assert found.mesh.size == 64 and len(explanation_text(found).splitlines()) > 800
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10

@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 from conjoin.machine import Mesh
 from conjoin.runtime.communicator import Communicator, ProcessGroups
+from tests.waiting import HUNG_SECONDS
 
-TIMEOUT_SECONDS = 90
 Program = Callable[[Communicator], Any]
 
 
 def _run_rank(rank: int, mesh: Mesh, program: Program, folder: Path) -> None:
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=TIMEOUT_SECONDS)
+    timeout = timedelta(seconds=HUNG_SECONDS)
     init = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=mesh.size, timeout=timeout)
     try:
@@ -42,7 +42,7 @@ def run_processes(mesh: Mesh, program: Program, folder: Path) -> list[Any]:
     ]
     for process in ranks:
         process.start()
-    deadline = time.monotonic() + TIMEOUT_SECONDS
+    deadline = time.monotonic() + HUNG_SECONDS
     try:
         for process in ranks:
             process.join(max(0.0, deadline - time.monotonic()))

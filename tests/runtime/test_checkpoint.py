@@ -46,8 +46,8 @@ from conjoin.runtime.storage import Store
 from conjoin.runtime.threads import run_ranks
 from conjoin.search import make_plan
 from tests.ir.wording import assert_three_sentences
+from tests.waiting import HUNG_SECONDS
 
-TIMEOUT_SECONDS = 60
 STEPS = 2
 """Before the checkpoint, and again after it."""
 TOLERANCE = 1e-9
@@ -139,7 +139,7 @@ def _run_rank(rank: int, num_ranks: int, folder: Path, program: Callable[[], Any
         init_method=f"file://{folder}/rendezvous-{num_ranks}",
         rank=rank,
         world_size=num_ranks,
-        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+        timeout=timedelta(seconds=HUNG_SECONDS),
     )
     (folder / f"{rank}.json").write_text(json.dumps(program()))
     dist.destroy_process_group()
@@ -153,7 +153,7 @@ def in_processes(num_ranks: int, folder: Path, program: Callable[[], Any]) -> li
     ranks = [context.Process(target=_run_rank, args=each, daemon=True) for each in arguments]
     for process in ranks:
         process.start()
-    deadline = time.monotonic() + TIMEOUT_SECONDS
+    deadline = time.monotonic() + HUNG_SECONDS
     try:
         for process in ranks:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -886,7 +886,7 @@ def killed_save(path: Path, function: tuple[Any, str], call: int) -> None:
 
     process = multiprocessing.get_context("fork").Process(target=program, daemon=True)
     process.start()
-    process.join(TIMEOUT_SECONDS)
+    process.join(HUNG_SECONDS)
     assert process.exitcode == -signal.SIGKILL
 
 
@@ -924,7 +924,7 @@ def test_saves_killed_at_any_moment(tmp_path: Path) -> None:
         process.start()
         time.sleep(0.5 + random_state.random() / 2)
         os.kill(process.pid, signal.SIGKILL)
-        process.join(TIMEOUT_SECONDS)
+        process.join(HUNG_SECONDS)
         if list(tmp_path.glob("*checkpoint*")) == []:
             continue  # a slow machine: not one save was done
         step = alone()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from conjoin.errors import RankError, UsageError
 from conjoin.runtime import launch, launching
 from tests.ir.wording import assert_three_sentences
+from tests.waiting import HUNG_SECONDS
 
 
 def _rank_and_sum(rank: int, amount: int) -> tuple[int, float]:
@@ -145,7 +146,7 @@ def heard(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "heard"
     os.set_blocking(end, True)
     assert os.read(end, 1), "a rank was there"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HUNG_SECONDS
     while os.read(end, 100):
         assert time.monotonic() < deadline
     os.close(end)

@@ -16,10 +16,12 @@ import pytest
 from conjoin.errors import RankError
 from conjoin.runtime import Session, launch, load
 from conjoin.runtime.progress import Eye, Passage, Report, Verdict, ended_early, failed, held_up, lost, where_is
+from conjoin.runtime.watching import last_words
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.models import mlp, plan_of
 
-PATIENCE = 2.0
+PATIENCE, LONG_PATIENCE = 3.0, 30.0
+"""How long others have; and long, where it is not what is tried: a busy machine holds ranks up for seconds."""
 Act = Callable[[Session], None]
 
 
@@ -54,7 +56,11 @@ def close(session: Session) -> None:
 
 def _train(rank: int, plan: Any, batch: Any, model: Any, act: Act, notes: Path) -> None:
     """Rank 1 does something else in the middle; what the others say is noted."""
-    session = Session(patience_seconds=PATIENCE)
+    def note(error: RankError) -> None:
+        (notes / f"{rank}").write_text(str(error))
+
+    last_words.insert(0, note)  # where the thread that watches ends this process
+    session = Session(patience_seconds=LONG_PATIENCE if act in (die, fail) else PATIENCE)
     step = load(plan, model, session=session)
     try:
         for i in range(1000):
@@ -62,7 +68,7 @@ def _train(rank: int, plan: Any, batch: Any, model: Any, act: Act, notes: Path) 
                 act(session)
             step(batch).backward()
     except RankError as error:
-        (notes / f"{rank}").write_text(str(error))
+        note(error)
         raise
     except SystemExit:
         return
@@ -71,9 +77,9 @@ def _train(rank: int, plan: Any, batch: Any, model: Any, act: Act, notes: Path) 
 @pytest.mark.parametrize(
     ("act", "said"),
     [
-        (hang, r"Rank 1 has made no progress for 2 s .* It is at .*test_watching.py:\d+ in hang"),
-        (hold_the_lock, r"Rank 1 has given no sign of life for 2 s .* holds Python's lock"),
-        (stop, r"Rank 1 has given no sign of life for 2 s .* is stopped"),
+        (hang, r"Rank 1 has made no progress for 3 s .* It is at .*test_watching.py:\d+ in hang"),
+        (hold_the_lock, r"Rank 1 has given no sign of life for 3 s .* holds Python's lock"),
+        (stop, r"Rank 1 has given no sign of life for 3 s .* is stopped"),
         (close, r"Rank 1 has ended its program, noticed by rank .* fewer steps"),
         (end, r"Rank 1 has ended its program, noticed by rank .* fewer steps"),
     ],
@@ -85,7 +91,7 @@ def test_what_holds_up_the_others_is_named(act: Act, said: str, tmp_path: Path) 
     start = time.monotonic()
     with pytest.raises(RankError, match=said) as told:
         launch(3, _train, plan, batch, model, act, tmp_path)
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 300
     assert_three_sentences(told.value)
     for noted in tmp_path.iterdir():
         assert re.search(said, noted.read_text()), "whoever could still speak said the same"

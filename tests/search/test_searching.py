@@ -25,7 +25,7 @@ MACHINE = "p3.8xlarge"
 
 
 def search(name: str, machine: str = MACHINE, **wish: object) -> SearchResult:
-    asked = Wish(**{"budget": 90.0, **wish})  # type: ignore[arg-type]
+    asked = Wish(**{"budget": 3600.0, **wish})  # type: ignore[arg-type]
     return find_plan(captured(name, 8), parse_machine(machine), CostModel(), asked)
 
 
@@ -60,7 +60,7 @@ def test_plans_of_the_exact_core_compute_what_the_model_computes(name: str) -> N
 
 
 def test_the_same_question_has_the_same_answer() -> None:
-    one, other = search("mlp"), search("mlp")
+    one, other = search("rnnlm-2step"), search("rnnlm-2step")
     assert str(one.plan.graph) == str(other.plan.graph) and one.stopped is Stopped.CONVERGED
 
 
@@ -127,7 +127,8 @@ def test_wishes_that_make_no_sense_are_told(wish: dict[str, str], message: str) 
 
 
 def test_what_was_found_is_remembered(tmp_path: Path) -> None:
-    graph, machine, wish, memory = captured("mlp", 8), parse_machine(MACHINE), Wish(budget=90.0), Remembered(tmp_path)
+    graph, machine = captured("rnnlm-2step", 8), parse_machine(MACHINE)
+    wish, memory = Wish(budget=3600.0), Remembered(tmp_path)
     assert memory.find(graph, machine, wish, "none") is None
     found = find_plan(graph, machine, CostModel(), wish)
     memory.keep(graph, machine, wish, "none", found)

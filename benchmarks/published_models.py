@@ -1,0 +1,109 @@
+"""Models of published sizes for `published.py`: zoo families on the meta device, captured as a step was trained."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from conjoin.frontends import capture
+from conjoin.ir import Graph
+from zoo.bert import Bert, BertConfig, pretraining_batch, pretraining_loss
+from zoo.gpt import CausalAttention, Gpt, GptConfig, gpt_batch
+from zoo.images import labelled_images
+from zoo.llama import Llama, LlamaConfig, llama_batch
+from zoo.resnet import ResNet, ResNetConfig
+from zoo.tokens import next_token_loss
+
+HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class SpelledOutAttention(nn.Module):
+    """Causal attention as it was before there was one kernel for it: two products, a mask, a softmax and a dropout."""
+
+    mask_LL: Tensor
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        fused = CausalAttention(config)
+        self.qkv, self.output, self.heads = fused.qkv, fused.output, fused.heads
+        self.dropout = nn.Dropout(fused.dropout)
+        every_LL = torch.ones(config.length, config.length, dtype=torch.bool)
+        self.register_buffer("mask_LL", every_LL.triu(1), persistent=False)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        qkv_BL3HK = self.qkv(x_BLD).unflatten(2, (3, self.heads, -1))
+        q_BHLK, k_BHLK, v_BHLK = (part.transpose(1, 2) for part in qkv_BL3HK.unbind(dim=2))
+        scores_BHLL = torch.matmul(q_BHLK / math.sqrt(q_BHLK.shape[3]), k_BHLK.transpose(2, 3))
+        weights_BHLL = self.dropout(torch.softmax(scores_BHLL.masked_fill(self.mask_LL, -1e4), dim=3))
+        mixed_BLD: Tensor = self.output(torch.matmul(weights_BHLL, v_BHLK).transpose(1, 2).flatten(2))
+        return mixed_BLD
+
+
+class Recomputed(nn.Module):
+    """A block that is run again in the backward pass."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *x: Any) -> Any:
+        return checkpoint(self.block, *x, use_reentrant=False)
+
+
+class Step(nn.Module):
+    """A model with its loss, under autocast where that is asked for; the loss is in float32 as all sources have it."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], autocast: torch.dtype | None) -> None:
+        super().__init__()
+        self.model, self.loss, self.autocast = model, loss, autocast
+        self.num_inputs = len(inspect.signature(model.forward).parameters)
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        with torch.autocast("cuda", dtype=self.autocast) if self.autocast else nullcontext():
+            made = self.model(*batch[: self.num_inputs])
+        outputs = [x.float() for x in (made if isinstance(made, tuple) else (made,))]
+        return self.loss(tuple(outputs) if len(outputs) > 1 else outputs[0], *batch[self.num_inputs :])
+
+
+def build(model: Mapping[str, Any], length: int, batch: int) -> tuple[nn.Module, Sequence[Any], Callable[..., Tensor]]:
+    """A model of some sizes on the meta device, its batch, and its loss."""
+    sizes = model["sizes"]
+    with torch.device("meta"):
+        match model["family"]:
+            case "gpt" | "gpt-before-flash" as family:
+                gpt = GptConfig(**sizes, length=length)
+                made = Gpt(gpt)
+                for block in made.blocks if family == "gpt-before-flash" else ():
+                    block.attention = SpelledOutAttention(gpt)
+                return made, gpt_batch(batch, gpt), next_token_loss
+            case "llama":
+                llama = LlamaConfig(**sizes, length=length)
+                return Llama(llama), llama_batch(batch, llama), next_token_loss
+            case "bert":
+                bert = BertConfig(**sizes, positions=length)
+                return Bert(bert), pretraining_batch(batch, bert), pretraining_loss
+            case "resnet":
+                resnet = ResNetConfig(**sizes)
+                return ResNet(resnet), tuple(labelled_images(resnet, batch)), cross_entropy
+    raise ValueError(f"no such family: {model['family']}")
+
+
+def capture_step(model_sizes: Mapping[str, Any], length: int, batch_size: int, precision: str, recompute: int) -> Graph:
+    """A training step of a model: in a precision, with every `recompute`-th block run again where it is not 0."""
+    model, batch, loss = build(model_sizes, length, batch_size)
+    if recompute:
+        blocks = enumerate(model.get_submodule("blocks").children())
+        model.blocks = nn.ModuleList(block if i % recompute else Recomputed(block) for i, block in blocks)
+    half = HALVES.get(precision.removeprefix("autocast "))
+    autocast = half if precision.startswith("autocast ") else None
+    if half is not None and autocast is None:
+        model, batch = model.to(half), tuple(x.to(half) if x.is_floating_point() else x for x in batch)
+    return capture(Step(model, loss, autocast).train(), tuple(batch))
