@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,8 +13,19 @@ import torch
 from conjoin.errors import GraphError
 from conjoin.ir.graph import Graph
 from conjoin.ir.limits import MAX_PIECES
-from conjoin.ir.nodes import Leaf, LeafKind, Node, Value, fits, typed_key
-from conjoin.ops import OPAQUE, TensorType, find_spec, output_types, signature, types_on_meta
+from conjoin.ir.nodes import Leaf, LeafKind, Node, Value, fits
+from conjoin.ir.placing import plain_call
+from conjoin.ops import (
+    OPAQUE,
+    Call,
+    OpSpec,
+    TensorType,
+    find_spec,
+    output_types,
+    signature,
+    spec_for,
+    types_on_meta,
+)
 
 _SHOWN = 8
 
@@ -66,7 +78,7 @@ def _leaf_faults(graph: Graph) -> Iterator[Fault]:
 
 def _node_faults(graph: Graph) -> Iterator[Fault]:
     known: set[Leaf | Node] = set(graph.leaves)
-    judged: dict[Any, list[str]] = {}
+    judged: dict[Any, tuple[str, ...]] = {}
     for i, node in enumerate(graph.nodes):
         where = node_place(graph, i)
         if node in known:
@@ -95,8 +107,8 @@ def _form_faults(node: Node) -> list[str]:
     return [f"cannot take what is given for {p.name!r}" for p, argument in pairs if not fits(p.kind, argument)]
 
 
-def _call_faults(node: Node, known: set[Leaf | Node], judged: dict[Any, list[str]]) -> Iterator[str]:
-    """What is wrong with a call; equal calls on equal types are judged once."""
+def _call_faults(node: Node, known: set[Leaf | Node], judged: dict[Any, tuple[str, ...]]) -> Iterator[str]:
+    """What is wrong with a call; equal calls on equal types are judged once, those of torch once in a process."""
     if signature(node.op).mutates:
         yield "writes to its inputs"
         return
@@ -104,9 +116,9 @@ def _call_faults(node: Node, known: set[Leaf | Node], judged: dict[Any, list[str
     if missing:
         yield f"reads {len(missing)} value(s) that are not made before it"
     if all(_has_type(value) for value in node.inputs):
-        key = node.op, typed_key(node.call.args), node.types
+        key = plain_call(node), tuple(output.laid_out(()) for output in node.types)
         if key not in judged:
-            judged[key] = list(_size_faults(node) or _type_faults(node))
+            judged[key] = _faults_of(*key) if "::" in node.op else _faults_of_torch(*key)
         yield from judged[key]
 
 
@@ -118,15 +130,23 @@ def _is_made(value: Value, known: set[Leaf | Node]) -> bool:
     return value.owner in known and _has_type(value)
 
 
-def _size_faults(node: Node) -> list[str]:
+def _faults_of(call: Call, stated: tuple[TensorType, ...]) -> tuple[str, ...]:
+    return tuple(_size_faults(call) or _type_faults(call, stated))
+
+
+_faults_of_torch = lru_cache(maxsize=1 << 14)(_faults_of)
+"""For operators that nobody registers anew."""
+
+
+def _size_faults(call: Call) -> list[str]:
     """A call that makes more tensors than a graph can name is not tried."""
-    count = _num_tensors(node)
+    count = _num_tensors(call)
     return [f"makes {count:,} tensors, the limit is {MAX_PIECES:,}"] if count > MAX_PIECES else []
 
 
-def _num_tensors(node: Node) -> int:
+def _num_tensors(call: Call) -> int:
     """How many tensors a call cuts its operand into or makes on the way; 0 for one that makes a fixed number."""
-    name, call = node.op.partition(".")[0], node.call
+    name = call.op.partition(".")[0]
     if name not in _MANY or not call.tensors:
         return 0
     shape, dim = call.tensors[0].shape, call["dim"] or 0
@@ -148,16 +168,16 @@ _MANY = frozenset({
 })  # fmt: skip
 
 
-def _type_faults(node: Node) -> Iterator[str]:
+def _type_faults(call: Call, stated: tuple[TensorType, ...]) -> Iterator[str]:
     """What the declaration, else torch, says of the outputs, against what the graph states.
 
     Torch is asked first whether it takes the operands at all: a declaration may take that for granted.
     """
-    stated = tuple(TensorType(output.shape, output.dtype) for output in node.types)
-    known = node.inputs or find_spec(node.op.removeprefix(OPAQUE)) is not None
+    known = call.tensors or find_spec(call.op.removeprefix(OPAQUE)) is not None
     try:
-        accepted = types_on_meta(node.call) if known and not _is_private(node) else None
-        derived = accepted if node.spec is None else output_types(node.spec, node.call)
+        spec = spec_for(call)
+        accepted = types_on_meta(call) if known and not _is_private(call, spec) else None
+        derived = accepted if spec is None else output_types(spec, call)
     except Exception as error:  # an operator may refuse its operands with any error; it is told, never swallowed
         yield f"does not fit its operands: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
         return
@@ -167,9 +187,9 @@ def _type_faults(node: Node) -> Iterator[str]:
         yield f"gives {', '.join(map(str, derived))}, the graph states {', '.join(map(str, stated))}"
 
 
-def _is_private(node: Node) -> bool:
+def _is_private(call: Call, spec: OpSpec | None) -> bool:
     """torch's internal operators nobody declared: asking some of them without data ends the process."""
-    return node.spec is None and node.op.removeprefix(OPAQUE).startswith("_")
+    return spec is None and call.op.removeprefix(OPAQUE).startswith("_")
 
 
 def _boundary_faults(graph: Graph) -> Iterator[Fault]:
