@@ -17,7 +17,7 @@ from math import prod
 import numpy
 from numpy.typing import NDArray
 
-from conjoin.ir import num_elements, overlap, region_of
+from conjoin.ir import num_elements, region_of
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, Partial, Split, make_layout, placement_on, split_axes
 from tests.comm.layouts import INVARIANT, PARTIAL, all_layouts, is_legal
@@ -29,14 +29,14 @@ def cheapest_elements(shape: tuple[int, ...], mesh: Mesh) -> tuple[list[Layout],
     """All layouts without B, and the elements on the wire over all ranks from each to each."""
     layouts = all_layouts(shape, mesh, (INVARIANT, PARTIAL))
     number = {layout: i for i, layout in enumerate(layouts)}
+    held = numpy.array([[region_of(shape, layout, mesh, rank) for rank in range(mesh.size)] for layout in layouts])
     distances = numpy.full((len(layouts), len(layouts)), numpy.inf)
     for i, layout in enumerate(layouts):
         for reached, elements in (*_local(shape, layout, mesh), *_sums(shape, layout, mesh)):
             if reached in number:
                 distances[i, number[reached]] = min(distances[i, number[reached]], elements)
-        for j, reached in enumerate(layouts):
-            if _partial(layout) == _partial(reached):
-                distances[i, j] = min(distances[i, j], _moved(shape, layout, reached, mesh))
+        alike = [_partial(layout) == _partial(reached) for reached in layouts]
+        distances[i, alike] = numpy.minimum(distances[i, alike], _moved(held[i], held[alike]))
     for k in range(len(layouts)):
         numpy.minimum(distances, distances[:, k, None] + distances[None, k], out=distances)
     return layouts, distances
@@ -79,10 +79,9 @@ def _sums(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> Iterator[tuple[
                     yield reached, (n - 1) * _held(shape, reached, mesh)
 
 
-def _moved(shape: tuple[int, ...], source: Layout, target: Layout, mesh: Mesh) -> int:
-    missing = 0
-    for rank in range(mesh.size):
-        have, want = region_of(shape, source, mesh, rank), region_of(shape, target, mesh, rank)
-        kept = overlap(have, want)
-        missing += num_elements(want) - (num_elements(kept) if kept is not None else 0)
-    return missing
+def _moved(have: NDArray[numpy.int64], want: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
+    """What ranks want of each of many layouts and do not hold: spans by rank and dim, and by layout before them."""
+    kept = numpy.minimum(have[..., 1], want[..., 1]) - numpy.maximum(have[..., 0], want[..., 0])
+    wanted = want[..., 1] - want[..., 0]
+    missing = wanted.prod(axis=-1) - kept.clip(min=0).prod(axis=-1)
+    return numpy.asarray(missing.sum(axis=-1))
