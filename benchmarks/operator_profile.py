@@ -9,7 +9,7 @@ ways; in float32, in bfloat16, and the casts between; and so the operators of ou
 expanded into where a batch is split. `measure` takes them in that order until the time is up, keeps every measurement
 in the store at once (`--store`, else that of this account), skips what the store has, and writes
 `conjoin/cost/profiles/<device>.jsonl.gz`. With `--onto` the store first takes what a profile has, measured with the
-same version of torch.
+same version of torch. `fit` measures nothing: it takes the outcomes of `--onto`, and writes what follows from them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from datetime import date
 from itertools import product
 from pathlib import Path
@@ -32,6 +33,7 @@ from conjoin.cost import (
     OPTIMIZERS,
     Absence,
     CostModel,
+    Fit,
     Measurement,
     Profile,
     Store,
@@ -57,6 +59,7 @@ from conjoin.ops import Call, TensorType, bind_args, map_tensors, sharding_rules
 
 PROFILES = Path(__file__).parent.parent / "conjoin" / "cost" / "profiles"
 WAYS = (2, 4, 8)
+NO_FIT = Fit((), 0.0, 0.0, 0.0, 0.0)
 BATCH_STEP = 4
 """The batch is cut by this factor again and again: interpolation does the steps between."""
 MAX_SECONDS = 8e-3
@@ -229,14 +232,19 @@ def add_profile(store: Store, profile: Profile, device: DeviceType) -> None:
     store.add(device.name, torch.__version__, profile.outcomes)
 
 
-def write_profile(store: Store, device: DeviceType, path: Path) -> None:
-    """All that the store knows of the device with this torch, and what follows from it."""
+def known_to(store: Store, device: DeviceType) -> Profile:
+    """All that a store knows of the device with this torch."""
     outcomes = sorted(store.outcomes(device.name, torch.__version__), key=lambda outcome: outcome.key)
-    fit = fit_efficiencies([each for each in outcomes if isinstance(each, Measurement)], device)
     command = " ".join(["python", *sys.argv])
+    return Profile(device.name, torch.__version__, date.today().isoformat(), command, NO_FIT, tuple(outcomes))
+
+
+def write_profile(profile: Profile, device: DeviceType, path: Path) -> None:
+    """A profile, with what follows from its outcomes."""
+    fit = fit_efficiencies([each for each in profile.outcomes if isinstance(each, Measurement)], device)
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_profile(Profile(device.name, torch.__version__, date.today().isoformat(), command, fit, tuple(outcomes)), path)
-    print(f"{path}: {len(outcomes)} outcomes, {path.stat().st_size:,} bytes")
+    save_profile(replace(profile, fit=fit), path)
+    print(f"{path}: {len(profile.outcomes)} outcomes, {len(fit.curves)} curves, {path.stat().st_size:,} bytes")
     print(f"overhead {fit.overhead_seconds * 1e6:.1f} µs, typical error of the fitted roofline {fit.error:.0%}")
     print(f"host {fit.host_forward * 1e6:.1f} µs forward, {fit.host_backward * 1e6:.1f} µs backward")
     for name, value in fit.efficiency:
@@ -246,8 +254,8 @@ def write_profile(store: Store, device: DeviceType, path: Path) -> None:
 def main() -> int:
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description="Measure the operators of the zoo's models on one device.")
-    parser.add_argument("what", choices=["collect", "measure"])
-    parser.add_argument("--keys", type=Path, required=True, help="the file of keys, one a line")
+    parser.add_argument("what", choices=["collect", "measure", "fit"])
+    parser.add_argument("--keys", type=Path, help="the file of keys, one a line")
     parser.add_argument("--models", nargs="*", default=zoo.names(), help="models to collect from")
     parser.add_argument("--machine", default="dgx-h200", help="a machine whose first device this is")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -258,6 +266,10 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=None)
     given = parser.parse_args()
     device = parse_machine(given.machine).device_type(0)
+    path = given.output or PROFILES / f"{device.name}.jsonl.gz"
+    if given.what == "fit":
+        write_profile(load_profile(given.onto or path), device, path)
+        return 0
     if given.what == "collect":
         weights = collect(given.models, device)
         keys = sorted(weights, key=lambda key: -weights[key])[:MAX_KEYS]
@@ -270,7 +282,7 @@ def main() -> int:
         measure_transfers(store, device, given.device)
         limits = (60 * given.minutes, given.seconds_each)
         measure_keys(given.keys.read_text(encoding="utf-8").splitlines(), store, device, given.device, limits)
-        write_profile(store, device, given.output or PROFILES / f"{device.name}.jsonl.gz")
+        write_profile(known_to(store, device), device, path)
     return 0
 
 

@@ -182,8 +182,11 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         path.with_suffix(".svg").write_text(picture, encoding="utf-8")
 
 
-def _earlier(path: Path) -> list[dict[str, Any]]:
-    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+def _earlier(path: Path, rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Rows that were judged before, by their titles; what differs is as it is told now."""
+    before = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    now = {row.title: row.differs for row in rows}
+    return {row["title"]: {**row, "differs": now[row["title"]]} for row in before if row["title"] in now}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -193,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=RESULTS)
     chosen = parser.parse_args(arguments)
     rows, models = read_rows()
-    done = {row["title"]: row for row in _earlier(chosen.output)} if chosen.rows else {}
+    done = _earlier(chosen.output, rows) if chosen.rows else {}
     costs = CostModel()
     print(f"{'published':>10} {'predicted':>10}   {'ratio':>7}  row")
     for row in rows:

@@ -6,21 +6,25 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import log2
-from statistics import median
 from typing import Any
 
-from conjoin.cost.fitting import Fit
+from conjoin.cost.classes import classes_of
+from conjoin.cost.curves import Curves
+from conjoin.cost.fitting import Fit, HostTime, any_of
 from conjoin.cost.interpolation import Point, interpolate
 from conjoin.cost.keys import read_key, write_key
 from conjoin.cost.measurement import Measurement
 from conjoin.cost.roofline import DEFAULT_HOST, Roofline
 from conjoin.cost.seconds import NO_SECONDS, Seconds, Source
-from conjoin.cost.work import FUSED, LAUNCHES, parts_of, work_of
+from conjoin.cost.work import ELEMENTWISE, FUSED, LAUNCHES, CallWork, parts_of, work_of
 from conjoin.machine import DeviceType
 from conjoin.ops import Call, Kind, space_of, spec_for
 
 _IN_PYTHON = 2
 """Launches of a gradient that the host could make in the time in which it calls one that is written in Python."""
+_LAUNCH = 5
+"""Calls that the host could make in the time in which it launches a collective: 3.6 of the smallest kernels for an
+all-reduce, 7 for an all-gather or reduce-scatter, through torch.distributed to a backend that does nothing."""
 _GRADIENT = 0.25
 """How far apart, in doublings, calls of one size are for each operand that gets a gradient in one of them only."""
 
@@ -41,20 +45,21 @@ class _Kin:
 
     forward: Point
     backward: Point | None
-    host_forward: float
-    host_backward: float
 
 
 class DeviceCosts:
     """Costs of calls on one device."""
 
-    def __init__(self, device: DeviceType, measurements: Mapping[str, Measurement], fit: Fit | None) -> None:
+    def __init__(
+        self, device: DeviceType, measurements: Mapping[str, Measurement], fit: Fit | None, sustained: float = 1.0
+    ) -> None:
         self.device = device
+        self._sustained = sustained
         self.measured = measurements
         efficiency = dict(fit.efficiency) if fit else None
         self.roofline = Roofline.of(device, efficiency, fit.overhead_seconds if fit else None)
-        cuda = device.kind == "cuda"
-        self._host = (fit.host_forward, fit.host_backward) if cuda and fit else DEFAULT_HOST[device.kind]
+        self.curves = Curves(dict(fit.curves) if fit and not device.efficiency else {})
+        self._host = _HostTimes(fit if device.kind == "cuda" else None, DEFAULT_HOST[device.kind])
         self._keys_by_op: dict[str, list[str]] = defaultdict(list)
         for key in measurements:
             self._keys_by_op[key.partition(" ")[0]].append(key)
@@ -65,7 +70,7 @@ class DeviceCosts:
         """The cost of a call: measured, else between measured ones, else estimated."""
         measured = self.measured.get(write_key(call, needs))
         if measured is not None:
-            cost = _as_measured(measured, needs)
+            cost = _as_measured(measured, needs, self._host.find(call, needs, measured))
         else:
             alone = call.op in FUSED and not self._kin(call)
             cost = self._add_up(call, needs) if alone else self._reckon(call, needs)
@@ -80,8 +85,13 @@ class DeviceCosts:
             product.forward if fused else product.forward + function.forward,
             product.backward + function.backward,
             product.host_forward if fused else product.host_forward + function.host_forward,
-            product.host_backward + function.host_backward + (_IN_PYTHON * self._host[1] if needs else 0.0),
+            product.host_backward + function.host_backward + (_IN_PYTHON * self._host.usual[1] if needs else 0.0),
         )
+
+    @property
+    def launch(self) -> float:
+        """What the host takes to launch a collective; on CPUs that is part of what it takes in all."""
+        return _LAUNCH * self._host.least if self.device.kind == "cuda" else 0.0
 
     def keys_of(self, word: str) -> list[str]:
         """The measured keys that begin with a word."""
@@ -91,23 +101,29 @@ class DeviceCosts:
         forward, backward = self._estimates(call, needs)
         kin = self._kin(call)
         sizes = _sizes(call, needs) if kin else ()
-        ahead, back = LAUNCHES.get(call.op, (1, 1))
-        host = ahead * self._host[0], back * self._host[1]
-        if kin:
-            host = median(k.host_forward for k in kin), median(k.host_backward for k in kin)
         return OperatorCost(
             _between([k.forward for k in kin], sizes, forward),
             _between([k.backward for k in kin if k.backward], sizes, backward) if needs else NO_SECONDS,
-            host[0],
-            host[1] if needs else 0.0,
+            *self._host.find(call, needs),
         )
 
     def _estimates(self, call: Call, needs: tuple[int, ...]) -> tuple[float, float]:
-        work, seconds, tiny = work_of(call, needs), self.roofline.seconds, self.roofline.overhead
-        ahead, back = LAUNCHES.get(call.op, (1, 1))
-        forward = seconds(work.forward, work.family, work.dtype) + (ahead - 1) * tiny
-        backward = seconds(work.backward, work.family, work.dtype, backward=True)
-        return forward, backward + (back - 1) * tiny if needs else backward
+        work = work_of(call, needs)
+        return self._estimate(call, work, backward=False), self._estimate(call, work, backward=True)
+
+    def _estimate(self, call: Call, work: CallWork, *, backward: bool) -> float:
+        """By the roofline, and by what is known of calls of its classes; else by how many kernels it is."""
+        roofline, part = self.roofline, work.backward if backward else work.forward
+        what = part, work.family, work.dtype
+        seconds = roofline.seconds(*what, backward=backward)
+        if not part:
+            return seconds
+        by_flops = roofline.is_by_flops(*what)
+        classes = classes_of(call, work, backward=backward, by_flops=by_flops)
+        seconds /= self._sustained if by_flops else 1.0
+        if self.curves.know(classes):
+            return seconds * self.curves.factor(classes, log2(roofline.ideal(*what)))
+        return seconds + (LAUNCHES.get(call.op, (1, 1))[backward] - 1) * roofline.overhead
 
     def _kin(self, call: Call) -> list[_Kin]:
         if call.op not in self._keys_by_op:
@@ -127,14 +143,42 @@ class DeviceCosts:
                 sizes = _sizes(call, needs)
                 back = Point(sizes, backward, known.backward) if needs else None
                 ahead = Point(sizes, forward, known.forward)
-                kinds[_kind(call)].append(_Kin(ahead, back, known.host_forward, known.host_backward))
+                kinds[_kind(call)].append(_Kin(ahead, back))
         return kinds
 
 
-def _as_measured(found: Measurement, needs: tuple[int, ...]) -> OperatorCost:
+class _HostTimes:
+    """What the host takes to make calls and their backwards: by operator, else as one was measured, else by family."""
+
+    def __init__(self, fit: Fit | None, usual: tuple[float, float]) -> None:
+        self._known: dict[str, list[HostTime]] = defaultdict(list)
+        for time in fit.host if fit else ():
+            self._known[time.name].append(time)
+        self.usual = (fit.host_forward, fit.host_backward) if fit else usual
+        """Of any call, in the median of those measured."""
+        small = self._known.get(any_of(ELEMENTWISE), ())
+        self.least = min((time.forward for time in small), default=usual[0])
+        """Of a call of one small kernel."""
+
+    def find(
+        self, call: Call, needs: tuple[int, ...], measured: Measurement | None = None
+    ) -> tuple[float, float]:
+        """Seconds of a call and of its backward."""
+        times = self._known.get(call.op)
+        if times is None and measured is not None:
+            return measured.host_forward, measured.host_backward
+        ahead, back = LAUNCHES.get(call.op, (1, 1))
+        times = times or self._known.get(any_of(work_of(call, needs).family) if self._known else "")
+        if times is None:
+            return ahead * self.usual[0], back * self.usual[1] if needs else 0.0
+        found = min(times, key=lambda time: abs(time.num_gradients - len(needs)))
+        return found.forward, found.backward if needs else 0.0
+
+
+def _as_measured(found: Measurement, needs: tuple[int, ...], host: tuple[float, float]) -> OperatorCost:
     forward = Seconds(found.forward, Source.MEASURED)
     backward = Seconds(found.backward, Source.MEASURED) if needs else NO_SECONDS
-    return OperatorCost(forward, backward, found.host_forward, found.host_backward)
+    return OperatorCost(forward, backward, *host)
 
 
 def _between(points: list[Point], sizes: tuple[float, ...], estimate: float) -> Seconds:

@@ -1,24 +1,38 @@
-"""Efficiencies of a device from measurements of it, by medians: up to half of those of a kind may be wild."""
+"""What measurements say of a device, by medians: up to half of those of a kind may be wild."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from math import exp, log
+from math import exp, log, log2
 from statistics import median
+from typing import NamedTuple
 
+from conjoin.cost.classes import classes_of
+from conjoin.cost.curves import Knots, Sample, fit_curves
 from conjoin.cost.keys import read_key
 from conjoin.cost.measurement import Measurement
+from conjoin.cost.measuring import MAX_BLOCK, block_size
 from conjoin.cost.roofline import Roofline, efficiency_names
-from conjoin.cost.work import LAUNCHES, Work, work_of
+from conjoin.cost.work import LAUNCHES, CallWork, Work, work_of
 from conjoin.machine import DeviceType
+from conjoin.ops import Call
 
 _MIN_POINTS = 3
 _TINY = 0.1
 """A call whose ideal seconds are below this share of what quick calls take shows little but overhead."""
 _BOUNDS = (1e-3, 20.0)
+
+
+class HostTime(NamedTuple):
+    """Seconds of the host for a call that gives so many gradients, and for its backward."""
+
+    name: str
+    num_gradients: int
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,67 +45,117 @@ class Fit:
     host_backward: float
     error: float
     """Median of how far the fitted roofline is off, as a factor less one: 0.2 is 20 % too high or too low."""
+    curves: tuple[tuple[str, Knots], ...] = ()
+    """What measured calls correct of the fitted roofline, by class."""
+    host: tuple[HostTime, ...] = ()
+    """What the host takes for calls, by operator, and by family for others."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    family: str
-    dtype: str
+class _Known(NamedTuple):
+    """A measured call and its work."""
+
+    call: Call
+    needs: tuple[int, ...]
+    work: CallWork
+    measured: Measurement
+
+
+class _Point(NamedTuple):
+    """One direction of a measured call."""
+
+    known: _Known
     backward: bool
     work: Work
     seconds: float
 
 
 def fit_efficiencies(measurements: Iterable[Measurement], device: DeviceType) -> Fit:
-    """The overhead of tiny calls, and for each family what share of the roofline it reaches.
+    """The overhead of tiny calls, for each family what share of the roofline it reaches, and what corrects that.
 
     The overhead is the median of the calls so small that their ideal seconds are a tenth of the lower quartile of all
     measured ones. An efficiency is the median of ideal seconds over measured ones less overhead, among the calls whose
     ideal seconds exceed the overhead. Calls are chosen by their work, never by what was measured. Operators that are
-    many kernels are left out: of one kernel they say nothing.
+    many kernels are left out there: of one kernel they say nothing.
     """
-    known = [measurement for measurement in measurements if _is_one_kernel(measurement)]
-    points = [point for measurement in known for point in _points(measurement)]
+    every = [one for one in map(_read, measurements) if one is not None]
+    known = [one for one in every if one.call.op not in LAUNCHES]
+    points = [point for one in known for point in _points(one)]
     bare = Roofline.of(device)
     overhead = _fit_overhead(points, bare)
     shares: dict[str, list[float]] = defaultdict(list)
     for point in points:
-        ideal = bare.ideal(point.work, point.family, point.dtype)
+        family, dtype = point.known.work.family, point.known.work.dtype
+        ideal = bare.ideal(point.work, family, dtype)
         if ideal > overhead:
             share = ideal / max(point.seconds - overhead, ideal / _BOUNDS[1])
-            names = efficiency_names(point.family, point.dtype, backward=point.backward)
+            names = efficiency_names(family, dtype, backward=point.backward)
             for name in islice(names, 2):  # those of its own direction
                 shares[name].append(max(share, _BOUNDS[0]))
     efficiency = {name: median(found) for name, found in sorted(shares.items()) if len(found) >= _MIN_POINTS}
     fitted = Roofline(device, {**bare.efficiency, **efficiency}, overhead)
-    host = [[getattr(m, name) for m in known if getattr(m, name) > 0] for name in ("host_forward", "host_backward")]
-    forward, backward = (median(found) if found else 0.0 for found in host)
-    return Fit(tuple(efficiency.items()), overhead, forward, backward, _error(points, fitted))
+    forward = _middle(one.measured.host_forward for one in known)
+    backward = _middle(one.measured.host_backward for one in known)
+    error, reached = _error(points, fitted), tuple(efficiency.items())
+    curves = fit_curves([_sample(point, fitted) for one in every for point in _points(one)])
+    times = tuple(_host_times(every)) if device.kind == "cuda" else ()
+    return Fit(reached, overhead, forward, backward, error, tuple(curves.items()), times)
 
 
-def _is_one_kernel(measurement: Measurement) -> bool:
+def _middle(seconds: Iterable[float]) -> float:
+    return median([x for x in seconds if x > 0] or [0.0])
+
+
+def _read(measurement: Measurement) -> _Known | None:
     read = read_key(measurement.key)
-    return read is None or read[0].op not in LAUNCHES
+    return None if read is None else _Known(*read, work_of(*read), measurement)
 
 
-def _points(measurement: Measurement) -> list[_Point]:
-    read = read_key(measurement.key)
-    if read is None:
-        return []
-    work = work_of(*read)
-    both = ((False, work.forward, measurement.forward), (True, work.backward, measurement.backward))
-    return [_Point(work.family, work.dtype, way, each, seconds) for way, each, seconds in both if each and seconds > 0]
+def _points(known: _Known) -> list[_Point]:
+    work, found = known.work, known.measured
+    both = ((False, work.forward, found.forward), (True, work.backward, found.backward))
+    return [_Point(known, way, each, seconds) for way, each, seconds in both if each and seconds > 0]
+
+
+def _sample(point: _Point, fitted: Roofline) -> Sample:
+    work = point.known.work
+    what = point.work, work.family, work.dtype
+    classes = classes_of(point.known.call, work, backward=point.backward, by_flops=fitted.is_by_flops(*what))
+    estimate = fitted.seconds(*what, backward=point.backward)
+    return Sample(classes, log2(fitted.ideal(*what)), log2(point.seconds / estimate))
+
+
+def _host_times(every: Iterable[_Known]) -> Iterator[HostTime]:
+    """Medians by operator and number of gradients, and by family.
+
+    Only of calls that were measured many together: one alone pays for the start of a backward pass, which whole models
+    start once, and large ones wait for memory.
+    """
+    found: dict[tuple[str, int], list[Measurement]] = defaultdict(list)
+    for call, needs, work, measured in every:
+        if block_size(call, work, "cuda") == MAX_BLOCK:
+            found[call.op, len(needs)].append(measured)
+            if call.op not in LAUNCHES:
+                found[any_of(work.family), len(needs)].append(measured)
+    for (name, count), those in sorted(found.items()):
+        yield HostTime(name, count, median(m.host_forward for m in those), median(m.host_backward for m in those))
+
+
+def any_of(family: str) -> str:
+    """The name of operators of a family that nobody measured."""
+    return f"any {family}"
 
 
 def _fit_overhead(points: list[_Point], roofline: Roofline) -> float:
     if not points:
         return roofline.overhead
     low = sorted(point.seconds for point in points)[len(points) // 4]
-    tiny = [p.seconds for p in points if roofline.ideal(p.work, p.family, p.dtype) <= _TINY * low]
+    tiny = [p.seconds for p in points if roofline.ideal(p.work, p.known.work.family, p.known.work.dtype) <= _TINY * low]
     return median(tiny) if len(tiny) >= _MIN_POINTS else min(roofline.overhead, low)
 
 
 def _error(points: list[_Point], roofline: Roofline) -> float:
-    estimates = ((roofline.seconds(p.work, p.family, p.dtype, backward=p.backward), p.seconds) for p in points)
-    factors = [abs(log(estimate / seconds)) for estimate, seconds in estimates]
+    factors = [
+        abs(log(roofline.seconds(p.work, p.known.work.family, p.known.work.dtype, backward=p.backward) / p.seconds))
+        for p in points
+    ]
     return exp(median(factors)) - 1 if factors else 0.0

@@ -36,7 +36,7 @@ that fits into one turn would else seem to have a core for itself."""
 _MAX_ROUNDS = 100
 _STEADY = 0.03
 """Quartiles this near to each other, relative to the median, and measuring ends early."""
-_MAX_BLOCK = 16
+MAX_BLOCK = 16
 _BLOCK_BYTES = {"cpu": 2**22, "cuda": 2**32}
 _BLOCK_FLOPS = {"cpu": 1e8, "cuda": 1e12}
 """What a block of several calls may move and compute: a few milliseconds."""
@@ -119,7 +119,7 @@ def _free_host_bytes() -> float:
 
 
 def _prepare(call: Call, needs: tuple[int, ...], work: CallWork, device: torch.device) -> Block:
-    size = _block_size(call, work, device.type)
+    size = block_size(call, work, device.type)
     operand_bytes = sum(tensor.bytes for tensor in call.tensors)
     num_sets = min(size, max(1, _ROTATED_BYTES // max(operand_bytes, 1)))
     generator = torch.Generator(device).manual_seed(0)
@@ -136,12 +136,12 @@ def _prepare(call: Call, needs: tuple[int, ...], work: CallWork, device: torch.d
     return Block(runs, wanted)
 
 
-def _block_size(call: Call, work: CallWork, kind: str) -> int:
+def block_size(call: Call, work: CallWork, kind: str) -> int:
     """The same on every rank: it depends on the call alone."""
     moved = sum(t.bytes for t in call.tensors) + work.forward.bytes + work.backward.bytes
     by_bytes = _BLOCK_BYTES[kind] / max(moved, 1)
     by_flops = _BLOCK_FLOPS[kind] / max(work.forward.flops, 1)
-    return max(1, min(_MAX_BLOCK, int(by_bytes), int(by_flops)))
+    return max(1, min(MAX_BLOCK, int(by_bytes), int(by_flops)))
 
 
 def _repeat(

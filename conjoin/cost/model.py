@@ -1,8 +1,10 @@
 """`CostModel`: seconds of operators, optimizer steps and copies on a device, each with its source.
 
 A number is measured where the very same call was (TASO, section 2.6: each configuration once), interpolated where calls
-of the same kind and near sizes were (`interpolation.py`), else estimated by the roofline (`roofline.py`). It relies on
-what FlexFlow's simulator assumes (section 3.4, A1): that seconds depend on sizes, not on values.
+of the same kind and near sizes were (`interpolation.py`), else estimated by the roofline (`roofline.py`) and by what
+measured calls of like classes reach of it (`curves.py`). A GPU that nobody measured takes what is known of the nearest
+one that somebody did: the shares of its own rates that calls reach, and the host's times. It relies on what FlexFlow's
+simulator assumes (section 3.4, A1): that seconds depend on sizes, not on values.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from conjoin.cost.borrowing import SUSTAINED, borrowed_fit
 from conjoin.cost.device_costs import DeviceCosts, OperatorCost
 from conjoin.cost.fitting import fit_efficiencies
 from conjoin.cost.measurement import Measurement, Outcome
@@ -46,6 +49,10 @@ class CostModel:
         known = costs.known.get((call, needs))
         return known if known is not None else costs.find(call, needs)
 
+    def launch(self, device: DeviceType) -> float:
+        """Seconds of the host to launch a collective on devices of a type."""
+        return (self._devices.get(id(device)) or self._open(device)).launch
+
     def update(self, parameters: Sequence[TensorType], optimizer: str, device: DeviceType) -> Seconds:
         """Seconds of one optimizer step over these local parameters; see `OPTIMIZERS` for the names."""
         costs = self._devices.get(id(device)) or self._open(device)
@@ -64,10 +71,11 @@ class CostModel:
         of_this_torch = [store.outcomes(device.name, torch.__version__) for store in self._stores]
         own = _measured(*of_any_torch, *of_this_torch)
         every = _measured(*(profile.outcomes for profile in profiles), own.values())
-        fit = profiles[-1].fit if profiles else None
+        fit = profiles[-1].fit if profiles else borrowed_fit(device, {p.device: p.fit for p in self._profiles})
+        sustained = 1.0 if profiles else SUSTAINED.get(device.name, 1.0)
         if len(own) >= _FITTED and not device.efficiency:
-            fit = fit_efficiencies(own.values(), device)
-        costs = self._devices[id(device)] = DeviceCosts(device, every, fit)
+            fit, sustained = fit_efficiencies(own.values(), device), 1.0
+        costs = self._devices[id(device)] = DeviceCosts(device, every, fit, sustained)
         return costs
 
 

@@ -13,20 +13,23 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from conjoin.cost.fitting import Fit
+from conjoin.cost.curves import Knots
+from conjoin.cost.fitting import Fit, HostTime
 from conjoin.cost.measurement import Absence, Measurement, Outcome
 from conjoin.errors import UsageError
 from conjoin.machine import reason_of, write_aside
 
 FORMAT = "conjoin.profile"
-VERSION = 1
+VERSION = 2
 MAX_BYTES = 2**23
 MAX_TEXT_BYTES = 2**26
 MAX_LINES = 200_000
+MAX_CLASSES, MAX_KNOTS, MAX_DOUBLINGS = 20_000, 200, 40
 _FOLDER = Path(__file__).parent / "profiles"
 
 
@@ -95,7 +98,7 @@ def _read_text(path: Path) -> str:
 def _read_profile(lines: list[str]) -> Profile:
     match json.loads(lines[0]) if lines else None:
         case {
-            "format": "conjoin.profile", "version": 1, "device": str(device), "torch": str(torch), "date": str(date),
+            "format": "conjoin.profile", "version": 2, "device": str(device), "torch": str(torch), "date": str(date),
             "command": str(command), "fit": dict(fit),
         }:  # fmt: skip
             outcomes = tuple(map(_read_line, lines[1:]))
@@ -118,9 +121,35 @@ def _read_fit(fit: dict[str, Any]) -> Fit:
             efficiency = tuple((str(name)[:100], _positive(value)) for name, value in pairs)
         case _:
             raise ValueError("its efficiencies are not a list")
+    curves, host = (fit.pop(name, None) for name in ("curves", "host"))
     if set(fit) != {"overhead_seconds", "host_forward", "host_backward", "error"}:
         raise ValueError("its fit is incomplete")
-    return Fit(efficiency, **{name: _number(value) for name, value in fit.items()})
+    numbers = {name: _number(value) for name, value in fit.items()}
+    times = tuple(map(_read_host, _listed(host)))
+    return Fit(efficiency, curves=tuple(map(_read_curve, _listed(curves))), host=times, **numbers)
+
+
+def _listed(value: Any) -> list[Any]:
+    if not isinstance(value, list) or len(value) > MAX_CLASSES:
+        raise ValueError("its curves or host times are not a list, or too long")
+    return value
+
+
+def _read_curve(told: Any) -> tuple[str, Knots]:
+    match told:
+        case [str(name), [_, *_] as knots] if len(knots) <= MAX_KNOTS:
+            line = tuple((_number(x), _number(y)) for x, y in knots)
+            rises = all(one[0] <= other[0] for one, other in pairwise(line))
+            if rises and all(abs(y) < MAX_DOUBLINGS for _, y in line):
+                return name[:200], line
+    raise ValueError(f"{str(told)[:60]} is not a curve")
+
+
+def _read_host(told: Any) -> HostTime:
+    match told:
+        case [str(name), int(count), forward, backward]:
+            return HostTime(name[:200], count, _number(forward), _number(backward))
+    raise ValueError(f"{str(told)[:60]} is not a time of the host")
 
 
 def _number(value: object) -> float:

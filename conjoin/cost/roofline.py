@@ -62,14 +62,27 @@ class Roofline:
 
     def ideal(self, work: Work, family: str, dtype: str) -> float:
         """Seconds at full peak and bandwidth."""
+        return max(self._limits(work, family, dtype))
+
+    def is_by_flops(self, work: Work, family: str, dtype: str) -> bool:
+        """Whether computing takes longer than moving."""
+        computing, moving = self._limits(work, family, dtype)
+        return computing > moving
+
+    def _kernels(self, family: str, dtype: str) -> str:
+        """The family, or that of plain products where a device has no tensor cores for it."""
+        plain = dtype == "float32" and family in _TENSOR_CORES and "tfloat32" not in dict(self.device.peak_flops)
+        return CONTRACTION if plain and self.device.kind == "cuda" else family
+
+    def _limits(self, work: Work, family: str, dtype: str) -> tuple[float, float]:
         name = "tfloat32" if dtype == "float32" and family in _TENSOR_CORES else dtype
-        return max(work.flops / self.device.flops_of(name), work.bytes / self.device.memory_bandwidth)
+        return work.flops / self.device.flops_of(name), work.bytes / self.device.memory_bandwidth
 
     def seconds(self, work: Work, family: str, dtype: str, *, backward: bool = False) -> float:
         """Estimated seconds; no work takes none but what a CPU needs to make the call."""
         if not work:
             return self.overhead if self.device.kind == "cpu" else 0.0
-        names = efficiency_names(family, dtype, backward=backward)
+        names = efficiency_names(self._kernels(family, dtype), dtype, backward=backward)
         reached = next(self.efficiency[name] for name in names if name in self.efficiency)
         return self.ideal(work, family, dtype) / reached + self.overhead
 

@@ -47,7 +47,7 @@ def _constant(leaf: Leaf) -> Tensor | None:
     if leaf.kind is not LeafKind.CONSTANT or leaf.data is None:
         return None
     if not leaf.data:
-        return torch.empty(leaf.type.shape, dtype=leaf.type.dtype)
+        return torch.empty(leaf.type.shape, dtype=leaf.type.dtype, device="cpu")
     return torch.frombuffer(bytearray(leaf.data), dtype=leaf.type.dtype).reshape(leaf.type.shape)
 
 
@@ -56,7 +56,7 @@ def _computed(node: Node, operands: list[Tensor | None]) -> tuple[Tensor | None,
     too_large = any(type.num_elements > MAX_ELEMENTS for type in node.types) and node.op != "expand"
     if any(x is None for x in operands) or too_large or is_random(node.op, node.args):
         return nothing
-    likes = (torch.empty((), dtype=v.type.dtype).expand(v.type.shape) for v in node.inputs)
+    likes = (torch.empty((), dtype=v.type.dtype, device="cpu").expand(v.type.shape) for v in node.inputs)
     feed = iter(operands) if operands else likes
     with torch.no_grad():
         result = execute(
@@ -112,7 +112,7 @@ def _seen(mask: Tensor, num_queries: int, num_keys: int) -> str | None:
         return "all"
     if mask.dtype != torch.bool and not bool((open_ | (mask <= torch.finfo(mask.dtype).min)).all()):
         return None
-    past = torch.ones(num_queries, num_keys, dtype=torch.bool).tril()
+    past = torch.ones(num_queries, num_keys, dtype=torch.bool, device="cpu").tril()
     same = mask.shape[-2:] == past.shape and bool((open_ == past).all())
     return "past" if same else None
 

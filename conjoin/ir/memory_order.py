@@ -142,7 +142,7 @@ def _usual(type: TensorType, channels_last: bool) -> Strides:
 
 def _zeros(shape: tuple[int, ...], strides: Strides, dtype: torch.dtype) -> Tensor:
     size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    return torch.zeros(max(size, 1), dtype=dtype).as_strided(shape, strides)
+    return torch.zeros(max(size, 1), dtype=dtype, device="cpu").as_strided(shape, strides)
 
 
 def _on_meta(type: TensorType, strides: Strides) -> Tensor:

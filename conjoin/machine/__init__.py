@@ -15,6 +15,7 @@ from conjoin.machine.machine import Machine
 from conjoin.machine.mesh import Axis, Mesh, prime_factors
 from conjoin.machine.naming import find_machine_files, parse_machine
 from conjoin.machine.parts import part_of, parts_of
+from conjoin.machine.preset_devices import architecture_of, nearest_device
 from conjoin.machine.presets import preset_names
 from conjoin.machine.toml_form import machine_file_problems
 from conjoin.machine.topology import Topology
@@ -34,10 +35,12 @@ __all__ = [
     "NodeKind",
     "Route",
     "Topology",
+    "architecture_of",
     "find_machine_files",
     "fit_collective",
     "fit_line",
     "machine_file_problems",
+    "nearest_device",
     "parse_machine",
     "part_of",
     "parts_of",

@@ -9,6 +9,9 @@ replaces.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import log2
+
 from conjoin.machine.devices import DeviceType
 
 GB = 1e9
@@ -85,3 +88,35 @@ def known_device(told: str) -> DeviceType | None:
     'H200-SXM5-141GB'
     """
     return _TOLD.get(told) or _TOLD.get(f"NVIDIA {told}")
+
+
+_ARCHITECTURES = {
+    "Kepler": (K80,), "Pascal": (P100, P100_PCIE), "Volta": (V100,), "Turing": (T4,),
+    "Ampere": (A100_40, A100_80, A10G), "Ada": (L40S,), "Hopper": (H100, H100_PCIE, H100_NVL, H200),
+    "Blackwell": (B200, GB200), "CDNA 3": (MI300X,),
+}  # fmt: skip
+
+
+def architecture_of(name: str) -> str:
+    """The generation of a device, by its name; empty where it is not known.
+
+    >>> architecture_of("H200-SXM5-141GB")
+    'Hopper'
+    """
+    return next((title for title, members in _ARCHITECTURES.items() if name in {each.name for each in members}), "")
+
+
+def nearest_device(device: DeviceType, names: Iterable[str]) -> str | None:
+    """Which of these devices has rates and memory most like another one's; None where none of them is known here.
+
+    >>> nearest_device(A100_80, ["H200-SXM5-141GB", "T4-16GB", "my own"])
+    'H200-SXM5-141GB'
+    """
+    known = {each.name: each for each in _TOLD.values() if each.kind == device.kind}
+    return min((name for name in names if name in known), key=lambda name: _distance(known[name], device), default=None)
+
+
+def _distance(one: DeviceType, other: DeviceType) -> float:
+    """In doublings, of both rates."""
+    flops = abs(log2(one.flops_of("float16") / other.flops_of("float16")))
+    return flops + abs(log2(one.memory_bandwidth / other.memory_bandwidth))

@@ -19,7 +19,7 @@ from conjoin.comm import (
     step_bytes,
     step_load,
 )
-from conjoin.cost import LocalCall, OperatorCost, Seconds, Source, local_calls, weakest
+from conjoin.cost import NO_SECONDS, LocalCall, OperatorCost, Seconds, Source, local_calls, weakest
 from conjoin.ir import (
     Choice,
     LeafKind,
@@ -77,6 +77,8 @@ class Task:
     call: Call
     types: tuple[TensorType, ...]
     needs: tuple[int, ...]
+    is_kept: bool = False
+    """Whether it is made once and kept between steps: then it takes nothing of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +183,7 @@ class Drafts:
             name=kind,
             stream=BETWEEN if between else INSIDE,
             ticks=to_ticks(seconds.value),
+            host=_only_where(to_ticks(self.prices.launch()), self.classes.at(places)),
             group=self.classes.group(axes),
             waits=(COMPUTE,),
             phase=phase,
@@ -262,6 +265,8 @@ class Drafts:
 
     def _find_work(self, number: int, choice: Choice) -> Work:
         needs = self._tasks[number].needs
+        if self._tasks[number].is_kept:
+            return Work(0, 0, 0, 0, NO_SECONDS.source)
         node, placed = self.node(number, choice)
         alike = not (unlike_axes(node, placed, self.mesh) or self.prices.unlike_axes())
         ranks = (self.mesh.rank_at(dict(placed.at)),) if alike else self.classes.ranks

@@ -21,6 +21,9 @@ class Prices(Protocol):
     def collective(self, kind: str, axes: tuple[str, ...], sent: int) -> Seconds:
         """A collective of all groups along axes, where the busiest rank sends so many bytes."""
 
+    def launch(self) -> float:
+        """What a host takes to launch a collective, in seconds."""
+
     def update(self, parameters: Sequence[TensorType], rank: int) -> Seconds:
         """The optimizer's step on what a rank stores."""
 
@@ -41,6 +44,9 @@ class MachinePrices:
 
     def collective(self, kind: str, axes: tuple[str, ...], sent: int) -> Seconds:
         return collective_seconds(self.machine, kind, axes, sent)
+
+    def launch(self) -> float:
+        return self.costs.launch(self.machine.device_type(0))
 
     def update(self, parameters: Sequence[TensorType], rank: int) -> Seconds:
         return self.costs.update(parameters, self.optimizer, self.machine.device_type(rank))

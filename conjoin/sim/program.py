@@ -381,7 +381,7 @@ class _Pieces:
 def task_numbers(skeleton: Skeleton, drafts: Drafts) -> list[int]:
     """For every operator the number of its task."""
     return [
-        drafts.number(Task(op.call, tuple(t.laid_out(()) for t in op.node.types), op.needs))
+        drafts.number(Task(op.call, tuple(t.laid_out(()) for t in op.node.types), op.needs, op.is_kept))
         for op in skeleton.operators
     ]
 

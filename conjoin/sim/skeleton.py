@@ -6,7 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from conjoin.comm import GradientFlow
-from conjoin.ir import Choice, Graph, Leaf, Node, Plan, Source, Value, is_parallel, is_random, origin, plain_call
+from conjoin.ir import (
+    Choice,
+    Graph,
+    Leaf,
+    Node,
+    Plan,
+    Source,
+    Value,
+    is_parallel,
+    is_random,
+    kept_between_steps,
+    origin,
+    plain_call,
+)
 from conjoin.ops import Call, Layout, TensorType
 
 
@@ -36,6 +49,8 @@ class Operator:
     """The operands whose values its backward reads."""
     remembers: bool
     """Whether autograd may keep anything of it."""
+    is_kept: bool
+    """Whether it is made once and kept between steps."""
     source: Source | None
 
 
@@ -70,7 +85,7 @@ def take_apart(plan: Plan) -> tuple[Skeleton, Layouts]:
 
 def take_graph_apart(graph: Graph) -> tuple[Skeleton, Layouts]:
     """The same for a graph; one without layouts is the same on every device."""
-    gradients = GradientFlow(graph)
+    gradients, kept = GradientFlow(graph), frozenset(kept_between_steps(graph)[0])
     numbers: dict[Value, int] = {Value(leaf): i for i, leaf in enumerate(graph.leaves)}
     roots = [Root(leaf.type.laid_out(()), leaf, -1) for leaf in graph.leaves]
     operators: list[Operator] = []
@@ -89,6 +104,7 @@ def take_graph_apart(graph: Graph) -> tuple[Skeleton, Layouts]:
                 tuple(i for i in range(len(inputs)) if gradients.reach_operand(node, i)),
                 gradients.kept_operands(node),
                 gradients.remember(node),
+                node in kept,
                 graph.source_of(node),
             )
         )

@@ -31,6 +31,9 @@ class Wanted:
     def collective(self, kind: str, axes: tuple[str, ...], sent: int) -> Seconds:
         return NO_SECONDS
 
+    def launch(self) -> float:
+        return 0.0
+
     def update(self, parameters: Sequence[TensorType], rank: int) -> Seconds:
         self.updates[tuple(parameters)] = None
         return NO_SECONDS

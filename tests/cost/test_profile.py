@@ -11,15 +11,20 @@ import pytest
 
 from conjoin.cost import Absence, Fit, Measurement, Profile, load_profile, save_profile, shipped_profiles
 from conjoin.cost import profile as profile_module
+from conjoin.cost.fitting import HostTime
 from conjoin.errors import UsageError
 from tests.ir.wording import assert_three_sentences
 
-FIT = Fit((("contraction", 0.7), ("contraction backward", 0.6)), 2e-6, 7e-6, 9e-6, 0.15)
+FIT = Fit(
+    (("contraction", 0.7), ("contraction backward", 0.6)), 2e-6, 7e-6, 9e-6, 0.15,
+    (("contraction", ((-20.0, 1.5), (-18.0, -0.25))),), (HostTime("linear", 2, 3e-5, 1e-4),),
+)  # fmt: skip
 OUTCOMES = (Measurement("relu f32[4]", 1.25e-6, 2e-6, 3e-6, 4e-6, 0.1), Absence("mm f32[9,9] f32[9,9]", "too large"))
 PROFILE = Profile("H200", "2.11.0", "2026-11-15", "python benchmarks/operator_profile.py", FIT, OUTCOMES)
 HEADER = {
-    "format": "conjoin.profile", "version": 1, "device": "x", "torch": "2", "date": "d", "command": "c",
-    "fit": {"efficiency": [], "overhead_seconds": 0, "host_forward": 0, "host_backward": 0, "error": 0},
+    "format": "conjoin.profile", "version": 2, "device": "x", "torch": "2", "date": "d", "command": "c",
+    "fit": {"efficiency": [], "overhead_seconds": 0, "host_forward": 0, "host_backward": 0, "error": 0, "curves": [],
+            "host": []},
 }  # fmt: skip
 
 
@@ -51,11 +56,19 @@ def test_the_smallest_profile(tmp_path: Path) -> None:
     [
         (),
         ([],),
-        ({**HEADER, "version": 2},),
+        ({**HEADER, "version": 1},),
         ({**HEADER, "format": "other"},),
         ({**HEADER, "fit": {}},),
         ({**HEADER, "fit": {**HEADER["fit"], "efficiency": [["x", 0]]}},),  # type: ignore[dict-item]
         ({**HEADER, "fit": {**HEADER["fit"], "efficiency": [["x"]]}},),  # type: ignore[dict-item]
+        *(
+            ({**HEADER, "fit": {**HEADER["fit"], name: value}},)  # type: ignore[dict-item]
+            for name, value in [
+                ("curves", 3), ("curves", [["x", []]]), ("curves", [["x", [[1, 1], [0, 1]]]]), ("host", [["x"]]),
+                ("curves", [["x", [[1, 1e6]]]]), ("curves", [["x", [[1]]]]), ("host", [["x", 1, 1]]),
+                ("curves", [[3, [[1, 1]]]]), ("host", [["x", 1, "long", 0]]), ("curves", [["x", [[1, float("nan")]]]]),
+            ]
+        ),
         (HEADER, ["relu f32[4]", 1]),
         (HEADER, ["relu f32[4]", -1, 0, 0, 0, 0]),
         (HEADER, ["relu f32[4]", True, 0, 0, 0, 0]),

@@ -31,6 +31,9 @@ class SlowDevices:
         slow = 10 if any(axis.startswith("n") for axis in axes) else 1
         return Seconds(self.latency * len(axes) + slow * sent / self.link, Source.MEASURED)
 
+    def launch(self) -> float:
+        return 0.0
+
     def update(self, parameters: Sequence[TensorType], rank: int) -> Seconds:
         return Seconds(sum(parameter.bytes for parameter in parameters) / 1e7, Source.ESTIMATED)
 

@@ -47,7 +47,7 @@ def test_utilization_is_work_over_what_the_devices_could_do(found: Prediction) -
     product = 2.0 * ROWS * WIDTH * WIDTH
     assert found.step_flops == pytest.approx(2 * product, rel=0.01), "forward, and the gradient of the weight"
     assert found.peak_flops == 8 * MACHINE.device_type(0).flops_of("float32")
-    assert found.model_flops_utilization == found.step_flops / found.peak_flops / found.seconds
+    assert found.model_flops_utilization == pytest.approx(found.step_flops / found.peak_flops / found.seconds)
     assert 0.1 < found.model_flops_utilization < 1
 
 

@@ -1,0 +1,130 @@
+"""Curves: known lines are found again; and on a real device they tell the seconds of calls that they never saw."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import log2
+from random import Random
+from statistics import median, quantiles
+
+import pytest
+import torch
+
+from conjoin.cost import CostModel, Measurement, Profile, shipped_profiles, work_of
+from conjoin.cost.classes import classes_of
+from conjoin.cost.curves import Curves, Sample, fit_curves
+from conjoin.cost.fitting import HostTime, fit_efficiencies
+from conjoin.cost.keys import read_key
+from conjoin.machine import DeviceType, parse_machine
+from conjoin.ops import Call, TensorType
+
+H200 = parse_machine("dgx-h200").device_type(0)
+
+
+def known_line(name: str, size: float) -> float:
+    return {"a": 0.1 * size, "b": 0.5}[name]
+
+
+def test_known_lines_are_found_again() -> None:
+    """Two operators of one family: one grows with size, one is off by a constant, both with a few wild points."""
+    rng = Random(0)
+    samples = []
+    for name in "ab":
+        for _ in range(200):
+            size = rng.uniform(-10, 0)
+            wild = rng.choice((-9, 9)) if rng.random() < 0.1 else 0
+            samples.append(Sample(("family", name), size, known_line(name, size) + wild))
+    curves = Curves(fit_curves(samples))
+    for name in "ab":
+        for size in (-9.0, -5.5, -1.0):
+            assert log2(curves.factor(("family", name), size)) == pytest.approx(known_line(name, size), abs=0.35)
+
+
+def test_few_measurements_say_less_than_many() -> None:
+    few, many = (Curves(fit_curves([Sample(("x",), 0.5, 2.0)] * n)).factor(("x",), 0.5) for n in (1, 50))
+    assert 1 < few < many < 4 and many == pytest.approx(4, rel=0.05)
+
+
+def test_what_is_not_known_is_left_as_it_is() -> None:
+    curves = Curves(fit_curves([]))
+    assert not curves.know(("x",)) and curves.factor(("x",), 3.0) == 1.0
+
+
+@cache
+def halves() -> tuple[CostModel, list[Measurement]]:
+    """A model that knows every call of the shipped profile but each fifth, and those."""
+    (shipped,) = (profile for profile in shipped_profiles() if profile.device == H200.name)
+    known = [each for each in shipped.outcomes if isinstance(each, Measurement)]
+    Random(0).shuffle(known)
+    kept, asked = [x for i, x in enumerate(known) if i % 5], known[::5]
+    fit = fit_efficiencies(kept, H200)
+    return CostModel(profiles=[Profile(H200.name, "", "", "", fit, ())]), [x for x in asked if read_key(x.key)]
+
+
+@pytest.mark.parametrize(
+    ("family", "middle", "most"),
+    [("contraction", 0.08, 0.6), ("elementwise", 0.08, 0.5), ("convolution", 0.3, 1.5), ("attention", 0.25, 1.0)],
+)
+def test_calls_that_were_never_measured(family: str, middle: float, most: float) -> None:
+    """The judge is the device: calls of the profile that the curves did not see, without interpolation between others.
+
+    With one share for a family, as it was before, products were off by 13 % in the median, the others by 32 to 178.
+    """
+    model, asked = halves()
+    off = []
+    for measured in asked:
+        call, needs = read_key(measured.key)  # type: ignore[misc]
+        work = work_of(call, needs)
+        if work.family == family and measured.forward > 0 and work.forward:
+            off.append(abs(log2(model.operator(call, needs, H200).forward.value / measured.forward)))
+    assert len(off) > 10
+    assert 2 ** median(off) - 1 < middle and 2 ** quantiles(off, n=10)[-1] - 1 < most
+
+
+def bf16(*shape: int) -> TensorType:
+    return TensorType(shape, torch.bfloat16)
+
+
+def test_a_vocabulary_that_is_no_multiple_of_eight_is_slow() -> None:
+    """What people pad vocabularies for: of 50,257 rows tensor cores cannot read one."""
+    odd, even = (Call("linear", (bf16(8192, 1024), bf16(rows, 1024), None)) for rows in (50257, 50304))
+    costs = [CostModel(profiles=shipped_profiles()).operator(call, (0, 1), H200) for call in (odd, even)]
+    assert costs[0].forward.value > 3 * costs[1].forward.value
+
+
+@pytest.mark.parametrize(("groups", "words"), [(1, "by"), (64, "depthwise"), (8, "grouped")])
+def test_convolutions_by_their_groups(groups: int, words: str) -> None:
+    x, w = bf16(8, 64, 32, 32), bf16(64, 64 // groups, 3, 3)
+    call = Call("conv2d", (x, w, None, (1, 1), (1, 1), (1, 1), groups))
+    assert words in classes_of(call, work_of(call, ()), backward=False, by_flops=True)[-1].split()
+
+
+def test_a_gpu_that_nobody_measured_takes_the_shares_of_the_nearest() -> None:
+    """Of its own peaks: twice the rates of everything, half the seconds of what is large."""
+    slow = DeviceType("slow", "cuda", 2**34, 1e12, (("float32", 1e13), ("bfloat16", 2e14)))
+    fast = DeviceType("fast", "cuda", 2**34, 2e12, (("float32", 2e13), ("bfloat16", 4e14)))
+    large = Call("linear", (bf16(65536, 8192), bf16(8192, 8192), None))
+    ours, alone = CostModel(), CostModel(profiles=())
+    seconds = [ours.operator(large, (0, 1), device).forward.value for device in (slow, fast)]
+    assert seconds[0] == pytest.approx(2 * seconds[1], rel=0.05)
+    tiny = Call("relu", (bf16(2, 2),))
+    assert ours.operator(tiny, (0,), slow).forward.value > 1.1 * alone.operator(tiny, (0,), slow).forward.value
+
+
+def test_the_host_takes_as_long_for_a_large_call_as_for_a_small_one() -> None:
+    """One that was measured alone paid for the start of its own backward pass, which a model starts once."""
+    model = CostModel()
+    calls = [Call("linear", (bf16(n, 1024), bf16(1024, 1024), None)) for n in (64, 131072)]
+    times = [(cost.host_forward, cost.host_backward) for cost in (model.operator(c, (0, 1), H200) for c in calls)]
+    assert times[0] == times[1] and 1e-5 < times[0][0] < times[0][1] < 1.5e-4
+
+
+def test_an_operator_that_nobody_measured_takes_what_its_family_does() -> None:
+    fit = fit_efficiencies([], H200)
+    host = (HostTime("any elementwise", 1, 1e-5, 3e-5), HostTime("relu", 1, 2e-5, 4e-5), HostTime("relu", 0, 1e-6, 0.0))
+    told = Profile(H200.name, "", "", "", fit.__class__((), 1e-6, 7e-6, 8e-6, 0.0, (), host), ())
+    model = CostModel(profiles=[told])
+    calls = [Call("mish", (bf16(4, 4),)), Call("relu", (bf16(4, 4),)), Call("sum", (bf16(4, 4), None))]
+    found = [model.operator(call, (0,), H200) for call in calls]
+    assert [(f.host_forward, f.host_backward) for f in found] == [(1e-5, 3e-5), (2e-5, 4e-5), (7e-6, 8e-6)]
+    assert model.operator(Call("relu", (bf16(4, 4),)), (), H200).host_forward == 1e-6
