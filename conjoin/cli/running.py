@@ -99,7 +99,7 @@ def run_command(
     steps: StepsOption = 10,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
     optimizer: OptimizerOption = "adamw",
-    learning_rate: Annotated[float, typer.Option("--lr", min=0.0, help="The learning rate.")] = 1e-3,
+    learning_rate: Annotated[float, typer.Option("--lr", min=0.0, max=1e6, help="The learning rate.")] = 1e-3,
     machine: Annotated[
         str | None, typer.Option("--machine", help="Tell what is predicted for this machine beside what is measured.")
     ] = None,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import log2
 from typing import Any
 
+from conjoin.cost.borrowing import Basis
 from conjoin.cost.classes import classes_of
 from conjoin.cost.curves import Curves
 from conjoin.cost.fitting import Fit, HostTime, any_of
@@ -50,14 +51,12 @@ class _Kin:
 class DeviceCosts:
     """Costs of calls on one device."""
 
-    def __init__(
-        self, device: DeviceType, measurements: Mapping[str, Measurement], fit: Fit | None, sustained: float = 1.0
-    ) -> None:
-        self.device = device
-        self._sustained = sustained
+    def __init__(self, device: DeviceType, measurements: Mapping[str, Measurement], basis: Basis) -> None:
+        self.device, self._basis, fit = device, basis, basis.fit
         self.measured = measurements
         efficiency = dict(fit.efficiency) if fit else None
         self.roofline = Roofline.of(device, efficiency, fit.overhead_seconds if fit else None)
+        self._bare = Roofline.of(device)
         self.curves = Curves(dict(fit.curves) if fit and not device.efficiency else {})
         self._host = _HostTimes(fit if device.kind == "cuda" else None, DEFAULT_HOST[device.kind])
         self._keys_by_op: dict[str, list[str]] = defaultdict(list)
@@ -113,15 +112,16 @@ class DeviceCosts:
 
     def _estimate(self, call: Call, work: CallWork, *, backward: bool) -> float:
         """By the roofline, and by what is known of calls of its classes; else by how many kernels it is."""
-        roofline, part = self.roofline, work.backward if backward else work.forward
+        known = self._basis.carries_over(call.op, work.family)
+        roofline, part = self.roofline if known else self._bare, work.backward if backward else work.forward
         what = part, work.family, work.dtype
         seconds = roofline.seconds(*what, backward=backward)
         if not part:
             return seconds
         by_flops = roofline.is_by_flops(*what)
         classes = classes_of(call, work, backward=backward, by_flops=by_flops)
-        seconds /= self._sustained if by_flops else 1.0
-        if self.curves.know(classes):
+        seconds /= self._basis.sustained if by_flops else 1.0
+        if known and self.curves.know(classes):
             return seconds * self.curves.factor(classes, log2(roofline.ideal(*what)))
         return seconds + (LAUNCHES.get(call.op, (1, 1))[backward] - 1) * roofline.overhead
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from conjoin.cost.borrowing import SUSTAINED, borrowed_fit
+from conjoin.cost.borrowing import Basis, borrow
 from conjoin.cost.device_costs import DeviceCosts, OperatorCost
 from conjoin.cost.fitting import fit_efficiencies
 from conjoin.cost.measurement import Measurement, Outcome
@@ -71,11 +71,10 @@ class CostModel:
         of_this_torch = [store.outcomes(device.name, torch.__version__) for store in self._stores]
         own = _measured(*of_any_torch, *of_this_torch)
         every = _measured(*(profile.outcomes for profile in profiles), own.values())
-        fit = profiles[-1].fit if profiles else borrowed_fit(device, {p.device: p.fit for p in self._profiles})
-        sustained = 1.0 if profiles else SUSTAINED.get(device.name, 1.0)
+        basis = Basis(profiles[-1].fit) if profiles else borrow(device, {p.device: p.fit for p in self._profiles})
         if len(own) >= _FITTED and not device.efficiency:
-            fit, sustained = fit_efficiencies(own.values(), device), 1.0
-        costs = self._devices[id(device)] = DeviceCosts(device, every, fit, sustained)
+            basis = Basis(fit_efficiencies(own.values(), device))
+        costs = self._devices[id(device)] = DeviceCosts(device, every, basis)
         return costs
 
 

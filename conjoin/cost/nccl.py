@@ -21,7 +21,7 @@ from itertools import pairwise
 from math import inf, log2
 
 from conjoin.cost.patterns import Groups, spread_ring
-from conjoin.machine import DeviceType, DirectedLink
+from conjoin.machine import DeviceType, DirectedLink, architecture_of
 
 PROTOCOLS = ("LL", "LL128", "Simple")
 SHARES = {"NVLink": 0.82, "PCIe": 0.75, "X-Bus": 0.85, "InfiniBand": 0.95, "Aries": 0.95, "Ethernet": 0.9}
@@ -196,6 +196,7 @@ def _rate(link: DirectedLink) -> float:
 
 
 def _generation(device: DeviceType) -> int:
-    """Of NVIDIA's GPUs, by what they compute in: 0 up to Volta, 1 Ampere, 2 Hopper, 3 Blackwell."""
+    """Of NVIDIA's GPUs: 0 up to Volta, 1 Ampere and Ada, 2 Hopper, 3 Blackwell; of others by what they compute in."""
+    named = {"Ampere": 1, "Ada": 1, "Hopper": 2, "Blackwell": 3}.get(architecture_of(device.name))
     dtypes = {dtype for dtype, _ in device.peak_flops}
-    return 3 if "float4" in dtypes else 2 if "float8" in dtypes else 1 if "bfloat16" in dtypes else 0
+    return named if named is not None else 2 if "float8" in dtypes else 1 if "bfloat16" in dtypes else 0

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
 
@@ -100,8 +101,10 @@ def _broadcast_together(args: tuple[Any, ...], types: tuple[TensorType, ...], no
 
 def _joined(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
     """Pieces of no size, as of a cache that is still empty, add nothing."""
-    joined = without_empty(args)
-    return (IDENTITY, (joined,), types) if isinstance(joined, Value) else ("cat", joined, types)
+    pieces = without_empty(args, _trains)
+    if len(pieces) == 1 < len(args[0]):  # a copy, as a concatenation is: what it gives may be written to
+        return "clone", bind_args("clone", pieces, {"memory_format": torch.contiguous_format}), types
+    return "cat", bind_args("cat", (pieces, args[1]), {}), types
 
 
 def _attention(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:

@@ -8,13 +8,16 @@ batch may be another.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from conjoin.ir import Leaf, LeafKind, Node, Value, is_random
-from conjoin.ops import bind_args, execute, map_tensors, signature
+from conjoin.ops import execute, map_tensors, signature
 
 MAX_ELEMENTS = 2**28
 """Of a constant that is computed at capture."""
@@ -22,20 +25,48 @@ MAX_ELEMENTS = 2**28
 _LIKE = frozenset({"new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like"})
 """What these read of a tensor is its type."""
 _ATTENTION = "scaled_dot_product_attention"
+_NAMES = ("lifted_tensor", "_tensor_constant")
+"""How names begin that torch gives to tensors written in a program."""
+_MIN_GROUPS = 8
+"""Fewer heads of keys than a node has devices stay repeated for their queries: then they can be split as far."""
 
 
 def known_value(value: Value) -> Tensor | None:
-    """The value of a tensor that is made of constants alone; None of any other, and of one that is too large."""
-    made: dict[Value, Tensor | None] = {}
+    """The value of a tensor that is made of constants alone; None of any other, and of one that is too large.
 
-    def find(wanted: Value) -> Tensor | None:
-        if wanted not in made:
-            owner = wanted.owner
-            results = (_constant(owner),) if isinstance(owner, Leaf) else _computed(owner, [*map(find, _read(owner))])
-            made.update((Value(owner, i), result) for i, result in enumerate(results))
-        return made[wanted]
+    What nobody reads any more is freed on the way.
+    """
+    order = _makers(value)
+    readers = Counter(owner for maker in order for owner in _owners(maker))
+    made: dict[Leaf | Node, tuple[Tensor | None, ...]] = {}
+    for owner in order:
+        if isinstance(owner, Leaf):
+            made[owner] = (_constant(owner),)
+            continue
+        made[owner] = _computed(owner, [made[read.owner][read.index] for read in _read(owner)])
+        for read in _owners(owner):
+            readers[read] -= 1
+            if not readers[read]:
+                del made[read]
+    return made[value.owner][value.index]
 
-    return find(value)
+
+def _makers(value: Value) -> list[Leaf | Node]:
+    """What a value is made of, each after what it is made of itself."""
+    order: dict[Leaf | Node, None] = {}
+    waiting = [value.owner]
+    while waiting:
+        owner = waiting[-1]
+        missing = [read for read in _owners(owner) if read not in order]
+        if missing:
+            waiting += missing
+        else:
+            order.setdefault(waiting.pop())
+    return list(order)
+
+
+def _owners(owner: Leaf | Node) -> tuple[Leaf | Node, ...]:
+    return () if isinstance(owner, Leaf) else tuple(dict.fromkeys(value.owner for value in _read(owner)))
 
 
 def _read(node: Node) -> tuple[Value, ...]:
@@ -44,7 +75,7 @@ def _read(node: Node) -> tuple[Value, ...]:
 
 
 def _constant(leaf: Leaf) -> Tensor | None:
-    if leaf.kind is not LeafKind.CONSTANT or leaf.data is None:
+    if not _is_written(leaf) or leaf.data is None:
         return None
     if not leaf.data:
         return torch.empty(leaf.type.shape, dtype=leaf.type.dtype, device="cpu")
@@ -65,27 +96,41 @@ def _computed(node: Node, operands: list[Tensor | None]) -> tuple[Tensor | None,
     return tuple(result) if isinstance(result, tuple) else (result,)
 
 
+def _is_written(leaf: Leaf) -> bool:
+    """Whether a leaf stands in the program itself: an attribute of the model may be another one when it is loaded."""
+    return leaf.kind is LeafKind.CONSTANT and leaf.name.rpartition(".")[2].startswith(_NAMES)
+
+
 def without_idle_mask(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """An attention whose mask hides nothing, or just what comes later, without that mask.
 
     Keys and values that were repeated for every query of a group, as masked kernels need them, are then taken as they
     were before.
     """
-    query, key, value, mask, _, is_causal, *_ = args
+    query, key, value, mask, _, is_causal, scale, *_ = args
     if not isinstance(mask, Value) or is_causal or not _is_fixed(mask):
         return args
-    known = known_value(mask)
-    if known is None:
-        return args
-    seen = _seen(known, query.type.shape[-2], key.type.shape[-2])
-    if seen is None:
+    seen = _seen_under(mask, query.type.shape[-2], key.type.shape[-2])
+    if seen is None or (seen == "past" and scale is not None and not scale > 0):  # kernels scale what is hidden, too
         return args
     names = [parameter.name for parameter in signature(_ATTENTION).parameters]
     changed: dict[str, Any] = {**dict(zip(names, args, strict=True)), "attn_mask": None, "is_causal": seen == "past"}
     keys, values = _before_repeating(key), _before_repeating(value)
-    if keys is not None and values is not None and not changed["enable_gqa"]:
+    is_repeated = keys is not None and values is not None and not changed["enable_gqa"]
+    if is_repeated and _heads(key) == _heads(query) and _heads(keys) >= _MIN_GROUPS:
         changed.update(key=keys, value=values, enable_gqa=True)
     return tuple(changed.values())
+
+
+def _heads(value: Value | None) -> int:
+    return 0 if value is None or len(value.type.shape) < 3 else value.type.shape[-3]
+
+
+@lru_cache(maxsize=4)
+def _seen_under(mask: Value, num_queries: int, num_keys: int) -> str | None:
+    """The same for the layers of a model that share a mask."""
+    known = known_value(mask)
+    return None if known is None else _seen(known, num_queries, num_keys)
 
 
 def _is_fixed(value: Value) -> bool:
@@ -95,8 +140,10 @@ def _is_fixed(value: Value) -> bool:
         found = waiting.pop()
         owner = found.owner
         if isinstance(owner, Leaf):
-            if owner.kind is not LeafKind.CONSTANT:
+            if not _is_written(owner):
                 return False
+        elif owner.spec is None:
+            return False
         elif found not in seen:
             waiting += _read(owner)
         seen.add(found)
@@ -137,10 +184,9 @@ def _before_repeating(value: Value) -> Value | None:
     return heads if fits and flat.types[0].shape == repeated else None
 
 
-def without_empty(args: tuple[Any, ...]) -> tuple[Any, ...] | Value:
-    """A concatenation without its pieces of no size; the one that is left itself, where it is one."""
-    pieces, dim = args
-    kept = tuple(piece for piece in pieces if piece.type.num_elements)
-    if len(kept) in (0, len(pieces)) or len({piece.type.dtype for piece in pieces}) > 1:
-        return args
-    return kept[0] if len(kept) == 1 else bind_args("cat", (kept, dim), {})
+def without_empty(args: tuple[Any, ...], trains: Callable[[Value], bool]) -> tuple[Any, ...]:
+    """The pieces of a concatenation without those of no size, which get no gradient; at least one is left."""
+    pieces = args[0]
+    kept = tuple(piece for piece in pieces if piece.type.num_elements or trains(piece))
+    alike = len({piece.type.dtype for piece in pieces}) == 1
+    return kept if kept and alike else pieces

@@ -9,7 +9,7 @@ from conjoin.ir.reshards import is_parallel
 
 
 def fixed_nodes(graph: Graph) -> frozenset[Node]:
-    """The calls that read nothing but constants, or what such calls make, and draw nothing.
+    """The declared calls that read nothing but constants, or what such calls make, and draw nothing.
 
     Parameters, inputs and buffers are not constants: whoever trains or loads a model changes them.
     """
@@ -17,7 +17,7 @@ def fixed_nodes(graph: Graph) -> frozenset[Node]:
     for node in graph.nodes:
         reads = (value.owner for value in node.inputs)
         fixed = all(x.kind is LeafKind.CONSTANT if isinstance(x, Leaf) else x in found for x in reads)
-        if fixed and not is_parallel(node) and not is_random(node.op, node.args):
+        if fixed and node.spec is not None and not is_parallel(node) and not is_random(node.op, node.args):
             found.add(node)
     return frozenset(found)
 

@@ -125,7 +125,7 @@ class CapturedModule(nn.Module):
                 first, name = slots[0]
                 first._buffers[name].copy_(value)  # type: ignore[union-attr] # one made in this mode is never trained
                 continue
-            made = value.detach()
+            made = value.detach().contiguous() if 0 in value.stride() else value.detach()
             for module, name in slots:
                 module._buffers[name] = made
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from conjoin.runtime.functions import without_autocast
+from conjoin.runtime.torch_private import has_no_values
 
 Compiled = Callable[..., tuple[Any, ...]]
 
@@ -73,5 +74,8 @@ class Program:
         key = device, torch.get_autocast_dtype(device.type) if casts else None
         if key not in self._made:
             with torch.inference_mode(False), torch.no_grad():
-                self._made[key] = make(None, state, device)
+                made = make(None, state, device)
+            if any(map(has_no_values, made)):  # a pass that only asks for shapes
+                return made
+            self._made[key] = made
         return self._made[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from importlib import import_module
 
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from conjoin.frontends import capture
+from conjoin.frontends import capture, folding
 from conjoin.ir import Graph, Node
+from conjoin.machine import Machine
 from conjoin.runtime import to_module
+from conjoin.search import make_plan
 
 S, T = 6, 9
 MIN = torch.finfo(torch.float32).min
@@ -27,24 +30,31 @@ def attention_of(graph: Graph) -> Node:
 class Attention(nn.Module):
     """Attention with a mask that a function makes of the queries."""
 
-    def __init__(self, mask: Callable[[Tensor], Tensor], num_keys: int = S, groups: int = 1) -> None:
+    def __init__(
+        self, mask: Callable[[Tensor], Tensor], num_keys: int = S, groups: int = 1, heads: int = 4, scale: float = 1.0
+    ) -> None:
         super().__init__()
-        self.mask, self.groups = mask, groups
-        self.q = nn.Linear(8, 8)
-        self.kv = nn.Linear(8, 16 // groups)
+        self.mask, self.groups, self.heads, self.scale = mask, groups, heads, scale
+        self.q = nn.Linear(8, 2 * heads)
+        self.kv = nn.Linear(8, 4 * heads // groups)
         self.keys = nn.Parameter(torch.randn(2, num_keys, 8))
 
     def forward(self, x: Tensor) -> Tensor:
-        q = self.q(x).view(2, S, 4, 2).transpose(1, 2)
-        kv = self.kv(self.keys).view(2, -1, 2 * (4 // self.groups), 2).transpose(1, 2)
+        q = self.q(x).view(2, S, self.heads, 2).transpose(1, 2)
+        kv = self.kv(self.keys).view(2, -1, 2 * (self.heads // self.groups), 2).transpose(1, 2)
         k, v = kv.chunk(2, 1)
         if self.groups > 1:
             k, v = (self.repeated(t) for t in (k, v))
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(x)).transpose(1, 2).flatten(2)
+        found = functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask(x), scale=self.scale)
+        return found.transpose(1, 2).flatten(2)
 
     def repeated(self, t: Tensor) -> Tensor:
         b, h, s, e = t.shape
         return t[:, :, None].expand(b, h, self.groups, s, e).reshape(b, h * self.groups, s, e)
+
+
+def lower(x: Tensor) -> Tensor:
+    return torch.ones(S, S, dtype=torch.bool).tril()
 
 
 def rows() -> Tensor:
@@ -114,18 +124,126 @@ def test_nothing_of_a_mask_that_is_not_read_is_left() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "grouped"), [("causal", True), ("all true", True), ("in a narrow window", False)])
-def test_heads_are_not_repeated_for_a_mask_that_is_not_there(name: str, grouped: bool) -> None:
-    model, x = Attention(MASKS[name][0], groups=2), torch.randn(2, S, 8)
+@pytest.mark.parametrize(
+    ("name", "heads", "grouped"),
+    [("causal", 16, True), ("all true", 16, True), ("in a narrow window", 16, False), ("causal", 8, False)],
+)
+def test_heads_are_not_repeated_for_a_mask_that_is_not_there(name: str, heads: int, grouped: bool) -> None:
+    """Four heads of keys stay repeated, so that a node of eight devices can split them."""
+    mask = lower if name == "causal" else MASKS[name][0]
+    model, x = Attention(mask, groups=2, heads=heads), torch.randn(2, S, 8)
     graph = capture(model, x)
     node = attention_of(graph)
-    assert node.args[-1] is grouped and node.inputs[1].type.shape[1] == (2 if grouped else 4)
+    assert node.args[-1] is grouped and node.inputs[1].type.shape[1] == (heads // 2 if grouped else heads)
     planned, expected = to_module(graph, model), model(x)
     found = planned(x)
     torch.testing.assert_close(found, expected)
     wanted = torch.autograd.grad(expected.square().sum(), [*model.parameters()])
     for mine, theirs in zip(torch.autograd.grad(found.square().sum(), [*model.parameters()]), wanted, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_few_heads_of_keys_are_split_as_far_as_queries() -> None:
+    """The judge is the layout: with two heads of keys, attention is split among four devices all the same."""
+    model, x = nn.Sequential(Attention(lower, groups=2), nn.Linear(8, 8)), torch.randn(2, S, 8)
+    plan = make_plan(capture(Squared(model), x), Machine("four", 1, 4, "cpu"), "megatron:tp=4")
+    split = [str(node.types[0]) for node in plan.graph.nodes if node.op == "scaled_dot_product_attention"]
+    assert split and all("S(1)" in text for text in split)
+
+
+class Squared(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).square().mean()
+
+
+def same_steps(model: nn.Module, planned: nn.Module, x: Tensor) -> None:
+    torch.testing.assert_close(planned(x), model(x))
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_a_causal_mask_under_a_scale_that_turns_it_round(scale: float) -> None:
+    """Kernels scale the infinity that hides as well."""
+    model, x = Attention(MASKS["causal"][0], scale=scale), torch.randn(2, S, 8)
+    graph = capture(model, x)
+    assert attention_of(graph).args[3] is not None
+    same_steps(model, to_module(graph, model), x)
+
+
+def test_a_mask_of_the_model_may_change_before_it_is_loaded() -> None:
+    model, x = Attention(lambda x: torch.ones(())), torch.randn(2, S, 8)
+    model.hidden = torch.ones(S, S, dtype=torch.bool)  # an attribute, neither buffer nor parameter
+    model.mask = lambda x: model.hidden
+    graph = capture(model, x)
+    model.hidden = torch.ones(S, S, dtype=torch.bool).tril()
+    same_steps(model, to_module(graph, model), x)
+
+
+def test_one_query_head_over_many_keys() -> None:
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.k = nn.Linear(8, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            k = self.k(x).view(2, S, 8, 2).transpose(1, 2)
+            k = k[:, :, None].expand(2, 8, 2, S, 2).reshape(2, 16, S, 2)
+            mask = torch.ones(S, S, dtype=torch.bool).tril()
+            return functional.scaled_dot_product_attention(k[:, :1], k, k, attn_mask=mask)
+
+    model, x = Many(), torch.randn(2, S, 8)
+    same_steps(model, to_module(capture(model, x), model), x)
+
+
+def test_a_mask_of_a_thousand_steps() -> None:
+    def long(x: Tensor) -> Tensor:
+        mask = torch.zeros(S, S)
+        for _ in range(1000):
+            mask = mask + 1
+        return mask > 0
+
+    model, x = Attention(long), torch.randn(2, S, 8)
+    assert attention_of(capture(model, x)).args[3] is None
+
+
+def test_a_mask_is_looked_at_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Tensor] = []
+    seen = folding._seen
+    monkeypatch.setattr(folding, "_seen", lambda mask, *sizes: [looked.append(mask), seen(mask, *sizes)][1])
+    folding._seen_under.cache_clear()
+    model = nn.Sequential(*(Attention(MASKS["causal"][0]) for _ in range(5)))
+    graph = capture(model, torch.randn(2, S, 8))
+    assert len(looked) == 1 and sum(node.op == "scaled_dot_product_attention" for node in graph.nodes) == 5
+
+
+def test_what_a_concatenation_gives_is_not_what_it_was_given() -> None:
+    """A buffer that is one with the batch would change with it; and an empty piece that is trained has a gradient."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.prompt = nn.Parameter(torch.ones(3))
+            self.register_buffer("last", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = x * self.last.sum() + torch.cat([self.prompt[:0], x]).sum()
+            self.last = torch.cat([x[:0], x])
+            return out.sum()
+
+    model, x = Keeps(), torch.ones(4)
+    planned = to_module(capture(copy.deepcopy(model), x.clone()), copy.deepcopy(model))
+    mine, theirs = x.clone(), x.clone()
+    for _ in range(3):
+        found, expected = planned(mine), model(theirs)
+        torch.testing.assert_close(found, expected)
+        for tensor in (mine, theirs):
+            tensor.add_(1)
+    found.backward()
+    expected.backward()
+    assert torch.equal(planned.get_parameter("prompt").grad, model.prompt.grad)  # type: ignore[arg-type]
 
 
 class Joined(nn.Module):
@@ -176,8 +294,9 @@ def test_attention_of_a_library_is_called_as_the_plain_model_calls_it(kind: str)
     """The judge is the library itself, which looks at its masks when it is not traced."""
     library = import_module("transformers")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    more = {"Mistral": {"num_key_value_heads": 2}, "ViT": {"image_size": 16, "patch_size": 8}}.get(kind, {})
-    config = getattr(library, f"{kind}Config")(**sizes, vocab_size=50, **more)
+    grouped, images = {"num_attention_heads": 16, "num_key_value_heads": 8}, {"image_size": 16, "patch_size": 8}
+    more = {"Mistral": grouped, "ViT": images}.get(kind, {})
+    config = getattr(library, f"{kind}Config")(**{**sizes, "vocab_size": 50, **more})
     if kind == "GPT2":
         config = library.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50)
     head = "ForImageClassification" if kind == "ViT" else "Model"

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 from conjoin.frontends import capture
@@ -190,3 +191,56 @@ def test_a_device_without_autocast() -> None:
     with torch.device("meta"):
         model, x = nn.Linear(4, 4), torch.zeros(2, 4)
     assert to_module(capture(model, x), model)(x).shape == (2, 4)
+
+
+@torch.library.custom_op("conjoin_tests::draws", mutates_args=())
+def draws(x: Tensor) -> Tensor:
+    """Draws, and says so nowhere."""
+    return x + torch.randn_like(x)
+
+
+@draws.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_operator_that_nobody_declared_runs_in_every_step() -> None:
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + draws(torch.zeros(3))
+
+    model, x = Noisy(), torch.ones(3)
+    planned = to_module(capture(model, x), model)
+    torch.manual_seed(0)
+    mine = [planned(x) for _ in range(3)]
+    torch.manual_seed(0)
+    assert all(torch.equal(one, model(x)) for one in mine)
+
+
+class Lifted(nn.Module):
+    """A constant, and a buffer that is filled with one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.copy_(x.mean())  # type: ignore[operator]
+        return x * torch.arange(3)
+
+
+def test_a_pass_without_values_leaves_a_module_as_it_was() -> None:
+    model, x = Lifted(), torch.ones(3)
+    planned = to_module(capture(model, x), model)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        planned(mode.from_tensor(x))
+    planned.mean = torch.zeros(3)
+    assert type(planned(x)) is Tensor and torch.equal(planned(x), model(x))
+
+
+def test_a_buffer_filled_with_one_number_can_be_loaded_into() -> None:
+    model, x = Lifted(), torch.ones(3)
+    planned = to_module(capture(model, x), model)
+    planned(x)
+    planned.load_state_dict({"mean": torch.arange(3.0)})
+    assert torch.equal(planned.get_buffer("mean"), torch.arange(3.0))
