@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from conjoin.ops.local import LocalForm, local_sizes
+from conjoin.ops.notation import NotationError
 from conjoin.ops.sampling import Sample, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 
@@ -62,9 +63,15 @@ def _channel_shuffle(call: Call) -> Indexed:
     return Indexed(f"n (g c) {rest} -> n (c g) {rest}", (("g", call["groups"]),))
 
 
+_NUM_MODES, _NUM_PADDINGS = {2: 3, 3: 2}, 3
+"""Bilinear, nearest, and bicubic in two dims only."""
+
+
 def _grid(call: Call) -> str:
     """Every output position reads anywhere in the image: the image is whole, the positions are not."""
     dims = len(call["input"].shape) - 2
+    if call["interpolation_mode"] not in range(_NUM_MODES[dims]) or call["padding_mode"] not in range(_NUM_PADDINGS):
+        raise NotationError("a mode that does not exist leaves its memory as it was found")
     image = " ".join(f"s{i}!" for i in range(dims))
     places = " ".join(f"t{i}" for i in range(dims))
     return f"n c {image}, n {places} e! -> n c {places}"
