@@ -18,7 +18,7 @@ from conjoin.cost.work import CONVOLUTION, LAUNCHES, RECURRENT
 from conjoin.machine import DeviceType, architecture_of, nearest_device
 
 SUSTAINED = {"H100-SXM5-80GB": 0.64, "A100-SXM4-40GB": 0.92, "A100-SXM4-80GB": 0.92}
-"""Of what calls bound by flops reach on their own, by the nearest device's shares."""
+"""Of what calls bound by flops in half precision reach on their own, by the nearest device's shares."""
 _OF_AN_ARCHITECTURE = (CONVOLUTION, RECURRENT)
 
 
@@ -32,6 +32,10 @@ class Basis:
     sustained: float = 1.0
     """What is kept up of what calls bound by flops reach alone."""
 
+
+    def kept_up(self, dtype: str) -> float:
+        """What is kept up of the rate of a dtype; of float32 and wider, which no published step has, all."""
+        return 1.0 if dtype in ("float32", "float64") else self.sustained
 
     def carries_over(self, op: str, family: str) -> bool:
         """Whether the fit says something of calls of an operator."""

@@ -120,7 +120,7 @@ class DeviceCosts:
             return seconds
         by_flops = roofline.is_by_flops(*what)
         classes = classes_of(call, work, backward=backward, by_flops=by_flops)
-        seconds /= self._basis.sustained if by_flops else 1.0
+        seconds /= self._basis.kept_up(work.dtype) if by_flops else 1.0
         if known and self.curves.know(classes):
             return seconds * self.curves.factor(classes, log2(roofline.ideal(*what)))
         return seconds + (LAUNCHES.get(call.op, (1, 1))[backward] - 1) * roofline.overhead

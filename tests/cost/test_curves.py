@@ -128,3 +128,22 @@ def test_an_operator_that_nobody_measured_takes_what_its_family_does() -> None:
     found = [model.operator(call, (0,), H200) for call in calls]
     assert [(f.host_forward, f.host_backward) for f in found] == [(1e-5, 3e-5), (2e-5, 4e-5), (7e-6, 8e-6)]
     assert model.operator(Call("relu", (bf16(4, 4),)), (), H200).host_forward == 1e-6
+
+
+def test_what_training_keeps_up_of_a_rate() -> None:
+    """An H100 has an H200's rates for products, and published steps on it are slower; in float32 there are none."""
+    h100 = parse_machine("dgx-h100").device_type(0)
+    for dtype, slower in ((torch.bfloat16, True), (torch.float32, False)):
+        x = TensorType((8192, 8192), dtype)
+        call, model = Call("linear", (x, x, None)), CostModel()
+        ours, theirs = (model.operator(call, (0, 1), device).forward.value for device in (h100, H200))
+        assert (ours > 1.2 * theirs) is slower
+
+
+def test_another_architecture_takes_no_convolutions() -> None:
+    """Those of an H200 reach a third of its rate; a V100, without tensor cores for float32, most of its own."""
+    x, w = TensorType((112, 64, 56, 56), torch.float32), TensorType((64, 64, 3, 3), torch.float32)
+    call, v100 = Call("conv2d", (x, w, None, (1, 1), (1, 1), (1, 1), 1)), parse_machine("p3.8xlarge").device_type(0)
+    work = work_of(call, (0, 1))
+    ideal = work.forward.flops / v100.flops_of("float32")
+    assert 0.6 < ideal / CostModel().operator(call, (0, 1), v100).forward.value < 0.8
