@@ -32,9 +32,8 @@ class Basis:
     sustained: float = 1.0
     """What is kept up of what calls bound by flops reach alone."""
 
-
     def kept_up(self, dtype: str) -> float:
-        """What is kept up of the rate of a dtype; of float32 and wider, which no published step has, all."""
+        """What is kept up of the rate of a dtype; all of float32 and wider, of which nothing is published."""
         return 1.0 if dtype in ("float32", "float64") else self.sustained
 
     def carries_over(self, op: str, family: str) -> bool:

@@ -13,7 +13,7 @@ import torch
 from conjoin.cost import CostModel, Measurement, Profile, shipped_profiles, work_of
 from conjoin.cost.classes import classes_of
 from conjoin.cost.curves import Curves, Sample, fit_curves
-from conjoin.cost.fitting import HostTime, fit_efficiencies
+from conjoin.cost.fitting import Fit, HostTime, fit_efficiencies
 from conjoin.cost.keys import read_key
 from conjoin.machine import DeviceType, parse_machine
 from conjoin.ops import Call, TensorType
@@ -120,9 +120,8 @@ def test_the_host_takes_as_long_for_a_large_call_as_for_a_small_one() -> None:
 
 
 def test_an_operator_that_nobody_measured_takes_what_its_family_does() -> None:
-    fit = fit_efficiencies([], H200)
     host = (HostTime("any elementwise", 1, 1e-5, 3e-5), HostTime("relu", 1, 2e-5, 4e-5), HostTime("relu", 0, 1e-6, 0.0))
-    told = Profile(H200.name, "", "", "", fit.__class__((), 1e-6, 7e-6, 8e-6, 0.0, (), host), ())
+    told = Profile(H200.name, "", "", "", Fit((), 1e-6, 7e-6, 8e-6, 0.0, (), host), ())
     model = CostModel(profiles=[told])
     calls = [Call("mish", (bf16(4, 4),)), Call("relu", (bf16(4, 4),)), Call("sum", (bf16(4, 4), None))]
     found = [model.operator(call, (0,), H200) for call in calls]

@@ -160,7 +160,7 @@ class Squared(nn.Module):
         return self.inner(x).square().mean()
 
 
-def same_steps(model: nn.Module, planned: nn.Module, x: Tensor) -> None:
+def assert_same(model: nn.Module, planned: nn.Module, x: Tensor) -> None:
     torch.testing.assert_close(planned(x), model(x))
 
 
@@ -170,7 +170,7 @@ def test_a_causal_mask_under_a_scale_that_turns_it_round(scale: float) -> None:
     model, x = Attention(MASKS["causal"][0], scale=scale), torch.randn(2, S, 8)
     graph = capture(model, x)
     assert attention_of(graph).args[3] is not None
-    same_steps(model, to_module(graph, model), x)
+    assert_same(model, to_module(graph, model), x)
 
 
 def test_a_mask_of_the_model_may_change_before_it_is_loaded() -> None:
@@ -179,7 +179,7 @@ def test_a_mask_of_the_model_may_change_before_it_is_loaded() -> None:
     model.mask = lambda x: model.hidden
     graph = capture(model, x)
     model.hidden = torch.ones(S, S, dtype=torch.bool).tril()
-    same_steps(model, to_module(graph, model), x)
+    assert_same(model, to_module(graph, model), x)
 
 
 def test_one_query_head_over_many_keys() -> None:
@@ -195,7 +195,7 @@ def test_one_query_head_over_many_keys() -> None:
             return functional.scaled_dot_product_attention(k[:, :1], k, k, attn_mask=mask)
 
     model, x = Many(), torch.randn(2, S, 8)
-    same_steps(model, to_module(capture(model, x), model), x)
+    assert_same(model, to_module(capture(model, x), model), x)
 
 
 def test_a_mask_of_a_thousand_steps() -> None:

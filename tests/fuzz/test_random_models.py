@@ -14,7 +14,7 @@ from tests.fuzz.comparing import examine, examine_program
 from tests.fuzz.programs import Program
 from tests.fuzz.random_models import draw
 
-NUM_SEEDS, CHUNK, STEPS = 200, 5, 4
+NUM_SEEDS, CHUNK, STEPS = 240, 6, 4
 TURNS = (4, 2, 4, 1)
 
 
