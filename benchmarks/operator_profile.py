@@ -1,15 +1,17 @@
 """Seconds of the operators that the zoo's models run, whole and split, on one device: the profile that ships.
 
-    python benchmarks/operator_profile.py collect --keys operator_keys.txt
-    python benchmarks/operator_profile.py measure --keys operator_keys.txt --machine dgx-h200 --device cuda --minutes 8
+    python -m benchmarks.operator_profile collect --keys operator_keys.txt [--sweep]
+    python -m benchmarks.operator_profile measure --keys operator_keys.txt --machine dgx-h200 --device cuda --minutes 8
 
 `collect` needs no device: it captures every model on the meta device and writes the keys of its calls, the weightiest
 first: at the size of the paper, with the batch cut to what one device takes, and each other index split 2, 4 and 8
 ways; in float32, in bfloat16, and the casts between; and so the operators of our own that batch norms and losses are
-expanded into where a batch is split. `measure` takes them in that order until the time is up, keeps every measurement
-in the store at once (`--store`, else that of this account), skips what the store has, and writes
-`conjoin/cost/profiles/<device>.jsonl.gz`. With `--onto` the store first takes what a profile has, measured with the
-same version of torch. `fit` measures nothing: it takes the outcomes of `--onto`, and writes what follows from them.
+expanded into where a batch is split. With `--sweep` the keys are those of operators that people use, at sizes over
+the whole range, from no model (`operator_sweep.py`), in an order that is even wherever it ends. `measure` takes them
+in that order until the time is up, keeps every measurement in the store at once (`--store`, else that of this
+account), skips what the store has, and writes `conjoin/cost/profiles/<device>.jsonl.gz`. With `--onto` the store
+first takes what a profile has, measured with the same version of torch. `fit` measures nothing: it takes the outcomes
+of `--onto`, and writes what follows from them.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from dataclasses import replace
 from datetime import date
 from itertools import product
 from pathlib import Path
+from random import Random
 
 import torch
 
 import zoo
+from benchmarks.operator_sweep import Swept, sweep
 from conjoin.comm import GradientFlow
 from conjoin.cost import (
     OPTIMIZERS,
@@ -66,6 +70,8 @@ MAX_SECONDS = 8e-3
 """A call estimated to take longer is not measured: large ones follow the roofline, and each repeat costs as much."""
 MAX_BYTES = 2**33
 MAX_KEYS = 15_000
+SWEPT = 200
+"""Cases of the sweep that are captured as one model."""
 CAST_WEIGHT = 3e-2
 """The weight of a cast, which no model written in float32 has: that of a call with a thousandth of the step."""
 LEARNED = (
@@ -180,6 +186,23 @@ def collect(names: Iterable[str], device: DeviceType) -> dict[str, float]:
     return {key: weight for key, weight in weights.items() if weight > 0 and read_key(key)}
 
 
+def collect_sweep(device: DeviceType) -> list[str]:
+    """The keys of the sweep that are not too large; sums of whole results, which every case ends in, only now and then.
+    """
+    model, cases = CostModel(profiles=()), list(sweep())
+    found: dict[str, None] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for start in range(0, len(cases), SWEPT):
+            swept = Swept(cases[start : start + SWEPT], dtype)
+            graph = capture(swept, (torch.empty((), device="meta"),))
+            calls = [asked for asked in _counted(graph) if fits(asked[0], device, model)]
+            sums = [asked for asked in calls if asked[0].op == "sum"]
+            found |= {write_key(*asked): None for asked in calls if asked not in sums[SWEPT // 20 :]}
+    keys = [key for key in found if read_key(key)]
+    Random(0).shuffle(keys)
+    return keys
+
+
 def casts_of(call: Call) -> Iterator[Call]:
     """What mixed precision adds: the operands of products are cast before every use."""
     if work_of(call, ()).family in ("contraction", "convolution"):
@@ -256,6 +279,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the operators of the zoo's models on one device.")
     parser.add_argument("what", choices=["collect", "measure", "fit"])
     parser.add_argument("--keys", type=Path, help="the file of keys, one a line")
+    parser.add_argument("--sweep", action="store_true", help="collect from no model, over the whole range of sizes")
     parser.add_argument("--models", nargs="*", default=zoo.names(), help="models to collect from")
     parser.add_argument("--machine", default="dgx-h200", help="a machine whose first device this is")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -271,8 +295,11 @@ def main() -> int:
         write_profile(load_profile(given.onto or path), device, path)
         return 0
     if given.what == "collect":
-        weights = collect(given.models, device)
-        keys = sorted(weights, key=lambda key: -weights[key])[:MAX_KEYS]
+        if given.sweep:
+            keys = collect_sweep(device)
+        else:
+            weights = collect(given.models, device)
+            keys = sorted(weights, key=lambda key: -weights[key])[:MAX_KEYS]
         given.keys.write_text("".join(f"{key}\n" for key in keys), encoding="utf-8")
         print(f"{given.keys}: {len(keys)} keys")
         return 0

@@ -1,69 +1,107 @@
-"""Predicted against measured on one GPU: step time of zoo models at their real size, in float32 and bfloat16.
+"""Predicted against measured on one GPU, and planned against plain: training steps in float32 and bfloat16.
 
     python -m benchmarks.prediction_gpu measure --store costs.sqlite --output measured.json    # on the GPU
     python -m benchmarks.prediction_gpu predict --store costs.sqlite --measured measured.json  # anywhere
     python -m benchmarks.prediction_gpu predict                                                # measured before
 
-`measure` times every operator of every model on its own, once for each distinct call, and then whole training steps
-with AdamW. `predict` simulates the steps from the operators alone and compares. Without a store the operators are those
-of the shipped profile; without `--measured` the steps are those in the results, whose predictions are made anew. Beside
-them stands the line through the profile's copies between host and device, with the error of every point.
+Two lists of models: `zoo`, whose operators the shipped profile holds, and `public`, which nothing was fitted on
+(`public_models.py`; needs torchvision and transformers). `measure` times whole training steps with AdamW, of the plain
+module, of `to_module` and of `load` in turn; with a store it first times every operator of the models on its own, once
+for each distinct call. `predict` simulates the steps from operators alone and compares. Without a store the operators
+are those of the shipped profile; without `--measured` the steps are those in the results, whose predictions are made
+anew. Beside them stands the line through the profile's copies between host and device, with the error of every point.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import inspect
 import json
 import platform
 import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 import zoo
+from benchmarks import public_models
 from benchmarks.plotting import Point, draw
 from conjoin.cost import CostModel, Measurement, Store, measure, shipped_profiles, write_key
 from conjoin.frontends import capture
 from conjoin.ir import Graph, flatten_tree
 from conjoin.machine import Machine, NodeKind, fit_line, parse_machine
-from conjoin.runtime import to_module
+from conjoin.runtime import load, to_module
 from conjoin.search import make_plan
 from conjoin.sim import predict, wanted_by
 
-MODELS = (
+ZOO = (
     "bert-large", "gpt-350m", "resnet-101", "vit-l-16", "alexnet", "inception-v3", "dlrm", "candle-uno", "gpt-1.3b",
     "resnext-50", "vgg13", "mlp", "nmt",
 )  # fmt: skip
+LISTS = {"zoo": ZOO, "public": public_models.NAMES}
 RESULTS = Path(__file__).parent / "results" / "prediction_h200.json"
 OPTIMIZER = "adamw"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_WARMUP, _STEPS = 3, 10
+_WARMUP, _ROUNDS = 3, 9
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A training step on the GPU."""
+    """Training steps on the GPU: of the captured module, the loaded plan and the plain one, in turn; bytes of ours."""
 
+    list: str
     model: str
     dtype: str
     step_ms: float
+    loaded_ms: float
+    plain_ms: float
+    step_over_plain: float
+    loaded_over_plain: float
     peak_bytes: int
 
 
-def build(name: str, dtype: torch.dtype, device: str) -> tuple[nn.Module, tuple[Any, ...], Graph]:
-    """A model in a dtype, its batch, and its graph."""
-    found = zoo.build(name, device=device)
-    model = found.model.to(dtype).train()
-    batch = tuple(x.to(device, dtype if x.is_floating_point() else x.dtype) for x in found.batch)
-    return model, batch, capture(model, batch, found.loss)
+class Case(NamedTuple):
+    """A model in a dtype with its batch, its loss where it computes none itself, and its graph."""
+
+    model: nn.Module
+    batch: Any
+    loss: Callable[..., Tensor] | None
+    graph: Graph
+
+    def plain(self) -> list[Any]:
+        """What the user's own loop computes and holds: all that comes out of the model, the loss last."""
+        if self.loss is None:
+            made = self.model(**self.batch)
+            return [made, made.loss]
+        count = len(inspect.signature(self.model.forward).parameters)
+        return [self.loss(self.model(*self.batch[:count]), *self.batch[count:])]
+
+    def by(self, module: nn.Module) -> list[Any]:
+        """The same by a module made from the graph."""
+        assert self.graph.loss is not None
+        made = module(**self.batch) if isinstance(self.batch, dict) else module(*self.batch)
+        return [made, flatten_tree(made)[0][self.graph.loss]]
+
+
+def build(name: str, dtype: torch.dtype, device: str) -> Case:
+    """A model of either list in a dtype on a device."""
+    if name in public_models.NAMES:
+        model, batch, loss = public_models.build(name, device)
+    else:
+        model, batch, loss = zoo.build(name, device=device)  # type: ignore[assignment]
+    model = model.to(dtype).train()
+    batch = tree_map(lambda x: x.to(device, dtype if x.is_floating_point() else x.dtype), batch)
+    return Case(model, batch, loss, capture(model, batch, loss) if loss else capture(model, batch))
 
 
 def one_gpu(machine: str) -> Machine:
@@ -80,49 +118,82 @@ def time_operators(graph: Graph, machine: Machine, store: Store, seconds: float)
             store.add(device.name, torch.__version__, [measure(call, needs, "cuda", seconds=seconds)])
 
 
-def time_step(name: str, dtype: str, model: nn.Module, batch: tuple[Any, ...], graph: Graph, before: int) -> Measured:
-    """Whole training steps; memory without what was there before the model was."""
-    module = to_module(graph, model)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-5)
-    assert graph.loss is not None
-    seconds = []
-    for i in range(_WARMUP + _STEPS):
-        if i == _WARMUP:
-            torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+def stepper(optimizer: torch.optim.Optimizer, forward: Callable[[], list[Any]]) -> Callable[[], None]:
+    """A training step, as in a loop that holds what the model gives until the gradients are there."""
+
+    def step() -> None:
         optimizer.zero_grad()  # first: the gradients of the last step would be held during the forward pass
-        loss: Tensor = flatten_tree(module(*batch))[0][graph.loss]
-        loss.backward()  # type: ignore[no-untyped-call]
+        made = forward()
+        made[-1].backward()
+        del made
         optimizer.step()
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    step_ms = 1e3 * statistics.median(seconds[_WARMUP:])
-    return Measured(name, dtype, step_ms, torch.cuda.max_memory_allocated() - before)
+
+    return step
+
+
+def milliseconds(step: Callable[[], None]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def time_steps(model_list: str, name: str, dtype: str, case: Case, before: int) -> Measured:
+    """Steps in turn, the order turned each round; memory of the captured module alone, without what was there before.
+
+    The captured module and the plain one share weights and optimizer; the loaded plan has its own.
+    """
+    captured = to_module(case.graph, case.model)
+    optimizer = torch.optim.AdamW(captured.parameters(), lr=1e-5)
+    ours = stepper(optimizer, lambda: case.by(captured))
+    for _ in range(_WARMUP):
+        ours()
+    torch.cuda.reset_peak_memory_stats()
+    ours()
+    peak_bytes = torch.cuda.max_memory_allocated() - before
+    plan = make_plan(case.graph, parse_machine("local:1"), "single")
+    module = load(plan, case.model, device="cuda")
+    loaded = stepper(torch.optim.AdamW(module.parameters(), lr=1e-5), lambda: case.by(module))
+    steps = [ours, loaded, stepper(optimizer, case.plain)]
+    rounds: list[list[float]] = []
+    for i in range(_WARMUP + _ROUNDS):
+        taken = [0.0] * len(steps)
+        for k in range(len(steps)):
+            which = (i + k) % len(steps)
+            taken[which] = milliseconds(steps[which])
+        rounds.append(taken)
+    kept = rounds[_WARMUP:]
+    step_ms, loaded_ms, plain_ms = (statistics.median(taken) for taken in zip(*kept, strict=True))
+    ratios = [statistics.median(taken[i] / taken[2] for taken in kept) for i in range(2)]
+    return Measured(model_list, name, dtype, step_ms, loaded_ms, plain_ms, *ratios, peak_bytes)
 
 
 def measure_all(arguments: argparse.Namespace) -> int:
     machine = one_gpu(arguments.machine)
+    wanted = [(of, name) for of in arguments.lists for name in LISTS[of] if name in (arguments.models or LISTS[of])]
     rows: list[Measured] = []
     start = time.perf_counter()
-    with Store(arguments.store) as store:
-        for name in arguments.models:
-            for label, dtype in DTYPES.items():
-                if time.perf_counter() - start > 60 * arguments.minutes:
-                    break
-                before = torch.cuda.memory_allocated()
-                try:
-                    model, batch, graph = build(name, dtype, "cuda")
-                    time_operators(graph, machine, store, arguments.seconds_each)
-                    rows.append(time_step(name, label, model, batch, graph, before))
-                    print(f"{time.perf_counter() - start:.0f} s: {rows[-1]}", flush=True)
-                except Exception as error:
-                    print(f"{name} {label}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-                model = batch = graph = None  # type: ignore[assignment]
-                gc.collect()
-                torch.cuda.empty_cache()
-                facts = _circumstances() | {"rows": [asdict(row) for row in rows]}
-                arguments.output.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    for of, name in wanted:
+        for label, dtype in DTYPES.items():
+            if time.perf_counter() - start > 60 * arguments.minutes:
+                break
+            before = torch.cuda.memory_allocated()
+            case = None
+            try:
+                case = build(name, dtype, "cuda")
+                if arguments.store:
+                    with Store(arguments.store) as store:
+                        time_operators(case.graph, machine, store, arguments.seconds_each)
+                rows.append(time_steps(of, name, label, case, before))
+                print(f"{time.perf_counter() - start:.0f} s: {rows[-1]}", flush=True)
+            except Exception as error:
+                print(f"{name} {label}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            del case
+            gc.collect()
+            torch.cuda.empty_cache()
+            facts = _circumstances() | {"rows": [asdict(row) for row in rows]}
+            arguments.output.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
@@ -156,13 +227,25 @@ def fit_copies(device: str) -> dict[str, Any]:
     }
 
 
+def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """How far a list's predictions were off, and planned steps against plain ones."""
+    found: dict[str, float] = {"steps": len(rows)}
+    for key in ("error", "memory_error"):
+        off = [abs(row[key]) for row in rows]
+        found |= {f"median_{key}": round(statistics.median(off), 4), f"worst_{key}": max(off)}
+    for key in ("step_over_plain", "loaded_over_plain"):
+        ratios = [row[key] for row in rows]
+        found |= {f"median_{key}": round(statistics.median(ratios), 4), f"worst_{key}": round(max(ratios), 4)}
+    return found
+
+
 def predict_all(arguments: argparse.Namespace) -> int:
     measured = json.loads(arguments.measured.read_text(encoding="utf-8"))
     machine = one_gpu(arguments.machine)
     costs = CostModel([Store(arguments.store)] if arguments.store else [])
     rows = []
     for row in measured["rows"]:
-        _, _, graph = build(row["model"], DTYPES[row["dtype"]], "meta")
+        graph = build(row["model"], DTYPES[row["dtype"]], "meta").graph
         found = predict(make_plan(graph, machine, "single"), machine, costs, OPTIMIZER)
         error, memory = 1e3 * found.seconds / row["step_ms"] - 1, found.memory.peak / row["peak_bytes"] - 1
         sources = {source.value: round(seconds, 6) for source, seconds in found.breakdown.sources}
@@ -174,11 +257,8 @@ def predict_all(arguments: argparse.Namespace) -> int:
             f"{row['model']:<14} {row['dtype']:<9} predicted {1e3 * found.seconds:8.2f} ms  measured "
             f"{row['step_ms']:8.2f} ms  {error:+6.1%}   memory {memory:+6.1%}", flush=True,
         )  # fmt: skip
-    errors, memory_errors = ([abs(row[key]) for row in rows] for key in ("error", "memory_error"))
-    summary = {
-        "steps": len(rows), "median_error": statistics.median(errors), "worst_error": max(errors),
-        "median_memory_error": statistics.median(memory_errors), "worst_memory_error": max(memory_errors),
-    }  # fmt: skip
+    lists = dict.fromkeys(row["list"] for row in rows)
+    summary = {of: summarise([row for row in rows if row["list"] == of]) for of in lists}
     copies = fit_copies(machine.device_type(0).name)
     print(json.dumps(summary), json.dumps(copies), sep="\n")
     command = f"python -m benchmarks.prediction_gpu {' '.join(sys.argv[1:])}"
@@ -195,7 +275,8 @@ def main() -> int:
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["measure", "predict"])
-    parser.add_argument("--models", nargs="+", default=[name for name in MODELS if name in zoo.names()])
+    parser.add_argument("--lists", nargs="+", choices=LISTS, default=list(LISTS))
+    parser.add_argument("--models", nargs="+", help="only these of the lists")
     parser.add_argument("--machine", default="dgx-h200", help="a machine whose first device this is")
     parser.add_argument("--store", type=Path, help="where seconds of operators are kept")
     parser.add_argument("--seconds-each", type=float, default=0.03)

@@ -21,8 +21,8 @@ from torch import Tensor
 from conjoin.frontends.problems import HIDDEN, Problem
 from conjoin.ir import Source
 
-_MAX_ELEMENTS = 2**22
-"""Some tenths of a second for most functions."""
+_MAX_ELEMENTS = 2**20
+"""About a second for most functions."""
 _TOLERANCE = 1e-6
 """Relative, in float64: rounding is a billion times smaller, a different derivative far larger."""
 
@@ -34,6 +34,17 @@ class CustomCall:
     function: type[torch.autograd.Function]
     args: tuple[Any, ...]
     source: Source | None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Calls of one kind have one verdict: the class, types of tensors, and all else by what it is."""
+        return (self.function, *map(_what, self.args))
+
+
+def _what(argument: Any) -> object:
+    if isinstance(argument, Tensor):
+        return tuple(argument.shape), argument.dtype
+    return repr(argument) if isinstance(argument, bool | int | float | str | None) else id(argument)
 
 
 class _Context:
@@ -61,7 +72,10 @@ class Watch:
     def problems(self) -> tuple[Problem, ...]:
         """The calls whose backward is not the derivative of their forward, one problem a class."""
         found: dict[type, Problem] = {}
+        kinds: dict[tuple[object, ...], CustomCall] = {}
         for call in self.calls:
+            kinds.setdefault(call.kind, call)
+        for call in kinds.values():
             objection = None if call.function in found else _objection(call)
             if objection is not None:
                 found[call.function] = Problem(

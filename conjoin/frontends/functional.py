@@ -9,13 +9,14 @@ torch's way is taken.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from conjoin.frontends.problems import Problem, source_of
 from conjoin.frontends.torch_private import (
     ExportedProgram,
     InputKind,
@@ -241,6 +242,44 @@ def functionalize(program: ExportedProgram) -> Updates | None:
     kept = set(updates.values())
     graph.eliminate_dead_code(lambda node: node in kept or node.op in ("placeholder", "output") or _draws(node))
     return tuple(updates.items())
+
+
+def overlapping_writes(program: ExportedProgram) -> tuple[Problem, ...]:
+    """Writes through views of a tensor whose elements share memory (expanded, or windows that overlap).
+
+    Each of them changes elements beside those it is written to, which no functional form says.
+    """
+    found = []
+    for node in program.graph.nodes:
+        for target in _targets(node) if node.op == "call_function" else ():
+            if any(_overlaps(seen.meta.get("val")) for seen in _seen_through(target)):
+                found.append(Problem("a write to a part of an expanded tensor", source_of(node), _OVERLAP_ADVICE))
+    return tuple(dict.fromkeys(found))
+
+
+_OVERLAP_ADVICE = "its elements share memory, and others would change too: call .clone() on the expanded tensor first"
+
+
+def _seen_through(view: fx.Node) -> Iterator[fx.Node]:
+    """A tensor, and those it is a view of."""
+    yield view
+    while isinstance(view.target, OpOverload) and aliases_input(view.target) and isinstance(view.args[0], fx.Node):
+        view = view.args[0]
+        yield view
+
+
+def _overlaps(tensor: Any) -> bool:
+    """Whether two elements of a tensor may lie in one place."""
+    if not isinstance(tensor, Tensor) or not tensor.numel():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def hidden_views(program: ExportedProgram) -> dict[OpOverload, Callable[..., Any]]:

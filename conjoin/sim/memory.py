@@ -288,13 +288,13 @@ class _Walk:
         return bundle is not None and bundle.kind.regather
 
     def _start_gradients(self) -> None:
-        """Results come out, and the loss has a gradient."""
-        for root, layout in zip(self.skeleton.results, self.program.results, strict=True):
+        """Results come out and stay, as in a loop that holds them; the loss has a gradient."""
+        graph = self.skeleton.graph
+        for i, (root, layout) in enumerate(zip(self.skeleton.results, self.program.results, strict=True)):
             self._arrive(root, layout)
-            if self.skeleton.roots[root].type.dtype.is_floating_point:
-                self.grads[root, self.program.layout_of(root)] = self.heap.allocate(
-                    self._held(root, self.program.layout_of(root)) if self.skeleton.graph.training else 0
-                )
+            if graph.training and i == graph.loss:
+                own = self.program.layout_of(root)
+                self.grads[root, own] = self.heap.allocate(self._held(root, own))
 
     def _backward(self, position: int) -> None:
         reads, makes = self._versions(position)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import conjoin
+from conjoin.frontends import custom_functions
 
 
 class StraightThrough(torch.autograd.Function):
@@ -147,3 +148,22 @@ def test_very_many_elements_are_tried_on_fewer(function: Any, more: tuple[float,
         with pytest.raises(conjoin.CaptureError) as caught:
             conjoin.capture(Large(), x)
         assert reason in str(caught.value)
+
+
+def test_calls_that_are_alike_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[float] = []
+    monkeypatch.setattr(custom_functions, "_objection", lambda call: tried.append(call.args[1]))
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            for factor in (2.0, 2.0, 3.0, 2.0):
+                x = Cube.apply(x, factor)  # type: ignore[no-untyped-call]
+            return x.sum()
+
+    assert conjoin.capture(Deep(), torch.randn(3, 4)).nodes
+    assert tried == [2.0, 3.0]

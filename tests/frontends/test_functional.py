@@ -247,3 +247,60 @@ def test_writing_to_a_buffer_that_lies_in_another() -> None:
 
     with pytest.raises(CaptureError):
         capture(Overlapping(), torch.randn(3, 4))
+
+
+def expanded(h: Tensor) -> Tensor:
+    wide = h.expand(2, *h.shape)
+    wide[0] = 1.5
+    return wide
+
+
+def turned(h: Tensor) -> Tensor:
+    h.unsqueeze(1).expand(-1, 3, -1).transpose(0, 1)[1].mul_(2.0)
+    return h
+
+
+def windows(h: Tensor) -> Tensor:
+    seen = h.unfold(1, 2, 1)
+    seen[:, 0] = 1.5
+    return seen
+
+
+def of_its_own(h: Tensor) -> Tensor:
+    wide = h.expand(2, *h.shape).clone()
+    wide[0] = 1.5
+    return wide
+
+
+def before_it_is_expanded(h: Tensor) -> Tensor:
+    own = h.clone()
+    wide = own.expand(2, *h.shape)
+    own[0] = 1.5
+    return wide
+
+
+def apart(h: Tensor) -> Tensor:
+    own = h.clone()
+    own.unfold(1, 2, 2)[:, 0] = 1.5
+    return own
+
+
+class Through(nn.Module):
+    def __init__(self, body: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.linear = body, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.linear(x)).square().mean()
+
+
+@pytest.mark.parametrize("body", [expanded, turned, windows], ids=lambda body: body.__name__)
+def test_writing_where_elements_share_memory_is_refused(body: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(CaptureError, match=r"a write to a part of an expanded tensor at .*call \.clone\(\)"):
+        capture(Through(body), torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("body", [of_its_own, before_it_is_expanded, apart], ids=lambda body: body.__name__)
+def test_writing_where_every_element_has_its_own_is_not(body: Callable[[Tensor], Tensor]) -> None:
+    model, x = Through(body), torch.randn(3, 4)
+    assert torch.equal(to_module(capture(model, x), model)(x), model(x))

@@ -107,6 +107,33 @@ def test_one_device_holds_what_was_predicted(make: Callable[[], tuple[nn.Module,
     assert predicted.peak == pytest.approx(storages.peak, rel=0.1)
 
 
+def test_what_comes_out_beside_the_loss_is_held_and_has_no_gradient(prices: Prices) -> None:
+    """As language models of libraries give it: logits, far larger than all else, beside their loss."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(2000, 8), nn.Linear(8, 2000)
+
+        def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            logits = self.head(self.embedding(ids))
+            return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+
+    model, batch = Head(), (torch.randint(2000, (256,)), torch.randint(2000, (256,)))
+    graph = capture(model, batch)
+    predicted = measure_memory(
+        simulate(make_plan(graph, parse_machine("local:1"), "single"), prices).program, "sgd", "cpu"
+    )
+    module = to_module(graph, model)
+    module(*batch)["loss"].backward()
+    module.zero_grad()
+    gc.collect()
+    with Storages(*module.parameters(), *batch) as storages:
+        made = module(*batch)
+        made["loss"].backward()
+    assert predicted.peak == pytest.approx(storages.peak, rel=0.02)
+
+
 def test_ranks_hold_what_was_predicted(prices: Prices, tmp_path: Path) -> None:
     """A partial sum is summed up over two ranks, and the batch is split over two."""
     model, batch, loss = tall()
