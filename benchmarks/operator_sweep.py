@@ -7,6 +7,8 @@ a model would make, with their casts and gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import log2
+from random import Random
 from typing import NamedTuple
 
 import torch
@@ -28,7 +30,11 @@ class Case(NamedTuple):
 
 def sweep() -> Iterator[Case]:
     """All cases."""
-    for part in (_elementwise, _movement, _reductions, _norms, _products, _convolutions, _attention, _lookups):
+    parts = (
+        _elementwise, _movement, _reductions, _norms, _products, _convolutions, _attention, _lookups,
+        _drawn_convolutions,
+    )  # fmt: skip
+    for part in parts:
         yield from part()
 
 
@@ -170,6 +176,31 @@ def _stage(x: Shape) -> Iterator[Case]:
     yield Case(_conv(1, 2), (x, (2 * channels, channels, 1, 1)))
     yield Case(_conv(3), (x, (channels, channels, 3, 3)))
     yield Case(_conv(3, 2), (x, (2 * channels, channels, 3, 3)))
+
+
+def _drawn_convolutions() -> Iterator[Case]:
+    """Convolutions of any widths and batches: which kernel runs hangs on more than their size."""
+    rng = Random(0)
+
+    def width(least: int, most: int) -> int:
+        return 8 * round(2 ** rng.uniform(log2(least / 8), log2(most / 8)))
+
+    for _ in range(300):
+        batch, pixels = rng.choice((16, 32, 64, 128, 256)), rng.choice((7, 8, 13, 14, 16, 27, 28, 32, 56, 64, 112))
+        inner, outer = width(8, 1536), width(8, 1536)
+        if batch * max(inner, outer) * pixels**2 > 2**27:
+            continue
+        x = (batch, inner, pixels, pixels)
+        yield Case(_conv(1), (x, (outer, inner, 1, 1)))
+        kernel, stride = rng.choice(((3, 1), (3, 1), (3, 2), (5, 1), (7, 1))), rng.choice((1, 1, 2))
+        yield Case(_conv(kernel[0], stride, inner), (x, (inner, 1, kernel[0], kernel[0])))
+        group = rng.choice((4, 8, 16, 24, 32, 40, 48, 56, 64, 112, 128))
+        groups = rng.choice((2, 4, 8, 16, 32))
+        if batch * group * groups * pixels**2 <= 2**26:
+            wide = (batch, group * groups, pixels, pixels)
+            yield Case(_conv(3, stride, groups), (wide, (group * groups, group, 3, 3)))
+        if inner * outer <= 2**18:
+            yield Case(_conv(3, kernel[1]), (x, (outer, inner, 3, 3)))
 
 
 def _attention() -> Iterator[Case]:

@@ -3,6 +3,7 @@
 from conjoin.cost.communication import collective_seconds, point_to_point_seconds
 from conjoin.cost.device_costs import OperatorCost
 from conjoin.cost.fitting import Fit, fit_efficiencies
+from conjoin.cost.kernels import ATTENTION, fuses_attention
 from conjoin.cost.keys import read_key, write_key
 from conjoin.cost.local_calls import LocalCall, local_calls
 from conjoin.cost.measurement import Absence, Measurement, Outcome, mean_outcomes
@@ -17,9 +18,9 @@ from conjoin.cost.transfers import OPTIMIZERS, copy_key, measure_copy, measure_u
 from conjoin.cost.work import FAMILIES, CallWork, Work, work_of
 
 __all__ = [
-    "FAMILIES", "NO_SECONDS", "OPTIMIZERS", "Absence", "CallWork", "CostModel", "Fit", "Groups", "LocalCall",
-    "Measurement", "OperatorCost", "Outcome", "Profile", "Seconds", "Source", "Store", "Way", "Work",
-    "collective_seconds", "copy_key", "fit_efficiencies", "load_profile", "local_calls", "mean_outcomes", "measure",
-    "measure_copy", "measure_update", "nccl_ways", "point_to_point_seconds", "read_key", "save_profile",
-    "shipped_profiles", "update_key", "weakest", "work_of", "write_key",
+    "ATTENTION", "FAMILIES", "NO_SECONDS", "OPTIMIZERS", "Absence", "CallWork", "CostModel", "Fit", "Groups",
+    "LocalCall", "Measurement", "OperatorCost", "Outcome", "Profile", "Seconds", "Source", "Store", "Way", "Work",
+    "collective_seconds", "copy_key", "fit_efficiencies", "fuses_attention", "load_profile", "local_calls",
+    "mean_outcomes", "measure", "measure_copy", "measure_update", "nccl_ways", "point_to_point_seconds", "read_key",
+    "save_profile", "shipped_profiles", "update_key", "weakest", "work_of", "write_key",
 ]  # fmt: skip

@@ -2,10 +2,11 @@
 
 Shares of the device's own rates that calls reach, as curves over size, and the times of the host. Two things do not
 carry over. Convolutions, recurrent layers and batch norms: their kernels are written for each architecture, or bound by
-how many run at once and not by memory, so another architecture takes round figures. And how long a device keeps up what
-a kernel reaches alone in milliseconds: that is limited by its power, and what people reached with it depends on the age
-of their libraries. It is a figure for each device that published training steps give, `SUSTAINED`; no figure belongs to
-a row or a source of them (`benchmarks/published.py`).
+how many run at once and not by memory, so another architecture takes round figures; but none of these calls outruns the
+measured GPU by more than the device's rates exceed that one's. And how long a device keeps up what a kernel reaches
+alone in milliseconds: that is limited by its power, and what people reached with it depends on the age of their
+libraries. It is a figure for each architecture, `SUSTAINED`: published training steps give those of Hopper and Ampere,
+newer ones take Hopper's; no figure belongs to a row or a source of them (`benchmarks/published.py`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from dataclasses import dataclass
 
 from conjoin.cost.fitting import Fit
 from conjoin.cost.work import CONVOLUTION, LAUNCHES, RECURRENT
-from conjoin.machine import DeviceType, architecture_of, nearest_device
+from conjoin.machine import PRESET_DEVICES, DeviceType, architecture_of, nearest_device, preset_name
 
-SUSTAINED = {"H100-SXM5-80GB": 0.64, "A100-SXM4-40GB": 0.92, "A100-SXM4-80GB": 0.92}
+SUSTAINED = {"Hopper": 0.64, "Blackwell": 0.64, "CDNA 3": 0.64, "Ampere": 0.92, "Ada": 0.92}
 """Of what calls bound by flops in half precision reach on their own, by the nearest device's shares."""
 _OF_AN_ARCHITECTURE = (CONVOLUTION, RECURRENT)
 
@@ -27,6 +28,8 @@ class Basis:
     """What estimates for a device rest on."""
 
     fit: Fit | None = None
+    of: DeviceType | None = None
+    """Whose fit it is, where it is another device's."""
     is_foreign: bool = False
     """Whether the fit is of another architecture."""
     sustained: float = 1.0
@@ -46,5 +49,6 @@ def borrow(device: DeviceType, fits: Mapping[str, Fit]) -> Basis:
     name = nearest_device(device, fits)
     if name is None:
         return Basis()
-    is_foreign = architecture_of(name) != architecture_of(device.name)
-    return Basis(fits[name], is_foreign, SUSTAINED.get(device.name, 1.0))
+    architecture = architecture_of(preset_name(device))
+    is_foreign = architecture_of(name) != architecture
+    return Basis(fits[name], PRESET_DEVICES[name], is_foreign, SUSTAINED.get(architecture, 1.0))

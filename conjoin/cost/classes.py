@@ -2,42 +2,61 @@
 
 from __future__ import annotations
 
-from conjoin.cost.work import ATTENTION, CONTRACTION, CONVOLUTION, LAUNCHES, CallWork
+from conjoin.cost.work import ATTENTION, CONTRACTION, CONVOLUTION, LAUNCHES, REDUCTION, CallWork
 from conjoin.ops import Call, output_types, spec_for
 
 _ALIGNED_BYTES = 16
 """Rows that begin at a multiple of it are what tensor cores read; a product with others runs without them."""
 _FEW_CHANNELS = 4
-_USUAL_HEADS = (32, 64, 128)
+_USUAL_HEADS = (32, 64, 96, 128, 192, 256)
 _LIKE = {"float16": "bfloat16"}
 """Dtypes that kernels treat alike."""
 
 
-def classes_of(call: Call, work: CallWork, *, backward: bool, by_flops: bool) -> tuple[str, ...]:
-    """The names of a call's classes; an operator of many kernels is like no other.
+def classes_of(call: Call, work: CallWork, rate: str, *, backward: bool, by_flops: bool) -> tuple[str, ...]:
+    """The names of a call's classes, computed at the rate of some dtype; an operator of many kernels is like no other.
 
     >>> import torch
     >>> from conjoin.cost.work import work_of
     >>> from conjoin.ops import TensorType
     >>> x, w = TensorType((8, 64), torch.bfloat16), TensorType((50257, 64), torch.bfloat16)
     >>> call = Call("linear", (x, w, None))
-    >>> classes_of(call, work_of(call, ()), backward=False, by_flops=True)[2:]
+    >>> classes_of(call, work_of(call, ()), "bfloat16", backward=False, by_flops=True)[2:]
     ('contraction bfloat16 odd by flops', 'linear bfloat16 odd by flops')
     """
-    family = call.op if call.op in LAUNCHES else work.family
+    family = call.op if call.op in LAUNCHES else _subfamily(call, work.family)
     way = " backward" if backward else ""
-    dtype = _LIKE.get(work.dtype, work.dtype)
-    special = f"{dtype} {_shape_class(call, work.family)}{'by flops' if by_flops else 'by bytes'}"
+    dtype = _LIKE.get(rate, rate)
+    special = f"{dtype} {_shape_class(call, work.family, rate)}{'by flops' if by_flops else 'by bytes'}"
     general = f"{family}{way}", f"{family}{way} {dtype}", f"{family}{way} {special}"
     return general if call.op in LAUNCHES else (*general, f"{call.op}{way} {special}")
 
 
-def _shape_class(call: Call, family: str) -> str:
+def _subfamily(call: Call, family: str) -> str:
+    """Reductions are of several kinds: each has kernels of its own."""
+    found = (kind for kind, words in _REDUCTIONS if any(word in call.op for word in words))
+    return next(found, family) if family == REDUCTION else family
+
+
+_REDUCTIONS = (
+    ("batch norm", ("batch_norm",)), ("norm", ("layer_norm", "rms_norm", "group_norm", "instance_norm")),
+    ("softmax", ("softmax", "cross_entropy", "logsumexp")), ("pool", ("pool",)), ("scan", ("cum",)),
+)  # fmt: skip
+
+
+def _shape_class(call: Call, family: str, rate: str) -> str:
     if family == CONTRACTION:
-        return "odd " if _is_odd(call) else ""
+        return "odd " if rate != "float32" and _is_odd(call) else ""
     if family == CONVOLUTION:
         return _convolution(call)
+    if "batch_norm" in call.op:
+        return _channels(call)
     return _attention(call) if family == ATTENTION else ""
+
+
+def _channels(call: Call) -> str:
+    """A batch norm has as many blocks as channels: few of them leave most of a GPU idle."""
+    return f"of {min(2 ** max(call.tensors[0].shape[1] - 1, 0).bit_length(), 256)} channels "
 
 
 def _is_odd(call: Call) -> bool:

@@ -2,8 +2,9 @@
 
 A call belongs to classes from the general to the special: its family, its dtype, the class of its shape and what bounds
 it, its operator (`classes.py`). Every class has a curve over the size of calls, log2 of their ideal seconds: the median
-in every octave of what the classes before it leave unexplained, and less of it where few measurements say so. What is
-known of a class corrects an estimate; what is not known leaves it as it is.
+in every octave of what the classes before it leave unexplained, and less of it where few measurements say so. Every
+operator has one voice in that, however often it was measured, and where a class has several an octave of one alone says
+nothing. What is known of a class corrects an estimate; what is not known leaves it as it is.
 """
 
 from __future__ import annotations
@@ -63,19 +64,32 @@ def fit_curves(samples: Sequence[Sample]) -> dict[str, Knots]:
             if level < len(sample.classes):
                 members[sample.classes[level]].append(i)
         for name, those in members.items():
-            found[name] = knots = _knots([(samples[i].size, left[i]) for i in those])
+            found[name] = knots = _knots([_Point(samples[i].classes[-1], samples[i].size, left[i]) for i in those])
             line = np.array(knots).T
             for i in those:
                 left[i] -= float(np.interp(samples[i].size, *line))
     return found
 
 
-def _knots(points: list[tuple[float, float]]) -> Knots:
-    octaves: dict[int, list[tuple[float, float]]] = defaultdict(list)
+class _Point(NamedTuple):
+    operator: str
+    size: float
+    left: float
+
+
+def _knots(points: list[_Point]) -> Knots:
+    octaves: dict[int, list[_Point]] = defaultdict(list)
     for point in points:
-        octaves[floor(point[0])].append(point)
+        octaves[floor(point.size)].append(point)
+    several = len({point.operator for point in points}) > 1
     full = [octaves[key] for key in sorted(octaves) if len(octaves[key]) >= _MIN_POINTS]
-    return tuple(
-        (round(median(x for x, _ in part), 3), round(median(y for _, y in part) * len(part) / (len(part) + _DOUBT), 4))
-        for part in full or [points]
-    )
+    told = [part for part in full if not several or len({point.operator for point in part}) > 1]
+    return tuple(_knot(part) for part in told or full or [points])
+
+
+def _knot(part: list[_Point]) -> tuple[float, float]:
+    voices: dict[str, list[float]] = defaultdict(list)
+    for point in part:
+        voices[point.operator].append(point.left)
+    middle = median(median(those) for those in voices.values())
+    return round(median(point.size for point in part), 3), round(middle * len(part) / (len(part) + _DOUBT), 4)

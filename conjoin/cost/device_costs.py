@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache, reduce
 from math import log2
 from typing import Any
 
@@ -13,19 +14,22 @@ from conjoin.cost.classes import classes_of
 from conjoin.cost.curves import Curves
 from conjoin.cost.fitting import Fit, HostTime, any_of
 from conjoin.cost.interpolation import Point, interpolate
+from conjoin.cost.kernels import kernels_of
 from conjoin.cost.keys import read_key, write_key
 from conjoin.cost.measurement import Measurement
 from conjoin.cost.roofline import DEFAULT_HOST, Roofline
 from conjoin.cost.seconds import NO_SECONDS, Seconds, Source
-from conjoin.cost.work import ELEMENTWISE, FUSED, LAUNCHES, CallWork, parts_of, work_of
+from conjoin.cost.work import ELEMENTWISE, FUSED, LAUNCHES, CallWork, Work, parts_of, work_of
 from conjoin.machine import DeviceType
-from conjoin.ops import Call, Kind, space_of, spec_for
+from conjoin.ops import Access, Call, Kind, space_of, spec_for
 
 _IN_PYTHON = 2
 """Launches of a gradient that the host could make in the time in which it calls one that is written in Python."""
 _LAUNCH = 5
 """Calls that the host could make in the time in which it launches a collective: 3.6 of the smallest kernels for an
 all-reduce, 7 for an all-gather or reduce-scatter, through torch.distributed to a backend that does nothing."""
+_CACHED = 2**27
+"""Bytes of which a good part may still lie in a GPU's caches, which hold up to 60 MB."""
 _GRADIENT = 0.25
 """How far apart, in doublings, calls of one size are for each operand that gets a gradient in one of them only."""
 
@@ -46,6 +50,16 @@ class _Kin:
 
     forward: Point
     backward: Point | None
+
+
+def _and(one: OperatorCost, other: OperatorCost) -> OperatorCost:
+    """One after the other."""
+    return OperatorCost(
+        one.forward + other.forward,
+        one.backward + other.backward,
+        one.host_forward + other.host_forward,
+        one.host_backward + other.host_backward,
+    )
 
 
 class DeviceCosts:
@@ -72,7 +86,11 @@ class DeviceCosts:
             cost = _as_measured(measured, needs, self._host.find(call, needs, measured))
         else:
             alone = call.op in FUSED and not self._kin(call)
-            cost = self._add_up(call, needs) if alone else self._reckon(call, needs)
+            kernels = kernels_of(call, needs) if self.device.kind == "cuda" else ()
+            if kernels:
+                cost = reduce(_and, (self.find(*part) for part in kernels))
+            else:
+                cost = self._add_up(call, needs) if alone else self._reckon(call, needs)
         self.known[call, needs] = cost
         return cost
 
@@ -114,16 +132,35 @@ class DeviceCosts:
         """By the roofline, and by what is known of calls of its classes; else by how many kernels it is."""
         known = self._basis.carries_over(call.op, work.family)
         roofline, part = self.roofline if known else self._bare, work.backward if backward else work.forward
-        what = part, work.family, work.dtype
+        dtype = roofline.computed_in(work.dtype)
+        what = part, work.family, dtype
         seconds = roofline.seconds(*what, backward=backward)
         if not part:
             return seconds
         by_flops = roofline.is_by_flops(*what)
-        classes = classes_of(call, work, backward=backward, by_flops=by_flops)
-        seconds /= self._basis.kept_up(work.dtype) if by_flops else 1.0
+        classes = classes_of(call, work, dtype, backward=backward, by_flops=by_flops)
+        seconds /= self._basis.kept_up(dtype) if by_flops else 1.0
         if known and self.curves.know(classes):
-            return seconds * self.curves.factor(classes, log2(roofline.ideal(*what)))
-        return seconds + (LAUNCHES.get(call.op, (1, 1))[backward] - 1) * roofline.overhead
+            found = seconds * self.curves.factor(classes, log2(roofline.ideal(*what)))
+            return max(found, self._least(*what))
+        seconds += (LAUNCHES.get(call.op, (1, 1))[backward] - 1) * roofline.overhead
+        return seconds if known else max(seconds, self._as_measured_elsewhere(call, work, part, backward=backward))
+
+    def _as_measured_elsewhere(self, call: Call, work: CallWork, part: Work, *, backward: bool) -> float:
+        """What the GPU whose shares do not carry over takes, less by no more than this one's rates are higher."""
+        basis = self._basis
+        assert basis.fit is not None and basis.of is not None, "shares of another device"
+        there = Roofline.of(basis.of, dict(basis.fit.efficiency), basis.fit.overhead_seconds)
+        what = part, work.family, there.computed_in(work.dtype)
+        ideal, by_flops = there.ideal(*what), there.is_by_flops(*what)
+        classes = classes_of(call, work, what[2], backward=backward, by_flops=by_flops)
+        seconds = there.seconds(*what, backward=backward) * self.curves.factor(classes, log2(ideal))
+        return seconds * min(1.0, self._bare.ideal(part, work.family, self._bare.computed_in(work.dtype)) / ideal)
+
+    def _least(self, work: Work, family: str, dtype: str) -> float:
+        """What no kernel goes below: its flops at the peak, and its bytes, where caches do not hold them."""
+        cached = self.device.kind == "cpu" or work.bytes < _CACHED
+        return self.roofline.ideal(Work(work.flops, 0.0) if cached else work, family, dtype)
 
     def _kin(self, call: Call) -> list[_Kin]:
         if call.op not in self._keys_by_op:
@@ -189,24 +226,56 @@ def _between(points: list[Point], sizes: tuple[float, ...], estimate: float) -> 
 
 
 def _sizes(call: Call, needs: tuple[int, ...]) -> tuple[float, ...]:
-    """Where a call lies among those of its kind: log2 of the sizes of its indices, and which operands get gradients."""
-    spec = spec_for(call)
-    sizes = space_of(spec, call).sizes.values() if spec else (n for t in call.tensors for n in t.shape)
+    """Where a call lies among those of its kind: log2 of its sizes, and which operands get gradients."""
     gradients = (_GRADIENT * (i in needs) for i in range(len(call.tensors)))
-    return (*(log2(max(size, 1)) for size in sizes), *gradients)
+    return (*(log2(max(size, 1)) for size in _axes(call).values()), *gradients)
 
 
 def _kind(call: Call) -> tuple[Any, ...]:
-    """What calls must have in common to be compared: operator, dtypes, indices, attributes but for sizes."""
+    """What calls must have in common to be compared: operator, dtypes, roles of indices, attributes but for sizes."""
     spec = spec_for(call)
-    indices = tuple(space_of(spec, call).sizes) if spec else tuple(len(t.shape) for t in call.tensors)
-    follows = spec.follows if spec else {}
+    told = {*spec.follows, *_TOLD_BY_INDICES} if spec else set()
     attributes = tuple(
         _sketch(value)
         for parameter, value in zip(call.signature.parameters, call.args, strict=True)
-        if parameter.kind is Kind.ATTRIBUTE and parameter.name not in follows
+        if parameter.kind is Kind.ATTRIBUTE and parameter.name not in told
     )
-    return call.op, call.operand_names, tuple(tensor.dtype for tensor in call.tensors), indices, attributes
+    return call.op, call.operand_names, tuple(tensor.dtype for tensor in call.tensors), tuple(_axes(call)), attributes
+
+
+_TOLD_BY_INDICES = ("dim", "keepdim", "normalized_shape", "cudnn_enable")
+
+
+@cache
+def _axes(call: Call) -> dict[Any, int]:
+    """The sizes of a call by the role of its indices: those that stand in the same tensors in the same way are one.
+
+    So rows are rows, whether a batch has them as (32, 128) or as 4096.
+
+    >>> import torch
+    >>> from conjoin.ops import TensorType
+    >>> x, w = TensorType((32, 128, 64), torch.float32), TensorType((256, 64), torch.float32)
+    >>> list(_axes(Call("linear", (x, w, None))).values())
+    [4096, 64, 256]
+    """
+    spec = spec_for(call)
+    if spec is None:
+        return {(i, k): size for i, tensor in enumerate(call.tensors) for k, size in enumerate(tensor.shape)}
+    space = space_of(spec, call)
+    accesses = (*space.notation.operands, *space.notation.outputs)
+    found: dict[Any, int] = {}
+    for index, size in space.sizes.items():
+        role = index in space.notation.whole, *(_place(access, index) for access in accesses)
+        found[role] = found.get(role, 1) * size
+    return found
+
+
+def _place(access: Access, index: str) -> tuple[str, bool] | None:
+    """How an index stands in a tensor, and whether that is the last dim: the one that lies closest in memory."""
+    for i, dim in enumerate(access.dims):
+        if index in Access((dim,)).indices():
+            return type(dim).__name__, i == len(access.dims) - 1
+    return None
 
 
 def _sketch(value: Any) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import exp, log, log2
 from statistics import median
@@ -101,6 +102,29 @@ def fit_efficiencies(measurements: Iterable[Measurement], device: DeviceType) ->
     return Fit(reached, overhead, forward, backward, error, tuple(curves.items()), times)
 
 
+def join_fits(before: Fit, own: Fit) -> Fit:
+    """What own measurements say, and what was known before of families and operators that they say nothing of."""
+    told = {_head(name) for name, _ in (*own.efficiency, *own.curves)}
+    timed = {(time.name, time.num_gradients) for time in own.host}
+    return replace(
+        own,
+        efficiency=(*(each for each in before.efficiency if _head(each[0]) not in told), *own.efficiency),
+        curves=(*(each for each in before.curves if _head(each[0]) not in told), *own.curves),
+        host=(*(time for time in before.host if (time.name, time.num_gradients) not in timed), *own.host),
+        host_forward=own.host_forward or before.host_forward,
+        host_backward=own.host_backward or before.host_backward,
+    )
+
+
+def _head(name: str) -> str:
+    """The family or operator that an efficiency or a class is of.
+
+    >>> _head("batch norm backward bfloat16 of 64 channels by bytes")
+    'batch norm'
+    """
+    return re.split(r" (?:backward|b?float\d+|complex\d+)\b", name)[0]
+
+
 def _middle(seconds: Iterable[float]) -> float:
     return median([x for x in seconds if x > 0] or [0.0])
 
@@ -119,7 +143,8 @@ def _points(known: _Known) -> list[_Point]:
 def _sample(point: _Point, fitted: Roofline) -> Sample:
     work = point.known.work
     what = point.work, work.family, work.dtype
-    classes = classes_of(point.known.call, work, backward=point.backward, by_flops=fitted.is_by_flops(*what))
+    by_flops, rate = fitted.is_by_flops(*what), fitted.computed_in(work.dtype)
+    classes = classes_of(point.known.call, work, rate, backward=point.backward, by_flops=by_flops)
     estimate = fitted.seconds(*what, backward=point.backward)
     return Sample(classes, log2(fitted.ideal(*what)), log2(point.seconds / estimate))
 

@@ -15,17 +15,17 @@ import torch
 
 from conjoin.cost.borrowing import Basis, borrow
 from conjoin.cost.device_costs import DeviceCosts, OperatorCost
-from conjoin.cost.fitting import fit_efficiencies
+from conjoin.cost.fitting import fit_efficiencies, join_fits
 from conjoin.cost.measurement import Measurement, Outcome
 from conjoin.cost.profile import Profile, merge_outcomes, shipped_profiles
 from conjoin.cost.seconds import NO_SECONDS, Seconds
 from conjoin.cost.store import Store
 from conjoin.cost.transfers import copy_seconds, update_seconds
-from conjoin.machine import DeviceType
+from conjoin.machine import DeviceType, preset_name
 from conjoin.ops import Call, TensorType
 
 _FITTED = 20
-"""Measurements from which a store's own efficiencies are worth more than a profile's."""
+"""Measurements from which a store's own efficiencies are worth more than a profile's, of what they are of."""
 
 
 class CostModel:
@@ -66,14 +66,16 @@ class CostModel:
 
     def _open(self, device: DeviceType) -> DeviceCosts:
         """All that stores and profiles know of a device."""
-        profiles = [profile for profile in self._profiles if profile.device == device.name]
+        names = {device.name, preset_name(device)}
+        profiles = [profile for profile in self._profiles if profile.device in names]
         of_any_torch = [store.outcomes(device.name) for store in self._stores]
         of_this_torch = [store.outcomes(device.name, torch.__version__) for store in self._stores]
         own = _measured(*of_any_torch, *of_this_torch)
         every = _measured(*(profile.outcomes for profile in profiles), own.values())
         basis = Basis(profiles[-1].fit) if profiles else borrow(device, {p.device: p.fit for p in self._profiles})
         if len(own) >= _FITTED and not device.efficiency:
-            basis = Basis(fit_efficiencies(own.values(), device))
+            fit = fit_efficiencies(own.values(), device)
+            basis = Basis(join_fits(basis.fit, fit) if basis.fit and device.kind == "cuda" else fit)
         costs = self._devices[id(device)] = DeviceCosts(device, every, basis)
         return costs
 

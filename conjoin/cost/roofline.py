@@ -60,6 +60,10 @@ class Roofline:
         tiny = given[0] or given[1] or DEFAULT_OVERHEAD[device.kind]
         return cls(device, {**DEFAULT_EFFICIENCY, **known}, tiny)
 
+    def computed_in(self, dtype: str) -> str:
+        """The dtype in which a device computes: halves that it has no rate for it takes as float32."""
+        return dtype if dtype in dict(self.device.peak_flops) or not dtype.endswith("float16") else "float32"
+
     def ideal(self, work: Work, family: str, dtype: str) -> float:
         """Seconds at full peak and bandwidth."""
         return max(self._limits(work, family, dtype))

@@ -193,7 +193,7 @@ def _backward(case: _Case, needs: tuple[int, ...], forward: Work) -> Work:
         elif names.count(names[i]) > 1:
             part = NO_WORK  # joined operands: each gradient is a view of a part of the output's
         else:
-            part = _added_backward(case.family, operands[i], case.outputs)
+            part = _added_backward(case, i)
         total = _both(total, part)
     return total
 
@@ -208,13 +208,27 @@ def _view_backward(call: Call, outputs: tuple[TensorType, ...]) -> Work:
     return NO_WORK if gradients == operand.bytes else Work(0.0, float(gradients + operand.bytes))
 
 
-def _added_backward(family: str, operand: TensorType, outputs: tuple[TensorType, ...]) -> Work:
+_AS_IT_IS = ("add.Tensor", "sub.Tensor", "add_", "broadcast_tensors")
+"""Functions whose first operand's gradient is the output's own; that of a second one, where nothing is multiplied."""
+
+
+def _added_backward(case: _Case, i: int) -> Work:
     """The gradient of an operand that is only added: the output's own, spread, summed or put back."""
-    output = outputs[0]
+    operand, output = case.call.tensors[i], case.outputs[0]
     same_size = operand.num_elements == output.num_elements and operand.dtype == output.dtype
-    if family in (ELEMENTWISE, CONTRACTION, CONVOLUTION) and same_size:
+    if same_size and (case.family in (CONTRACTION, CONVOLUTION) or _hands_on(case.call, i)):
         return NO_WORK
-    if family == REDUCTION and operand.num_elements >= output.num_elements:
+    if case.family == REDUCTION and operand.num_elements > output.num_elements and not _averages(case):
         return NO_WORK  # the gradient of a sum is the output's, expanded without a copy
     summed = float(output.num_elements) if operand.num_elements < output.num_elements else 0.0
-    return Work(summed, float(sum(each.bytes for each in outputs) + operand.bytes))
+    return Work(summed, float(sum(each.bytes for each in case.outputs) + operand.bytes))
+
+
+def _hands_on(call: Call, i: int) -> bool:
+    if call.op not in _AS_IT_IS:
+        return False
+    return i == 0 or (call.op == "add.Tensor" and call["alpha"] in (None, 1))
+
+
+def _averages(case: _Case) -> bool:
+    return bool(space_of(case.spec, case.call).notation.averaged)

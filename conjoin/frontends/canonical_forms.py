@@ -85,6 +85,13 @@ def _divided(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node
     return (op, args, types) if args[2] is not None else (op.removesuffix("_mode"), args[:2], types)
 
 
+def _filled(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
+    """Of the tensor that it is to be like only the type is read, and that is known: what is made is a constant."""
+    op = operator_name(cast(OpOverload, node.target)).removeprefix("new_")
+    value = (args[2],) if op == "full" else ()
+    return op, bind_args(op, (types[0].shape, *value), {"dtype": types[0].dtype}), types
+
+
 def _sized(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
     """A shape without -1, so that a piece's shape can take its place; what has that shape already is handed on."""
     if args[0].type.shape == types[0].shape:
@@ -192,6 +199,7 @@ _CANONICAL: Mapping[str, Callable[[Any, Any, fx.Node], Canonical]] = {
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _sized),
     "broadcast_tensors": _broadcast_together,
     **dict.fromkeys((*CASTS, "_to_copy"), _cast),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full"), _filled),
     "copy": _copy,
     "cat": _joined,
     "scaled_dot_product_attention": _attention,

@@ -15,7 +15,7 @@ from conjoin.machine.machine import Machine
 from conjoin.machine.mesh import Axis, Mesh, prime_factors
 from conjoin.machine.naming import find_machine_files, parse_machine
 from conjoin.machine.parts import part_of, parts_of
-from conjoin.machine.preset_devices import architecture_of, nearest_device
+from conjoin.machine.preset_devices import PRESET_DEVICES, architecture_of, nearest_device, preset_name
 from conjoin.machine.presets import preset_names
 from conjoin.machine.toml_form import machine_file_problems
 from conjoin.machine.topology import Topology
@@ -24,6 +24,7 @@ from conjoin.machine.wiring import DirectedLink, Route
 __all__ = [
     "COLLECTIVE_KINDS",
     "NETWORK",
+    "PRESET_DEVICES",
     "Axis",
     "CollectiveFit",
     "DeviceType",
@@ -45,6 +46,7 @@ __all__ = [
     "part_of",
     "parts_of",
     "place_of",
+    "preset_name",
     "preset_names",
     "prime_factors",
     "reason_of",

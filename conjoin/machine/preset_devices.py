@@ -79,6 +79,8 @@ _TOLD = {
     "NVIDIA H100 NVL": H100_NVL, "NVIDIA B200": B200, "NVIDIA GB200": GB200, "AMD Instinct MI300X": MI300X,
 }  # fmt: skip
 """What drivers call them."""
+PRESET_DEVICES = {each.name: each for each in _TOLD.values()}
+"""By name."""
 
 
 def known_device(told: str) -> DeviceType | None:
@@ -88,6 +90,23 @@ def known_device(told: str) -> DeviceType | None:
     'H200-SXM5-141GB'
     """
     return _TOLD.get(told) or _TOLD.get(f"NVIDIA {told}")
+
+
+def preset_name(device: DeviceType) -> str:
+    """The name under which a device is known here: by what drivers call it, else by its rates and its kind.
+
+    >>> preset_name(DeviceType("mine", "cuda", 2**36, H200.memory_bandwidth, H200.peak_flops))
+    'H200-SXM5-141GB'
+    """
+    if device.name in PRESET_DEVICES or device.kind == "cpu":
+        return device.name
+    told = known_device(device.name)
+    rates = [each for each in PRESET_DEVICES.values() if _rates(each) == _rates(device)]
+    return told.name if told else rates[0].name if rates else device.name
+
+
+def _rates(device: DeviceType) -> tuple[object, ...]:
+    return device.memory_bandwidth, *sorted(device.peak_flops)
 
 
 _ARCHITECTURES = {
@@ -112,7 +131,7 @@ def nearest_device(device: DeviceType, names: Iterable[str]) -> str | None:
     >>> nearest_device(A100_80, ["H200-SXM5-141GB", "T4-16GB", "my own"])
     'H200-SXM5-141GB'
     """
-    known = {each.name: each for each in _TOLD.values() if each.kind == device.kind}
+    known = {name: each for name, each in PRESET_DEVICES.items() if each.kind == device.kind}
     return min((name for name in names if name in known), key=lambda name: _distance(known[name], device), default=None)
 
 

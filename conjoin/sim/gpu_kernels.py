@@ -27,23 +27,14 @@ class KernelBytes:
     """For the backward pass; without one it is gone after the call."""
     workspace: int
     """During the forward pass, and again during the backward pass."""
+    keeps_operands: bool = False
+    """Whether it keeps all that it reads, and not what meta would."""
 
 
 def kernel_bytes(call: Call, shapes: Shapes) -> KernelBytes | None:
     """The bytes of a kernel that meta does not know; None where meta tells the truth."""
     kernel = _KERNELS.get(call.op)
     return None if kernel is None else kernel(call, shapes)
-
-
-def fuses_attention(call: Call, shapes: Shapes, kind: str) -> bool:
-    """Whether attention runs as one kernel: with a batch and heads, and on a GPU with rows it can load whole."""
-    query, value = shapes[0], shapes[2]
-    if len(query) != _FUSED_RANK:
-        return False
-    dtype = call.tensors[0].dtype
-    aligned = all(size * dtype.itemsize % _ALIGNMENT == 0 for size in (query[-1], value[-1]))
-    pads = dtype in (torch.float16, torch.bfloat16) and call["attn_mask"] is None
-    return kind == "cpu" or (dtype.itemsize <= torch.float32.itemsize and (aligned or pads))
 
 
 def attention_workspace(shapes: Shapes) -> int:
@@ -54,6 +45,12 @@ def attention_workspace(shapes: Shapes) -> int:
 def _dropout(call: Call, shapes: Shapes) -> KernelBytes | None:
     """A truth value for every element; meta would keep a number."""
     return KernelBytes(prod(shapes[0]), 0) if call["train"] and 0 < call["p"] < 1 else None
+
+
+def _rms_norm(call: Call, shapes: Shapes) -> KernelBytes:
+    """One number for each row; meta runs it spelled out, and keeps a copy of the rows in float32."""
+    rows = prod(shapes[0]) // max(prod(call["normalized_shape"]), 1)
+    return KernelBytes(rows * torch.float32.itemsize, 0, keeps_operands=True)
 
 
 def _cell(call: Call, shapes: Shapes) -> KernelBytes:
@@ -82,8 +79,6 @@ def _layers(call: Call, shapes: Shapes) -> KernelBytes:
     return KernelBytes(reserve + masks + weights, workspace)
 
 
-_FUSED_RANK = 4
-_ALIGNMENT = 16
 _LAYER_WORKSPACE = 8 * 2**20
 _CELLS = {"lstm_cell": (4, 4), "gru_cell": (3, 5)}
 """Numbers for each hidden unit: in the gates of the input or of the state, and in what the kernel makes of them."""
@@ -91,6 +86,7 @@ _LAYERS = {"lstm": (5, 7), "gru": (6, 6), "rnn_tanh": (1, 6), "rnn_relu": (1, 6)
 """Numbers for each hidden unit and step: in the reserve of a layer, and in the workspace."""
 _KERNELS: Mapping[str, Callable[[Call, Shapes], KernelBytes | None]] = {
     "dropout": _dropout,
+    "rms_norm": _rms_norm,
     **dict.fromkeys(_CELLS, _cell),
     **{f"{name}.input": _layers for name in _LAYERS},
 }

@@ -10,20 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conjoin.cost import ATTENTION, fuses_attention
 from conjoin.ir import Node, Placed, plain_call, region_shape, wanted_region
 from conjoin.machine import Mesh
 from conjoin.ops import Call, TensorType, execute, map_tensors, run_local, space_of, spec_for
-from conjoin.sim.gpu_kernels import (
-    KernelBytes,
-    Shapes,
-    attention_workspace,
-    fuses_attention,
-    kernel_bytes,
-)
+from conjoin.sim.gpu_kernels import KernelBytes, Shapes, attention_workspace, kernel_bytes
 from conjoin.sim.losses import storage_bytes
 from conjoin.sim.torch_private import NewStorages, storage_of
-
-ATTENTION = "scaled_dot_product_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +69,7 @@ Ranges = tuple[tuple[str, tuple[int, int]], ...]
 def _kept(
     call: Call, shapes: Shapes, pieces: Ranges, types: tuple[TensorType, ...], needs: tuple[int, ...], kind: str
 ) -> Kept:
-    if call.op == ATTENTION and fuses_attention(call, shapes, kind):
+    if call.op == ATTENTION and fuses_attention(call, shapes, needs, kind):
         return _kept_by_attention(shapes, call, needs)
     kernel = kernel_bytes(call, shapes) if kind == "cuda" else None
     try:
@@ -85,14 +78,15 @@ def _kept(
         sizes = tuple(type.bytes for type in types)
         everything = tuple(range(len(shapes))), tuple(range(len(sizes)))
         found = Kept(*everything, 0, (-1,) * len(sizes), sizes, 0, _own_gradients(shapes, call, needs))
-    return found if kernel is None else _by_kernel(found, kernel, needs)
+    return found if kernel is None else _by_kernel(found, kernel, needs, len(shapes))
 
 
-def _by_kernel(found: Kept, kernel: KernelBytes, needs: tuple[int, ...]) -> Kept:
+def _by_kernel(found: Kept, kernel: KernelBytes, needs: tuple[int, ...], num_operands: int) -> Kept:
     """What meta found, but for the bytes that a GPU's kernel takes on the way."""
     if not needs:
         return replace(found, passing=kernel.kept + kernel.workspace)
-    return replace(found, extra=kernel.kept, passing=kernel.workspace, passing_back=kernel.workspace)
+    read = tuple(range(num_operands)) if kernel.keeps_operands else found.operands
+    return replace(found, operands=read, extra=kernel.kept, passing=kernel.workspace, passing_back=kernel.workspace)
 
 
 def _kept_by_attention(shapes: Shapes, call: Call, needs: tuple[int, ...]) -> Kept:

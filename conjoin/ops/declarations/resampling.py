@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
+from math import prod
 from random import Random
 from typing import Any
 
@@ -106,6 +108,11 @@ def _grid_sample(dims: int, last_mode: int) -> Sample:
     return sample
 
 
+def _of_each(flops: float) -> Callable[[Call, Mapping[str, int]], float]:
+    """So many for every element that is written: what is read for it are a few neighbours, not the whole image."""
+    return lambda call, sizes: flops * prod(size for name, size in sizes.items() if name[0] not in "se")
+
+
 _gridded = partial(OpSpec, index=_grid, terms="input", domain=(-0.9, 0.9))
 _moved = partial(OpSpec, flops=0, terms="self")
 _resized = partial(OpSpec, flops=0, terms="input")
@@ -115,14 +122,14 @@ _NEAREST = ("upsample_nearest", "_upsample_nearest_exact")
 OPS: tuple[OpSpec, ...] = (
     *(_resized(f"{name}{n}d.vec", _upsample, _vec_sample(n)) for name in _NEAREST for n in (1, 2, 3)),
     *(_moved(f"{name}{n}d", _upsample, _size_sample(n)) for name in _NEAREST for n in (1, 2, 3)),
-    *(_resized(f"upsample_{name}.vec", _upsample, _vec_sample(n, False), flops=f) for name, n, f in _SMOOTH),
-    *(_moved(f"upsample_{name}", _upsample, _size_sample(n, False), flops=f) for name, n, f in _SMOOTH),
-    _resized("_upsample_bilinear2d_aa.vec", _upsample, _vec_sample(2, False), flops=16),
-    _resized("_upsample_bicubic2d_aa.vec", _upsample, _vec_sample(2, False), flops=48),
+    *(_resized(f"upsample_{name}.vec", _upsample, _vec_sample(n, False), flops=_of_each(f)) for name, n, f in _SMOOTH),
+    *(_moved(f"upsample_{name}", _upsample, _size_sample(n, False), flops=_of_each(f)) for name, n, f in _SMOOTH),
+    _resized("_upsample_bilinear2d_aa.vec", _upsample, _vec_sample(2, False), flops=_of_each(16)),
+    _resized("_upsample_bicubic2d_aa.vec", _upsample, _vec_sample(2, False), flops=_of_each(48)),
     _moved("pixel_shuffle", _pixel_shuffle, lambda rng: (real(*rng.choice(((2,), ())), 8, 3, 3), 2)),
     _moved("pixel_unshuffle", _pixel_unshuffle, lambda rng: (real(*rng.choice(((2,), ())), 2, 4, 6), 2)),
     _moved("channel_shuffle", _channel_shuffle, lambda rng: (real(2, 6, *(3,) * rng.randint(1, 2)), 2)),
-    _gridded("grid_sampler_2d", sample=_grid_sample(2, 2), flops=12, overloads=("grid_sampler",)),
-    _gridded("grid_sampler_3d", sample=_grid_sample(3, 1), flops=24),
+    _gridded("grid_sampler_2d", sample=_grid_sample(2, 2), flops=_of_each(12), overloads=("grid_sampler",)),
+    _gridded("grid_sampler_3d", sample=_grid_sample(3, 1), flops=_of_each(24)),
     OpSpec("affine_grid_generator", _affine_grid, _affine_sample, terms="theta", flops=8, local=_local_affine_grid),
 )  # fmt: skip

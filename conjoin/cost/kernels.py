@@ -1,0 +1,102 @@
+"""Calls that a GPU runs as several kernels, each of which is a call that more is known of.
+
+A convolution adds its bias in a pass of its own, and sums that bias's gradient in another. Attention is one kernel
+where there is one for it; else it is spelled out: two products, a softmax and what stands between them, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from conjoin.ops import Call, TensorType, bind_args, output_types, spec_for
+
+Asked = tuple[Call, tuple[int, ...]]
+"""A call, and which of its operands get a gradient."""
+Shapes = tuple[tuple[int, ...], ...]
+
+ATTENTION = "scaled_dot_product_attention"
+_FUSED_RANK, _ALIGNMENT = 4, 16
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def kernels_of(call: Call, needs: tuple[int, ...]) -> tuple[Asked, ...]:
+    """The calls that a GPU runs for one; none where it runs the call itself.
+
+    >>> x, w, b = (TensorType(shape, torch.float32) for shape in ((8, 3, 6, 6), (16, 3, 3, 3), (16,)))
+    >>> parts = kernels_of(Call("conv2d", bind_args("conv2d", (x, w, b), {})), (1, 2))
+    >>> [(part.op, needs) for part, needs in parts]
+    [('conv2d', (1,)), ('add.Tensor', (0, 1))]
+    """
+    if call.op == ATTENTION:
+        shapes = tuple(tensor.shape for tensor in call.tensors)
+        return () if fuses_attention(call, shapes, needs, "cuda") else tuple(_spelled_out(call, needs))
+    if call.op in _CONVOLUTIONS and call["bias"] is not None:
+        return _then_bias(call, needs)
+    return ()
+
+
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+
+
+def _then_bias(call: Call, needs: tuple[int, ...]) -> tuple[Asked, ...]:
+    bare = Call(call.op, tuple(None if i == 2 else arg for i, arg in enumerate(call.args)))
+    spec = spec_for(bare)
+    if spec is None:
+        return ()
+    made, bias = output_types(spec, bare)[0], call["bias"]
+    column = TensorType((*bias.shape, *(1 for _ in made.shape[2:])), bias.dtype)
+    grown = tuple(i for i, wanted in enumerate((any(k < 2 for k in needs), 2 in needs)) if wanted)
+    added = Call("add.Tensor", bind_args("add.Tensor", (made, column), {}))
+    return (bare, tuple(i for i in needs if i < 2)), (added, grown)
+
+
+def fuses_attention(call: Call, shapes: Shapes, needs: tuple[int, ...], kind: str) -> bool:
+    """Whether a device of a kind has one kernel for attention on tensors of these shapes.
+
+    With a batch and heads; on a GPU also with rows it can load whole, with as many heads of keys as of queries in
+    float32, and where the mask is not trained.
+    """
+    query, key, value = shapes[:3]
+    dtype = call.tensors[0].dtype
+    if len(query) != _FUSED_RANK or kind == "cpu":
+        return len(query) == _FUSED_RANK
+    if dtype.itemsize > torch.float32.itemsize or any(call.operand_names[i] == "attn_mask" for i in needs):
+        return False
+    if dtype not in _HALVES and query[1] != key[1]:
+        return False
+    aligned = all(size * dtype.itemsize % _ALIGNMENT == 0 for size in (query[-1], value[-1]))
+    return aligned or (dtype in _HALVES and call["attn_mask"] is None)
+
+
+def _spelled_out(call: Call, needs: tuple[int, ...]) -> Iterator[Asked]:
+    query, key, value = call.tensors[:3]
+    learns = bool(needs)
+    wide = query.dtype if query.dtype not in _HALVES else torch.float32
+    q, k, v = (TensorType(x.shape, wide) for x in (query, key, value))
+    if wide is not query.dtype:
+        yield from (_asked("_to_copy", (x,), (i in needs,), dtype=wide) for i, x in enumerate((query, key, value)))
+    if len(query.shape) == _FUSED_RANK and query.shape[1] != key.shape[1]:  # each head of keys is repeated
+        k, v = (TensorType((*x.shape[:1], query.shape[1], *x.shape[2:]), wide) for x in (k, v))
+        yield from (_asked("clone", (x,), (i in needs,)) for i, x in ((1, k), (2, v)))
+    yield from (_asked("mul.Tensor", (x, 0.5), (i in needs,)) for i, x in ((0, q), (1, k)))
+    turned = TensorType((*k.shape[:-2], k.shape[-1], k.shape[-2]), wide)
+    scores = TensorType((*q.shape[:-1], k.shape[-2]), wide)
+    yield _asked("matmul", (q, turned), (0 in needs, 1 in needs))
+    if call["attn_mask"] is not None or call["is_causal"]:
+        mask = call["attn_mask"] or TensorType(scores.shape[-2:], wide)
+        yield _asked("add.Tensor", (scores, TensorType(mask.shape, wide)), (learns, 3 in needs))
+    yield _asked("softmax.int", (scores, -1), (learns,))
+    yield _asked("eq.Scalar", (scores, 0.5), (False,))  # rows that are hidden altogether become zeros
+    yield _asked("where.self", (TensorType(scores.shape, torch.bool), scores, scores), (False, learns, False))
+    if call["dropout_p"]:
+        yield _asked("dropout", (scores, 0.5, True), (learns,))
+    yield _asked("matmul", (scores, v), (learns, 2 in needs))
+    if wide is not query.dtype:
+        yield _asked("_to_copy", (TensorType((*q.shape[:-1], v.shape[-1]), wide),), (learns,), dtype=query.dtype)
+
+
+def _asked(op: str, args: tuple[Any, ...], learns: tuple[bool, ...], **attributes: Any) -> Asked:
+    return Call(op, bind_args(op, args, attributes)), tuple(i for i, wanted in enumerate(learns) if wanted)
