@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import takewhile
 from math import prod
 
 from conjoin.ir import Range, Region, cut, holds, nothing
@@ -24,7 +23,7 @@ def splits_of(layout: Layout, num_dims: int) -> Splits:
 
 def num_devices(axes: Iterable[str], mesh: Mesh) -> int:
     """How many devices there are along some axes together."""
-    return prod(mesh.sizes[axis] for axis in axes)
+    return prod([mesh.sizes[axis] for axis in axes])
 
 
 def is_even(shape: tuple[int, ...], splits: Splits, mesh: Mesh) -> bool:
@@ -45,7 +44,12 @@ def common_outer(one: tuple[str, ...], other: tuple[str, ...]) -> int:
     >>> common_outer(("x", "y", "z"), ("x", "z"))
     1
     """
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    shared = 0
+    for mine, theirs in zip(one, other, strict=False):
+        if mine != theirs:
+            break
+        shared += 1
+    return shared
 
 
 def tails(one: Splits, other: Splits) -> tuple[Splits, Splits]:

@@ -22,10 +22,12 @@ bound is below the best found. Without partial sums this is the direct move, tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice, permutations, product
 from math import prod
-from typing import Literal
+from operator import add, itemgetter
+from typing import Literal, NamedTuple
 
 from conjoin.comm.pieces import Splits, common_outer, kept_elements, num_devices, tails
 from conjoin.machine import Mesh
@@ -34,7 +36,7 @@ Letter = Literal["S", "C", "P"]
 Option = tuple[Letter, Letter]
 """What an axis is before and after the move."""
 
-OPTIONS: Mapping[tuple[Letter, Letter], tuple[Option, ...]] = {
+OPTIONS: Mapping[Option, tuple[Option, ...]] = {
     ("S", "S"): (("S", "S"), ("S", "C")),
     ("S", "C"): (("S", "C"),),
     ("S", "P"): (("S", "S"), ("S", "C"), ("P", "P")),
@@ -68,7 +70,7 @@ FEW_TRIES = Effort(choices=6, nestings=1)
 
 
 def _axes_of(splits: Splits) -> frozenset[str]:
-    return frozenset(axis for axes in splits for axis in axes)
+    return frozenset().union(*splits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,7 @@ class Waypoints:
     """The target before its last slices and sums."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Score:
+class Score(NamedTuple):
     """What is minimised, the most important first."""
 
     elements: int
@@ -124,8 +125,8 @@ class Score:
     general_moves: int = 0
     local: int = 0
 
-    def __add__(self, other: Score) -> Score:
-        return Score(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: Score) -> Score:  # type: ignore[override] # of one kind, and no longer for it
+        return Score(*map(add, self, other))
 
 
 Choice = Mapping[str, Option]
@@ -134,6 +135,7 @@ Choice = Mapping[str, Option]
 Leg = tuple[Problem, Waypoints]
 
 
+@lru_cache(maxsize=1 << 14)
 def best_legs(problem: Problem) -> tuple[Leg, ...]:
     """One leg, or two where the tensor has too few positions to be scattered as it lies: it is moved with its sums."""
     score, waypoints = best_waypoints(problem)
@@ -169,6 +171,7 @@ def _rearranged(problem: Problem, end: Spread) -> Iterator[Spread]:
             yield Spread(splits, end.partial)
 
 
+@lru_cache(maxsize=1 << 14)
 def best_waypoints(problem: Problem) -> tuple[Score, Waypoints]:
     """The waypoints with the fewest elements on the wire, then the fewest steps."""
     bounded = [(_bound(problem, weights), choice) for choice, weights in _choices(problem)]
@@ -176,7 +179,7 @@ def best_waypoints(problem: Problem) -> tuple[Score, Waypoints]:
     effort = MANY_TRIES if len(problem.mesh.names) <= FEW_AXES else FEW_TRIES
     realised = (
         (bound, waypoints)
-        for bound, choice in sorted(bounded, key=lambda entry: entry[0])
+        for bound, choice in sorted(bounded, key=itemgetter(0))
         if (waypoints := _realisation(problem, choice, effort.nestings)) is not None
     )
     for bound, waypoints in islice(realised, effort.choices):
@@ -189,13 +192,12 @@ def best_waypoints(problem: Problem) -> tuple[Score, Waypoints]:
     return best
 
 
-def _options(problem: Problem, axis: str) -> tuple[Option, ...]:
+def _options(fate: Option, fates: Iterable[Option]) -> tuple[Option, ...]:
     """What makes sense for an axis: copies are sliced early only for a sum, late only for a pad."""
-    fate = problem.source.letter(axis), problem.target.letter(axis)
     match fate:
-        case ("C", "C") if not problem.source.partial:
+        case ("C", "C") if all(source != "P" for source, _ in fates):
             return OPTIONS[fate][:1]
-        case (_, "S") if not problem.target.partial:
+        case (_, "S") if all(target != "P" for _, target in fates):
             return tuple(option for option in OPTIONS[fate] if option[1] != "C")
         case _:
             return OPTIONS[fate]
@@ -205,10 +207,9 @@ Weights = tuple[int, int, int, int, int, int]
 """Devices along the axes that do not split before, after the move; that are scattered, reduced before; and after it."""
 
 
-def _weights(problem: Problem, axis: str, option: Option) -> Weights:
+def _weights(size: int, fate: Option, option: Option) -> Weights:
     """What one axis contributes."""
-    (before, after), size = option, problem.mesh.sizes[axis]
-    fate = problem.source.letter(axis), problem.target.letter(axis)
+    before, after = option
     applies = (
         before != "S",
         after != "S",
@@ -220,24 +221,33 @@ def _weights(problem: Problem, axis: str, option: Option) -> Weights:
     return tuple(size if applied else 1 for applied in applies)  # type: ignore[return-value] # six of them
 
 
-def _choices(problem: Problem) -> Iterator[tuple[Choice, Weights]]:
+def _choices(problem: Problem) -> Sequence[tuple[Choice, Weights]]:
     """All ways to choose, for each axis or for all axes of the same fate together."""
-    options = {axis: _options(problem, axis) for axis in problem.mesh.names}
+    fates = ((problem.source.letter(axis), problem.target.letter(axis)) for axis in problem.mesh.names)
+    return _choices_for(tuple(fates), problem.mesh)
+
+
+@lru_cache(maxsize=1 << 10)
+def _choices_for(fates: tuple[Option, ...], mesh: Mesh) -> tuple[tuple[Choice, Weights], ...]:
+    fate_of = dict(zip(mesh.names, fates, strict=True))
+    options = {axis: _options(fate, fates) for axis, fate in fate_of.items()}
     num_choosing = sum(len(tried) > 1 for tried in options.values())
     choosers: dict[object, list[str]] = {}
     for axis, tried in options.items():
-        fate = problem.source.letter(axis), problem.target.letter(axis)
-        choosers.setdefault(axis if len(tried) > 1 and num_choosing <= FEW_AXES else fate, []).append(axis)
+        alone = len(tried) > 1 and num_choosing <= FEW_AXES
+        choosers.setdefault(axis if alone else fate_of[axis], []).append(axis)
     num_tried = None if num_choosing <= FEW_AXES else USUAL_OPTIONS
     weighted = (
         [
-            (dict.fromkeys(axes, option), _product(_weights(problem, axis, option) for axis in axes))
+            (dict.fromkeys(axes, option), _product(_weights(mesh.sizes[a], fate_of[a], option) for a in axes))
             for option in options[axes[0]][:num_tried]
         ]
         for axes in choosers.values()
     )
-    for decided in product(*weighted):
-        yield {a: o for part, _ in decided for a, o in part.items()}, _product(weights for _, weights in decided)
+    return tuple(
+        ({a: o for part, _ in decided for a, o in part.items()}, _product(weights for _, weights in decided))
+        for decided in product(*weighted)
+    )
 
 
 def _product(weights: Iterable[Weights]) -> Weights:

@@ -24,6 +24,7 @@ from conjoin.frontends.torch_private import (
     ExportedProgram,
     FollowedCalls,
     autocast_as_on_cuda,
+    composites_found_once,
     fake_copy,
     is_fake,
     keep_cuda_autocast,
@@ -372,7 +373,7 @@ def _settle(
         problems = (*problems, *overlapping_writes(program))
         updates = functionalize(program)
         if updates is None:
-            with keep_draws():
+            with keep_draws(), composites_found_once():
                 program, updates = program.run_decompositions(hidden_views(program)), ()
     return program, updates, (*traced.problems, *problems), idle
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._export import utils as export_utils
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -41,6 +42,7 @@ __all__ = [
     "aliases_input",
     "autocast_as_on_cuda",
     "autocast_knows",
+    "composites_found_once",
     "decomposition_of",
     "fake_copy",
     "has_alias_info",
@@ -81,6 +83,18 @@ def keep_draws() -> Iterator[None]:
         yield
     finally:
         _side_effectful_functions.difference_update(added)
+
+
+@contextmanager
+def composites_found_once() -> Iterator[None]:
+    """Have torch go through its composite operators once where it does for each of its two dozen namespaces."""
+    name = "_materialize_cpp_cia_ops"
+    find = getattr(export_utils, name)
+    setattr(export_utils, name, cache(find))
+    try:
+        yield
+    finally:
+        setattr(export_utils, name, find)
 
 
 @contextmanager

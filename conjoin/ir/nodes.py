@@ -8,7 +8,7 @@ They are pickled as the calls that make them, so that in the process that loads 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any, assert_never
@@ -57,6 +57,9 @@ class Node:
     """Tells equal calls apart that must not be merged: random draws, and copies whose gradients add up separately."""
     pinned: bool = False
     """Computed in the dtypes written, whatever autocast the caller runs under."""
+    _inputs: tuple[Value, ...] | None = field(default=None, init=False)
+    """Kept once asked for, as is the call: there are few nodes, and they are asked often."""
+    _call: Call | None = field(default=None, init=False)
 
     def __repr__(self) -> str:
         """The call alone: with its inputs spelled out, and theirs, it would be as long as the graph has paths."""
@@ -69,12 +72,16 @@ class Node:
     @property
     def inputs(self) -> tuple[Value, ...]:
         """The values this node reads, in order, lists flattened."""
-        return tuple(value for _, value in walk_tensors(self.op, self.args))
+        if self._inputs is None:
+            object.__setattr__(self, "_inputs", tuple(value for _, value in walk_tensors(self.op, self.args)))
+        return self._inputs  # type: ignore[return-value] # just set
 
     @property
     def call(self) -> Call:
         """The call on types, as the declarations take it."""
-        return Call(self.op, map_tensors(self.op, self.args, lambda value: value.type))
+        if self._call is None:
+            object.__setattr__(self, "_call", Call(self.op, map_tensors(self.op, self.args, lambda value: value.type)))
+        return self._call  # type: ignore[return-value] # just set
 
     @property
     def spec(self) -> OpSpec | None:

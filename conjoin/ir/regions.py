@@ -70,5 +70,10 @@ def overlap(one: Region, other: Region) -> Region | None:
     """What two regions share; None when that is nothing."""
     if len(one) != len(other):
         return None  # one of them is the empty row of a tensor without dims
-    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return shared if all(start < stop for start, stop in shared) else None
+    shared = []
+    for (a, b), (c, d) in zip(one, other, strict=True):
+        start, stop = a if a > c else c, b if b < d else d
+        if start >= stop:
+            return None
+        shared.append((start, stop))
+    return tuple(shared)

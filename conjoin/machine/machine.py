@@ -80,6 +80,10 @@ class Machine:
         """Kept, since machines with their links are large and are looked up often."""
         return hash((self.num_nodes, self.devices_per_node, self.device, self.nodes, self.links, self.fits, self.axes))
 
+    def __getstate__(self) -> dict[str, object]:
+        """Without what is kept: hashes are other ones in another process."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
     def __str__(self) -> str:
         nodes = "1 node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
         axes = f", axes {self.mesh}" if self.mesh.axes else ""

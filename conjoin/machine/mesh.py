@@ -50,6 +50,18 @@ class Mesh:
 
     axes: tuple[Axis, ...]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept, since what is found of a mesh is looked up often."""
+        return hash(self.axes)
+
+    def __reduce__(self) -> tuple[type[Mesh], tuple[tuple[Axis, ...]]]:
+        """Without what is kept: hashes are other ones in another process."""
+        return Mesh, (self.axes,)
+
     @classmethod
     def of_nodes(cls, num_nodes: int, devices_per_node: int) -> Mesh:
         """Prime axes between nodes (`n0`, `n1` …), then prime axes inside a node (`d0`, `d1` …)."""
@@ -60,7 +72,7 @@ class Mesh:
     def __str__(self) -> str:
         return " ".join(map(str, self.axes))
 
-    @property
+    @cached_property
     def size(self) -> int:
         """How many devices there are."""
         return prod(axis.size for axis in self.axes)
@@ -70,7 +82,7 @@ class Mesh:
         """The size of each axis by its name."""
         return {axis.name: axis.size for axis in self.axes}
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(axis.name for axis in self.axes)
 
@@ -80,7 +92,7 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank stands on each axis."""
-        return {axis.name: rank // self._strides[axis.name] % axis.size for axis in self.axes}
+        return {name: rank // stride % self.sizes[name] for name, stride in self._strides.items()}
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
         """The rank that stands there; axes left out are at 0."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,9 +33,16 @@ class Indexed:
 
 def is_alike(one: Any, other: Any) -> bool:
     """Whether equal literals, or tuples of them, are of the same types too: 1, 1.0 and True differ, 0.0 and -0.0 do."""
+    if one is other:
+        return True
     if isinstance(one, tuple):
         return all(map(is_alike, one, other))
-    return type(one) is type(other) and (not isinstance(one, float | complex) or repr(one) == repr(other))
+    return type(one) is type(other) and (not isinstance(one, _INEXACT) or repr(one) == repr(other))
+
+
+_INEXACT = (float, complex)
+_NO_TENSOR = (bool, int, float, complex, NoneType)
+"""What may be given for a tensor and is none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,6 +56,9 @@ class Call:
 
     op: str
     args: Args
+    _hash: int | None = field(default=None, init=False, repr=False)
+    """Kept, as are the operands: calls are looked up all the time."""
+    _tensors: tuple[TensorType, ...] | None = field(default=None, init=False, repr=False)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Call):
@@ -55,7 +66,13 @@ class Call:
         return self is other or (self.op == other.op and self.args == other.args and is_alike(self.args, other.args))
 
     def __hash__(self) -> int:
-        return hash((self.op, self.args))
+        if self._hash is None:
+            object.__setattr__(self, "_hash", hash((self.op, self.args)))
+        return self._hash  # type: ignore[return-value] # just set
+
+    def __reduce__(self) -> tuple[type[Call], tuple[str, Args]]:
+        """Without what is kept: hashes are other ones in another process."""
+        return Call, (self.op, self.args)
 
     @property
     def signature(self) -> Signature:
@@ -64,7 +81,9 @@ class Call:
     @property
     def tensors(self) -> tuple[TensorType, ...]:
         """The operands, lists flattened, absent ones left out."""
-        return tuple(value for _, value in walk_tensors(self.op, self.args))
+        if self._tensors is None:
+            object.__setattr__(self, "_tensors", tuple(value for _, value in walk_tensors(self.op, self.args)))
+        return self._tensors  # type: ignore[return-value] # just set
 
     @property
     def operand_names(self) -> tuple[str, ...]:
@@ -96,7 +115,7 @@ class Call:
 def walk_tensors(op: str, args: Args) -> Iterator[tuple[str, Any]]:
     """Every operand of a call with the name of its parameter; literals given for a tensor are not operands."""
     for parameter, value in zip(signature(op).parameters, args, strict=True):
-        if parameter.kind is Kind.TENSOR and not isinstance(value, Number | None):
+        if parameter.kind is Kind.TENSOR and not isinstance(value, _NO_TENSOR):
             yield parameter.name, value
         elif parameter.kind is Kind.TENSORS and value is not None:
             yield from ((parameter.name, item) for item in value if item is not None)
@@ -106,7 +125,7 @@ def map_tensors(op: str, args: Args, change: Callable[[Any], Any]) -> Args:
     """The arguments with every operand changed."""
 
     def changed(kind: Kind, value: Any) -> Any:
-        if kind is Kind.TENSOR and not isinstance(value, Number | None):
+        if kind is Kind.TENSOR and not isinstance(value, _NO_TENSOR):
             return change(value)
         if kind is Kind.TENSORS and value is not None:
             return tuple(None if item is None else change(item) for item in value)

@@ -88,12 +88,16 @@ _LAST = 1 << 16
 
 def placement_on(layout: Layout, axis: str) -> Placement:
     """What a layout says of one axis."""
-    return next((placement for name, placement in layout if name == axis), Invariant())
+    for name, placement in layout:
+        if name == axis:
+            return placement
+    return Invariant()
 
 
 def split_axes(layout: Layout, dim: int) -> tuple[str, ...]:
     """The axes that split a dim, outermost first."""
-    return tuple(axis for axis, placement in layout if placement == Split(dim))
+    wanted = Split(dim)
+    return tuple([axis for axis, placement in layout if placement is wanted])
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 Parameter = int | str
 """A number, or the name of one: `conv[stride=s]` is a convolution of any stride."""
@@ -26,6 +27,17 @@ class Apply:
     op: str
     params: tuple[tuple[str, Parameter], ...]
     args: tuple[Expr, ...]
+    _hash: int | None = field(default=None, init=False, repr=False, compare=False)
+    """Kept: that of all expressions inside would be found again each time."""
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            object.__setattr__(self, "_hash", hash((self.op, self.params, self.args)))
+        return self._hash  # type: ignore[return-value] # just set
+
+    def __reduce__(self) -> tuple[type[Apply], tuple[object, ...]]:
+        """Without what is kept: hashes are other ones in another process."""
+        return Apply, (self.op, self.params, self.args)
 
     def param(self, name: str, default: Parameter = "") -> Parameter:
         return dict(self.params).get(name, default)
@@ -66,19 +78,24 @@ class Rule:
 
 def walk(*roots: Expr) -> Iterator[Expr]:
     """Every expression in the roots once, operands before what uses them."""
-    seen: set[Expr] = set()
+    return iter(_in_order(roots))
 
-    def visit(expr: Expr) -> Iterator[Expr]:
-        if expr in seen:
+
+@lru_cache(maxsize=1 << 14)
+def _in_order(roots: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    found: dict[Expr, None] = {}
+
+    def visit(expr: Expr) -> None:
+        if expr in found:
             return
-        seen.add(expr)
         if isinstance(expr, Apply):
             for arg in expr.args:
-                yield from visit(arg)
-        yield expr
+                visit(arg)
+        found[expr] = None
 
     for root in roots:
-        yield from visit(root)
+        visit(root)
+    return tuple(found)
 
 
 def inputs_of(*roots: Expr) -> tuple[str, ...]:

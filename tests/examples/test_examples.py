@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -26,22 +27,41 @@ MAX_LINES = 30
 Figures = list[tuple[float, float]]
 
 
-def run_script(launcher: tuple[str, ...], folder: Path) -> Figures:
-    """Run the example in a folder of its own; the loss and the gradient norm of each step that it prints."""
-    folder.mkdir()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launcher, str(SCRIPT)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HUNG_SECONDS)
-    assert (done.returncode, done.stderr) == (0, "")
+def figures_in(printed: str, folder: Path) -> Figures:
+    """The loss and the gradient norm of each step that the example printed; its checkpoint is there."""
     assert (folder / "checkpoint" / "conjoin.json").exists()
-    lines = re.findall(r"^step \d+ +loss ([\d.]+) +gradient norm ([\d.]+)$", done.stdout, re.MULTILINE)
-    assert len(lines) == len(done.stdout.splitlines()), "one rank prints, and only its steps"
+    lines = re.findall(r"^step \d+ +loss ([\d.]+) +gradient norm ([\d.]+)$", printed, re.MULTILINE)
+    assert len(lines) == len(printed.splitlines()), "one rank prints, and only its steps"
     return [(float(loss), float(norm)) for loss, norm in lines]
 
 
-def test_training_on_many_processes_prints_what_one_prints(tmp_path: Path) -> None:
-    alone = run_script((), tmp_path / "alone")
-    together = run_script(("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"), tmp_path / "two")
+def run_on_two(folder: Path) -> Figures:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, str(SCRIPT)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HUNG_SECONDS)
+    assert (done.returncode, done.stderr) == (0, "")
+    return figures_in(done.stdout, folder)
+
+
+def run_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Figures:
+    """In this process: that it runs as a script is seen on two."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.chdir(folder)
+    with torch.random.fork_rng(devices=[]):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return figures_in(printed.out, folder)
+
+
+def test_training_on_many_processes_prints_what_one_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("two", "alone"):
+        (tmp_path / folder).mkdir()
+    together = run_on_two(tmp_path / "two")
+    alone = run_alone(tmp_path / "alone", monkeypatch, capsys)
     assert len(alone) == 5 and alone[-1][0] < 0.5 * alone[0][0], "it learns"
     for mine, theirs in zip(together, alone, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4, abs=2e-6)

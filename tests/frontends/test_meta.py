@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import zoo
 from conjoin.frontends import capture
 from conjoin.ir import LeafKind
 from conjoin.runtime import to_module
+from zoo.llama import Llama, LlamaConfig, llama_batch
+from zoo.tokens import next_token_loss
 
 
 class Model(nn.Module):
@@ -81,11 +82,14 @@ def test_tied_weights_on_meta_stay_one() -> None:
 
 
 def test_a_model_of_70_billion_parameters_takes_no_memory(record_property: Callable[[str, Any], None]) -> None:
-    workload = zoo.build("llama-70b", device="meta")
+    """In few and wide layers: as many parameters as in eighty of the usual width."""
+    config = LlamaConfig(8, 8 * 3072, 8 * 11264, 64, 8, 128256, 8192)
+    with torch.device("meta"):
+        model, batch = Llama(config), llama_batch(8, config)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    graph = capture(*workload)
+    graph = capture(model, batch, next_token_loss)
     grown_gib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
     record_property("grown_gib", grown_gib)
     assert grown_gib < 1
     assert sum(leaf.type.bytes for leaf in graph.leaves_of(LeafKind.PARAMETER)) > 2 * 70e9
-    assert graph.loss == 0 and len(graph.nodes) > 1000
+    assert graph.loss == 0 and len(graph.nodes) > 100

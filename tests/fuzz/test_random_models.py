@@ -43,14 +43,16 @@ def test_a_seed_always_draws_the_same_program() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_plans_split_and_rewrite() -> None:
     """Where they did not, nothing would be compared."""
-    found = [examine(seed) for seed in range(3)]
+    found = [examine(seed, STEPS) for seed in range(3)]
     assert sum(f.splits for f in found) >= 4 and all(f.worst < 1 for f in found)
+
+
+def test_what_is_right_is_not_taken_for_wrong() -> None:
+    assert not examine_program(Program(0, SMALL)).fault
 
 
 @pytest.mark.parametrize("what", ["gradient", "loss", "buffer"])
 def test_what_is_wrong_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = Program(0, SMALL)
-    assert not examine_program(program).fault
     right = ParallelModule.__init__
 
     def spoiled(self: ParallelModule, *args: Any, **kwargs: Any) -> None:
@@ -63,7 +65,7 @@ def test_what_is_wrong_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> No
             self.register_forward_hook(lambda module, *_: [module.n.running_mean.data.add_(1e-3), None][1])
 
     monkeypatch.setattr(comparing.ParallelModule, "__init__", spoiled)
-    fault = examine_program(program).fault
+    fault = examine_program(Program(0, SMALL), STEPS).fault
     name = {"gradient": "gradient of l.weight", "loss": "loss of step", "buffer": "n.running_mean"}[what]
     assert name in fault
 

@@ -13,6 +13,9 @@ import torch
 from torch import nn
 
 from conjoin.errors import UsageError
+from conjoin.machine import Machine, Mesh
+from conjoin.ops import Call, TensorType
+from conjoin.rules.patterns import Apply, Input
 from conjoin.runtime import launch
 from conjoin.runtime.parcels import pack, unpack
 from tests.ir.wording import assert_three_sentences
@@ -136,6 +139,24 @@ def test_a_script_arrives_at_a_rank(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_what_can_be_imported_goes_by_name() -> None:
     sent = (test_what_can_be_imported_goes_by_name, nn.Linear, torch.relu, sys)
     assert unpack("it", pack("it", sent)) == sent
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Machine("two", 1, 2, "cpu"),
+        Mesh.of_nodes(1, 2),
+        Call("relu", (TensorType((2,), torch.float32),)),
+        Apply("relu", (), (Input("x"),)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_hashes_are_found_anew_where_a_value_arrives(value: Any) -> None:
+    """Those of text are other ones in every process."""
+    right = hash(value)
+    object.__setattr__(value, "_hash", right + 1)
+    arrived = unpack("It", pack("It", value))
+    assert hash(value) != right and arrived == value and hash(arrived) == right
 
 
 def test_a_function_in_a_function_has_the_globals_of_its_module() -> None:
