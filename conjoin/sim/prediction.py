@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from conjoin.cost import CostModel
+from conjoin.cost import CostModel, rate_name, work_of
 from conjoin.errors import PlanError, UsageError
 from conjoin.ir import LeafKind, Plan
 from conjoin.machine import Machine
@@ -31,7 +31,7 @@ class Prediction:
     step_flops: float
     """Floating-point operations of the model, forward and backward, however it is split."""
     peak_flops: float
-    """What all devices together could do in a second, in the dtype of most of the work."""
+    """What all devices together could do of this work in a second, each part of it at the peak rate of its dtype."""
 
     @property
     def seconds(self) -> float:
@@ -72,32 +72,40 @@ def predict(
             f"Make the plan for this machine, or name the machine it was made for."
         )
     found = simulate(plan, MachinePrices(machine, costs, optimizer), unfold=unfold)
-    work, dtype = _work(found.program.skeleton, found.program.steps)
-    devices = [machine.device_type(rank) for rank in range(machine.num_devices)]
+    work = _work(found.program.skeleton, found.program.steps)
     return Prediction(
         found,
         break_down(found.timeline),
         measure_memory(found.program, optimizer, machine.device),
         machine.usable_bytes,
         _num_samples(plan),
-        work,
-        sum(device.flops_of(dtype) for device in devices),
+        sum(work.values()),
+        _peak(work, machine),
     )
 
 
-def _work(skeleton: Skeleton, steps: int) -> tuple[float, str]:
-    """The floating-point operations of a step, and the dtype that most of them are done in.
+def _work(skeleton: Skeleton, steps: int) -> dict[str, float]:
+    """The floating-point operations of a step by the peak rate they are held against, as prices are.
 
     A backward pass is counted as once the forward for each operand that gets a gradient, at most two.
     """
-    by_dtype: dict[str, float] = {"float32": 0.0}
+    by_rate: dict[str, float] = {}
     for operator in skeleton.operators:
         spec = spec_for(operator.call)
         if spec is not None and operator.call.tensors:
-            dtype = str(operator.call.tensors[0].dtype).removeprefix("torch.")
+            kernel = work_of(operator.call, ())
+            rate = rate_name(kernel.family, kernel.dtype)
             work = flops(spec, operator.call) * (1 + min(2, len(operator.needs)))
-            by_dtype[dtype] = by_dtype.get(dtype, 0.0) + work
-    return steps * sum(by_dtype.values()), max(by_dtype, key=by_dtype.__getitem__)
+            by_rate[rate] = by_rate.get(rate, 0.0) + steps * work
+    return by_rate
+
+
+def _peak(work: dict[str, float], machine: Machine) -> float:
+    """Operations per second of all devices at their peak rates, for so much work of each rate."""
+    devices = [machine.device_type(rank) for rank in range(machine.num_devices)]
+    rates = {name: sum(device.flops_of(name) for device in devices) for name in ("float32", *work)}
+    at_peak = sum(flops / rates[name] for name, flops in work.items())
+    return sum(work.values()) / at_peak if at_peak else rates["float32"]
 
 
 def _num_samples(plan: Plan) -> int | None:

@@ -46,16 +46,45 @@ def found() -> Prediction:
 def test_utilization_is_work_over_what_the_devices_could_do(found: Prediction) -> None:
     product = 2.0 * ROWS * WIDTH * WIDTH
     assert found.step_flops == pytest.approx(2 * product, rel=0.01), "forward, and the gradient of the weight"
-    assert found.peak_flops == 8 * MACHINE.device_type(0).flops_of("float32")
+    assert found.peak_flops == pytest.approx(8 * MACHINE.device_type(0).flops_of("float32"))
     assert found.model_flops_utilization == pytest.approx(found.step_flops / found.peak_flops / found.seconds)
     assert 0.1 < found.model_flops_utilization < 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_peak_is_that_of_the_dtype_of_most_of_the_work(dtype: torch.dtype) -> None:
+def test_the_peak_is_that_of_the_dtype_of_the_work(dtype: torch.dtype) -> None:
     model, x = nn.Linear(512, 512, dtype=dtype), torch.zeros(64, 512, dtype=dtype)
     found = predict(make_plan(capture(model, x, torch.sum), MACHINE, "data-parallel"), MACHINE, CostModel())
-    assert found.peak_flops == 8 * dict(MACHINE.device_type(0).peak_flops)[str(dtype).removeprefix("torch.")]
+    rates = dict(MACHINE.device_type(0).peak_flops)
+    assert found.peak_flops == pytest.approx(8 * rates[str(dtype).removeprefix("torch.")])
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer between two of another family."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.layer, self.out = nn.Linear(512, 1024), nn.LSTM(1024, 1024), nn.Linear(1024, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layer(self.inward(x))[0])
+
+
+@pytest.mark.parametrize("machine", ["dgx-h100", "dgx-a100", "p3.8xlarge"])
+@pytest.mark.parametrize("kind", ["convolution", "recurrent"])
+def test_no_more_than_the_peak_goes_into_a_model_in_float32(kind: str, machine: str) -> None:
+    """Convolutions and recurrent layers in float32 are priced at the rate of tensor cores, and counted at it."""
+    with torch.device("meta"):
+        layers = [nn.Conv2d(512, 512, 3, padding=1) for _ in range(3)]
+        model = Recurrent() if kind == "recurrent" else nn.Sequential(*layers)
+        x = torch.zeros(128, 512, 512) if kind == "recurrent" else torch.zeros(256, 512, 28, 28)
+    where = Machine.preset(machine)
+    found = predict(make_plan(capture(model, x, torch.sum), where, "data-parallel"), where, CostModel())
+    assert 0.01 < found.model_flops_utilization < 1
+    device = where.device_type(0)
+    assert found.peak_flops <= 8 * device.flops_of("tfloat32") * (1 + 1e-9)
+    if kind == "convolution":
+        assert found.peak_flops == pytest.approx(where.num_devices * device.flops_of("tfloat32"), rel=0.01)
 
 
 def test_throughput_counts_the_samples_of_the_batch(found: Prediction) -> None:
