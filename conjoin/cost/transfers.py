@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log2
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from conjoin.cost.device_costs import DeviceCosts
 from conjoin.cost.interpolation import Point, interpolate
+from conjoin.cost.keys import MAX_ELEMENTS
 from conjoin.cost.measurement import Measurement
 from conjoin.cost.roofline import Roofline
 from conjoin.cost.seconds import NO_SECONDS, Seconds, Source
@@ -72,6 +73,55 @@ def copy_key(num_bytes: int) -> str:
     return f"copy {num_bytes} bytes"
 
 
+class Update(NamedTuple):
+    """An optimizer step that was measured."""
+
+    optimizer: str
+    dtype: torch.dtype
+    num_tensors: int
+    num_elements: int
+
+
+def read_update(key: str) -> Update | None:
+    """The step that a key names; None where it names none.
+
+    >>> read_update("update adamw f32 2 tensors 4096 elements").num_elements
+    4096
+    """
+    match key.split():
+        case ["update", name, kind, tensors, "tensors", elements, "elements"]:
+            counts, dtype = (_read_count(tensors), _read_count(elements)), _read_dtype(kind)
+            if min(counts) >= 0 and dtype is not None:
+                return Update(name, dtype, *counts)
+    return None
+
+
+def read_copy(key: str) -> int | None:
+    """The bytes of the copy that a key names; None where it names none."""
+    match key.split():
+        case ["copy", count, "bytes"] if _read_count(count) >= 0:
+            return _read_count(count)
+    return None
+
+
+def is_damaged(key: str) -> bool:
+    """Whether a key begins as that of an optimizer step or a copy, and names none."""
+    word = key.partition(" ")[0]
+    return (word == "update" and read_update(key) is None) or (word == "copy" and read_copy(key) is None)
+
+
+def _read_dtype(text: str) -> torch.dtype | None:
+    try:
+        return parse_dtype(text)
+    except ValueError:
+        return None
+
+
+def _read_count(text: str) -> int:
+    """A count of things that fit a machine; -1 for all else."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(MAX_ELEMENTS)) - 1 else -1
+
+
 def update_seconds(parameters: Sequence[TensorType], optimizer: str, costs: DeviceCosts) -> Seconds:
     """Seconds of one step over the parameters, dtype by dtype."""
     if optimizer not in OPTIMIZERS:
@@ -96,12 +146,11 @@ def _group_seconds(
     points: list[Point] = []
     others: list[Point] = []
     for known in costs.keys_of("update"):
-        match known.split():
-            case [_, name, kind, tensors, "tensors", elements, "elements"] if name == optimizer:
-                counts, measured = (int(tensors), int(elements)), parse_dtype(kind)
-                near = _estimate(optimizer, measured, *counts, costs.roofline)
-                found = points if measured == dtype else others
-                found.append(Point(_logs(*counts), near, costs.measured[known].forward))
+        step = read_update(known)
+        if step is not None and step.optimizer == optimizer:
+            near = _estimate(*step, costs.roofline)
+            found = points if step.dtype == dtype else others
+            found.append(Point(_logs(step.num_tensors, step.num_elements), near, costs.measured[known].forward))
     corrected = estimate * _ratio_of_largest(points or others)
     return _choose(costs, key, points, _logs(num_tensors, num_elements), estimate, corrected)
 
@@ -109,7 +158,7 @@ def _group_seconds(
 def _ratio_of_largest(points: Sequence[Point]) -> float:
     """How far the estimate is off for the largest step that was measured: larger ones are as bound by memory."""
     largest = max(points, key=lambda point: point.estimate, default=None)
-    return 1.0 if largest is None else largest.seconds / largest.estimate
+    return 1.0 if largest is None or not largest.estimate else largest.seconds / largest.estimate
 
 
 def _estimate(optimizer: str, dtype: torch.dtype, num_tensors: int, num_elements: int, roofline: Roofline) -> float:
@@ -125,9 +174,9 @@ def copy_seconds(num_bytes: int, costs: DeviceCosts) -> Seconds:
     """Seconds of one copy between pinned host memory and the device."""
     points = []
     for known in costs.keys_of("copy"):
-        match known.split():
-            case [_, count, "bytes"]:
-                points.append(Point(_logs(int(count)), _copy_estimate(int(count)), costs.measured[known].forward))
+        count = read_copy(known)
+        if count is not None:
+            points.append(Point(_logs(count), _copy_estimate(count), costs.measured[known].forward))
     estimate = _copy_estimate(num_bytes)
     corrected = estimate * _ratio_of_largest(points)
     return _choose(costs, copy_key(num_bytes), points, _logs(num_bytes), estimate, corrected)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from conjoin.cost import OPTIMIZERS, measure_update
+from conjoin.cost import OPTIMIZERS, CostModel, Measurement, Store, measure_update
+from conjoin.machine import Machine
+from conjoin.ops import Call, TensorType
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -18,3 +22,22 @@ def test_every_optimizer_can_be_measured(name: str) -> None:
 def test_more_elements_take_longer() -> None:
     small, large = (measure_update("adamw", torch.float32, 1, count, "cpu").forward for count in (2**8, 2**22))
     assert large > 3 * small
+
+
+H200 = Machine.preset("dgx-h200").device_type(0)
+DAMAGED = (
+    "update adamw f32 x tensors y elements", "update adamw q99 2 tensors 4 elements", "update adamw f32 2 tensors",
+    f"update adamw f32 2 tensors {10**400} elements", "copy zz bytes", f"copy {10**400} bytes", "copy -1 bytes", "copy",
+    "relu f32[64,1024] | grads 7,9", "linear f32[8,8] f32[8,8] | grads 7,9", "linear f32[8] f32[8,8] | grads 0,1",
+)  # fmt: skip
+
+
+def test_damaged_keys_of_a_store_change_no_price(tmp_path: Path) -> None:
+    x, w = TensorType((64, 1024), torch.float32), TensorType((1024, 1024), torch.float32)
+    with Store(tmp_path / "costs.sqlite") as store:
+        store.add(H200.name, torch.__version__, [Measurement(key, 1.0, 1.0, 1.0, 1.0, 0.0) for key in DAMAGED])
+        found, plain = CostModel(stores=[store]), CostModel()
+        for call, needs in ((Call("relu", (x,)), (0,)), (Call("linear", (x, w, None)), (0, 1))):
+            assert found.operator(call, needs, H200) == plain.operator(call, needs, H200)
+        assert found.update([w, w], "adamw", H200) == plain.update([w, w], "adamw", H200)
+        assert found.copy(1000, H200) == plain.copy(1000, H200)
