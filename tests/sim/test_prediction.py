@@ -24,11 +24,11 @@ MACHINE = Machine.preset("dgx-h100")
 ESTIMATES = CostModel(profiles=())
 
 
-def plan_of_a_product(machine: Machine, strategy: str = "data-parallel") -> Plan:
+def plan_of_a_product(machine: Machine, strategy: str = "data-parallel", width: int = WIDTH) -> Plan:
     """One large layer, too large to be built."""
     with torch.device("meta"):
-        model = nn.Linear(WIDTH, WIDTH, bias=False)
-        batch = torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
+        model = nn.Linear(width, width, bias=False)
+        batch = torch.zeros(ROWS, width), torch.zeros(ROWS, width)
     return make_plan(capture(model, batch, nn.functional.mse_loss), machine, strategy)
 
 
@@ -157,3 +157,14 @@ def test_another_mesh_and_unknown_optimizers_are_refused(tiny_plan: Callable[...
         predict(plan, Machine("local", 1, 4, "cpu"), ESTIMATES)
     for error in (other, unknown, slow):
         assert_three_sentences(error.value)
+
+
+@pytest.mark.parametrize("unfold", [False, True])
+def test_a_machine_that_is_too_slow_to_be_timed_is_refused(unfold: bool) -> None:
+    """One million operations a second and a thousand bytes are within what a machine file may say."""
+    (kind,) = MACHINE.nodes
+    slow = tuple(replace(device, memory_bandwidth=1e3, peak_flops=(("float32", 1e6),)) for device in kind.devices)
+    machine = replace(MACHINE, nodes=(replace(kind, devices=slow),))
+    with pytest.raises(UsageError, match="The time of a training step was asked for") as told:
+        predict(plan_of_a_product(machine, width=4 * WIDTH), machine, ESTIMATES, unfold=unfold)
+    assert_three_sentences(told.value)
