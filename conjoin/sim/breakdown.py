@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from conjoin.cost import Source
 from conjoin.sim.engine import COMPUTE, TICKS_PER_SECOND, Instruction, Phase, Ticks, Timeline
@@ -60,6 +61,22 @@ def break_down(timeline: Timeline) -> Breakdown:
         collectives=_collectives(spans),
         sources=_sources(spans, _held_up(spans, either, which, timeline)),
     )
+
+
+def computing_shares(timeline: Timeline) -> NDArray[np.float64]:
+    """The share of the step in which a device computes, for every class of devices.
+
+    >>> from conjoin.sim.engine import run
+    >>> work = Instruction("work", COMPUTE, np.array([4, 1], np.int64))
+    >>> computing_shares(run([(work,)], shape=(2,))).tolist()
+    [1.0, 0.25]
+    """
+    total = np.zeros(np.shape(timeline.end), np.int64)
+    for task, start, end in timeline.times():
+        if task.stream == COMPUTE:
+            total = total + (end - start)
+    shares: NDArray[np.float64] = total / max(timeline.ticks, 1)
+    return shares
 
 
 Span = tuple[Instruction, int, int]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -13,6 +14,7 @@ from conjoin.ir import Plan
 from conjoin.machine import DeviceType, Machine
 from conjoin.ops import Call
 from conjoin.sim import expected_error, predict
+from conjoin.sim.expected_error import PUBLISHED
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -43,6 +45,21 @@ class _Measured(CostModel):
         cost = super().operator(call, needs, device)
         forward, backward = (Seconds(part.value, Source.MEASURED) for part in (cost.forward, cost.backward))
         return OperatorCost(forward, backward, cost.host_forward, cost.host_backward)
+
+
+def test_what_is_said_of_published_steps_is_what_was_found() -> None:
+    rows = json.loads((RESULTS / "published.json").read_text())["rows"]
+    for told in PUBLISHED:
+        off = [abs(row["ratio"] - 1) for row in rows if row["gpu"] == told.gpu and row["expressible"]]
+        assert len(off) == told.num_steps
+        assert median(off) == pytest.approx(told.median_error, abs=0.01)
+        assert max(off) == pytest.approx(told.worst_error, abs=0.01)
+
+
+def test_a_gpu_with_a_profile_is_not_all_estimated(tiny_plan: Callable[..., Plan]) -> None:
+    for name, expected in (("p3.8xlarge", True), ("dgx-h100", True), ("dgx-h200", False)):
+        found = predict(tiny_plan("mlp", name, "data-parallel"), Machine.preset(name), CostModel())
+        assert found.all_estimated is expected, name
 
 
 def test_what_is_estimated_is_less_certain(tiny_plan: Callable[..., Plan]) -> None:
