@@ -14,7 +14,17 @@ from conjoin.cli import rooms
 from conjoin.cli.options import ImportOption, JsonOption, ModelArgument
 from conjoin.cli.output import check_output, print_json
 from conjoin.cli.quantities import parse_bytes, parse_fixed, parse_seconds
-from conjoin.cli.searching import comparison_lines, costs_mark, progress_line, result_lines, result_to_json
+from conjoin.cli.searching import (
+    Notes,
+    comparison_lines,
+    costs_mark,
+    progress_line,
+    result_lines,
+    result_to_json,
+    row_to_json,
+    take_notes,
+    top_lines,
+)
 from conjoin.environment import cache_directory, machines_directory
 from conjoin.errors import UsageError
 
@@ -90,7 +100,14 @@ def plan_command(
     answer = _look_for(Question(graph, chosen, wish, before), fresh)
     if output is not None:
         answer.result.plan.save(output)
-    _show_answer(answer, output, as_json)
+    _show_answer(answer, _notes(answer, graph, chosen, wish.optimizer), output, as_json)
+
+
+def _notes(answer: Answer, graph: Graph, machine: Machine, optimizer: str) -> Notes:
+    """What to know of a plan that a search found; one for a part of the machine has no notes."""
+    plan, whole = answer.result.plan, answer.result.plan.mesh == machine.mesh
+    found = rooms.api.simulate_plan(plan, machine, optimizer=optimizer) if whole else None
+    return take_notes(graph, machine, found, optimizer)
 
 
 def _wall_budget(budget: str | None, cpu_budget: str | None) -> float:
@@ -156,14 +173,14 @@ def _look_for(question: Question, fresh: bool) -> Answer:
     return Answer(result, before)
 
 
-def _show_answer(answer: Answer, output: Path | None, as_json: bool) -> None:
+def _show_answer(answer: Answer, notes: Notes, output: Path | None, as_json: bool) -> None:
     result = answer.result
     if as_json:
-        print_json({**result_to_json(result), "cache": answer.cache, "saved": _text(output)})
+        print_json({**result_to_json(result, notes), "cache": answer.cache, "saved": _text(output)})
         return
-    for line in rooms.report.explanation_summary(rooms.report.explain(result.plan)):
+    for line in (*top_lines(notes), *rooms.report.explanation_summary(rooms.report.explain(result.plan))):
         typer.echo(line)
-    for line in result_lines(result):
+    for line in result_lines(result, notes):
         typer.echo(line)
     typer.echo(f"{'cache':<12} {_cache_text(answer)}")
     typer.echo(f"{'saved':<12} {output if output is not None else 'no; -o plan.json saves the plan'}")
@@ -201,9 +218,10 @@ def compare_command(
     with progress_line() as show:
         rows = rooms.api.compare(graph, chosen, wish, searches=searches, progress=show)
     if as_json:
-        print_json([row.to_json() for row in rows])
+        print_json([row_to_json(row, chosen) for row in rows])
         return
-    for line in comparison_lines(rows):
+    best = next((row.prediction for row in rows if row.prediction is not None), None)
+    for line in comparison_lines(rows, take_notes(graph, chosen, best, optimizer)):
         typer.echo(line)
 
 

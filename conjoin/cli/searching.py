@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,10 @@ from conjoin.cli import rooms
 from conjoin.environment import costs_path
 
 if TYPE_CHECKING:
+    from conjoin.ir import Graph
+    from conjoin.machine import Machine
     from conjoin.search import Progress, Row, SearchResult
+    from conjoin.sim import Prediction
 
 _INTERVAL = 0.1
 _LOG_INTERVAL = 10.0
@@ -59,8 +62,9 @@ def costs_mark() -> str:
     return f"{path.stat().st_mtime_ns}:{path.stat().st_size}" if path.exists() else "none"
 
 
-def result_to_json(result: SearchResult) -> dict[str, Any]:
+def result_to_json(result: SearchResult, notes: Notes) -> dict[str, Any]:
     """A result as plain data."""
+    alone = notes.alone
     return {
         "strategy": result.plan.strategy,
         "seconds_per_step": result.seconds_per_step,
@@ -79,14 +83,60 @@ def result_to_json(result: SearchResult) -> dict[str, Any]:
         "stopped": result.stopped.value,
         "dropped": dict(result.dropped),
         "history": [{"seconds": i.elapsed, "seconds_per_step": i.seconds, "by": i.name} for i in result.history],
+        **({} if notes.prediction is None else rooms.report.notes_to_json(notes.prediction, notes.machine)),
+        "alone": None if alone is None else {"device": alone[0], "seconds_per_step": alone[1]},
     }
 
 
-def result_lines(result: SearchResult) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What to know beside the seconds of a step on a machine."""
+
+    machine: Machine
+    prediction: Prediction | None
+    """Of the plan on the whole machine; None where it is for a part."""
+    alone: tuple[str, float] | None
+    """Where devices differ: a type of which one alone is predicted to be faster, and its seconds."""
+
+
+def take_notes(graph: Graph, machine: Machine, found: Prediction | None, optimizer: str) -> Notes:
+    """What to know of a prediction, the best there is for the machine."""
+    return Notes(machine, found, None if found is None else _faster_alone(graph, machine, found.seconds, optimizer))
+
+
+def _faster_alone(graph: Graph, machine: Machine, seconds: float, optimizer: str) -> tuple[str, float] | None:
+    """The device type of which one, alone, is predicted to take the least, if less than that and the model fits."""
+    if len(machine.device_types) < 2:
+        return None
+    found: list[tuple[float, str]] = []
+    for device in machine.device_types:
+        kind = rooms.machine.NodeKind("node", 1, (device,))
+        one = rooms.machine.Machine(device.name, 1, 1, machine.device, nodes=(kind,))
+        step = rooms.api.simulate_plan(rooms.search.make_plan(graph, one, "single"), one, optimizer=optimizer)
+        if step.fits and step.seconds < seconds:
+            found.append((step.seconds, device.name))
+    return min(found)[::-1] if found else None
+
+
+def top_lines(notes: Notes) -> list[str]:
+    """What stands above a result: what its prices rest on, and whether fewer devices would do."""
+    found, alone = notes.prediction, notes.alone
+    lines = [] if found is None else rooms.report.price_notes(found, notes.machine)
+    if found is not None and alone is not None:
+        name, seconds = alone
+        lines.append(
+            f"{'alone':<12} one {name} is predicted to take {rooms.report.format_seconds(seconds)} a step, "
+            f"{found.seconds / seconds:.1f} times as fast as all {notes.machine.num_devices} devices"
+        )
+    return lines
+
+
+def result_lines(result: SearchResult, notes: Notes) -> list[str]:
     """A result for people."""
     return [
         f"{'predicted':<12} {rooms.report.format_seconds(result.seconds_per_step)} a step, ± {result.error:.0%}, "
         f"{rooms.report.format_bytes(result.peak_bytes)} on the fullest device",
+        *([] if notes.prediction is None else rooms.report.busy_notes(notes.prediction)),
         *([_devices_line(result)] if result.objective == "cost" else []),
         f"{'baseline':<12} {_baseline_text(result)}",
         f"{'bound':<12} {result.certificate if result.certificate is not None else 'none is known'}",
@@ -110,18 +160,21 @@ def _baseline_text(result: SearchResult) -> str:
     return f"{found}: {result.ratio:.2f} times as fast"
 
 
-_HEADINGS = ("strategy or search", "step", "compute", "exposed", "hidden", "memory", "fits", "search")
+_HEADINGS = ("strategy or search", "step", "compute", "exposed", "waiting", "hidden", "memory", "fits", "search")
 
 
-def comparison_lines(rows: Sequence[Row]) -> list[str]:
-    """A table of strategies and searches."""
-    table = [_HEADINGS, *(_cells(row) for row in rows if row.prediction is not None)]
-    widths = [max(len(line[i]) for line in table) for i in range(len(_HEADINGS))]
+def comparison_lines(rows: Sequence[Row], notes: Notes) -> list[str]:
+    """A table of strategies and searches; where devices differ, with the share of the step that each type computes."""
+    types = [device.name for device in notes.machine.device_types]
+    headings = (*_HEADINGS, *(f"busy {name}" for name in types)) if len(types) > 1 else _HEADINGS
+    table = [headings, *(_cells(row, notes.machine) for row in rows if row.prediction is not None)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(headings))]
     lines = [
         "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
         for line in table
     ]
-    return [*lines, *_alike(rows), *(f"{row.name}: {row.reason}" for row in rows if row.prediction is None)]
+    refused = [f"{row.name}: {row.reason}" for row in rows if row.prediction is None]
+    return [*top_lines(notes), *lines, *_alike(rows), *refused]
 
 
 def _alike(rows: Sequence[Row]) -> list[str]:
@@ -138,17 +191,29 @@ def _alike(rows: Sequence[Row]) -> list[str]:
     return told
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def row_to_json(row: Row, machine: Machine) -> dict[str, Any]:
+    """A row as plain data."""
+    found = row.prediction
+    if found is None:
+        return row.to_json()
+    return {**row.to_json(), "recompute": found.breakdown.recompute, **rooms.report.notes_to_json(found, machine)}
+
+
+def _cells(row: Row, machine: Machine) -> tuple[str, ...]:
+    """Compute, exposed and waiting make up the step."""
     found = row.prediction
     assert found is not None
     parts = found.breakdown
+    busy = [f"{dict(found.busy)[device.name]:.0%}" for device in machine.device_types]
     return (
         row.name,
         rooms.report.format_seconds(found.seconds),
-        rooms.report.format_seconds(parts.forward + parts.backward + parts.update),
-        rooms.report.format_seconds(parts.exposed + parts.waiting),
+        rooms.report.format_seconds(parts.forward + parts.backward + parts.recompute + parts.update),
+        rooms.report.format_seconds(parts.exposed),
+        rooms.report.format_seconds(parts.waiting),
         rooms.report.format_seconds(parts.hidden),
         rooms.report.format_bytes(found.memory.peak),
         "yes" if row.fits else "no",
         f"{row.search_seconds:.1f} s{', interrupted' if row.stopped is rooms.search.Stopped.INTERRUPTED else ''}",
+        *(busy if len(busy) > 1 else ()),
     )

@@ -12,6 +12,7 @@ from conjoin.cost.model import CostModel
 from conjoin.cost.nccl import Way, nccl_ways
 from conjoin.cost.patterns import Groups
 from conjoin.cost.profile import Profile, load_profile, save_profile, shipped_profiles
+from conjoin.cost.roofline import rate_name
 from conjoin.cost.seconds import NO_SECONDS, Seconds, Source, weakest
 from conjoin.cost.store import Store
 from conjoin.cost.transfers import OPTIMIZERS, copy_key, measure_copy, measure_update, update_key
@@ -21,6 +22,6 @@ __all__ = [
     "ATTENTION", "FAMILIES", "NO_SECONDS", "OPTIMIZERS", "Absence", "CallWork", "CostModel", "Fit", "Groups",
     "LocalCall", "Measurement", "OperatorCost", "Outcome", "Profile", "Seconds", "Source", "Store", "Way", "Work",
     "collective_seconds", "copy_key", "fit_efficiencies", "fuses_attention", "load_profile", "local_calls",
-    "mean_outcomes", "measure", "measure_copy", "measure_update", "nccl_ways", "point_to_point_seconds", "read_key",
-    "save_profile", "shipped_profiles", "update_key", "weakest", "work_of", "write_key",
+    "mean_outcomes", "measure", "measure_copy", "measure_update", "nccl_ways", "point_to_point_seconds",
+    "rate_name", "read_key", "save_profile", "shipped_profiles", "update_key", "weakest", "work_of", "write_key",
 ]  # fmt: skip

@@ -14,7 +14,8 @@ What all groups together put on the most loaded link decides. For pieces of s by
     seconds = (p - 1) · α + s · load,    α = software + the largest latency of a way,
 
 with load = (p - 1) · max over links of (messages on it / bandwidth) for a ring, which takes p - 1 rounds, and
-max over links of (messages on it / bandwidth) when all are sent at once. A reduce-scatter of S bytes is a chain of such
+max over links of (messages on it / bandwidth) when all are sent at once; on GPUs the bandwidth is what the protocol of
+a link leaves to data (`patterns.SHARES`). A reduce-scatter of S bytes is a chain of such
 phases over parts of the axes, each leaving 1/p of what it found: all axes at once (flat), one after the other
 (recursive halving), or first those inside a node and then those between nodes (hierarchical); an all-gather is the
 same backward, an all-reduce both (`_chains`, `_scatter`). On a flat network the ring gives AutoDDL's table 2 (its
@@ -32,7 +33,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from conjoin.cost.nccl import Way, nccl_ways
-from conjoin.cost.patterns import SOFTWARE_SECONDS, Groups, Phase, direct, from_one, neighbours, ring
+from conjoin.cost.patterns import SOFTWARE_SECONDS, Groups, Phase, direct, from_one, neighbours, rate_between, ring
 from conjoin.cost.seconds import NO_SECONDS, Seconds, Source
 from conjoin.errors import UsageError
 from conjoin.machine import COLLECTIVE_KINDS, Machine
@@ -106,13 +107,13 @@ def point_to_point_seconds(machine: Machine, sender_rank: int, receiver_rank: in
 
     >>> machine = Machine.preset("piz-daint", nodes=2)
     >>> f"{point_to_point_seconds(machine, 0, 1, 8_500_000).value * 1e3:.4f} ms"
-    '1.0055 ms'
+    '1.0581 ms'
     """
     route = machine.topology.path(sender_rank, receiver_rank)
     if not route:
         return NO_SECONDS
     latency = SOFTWARE_SECONDS[machine.device] + sum(link.latency for link in route)
-    return Seconds(latency + num_bytes / min(link.bandwidth for link in route), Source.ESTIMATED)
+    return Seconds(latency + num_bytes / min(map(rate_between(machine.device), route)), Source.ESTIMATED)
 
 
 def collective_lines(machine: Machine, kind: str, axes: tuple[str, ...]) -> tuple[Line, ...]:

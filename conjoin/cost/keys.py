@@ -11,14 +11,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from itertools import pairwise
+from math import isfinite
 from typing import Any
 
 import torch
 
-from conjoin.ops import Call, TensorType, dtype_name, parse_dtype, signature
+from conjoin.ops import Call, Kind, TensorType, dtype_name, output_types, parse_dtype, signature, spec_for
 
 MAX_KEY_LENGTH = 1_000
 """A longer key is cut to the operator and a digest: it names its call as well, but can no longer be read back."""
+MAX_ELEMENTS = 2**63
+"""Elements that no tensor of torch has."""
 _GRADS = " | grads "
 _FORMATS = {
     "contiguous_format": torch.contiguous_format, "channels_last": torch.channels_last,
@@ -91,9 +95,41 @@ def read_key(key: str) -> tuple[Call, tuple[int, ...]] | None:
         if len(args) > known:
             return None
         needs = tuple(map(int, grads.split(","))) if grads else ()
-        return Call(op, (*args, *[None] * (known - len(args)))), needs
+        call = Call(op, (*args, *[None] * (known - len(args))))
     except (ValueError, LookupError):
         return None
+    return (call, needs) if _is_sound(call, needs) else None
+
+
+def _is_sound(call: Call, needs: tuple[int, ...]) -> bool:
+    """Whether operands and outputs are tensors that can be, attributes are none, and gradients are of operands."""
+    for parameter, value in zip(call.signature.parameters, call.args, strict=True):
+        match parameter.kind:
+            case Kind.TENSOR:
+                sound = value is None or isinstance(value, TensorType | int | float)
+            case Kind.TENSORS:
+                items = value if isinstance(value, tuple) else (value,)
+                sound = all(item is None or isinstance(item, TensorType) for item in items)
+                sound = sound and (value is None or isinstance(value, tuple))
+            case Kind.ATTRIBUTE:
+                sound = _is_literal(value)
+        if not sound:
+            return False
+    tensors, spec = call.tensors, spec_for(call)
+    known = set(needs) <= set(range(len(tensors))) and all(a < b for a, b in pairwise(needs))
+    return known and all(map(_fits, (*tensors, *(output_types(spec, call) if spec is not None else ()))))
+
+
+def _is_literal(value: Any) -> bool:
+    """Whether an attribute is plain data, and its numbers are such as fit tensors."""
+    if isinstance(value, tuple):
+        return all(_is_literal(item) and not (isinstance(item, float) and not isfinite(item)) for item in value)
+    return not isinstance(value, TensorType) and not (isinstance(value, int) and abs(value) >= MAX_ELEMENTS)
+
+
+def _fits(tensor: TensorType) -> bool:
+    """Whether there can be a tensor of this shape."""
+    return all(type(size) is int and size >= 0 for size in tensor.shape) and tensor.num_elements < MAX_ELEMENTS
 
 
 def _read_args(text: str) -> tuple[Any, ...]:

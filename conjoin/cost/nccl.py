@@ -20,13 +20,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, log2
 
-from conjoin.cost.patterns import Groups, spread_ring
-from conjoin.machine import DeviceType, DirectedLink, architecture_of
+from conjoin.cost.patterns import Groups, data_rate, spread_ring
+from conjoin.machine import DeviceType, architecture_of
 
 PROTOCOLS = ("LL", "LL128", "Simple")
-SHARES = {"NVLink": 0.82, "PCIe": 0.75, "X-Bus": 0.85, "InfiniBand": 0.95, "Aries": 0.95, "Ethernet": 0.9}
-"""What the protocol of a link leaves of its line rate: NVLink 20.6 of 25 GB/s, PCIe 12 of 16 (`src/graph/topo.h`);
-370 of 450 GB/s a GPU is what NVIDIA says of DGX H100 (nccl-tests, issue 212). Other kinds are taken as measured."""
 _MICRO = 1e-6
 _BASE = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4)}
 _PAT_BASE, _PAT_MEMBER = 8.0, 2.8
@@ -41,6 +38,8 @@ _POST = (1.0, 1.0, 3.0)
 _LL_MOST = ((39.0, 39.0, 20.4), (87.7, 22.5, 19.0), (141.0, 45.0, 35.0), (282.0, 90.0, 70.0))
 """GB/s of LL at most, by generation, on one node, two and more."""
 _NVLS_SHARE = (0.0, 0.0, 0.85, 0.74)
+_NVLS_LEAST = 3
+"""Members in a node from which NVLS is in use: `ncclNvlsInit` leaves two GPUs to rings (`src/transport/nvls.cc`)."""
 _NVLS_LINKS = 320 / 450 * 15 / 16
 """Of the line rate: sixteen channels of 20 GB/s on H100, one of which NVLS leaves free."""
 _TREE_SHARES = (
@@ -88,6 +87,8 @@ class _Group:
     """Bytes per second that every member of a ring can send on."""
     line: float
     """The line rate of a device's links inside its node."""
+    wire: float
+    """Bytes of data per second that these links carry."""
     outward: float
     """Bytes per second that a node sends to others, by all cards of its members; infinite on one node."""
     away: float
@@ -109,7 +110,7 @@ def nccl_ways(groups: Groups, kind: str) -> tuple[Way, ...]:
     found = [*_rings(group, kind)]
     if kind == "all-reduce":
         found += _trees(group)
-    if group.switched and _NVLS_SHARE[group.generation]:
+    if group.switched and _NVLS_SHARE[group.generation] and group.per_node >= _NVLS_LEAST:
         found += _nvls(group, kind)
     if kind != "all-reduce" and group.size == group.num_nodes > 1:
         found.append(_pat(group))
@@ -142,17 +143,23 @@ def _trees(group: _Group) -> Iterator[Way]:
 
 
 def _nvls(group: _Group, kind: str) -> Iterator[Way]:
+    """Sums in the switch of a node.
+
+    Of an all-reduce of S bytes among p members each sends S into the sums and its S/p of the result to all, and gets as
+    much: S (1 + 1/p) over its links, which bounds what they carry.
+    """
     rounds = 2 if kind == "all-reduce" else 1
     inside = group.line * _NVLS_LINKS * _NVLS_SHARE[group.generation]
+    most = group.wire * group.per_node / (group.per_node + 1)
     if group.num_nodes == 1:
-        bandwidth = inside if rounds == 1 else 2 * inside * group.size / (2 * (group.size - 1))
+        bandwidth = inside if rounds == 1 else min(most, 2 * inside * group.size / (2 * (group.size - 1)))
         yield Way("NVLS", _NVLS_HOP * _MICRO, bandwidth * (1 if rounds == 2 else (group.size - 1) / group.size))
     elif rounds == 2:
         outward = group.outward * (2 if group.num_nodes == 2 else 1)
         far = _NVLS_TREE_NETWORK + 2 * group.away / _MICRO
         latency = _NVLS_HOP + 2 * int(log2(group.num_nodes)) * far
         bandwidth = min(2 * inside, outward) * group.size / (2 * (group.size - 1))
-        yield Way("NVLS tree", latency * _MICRO, bandwidth)
+        yield Way("NVLS tree", latency * _MICRO, min(most, bandwidth))
 
 
 def _pat(group: _Group) -> Way:
@@ -173,7 +180,7 @@ def _network(group: _Group, algorithm: str, protocol: int) -> float:
 
 
 def _describe(groups: Groups) -> _Group:
-    found = spread_ring(groups, _rate)
+    found = spread_ring(groups, data_rate)
     devices = {device for kind in groups.topology.kinds for device in kind.devices}
     routes = [
         groups.topology.inside(kind, a, b)
@@ -187,12 +194,9 @@ def _describe(groups: Groups) -> _Group:
         groups.size, groups.num_nodes, min(map(_generation, devices)), inside,
         bool(routes) and inside == "NVLink" and all(len(route) > 1 for route in routes),
         1 / found.load, min((hop.bandwidth for route in routes for hop in route), default=inf),
+        min((data_rate(hop) for route in routes for hop in route), default=inf),
         1 / found.outward_load if found.outward_load else inf, away,
     )  # fmt: skip
-
-
-def _rate(link: DirectedLink) -> float:
-    return link.bandwidth * SHARES.get(link.kind, 1.0)
 
 
 def _generation(device: DeviceType) -> int:

@@ -14,6 +14,11 @@ SOFTWARE_SECONDS = {"cuda": 3e-6, "cpu": 25e-6}
 """What a library adds to each message beside the links: NCCL hands a chunk on within a few microseconds, Gloo wakes
 threads for it. Round numbers, for machines that were not calibrated."""
 
+SHARES = {"NVLink": 0.82, "PCIe": 0.75, "X-Bus": 0.85, "InfiniBand": 0.95, "Aries": 0.95, "Ethernet": 0.9}
+"""What the protocol of a link leaves of its line rate to NCCL: NVLink 20.6 of 25 GB/s, PCIe 12 of 16
+(`src/graph/topo.h`); 370 of 450 GB/s a GPU, whatever is sent, is what NVIDIA says of DGX H100 (nccl-tests, issue 212).
+Other kinds are taken as measured."""
+
 
 @dataclass(frozen=True, slots=True)
 class Groups:
@@ -76,15 +81,26 @@ class Spread:
     outward_latency: float
 
 
-def _line_rate(link: DirectedLink) -> float:
+def data_rate(link: DirectedLink) -> float:
+    """Bytes of data per second that a link carries between GPUs."""
+    return link.bandwidth * SHARES.get(link.kind, 1.0)
+
+
+def line_rate(link: DirectedLink) -> float:
+    """Bytes per second of a link."""
     return link.bandwidth
+
+
+def rate_between(device: str) -> Callable[[DirectedLink], float]:
+    """What links carry between devices of a kind: line rates are told of GPUs, and measured of CPUs."""
+    return data_rate if device == "cuda" else line_rate
 
 
 @dataclass(slots=True)
 class _Loads:
     """What messages of one byte put on the wires, in seconds."""
 
-    rate: Callable[[DirectedLink], float] = _line_rate
+    rate: Callable[[DirectedLink], float]
     shared: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     alone: float = 0.0
     """The most on a link that is not shared, where every message is alone."""
@@ -113,23 +129,24 @@ def _measure(groups: Groups, inside: Inside, between: Between) -> tuple[float, f
     Nodes of one kind carry the same, so each kind is looked at once, and the network only where it can hold up.
     """
     topology, most = groups.topology, 0.0
+    device = topology.kinds[0].devices[0].kind
     slowest = {"within": 0.0, "leaving": 0.0, "entering": 0.0, "across": 0.0}
     for kind in range(len(topology.kinds)):
-        loads = _Loads()
+        loads = _Loads(rate_between(device))
         for sender, receiver, count in inside(kind):
             part, route = _route(topology, kind, sender, receiver)
             loads.add(route, count)
             slowest[part] = max(slowest[part], _latency(route))
         most = max(most, loads.most)
     if groups.num_nodes > 1 and not topology.is_flat:
-        loads = _Loads()
+        loads = _Loads(rate_between(device))
         for node, other, count in between():
             route = topology.between(node, other)
             loads.add(route, count)
             slowest["across"] = max(slowest["across"], _latency(route))
         most = max(most, loads.most)
     away = slowest["leaving"] + slowest["across"] + slowest["entering"]
-    return most, max(slowest["within"], away) + SOFTWARE_SECONDS[topology.kinds[0].devices[0].kind]
+    return most, max(slowest["within"], away) + SOFTWARE_SECONDS[device]
 
 
 def _route(topology: Topology, kind: int, sender: int | None, receiver: int | None) -> tuple[str, Route]:

@@ -14,13 +14,14 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import pairwise
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
 from conjoin.cost.curves import Knots
 from conjoin.cost.fitting import Fit, HostTime
 from conjoin.cost.measurement import Absence, Measurement, Outcome
+from conjoin.cost.transfers import is_damaged
 from conjoin.errors import UsageError
 from conjoin.machine import reason_of, write_aside
 
@@ -29,7 +30,13 @@ VERSION = 2
 MAX_BYTES = 2**23
 MAX_TEXT_BYTES = 2**26
 MAX_LINES = 200_000
-MAX_CLASSES, MAX_KNOTS, MAX_DOUBLINGS = 20_000, 200, 40
+MAX_CLASSES, MAX_KNOTS = 20_000, 200
+MAX_DOUBLINGS, MAX_LOG_SECONDS = 8, 200
+"""How far a curve may correct an estimate: of what was measured on an H200 the most is 4.2 doublings; and log2 of the
+sizes it may do so at."""
+MAX_OVERHEAD_SECONDS = 1.0
+"""Of the start of a kernel, or of the host's time for one call: microseconds on every device that there is."""
+MAX_ERROR = 1e3
 _FOLDER = Path(__file__).parent / "profiles"
 
 
@@ -68,6 +75,10 @@ def _line(outcome: Outcome) -> list[Any]:
             return [key, reason]
 
 
+class _OtherVersion(Exception):
+    """A profile of a format that is not read any more, or not yet."""
+
+
 def load_profile(path: str | Path) -> Profile:
     """Read a profile, from a stranger too: within limits, every number checked."""
     try:
@@ -75,6 +86,11 @@ def load_profile(path: str | Path) -> Profile:
         if len(lines) > MAX_LINES:
             raise ValueError(f"it has {len(lines):,} lines, the limit is {MAX_LINES:,}")
         return _read_profile(lines)
+    except _OtherVersion as error:
+        raise UsageError(
+            f"The profile {str(path)!r} was to be read. It is of version {str(error)[:20]}, and this release of "
+            f"conjoin reads version {VERSION}. Measure it again: `python benchmarks/operator_profile.py measure`."
+        ) from None
     except (OSError, EOFError, ValueError, zlib.error, RecursionError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)[:200]
         raise UsageError(
@@ -97,9 +113,11 @@ def _read_text(path: Path) -> str:
 
 def _read_profile(lines: list[str]) -> Profile:
     match json.loads(lines[0]) if lines else None:
+        case {"format": "conjoin.profile", "version": int(version)} if version != VERSION:
+            raise _OtherVersion(version)
         case {
-            "format": "conjoin.profile", "version": 2, "device": str(device), "torch": str(torch), "date": str(date),
-            "command": str(command), "fit": dict(fit),
+            "format": "conjoin.profile", "version": int(), "device": str(device), "torch": str(torch),
+            "date": str(date), "command": str(command), "fit": dict(fit),
         }:  # fmt: skip
             outcomes = tuple(map(_read_line, lines[1:]))
             return Profile(device[:200], torch[:200], date[:200], command[:1000], _read_fit(fit), outcomes)
@@ -110,7 +128,7 @@ def _read_line(line: str) -> Outcome:
     match json.loads(line):
         case [str(key), str(reason)]:
             return Absence(key, reason)
-        case [str(key), *numbers] if len(numbers) == 5:
+        case [str(key), *numbers] if len(numbers) == 5 and not is_damaged(key):
             return Measurement(key, *map(_number, numbers))
     raise ValueError(f"{line[:60]} is not a measurement")
 
@@ -118,15 +136,23 @@ def _read_line(line: str) -> Outcome:
 def _read_fit(fit: dict[str, Any]) -> Fit:
     match fit.pop("efficiency", None):
         case list(pairs) if len(pairs) <= 1000:
-            efficiency = tuple((str(name)[:100], _positive(value)) for name, value in pairs)
+            efficiency = tuple(map(_read_efficiency, pairs))
         case _:
             raise ValueError("its efficiencies are not a list")
     curves, host = (fit.pop(name, None) for name in ("curves", "host"))
     if set(fit) != {"overhead_seconds", "host_forward", "host_backward", "error"}:
         raise ValueError("its fit is incomplete")
-    numbers = {name: _number(value) for name, value in fit.items()}
+    limits = {"error": MAX_ERROR}
+    numbers = {name: _within(value, limits.get(name, MAX_OVERHEAD_SECONDS)) for name, value in fit.items()}
     times = tuple(map(_read_host, _listed(host)))
     return Fit(efficiency, curves=tuple(map(_read_curve, _listed(curves))), host=times, **numbers)
+
+
+def _read_efficiency(told: Any) -> tuple[str, float]:
+    match told:
+        case [str(name), value]:
+            return name[:100], _positive(value)
+    raise ValueError(f"{_shown(told)} is not an efficiency")
 
 
 def _listed(value: Any) -> list[Any]:
@@ -138,24 +164,46 @@ def _listed(value: Any) -> list[Any]:
 def _read_curve(told: Any) -> tuple[str, Knots]:
     match told:
         case [str(name), [_, *_] as knots] if len(knots) <= MAX_KNOTS:
-            line = tuple((_number(x), _number(y)) for x, y in knots)
-            rises = all(one[0] <= other[0] for one, other in pairwise(line))
-            if rises and all(abs(y) < MAX_DOUBLINGS for _, y in line):
+            line = tuple(map(_read_knot, knots))
+            if all(one[0] <= other[0] for one, other in pairwise(line)):
                 return name[:200], line
-    raise ValueError(f"{str(told)[:60]} is not a curve")
+    raise ValueError(f"{_shown(told)} is not a curve")
+
+
+def _read_knot(told: Any) -> tuple[float, float]:
+    match told:
+        case [x, y] if abs(_number(x)) <= MAX_LOG_SECONDS and abs(_number(y)) <= MAX_DOUBLINGS:
+            return _number(x), _number(y)
+    raise ValueError(f"{_shown(told)} is not a point of a curve")
 
 
 def _read_host(told: Any) -> HostTime:
     match told:
-        case [str(name), int(count), forward, backward]:
-            return HostTime(name[:200], count, _number(forward), _number(backward))
-    raise ValueError(f"{str(told)[:60]} is not a time of the host")
+        case [str(name), int(count), forward, backward] if type(count) is int and 0 <= count <= MAX_CLASSES:
+            times = (_within(seconds, MAX_OVERHEAD_SECONDS) for seconds in (forward, backward))
+            return HostTime(name[:200], count, *times)
+    raise ValueError(f"{_shown(told)} is not a time of the host")
 
 
 def _number(value: object) -> float:
-    if type(value) not in (int, float) or not isfinite(value):  # type: ignore[arg-type]
-        raise ValueError(f"{str(value)[:40]} is not a number")
-    return float(value)  # type: ignore[arg-type]
+    try:
+        number = float(value) if isinstance(value, int | float) and type(value) is not bool else nan
+    except OverflowError:
+        number = nan
+    if not isfinite(number):
+        raise ValueError(f"{_shown(value)} is not a number")
+    return number
+
+
+def _within(value: object, most: float) -> float:
+    number = _number(value)
+    if not 0 <= number <= most:
+        raise ValueError(f"{number:g} is not between 0 and {most:g}")
+    return number
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:60]
 
 
 def _positive(value: object) -> float:

@@ -42,6 +42,15 @@ _TENSOR_CORES = frozenset({CONVOLUTION, RECURRENT})
 """Families that torch by default runs on tensor cores in float32; matrix products only when the user allows it."""
 
 
+def rate_name(family: str, dtype: str) -> str:
+    """The name of the peak rate of a device that calls of a family are held against.
+
+    >>> rate_name(CONVOLUTION, "float32"), rate_name(CONTRACTION, "float32")
+    ('tfloat32', 'float32')
+    """
+    return "tfloat32" if dtype == "float32" and family in _TENSOR_CORES else dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Roofline:
     """A device's limits, and how near to them kernels come."""
@@ -79,8 +88,8 @@ class Roofline:
         return CONTRACTION if plain and self.device.kind == "cuda" else family
 
     def _limits(self, work: Work, family: str, dtype: str) -> tuple[float, float]:
-        name = "tfloat32" if dtype == "float32" and family in _TENSOR_CORES else dtype
-        return work.flops / self.device.flops_of(name), work.bytes / self.device.memory_bandwidth
+        peak = self.device.flops_of(rate_name(family, dtype))
+        return work.flops / peak, work.bytes / self.device.memory_bandwidth
 
     def seconds(self, work: Work, family: str, dtype: str, *, backward: bool = False) -> float:
         """Estimated seconds; no work takes none but what a CPU needs to make the call."""

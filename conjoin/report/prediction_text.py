@@ -6,6 +6,7 @@ from typing import Any
 
 from conjoin.ir import Plan
 from conjoin.machine import Machine
+from conjoin.report.prediction_notes import busy_notes, notes_to_json, price_notes
 from conjoin.report.text import format_bytes
 from conjoin.sim import Prediction
 
@@ -23,13 +24,14 @@ def format_seconds(seconds: float) -> str:
 
 
 def prediction_text(found: Prediction, plan: Plan, machine: Machine) -> str:
-    """A prediction in lines: the step, where it goes, throughput, memory, collectives."""
+    """A prediction in lines: what it rests on, the step, where it goes, throughput, memory, collectives."""
     parts, memory = found.breakdown, found.memory
     step = f"{format_seconds(found.seconds)} ± {found.error:.0%}"
-    lines = [f"{'plan':<12} {plan}", f"{'machine':<12} {machine}", f"{'step':<12} {step}"]
+    lines = [*price_notes(found, machine), f"{'plan':<12} {plan}", f"{'machine':<12} {machine}", f"{'step':<12} {step}"]
     for name, seconds in _shares(found).items():
         lines.append(f"  {name:<26} {format_seconds(seconds):>10} {seconds / max(found.seconds, 1e-30):>7.1%}")
     lines.append(f"{'hidden':<12} {format_seconds(parts.hidden)} of communication behind computation")
+    lines += busy_notes(found)
     rate = found.samples_per_second
     use = f"{found.model_flops_utilization:.1%} of the devices' peak rate goes into the model (MFU)"
     lines.append(f"{'throughput':<12} {'' if rate is None else f'{rate:,.1f} samples/s, '}{use}")
@@ -103,5 +105,6 @@ def prediction_to_json(found: Prediction, plan: Plan, machine: Machine) -> dict[
             for kind, axes, count, seconds, sent in parts.collectives
         ],
         "sources": {source.value: seconds for source, seconds in parts.sources},
+        **notes_to_json(found, machine),
         "tasks": found.simulation.num_tasks,
     }

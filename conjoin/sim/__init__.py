@@ -2,7 +2,7 @@
 
 from conjoin.sim.breakdown import Breakdown, break_down
 from conjoin.sim.engine import Instruction, Phase, Ticks, Timeline, rerun, run, to_seconds, to_ticks
-from conjoin.sim.expected_error import ALIKE, expected_error
+from conjoin.sim.expected_error import ALIKE, Published, expected_error, published_for
 from conjoin.sim.fragments import Drafts
 from conjoin.sim.gains import Gain, gain_of
 from conjoin.sim.memory import OPTIMIZER_COPIES, Memory, measure_memory
@@ -17,8 +17,9 @@ from conjoin.sim.wanted import Wanted, measure_wanted, wanted_by
 
 __all__ = [
     "ALIKE", "OPTIMIZER_COPIES", "Breakdown", "Change", "Classes", "Drafts", "Gain", "Instruction", "Layouts",
-    "MachinePrices", "Memory", "Operator", "Phase", "Prediction", "Prices", "Program", "Simulation", "Skeleton",
-    "Ticks", "Timeline", "Wanted", "break_down", "expected_error", "gain_of", "make_change", "measure_memory",
-    "measure_wanted", "new_drafts", "predict", "random_change", "rerun", "run", "simulate", "simulate_layouts",
-    "take_apart", "take_graph_apart", "task_numbers", "to_seconds", "to_ticks", "wanted_by",
+    "MachinePrices", "Memory", "Operator", "Phase", "Prediction", "Prices", "Program", "Published", "Simulation",
+    "Skeleton", "Ticks", "Timeline", "Wanted", "break_down", "expected_error", "gain_of", "make_change",
+    "measure_memory", "measure_wanted", "new_drafts", "predict", "published_for", "random_change", "rerun", "run",
+    "simulate", "simulate_layouts", "take_apart", "take_graph_apart", "task_numbers", "to_seconds", "to_ticks",
+    "wanted_by",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from conjoin.cost import Source
 from conjoin.sim.engine import COMPUTE, TICKS_PER_SECOND, Instruction, Phase, Ticks, Timeline
@@ -30,7 +31,7 @@ class Breakdown:
     collectives: tuple[tuple[str, tuple[str, ...], int, float, int], ...]
     """For every kind and axes: how many, their seconds, and the bytes that the busiest rank sends."""
     sources: tuple[tuple[Source, float], ...]
-    """How many of the seconds computed and communicated come from where."""
+    """How many of the seconds computed, communicated and waited for the host come from where; hosts are estimated."""
 
     @property
     def step(self) -> float:
@@ -58,8 +59,24 @@ def break_down(timeline: Timeline) -> Breakdown:
         waiting=_seconds(timeline.ticks - any_of_them),
         hidden=_seconds(talking - (any_of_them - busy)),
         collectives=_collectives(spans),
-        sources=_sources(spans),
+        sources=_sources(spans, _held_up(spans, either, which, timeline)),
     )
+
+
+def computing_shares(timeline: Timeline) -> NDArray[np.float64]:
+    """The share of the step in which a device computes, for every class of devices.
+
+    >>> from conjoin.sim.engine import run
+    >>> work = Instruction("work", COMPUTE, np.array([4, 1], np.int64))
+    >>> computing_shares(run([(work,)], shape=(2,))).tolist()
+    [1.0, 0.25]
+    """
+    total = np.zeros(np.shape(timeline.end), np.int64)
+    for task, start, end in timeline.times():
+        if task.stream == COMPUTE:
+            total = total + (end - start)
+    shares: NDArray[np.float64] = total / max(timeline.ticks, 1)
+    return shares
 
 
 Span = tuple[Instruction, int, int]
@@ -107,8 +124,21 @@ def _collectives(spans: Sequence[Span]) -> tuple[tuple[str, tuple[str, ...], int
     return tuple((kind, axes, n, _seconds(ticks), sent) for (kind, axes), (n, ticks, sent) in totals.items())
 
 
-def _sources(spans: Sequence[Span]) -> tuple[tuple[Source, float], ...]:
+def _held_up(spans: Sequence[Span], busy: Sequence[tuple[int, int]], which: int, timeline: Timeline) -> int:
+    """How long a device has nothing to do until its host has launched the next task, or is done."""
+    launched, ends = 0, {timeline.ticks}
+    for task, start, _ in spans:
+        launched += _of(task.host, which, timeline)
+        if start == launched:
+            ends.add(start)
+    gaps = zip((0, *(end for _, end in busy)), (*(start for start, _ in busy), timeline.ticks), strict=True)
+    return sum(end - start for start, end in gaps if end in ends)
+
+
+def _sources(spans: Sequence[Span], held_up: int) -> tuple[tuple[Source, float], ...]:
+    """By source; the times of the host are of another host than the user's, or of none."""
     totals = dict.fromkeys(Source, 0)
+    totals[Source.ESTIMATED] = held_up
     for task, start, end in spans:
         totals[task.source] += end - start
     return tuple((source, _seconds(ticks)) for source, ticks in totals.items())

@@ -25,8 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conjoin.cost import Source
+from conjoin.errors import UsageError
 
 TICKS_PER_SECOND = 10**12
+MAX_TICKS = 2**63 - 1
+"""What an array of times can hold: 107 days."""
 HOST, COMPUTE, INSIDE, BETWEEN = range(4)
 """The streams of a device: who launches, who computes, and the links inside a node and between nodes."""
 NUM_STREAMS = 4
@@ -50,7 +53,18 @@ State = tuple[Ticks, ...]
 
 def to_ticks(seconds: float) -> int:
     """Seconds in whole ticks."""
-    return round(seconds * TICKS_PER_SECOND)
+    ticks = seconds * TICKS_PER_SECOND
+    if not ticks < MAX_TICKS:
+        raise _too_long(seconds)
+    return round(ticks)
+
+
+def _too_long(seconds: float) -> UsageError:
+    return UsageError(
+        f"The time of a training step was asked for. Its tasks take {seconds:.2g} seconds or more, and times are "
+        f"counted up to {to_seconds(MAX_TICKS):.2g} seconds. "
+        f"Check the rates and latencies of the machine, or name a faster one."
+    )
 
 
 def to_seconds(ticks: int) -> float:
@@ -158,11 +172,15 @@ def run(fragments: Sequence[Fragment], num_events: int = 0, shape: tuple[int, ..
     state: State = (0, *(free,) * (NUM_STREAMS + num_events - 1))
     advance = _advance_many if shape else _advance_one
     states, spans, count = [state], [], 0
+    if shape:  # sums of arrays would begin anew at the other end, those of numbers do not
+        _check_total(sum(_longest(task.ticks) + _longest(task.host) for fragment in fragments for task in fragment))
     for fragment in fragments:
         state, found = advance(state, fragment)
         spans.append(found)
         states.append(state)
         count += len(fragment)
+    if not shape:
+        _check_total(max(int(ticks) for ticks in state))
     hosts, computed = (_rows([state[stream] for state in states], shape) for stream in (HOST, COMPUTE))
     return Timeline(fragments, spans, states, np.zeros(len(states), np.int64), hosts, computed, count)
 
@@ -176,12 +194,25 @@ def rerun(before: Timeline, fragments: Sequence[Fragment], changed: Sequence[int
     >>> after.ticks, after.num_timed
     (20, 1)
     """
-    again = _Again(before, fragments, changed)
-    for first in changed:
-        position: int | None = first if first >= again.at else None
-        while position is not None:
-            position = again.time_from(position)
-    return again.timeline()
+    try:
+        again = _Again(before, fragments, changed)
+        for first in changed:
+            position: int | None = first if first >= again.at else None
+            while position is not None:
+                position = again.time_from(position)
+        return again.timeline()
+    except OverflowError:
+        raise _too_long(to_seconds(MAX_TICKS)) from None
+
+
+def _check_total(ticks: int) -> None:
+    """Refuse a step that is longer than times can tell."""
+    if ticks > MAX_TICKS:
+        raise _too_long(to_seconds(ticks))
+
+
+def _longest(ticks: Ticks) -> int:
+    return ticks if isinstance(ticks, int) else int(np.max(ticks))
 
 
 class _Again:

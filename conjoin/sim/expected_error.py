@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from conjoin.cost import Source
+from conjoin.cost import Source, shipped_profiles
+from conjoin.machine import Machine
 
 WITHIN = {Source.MEASURED: 0.13, Source.INTERPOLATED: 0.16, Source.ESTIMATED: 0.35}
 """By which part a step may be off. Measured operator by operator: nine of ten of 19 steps of models on an H200 were
@@ -13,6 +15,37 @@ in the median. Estimated from data sheets: of 62 published steps on V100, A100 a
 kind, 59 are within 30 %; what nobody published may be further off."""
 ALIKE = 0.10
 """Plans for one machine are off alike: on emulated clusters the order of pairs that are further apart was right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """How far steps on a GPU that others published were predicted off, all prices estimated."""
+
+    gpu: str
+    num_steps: int
+    median_error: float
+    worst_error: float
+
+
+PUBLISHED = (Published("H100", 16, 0.07, 0.32), Published("A100", 28, 0.055, 0.31), Published("V100", 18, 0.123, 0.75))
+"""As `benchmarks/published.py` found them on 2026-11-17."""
+
+
+def published_for(machine: Machine) -> tuple[Published, ...]:
+    """What is known of the GPUs of a machine.
+
+    >>> [found.gpu for found in published_for(Machine.preset("dgx-h100"))]
+    ['H100']
+    """
+    names = [device.name for device in machine.device_types]
+    return tuple(found for found in PUBLISHED if any(name.startswith(found.gpu) for name in names))
+
+
+def is_all_estimated(sources: Sequence[tuple[Source, float]], machine: Machine) -> bool:
+    """Whether no second of a step rests on a measurement, of these calls or of others on such a device."""
+    firm = any(seconds for source, seconds in sources if source is not Source.ESTIMATED)
+    measured = {profile.device for profile in shipped_profiles()}
+    return not firm and not any(device.efficiency or device.name in measured for device in machine.device_types)
 
 
 def expected_error(sources: Sequence[tuple[Source, float]]) -> float:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
+from statistics import fmean
 
-from conjoin.cost import CostModel
+from conjoin.cost import CostModel, rate_name, work_of
 from conjoin.errors import PlanError, UsageError
 from conjoin.ir import LeafKind, Plan
 from conjoin.machine import Machine
 from conjoin.ops import flops, spec_for
-from conjoin.sim.breakdown import Breakdown, break_down
-from conjoin.sim.expected_error import expected_error
+from conjoin.sim.breakdown import Breakdown, break_down, computing_shares
+from conjoin.sim.expected_error import expected_error, is_all_estimated
 from conjoin.sim.memory import OPTIMIZER_COPIES, Memory, measure_memory
 from conjoin.sim.prices import MachinePrices
 from conjoin.sim.simulation import Simulation, simulate
@@ -31,7 +33,13 @@ class Prediction:
     step_flops: float
     """Floating-point operations of the model, forward and backward, however it is split."""
     peak_flops: float
-    """What all devices together could do in a second, in the dtype of most of the work."""
+    """What all devices together could do of this work in a second, each part of it at the peak rate of its dtype."""
+    busy: tuple[tuple[str, float], ...] = ()
+    """For every device type the share of the step in which such a device computes."""
+    missing_rates: tuple[tuple[str, str], ...] = ()
+    """Device types, and dtypes of the work that they have no rate for: these are reckoned at that of float32."""
+    all_estimated: bool = False
+    """Whether nothing of it rests on a measurement."""
 
     @property
     def seconds(self) -> float:
@@ -72,32 +80,67 @@ def predict(
             f"Make the plan for this machine, or name the machine it was made for."
         )
     found = simulate(plan, MachinePrices(machine, costs, optimizer), unfold=unfold)
-    work, dtype = _work(found.program.skeleton, found.program.steps)
-    devices = [machine.device_type(rank) for rank in range(machine.num_devices)]
+    breakdown = break_down(found.timeline)
+    work = _work(found.program.skeleton, found.program.steps)
     return Prediction(
         found,
-        break_down(found.timeline),
+        breakdown,
         measure_memory(found.program, optimizer, machine.device),
         machine.usable_bytes,
         _num_samples(plan),
-        work,
-        sum(device.flops_of(dtype) for device in devices),
+        sum(work.values()),
+        _peak(work, machine),
+        _busy(found, machine),
+        _missing_rates(work, machine),
+        is_all_estimated(breakdown.sources, machine),
     )
 
 
-def _work(skeleton: Skeleton, steps: int) -> tuple[float, str]:
-    """The floating-point operations of a step, and the dtype that most of them are done in.
+def _work(skeleton: Skeleton, steps: int) -> dict[str, float]:
+    """The floating-point operations of a step by the peak rate they are held against, as prices are.
 
     A backward pass is counted as once the forward for each operand that gets a gradient, at most two.
     """
-    by_dtype: dict[str, float] = {"float32": 0.0}
+    by_rate: dict[str, float] = {}
     for operator in skeleton.operators:
         spec = spec_for(operator.call)
         if spec is not None and operator.call.tensors:
-            dtype = str(operator.call.tensors[0].dtype).removeprefix("torch.")
+            kernel = work_of(operator.call, ())
+            rate = rate_name(kernel.family, kernel.dtype)
             work = flops(spec, operator.call) * (1 + min(2, len(operator.needs)))
-            by_dtype[dtype] = by_dtype.get(dtype, 0.0) + work
-    return steps * sum(by_dtype.values()), max(by_dtype, key=by_dtype.__getitem__)
+            by_rate[rate] = by_rate.get(rate, 0.0) + steps * work
+    return by_rate
+
+
+def _peak(work: dict[str, float], machine: Machine) -> float:
+    """Operations per second of all devices at their peak rates, for so much work of each rate."""
+    devices = [machine.device_type(rank) for rank in range(machine.num_devices)]
+    rates = {name: sum(device.flops_of(name) for device in devices) for name in ("float32", *work)}
+    at_peak = sum(flops / rates[name] for name, flops in work.items())
+    return sum(work.values()) / at_peak if at_peak else rates["float32"]
+
+
+_FEW = 0.01
+"""Of the work: what is less is not worth a line."""
+
+
+def _missing_rates(work: dict[str, float], machine: Machine) -> tuple[tuple[str, str], ...]:
+    """Float32 on plain cores is what a device without tensor cores for it has, and is not missing."""
+    total = sum(work.values())
+    wanted = [name for name, flops in work.items() if flops > _FEW * total and name != "tfloat32"]
+    return tuple(
+        (device.name, name)
+        for device in machine.device_types
+        for name in wanted
+        if ("float8" if name.startswith("float8") else name) not in dict(device.peak_flops)
+    )
+
+
+def _busy(found: Simulation, machine: Machine) -> tuple[tuple[str, float], ...]:
+    shares: dict[str, list[float]] = defaultdict(list)
+    for rank, share in zip(found.classes.ranks, computing_shares(found.timeline).ravel(), strict=True):
+        shares[machine.device_type(rank).name].append(float(share))
+    return tuple((name, fmean(those)) for name, those in shares.items())
 
 
 def _num_samples(plan: Plan) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -143,8 +144,9 @@ def test_memory_that_no_plan_keeps_to_is_told(run: Run, folder: Path) -> None:
 def test_compare_puts_strategies_and_searches_side_by_side(run: Run) -> None:
     shown = run("compare", *MLP, "--search", "named", "--budget", "2s")
     assert shown.code == 0 and shown.err == ""
-    heading, *lines = shown.out.splitlines()
-    assert " ".join(heading.split()) == "strategy or search step compute exposed hidden memory fits search"
+    prices, heading, *lines = shown.out.splitlines()
+    assert prices.startswith("prices       all estimated from data sheets; published steps on H100 were off by 7%")
+    assert " ".join(heading.split()) == "strategy or search step compute exposed waiting hidden memory fits search"
     names = [line.split("  ")[0] for line in lines if not line.partition(": ")[2].endswith(".")]
     assert {"data-parallel", "fsdp", "megatron:tp=2,sp", "search: named"} <= set(names)
     assert any(line.startswith("spatial: The images of Mlp were to be split") for line in lines), "and why not"
@@ -156,8 +158,9 @@ def test_compare_prints_json_the_fastest_that_fit_first(run: Run) -> None:
     refused = [row for row in free if set(row) == {"name", "search_seconds", "reason"}]
     assert refused and free == made + refused
     assert [row["seconds_per_step"] for row in made] == sorted(row["seconds_per_step"] for row in made)
-    parts = ("forward", "backward", "update", "exposed", "waiting")
+    parts = ("forward", "backward", "recompute", "update", "exposed", "waiting")
     for row in made:
+        assert row["all_estimated"] and row["published_steps"][0]["gpu"] == "H100" and set(row["busy"]) == {H100}
         assert row["fits"] and sum(row[part] for part in parts) == pytest.approx(row["seconds_per_step"])
     searched = [row for row in made if row["name"] == "search: joint"]
     assert len(searched) == 1 and searched[0]["search_seconds"] > 0
@@ -165,6 +168,83 @@ def test_compare_prints_json_the_fastest_that_fit_first(run: Run) -> None:
     tight = ("--memory", f"{limit}B", "--search", "named", "--budget", "2s", "--json")
     fitting = [row["fits"] for row in json.loads(run("compare", *MLP, *tight).out) if "fits" in row]
     assert True in fitting and False in fitting and fitting == sorted(fitting, reverse=True)
+
+
+def test_compute_exposed_and_waiting_make_up_the_step(run: Run) -> None:
+    """The words are those of `simulate`: waiting is no communication, and what is computed again is computed."""
+    shown = run("compare", "bert-large:tiny", "--machine", "dgx-h100", "--batch", "8", "--search", "named").out
+    (row,) = (line for line in shown.splitlines() if line.startswith("data-parallel "))
+    step, *parts = (float(number) * UNITS[unit] for number, unit in re.findall(r"([\d.]+) (s|ms|µs)\b", row)[:4])
+    assert sum(parts) == pytest.approx(step, rel=0.02) and parts[2] > 0
+
+
+UNITS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
+
+
+def test_devices_that_stand_idle_are_told(run: Run, folder: Path) -> None:
+    """One device of two has a twentieth of the other's rate, and none for bfloat16."""
+    (folder / "mixed.toml").write_text(MIXED)
+    (folder / "half.py").write_text(HALF)
+    asked = ("half.py:build", "--machine", "mixed.toml", "--budget", "2s")
+    compared = run("compare", *asked, "--search", "named").out.splitlines()
+    prices, rates, alone, heading = compared[:4]
+    assert prices.endswith("were off by 7% in the median, 32% at worst; no step on K80-12GB was ever compared")
+    assert rates == "rates        K80-12GB has none for bfloat16: reckoned as float32, 4.4 teraflops"
+    assert re.match(r"alone        one H100-SXM5-80GB is predicted to take .*, [\d.]+ times as fast as all 2", alone)
+    assert " ".join(heading.split()).endswith(f"search busy {H100} busy K80-12GB")
+    planned = run("plan", *asked, "-o", "mixed.json").out.splitlines()
+    assert planned[:2] == [prices, rates] and planned[2].startswith(f"alone        one {H100}")
+    (busy,) = (line for line in planned if line.startswith("busy"))
+    share = re.fullmatch(rf"busy         computing of the step: {H100} (\d+)%, K80-12GB (\d+)%", busy)
+    assert share is not None and 3 * int(share[1]) < int(share[2]) > 50
+    assert busy in run("simulate", "mixed.json", "--machine", "mixed.toml").out.splitlines()
+    found = json.loads(run("plan", *asked, "--json").out)
+    assert found["alone"]["device"] == H100 and found["alone"]["seconds_per_step"] < found["seconds_per_step"]
+    assert found["busy"]["K80-12GB"] > 3 * found["busy"][H100]
+    assert found["missing_rates"] == [{"device": "K80-12GB", "dtype": "bfloat16"}]
+
+
+H100 = "H100-SXM5-80GB"
+HALF = """
+import torch
+from torch import nn
+
+
+def build():
+    model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)).to(torch.bfloat16)
+    x = torch.zeros(4096, 512, dtype=torch.bfloat16)
+    return model, (x, x), nn.functional.mse_loss
+"""
+MIXED = """
+format = "conjoin.machine"
+version = 2
+name = "mixed"
+num_nodes = 1
+devices_per_node = 2
+device = "cuda"
+
+[[device_type]]
+name = "H100-SXM5-80GB"
+memory_gigabytes = 80
+memory_gigabytes_per_second = 3350
+teraflops = { float32 = 67, bfloat16 = 989.5 }
+
+[[device_type]]
+name = "K80-12GB"
+memory_gigabytes = 12
+memory_gigabytes_per_second = 240
+teraflops = { float32 = 4.4 }
+
+[[node]]
+name = "node"
+count = 1
+devices = ["H100-SXM5-80GB", "K80-12GB"]
+switches = ["host"]
+link = [
+    { between = ["0", "host"], kind = "PCIe", gigabytes_per_second = 25, latency_microseconds = 1 },
+    { between = ["1", "host"], kind = "PCIe", gigabytes_per_second = 25, latency_microseconds = 1 },
+]
+"""
 
 
 def test_explain_shows_annotated_code(run: Run, saved: Path) -> None:

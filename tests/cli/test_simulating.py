@@ -67,7 +67,8 @@ def test_data_for_programs(run: Run) -> None:
     found = json.loads(shown.out)
     assert set(found) == {
         "plan", "model", "machine", "devices", "seconds_per_step", "expected_error", "seconds", "samples_per_second",
-        "model_flops_utilization", "memory", "collectives", "sources", "tasks", "trace",
+        "model_flops_utilization", "memory", "collectives", "sources", "tasks", "trace", "all_estimated",
+        "published_steps", "missing_rates", "busy",
     }  # fmt: skip
     assert (found["plan"], found["machine"], found["devices"]) == ("fsdp:dp=4", MACHINE, 4)
     assert found["trace"] is None and found["memory"]["fits"] is True

@@ -10,7 +10,7 @@ import pytest
 
 from conjoin.cost import NO_SECONDS, Source, collective_seconds, point_to_point_seconds
 from conjoin.cost.communication import collective_lines
-from conjoin.cost.patterns import SOFTWARE_SECONDS
+from conjoin.cost.patterns import SHARES, SOFTWARE_SECONDS
 from conjoin.errors import UsageError
 from conjoin.machine import COLLECTIVE_KINDS, NETWORK, Axis, CollectiveFit, DeviceType, Link, Machine, NodeKind
 from tests.ir.wording import assert_three_sentences
@@ -206,7 +206,8 @@ def _enumerated(machine: Machine, axes: tuple[str, ...]) -> tuple[float, float]:
             path = machine.topology.path(sender, receiver)
             latency = max(latency, sum(link.latency for link in path))
             for link in path:
-                loads[link.wire] = loads.get(link.wire, 0.0) + 1 / link.bandwidth
+                share = SHARES[link.kind] if machine.device == "cuda" else 1.0
+                loads[link.wire] = loads.get(link.wire, 0.0) + 1 / (share * link.bandwidth)
     return latency + SOFTWARE_SECONDS[machine.device], max(loads.values())
 
 
@@ -252,6 +253,16 @@ def test_point_to_point() -> None:
     assert found.value == pytest.approx(SOFTWARE + 8e-6 + MIB / 1e9) and found.source is Source.ESTIMATED
     assert point_to_point_seconds(machine, 2, 3, MIB).value == pytest.approx(SOFTWARE + 1e-6 + MIB / 10e9)
     assert point_to_point_seconds(machine, 1, 1, MIB) == NO_SECONDS
+
+
+def test_what_links_carry_between_gpus_is_what_protocols_leave_of_it() -> None:
+    """Whatever is sent over NVLink: 369 of 450 GB/s, as an all-gather."""
+    machine, sent = Machine.preset("dgx-h100"), 2**30
+    axes, least = machine.mesh.names, sent / (0.82 * 450e9)
+    for kind in ("all-to-all", "broadcast", "exchange"):
+        assert least <= seconds(machine, kind, axes, sent) < 1.1 * least, kind
+    assert least <= point_to_point_seconds(machine, 0, 1, sent).value < 1.1 * least
+    assert least <= seconds(machine, "all-gather", axes, sent) < 1.1 * least
 
 
 @pytest.mark.parametrize(

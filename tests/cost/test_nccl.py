@@ -74,6 +74,24 @@ def test_what_a_generation_has() -> None:
     assert "PAT" not in ways(Machine.preset("dgx-h100", 4), "all-gather")
 
 
+@pytest.mark.parametrize("name", ["dgx-h100", "dgx-h200", "dgx-b200"])
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_sums_in_the_switch_take_no_more_than_the_links_carry(name: str, size: int, num_nodes: int) -> None:
+    """A member sends S into the sums and S/p of the result; NCCL leaves two to a ring."""
+    machine = Machine.preset(name, num_nodes)
+    inside = [axis.name for axis in machine.mesh.axes if not axis.between_nodes]
+    between = [axis.name for axis in machine.mesh.axes if axis.between_nodes]
+    axes = tuple(between + inside[: {2: 1, 4: 2, 8: 3}[size]])
+    found = ways(machine, "all-reduce", axes)
+    line = max(link.bandwidth for link in machine.nodes[0].links if link.kind == "NVLink")
+    for way in (way for key, way in found.items() if "NVLS" in key):
+        assert size > 2 and way.bandwidth * (1 + 1 / size) <= 0.82 * line * (1 + 1e-9)
+    assert any("NVLS" in key for key in found) == (size > 2)
+    rate = 2 * (size - 1) / size * max(way.bandwidth for way in found.values())
+    assert num_nodes > 1 or size > 2 or rate <= 0.82 * line * (1 + 1e-9), "two send what a ring sends"
+
+
 @pytest.mark.parametrize("num_nodes", [1, 4, 128])
 def test_small_messages_take_trees_and_short_protocols(num_nodes: int) -> None:
     machine = Machine.preset("dgx-h100", num_nodes)

@@ -56,7 +56,8 @@ def test_the_smallest_profile(tmp_path: Path) -> None:
     [
         (),
         ([],),
-        ({**HEADER, "version": 1},),
+        ({**HEADER, "version": 2.0},),
+        ({**HEADER, "version": True},),
         ({**HEADER, "format": "other"},),
         ({**HEADER, "fit": {}},),
         ({**HEADER, "fit": {**HEADER["fit"], "efficiency": [["x", 0]]}},),  # type: ignore[dict-item]
@@ -67,6 +68,12 @@ def test_the_smallest_profile(tmp_path: Path) -> None:
                 ("curves", 3), ("curves", [["x", []]]), ("curves", [["x", [[1, 1], [0, 1]]]]), ("host", [["x"]]),
                 ("curves", [["x", [[1, 1e6]]]]), ("curves", [["x", [[1]]]]), ("host", [["x", 1, 1]]),
                 ("curves", [[3, [[1, 1]]]]), ("host", [["x", 1, "long", 0]]), ("curves", [["x", [[1, float("nan")]]]]),
+                ("efficiency", [1, 2]), ("efficiency", [None]), ("efficiency", [["x", 10**400]]),
+                ("efficiency", [[["x"], 1]]), ("curves", [["x", [1, 2]]]), ("curves", [["x", [[1, 2, 3]]]]),
+                ("curves", [["x", [[1, 39.9]]]]), ("curves", [["x", [[1e9, 1]]]]), ("curves", [["x", [[10**400, 1]]]]),
+                ("overhead_seconds", -1), ("overhead_seconds", 10**400), ("overhead_seconds", 60), ("error", -1),
+                ("host_forward", -1e-6), ("host_backward", 1e300), ("host", [["x", 1, -1.0, 0]]),
+                ("host", [["x", 1, 1e300, 0]]), ("host", [["x", True, 0, 0]]), ("host", [["x", -1, 0, 0]]),
             ]
         ),
         (HEADER, ["relu f32[4]", 1]),
@@ -75,11 +82,24 @@ def test_the_smallest_profile(tmp_path: Path) -> None:
         (HEADER, ["relu f32[4]", 1e400, 0, 0, 0, 0]),
         (HEADER, ["x" * 5000, 1, 0, 0, 0, 0]),
         (HEADER, {"key": 1}),
+        (HEADER, ["relu f32[4]", 10**400, 0, 0, 0, 0]),
+        (HEADER, ["update adamw f32 x tensors y elements", 1, 0, 0, 0, 0]),
+        (HEADER, ["update adamw q99 2 tensors 4 elements", 1, 0, 0, 0, 0]),
+        (HEADER, ["update adamw f32 2 tensors -4 elements", 1, 0, 0, 0, 0]),
+        (HEADER, ["copy zz bytes", 1, 0, 0, 0, 0]),
+        (HEADER, [f"copy {10**400} bytes", 1, 0, 0, 0, 0]),
     ],
 )
 def test_a_malformed_profile_is_refused(tmp_path: Path, lines: tuple[Any, ...]) -> None:
     with pytest.raises(UsageError) as told:
         load_profile(write(tmp_path / "p", *lines))
+    assert_three_sentences(told.value)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_a_profile_of_another_version_is_refused_by_its_version(tmp_path: Path, version: int) -> None:
+    with pytest.raises(UsageError, match=rf"of version {version}, and this release of conjoin reads version 2") as told:
+        load_profile(write(tmp_path / "p", {**HEADER, "version": version}))
     assert_three_sentences(told.value)
 
 

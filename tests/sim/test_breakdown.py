@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,6 +50,22 @@ def test_a_device_waits_for_the_host() -> None:
     found = break_down(timeline)
     assert ticks_of(found) == {"forward": 4, "backward": 0, "update": 1, "exposed": 4, "waiting": 8, "hidden": 0}
     assert_adds_up(found, timeline)
+
+
+def test_what_the_host_holds_up_is_estimated() -> None:
+    """Of 13 ticks 5 are measured; a step that is bound by the host is as uncertain as the times of hosts."""
+    work = replace(compute(2, host=5), source=Source.MEASURED)
+    found = break_down(run([(work, work), (replace(compute(1, Phase.UPDATE), source=Source.MEASURED),)]))
+    sources = {source: to_ticks(seconds) for source, seconds in found.sources}
+    assert sources == {Source.MEASURED: 5, Source.INTERPOLATED: 0, Source.ESTIMATED: 8}
+    last = break_down(run([(work, replace(compute(0, host=9), source=Source.MEASURED))]))
+    assert dict(last.sources)[Source.ESTIMATED] == pytest.approx(12e-12), "the host is done last"
+
+
+def test_waiting_for_a_slower_device_is_as_certain_as_that_device() -> None:
+    measured = replace(compute([1, 5]), source=Source.MEASURED)
+    found = break_down(run([(measured, send(10, group=(0,)))], 0, (2,)))
+    assert to_ticks(found.waiting) == 4 and dict(found.sources)[Source.ESTIMATED] == 0
 
 
 def test_a_device_waits_for_a_slower_one() -> None:

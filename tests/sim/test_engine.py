@@ -7,7 +7,21 @@ from random import Random
 import numpy as np
 import pytest
 
-from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, NUM_STREAMS, Fragment, Instruction, Timeline, rerun, run
+from conjoin.errors import UsageError
+from conjoin.sim.engine import (
+    BETWEEN,
+    COMPUTE,
+    INSIDE,
+    MAX_TICKS,
+    NUM_STREAMS,
+    Fragment,
+    Instruction,
+    Timeline,
+    rerun,
+    run,
+    to_ticks,
+)
+from tests.ir.wording import assert_three_sentences
 
 FIRST, SECOND = NUM_STREAMS, NUM_STREAMS + 1
 
@@ -104,3 +118,25 @@ def test_a_changed_timeline_is_that_of_the_changed_program_to_the_last_bit(shape
                 assert task is same and all(map(np.array_equal, mine, theirs))
             timed, in_full = timed + timeline.num_timed, in_full + full.num_timed
     assert hosts or timed < 0.5 * in_full, "nothing was saved"
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_a_step_that_is_too_long_to_be_counted_is_refused(shape: tuple[int, ...]) -> None:
+    """107 days of picoseconds are all that fit: there is no traceback, nor do times begin anew at the other end."""
+    long, short = (Instruction("work", COMPUTE, ticks) for ticks in (MAX_TICKS // 2, 1))
+    assert run([(long,), (long, short)], 0, shape).ticks <= MAX_TICKS
+    with pytest.raises(UsageError, match="counted up to 9") as total:
+        run([(long,), (long, long)], 0, shape)
+    with pytest.raises(UsageError, match=r"take 1e\+09 seconds or more") as single:
+        to_ticks(1e9)
+    with pytest.raises(UsageError, match="take inf seconds") as endless:
+        to_ticks(float("inf"))
+    for told in (total, single, endless):
+        assert_three_sentences(told.value)
+
+
+def test_a_change_that_makes_a_step_too_long_is_refused() -> None:
+    long, short = (Instruction("work", COMPUTE, ticks) for ticks in (MAX_TICKS // 2, 1))
+    before = run([(short,)] * 4)
+    with pytest.raises(UsageError, match="times are counted up to"):
+        rerun(before, [(long,)] * 4, [0, 1, 2, 3])

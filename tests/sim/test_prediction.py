@@ -24,11 +24,11 @@ MACHINE = Machine.preset("dgx-h100")
 ESTIMATES = CostModel(profiles=())
 
 
-def plan_of_a_product(machine: Machine, strategy: str = "data-parallel") -> Plan:
+def plan_of_a_product(machine: Machine, strategy: str = "data-parallel", width: int = WIDTH) -> Plan:
     """One large layer, too large to be built."""
     with torch.device("meta"):
-        model = nn.Linear(WIDTH, WIDTH, bias=False)
-        batch = torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
+        model = nn.Linear(width, width, bias=False)
+        batch = torch.zeros(ROWS, width), torch.zeros(ROWS, width)
     return make_plan(capture(model, batch, nn.functional.mse_loss), machine, strategy)
 
 
@@ -46,16 +46,45 @@ def found() -> Prediction:
 def test_utilization_is_work_over_what_the_devices_could_do(found: Prediction) -> None:
     product = 2.0 * ROWS * WIDTH * WIDTH
     assert found.step_flops == pytest.approx(2 * product, rel=0.01), "forward, and the gradient of the weight"
-    assert found.peak_flops == 8 * MACHINE.device_type(0).flops_of("float32")
+    assert found.peak_flops == pytest.approx(8 * MACHINE.device_type(0).flops_of("float32"))
     assert found.model_flops_utilization == pytest.approx(found.step_flops / found.peak_flops / found.seconds)
     assert 0.1 < found.model_flops_utilization < 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_peak_is_that_of_the_dtype_of_most_of_the_work(dtype: torch.dtype) -> None:
+def test_the_peak_is_that_of_the_dtype_of_the_work(dtype: torch.dtype) -> None:
     model, x = nn.Linear(512, 512, dtype=dtype), torch.zeros(64, 512, dtype=dtype)
     found = predict(make_plan(capture(model, x, torch.sum), MACHINE, "data-parallel"), MACHINE, CostModel())
-    assert found.peak_flops == 8 * dict(MACHINE.device_type(0).peak_flops)[str(dtype).removeprefix("torch.")]
+    rates = dict(MACHINE.device_type(0).peak_flops)
+    assert found.peak_flops == pytest.approx(8 * rates[str(dtype).removeprefix("torch.")])
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer between two of another family."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inward, self.layer, self.out = nn.Linear(512, 1024), nn.LSTM(1024, 1024), nn.Linear(1024, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.layer(self.inward(x))[0])
+
+
+@pytest.mark.parametrize("machine", ["dgx-h100", "dgx-a100", "p3.8xlarge"])
+@pytest.mark.parametrize("kind", ["convolution", "recurrent"])
+def test_no_more_than_the_peak_goes_into_a_model_in_float32(kind: str, machine: str) -> None:
+    """Convolutions and recurrent layers in float32 are priced at the rate of tensor cores, and counted at it."""
+    with torch.device("meta"):
+        layers = [nn.Conv2d(512, 512, 3, padding=1) for _ in range(3)]
+        model = Recurrent() if kind == "recurrent" else nn.Sequential(*layers)
+        x = torch.zeros(128, 512, 512) if kind == "recurrent" else torch.zeros(256, 512, 28, 28)
+    where = Machine.preset(machine)
+    found = predict(make_plan(capture(model, x, torch.sum), where, "data-parallel"), where, CostModel())
+    assert 0.01 < found.model_flops_utilization < 1
+    device = where.device_type(0)
+    assert found.peak_flops <= 8 * device.flops_of("tfloat32") * (1 + 1e-9)
+    if kind == "convolution":
+        assert found.peak_flops == pytest.approx(where.num_devices * device.flops_of("tfloat32"), rel=0.01)
 
 
 def test_throughput_counts_the_samples_of_the_batch(found: Prediction) -> None:
@@ -128,3 +157,14 @@ def test_another_mesh_and_unknown_optimizers_are_refused(tiny_plan: Callable[...
         predict(plan, Machine("local", 1, 4, "cpu"), ESTIMATES)
     for error in (other, unknown, slow):
         assert_three_sentences(error.value)
+
+
+@pytest.mark.parametrize("unfold", [False, True])
+def test_a_machine_that_is_too_slow_to_be_timed_is_refused(unfold: bool) -> None:
+    """One million operations a second and a thousand bytes are within what a machine file may say."""
+    (kind,) = MACHINE.nodes
+    slow = tuple(replace(device, memory_bandwidth=1e3, peak_flops=(("float32", 1e6),)) for device in kind.devices)
+    machine = replace(MACHINE, nodes=(replace(kind, devices=slow),))
+    with pytest.raises(UsageError, match="The time of a training step was asked for") as told:
+        predict(plan_of_a_product(machine, width=4 * WIDTH), machine, ESTIMATES, unfold=unfold)
+    assert_three_sentences(told.value)
