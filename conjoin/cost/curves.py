@@ -2,16 +2,16 @@
 
 A call belongs to classes from the general to the special: its family, its dtype, the class of its shape and what bounds
 it, its operator (`classes.py`). Every class has a curve over the size of calls, log2 of their ideal seconds: the median
-in every octave of what the classes before it leave unexplained, and less of it where few measurements say so. Every
-operator has one voice in that, however often it was measured, and where a class has several an octave of one alone says
-nothing. What is known of a class corrects an estimate; what is not known leaves it as it is.
+in every octave of what the classes before it leave unexplained, and less of it where few measurements say so. An
+operator's voice in that grows as the root of how often it was measured, and where a class has several operators an
+octave of one alone says nothing. What is known of a class corrects an estimate; what is not known leaves it as it is.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from math import floor
+from math import floor, sqrt
 from statistics import median
 from typing import NamedTuple
 
@@ -91,5 +91,15 @@ def _knot(part: list[_Point]) -> tuple[float, float]:
     voices: dict[str, list[float]] = defaultdict(list)
     for point in part:
         voices[point.operator].append(point.left)
-    middle = median(median(those) for those in voices.values())
+    middle = _weighted_median([(median(those), sqrt(len(those))) for those in voices.values()])
     return round(median(point.size for point in part), 3), round(middle * len(part) / (len(part) + _DOUBT), 4)
+
+
+def _weighted_median(found: list[tuple[float, float]]) -> float:
+    """The value below and above which there is half of the weight."""
+    half, passed = sum(weight for _, weight in found) / 2, 0.0
+    for value, weight in sorted(found):
+        passed += weight
+        if passed >= half:
+            break
+    return value

@@ -18,7 +18,7 @@ from conjoin.cost.keys import read_key
 from conjoin.machine import DeviceType, parse_machine
 from conjoin.ops import Call, TensorType
 
-H200 = parse_machine("dgx-h200").device_type(0)
+H200, V100 = (parse_machine(name).device_type(0) for name in ("dgx-h200", "p3.8xlarge"))
 
 
 def known_line(name: str, size: float) -> float:
@@ -92,11 +92,27 @@ def test_a_vocabulary_that_is_no_multiple_of_eight_is_slow() -> None:
     assert costs[0].forward.value > 3 * costs[1].forward.value
 
 
+def test_a_half_that_a_device_has_no_rate_for_is_computed_in_float32() -> None:
+    """A V100 has no tensor cores for bfloat16, so a row that they could not read costs it nothing more."""
+    odd, even = (Call("linear", (bf16(4096, 1024), bf16(rows, 1024), None)) for rows in (50257, 50264))
+    costs = [CostModel().operator(call, (0, 1), V100) for call in (odd, even)]
+    assert costs[0].forward.value == pytest.approx(costs[1].forward.value, rel=0.05)
+
+
+def test_an_operator_measured_often_does_not_speak_for_all() -> None:
+    """Of a class that others belong to: a stranger's call is like the middle of operators, not like the commonest."""
+    often = [Sample(("family", "often"), 0.5, 4.0)] * 100
+    others = [Sample(("family", name), 0.5, 0.0) for name in "abcdefghijklmno" for _ in range(3)]
+    assert Curves(fit_curves([*often, *others])).factor(("family", "stranger"), 0.5) == pytest.approx(1.0)
+    alone = [Sample(("family", "often"), 5.5, 4.0)] * 100
+    assert Curves(fit_curves([*alone, *others])).factor(("family", "stranger"), 5.5) == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize(("groups", "words"), [(1, "by"), (64, "depthwise"), (8, "grouped")])
 def test_convolutions_by_their_groups(groups: int, words: str) -> None:
     x, w = bf16(8, 64, 32, 32), bf16(64, 64 // groups, 3, 3)
     call = Call("conv2d", (x, w, None, (1, 1), (1, 1), (1, 1), groups))
-    assert words in classes_of(call, work_of(call, ()), backward=False, by_flops=True)[-1].split()
+    assert words in classes_of(call, work_of(call, ()), "bfloat16", backward=False, by_flops=True)[-1].split()
 
 
 def test_a_gpu_that_nobody_measured_takes_the_shares_of_the_nearest() -> None:

@@ -90,16 +90,22 @@ def test_other_gradients_of_a_measured_call_are_interpolated_too() -> None:
     [
         Call("linear", (TensorType((64, 256), torch.bfloat16), TensorType((512, 256), torch.bfloat16), None)),
         linear(64, bias=True),
-        Call("linear", (f32(8, 8, 256), f32(512, 256), None)),
         linear(2**20),
     ],
-    ids=["other dtype", "other operands", "other rank", "far away"],
+    ids=["other dtype", "other operands", "far away"],
 )
 def test_what_is_not_of_the_kind_or_not_near_is_estimated(other: Call) -> None:
     model = CostModel(profiles=[profile(GPU, timed(linear(64), (0, 1), 5.0, 5.0))])
     cost = model.operator(other, (0, 1), GPU)
     assert cost.forward.source is cost.backward.source is Source.ESTIMATED
     assert cost.forward.value < 0.1
+
+
+def test_rows_are_rows_in_however_many_dims() -> None:
+    model = CostModel(profiles=[profile(GPU, timed(linear(64), (0, 1), 5.0, 5.0))])
+    cost = model.operator(Call("linear", (f32(8, 8, 256), f32(512, 256), None)), (0, 1), GPU)
+    assert cost.forward.value == cost.backward.value == pytest.approx(5.0)
+    assert cost.forward.source is cost.backward.source is Source.INTERPOLATED
 
 
 def test_attributes_that_are_not_sizes_tell_kinds_apart() -> None:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from conjoin.frontends import capture, folding
-from conjoin.ir import Graph, Node
+from conjoin.ir import Graph, Node, kept_between_steps
 from conjoin.machine import Machine
 from conjoin.runtime import to_module
 from conjoin.search import make_plan
@@ -309,3 +309,28 @@ def test_attention_of_a_library_is_called_as_the_plain_model_calls_it(kind: str)
     graph = capture(model, batch)
     found = [node.args for node in graph.nodes if node.op == "scaled_dot_product_attention"]
     assert plain.calls and [(args[3] is not None, args[5], args[-1]) for args in found] == plain.calls
+
+
+def test_what_is_only_like_an_input_is_a_constant() -> None:
+    """As a shifted window's mask is made: zeros of the input's type, with numbers written into parts of them.
+
+    It is made once, and the tensor it was to be like is not read for it.
+    """
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = x.new_zeros((8, 8))
+            for i in range(3):
+                mask[i : i + 2, 4:] = i
+            return (self.linear(x) + mask.masked_fill(mask != 0, -1.0) + x.new_full((8,), 0.5) * x.new_ones(8)).sum()
+
+    model, x = Shifted(), torch.randn(4, 8, 8)
+    graph = capture(model, x)
+    kept, _ = kept_between_steps(graph)
+    assert {"fill.Tensor", "slice_scatter", "masked_fill.Scalar"} <= {node.op for node in kept}
+    assert not any(node.op.startswith("new_") for node in graph.nodes)
+    assert torch.equal(to_module(graph, model)(x), model(x))
