@@ -234,8 +234,9 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
         off = [abs(row[key]) for row in rows]
         found |= {f"median_{key}": round(statistics.median(off), 4), f"worst_{key}": max(off)}
     for key in ("step_over_plain", "loaded_over_plain"):
-        ratios = [row[key] for row in rows]
-        found |= {f"median_{key}": round(statistics.median(ratios), 4), f"worst_{key}": round(max(ratios), 4)}
+        ratios = [row[key] for row in rows if key in row]
+        if ratios:
+            found |= {f"median_{key}": round(statistics.median(ratios), 4), f"worst_{key}": round(max(ratios), 4)}
     return found
 
 

@@ -9,8 +9,10 @@ octave of one alone says nothing. What is known of a class corrects an estimate;
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from math import floor, sqrt
 from statistics import median
 from typing import NamedTuple
@@ -97,9 +99,6 @@ def _knot(part: list[_Point]) -> tuple[float, float]:
 
 def _weighted_median(found: list[tuple[float, float]]) -> float:
     """The value below and above which there is half of the weight."""
-    half, passed = sum(weight for _, weight in found) / 2, 0.0
-    for value, weight in sorted(found):
-        passed += weight
-        if passed >= half:
-            break
-    return value
+    ordered = sorted(found)
+    passed = list(accumulate(weight for _, weight in ordered))
+    return ordered[bisect_left(passed, passed[-1] / 2)][0]

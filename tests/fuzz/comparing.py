@@ -202,6 +202,18 @@ def _coarsest(graph: Graph) -> float:
     return max(torch.finfo(t.dtype).eps for t in types if t.dtype.is_floating_point)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings of the package: other tests look at its log."""
+    logger = logging.getLogger("conjoin")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def _splits(plan: Plan) -> bool:
     return any(t.layout for node in plan.graph.nodes for t in node.types)
 
@@ -211,11 +223,11 @@ def examine(seed: int, steps: int = STEPS, devices: Sequence[int] = DEVICES) -> 
     return examine_program(draw(seed), steps, devices)
 
 
+@_quiet()
 def examine_program(program: Program, steps: int = STEPS, devices: Sequence[int] = DEVICES) -> Finding:
     seed = program.seed
     model, batch = program.build()
     batches = [_redrawn(program, i) for i in range(NUM_STEPS)]
-    logging.getLogger("conjoin").setLevel(logging.ERROR)
     try:
         graph = capture(copy.deepcopy(model), batch)
     except CaptureError as error:
