@@ -208,7 +208,7 @@ def _view_backward(call: Call, outputs: tuple[TensorType, ...]) -> Work:
     return NO_WORK if gradients == operand.bytes else Work(0.0, float(gradients + operand.bytes))
 
 
-_AS_IT_IS = ("add.Tensor", "sub.Tensor", "add_", "broadcast_tensors")
+_AS_IT_IS = ("add.Tensor", "sub.Tensor", "broadcast_tensors")
 """Functions whose first operand's gradient is the output's own; that of a second one, where nothing is multiplied."""
 
 

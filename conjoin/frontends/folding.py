@@ -22,7 +22,7 @@ from conjoin.ops import execute, map_tensors, signature
 MAX_ELEMENTS = 2**28
 """Of a constant that is computed at capture."""
 
-_LIKE = frozenset({"new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like"})
+_LIKE = frozenset({"ones_like", "zeros_like", "full_like"})
 """What these read of a tensor is its type."""
 _ATTENTION = "scaled_dot_product_attention"
 _NAMES = ("lifted_tensor", "_tensor_constant")
