@@ -226,6 +226,10 @@ def _attention() -> Iterator[Case]:
             if width in (64, 128) and length <= 2048:
                 fewer = (count, 4, length, width)
                 yield Case(attend(True, grouped=True), (shapes[0], fewer, fewer))
+    for length in (16384, 32768, 65536):
+        for width in (64, 128):
+            yield from (Case(attend(causal), ((1, 8, length, width),) * 3) for causal in (False, True))
+            yield Case(attend(True, grouped=True), ((1, 8, length, width), *((1, 2, length, width),) * 2))
 
 
 def _lookups() -> Iterator[Case]:

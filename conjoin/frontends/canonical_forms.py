@@ -11,6 +11,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from conjoin.frontends.folding import without_empty, without_idle_mask
+from conjoin.frontends.functional import draws, order_of
 from conjoin.frontends.regions import CASTS
 from conjoin.ir import Leaf, Node, Value
 from conjoin.ops import (
@@ -125,13 +126,22 @@ def _reshaped(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Nod
 
 
 def _copy(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
-    """The target's values are overwritten: only its type counts, and whether it then gets a gradient of zeros."""
+    """The target's values are overwritten: only its type counts, and whether it then gets a gradient of zeros.
+
+    Where numbers are drawn, what it gives lies in memory as the target does.
+    """
     source, kind = args[1], types[0]
-    if _trains(args[0]) and kind.dtype.is_floating_point:
+    if (_trains(args[0]) and kind.dtype.is_floating_point) or _lies_otherwise(node):
         return OVERWRITE, args[:2], types
     if source.type.shape == kind.shape:
         return "_to_copy", bind_args("_to_copy", (source,), {"dtype": kind.dtype}), types
     return "expand", bind_args("expand", (source, kind.shape), {}), (TensorType(kind.shape, source.type.dtype),)
+
+
+def _lies_otherwise(node: fx.Node) -> bool:
+    """Whether what is copied lies in another order than what it is copied to, in a program that draws numbers."""
+    target, source = (cast(fx.Node, read).meta["val"] for read in node.args[:2])
+    return any(map(draws, node.graph.nodes)) and order_of(source.expand_as(target)) != order_of(target)
 
 
 def _trains(value: Value) -> bool:

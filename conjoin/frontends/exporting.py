@@ -17,7 +17,15 @@ from conjoin.errors import CaptureError
 from conjoin.frontends.asked_segments import follow_segments
 from conjoin.frontends.custom_functions import watch_custom_functions
 from conjoin.frontends.diagnosis import explain
-from conjoin.frontends.functional import Updates, functionalize, hidden_views, overlapping_writes
+from conjoin.frontends.functional import (
+    Updates,
+    doubtful_writes,
+    drawn_orders,
+    functionalize,
+    hidden_views,
+    keep_orders,
+    overlapping_writes,
+)
 from conjoin.frontends.problems import MODEL_PREFIX, Problem, find_user_line
 from conjoin.frontends.regions import has_cuda_autocast, make_explicit
 from conjoin.frontends.torch_private import (
@@ -370,11 +378,13 @@ def _settle(
     program = traced.program
     with _explained(traced.step, traced.tensors):
         problems, idle = make_explicit(program, input_names)
-        problems = (*problems, *overlapping_writes(program))
+        problems = (*problems, *overlapping_writes(program), *doubtful_writes(program))
         updates = functionalize(program)
         if updates is None:
+            orders = drawn_orders(program.graph)
             with keep_draws(), composites_found_once():
                 program, updates = program.run_decompositions(hidden_views(program)), ()
+            keep_orders(program.graph, orders)
     return program, updates, (*traced.problems, *problems), idle
 
 

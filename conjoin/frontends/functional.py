@@ -9,8 +9,9 @@ torch's way is taken.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -27,6 +28,7 @@ from conjoin.frontends.torch_private import (
     storages_of,
     writes_only_self,
 )
+from conjoin.ir import ORDERED_BY_KERNELS
 from conjoin.ops import find_operator, operator_name
 
 Updates = tuple[tuple[str, fx.Node], ...]
@@ -214,6 +216,7 @@ def functionalize(program: ExportedProgram) -> Updates | None:
     if writers is None:
         return None
     graph = program.graph
+    orders = drawn_orders(graph)
     specs = program.graph_signature.input_specs
     names = {
         node: str(spec.target)
@@ -221,6 +224,7 @@ def functionalize(program: ExportedProgram) -> Updates | None:
     }
     order = {node: i for i, node in enumerate(graph.nodes)}
     updates: dict[str, fx.Node] = {}
+    replaced: set[fx.Node] = set()
     for node in writers:
         wholes = [_whole(target) for target in _targets(node)]
         with graph.inserting_before(node):
@@ -231,6 +235,7 @@ def functionalize(program: ExportedProgram) -> Updates | None:
                 result = _insert(graph, node, function, node.args, node.meta["val"])
                 new = [result]
             written = [_put_back(graph, target, value) for target, value in zip(_targets(node), new, strict=True)]
+            replaced.update((result, *written))
         for target, value, whole, full in zip(_targets(node), new, wholes, written, strict=True):
             name = _original(whole, names, updates)
             _replace_later(target, value, order, order[node])
@@ -240,8 +245,63 @@ def functionalize(program: ExportedProgram) -> Updates | None:
         node.replace_all_uses_with(result)
         graph.erase_node(node)
     kept = set(updates.values())
-    graph.eliminate_dead_code(lambda node: node in kept or node.op in ("placeholder", "output") or _draws(node))
+    graph.eliminate_dead_code(lambda node: node in kept or node.op in ("placeholder", "output") or draws(node))
+    keep_orders(graph, orders, replaced)
     return tuple(updates.items())
+
+
+Order = tuple[int, ...]
+"""The dims of a tensor as they lie in memory, the outermost first."""
+
+
+def drawn_orders(graph: fx.Graph, values: Mapping[fx.Node, Any] = MappingProxyType({})) -> list[list[Order]]:
+    """How the operands of each random call lie in memory, which is the order that numbers are drawn in."""
+    return [
+        [order_of(values.get(read, read.meta["val"])) for read in node.all_input_nodes]
+        for node in graph.nodes
+        if draws(node)
+    ]
+
+
+def order_of(tensor: Tensor) -> Order:
+    """How what is made like a tensor lies."""
+    drawn = torch.empty_like(torch.empty_strided(tensor.shape, tensor.stride(), device="meta"))
+    strides = drawn.stride()
+    return tuple(sorted(range(drawn.dim()), key=lambda dim: (-strides[dim], dim)))
+
+
+def keep_orders(graph: fx.Graph, orders: list[list[Order]], replaced: Collection[fx.Node] = ()) -> None:
+    """Lay out what random calls read as it lay when calls were in place: a call that returns a new value chooses.
+
+    `orders` are those of before. The values of calls that were `replaced`, and of what reads them, are looked at again.
+    """
+    if not orders:
+        return
+    values: dict[fx.Node, Any] = {}
+    for node in graph.nodes if replaced else ():
+        follows = node.op == "call_function" and any(read in values for read in node.all_input_nodes)
+        if node in replaced or follows:
+            given = fx.node.map_arg((node.args, node.kwargs), lambda n: values.get(n, n.meta["val"]))
+            values[node] = node.target(*given[0], **given[1])
+    drawing = [node for node in graph.nodes if draws(node)]
+    for node, before, after in zip(drawing, orders, drawn_orders(graph, values), strict=True):
+        for read, wanted, found in zip(list(node.all_input_nodes), before, after, strict=True):
+            if wanted != found:
+                with graph.inserting_before(node):
+                    node.replace_input_with(read, _laid_out(graph, read, wanted))
+
+
+def _laid_out(graph: fx.Graph, node: fx.Node, order: Order) -> fx.Node:
+    """A copy of a tensor whose dims lie in this order."""
+    back = tuple(order.index(dim) for dim in range(len(order)))
+    ops = torch.ops.aten
+    calls = (ops.permute.default, order), (ops.clone.default,), (ops.permute.default, back)
+    for function, *args in calls:
+        kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format} if function is ops.clone.default else {}
+        made = graph.call_function(function, (node, *args), kwargs)
+        made.meta = {**node.meta, "val": function(node.meta["val"], *args, **kwargs)}
+        node = made
+    return node
 
 
 def overlapping_writes(program: ExportedProgram) -> tuple[Problem, ...]:
@@ -249,15 +309,57 @@ def overlapping_writes(program: ExportedProgram) -> tuple[Problem, ...]:
 
     Each of them changes elements beside those it is written to, which no functional form says.
     """
-    found = []
-    for node in program.graph.nodes:
-        for target in _targets(node) if node.op == "call_function" else ():
-            if any(_overlaps(seen.meta.get("val")) for seen in _seen_through(target)):
-                found.append(Problem("a write to a part of an expanded tensor", source_of(node), _OVERLAP_ADVICE))
-    return tuple(dict.fromkeys(found))
+    what = "a write to a part of an expanded tensor"
+    advice = "its elements share memory, and others would change too: call .clone() on the expanded tensor first"
+    return _told_of_writes(program, what, advice, lambda _, seen: _overlaps(seen.meta.get("val")))
 
 
-_OVERLAP_ADVICE = "its elements share memory, and others would change too: call .clone() on the expanded tensor first"
+def doubtful_writes(program: ExportedProgram) -> tuple[Problem, ...]:
+    """Writes to what is a copy or a view, by how a kernel lays out its result, where the original is read afterwards.
+
+    Tracing says of some kernels that they keep the order in memory of what they are given, and they do not.
+    """
+    order = {node: i for i, node in enumerate(program.graph.nodes)}
+
+    def is_doubtful(write: fx.Node, seen: fx.Node) -> bool:
+        if not isinstance(seen.target, OpOverload) or operator_name(seen.target) not in _COPY_WHERE_THEY_MUST:
+            return False
+        originals = list(_seen_through(cast(fx.Node, seen.args[0])))
+        is_read = any(order[user] > order[write] for original in originals for user in original.users)
+        return is_read and _is_ordered_by_kernel(originals[-1])
+
+    what = "a write to what may be a copy or a view"
+    advice = "kernels decide which by how they lay out what they make: call .clone() first, or write to the original"
+    return _told_of_writes(program, what, advice, is_doubtful)
+
+
+_COPY_WHERE_THEY_MUST = frozenset(("contiguous", "reshape", "flatten.using_ints", "ravel", "reshape_as"))
+"""Operators that give a view where memory allows it, and a copy elsewhere."""
+
+
+def _is_ordered_by_kernel(node: fx.Node) -> bool:
+    """Whether a kernel that is not as it is traced had something in another order than the usual to begin with."""
+    waiting, seen = [node], set[fx.Node]()
+    while waiting:
+        if (made := waiting.pop()) in seen:
+            continue
+        seen.add(made)
+        if isinstance(made.target, OpOverload) and operator_name(made.target) in ORDERED_BY_KERNELS:
+            given = (read.meta.get("val") for read in made.all_input_nodes)
+            if any(isinstance(x, Tensor) and not x.is_contiguous() for x in given):
+                return True
+        waiting += made.all_input_nodes
+    return False
+
+
+def _told_of_writes(
+    program: ExportedProgram, what: str, advice: str, holds: Callable[[fx.Node, fx.Node], bool]
+) -> tuple[Problem, ...]:
+    """A problem for every write for which something holds of the tensor written to, or of one that it is a view of."""
+    calls = (node for node in program.graph.nodes if node.op == "call_function")
+    written = ((node, target) for node in calls for target in _targets(node))
+    wrong = [node for node, target in written if any(holds(node, seen) for seen in _seen_through(target))]
+    return tuple(dict.fromkeys(Problem(what, source_of(node), advice) for node in wrong))
 
 
 def _seen_through(view: fx.Node) -> Iterator[fx.Node]:
@@ -298,8 +400,8 @@ def hidden_views(program: ExportedProgram) -> dict[OpOverload, Callable[..., Any
     return found
 
 
-def _draws(node: fx.Node) -> bool:
-    """Unused draws stay: what is drawn after them must not change."""
+def draws(node: fx.Node) -> bool:
+    """Whether a call draws random numbers. Unused draws stay: what is drawn after them must not change."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 

@@ -11,7 +11,14 @@ from conjoin.ir.graph_file import fingerprint, load_graph, save_graph
 from conjoin.ir.library_stamps import LIBRARY, STAMPED, library_digest
 from conjoin.ir.limits import MAX_CONSTANT_BYTES
 from conjoin.ir.literals import is_literal
-from conjoin.ir.memory_order import add_strides, drawn_strides, looks_at_order, orders_looked_at, strides_in
+from conjoin.ir.memory_order import (
+    ORDERED_BY_KERNELS,
+    add_strides,
+    drawn_strides,
+    looks_at_order,
+    orders_looked_at,
+    strides_in,
+)
 from conjoin.ir.micro_batches import Accumulation, calling_graph, cut_in_micro_batches
 from conjoin.ir.nodes import Leaf, LeafKind, Node, Source, Value, in_one_line, make_leaf, make_node
 from conjoin.ir.parallel_verifier import find_layout_faults, node_fault
@@ -72,6 +79,7 @@ __all__ = [
     "LEAF",
     "LIBRARY",
     "MAX_CONSTANT_BYTES",
+    "ORDERED_BY_KERNELS",
     "RECOMPUTE",
     "REGATHER",
     "STAMPED",

@@ -24,7 +24,7 @@ _FEW = 1 << 16
 """Elements that a call is run on to see how its results lie."""
 _SMALL = (4, 32)
 """Sizes of dims at which kernels are asked where the call has more elements; the second has room for most windows."""
-_AS_KERNELS_DO = frozenset((
+ORDERED_BY_KERNELS = frozenset((
     "_native_batch_norm_legit.no_stats", "_native_batch_norm_legit_functional",
     "_native_batch_norm_legit_no_training", "angle", "batch_norm", "binary_cross_entropy",
     "conjoin::normalize_channels", "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d",
@@ -102,7 +102,7 @@ def _made(call: Call, operands: tuple[Strides, ...]) -> tuple[Strides, ...]:
         made = _run(call, [_zeros(type.shape, strides, type.dtype) for type, strides in _given(call, operands)])
         if made is not None:
             return tuple(x.stride() for x in made)
-    for limit in _SMALL if spec.name in _AS_KERNELS_DO else ():
+    for limit in _SMALL if spec.name in ORDERED_BY_KERNELS else ():
         small = [(tuple(min(n, limit) for n in t.shape), strides, t.dtype) for t, strides in _given(call, operands)]
         made = _run(call, [_zeros(*one) for one in small])
         if made is not None:

@@ -11,8 +11,12 @@ from torch import Tensor
 
 
 def overwrite(self: Tensor, src: Tensor) -> Tensor:
-    """All of a tensor is written to: what it was gets a gradient of zeros, as a written tensor does, and not none."""
-    return torch.empty_like(self).copy_(self).copy_(src)
+    """All of a tensor is written to: what it was gets a gradient of zeros, as a written tensor does, and not none.
+
+    What is made lies in memory as the tensor does.
+    """
+    made = torch.empty_like(self)
+    return (made.copy_(self) if self.requires_grad else made).copy_(src)
 
 
 Ints = tuple[int, ...]

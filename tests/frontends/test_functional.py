@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from conjoin.errors import CaptureError
 from conjoin.frontends import capture
@@ -304,3 +306,88 @@ def test_writing_where_elements_share_memory_is_refused(body: Callable[[Tensor],
 def test_writing_where_every_element_has_its_own_is_not(body: Callable[[Tensor], Tensor]) -> None:
     model, x = Through(body), torch.randn(3, 4)
     assert torch.equal(to_module(capture(model, x), model)(x), model(x))
+
+
+def normed(h: Tensor, write: Callable[[Tensor], Tensor]) -> Tensor:
+    made = F.batch_norm(h.T, None, None, training=True)
+    write(made)
+    return made
+
+
+DOUBTFUL: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda made: made.contiguous().add_(0.5),
+    "reshape": lambda made: made.reshape(-1).mul_(2.0),
+    "a part of it flattened": lambda made: made.flatten()[:3].zero_(),
+}
+
+
+@pytest.mark.parametrize("write", DOUBTFUL.values(), ids=DOUBTFUL)
+def test_writing_to_what_a_kernel_makes_a_copy_or_a_view_is_refused(write: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(CaptureError, match=r"a write to what may be a copy or a view at .*call \.clone\(\)"):
+        capture(Through(partial(normed, write=write)), torch.randn(3, 4))
+
+
+def of_the_usual_order(h: Tensor) -> Tensor:
+    made = F.batch_norm(h, None, None, training=True)
+    made.flatten()[:3].zero_()
+    return made
+
+
+def not_read_again(h: Tensor) -> Tensor:
+    return F.batch_norm(h.T, None, None, training=True).contiguous().add_(0.5)
+
+
+@pytest.mark.parametrize("body", [of_the_usual_order, not_read_again], ids=lambda body: body.__name__)
+def test_writing_to_what_is_known_to_be_a_view_or_not_read_is_taken(body: Callable[[Tensor], Tensor]) -> None:
+    model, x = Through(body), torch.randn(3, 4)
+    assert torch.equal(to_module(capture(model, x), model)(x), model(x))
+
+
+def copied(turned: Tensor) -> Tensor:
+    made = torch.zeros(turned.shape)
+    made.copy_(turned)
+    return made
+
+
+def rows_copied(turned: Tensor) -> Tensor:
+    made = torch.zeros(turned.shape).t().contiguous().t()
+    made.copy_(turned[0])
+    return made
+
+
+def seen_as_row(turned: Tensor) -> Tensor:
+    row = turned[1]
+    turned.triu_()
+    return turned + row
+
+
+WRITES_BEFORE_DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "masked_fill_": lambda h: h.masked_fill_(h > 0, 0.5),
+    "index_add_": lambda h: h.index_add_(0, torch.tensor([1]), torch.ones(1, 3)),
+    "scatter_": lambda h: h.scatter_(0, torch.zeros(1, 3, dtype=torch.long), 1.0).relu(),
+    "triu_": lambda h: h.triu_(),
+    "cumsum_": lambda h: h.cumsum_(0),
+    "masked_scatter_": lambda h: h.masked_scatter_(h > 0, torch.ones(12)),
+    "copy_": copied,
+    "copy_ of a row": rows_copied,
+    "triu_ of what a row is read of afterwards": seen_as_row,
+    "none": lambda h: h * 2,
+}
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda h: F.dropout(h, 0.5),
+    "rand_like": lambda h: torch.rand_like(h) * h,
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize("write", WRITES_BEFORE_DRAWS.values(), ids=WRITES_BEFORE_DRAWS)
+def test_what_is_drawn_behind_a_write_is_drawn_in_the_order_of_what_was_written(
+    write: Callable[[Tensor], Tensor], draw: Callable[[Tensor], Tensor]
+) -> None:
+    model, x = Through(lambda h: draw(write(h.t()))), torch.randn(3, 4)
+    module = to_module(capture(model, x), model)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        plain = model(x)
+        torch.manual_seed(seed)
+        assert torch.equal(module(x), plain)

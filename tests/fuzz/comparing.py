@@ -8,8 +8,9 @@ the largest gradient and of the loss.
 
 More runs never allow less, so they are made only for a plan that is further off than those units. Where one is further
 off than three runs allow, the answer may hang on a rounding: the sign of a sum that is zero but for roundings, say.
-Then many more are made, half of them with inputs and what is only moved a rounding away too, and one in double
-precision: a plan is also right where it is not much further from that than the plain model is itself.
+Then many more are made, half of them with inputs and what is only moved a rounding away too, and batch norm as its
+parts round (`Inside`), and one in double precision: a plan is also right where it is not much further from that than
+the plain model is itself.
 """
 
 from __future__ import annotations
@@ -52,6 +53,36 @@ Trained = list[dict[str, Any]]
 """What every rank has, with the region of the whole it is."""
 STEPS = 16
 """Of a search."""
+
+
+class Inside(Rounded):
+    """Moves what a model makes, and what is only moved, and rounds inside of batch norm, which the plain kernel hides.
+
+    Statistics over parts of a batch are averages of x and of its square in float64, so a variance is rounded in units
+    of the mean square; and a gradient that is the same for all rows need not be so to the last place.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, moved=True)
+        self._inside = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.native_batch_norm_backward.default:
+            args = (self._moved(args[0]), *args[1:])
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        if func is torch.ops.aten.native_batch_norm.default and args[5]:
+            out, mean, inverse = made
+            lost = torch.finfo(torch.float64).eps * (1 + (mean.double() * inverse.double()).square())
+            by = 1 + lost * (torch.rand(mean.shape, generator=self._inside, dtype=torch.float64) * 2 - 1)
+            bias = torch.zeros_like(by) if args[2] is None else args[2].double()
+            by, bias = (x.view(-1, *[1] * (out.dim() - 2)) for x in (by, bias))
+            out.copy_((out.double() - bias) * by + bias)
+            inverse.copy_(inverse.double() * by.flatten())
+        return made
+
+    def _moved(self, x: Tensor) -> Tensor:
+        apart = torch.rand(x.shape, generator=self._inside, dtype=torch.float64) * 2 - 1
+        return (x.double() * (1 + apart * torch.finfo(x.dtype).eps)).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +138,7 @@ def _plainly(model: nn.Module, batches: Batches, rounding: int | None = None) ->
         if rounding is None:
             return _steps(copy.deepcopy(model), batches)
         own, moved = copy.deepcopy(model), rounding >= NUM_IN_DOUBT // 2
-        with Rounded(rounding, moved=moved):
+        with Inside(rounding) if moved else Rounded(rounding):
             return _steps(own, [tuple(x.clone() for x in batch) for batch in batches] if moved else batches)
 
 
