@@ -80,6 +80,9 @@ class Bytes:
     def update(self, parameters: Sequence[TensorType], rank: int) -> Seconds:
         return Seconds(0.0, Source.ESTIMATED)
 
+    def slowed(self) -> int:
+        return 0
+
     def unlike_axes(self) -> tuple[str, ...]:
         return ()
 

@@ -1,18 +1,19 @@
-"""What conjoin does so far, in a minute and without a GPU: look into a model, find a plan for four processes, train by
-it, and tell the price of a step that would be run elsewhere.
+"""What conjoin does so far, in a minute and without a GPU: look into a model, find a plan for some processes, train by
+it, see whether it is as fast as was said, and tell the price of a step that would be run elsewhere.
 
 Run with `make demo`, or `python examples/demo.py`. The exit code says whether everything trained as it should.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 
@@ -27,7 +28,10 @@ from zoo.llama import Llama, LlamaConfig, llama_batch
 from zoo.tokens import next_token_loss
 
 STEPS = 6
-NUM_PROCESSES = 4
+ROUNDS = 9
+"""In which the plans take turns, to be timed: what else the host does meanwhile slows all of them."""
+NUM_PROCESSES = max(2, min(4, os.cpu_count() or 1))
+"""No more than have a core each, where there are two: what processes take from each other no prediction knows."""
 CALIBRATION_SECONDS = 8
 SEARCH_SECONDS = 15
 TOLERANCE = 1e-5
@@ -49,44 +53,61 @@ def small_llama() -> tuple[nn.Module, Batch, Callable[..., Tensor]]:
 
 @dataclass(frozen=True)
 class Training:
-    """Some steps of training: the loss of each, and how long one took."""
+    """Some steps of training: the loss of each, how long steps took, and the bytes that were sent in one."""
 
     losses: tuple[float, ...]
-    seconds: float
+    seconds: tuple[float, ...] = ()
+    sent: int = 0
+
+    @property
+    def usual(self) -> float:
+        return statistics.median(self.seconds)
 
 
-def train(model: nn.Module, forward: Callable[[], Tensor]) -> Training:
+class Loop:
     """The loop that one device and many are trained by."""
-    torch.manual_seed(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses, seconds = [], []
-    for _ in range(STEPS):
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        loss = forward()
+
+    def __init__(self, model: nn.Module, forward: Callable[[], Tensor]) -> None:
+        self._optimizer, self._forward = torch.optim.AdamW(model.parameters(), lr=1e-3), forward
+
+    def step(self) -> float:
+        self._optimizer.zero_grad()
+        loss = self._forward()
         loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        seconds.append(time.perf_counter() - start)
-    return Training(tuple(losses), statistics.median(seconds))
+        self._optimizer.step()
+        return loss.item()
+
+    def losses(self) -> tuple[float, ...]:
+        torch.manual_seed(0)
+        return tuple(self.step() for _ in range(STEPS))
+
+    def time(self) -> float:
+        start = time.perf_counter()
+        self.step()
+        return time.perf_counter() - start
 
 
-def train_rank(rank: int, plan: conjoin.Plan, model: nn.Module, batch: Batch) -> tuple[Training, int]:
-    """What every process does: load its part of the plan and train it. Also the bytes it sent in a step."""
-    step = conjoin.load(plan, model)
-    local = [x.to(step.store.device) for x in batch]
-    before = step.communicator.bytes_sent
-    done = train(step, lambda: step(*local))
-    return done, (step.communicator.bytes_sent - before) // STEPS
+def train_rank(rank: int, plans: list[conjoin.Plan], model: nn.Module, batch: Batch) -> list[Training]:
+    """What every process does: load its part of each plan, train it, and time the steps of all in turn."""
+    loops, trained = [], []
+    for plan in plans:
+        module = conjoin.load(plan, model)
+        local = [x.to(module.store.device) for x in batch]
+        loops.append(Loop(module, lambda module=module, local=local: module(*local)))
+        before = module.communicator.bytes_sent
+        losses = loops[-1].losses()
+        trained.append(Training(losses, (), (module.communicator.bytes_sent - before) // STEPS))
+    times = [[loop.time() for loop in loops] for _ in range(ROUNDS)]
+    return [replace(each, seconds=tuple(t)) for each, t in zip(trained, zip(*times, strict=True), strict=True)]
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A plan that was made, and what its ranks did and sent."""
+    """A plan that was made, and what its ranks did."""
 
     name: str
     plan: conjoin.Plan
-    ranks: list[tuple[Training, int]]
+    ranks: list[Training]
 
 
 def show_capture() -> None:
@@ -101,13 +122,13 @@ def show_search(folder: Path) -> bool:
     searched = search(folder / "here.toml", folder / "plan.json")
     model, batch, loss = small_llama()
     named = conjoin.plan(model, batch, machine, loss=loss, strategy="data-parallel")
-    contestants = [
-        Contestant(name, plan, launch(NUM_PROCESSES, train_rank, plan, model, batch))
-        for name, plan in (("the search", searched), ("data-parallel", named))
-    ]
-    alone = train(model, lambda: loss(model(batch[0]), batch[1]))
+    plans = {"the search": searched, "data-parallel": named}
+    ranks = launch(NUM_PROCESSES, train_rank, list(plans.values()), model, batch)
+    contestants = [Contestant(*each, list(did)) for each, *did in zip(plans.items(), *ranks, strict=True)]
+    alone = Training(Loop(model, lambda: loss(model(batch[0]), batch[1])).losses())
     show_losses(contestants, alone)
     show_figures(contestants, machine)
+    show_claim(*contestants, machine)
     return all([agrees(contestant, alone) for contestant in contestants])
 
 
@@ -132,26 +153,46 @@ def show_losses(contestants: list[Contestant], alone: Training) -> None:
     """Every step's loss, of one device and of rank 0 by each plan."""
     print("\nloss   one device" + "".join(f"{each.name:>16}" for each in contestants))
     for i, loss in enumerate(alone.losses):
-        print(f"{i:>4} {loss:>12.6f}" + "".join(f"{each.ranks[0][0].losses[i]:>16.6f}" for each in contestants))
+        print(f"{i:>4} {loss:>12.6f}" + "".join(f"{each.ranks[0].losses[i]:>16.6f}" for each in contestants))
 
 
 def show_figures(contestants: list[Contestant], machine: conjoin.Machine) -> None:
     """What a step was predicted to take and send, and what it took and sent."""
     print("\nrank 0, each step   predicted    measured   ratio   bytes: predicted    measured   parameters stored")
     for each in contestants:
-        done, sent = each.ranks[0]
-        told = conjoin.explain(each.plan)
-        seconds = conjoin.simulate_plan(each.plan, machine, optimizer="adamw").seconds
-        times = f"{format_seconds(seconds):>12} {format_seconds(done.seconds):>11} {seconds / done.seconds:>7.2f}"
-        print(f"{each.name:<16} {times} {told.bytes_of(0):>18,} {sent:>11,} {format_bytes(told.stored_bytes):>19}")
-    print("where processes share cores both times are what the others leave them")
+        done, told = each.ranks[0], conjoin.explain(each.plan)
+        seconds = predicted(each.plan, machine)
+        times = f"{format_seconds(seconds):>12} {format_seconds(done.usual):>11} {seconds / done.usual:>7.2f}"
+        print(f"{each.name:<16} {times} {told.bytes_of(0):>18,} {done.sent:>11,} {format_bytes(told.stored_bytes):>19}")
+
+
+def predicted(plan: conjoin.Plan, machine: conjoin.Machine) -> float:
+    return conjoin.simulate_plan(plan, machine, optimizer="adamw").seconds
+
+
+def show_claim(searched: Contestant, named: Contestant, machine: conjoin.Machine) -> None:
+    """How much faster the searched plan was said to be, and was, round by round."""
+    said = predicted(named.plan, machine) / predicted(searched.plan, machine)
+    seen = sorted(b / a for a, b in zip(searched.ranks[0].seconds, named.ranks[0].seconds, strict=True))
+    middle, (low, high) = statistics.median(seen), (seen[1], seen[-2])
+    print(f"\nThe searched plan was said to be {said:.2f} times as fast as {named.name}. In {len(seen)} rounds of both in")
+    print(f"turn it was {middle:.2f} times ({low:.2f} to {high:.2f} but for one each): {_judged(said, low, high)}.")
+
+
+def _judged(said: float, low: float, high: float) -> str:
+    """Whether times that vary so say the same of which plan is faster."""
+    if (said > 1) == (low > 1) and (said > 1) == (high > 1):
+        return "it is the faster one, as was said" if said > 1 else "it is the slower one, as was said"
+    if low <= 1 <= high:
+        return "on this host the two cannot be told apart"
+    return "the prediction was WRONG about which is faster here"
 
 
 def agrees(contestant: Contestant, alone: Training) -> bool:
     """Whether every rank had the losses of one device, and sent the bytes that were predicted."""
     told, ranks = conjoin.explain(contestant.plan), contestant.ranks
-    near = [abs(a - b) <= TOLERANCE * b for done, _ in ranks for a, b in zip(done.losses, alone.losses, strict=True)]
-    same = [sent == told.bytes_of(rank) for rank, (_, sent) in enumerate(ranks)]
+    near = [abs(a - b) <= TOLERANCE * b for done in ranks for a, b in zip(done.losses, alone.losses, strict=True)]
+    same = [done.sent == told.bytes_of(rank) for rank, done in enumerate(ranks)]
     print(f"{told.strategy}: losses {_verdict(all(near))} one device's, bytes {_verdict(all(same))} the prediction")
     return all(near) and all(same)
 

@@ -309,9 +309,11 @@ def _device_lines(device: DeviceType) -> list[str]:
     rates = ", ".join(f"{dtype} {flops / 1e12:.4g}" for dtype, flops in device.peak_flops)
     shares = ", ".join(f"{family} {share:.0%}" for family, share in device.efficiency if " " not in family)
     memory = f"{device.memory_bytes / 1e9:.1f} GB at {device.memory_bandwidth / 1e9:.1f} GB/s"
+    is_gpu = device.kind == "cuda"
     return [
         f"{'device':<12} {device.name}: memory {memory}, TFLOP/s {rates}",
         f"{'efficiency':<12} {shares or 'not enough time to tell'}; {1e6 * device.overhead_seconds:.1f} µs a call",
+        *([f"{'host':<12} takes {device.host_factor:.2f} times as long for a call as prices say"] * is_gpu),
     ]
 
 

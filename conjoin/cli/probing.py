@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from conjoin.cost import Measurement, Outcome, fit_efficiencies, mean_outcomes, measure
+from conjoin.cost import CostModel, Measurement, Outcome, fit_efficiencies, mean_outcomes, measure, read_key
 from conjoin.machine import DeviceType, Machine
 from conjoin.ops import Call, TensorType, find_spec, flops, signature
 from conjoin.runtime import Pace
@@ -32,6 +32,7 @@ _SHARE = 0.05
 _FAST = 0.8
 """A half-precision type whose products are slower than this part of float32's is emulated, and nobody trains in it."""
 _EFFICIENCY_BOUNDS = (1e-6, 10.0)
+_HOST_BOUNDS = (0.05, 20.0)
 _MATRICES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (128, 512, 2048, 4096, 8192)}
 _SCALE = {"cpu": 1, "cuda": 16}
 """How much larger than on a CPU core the batches are that keep a device busy."""
@@ -94,7 +95,21 @@ def _fit(bare: DeviceType, probes: Sequence[Probe]) -> tuple[DeviceType, float]:
     found = fit_efficiencies(_middle_measurements(probes), bare)
     low, high = _EFFICIENCY_BOUNDS
     efficiency = tuple((family, min(max(share, low), high)) for family, share in found.efficiency)
-    return replace(bare, efficiency=efficiency, overhead_seconds=found.overhead_seconds), found.error
+    fitted = replace(bare, efficiency=efficiency, overhead_seconds=found.overhead_seconds)
+    return replace(fitted, host_factor=_host_factor(fitted, _middle_measurements(probes))), found.error
+
+
+def _host_factor(device: DeviceType, measurements: Sequence[Measurement]) -> float:
+    """How long the host of a GPU takes for calls, of what its prices say; in the median."""
+    if device.kind != "cuda":
+        return 1.0
+    costs, ratios = CostModel(), []
+    for found in measurements:
+        asked = read_key(found.key)
+        priced = costs.operator(*asked, device).host_forward if asked else 0.0
+        ratios += [found.host_forward / priced] if priced and found.host_forward else []
+    low, high = _HOST_BOUNDS
+    return min(max(median(ratios), low), high) if ratios else 1.0
 
 
 def _middle_device(probes: Sequence[Probe]) -> DeviceType:

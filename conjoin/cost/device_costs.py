@@ -72,7 +72,7 @@ class DeviceCosts:
         self.roofline = Roofline.of(device, efficiency, fit.overhead_seconds if fit else None)
         self._bare = Roofline.of(device)
         self.curves = Curves(dict(fit.curves) if fit and not device.efficiency else {})
-        self._host = _HostTimes(fit if device.kind == "cuda" else None, DEFAULT_HOST[device.kind])
+        self._host = _HostTimes(fit if device.kind == "cuda" else None, DEFAULT_HOST[device.kind], device.host_factor)
         self._keys_by_op: dict[str, list[str]] = defaultdict(list)
         for key in measurements:
             self._keys_by_op[key.partition(" ")[0]].append(key)
@@ -187,14 +187,16 @@ class DeviceCosts:
 class _HostTimes:
     """What the host takes to make calls and their backwards: by operator, else as one was measured, else by family."""
 
-    def __init__(self, fit: Fit | None, usual: tuple[float, float]) -> None:
+    def __init__(self, fit: Fit | None, usual: tuple[float, float], factor: float) -> None:
+        self._factor = factor
         self._known: dict[str, list[HostTime]] = defaultdict(list)
         for time in fit.host if fit else ():
             self._known[time.name].append(time)
-        self.usual = (fit.host_forward, fit.host_backward) if fit else usual
+        ahead, back = (fit.host_forward, fit.host_backward) if fit else usual
+        self.usual = factor * ahead, factor * back
         """Of any call, in the median of those measured."""
         small = self._known.get(any_of(ELEMENTWISE), ())
-        self.least = min((time.forward for time in small), default=usual[0])
+        self.least = factor * min((time.forward for time in small), default=usual[0])
         """Of a call of one small kernel."""
 
     def find(
@@ -203,13 +205,13 @@ class _HostTimes:
         """Seconds of a call and of its backward."""
         times = self._known.get(call.op)
         if times is None and measured is not None:
-            return measured.host_forward, measured.host_backward
+            return self._factor * measured.host_forward, self._factor * measured.host_backward
         ahead, back = LAUNCHES.get(call.op, (1, 1))
         times = times or self._known.get(any_of(work_of(call, needs).family) if self._known else "")
         if times is None:
             return ahead * self.usual[0], back * self.usual[1] if needs else 0.0
         found = min(times, key=lambda time: abs(time.num_gradients - len(needs)))
-        return found.forward, found.backward if needs else 0.0
+        return self._factor * found.forward, self._factor * found.backward if needs else 0.0
 
 
 def _as_measured(found: Measurement, needs: tuple[int, ...], host: tuple[float, float]) -> OperatorCost:

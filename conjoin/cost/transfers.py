@@ -147,7 +147,7 @@ def _group_seconds(
     optimizer: str, dtype: torch.dtype, num_tensors: int, num_elements: int, costs: DeviceCosts
 ) -> Seconds:
     key = update_key(optimizer, dtype, num_tensors, num_elements)
-    estimate = _estimate(optimizer, dtype, num_tensors, num_elements, costs.roofline)
+    estimate = _estimate(optimizer, dtype, num_tensors, num_elements, costs.roofline, costs.device.host_factor)
     points: list[Point] = []
     others: list[Point] = []
     for known in costs.keys_of("update"):
@@ -166,7 +166,9 @@ def _ratio_of_largest(points: Sequence[Point]) -> float:
     return 1.0 if largest is None or not largest.estimate else largest.seconds / largest.estimate
 
 
-def _estimate(optimizer: str, dtype: torch.dtype, num_tensors: int, num_elements: int, roofline: Roofline) -> float:
+def _estimate(
+    optimizer: str, dtype: torch.dtype, num_tensors: int, num_elements: int, roofline: Roofline, host: float = 1.0
+) -> float:
     """By bytes moved, and on a GPU no less than its host takes to launch it.
 
     A CPU makes every call for every tensor, a CUDA device takes tensors together.
@@ -177,7 +179,8 @@ def _estimate(optimizer: str, dtype: torch.dtype, num_tensors: int, num_elements
     name = str(dtype).removeprefix("torch.")
     seconds = roofline.seconds(work, ELEMENTWISE, name) + (calls - 1) * roofline.overhead
     fixed, each = how.host
-    return seconds if roofline.device.kind == "cpu" else max(seconds, (fixed + each * num_tensors) * 1e-6)
+    launching = 0.0 if roofline.device.kind == "cpu" else host * (fixed + each * num_tensors) * 1e-6
+    return max(seconds, launching)
 
 
 def copy_seconds(num_bytes: int, costs: DeviceCosts) -> Seconds:

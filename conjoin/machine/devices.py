@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from conjoin.errors import UsageError
 from conjoin.machine.limits import check_device, check_label, shown, suggestion
-from conjoin.machine.quantities import FRACTION, GIGABYTES, GIGABYTES_PER_SECOND, MICROSECONDS, TERAFLOPS
+from conjoin.machine.quantities import FACTOR, FRACTION, GIGABYTES, GIGABYTES_PER_SECOND, MICROSECONDS, TERAFLOPS
 
 DTYPES = ("float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "int8")
 """Types that data sheets give rates for; tfloat32 is float32 on tensor cores."""
@@ -32,6 +32,8 @@ class DeviceType:
     efficiency: tuple[tuple[str, float], ...] = ()
     overhead_seconds: float = 0.0
     """What a call costs however small it is."""
+    host_factor: float = 1.0
+    """How long its host takes to make a call, of what the host takes that prices of such devices were measured with."""
 
     def __post_init__(self) -> None:
         check_label("name of a device type", self.name)
@@ -40,6 +42,7 @@ class DeviceType:
         GIGABYTES.check(f"memory of {self.name}", self.memory_bytes)
         GIGABYTES_PER_SECOND.check(f"memory bandwidth of {self.name}", self.memory_bandwidth)
         MICROSECONDS.check(f"overhead of {self.name}", self.overhead_seconds)
+        FACTOR.check(f"host factor of {self.name}", self.host_factor)
         check_dtypes(self.name, [dtype for dtype, _ in self.peak_flops])
         for dtype, flops in self.peak_flops:
             TERAFLOPS.check(f"rate of {self.name} for {dtype}", flops)

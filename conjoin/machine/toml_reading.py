@@ -30,6 +30,7 @@ from conjoin.machine.limits import (
 from conjoin.machine.links import MAX_DEVICES_OF_KIND, MAX_LINKS, Link, NodeKind
 from conjoin.machine.mesh import Axis, Mesh
 from conjoin.machine.quantities import (
+    FACTOR,
     FRACTION,
     GIGABYTES,
     GIGABYTES_PER_SECOND,
@@ -133,17 +134,18 @@ class MachineReader:
 
     def _device_type(self, path: str, table: Entries, device: str) -> DeviceType | None:
         needed = ("name", "memory_gigabytes", "memory_gigabytes_per_second", "teraflops")
-        if not self._keys(path, table, (*needed, "efficiency", "overhead_microseconds"), needed):
+        if not self._keys(path, table, (*needed, "efficiency", "overhead_microseconds", "host_factor"), needed):
             return None
         memory = self._number(path, table, "memory_gigabytes", GIGABYTES)
         bandwidth = self._number(path, table, "memory_gigabytes_per_second", GIGABYTES_PER_SECOND)
         flops = self._numbers(f"{path}.teraflops", table["teraflops"], TERAFLOPS)
         efficiency = self._numbers(f"{path}.efficiency", table.get("efficiency", {}), FRACTION)
         overhead = self._number(path, table, "overhead_microseconds", MICROSECONDS, 0)
-        if memory is None or bandwidth is None or flops is None or efficiency is None or overhead is None:
+        host = self._number(path, table, "host_factor", FACTOR, 1)
+        if None in (memory, bandwidth, flops, efficiency, overhead, host):
             return None
-        make = lambda: DeviceType(table["name"], device, round(memory), bandwidth, flops, efficiency, overhead)
-        return self.attempt(make, path)
+        rates = round(memory), bandwidth, flops, efficiency  # type: ignore[arg-type]
+        return self.attempt(lambda: DeviceType(table["name"], device, *rates, overhead, host), path)  # type: ignore[arg-type]
 
     def _node(self, path: str, table: Entries, types: Types, per_node: int) -> NodeKind | None:
         if not self._keys(path, table, ("name", "count", "devices", "switches", "link"), ("name", "count", "devices")):

@@ -10,6 +10,7 @@ from conjoin.machine.fitting import CollectiveFit
 from conjoin.machine.links import Link, NodeKind
 from conjoin.machine.mesh import Axis
 from conjoin.machine.quantities import (
+    FACTOR,
     FRACTION,
     GIGABYTES,
     GIGABYTES_PER_SECOND,
@@ -96,6 +97,8 @@ def _device_type(device: DeviceType) -> list[str]:
         lines.append(f"efficiency = {{{parts}}}")
     if device.overhead_seconds:
         lines.append(f"overhead_microseconds = {MICROSECONDS.text(device.overhead_seconds)}")
+    if device.host_factor != 1.0:
+        lines.append(f"host_factor = {FACTOR.text(device.host_factor)}")
     return lines
 
 

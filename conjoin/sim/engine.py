@@ -135,6 +135,8 @@ class Timeline:
     """When the devices have computed all before each fragment, and all; not yet shifted."""
     num_timed: int
     """How many instructions were timed to make this timeline; the others were taken from the one before."""
+    slowed: int = 0
+    """By how many per cent what is computed beside communication takes longer."""
 
     @property
     def end(self) -> Ticks:
@@ -160,29 +162,36 @@ class Timeline:
         ]
 
 
-def run(fragments: Sequence[Fragment], num_events: int = 0, shape: tuple[int, ...] = ()) -> Timeline:
+def run(
+    fragments: Sequence[Fragment], num_events: int = 0, shape: tuple[int, ...] = (), slowed: int = 0
+) -> Timeline:
     """Time a program from its beginning, on devices of as many classes as an array of this shape has entries.
+
+    What is computed beside communication takes longer by as many per cent as `slowed` says.
 
     >>> work = Instruction("work", COMPUTE, 5)
     >>> send = Instruction("send", BETWEEN, 3, waits=(COMPUTE,))
     >>> run([(work, send, work), (work,)]).ticks
     15
+    >>> run([(work, send, work), (work,)], slowed=50).ticks
+    16
     """
     free: Ticks = np.zeros(shape, np.int64) if shape else 0
     state: State = (0, *(free,) * (NUM_STREAMS + num_events - 1))
     advance = _advance_many if shape else _advance_one
     states, spans, count = [state], [], 0
     if shape:  # sums of arrays would begin anew at the other end, those of numbers do not
-        _check_total(sum(_longest(task.ticks) + _longest(task.host) for fragment in fragments for task in fragment))
+        total = sum(_longest(task.ticks) + _longest(task.host) for fragment in fragments for task in fragment)
+        _check_total(total * (100 + slowed) // 100)
     for fragment in fragments:
-        state, found = advance(state, fragment)
+        state, found = advance(state, fragment, slowed)
         spans.append(found)
         states.append(state)
         count += len(fragment)
     if not shape:
         _check_total(max(int(ticks) for ticks in state))
     hosts, computed = (_rows([state[stream] for state in states], shape) for stream in (HOST, COMPUTE))
-    return Timeline(fragments, spans, states, np.zeros(len(states), np.int64), hosts, computed, count)
+    return Timeline(fragments, spans, states, np.zeros(len(states), np.int64), hosts, computed, count, slowed)
 
 
 def rerun(before: Timeline, fragments: Sequence[Fragment], changed: Sequence[int]) -> Timeline:
@@ -244,7 +253,7 @@ class _Again:
             if at == last:
                 self.at, self.shift = last, 0
                 return None
-            state, self.spans[at] = self._advance(state, self.fragments[at])
+            state, self.spans[at] = self._advance(state, self.fragments[at], self.before.slowed)
             self.num_timed += len(self.fragments[at])
             at += 1
             if at in self._unchanged:
@@ -279,10 +288,13 @@ class _Again:
     def timeline(self) -> Timeline:
         self.shifts[self.at :] += self.shift
         hosts = self.before.hosts + self.host_shifts
-        return Timeline(self.fragments, self.spans, self.states, self.shifts, hosts, self.computed, self.num_timed)
+        return Timeline(
+            self.fragments, self.spans, self.states, self.shifts, hosts, self.computed, self.num_timed,
+            self.before.slowed,
+        )  # fmt: skip
 
 
-def _advance_one(state: State, fragment: Fragment) -> tuple[State, tuple[Span, ...]]:
+def _advance_one(state: State, fragment: Fragment, slowed: int) -> tuple[State, tuple[Span, ...]]:
     """The streams after a fragment, and when its instructions ran: all devices alike."""
     rows: list[Any] = list(state)
     spans = []
@@ -292,6 +304,8 @@ def _advance_one(state: State, fragment: Fragment) -> tuple[State, tuple[Span, .
         for other in instruction.waits:
             start = max(start, rows[other])
         end = start + instruction.ticks
+        if slowed and instruction.stream == COMPUTE and (beside := max(rows[INSIDE], rows[BETWEEN]) - start) > 0:
+            end += min(_part(instruction.ticks, slowed, 100), _part(beside, slowed, 100 + slowed))
         rows[instruction.stream] = end
         if instruction.event >= 0:
             rows[instruction.event] = end
@@ -299,7 +313,12 @@ def _advance_one(state: State, fragment: Fragment) -> tuple[State, tuple[Span, .
     return tuple(rows), tuple(spans)
 
 
-def _advance_many(state: State, fragment: Fragment) -> tuple[State, tuple[Span, ...]]:
+def _part(ticks: Any, part: int, whole: int) -> Any:
+    """So many parts of a whole, rounded down; nothing on the way is larger than what it is a part of."""
+    return ticks // whole * part + ticks % whole * part // whole
+
+
+def _advance_many(state: State, fragment: Fragment, slowed: int) -> tuple[State, tuple[Span, ...]]:
     """The same where classes of devices differ: rows are arrays, or numbers that hold for all."""
     rows: list[Any] = list(state)
     spans = []
@@ -311,6 +330,9 @@ def _advance_many(state: State, fragment: Fragment) -> tuple[State, tuple[Span, 
         if instruction.group:
             start = start.max(axis=instruction.group, keepdims=True)
         end = start + instruction.ticks
+        if slowed and instruction.stream == COMPUTE:
+            beside = np.maximum(np.maximum(rows[INSIDE], rows[BETWEEN]) - start, 0)
+            end = end + np.minimum(_part(instruction.ticks, slowed, 100), _part(beside, slowed, 100 + slowed))
         here = instruction.where
         if here is not None:  # elsewhere nothing happens, and takes no time when the devices there are free
             spans.append((np.where(here, start, rows[COMPUTE]), np.where(here, end, rows[COMPUTE])))

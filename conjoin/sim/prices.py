@@ -11,6 +11,12 @@ from conjoin.cost import CostModel, OperatorCost, Seconds, collective_seconds
 from conjoin.machine import Machine
 from conjoin.ops import Call, TensorType
 
+SLOWED = {"cuda": 19}
+"""By how many per cent devices of a kind compute more slowly while they communicate: kernels of collectives take some
+of their processors and of their memory's rate. The mean over models, strategies and four kinds of GPUs in Lee et al.,
+"Characterizing Compute-Communication Overlap in GPU-Accelerated Distributed Deep Learning" (arXiv 2507.03114). What
+CPUs lose nobody tells."""
+
 
 class Prices(Protocol):
     """Seconds of everything that happens in a training step."""
@@ -23,6 +29,9 @@ class Prices(Protocol):
 
     def launch(self) -> float:
         """What a host takes to launch a collective, in seconds."""
+
+    def slowed(self) -> int:
+        """By how many per cent what is computed beside communication takes longer."""
 
     def update(self, parameters: Sequence[TensorType], rank: int) -> Seconds:
         """The optimizer's step on what a rank stores."""
@@ -47,6 +56,9 @@ class MachinePrices:
 
     def launch(self) -> float:
         return self.costs.launch(self.machine.device_type(0))
+
+    def slowed(self) -> int:
+        return max(SLOWED.get(device.kind, 0) for device in self.machine.device_types)
 
     def update(self, parameters: Sequence[TensorType], rank: int) -> Seconds:
         return self.costs.update(parameters, self.optimizer, self.machine.device_type(rank))

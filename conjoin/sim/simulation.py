@@ -45,7 +45,7 @@ class Simulation:
         """
         program, changed = self.program.changed(change)
         if program.num_events != self.program.num_events:
-            return Simulation(program, run(program.unrolled(), program.num_events, program.drafts.classes.shape))
+            return _simulated(program)
         return Simulation(program, rerun(self.timeline, program.unrolled(), program.positions_of(changed)))
 
 
@@ -67,8 +67,12 @@ def simulate_layouts(
 ) -> Simulation:
     """Time a training step in given layouts: some segments are run again in the backward pass, and there are some
     micro-batches one after the other."""
-    program = Program(skeleton, layouts, drafts, regathered, segments, steps)
-    return Simulation(program, run(program.unrolled(), program.num_events, program.drafts.classes.shape))
+    return _simulated(Program(skeleton, layouts, drafts, regathered, segments, steps))
+
+
+def _simulated(program: Program) -> Simulation:
+    shape, slowed = program.drafts.classes.shape, program.drafts.prices.slowed()
+    return Simulation(program, run(program.unrolled(), program.num_events, shape, slowed))
 
 
 def new_drafts(skeleton: Skeleton, layouts: Layouts, mesh: Mesh, prices: Prices, unfold: bool = False) -> Drafts:

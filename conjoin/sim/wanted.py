@@ -38,6 +38,9 @@ class Wanted:
         self.updates[tuple(parameters)] = None
         return NO_SECONDS
 
+    def slowed(self) -> int:
+        return 0
+
     def unlike_axes(self) -> tuple[str, ...]:
         return ()
 

@@ -14,7 +14,7 @@ import pytest
 
 from conjoin.cli.calibrating import Calibration, _doubts, describe
 from conjoin.cli.probing import Probe, Speeds, combine_probes
-from conjoin.cost import Measurement
+from conjoin.cost import CostModel, Measurement, read_key
 from conjoin.machine import COLLECTIVE_KINDS, DeviceType, Machine
 from conjoin.runtime import Communication, Timed
 from tests.cli.conftest import REPOSITORY, Ran
@@ -196,6 +196,17 @@ def test_ranks_of_one_kind_count_together_and_others_apart() -> None:
     assert dict(first.efficiency)["contraction"] == pytest.approx(0.5, rel=0.05), "2·10⁹ flops in 40 ms"
     assert dict(last.efficiency)["contraction"] == pytest.approx(0.5, rel=0.05)
     assert speeds.error < 0.05
+
+
+def test_the_host_of_a_gpu_is_compared_with_the_one_that_prices_were_measured_with() -> None:
+    gpu, costs = Machine.preset("dgx-h200").device_type(0), CostModel()
+    keys = [f"mm bf16[{n},{n}] bf16[{n},{n}] | grads 0,1" for n in (64, 128, 256, 512)]
+    priced = [costs.operator(*asked, gpu).host_forward for asked in map(read_key, keys) if asked]
+    found = [Measurement(key, 1e-3, 2e-3, 3 * host, 3 * host) for key, host in zip(keys, priced, strict=True)]
+    (device,) = combine_probes(Machine("one", 1, 1, "cuda"), [Probe(gpu, tuple(found))]).devices
+    assert device.host_factor == pytest.approx(3.0)
+    there = combine_probes(Machine("one", 1, 1, "cpu"), [probe(DEVICE, 0.04, 1000, 1001, 1002)]).devices
+    assert there[0].host_factor == 1.0
 
 
 def test_what_a_machine_says_of_its_devices_stays() -> None:

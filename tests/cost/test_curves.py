@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from math import log2
 from random import Random
@@ -133,6 +134,21 @@ def test_the_host_takes_as_long_for_a_large_call_as_for_a_small_one() -> None:
     calls = [Call("linear", (bf16(n, 1024), bf16(1024, 1024), None)) for n in (64, 131072)]
     times = [(cost.host_forward, cost.host_backward) for cost in (model.operator(c, (0, 1), H200) for c in calls)]
     assert times[0] == times[1] and 1e-5 < times[0][0] < times[0][1] < 1.5e-4
+
+
+def test_a_slower_host_takes_longer_for_every_call_and_the_device_does_not() -> None:
+    model, slow = CostModel(), replace(H200, host_factor=2.5)
+    product = Call("linear", (bf16(64, 1024), bf16(1024, 1024), None))
+    calls = [Call("relu", (bf16(4, 4),)), product, Call("erfinv", (bf16(8),))]
+    for call in calls:
+        usual, slowed = (model.operator(call, (0,), device) for device in (H200, slow))
+        assert (slowed.forward, slowed.backward) == (usual.forward, usual.backward)
+        assert slowed.host_forward == pytest.approx(2.5 * usual.host_forward)
+        assert slowed.host_backward == pytest.approx(2.5 * usual.host_backward)
+    assert model.launch(slow) == pytest.approx(2.5 * model.launch(H200))
+    many = [TensorType((16,), torch.float32)] * 2000
+    times = [model.update(many, "adamw", device).value for device in (H200, slow)]
+    assert times[1] == pytest.approx(2.5 * times[0])
 
 
 def test_an_operator_that_nobody_measured_takes_what_its_family_does() -> None:

@@ -96,17 +96,38 @@ def test_the_demonstration_tells_predicted_and_measured_side_by_side(
     for name, seconds in (("data-parallel", 0.001), ("fsdp", 0.004)):
         plan = conjoin.plan(model, batch, machine, loss=loss, strategy=name)
         sent = [conjoin.explain(plan).bytes_of(rank) for rank in range(4)]
-        contestants.append(demo.Contestant(name, plan, [(demo.Training((2.0, 1.0), seconds), n) for n in sent]))
+        contestants.append(demo.Contestant(name, plan, [demo.Training((2.0, 1.0), (seconds,) * 5, n) for n in sent]))
     demo.show_figures(contestants, machine)
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(("data", "fsdp"))]
     for row, each in zip(rows, contestants, strict=True):
         predicted = conjoin.simulate_plan(each.plan, machine, optimizer="adamw").seconds
-        measured, sent = each.ranks[0][0].seconds, f"{each.ranks[0][1]:,}"
+        measured, sent = each.ranks[0].usual, f"{each.ranks[0].sent:,}"
         assert row[3:8] == [f"{1e3 * measured:.1f}", "ms", f"{predicted / measured:.2f}", sent, sent]
-    assert demo.agrees(contestants[0], demo.Training((2.0, 1.0), 1.0))
-    assert not demo.agrees(contestants[0], demo.Training((2.0, 1.001), 1.0)), "a loss differs"
-    wrong = [(done, sent + 1) for done, sent in contestants[0].ranks]
-    assert not demo.agrees(replace(contestants[0], ranks=wrong), demo.Training((2.0, 1.0), 1.0)), "bytes differ"
+    assert demo.agrees(contestants[0], demo.Training((2.0, 1.0)))
+    assert not demo.agrees(contestants[0], demo.Training((2.0, 1.001))), "a loss differs"
+    wrong = [replace(done, sent=done.sent + 1) for done in contestants[0].ranks]
+    assert not demo.agrees(replace(contestants[0], ranks=wrong), demo.Training((2.0, 1.0))), "bytes differ"
+
+
+@pytest.mark.parametrize(
+    ("said", "seen", "verdict"),
+    [
+        (1.5, (1.4, 1.2, 1.6, 1.3, 0.9), "the faster one, as was said"),
+        (0.8, (0.7, 0.9, 0.8, 0.6, 1.1), "the slower one, as was said"),
+        (1.5, (0.9, 1.2, 0.8, 1.3, 1.0), "cannot be told apart"),
+        (1.5, (0.9, 0.8, 0.7, 0.9, 1.1), "WRONG"),
+        (0.8, (1.2, 1.3, 1.4, 1.2, 0.9), "WRONG"),
+    ],
+)
+def test_the_demonstration_judges_its_own_claim(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    said: float, seen: tuple[float, ...], verdict: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(demo, "predicted", lambda plan, machine: {"searched": 1.0, "named": said}[plan])
+    searched = demo.Contestant("the search", "searched", [demo.Training((), (1.0,) * 5)])
+    demo.show_claim(searched, demo.Contestant("data-parallel", "named", [demo.Training((), seen)]), None)
+    told = capsys.readouterr().out
+    assert verdict in told and f"said to be {said:.2f} times as fast as data-parallel" in told
 
 
 def test_the_demonstration_plans_its_model_by_the_command(
@@ -117,6 +138,6 @@ def test_the_demonstration_plans_its_model_by_the_command(
     monkeypatch.setattr(sys, "path", list(sys.path))
     conjoin.Machine.preset("p3.8xlarge").save(tmp_path / "here.toml")
     plan = demo.search(tmp_path / "here.toml", tmp_path / "plan.json")
-    assert plan.mesh.size == demo.NUM_PROCESSES and "\nbaseline " in capsys.readouterr().out
+    assert plan.mesh.size == 4 and "\nbaseline " in capsys.readouterr().out
     model, batch, loss = demo.small_llama()
     assert plan.model == model_mark(conjoin.capture(model, batch, loss))

@@ -92,7 +92,9 @@ VALUES = st.recursive(
 KEYS_WITHIN = {
     "node.link": ("between", "gigabytes_per_second", "latency_microseconds", "kind", "shared", "duplex"),
     "node": ("name", "count", "devices", "switches", "link"),
-    "device_type": ("name", "memory_gigabytes", "memory_gigabytes_per_second", "teraflops", "efficiency"),
+    "device_type": (
+        "name", "memory_gigabytes", "memory_gigabytes_per_second", "teraflops", "efficiency", "host_factor",
+    ),
     "axes": ("name", "size", "between_nodes"),
     "fit": ("kind", "axes", "latency_microseconds", "seconds_per_gigabyte", "r_squared", "break_bytes"),
 }

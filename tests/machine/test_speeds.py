@@ -38,7 +38,7 @@ def test_every_preset_round_trips(name: str) -> None:
 def test_everything_round_trips() -> None:
     device = DeviceType(
         "odd", "cpu", 123456789, 1.1e10 / 3, (("float32", 1e11 / 7), ("float64", 5e10 / 7)),
-        (("matmul", 0.7 / 3), ("a b", 0.5)), 1.7e-6,
+        (("matmul", 0.7 / 3), ("a b", 0.5)), 1.7e-6, 1.3 / 3,
     )  # fmt: skip
     links = (
         Link(("0", "s"), 1e9 / 3, 1e-6 / 7, "PCIe", shared=False),
@@ -170,6 +170,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: DeviceType("a", "cpu", 2**30, 0.0, (("float32", 1e9),)), "memory bandwidth of a is 0"),
     (lambda: DeviceType("a", "cpu", 2**30, 1e9, (("float32", 1e9),) * 2), "gives a rate twice"),
     (lambda: DeviceType("a", "cpu", 2**30, 1e9, (("float32", 1e9),), (("mm", 0.0),)), "efficiency of a for mm is 0"),
+    (lambda: DeviceType("a", "cuda", 2**30, 1e9, (("float32", 1e9),), host_factor=0.0), "host factor of a is 0"),
     (lambda: NodeKind("n", 0, (CPU,)), "node kind n's count is 0"),
     (lambda: replace(MACHINE, devices_per_node=3), "has 2 devices, and the machine has 3"),
     (lambda: replace(MACHINE, device="cuda"), "devices of kind cpu, and the machine's device is cuda"),

@@ -37,5 +37,8 @@ class SlowDevices:
     def update(self, parameters: Sequence[TensorType], rank: int) -> Seconds:
         return Seconds(sum(parameter.bytes for parameter in parameters) / 1e7, Source.ESTIMATED)
 
+    def slowed(self) -> int:
+        return 0
+
     def unlike_axes(self) -> tuple[str, ...]:
         return ()

@@ -99,25 +99,40 @@ def random_fragment(rng: Random, shape: tuple[int, ...], hosts: bool) -> Fragmen
     return tuple(made)
 
 
+@pytest.mark.parametrize("slowed", [0, 40], ids=["", "slowed"])
 @pytest.mark.parametrize("hosts", [False, True], ids=["no host", "host"])
 @pytest.mark.parametrize("shape", [(), (2, 3)], ids=["one class", "six classes"])
-def test_a_changed_timeline_is_that_of_the_changed_program_to_the_last_bit(shape: tuple[int, ...], hosts: bool) -> None:
+def test_a_changed_timeline_is_that_of_the_changed_program_to_the_last_bit(
+    shape: tuple[int, ...], hosts: bool, slowed: int
+) -> None:
     rng = Random(0)
     timed = in_full = 0
     for _ in range(60):
         fragments = [random_fragment(rng, shape, hosts) for _ in range(40)]
-        timeline = run(fragments, 2, shape)
+        timeline = run(fragments, 2, shape, slowed)
         for _ in range(5):
             changed = sorted(rng.sample(range(40), rng.randint(1, 3)))
             fragments = list(fragments)
             for place in changed:
                 fragments[place] = random_fragment(rng, shape, hosts)
-            timeline, full = rerun(timeline, fragments, changed), run(fragments, 2, shape)
+            timeline, full = rerun(timeline, fragments, changed), run(fragments, 2, shape, slowed)
             assert timeline.ticks == full.ticks
             for (task, *mine), (same, *theirs) in zip(timeline.times(), full.times(), strict=True):
                 assert task is same and all(map(np.array_equal, mine, theirs))
             timed, in_full = timed + timeline.num_timed, in_full + full.num_timed
     assert hosts or timed < 0.5 * in_full, "nothing was saved"
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=["numbers", "arrays"])
+def test_what_is_computed_beside_communication_takes_longer(shape: tuple[int, ...]) -> None:
+    """As many per cent as are said, over as much of it as there is communication for; nothing else is later."""
+    beside = [(compute(10), send(100), compute(40), compute(60), compute(20), compute(7))]
+    found = [(int(np.max(start)), int(np.max(end))) for start, end in spans(run(beside, 0, shape, slowed=25))]
+    assert found == [(0, 10), (10, 110), (10, 60), (60, 130), (130, 150), (150, 157)]
+    alone = [(compute(10), compute(40), send(100))]
+    assert run(alone, 0, shape, slowed=25).ticks == run(alone, 0, shape).ticks == 150
+    waited = [(compute(10), send(100), compute(40, BETWEEN))]
+    assert run(waited, 0, shape, slowed=25).ticks == 150
 
 
 @pytest.mark.parametrize("shape", [(), (2,)])
