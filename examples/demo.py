@@ -46,9 +46,9 @@ def heading(text: str) -> None:
 
 def small_llama() -> tuple[nn.Module, Batch, Callable[..., Tensor]]:
     """The model that is trained here, its batch and its loss; `conjoin plan examples/demo.py:small_llama` plans it."""
-    config = LlamaConfig(layers=2, width=128, feed_forward=352, heads=8, kv_heads=8, vocabulary=512, length=32)
+    config = LlamaConfig(layers=2, width=256, feed_forward=704, heads=8, kv_heads=8, vocabulary=8192, length=16)
     torch.manual_seed(0)
-    return Llama(config).train(), llama_batch(8, config), next_token_loss
+    return Llama(config).train(), llama_batch(4, config), next_token_loss
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,8 @@ def show_claim(searched: Contestant, named: Contestant, machine: conjoin.Machine
     said = predicted(named.plan, machine) / predicted(searched.plan, machine)
     seen = sorted(b / a for a, b in zip(searched.ranks[0].seconds, named.ranks[0].seconds, strict=True))
     middle, (low, high) = statistics.median(seen), (seen[1], seen[-2])
-    print(f"\nThe searched plan was said to be {said:.2f} times as fast as {named.name}. In {len(seen)} rounds of both in")
-    print(f"turn it was {middle:.2f} times ({low:.2f} to {high:.2f} but for one each): {_judged(said, low, high)}.")
+    print(f"\nThe searched plan was said to be {said:.2f} times as fast as {named.name}. In {len(seen)} rounds it")
+    print(f"was {middle:.2f} times ({low:.2f} to {high:.2f} but for one each): {_judged(said, low, high)}.")
 
 
 def _judged(said: float, low: float, high: float) -> str:
