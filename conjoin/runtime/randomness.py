@@ -5,7 +5,8 @@ they run. At every forward pass the streams start from one number drawn from the
 `torch.manual_seed` and activation checkpointing mean what they mean on one device. Ranks that must draw alike and whose
 generators differ are found out.
 
-For checks there is also one stream for everything, in which every rank draws what one device would.
+For checks there is also one stream for everything, in which every rank draws what one device would. One device by
+itself draws from the caller's generator, as the plain model does.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _Stream:
     def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call with the device's generator in the state of this stream."""
         device = _device_of(args, kwargs)
-        state = _HostState() if device.type == "cpu" else _DeviceState(device)
+        state = _state_of(device)
         if self._state is None:
             self._state = torch.Generator(device).manual_seed(self._seed).get_state()
         with drawing:
@@ -60,6 +61,23 @@ class _Stream:
                 state.write(outside)
 
 
+class _Outside(_Stream):
+    """The caller's generator itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = torch.device("cpu")
+
+    @property
+    def place(self) -> Place:
+        return 0, _state_of(self.device).read()
+
+    def go_to(self, place: Place) -> None:
+        _, state = place
+        assert state is not None
+        _state_of(self.device).write(state)
+
+
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     for item in (*args, *kwargs.values()):
         if isinstance(item, Tensor):
@@ -67,6 +85,10 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
         if isinstance(item, torch.device):
             return item
     return torch.device("cpu")
+
+
+def _state_of(device: torch.device) -> _HostState | _DeviceState:
+    return _HostState() if device.type == "cpu" else _DeviceState(device)
 
 
 class _HostState:
@@ -100,6 +122,7 @@ class Streams:
         self._communicator = communicator
         self.exact = exact_seed is not None
         self._streams: dict[tuple[str, ...], _Stream] = {}
+        self._outside = _Outside() if exact_seed is None and communicator.mesh.size == 1 else None
         if exact_seed is not None:
             self._streams[()] = _Stream()
             self._streams[()].restart(exact_seed)
@@ -109,6 +132,9 @@ class Streams:
 
     def draw(self, function: Function, axes: tuple[str, ...]) -> Function:
         """The function with its draws from the stream of these axes."""
+        if self._outside is not None:
+            self._streams[()] = self._outside
+            return function
         key = () if self.exact else tuple(sorted(axes))
         stream = self._streams.setdefault(key, _Stream())
         if not self.exact and set(key) != set(self._communicator.mesh.names):
@@ -140,7 +166,9 @@ class Streams:
 
     def begin(self, device: torch.device) -> None:
         """Start all streams anew for a forward pass."""
-        if not self._streams or self.exact:
+        if self._outside is not None:
+            self._outside.device = device
+        if not self._streams or self.exact or self._outside is not None:
             return
         with drawing:
             base = int(torch.randint(2**52, (), dtype=torch.int64))

@@ -58,7 +58,7 @@ class Again:
             return self._function(*args)
         drawn, runs = self._streams.states(), iter((self._function,))
         again = partial(self._streams.rerun, drawn, self._function)
-        # the numbers of the device's own generator are nobody's: all draws come from the streams
+        # streams know where they stood, on one device alone that of the device's own generator; torch need not
         return checkpoint(
             lambda *given: next(runs, again)(*given), *args, use_reentrant=False, preserve_rng_state=False
         )

@@ -339,6 +339,19 @@ def test_a_copy_of_random_numbers_draws_like_the_original() -> None:
     assert other(batch).item() == first
 
 
+def test_one_device_draws_what_the_plain_model_draws_and_leaves_the_generator_there() -> None:
+    model, batch = mlp(dropout=0.5)
+    step = load(plan_of(model, batch, 1, "single"), copy.deepcopy(model), device="cpu")
+    losses = (lambda: functional.mse_loss(model(batch[0]), batch[1])), (lambda: step(batch))
+    found = []
+    for module, loss in zip((model, step), losses, strict=True):
+        torch.manual_seed(3)
+        both = [loss(), loss()]
+        both[0].backward()
+        found.append([*both, torch.rand(3), *(p.grad for p in module.parameters())])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("save", [pickle.dumps, copy.copy, lambda step: torch.save(step, "/dev/null")])
 def test_a_file_cannot_hold_it(save: Callable[[Any], Any]) -> None:
     step, _ = one_rank()
