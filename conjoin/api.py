@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from conjoin.errors import (
     StrategyError,
     UsageError,
 )
-from conjoin.frontends import Batch, not_understood, run_plainly
+from conjoin.frontends import Batch, Precision, not_understood, run_plainly
 from conjoin.frontends import capture as capture_graph
 from conjoin.ir import Graph, Plan, fingerprint, load_graph, load_plan, parse_graph, plain_model, save_graph, verify
 from conjoin.machine import Machine, parse_machine
@@ -70,30 +71,49 @@ __all__ = [
 __version__ = installed_version()
 
 
-def capture(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None = None, *, check: bool = True) -> Graph:
+def capture(
+    model: nn.Module,
+    batch: Batch,
+    loss: Callable[..., Any] | None = None,
+    *,
+    check: bool = True,
+    precision: Precision | str | None = None,
+) -> Graph:
     """Turn a model into a graph, in the mode (train or eval) it is in.
 
     `batch` is a tensor, a tuple of positional inputs or a dict of keyword inputs. With a `loss`, inputs that the
     model's forward does not take are given to the loss after the model's output, and the graph returns the loss.
     What is kept but not understood is told in one report on the logger `conjoin`. With `check` the graph is compared
     with the model itself, on other values than those of the batch, where the model has values and a step is small;
-    the report says whether it was.
+    the report says whether it was. The model is computed as it is, in the autocast that the caller is in, unless a
+    `precision` is named: "bf16-mixed", or "bf16-mixed@cuda" for what a GPU would do.
 
     >>> import torch
     >>> graph = capture(nn.Linear(4, 2), torch.zeros(3, 4))
     >>> [node.op for node in graph.nodes]
     ['linear']
+    >>> [node.op for node in capture(nn.Linear(4, 2), torch.zeros(3, 4), precision="bf16-mixed").nodes]
+    ['_to_copy', '_to_copy', '_to_copy', 'linear']
     """
+    asked, regions = _precision(precision), None
+    if asked is not None and isinstance(model, nn.Module):
+        model, batch = asked.converted(plain_model(model, CaptureError), batch)
+        regions = asked.autocast
     if not check or not isinstance(model, nn.Module):
-        return capture_graph(model, batch, loss)
-    plain = PlainModel(plain_model(model, CaptureError), loss, run_plainly)
+        return capture_graph(model, batch, loss, autocast=regions)
+    run = run_plainly if asked is None else asked.running(run_plainly)
+    plain = PlainModel(plain_model(model, CaptureError), loss, run)
     own = copied_for_check(plain, batch)
-    return capture_graph(
-        model, batch, loss, lambda graph: own if isinstance(own, str) else check_capture(graph, own, batch)
-    )
+    if regions and not any(x.device.type == device for x in model.parameters() for device, _ in regions):
+        own = f"not checked against the model: it is not on the kind of device that {asked} is for"
+
+    def compare(graph: Graph) -> str:
+        return own if isinstance(own, str) else check_capture(graph, own, batch)
+
+    return capture_graph(model, batch, loss, compare, regions)
 
 
-def plan(
+def plan(  # noqa: PLR0913 – what may be said of a plan
     model: nn.Module,
     batch: Batch,
     machine: Machine | str | PathLike[str],
@@ -101,10 +121,12 @@ def plan(
     loss: Any = None,
     strategy: str | None = None,
     wish: Wish | None = None,
+    precision: str | None = None,
 ) -> Plan:
     """A plan for training a model on a machine: the best that a search finds, or that of a named strategy.
 
-    What the search may take, and what it has to keep to, stands in `wish`. Ctrl-C keeps the best plan so far.
+    What the search may take, and what it has to keep to, stands in `wish`. Ctrl-C keeps the best plan so far. Without a
+    `precision` (as "bf16-mixed") the model is trained as it is, in the autocast that the caller is in.
 
     >>> import torch
     >>> model, batch = nn.Linear(4, 4), (torch.ones(8, 4), torch.ones(8, 4))
@@ -116,10 +138,39 @@ def plan(
     """
     chosen = _machine(machine)
     _check_wish(wish)
-    graph = capture(model, batch, loss)
-    if strategy is not None:
-        return make_plan(graph, chosen, strategy)
-    return search_plan(graph, chosen, wish).plan
+    asked = precision_on(chosen, precision)
+    graph = capture(model, batch, loss, precision=asked)
+    made = make_plan(graph, chosen, strategy) if strategy is not None else search_plan(graph, chosen, wish).plan
+    return made if asked is None else replace(made, precision=str(asked))
+
+
+def precision_on(machine: Machine, precision: Precision | str | None) -> Precision | None:
+    """A precision on the devices of a machine; refused where one of them does not have it."""
+    if precision is None:
+        return None
+    asked = _precision(precision if isinstance(precision, Precision) else f"{precision}@{machine.device}")
+    assert asked is not None
+    name = str(asked.dtype).removeprefix("torch.")
+    gpus = [device for device in machine.device_types if device.kind == "cuda"]
+    lacking = [gpu for gpu in gpus if name not in dict(gpu.peak_flops)]
+    if not lacking:
+        return asked
+    has = ", ".join(dtype for dtype, _ in lacking[0].peak_flops)
+    raise UsageError(
+        f"The precision {asked.name} was asked for on {machine.name}. {lacking[0].name} has no rate for {name}, only "
+        f"for {has}. Choose another precision, or add the rate to the machine's file."
+    )
+
+
+def _precision(precision: Precision | str | None) -> Precision | None:
+    if precision is None or isinstance(precision, Precision):
+        return precision
+    if not isinstance(precision, str):
+        raise UsageError(
+            f"A {type(precision).__name__} was given instead of a precision. A precision has a name. "
+            f"Write precision='bf16-mixed'."
+        )
+    return Precision.parse(precision)
 
 
 def search_plan(
@@ -234,6 +285,7 @@ def verify_plan(plan: Plan, model: nn.Module, batch: Batch, *, loss: Any = None,
             f"A plan was to be compared with one device for {num_steps} steps. Nothing would be compared. "
             f"Ask for at least one step."
         )
-    own = plain_model(model)
-    graph, plain = capture(own, batch, loss, check=False), PlainModel(own, loss, run_plainly)
+    own, asked = plain_model(model), _precision(plan.precision or None)
+    own, batch = (own, batch) if asked is None else asked.converted(own, batch)
+    graph, plain = capture(own, batch, loss, check=False, precision=asked), PlainModel(own, loss, run_plainly)
     return verify_in_process(Case(plan, graph, own, batch, plain), num_steps)

@@ -19,20 +19,23 @@ import torch
 from torch import nn
 
 from conjoin.api import ConjoinError, Graph, Plan, UsageError, capture, load_graph, load_plan, verify
+from conjoin.frontends import Precision
 from conjoin.ir import plain_model
 
 _PACKAGES = tuple(f"{path}{os.sep}" for path in (*torch.__path__, *importlib.__path__, Path(__file__).parents[1]))
 """Code that is not the user's."""
 
 
-def load_model_graph(model: str, *, batch_size: int | None, training: bool | None) -> Graph:
+def load_model_graph(
+    model: str, *, batch_size: int | None, training: bool | None, precision: Precision | None = None
+) -> Graph:
     """Find MODEL, build it without memory where that is possible, and capture it; a saved graph is verified instead."""
     if model.endswith(".json"):
-        return _from_file(model, batch_size, training)
+        return _from_file(model, batch_size, training, precision)
     is_function = ":" in model and not _is_zoo(model)
     found, batch, loss = (_from_function if is_function else _from_zoo)(model, batch_size)
     _run(f"Setting the mode of {model}", lambda: found.train(training is not False))
-    return capture_model(found, batch, loss, check=True)
+    return capture_model(found, batch, loss, check=True, precision=precision)
 
 
 def read_plan(path: str | Path, imports: Sequence[str] | None) -> Plan:
@@ -43,10 +46,12 @@ def read_plan(path: str | Path, imports: Sequence[str] | None) -> Plan:
         return load_plan(path, imports or ())
 
 
-def capture_model(model: nn.Module, batch: Any, loss: Any, *, check: bool = False) -> Graph:
+def capture_model(
+    model: nn.Module, batch: Any, loss: Any, *, check: bool = False, precision: Precision | str | None = None
+) -> Graph:
     """Capture a model; what its forward prints goes to stderr, since stdout has the answer of the command."""
     with _without_torch_logs(), redirect_stdout(sys.stderr):
-        return capture(model, batch, loss, check=check)
+        return capture(model, batch, loss, check=check, precision=precision)
 
 
 def load_workload(model: str, batch_size: int | None) -> tuple[nn.Module, Any, Any]:
@@ -74,14 +79,16 @@ def _without_torch_logs() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _from_file(model: str, batch_size: int | None, training: bool | None) -> Graph:
+def _from_file(model: str, batch_size: int | None, training: bool | None, precision: Precision | None) -> Graph:
     graph = verify(load_graph(model))
     mode = "train" if graph.training else "eval"
-    if batch_size is not None or training not in (None, graph.training):
-        asked = f"--batch {batch_size}" if batch_size is not None else f"--{'train' if training else 'eval'}"
+    asked = [f"--batch {batch_size}"] if batch_size is not None else []
+    asked += [f"--{'train' if training else 'eval'}"] if training not in (None, graph.training) else []
+    asked += [f"--precision {precision.name}"] if precision is not None else []
+    if asked:
         raise UsageError(
-            f"{asked} was given for the saved graph {model}. Its batch and its mode ({mode}) were fixed at capture. "
-            f"Leave the option out, or capture the model again with it."
+            f"{asked[0]} was given for the saved graph {model}. Its batch, its precision and its mode ({mode}) were "
+            f"fixed at capture. Leave the option out, or capture the model again with it."
         )
     return graph
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from conjoin.cli import rooms
-from conjoin.cli.options import ImportOption, JsonOption, ModelArgument
+from conjoin.cli.options import ImportOption, JsonOption, ModelArgument, PrecisionOption
 from conjoin.cli.output import check_output, print_json
 from conjoin.cli.quantities import parse_bytes, parse_fixed, parse_seconds
 from conjoin.cli.searching import (
@@ -26,9 +26,10 @@ from conjoin.cli.searching import (
     top_lines,
 )
 from conjoin.environment import cache_directory, machines_directory
-from conjoin.errors import UsageError
+from conjoin.errors import ConjoinError, UsageError
 
 if TYPE_CHECKING:
+    from conjoin.frontends import Precision
     from conjoin.ir import Graph, Plan
     from conjoin.machine import Machine
     from conjoin.search import SearchResult
@@ -63,6 +64,7 @@ def plan_command(
     imports: ImportOption = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Search, also where a plan is remembered.")] = False,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
+    precision: PrecisionOption = None,
     as_json: JsonOption = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the plan here.")] = None,
 ) -> None:
@@ -90,17 +92,41 @@ def plan_command(
             "--objective": objective != usual.objective, "--fresh": fresh,
         }  # fmt: skip
         _check_alone(strategy, [name for name, value in given.items() if value])
-    graph = rooms.models.load_model_graph(model, batch_size=batch, training=None)
+    asked = rooms.api.precision_on(chosen, precision)
+    graph = rooms.models.load_model_graph(model, batch_size=batch, training=None, precision=asked)
     if strategy is not None:
-        made = rooms.search.make_plan(graph, chosen, strategy)
+        made = replace(rooms.search.make_plan(graph, chosen, strategy), precision=_text(asked) or "")
         if output is not None:
             made.save(output)
         _show_summary(made, output, as_json)
         return
     answer = _look_for(Question(graph, chosen, wish, before), fresh)
+    answer = replace(answer, plan=replace(answer.result.plan, precision=_text(asked) or ""))
     if output is not None:
-        answer.result.plan.save(output)
+        answer.made.save(output)
+    if asked is None and not as_json and not model.endswith(".json"):
+        narrow = lambda wanted: rooms.models.load_model_graph(model, batch_size=batch, training=None, precision=wanted)
+        answer = replace(answer, hints=_in_bf16(graph, answer.result, chosen, wish.optimizer, narrow))
     _show_answer(answer, _notes(answer, graph, chosen, wish.optimizer), output, as_json)
+
+
+_NARROW = "bf16-mixed"
+
+
+def _in_bf16(
+    graph: Graph, found: SearchResult, machine: Machine, optimizer: str, capture: Callable[[Precision | None], Graph]
+) -> tuple[str, ...]:
+    """What the best named strategy would take in mixed precision, where a model is computed in float32 on GPUs."""
+    if machine.device != "cuda" or rooms.report.main_dtype(graph) != "float32" or not found.baseline:
+        return ()
+    try:
+        asked = rooms.api.precision_on(machine, _NARROW)
+        plan = rooms.search.make_plan(capture(asked), machine, found.baseline)
+        seconds = rooms.api.simulate_plan(plan, machine, optimizer=optimizer).seconds
+    except ConjoinError:  # devices without such a rate, or a strategy that does not fit then
+        return ()
+    told = rooms.report.format_seconds(seconds)
+    return (f"{_NARROW:<12} {found.baseline} would take {told} a step; --precision {_NARROW} searches for that",)
 
 
 def _notes(answer: Answer, graph: Graph, machine: Machine, optimizer: str) -> Notes:
@@ -142,6 +168,14 @@ class Answer:
 
     result: SearchResult
     before: SearchResult | None = None
+    plan: Plan | None = None
+    """The plan with the precision that was asked for."""
+    hints: tuple[str, ...] = ()
+    """What else may be asked for, in lines."""
+
+    @property
+    def made(self) -> Plan:
+        return self.plan or self.result.plan
 
     @property
     def cache(self) -> str:
@@ -178,9 +212,9 @@ def _show_answer(answer: Answer, notes: Notes, output: Path | None, as_json: boo
     if as_json:
         print_json({**result_to_json(result, notes), "cache": answer.cache, "saved": _text(output)})
         return
-    for line in (*top_lines(notes), *rooms.report.explanation_summary(rooms.report.explain(result.plan))):
+    for line in (*top_lines(notes), *rooms.report.explanation_summary(rooms.report.explain(answer.made))):
         typer.echo(line)
-    for line in result_lines(result, notes):
+    for line in (*result_lines(result, notes), *answer.hints):
         typer.echo(line)
     typer.echo(f"{'cache':<12} {_cache_text(answer)}")
     typer.echo(f"{'saved':<12} {output if output is not None else 'no; -o plan.json saves the plan'}")
@@ -194,8 +228,8 @@ def _cache_text(answer: Answer) -> str:
     return f"RESUMED: after {answer.before.search_seconds:.1f} s that were spent before; --fresh begins anew"
 
 
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
+def _text(given: object) -> str | None:
+    return None if given is None else str(given)
 
 
 def compare_command(
@@ -206,6 +240,7 @@ def compare_command(
     memory: Annotated[str | None, typer.Option("--memory", help="Memory to use of a device: 40GiB.")] = None,
     optimizer: Annotated[str, typer.Option("--optimizer", help=_OPTIMIZER_HELP)] = "adam",
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
+    precision: PrecisionOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare all named strategies and searches: predicted step, where it goes, memory, seconds of search."""
@@ -214,7 +249,8 @@ def compare_command(
     for name in searches:
         rooms.search.check_wish(replace(wish, search=name), rooms.search.search_names())
     chosen = rooms.machine.parse_machine(machine, machines_directory())
-    graph = rooms.models.load_model_graph(model, batch_size=batch, training=None)
+    asked = rooms.api.precision_on(chosen, precision)
+    graph = rooms.models.load_model_graph(model, batch_size=batch, training=None, precision=asked)
     with progress_line() as show:
         rows = rooms.api.compare(graph, chosen, wish, searches=searches, progress=show)
     if as_json:

@@ -63,9 +63,10 @@ class _Asked:
     def case(self, plan: Plan) -> rooms.runtime.Case:
         """The plan with all that it is compared with."""
         model, batch, loss = self.workload()
+        model, batch = _as_asked(plan, model, batch)
         return rooms.runtime.Case(
             plan,
-            rooms.models.capture_model(model, batch, loss),
+            rooms.models.capture_model(model, batch, loss, precision=plan.precision or None),
             model,
             batch,
             rooms.runtime.PlainModel(model, loss, rooms.frontends.run_plainly),
@@ -201,11 +202,19 @@ def _recorded_events(ranks: list[list[Recorded]]) -> Iterator[rooms.report.Event
             yield rooms.report.Event(f"measured: rank {rank}", entry.stream, entry.name, entry.start, entry.duration)
 
 
+def _as_asked(plan: Plan, model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+    """The model and its batch in the dtypes that the precision of a plan has for them."""
+    asked = rooms.frontends.Precision.parse(plan.precision) if plan.precision else None
+    return (model, batch) if asked is None else asked.converted(model, batch)
+
+
 def _train(rank: int, asked: _Asked, traced: bool) -> _Trained:
     """Train, telling the loss of every step."""
     plan = asked.read()
     model, batch, loss = asked.workload()
-    rooms.runtime.check_made_for(plan, rooms.models.capture_model(model, batch, loss))
+    model, batch = _as_asked(plan, model, batch)
+    graph = rooms.models.capture_model(model, batch, loss, precision=plan.precision or None)
+    rooms.runtime.check_made_for(plan, graph)
     rooms.torch.manual_seed(_SEED)
     step = rooms.runtime.load(plan, model)
     told = step.communicator.rank == 0 and not asked.quiet

@@ -2,6 +2,9 @@
 
 A parameter that is stored as I and used as B needs nothing forward and an all-reduce of its gradient backward; one
 that is stored split is gathered for use and its gradient reduce-scattered. What needs more goes on its own.
+
+A parameter that is used in another dtype than stored, as in mixed precision, is cast where it is stored: what is
+gathered is narrow, and gradients are summed up in the dtype of the parameter.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from conjoin.comm.movement import movement
 from conjoin.comm.pieces import splits_evenly
 from conjoin.comm.route import backward_route, reshard
 from conjoin.comm.steps import Route, Step, StepKind
-from conjoin.ir import Graph, Leaf, Value, is_parallel, origin
+from conjoin.ir import Graph, Leaf, Value, is_parallel, origin, stored_leaf
 from conjoin.machine import Mesh
 from conjoin.ops import Copies, Layout, TensorType
 
@@ -33,8 +36,11 @@ class BundleKind:
     """Gathered for use, gradients reduce-scattered; else used as stored, gradients all-reduced."""
     axes: tuple[str, ...]
     dtype: torch.dtype
+    """In which they are used."""
     regather: bool
     """Gathered again for the backward pass."""
+    stored: torch.dtype
+    """In which they are stored and their gradients are summed up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,13 @@ class ParameterBundle:
 
     kind: BundleKind
     entries: tuple[Entry, ...]
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The parameters as they are stored."""
+        found = tuple(stored_leaf(root) for root, _ in self.entries)
+        assert all(leaf is not None for leaf in found)
+        return found  # type: ignore[return-value] # just seen
 
 
 def find_bundles(graph: Graph, mesh: Mesh, regathered: frozenset[str]) -> tuple[ParameterBundle, ...]:
@@ -55,8 +68,9 @@ def bundle_parameters(reads: Iterable[Entry], mesh: Mesh, regathered: frozenset[
     entries: dict[BundleKind, list[Entry]] = {}
     for entry in reads:
         value, layout = entry
-        assert isinstance(value.owner, Leaf)
-        kind = _kind_of(value.type, layout, mesh, value.owner.name in regathered)
+        leaf = stored_leaf(value)
+        assert leaf is not None
+        kind = _kind_of(value.type, layout, mesh, leaf.name in regathered, leaf.type.dtype)
         if kind is not None:
             entries.setdefault(kind, []).append(entry)
     return tuple(ParameterBundle(kind, part) for kind, found in entries.items() for part in _filled(found))
@@ -79,7 +93,8 @@ def _filled(entries: list[Entry]) -> list[tuple[Entry, ...]]:
 
 
 def _parameter_reads(graph: Graph) -> list[Entry]:
-    """Every trainable parameter that is used in another layout than stored, with that layout, in the order of use.
+    """Every trainable parameter, or what one is cast to, that is used in another layout than stored, with that layout,
+    in the order of use.
 
     One whose use has no part in the loss gets no gradient, as on one device: together with others it would get zeros.
     """
@@ -89,7 +104,7 @@ def _parameter_reads(graph: Graph) -> list[Entry]:
     found: dict[Entry, None] = {}
     for value in (*reads, *results):
         root, layout = origin(value), value.type.layout
-        if not isinstance(root.owner, Leaf) or not root.owner.trainable or root.type.layout == layout:
+        if root.type.layout == layout or stored_leaf(root) is None:
             continue
         if flow is None or flow.reach_read(root, layout):
             found[root, layout] = None
@@ -103,10 +118,12 @@ def _only(route: Route) -> Step | None:
 
 
 @lru_cache(maxsize=1 << 14)
-def _kind_of(type: TensorType, layout: Layout, mesh: Mesh, regather: bool) -> BundleKind | None:
+def _kind_of(
+    type: TensorType, layout: Layout, mesh: Mesh, regather: bool, stored: torch.dtype
+) -> BundleKind | None:
     copied = _copied_axes(type, layout)
     if copied:
-        return BundleKind(False, mesh.in_order(copied), type.dtype, False)
+        return BundleKind(False, mesh.in_order(copied), type.dtype, False, stored)
     there = reshard(type.shape, type.layout, layout, mesh)
     back = _only(backward_route(there, mesh))
     if back is None:
@@ -117,7 +134,7 @@ def _kind_of(type: TensorType, layout: Layout, mesh: Mesh, regather: bool) -> Bu
         return None
     if back.kind is not StepKind.REDUCE_SCATTER or not _is_even(step, type, mesh):
         return None
-    return BundleKind(True, axes, type.dtype, regather)
+    return BundleKind(True, axes, type.dtype, regather, stored)
 
 
 def _copied_axes(type: TensorType, layout: Layout) -> list[str]:

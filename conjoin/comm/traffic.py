@@ -145,11 +145,12 @@ class Traffic:
         mesh, kind = self._mesh, bundle.kind
         num_members = prod(mesh.sizes[axis] for axis in kind.axes)
         held = sum_per_rank((held_bytes(root.type, mesh) for root, _ in bundle.entries), mesh.size)
+        summed = sum_per_rank((held_bytes(leaf.type, mesh) for leaf in bundle.leaves), mesh.size)
         back = any(self._gradients.reach_read(*entry) for entry in bundle.entries)
 
         def sent(kind_of: StepKind, direction: str, count: Callable[[int], int]) -> Collective:
-            values = tuple(map(count, held.values))
             of_gradient = kind_of is not StepKind.ALL_GATHER
+            values = tuple(map(count, (summed if of_gradient else held).values))
             return Collective(kind_of.value, kind.axes, direction, of_gradient, PerRank(values, mesh.size))
 
         if not kind.gathers:

@@ -18,7 +18,7 @@ from conjoin.cost.fitting import Fit
 from conjoin.cost.work import CONVOLUTION, LAUNCHES, RECURRENT
 from conjoin.machine import PRESET_DEVICES, DeviceType, architecture_of, nearest_device, preset_name
 
-SUSTAINED = {"Hopper": 0.64, "Blackwell": 0.64, "CDNA 3": 0.64, "Ampere": 0.92, "Ada": 0.92}
+SUSTAINED = {"Hopper": 0.60, "Blackwell": 0.60, "CDNA 3": 0.60, "Ampere": 0.89, "Ada": 0.89}
 """Of what calls bound by flops in half precision reach on their own, by the nearest device's shares."""
 _OF_AN_ARCHITECTURE = (CONVOLUTION, RECURRENT)
 

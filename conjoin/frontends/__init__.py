@@ -3,6 +3,9 @@
 from conjoin.frontends.capture import capture
 from conjoin.frontends.exporting import Batch
 from conjoin.frontends.plain import run_plainly
+from conjoin.frontends.precision import PRECISIONS, Precision
 from conjoin.frontends.report import OpaqueOperator, Report, not_understood
 
-__all__ = ["Batch", "OpaqueOperator", "Report", "capture", "not_understood", "run_plainly"]
+__all__ = [
+    "PRECISIONS", "Batch", "OpaqueOperator", "Precision", "Report", "capture", "not_understood", "run_plainly",
+]  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from conjoin.errors import CaptureError
-from conjoin.frontends.exporting import Batch, export
+from conjoin.frontends.exporting import Batch, Regions, export
 from conjoin.frontends.lowering import Lowering
 from conjoin.frontends.problems import Problem
 from conjoin.frontends.report import not_understood
@@ -24,12 +24,14 @@ def capture(
     batch: Batch,
     loss: Callable[..., Any] | None = None,
     check: Callable[[Graph], str] | None = None,
+    autocast: Regions | None = None,
 ) -> Graph:
     """Turn a model into a graph, in the mode (train or eval) it is in.
 
     `batch` is a tensor, a tuple of positional inputs or a dict of keyword inputs. With a `loss`, inputs that the
     model's forward does not take are given to the loss after the model's output, and the graph returns the loss.
     What is kept but not understood is told in one report on the logger `conjoin`, and what `check` says of the graph.
+    The model is called in the regions of `autocast`, or in those that the caller is in.
 
     >>> import torch
     >>> graph = capture(nn.Linear(4, 2), torch.zeros(3, 4))
@@ -44,7 +46,7 @@ def capture(
             f"Pass a function, or a module as nn.CrossEntropyLoss()."
         )
     settle_autograd()
-    exported = export(model, batch, loss)
+    exported = export(model, batch, loss, autocast)
     lowering = Lowering(exported, model)
     graph = lowering.run(type(model).__name__, model.training)
     if graph is None:

@@ -153,6 +153,10 @@ def _with_whole_batch(dealt: Arguments, loss: Callable[..., Any] | None) -> Argu
     return replace(dealt, whole_to_loss=len(_taken_by(loss).required) == 2)
 
 
+Regions = tuple[tuple[str, torch.dtype], ...]
+"""Regions of autocast: a kind of device, and what is cast to there."""
+
+
 class _Step(nn.Module):
     """Model and loss as one module over flat tensors, so that export sees neither containers nor plain values."""
 
@@ -162,6 +166,7 @@ class _Step(nn.Module):
         loss: Callable[..., Any] | None,
         rebuild: Callable[..., Arguments],
         record: Callable[[Any, tuple[str, ...], tuple[str, ...]], list[Tensor]],
+        autocast: Regions,
     ) -> None:
         super().__init__()
         self.training = model.training  # its own flag only: parts of a model may be in another mode on purpose
@@ -172,7 +177,7 @@ class _Step(nn.Module):
         self._call_loss = (lambda *a, **k: loss(*a, **k)) if loss is not None else None
         self._rebuild = rebuild
         self._record = record
-        self._autocast = _ambient_autocast()
+        self._autocast = autocast
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         given = self._rebuild(tensors)
@@ -207,7 +212,7 @@ def _is_same(before: Any, after: Any) -> bool:
     return before is after or (not isinstance(after, Tensor) and type(before) is type(after) and before == after)
 
 
-def _ambient_autocast() -> tuple[tuple[str, torch.dtype], ...]:
+def _ambient_autocast() -> Regions:
     """The autocast regions that capture is called in: entered again, their casts become part of the graph."""
     devices = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
     return tuple((device, torch.get_autocast_dtype(device)) for device in devices)
@@ -230,8 +235,13 @@ def _input_names(model: nn.Module, dealt: Arguments, structure: Structure) -> tu
     return tuple(found)
 
 
-def export(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None) -> Exported:
-    """Export model and loss on this batch to a functional program over parameters, buffers and flat inputs."""
+def export(
+    model: nn.Module, batch: Batch, loss: Callable[..., Any] | None, autocast: Regions | None = None
+) -> Exported:
+    """Export model and loss on this batch to a functional program over parameters, buffers and flat inputs.
+
+    They are called in the regions of `autocast`, or in those that the caller is in.
+    """
     dealt = deal_out(model, batch, loss)
     try:
         leaves, structure = describe_tree([dealt.args, dealt.kwargs, dealt.loss_args, dealt.loss_kwargs or {}])
@@ -267,13 +277,15 @@ def export(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None) -> E
     names = _input_names(model, dealt, structure)
     named = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)]
 
-    without_values = [tensor for tensor in (*model.parameters(), *model.buffers(), *tensors) if is_fake(tensor)]
+    every = (*model.parameters(), *model.buffers(), *tensors)
+    elsewhere = any(device == "cuda" for device, _ in autocast or ()) and not any(x.is_cuda for x in every)
+    without_values = elsewhere or any(map(is_fake, every))
     if without_values:
         model, tensors = fake_copy(model, tensors)
         memory |= _state_by_memory(model)
-    step = _Step(model, loss, rebuild, record)
+    step = _Step(model, loss, rebuild, record, _ambient_autocast() if autocast is None else autocast)
     traced = _trace(step, tuple(tensors))
-    for_cuda = bool(without_values) and has_cuda_autocast(traced.program)
+    for_cuda = without_values and has_cuda_autocast(traced.program)
     with autocast_as_on_cuda() if for_cuda else nullcontext():
         traced = _trace(step, tuple(tensors)) if for_cuda else traced
         program, updates, problems, idle = _settle(traced, named)

@@ -57,7 +57,16 @@ from conjoin.ir.regions import (
     region_of,
     region_shape,
 )
-from conjoin.ir.reshards import Elementary, LayoutError, elementary, is_parallel, origin, reshard_chain
+from conjoin.ir.reshards import (
+    CAST,
+    Elementary,
+    LayoutError,
+    elementary,
+    is_parallel,
+    origin,
+    reshard_chain,
+    stored_leaf,
+)
 from conjoin.ir.rewriting import Rewriting
 from conjoin.ir.segments import Segment, asked_segments, operators_of, parse_segments, segment_text
 from conjoin.ir.spans import (
@@ -76,6 +85,7 @@ from conjoin.ir.verifier import Fault, find_faults, verify
 from conjoin.ir.widening import wide_dtype, widen, widen_plan
 
 __all__ = [
+    "CAST",
     "LEAF",
     "LIBRARY",
     "MAX_CONSTANT_BYTES",
@@ -182,6 +192,7 @@ __all__ = [
     "segment_text",
     "sequential",
     "spec_of",
+    "stored_leaf",
     "strides_in",
     "unflatten_tree",
     "unlike_axes",

@@ -107,6 +107,8 @@ class Plan:
     """The graph is that of a micro-batch, several of which make up a step; None where it is that of the whole batch."""
     computes: str | None = None
     """The digest of what the graph computed when the plan was made; None where that is left to whoever edits it."""
+    precision: str = ""
+    """In which precision the model was captured, as `bf16-mixed@cuda`; empty where it was as it is."""
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file."""
@@ -134,6 +136,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "predictions": dict(plan.predictions),
         **({} if plan.accumulation is None else {"accumulate": _accumulation_to_json(plan.accumulation)}),
         "computes": plan.computes,
+        **({"precision": plan.precision} if plan.precision else {}),
         **({"operators": operators} if operators else {}),
         "graph": str(plan.graph).splitlines(),
     }
@@ -249,7 +252,7 @@ def plan_from_json(data: Any) -> Plan:
 
 _KEYS = frozenset({
     "format", "version", "strategy", "model", "machine", "mesh", "stages", "schedule", "memory", "substitutions",
-    "predictions", "graph", "accumulate", "operators", "computes",
+    "predictions", "graph", "accumulate", "operators", "computes", "precision",
 })  # fmt: skip
 
 
@@ -272,6 +275,7 @@ def _load(data: dict[str, Any]) -> Plan:
         predictions=_figures(data["predictions"]),
         accumulation=_accumulation(data["accumulate"], graph) if "accumulate" in data else None,
         computes=None if data["computes"] is None else _line(data["computes"], "what it computes"),
+        precision=_line(data.get("precision", ""), "its precision"),
     )
 
 

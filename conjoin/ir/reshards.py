@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conjoin.ir.nodes import Node, Value
+from conjoin.ir.nodes import Leaf, Node, Value
 from conjoin.ops import (
     ASSIGN,
     BATCH,
@@ -144,6 +144,23 @@ def _between(op: str, at: Layout, elsewhere: Layout) -> list[Elementary]:
 
 def _along(op: str, dim: int, axes: Sequence[str]) -> list[Elementary]:
     return [Elementary(op, (dim, tuple(axes)))] if axes else []
+
+
+CAST = "_to_copy"
+"""The one operator that changes a dtype."""
+
+
+def stored_leaf(value: Value) -> Leaf | None:
+    """The trained parameter that a value is, or is cast from as it is stored; None where it is neither."""
+    owner = value.owner
+    if isinstance(owner, Node):
+        if owner.op != CAST or not value.type.dtype.is_floating_point:
+            return None
+        source = owner.inputs[0]
+        if not isinstance(source.owner, Leaf) or source.type.layout != value.type.layout:
+            return None
+        owner = source.owner
+    return owner if owner.trainable else None
 
 
 def origin(value: Value) -> Value:

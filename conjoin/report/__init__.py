@@ -1,6 +1,6 @@
 """What people look at: summaries of graphs and plans as text and data."""
 
-from conjoin.report.explanation import Explanation, explain
+from conjoin.report.explanation import Explanation, explain, main_dtype
 from conjoin.report.explanation_text import explanation_summary, explanation_text
 from conjoin.report.inspection import Inspection, OperatorSummary, inspect, split_outcomes
 from conjoin.report.plan_diff import Change, PlanDiff, diff_plans
@@ -12,6 +12,6 @@ from conjoin.report.trace import Event, save_trace, simulated_events, trace_json
 __all__ = [
     "Change", "Event", "Explanation", "Inspection", "OperatorSummary", "PlanDiff", "busy_notes", "diff_plans",
     "explain", "explanation_summary", "explanation_text", "format_bytes", "format_count", "format_seconds", "inspect",
-    "inspection_summary", "inspection_table", "notes_to_json", "prediction_text", "prediction_to_json", "price_notes",
-    "save_trace", "simulated_events", "split_outcomes", "trace_json",
+    "inspection_summary", "inspection_table", "main_dtype", "notes_to_json", "prediction_text", "prediction_to_json",
+    "price_notes", "save_trace", "simulated_events", "split_outcomes", "trace_json",
 ]  # fmt: skip

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from conjoin.comm import (
     BACKWARD,
     FORWARD,
@@ -32,10 +34,11 @@ from conjoin.ir import (
     make_node,
     origin,
     place,
+    plain_call,
     value_text,
 )
 from conjoin.machine import Mesh
-from conjoin.ops import Layout, TensorType, map_tensors
+from conjoin.ops import Layout, TensorType, flops, map_tensors
 
 AGREEMENT = "agreement of random draws"
 
@@ -99,6 +102,8 @@ class Explanation:
     mesh: Mesh
     model: Mark
     machine: Mark
+    precision: str
+    """In which most of the work is done, and whether that was asked for."""
     parameter_bytes: int
     stored_bytes: int
     """Of the parameters, on the rank that stores most."""
@@ -165,6 +170,7 @@ class Explanation:
             "num_devices": self.mesh.size,
             "model": {"name": self.model.name, "fingerprint": self.model.fingerprint},
             "machine": {"name": self.machine.name, "fingerprint": self.machine.fingerprint},
+            "precision": self.precision,
             "parameter_bytes": self.parameter_bytes,
             "stored_bytes": self.stored_bytes,
             "memory": dict(self.memory),
@@ -255,6 +261,7 @@ def explain(plan: Plan) -> Explanation:
         mesh=plan.mesh,
         model=plan.model,
         machine=plan.machine,
+        precision=plan.precision.partition("@")[0] or f"{main_dtype(graph)}, as the model is",
         parameter_bytes=sum(leaf.type.bytes for leaf in parameters),
         stored_bytes=sum_per_rank((held_bytes(leaf.type, plan.mesh) for leaf in parameters), plan.mesh.size).largest,
         memory=_count(action.action for action in plan.memory),
@@ -265,6 +272,15 @@ def explain(plan: Plan) -> Explanation:
         operators=operators,
         results=_shipments((t for value in results for t in traffic.before(value)), graph),
     )
+
+
+def main_dtype(graph: Graph) -> str:
+    """The dtype that most of the work of a model is done in."""
+    work: Counter[torch.dtype] = Counter()
+    for node in graph.nodes:
+        if node.spec is not None and node.types and not is_parallel(node):
+            work[node.types[0].dtype] += int(flops(node.spec, plain_call(node)))
+    return str(max(work, key=lambda dtype: work[dtype], default=torch.float32)).removeprefix("torch.")
 
 
 def _count(names: Iterator[str]) -> tuple[tuple[str, int], ...]:

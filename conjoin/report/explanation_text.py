@@ -29,6 +29,7 @@ def explanation_summary(found: Explanation) -> list[str]:
         ("mesh", devices),
         ("model", f"{found.model.name} {found.model.fingerprint[:16]}, {'train' if found.training else 'eval'}"),
         ("machine", f"{found.machine.name} {found.machine.fingerprint.removeprefix('machine-v1:')[:16]}"),
+        ("precision", found.precision),
         ("operators", str(len(found.operators))),
         ("custom", ", ".join(f"{name} of {module or 'an unknown module'}" for name, module in found.custom)),
         ("parameters", f"{stored} stored per rank, {whole} whole"),

@@ -143,6 +143,7 @@ def _making(plan: Plan) -> dict[str, str]:
         "machine": f"{plan.machine.name} {plan.machine.fingerprint}",
         "micro-batches": str(plan.accumulation.steps if plan.accumulation is not None else 1),
         "mode": "train" if plan.graph.training else "eval",
+        "precision": plan.precision or "as the model is",
         **{f"{s.name} at {s.where}": "applied" for s in plan.substitutions},
     }
 

@@ -113,10 +113,9 @@ class Run:
         for bundle, found in started:
             if found is not None:
                 found[0].wait()
-                for (root, _), gradient in zip(bundle.entries, found[1], strict=True):
-                    assert isinstance(root.owner, Leaf)
+                for leaf, gradient in zip(bundle.leaves, found[1], strict=True):
                     more: Gradients = [None] * len(gradients)
-                    more[places[root.owner]] = gradient
+                    more[places[leaf]] = gradient
                     add_to(gradients, more)
 
 

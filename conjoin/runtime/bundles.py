@@ -9,6 +9,9 @@ parameters at once and overlap with computing:
 - `hold` stands at the start of the program. Autograd runs what was made first last, so in backward it runs when nothing
   else is left to do, and waits for the collective.
 - A gather is started one bundle ahead of its use.
+
+Parameters that are used in another dtype than stored are cast on the way: before they are gathered, and gradients
+before they are summed up, so that a sum over many ranks is rounded as the parameter is.
 """
 
 from __future__ import annotations
@@ -94,8 +97,8 @@ class Mover(Protocol):
 class Bundle:
     """Some parameters, and how they are moved together."""
 
-    def __init__(self, entries: Sequence[Entry], mover: Mover, dropping: Dropping | None = None) -> None:
-        self.entries = tuple(entries)
+    def __init__(self, found: ParameterBundle, mover: Mover, dropping: Dropping | None = None) -> None:
+        self.entries, self.leaves, self._stored = found.entries, found.leaves, found.kind.stored
         self.mover = mover
         self._dropping = dropping
         self.ticket = _Ticket()
@@ -111,8 +114,9 @@ class Bundle:
 
     def put_off(self, gradients: Sequence[Tensor]) -> None:
         """The gradients of a micro-batch."""
-        pairs = zip(self._put_off, gradients, strict=True)
-        self._put_off = [mine + more for mine, more in pairs] if self._put_off else list(gradients)
+        wide = [gradient.to(self._stored) for gradient in gradients]
+        pairs = zip(self._put_off, wide, strict=True)
+        self._put_off = [mine + more for mine, more in pairs] if self._put_off else wide
 
     def forget_put_off(self) -> None:
         """What is left of a step that failed."""
@@ -220,17 +224,17 @@ def _start(bundle: Bundle | None) -> None:
 
 
 class Reducing:
-    """Parameters used as they are stored, whose gradients are all-reduced."""
+    """Parameters used as they are stored, but for their dtype, whose gradients are all-reduced."""
 
-    def __init__(self, axes: Axes, communicator: Communicator) -> None:
-        self._axes, self._communicator = axes, communicator
-        communicator.prepare(axes)
+    def __init__(self, kind: BundleKind, communicator: Communicator) -> None:
+        self._kind, self._axes, self._communicator = kind, kind.axes, communicator
+        communicator.prepare(kind.axes)
 
     def bring(self, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) for x in held)
+        return tuple(x.view_as(x) if x.dtype == self._kind.dtype else x.to(self._kind.dtype) for x in held)
 
     def start_back(self, gradients: Sequence[Tensor]) -> tuple[Work, tuple[Tensor, ...]]:
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(self._kind.stored)
         parts = torch.split(flat, [gradient.numel() for gradient in gradients])
         views = tuple(part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True))
         return self._communicator.all_reduce(to_add(flat), self._axes), views
@@ -258,18 +262,18 @@ class _Gathered:
 class Gathering:
     """Parameters stored split: gathered for use, their gradients reduce-scattered."""
 
-    def __init__(self, entries: Sequence[Entry], axes: Axes, communicator: Communicator) -> None:
-        self._axes, self._communicator = axes, communicator
-        self._gathers = [_gathered(entry, communicator, axes) for entry in entries]
+    def __init__(self, found: ParameterBundle, communicator: Communicator) -> None:
+        self._kind, self._axes, self._communicator = found.kind, found.kind.axes, communicator
+        self._gathers = [_gathered(entry, communicator, self._axes) for entry in found.entries]
         self._sizes = [num_elements(gather.held) for gather in self._gathers]
-        self._num_members = len(communicator.mesh.group(communicator.rank, axes))
+        self._num_members = len(communicator.mesh.group(communicator.rank, self._axes))
         self._under_way: tuple[Work, Tensor] | None = None
-        communicator.prepare(axes)
+        communicator.prepare(self._axes)
 
     def start(self, held: Sequence[Tensor]) -> None:
         """Start gathering, unless it is under way."""
         if self._under_way is None:
-            flat = torch.cat([x.detach().reshape(-1) for x in held])
+            flat = torch.cat([x.detach().reshape(-1) for x in held]).to(self._kind.dtype)
             output = flat.new_empty(self._num_members * flat.numel())
             self._under_way = self._communicator.all_gather(to_send(output), to_send(flat), self._axes), output
 
@@ -293,7 +297,7 @@ class Gathering:
             gradient[gather.within(gather.parts[place])].reshape(-1)
             for place in range(self._num_members)
             for gradient, gather in zip(gradients, self._gathers, strict=True)
-        ])  # fmt: skip
+        ]).to(self._kind.stored)  # fmt: skip
         output = packed.new_empty(sum(self._sizes))
         work = self._communicator.reduce_scatter(to_add(output), to_add(packed), self._axes)
         parts = torch.split(output, self._sizes)
@@ -327,7 +331,7 @@ def make_bundles(
     bundles: list[Bundle] = []
     last: dict[BundleKind, Bundle] = {}
     for found in find_bundles(graph, communicator.mesh, regathered):
-        bundle = Bundle(found.entries, _mover(found, communicator), dropping if found.kind.regather else None)
+        bundle = Bundle(found, _mover(found, communicator), dropping if found.kind.regather else None)
         if found.kind in last:
             bundle.before = last[found.kind]
             last[found.kind].after = bundle
@@ -337,6 +341,4 @@ def make_bundles(
 
 
 def _mover(found: ParameterBundle, communicator: Communicator) -> Mover:
-    if found.kind.gathers:
-        return Gathering(found.entries, found.kind.axes, communicator)
-    return Reducing(found.kind.axes, communicator)
+    return Gathering(found, communicator) if found.kind.gathers else Reducing(found.kind, communicator)

@@ -111,6 +111,7 @@ class Emitter:
         self.read = {*graph.users, *(output for output in graph.outputs if isinstance(output, Value))}
         self.device: fx.Node | None = None
         self._held: dict[int, fx.Node] = {}
+        self._cast_by_bundles = _cast_by_bundles(graph, carriers.bundles) if carriers is not None else frozenset()
         self._unpinned: dict[fx.Node, torch.dtype] = {}
         """What an autocast around the program may have made in another dtype than written."""
         self._once = once
@@ -190,7 +191,7 @@ class Emitter:
 
     def hold(self, bundle: Bundle) -> None:
         """Take the parameters of a bundle at the start of the program."""
-        stored = [self.values[root, root.type.layout] for root, _ in bundle.entries]
+        stored = [self.values[Value(leaf), leaf.type.layout] for leaf in bundle.leaves]
         self._held[id(bundle)] = self.call(uncompiled(bundle.hold), *stored)
 
     def _launch(self, bundle: Bundle) -> None:
@@ -229,6 +230,9 @@ class Emitter:
     def emit_node(self, node: Node) -> None:
         """One node in its local form; reshards wait until somebody reads them."""
         if is_parallel(node):
+            return
+        if node in self._cast_by_bundles:
+            self._leave(node)
             return
         if self.carriers is not None and self._passes_by(node, self.carriers):
             return
@@ -367,6 +371,18 @@ class Emitter:
         assert self.carriers is not None
         self._communicates = True
         return self.call(self.carriers.move(move), part)
+
+
+def _cast_by_bundles(graph: Graph, bundles: Sequence[Bundle]) -> frozenset[Node]:
+    """The casts of parameters that nobody reads but through bundles, which cast on the way."""
+    brought = {entry for bundle in bundles for entry in bundle.entries}
+    casts = {root.owner for root, _ in brought if isinstance(root.owner, Node)}
+    results = (*graph.outputs, *(value for _, value in graph.updates))
+    reads = [value for node in graph.nodes if not is_parallel(node) for value in node.inputs]
+    for value in (*reads, *(value for value in results if isinstance(value, Value))):
+        if (origin(value), value.type.layout) not in brought:
+            casts.discard(origin(value).owner)
+    return frozenset(node for node in casts if isinstance(node, Node))
 
 
 def _holds_node(argument: Any) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from conjoin.ir import (
+    CAST,
     Choice,
     Graph,
     Leaf,
@@ -23,10 +24,12 @@ from conjoin.ir import (
     expand,
     model_mark,
     parallelize,
+    plain_call,
     recompute_actions,
+    rules_for,
 )
 from conjoin.machine import Machine
-from conjoin.ops import Layout, make_layout
+from conjoin.ops import Layout, Placement, make_layout
 from conjoin.search.facts import Facts, study
 from conjoin.search.propagation import Flow, output_placements
 from conjoin.search.request import Request
@@ -116,7 +119,25 @@ def _where(graph: Graph, node: Node) -> str:
 
 def _choices(graph: Graph, draft: Draft) -> dict[Node, Choice]:
     flows = [(axis, flow) for flow in draft.flows for axis in flow.group.axes]
-    return {node: choose({axis: flow.rules[node] for axis, flow in flows}) for node in graph.nodes if flows}
+    stored = _leaf_layouts(graph, draft)
+    found = {node: choose({axis: flow.rules[node] for axis, flow in flows}) for node in graph.nodes if flows}
+    return found | {node: _as_stored(node, dict(stored[leaf])) for node, leaf in _casts(graph) if flows}
+
+
+def _casts(graph: Graph) -> Iterator[tuple[Node, Leaf]]:
+    """Casts of trained parameters, as mixed precision has them."""
+    for node in graph.nodes:
+        source = node.inputs[0].owner if node.op == CAST else None
+        if isinstance(source, Leaf) and source.trainable and node.types[0].dtype.is_floating_point:
+            yield node, source
+
+
+def _as_stored(node: Node, layout: Mapping[str, Placement]) -> Choice:
+    """A call that is made on the pieces of a parameter that are stored: what is gathered then is its result."""
+    if not layout:
+        return Choice(((),), ((),))
+    rules = {rule.operands[0]: rule for rule in rules_for(plain_call(node), 1)}
+    return choose({axis: rules[placement] for axis, placement in layout.items()})
 
 
 def _leaf_layouts(graph: Graph, draft: Draft) -> dict[Leaf, Layout]:

@@ -23,7 +23,8 @@ from conjoin.comm import (
     ring_bytes,
     sum_per_rank,
 )
-from conjoin.ops import Call, TensorType
+from conjoin.ir import CAST
+from conjoin.ops import Call, TensorType, bind_args
 from conjoin.sim.engine import COMPUTE, NUM_STREAMS, Fragment, Instruction, Phase, to_ticks
 from conjoin.sim.fragments import Drafts
 
@@ -69,6 +70,9 @@ def schedule_bundles(
     for kind, chain in chains.items():
         if kind.gathers:
             _gather_forward(chain, around)
+        elif kind.dtype != kind.stored:
+            for made in chain:
+                _append(around.before, made.first, made.cast())
         if kind.regather:
             _gather_backward(chain, around)
         for made in chain:
@@ -114,12 +118,18 @@ class _Bundle:
         self.back = any(use.back for use in uses)
         mesh = drafts.mesh
         self._held = sum_per_rank((held_bytes(root.type, mesh) for root, _ in bundle.entries), mesh.size).largest
+        self._summed = sum_per_rank((held_bytes(leaf.type, mesh) for leaf in bundle.leaves), mesh.size).largest
         self._places = common_places(*(root.type.layout for root, _ in bundle.entries))
         self._num_members = prod(mesh.sizes[axis] for axis in bundle.kind.axes)
 
     def gather(self, phase: Phase) -> Fragment:
         """Pack what is stored, and start to gather; nobody waits yet."""
-        return self._pack(self._held, phase), self._collective(StepKind.ALL_GATHER, phase, self._event)
+        packed = self._pack(self._summed, self.kind.stored, self.kind.dtype, phase)
+        return *packed, self._collective(StepKind.ALL_GATHER, phase, self._event)
+
+    def cast(self) -> Fragment:
+        """Cast what is stored, for use."""
+        return (self._at_places(casting(self._summed, self.kind.stored, self.kind.dtype, Phase.FORWARD, self._drafts)),)
 
     def arrive(self, phase: Phase) -> Fragment:
         """Wait for a gather; the pieces are views of what came, or are put together."""
@@ -127,24 +137,24 @@ class _Bundle:
 
     def reduce(self) -> Fragment:
         """Pack the gradients and start to sum them up."""
-        if not self.kind.gathers:
-            return (
-                self._pack(self._held, Phase.BACKWARD),
-                self._collective(StepKind.ALL_REDUCE, Phase.BACKWARD),
-            )
-        return (
-            self._pack(self._held * self._num_members, Phase.BACKWARD),
-            self._collective(StepKind.REDUCE_SCATTER, Phase.BACKWARD),
-        )
+        members = self._num_members if self.kind.gathers else 1
+        kind = StepKind.REDUCE_SCATTER if self.kind.gathers else StepKind.ALL_REDUCE
+        packed = self._pack(self._held * members, self.kind.dtype, self.kind.stored, Phase.BACKWARD)
+        return *packed, self._collective(kind, Phase.BACKWARD)
 
     def _collective(self, kind: StepKind, phase: Phase, event: int = -1) -> Instruction:
-        members = self._num_members
-        sent = ring_bytes(self._held, members) if kind is StepKind.ALL_REDUCE else self._held * (members - 1)
+        members, held = self._num_members, self._held if kind is StepKind.ALL_GATHER else self._summed
+        sent = ring_bytes(held, members) if kind is StepKind.ALL_REDUCE else held * (members - 1)
         made = self._drafts.collective(kind.value, self.kind.axes, sent, phase, self._places)
         return made if event < 0 else _with_event(made, event)
 
-    def _pack(self, num_bytes: int, phase: Phase) -> Instruction:
-        made = pack(num_bytes, self.kind.dtype, phase, self._drafts)
+    def _pack(self, num_bytes: int, source: torch.dtype, target: torch.dtype, phase: Phase) -> Fragment:
+        """Pack tensors of so many bytes; then cast them where the dtype is to be another one."""
+        made = [pack(num_bytes, source, phase, self._drafts)]
+        made += [casting(num_bytes, source, target, phase, self._drafts)] if source != target else []
+        return tuple(map(self._at_places, made))
+
+    def _at_places(self, made: Instruction) -> Instruction:
         where = self._drafts.classes.at(self._places)
         return made if where is None else replace(made, host=made.host * where.astype(np.int64), where=where)
 
@@ -161,6 +171,14 @@ def accumulating(parameters: Sequence[TensorType], drafts: Drafts) -> Fragment:
         ticks, host = to_ticks(cost.forward.value), to_ticks(cost.host_forward)
         found.append(Instruction("add", COMPUTE, ticks, host, phase=Phase.BACKWARD, source=cost.forward.source))
     return tuple(found)
+
+
+def casting(num_bytes: int, source: torch.dtype, target: torch.dtype, phase: Phase, drafts: Drafts) -> Instruction:
+    """Casting so many bytes of one dtype to another."""
+    flat = TensorType((max(1, num_bytes // source.itemsize),), source)
+    cost = drafts.prices.operator(Call(CAST, bind_args(CAST, (flat,), {"dtype": target})), (), 0)
+    ticks, host = to_ticks(cost.forward.value), to_ticks(cost.host_forward)
+    return Instruction("cast", COMPUTE, ticks, host, phase=phase, source=cost.forward.source)
 
 
 def _with_event(instruction: Instruction, event: int) -> Instruction:

@@ -180,8 +180,11 @@ class _Walk:
     def _bring(self, bundle: UsedBundle) -> None:
         """The parameters of a bundle as they are used: those stored, or what was gathered."""
         if not bundle.kind.gathers:
-            for root, layout in bundle.versions:
-                self.blocks[root, layout] = self.heap.hold(self.blocks[root, self.program.layout_of(root)])
+            for version, own in zip(bundle.versions, bundle.stored, strict=True):
+                is_cast = bundle.kind.dtype != bundle.kind.stored
+                self.blocks[version] = self.heap.allocate(self._held(*version)) if is_cast else self.heap.hold(
+                    self.blocks[own]
+                )
             return
         stored = sum(self._held(root, self.program.layout_of(root)) for root, _ in bundle.versions)
         sizes = [self._held(*version) for version in bundle.versions]
@@ -261,6 +264,9 @@ class _Walk:
 
     def _forward(self, position: int, keeps: bool = True, computes: bool = True) -> None:
         reads, makes = self._versions(position)
+        if position in self.program.cast_by_bundles:
+            self._read(reads[0])
+            return
         kept = self._kept_by(position)
         for read in reads:
             self._arrive(*read)
@@ -339,7 +345,9 @@ class _Walk:
                 self._carry_back(root, own, layout)
 
     def _give_gradients(self, position: int, reads: list[Version], makes: list[Version]) -> None:
-        """What the backward of an operator makes."""
+        """What the backward of an operator makes; what bundles cast has its gradient from them."""
+        if position in self.program.cast_by_bundles:
+            return
         needs = self.skeleton.operators[position].needs
         kept = self._kept_by(position)
         for (num_bytes, shared), i in zip(kept.gradients, needs, strict=True):
@@ -364,12 +372,14 @@ class _Walk:
         """The gradients of a bundle are packed and summed up; each then is a view of one block."""
         if bundle in self.gathered:
             self.heap.drop(self.gathered.pop(bundle))
-        stored = [(root, self.program.layout_of(root)) for root, _ in bundle.versions]
         whole = sum(self._held(*version) for version in bundle.versions)
-        packed = self.heap.allocate(whole)
-        result = self.heap.allocate(sum(self._held(*version) for version in stored)) if bundle.kind.gathers else packed
+        if bundle.kind.stored != bundle.kind.dtype:  # packed first, then cast
+            self.heap.pass_by(whole)
+            whole = whole * bundle.kind.stored.itemsize // bundle.kind.dtype.itemsize
+        packed, held = self.heap.allocate(whole), sum(self._held(*version) for version in bundle.stored)
+        result = self.heap.allocate(held) if bundle.kind.gathers else packed
         self.heap.pass_by(self._scattering(whole) if bundle.kind.gathers else 0)
-        for version, own in zip(bundle.versions, stored, strict=True):
+        for version, own in zip(bundle.versions, bundle.stored, strict=True):
             self._forget(version)
             self.grads[own] = self.heap.hold(result)
         self.heap.drop(packed)

@@ -21,7 +21,7 @@ from conjoin.comm import (
     run_again,
     splits_evenly,
 )
-from conjoin.ir import Choice, Leaf, Segment, Value, make_leaf
+from conjoin.ir import CAST, Choice, Segment, Value, make_leaf, make_node
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, TensorType
 from conjoin.sim.bundles import Use, accumulating, schedule_bundles
@@ -51,6 +51,8 @@ class UsedBundle:
 
     kind: BundleKind
     versions: tuple[Version, ...]
+    stored: tuple[Version, ...]
+    """The parameters themselves: what is used may be cast from them."""
     use: Use
 
 
@@ -87,7 +89,8 @@ class Program:
         self._outputs = _output_numbers(skeleton)
         self._last_back = tuple(self._find_last_back(root) for root in range(len(skeleton.roots)))
         trained = [i for i, root in enumerate(skeleton.roots) if root.leaf is not None and root.leaf.trainable]
-        self._uses = {root: self._find_uses(root) for root in trained}
+        self._cast_from = _casts_of(skeleton, trained)
+        self._uses = {root: self._find_uses(root) for root in (*trained, *self._cast_from)}
         self._bundle()
         self.supplies: list[tuple[Supply, ...]] = [(_NOT_SUPPLIED,) * len(op.reads) for op in skeleton.operators]
         self.departures: dict[int, tuple[tuple[Layout, bool], ...]] = {}
@@ -209,6 +212,8 @@ class Program:
         )
 
     def _fragments(self, position: int) -> tuple[Fragment, Fragment]:
+        if position in self.cast_by_bundles:
+            return (), ()
         makes = self.skeleton.operators[position].makes
         departures = tuple(Departure(i, *way) for i, root in enumerate(makes) for way in self.departures.get(root, ()))
         number, choice = self.numbers[position], self.choices[position]
@@ -229,6 +234,8 @@ class Program:
 
     def _rerun_last(self, position: int) -> Fragment:
         """Of the last operator of a segment: its operands arrive; what comes after it has computed is not run again."""
+        if position in self.cast_by_bundles:
+            return ()
         forward = self._fragments(position)[0]
         computes = next(i for i, task in enumerate(forward) if task.stream == COMPUTE)
         return forward[: computes + 1] if self.computes_again(position) else ordered(forward[:computes])
@@ -246,18 +253,32 @@ class Program:
         bundles = bundle_parameters(entries, self.drafts.mesh, self.regathered)
         self.bundles = tuple(
             UsedBundle(
-                bundle.kind, tuple((numbers[v], layout) for v, layout in bundle.entries), _merged(bundle, entries)
+                bundle.kind,
+                tuple((numbers[v], layout) for v, layout in bundle.entries),
+                tuple((self._cast_from.get(root := numbers[v], root), v.type.layout) for v, _ in bundle.entries),
+                _merged(bundle, entries),
             )
             for bundle in bundles
         )
         self._bundled: dict[int, list[Layout]] = {}
         for root, layout in (version for bundle in self.bundles for version in bundle.versions):
             self._bundled.setdefault(root, []).append(layout)
+        self.cast_by_bundles = frozenset(
+            self.skeleton.roots[root].maker for root in self._cast_from if self._is_only_bundled(root)
+        )
+        """Operators that cast a parameter which nobody reads but through bundles: those cast on the way."""
         self._around = schedule_bundles(bundles, entries, self.drafts, at_end=self.steps > 1)
+
+    def _is_only_bundled(self, root: int) -> bool:
+        bundled, readers = self._bundled.get(root, ()), self.skeleton.readers[root]
+        wanted = [self.choices[position].operands[operand] for position, operand in readers]
+        return bool(bundled) and root not in self.skeleton.results and all(layout in bundled for layout in wanted)
 
     def _find_uses(self, root: int) -> list[_ParameterUse]:
         """In which other layouts than stored a parameter is used, and where, as far as it may be in a bundle."""
         own, operators = self.layout_of(root), self.skeleton.operators
+        if root in self._cast_from and self.layout_of(self._cast_from[root]) != own:
+            return []
         found: dict[Layout, list[tuple[int, int]]] = {}
         for position, operand in self.skeleton.readers[root]:
             wanted = self.choices[position].operands[operand]
@@ -272,29 +293,36 @@ class Program:
                 continue
             first = readers[0][0]  # a segment is given what it uses of bundles when it begins
             use = Use(self._segment_of.get(first, (first, first))[0], max(kept, default=-1), back)
-            uses.append((readers[0], root, (Value(self._stored(root, own)), layout), use))
+            uses.append((readers[0], root, (self._stored(root, own), layout), use))
         return uses
 
-    def _stored(self, root: int, layout: Layout) -> Leaf:
+    def _stored(self, root: int, layout: Layout) -> Value:
+        """A parameter as it is stored, or what it is cast to there."""
+        if root in self._cast_from:
+            kind = self.skeleton.roots[root]
+            node, source = self.skeleton.operators[kind.maker].node, self._stored(self._cast_from[root], layout)
+            return Value(make_node(node.op, (source, *node.args[1:]), (kind.type.laid_out(layout),)))
         leaf = self.skeleton.roots[root].leaf
         assert leaf is not None
-        return make_leaf(leaf.kind, leaf.name, leaf.type.laid_out(layout), trainable=True, aliases=leaf.aliases)
+        return Value(make_leaf(leaf.kind, leaf.name, leaf.type.laid_out(layout), trainable=True, aliases=leaf.aliases))
 
     def _bundle_again(self, before: Program, reads: tuple[int, ...]) -> set[int]:
         """Find the bundles again where a change concerns a parameter; the operators around which they then differ."""
         trained = [root for root in reads if root in self._uses]
+        trained += [root for root, source in self._cast_from.items() if source in reads]
         if not trained:
             return set()
         self._uses = {**self._uses, **{root: self._find_uses(root) for root in trained}}
         self._bundle()
         was, now = before._around, self._around
+        casts = set(before.cast_by_bundles ^ self.cast_by_bundles)
         if was == now:
             self._around = was
-            return set()
+            return casts
         if was.at_end != now.at_end:
             self._finish()
         pairs = ((was.before, now.before), (was.before_back, now.before_back), (was.after_back, now.after_back))
-        return {p for a, b in pairs for p in {*a, *b} if a.get(p) != b.get(p)}
+        return casts | {p for a, b in pairs for p in {*a, *b} if a.get(p) != b.get(p)}
 
     def _start(self) -> None:
         """Ranks that have to draw alike make sure that they do; what is stored leaves for places."""
@@ -352,6 +380,16 @@ class Program:
         )
         update = Instruction("update", COMPUTE, ticks, phase=Phase.UPDATE, source=source)
         self.fragments[-1] = (*ordered(home), *self._around.at_end, wait, update)
+
+
+def _casts_of(skeleton: Skeleton, trained: Iterable[int]) -> dict[int, int]:
+    """What parameters are cast to, with the parameter of each."""
+    readers = ((skeleton.operators[position], root) for root in trained for position, _ in skeleton.readers[root])
+    return {
+        operator.makes[0]: root
+        for operator, root in readers
+        if operator.node.op == CAST and skeleton.roots[operator.makes[0]].type.dtype.is_floating_point
+    }
 
 
 class _Pieces:

@@ -30,9 +30,10 @@ FLAGS = {
     "inspect": ["--batch", "--eval", "--json", "--output", "--train", "-o"],
     "plan": [
         "--at-most", "--batch", "--budget", "--cpu-budget", "--fix", "--forbid-axis", "--fresh", "--import", "--json",
-        "--machine", "--memory", "--objective", "--optimizer", "--output", "--search", "--start", "--strategy", "-o",
+        "--machine", "--memory", "--objective", "--optimizer", "--output", "--precision", "--search", "--start",
+        "--strategy", "-o",
     ],
-    "compare": ["--batch", "--budget", "--json", "--machine", "--memory", "--optimizer", "--search"],
+    "compare": ["--batch", "--budget", "--json", "--machine", "--memory", "--optimizer", "--precision", "--search"],
     "explain": ["--import", "--json"],
     "diff": ["--import", "--json"],
     "simulate": ["--import", "--json", "--machine", "--optimizer", "--trace"],

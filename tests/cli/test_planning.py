@@ -8,12 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from conjoin.errors import UsageError
 from conjoin.ir import load_plan
 from conjoin.report import explain
 from conjoin.search import Stopped
 from conjoin.search.joint import JointSearch
 from tests.cli.conftest import Ran
+from tests.ir.wording import assert_three_sentences
 
 Run = Callable[..., Ran]
 LENET = ("plan", "lenet:tiny", "--machine", "local:4", "--batch", "8")
@@ -67,13 +70,46 @@ def test_plan_searches_and_what_it_saves_is_a_plan(run: Run, folder: Path) -> No
     shown = run(*SEARCH, "-o", "plan.json")
     assert shown.code == 0 and shown.err == ""
     found = dict(line.split(maxsplit=1) for line in shown.out.splitlines())
-    assert list(found)[-6:] == ["predicted", "baseline", "bound", "search", "cache", "saved"]
+    assert list(found)[-7:] == ["predicted", "baseline", "bound", "search", "bf16-mixed", "cache", "saved"]
+    assert found["precision"] == "float32, as the model is"
+    assert "a step; --precision bf16-mixed searches for that" in found["bf16-mixed"]
     assert "a step, " in found["predicted"] and "times as fast" in found["baseline"]
     assert found["search"].endswith(tuple(stopped.value for stopped in Stopped))
     assert (found["cache"], found["saved"]) == ("MISS", "plan.json")
     plan = load_plan(folder / "plan.json")
     assert plan.mesh.size == 8 and plan.strategy == found["strategy"]
     assert run("explain", "plan.json").out.startswith(f"strategy     {plan.strategy}\n")
+
+
+WAYS: tuple[tuple[str, ...], ...] = ((), ("--precision", "bf16"))
+
+
+def test_a_precision_is_planned_saved_and_shown(run: Run, folder: Path) -> None:
+    shown = run(*SEARCH, "--precision", "bf16-mixed", "-o", "plan.json")
+    assert shown.code == 0 and "\nprecision    bf16-mixed\n" in shown.out and "searches for that" not in shown.out
+    plan = load_plan(folder / "plan.json")
+    assert plan.precision == "bf16-mixed@cuda"
+    assert torch.bfloat16 in {type.dtype for node in plan.graph.nodes for type in node.types}
+    assert {leaf.type.dtype for leaf in plan.graph.leaves if leaf.trainable} == {torch.float32}
+    assert run("plan", *MLP, "--strategy", "fsdp", "--precision", "bf16", "-o", "narrow.json").code == 0
+    narrow = load_plan(folder / "narrow.json")
+    assert {leaf.type.dtype for leaf in narrow.graph.leaves if leaf.trainable} == {torch.bfloat16}
+    assert run("diff", "plan.json", "narrow.json").out.count("precision") == 1
+    rows = [json.loads(run("compare", *MLP, "--search", "named", *flags, "--json").out) for flags in WAYS]
+    assert rows[1][0]["seconds_per_step"] != rows[0][0]["seconds_per_step"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--machine", "p3.8xlarge", "--precision", "bf16-mixed"), "V100-SXM2-16GB has no rate for bfloat16"),
+        (("--machine", "dgx-h100", "--precision", "fp8"), "Known are float32, bf16, bf16-mixed, fp16-mixed"),
+    ],
+)
+def test_a_precision_that_cannot_be_is_refused(run: Run, folder: Path, flags: tuple[str, ...], told: str) -> None:
+    shown = run("plan", "mlp:tiny", *flags, "--strategy", "fsdp", "-o", "plan.json")
+    assert shown.code == 2 and told in shown.err and not (folder / "plan.json").exists()
+    assert_three_sentences(UsageError(shown.err.removeprefix("error: ").strip()))
 
 
 def test_plan_prints_a_search_as_json_and_remembers_it(run: Run, folder: Path, cache: Path) -> None:

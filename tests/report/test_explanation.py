@@ -71,6 +71,7 @@ strategy     by hand
 mesh         2 devices, axes d0:2
 model        net 1111111111111111, train
 machine      two 2222222222222222
+precision    float32, as the model is
 operators    2
 parameters   16 B stored per rank, 16 B whole
 sent         20 B per rank, 40 B by all ranks in a step

@@ -1,0 +1,204 @@
+"""Parameters that are used in another dtype than stored: cast where they lie, gathered narrow, summed up wide.
+
+The judges are the plain model under the same autocast, and torch's own DistributedDataParallel and FSDP2.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from conjoin.frontends import capture
+from conjoin.ir import Plan, check_plan, operators_of, recompute_actions
+from conjoin.machine import Mesh, parse_machine
+from conjoin.report import explain
+from conjoin.runtime.bundles import make_bundles
+from conjoin.runtime.checking import Case, verify_in_process
+from conjoin.runtime.communicator import Communicator
+from conjoin.runtime.threads import run_ranks
+from conjoin.search import make_plan
+from tests.runtime.gloo_ranks import run_processes
+from tests.runtime.hand_plans import module_on
+from tests.runtime.random_graphs import Sample
+
+HALF = torch.bfloat16
+WIDTH, CLASSES, ROWS = 16, 12, 8
+STRATEGIES = ("data-parallel", "zero1", "fsdp", "megatron:tp=2,dp=2,fsdp", "megatron:tp=4,sp")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@cache
+def sample(narrow: bool = True) -> Sample:
+    torch.manual_seed(5)
+    model, batch = Tower().train(), (torch.randn(ROWS, 4, WIDTH), torch.randint(CLASSES, (ROWS, 4)))
+    with torch.autocast("cpu", HALF, enabled=narrow):
+        return Sample(capture(model, batch, wrong), model, batch)
+
+
+def wrong(scores: Tensor, wanted: Tensor) -> Tensor:
+    return functional.cross_entropy(scores.flatten(0, 1), wanted.flatten())
+
+
+def plan_for(strategy: str, ranks: int = 4, narrow: bool = True) -> Plan:
+    return make_plan(sample(narrow).graph, parse_machine(f"local:{ranks}"), strategy)
+
+
+def gradients_of(model: nn.Module, narrow: bool) -> dict[str, Tensor]:
+    own, (x, wanted) = copy.deepcopy(model), sample().inputs
+    with torch.autocast("cpu", HALF, enabled=narrow):
+        loss = wrong(own(x), wanted)
+    loss.backward()
+    return {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_training_is_as_on_one_device(strategy: str) -> None:
+    found = sample()
+    assert verify_in_process(Case(plan_for(strategy), found.graph, found.model, found.inputs), 2).passed
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_as_near_to_full_precision_as_those_of_one_device_and_bytes_as_told(strategy: str) -> None:
+    plan, found = plan_for(strategy), sample()
+    exact, plain = gradients_of(found.model, False), gradients_of(found.model, True)
+
+    def program(communicator: Communicator) -> tuple[int, dict[str, tuple[Any, Tensor]]]:
+        module = module_on(plan, found, communicator)
+        module(*found.inputs).backward()
+        pieces = {name: p.grad.as_subclass(Tensor) for name, p in module.named_parameters() if p.grad is not None}
+        regions = {name: module.store.region(name, tuple(exact[name].shape)) for name in pieces}
+        return communicator.bytes_sent, {name: (regions[name], piece) for name, piece in pieces.items()}
+
+    ranks = run_ranks(plan.mesh, program)
+    told = explain(plan)
+    assert [sent for sent, _ in ranks] == [told.bytes_of(rank) for rank in range(4)]
+    for _, pieces in ranks:
+        for name, (region, piece) in pieces.items():
+            part = tuple(slice(*span) for span in region)
+            assert piece.dtype == torch.float32, name
+            off = (piece - exact[name][part]).norm()
+            usual = (plain[name] - exact[name]).norm()
+            assert off <= 2 * usual + 1e-6 * exact[name].norm(), name
+
+
+def test_what_is_cast_travels_in_as_few_bundles_and_half_the_bytes() -> None:
+    def kinds(narrow: bool) -> dict[str, tuple[int, int]]:
+        return {t.kind: (t.forward.total, t.backward.total) for t in explain(plan_for("fsdp", narrow=narrow)).totals}
+
+    wide, narrow = kinds(False), kinds(True)
+    norms = 4 * sum(p.numel() for name, p in sample().model.named_parameters() if "norm" in name)
+    assert 2 * narrow["all-gather"][0] == wide["all-gather"][0] + 3 * norms, "norms are used in float32"
+    assert narrow["reduce-scatter"] == wide["reduce-scatter"], "gradients are summed up in float32"
+
+    def count(communicator: Communicator, plan: Plan) -> tuple[int, int]:
+        bundles = make_bundles(plan.graph, communicator, frozenset())
+        return len(bundles), sum(len(bundle.entries) for bundle in bundles)
+
+    for strategy in ("data-parallel", "fsdp"):
+        plan = plan_for(strategy)
+        (found,) = {tuple(each) for each in run_ranks(plan.mesh, lambda c, plan=plan: count(c, plan))}
+        assert found == (2, len(list(sample().model.parameters()))), "one bundle for each dtype that is used"
+
+
+@pytest.mark.parametrize("strategy", ["data-parallel", "fsdp"])
+def test_segments_that_are_run_again(strategy: str) -> None:
+    plan, found = plan_for(strategy), sample()
+    count = len(operators_of(plan.graph))
+    segments = [(i, min(i + 7, count) - 1) for i in range(0, count, 7)]
+    again = check_plan(replace(plan, memory=(*plan.memory, *recompute_actions(plan.graph, segments))))
+    assert verify_in_process(Case(again, found.graph, found.model, found.inputs), 2).passed
+
+
+def by_plan(communicator: Communicator, plan: Plan) -> dict[str, Tensor]:
+    """Loss and weights after two steps, whole."""
+    found = sample()
+    module = module_on(plan, found, communicator)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = module(*found.inputs)
+        loss.backward()
+        optimizer.step()
+    whole = {}
+    for name, parameter in module.named_parameters():
+        shape = tuple(found.model.get_parameter(name).shape)
+        region = module.store.region(name, shape)
+        whole[name] = torch.zeros(shape)
+        whole[name][tuple(slice(*span) for span in region)] = parameter.detach()
+        if tuple(parameter.shape) != shape:
+            dist.all_reduce(whole[name])
+    return {"loss": loss.detach(), **whole}
+
+
+def by_torch(communicator: Communicator, kind: str, mesh: Mesh) -> dict[str, Tensor]:
+    """The same by torch's own wrapper."""
+    found = sample()
+    model, rank = copy.deepcopy(found.model), communicator.rank
+    own = [part.chunk(mesh.size)[rank] for part in found.inputs]
+    if kind == "ddp":
+        module: nn.Module = DistributedDataParallel(model)
+    else:
+        policy = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32)
+        devices = init_device_mesh("cpu", (mesh.size,))
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block, mesh=devices, mp_policy=policy)  # type: ignore[arg-type]
+        module = fully_shard(model, mesh=devices, mp_policy=policy)  # type: ignore[assignment]
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # that what it returns must not be written to
+    for _ in range(2):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", HALF, enabled=kind == "ddp"):
+            loss = wrong(module(own[0]).float(), own[1])
+        loss.backward()
+        optimizer.step()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    named = ((name.removeprefix("module."), p.detach()) for name, p in module.named_parameters())
+    whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in named}
+    return {"loss": mean / mesh.size, **whole}
+
+
+@pytest.mark.parametrize(("strategy", "kind"), [("data-parallel", "ddp"), ("fsdp", "fsdp2")])
+def test_weights_are_those_of_torch_s_own_wrappers(strategy: str, kind: str, tmp_path: Path) -> None:
+    """To what bfloat16 rounds: FSDP2 casts norms too, which autocast does not."""
+    plan = plan_for(strategy, 2)
+    both = run_processes(plan.mesh, lambda c: (by_plan(c, plan), by_torch(c, kind, plan.mesh)), tmp_path)
+    start = dict(sample().model.named_parameters())
+    for mine, theirs in both:
+        assert mine.keys() == theirs.keys()
+        torch.testing.assert_close(mine["loss"], theirs["loss"], rtol=1e-6 if kind == "ddp" else 5e-3, atol=0)
+        for name in start:
+            moved = (theirs[name] - start[name]).norm()
+            assert (mine[name] - theirs[name]).norm() <= (1e-5 if kind == "ddp" else 0.05) * moved, name

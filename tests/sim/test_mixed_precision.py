@@ -1,0 +1,74 @@
+"""Parameters that are cast for use, simulated: in bundles that overlap, and delta simulation to the last bit."""
+
+from __future__ import annotations
+
+from functools import cache
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+
+from conjoin.cost import CostModel
+from conjoin.frontends import Precision, capture
+from conjoin.ir import Graph
+from conjoin.machine import parse_machine
+from conjoin.search import make_plan
+from conjoin.sim import Layouts, MachinePrices, Prediction, predict, random_change, simulate, simulate_layouts
+from zoo.llama import Llama, LlamaConfig, llama_batch
+from zoo.tokens import next_token_loss
+
+SMALL = LlamaConfig(layers=1, width=16, feed_forward=32, heads=2, kv_heads=2, vocabulary=32, length=4)
+LARGE = LlamaConfig(layers=6, width=4096, feed_forward=14336, heads=32, kv_heads=8, vocabulary=2048, length=4096)
+
+
+@cache
+def graph_of(config: LlamaConfig, batch_size: int, precision: str) -> Graph:
+    with torch.device("meta"):
+        model = Llama(config).train()
+    asked = Precision.parse(precision)
+    model, batch = asked.converted(model, tuple(x.to("meta") for x in llama_batch(batch_size, config)))  # type: ignore[assignment]
+    return capture(model, batch, next_token_loss, autocast=asked.autocast)
+
+
+@pytest.mark.parametrize("strategy", ["data-parallel", "fsdp", "megatron:tp=2,dp=2"])
+def test_a_chain_of_changes_is_simulated_as_from_the_beginning(strategy: str) -> None:
+    plan = make_plan(graph_of(SMALL, 4, "bf16-mixed"), parse_machine("k80-cluster:1"), strategy)
+    simulation = simulate(plan, MachinePrices(parse_machine("k80-cluster:1"), CostModel()), unfold=True)
+    cast, rng, made, seen = simulation.program.cast_by_bundles, Random(3), 0, {simulation.timeline.ticks}
+    numbers = {cast}
+    while made < 60:
+        change = random_change(simulation.program, rng)
+        if change is None:
+            continue
+        made += 1
+        simulation = simulation.change(change)
+        program = simulation.program
+        layouts = Layouts(program.leaves, tuple(program.choices), program.results)
+        wanted = simulate_layouts(program.skeleton, layouts, program.drafts, program.regathered)
+        assert program.cast_by_bundles == wanted.program.cast_by_bundles
+        numbers.add(program.cast_by_bundles)
+        for (task, *mine), (same, *theirs) in zip(simulation.timeline.times(), wanted.timeline.times(), strict=True):
+            assert task.name == same.name and all(map(np.array_equal, mine, theirs))
+        seen.add(simulation.timeline.ticks)
+    assert len(seen) > 1 and len(numbers) > 1, "the changes made no difference"
+
+
+def predicted(precision: str, strategy: str) -> Prediction:
+    machine = parse_machine("dgx-h100:2")
+    return predict(make_plan(graph_of(LARGE, 32, precision), machine, strategy), machine, CostModel(), "adamw")
+
+
+@pytest.mark.parametrize("strategy", ["data-parallel", "zero1", "fsdp"])
+def test_as_much_is_hidden_as_where_all_is_narrow(strategy: str) -> None:
+    def hidden(precision: str) -> float:
+        found = predicted(precision, strategy).breakdown
+        return found.hidden / (found.hidden + found.exposed)
+
+    assert hidden("bf16-mixed@cuda") >= 0.95 * hidden("bf16@cuda") > 0.5
+
+
+def test_mixed_precision_is_faster_and_holds_narrow_copies_only_while_they_are_used() -> None:
+    wide, mixed = (predicted(precision, "fsdp") for precision in ("float32@cuda", "bf16-mixed@cuda"))
+    assert mixed.seconds < 0.5 * wide.seconds
+    assert mixed.memory.parameters == wide.memory.parameters and mixed.memory.peak < wide.memory.peak
