@@ -82,7 +82,7 @@ def test_a_plan_trains_as_the_model_does_in_that_precision(name: str) -> None:
     asked = Precision.parse(plan.precision)
     assert asked == Precision(name, "cpu") and conjoin.verify_plan(plan, model, batch, loss=functional.mse_loss).passed
     plain, given = asked.converted(copy.deepcopy(model), batch)
-    step = conjoin.load(plan, copy.deepcopy(plain))
+    step = conjoin.load(plan, copy.deepcopy(plain), device="cpu")
     calls = asked.running(lambda: functional.mse_loss(plain(given[0]), given[1])), lambda: step(*given)
     found = []
     for module, call in zip((plain, step), calls, strict=True):
