@@ -41,6 +41,7 @@ from conjoin.frontends.torch_private import (
     memory_of,
     quiet,
     tensors_of,
+    unread_left_out,
     user_lines,
 )
 from conjoin.ir import Source, Structure, describe_tree, spec_of, unflatten_tree
@@ -230,6 +231,7 @@ def _input_names(model: nn.Module, dealt: Arguments, structure: Structure) -> tu
     return tuple(found)
 
 
+@unread_left_out()
 def export(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None) -> Exported:
     """Export model and loss on this batch to a functional program over parameters, buffers and flat inputs."""
     dealt = deal_out(model, batch, loss)
