@@ -14,6 +14,7 @@ import torch
 
 
 def pytest_collection_finish() -> None:
+    """With thresholds as high, what a test has made is in the young generations, where `gc.collect(1)` finds it."""
     _leave_logging_to_one()
     gc.collect()
     gc.freeze()
