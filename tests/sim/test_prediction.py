@@ -77,7 +77,7 @@ def in_float32(kind: str) -> Graph:
     with torch.device("meta"):
         layers = [nn.Conv2d(512, 512, 3, padding=1) for _ in range(3)]
         model = Recurrent() if kind == "recurrent" else nn.Sequential(*layers)
-        x = torch.zeros(128, 512, 512) if kind == "recurrent" else torch.zeros(256, 512, 28, 28)
+        x = torch.zeros(16, 4096, 512) if kind == "recurrent" else torch.zeros(256, 512, 28, 28)
     return capture(model, x, torch.sum)
 
 
