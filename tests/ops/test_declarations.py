@@ -20,6 +20,7 @@ from conjoin.ops import (
     ShardingRule,
     Split,
     TensorType,
+    WholeRun,
     all_ops,
     check_expansion,
     check_rule,
@@ -89,8 +90,9 @@ def test_every_sharding_rule_recombines(op: str, seed: int) -> None:
     tensors = random_tensors(spec, call, seed)
     if spec.random:
         return  # what is drawn differs each time; see test_randomness.py
+    whole = WholeRun.of(call, tensors)
     for rule in sharding_rules(spec, call):
-        check_rule(spec, call, rule, tensors, cuts_for(spec, call, rule, rng))
+        check_rule(spec, call, rule, tensors, cuts_for(spec, call, rule, rng), whole)
 
 
 SHARES = (1.75, -0.75, 0.0)
