@@ -5,6 +5,8 @@ cache of their own, empty when they begin; and modules that the garbage collecto
 from __future__ import annotations
 
 import gc
+import logging
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,9 +14,21 @@ import torch
 
 
 def pytest_collection_finish() -> None:
+    """With thresholds as high, what a test has made is in the young generations, where `gc.collect(1)` finds it."""
+    _leave_logging_to_one()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(400_000, 50, 100)
+
+
+def _leave_logging_to_one() -> None:
+    """Have torch's loggers hand what they are told to the one called torch: pytest adds its handlers to every logger
+    that hands nothing on, six times a test; and where its trace has a handler, torch writes down all that it compiles.
+    """
+    for logger in map(logging.getLogger, sorted(logging.root.manager.loggerDict)):
+        if logger.name.startswith("torch.") and not logger.propagate:
+            logger.handlers.clear()
+            logger.propagate = True
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -30,4 +44,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("CONJOIN_CACHE", str(tmp_path_factory.mktemp("cache")))
         monkeypatch.delenv("CONJOIN_COSTS", raising=False)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A folder of all processes of this run, for what one of them has captured (`tests/zoo/graphs.py`)."""
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
+    shared.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("CONJOIN_TESTS_SHARED", str(shared))
         yield

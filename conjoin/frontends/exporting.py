@@ -41,6 +41,7 @@ from conjoin.frontends.torch_private import (
     memory_of,
     quiet,
     tensors_of,
+    unread_left_out,
     user_lines,
 )
 from conjoin.ir import Source, Structure, describe_tree, spec_of, unflatten_tree
@@ -235,6 +236,7 @@ def _input_names(model: nn.Module, dealt: Arguments, structure: Structure) -> tu
     return tuple(found)
 
 
+@unread_left_out()
 def export(
     model: nn.Module, batch: Batch, loss: Callable[..., Any] | None, autocast: Regions | None = None
 ) -> Exported:

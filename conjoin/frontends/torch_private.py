@@ -22,6 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import config as fx_config
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from torch.fx.node import _side_effectful_functions
 from torch.overrides import TorchFunctionMode
@@ -58,6 +60,7 @@ __all__ = [
     "settle_autograd",
     "storages_of",
     "tensors_of",
+    "unread_left_out",
     "user_lines",
     "writes_only_self",
 ]  # fmt: skip
@@ -98,6 +101,21 @@ def composites_found_once() -> Iterator[None]:
         yield
     finally:
         setattr(export_utils, name, find)
+
+
+@contextmanager
+def unread_left_out() -> Iterator[None]:
+    """Have export leave out what nobody reads of its programs: their Python, and shapes beside those of values."""
+    name = "_extract_tensor_metadata"
+    describe = getattr(proxy_tensor, name, None)
+    if describe is not None:
+        setattr(proxy_tensor, name, lambda *given: None)
+    try:
+        with _use_lazy_graph_module(True):
+            yield
+    finally:
+        if describe is not None:
+            setattr(proxy_tensor, name, describe)
 
 
 @contextmanager

@@ -16,7 +16,15 @@ from conjoin.ops.aten import (
     state_signature,
 )
 from conjoin.ops.catalog import all_ops, find_spec, spec_for, why_opaque
-from conjoin.ops.check import CheckFailed, check_expansion, check_rule, execute, run_whole, types_on_meta
+from conjoin.ops.check import (
+    CheckFailed,
+    WholeRun,
+    check_expansion,
+    check_rule,
+    execute,
+    run_whole,
+    types_on_meta,
+)
 from conjoin.ops.composites import (
     ASSIGN,
     BATCH,
@@ -124,6 +132,7 @@ __all__ = [
     "Split",
     "Spread",
     "TensorType",
+    "WholeRun",
     "Window",
     "all_ops",
     "bind_args",

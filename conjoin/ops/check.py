@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, assert_never
 
@@ -115,24 +116,47 @@ def _compare(what: str, got: Tensor, want: Tensor) -> None:
         raise CheckFailed(f"{what}: off by {(got - want).abs().max().item():.3g}")
 
 
-def _compare_all(what: str, got: Sequence[Tensor], want: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+@dataclass(frozen=True, slots=True)
+class WholeRun:
+    """What an operator gives for whole operands, and the gradients of those that have one."""
+
+    outputs: tuple[Tensor, ...]
+    gradients: tuple[Tensor | None, ...]
+
+    @staticmethod
+    def of(call: Call, tensors: Sequence[Tensor]) -> WholeRun:
+        """Run it once, for all that is compared with it."""
+        outputs = run_whole(call, tensors)
+        return WholeRun(outputs, tuple(_gradients(outputs, tensors, 0)))
+
+
+def _compare_all(what: str, got: Sequence[Tensor], want: WholeRun, tensors: Sequence[Tensor]) -> None:
     """Compare outputs, then the gradients of every operand; an absent gradient is zero."""
-    if len(got) != len(want):
-        raise CheckFailed(f"{what}: {len(got)} outputs instead of {len(want)}")
-    for i, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+    if len(got) != len(want.outputs):
+        raise CheckFailed(f"{what}: {len(got)} outputs instead of {len(want.outputs)}")
+    for i, (ours, theirs) in enumerate(zip(got, want.outputs, strict=True)):
         _compare(f"{what}: output {i}", ours, theirs)
     wanted = [t for t in tensors if t.requires_grad]
-    for i, (tensor, *pair) in enumerate(
-        zip(wanted, _gradients(got, tensors, 0), _gradients(want, tensors, 0), strict=True)
-    ):
+    for i, (tensor, *pair) in enumerate(zip(wanted, _gradients(got, tensors, 0), want.gradients, strict=True)):
         ours, theirs = (torch.zeros_like(tensor) if gradient is None else gradient for gradient in pair)
         _compare(f"{what}: gradient {i}", ours, theirs)
 
 
-def check_rule(spec: OpSpec, call: Call, rule: ShardingRule, tensors: Sequence[Tensor], cuts: Sequence[int]) -> None:
-    """Raise CheckFailed unless the parts, recombined, are the whole: outputs and the gradients of every operand."""
+def check_rule(
+    spec: OpSpec,
+    call: Call,
+    rule: ShardingRule,
+    tensors: Sequence[Tensor],
+    cuts: Sequence[int],
+    whole: WholeRun | None = None,
+) -> None:
+    """Raise CheckFailed unless the parts, recombined, are the whole: outputs and the gradients of every operand.
+
+    The whole may be given: it is the same for all rules of a call.
+    """
     parts = split_run_recombine(spec, call, rule, tensors, cuts)
-    _compare_all(f"{call.op} [{rule}] split {rule.index} at {list(cuts)}", parts, run_whole(call, tensors), tensors)
+    what = f"{call.op} [{rule}] split {rule.index} at {list(cuts)}"
+    _compare_all(what, parts, whole or WholeRun.of(call, tensors), tensors)
 
 
 def check_expansion(spec: OpSpec, call: Call, tensors: Sequence[Tensor]) -> None:
@@ -142,7 +166,7 @@ def check_expansion(spec: OpSpec, call: Call, tensors: Sequence[Tensor]) -> None
     args = map_tensors(call.op, call.args, lambda _: next(feed))
     result = spec.expansion(LocalForm(spec, call, space_of(spec, call), {}, args, execute))
     expanded = tuple(result) if isinstance(result, tuple) else (result,)
-    _compare_all(f"{call.op} expanded", expanded, run_whole(call, tensors), tensors)
+    _compare_all(f"{call.op} expanded", expanded, WholeRun.of(call, tensors), tensors)
 
 
 def types_on_meta(call: Call) -> tuple[TensorType, ...] | None:

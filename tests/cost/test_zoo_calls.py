@@ -6,13 +6,12 @@ from random import Random
 
 import pytest
 
-import zoo
 from conjoin.comm import GradientFlow
 from conjoin.cost import CostModel, Measurement, measure, read_key, write_key
-from conjoin.frontends import capture
 from conjoin.ir import is_parallel, plain_call
 from conjoin.machine import DeviceType
 from conjoin.ops import Call
+from tests.zoo.graphs import captured
 from tests.zoo.workloads import tiny_names
 
 CPU = DeviceType("one core", "cpu", 2**34, 1e10, (("float32", 1e11),))
@@ -21,7 +20,7 @@ MEASURED = 4
 
 
 def calls_of(name: str) -> list[tuple[Call, tuple[int, ...]]]:
-    graph = capture(*zoo.build(f"{name}:tiny"))
+    graph = captured(name)
     gradients = GradientFlow(graph)
     return list(
         dict.fromkeys(

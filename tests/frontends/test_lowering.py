@@ -21,6 +21,7 @@ from conjoin.frontends import capture, not_understood
 from conjoin.ir import Graph, LeafKind, Source, parse_graph
 from conjoin.ops import Dtype, catalog, find_spec
 from conjoin.runtime import to_module
+from tests.zoo.graphs import captured
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 
@@ -99,7 +100,7 @@ def test_a_loss_points_at_its_own_line() -> None:
 
 @pytest.mark.parametrize("name", ["resnet-50", "bert-large", "nmt", "dlrm"])
 def test_no_source_is_inside_torch_or_conjoin(name: str) -> None:
-    graph = capture(*zoo.build(f"{name}:tiny"))
+    graph = captured(name)
     files = {Path(found.file) for found in graph.sources if found}
     assert files and all(file.parent == Path(inspect.getfile(zoo)).parent for file in files)
     assert sum(found is not None for found in graph.sources) > len(graph.nodes) * 0.9

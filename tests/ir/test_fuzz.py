@@ -13,20 +13,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-import conjoin
-import zoo
 from conjoin.errors import GraphError
 from conjoin.ir import Graph, find_faults, load_graph, parse_graph, verify
 from conjoin.ir.graph_file import graph_from_json, graph_to_json
 from tests.ir.graphs import GOLDEN, random_graphs
 from tests.ir.wording import assert_three_sentences
+from tests.zoo.graphs import captured
 
 PROFILE = settings.get_profile("ir")
 
 
 @cache
 def texts() -> tuple[str, ...]:
-    graphs = [conjoin.capture(*zoo.build(f"{name}:tiny")) for name in ("lenet", "dlrm")]
+    graphs = [captured(name) for name in ("lenet", "dlrm")]
     return (GOLDEN, *map(str, graphs))
 
 

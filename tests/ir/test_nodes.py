@@ -99,7 +99,7 @@ def test_unreferenced_nodes_are_freed() -> None:
         assert None not in [reference() for reference in seen]
 
     build()
-    gc.collect()
+    gc.collect(1)
     assert [reference() for reference in seen] == [None, None]
 
 

@@ -22,11 +22,11 @@ from torch import Tensor
 
 import zoo
 from conjoin.errors import StrategyError
-from conjoin.frontends import capture
 from conjoin.ir import Graph, Plan
 from conjoin.machine import parse_machine
 from conjoin.runtime import TOLERANCE, Case, Reference, compare_rank, connect, launch, train_alone, verdict
 from conjoin.search import make_plan, strategy_names
+from tests.zoo import graphs
 
 STEPS = 5
 SINGLE_LOSS, SINGLE_TENSOR, TIMES_OWN_ERROR = 2e-3, 1e-2, 10.0
@@ -42,10 +42,8 @@ def workload(name: str) -> Any:
     return zoo.build(f"{name}:tiny", batch_size=BATCH)
 
 
-@lru_cache(maxsize=1)
 def captured(name: str) -> Graph:
-    found = workload(name)
-    return capture(found.model.train(), found.batch, found.loss)
+    return graphs.captured(name, BATCH)
 
 
 def plans(name: str, ranks: int, strategies: tuple[str, ...]) -> Iterator[Plan]:

@@ -23,6 +23,7 @@ from conjoin.ops import (
     NotationError,
     OpSpec,
     TensorType,
+    WholeRun,
     all_ops,
     bind_args,
     check_rule,
@@ -107,15 +108,16 @@ def rules_fail(call: Call, seed: int) -> str | None:
     rng, tensors = Random(seed), random_tensors(spec, call, seed)
     same, *rules = sharding_rules(spec, call)
     try:
-        if not all(bool(output.isfinite().all()) for output in run_whole(call, tensors)):
+        whole = WholeRun.of(call, tensors)
+        if not all(bool(output.isfinite().all()) for output in whole.outputs):
             return None  # sums of what is not finite are no numbers
-        check_rule(spec, call, same, tensors, (0, 1, 2))
+        check_rule(spec, call, same, tensors, (0, 1, 2), whole)
     except Exception:  # not for these values, or without a gradient there
         return None
     for rule in rules:
         cuts = (0, 1, 2) if rule.index is None else random_cuts(space_of(spec, call).sizes[rule.index], 2, rng)
         try:
-            check_rule(spec, call, rule, tensors, cuts)
+            check_rule(spec, call, rule, tensors, cuts, whole)
         except Exception as error:  # told with what it is about
             return f"{rule}: {type(error).__name__}: {error}"
     return None

@@ -83,14 +83,14 @@ def test_bytes() -> None:
 
 
 @pytest.mark.parametrize("op", [name for spec in all_ops() for name in spec.names])
-@settings(FEW, max_examples=3)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_no_measure_is_negative(op: str, seed: int) -> None:
+def test_no_measure_is_negative(op: str) -> None:
     spec = find_spec(op)
     assert spec is not None
-    call = random_call(spec, Random(seed), op)
-    assert flops(spec, call) >= 0 and bytes_read(spec, call) >= 0 and bytes_written(spec, call) >= 0
-    assert not spec.view or (bytes_read(spec, call), bytes_written(spec, call), flops(spec, call)) == (0, 0, 0)
+    for seed in range(6):
+        call = random_call(spec, Random(seed), op)
+        measures = flops(spec, call), bytes_read(spec, call), bytes_written(spec, call)
+        assert min(measures) >= 0, seed
+        assert not spec.view or measures == (0, 0, 0), seed
 
 
 def local_call(spec: OpSpec, call: Call, index: str, piece: tuple[int, int]) -> Call:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
 
-import zoo
-from conjoin.frontends import capture
 from conjoin.ir import Graph, Plan, is_parallel
+from tests.zoo import graphs
 
 FAMILIES = (
     "mlp", "mlp-autoddl", "candle-uno", "lenet", "alexnet", "vit-b-16", "rnnlm", "rnntc", "nasrnn-taso", "nmt",
@@ -18,11 +16,9 @@ LARGE_FAMILIES = ("resnet-50",)
 """Architectures whose tiny size has hundreds of operators once they are expanded."""
 
 
-@cache
 def captured(name: str, batch_size: int = 4) -> Graph:
     """The graph of a tiny model with its loss."""
-    model, batch, loss = zoo.build(f"{name}:tiny", batch_size=batch_size)
-    return capture(model.train(), batch, loss)
+    return graphs.captured(name, batch_size)
 
 
 def reshards(plan: Plan) -> dict[str, int]:

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-import zoo
 from conjoin.cost import OperatorCost, Seconds, Source
-from conjoin.frontends import capture
 from conjoin.ir import Graph, Plan
 from conjoin.machine import parse_machine
 from conjoin.ops import Call, TensorType, bytes_read, bytes_written, flops, spec_for
 from conjoin.search import make_plan
+from tests.zoo.graphs import captured
 
 
 @dataclass
@@ -55,14 +54,8 @@ def prices() -> RoundPrices:
     return RoundPrices()
 
 
-_GRAPHS: dict[tuple[str, int], Graph] = {}
-
-
 def tiny_graph(name: str, batch_size: int = 8) -> Graph:
-    if (name, batch_size) not in _GRAPHS:
-        found = zoo.build(f"{name}:tiny", batch_size=batch_size)
-        _GRAPHS[name, batch_size] = capture(found.model.train(), found.batch, found.loss)
-    return _GRAPHS[name, batch_size]
+    return captured(name, batch_size)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,13 +25,13 @@ def full(simulation: Simulation) -> Simulation:
     return simulate_layouts(program.skeleton, layouts, program.drafts, program.regathered)
 
 
-def times(simulation: Simulation) -> list[tuple[str, list[int], list[int]]]:
+def times(simulation: Simulation) -> tuple[list[str], list[Any]]:
     """Every task with its start and end on every device."""
-    shape = simulation.classes.shape
-    return [
-        (task.name, np.broadcast_to(start, shape).ravel().tolist(), np.broadcast_to(end, shape).ravel().tolist())
-        for task, start, end in simulation.timeline.times()
-    ]
+    tasks = simulation.timeline.times()
+    spans = np.empty((len(tasks), 2, *simulation.classes.shape), np.int64)
+    for i, (_, start, end) in enumerate(tasks):
+        spans[i, 0], spans[i, 1] = start, end
+    return [task.name for task, _, _ in tasks], spans.tolist()
 
 
 @pytest.mark.parametrize("machine", ["k80-cluster:1", "k80-cluster:2"])

@@ -98,7 +98,7 @@ def test_one_device_holds_what_was_predicted(make: Callable[[], tuple[nn.Module,
     optimizer = torch.optim.Adam(module.parameters())
     module(*batch).backward()
     optimizer.step()
-    gc.collect()
+    gc.collect(1)
     state = [x for entry in optimizer.state.values() for x in entry.values() if isinstance(x, Tensor)]
     with Storages(*module.parameters(), *batch, *state) as storages:
         optimizer.zero_grad()
@@ -127,7 +127,7 @@ def test_what_comes_out_beside_the_loss_is_held_and_has_no_gradient(prices: Pric
     module = to_module(graph, model)
     module(*batch)["loss"].backward()
     module.zero_grad()
-    gc.collect()
+    gc.collect(1)
     with Storages(*module.parameters(), *batch) as storages:
         made = module(*batch)
         made["loss"].backward()

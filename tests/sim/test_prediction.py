@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from conjoin.cost import CostModel
 from conjoin.errors import PlanError, UsageError
 from conjoin.frontends import capture
-from conjoin.ir import Plan
+from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine
 from conjoin.search import make_plan
 from conjoin.sim import Prediction, predict
@@ -70,16 +71,22 @@ class Recurrent(nn.Module):
         return self.out(self.layer(self.inward(x))[0])
 
 
+@cache
+def in_float32(kind: str) -> Graph:
+    """Layers of one kind, without values."""
+    with torch.device("meta"):
+        layers = [nn.Conv2d(512, 512, 3, padding=1) for _ in range(3)]
+        model = Recurrent() if kind == "recurrent" else nn.Sequential(*layers)
+        x = torch.zeros(16, 4096, 512) if kind == "recurrent" else torch.zeros(256, 512, 28, 28)
+    return capture(model, x, torch.sum)
+
+
 @pytest.mark.parametrize("machine", ["dgx-h100", "dgx-a100", "p3.8xlarge"])
 @pytest.mark.parametrize("kind", ["convolution", "recurrent"])
 def test_no_more_than_the_peak_goes_into_a_model_in_float32(kind: str, machine: str) -> None:
     """Convolutions and recurrent layers in float32 are priced at the rate of tensor cores, and counted at it."""
-    with torch.device("meta"):
-        layers = [nn.Conv2d(512, 512, 3, padding=1) for _ in range(3)]
-        model = Recurrent() if kind == "recurrent" else nn.Sequential(*layers)
-        x = torch.zeros(128, 512, 512) if kind == "recurrent" else torch.zeros(256, 512, 28, 28)
     where = Machine.preset(machine)
-    found = predict(make_plan(capture(model, x, torch.sum), where, "data-parallel"), where, CostModel())
+    found = predict(make_plan(in_float32(kind), where, "data-parallel"), where, CostModel())
     assert 0.01 < found.model_flops_utilization < 1
     device = where.device_type(0)
     assert found.peak_flops <= 8 * device.flops_of("tfloat32") * (1 + 1e-9)

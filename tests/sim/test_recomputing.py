@@ -104,7 +104,7 @@ def measured_peak(plan: Plan, model: nn.Module, batch: Any) -> int:
         optimizer = torch.optim.Adam(module.parameters())
         module(*batch).backward()
         optimizer.step()
-        gc.collect()
+        gc.collect(1)
         state = [x for entry in optimizer.state.values() for x in entry.values() if isinstance(x, Tensor)]
         with Storages(*module.parameters(), *batch, *state) as storages:
             optimizer.zero_grad()
