@@ -36,10 +36,11 @@ REDUCTIONS = (
     "{x}.amin({d}, keepdim=True)", "{x}.var({d})", "{x}.std({d}, keepdim=True, correction=0)", "{x}.logsumexp({d})",
     "{x}.norm(dim={d})", "{x}.cumsum({d}) * 0.3", "{x}.prod({d})", "{x}.max({d}).values", "{x}.sum()", "{x}.mean()",
     "{x}.sum(({d}, {e}))", "{x}.mean(({d}, {e}), keepdim=True)", "{x} - {x}.mean({d}, keepdim=True)",
-    "{x} / ({x}.norm(dim={d}, keepdim=True) + 1)", "F.normalize({x}, dim={d})", "{x}.median({d}).values",
+    "{x} / ({x}.norm(dim={d}, keepdim=True) + 1)", "F.normalize({x}, dim={d})", "{x}.contiguous().median({d}).values",
     "{x}.sort({d}).values", "{x}.topk(1, {d}).values", "{x}.flip({d})", "{x}.roll(1, {d})",
     "torch.linalg.vector_norm({x}, dim={d})", "{x}.var(({d}, {e}), correction=0)", "{x}.diff(dim={d})",
 )  # fmt: skip
+"""A median is of a contiguous tensor: along a dim that is expanded torch's is wrong on CPUs (2.11 and 2.13)."""
 SOFTMAXES = (
     "{x}.softmax({d})", "F.softmax({x} * {c}, {d})", "F.log_softmax({x}, {d})",
     "{x}.transpose({d}, {e}).softmax({d})", "({x} + {y}).softmax({d})", "{x}.softmax({d}) * {y}",
