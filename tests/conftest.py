@@ -12,6 +12,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+os.environ.setdefault("MKL_DISABLE_FAST_MM", "1")
+"""Tests fork ranks after threads have multiplied matrices: in a process so forked MKL's own lists of buffers may have
+no end. It reads this when it is first used."""
+
 
 def pytest_collection_finish() -> None:
     """With thresholds as high, what a test has made is in the young generations, where `gc.collect(1)` finds it."""

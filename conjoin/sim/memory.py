@@ -180,15 +180,15 @@ class _Walk:
     def _bring(self, bundle: UsedBundle) -> None:
         """The parameters of a bundle as they are used: those stored, or what was gathered."""
         if not bundle.kind.gathers:
+            is_cast = bundle.kind.dtype != bundle.kind.stored
             for version, own in zip(bundle.versions, bundle.stored, strict=True):
-                is_cast = bundle.kind.dtype != bundle.kind.stored
-                self.blocks[version] = self.heap.allocate(self._held(*version)) if is_cast else self.heap.hold(
-                    self.blocks[own]
-                )
+                size = self._held(*version)
+                self.blocks[version] = self.heap.allocate(size) if is_cast else self.heap.hold(self.blocks[own])
             return
         stored = sum(self._held(root, self.program.layout_of(root)) for root, _ in bundle.versions)
         sizes = [self._held(*version) for version in bundle.versions]
-        self.heap.pass_by(stored + sum(sizes))
+        packed = sum(self._held(*own) for own in bundle.stored) if bundle.kind.dtype != bundle.kind.stored else 0
+        self.heap.pass_by(stored + max(packed, sum(sizes)))
         if len(sizes) > 1:  # everyone's pieces of each come one after the other, and are put together one by one
             self.heap.pass_by(2 * sum(sizes))
         for version, size in zip(bundle.versions, sizes, strict=True):
@@ -372,11 +372,11 @@ class _Walk:
         """The gradients of a bundle are packed and summed up; each then is a view of one block."""
         if bundle in self.gathered:
             self.heap.drop(self.gathered.pop(bundle))
-        whole = sum(self._held(*version) for version in bundle.versions)
-        if bundle.kind.stored != bundle.kind.dtype:  # packed first, then cast
-            self.heap.pass_by(whole)
-            whole = whole * bundle.kind.stored.itemsize // bundle.kind.dtype.itemsize
+        used = sum(self._held(*version) for version in bundle.versions)
+        whole = used * bundle.kind.stored.itemsize // bundle.kind.dtype.itemsize
         packed, held = self.heap.allocate(whole), sum(self._held(*version) for version in bundle.stored)
+        if bundle.kind.stored != bundle.kind.dtype:  # packed first, then cast
+            self.heap.pass_by(used)
         result = self.heap.allocate(held) if bundle.kind.gathers else packed
         self.heap.pass_by(self._scattering(whole) if bundle.kind.gathers else 0)
         for version, own in zip(bundle.versions, bundle.stored, strict=True):

@@ -22,7 +22,15 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from conjoin.frontends import capture
-from conjoin.ir import Plan, check_plan, operators_of, recompute_actions
+from conjoin.ir import (
+    Plan,
+    check_plan,
+    computation_digest,
+    cut_in_micro_batches,
+    model_mark,
+    operators_of,
+    recompute_actions,
+)
 from conjoin.machine import Mesh, parse_machine
 from conjoin.report import explain
 from conjoin.runtime.bundles import make_bundles
@@ -139,6 +147,53 @@ def test_segments_that_are_run_again(strategy: str) -> None:
     segments = [(i, min(i + 7, count) - 1) for i in range(0, count, 7)]
     again = check_plan(replace(plan, memory=(*plan.memory, *recompute_actions(plan.graph, segments))))
     assert verify_in_process(Case(again, found.graph, found.model, found.inputs), 2).passed
+
+
+class Tied(nn.Module):
+    """One table that is looked up in float32 and multiplied by in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layer(self.table(tokens)))
+
+
+@pytest.mark.parametrize("strategy", ["data-parallel", "fsdp"])
+def test_a_parameter_that_is_used_in_two_dtypes(strategy: str) -> None:
+    torch.manual_seed(5)
+    model, batch = Tied().train(), (torch.randint(CLASSES, (ROWS, 4)), torch.randint(CLASSES, (ROWS, 4)))
+    with torch.autocast("cpu", HALF):
+        found = Sample(capture(model, batch, wrong), model, batch)
+    plan = make_plan(found.graph, parse_machine("local:4"), strategy)
+    assert verify_in_process(Case(plan, found.graph, model, batch), 2).passed
+
+    def program(communicator: Communicator) -> int:
+        module_on(plan, found, communicator)(*batch).backward()
+        return communicator.bytes_sent
+
+    assert run_ranks(plan.mesh, program) == [explain(plan).bytes_of(rank) for rank in range(4)]
+
+
+@pytest.mark.parametrize("strategy", ["data-parallel", "fsdp"])
+def test_micro_batches(strategy: str) -> None:
+    found = sample()
+    graph, accumulation = cut_in_micro_batches(found.graph, 2)
+    plan = make_plan(graph, parse_machine("local:2"), strategy)
+    computes = computation_digest(plan.graph, accumulation)
+    plan = check_plan(replace(plan, model=model_mark(found.graph), accumulation=accumulation, computes=computes))
+    assert verify_in_process(Case(plan, found.graph, found.model, found.inputs), 2).passed
+
+    def program(communicator: Communicator) -> tuple[int, set[torch.dtype]]:
+        module = module_on(plan, found, communicator)
+        module(*found.inputs).backward()
+        return communicator.bytes_sent, {p.grad.dtype for p in module.parameters() if p.grad is not None}
+
+    told = explain(plan)
+    assert run_ranks(plan.mesh, program) == [(told.bytes_of(rank), {torch.float32}) for rank in range(2)]
 
 
 def by_plan(communicator: Communicator, plan: Plan) -> dict[str, Tensor]:

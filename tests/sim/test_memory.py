@@ -154,6 +154,27 @@ def test_ranks_hold_what_was_predicted(prices: Prices, tmp_path: Path) -> None:
     assert predicted.peak - predicted.inputs == pytest.approx(max(found), rel=0.03)
 
 
+@pytest.mark.parametrize("strategy", ["data-parallel", "fsdp"])
+def test_ranks_hold_what_was_predicted_in_mixed_precision(strategy: str, prices: Prices, tmp_path: Path) -> None:
+    model, batch, loss = wide()
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = capture(model.train(), batch, loss)
+    plan = make_plan(graph, parse_machine("local:2"), strategy)
+    predicted = measure_memory(simulate(plan, prices).program, "sgd", "cpu")
+
+    def step(communicator: Communicator) -> int:
+        module = module_on(plan, Sample(graph, model, batch), communicator)
+        module(*batch).backward()
+        module.zero_grad()
+        gc.collect()
+        with Storages(*module.parameters(), *batch) as storages:
+            module(*batch).backward()
+        return storages.peak - sum(x.nbytes for x in batch)
+
+    found = run_processes(plan.mesh, step, tmp_path)
+    assert predicted.peak - predicted.inputs == pytest.approx(max(found), rel=0.15)
+
+
 def test_what_stays_is_counted_exactly(tiny_plan: Callable[..., Plan], prices: Prices) -> None:
     plan = tiny_plan("mlp", "local:1", "single")
     found = measure_memory(simulate(plan, prices).program, "adamw")
