@@ -299,9 +299,10 @@ class Program:
     def _stored(self, root: int, layout: Layout) -> Value:
         """A parameter as it is stored, or what it is cast to there."""
         if root in self._cast_from:
-            kind = self.skeleton.roots[root]
-            node, source = self.skeleton.operators[kind.maker].node, self._stored(self._cast_from[root], layout)
-            return Value(make_node(node.op, (source, *node.args[1:]), (kind.type.laid_out(layout),)))
+            made = self.skeleton.roots[root]
+            node, source = self.skeleton.operators[made.maker].node, self._stored(self._cast_from[root], layout)
+            args, types = (source, *node.args[1:]), (made.type.laid_out(layout),)
+            return Value(make_node(node.op, args, types, occurrence=node.occurrence))
         leaf = self.skeleton.roots[root].leaf
         assert leaf is not None
         return Value(make_leaf(leaf.kind, leaf.name, leaf.type.laid_out(layout), trainable=True, aliases=leaf.aliases))
