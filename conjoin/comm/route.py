@@ -16,7 +16,19 @@ from conjoin.comm.places import has_places, steps_with_places
 from conjoin.comm.steps import Route, Step, StepKind, layout_text
 from conjoin.comm.waypoints import FEW_AXES, Leg, Problem, Spread, Waypoints, best_legs, sliced_first
 from conjoin.machine import Mesh
-from conjoin.ops import At, Copies, Invariant, Layout, Partial, Placement, Split, dual, make_layout, placement_on
+from conjoin.ops import (
+    At,
+    Copies,
+    Greatest,
+    Invariant,
+    Layout,
+    Partial,
+    Placement,
+    Split,
+    dual,
+    make_layout,
+    placement_on,
+)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -35,6 +47,11 @@ def reshard(shape: tuple[int, ...], source: Layout, target: Layout, mesh: Mesh) 
         _check(shape, layout, mesh)
     if source == target:
         return Route(shape, source, target, ())
+    found = tuple(axis for axis, p in source if p is Greatest() and placement_on(target, axis) is not p)
+    if found:
+        here = make_layout(entry for entry in source if entry[0] not in found)
+        largest = Step(StepKind.ALL_REDUCE, mesh.in_order(found), source, here)
+        return Route(shape, source, target, (largest, *reshard(shape, here, target, mesh).steps))
     if has_places(source) or has_places(target):
         return Route(shape, source, target, steps_with_places(shape, source, target, mesh, reshard))
     problem = Problem(shape, _spread(source, len(shape)), _spread(target, len(shape)), mesh)

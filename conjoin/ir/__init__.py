@@ -3,7 +3,7 @@
 from conjoin.ir.builder import GraphBuilder, is_random
 from conjoin.ir.computation import computation_digest
 from conjoin.ir.custom_operators import check_registered, custom_operators, import_operators
-from conjoin.ir.expanding import can_expand, drop_unused, expand
+from conjoin.ir.expanding import can_expand, drop_unused, expand, has_parts
 from conjoin.ir.files import read_json, write_file
 from conjoin.ir.fixed import fixed_nodes, kept_between_steps
 from conjoin.ir.graph import Graph, Result, Scalar
@@ -142,6 +142,7 @@ __all__ = [
     "fingerprint",
     "fixed_nodes",
     "flatten_tree",
+    "has_parts",
     "holds",
     "import_operators",
     "in_one_line",

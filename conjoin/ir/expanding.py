@@ -1,4 +1,4 @@
-"""Operators replaced by compositions of others that may be split where they may not: batch norm, mean losses."""
+"""Operators replaced by compositions of others that may be split where they may not: batch norm, losses, softmax."""
 
 from __future__ import annotations
 
@@ -18,26 +18,33 @@ def can_expand(node: Node) -> bool:
     return node.spec is not None and node.spec.expansion is not None
 
 
-def expand(graph: Graph, nodes: Collection[Node]) -> Graph:
-    """The graph with each of the nodes replaced by its expansion; nothing is left that nobody reads."""
+def has_parts(node: Node) -> bool:
+    """Whether an operator is declared as a composition that may be split along dims which it takes whole."""
+    return node.spec is not None and node.spec.by_parts is not None
+
+
+def expand(graph: Graph, nodes: Collection[Node], *, parts: bool = False) -> Graph:
+    """The graph with each of the nodes replaced by its expansion, or taken by parts; nothing is left that nobody reads.
+    """
     if not nodes:
         return graph
     work = Rewriting(graph)
     for node in graph.nodes:
         if node in nodes:
-            _expand(node, work)
+            _expand(node, work, parts)
         else:
             work.keep(node)
     return drop_unused(work.finish())
 
 
-def _expand(node: Node, work: Rewriting) -> None:
+def _expand(node: Node, work: Rewriting, parts: bool) -> None:
     """Put the composition where the node stood."""
     spec = node.spec
-    assert spec is not None and spec.expansion is not None, f"{node.op} has no expansion"
+    composition = None if spec is None else spec.by_parts if parts else spec.expansion
+    assert spec is not None and composition is not None, f"{node.op} has no expansion"
     args = map_tensors(node.op, node.args, lambda value: work.values[value])
     form = LocalForm(spec, node.call, space_of(spec, node.call), {}, args, partial(work.emit, node))
-    result = spec.expansion(form)
+    result = composition(form)
     work.values.update(zip(node.outputs(), result if isinstance(result, tuple) else (result,), strict=True))
 
 

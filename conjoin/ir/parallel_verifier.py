@@ -10,7 +10,7 @@ from conjoin.ir.placing import layout_fault, place
 from conjoin.ir.reshards import LayoutError, elementary, is_parallel
 from conjoin.ir.verifier import Fault, node_place
 from conjoin.machine import Mesh
-from conjoin.ops import At, Copies, Partial
+from conjoin.ops import At, Copies, Greatest, Partial
 
 
 def find_layout_faults(graph: Graph, mesh: Mesh) -> tuple[Fault, ...]:
@@ -28,8 +28,8 @@ def _leaf_faults(graph: Graph, mesh: Mesh) -> Iterator[Fault]:
 def _storage_fault(leaf: Leaf) -> str | None:
     """What a device may keep between steps: the value or a piece of it, and gradients that are whole."""
     for axis, placement in leaf.type.layout:
-        if isinstance(placement, Partial):
-            return f"is P on axis {axis}: nobody keeps partial sums between steps"
+        if isinstance(placement, Partial | Greatest):
+            return f"is {placement} on axis {axis}: nobody keeps partial results between steps"
         if isinstance(placement, At) and not leaf.type.shape:
             return f"is kept at one place of axis {axis}: a single number is kept by all (store it as I)"
         if isinstance(placement, Copies) and leaf.kind is not LeafKind.INPUT:
@@ -69,10 +69,10 @@ def _result_faults(graph: Graph) -> Iterator[Fault]:
         if not isinstance(output, Value):
             continue
         absent = [axis for axis, placement in output.type.layout if isinstance(placement, At)]
-        unfinished = [axis for axis, placement in output.type.layout if isinstance(placement, Partial)]
+        unfinished = [axis for axis, placement in output.type.layout if isinstance(placement, Partial | Greatest)]
         if i == graph.loss and output.type.layout:
             yield Fault("loss", f"is {output.type}: it must be the same one value on every device (reduce it)")
         elif unfinished:
-            yield Fault(f"output {i}", f"is {output.type}: partial sums cannot be given to the caller (reduce them)")
+            yield Fault(f"output {i}", f"is {output.type}: partial results cannot be given to the caller (reduce them)")
         elif absent:
             yield Fault(f"output {i}", f"is {output.type}: other places have nothing to give to the caller (share it)")

@@ -3,6 +3,7 @@
     Partition(d, axes)  I -> S(d)   each axis cuts the pieces that are there       Combine(d, axes)  S(d) -> I
     Replicate(axes)     I -> B                                                    Unify(axes)       B -> I
     Reduce(axes)        P -> I                                                    Assign(axes)      I -> P
+    Greatest(axes)      P(max) -> I
     Confine(k, axes)    I -> At(k)                                                Share(k, axes)    At(k) -> I
     Pipeline(d, n), Batch(d, n)   leave the layout as it is
 """
@@ -19,6 +20,7 @@ from conjoin.ops import (
     BATCH,
     COMBINE,
     CONFINE,
+    GREATEST,
     PARALLEL_OPS,
     PARTITION,
     PIPELINE,
@@ -28,6 +30,7 @@ from conjoin.ops import (
     UNIFY,
     At,
     Copies,
+    Greatest,
     Invariant,
     Layout,
     Partial,
@@ -43,6 +46,7 @@ _WHOLE: dict[str, tuple[Placement, Placement]] = {
     UNIFY: (Copies(), Invariant()),
     REDUCE: (Partial(), Invariant()),
     ASSIGN: (Invariant(), Partial()),
+    GREATEST: (Greatest(), Invariant()),
 }
 
 
@@ -112,7 +116,7 @@ def reshard_chain(source: Layout, target: Layout) -> tuple[Elementary, ...]:
     steps: list[Elementary] = []
     dims = sorted({p.dim for layout in (source, target) for _, p in layout if isinstance(p, Split)})
     kept = {dim: _common_prefix(split_axes(source, dim), split_axes(target, dim)) for dim in dims}
-    for op, placement in ((REDUCE, Partial()), (UNIFY, Copies())):
+    for op, placement in ((REDUCE, Partial()), (GREATEST, Greatest()), (UNIFY, Copies())):
         steps += _whole(op, [a for a, p in source if p == placement and placement_on(target, a) != placement])
     steps += _between(SHARE, source, target)
     for dim in dims:

@@ -32,6 +32,7 @@ from conjoin.ops.composites import (
     COMBINE,
     CONFINE,
     EMBEDDING_BAG,
+    GREATEST,
     LINEAR_RELU,
     MEAN_AND_VARIANCE,
     NORMALIZE_CHANNELS,
@@ -53,7 +54,7 @@ from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import Emit, LocalForm, Pieces, Span, operand_spans, output_spans, run_local
 from conjoin.ops.measures import bytes_read, bytes_written, flops
 from conjoin.ops.notation import Access, Factors, Notation, NotationError, Spread, Window
-from conjoin.ops.placement import At, Copies, Invariant, Partial, Placement, Split, dual, parse_placement
+from conjoin.ops.placement import At, Copies, Greatest, Invariant, Partial, Placement, Split, dual, parse_placement
 from conjoin.ops.sampling import random_call, random_cuts, random_tensors
 from conjoin.ops.sharding import ShardingRule, parse_terms, replicated_rules, sharding_rules, splittable
 from conjoin.ops.spec import (
@@ -87,6 +88,7 @@ __all__ = [
     "COMBINE",
     "CONFINE",
     "EMBEDDING_BAG",
+    "GREATEST",
     "LINEAR_RELU",
     "MEAN_AND_VARIANCE",
     "NORMALIZE_CHANNELS",
@@ -112,6 +114,7 @@ __all__ = [
     "Dtype",
     "Emit",
     "Factors",
+    "Greatest",
     "Indexed",
     "Invariant",
     "Kind",

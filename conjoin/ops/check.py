@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, assert_never
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from conjoin.ops.aten import find_operator
 from conjoin.ops.local import LocalForm, Pieces, Span, operand_spans, run_local
-from conjoin.ops.placement import At, Copies, Invariant, Partial, Placement, Split
+from conjoin.ops.placement import At, Copies, Greatest, Invariant, Partial, Placement, Split
 from conjoin.ops.sharding import ShardingRule
 from conjoin.ops.spec import Call, OpSpec, map_tensors, space_of, spread_args
 from conjoin.ops.tensor_type import TensorType
@@ -29,10 +29,15 @@ def execute(op: str, *args: Any, device: str | None = None) -> Any:
     return tuple(result) if isinstance(result, list) else result
 
 
+def _feeding(tensors: Sequence[Tensor]) -> Callable[[Any], Tensor]:
+    """Hands the tensors out one after the other, whatever stood in their places."""
+    feed = iter(tensors)
+    return lambda _: next(feed)
+
+
 def run_whole(call: Call, tensors: Sequence[Tensor], device: str | None = None) -> tuple[Tensor, ...]:
     """The operator on the whole operands; a tensor that it makes of nothing is made on the device."""
-    feed = iter(tensors)
-    args = map_tensors(call.op, call.args, lambda _: next(feed))
+    args = map_tensors(call.op, call.args, _feeding(tensors))
     result = execute(call.op, *args, device=None if tensors else device)
     return tuple(result) if isinstance(result, tuple) else (result,)
 
@@ -57,7 +62,7 @@ def _part_of(tensor: Tensor, placement: Placement, spans: Sequence[Span], part: 
     match placement:
         case Partial():
             return _addend(tensor, part)
-        case Split() | Copies() | Invariant() | At():
+        case Split() | Copies() | Invariant() | Greatest() | At():
             return _take(tensor, spans)
         case _:
             assert_never(placement)
@@ -69,6 +74,8 @@ def _recombine(parts: Sequence[Tensor], placement: Placement) -> Tensor:
             return torch.cat(list(parts), dim)
         case Partial():
             return torch.stack(list(parts)).sum(0, dtype=parts[0].dtype)
+        case Greatest():
+            return torch.stack(list(parts)).amax(0)
         case Copies() | Invariant():
             if any(not torch.allclose(part, parts[0], rtol=0, atol=0, equal_nan=True) for part in parts[1:]):
                 raise CheckFailed("copies differ")
@@ -160,13 +167,14 @@ def check_rule(
 
 
 def check_expansion(spec: OpSpec, call: Call, tensors: Sequence[Tensor]) -> None:
-    """Raise CheckFailed unless the operator's expansion computes what the operator does, outputs and gradients."""
-    assert spec.expansion is not None, f"{spec.name} has no expansion"
-    feed = iter(tensors)
-    args = map_tensors(call.op, call.args, lambda _: next(feed))
-    result = spec.expansion(LocalForm(spec, call, space_of(spec, call), {}, args, execute))
-    expanded = tuple(result) if isinstance(result, tuple) else (result,)
-    _compare_all(f"{call.op} expanded", expanded, WholeRun.of(call, tensors), tensors)
+    """Raise CheckFailed unless what the operator expands to computes what it does, outputs and gradients."""
+    compositions = [each for each in (spec.expansion, spec.by_parts) if each is not None]
+    assert compositions, f"{spec.name} has no expansion"
+    for composition in compositions:
+        args = map_tensors(call.op, call.args, _feeding(tensors))
+        result = composition(LocalForm(spec, call, space_of(spec, call), {}, args, execute))
+        expanded = tuple(result) if isinstance(result, tuple) else (result,)
+        _compare_all(f"{call.op} expanded", expanded, WholeRun.of(call, tensors), tensors)
 
 
 def types_on_meta(call: Call) -> tuple[TensorType, ...] | None:

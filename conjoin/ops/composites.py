@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -17,6 +18,7 @@ MEAN_AND_VARIANCE = "conjoin::mean_and_variance"
 NORMALIZE_CHANNELS = "conjoin::normalize_channels"
 EMBEDDING_BAG = "conjoin::embedding_bag"
 RAGGED_EMBEDDING_BAG = "conjoin::ragged_embedding_bag"
+PEAK = "conjoin::peak"
 OVERWRITE, STRIDED_VIEW, STRIDED_WRITE = "conjoin::overwrite", "conjoin::strided_view", "conjoin::strided_write"
 
 
@@ -45,6 +47,16 @@ def ragged_embedding_bag(  # noqa: PLR0913 - what ATen asks for
     )  # fmt: skip
 
 
+def peak(x: Tensor, dim: tuple[int, ...]) -> Tensor:
+    """The greatest along some dims, which stay, as a finite constant: what is taken off before exponentials.
+
+    >>> peak(torch.tensor([[1.0, 3.0], [-torch.inf, -torch.inf]]), (1,))[:, 0] > -torch.inf
+    tensor([True, True])
+    """
+    finite = torch.finfo(x.dtype)
+    return x.detach().amax(dim, keepdim=True).clamp(finite.min, finite.max)
+
+
 def reshard_along_dim(x: Tensor, dim: int, axes: tuple[str, ...]) -> Tensor:
     """Partition and Combine: the value stays, only where its pieces lie along a dim changes."""
     return x
@@ -69,10 +81,12 @@ PARTITION, COMBINE = "conjoin::partition", "conjoin::combine"
 REPLICATE, REDUCE = "conjoin::replicate", "conjoin::reduce"
 UNIFY, ASSIGN = "conjoin::unify", "conjoin::assign"
 CONFINE, SHARE = "conjoin::confine", "conjoin::share"
+GREATEST = "conjoin::greatest"
 PIPELINE, BATCH = "conjoin::pipeline", "conjoin::batch"
-PARALLEL_OPS = (PARTITION, COMBINE, REPLICATE, REDUCE, UNIFY, ASSIGN, CONFINE, SHARE, PIPELINE, BATCH)
+PARALLEL_OPS = (PARTITION, COMBINE, REPLICATE, REDUCE, UNIFY, ASSIGN, GREATEST, CONFINE, SHARE, PIPELINE, BATCH)
 """Unity's parallelization operators (its section 3.1), with those that close the table: B -> I (unify) and I -> P
-(assign); I -> At(k) (confine) and At(k) -> I (share), for what only a part of the devices holds."""
+(assign); P(max) -> I (greatest); I -> At(k) (confine) and At(k) -> I (share), for what only a part of the devices
+holds."""
 
 COMPOSITES: dict[str, Callable[..., Tensor]] = {
     LINEAR_RELU: linear_relu,
@@ -81,6 +95,7 @@ COMPOSITES: dict[str, Callable[..., Tensor]] = {
     BATCH_MOMENTS: batch_moments,
     MEAN_AND_VARIANCE: mean_and_variance,
     NORMALIZE_CHANNELS: normalize_channels,
+    PEAK: peak,
     OVERWRITE: overwrite,
     STRIDED_VIEW: strided_view,
     STRIDED_WRITE: strided_write,
@@ -90,6 +105,7 @@ COMPOSITES: dict[str, Callable[..., Tensor]] = {
     REDUCE: reshard_whole,
     UNIFY: reshard_whole,
     ASSIGN: reshard_whole,
+    GREATEST: reshard_whole,
     CONFINE: reshard_at,
     SHARE: reshard_at,
     PIPELINE: in_micro_batches,

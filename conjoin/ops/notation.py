@@ -4,6 +4,7 @@
     "b s (h d) -> b h s d"                          a dim made of two indices, the first one varying slowest
     "b k! -> b k!"                                  softmax: k must stay whole
     "b k~ -> b"                                     mean: k is averaged, not summed
+    "b k^ -> b"                                     maximum: the greatest along k, which carries no gradient
     "v d, b s@v -> b s d"                           embedding: the values of the second operand address v
     "n c y*2+r*1-1, o c r -> n o y"                 a window: the input position y*stride + r*dilation - padding
     "n c (y-r*1+0)/2, c o r -> n o y"               its inverse (transposed convolution)
@@ -88,12 +89,16 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """A parsed notation; `whole` indices cannot be split, `averaged` ones are summed and divided by their size."""
+    """A parsed notation; `whole` indices cannot be split, `averaged` ones are summed and divided by their size.
+
+    Of `greatest` ones the largest value is taken.
+    """
 
     operands: tuple[Access, ...]
     outputs: tuple[Access, ...]
     whole: frozenset[str]
     averaged: frozenset[str]
+    greatest: frozenset[str] = frozenset()
 
     def indices(self) -> tuple[str, ...]:
         """All indices in order of first appearance."""
@@ -114,7 +119,7 @@ _NAME = r"[A-Za-z_]\w*"
 _TOKEN = re.compile(
     rf"\s*(?:(?P<window>(?P<wo>{_NAME})\*(?P<ws>\d+)\+(?P<wk>{_NAME})\*(?P<wd>\d+)-(?P<wp>\d+))"
     rf"|(?P<spread>\((?P<so>{_NAME})-(?P<sk>{_NAME})\*(?P<sd>\d+)\+(?P<sp>\d+)\)/(?P<ss>\d+))"
-    rf"|(?P<group>\((?:\s*{_NAME}[!~]?)*\s*\))|(?P<name>{_NAME}[!~]?)|(?P<one>1)|(?P<dots>\.\.\.!?)|@(?P<addresses>{_NAME}))\s*"
+    rf"|(?P<group>\((?:\s*{_NAME}[!~^]?)*\s*\))|(?P<name>{_NAME}[!~^]?)|(?P<one>1)|(?P<dots>\.\.\.!?)|@(?P<addresses>{_NAME}))\s*"
 )
 _DOTS = "..."
 
@@ -130,8 +135,8 @@ def _parse_token(match: re.Match[str], marks: set[str]) -> DimExpr:
         marks.update({match["dots"]} - {_DOTS})
         return Factors((_DOTS,))
     words = (match["group"] or match["name"]).strip("()").split()
-    marks.update(word for word in words if word[-1] in "!~")
-    return Factors(tuple(word.rstrip("!~") for word in words))
+    marks.update(word for word in words if word[-1] in "!~^")
+    return Factors(tuple(word.rstrip("!~^") for word in words))
 
 
 def _parse_access(text: str, marks: set[str]) -> Access:
@@ -168,8 +173,8 @@ def parse_notation(text: str) -> Notation:
     outputs = tuple(_parse_access(part, marks) for part in right.split(","))
     kernels = {dim.kernel for access in operands for dim in access.dims if not isinstance(dim, Factors)}
     whole = frozenset(mark[:-1] for mark in marks if mark[-1] == "!") | kernels
-    averaged = frozenset(mark[:-1] for mark in marks if mark[-1] == "~")
-    return Notation(operands, outputs, whole, averaged)
+    averaged, greatest = (frozenset(mark[:-1] for mark in marks if mark[-1] == kind) for kind in "~^")
+    return Notation(operands, outputs, whole, averaged, greatest)
 
 
 def _dots_width(access: Access, rank: int) -> int:
@@ -239,6 +244,7 @@ def expand_dots(notation: Notation, shapes: Sequence[Sequence[int]]) -> Notation
         tuple(_expand_access(a, None, sizes) for a in notation.outputs),
         notation.whole | ({f"d{i}" for i in range(len(sizes))} if _DOTS in notation.whole else set()),
         notation.averaged,
+        notation.greatest,
     )
 
 

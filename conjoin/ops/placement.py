@@ -1,4 +1,4 @@
-"""The five things a layout can say about one mesh axis, and their duals (DESIGN: one algebra).
+"""The six things a layout can say about one mesh axis, and their duals (DESIGN: one algebra).
 
 Of every placement there is one object: layouts are compared and looked up all the time, and what is the same object is
 found to be equal at once.
@@ -89,6 +89,17 @@ class Partial(_Once):
 
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
+class Greatest(_Once):
+    """Each device holds the greatest of a part; the greatest of all is the value, which has no gradient."""
+
+    def __reduce__(self) -> tuple[type[Greatest], tuple[()]]:
+        return Greatest, ()
+
+    def __str__(self) -> str:
+        return "P(max)"
+
+
+@dataclass(frozen=True, slots=True, eq=False, init=False)
 class At(_Once):
     """Only the devices at one place of the axis hold the value; the others have nothing of it and do nothing for it."""
 
@@ -101,7 +112,7 @@ class At(_Once):
         return f"At({self.place})"
 
 
-Placement = Invariant | Split | Copies | Partial | At
+Placement = Invariant | Split | Copies | Partial | Greatest | At
 
 
 def dual(placement: Placement) -> Placement:
@@ -117,6 +128,8 @@ def dual(placement: Placement) -> Placement:
             return Partial()
         case Partial():
             return Copies()
+        case Greatest():
+            return Invariant()  # there is none to place
         case _:
             assert_never(placement)
 
@@ -127,7 +140,7 @@ def parse_placement(text: str) -> Placement:
     >>> parse_placement("S(2)")
     Split(dim=2)
     """
-    letters: dict[str, Placement] = {"I": Invariant(), "B": Copies(), "P": Partial()}
+    letters: dict[str, Placement] = {"I": Invariant(), "B": Copies(), "P": Partial(), "P(max)": Greatest()}
     if text in letters:
         return letters[text]
     word, _, digits = text.removesuffix(")").partition("(")
@@ -136,4 +149,4 @@ def parse_placement(text: str) -> Placement:
             return Split(int(digits))
         if word == "At" and len(digits) <= 6:
             return At(int(digits))
-    raise ValueError(f"{text!r} is not a placement: expected I, B, P, S(dim) or At(place)")
+    raise ValueError(f"{text!r} is not a placement: expected I, B, P, P(max), S(dim) or At(place)")

@@ -1,8 +1,8 @@
 """How an operator may be split on one mesh axis: the legal placements of its operands and outputs, derived.
 
 One index is picked; tensors with it are split there, the others are copies, and an index that no output has makes the
-output a partial sum. Where nothing is picked everything is I, or everything B; and a partial sum passes wherever the
-output is linear in it (DESIGN, section 1).
+output a partial sum, or the greatest of a part. Where nothing is picked everything is I, or everything B; and a partial
+sum passes wherever the output is linear in it (DESIGN, section 1).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from conjoin.ops.notation import Access, DimExpr, Factors
-from conjoin.ops.placement import Copies, Invariant, Partial, Placement, Split
+from conjoin.ops.placement import Copies, Greatest, Invariant, Partial, Placement, Split
 from conjoin.ops.spec import Call, OpSpec, Space, output_types, space_of
 from conjoin.ops.tensor_type import TensorType
 
@@ -82,6 +82,8 @@ def _split_rule(spec: OpSpec, call: Call, space: Space, index: str) -> ShardingR
     except ValueError:
         return None
     operands: list[Placement] = [Copies() if dim is None else Split(dim) for dim in places]
+    if index in space.notation.greatest:
+        return ShardingRule(index, tuple(operands), (Greatest(),) * len(outputs))
     if any(dim is None for dim in outputs):
         made = output_types(spec, call)
         if not all(_adds_up(output.dtype) for output in made):

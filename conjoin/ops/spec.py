@@ -195,7 +195,9 @@ class OpSpec:
     local: Callable[[LocalForm], Any] | None = None
     """How a piece is computed where the operator on the pieces of its operands is not the piece of its output."""
     expansion: Callable[[LocalForm], Any] | None = None
-    """The same operator as a composition of others, which may be split where this one may not."""
+    """The same operator as a composition of others, which may be split where this one may not, and is as fast."""
+    by_parts: Callable[[LocalForm], Any] | None = None
+    """The same where the dims that it takes whole are split; it goes over its operands more often."""
     random: bool = False
     """Each element is drawn on its own: shards draw independently, copies draw alike."""
     rate: str = ""

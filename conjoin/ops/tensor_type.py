@@ -10,7 +10,7 @@ from typing import assert_never
 
 import torch
 
-from conjoin.ops.placement import At, Copies, Invariant, Partial, Placement, Split
+from conjoin.ops.placement import At, Copies, Greatest, Invariant, Partial, Placement, Split
 
 _SHORT_PREFIXES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"))
 
@@ -74,8 +74,10 @@ def _order(entry: tuple[str, Placement]) -> tuple[int, str]:
             return _LAST, axis
         case Partial():
             return _LAST + 1, axis
-        case At():
+        case Greatest():
             return _LAST + 2, axis
+        case At():
+            return _LAST + 3, axis
         case Invariant():
             return -1, axis
         case _:

@@ -22,7 +22,7 @@ from conjoin.comm import (
 )
 from conjoin.ir import Region, RegionMove, holds, num_elements, region_of, region_shape
 from conjoin.machine import Mesh
-from conjoin.ops import Layout
+from conjoin.ops import Greatest, Layout, placement_on
 from conjoin.runtime.communicator import Axes, Communicator, Sizes, uncompiled
 from conjoin.runtime.wire import from_sum, to_add, to_send, total
 
@@ -162,9 +162,9 @@ class Reduce:
         return total(arrived.view(len(self._receives), *shape)) if any(self._receives) else x.new_empty(shape)
 
 
-def _all_reduce(x: Tensor, axes: Axes, communicator: Communicator) -> Tensor:
+def _all_reduce(x: Tensor, axes: Axes, communicator: Communicator, largest: bool) -> Tensor:
     summed = to_add(x.clone(memory_format=torch.contiguous_format))
-    communicator.all_reduce(summed, axes).wait()
+    communicator.all_reduce(summed, axes, largest).wait()
     return from_sum(summed, x.dtype).view(x.shape)
 
 
@@ -185,7 +185,8 @@ def carry_step(step: Step, shape: tuple[int, ...], communicator: Communicator) -
     if step.kind.is_local:
         return _carry_local(step, shape, mesh, rank)
     if step.kind is StepKind.ALL_REDUCE:
-        return partial(_all_reduce, axes=axes, communicator=communicator)
+        largest = placement_on(step.source, axes[0]) is Greatest()
+        return partial(_all_reduce, axes=axes, communicator=communicator, largest=largest)
     table = movement(step, shape, mesh, rank)
     match step.kind:
         case StepKind.REDUCE:

@@ -22,6 +22,7 @@ from conjoin.ir import (
     choose,
     computation_digest,
     expand,
+    has_parts,
     model_mark,
     parallelize,
     plain_call,
@@ -65,9 +66,12 @@ def settle_draft(graph: Graph, strategy: Callable[[Facts], Draft]) -> Settled:
     substitutions: tuple[Substitution, ...] = ()
     draft = strategy(study(graph))
     while stuck := {node for flow in draft.flows for node in flow.stuck}:
-        fused = {node for node in stuck if not can_expand(node)}
-        substitutions += tuple(substitution_of(graph, node) for node in graph.nodes if node in (fused or stuck))
-        graph = unfuse(graph, fused) if fused else expand(graph, stuck)
+        facts = study(graph)
+        by_parts = {node for node in stuck if facts.by_node[node].has_parts and not facts.by_node[node].expandable}
+        fused = {node for node in stuck if not can_expand(node)} - by_parts
+        taken = fused or stuck - by_parts or by_parts
+        substitutions += tuple(substitution_of(graph, node) for node in graph.nodes if node in taken)
+        graph = unfuse(graph, fused) if fused else expand(graph, taken, parts=taken is by_parts)
         draft = strategy(study(graph))
     return Settled(graph, draft, substitutions)
 
@@ -107,7 +111,7 @@ def make_plan_by(captured: Graph, machine: Machine, strategy: Callable[[Facts], 
 
 def substitution_of(graph: Graph, node: Node) -> Substitution:
     """How a node that was expanded or taken apart is told of in a plan."""
-    if can_expand(node):
+    if can_expand(node) or has_parts(node):
         return Substitution(f"expand-{node.op}", _where(graph, node), _EXPANDED)
     return Substitution(f"unfuse-{node.op}", _where(graph, node), _UNFUSED)
 

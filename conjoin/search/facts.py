@@ -17,6 +17,7 @@ from conjoin.ir import (
     Node,
     Value,
     expand,
+    has_parts,
     make_leaf,
     make_node,
     plain_call,
@@ -77,6 +78,8 @@ class NodeFacts:
     lookup: Lookup | None
     expandable: bool
     """Whether it can be replaced by a composition of others."""
+    has_parts: bool
+    """Whether it can be taken by parts where a dim that it takes whole is split."""
 
     @property
     def is_convolution(self) -> bool:
@@ -215,6 +218,7 @@ class Facts:
             _find_layer(call, num_outputs, weights) if mixed and not tables else None,
             _find_lookup(call, num_outputs, weights) if mixed and tables else None,
             _is_expandable(call),
+            has_parts(node),
         )
 
     def parameters(self) -> tuple[Leaf, ...]:

@@ -9,7 +9,7 @@ The backward of a reshard is the reshard of the duals (DESIGN, section 1), so on
 
 from __future__ import annotations
 
-from conjoin.ops import Invariant, Partial, Placement, Split, dual
+from conjoin.ops import Greatest, Invariant, Partial, Placement, Split, dual
 
 
 def moved_bytes(source: Placement, target: Placement, size: float, degree: int) -> float:
@@ -26,7 +26,7 @@ def moved_bytes(source: Placement, target: Placement, size: float, degree: int) 
             return part / degree
         case (Split(), _) | (Partial(), Split()):
             return part
-        case Partial(), _:
+        case (Partial() | Greatest()), _:
             return 2 * part
         case _:
             return 0.0
@@ -45,4 +45,4 @@ def step_bytes(source: Placement, target: Placement, size: float, degree: int, w
 
 def sum_bytes(placement: Placement, size: float, degree: int) -> float:
     """Bytes that are sent sooner or later because a value is left as partial sums."""
-    return moved_bytes(placement, Invariant(), size, degree) if isinstance(placement, Partial) else 0.0
+    return moved_bytes(placement, Invariant(), size, degree) if isinstance(placement, Partial | Greatest) else 0.0

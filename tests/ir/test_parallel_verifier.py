@@ -36,7 +36,7 @@ def test_an_input_may_come_as_copies_but_not_as_partial_sums() -> None:
         '%0 conjoin::replicate at mlp.py:3 (fc1): conjoin::replicate takes I to B on axis t, where the tensor is B'
     ]
     assert faults_after(("input:x f32[8,4]{d:S(0)}", "input:x f32[8,4]{d:S(0),t:P}"))[0] == (
-        "input:x: is P on axis t: nobody keeps partial sums between steps"
+        "input:x: is P on axis t: nobody keeps partial results between steps"
     )
 
 
@@ -49,7 +49,7 @@ def test_a_loss_that_is_left_in_parts() -> None:
 def test_an_output_that_is_left_in_parts() -> None:
     structure = '{"kind":"tuple","keys":[],"children":[null,null]}'
     assert faults_after(("returns [%12] in null", f"returns [%12, %9] in {structure}")) == [
-        "output 1: is f32[8,3]{d:S(0),t:P}: partial sums cannot be given to the caller (reduce them)"
+        "output 1: is f32[8,3]{d:S(0),t:P}: partial results cannot be given to the caller (reduce them)"
     ]
     assert faults_after(("returns [%12] in null", f"returns [%12, %3] in {structure}")) == []
 

@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 from conjoin.ops import (
     Call,
+    Greatest,
     NotationError,
     OpSpec,
     Partial,
@@ -40,7 +41,7 @@ from conjoin.ops import (
 from conjoin.ops.declarations import elementwise, joining, lookup, movement, reductions, views
 
 OVERLOADS = [name for spec in all_ops() for name in spec.names]
-EXPANDED = [name for spec in all_ops() for name in spec.names if spec.expansion is not None]
+EXPANDED = [name for spec in all_ops() for name in spec.names if spec.expansion or spec.by_parts]
 SEEDS = range(6)
 each_overload = pytest.mark.parametrize("op", OVERLOADS)
 
@@ -107,10 +108,13 @@ def part_of(tensor: Tensor, placements: tuple[Placement, Placement], place: tupl
 
 
 def recombine(parts: list[tuple[Tensor, ...]], placements: tuple[Placement, ...]) -> tuple[Tensor, ...]:
-    return tuple(
-        torch.cat(pieces, placement.dim) if isinstance(placement, Split) else torch.stack(pieces).sum(0)
-        for pieces, placement in zip(zip(*parts, strict=True), placements, strict=True)
-    )
+    def put_together(pieces: tuple[Tensor, ...], placement: Placement) -> Tensor:
+        if isinstance(placement, Split):
+            return torch.cat(pieces, placement.dim)
+        stacked = torch.stack(pieces)
+        return stacked.amax(0) if placement is Greatest() else stacked.sum(0)
+
+    return tuple(map(put_together, zip(*parts, strict=True), placements))
 
 
 def run_on_grid(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conjoin.ops import At, Copies, Invariant, Partial, Placement, Split, dual, parse_placement
+from conjoin.ops import At, Copies, Greatest, Invariant, Partial, Placement, Split, dual, parse_placement
 
 FEW = settings(settings.get_profile("ops"))
 PLACEMENTS = st.sampled_from([Invariant(), Copies(), Partial()]) | st.integers(0, 99).map(Split)
@@ -19,6 +19,11 @@ PLACEMENTS = st.sampled_from([Invariant(), Copies(), Partial()]) | st.integers(0
 @given(PLACEMENTS)
 def test_text_leads_back(placement: Placement) -> None:
     assert parse_placement(str(placement)) == placement
+
+
+def test_the_greatest_of_parts_has_its_text_and_no_gradient() -> None:
+    assert parse_placement("P(max)") is Greatest()
+    assert dual(Greatest()) is Invariant()
 
 
 @FEW
@@ -33,7 +38,7 @@ def test_the_gradient_of_copies_is_a_partial_sum() -> None:
 
 @pytest.mark.parametrize("text", ["", "X", "S", "S()", "S(-1)", "S(1", "S(1)x", "S(²)", "S(100)", "I "])
 def test_other_text_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a placement: expected I, B, P, S"):
+    with pytest.raises(ValueError, match=r"is not a placement: expected I, B, P, P\(max\), S"):
         parse_placement(text)
 
 

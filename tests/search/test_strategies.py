@@ -75,8 +75,9 @@ def test_parameters_are_stored_split_and_gathered_for_use(strategy: str) -> None
     assert plan.memory == (regathered if strategy == "fsdp" else ())
 
 
-TRANSFORMERS = pytest.mark.parametrize(("name", "num_reduced"), [("bert-base", 5), ("gpt-125m", 4), ("llama-7b", 4)])
-"""Two a block, of which there are two; BERT's pooler and next-sentence layer are one more pair."""
+TRANSFORMERS = pytest.mark.parametrize(("name", "num_reduced"), [("bert-base", 8), ("gpt-125m", 7), ("llama-7b", 7)])
+"""Words are looked up in pieces; two a block, of which there are two; exponentials and scores of targets in the loss.
+BERT's pooler and next-sentence layer are one more pair."""
 
 
 @TRANSFORMERS
@@ -84,6 +85,7 @@ def test_megatron_reduces_twice_a_block(name: str, num_reduced: int) -> None:
     plan = plan_of(name, 4, "megatron:tp=4")
     assert reshards(plan)["reduce"] == num_reduced
     assert "combine" not in reshards(plan)
+    assert reshards(plan)["greatest"] == 1, "what is taken off before exponentials"
 
 
 @TRANSFORMERS
@@ -92,9 +94,9 @@ def test_sequence_parallel_scatters_and_gathers_instead(name: str, num_reduced: 
     scattered = [
         line for line in lines_with(plan, "conjoin::partition", "dim=1") if "[4,8,16]{d0:S(1),d1:S(1)}" in line
     ]
-    assert reshards(plan)["reduce"] == num_reduced
-    assert len(scattered) == 5, "the four sums, and what the first of them is added to"
-    assert len(lines_with(plan, "f32[4,8,16] = conjoin::combine", "dim=1")) == 4
+    assert reshards(plan)["reduce"] == num_reduced + 1, "the loss of all the samples"
+    assert len(scattered) in (5, 6), "the words, the four sums, and BERT's words are added to those of sentences"
+    assert len(lines_with(plan, "f32[4,8,16] = conjoin::combine", "dim=1")) == 5, "before each pair and the scores"
 
 
 def test_one_block_of_megatron_is_columns_then_rows() -> None:
@@ -146,9 +148,36 @@ def test_parameters_are_gathered_once_or_again_but_not_both() -> None:
         plan_of("mlp-autoddl", 4, "megatron:tp=2,zero1,fsdp")
 
 
-def test_the_vocabulary_is_split_when_asked_for() -> None:
-    plan = plan_of("llama-7b", 2, "megatron:vocab")
+@pytest.mark.parametrize("flags", ["", ",vocab"])
+def test_the_vocabulary_is_split_from_the_words_to_the_loss(flags: str) -> None:
+    plan = plan_of("llama-7b", 2, f"megatron:tp=2{flags}")
     assert "f32[4,8,16]{d0:P} = embedding(param:words.weight" in lines_with(plan, "= embedding(")[0]
+    assert "{d0:P(max)} = conjoin::peak(" in lines_with(plan, "conjoin::peak(")[0]
+    assert not lines_with(plan, "= cross_entropy_loss(")
+
+
+class Scorer(nn.Module):
+    """Words in, scores of words out, by one table; what is behind the scores may need all of them at once."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.words, self.up, self.down = nn.Embedding(32, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+        self.whole = whole
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        h = self.words(words)
+        h = h + self.down(self.up(h).relu())
+        scores = functional.linear(h, self.words.weight)
+        return scores.cumsum(-1) if self.whole else scores
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_table_that_scores_too_is_split_where_the_scores_may_be(whole: bool) -> None:
+    batch = torch.randint(0, 32, (4,)), torch.randint(0, 32, (4,))
+    plan = make_plan(capture(Scorer(whole), batch, functional.cross_entropy), Machine("two", 1, 2, "cpu"), "megatron")
+    (table,) = (leaf for leaf in plan.graph.leaves_of(LeafKind.PARAMETER) if leaf.name == "words.weight")
+    assert table.type.layout == (() if whole else (("d0", Split(0)),))
+    assert "combine" not in reshards(plan)
 
 
 def test_one_weird_trick_gathers_once_before_the_fully_connected_layers() -> None:

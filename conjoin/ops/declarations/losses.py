@@ -6,6 +6,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from conjoin.ops.declarations.by_parts import entropy_by_parts, likelihood_by_parts, weights_of_targets
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm
 from conjoin.ops.notation import NotationError, broadcast_names, broadcast_shape
@@ -63,9 +64,11 @@ def _margins(call: Call) -> str:
 def classified_expansion(form: LocalForm) -> Any:
     """The mean as a sum over the samples that count, divided by their number: both sums may be partial."""
     emit, call = form.emit, form.call
-    if _reduction(call) != _MEAN or call["target"].dtype.is_floating_point or call["weight"] is not None:
+    if _reduction(call) != _MEAN or call["target"].dtype.is_floating_point:
         return form.run()
     total = form.run(reduction=_SUM)
+    if call["weight"] is not None:
+        return emit("div.Tensor", total, emit("_to_copy", emit("sum", weights_of_targets(form)), call["self"].dtype))
     counted = emit("ne.Scalar", form["target"], call["ignore_index"])
     count = emit("sum", emit("_to_copy", counted, call["self"].dtype))
     return emit("div.Tensor", total, count)
@@ -145,6 +148,7 @@ def _cosine_sample(rng: Random) -> Args:
 _PROBABILITY = (0.1, 0.9)
 _loss = partial(OpSpec, dtype=Dtype.PROMOTE)
 _classes = partial(OpSpec, dtype=Dtype.FIRST, constants=("weight",), flops=4)
+_likelihood = partial(_classes, expansion=classified_expansion, by_parts=likelihood_by_parts)
 
 OPS: tuple[OpSpec, ...] = (
     _loss("mse_loss", _pairwise, _pair_sample(), flops=3),
@@ -161,10 +165,10 @@ OPS: tuple[OpSpec, ...] = (
     _loss("binary_cross_entropy", _pairwise, _bce_sample(1), flops=20, domain=_PROBABILITY, constants=("weight",)),
     _loss("binary_cross_entropy_with_logits", _pairwise, _bce_sample(2), flops=20, domain=_PROBABILITY,
           constants=("weight", "pos_weight")),
-    _classes("nll_loss_nd", _classified, _class_sample, expansion=classified_expansion),
-    _classes("nll_loss", _classified, _nll_sample, expansion=classified_expansion),
-    _classes("nll_loss2d", _classified, lambda rng: (real(3, 4, 2, 3), integer(3, 2, 3), None, rng.randrange(3), 1),
-             expansion=classified_expansion),
-    _classes("cross_entropy_loss", _classified, _entropy_sample, expansion=classified_expansion, domain=_PROBABILITY),
+    _likelihood("nll_loss_nd", _classified, _class_sample),
+    _likelihood("nll_loss", _classified, _nll_sample),
+    _likelihood("nll_loss2d", _classified, lambda rng: (real(3, 4, 2, 3), integer(3, 2, 3), None, rng.randrange(3), 1)),
+    _classes("cross_entropy_loss", _classified, _entropy_sample, expansion=classified_expansion, domain=_PROBABILITY,
+             by_parts=entropy_by_parts),
     _classes("multi_margin_loss", _margins, _multi_margin_sample),
 )  # fmt: skip

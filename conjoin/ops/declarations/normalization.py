@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from conjoin.ops.composites import BATCH_MOMENTS, MEAN_AND_VARIANCE, NORMALIZE_CHANNELS
+from conjoin.ops.declarations.by_parts import norm_by_parts
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm, local_sizes
 from conjoin.ops.notation import NotationError
@@ -189,6 +190,7 @@ _FIVE = (*_THREE, Dtype.LAST, Dtype.LAST)
 """The new running statistics are as wide as the old ones, which come last."""
 _batch = partial(OpSpec, flops=8, domain=(0.1, 2.0), constants=_STATISTICS)
 _norm = partial(OpSpec, dtype=Dtype.FIRST, flops=8)
+_of_features = partial(_norm, by_parts=norm_by_parts)
 
 OPS: tuple[OpSpec, ...] = (
     _batch("_native_batch_norm_legit_functional", _batch_norm, _batch_norm_sample(True), dtype=_FIVE,
@@ -200,11 +202,12 @@ OPS: tuple[OpSpec, ...] = (
     OpSpec(BATCH_MOMENTS, _moments, _moments_sample, dtype=Dtype.FLOAT64, flops=4),
     OpSpec(MEAN_AND_VARIANCE, "m! c -> m! c", lambda rng: (real(2, rng.randint(1, 5)),), dtype=Dtype.FIRST, flops=2),
     _norm(NORMALIZE_CHANNELS, _normalize, _normalize_sample, terms=_affine_terms, flops=4, domain=(0.1, 2.0)),
-    _norm("layer_norm", _trailing, _layer_norm_sample(2), terms=_affine_terms),
-    _norm("native_layer_norm", lambda call: _trailing(call, "{x}, {stats}, {stats}"), _layer_norm_sample(2, True)),
-    _norm("rms_norm", _trailing, _layer_norm_sample(1), terms="weight", flops=6),
-    _norm("_fused_rms_norm", lambda call: _trailing(call, "{x}, {stats}"), _layer_norm_sample(1), flops=6,
-          dtype=(Dtype.FIRST, Dtype.WIDE)),
+    _of_features("layer_norm", _trailing, _layer_norm_sample(2), terms=_affine_terms),
+    _of_features("native_layer_norm", lambda call: _trailing(call, "{x}, {stats}, {stats}"),
+                 _layer_norm_sample(2, True)),
+    _of_features("rms_norm", _trailing, _layer_norm_sample(1), terms="weight", flops=6),
+    _of_features("_fused_rms_norm", lambda call: _trailing(call, "{x}, {stats}"), _layer_norm_sample(1), flops=6,
+                 dtype=(Dtype.FIRST, Dtype.WIDE)),
     _norm("group_norm", _group_norm, _group_norm_sample, follows={"num_groups": "g"}, terms=_affine_terms),
     _norm("native_group_norm", _group_norm, _native_group_sample, local=_local_native_group),
     _norm("instance_norm", _instance_norm, _instance_norm_sample, terms=_affine_terms),

@@ -9,6 +9,7 @@ from conjoin.ops.composites import (
     BATCH,
     COMBINE,
     CONFINE,
+    GREATEST,
     PARTITION,
     PIPELINE,
     REDUCE,
@@ -25,7 +26,7 @@ _identity = partial(OpSpec, index="... -> ...", terms="x", dtype=Dtype.FIRST, fl
 
 OPS: tuple[OpSpec, ...] = (
     _identity(PARTITION, sample=lambda rng: (real(4, 3), 0, _AXES), overloads=(COMBINE,)),
-    _identity(REPLICATE, sample=lambda rng: (real(4, 3), _AXES), overloads=(REDUCE, UNIFY, ASSIGN)),
+    _identity(REPLICATE, sample=lambda rng: (real(4, 3), _AXES), overloads=(REDUCE, UNIFY, ASSIGN, GREATEST)),
     _identity(CONFINE, sample=lambda rng: (real(4, 3), 0, _AXES), overloads=(SHARE,)),
     _identity(PIPELINE, sample=lambda rng: (real(4, 3), 0, 2), overloads=(BATCH,)),
 )

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from random import Random
 
+from conjoin.ops.composites import PEAK
+from conjoin.ops.declarations.by_parts import log_sum_by_parts, softmax_by_parts
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.notation import NotationError, broadcast_names, broadcast_shape
 from conjoin.ops.sampling import Sample, random_shape, real
@@ -26,6 +28,14 @@ def reduce_over(mark: str, outputs: int = 1, *, empty: bool = True) -> Callable[
         return f"{' '.join(left)} -> {', '.join([' '.join(kept)] * outputs)}"
 
     return write
+
+
+def _peak(call: Call) -> str:
+    """The greatest along some dims, which stay."""
+    dims = call.dims(empty=False)
+    names = [f"d{i}" for i in range(len(call.tensors[0].shape))]
+    marked = " ".join(name + "^" * (i in dims) for i, name in enumerate(names))
+    return f"{marked} -> {' '.join('1' if i in dims else name for i, name in enumerate(names))}"
 
 
 def along(name: str = "dim", outputs: int = 1) -> Callable[[Call], str]:
@@ -198,7 +208,9 @@ OPS: tuple[OpSpec, ...] = (
     _length("norm.Scalar", sample=lambda rng: (real(3, 4, 5), 2)),
     _length("linalg_norm", sample=lambda rng: (real(3, 4, 5), None, (rng.randrange(3),), rng.random() < 0.5)),
     OpSpec("linalg_matrix_norm.str_ord", _matrix_norm, lambda rng: (real(2, 3, 4), "fro"), dtype=Dtype.REAL, flops=2),
-    OpSpec("logsumexp", reduce_over("!", empty=False), _dims_sample, flops=12, dtype=Dtype.FLOAT),
+    OpSpec("logsumexp", reduce_over("!", empty=False), _dims_sample, flops=12, dtype=Dtype.FLOAT,
+           by_parts=log_sum_by_parts),
+    OpSpec(PEAK, _peak, lambda rng: _dims_sample(rng)[:2], dtype=Dtype.FIRST, smooth=False),
     _scan("cumsum", terms="self", dtype=Dtype.TOTAL),
     _scan("cumprod", dtype=Dtype.TOTAL),
     _scan("logcumsumexp", flops=12, dtype=Dtype.FIRST),
@@ -210,8 +222,9 @@ OPS: tuple[OpSpec, ...] = (
     _scan("argsort", dtype=Dtype.INT64, flops=10, smooth=False),
     _scan("argsort.stable", sample=_stable_sample, dtype=Dtype.INT64, flops=10, smooth=False),
     OpSpec("topk", _topk, _ranked_sample, dtype=_PAIR, flops=4),
-    _scan("softmax.int", overloads=("log_softmax.int",), flops=12, dtype=Dtype.FIRST),
-    _scan("_softmax", sample=lambda rng: (*_scan_sample(rng), False), overloads=("_log_softmax",), flops=12),
+    _scan("softmax.int", overloads=("log_softmax.int",), flops=12, dtype=Dtype.FIRST, by_parts=softmax_by_parts),
+    _scan("_softmax", sample=lambda rng: (*_scan_sample(rng), False), overloads=("_log_softmax",), flops=12,
+          by_parts=softmax_by_parts),
     OpSpec("renorm", _renorm, lambda rng: (real(3, 4, 5), 2, rng.randrange(3), 1.0), dtype=Dtype.FIRST, flops=4),
     OpSpec("cdist", "... m k!, ... n k! -> ... m n", _rows_sample, flops=3, dtype=Dtype.FIRST),
     OpSpec("pairwise_distance", _distance, lambda rng: (real(3, 4), real(*rng.choice(((3,), ())), 4)), flops=3),

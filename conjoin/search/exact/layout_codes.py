@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from conjoin.ops import Copies, Invariant, Layout, Partial, Placement, Split, make_layout
+from conjoin.ops import Copies, Greatest, Invariant, Layout, Partial, Placement, Split, make_layout
 from conjoin.search.exact.units import Units
 
 WHOLE, B, P, S = range(4)
@@ -26,6 +26,8 @@ def code_of(placement: Placement) -> int:
     >>> [code_of(p) for p in (Invariant(), Copies(), Partial(), Split(1))]
     [0, 1, 2, 4]
     """
+    if placement is Greatest():
+        return P  # reduced to I at the same price, and read by nobody as it is
     return S + placement.dim if isinstance(placement, Split) else _PLACEMENTS.index(placement)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from conjoin.ir import LeafKind, Node, Value
+from conjoin.ir import Node, Value
 from conjoin.ops import Partial, Placement, ShardingRule, Split
 from conjoin.search.facts import Facts, NodeFacts
 from conjoin.search.groups import Group
@@ -56,7 +56,8 @@ def as_stored(facts: NodeFacts, arriving: tuple[Placement, ...], some: Rules) ->
 @dataclass(frozen=True, slots=True)
 class ColumnsThenRows:
     """Megatron's policy (Shoeybi et al., 2019); with `sequence`, sums are scattered along the sequence between blocks
-    (Korthikanti et al., 2022); with `vocabulary`, tables that only embed are split by rows."""
+    (Korthikanti et al., 2022); the tables of the lookups in `vocabulary` are split by
+    rows."""
 
     left: frozenset[Node] = frozenset()
     sequence: bool = False
@@ -129,7 +130,8 @@ def settle_columns(facts: Facts, group: Group, policy: LayerPolicy, earlier: Seq
 def _carry(facts: Facts, node: NodeFacts, work: Propagation, carried: dict[Value, frozenset[Node]]) -> frozenset[Node]:
     """Note which column-split layers the outputs of a node owe their split to; those whose split the node undoes.
 
-    A split that is added to an activation which is whole would run on through all the blocks; it is undone, too.
+    A split that is added to an activation which is whole would run on through all the blocks; it is undone, too. A node
+    that is yet to be expanded undoes none.
     """
     rule = work.rules.get(node.node)
     if rule is None:
@@ -138,13 +140,14 @@ def _carry(facts: Facts, node: NodeFacts, work: Propagation, carried: dict[Value
     gathered: set[Node] = set()
     for value, placement in zip(node.inputs, rule.operands, strict=True):
         if value in carried:
-            (sources if placement == work.placements[value] else gathered).update(carried[value])
+            kept = placement == work.placements[value] or node.node in work.stuck
+            (sources if kept else gathered).update(carried[value])
         elif node.node.op in _SUMS and value in facts.with_gradient and value not in facts.of_weights:
             is_cut = isinstance(placement, Split) and not isinstance(work.placements[value], Split)
             gathered.update(*(carried[v] for v in node.inputs if is_cut and v in carried))
-    for value, placement in zip(node.node.outputs(), rule.outputs, strict=True):
+    for value in node.node.outputs():
         carried.pop(value, None)
-        if sources and isinstance(placement, Split):
+        if sources and isinstance(work.placements[value], Split):
             carried[value] = frozenset(sources)
     return frozenset(gathered)
 
@@ -181,11 +184,6 @@ def width_of(facts: NodeFacts) -> int:
 
 
 def embedding_nodes(facts: Facts) -> frozenset[Node]:
-    """The lookups in tables that nothing else reads."""
-    found = {node.node for node in facts.nodes if node.lookup is not None}
-    only = {
-        Value(leaf)
-        for leaf in facts.graph.leaves_of(LeafKind.PARAMETER)
-        if set(facts.graph.users.get(Value(leaf), ())) <= found
-    }
-    return frozenset(node for node in found if any(value in only for value in node.inputs))
+    """The lookups at addresses that come from the batch, as those of words do and those of positions do not."""
+    found = (node for node in facts.nodes if node.lookup is not None)
+    return frozenset(node.node for node in found if any(value in facts.of_inputs for value in node.inputs))

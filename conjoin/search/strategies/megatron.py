@@ -1,5 +1,8 @@
 """Megatron: pairs of layers split by columns and then rows inside a node, data parallel between.
 
+Tables of words are split by rows, and the layer that scores words by columns, up to the loss, which is taken by parts
+(Shoeybi et al., 2019, section 3).
+
 With `zero1` or `fsdp` what a group of tensor-parallel devices stores is split once more, over the data-parallel ones:
 the way in which most large language models are trained.
 """
@@ -12,9 +15,9 @@ from math import prod
 from typing import Any
 
 from conjoin.errors import StrategyError, UsageError
-from conjoin.ir import REGATHER, MemoryAction, region_of, region_shape
+from conjoin.ir import REGATHER, MemoryAction, Node, region_of, region_shape
 from conjoin.machine import Mesh
-from conjoin.ops import TensorType, make_layout
+from conjoin.ops import Split, TensorType, make_layout
 from conjoin.search.drafting import Draft
 from conjoin.search.facts import Facts
 from conjoin.search.groups import Group, make_groups, sizes_left
@@ -67,9 +70,22 @@ def _stored_split(
 
 
 def _tensor_flow(facts: Facts, group: Group, request: Request, earlier: tuple[Flow, ...]) -> Flow:
-    vocabulary = embedding_nodes(facts) if "vocab" in request.flags else frozenset()
-    policy = ColumnsThenRows(sequence="sp" in request.flags, vocabulary=vocabulary)
-    return settle_columns(facts, group, policy, earlier)
+    policy = ColumnsThenRows(sequence="sp" in request.flags, vocabulary=embedding_nodes(facts))
+    flow = settle_columns(facts, group, policy, earlier)
+    gathered = {node for node in policy.vocabulary if _is_gathered(facts, flow, node)}
+    if not gathered:
+        return flow
+    return settle_columns(facts, group, replace(policy, vocabulary=policy.vocabulary - gathered), earlier)
+
+
+def _is_gathered(facts: Facts, flow: Flow, lookup: Node) -> bool:
+    """Whether a table is split for a lookup and would be gathered for a layer that reads it too."""
+    tables = [value for value in lookup.inputs if isinstance(flow.placements[value], Split)]
+    readers = [(facts.by_node[node], value) for value in tables for node in facts.graph.users[value]]
+    return any(
+        node.layer is not None and flow.rules[node.node].operands[node.inputs.index(value)] != flow.placements[value]
+        for node, value in readers
+    )
 
 
 def _num_rows(facts: Facts, flow: Flow) -> int:
