@@ -17,7 +17,6 @@ from conjoin.ir import (
     Node,
     Value,
     expand,
-    has_parts,
     make_leaf,
     make_node,
     plain_call,
@@ -143,10 +142,10 @@ def _find_lookup(call: Call, num_outputs: int, weights: tuple[bool, ...]) -> Loo
 
 
 @lru_cache(maxsize=65536)
-def _is_expandable(call: Call) -> bool:
+def _expands(call: Call, parts: bool) -> bool:
     """Whether a call expands to another composition: some forms of an operator expand to themselves."""
     spec = spec_for(call)
-    if spec is None or spec.expansion is None:
+    if spec is None or (spec.by_parts if parts else spec.expansion) is None:
         return False
     builder, names = GraphBuilder(), iter(range(len(call.tensors)))
 
@@ -156,7 +155,7 @@ def _is_expandable(call: Call) -> bool:
     node = make_node(call.op, map_tensors(call.op, call.args, leaf), output_types(spec, call))
     builder.add_node(node)
     graph = builder.finish("expansion", training=True, inputs=(), outputs=tuple(node.outputs()))
-    return expand(graph, (node,)).nodes != (node,)
+    return expand(graph, (node,), parts=parts).nodes != (node,)
 
 
 class Facts:
@@ -217,8 +216,8 @@ class Facts:
             weights,
             _find_layer(call, num_outputs, weights) if mixed and not tables else None,
             _find_lookup(call, num_outputs, weights) if mixed and tables else None,
-            _is_expandable(call),
-            has_parts(node),
+            _expands(call, parts=False),
+            _expands(call, parts=True),
         )
 
     def parameters(self) -> tuple[Leaf, ...]:

@@ -1,9 +1,10 @@
 """Operators that take a dim whole, composed of others that need not: the dim may then be split.
 
-    softmax(x) = e / sum(e)                 e = exp(x - peak)         peak is P(max), the sum is P
-    log_softmax(x) = x - logsumexp(x)       logsumexp(x) = log(sum(e)) + peak
-    cross_entropy(x, t) = w[t] (logsumexp(x) - x[t])                  x[t] is a lookup, P where classes are split
-    layer_norm(x) = (x - m) / sqrt(v + eps)                           m and v are averages, v of what is left of x
+    z = x - peak(x)                                       peak is P(max), and constant
+    softmax(x) = exp(z) / sum(exp(z))                     the sum is P
+    log_softmax(x) = z - log(sum(exp(z)))
+    cross_entropy(x, t) = w[t] (log(sum(exp(z))) - z[t])  z[t] is a lookup, P where classes are split
+    layer_norm(x) = (x - m) / sqrt(v + eps)               m and v are averages, v of what is left of x
 
 All of it is computed in float32 or wider, as torch's own kernels compute inside.
 """
@@ -21,17 +22,19 @@ from conjoin.ops.spec import output_types
 
 def softmax_by_parts(form: LocalForm) -> Any:
     """Softmax, or its logarithm, along a dim."""
-    emit, x, dims = form.emit, _wide(form, "self"), (form.call.dim(),)
+    emit, dims = form.emit, (form.call.dim(),)
+    z, _ = _lowered(form, dims)
     if "log" in form.call.op:
-        return _as_declared(form, emit("sub.Tensor", x, _log_sum(form, x, dims)))
-    raised = emit("exp", emit("sub.Tensor", x, emit(PEAK, x, dims)))
+        return _as_declared(form, emit("sub.Tensor", z, _log_sum(form, z, dims)))
+    raised = emit("exp", z)
     return _as_declared(form, emit("div.Tensor", raised, emit("sum.dim_IntList", raised, dims, True)))
 
 
 def log_sum_by_parts(form: LocalForm) -> Any:
     """The logarithm of the sum of exponentials over some dims."""
     dims = form.call.dims(empty=False)
-    total = _log_sum(form, _wide(form, "self"), dims)
+    z, peak = _lowered(form, dims)
+    total = form.emit("add.Tensor", _log_sum(form, z, dims), peak)
     if not form.call["keepdim"]:
         total = form.emit("reshape", total, output_types(form.spec, form.call)[0].shape)
     return _as_declared(form, total)
@@ -39,18 +42,19 @@ def log_sum_by_parts(form: LocalForm) -> Any:
 
 def entropy_by_parts(form: LocalForm) -> Any:
     """Cross-entropy of scores whose classes are split, with all that torch lets it have."""
-    emit, x, classes = form.emit, _wide(form, "self"), (_class_dim(form),)
-    total = _log_sum(form, x, classes)
+    emit, classes = form.emit, (_class_dim(form),)
+    z, _ = _lowered(form, classes)
+    total = _log_sum(form, z, classes)
     smoothing, num_classes = form.call["label_smoothing"], form.call["self"].shape[classes[0]]
     if form.call["target"].dtype.is_floating_point:
         aims = emit("_to_copy", form["target"], _dtype(form))
         if smoothing:
             aims = emit("add.Tensor", emit("mul.Tensor", aims, 1 - smoothing), smoothing / num_classes)
-        return _reduced(form, _missed(form, aims, x, total))
-    losses = emit("sub.Tensor", total, _picked(form, x))
+        return _reduced(form, _missed(form, aims, z, total))
+    losses = emit("sub.Tensor", total, _picked(form, z))
     losses = _weighed(form, losses)
     if smoothing:
-        spread = emit("mul.Tensor", _missed(form, None, x, total), smoothing / num_classes)
+        spread = emit("mul.Tensor", _missed(form, None, z, total), smoothing / num_classes)
         losses = emit("add.Tensor", emit("mul.Tensor", losses, 1 - smoothing), spread)
     return _reduced(form, losses)
 
@@ -61,16 +65,20 @@ def likelihood_by_parts(form: LocalForm) -> Any:
 
 
 def norm_by_parts(form: LocalForm) -> Any:
-    """Layer norm and RMS norm of features that are split; mean and scale too where the operator gives them."""
+    """Layer norm and RMS norm of features that are split; mean and scale too where the operator gives them.
+
+    Without an eps it is that of the dtype a graph is run in, which a composition cannot say.
+    """
     emit, x, call = form.emit, _wide(form, "input"), form.call
+    if call["eps"] is None:
+        return form.run()
     rank = len(call["input"].shape)
     dims = tuple(range(rank - len(call["normalized_shape"]), rank))
     centred = "rms" not in call.op
     mean = emit("mean.dim", x, dims, True) if centred else None
     left = emit("sub.Tensor", x, mean) if centred else x
     square = emit("mean.dim", emit("mul.Tensor", left, left), dims, True)
-    eps = torch.finfo(call["input"].dtype).eps if call["eps"] is None else call["eps"]
-    scale = emit("rsqrt", emit("add.Tensor", square, eps))
+    scale = emit("rsqrt", emit("add.Tensor", square, call["eps"]))
     y = emit("mul.Tensor", left, scale)
     for name, op in (("weight", "mul.Tensor"), ("bias", "add.Tensor")):
         if call[name] is not None:
@@ -98,11 +106,16 @@ def _as_declared(form: LocalForm, y: Any) -> Any:
     return y if wanted == _dtype(form) else form.emit("_to_copy", y, wanted)
 
 
-def _log_sum(form: LocalForm, x: Any, dims: tuple[int, ...]) -> Any:
+def _lowered(form: LocalForm, dims: tuple[int, ...]) -> tuple[Any, Any]:
+    """The scores with their peak taken off, and the peak."""
+    x = _wide(form, "self")
+    peak = form.emit(PEAK, x, dims)
+    return form.emit("sub.Tensor", x, peak), peak
+
+
+def _log_sum(form: LocalForm, z: Any, dims: tuple[int, ...]) -> Any:
     """The logarithm of the sum of exponentials along dims that stay."""
-    emit, peak = form.emit, form.emit(PEAK, x, dims)
-    total = emit("sum.dim_IntList", emit("exp", emit("sub.Tensor", x, peak)), dims, True)
-    return emit("add.Tensor", emit("log", total), peak)
+    return form.emit("log", form.emit("sum.dim_IntList", form.emit("exp", z), dims, True))
 
 
 def _class_dim(form: LocalForm) -> int:
@@ -139,10 +152,10 @@ def _weighed(form: LocalForm, losses: Any) -> Any:
     return losses if form.call["weight"] is None else form.emit("mul.Tensor", losses, weights_of_targets(form))
 
 
-def _missed(form: LocalForm, aims: Any, x: Any, total: Any) -> Any:
-    """The sum over classes of aims × weights × (logsumexp - x), where there are aims; else for all classes alike."""
+def _missed(form: LocalForm, aims: Any, z: Any, total: Any) -> Any:
+    """The sum over classes of aims × weights × (total - z), where there are aims; else for all classes alike."""
     emit, dim, rank = form.emit, _class_dim(form), len(form.call["self"].shape)
-    missed = emit("sub.Tensor", total, x)
+    missed = emit("sub.Tensor", total, z)
     missed = missed if aims is None else emit("mul.Tensor", missed, aims)
     if form.call["weight"] is not None:
         along = tuple(-1 if i == dim else 1 for i in range(rank))
