@@ -46,6 +46,8 @@ from conjoin.ops.composites import (
     SHARE,
     STRIDED_VIEW,
     STRIDED_WRITE,
+    TOKEN_ENTROPY,
+    TOKEN_LIKELIHOOD,
     UNIFY,
 )
 from conjoin.ops.direct import find_function
@@ -104,6 +106,8 @@ __all__ = [
     "SHARE",
     "STRIDED_VIEW",
     "STRIDED_WRITE",
+    "TOKEN_ENTROPY",
+    "TOKEN_LIKELIHOOD",
     "UNIFY",
     "Access",
     "Args",

@@ -19,6 +19,7 @@ NORMALIZE_CHANNELS = "conjoin::normalize_channels"
 EMBEDDING_BAG = "conjoin::embedding_bag"
 RAGGED_EMBEDDING_BAG = "conjoin::ragged_embedding_bag"
 PEAK = "conjoin::peak"
+TOKEN_ENTROPY, TOKEN_LIKELIHOOD = "conjoin::token_entropy", "conjoin::token_likelihood"
 OVERWRITE, STRIDED_VIEW, STRIDED_WRITE = "conjoin::overwrite", "conjoin::strided_view", "conjoin::strided_write"
 
 
@@ -45,6 +46,25 @@ def ragged_embedding_bag(  # noqa: PLR0913 - what ATen asks for
         indices, weight, offsets, mode=mode, per_sample_weights=per_sample_weights,
         include_last_offset=include_last_offset, padding_idx=padding_idx,
     )  # fmt: skip
+
+
+def token_entropy(
+    scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    """Cross-entropy of the scores of every token, classes last; ATen's own wants tokens in one dim, or classes second.
+    """
+    flat = scores.flatten(0, -2), target.flatten(), weight, reduction, ignore_index, label_smoothing
+    losses: Tensor = torch.ops.aten.cross_entropy_loss(*flat)
+    return losses if reduction else losses.view_as(target)
+
+
+def token_likelihood(
+    scores: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> Tensor:
+    """The negative of every token's score of its target, classes last."""
+    flat = scores.flatten(0, -2), target.flatten(), weight, reduction, ignore_index
+    losses: Tensor = torch.ops.aten.nll_loss_nd(*flat)
+    return losses if reduction else losses.view_as(target)
 
 
 def peak(x: Tensor, dim: tuple[int, ...]) -> Tensor:
@@ -96,6 +116,8 @@ COMPOSITES: dict[str, Callable[..., Tensor]] = {
     MEAN_AND_VARIANCE: mean_and_variance,
     NORMALIZE_CHANNELS: normalize_channels,
     PEAK: peak,
+    TOKEN_ENTROPY: token_entropy,
+    TOKEN_LIKELIHOOD: token_likelihood,
     OVERWRITE: overwrite,
     STRIDED_VIEW: strided_view,
     STRIDED_WRITE: strided_write,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from conjoin.ir import (
@@ -34,9 +34,11 @@ from conjoin.ops import Layout, Placement, make_layout
 from conjoin.search.facts import Facts, study
 from conjoin.search.propagation import Flow, output_placements
 from conjoin.search.request import Request
+from conjoin.search.unflattening import find_flattened, unflatten
 from conjoin.search.unfusing import unfuse
 
 _EXPANDED = "expansion checked against the operator, forward and backward"
+_UNFLATTENED = "a loss adds up over tokens, in whatever dims they stand"
 _UNFUSED = "an output feature of a layer depends on its own weights alone"
 
 
@@ -66,14 +68,23 @@ def settle_draft(graph: Graph, strategy: Callable[[Facts], Draft]) -> Settled:
     substitutions: tuple[Substitution, ...] = ()
     draft = strategy(study(graph))
     while stuck := {node for flow in draft.flows for node in flow.stuck}:
-        facts = study(graph)
-        by_parts = {node for node in stuck if facts.by_node[node].has_parts and not facts.by_node[node].expandable}
-        fused = {node for node in stuck if not can_expand(node)} - by_parts
-        taken = fused or stuck - by_parts or by_parts
-        substitutions += tuple(substitution_of(graph, node) for node in graph.nodes if node in taken)
-        graph = unfuse(graph, fused) if fused else expand(graph, taken, parts=taken is by_parts)
+        taken, graph = _opened(graph, stuck)
+        substitutions += taken
         draft = strategy(study(graph))
     return Settled(graph, draft, substitutions)
+
+
+def _opened(graph: Graph, stuck: Collection[Node]) -> tuple[tuple[Substitution, ...], Graph]:
+    """The graph with nodes that are stuck replaced by what is not, those of one kind at a time, and what was done."""
+    facts = study(graph)
+    flattened = {node for node in stuck if find_flattened(graph, node) is not None}
+    by_parts = {node for node in stuck if facts.by_node[node].has_parts and not facts.by_node[node].expandable}
+    fused = {node for node in stuck if not can_expand(node)} - by_parts - flattened
+    taken = flattened or fused or set(stuck) - by_parts or by_parts
+    told = tuple(substitution_of(graph, node) for node in graph.nodes if node in taken)
+    if taken is flattened:
+        return told, unflatten(graph, flattened)
+    return told, unfuse(graph, fused) if fused else expand(graph, taken, parts=taken is by_parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +124,8 @@ def substitution_of(graph: Graph, node: Node) -> Substitution:
     """How a node that was expanded or taken apart is told of in a plan."""
     if can_expand(node) or has_parts(node):
         return Substitution(f"expand-{node.op}", _where(graph, node), _EXPANDED)
+    if find_flattened(graph, node) is not None:
+        return Substitution(f"unflatten-{node.op}", _where(graph, node), _UNFLATTENED)
     return Substitution(f"unfuse-{node.op}", _where(graph, node), _UNFUSED)
 
 

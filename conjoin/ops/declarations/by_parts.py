@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 
-from conjoin.ops.composites import PEAK
+from conjoin.ops.composites import PEAK, TOKEN_ENTROPY, TOKEN_LIKELIHOOD
 from conjoin.ops.local import LocalForm
 from conjoin.ops.spec import output_types
+from conjoin.ops.tensor_type import TensorType
+
+_OF_TOKENS = (TOKEN_ENTROPY, TOKEN_LIKELIHOOD)
 
 
 def softmax_by_parts(form: LocalForm) -> Any:
@@ -45,7 +48,7 @@ def entropy_by_parts(form: LocalForm) -> Any:
     emit, classes = form.emit, (_class_dim(form),)
     z, _ = _lowered(form, classes)
     total = _log_sum(form, z, classes)
-    smoothing, num_classes = form.call["label_smoothing"], form.call["self"].shape[classes[0]]
+    smoothing, num_classes = form.call["label_smoothing"], _scores(form).shape[classes[0]]
     if form.call["target"].dtype.is_floating_point:
         aims = emit("_to_copy", form["target"], _dtype(form))
         if smoothing:
@@ -61,7 +64,7 @@ def entropy_by_parts(form: LocalForm) -> Any:
 
 def likelihood_by_parts(form: LocalForm) -> Any:
     """The negative of the scores of targets, where classes are split."""
-    return _reduced(form, _weighed(form, form.emit("neg", _picked(form, _wide(form, "self")))))
+    return _reduced(form, _weighed(form, form.emit("neg", _picked(form, _wide(form, form.call.operand_names[0])))))
 
 
 def norm_by_parts(form: LocalForm) -> Any:
@@ -108,7 +111,7 @@ def _as_declared(form: LocalForm, y: Any) -> Any:
 
 def _lowered(form: LocalForm, dims: tuple[int, ...]) -> tuple[Any, Any]:
     """The scores with their peak taken off, and the peak."""
-    x = _wide(form, "self")
+    x = _wide(form, form.call.operand_names[0])
     peak = form.emit(PEAK, x, dims)
     return form.emit("sub.Tensor", x, peak), peak
 
@@ -119,12 +122,19 @@ def _log_sum(form: LocalForm, z: Any, dims: tuple[int, ...]) -> Any:
 
 
 def _class_dim(form: LocalForm) -> int:
-    return min(1, len(form.call["self"].shape) - 1)
+    """The second dim, and of tokens the last."""
+    rank = len(_scores(form).shape)
+    return rank - 1 if form.call.op in _OF_TOKENS else min(1, rank - 1)
+
+
+def _scores(form: LocalForm) -> TensorType:
+    """The first operand, which operators call by different names."""
+    return form.call.tensors[0]
 
 
 def _targets(form: LocalForm) -> tuple[Any, Any]:
     """Targets with the dim of classes, one long, those ignored set to the first class; and which are ignored."""
-    shape = form.call["self"].shape
+    shape = _scores(form).shape
     dim = _class_dim(form)
     targets = form.emit("reshape", form["target"], (*shape[:dim], 1, *shape[dim + 1 :]))
     ignored = form.emit("eq.Scalar", targets, form.call["ignore_index"])
@@ -141,7 +151,7 @@ def weights_of_targets(form: LocalForm) -> Any:
     emit, (targets, ignored) = form.emit, _targets(form)
     if form.call["weight"] is None:
         return emit("_to_copy", emit("logical_not", ignored), _dtype(form))
-    shape, dim = form.call["self"].shape, _class_dim(form)
+    shape, dim = _scores(form).shape, _class_dim(form)
     chosen = emit("index_select", _wide(form, "weight"), 0, emit("reshape", targets, (-1,)))
     chosen = emit("reshape", chosen, (*shape[:dim], 1, *shape[dim + 1 :]))
     return emit("masked_fill.Scalar", chosen, ignored, 0)
@@ -154,7 +164,7 @@ def _weighed(form: LocalForm, losses: Any) -> Any:
 
 def _missed(form: LocalForm, aims: Any, z: Any, total: Any) -> Any:
     """The sum over classes of aims × weights × (total - z), where there are aims; else for all classes alike."""
-    emit, dim, rank = form.emit, _class_dim(form), len(form.call["self"].shape)
+    emit, dim, rank = form.emit, _class_dim(form), len(_scores(form).shape)
     missed = emit("sub.Tensor", total, z)
     missed = missed if aims is None else emit("mul.Tensor", missed, aims)
     if form.call["weight"] is not None:
@@ -166,13 +176,13 @@ def _missed(form: LocalForm, aims: Any, z: Any, total: Any) -> Any:
 
 def _reduced(form: LocalForm, losses: Any) -> Any:
     """Kept by sample, added up, or divided by what the targets count together."""
-    emit, shape, reduction = form.emit, form.call["self"].shape, form.call["reduction"]
+    emit, shape, reduction = form.emit, _scores(form).shape, form.call["reduction"]
     dim = _class_dim(form)
     if reduction == 0:
         return _as_declared(form, emit("reshape", losses, shape[:dim] + shape[dim + 1 :]))
     total = emit("sum", losses)
     if reduction == 1 and form.call["target"].dtype.is_floating_point:
-        total = emit("div.Tensor", total, form.call["self"].num_elements / shape[dim])
+        total = emit("div.Tensor", total, _scores(form).num_elements / shape[dim])
     elif reduction == 1:
         total = emit("div.Tensor", total, emit("sum", weights_of_targets(form)))
     return _as_declared(form, total)

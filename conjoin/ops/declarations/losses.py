@@ -6,6 +6,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from conjoin.ops.composites import TOKEN_ENTROPY, TOKEN_LIKELIHOOD
 from conjoin.ops.declarations.by_parts import entropy_by_parts, likelihood_by_parts, weights_of_targets
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm
@@ -53,6 +54,14 @@ def _classified(call: Call) -> str:
     return f"{left}, {labels}{weight} -> {out}"
 
 
+def _of_tokens(call: Call) -> str:
+    """As `_classified`, with classes last."""
+    mark = "!" if _reduction(call) == _MEAN else ""
+    tokens = " ".join(f"d{i}{mark}" for i in range(len(call["target"].shape)))
+    weight = ", c!" if call["weight"] is not None else ""
+    return f"{tokens} c!, {tokens}{weight} -> {tokens if _reduction(call) == _NONE else ''}"
+
+
 def _margins(call: Call) -> str:
     """Scores n c against the true class; every sample counts."""
     mark = "~" if _reduction(call) == _MEAN else ""
@@ -63,14 +72,14 @@ def _margins(call: Call) -> str:
 
 def classified_expansion(form: LocalForm) -> Any:
     """The mean as a sum over the samples that count, divided by their number: both sums may be partial."""
-    emit, call = form.emit, form.call
+    emit, call, dtype = form.emit, form.call, form.call.tensors[0].dtype
     if _reduction(call) != _MEAN or call["target"].dtype.is_floating_point:
         return form.run()
     total = form.run(reduction=_SUM)
     if call["weight"] is not None:
-        return emit("div.Tensor", total, emit("_to_copy", emit("sum", weights_of_targets(form)), call["self"].dtype))
+        return emit("div.Tensor", total, emit("_to_copy", emit("sum", weights_of_targets(form)), dtype))
     counted = emit("ne.Scalar", form["target"], call["ignore_index"])
-    count = emit("sum", emit("_to_copy", counted, call["self"].dtype))
+    count = emit("sum", emit("_to_copy", counted, dtype))
     return emit("div.Tensor", total, count)
 
 
@@ -113,6 +122,11 @@ def _entropy_sample(rng: Random) -> Args:
 def _nll_sample(rng: Random) -> Args:
     n, c = rng.randint(1, 5), rng.randint(2, 5)
     return real(n, c), integer(n), rng.choice((None, real(c))), rng.randrange(3), rng.choice((1, -100))
+
+
+def _token_sample(rng: Random) -> Args:
+    b, s, c = (rng.randint(2, 5) for _ in range(3))
+    return real(b, s, c), integer(b, s), rng.choice((real(c), None)), rng.randrange(3), rng.choice((1, -100))
 
 
 def _multi_margin_sample(rng: Random) -> Args:
@@ -170,5 +184,8 @@ OPS: tuple[OpSpec, ...] = (
     _likelihood("nll_loss2d", _classified, lambda rng: (real(3, 4, 2, 3), integer(3, 2, 3), None, rng.randrange(3), 1)),
     _classes("cross_entropy_loss", _classified, _entropy_sample, expansion=classified_expansion, domain=_PROBABILITY,
              by_parts=entropy_by_parts),
+    _likelihood(TOKEN_LIKELIHOOD, _of_tokens, _token_sample),
+    _classes(TOKEN_ENTROPY, _of_tokens, lambda rng: (*_token_sample(rng), rng.choice((0.0, 0.1))),
+             expansion=classified_expansion, domain=_PROBABILITY, by_parts=entropy_by_parts),
     _classes("multi_margin_loss", _margins, _multi_margin_sample),
 )  # fmt: skip
