@@ -11,7 +11,7 @@ from conjoin.machine import Machine, Mesh
 from conjoin.search.contest import Entry, make_variant
 from conjoin.search.drafting import Settled, lay_out, settle_draft
 from conjoin.search.groups import products
-from conjoin.search.planning import drafter
+from conjoin.search.planning import drafter, read_request
 from conjoin.sim import Layouts
 
 _FLAGS = ("", ",sp", ",sp,zero1", ",sp,fsdp")
@@ -65,7 +65,7 @@ def baselines(
     """
     for name in sorted(baseline_names(machine.mesh), key=rank):
         try:
-            yield name, None if leaves_out(name) else _entry(settle_draft(graph, drafter(machine, name)))
+            yield name, None if leaves_out(name) else _entry(settle_draft(graph, drafter(machine, read_request(name))))
         except StrategyError:
             yield name, None
 

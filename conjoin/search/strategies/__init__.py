@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from conjoin.search.strategies.table import STRATEGIES, Strategy
+from conjoin.search.strategies.table import ALIASES, STRATEGIES, Strategy
 
-__all__ = ["STRATEGIES", "Strategy"]
+__all__ = ["ALIASES", "STRATEGIES", "Strategy"]

@@ -1,7 +1,7 @@
 """Megatron: pairs of layers split by columns and then rows inside a node, data parallel between.
 
-With `zero1` or `fsdp` what a group of tensor-parallel devices stores is split once more, over the data-parallel ones:
-the way in which most large language models are trained.
+With `zero1`, `fsdp` or `hsdp` what a group of tensor-parallel devices stores is split once more, over the data-parallel
+ones, or with `hsdp` over some of them: the way in which most large language models are trained.
 """
 
 from __future__ import annotations
@@ -9,18 +9,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 from conjoin.errors import StrategyError, UsageError
-from conjoin.ir import REGATHER, MemoryAction, region_of, region_shape
+from conjoin.ir import Leaf, region_of, region_shape
 from conjoin.machine import Mesh
-from conjoin.ops import TensorType, make_layout
+from conjoin.ops import Layout, TensorType, make_layout
 from conjoin.search.drafting import Draft
 from conjoin.search.facts import Facts
 from conjoin.search.groups import Group, make_groups, sizes_left
 from conjoin.search.propagation import Flow
 from conjoin.search.request import Request
-from conjoin.search.strategies.data_parallel import data_flow, split_storage
+from conjoin.search.strategies.data_parallel import (
+    batch_group,
+    data_flow,
+    hybrid_degrees,
+    regathering,
+    split_storage,
+)
 from conjoin.search.strategies.layers import (
     ColumnsThenRows,
     embedding_nodes,
@@ -33,37 +38,57 @@ from conjoin.search.strategies.layers import (
 
 def draft_megatron(facts: Facts, mesh: Mesh, request: Request) -> Draft:
     """Tensor parallel on the innermost axes, data parallel on the rest."""
+    request = _checked(request)
     degrees = _degrees(facts, mesh, request)
     groups = make_groups(mesh, degrees)
-    earlier = (data_flow(facts, groups["dp"]),)
+    earlier = (data_flow(facts, batch_group(mesh, groups)),)
     flow = _tensor_flow(facts, groups["tp"], request, earlier)
     if groups["tp"].degree > 1 and not flow.stuck and not _num_rows(facts, flow):
         raise _no_pairs(facts, groups["tp"])
     draft = Draft(request.filled(degrees), (*earlier, flow))
-    return replace(draft, **_stored_split(facts, mesh, groups, flow, request)) if request.flags & _STORED else draft
+    if request.flags.isdisjoint(_STORED):
+        return draft
+    stored = _stored_split(facts, mesh, groups, flow)
+    is_regathered = "zero1" not in request.flags and _sharding(groups).degree > 1
+    return replace(draft, storage=stored, memory=regathering(stored) if is_regathered else ())
 
 
-_STORED = frozenset({"zero1", "fsdp"})
+_STORED = ("zero1", "fsdp", "hsdp")
 
 
-def _stored_split(
-    facts: Facts, mesh: Mesh, groups: Mapping[str, Group], flow: Flow, request: Request
-) -> dict[str, Any]:
-    """Parameters in pieces over both groups, the tensor-parallel one outside."""
-    if request.flags >= _STORED:
+def _checked(request: Request) -> Request:
+    """The request, with `hsdp` where degrees of it are given; UsageError where parameters or batch are split twice."""
+    given = [key for key in ("shard", "replicate") if key in request.degrees]
+    flags = request.flags | ({"hsdp"} if given else set())
+    ways = [flag for flag in _STORED if flag in flags]
+    if len(ways) > 1:
         raise UsageError(
-            "The strategy megatron was given both zero1 and fsdp. The first gathers parameters once a step, the other "
-            "again for the backward pass. Leave one of them out."
+            f"The strategy megatron was given both {' and '.join(ways)}. Each says how parameters are stored: zero1 "
+            f"gathers them once a step, fsdp again for the backward pass, hsdp from some devices only. Leave all but "
+            f"one of them out."
         )
+    if "hsdp" in flags and "dp" in request.degrees:
+        raise UsageError(
+            f"The strategy megatron was given dp={request.degrees['dp']} and {' and '.join(given) or 'hsdp'}. Both "
+            f"split the batch: with hsdp it is split over shard × replicate devices. Leave dp out."
+        )
+    return replace(request, flags=flags)
+
+
+def _stored_split(facts: Facts, mesh: Mesh, groups: Mapping[str, Group], flow: Flow) -> dict[Leaf, Layout]:
+    """Parameters in pieces over both groups, the tensor-parallel one outside."""
     storage = {}
     last = mesh.rank_at({axis: mesh.sizes[axis] - 1 for axis in groups["tp"].axes})  # its pieces are the smallest
     for leaf in facts.parameters():
         used = make_layout((axis, flow.leaves[leaf]) for axis in groups["tp"].axes)
         piece = TensorType(region_shape(region_of(leaf.type.shape, used, mesh, last)), leaf.type.dtype)
-        storage[leaf] = make_layout((*used, *split_storage(piece, groups["dp"], mesh)))
-    if "fsdp" not in request.flags or groups["dp"].degree == 1:
-        return {"storage": storage}
-    return {"storage": storage, "memory": tuple(MemoryAction(REGATHER, leaf.name) for leaf in storage if storage[leaf])}
+        storage[leaf] = make_layout((*used, *split_storage(piece, _sharding(groups), mesh)))
+    return storage
+
+
+def _sharding(groups: Mapping[str, Group]) -> Group:
+    """The devices that share what a group of tensor-parallel ones stores."""
+    return groups["shard"] if "shard" in groups else groups["dp"]
 
 
 def _tensor_flow(facts: Facts, group: Group, request: Request, earlier: tuple[Flow, ...]) -> Flow:
@@ -78,6 +103,10 @@ def _num_rows(facts: Facts, flow: Flow) -> int:
 
 def _degrees(facts: Facts, mesh: Mesh, request: Request) -> Mapping[str, int]:
     given = request.degrees
+    if "hsdp" in request.flags:
+        is_told = len(given) > 1  # shard and replicate
+        tp = given.get("tp") or (prod(sizes_left(mesh, given)) if is_told else _largest(facts, mesh, request))
+        return {"tp": tp, **hybrid_degrees(mesh, given, tp)}
     if "tp" in given:
         return {"tp": given["tp"], "dp": given.get("dp", prod(sizes_left(mesh, {"tp": given["tp"]})))}
     tp = prod(sizes_left(mesh, given)) if given else _largest(facts, mesh, request)
