@@ -35,6 +35,9 @@ from conjoin.search.strategies.layers import (
     width_of,
 )
 
+STORED = ("zero1", "fsdp", "hsdp")
+"""Ways to store parameters in pieces over devices that use them alike."""
+
 
 def draft_megatron(facts: Facts, mesh: Mesh, request: Request) -> Draft:
     """Tensor parallel on the innermost axes, data parallel on the rest."""
@@ -46,21 +49,18 @@ def draft_megatron(facts: Facts, mesh: Mesh, request: Request) -> Draft:
     if groups["tp"].degree > 1 and not flow.stuck and not _num_rows(facts, flow):
         raise _no_pairs(facts, groups["tp"])
     draft = Draft(request.filled(degrees), (*earlier, flow))
-    if request.flags.isdisjoint(_STORED):
+    if request.flags.isdisjoint(STORED):
         return draft
     stored = _stored_split(facts, mesh, groups, flow)
     is_regathered = "zero1" not in request.flags and _sharding(groups).degree > 1
     return replace(draft, storage=stored, memory=regathering(stored) if is_regathered else ())
 
 
-_STORED = ("zero1", "fsdp", "hsdp")
-
-
 def _checked(request: Request) -> Request:
     """The request, with `hsdp` where degrees of it are given; UsageError where parameters or batch are split twice."""
     given = [key for key in ("shard", "replicate") if key in request.degrees]
     flags = request.flags | ({"hsdp"} if given else set())
-    ways = [flag for flag in _STORED if flag in flags]
+    ways = [flag for flag in STORED if flag in flags]
     if len(ways) > 1:
         raise UsageError(
             f"The strategy megatron was given both {' and '.join(ways)}. Each says how parameters are stored: zero1 "

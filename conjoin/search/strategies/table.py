@@ -16,7 +16,7 @@ from conjoin.search.strategies.data_parallel import (
     draft_single,
     draft_zero1,
 )
-from conjoin.search.strategies.megatron import draft_megatron
+from conjoin.search.strategies.megatron import STORED, draft_megatron
 from conjoin.search.strategies.one_weird_trick import draft_one_weird_trick
 from conjoin.search.strategies.reduction import draft_reduction
 from conjoin.search.strategies.sbp3d import draft_sbp3d
@@ -33,11 +33,10 @@ class Strategy:
     draft: Callable[[Facts, Mesh, Request], Draft]
 
 
-_STORED = ("zero1", "fsdp", "hsdp")
 _MEGATRON = Keys(
     ("tp", "dp", "shard", "replicate"),
-    ("sp", "vocab", *_STORED),
-    joins={"data-parallel": frozenset(), **{name: frozenset({name}) for name in _STORED}},
+    ("sp", "vocab", *STORED),
+    joins={"data-parallel": frozenset(), **{name: frozenset({name}) for name in STORED}},
 )
 
 _TABLE = (
