@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from conjoin.errors import StrategyError
-from conjoin.ir import Graph, LeafKind, Segment, asked_segments, operators_of
+from conjoin.ir import CAST, Graph, LeafKind, Node, Segment, asked_segments, operators_of, stored_leaf
 from conjoin.search.facts import NodeFacts, study
 
 _FUSED_ATTENTION = "scaled_dot_product_attention"
@@ -61,13 +61,21 @@ def block_segments(graph: Graph) -> tuple[Segment, ...]:
     lists = _repeated(graph)
     found: list[tuple[str, int, int]] = []
     for place, node in enumerate(operators_of(graph)):
-        source = graph.source_of(node)
-        block = _block_of(source.module if source else "", lists)
+        block = _block_of(_module_of(graph, node), lists)
         if block and found and found[-1][0] == block:
             found[-1] = (block, found[-1][1], place)
         elif block:
             found.append((block, place, place))
     return tuple((first, last) for _, first, last in found if last > first)
+
+
+def _module_of(graph: Graph, node: Node) -> str:
+    """The path of the module that calls an operator; where no line of the user's is known, by a parameter it reads."""
+    source = graph.source_of(node)
+    if source is not None:
+        return source.module
+    leaves = (stored_leaf(value) for value in node.inputs) if node.op != CAST else ()
+    return next((leaf.name for leaf in leaves if leaf is not None), "")
 
 
 def _repeated(graph: Graph) -> frozenset[str]:

@@ -57,6 +57,12 @@ def test_where_stages_differ_blocks_are_what_they_are_made_of() -> None:
     assert [source.module for source in sources if source] == ["0.0.norm", "0.1.norm", "2.0.norm", "2.1.norm"]
 
 
+def test_a_model_of_torch_s_own_modules_has_blocks_by_its_parameters() -> None:
+    blocks = [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh()) for _ in range(2)]
+    graph = capture(nn.Sequential(*blocks), (torch.zeros(2, 4), torch.zeros(2, 4)), functional.mse_loss)
+    assert operators(graph, "full") == ["linear tanh linear"] * 2
+
+
 def test_attention_in_one_kernel_and_every_other_product_is_kept() -> None:
     again = operators(captured("gpt-125m"), "selective")
     assert again[:3] == [
