@@ -20,7 +20,7 @@ import sys
 import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import date
 from itertools import combinations
 from pathlib import Path
@@ -32,7 +32,6 @@ import torch
 from benchmarks.plotting import Point, draw
 from benchmarks.published_models import capture_step
 from conjoin.cost import CostModel, work_of
-from conjoin.ir import cut_in_micro_batches
 from conjoin.machine import Machine, parse_machine
 from conjoin.search import make_plan
 from conjoin.sim import Prediction, predict
@@ -57,7 +56,7 @@ class Row:
     batch: int
     """Samples of a step on all GPUs."""
     precision: str
-    """float32, bfloat16 or float16 throughout, or with `autocast` before it; others cannot be said here."""
+    """float32, bfloat16 or float16 throughout, or with `autocast` or `mixed` before it; others cannot be said here."""
     strategy: str
     optimizer: str
     published: float
@@ -65,8 +64,8 @@ class Row:
     length: int = 0
     accumulate: int = 1
     """Micro-batches of a step."""
-    recompute: int = 0
-    """Every so many blocks one is run again in the backward pass."""
+    recompute: str = ""
+    """What is run again in the backward pass, as a strategy says it: full, every-2, selective."""
     step_teraflops: float = 0.0
     """Of the whole step as the source counts them, where it prints a rate."""
     differs: str = ""
@@ -80,6 +79,12 @@ class Row:
         again = f" recompute {self.recompute}" if self.recompute else ""
         setup = f"{self.model}{length} batch {self.batch}/{self.accumulate}{again} {self.precision} {self.strategy}"
         return f"{self.gpus} {self.gpu} {setup} {self.note or self.inexpressible} ({self.name})"
+
+    @property
+    def request(self) -> str:
+        """The strategy with all that is asked of it."""
+        again = f"+recompute={self.recompute}" if self.recompute else ""
+        return f"{'single' if self.gpus == 1 else self.strategy}{again}+micro={self.accumulate}"
 
     @property
     def seconds(self) -> float:
@@ -113,12 +118,8 @@ def machine_of(row: Row) -> Machine:
 def predicted(row: Row, models: Mapping[str, Any], costs: CostModel) -> Prediction:
     """The step that is predicted for a row."""
     machine = machine_of(row)
-    graph = capture_step(models[row.model], row.length, row.batch, row.precision, row.recompute)
-    accumulation = None
-    if row.accumulate > 1:
-        graph, accumulation = cut_in_micro_batches(graph, row.accumulate)
-    plan = make_plan(graph, machine, "single" if row.gpus == 1 else row.strategy)
-    return predict(replace(plan, accumulation=accumulation), machine, costs, row.optimizer)
+    graph = capture_step(models[row.model], row.length, row.batch, row.precision)
+    return predict(make_plan(graph, machine, row.request), machine, costs, row.optimizer)
 
 
 def judged(row: Row, found: Prediction) -> dict[str, Any]:

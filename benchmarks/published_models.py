@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 
 from conjoin.frontends import capture
 from conjoin.ir import Graph
@@ -47,28 +47,26 @@ class SpelledOutAttention(nn.Module):
         return mixed_BLD
 
 
-class Recomputed(nn.Module):
-    """A block that is run again in the backward pass."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, *x: Any) -> Any:
-        return checkpoint(self.block, *x, use_reentrant=False)
-
-
 class Step(nn.Module):
-    """A model with its loss, under autocast where that is asked for; the loss is in float32 as all sources have it."""
+    """A model with its loss; the loss is in float32 as all sources have it.
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], autocast: torch.dtype | None) -> None:
+    Under autocast where that is asked for; or, as FSDP's mixed precision does, with its parameters cast before use.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], precision: str) -> None:
         super().__init__()
-        self.model, self.loss, self.autocast = model, loss, autocast
+        self.model, self.loss = model, loss
+        self.way, self.dtype = precision.split()[0], HALVES.get(precision.split()[-1])
         self.num_inputs = len(inspect.signature(model.forward).parameters)
 
     def forward(self, *batch: Tensor) -> Tensor:
-        with torch.autocast("cuda", dtype=self.autocast) if self.autocast else nullcontext():
-            made = self.model(*batch[: self.num_inputs])
+        given = batch[: self.num_inputs]
+        with torch.autocast("cuda", dtype=self.dtype) if self.way == "autocast" else nullcontext():
+            if self.way == "mixed":
+                named = {name: parameter.to(self.dtype) for name, parameter in self.model.named_parameters()}
+                made = functional_call(self.model, named, given)
+            else:
+                made = self.model(*given)
         outputs = [x.float() for x in (made if isinstance(made, tuple) else (made,))]
         return self.loss(tuple(outputs) if len(outputs) > 1 else outputs[0], *batch[self.num_inputs :])
 
@@ -96,14 +94,19 @@ def build(model: Mapping[str, Any], length: int, batch: int) -> tuple[nn.Module,
     raise ValueError(f"no such family: {model['family']}")
 
 
-def capture_step(model_sizes: Mapping[str, Any], length: int, batch_size: int, precision: str, recompute: int) -> Graph:
-    """A training step of a model: in a precision, with every `recompute`-th block run again where it is not 0."""
+def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
+
+
+def capture_step(model_sizes: Mapping[str, Any], length: int, batch_size: int, precision: str) -> Graph:
+    """A training step of a model: in `bfloat16` throughout, under `autocast bfloat16`, or with parameters of float32
+    that are cast before use, `mixed bfloat16`."""
     model, batch, loss = build(model_sizes, length, batch_size)
-    if recompute:
-        blocks = enumerate(model.get_submodule("blocks").children())
-        model.blocks = nn.ModuleList(block if i % recompute else Recomputed(block) for i, block in blocks)
-    half = HALVES.get(precision.removeprefix("autocast "))
-    autocast = half if precision.startswith("autocast ") else None
-    if half is not None and autocast is None:
-        model, batch = model.to(half), tuple(x.to(half) if x.is_floating_point() else x for x in batch)
-    return capture(Step(model, loss, autocast).train(), tuple(batch))
+    if precision in HALVES:
+        half = HALVES[precision]
+        model, batch = model.to(half), tuple(_narrow(x, half) for x in batch)
+    if precision.startswith("mixed "):
+        for owner in model.modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                owner.register_buffer(name, _narrow(buffer, HALVES[precision.split()[1]]), persistent=False)
+    return capture(Step(model, loss, precision).train(), tuple(batch))

@@ -196,12 +196,15 @@ def compare(
     wish: Wish | None = None,
     *,
     searches: Sequence[str] = ("joint",),
+    strategies: Sequence[str] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> list[Row]:
-    """All named strategies, and some searches, side by side: predicted step, where it goes, memory, search seconds."""
+    """Named strategies, some or all, and some searches side by side: predicted step, where it goes, memory, search
+    seconds."""
     chosen = _machine(machine)
     _check_wish(wish)
-    return compare_plans(graph, chosen, _known_costs(), wish or Wish(), searches, progress=progress)
+    asked = wish or Wish()
+    return compare_plans(graph, chosen, _known_costs(), asked, searches, strategies=strategies, progress=progress)
 
 
 def explain(plan: Plan | str | PathLike[str]) -> Explanation:

@@ -41,9 +41,11 @@ _SEARCH_HELP = (
     "named. Without it joint."
 )
 _STRATEGY_HELP = (
-    "NAME or NAME:degrees, as megatron:tp=2. Names: single, data-parallel, zero1, fsdp, megatron, one-weird-trick, "
-    "table-parallel, spatial, reduction, sbp3d."
+    "NAME or NAME:degrees, as megatron:tp=2,sp. Names: single, data-parallel (ddp), zero1 (zero2), fsdp (zero3), hsdp, "
+    "megatron, one-weird-trick, table-parallel, spatial, reduction, sbp3d. Joined by +, as in "
+    "hsdp:shard=8,replicate=4+megatron:tp=8+recompute=full+micro=4; recompute: none, selective, full, every-2."
 )
+_STRATEGIES_HELP = "Compare this one, as plan takes it; may be given several times. Then --search says which searches."
 _BUDGET_HELP = "Time to look for one: 90s, 5m. Without it 60s, or --cpu-budget alone."
 
 
@@ -235,6 +237,7 @@ def _text(given: object) -> str | None:
 def compare_command(
     model: ModelArgument,
     machine: Annotated[str, typer.Option("--machine", help="A preset as summit:4, or machine.toml.")],
+    strategy: Annotated[list[str] | None, typer.Option("--strategy", help=_STRATEGIES_HELP)] = None,
     search: Annotated[list[str] | None, typer.Option("--search", help="A search; all where none is.")] = None,
     budget: Annotated[str, typer.Option("--budget", help="Time for each search: 60s, 5m.")] = "60s",
     memory: Annotated[str | None, typer.Option("--memory", help="Memory to use of a device: 40GiB.")] = None,
@@ -243,16 +246,19 @@ def compare_command(
     precision: PrecisionOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare all named strategies and searches: predicted step, where it goes, memory, seconds of search."""
+    """Compare named strategies and searches, or all: predicted step, where it goes, memory, seconds of search."""
     wish = rooms.search.Wish("named", parse_seconds(budget), optimizer, None if memory is None else parse_bytes(memory))
-    searches = tuple(search or (name for name in rooms.search.search_names() if name != "named"))
+    every = () if strategy else (name for name in rooms.search.search_names() if name != "named")
+    searches = tuple(search or every)
     for name in searches:
         rooms.search.check_wish(replace(wish, search=name), rooms.search.search_names())
+    for name in strategy or ():
+        rooms.search.read_request(name)
     chosen = rooms.machine.parse_machine(machine, machines_directory())
     asked = rooms.api.precision_on(chosen, precision)
     graph = rooms.models.load_model_graph(model, batch_size=batch, training=None, precision=asked)
     with progress_line() as show:
-        rows = rooms.api.compare(graph, chosen, wish, searches=searches, progress=show)
+        rows = rooms.api.compare(graph, chosen, wish, searches=searches, strategies=strategy, progress=show)
     if as_json:
         print_json([row_to_json(row, chosen) for row in rows])
         return

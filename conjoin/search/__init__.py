@@ -17,7 +17,7 @@ from conjoin.search.exact.units import canonical, cuts
 from conjoin.search.finding import find_plan
 from conjoin.search.notes import Notes
 from conjoin.search.placing_branches import place_branches
-from conjoin.search.planning import make_plan, strategy_names
+from conjoin.search.planning import make_plan, read_request, strategy_names
 from conjoin.search.refusing import TooSlow
 from conjoin.search.remembering import Remembered, is_answer
 from conjoin.search.searching import open_contest, search_names
@@ -28,5 +28,5 @@ __all__ = [
     "Objective", "OperatorSeconds", "Problem", "Progress", "Remembered", "ReshardSeconds", "Row", "SearchResult",
     "Space", "Stopped", "Table", "Tables", "TooSlow", "Wish", "baseline_names", "baselines", "branch_and_bound",
     "canonical", "check_wish", "compare_plans", "cuts", "find_plan", "is_answer", "make_plan", "name_axes",
-    "open_contest", "place_branches", "search_names", "strategy_names",
+    "open_contest", "place_branches", "read_request", "search_names", "strategy_names",
 ]  # fmt: skip

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
+from math import prod
 
 from conjoin.errors import StrategyError
 from conjoin.ir import REGATHER, Choice, Graph, LeafKind, Value
 from conjoin.machine import Machine, Mesh
-from conjoin.search.contest import Entry, make_variant
-from conjoin.search.drafting import Settled, lay_out, settle_draft
+from conjoin.search.blocks import segments_for
+from conjoin.search.contest import Entry, Variant, make_variant
+from conjoin.search.drafting import Draft, Settled, lay_out, settle_draft
 from conjoin.search.groups import products
-from conjoin.search.planning import drafter
+from conjoin.search.planning import drafter, read_request
+from conjoin.search.strategies import STORED
+from conjoin.search.strategies.data_parallel import hybrid_degrees
 from conjoin.sim import Layouts
 
 _FLAGS = ("", ",sp", ",sp,zero1", ",sp,fsdp")
@@ -20,17 +25,23 @@ _PLAIN = ("data-parallel", "fsdp", "zero1", "one-weird-trick", "table-parallel",
 
 def baseline_names(mesh: Mesh) -> tuple[str, ...]:
     """What is tried on a mesh: every strategy as it deals degrees itself, Megatron with every degree inside a node,
-    or every degree where a node has one device.
+    or every degree where a node has one device. Where there are several nodes of several devices, parameters are also
+    split inside a node only.
 
     >>> baseline_names(Mesh.of_nodes(1, 2))[:5]
     ('data-parallel', 'fsdp', 'zero1', 'megatron:tp=2', 'megatron:tp=2,sp')
+    >>> [name for name in baseline_names(Mesh.of_nodes(2, 4)) if "hsdp" in name]
+    ['hsdp', 'megatron:tp=2,sp,hsdp']
     """
     if mesh.size == 1:
         return ("single",)
-    inside = [axis.size for axis in mesh.axes if not axis.between_nodes] or [axis.size for axis in mesh.axes]
-    degrees = [degree for degree in products(inside) if degree > 1]
-    tensor = [f"megatron:tp={degree}{flags}" for degree, flags in product(degrees, _FLAGS)]
-    return (*_PLAIN[:3], *tensor, *_PLAIN[3:])
+    node = [axis.size for axis in mesh.axes if not axis.between_nodes]
+    inside = node or [axis.size for axis in mesh.axes]
+    tensor = [f"megatron:tp={degree}{flags}" for degree, flags in product(products(inside)[1:], _FLAGS)]
+    if mesh.size == prod(inside):
+        return (*_PLAIN[:3], *tensor, *_PLAIN[3:])
+    hybrid = [f"megatron:tp={degree},sp,hsdp" for degree in products(inside)[1:-1]]
+    return (*_PLAIN[:3], "hsdp", *tensor, *hybrid, *_PLAIN[3:])
 
 
 def least_bytes(name: str, graph: Graph, mesh: Mesh, copies: int) -> float:
@@ -39,17 +50,18 @@ def least_bytes(name: str, graph: Graph, mesh: Mesh, copies: int) -> float:
     >>> import torch
     >>> from conjoin.frontends import capture
     >>> graph = capture(torch.nn.Linear(8, 8, bias=False).train(), torch.zeros(4, 8))
-    >>> [least_bytes(name, graph, Mesh.of_nodes(1, 4), 2) for name in ("data-parallel", "zero1", "megatron:tp=2,sp")]
-    [1024.0, 640.0, 512.0]
+    >>> names = "data-parallel", "zero1", "megatron:tp=2,sp", "hsdp:shard=2"
+    >>> [least_bytes(name, graph, Mesh.of_nodes(1, 4), 2) for name in names]
+    [1024.0, 640.0, 512.0, 512.0]
     """
-    trained = sum(leaf.type.bytes for leaf in graph.leaves if leaf.trainable)
-    plain, _, flags = name.partition(":")
-    degree = next((int(flag[3:]) for flag in flags.split(",") if flag.startswith("tp=")), 1)
-    if plain not in ("data-parallel", "fsdp", "zero1", "megatron"):
+    request = read_request(name)
+    if request.name not in ("data-parallel", "fsdp", "zero1", "hsdp", "megatron"):
         return 0.0
-    gathers, shares = "fsdp" in name, "zero1" in name
-    rest = mesh.size / degree
-    stored = (2 / rest if gathers else 2) + (copies / rest if gathers or shares else copies)
+    trained, degree = sum(leaf.type.bytes for leaf in graph.leaves if leaf.trainable), request.degrees.get("tp", 1)
+    told = request.flags | {request.name}
+    shard = hybrid_degrees(mesh, request.degrees, {"tp": degree})["shard"] if "hsdp" in told else mesh.size / degree
+    gathers = bool(told & {"fsdp", "hsdp"})
+    stored = (2 / shard if gathers else 2) + (copies / shard if told.intersection(STORED) else copies)
     return trained * stored / degree
 
 
@@ -61,13 +73,33 @@ def baselines(
 ) -> Iterator[tuple[str, Entry | None]]:
     """The named strategies as entries, one after the other; None where one does not fit the model, or is left out.
 
-    Those of a lower rank come first.
+    Those of a lower rank come first. What differs only in how parameters are stored is settled once.
     """
+    known: dict[str, Settled] = {}
+    variants: dict[Graph, Variant] = {}
     for name in sorted(baseline_names(machine.mesh), key=rank):
         try:
-            yield name, None if leaves_out(name) else _entry(settle_draft(graph, drafter(machine, name)))
+            if leaves_out(name):
+                yield name, None
+                continue
+            alike, request = _used_alike(name), read_request(name)
+            before = known.get(alike, Settled(graph, Draft(request, ()), ()))
+            found = settle_draft(before.graph, drafter(machine, request))
+            known[alike] = replace(found, substitutions=(*before.substitutions, *found.substitutions))
+            if found.graph not in variants:
+                variants[found.graph] = make_variant(found.graph, known[alike].substitutions)
+            yield name, _entry(known[alike], variants[found.graph])
         except StrategyError:
             yield name, None
+
+
+def _used_alike(name: str) -> str:
+    """The strategy that uses parameters and data alike, and stores parameters as they are used.
+
+    >>> _used_alike("megatron:tp=2,sp,fsdp"), _used_alike("hsdp"), _used_alike("spatial")
+    ('megatron:tp=2,sp', 'data-parallel', 'spatial')
+    """
+    return stored_otherwise(name) or ("data-parallel" if name in STORED else name)
 
 
 def stored_otherwise(name: str) -> str:
@@ -77,13 +109,21 @@ def stored_otherwise(name: str) -> str:
     ('megatron:tp=2,sp', '')
     """
     plain, _, flag = name.rpartition(",")
-    return plain if flag in ("zero1", "fsdp") else ""
+    return plain if flag in STORED else ""
 
 
-def _entry(settled: Settled) -> Entry:
+def with_blocks_again(entry: Entry, mode: str) -> Entry | None:
+    """A named strategy that runs blocks again, or parts of them; None where the model has none."""
+    try:
+        segments = segments_for(mode, entry.variant.graph)
+    except StrategyError:
+        return None
+    return replace(entry, name=f"{entry.name}+recompute={mode}", segments=segments)
+
+
+def _entry(settled: Settled, variant: Variant) -> Entry:
     """What a strategy decides, without the work of making it a plan."""
-    found, variant = lay_out(settled), make_variant(settled.graph, settled.substitutions)
-    graph = settled.graph
+    found, graph = lay_out(settled), settled.graph
     outputs = [found.outputs.get(i, ()) for i, value in enumerate(graph.outputs) if isinstance(value, Value)]
     buffers = {leaf.name: found.leaves[leaf] for leaf in graph.leaves_of(LeafKind.BUFFER)}
     single = Choice((), ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -62,16 +62,18 @@ class Row:
         }
 
 
-def compare_plans(
+def compare_plans(  # noqa: PLR0913 – what may be put side by side
     graph: Graph,
     machine: Machine,
     costs: CostModel,
     wish: Wish,
     searches: Sequence[str],
     *,
+    strategies: Sequence[str] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> list[Row]:
-    """A row for every named strategy and search on the whole machine, the fastest that fit first.
+    """A row for every strategy and search on the whole machine, the fastest that fit first; without strategies all
+    named ones, with the degrees that people try.
 
     Ctrl-C ends the comparison: what there is of it is returned.
     """
@@ -79,9 +81,14 @@ def compare_plans(
         check_wish(replace(wish, search=name), search_names())
     capacity = usable_bytes(machine, wish)
     constraints = make_constraints(graph, machine.mesh, wish.fixed, wish.forbidden_axes)
+    named = baseline_names(machine.mesh) if strategies is None else dict.fromkeys(strategies)
+    ways: list[tuple[str, Callable[[], Made]]] = [(name, partial(_make, graph, machine, name)) for name in named]
+    for search in searches:
+        asked = replace(wish, search=search, objective="time")
+        ways.append((f"search: {search}", partial(_find, graph, machine, costs, asked, progress)))
     rows: list[Row] = []
     try:
-        for name, make in _ways(graph, machine, costs, wish, searches, progress):
+        for name, make in ways:
             started = perf_counter()
             try:
                 plan, stopped = make()
@@ -105,19 +112,12 @@ def compare_plans(
 Made = tuple[Plan, Stopped | None]
 
 
-def _ways(
-    graph: Graph,
-    machine: Machine,
-    costs: CostModel,
-    wish: Wish,
-    searches: Sequence[str],
-    progress: Callable[[Progress], None] | None,
-) -> Iterator[tuple[str, Callable[[], Made]]]:
-    def search(asked: Wish) -> Made:
-        found = find_plan(graph, machine, costs, asked, progress=progress)
-        return found.plan, found.stopped
+def _make(graph: Graph, machine: Machine, strategy: str) -> Made:
+    return make_plan(graph, machine, strategy), None
 
-    for name in baseline_names(machine.mesh):
-        yield name, lambda name=name: (make_plan(graph, machine, name), None)  # type: ignore[misc]
-    for name in searches:
-        yield f"search: {name}", partial(search, replace(wish, search=name, objective="time"))
+
+def _find(
+    graph: Graph, machine: Machine, costs: CostModel, wish: Wish, progress: Callable[[Progress], None] | None
+) -> Made:
+    found = find_plan(graph, machine, costs, wish, progress=progress)
+    return found.plan, found.stopped

@@ -16,11 +16,11 @@ from conjoin.ir import (
     Plan,
     Substitution,
     Value,
-    asked_segments,
     can_expand,
     check_plan,
     choose,
     computation_digest,
+    cut_in_micro_batches,
     expand,
     has_parts,
     model_mark,
@@ -31,6 +31,7 @@ from conjoin.ir import (
 )
 from conjoin.machine import Machine
 from conjoin.ops import Layout, Placement, make_layout
+from conjoin.search.blocks import segments_for
 from conjoin.search.facts import Facts, study
 from conjoin.search.propagation import Flow, output_placements
 from conjoin.search.request import Request
@@ -102,20 +103,22 @@ def lay_out(settled: Settled) -> LaidOut:
     return LaidOut(_leaf_layouts(graph, draft), _choices(graph, draft), _output_layouts(graph, draft))
 
 
-def make_plan_by(captured: Graph, machine: Machine, strategy: Callable[[Facts], Draft]) -> Plan:
-    """The plan that a strategy makes, checked."""
-    settled = settle_draft(captured, strategy)
+def make_plan_by(captured: Graph, machine: Machine, strategy: Callable[[Facts], Draft], micro: int = 1) -> Plan:
+    """The plan that a strategy makes for a step of some micro-batches, checked."""
+    whole, accumulation = cut_in_micro_batches(captured, micro) if micro > 1 else (captured, None)
+    settled = settle_draft(whole, strategy)
     graph, draft, laid_out = settled.graph, settled.draft, lay_out(settled)
     parallel = parallelize(graph, laid_out.leaves, laid_out.choices, laid_out.outputs)
     plan = Plan(
         graph=parallel,
-        computes=computation_digest(graph),
+        computes=computation_digest(graph, accumulation),
         mesh=machine.mesh,
         model=model_mark(captured),
         machine=Mark(machine.name, machine.fingerprint()),
         strategy=str(draft.request),
-        memory=(*draft.memory, *recompute_actions(parallel, asked_segments(parallel))),
+        memory=(*draft.memory, *recompute_actions(parallel, segments_for(draft.request.recompute, graph))),
         substitutions=settled.substitutions,
+        accumulation=accumulation,
     )
     return check_plan(plan)
 

@@ -29,11 +29,10 @@ def micro_variants(contest: Contest) -> Iterator[Variant]:
 def enter_strategies(contest: Contest, variant: Variant) -> list[Outcome]:
     """The named strategies for micro-batches, judged."""
     found = []
-    for name, entry in baselines(variant.graph, contest.machine):
+    for _, entry in baselines(variant.graph, contest.machine):
         if entry is None:
             continue
-        contest.check(f"{name}, {variant.steps} micro-batches")
-        made = replace(entry.variant, accumulation=variant.accumulation)
-        outcome = contest.enter(replace(entry, name=f"{name}, {variant.steps} micro-batches", variant=made))
-        found.append(outcome)
+        name, made = f"{entry.name}+micro={variant.steps}", replace(entry.variant, accumulation=variant.accumulation)
+        contest.check(name)
+        found.append(contest.enter(replace(entry, name=name, variant=made)))
     return found

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from conjoin.errors import StrategyError
 from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine
 from conjoin.search.drafting import Draft, make_plan_by
 from conjoin.search.facts import Facts
-from conjoin.search.request import parse_request
-from conjoin.search.strategies import STRATEGIES
+from conjoin.search.request import Request, parse_request
+from conjoin.search.strategies import ALIASES, STRATEGIES
 
 
 def strategy_names() -> tuple[str, ...]:
-    """The names that `make_plan` knows.
+    """The names that `make_plan` knows, but for those that stand for another.
 
     >>> strategy_names()[:4]
     ('single', 'data-parallel', 'zero1', 'fsdp')
@@ -45,12 +46,29 @@ def make_plan(graph: Graph, machine: Machine, strategy: str) -> Plan:
     returns [%3] in null loss 0
     <BLANKLINE>
     """
-    return make_plan_by(graph, machine, drafter(machine, strategy))
+    request = read_request(strategy)
+    return make_plan_by(graph, machine, drafter(machine, request), request.micro)
 
 
-def drafter(machine: Machine, strategy: str) -> Callable[[Facts], Draft]:
-    """What drafts the layouts of a named strategy on a machine."""
-    request = parse_request(strategy, {name: found.keys for name, found in STRATEGIES.items()})
-    draft = STRATEGIES[request.name].draft
+def read_request(strategy: str) -> Request:
+    """What is asked for by a strategy's name; UsageError where it is not understood.
+
+    >>> print(read_request("zero3:8 + megatron:tp=2,sp + recompute=full"))
+    megatron:tp=2,dp=8,fsdp,sp+recompute=full
+    """
+    return parse_request(strategy, {name: found.keys for name, found in STRATEGIES.items()}, ALIASES)
+
+
+def drafter(machine: Machine, request: Request) -> Callable[[Facts], Draft]:
+    """What drafts the layouts of a strategy on a machine."""
     mesh = request.mesh(machine.mesh)
-    return lambda facts: draft(facts, mesh, request)
+
+    def draft(facts: Facts) -> Draft:
+        try:
+            return STRATEGIES[request.name].draft(facts, mesh, request)
+        except StrategyError as error:
+            if request.micro == 1:
+                raise
+            raise StrategyError(f"In each of {request.micro} micro-batches: {error}") from None
+
+    return draft

@@ -1,23 +1,31 @@
-"""How a strategy is asked for: `NAME[:degrees][@axes]`, such as `megatron:tp=2,dp=4,sp` or `megatron:tp=2@d0,n0`."""
+"""How a strategy is asked for: `NAME[:keys][@axes]`, or several joined by `+`, as `hsdp:8,4+megatron:tp=8,sp+micro=4`.
+
+Degrees have names (`tp=2`) or stand in the order of the strategy's keys. What is asked of the batch and of Megatron
+becomes one request: `fsdp+megatron:tp=2` is `megatron:tp=2,fsdp`. What is run again in the backward pass (`recompute=`)
+and how many micro-batches make up a step (`micro=`) may be asked of every strategy, by a part or among its keys.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 from conjoin.errors import UsageError
 from conjoin.machine import Mesh
 
 _MAX_DIGITS = 7
+_MODES = ("none", "selective", "full", "every-2")
+_EVERY = re.compile(r"every-[1-9]\d{0,3}")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """A strategy with the degrees and flags that were given; what was left out is decided by the strategy.
 
-    >>> print(Request("megatron", {"tp": 2, "dp": 4}, frozenset({"sp"})))
-    megatron:tp=2,dp=4,sp
+    >>> print(Request("megatron", {"tp": 2, "dp": 4}, frozenset({"sp"}), recompute="full", micro=2))
+    megatron:tp=2,dp=4,sp+recompute=full+micro=2
     """
 
     name: str
@@ -25,11 +33,17 @@ class Request:
     flags: frozenset[str] = frozenset()
     order: tuple[str, ...] = ()
     """The axes of the mesh from the outermost to the innermost, as degrees are dealt; empty as the machine has them."""
+    recompute: str = ""
+    """Which blocks are run again in the backward pass: none, selective, full, every-2, ...; empty as the model asks."""
+    micro: int = 1
+    """Micro-batches of a step."""
 
     def __str__(self) -> str:
         words = [f"{key}={degree}" for key, degree in self.degrees.items()] + sorted(self.flags)
+        again = f"+recompute={self.recompute}" if self.recompute else ""
+        parts = f"+micro={self.micro}" if self.micro > 1 else ""
         where = f"@{','.join(self.order)}" if self.order else ""
-        return f"{self.name}{':' if words else ''}{','.join(words)}{where}"
+        return f"{self.name}{':' if words else ''}{','.join(words)}{again}{parts}{where}"
 
     def filled(self, degrees: Mapping[str, int]) -> Request:
         """The same with every degree."""
@@ -54,35 +68,101 @@ class Keys:
 
     degrees: tuple[str, ...]
     flags: tuple[str, ...] = ()
+    joins: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Strategies that may be asked for beside it, each with the flags that stand for them."""
+
+    @property
+    def splits_batch(self) -> bool:
+        return not {"dp", "shard"}.isdisjoint(self.degrees)
 
 
-def parse_request(text: str, known: Mapping[str, Keys]) -> Request:
+def parse_request(text: str, known: Mapping[str, Keys], aliases: Mapping[str, str] | None = None) -> Request:
     """Read a request; UsageError names the nearest strategy or key.
 
-    >>> parse_request("spatial:w=2", {"spatial": Keys(("h", "w"))}).degrees
-    {'w': 2}
+    >>> print(parse_request("image:4 + micro=2", {"spatial": Keys(("h", "w"))}, {"image": "spatial"}))
+    spatial:h=4+micro=2
     """
+    parts = [_parse_part(part, known, aliases or {}) for part in text.strip().split("+")]
+    named = [part for part in parts if part.name]
+    if not named:
+        raise UsageError(
+            f"The strategy {text[:60]!r} was asked for. It says how to run a strategy, and names none. "
+            f"Write {next(iter(known))}+{text[:60]}, or another of {', '.join(known)}."
+        )
+    made = named[0] if len(named) == 1 else _together(named, known)
+    for key, given in (
+        ("axes", [part.order for part in parts if part.order]),
+        ("recompute", [part.recompute for part in parts if part.recompute]),
+        ("micro", [part.micro for part in parts if part.micro > 1]),
+    ):
+        _check_once(made.name, key, len(given))
+    return replace(
+        made,
+        order=max(part.order for part in parts),
+        recompute=max(part.recompute for part in parts),
+        micro=max(part.micro for part in parts),
+    )
+
+
+def _parse_part(text: str, known: Mapping[str, Keys], aliases: Mapping[str, str]) -> Request:
+    """What stands between two `+`; one that names no strategy has no name."""
     asked, _, axes = text.strip().partition("@")
     name, _, rest = asked.partition(":")
-    if name not in known:
+    if name.partition("=")[0].strip() in ("recompute", "micro"):
+        name, rest = "", asked
+    elif name not in known and name not in aliases:
         raise UsageError(
-            f"There is no strategy named {name[:40]!r}. The strategies are {', '.join(known)}. {nearest(name, known)}"
+            f"There is no strategy named {name[:40]!r}. The strategies are {', '.join((*known, *aliases))}. "
+            f"{nearest(name, (*known, *aliases))}"
         )
-    degrees: dict[str, int] = {}
-    flags: set[str] = set()
+    made = Request(aliases.get(name, name), {}, order=tuple(filter(None, (axis.strip() for axis in axes.split(",")))))
     for word in filter(None, (word.strip() for word in rest.split(","))):
-        key, equals, number = (part.strip() for part in word.partition("="))
-        _check_key(name, key, bool(equals), known[name])
-        if key in degrees or key in flags:
-            raise UsageError(
-                f"The strategy {name} was given {key} twice. A key has one meaning. Leave one of them out."
-            )
-        if equals:
-            degrees[key] = _parse_degree(name, key, number)
-        else:
-            flags.add(key)
-    order = tuple(filter(None, (axis.strip() for axis in axes.split(","))))
-    return Request(name, degrees, frozenset(flags), order)
+        made = _with_word(made, word, known[made.name] if name else Keys(()))
+    return made
+
+
+def _with_word(request: Request, word: str, keys: Keys) -> Request:
+    """The request with one more key; a number alone is the first degree that is not given yet."""
+    name, (key, equals, given) = request.name or "option", (part.strip() for part in word.partition("="))
+    if key == "recompute" and equals:
+        _check_once(name, key, 1 + bool(request.recompute))
+        return replace(request, recompute=_parse_mode(name, given))
+    if key == "micro" and equals:
+        _check_once(name, key, 1 + (request.micro > 1))
+        return replace(request, micro=_parse_degree(name, key, given))
+    if key.isdigit() and not equals:
+        key, equals, given = next((degree for degree in keys.degrees if degree not in request.degrees), key), "=", key
+    _check_key(name, key, bool(equals), keys)
+    _check_once(name, key, 1 + (key in request.degrees or key in request.flags))
+    if equals:
+        return request.filled({**request.degrees, key: _parse_degree(name, key, given)})
+    return replace(request, flags=request.flags | {key})
+
+
+def _check_once(name: str, key: str, times: int) -> None:
+    if times > 1:
+        raise UsageError(f"The strategy {name} was given {key} twice. A key has one meaning. Leave one of them out.")
+
+
+def _together(named: Sequence[Request], known: Mapping[str, Keys]) -> Request:
+    """Several strategies as one: the one that takes the others beside it, with the flags that stand for them."""
+    names = [part.name for part in named]
+    for one in named:
+        joins, others = known[one.name].joins, [part for part in named if part is not one]
+        batch = [part for part in others if not known[part.name].joins]  # how it is split, and weights are stored
+        if len(set(names)) == len(names) and all(part.name in joins for part in others) and len(batch) < 2:
+            for key in {key for part in named for key in part.degrees}:
+                _check_once(one.name, key, sum(key in part.degrees for part in named))
+            degrees = {key: degree for part in (one, *others) for key, degree in part.degrees.items()}
+            flags = one.flags.union(*(part.flags | joins[part.name] for part in others))
+            return replace(one, degrees=degrees, flags=flags)
+    claims = [name for name in names if known[name].splits_batch]
+    why = f"{' and '.join(claims)} split the batch, which only one can" if len(claims) > 1 else "They cannot be joined"
+    pairs = [f"{other}+{one}" for one, keys in known.items() for other in keys.joins]
+    raise UsageError(
+        f"The strategies {' and '.join(names)} were asked for together. {why}. "
+        f"Leave one of them out, or write one of {', '.join(pairs)}."
+    )
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -114,4 +194,14 @@ def _parse_degree(name: str, key: str, number: str) -> int:
         return int(number)
     raise UsageError(
         f"The strategy {name} was given {key}={number[:40]!r}. A degree is a whole number from 1. Write {key}=2."
+    )
+
+
+def _parse_mode(name: str, mode: str) -> str:
+    """What is run again; every block is all of them."""
+    if mode in _MODES or _EVERY.fullmatch(mode):
+        return "full" if mode == "every-1" else mode
+    raise UsageError(
+        f"The strategy {name} was given recompute={mode[:40]!r}. What is run again in the backward pass is none, "
+        f"selective, full, or every so many blocks one, as every-2. {nearest(mode, _MODES)}"
     )

@@ -11,7 +11,7 @@ from conjoin.cost import CostModel
 from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine
 from conjoin.rules import Library
-from conjoin.search.baselines import baselines, least_bytes, stored_otherwise
+from conjoin.search.baselines import baselines, least_bytes, stored_otherwise, with_blocks_again
 from conjoin.search.certifying import Certificate, certify
 from conjoin.search.constraints import make_constraints
 from conjoin.search.contest import Contest, Enough, Outcome, Progress, Stopped, Variant, plan_of
@@ -35,6 +35,9 @@ _FOR_NAMED = 0.5
 """The part of the time that is left to the search where no named strategy fits."""
 _SLOW = 1.3
 """How much slower than the best a named strategy is that is not tried again with its parameters stored otherwise."""
+
+_RUN_AGAIN = 3
+"""Named strategies that are tried with their blocks run again where none fits without."""
 
 Search = Callable[[Contest, Sequence[Outcome], Wish], None]
 
@@ -127,7 +130,8 @@ def search_on(
         stopped = Stopped.INTERRUPTED
     if stopped is Stopped.CONVERGED and contest.cut_short:
         stopped = Stopped.OUT_OF_TIME if contest.steps_left is None else Stopped.OUT_OF_STEPS
-    if contest.best is None and contest.smallest is not None:
+    is_named = contest.best is contest.baseline  # a search that found nothing better may have fewer blocks run again
+    if contest.smallest is not None and (contest.best is None or (is_named and contest.best.entry.segments)):
         try:
             relieve(contest, contest.smallest, lambda: 1.0 if contest.best is None else contest.time_left)
         except KeyboardInterrupt:
@@ -167,9 +171,24 @@ def _begin(contest: Contest, begin: Beginning, starts: list[Outcome]) -> None:
                 raise Enough(Stopped.OUT_OF_TIME)
             if known and contest.best is None and contest.time_left < _FOR_NAMED * contest.budget:
                 return  # memory decides, for which named strategies know less than the search
+        if contest.best is None:
+            starts += _with_blocks_again(contest, [known[name] for name in known if least(name) <= contest.capacity])
+            contest.baseline = contest.best
     finally:  # what an earlier search has found is not lost, however little may be spent now
         if begin.before is not None:
             starts.insert(0, contest.enter_plan(begin.before, is_counted=False))
+
+
+def _with_blocks_again(contest: Contest, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Named strategies that do not fit, the fastest first, with parts of their blocks run again, or with all."""
+    found, smallest = list[Outcome](), contest.smallest
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.seconds)[:_RUN_AGAIN]:
+        for mode in ("selective", "full"):
+            if contest.best is None or outcome.seconds < contest.best.seconds:
+                entry = with_blocks_again(outcome.entry, mode)
+                found += [] if entry is None else [contest.enter(entry)]
+    contest.smallest = smallest  # what is relieved otherwise are the strategies themselves
+    return found
 
 
 def _least_bytes(contest: Contest, name: str) -> float:

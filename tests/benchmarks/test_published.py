@@ -14,7 +14,7 @@ from benchmarks.published import MACHINES, PARTS, Row, judged, kendall, predicte
 from benchmarks.published_models import build
 from conjoin.cost import CostModel
 from conjoin.machine import parse_machine
-from conjoin.search import strategy_names
+from conjoin.search import read_request
 from conjoin.sim import OPTIMIZER_COPIES
 
 ROWS, MODELS = read_rows()
@@ -47,8 +47,8 @@ def test_what_counts_can_be_said() -> None:
     counted = [row for row in ROWS if not row.inexpressible]
     assert {"V100", "A100", "H100"} == {row.gpu for row in counted} and len(counted) > 40
     for row in counted:
-        assert row.strategy.partition(":")[0] in strategy_names() and row.optimizer in OPTIMIZER_COPIES, row.title
-        assert row.precision.removeprefix("autocast ") in ("float32", "bfloat16", "float16"), row.title
+        assert read_request(row.request).micro == row.accumulate and row.optimizer in OPTIMIZER_COPIES, row.title
+        assert row.precision.split()[-1] in ("float32", "bfloat16", "float16"), row.title
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,8 @@ def test_models_have_the_published_size(model: str, length: int, parameters: int
 @pytest.mark.parametrize(
     "row",
     [
-        tiny_row(recompute=2, accumulate=2),
+        tiny_row(recompute="every-2", accumulate=2, precision="mixed bfloat16"),
+        tiny_row(recompute="selective", strategy="hsdp", gpus=16),
         tiny_row(model="bert", precision="autocast float16", strategy="data-parallel", unit="samples/s"),
         tiny_row(gpus=1, precision="float32", gpu="V100", machine="dgx-1"),
     ],

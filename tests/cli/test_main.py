@@ -33,7 +33,10 @@ FLAGS = {
         "--machine", "--memory", "--objective", "--optimizer", "--output", "--precision", "--search", "--start",
         "--strategy", "-o",
     ],
-    "compare": ["--batch", "--budget", "--json", "--machine", "--memory", "--optimizer", "--precision", "--search"],
+    "compare": [
+        "--batch", "--budget", "--json", "--machine", "--memory", "--optimizer", "--precision", "--search",
+        "--strategy",
+    ],
     "explain": ["--import", "--json"],
     "diff": ["--import", "--json"],
     "simulate": ["--import", "--json", "--machine", "--optimizer", "--trace"],

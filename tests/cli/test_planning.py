@@ -188,6 +188,15 @@ def test_compare_puts_strategies_and_searches_side_by_side(run: Run) -> None:
     assert any(line.startswith("spatial: The images of Mlp were to be split") for line in lines), "and why not"
 
 
+def test_compare_takes_the_strategies_that_are_asked_for(run: Run) -> None:
+    asked = "hsdp:shard=2,replicate=4", "ddp+micro=2", "megatron:tp=2+fsdp", "ddp+recompute=full"
+    rows = json.loads(run("compare", *MLP, *(word for name in asked for word in ("--strategy", name)), "--json").out)
+    assert [{row["name"]: "reason" in row for row in rows}[name] for name in asked] == [False, True, False, True]
+    reasons = [row["reason"] for row in rows if "reason" in row]
+    assert "In each of 2 micro-batches" in reasons[0] and "no list of modules has two members" in reasons[1]
+    assert "which only one can" in run("compare", *MLP, "--strategy", "fsdp+ddp").refused()
+
+
 def test_compare_prints_json_the_fastest_that_fit_first(run: Run) -> None:
     free = json.loads(run("compare", *MLP, "--search", "joint", "--budget", "2s", "--json").out)
     made = [row for row in free if "seconds_per_step" in row]

@@ -46,7 +46,7 @@ def rows(name: str) -> list[str]:
     """One line for each strategy but `single`."""
     counts = (4,) if name in LARGE_FAMILIES else (2, 4, 8)
     return [
-        f"{name:<13} {strategy:<16} " + "".join(f"{n}: {cell(name, n, strategy):<13}" for n in counts).rstrip()
+        f"{name:<13} {strategy:<16} " + "".join(f"{n}: {cell(name, n, strategy):<12} " for n in counts).rstrip()
         for strategy in strategy_names()
         if strategy != "single"
     ]

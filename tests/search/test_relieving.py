@@ -15,7 +15,7 @@ from conjoin.frontends import capture
 from conjoin.ir import recomputed_segments
 from conjoin.machine import parse_machine
 from conjoin.runtime import Case, verify_in_process
-from conjoin.search import SearchResult, Stopped, Wish, find_plan, searching
+from conjoin.search import SearchResult, Stopped, Wish, find_plan, make_plan, read_request, searching
 from conjoin.search.contest import Contest, Outcome
 from conjoin.search.relieving import crossing_bytes, relieve, segmentations
 from conjoin.sim import predict, take_graph_apart
@@ -58,6 +58,15 @@ def free_peak() -> int:
     return found.peak_bytes
 
 
+def test_named_strategies_run_their_blocks_again_where_none_fits_without() -> None:
+    machine, limit = parse_machine(MACHINE), int(0.6 * free_peak())
+    found = search(search="named", memory=limit)
+    assert read_request(found.baseline).recompute in ("selective", "full")
+    again = predict(make_plan(deep().graph, machine, found.baseline), machine, CostModel(), "sgd")
+    assert again.memory.peak <= limit and again.seconds == found.baseline_seconds_per_step
+    assert found.seconds_per_step <= found.baseline_seconds_per_step, "fewer segments may be enough"
+
+
 def test_what_fits_nowhere_gets_a_plan_by_running_some_of_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     sample, limit = deep(), int(0.45 * free_peak())
     found = search(memory=limit)
@@ -65,6 +74,7 @@ def test_what_fits_nowhere_gets_a_plan_by_running_some_of_it_again(monkeypatch: 
     assert_predicted(found)
     assert predict(found.plan, parse_machine(MACHINE), CostModel(), "sgd").breakdown.recompute > 0
     assert verify_in_process(Case(found.plan, sample.graph, sample.model, sample.inputs), 2).passed
+    monkeypatch.setattr("conjoin.search.searching.with_blocks_again", lambda *_: None)
     monkeypatch.setattr("conjoin.search.joint.relieve", lambda *_: None)
     monkeypatch.setattr("conjoin.search.searching.relieve", lambda *_: None)
     monkeypatch.setattr("conjoin.search.joint.micro_variants", lambda _: iter(()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from conjoin.search.strategies.table import STRATEGIES, Strategy
+from conjoin.search.strategies.megatron import STORED
+from conjoin.search.strategies.table import ALIASES, STRATEGIES, Strategy
 
-__all__ = ["STRATEGIES", "Strategy"]
+__all__ = ["ALIASES", "STORED", "STRATEGIES", "Strategy"]

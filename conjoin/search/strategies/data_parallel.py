@@ -1,19 +1,27 @@
 """The batch is split: data parallel, ZeRO-1 and fully sharded data parallel, which also split what is stored.
 
-Stored split, a parameter is gathered for use (S -> B), so its gradient comes back by reduce-scatter (P -> S). Under
-`fsdp` (ZeRO-3, Rajbhandari et al., 2020) the gathered parameter is dropped after the forward pass and gathered again.
+Stored split, a parameter is gathered for use (S -> B), so its gradient comes back by reduce-scatter (P -> S): gradients
+are then always in pieces, and ZeRO-1 and ZeRO-2 (Rajbhandari et al., 2020) are one plan. Under `fsdp` (ZeRO-3) the
+gathered parameter is dropped after the forward pass and gathered again. Under `hsdp` (FSDP's hybrid sharding, Zhao et
+al., 2023, section 3.2.2) it is split over some axes only and held alike over the others: gradients are
+reduce-scattered inside (P -> S), and their pieces all-reduced across (P -> I).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from types import MappingProxyType
+
 from conjoin.errors import StrategyError
-from conjoin.ir import REGATHER, MemoryAction
+from conjoin.ir import REGATHER, Leaf, MemoryAction
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, Split, TensorType, make_layout
 from conjoin.search.batch import split_batch
 from conjoin.search.drafting import Draft
 from conjoin.search.facts import Facts
-from conjoin.search.groups import Group, make_groups
+from conjoin.search.groups import Group, make_groups, sizes_left
 from conjoin.search.propagation import Flow, follow, propagate
 from conjoin.search.request import Request
 
@@ -54,8 +62,46 @@ def draft_zero1(facts: Facts, mesh: Mesh, request: Request) -> Draft:
 def draft_fsdp(facts: Facts, mesh: Mesh, request: Request) -> Draft:
     """As zero1, but weights are gathered again for the backward pass."""
     draft = draft_zero1(facts, mesh, request)
-    memory = tuple(MemoryAction(REGATHER, leaf.name) for leaf, layout in draft.storage.items() if layout)
-    return Draft(draft.request, draft.flows, draft.storage, memory)
+    return replace(draft, memory=regathering(draft.storage))
+
+
+def draft_hsdp(facts: Facts, mesh: Mesh, request: Request) -> Draft:
+    """As fsdp, but weights are stored split over the shard axes only, the innermost."""
+    degrees = hybrid_degrees(mesh, request.degrees)
+    groups = make_groups(mesh, degrees)
+    stored = {leaf: split_storage(leaf.type, groups["shard"], mesh) for leaf in facts.parameters()}
+    flow = data_flow(facts, batch_group(mesh, groups))
+    return Draft(request.filled(degrees), (flow,), stored, regathering(stored))
+
+
+def hybrid_degrees(
+    mesh: Mesh, given: Mapping[str, int], inner: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, int]:
+    """How far weights are split and how often they are held: split over what inner degrees leave of a node, or over
+    all where that is nothing."""
+    if "shard" in given:
+        shard = given["shard"]
+    elif "replicate" in given:  # the other axes, whichever they are
+        shard = prod(sizes_left(mesh, {**inner, "replicate": given["replicate"]}))
+    else:
+        inside = prod(axis.size for axis in mesh.axes if not axis.between_nodes)
+        taken = prod(inner.values())
+        shard = inside // taken if inside > taken and inside % taken == 0 else mesh.size // taken
+    return {"shard": shard, "replicate": given.get("replicate", prod(sizes_left(mesh, {**inner, "shard": shard})))}
+
+
+def batch_group(mesh: Mesh, groups: Mapping[str, Group]) -> Group:
+    """The axes that split the batch, whatever else they do."""
+    some = [group for role, group in groups.items() if role in ("dp", "shard", "replicate")]
+    if len(some) == 1:
+        return some[0]
+    axes = mesh.in_order({axis for group in some for axis in group.axes})
+    return Group(" × ".join(group.role for group in some), axes, prod(group.degree for group in some))
+
+
+def regathering(stored: Mapping[Leaf, Layout]) -> tuple[MemoryAction, ...]:
+    """Parameters in pieces are dropped after the forward pass and gathered again."""
+    return tuple(MemoryAction(REGATHER, leaf.name) for leaf, layout in stored.items() if layout)
 
 
 def split_storage(type: TensorType, group: Group, mesh: Mesh) -> Layout:

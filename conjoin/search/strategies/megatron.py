@@ -1,10 +1,10 @@
 """Megatron: pairs of layers split by columns and then rows inside a node, data parallel between.
 
 Tables of words are split by rows, and the layer that scores words by columns, up to the loss, which is taken by parts
-(Shoeybi et al., 2019, section 3).
+(Shoeybi et al., 2019, section 3). Sequences may be split between the two (`cp`, see `context.py`), or alone.
 
-With `zero1` or `fsdp` what a group of tensor-parallel devices stores is split once more, over the data-parallel ones:
-the way in which most large language models are trained.
+With `zero1`, `fsdp` or `hsdp` what a group of tensor-parallel devices stores is split once more, over those that split
+the batch and the sequence, or with `hsdp` over some of them: the way in which most large language models are trained.
 """
 
 from __future__ import annotations
@@ -12,18 +12,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 from conjoin.errors import StrategyError, UsageError
-from conjoin.ir import REGATHER, MemoryAction, Node, region_of, region_shape
+from conjoin.ir import Leaf, Node, region_of, region_shape
 from conjoin.machine import Mesh
-from conjoin.ops import Split, TensorType, make_layout
+from conjoin.ops import Layout, Split, TensorType, make_layout
 from conjoin.search.drafting import Draft
 from conjoin.search.facts import Facts
 from conjoin.search.groups import Group, make_groups, sizes_left
 from conjoin.search.propagation import Flow
 from conjoin.search.request import Request
-from conjoin.search.strategies.data_parallel import data_flow, split_storage
+from conjoin.search.strategies.context import context_flow
+from conjoin.search.strategies.data_parallel import (
+    batch_group,
+    data_flow,
+    hybrid_degrees,
+    regathering,
+    split_storage,
+)
 from conjoin.search.strategies.layers import (
     ColumnsThenRows,
     embedding_nodes,
@@ -33,40 +39,67 @@ from conjoin.search.strategies.layers import (
     width_of,
 )
 
+STORED = ("zero1", "fsdp", "hsdp")
+"""Ways to store parameters in pieces over devices that use them alike."""
+
 
 def draft_megatron(facts: Facts, mesh: Mesh, request: Request) -> Draft:
-    """Tensor parallel on the innermost axes, data parallel on the rest."""
+    """Tensor parallel on the innermost axes, then sequences where that is asked for, data parallel on the rest."""
+    request = _checked(request)
     degrees = _degrees(facts, mesh, request)
     groups = make_groups(mesh, degrees)
-    earlier = (data_flow(facts, groups["dp"]),)
-    flow = _tensor_flow(facts, groups["tp"], request, earlier)
-    if groups["tp"].degree > 1 and not flow.stuck and not _num_rows(facts, flow):
-        raise _no_pairs(facts, groups["tp"])
-    draft = Draft(request.filled(degrees), (*earlier, flow))
-    return replace(draft, **_stored_split(facts, mesh, groups, flow, request)) if request.flags & _STORED else draft
+    flows = [data_flow(facts, batch_group(mesh, groups))]
+    if "cp" in groups:
+        flows.append(context_flow(facts, groups["cp"], flows, "heads" in request.flags))
+    if "tp" in groups:
+        flows.append(_tensor_flow(facts, groups["tp"], request, tuple(flows)))
+        if groups["tp"].degree > 1 and not flows[-1].stuck and not _num_rows(facts, flows[-1]):
+            raise _no_pairs(facts, groups["tp"])
+    draft = Draft(request.filled(degrees), tuple(flows))
+    if request.flags.isdisjoint(STORED):
+        return draft
+    sharding = _sharding(mesh, groups)
+    stored = _stored_split(facts, mesh, sharding, flows[-1] if "tp" in groups else None)
+    is_regathered = "zero1" not in request.flags and sharding.degree > 1
+    return replace(draft, storage=stored, memory=regathering(stored) if is_regathered else ())
 
 
-_STORED = frozenset({"zero1", "fsdp"})
-
-
-def _stored_split(
-    facts: Facts, mesh: Mesh, groups: Mapping[str, Group], flow: Flow, request: Request
-) -> dict[str, Any]:
-    """Parameters in pieces over both groups, the tensor-parallel one outside."""
-    if request.flags >= _STORED:
+def _checked(request: Request) -> Request:
+    """The request, with `hsdp` where degrees of it are given; UsageError where parameters or batch are split twice."""
+    given = [key for key in ("shard", "replicate") if key in request.degrees]
+    flags = request.flags | ({"hsdp"} if given else set())
+    ways = [flag for flag in STORED if flag in flags]
+    if len(ways) > 1:
         raise UsageError(
-            "The strategy megatron was given both zero1 and fsdp. The first gathers parameters once a step, the other "
-            "again for the backward pass. Leave one of them out."
+            f"The strategy {request.name} was given both {' and '.join(ways)}. Each says how parameters are stored: "
+            f"zero1 gathers them once a step, fsdp again for the backward pass, hsdp from some devices only. Leave all "
+            f"but one of them out."
         )
+    if "hsdp" in flags and "dp" in request.degrees:
+        raise UsageError(
+            f"The strategy {request.name} was given dp={request.degrees['dp']} and {' and '.join(given) or 'hsdp'}. "
+            f"Both split the batch: with hsdp it is split over shard × replicate devices. Leave dp out."
+        )
+    return replace(request, flags=flags)
+
+
+def _stored_split(facts: Facts, mesh: Mesh, sharding: Group, flow: Flow | None) -> dict[Leaf, Layout]:
+    """Parameters in pieces over both groups, the tensor-parallel one outside."""
     storage = {}
-    last = mesh.rank_at({axis: mesh.sizes[axis] - 1 for axis in groups["tp"].axes})  # its pieces are the smallest
+    axes = flow.group.axes if flow is not None else ()
+    last = mesh.rank_at({axis: mesh.sizes[axis] - 1 for axis in axes})  # its pieces are the smallest
     for leaf in facts.parameters():
-        used = make_layout((axis, flow.leaves[leaf]) for axis in groups["tp"].axes)
+        used = make_layout((axis, flow.leaves[leaf]) for axis in axes) if flow is not None else ()
         piece = TensorType(region_shape(region_of(leaf.type.shape, used, mesh, last)), leaf.type.dtype)
-        storage[leaf] = make_layout((*used, *split_storage(piece, groups["dp"], mesh)))
-    if "fsdp" not in request.flags or groups["dp"].degree == 1:
-        return {"storage": storage}
-    return {"storage": storage, "memory": tuple(MemoryAction(REGATHER, leaf.name) for leaf in storage if storage[leaf])}
+        storage[leaf] = make_layout((*used, *split_storage(piece, sharding, mesh)))
+    return storage
+
+
+def _sharding(mesh: Mesh, groups: Mapping[str, Group]) -> Group:
+    """The devices that share what a group of tensor-parallel ones stores."""
+    some = [groups[role] for role in ("cp", "shard" if "shard" in groups else "dp") if role in groups]
+    axes = mesh.in_order(axis for group in some for axis in group.axes)
+    return Group(" × ".join(group.role for group in some), axes, prod(group.degree for group in some))
 
 
 def _tensor_flow(facts: Facts, group: Group, request: Request, earlier: tuple[Flow, ...]) -> Flow:
@@ -93,11 +126,17 @@ def _num_rows(facts: Facts, flow: Flow) -> int:
 
 
 def _degrees(facts: Facts, mesh: Mesh, request: Request) -> Mapping[str, int]:
+    """All degrees, the innermost first: what is left out is the batch's, or else what the strategy is about."""
     given = request.degrees
-    if "tp" in given:
-        return {"tp": given["tp"], "dp": given.get("dp", prod(sizes_left(mesh, {"tp": given["tp"]})))}
-    tp = prod(sizes_left(mesh, given)) if given else _largest(facts, mesh, request)
-    return {"tp": tp, "dp": mesh.size // tp}
+    inner = {role: given[role] for role in ("tp", "cp") if role in given}
+    own = "cp" if request.name == "context" else "tp"
+    if own not in given:
+        is_told = {"shard", "replicate"} <= given.keys() or not {"dp", "cp"}.isdisjoint(given)
+        rest = prod(sizes_left(mesh, given)) if is_told or own == "cp" else _largest(facts, mesh, request)
+        inner = {own: rest, **inner} if own == "tp" else {**inner, own: rest}
+    if "hsdp" in request.flags:
+        return {**inner, **hybrid_degrees(mesh, given, inner)}
+    return {**inner, "dp": given.get("dp", prod(sizes_left(mesh, inner)))}
 
 
 def _largest(facts: Facts, mesh: Mesh, request: Request) -> int:

@@ -9,8 +9,14 @@ from conjoin.machine import Mesh
 from conjoin.search.drafting import Draft
 from conjoin.search.facts import Facts
 from conjoin.search.request import Keys, Request
-from conjoin.search.strategies.data_parallel import draft_data_parallel, draft_fsdp, draft_single, draft_zero1
-from conjoin.search.strategies.megatron import draft_megatron
+from conjoin.search.strategies.data_parallel import (
+    draft_data_parallel,
+    draft_fsdp,
+    draft_hsdp,
+    draft_single,
+    draft_zero1,
+)
+from conjoin.search.strategies.megatron import STORED, draft_megatron
 from conjoin.search.strategies.one_weird_trick import draft_one_weird_trick
 from conjoin.search.strategies.reduction import draft_reduction
 from conjoin.search.strategies.sbp3d import draft_sbp3d
@@ -27,12 +33,22 @@ class Strategy:
     draft: Callable[[Facts, Mesh, Request], Draft]
 
 
+_JOINS = {"data-parallel": frozenset[str](), **{name: frozenset({name}) for name in STORED}}
+_MEGATRON = Keys(
+    ("tp", "dp", "shard", "replicate", "cp"),
+    ("sp", "heads", "vocab", *STORED),
+    joins={**_JOINS, "context": frozenset()},
+)
+_CONTEXT = Keys(("cp", "dp", "shard", "replicate"), ("heads", *STORED), joins=_JOINS)
+
 _TABLE = (
     Strategy("single", Keys(()), draft_single),
     Strategy("data-parallel", Keys(("dp",)), draft_data_parallel),
     Strategy("zero1", Keys(("dp",)), draft_zero1),
     Strategy("fsdp", Keys(("dp",)), draft_fsdp),
-    Strategy("megatron", Keys(("tp", "dp"), ("sp", "vocab", "zero1", "fsdp")), draft_megatron),
+    Strategy("hsdp", Keys(("shard", "replicate")), draft_hsdp),
+    Strategy("megatron", _MEGATRON, draft_megatron),
+    Strategy("context", _CONTEXT, draft_megatron),
     Strategy("one-weird-trick", Keys(("dp",)), draft_one_weird_trick),
     Strategy("table-parallel", Keys(("dp",)), draft_table_parallel),
     Strategy("spatial", Keys(("h", "w", "dp")), draft_spatial),
@@ -41,3 +57,5 @@ _TABLE = (
 )
 
 STRATEGIES = {strategy.name: strategy for strategy in _TABLE}
+ALIASES = {"ddp": "data-parallel", "zero2": "zero1", "zero3": "fsdp"}
+"""Other names that people know them by; plans say the first."""

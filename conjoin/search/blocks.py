@@ -1,0 +1,131 @@
+"""The blocks of a model, such as the layers of a transformer, and what of them a strategy runs again in backward.
+
+Blocks are the members of a list of modules of which at least two have parameters alike, in modules of their own:
+`blocks.0`, `blocks.1`, ... of a GPT, and `stages.2.0`, ... of a residual network, whose stages differ. The list nearest
+to the model counts. What a block calls outside of itself, such as a rotary embedding, is part of its run.
+
+What is run again is said as people train: of every block all (`full`), of every n-th block all (`every-n`: the n-th,
+2n-th, ..., as in torchtitan), or of every block what is cheap for its bytes (`selective`). The last follows
+torchtitan's policy by operator (`torchtitan/distributed/activation_checkpoint.py`): what attention in one kernel makes
+is kept, and so is every other product with weights, beginning with the first; all else is run again. In segments of
+consecutive operators that is: one begins with the block and after each that is kept, and ends with the product, which
+is not run again as the last of its segment, or before the attention. Scores and softmax of an attention that is spelled
+out are run again, which alone is Megatron-LM's selective recomputation (Korthikanti et al., 2022, section 5). What one
+segment makes for another is kept here and not there: the operands of attention, and norms that several products read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+from conjoin.errors import StrategyError
+from conjoin.ir import CAST, Graph, LeafKind, Node, Segment, asked_segments, operators_of, stored_leaf
+from conjoin.search.facts import NodeFacts, study
+
+_FUSED_ATTENTION = "scaled_dot_product_attention"
+
+
+def segments_for(recompute: str, graph: Graph) -> tuple[Segment, ...]:
+    """What is run again of a graph by a mode of recomputing; without one what the model asks for."""
+    match recompute:
+        case "":
+            return asked_segments(graph)
+        case "none":
+            return ()
+    blocks = block_segments(graph)
+    if not blocks:
+        raise StrategyError(
+            f"Blocks of {graph.name} were to be run again in the backward pass (recompute={recompute}). It has none: "
+            f"no list of modules has two members, made of modules, with parameters alike. Leave recompute out, or call "
+            f"torch.utils.checkpoint in the model."
+        )
+    match recompute:
+        case "full":
+            return blocks
+        case "selective":
+            facts = study(graph)
+            nodes = [facts.by_node[node] for node in operators_of(graph)]
+            return tuple(part for block in blocks for part in _cheap_parts(nodes, block))
+    every = int(recompute.removeprefix("every-"))
+    if every > len(blocks):
+        raise StrategyError(
+            f"Every {every}-th block of {graph.name} was to be run again in the backward pass (recompute={recompute}). "
+            f"It has {len(blocks)} blocks. Write every-{len(blocks)} or a lower number, or full."
+        )
+    return blocks[every - 1 :: every]
+
+
+def block_segments(graph: Graph) -> tuple[Segment, ...]:
+    """The blocks of a model in the order they run, each from its first operator to its last."""
+    lists = _repeated(graph)
+    found: list[tuple[str, int, int]] = []
+    for place, node in enumerate(operators_of(graph)):
+        block = _block_of(_module_of(graph, node), lists)
+        if block and found and found[-1][0] == block:
+            found[-1] = (block, found[-1][1], place)
+        elif block:
+            found.append((block, place, place))
+    return tuple((first, last) for _, first, last in found if last > first)
+
+
+def _module_of(graph: Graph, node: Node) -> str:
+    """The path of the module that calls an operator; where no line of the user's is known, by a parameter it reads."""
+    source = graph.source_of(node)
+    if source is not None:
+        return source.module
+    leaves = (stored_leaf(value) for value in node.inputs) if node.op != CAST else ()
+    return next((leaf.name for leaf in leaves if leaf is not None), "")
+
+
+def _repeated(graph: Graph) -> frozenset[str]:
+    """The lists of modules with two members whose parameters are alike, by their paths; none inside of another."""
+    members: dict[str, dict[str, list[tuple[str, tuple[int, ...]]]]] = {}
+    for leaf in graph.leaves_of(LeafKind.PARAMETER):
+        for path, number, rest in _splits(leaf.name):
+            members.setdefault(path, {}).setdefault(number, []).append((rest, leaf.type.shape))
+    alike = {path for path, found in members.items() if _has_twins(found.values())}
+    return frozenset(path for path in alike if not any(path != above and _is_in(path, above) for above in alike))
+
+
+def _has_twins(members: Iterable[list[tuple[str, tuple[int, ...]]]]) -> bool:
+    """Whether two members made of modules have parameters of the same names and shapes."""
+    composed = [tuple(sorted(found)) for found in members if any("." in name for name, _ in found)]
+    return len(set(composed)) < len(composed)
+
+
+def _splits(name: str) -> Iterator[tuple[str, str, str]]:
+    """Every way to see a path as that of a list, a number in it, and the rest.
+
+    >>> list(_splits("stages.0.1.weight"))
+    [('stages', '0', '1.weight'), ('stages.0', '1', 'weight')]
+    """
+    words = name.split(".")
+    for i, word in enumerate(words):
+        if word.isdigit():
+            yield ".".join(words[:i]), word, ".".join(words[i + 1 :])
+
+
+def _is_in(path: str, above: str) -> bool:
+    return not above or path.startswith(f"{above}.")
+
+
+def _block_of(module: str, lists: frozenset[str]) -> str:
+    """The member of one of the lists that a module is, or is part of."""
+    return next((f"{path}.{number}" for path, number, _ in _splits(module) if path in lists), "")
+
+
+def _cheap_parts(nodes: Sequence[NodeFacts], block: Segment) -> Iterator[Segment]:
+    """What is run again of a block without every other product with weights, and without attention in one kernel."""
+    ends, count = [block[0] - 1], 0
+    for place in range(block[0], block[1] + 1):
+        is_attention = nodes[place].node.op == _FUSED_ATTENTION
+        count += nodes[place].layer is not None
+        if is_attention:
+            ends += [place - 1, place]
+        elif nodes[place].layer is not None and count % 2 == 1:
+            ends.append(place)
+    for before, last in pairwise([*ends, block[1]]):
+        inside = nodes[before + 1 : last + 1]
+        if len(inside) > 1 and any(not node.is_view and node.layer is None for node in inside):
+            yield before + 1, last

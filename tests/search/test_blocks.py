@@ -1,0 +1,96 @@
+"""Which operators are the blocks of a model, and which of them a mode of recomputing runs again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from conjoin.frontends import capture
+from conjoin.ir import Graph, operators_of
+from conjoin.search.blocks import block_segments, segments_for
+from tests.search.models import captured
+
+
+def operators(graph: Graph, recompute: str) -> list[str]:
+    """The operators of every segment, in short."""
+    nodes = operators_of(graph)
+    names = [[node.op.partition(".")[0] for node in nodes[a : b + 1]] for a, b in segments_for(recompute, graph)]
+    return [" ".join(found) for found in names]
+
+
+def test_blocks_are_members_of_a_list_with_parameters_alike() -> None:
+    gpt = operators(captured("gpt-125m"), "full")
+    assert len(gpt) == 2 and gpt[0] == gpt[1]
+    assert gpt[0].startswith("layer_norm linear reshape unbind") and gpt[0].endswith("gelu linear dropout add")
+    assert operators(captured("gpt-125m"), "every-2") == gpt[1:]
+
+
+def test_what_a_block_calls_outside_of_itself_is_part_of_it() -> None:
+    found = operators(captured("llama-70b"), "full")
+    assert len(found) == 2 and found[0] == found[1] and found[0].count("neg cat") == 2, "the rotary embedding"
+
+
+def test_experts_inside_of_a_block_are_no_blocks() -> None:
+    assert len(operators(captured("moe-8x7b"), "full")) == 2
+
+
+class Unit(nn.Module):
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(width), nn.Linear(width, out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.gelu(self.layer(self.norm(x)))
+
+
+def stages() -> nn.Module:
+    narrow, wide = (nn.Sequential(*(Unit(width, width) for _ in range(2))) for width in (4, 8))
+    return nn.Sequential(narrow, Unit(4, 8), wide)
+
+
+def test_where_stages_differ_blocks_are_what_they_are_made_of() -> None:
+    graph = capture(stages(), (torch.zeros(2, 4), torch.zeros(2, 8)), functional.mse_loss)
+    assert operators(graph, "full") == ["layer_norm linear gelu"] * 4
+    sources = [graph.source_of(operators_of(graph)[first]) for first, _ in block_segments(graph)]
+    assert [source.module for source in sources if source] == ["0.0.norm", "0.1.norm", "2.0.norm", "2.1.norm"]
+
+
+def test_a_model_of_torch_s_own_modules_has_blocks_by_its_parameters() -> None:
+    blocks = [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Tanh()) for _ in range(2)]
+    graph = capture(nn.Sequential(*blocks), (torch.zeros(2, 4), torch.zeros(2, 4)), functional.mse_loss)
+    assert operators(graph, "full") == ["linear tanh linear"] * 2
+
+
+def test_attention_in_one_kernel_and_every_other_product_is_kept() -> None:
+    again = operators(captured("gpt-125m"), "selective")
+    assert again[:3] == [
+        "layer_norm linear",  # the product is the last, and not run again
+        "transpose reshape linear dropout add layer_norm linear",
+        "gelu linear dropout add",
+    ]
+    assert again[3:] == again[:3]
+
+
+def test_attention_that_is_spelled_out_is_run_again() -> None:
+    again = operators(captured("bert-base"), "selective")
+    assert again[0] == (
+        "reshape transpose transpose matmul div softmax dropout matmul transpose reshape linear dropout add layer_norm "
+        "linear"
+    )
+
+
+class Asking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Unit(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.blocks[0], x, use_reentrant=False)
+        return self.blocks[2](self.blocks[1](x))
+
+
+def test_what_the_model_asks_for_is_run_again_unless_a_mode_is_given() -> None:
+    graph = capture(Asking(), (torch.zeros(2, 4), torch.zeros(2, 4)), functional.mse_loss)
+    assert [len(segments_for(mode, graph)) for mode in ("", "none", "full", "every-2")] == [1, 0, 3, 1]
