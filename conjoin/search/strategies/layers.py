@@ -131,7 +131,8 @@ def _carry(facts: Facts, node: NodeFacts, work: Propagation, carried: dict[Value
     """Note which column-split layers the outputs of a node owe their split to; those whose split the node undoes.
 
     A split that is added to an activation which is whole would run on through all the blocks; it is undone, too. A node
-    that is yet to be expanded undoes none.
+    that is yet to be expanded undoes none, unless others read what it reads: a norm at the head of a block is no reason
+    to split what goes by the block.
     """
     rule = work.rules.get(node.node)
     if rule is None:
@@ -140,7 +141,7 @@ def _carry(facts: Facts, node: NodeFacts, work: Propagation, carried: dict[Value
     gathered: set[Node] = set()
     for value, placement in zip(node.inputs, rule.operands, strict=True):
         if value in carried:
-            kept = placement == work.placements[value] or node.node in work.stuck
+            kept = placement == work.placements[value] or (node.node in work.stuck and _all_open(facts, value))
             (sources if kept else gathered).update(carried[value])
         elif node.node.op in _SUMS and value in facts.with_gradient and value not in facts.of_weights:
             is_cut = isinstance(placement, Split) and not isinstance(work.placements[value], Split)
@@ -150,6 +151,11 @@ def _carry(facts: Facts, node: NodeFacts, work: Propagation, carried: dict[Value
         if sources and isinstance(work.placements[value], Split):
             carried[value] = frozenset(sources)
     return frozenset(gathered)
+
+
+def _all_open(facts: Facts, value: Value) -> bool:
+    """Whether all who read a value can be expanded."""
+    return all(node.expandable or node.has_parts for node in map(facts.by_node.__getitem__, facts.graph.users[value]))
 
 
 def _carried_out(facts: Facts, carried: dict[Value, frozenset[Node]]) -> frozenset[Node]:
