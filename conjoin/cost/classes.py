@@ -40,7 +40,7 @@ def _subfamily(call: Call, family: str) -> str:
 
 _REDUCTIONS = (
     ("batch norm", ("batch_norm",)), ("norm", ("layer_norm", "rms_norm", "group_norm", "instance_norm")),
-    ("softmax", ("softmax", "cross_entropy", "logsumexp")), ("pool", ("pool",)), ("scan", ("cum",)),
+    ("softmax", ("softmax", "entropy", "logsumexp")), ("pool", ("pool",)), ("scan", ("cum",)),
 )  # fmt: skip
 
 
