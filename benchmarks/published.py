@@ -69,7 +69,6 @@ class Row:
     step_teraflops: float = 0.0
     """Of the whole step as the source counts them, where it prints a rate."""
     differs: str = ""
-    note: str = ""
     inexpressible: str = ""
     """Why it cannot be said here."""
 
@@ -78,7 +77,7 @@ class Row:
         length = f" length {self.length}" if self.length else ""
         again = f" recompute {self.recompute}" if self.recompute else ""
         setup = f"{self.model}{length} batch {self.batch}/{self.accumulate}{again} {self.precision} {self.strategy}"
-        return f"{self.gpus} {self.gpu} {setup} {self.note or self.inexpressible} ({self.name})"
+        return f"{self.gpus} {self.gpu} {setup} {self.inexpressible} ({self.name})"
 
     @property
     def request(self) -> str:

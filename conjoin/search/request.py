@@ -90,12 +90,9 @@ def parse_request(text: str, known: Mapping[str, Keys], aliases: Mapping[str, st
             f"Write {next(iter(known))}+{text[:60]}, or another of {', '.join(known)}."
         )
     made = named[0] if len(named) == 1 else _together(named, known)
-    for key, given in (
-        ("axes", [part.order for part in parts if part.order]),
-        ("recompute", [part.recompute for part in parts if part.recompute]),
-        ("micro", [part.micro for part in parts if part.micro > 1]),
-    ):
-        _check_once(made.name, key, len(given))
+    _check_once(made.name, "axes", sum(bool(part.order) for part in parts))
+    _check_once(made.name, "recompute", sum(bool(part.recompute) for part in parts))
+    _check_once(made.name, "micro", sum(part.micro > 1 for part in parts))
     return replace(
         made,
         order=max(part.order for part in parts),

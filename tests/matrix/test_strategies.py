@@ -32,7 +32,8 @@ STEPS = 5
 SINGLE_LOSS, SINGLE_TENSOR, TIMES_OWN_ERROR = 2e-3, 1e-2, 10.0
 SHAKEN = 3
 RANKS = (2, 4, 8)
-STRATEGIES = (*(name for name in strategy_names() if name != "single"), "megatron:sp", "megatron:sp,fsdp")
+JOINED = ("megatron:sp", "megatron:sp,fsdp", "hsdp:shard=2", "hsdp:shard=2+megatron:tp=2,sp+recompute=selective")
+STRATEGIES = (*(name for name in strategy_names() if name not in ("single", "hsdp")), *JOINED)
 BATCH = 8
 """So that eight ranks have a sample each."""
 
@@ -129,8 +130,8 @@ def assert_equal(results: list[Result]) -> None:
 SAMPLE = (
     ("mlp", 4, ("data-parallel", "fsdp", "sbp3d")),
     ("bert-base", 4, ("megatron", "zero1")),
-    ("gpt-125m", 8, ("megatron:sp,fsdp",)),
-    ("gpt-125m", 4, ("megatron:sp", "fsdp")),
+    ("gpt-125m", 8, ("megatron:sp,fsdp", "hsdp:shard=2+megatron:tp=2,sp+recompute=selective")),
+    ("gpt-125m", 4, ("megatron:sp", "fsdp", "hsdp:shard=2")),
     ("alexnet", 2, ("one-weird-trick", "spatial")),
     ("dlrm", 4, ("table-parallel",)),
     ("rnnlm-2step", 2, ("reduction",)),
