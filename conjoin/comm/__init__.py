@@ -1,11 +1,21 @@
 """How a reshard is carried out: the choice of collectives, what each rank sends, and how many bytes that is."""
 
-from conjoin.comm.bundling import BUNDLE_BYTES, BundleKind, ParameterBundle, bundle_parameters, find_bundles
+from conjoin.comm.bundling import (
+    BUNDLE_BYTES,
+    BundleKind,
+    ParameterBundle,
+    Use,
+    bundle_parameters,
+    find_bundles,
+    flights_backward,
+    flights_forward,
+    sent_bytes,
+)
 from conjoin.comm.exchanges import ExchangedBytes, NodeExchanges, node_exchanges
 from conjoin.comm.gradients import Entry, GradientFlow
 from conjoin.comm.movement import Movement, move_regions, movement
 from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
-from conjoin.comm.pieces import splits_evenly
+from conjoin.comm.pieces import held_bytes, num_devices, splits_evenly
 from conjoin.comm.places import changes_places, changes_places_between, common_places, has_places, leaves_early
 from conjoin.comm.recomputing import recomputed, run_again
 from conjoin.comm.route import backward_route, dual_layout, reshard
@@ -18,7 +28,6 @@ from conjoin.comm.traffic import (
     Collective,
     Traffic,
     Transfer,
-    held_bytes,
     step_bytes,
     step_load,
 )
@@ -27,8 +36,9 @@ from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 __all__ = [
     "AGREEMENT_BYTES", "BACKWARD", "BUNDLE_BYTES", "EXCHANGE", "FORWARD", "BundleKind", "Collective", "Entry",
     "ExchangedBytes", "GradientFlow", "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Route", "Step",
-    "StepKind", "Traffic", "Transfer", "backward_route", "bundle_parameters", "bytes_sent", "changes_places",
-    "changes_places_between", "common_places", "dual_layout", "find_bundles", "has_places", "held_bytes",
-    "leaves_early", "move_regions", "movement", "node_exchanges", "recomputed", "reshard", "ring_bytes", "route_bytes",
-    "run_again", "splits_evenly", "step_bytes", "step_load", "sum_per_rank", "total_bytes",
+    "StepKind", "Traffic", "Transfer", "Use", "backward_route", "bundle_parameters", "bytes_sent", "changes_places",
+    "changes_places_between", "common_places", "dual_layout", "find_bundles", "flights_backward", "flights_forward",
+    "has_places", "held_bytes", "leaves_early", "move_regions", "movement", "node_exchanges", "num_devices",
+    "recomputed", "reshard", "ring_bytes", "route_bytes", "run_again", "sent_bytes", "splits_evenly", "step_bytes",
+    "step_load", "sum_per_rank", "total_bytes",
 ]  # fmt: skip

@@ -1,54 +1,88 @@
 """Which parameters travel together: one collective for many, each way.
 
 A parameter that is stored as I and used as B needs nothing forward and an all-reduce of its gradient backward; one
-that is stored split is gathered for use and its gradient reduce-scattered. What needs more goes on its own.
+that is stored split is gathered for use and its gradient reduce-scattered. Stored split on some axes and whole on
+others (hybrid sharding), it is gathered over the first, and the piece that is left of its gradient is all-reduced over
+the others. What needs more goes on its own. What gets no gradient, as frozen weights, is only gathered.
+
+Pieces of a bundle are padded to those of the member that holds most: collectives want parts of one size.
 
 A parameter that is used in another dtype than stored, as in mixed precision, is cast where it is stored: what is
 gathered is narrow, and gradients are summed up in the dtype of the parameter.
+
+Gathers are started ahead: while what needs one bundle runs, the next is under way. What the backward pass runs again
+is called as a whole, so all bundles that a segment is the first to need fly together, and ahead of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 
 from conjoin.comm.gradients import Entry, GradientFlow
 from conjoin.comm.movement import movement
-from conjoin.comm.pieces import splits_evenly
+from conjoin.comm.per_rank import PerRank, sum_per_rank
+from conjoin.comm.pieces import held_bytes, splits_evenly
+from conjoin.comm.recomputing import recomputed
 from conjoin.comm.route import backward_route, reshard
 from conjoin.comm.steps import Route, Step, StepKind
-from conjoin.ir import Graph, Leaf, Value, is_parallel, origin, stored_leaf
+from conjoin.ir import Leaf, Plan, Segment, Value, operators_of, origin, regathered_parameters, stored_leaf
 from conjoin.machine import Mesh
-from conjoin.ops import Copies, Layout, TensorType
+from conjoin.ops import Copies, Layout, TensorType, split_axes
 
 BUNDLE_BYTES = 25 * 2**20
 """As DistributedDataParallel's buckets (torch documentation, `bucket_cap_mb`)."""
+BUNDLES_AHEAD = 2
+"""How many bundles' bytes are on their way: a large parameter that is used after small ones must be before them."""
 
 
 @dataclass(frozen=True, slots=True)
 class BundleKind:
-    """What parameters must share to go in one collective."""
+    """What parameters must share to go in the same collectives."""
 
-    gathers: bool
-    """Gathered for use, gradients reduce-scattered; else used as stored, gradients all-reduced."""
-    axes: tuple[str, ...]
+    gathered: tuple[str, ...]
+    """The axes over which they are gathered for use, and gradients reduce-scattered."""
+    summed: tuple[str, ...]
+    """The axes over which gradients, or the pieces that are left of them, are all-reduced."""
     dtype: torch.dtype
     """In which they are used."""
-    regather: bool
-    """Gathered again for the backward pass."""
     stored: torch.dtype
     """In which they are stored and their gradients are summed up."""
+    regather: bool
+    """Gathered again for the backward pass."""
+    trained: bool
+    """Whether gradients come back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Who uses parameters, by the places of operators."""
+
+    reads: tuple[int, ...]
+    """Everyone who reads them, in order."""
+    last_kept: int
+    """The last whose backward reads them, or before whose backward a segment is run again that does; -1 for none."""
+    back: bool
+    """Whether a gradient comes back."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterBundle:
-    """Parameters, each with the layout of its use, that are moved by one collective each way."""
+    """Parameters, each with the layout of its use, that are moved by the same collectives."""
 
     kind: BundleKind
     entries: tuple[Entry, ...]
+    use: Use
+    wanted: int
+    """Where they must be on their way at the latest: the first reader, or the begin of a segment that is run again."""
+    num_bytes: int
+    """Of the parameters as they are used, on one device."""
+    is_flat: bool
+    """Whether it is one parameter, and what members hold one after the other in memory is what they use."""
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -57,84 +91,189 @@ class ParameterBundle:
         assert all(leaf is not None for leaf in found)
         return found  # type: ignore[return-value] # just seen
 
+    @property
+    def is_gathered_again(self) -> bool:
+        """Whether it is dropped after the forward pass, and the backward pass reads one of its parameters."""
+        return self.kind.regather and self.use.last_kept >= 0
 
-def find_bundles(graph: Graph, mesh: Mesh, regathered: frozenset[str]) -> tuple[ParameterBundle, ...]:
-    """All bundles of a plan; parameters that need more than one collective each way go on their own."""
-    return bundle_parameters(_parameter_reads(graph), mesh, regathered)
+
+def find_bundles(plan: Plan) -> tuple[ParameterBundle, ...]:
+    """All bundles of a plan; parameters that need more go on their own."""
+    segments = recomputed(plan)
+    return bundle_parameters(_find_uses(plan, segments), plan.mesh, regathered_parameters(plan), segments)
 
 
-def bundle_parameters(reads: Iterable[Entry], mesh: Mesh, regathered: frozenset[str]) -> tuple[ParameterBundle, ...]:
+def bundle_parameters(
+    uses: Mapping[Entry, Use], mesh: Mesh, regathered: frozenset[str], segments: Sequence[Segment] = ()
+) -> tuple[ParameterBundle, ...]:
     """Bundles of parameters that are used in other layouts than stored, given in the order of use."""
     entries: dict[BundleKind, list[Entry]] = {}
-    for entry in reads:
+    for entry, use in uses.items():
         value, layout = entry
         leaf = stored_leaf(value)
         assert leaf is not None
-        kind = _kind_of(value.type, layout, mesh, leaf.name in regathered, leaf.type.dtype)
+        kind = _kind_of(value.type, layout, mesh, leaf.type.dtype, leaf.name in regathered, use.back)
         if kind is not None:
             entries.setdefault(kind, []).append(entry)
-    return tuple(ParameterBundle(kind, part) for kind, found in entries.items() for part in _filled(found))
+    begins = {place: first for first, last in segments for place in range(first, last + 1)}
+    return tuple(
+        _bundle(kind, part, [uses[entry] for entry in part], begins, mesh)
+        for kind, found in entries.items()
+        for part in _filled(found, mesh)
+    )
 
 
-def _filled(entries: list[Entry]) -> list[tuple[Entry, ...]]:
-    """Entries in the order of use, cut into bundles filled from the last.
+def _bundle(
+    kind: BundleKind, entries: tuple[Entry, ...], uses: Sequence[Use], begins: Mapping[int, int], mesh: Mesh
+) -> ParameterBundle:
+    reads = tuple(sorted({place for use in uses for place in use.reads}))
+    use = Use(reads, max(use.last_kept for use in uses), any(use.back for use in uses))
+    is_flat = len(entries) == 1 and _lies_flat(entries[0][0].type, kind.gathered, mesh)
+    num_bytes = sum(used_bytes(entry, mesh) for entry in entries)
+    return ParameterBundle(kind, entries, use, begins.get(reads[0], reads[0]), num_bytes, is_flat)
+
+
+def used_bytes(entry: Entry, mesh: Mesh) -> int:
+    """What a device has of a parameter as it is used."""
+    value, layout = entry
+    return held_bytes(value.type.laid_out(layout), mesh).largest
+
+
+def _lies_flat(type: TensorType, gathered: tuple[str, ...], mesh: Mesh) -> bool:
+    """Whether pieces are rows, of one number, in the order of the group."""
+    rows = split_axes(type.layout, 0) if type.shape else ()
+    in_order = tuple(axis for axis in rows if axis in gathered) == gathered
+    return in_order and splits_evenly(type.shape, type.layout, mesh)
+
+
+def _filled(entries: list[Entry], mesh: Mesh) -> list[tuple[Entry, ...]]:
+    """Entries in the order of use, cut into bundles filled from the last; large ones, which need not be packed, alone.
 
     The first one, whose gradients come last and whose gather comes first, is what remains: little is left to wait for.
     """
-    parts: list[list[Entry]] = []
+    parts: list[list[int]] = []
+    filling: list[int] = []
     num_bytes = BUNDLE_BYTES
-    for entry in reversed(entries):
+    for i, entry in reversed(list(enumerate(entries))):
+        size = used_bytes(entry, mesh)
+        if size >= BUNDLE_BYTES:
+            parts.append([i])
+            continue
         if num_bytes >= BUNDLE_BYTES:
-            parts.append([])
-            num_bytes = 0
-        parts[-1].append(entry)
-        num_bytes += entry[0].type.bytes
-    return [tuple(reversed(part)) for part in reversed(parts)]
+            filling, num_bytes = [], 0
+            parts.append(filling)
+        filling.append(i)
+        num_bytes += size
+    return [tuple(entries[i] for i in part) for part in sorted(map(sorted, parts))]
 
 
-def _parameter_reads(graph: Graph) -> list[Entry]:
-    """Every trainable parameter, or what one is cast to, that is used in another layout than stored, with that layout,
-    in the order of use.
+Flights = tuple[tuple[int, ...], ...]
+"""For every bundle the numbers of others."""
+
+
+def flights_forward(bundles: Sequence[ParameterBundle]) -> Flights:
+    """The bundles whose gathers are started with each: what is wanted at the same place, and what is wanted next."""
+    gathered = [i for i, bundle in enumerate(bundles) if bundle.kind.gathered]
+    return _flights(bundles, gathered, [bundle.wanted for bundle in bundles])
+
+
+def flights_backward(bundles: Sequence[ParameterBundle]) -> Flights:
+    """The same for what the backward pass gathers again."""
+    gathered = [i for i, bundle in enumerate(bundles) if bundle.is_gathered_again]
+    return _flights(bundles, gathered, [-bundle.use.last_kept for bundle in bundles])
+
+
+def _flights(bundles: Sequence[ParameterBundle], gathered: Sequence[int], places: Sequence[int]) -> Flights:
+    """For every bundle the others of its kind at the same place, and of those at the next ones enough to fill some."""
+    found: list[tuple[int, ...]] = [()] * len(bundles)
+    for kind in dict.fromkeys(bundles[i].kind for i in gathered):
+        alike = sorted((i for i in gathered if bundles[i].kind == kind), key=lambda i: places[i])
+        stretches = [tuple(some) for _, some in groupby(alike, key=lambda i: places[i])]
+        for number, stretch in enumerate(stretches):
+            after = _enough(bundles, stretches[number + 1 :])
+            for i in stretch:
+                found[i] = (*(j for j in stretch if j != i), *after)
+    return tuple(found)
+
+
+def _enough(bundles: Sequence[ParameterBundle], stretches: Sequence[tuple[int, ...]]) -> list[int]:
+    """The first of some stretches, as many as it takes to fill some bundles."""
+    found: list[int] = []
+    for stretch in stretches:
+        if sum(bundles[i].num_bytes for i in found) >= BUNDLES_AHEAD * BUNDLE_BYTES:
+            break
+        found += stretch
+    return found
+
+
+def sent_bytes(types: Iterable[TensorType], axes: tuple[str, ...], mesh: Mesh) -> PerRank:
+    """What a rank sends to one other of its group when some tensors are gathered over axes: as much as any there."""
+    held = sum_per_rank((held_bytes(type, mesh) for type in types), mesh.size)
+    if len(held.values) == 1:
+        return held
+    found = list(held.values)
+    for group in mesh.groups(axes):
+        most = max(held[rank] for rank in group)
+        for rank in group:
+            found[rank] = most
+    return PerRank(tuple(found), mesh.size)
+
+
+def _find_uses(plan: Plan, segments: Sequence[Segment]) -> dict[Entry, Use]:
+    """Every parameter, or what one is cast to, that is used in another layout than stored, with that layout and who
+    uses it, in the order of use.
 
     One whose use has no part in the loss gets no gradient, as on one device: together with others it would get zeros.
     """
-    flow = GradientFlow(graph) if graph.training else None
+    graph = plan.graph
+    flow, operators = GradientFlow(graph), operators_of(graph)
+    ends = {place: last for first, last in segments for place in range(first, last + 1)}
     results = [value for value in (*graph.outputs, *(v for _, v in graph.updates)) if isinstance(value, Value)]
-    reads = [value for node in graph.nodes if not is_parallel(node) for value in node.inputs]
-    found: dict[Entry, None] = {}
-    for value in (*reads, *results):
+    reads = [(place, i, value) for place, node in enumerate(operators) for i, value in enumerate(node.inputs)]
+    found: dict[Entry, list[tuple[int, bool]]] = {}
+    for place, i, value in (*reads, *((len(operators), -1, value) for value in results)):
         root, layout = origin(value), value.type.layout
-        if root.type.layout == layout or stored_leaf(root) is None:
-            continue
-        if flow is None or flow.reach_read(root, layout):
-            found[root, layout] = None
-    return list(found)
+        if root.type.layout != layout and stored_leaf(root) is not None:
+            is_kept = i >= 0 and i in flow.kept_operands(operators[place])
+            found.setdefault((root, layout), []).append((place, is_kept))
+    made = {}
+    for (root, layout), readers in found.items():
+        kept = [ends.get(place, place) for place, is_kept in readers if is_kept or place in ends]
+        back = not graph.training or flow.reach_read(root, layout)
+        made[root, layout] = Use(tuple(dict.fromkeys(place for place, _ in readers)), max(kept, default=-1), back)
+    return made
 
 
-def _only(route: Route) -> Step | None:
-    """The one step of a route that is more than a new label; None when there are more, or none."""
-    steps = [step for step in route.steps if step.kind is not StepKind.RELABEL]
-    return steps[0] if len(steps) == 1 else None
+def _moving(route: Route) -> list[Step]:
+    """The steps of a route that are more than a new label."""
+    return [step for step in route.steps if step.kind is not StepKind.RELABEL]
 
 
 @lru_cache(maxsize=1 << 14)
 def _kind_of(
-    type: TensorType, layout: Layout, mesh: Mesh, regather: bool, stored: torch.dtype
+    type: TensorType, layout: Layout, mesh: Mesh, stored: torch.dtype, regather: bool, trained: bool
 ) -> BundleKind | None:
     copied = _copied_axes(type, layout)
     if copied:
-        return BundleKind(False, mesh.in_order(copied), type.dtype, False, stored)
+        return BundleKind((), mesh.in_order(copied), type.dtype, stored, False, True) if trained else None
     there = reshard(type.shape, type.layout, layout, mesh)
-    back = _only(backward_route(there, mesh))
-    if back is None:
+    match _moving(there):
+        case [Step(StepKind.ALL_GATHER) as step] if _is_shared_out(step, type, mesh):
+            gathered = mesh.in_order(step.axes)
+        case _:
+            return None
+    if not trained:
+        return BundleKind(gathered, (), type.dtype, stored, regather, False)
+    match _moving(backward_route(there, mesh)):
+        case [Step(StepKind.REDUCE_SCATTER) as scatter]:
+            summed: tuple[str, ...] = ()
+        case [Step(StepKind.REDUCE_SCATTER) as scatter, Step(StepKind.ALL_REDUCE) as reduce]:
+            summed = mesh.in_order(reduce.axes)
+        case _:
+            return None
+    if mesh.in_order(scatter.axes) != gathered:
         return None
-    axes = mesh.in_order(back.axes)
-    step = _only(there)
-    if step is None or step.kind is not StepKind.ALL_GATHER or set(step.axes) != set(axes):
-        return None
-    if back.kind is not StepKind.REDUCE_SCATTER or not _is_even(step, type, mesh):
-        return None
-    return BundleKind(True, axes, type.dtype, regather, stored)
+    return BundleKind(gathered, summed, type.dtype, stored, regather, True)
 
 
 def _copied_axes(type: TensorType, layout: Layout) -> list[str]:
@@ -144,9 +283,7 @@ def _copied_axes(type: TensorType, layout: Layout) -> list[str]:
     return copied if kept == type.layout else []
 
 
-def _is_even(step: Step, type: TensorType, mesh: Mesh) -> bool:
-    """Whether every member of every group holds a piece of one size, and no two the same."""
-    if not splits_evenly(type.shape, type.layout, mesh):
-        return False
+def _is_shared_out(step: Step, type: TensorType, mesh: Mesh) -> bool:
+    """Whether every member of a group holds a piece, and no two the same."""
     table = movement(step, type.shape, mesh, 0)
     return len(table.receives) == len(table.group)

@@ -11,6 +11,11 @@ Entry = tuple[Value, Layout]
 """A value, mostly a parameter, and a layout in which somebody reads it."""
 
 
+_NORMS = ("batch_norm", "group_norm", "layer_norm")
+_KEPT_WHOLE = ("conv", *_NORMS, *(f"native_{norm}" for norm in _NORMS))
+"""Operators of which torch keeps all factors always: the gradients of all their operands come from one call."""
+
+
 class GradientFlow:
     """Which values need a gradient, and which get one: those from which a path leads to the loss."""
 
@@ -103,7 +108,7 @@ class GradientFlow:
             viewed = range(len(node.inputs)) if node in self._rows else (0,)
             return [i for i in viewed if any((v, v.type.layout) in self._saved for v in self._made_of(node, i))]
         terms = _terms(spec, call)
-        reads_all = node.op.removeprefix("_").startswith("conv")  # torch keeps both factors of a convolution always
+        reads_all = node.op.removeprefix("_").startswith(_KEPT_WHOLE)
         if reads_all or not set(passing) <= set().union(*terms):
             return list(range(len(call.operand_names)))
         return [i for i in range(len(call.operand_names)) if any(i in t and set(passing) & (t - {i}) for t in terms)]

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
 
-from conjoin.ir import Range, Region, cut, holds, nothing
+from conjoin.comm.per_rank import PerRank
+from conjoin.ir import Range, Region, cut, holds, nothing, num_elements, region_of
 from conjoin.machine import Mesh
-from conjoin.ops import At, Layout, split_axes
+from conjoin.ops import At, Layout, TensorType, split_axes
 
 Splits = tuple[tuple[str, ...], ...]
 
@@ -132,3 +133,11 @@ def kept_elements(shape: tuple[int, ...], have: Splits, want: Splits, mesh: Mesh
 
 def _shared_lengths(some: list[Range], others: list[Range]) -> list[int]:
     return [max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in zip(some, others, strict=True)]
+
+
+@lru_cache(maxsize=1 << 14)
+def held_bytes(type: TensorType, mesh: Mesh) -> PerRank:
+    """What every rank holds of a tensor in its layout."""
+    ranks = (0,) if splits_evenly(type.shape, type.layout, mesh) else range(mesh.size)
+    sizes = (num_elements(region_of(type.shape, type.layout, mesh, rank)) for rank in ranks)
+    return PerRank(tuple(size * type.dtype.itemsize for size in sizes), mesh.size)

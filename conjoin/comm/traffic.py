@@ -1,23 +1,22 @@
 """What a training step of a plan puts on the wire: every collective with the bytes that each rank sends.
 
-The walk is that of the runtime: a value is brought into each layout once, when it is first read; trainable parameters
-travel in bundles; where the local form of a node reads or makes another region than the layouts give, neighbours
+The walk is that of the runtime: a value is brought into each layout once, when it is first read; parameters travel
+in bundles; where the local form of a node reads or makes another region than the layouts give, neighbours
 exchange parts; backward goes by the reshard of the duals, wherever a gradient comes back. Bytes are payload, counted as
 the communicators count: 2 (n-1)/n of a tensor for an all-reduce, and for the others what leaves the rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import prod
 
-from conjoin.comm.bundling import ParameterBundle, find_bundles
+from conjoin.comm.bundling import ParameterBundle, find_bundles, sent_bytes
 from conjoin.comm.exchanges import ExchangedBytes, node_exchanges
 from conjoin.comm.gradients import Entry, GradientFlow
-from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
-from conjoin.comm.pieces import splits_evenly
+from conjoin.comm.per_rank import PerRank, ring_bytes
+from conjoin.comm.pieces import num_devices, splits_evenly
 from conjoin.comm.places import changes_places
 from conjoin.comm.recomputing import recomputed
 from conjoin.comm.route import backward_route, reshard
@@ -29,12 +28,9 @@ from conjoin.ir import (
     Plan,
     Value,
     is_random,
-    num_elements,
     operators_of,
     origin,
     place,
-    regathered_parameters,
-    region_of,
 )
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, TensorType
@@ -77,16 +73,13 @@ class Traffic:
     def __init__(self, plan: Plan) -> None:
         self._mesh = plan.mesh
         self._gradients = GradientFlow(plan.graph)
-        bundles = find_bundles(plan.graph, plan.mesh, regathered_parameters(plan))
-        self._bundles = {entry: bundle for bundle in bundles for entry in bundle.entries}
+        self._bundles = {entry: bundle for bundle in find_bundles(plan) for entry in bundle.entries}
         self._there: set[Entry] = set()
         self._steps = plan.accumulation.steps if plan.accumulation is not None else 1
         operators, spans = operators_of(plan.graph), recomputed(plan, self._gradients)
         self._again = {node for first, last in spans for node in operators[first : last + 1]}
         """What the backward pass runs again."""
         self._lasts = {operators[last] for _, last in spans}
-        read = (value for node in self._again for value in node.inputs)
-        self._entering = {(origin(value), value.type.layout) for value in read}
 
     def at_start(self, nodes: Iterable[Node]) -> list[Transfer]:
         """What all ranks exchange before anything runs."""
@@ -105,8 +98,7 @@ class Traffic:
         bundle = self._bundles.get((root, layout))
         self._there.update(((root, layout),) if bundle is None else bundle.entries)
         moved = self._reshard(root, layout) if bundle is None else self._bundle(bundle)
-        once = bundle is not None and not bundle.kind.gathers  # summed up after the last micro-batch
-        return [moved if once else self._repeated(moved)] if moved.collectives else []
+        return [self._repeated(moved)] if moved.collectives else []
 
     def before_node(self, node: Node, placed: Placed) -> list[Transfer]:
         """What moves so that a node can read its operands."""
@@ -142,31 +134,23 @@ class Traffic:
                 yield Collective(step.kind.value, axes, direction, direction == BACKWARD, sent)
 
     def _bundle(self, bundle: ParameterBundle) -> Transfer:
+        """Gathered, and again for the backward pass; gradients reduce-scattered, then all-reduced."""
         mesh, kind = self._mesh, bundle.kind
-        num_members = prod(mesh.sizes[axis] for axis in kind.axes)
-        held = sum_per_rank((held_bytes(root.type, mesh) for root, _ in bundle.entries), mesh.size)
-        summed = sum_per_rank((held_bytes(leaf.type, mesh) for leaf in bundle.leaves), mesh.size)
         back = any(self._gradients.reach_read(*entry) for entry in bundle.entries)
-
-        def sent(kind_of: StepKind, direction: str, count: Callable[[int], int]) -> Collective:
-            of_gradient = kind_of is not StepKind.ALL_GATHER
-            values = tuple(map(count, (summed if of_gradient else held).values))
-            return Collective(kind_of.value, kind.axes, direction, of_gradient, PerRank(values, mesh.size))
-
-        if not kind.gathers:
-            reduced = sent(StepKind.ALL_REDUCE, BACKWARD, lambda size: ring_bytes(size, num_members))
-            return Transfer(*_of(bundle), (reduced,) if back else (), bundled=True)
-        to_others = lambda size: (num_members - 1) * size
-        found = [sent(StepKind.ALL_GATHER, FORWARD, to_others)]
-        if back:
-            found += [sent(StepKind.ALL_GATHER, BACKWARD, to_others)] if self._gathered_again(bundle) else []
-            found.append(sent(StepKind.REDUCE_SCATTER, BACKWARD, to_others))
+        used = sent_bytes((root.type for root, _ in bundle.entries), kind.gathered, mesh)
+        stored = [leaf.type for leaf in bundle.leaves]
+        found: list[Collective] = []
+        if kind.gathered:
+            others = num_devices(kind.gathered, mesh) - 1
+            gather = Collective(StepKind.ALL_GATHER.value, kind.gathered, FORWARD, False, used * others)
+            sent = sent_bytes(stored, kind.gathered, mesh) * others
+            found += [gather, *([replace(gather, direction=BACKWARD)] if bundle.is_gathered_again else [])]
+            found += [Collective(StepKind.REDUCE_SCATTER.value, kind.gathered, BACKWARD, True, sent)] if back else []
+        if kind.summed and back:
+            held, num_members = sent_bytes(stored, (), mesh), num_devices(kind.summed, mesh)
+            sent = PerRank(tuple(ring_bytes(size, num_members) for size in held.values), mesh.size)
+            found.append(Collective(StepKind.ALL_REDUCE.value, kind.summed, BACKWARD, True, sent))
         return Transfer(*_of(bundle), tuple(found), bundled=True)
-
-    def _gathered_again(self, bundle: ParameterBundle) -> bool:
-        """Whether it is dropped after the forward pass, and the backward pass reads one of its parameters."""
-        read = (self._gradients.save(*entry) or entry in self._entering for entry in bundle.entries)
-        return bundle.kind.regather and any(read)
 
     def _exchange(self, value: Value, move: ExchangedBytes | None, with_gradient: bool) -> list[Transfer]:
         if move is None:
@@ -180,10 +164,11 @@ class Traffic:
         return [self._repeated(Transfer((origin(value),), None, tuple(found)))] if found else []
 
     def _repeated(self, transfer: Transfer) -> Transfer:
-        """What moves as often as there are micro-batches."""
+        """What moves as often as there are micro-batches; bundles are all-reduced after the last."""
         if self._steps == 1:
             return transfer
-        every = (replace(c, sent=c.sent * self._steps) for c in transfer.collectives)
+        once = StepKind.ALL_REDUCE.value if transfer.bundled else None
+        every = (c if c.kind == once else replace(c, sent=c.sent * self._steps) for c in transfer.collectives)
         return replace(transfer, collectives=tuple(every))
 
 
@@ -198,14 +183,6 @@ def _twice(transfer: Transfer) -> Transfer:
 def _of(bundle: ParameterBundle) -> tuple[tuple[Value, ...], Layout | None]:
     layouts = {layout for _, layout in bundle.entries}
     return tuple(root for root, _ in bundle.entries), layouts.pop() if len(layouts) == 1 else None
-
-
-@lru_cache(maxsize=1 << 14)
-def held_bytes(type: TensorType, mesh: Mesh) -> PerRank:
-    """What every rank holds of a tensor in its layout."""
-    ranks = (0,) if splits_evenly(type.shape, type.layout, mesh) else range(mesh.size)
-    sizes = (num_elements(region_of(type.shape, type.layout, mesh, rank)) for rank in ranks)
-    return PerRank(tuple(size * type.dtype.itemsize for size in sizes), mesh.size)
 
 
 @lru_cache(maxsize=1 << 14)

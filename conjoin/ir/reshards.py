@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conjoin.ir.nodes import Leaf, Node, Value
+from conjoin.ir.nodes import Leaf, LeafKind, Node, Value
 from conjoin.ops import (
     ASSIGN,
     BATCH,
@@ -155,7 +155,7 @@ CAST = "_to_copy"
 
 
 def stored_leaf(value: Value) -> Leaf | None:
-    """The trained parameter that a value is, or is cast from as it is stored; None where it is neither."""
+    """The parameter that a value is, or is cast from as it is stored; None where it is neither."""
     owner = value.owner
     if isinstance(owner, Node):
         if owner.op != CAST or not value.type.dtype.is_floating_point:
@@ -164,7 +164,7 @@ def stored_leaf(value: Value) -> Leaf | None:
         if not isinstance(source.owner, Leaf) or source.type.layout != value.type.layout:
             return None
         owner = source.owner
-    return owner if owner.trainable else None
+    return owner if owner.kind is LeafKind.PARAMETER else None
 
 
 def origin(value: Value) -> Value:

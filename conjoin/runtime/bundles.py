@@ -1,14 +1,15 @@
-"""Parameters in bundles: one collective for many, started early and waited for late.
+"""Parameters in bundles: the same collectives for many, started early and waited for late.
 
 A parameter that is stored as I and used as B needs nothing forward and an all-reduce of its gradient backward (data
-parallel); one that is stored split is gathered for use and its gradient reduce-scattered (ZeRO). Both are done for many
-parameters at once and overlap with computing:
+parallel); one that is stored split is gathered for use and its gradient reduce-scattered (ZeRO), and the piece that is
+left all-reduced over axes on which it is stored alike (hybrid sharding). All is done for many parameters at once and
+overlaps with computing:
 
-- `launch` stands in the program where the first parameter of the bundle is used. In backward it runs when the last of
-  the bundle's gradients is there, and starts the collective.
+- `launch` stands in the program where the first parameter of the bundle is used. It waits for the gather, which was
+  started ahead, and starts those of the bundles that are wanted next. In backward it runs when the last of the bundle's
+  gradients is there, and starts to sum them up. In a segment that the backward pass runs again, it is run again too.
 - `hold` stands at the start of the program. Autograd runs what was made first last, so in backward it runs when nothing
-  else is left to do, and waits for the collective.
-- A gather is started one bundle ahead of its use.
+  else is left to do, and waits for the sums.
 
 Parameters that are used in another dtype than stored are cast on the way: before they are gathered, and gradients
 before they are summed up, so that a sum over many ranks is rounded as the parameter is.
@@ -20,37 +21,63 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from conjoin.comm import BundleKind, Entry, ParameterBundle, find_bundles
-from conjoin.ir import Graph, Region, num_elements, region_of, region_shape
-from conjoin.runtime.communicator import Axes, Communicator, Work
-from conjoin.runtime.wire import to_add, to_send
+from conjoin.comm import BundleKind, ParameterBundle, find_bundles, flights_backward, flights_forward
+from conjoin.ir import Plan
+from conjoin.runtime.communicator import Communicator, Work
+from conjoin.runtime.movers import Mover
+
+
+class _Sum:
+    """Gradients on their way: scattered over some axes, then summed up over others."""
+
+    def __init__(self, mover: Mover, scattered: Work, flat: Tensor) -> None:
+        self._mover, self._scattered, self._flat = mover, scattered, flat
+        self._summed: Work | None = None
+        if not mover.kind.gathered:
+            self.proceed()
+
+    def proceed(self) -> None:
+        """Wait for the pieces, and start what is left to do with them."""
+        if self._summed is None:
+            self._scattered.wait()
+            self._summed = self._mover.sum_up(self._flat)
+
+    def wait(self) -> None:
+        self.proceed()
+        assert self._summed is not None
+        self._summed.wait()
 
 
 @dataclass(slots=True)
 class _Ticket:
-    """One forward pass through a bundle: what was held, and the collectives its backward has started."""
+    """One forward pass through a bundle: what was held, and the sums its backward has started."""
 
     held: tuple[Tensor, ...] = ()
     made: tuple[weakref.ref[Tensor], ...] = ()
     """The parameters as they are used, as long as somebody holds them."""
-    works: list[Work] = field(default_factory=list)
+    sums: list[_Sum] = field(default_factory=list)
     versions: tuple[int, ...] = ()
     """Which state of the parameters was held."""
-    dropped: bool = False
-    """Whether the backward pass needs something that was dropped."""
+    launched: bool = False
+    num_asked: int = 0
+    """How often the backward pass has yet to ask for the parameters."""
     again: tuple[Tensor, ...] | None = None
-    """The parameters brought once more, for the backward pass."""
+    """The parameters as the backward pass uses them, while it has to ask."""
+
+    def proceed(self) -> None:
+        for each in self.sums:
+            each.proceed()
 
     def settle(self) -> None:
-        """Wait for the collectives; what they were given is no longer held."""
-        for work in self.works:
-            work.wait()
-        self.works.clear()
+        """Wait for the sums; what they were given is no longer held."""
+        for each in self.sums:
+            each.wait()
+        self.sums.clear()
 
 
 class _Hold(torch.autograd.Function):
@@ -70,107 +97,126 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bundle: Bundle, ticket: _Ticket, *held: Tensor) -> tuple[Tensor, ...]:
         ctx.bundle, ctx.ticket = bundle, ticket
-        return bundle.bring(held)
+        return bundle.bring_again(ticket) if ticket.launched else bundle.bring(held)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.ticket.again = None
-        if ctx.bundle.defers:
-            ctx.bundle.put_off(gradients)
-            return None, None, *(None for _ in gradients)
-        ctx.bundle.settle_earlier()
-        work, made = ctx.bundle.mover.start_back(gradients)
-        ctx.ticket.works.append(work)
-        return None, None, *made
-
-
-class Mover(Protocol):
-    """What a bundle does with its parameters forward and with their gradients backward."""
-
-    def bring(self, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The values in the layouts of their use."""
-
-    def start_back(self, gradients: Sequence[Tensor]) -> tuple[Work, tuple[Tensor, ...]]:
-        """Start the collective on the gradients; what it returns is complete when the work is."""
+        return None, None, *ctx.bundle.start_back(ctx.ticket, gradients)
 
 
 class Bundle:
     """Some parameters, and how they are moved together."""
 
     def __init__(self, found: ParameterBundle, mover: Mover, dropping: Dropping | None = None) -> None:
-        self.entries, self.leaves, self._stored = found.entries, found.leaves, found.kind.stored
+        self.entries, self.leaves, self.kind = found.entries, found.leaves, found.kind
         self.mover = mover
         self._dropping = dropping
         self.ticket = _Ticket()
-        self.before: Bundle | None = None
+        self.ahead: tuple[Bundle, ...] = ()
+        """Those whose gathers are started with this one's in the forward pass."""
+        self.ahead_back: tuple[Bundle, ...] = ()
         self.after: Bundle | None = None
+        """The next of the same kind, whose gradients come before."""
         self.defers = False
         """Whether gradients of several micro-batches are added up, and summed over the ranks at the end."""
-        self._put_off: list[Tensor] = []
+        self._put_off: Tensor | None = None
+        self._scattered: tuple[Work, Tensor] | None = None
 
     def defer(self) -> None:
         """Sum gradients over the ranks when all micro-batches are done, where that needs no more memory than each."""
-        self.defers = isinstance(self.mover, Reducing)
+        self.defers = bool(self.kind.summed)
 
-    def put_off(self, gradients: Sequence[Tensor]) -> None:
-        """The gradients of a micro-batch."""
-        wide = [gradient.to(self._stored) for gradient in gradients]
-        pairs = zip(self._put_off, wide, strict=True)
-        self._put_off = [mine + more for mine, more in pairs] if self._put_off else wide
+    def _put_off_more(self) -> None:
+        """Add what was scattered to what was put off before."""
+        if self._scattered is not None:
+            (work, flat), self._scattered = self._scattered, None
+            work.wait()
+            self._put_off = flat if self._put_off is None else self._put_off.add_(flat)
 
     def forget_put_off(self) -> None:
         """What is left of a step that failed."""
-        self._put_off = []
+        self._put_off_more()
+        self._put_off = None
 
     def sum_up(self) -> tuple[Work, tuple[Tensor, ...]] | None:
         """Start to sum up what was put off; None where there is nothing."""
-        gradients, self._put_off = self._put_off, []
-        return self.mover.start_back(gradients) if gradients else None
+        self._put_off_more()
+        flat, self._put_off = self._put_off, None
+        return None if flat is None else (self.mover.sum_up(flat), self.mover.pieces(flat))
 
-    def hold(self, *stored: Tensor) -> tuple[Tensor, ...]:
-        """The parameters as stored; in backward the wait for their gradients."""
+    def hold(self, *stored: Tensor) -> tuple[Any, ...]:
+        """A ticket and the parameters as stored; in backward the wait for their gradients."""
         self.ticket.settle()  # of a backward pass that failed
         self.ticket = _Ticket(tuple(x.detach() for x in stored), versions=tuple(x._version for x in stored))
-        if isinstance(self.mover, Gathering):
-            self.mover.forget()
-        return _Hold.apply(self.ticket, *stored)  # type: ignore[no-any-return, no-untyped-call]
+        self.mover.forget()
+        held = _Hold.apply(self.ticket, *stored) if self.kind.trained else self.ticket.held  # type: ignore[no-untyped-call]
+        return self.ticket, *held
 
-    def launch(self, *held: Tensor) -> tuple[Tensor, ...]:
-        """The parameters in the layouts of their use; in backward the start of the collective."""
-        made: tuple[Tensor, ...] = _Launch.apply(self, self.ticket, *held)  # type: ignore[no-untyped-call]
-        self.ticket.made = tuple(map(weakref.ref, made))
+    def launch(self, runs_again: bool, ticket: _Ticket, *held: Tensor) -> tuple[Tensor, ...]:
+        """The parameters in the layouts of their use; in backward the start of the sums.
+
+        Where it `runs_again` in the backward pass, they are cast or gathered again; kept where the plan says so.
+        """
+        made: tuple[Tensor, ...] = _Launch.apply(self, ticket, *held)  # type: ignore[no-untyped-call]
+        if ticket.launched:
+            return made
+        ticket.launched, ticket.made = True, tuple(map(weakref.ref, made))
+        if runs_again and torch.is_grad_enabled():
+            ticket.num_asked += 1
+            keeps = self.kind.gathered and not self.kind.regather
+            ticket.again = tuple(x.detach() for x in made) if keeps else None
         if self._dropping is not None:
             self._dropping.note(self)
         return made
 
-    def settle_earlier(self) -> None:
-        """Let at most one reduce-scatter be under way before the next starts: each holds gradients of whole tensors."""
-        earlier = self.after.after if self.after is not None else None
-        if earlier is not None and isinstance(self.mover, Gathering):
-            earlier.ticket.settle()
-
     def bring(self, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The values for the forward pass; those of the next bundle are started on the way."""
-        if isinstance(self.mover, Gathering):
+        """The parameters for the forward pass; others are started on the way."""
+        if self.kind.gathered:
             self.mover.start(held)
-            _start(self.after)
+            for other in self.ahead:
+                if other.ticket.held and not other.ticket.launched:
+                    other.mover.start(other.ticket.held)
         return self.mover.bring(held)
 
-    def bring_again(self, ticket: _Ticket, i: int) -> Tensor:
-        """A parameter that was dropped after the forward pass; the bundle before is started on the way."""
+    def start_back(self, ticket: _Ticket, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """Start to sum up gradients; what is returned is complete when the ticket is settled."""
+        ticket.again = None
+        self._proceed_with_earlier()
+        scattered = self.mover.scatter(gradients)
+        if self.defers:
+            self._put_off_more()
+            self._scattered = scattered
+            return (None,) * len(gradients)
+        ticket.sums.append(_Sum(self.mover, *scattered))
+        return self.mover.pieces(scattered[1])
+
+    def _proceed_with_earlier(self) -> None:
+        """Let few scatters be under way, each holds gradients of whole tensors; go on with pieces that have come."""
+        earlier = self.after if self.kind.summed or self.after is None else self.after.after
+        if earlier is not None and self.kind.gathered:
+            earlier._put_off_more()
+            earlier.ticket.proceed()
+
+    def bring_again(self, ticket: _Ticket) -> tuple[Tensor, ...]:
+        """The parameters for the backward pass: as they were kept, or gathered again; others are started on the way."""
         if ticket.again is None:
             if tuple(x._version for x in ticket.held) != ticket.versions:
                 raise RuntimeError(
                     "A parameter was changed between a forward pass and its backward pass, which gathers it again. "
                     "The gradient would be that of another model. Call backward before the optimizer's step."
                 )
-            if isinstance(self.mover, Gathering):
+            if self.kind.gathered:
                 self.mover.start(ticket.held)
-                if self.before is not None and self.before.ticket.dropped and self.before.ticket.again is None:
-                    _start(self.before)
+                for other in self.ahead_back:
+                    if other.ticket.num_asked > 0 and other.ticket.again is None:
+                        other.mover.start(other.ticket.held)
             with torch.no_grad():
                 ticket.again = self.mover.bring(ticket.held)
-        return ticket.again[i]
+        found = ticket.again
+        ticket.num_asked -= 1
+        if ticket.num_asked == 0:
+            ticket.again = None
+        return tuple(x.detach() for x in found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,137 +254,26 @@ class Dropping:
         reference, bundle, i = self._alive.get(tensor.untyped_storage().data_ptr(), (None, None, 0))
         if reference is None or bundle is None or reference() is None:  # that memory may be another tensor's by now
             return tensor
-        bundle.ticket.dropped = True
+        bundle.ticket.num_asked += 1
         return _Dropped(bundle, bundle.ticket, i, (tensor.size(), tensor.stride(), tensor.storage_offset()))
 
     def unpack(self, kept: Tensor | _Dropped) -> Tensor:
         """The tensor again."""
         if isinstance(kept, Tensor):
             return kept
-        return kept.bundle.bring_again(kept.ticket, kept.parameter).as_strided(*kept.view)
+        return kept.bundle.bring_again(kept.ticket)[kept.parameter].as_strided(*kept.view)
 
 
-def _start(bundle: Bundle | None) -> None:
-    if bundle is not None and isinstance(bundle.mover, Gathering) and bundle.ticket.held:
-        bundle.mover.start(bundle.ticket.held)
-
-
-class Reducing:
-    """Parameters used as they are stored, but for their dtype, whose gradients are all-reduced."""
-
-    def __init__(self, kind: BundleKind, communicator: Communicator) -> None:
-        self._kind, self._axes, self._communicator = kind, kind.axes, communicator
-        communicator.prepare(kind.axes)
-
-    def bring(self, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(x.view_as(x) if x.dtype == self._kind.dtype else x.to(self._kind.dtype) for x in held)
-
-    def start_back(self, gradients: Sequence[Tensor]) -> tuple[Work, tuple[Tensor, ...]]:
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(self._kind.stored)
-        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-        views = tuple(part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True))
-        return self._communicator.all_reduce(to_add(flat), self._axes), views
-
-
-@dataclass(frozen=True, slots=True)
-class _Gathered:
-    """How one parameter is gathered: the region each member holds, and where it goes."""
-
-    held: Region
-    used: Region
-    parts: tuple[Region, ...]
-    """By position in the group."""
-
-    @property
-    def stacks(self) -> bool:
-        """Whether the pieces one after the other are the whole."""
-        along = [dim for dim, (a, b) in enumerate(zip(self.held, self.used, strict=True)) if a != b]
-        return along == [0] and list(self.parts) == sorted(self.parts)
-
-    def within(self, part: Region) -> tuple[slice, ...]:
-        return tuple(slice(lo - base, hi - base) for (lo, hi), (base, _) in zip(part, self.used, strict=True))
-
-
-class Gathering:
-    """Parameters stored split: gathered for use, their gradients reduce-scattered."""
-
-    def __init__(self, found: ParameterBundle, communicator: Communicator) -> None:
-        self._kind, self._axes, self._communicator = found.kind, found.kind.axes, communicator
-        self._gathers = [_gathered(entry, communicator, self._axes) for entry in found.entries]
-        self._sizes = [num_elements(gather.held) for gather in self._gathers]
-        self._num_members = len(communicator.mesh.group(communicator.rank, self._axes))
-        self._under_way: tuple[Work, Tensor] | None = None
-        communicator.prepare(self._axes)
-
-    def start(self, held: Sequence[Tensor]) -> None:
-        """Start gathering, unless it is under way."""
-        if self._under_way is None:
-            flat = torch.cat([x.detach().reshape(-1) for x in held]).to(self._kind.dtype)
-            output = flat.new_empty(self._num_members * flat.numel())
-            self._under_way = self._communicator.all_gather(to_send(output), to_send(flat), self._axes), output
-
-    def forget(self) -> None:
-        """What was started ahead and not used is of an earlier step: the parameters may have changed since."""
-        if self._under_way is not None:
-            self._under_way[0].wait()
-            self._under_way = None
-
-    def bring(self, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        self.start(held)
-        assert self._under_way is not None
-        work, flat = self._under_way
-        self._under_way = None
-        work.wait()
-        columns = torch.split(flat.view(self._num_members, -1), self._sizes, 1)
-        return tuple(map(_assemble, columns, self._gathers))
-
-    def start_back(self, gradients: Sequence[Tensor]) -> tuple[Work, tuple[Tensor, ...]]:
-        packed = torch.cat([
-            gradient[gather.within(gather.parts[place])].reshape(-1)
-            for place in range(self._num_members)
-            for gradient, gather in zip(gradients, self._gathers, strict=True)
-        ]).to(self._kind.stored)  # fmt: skip
-        output = packed.new_empty(sum(self._sizes))
-        work = self._communicator.reduce_scatter(to_add(output), to_add(packed), self._axes)
-        parts = torch.split(output, self._sizes)
-        return work, tuple(part.view(region_shape(g.held)) for part, g in zip(parts, self._gathers, strict=True))
-
-
-def _assemble(column: Tensor, gather: _Gathered) -> Tensor:
-    """A whole parameter from everyone's pieces, one a row."""
-    if gather.stacks:
-        return column.reshape(region_shape(gather.used))
-    whole = column.new_empty(region_shape(gather.used))
-    for row, part in zip(column, gather.parts, strict=True):
-        place = whole[gather.within(part)]
-        place.copy_(row.view(place.shape))
-    return whole
-
-
-def _gathered(entry: Entry, communicator: Communicator, axes: Axes) -> _Gathered:
-    value, layout = entry
-    mesh, shape = communicator.mesh, value.type.shape
-    group = mesh.group(communicator.rank, axes)
-    parts = tuple(region_of(shape, value.type.layout, mesh, rank) for rank in group)
-    held = region_of(shape, value.type.layout, mesh, communicator.rank)
-    return _Gathered(held, region_of(shape, layout, mesh, communicator.rank), parts)
-
-
-def make_bundles(
-    graph: Graph, communicator: Communicator, regathered: frozenset[str], dropping: Dropping | None = None
-) -> tuple[Bundle, ...]:
+def make_bundles(plan: Plan, communicator: Communicator, dropping: Dropping | None = None) -> tuple[Bundle, ...]:
     """All bundles of a plan, kind by kind in the order of use."""
-    bundles: list[Bundle] = []
+    found = find_bundles(plan)
+    bundles = tuple(
+        Bundle(each, Mover(each, communicator), dropping if each.kind.regather else None) for each in found
+    )
     last: dict[BundleKind, Bundle] = {}
-    for found in find_bundles(graph, communicator.mesh, regathered):
-        bundle = Bundle(found, _mover(found, communicator), dropping if found.kind.regather else None)
-        if found.kind in last:
-            bundle.before = last[found.kind]
-            last[found.kind].after = bundle
-        last[found.kind] = bundle
-        bundles.append(bundle)
-    return tuple(bundles)
-
-
-def _mover(found: ParameterBundle, communicator: Communicator) -> Mover:
-    return Gathering(found, communicator) if found.kind.gathers else Reducing(found.kind, communicator)
+    for bundle, ahead, back in zip(bundles, flights_forward(found), flights_backward(found), strict=True):
+        bundle.ahead, bundle.ahead_back = tuple(bundles[i] for i in ahead), tuple(bundles[i] for i in back)
+        if bundle.kind in last:
+            last[bundle.kind].after = bundle
+        last[bundle.kind] = bundle
+    return bundles

@@ -195,13 +195,16 @@ class Emitter:
         self._held[id(bundle)] = self.call(uncompiled(bundle.hold), *stored)
 
     def _launch(self, bundle: Bundle) -> None:
+        """Bring the parameters of a bundle; in a segment, of which they are given as stored, once more in its second
+        run."""
         segment, self._segment = self._segment, None
         held = self._held[id(bundle)]
-        parameters = [self.call(operator.getitem, held, i) for i in range(len(bundle.entries))]
-        made = self.call(uncompiled(bundle.launch), *parameters)
+        given = [self.call(operator.getitem, held, i) for i in range(1 + len(bundle.entries))]
+        self._segment = segment
+        self._communicates |= bool(bundle.kind.gathered)
+        made = self.call(uncompiled(bundle.launch), segment is not None, *given)
         for i, entry in enumerate(bundle.entries):
             self.values[entry] = self.call(operator.getitem, made, i)
-        self._segment = segment
 
     def call(self, function: Function, *args: Any, **kwargs: Any) -> fx.Node:
         made = self.program.call_function(function, args, kwargs)

@@ -53,9 +53,8 @@ class _RankCarriers:
         self.mesh, self.rank = communicator.mesh, communicator.rank
         self.exact_seed = exact_seed
         self._communicator = communicator
-        regathered = regathered_parameters(plan)
-        self.dropping = Dropping() if regathered else None
-        self.bundles = make_bundles(plan.graph, communicator, regathered, self.dropping)
+        self.dropping = Dropping() if regathered_parameters(plan) else None
+        self.bundles = make_bundles(plan, communicator, self.dropping)
         self.streams = Streams(communicator, exact_seed)
         self._by_entry = {entry: bundle for bundle in self.bundles for entry in bundle.entries}
 

@@ -1,10 +1,9 @@
 """Segments of a rank's program of which nothing inside is kept: the backward pass runs them again.
 
 Every segment becomes a function of its own, called through `torch.utils.checkpoint`: what it is given is kept, what it
-makes inside is not, and is made again when the backward pass first asks for any of it. Parameters in bundles are
-brought before a segment begins, so that a gather is never run twice by it; where they are dropped after the forward
-pass, they are gathered again before the segment is. Random operators draw the same numbers again. Values of buffers
-come out of the first run only.
+makes inside is not, and is made again when the backward pass first asks for any of it. Bundles of parameters are
+brought inside, where they are first used, in the second run too: they know whether that is to gather them again. Random
+operators draw the same numbers again. Values of buffers come out of the first run only.
 
 The second run ends where nothing more is needed, which is before the last operator computes, when that keeps only what
 it reads. All ranks have to end between the same two collectives: the last operator is marked by a tensor of no size

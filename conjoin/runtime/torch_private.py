@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,12 @@ def import_compiler() -> None:
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 """torch 2.13 gave the collectives on one flat tensor new names, and warns of the old ones."""
+
+
+def copy_each(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy every tensor into one of its shape, cast to its dtype: one call, on a GPU mostly one kernel."""
+    with torch.no_grad():
+        torch._foreach_copy_(list(into), list(tensors))
 
 
 def is_in_backward() -> bool:

@@ -1,43 +1,35 @@
 """When bundles of parameters are gathered and their gradients reduced, as the runtime does it.
 
-A gather is started one bundle ahead of its use, and again for the backward pass where the plan drops what was gathered;
-gradients are packed and reduced when the last of a bundle is there, while the rest of the backward pass goes on.
+A gather is started with what is wanted before it, and again for the backward pass where the plan drops what was
+gathered; gradients are packed and reduced when the last of a bundle is there, while the rest of the backward pass goes
+on. Pieces are all-reduced over the axes on which they are stored alike when the gradients of the next bundle are there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 
 import numpy as np
 import torch
 
 from conjoin.comm import (
     BundleKind,
-    Entry,
     ParameterBundle,
     StepKind,
     common_places,
+    flights_backward,
+    flights_forward,
     held_bytes,
+    num_devices,
     ring_bytes,
+    sent_bytes,
     sum_per_rank,
 )
-from conjoin.ir import CAST
+from conjoin.ir import CAST, Segment
 from conjoin.ops import Call, TensorType, bind_args
 from conjoin.sim.engine import COMPUTE, NUM_STREAMS, Fragment, Instruction, Phase, to_ticks
 from conjoin.sim.fragments import Drafts
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """Where a parameter is used in one layout, by the place of the operator."""
-
-    first: int
-    last_kept: int
-    """The last operator whose backward reads it; -1 where none does."""
-    back: bool
-    """Whether it gets a gradient there."""
 
 
 @dataclass
@@ -46,40 +38,35 @@ class Around:
 
     before: dict[int, Fragment] = field(default_factory=dict)
     """Before an operator runs forward."""
+    before_again: dict[int, Fragment] = field(default_factory=dict)
+    """Before it is run again in the backward pass."""
     before_back: dict[int, Fragment] = field(default_factory=dict)
     after_back: dict[int, Fragment] = field(default_factory=dict)
     num_events: int = 0
+    after_all: Fragment = ()
+    """After the backward pass."""
     at_end: Fragment = ()
     """After the last micro-batch."""
 
 
 def schedule_bundles(
-    bundles: Sequence[ParameterBundle], uses: Mapping[Entry, Use], drafts: Drafts, at_end: bool = False
+    bundles: Sequence[ParameterBundle], segments: Sequence[Segment], drafts: Drafts, defers: bool = False
 ) -> Around:
     """All fragments of all bundles, by the operator they stand before or after.
 
-    Gradients of what is stored whole are summed up `at_end` where there are several micro-batches.
+    Where it `defers`, gradients of what is stored alike are summed up at the end of all micro-batches.
     """
-    around = Around()
+    around = Around(num_events=2 * len(bundles))
+    made = [_Bundle(bundle, drafts, NUM_STREAMS + 2 * i) for i, bundle in enumerate(bundles)]
+    spans = {position: span for span in segments for position in range(span[0], span[1] + 1)}
+    _gather_forward(made, flights_forward(bundles), around, spans)
+    _gather_backward(made, flights_backward(bundles), around, spans)
     chains: dict[BundleKind, list[_Bundle]] = {}
-    for bundle in bundles:
-        found = [uses[entry] for entry in bundle.entries]
-        made = _Bundle(bundle, drafts, found, NUM_STREAMS + around.num_events)
-        around.num_events += bundle.kind.gathers
-        chains.setdefault(bundle.kind, []).append(made)
-    for kind, chain in chains.items():
-        if kind.gathers:
-            _gather_forward(chain, around)
-        elif kind.dtype != kind.stored:
-            for made in chain:
-                _append(around.before, made.first, made.cast())
-        if kind.regather:
-            _gather_backward(chain, around)
-        for made in chain:
-            if made.back and at_end and not kind.gathers:
-                around.at_end += made.reduce()
-            elif made.back:
-                _append(around.after_back, made.first, made.reduce())
+    for each in made:
+        if each.use.back:
+            chains.setdefault(each.kind, []).append(each)
+    for chain in chains.values():
+        _reduce(chain, around, defers)
     return around
 
 
@@ -87,74 +74,121 @@ def _append(fragments: dict[int, Fragment], position: int, more: Fragment) -> No
     fragments[position] = fragments.get(position, ()) + more
 
 
-def _gather_forward(chain: list[_Bundle], around: Around) -> None:
+def _gather_forward(
+    made: list[_Bundle], flights: Sequence[tuple[int, ...]], around: Around, spans: Mapping[int, Segment]
+) -> None:
     started: set[int] = set()
-    for position in sorted(range(len(chain)), key=lambda i: chain[i].first):
-        for wanted in (position, position + 1):
-            if wanted < len(chain) and wanted not in started:
-                started.add(wanted)
-                _append(around.before, chain[position].first, chain[wanted].gather(Phase.FORWARD))
-        _append(around.before, chain[position].first, chain[position].arrive(Phase.FORWARD))
+    for i in sorted(range(len(made)), key=lambda i: made[i].use.reads[0]):
+        bundle, position = made[i], made[i].use.reads[0]
+        if bundle.kind.gathered:
+            for wanted in (i, *flights[i]):
+                if wanted not in started:
+                    started.add(wanted)
+                    _append(around.before, position, made[wanted].gather(Phase.FORWARD))
+            _append(around.before, position, bundle.arrive(Phase.FORWARD))
+        elif bundle.kind.dtype != bundle.kind.stored:
+            _append(around.before, position, bundle.cast(Phase.FORWARD))
+            if position in spans:
+                _append(around.before_again, position, bundle.cast(Phase.RECOMPUTE))
 
 
-def _gather_backward(chain: list[_Bundle], around: Around) -> None:
+def _gather_backward(
+    made: list[_Bundle], flights: Sequence[tuple[int, ...]], around: Around, spans: Mapping[int, Segment]
+) -> None:
+    """A segment that is run again brings its bundles where it first did; what others brought it is given."""
+    needed = [i for i in range(len(made)) if made[i].is_gathered_again]
+    inside = {i for i in needed if spans.get(made[i].use.reads[0], (-1, -1))[1] == made[i].use.last_kept}
     started: set[int] = set()
-    needed = [i for i in range(len(chain)) if chain[i].last_kept >= 0]
-    for position in sorted(needed, key=lambda i: -chain[i].last_kept):
-        for wanted in (position, position - 1):
-            if wanted in needed and wanted not in started:
+    for i in sorted(needed, key=lambda i: (-made[i].use.last_kept, i in inside)):
+        use = made[i].use
+        where = around.before_again if i in inside else around.before_back
+        position = use.reads[0] if i in inside else use.last_kept
+        for wanted in (i, *flights[i]):
+            if wanted not in started:
                 started.add(wanted)
-                _append(around.before_back, chain[position].last_kept, chain[wanted].gather(Phase.BACKWARD))
-        _append(around.before_back, chain[position].last_kept, chain[position].arrive(Phase.BACKWARD))
+                _append(where, position, made[wanted].gather(Phase.BACKWARD))
+        _append(where, position, made[i].arrive(Phase.BACKWARD))
+
+
+def _reduce(chain: list[_Bundle], around: Around, defers: bool) -> None:
+    """Gradients of bundles of one kind are reduced, the last first; few are scattered at once."""
+    kind = chain[0].kind
+    for i, bundle in reversed(list(enumerate(chain))):
+        earlier = chain[i + 1 :][0:1] if kind.summed else chain[i + 2 :][0:1]
+        before = earlier[0].proceed(not defers) if earlier and kind.gathered else ()
+        after = bundle.scatter() if kind.gathered else bundle.pack_gradients()
+        if not kind.gathered and not defers:
+            after += bundle.sum_up()
+        _append(around.after_back, bundle.use.reads[0], before + after)
+    if kind.summed and defers:
+        around.at_end += tuple(task for bundle in chain for task in bundle.sum_up())
+    if kind.gathered and kind.summed:
+        around.after_all += chain[0].proceed(not defers)
 
 
 class _Bundle:
     """The instructions of one bundle."""
 
-    def __init__(self, bundle: ParameterBundle, drafts: Drafts, uses: Sequence[Use], event: int) -> None:
-        self.kind, self._drafts, self._event = bundle.kind, drafts, event
-        self.first = min(use.first for use in uses)
-        self.last_kept = max(use.last_kept for use in uses)
-        self.back = any(use.back for use in uses)
-        mesh = drafts.mesh
-        self._held = sum_per_rank((held_bytes(root.type, mesh) for root, _ in bundle.entries), mesh.size).largest
-        self._summed = sum_per_rank((held_bytes(leaf.type, mesh) for leaf in bundle.leaves), mesh.size).largest
+    def __init__(self, bundle: ParameterBundle, drafts: Drafts, event: int) -> None:
+        self.kind, self.use, self.is_gathered_again = bundle.kind, bundle.use, bundle.is_gathered_again
+        self._drafts, self._gathered, self._scattered = drafts, event, event + 1
+        mesh, stored, kind = drafts.mesh, [leaf.type for leaf in bundle.leaves], bundle.kind
+        self._num_others = num_devices(kind.gathered, mesh) - 1
+        self._sent = sent_bytes((root.type for root, _ in bundle.entries), kind.gathered, mesh).largest
+        self._count = self._sent // kind.dtype.itemsize
+        """How many elements each member sends to another: those of the one that has most."""
+        self._held = max(1, sum_per_rank((held_bytes(type, mesh) for type in stored), mesh.size).largest)
+        self._is_flat = bundle.is_flat
         self._places = common_places(*(root.type.layout for root, _ in bundle.entries))
-        self._num_members = prod(mesh.sizes[axis] for axis in bundle.kind.axes)
 
     def gather(self, phase: Phase) -> Fragment:
         """Pack what is stored, and start to gather; nobody waits yet."""
-        packed = self._pack(self._summed, self.kind.stored, self.kind.dtype, phase)
-        return *packed, self._collective(StepKind.ALL_GATHER, phase, self._event)
+        packed = self._copied(self._count, self.kind.stored, self.kind.dtype, phase)
+        sent = self._sent * self._num_others
+        made = self._drafts.collective(StepKind.ALL_GATHER.value, self.kind.gathered, sent, phase, self._places)
+        return packed, replace(made, event=self._gathered)
 
-    def cast(self) -> Fragment:
+    def cast(self, phase: Phase) -> Fragment:
         """Cast what is stored, for use."""
-        return (self._at_places(casting(self._summed, self.kind.stored, self.kind.dtype, Phase.FORWARD, self._drafts)),)
+        return (self._copied(self._held // self.kind.stored.itemsize, self.kind.stored, self.kind.dtype, phase),)
 
     def arrive(self, phase: Phase) -> Fragment:
-        """Wait for a gather; the pieces are views of what came, or are put together."""
-        return (Instruction("wait", COMPUTE, 0, waits=(self._event,), phase=phase),)
+        """Wait for a gather, and put the parameters together from everyone's pieces."""
+        wait = Instruction("wait", COMPUTE, 0, waits=(self._gathered,), phase=phase)
+        count, dtype = self._count * (1 + self._num_others), self.kind.dtype
+        return (wait,) if self._is_flat else (wait, self._copied(count, dtype, dtype, phase))
 
-    def reduce(self) -> Fragment:
-        """Pack the gradients and start to sum them up."""
-        members = self._num_members if self.kind.gathers else 1
-        kind = StepKind.REDUCE_SCATTER if self.kind.gathers else StepKind.ALL_REDUCE
-        packed = self._pack(self._held * members, self.kind.dtype, self.kind.stored, Phase.BACKWARD)
-        return *packed, self._collective(kind, Phase.BACKWARD)
+    def scatter(self) -> Fragment:
+        """Pack gradients and start to scatter their sums."""
+        sent = self._count * self.kind.stored.itemsize * self._num_others
+        made = self._drafts.collective(
+            StepKind.REDUCE_SCATTER.value, self.kind.gathered, sent, Phase.BACKWARD, self._places
+        )
+        return *self.pack_gradients(), replace(made, event=self._scattered)
 
-    def _collective(self, kind: StepKind, phase: Phase, event: int = -1) -> Instruction:
-        members, held = self._num_members, self._held if kind is StepKind.ALL_GATHER else self._summed
-        sent = ring_bytes(held, members) if kind is StepKind.ALL_REDUCE else held * (members - 1)
-        made = self._drafts.collective(kind.value, self.kind.axes, sent, phase, self._places)
-        return made if event < 0 else _with_event(made, event)
+    def proceed(self, sums: bool) -> Fragment:
+        """Wait for the pieces, and start to sum them up over the axes on which they are stored alike."""
+        wait = Instruction("wait", COMPUTE, 0, waits=(self._scattered,), phase=Phase.BACKWARD)
+        return wait, *(self.sum_up() if sums and self.kind.summed else ())
 
-    def _pack(self, num_bytes: int, source: torch.dtype, target: torch.dtype, phase: Phase) -> Fragment:
-        """Pack tensors of so many bytes; then cast them where the dtype is to be another one."""
-        made = [pack(num_bytes, source, phase, self._drafts)]
-        made += [casting(num_bytes, source, target, phase, self._drafts)] if source != target else []
-        return tuple(map(self._at_places, made))
+    def sum_up(self) -> Fragment:
+        sent = ring_bytes(self._held, num_devices(self.kind.summed, self._drafts.mesh))
+        return (
+            self._drafts.collective(
+                StepKind.ALL_REDUCE.value, self.kind.summed, sent, Phase.BACKWARD, self._places
+            ),
+        )
 
-    def _at_places(self, made: Instruction) -> Instruction:
+    def pack_gradients(self) -> Fragment:
+        """Gradients one after the other, in the dtype in which they are summed up."""
+        if self._is_flat and self.kind.gathered and self.kind.dtype == self.kind.stored:
+            return ()
+        count = self._count * (1 + self._num_others)
+        return (self._copied(count, self.kind.dtype, self.kind.stored, Phase.BACKWARD),)
+
+    def _copied(self, count: int, source: torch.dtype, target: torch.dtype, phase: Phase) -> Instruction:
+        """So many elements copied, cast on the way."""
+        made = copying(count, source, target, phase, self._drafts)
         where = self._drafts.classes.at(self._places)
         return made if where is None else replace(made, host=made.host * where.astype(np.int64), where=where)
 
@@ -173,21 +207,11 @@ def accumulating(parameters: Sequence[TensorType], drafts: Drafts) -> Fragment:
     return tuple(found)
 
 
-def casting(num_bytes: int, source: torch.dtype, target: torch.dtype, phase: Phase, drafts: Drafts) -> Instruction:
-    """Casting so many bytes of one dtype to another."""
-    flat = TensorType((max(1, num_bytes // source.itemsize),), source)
-    cost = drafts.prices.operator(Call(CAST, bind_args(CAST, (flat,), {"dtype": target})), (), 0)
+def copying(count: int, source: torch.dtype, target: torch.dtype, phase: Phase, drafts: Drafts) -> Instruction:
+    """Copying so many elements of one dtype into memory of another."""
+    flat = TensorType((max(1, count),), source)
+    cast = Call(CAST, bind_args(CAST, (flat,), {"dtype": target}))
+    cost = drafts.prices.operator(Call("clone", (flat, None)) if source == target else cast, (), 0)
     ticks, host = to_ticks(cost.forward.value), to_ticks(cost.host_forward)
-    return Instruction("cast", COMPUTE, ticks, host, phase=phase, source=cost.forward.source)
-
-
-def _with_event(instruction: Instruction, event: int) -> Instruction:
-    return replace(instruction, event=event)
-
-
-def pack(num_bytes: int, dtype: torch.dtype, phase: Phase, drafts: Drafts) -> Instruction:
-    """Copying tensors into one after the other."""
-    flat = TensorType((max(1, num_bytes // dtype.itemsize),), dtype)
-    cost = drafts.prices.operator(Call("clone", (flat, None)), (), 0)
-    ticks, host = to_ticks(cost.forward.value), to_ticks(cost.host_forward)
-    return Instruction("pack", COMPUTE, ticks, host, phase=phase, source=cost.forward.source)
+    name = "pack" if source == target else "cast"
+    return Instruction(name, COMPUTE, ticks, host, phase=phase, source=cost.forward.source)

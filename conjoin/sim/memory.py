@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from conjoin.comm import backward_route, held_bytes, reshard
+from conjoin.comm import BundleKind, backward_route, flights_backward, flights_forward, held_bytes, reshard
 from conjoin.ir import LeafKind, Segment
 from conjoin.ops import At, Layout
 from conjoin.sim.carrying import SHARING, carrying_bytes
@@ -72,8 +72,17 @@ class _Walk:
         self.unread = self._count_reads()
         self.num_reads = self.unread.copy()
         self.bundle_of = {version: bundle for bundle in program.bundles for version in bundle.versions}
-        self.gathered: dict[UsedBundle, int] = {}
+        self.gathered: dict[UsedBundle, list[int]] = {}
         """The memory of bundles that were gathered again for the backward pass."""
+        self.flying: dict[UsedBundle, int] = {}
+        """The memory of bundles on their way."""
+        found = [used.bundle for used in program.bundles]
+        self.flights = {
+            again: {used: [program.bundles[i] for i in some] for used, some in zip(program.bundles, each, strict=True)}
+            for again, each in ((False, flights_forward(found)), (True, flights_backward(found)))
+        }
+        self.scattering: dict[BundleKind, list[int]] = {}
+        """Packed gradients that may not have been sent yet."""
         self.starts = {first: (first, last) for first, last in program.again}
         self.lasts = {last: (first, last) for first, last in program.again}
         self.inside = {position for first, last in program.again for position in range(first, last + 1)}
@@ -98,6 +107,8 @@ class _Walk:
             curve.append(self.heap.take_peak())
         for root, layout in self.program.leaves.items():
             self._come_home(root, layout)
+        for packed in self.scattering.values():
+            self._let_go(packed, 0)
         curve.append(self.heap.take_peak())
         gradients = sum(self.heap.sizes[block] for block in set(self.grads.values()))
         self.heap.pass_by(self._update_bytes())
@@ -177,22 +188,40 @@ class _Walk:
         for layout, _ in self.program.departures.get(root, ()):
             self._arrive(root, layout)
 
-    def _bring(self, bundle: UsedBundle) -> None:
-        """The parameters of a bundle as they are used: those stored, or what was gathered."""
-        if not bundle.kind.gathers:
-            is_cast = bundle.kind.dtype != bundle.kind.stored
-            for version, own in zip(bundle.versions, bundle.stored, strict=True):
-                size = self._held(*version)
-                self.blocks[version] = self.heap.allocate(size) if is_cast else self.heap.hold(self.blocks[own])
-            return
-        stored = sum(self._held(root, self.program.layout_of(root)) for root, _ in bundle.versions)
-        sizes = [self._held(*version) for version in bundle.versions]
-        packed = sum(self._held(*own) for own in bundle.stored) if bundle.kind.dtype != bundle.kind.stored else 0
-        self.heap.pass_by(stored + max(packed, sum(sizes)))
-        if len(sizes) > 1:  # everyone's pieces of each come one after the other, and are put together one by one
-            self.heap.pass_by(2 * sum(sizes))
-        for version, size in zip(bundle.versions, sizes, strict=True):
-            self.blocks[version] = self.heap.allocate(size)
+    def _bring(self, used: UsedBundle) -> None:
+        """The parameters of a bundle as they are used: those stored, cast from them, or what was gathered."""
+        kind = used.bundle.kind
+        if kind.gathered:
+            blocks = self._gather(used, again=False)
+        else:
+            is_cast = kind.dtype != kind.stored
+            pairs = zip(used.versions, used.stored, strict=True)
+            blocks = [
+                self.heap.allocate(self._held(*mine)) if is_cast else self.heap.hold(self.blocks[own])
+                for mine, own in pairs
+            ]
+        self.blocks.update(zip(used.versions, blocks, strict=True))
+        segment = self.program.segment_of(used.bundle.use.reads[0])
+        if segment is not None and kind.gathered:
+            kept = [self.heap.allocate(0) if kind.regather else self.heap.hold(block) for block in blocks]
+            self.given[segment].update(zip(used.versions, kept, strict=True))
+
+    def _gather(self, used: UsedBundle, again: bool) -> list[int]:
+        """Others are started with a bundle; when everyone's pieces have come, they are put together."""
+        for other in (used, *self.flights[again][used]):
+            if other not in self.flying and not (other is not used and self._is_there(other, again)):
+                sizes = [self._held(root, self.program.layout_of(root)) for root, _ in other.versions]
+                self.heap.pass_by(sum(sizes))
+                self.flying[other] = self.heap.allocate(sum(self._held(*version) for version in other.versions))
+        flat = self.flying.pop(used)
+        if used.bundle.is_flat:
+            return [flat]
+        blocks = [self.heap.allocate(self._held(*version)) for version in used.versions]
+        self.heap.drop(flat)
+        return blocks
+
+    def _is_there(self, used: UsedBundle, again: bool) -> bool:
+        return used in self.gathered if again else used.versions[0] in self.blocks
 
     def _kept_by(self, position: int) -> Kept:
         program = self.program
@@ -210,12 +239,9 @@ class _Walk:
         )
 
     def _enter(self, position: int) -> None:
-        """Where a segment begins that is run again: its bundles come, and all that it is given is kept."""
+        """Where a segment begins that is run again all that it is given is kept."""
         if position not in self.starts:
             return
-        for bundle in self.program.bundles:
-            if bundle.use.first == position and bundle.versions[0] not in self.blocks:
-                self._bring(bundle)
         given = self._given(self.starts[position])
         self.given[self.starts[position]] = {read: self.heap.hold(self.blocks[read]) for read in given}
 
@@ -228,12 +254,16 @@ class _Walk:
                 given[read] = self.heap.allocate(0)
 
     def _given(self, segment: Segment) -> list[Version]:
-        """What a segment reads from outside, each in the layout it has there."""
+        """What a segment reads from outside, each in the layout it has there; what bundles bring inside, as stored."""
         inside: set[Version] = set()
         found: dict[Version, None] = {}
         for position in range(segment[0], segment[1] + 1):
             reads, makes = self._versions(position)
             for read, supply in zip(reads, self.program.supplies[position], strict=True):
+                used = self.bundle_of.get(read)
+                if used is not None and self.program.segment_of(used.bundle.use.reads[0]) == segment:
+                    found.update(dict.fromkeys(used.stored))
+                    inside.update(used.versions)
                 source = (read[0], supply.own) if supply.arrives else read
                 found.update({} if source in inside else {source: None})
                 inside.add(read)
@@ -290,8 +320,8 @@ class _Walk:
             self._depart(root)
 
     def _is_dropped(self, version: Version) -> bool:
-        bundle = self.bundle_of.get(version)
-        return bundle is not None and bundle.kind.regather
+        used = self.bundle_of.get(version)
+        return used is not None and used.bundle.kind.regather
 
     def _start_gradients(self) -> None:
         """Results come out and stay, as in a loop that holds them; the loss has a gradient."""
@@ -319,15 +349,15 @@ class _Walk:
                 self._carry_back(root, supply.own, layout)
         for held in self.given.pop(self.starts[position], {}).values() if position in self.starts else ():
             self.heap.drop(held)
-        for bundle in self.program.bundles:
-            if bundle.use.first == position and bundle.use.back:
-                self._reduce(bundle)
+        for used in reversed(self.program.bundles):
+            if used.bundle.use.reads[0] == position:
+                self._reduce(used)
 
     def _gather_again(self, position: int) -> None:
         """Parameters that the backward of an operator needs and that were dropped."""
-        for bundle in self.program.bundles if self.skeleton.operators[position].needs else ():
-            if bundle.kind.regather and bundle.use.last_kept == position:
-                self.gathered[bundle] = self.heap.allocate(sum(self._held(*p) for p in bundle.versions))
+        for used in self.program.bundles if self.skeleton.operators[position].needs else ():
+            if used.bundle.is_gathered_again and used.bundle.use.last_kept == position:
+                self.gathered[used] = self._gather(used, again=True)
 
     def _carry_back(self, root: int, own: Layout, layout: Layout) -> None:
         """A gradient goes the way back that its tensor came."""
@@ -368,23 +398,34 @@ class _Walk:
         else:
             self.grads[version] = block
 
-    def _reduce(self, bundle: UsedBundle) -> None:
+    def _reduce(self, used: UsedBundle) -> None:
         """The gradients of a bundle are packed and summed up; each then is a view of one block."""
-        if bundle in self.gathered:
-            self.heap.drop(self.gathered.pop(bundle))
-        used = sum(self._held(*version) for version in bundle.versions)
-        whole = used * bundle.kind.stored.itemsize // bundle.kind.dtype.itemsize
-        packed, held = self.heap.allocate(whole), sum(self._held(*version) for version in bundle.stored)
-        if bundle.kind.stored != bundle.kind.dtype:  # packed first, then cast
-            self.heap.pass_by(used)
-        result = self.heap.allocate(held) if bundle.kind.gathers else packed
-        self.heap.pass_by(self._scattering(whole) if bundle.kind.gathers else 0)
-        for version, own in zip(bundle.versions, bundle.stored, strict=True):
+        for block in self.gathered.pop(used, ()):
+            self.heap.drop(block)
+        kind = used.bundle.kind
+        if not used.bundle.use.back:
+            return
+        count = sum(self._held(*version) for version in used.versions) // kind.dtype.itemsize
+        whole, held = count * kind.stored.itemsize, sum(self._held(*version) for version in used.stored)
+        under_way = self.scattering.setdefault(kind, [])
+        self._let_go(under_way, 0 if kind.summed else 1)
+        as_it_is = used.bundle.is_flat and kind.stored == kind.dtype and kind.gathered
+        packed = self.heap.hold(self.grads[used.versions[0]]) if as_it_is else self.heap.allocate(whole)
+        result = self.heap.allocate(held) if kind.gathered else packed
+        self.heap.pass_by(self._scattering(whole) if kind.gathered else 0)
+        for version, own in zip(used.versions, used.stored, strict=True):
             self._forget(version)
             self.grads[own] = self.heap.hold(result)
-        self.heap.drop(packed)
-        if bundle.kind.gathers:
+        if kind.gathered:
+            under_way.append(packed)
             self.heap.drop(result)
+        else:
+            self.heap.drop(packed)
+
+    def _let_go(self, blocks: list[int], count: int) -> None:
+        """Of some blocks all but the last few."""
+        while len(blocks) > count:
+            self.heap.drop(blocks.pop(0))
 
     def _scattering(self, num_bytes: int) -> int:
         """What a reduce-scatter needs besides: on Gloo it is done by sending parts to those who sum them."""

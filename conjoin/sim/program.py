@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 
 from conjoin.comm import (
     AGREEMENT_BYTES,
-    BundleKind,
     Entry,
     ParameterBundle,
+    Use,
     bundle_parameters,
     leaves_early,
     ring_bytes,
     run_again,
     splits_evenly,
 )
-from conjoin.ir import CAST, Choice, Segment, Value, make_leaf, make_node
+from conjoin.ir import CAST, Choice, LeafKind, Segment, Value, make_leaf, make_node
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, TensorType
-from conjoin.sim.bundles import Use, accumulating, schedule_bundles
+from conjoin.sim.bundles import accumulating, schedule_bundles
 from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, Phase
 from conjoin.sim.fragments import Departure, Drafts, Supply, Task, local_shape, ordered
 from conjoin.sim.skeleton import Layouts, Skeleton
@@ -47,23 +47,17 @@ Version = tuple[int, Layout]
 
 @dataclass(frozen=True, slots=True)
 class UsedBundle:
-    """Parameters that travel together, in the layouts of their use, and where they are used."""
+    """Parameters that travel together, by their numbers."""
 
-    kind: BundleKind
+    bundle: ParameterBundle
     versions: tuple[Version, ...]
+    """In the layouts of their use."""
     stored: tuple[Version, ...]
     """The parameters themselves: what is used may be cast from them."""
-    use: Use
 
 
 _ParameterUse = tuple[tuple[int, int], int, Entry, Use]
 """The first operator and operand that read a parameter in a layout, its number, parameter and layout, and the use."""
-
-
-def _merged(bundle: ParameterBundle, uses: Mapping[Entry, Use]) -> Use:
-    """Where a bundle as a whole is used."""
-    found = [uses[entry] for entry in bundle.entries]
-    return Use(min(u.first for u in found), max(u.last_kept for u in found), any(u.back for u in found))
 
 
 class Program:
@@ -88,9 +82,9 @@ class Program:
         self.numbers = task_numbers(skeleton, drafts)
         self._outputs = _output_numbers(skeleton)
         self._last_back = tuple(self._find_last_back(root) for root in range(len(skeleton.roots)))
-        trained = [i for i, root in enumerate(skeleton.roots) if root.leaf is not None and root.leaf.trainable]
-        self._cast_from = _casts_of(skeleton, trained)
-        self._uses = {root: self._find_uses(root) for root in (*trained, *self._cast_from)}
+        parameters = [i for i, root in enumerate(skeleton.roots) if root.leaf and root.leaf.kind is LeafKind.PARAMETER]
+        self._cast_from = _casts_of(skeleton, parameters)
+        self._uses = {root: self._find_uses(root) for root in (*parameters, *self._cast_from)}
         self._bundle()
         self.supplies: list[tuple[Supply, ...]] = [(_NOT_SUPPLIED,) * len(op.reads) for op in skeleton.operators]
         self.departures: dict[int, tuple[tuple[Layout, bool], ...]] = {}
@@ -119,6 +113,10 @@ class Program:
             found += [position + i * length for i in range(self.steps)] if repeated else []
             found += [] if repeated else [position if position == 0 else 1 + self.steps * length]
         return sorted(found)
+
+    def segment_of(self, position: int) -> Segment | None:
+        """The segment to run again that an operator stands in."""
+        return self._segment_of.get(position)
 
     @property
     def num_events(self) -> int:
@@ -228,9 +226,12 @@ class Program:
         first, last = self._segment_of.get(position, (0, -1))
         if last != position:
             return ()
-        found = [task for earlier in range(first, last) for task in self._fragments(earlier)[0]]
-        found += self._rerun_last(last)
-        return tuple(replace(task, phase=Phase.RECOMPUTE) for task in found)
+        found: list[Instruction] = []
+        for earlier in range(first, last + 1):
+            found += self._around.before_again.get(earlier, ())
+            again = self._fragments(earlier)[0] if earlier < last else self._rerun_last(last)
+            found += (replace(task, phase=Phase.RECOMPUTE) for task in again)
+        return tuple(found)
 
     def _rerun_last(self, position: int) -> Fragment:
         """Of the last operator of a segment: its operands arrive; what comes after it has computed is not run again."""
@@ -250,13 +251,12 @@ class Program:
         found = sorted((item for uses in self._uses.values() for item in uses), key=lambda item: item[0])
         entries = {entry: use for _, _, entry, use in found}
         numbers = {entry[0]: root for _, root, entry, _ in found}
-        bundles = bundle_parameters(entries, self.drafts.mesh, self.regathered)
+        bundles = bundle_parameters(entries, self.drafts.mesh, self.regathered, self.again)
         self.bundles = tuple(
             UsedBundle(
-                bundle.kind,
+                bundle,
                 tuple((numbers[v], layout) for v, layout in bundle.entries),
                 tuple((self._cast_from.get(root := numbers[v], root), v.type.layout) for v, _ in bundle.entries),
-                _merged(bundle, entries),
             )
             for bundle in bundles
         )
@@ -267,7 +267,7 @@ class Program:
             self.skeleton.roots[root].maker for root in self._cast_from if self._is_only_bundled(root)
         )
         """Operators that cast a parameter which nobody reads but through bundles: those cast on the way."""
-        self._around = schedule_bundles(bundles, entries, self.drafts, at_end=self.steps > 1)
+        self._around = schedule_bundles(bundles, self.again, self.drafts, defers=self.steps > 1)
 
     def _is_only_bundled(self, root: int) -> bool:
         bundled, readers = self._bundled.get(root, ()), self.skeleton.readers[root]
@@ -289,10 +289,7 @@ class Program:
             kept = [position for position, operand in readers if operand in operators[position].keeps]
             kept += [self._segment_of[position][1] for position, _ in readers if position in self._segment_of]
             back = any(operand in operators[position].needs for position, operand in readers)
-            if self.skeleton.graph.training and not back:
-                continue
-            first = readers[0][0]  # a segment is given what it uses of bundles when it begins
-            use = Use(self._segment_of.get(first, (first, first))[0], max(kept, default=-1), back)
+            use = Use(tuple(dict.fromkeys(position for position, _ in readers)), max(kept, default=-1), back)
             uses.append((readers[0], root, (self._stored(root, own), layout), use))
         return uses
 
@@ -305,24 +302,28 @@ class Program:
             return Value(make_node(node.op, args, types, occurrence=node.occurrence))
         leaf = self.skeleton.roots[root].leaf
         assert leaf is not None
-        return Value(make_leaf(leaf.kind, leaf.name, leaf.type.laid_out(layout), trainable=True, aliases=leaf.aliases))
+        type = leaf.type.laid_out(layout)
+        return Value(make_leaf(leaf.kind, leaf.name, type, trainable=leaf.trainable, aliases=leaf.aliases))
 
     def _bundle_again(self, before: Program, reads: tuple[int, ...]) -> set[int]:
         """Find the bundles again where a change concerns a parameter; the operators around which they then differ."""
-        trained = [root for root in reads if root in self._uses]
-        trained += [root for root, source in self._cast_from.items() if source in reads]
-        if not trained:
+        concerned = [root for root in reads if root in self._uses]
+        concerned += [root for root, source in self._cast_from.items() if source in reads]
+        if not concerned:
             return set()
-        self._uses = {**self._uses, **{root: self._find_uses(root) for root in trained}}
+        self._uses = {**self._uses, **{root: self._find_uses(root) for root in concerned}}
         self._bundle()
         was, now = before._around, self._around
         casts = set(before.cast_by_bundles ^ self.cast_by_bundles)
         if was == now:
             self._around = was
             return casts
-        if was.at_end != now.at_end:
+        if (was.after_all, was.at_end) != (now.after_all, now.at_end):
             self._finish()
-        pairs = ((was.before, now.before), (was.before_back, now.before_back), (was.after_back, now.after_back))
+        pairs = (
+            (was.before, now.before), (was.before_again, now.before_again),
+            (was.before_back, now.before_back), (was.after_back, now.after_back),
+        )  # fmt: skip
         return casts | {p for a, b in pairs for p in {*a, *b} if a.get(p) != b.get(p)}
 
     def _start(self) -> None:
@@ -365,8 +366,8 @@ class Program:
             if root.leaf is not None and root.leaf.trainable
         ]
         drafts, mesh = self.drafts, self.drafts.mesh
-        if self.steps > 1:
-            self.fragments[-2] = accumulating(stored, drafts)
+        several = self.steps > 1
+        self.fragments[-2] = (*self._around.after_all, *(accumulating(stored, drafts) if several else ()))
         wait = Instruction("wait", COMPUTE, 0, waits=(INSIDE, BETWEEN), phase=Phase.BACKWARD)
         home = [
             instruction
@@ -383,9 +384,9 @@ class Program:
         self.fragments[-1] = (*ordered(home), *self._around.at_end, wait, update)
 
 
-def _casts_of(skeleton: Skeleton, trained: Iterable[int]) -> dict[int, int]:
+def _casts_of(skeleton: Skeleton, parameters: Iterable[int]) -> dict[int, int]:
     """What parameters are cast to, with the parameter of each."""
-    readers = ((skeleton.operators[position], root) for root in trained for position, _ in skeleton.readers[root])
+    readers = ((skeleton.operators[position], root) for root in parameters for position, _ in skeleton.readers[root])
     return {
         operator.makes[0]: root
         for operator, root in readers

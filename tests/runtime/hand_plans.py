@@ -10,13 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.frontends import capture
-from conjoin.ir import Graph, Mark, Plan, check_plan, choose, parallelize, plain_call, rules_for
+from conjoin.ir import (
+    REGATHER,
+    Graph,
+    Mark,
+    MemoryAction,
+    Plan,
+    check_plan,
+    choose,
+    parallelize,
+    plain_call,
+    rules_for,
+)
 from conjoin.machine import Axis, Machine, Mesh
 from conjoin.ops import make_layout, parse_placement
 from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.storage import Store
 from conjoin.search import make_plan
+from conjoin.search.drafting import Draft, make_plan_by
+from conjoin.search.facts import Facts
+from conjoin.search.groups import Group
+from conjoin.search.request import Request
+from conjoin.search.strategies.data_parallel import data_flow, data_group, split_storage
 from tests.runtime.random_graphs import Sample
 
 MESH = Mesh((Axis("x", 2), Axis("y", 2)))
@@ -53,6 +69,22 @@ def layout_of(text: str) -> Any:
 
 def by_strategy(sample: Sample, strategy: str, num_devices: int = 4) -> Plan:
     return make_plan(sample.graph, Machine("many", 1, num_devices, "cpu"), strategy)
+
+
+def sharded_inside(graph: Graph, machine: Machine, *, regather: bool = True) -> Plan:
+    """The batch split over all devices, parameters stored split inside nodes and alike on each (hybrid sharding)."""
+    mesh = machine.mesh
+    inner = tuple(axis.name for axis in mesh.axes if not axis.between_nodes)
+    shard = Group("shard", inner, machine.devices_per_node)
+
+    def draft(facts: Facts) -> Draft:
+        request = Request("fsdp", {})
+        flow = data_flow(facts, data_group(mesh, request))
+        stored = {leaf: split_storage(leaf.type, shard, mesh) for leaf in facts.parameters()}
+        names = [leaf.name for leaf, layout in stored.items() if layout and regather]
+        return Draft(request, (flow,), stored, tuple(MemoryAction(REGATHER, name) for name in names))
+
+    return make_plan_by(graph, machine, draft)
 
 
 def module_on(

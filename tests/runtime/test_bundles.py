@@ -90,8 +90,8 @@ def test_bundles_are_as_large_as_asked(bundle_bytes: int) -> None:
     plan = by_strategy(sample, "fsdp", 2)
 
     def program(communicator: Communicator) -> list[int]:
-        made = bundles.make_bundles(plan.graph, communicator, frozenset())
-        return [len(bundle.entries) for bundle in made if isinstance(bundle.mover, bundles.Gathering)]
+        made = bundles.make_bundles(plan, communicator)
+        return [len(bundle.entries) for bundle in made if bundle.kind.gathered]
 
     counts = run_ranks(plan.mesh, program)
     assert counts[0] == counts[1] == {1: [1] * 9, 600: counts[0], 25 * 2**20: [9]}[bundle_bytes]

@@ -131,7 +131,7 @@ def test_what_is_cast_travels_in_as_few_bundles_and_half_the_bytes() -> None:
     assert narrow["reduce-scatter"] == wide["reduce-scatter"], "gradients are summed up in float32"
 
     def count(communicator: Communicator, plan: Plan) -> tuple[int, int]:
-        bundles = make_bundles(plan.graph, communicator, frozenset())
+        bundles = make_bundles(plan, communicator)
         return len(bundles), sum(len(bundle.entries) for bundle in bundles)
 
     for strategy in ("data-parallel", "fsdp"):

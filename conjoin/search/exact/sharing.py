@@ -58,7 +58,7 @@ def share(storages: Storages, reading: Array, used: Codes, sources: Sequence[Row
         every = np.arange(len(storages.seconds))
         rows, brought = np.concatenate([every, rows]), np.concatenate([np.full(len(every), -1), brought])
         seconds = np.concatenate([storages.seconds, seconds])
-    ways = Storages(storages.codes[rows], storages.even[rows], storages.regathered[rows], seconds)
+    ways = Storages(storages.codes[rows], storages.regathered[rows], seconds)
     return Shared(ways, rows, brought)
 
 

@@ -99,7 +99,7 @@ class Space:
         rank, rows = len(type.shape), storages.codes
         both, once = (self.reshards.table(rank, type.bytes, b, nested=False)[rows] for b in (back, False))
         light = self.reshards.table(rank, type.bytes, back, nested=False, share=latency_share(type))[rows]
-        bundled = goes_in_bundle(rank, len(self.units))[rows] & storages.even[:, None]
+        bundled = goes_in_bundle(rank, len(self.units))[rows]
         held = type.bytes * held_share(rank, self.degrees)[None]
         return Carried(both, light, once, bundled, held, storages.regathered[:, None]).seconds(
             objective.overlap, objective.seconds_per_byte

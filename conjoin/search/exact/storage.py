@@ -22,8 +22,6 @@ class Storages:
     """The ways to store a parameter, in parallel arrays."""
 
     codes: Codes
-    even: NDArray[np.bool_]
-    """Whether all pieces are of one size: others are gathered on their own."""
     regathered: NDArray[np.bool_]
     """Whether what was gathered for the forward pass is dropped, and gathered again."""
     seconds: NDArray[np.float64]
@@ -44,14 +42,13 @@ def make_storages(
     """
     digits = all_digits(len(type.shape), len(units))
     degrees = np.array([unit.degree for unit in units])
-    legal, even, share = pieces_of(type, digits, degrees)
+    legal, share = pieces_of(type, digits, degrees)
     codes = np.flatnonzero(legal if only is None else np.arange(len(digits)) == only)
     held = type.bytes * share[codes]
     seconds = held * copies * seconds_per_byte + held * update_seconds
-    split = np.flatnonzero((share < 1)[codes] & even[codes]) if seconds_per_byte else np.zeros(0, np.intp)
+    split = np.flatnonzero((share < 1)[codes]) if seconds_per_byte else np.zeros(0, np.intp)
     return Storages(
         np.concatenate([codes, codes[split]]),
-        np.concatenate([even[codes], even[codes][split]]),
         np.concatenate([np.zeros(len(codes), bool), np.ones(len(split), bool)]),
         np.concatenate([seconds, seconds[split]]),
     )
@@ -59,33 +56,31 @@ def make_storages(
 
 def pieces_of(
     type: TensorType, digits: NDArray[np.int64], degrees: NDArray[np.int64]
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.float64]]:
-    """Of layouts on units: which a parameter may be stored in, which have even pieces, and how large the largest is."""
+) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
+    """Of layouts on units: which a parameter may be stored in, and how large the largest piece is."""
     legal = ((digits == WHOLE) | (digits >= S)).all(axis=1)
-    even, share = np.ones(len(digits), bool), np.ones(len(digits))
+    share = np.ones(len(digits))
     for dim, size in enumerate(type.shape):
         ways = np.where(digits == S + dim, degrees, 1).prod(axis=1)
         piece = -(-size // ways)
         legal &= (ways <= max(size, 1)) & (piece * ways <= size * MAX_WASTE)
-        even &= piece * ways == size
         share *= piece / max(size, 1)
-    return legal, even, share
+    return legal, share
 
 
 @lru_cache(maxsize=64)
 def goes_in_bundle(rank: int, num_units: int) -> NDArray[np.bool_]:
-    """[stored, used]: whether a parameter travels with others, while devices compute: copies of all that differs, whose
-    gradients are all-reduced, or a gather of all that differs, whose gradients are reduce-scattered."""
+    """[stored, used]: whether a parameter travels with others, while devices compute: where it differs it is stored
+    whole or split, and used as copies."""
     digits = all_digits(rank, num_units)
     return in_bundle(digits[:, None, :], digits[None, :, :])
 
 
 def in_bundle(stored: Codes, used: Codes) -> NDArray[np.bool_]:
     """The same for placements stored and used on units, [..., unit]."""
-    same, copied = stored == used, used == B
-    found: NDArray[np.bool_] = np.logical_and.reduce(same | (copied & (stored == WHOLE)), axis=-1)
-    gathered: NDArray[np.bool_] = np.logical_and.reduce(same | (copied & (stored >= S)), axis=-1)
-    return np.logical_or(found, gathered)
+    brought = (used == B) & ((stored == WHOLE) | (stored >= S))
+    found: NDArray[np.bool_] = np.logical_and.reduce((stored == used) | brought, axis=-1)
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -131,7 +131,7 @@ class _Naming:
         all_of_them = self.problem.storages(self._root(variable))
         at = slice(self.values[variable], self.values[variable] + 1)
         stored = Storages(
-            all_of_them.codes[at], all_of_them.even[at], all_of_them.regathered[at], all_of_them.seconds[at]
+            all_of_them.codes[at], all_of_them.regathered[at], all_of_them.seconds[at]
         )
         use, held = (link.type, link.trained, link.back), self.space.held(link.type, counted(target[None]))
         return self.space.reading_seconds(aligned, use, self.problem.objective, stored, held)

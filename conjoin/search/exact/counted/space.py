@@ -208,13 +208,13 @@ class CountedSpace:
     def _find_storages(self, type: TensorType, trained: bool, objective: Objective) -> Storages:
         rank, degrees = len(type.shape), np.full(self.num_axes, self.size)
         digits = ascending((WHOLE, *range(S, S + rank)), self.num_axes)
-        legal, even, share = pieces_of(type, digits, degrees)
-        digits, even, held = digits[legal], even[legal], type.bytes * share[legal]
+        legal, share = pieces_of(type, digits, degrees)
+        digits, held = digits[legal], type.bytes * share[legal]
         seconds = held * (objective.copies if trained else 1) * objective.seconds_per_byte
         seconds = seconds + (held * objective.update_seconds if trained else 0.0)
-        twice = np.flatnonzero((held < type.bytes) & even) if objective.seconds_per_byte else np.zeros(0, np.intp)
+        twice = np.flatnonzero(held < type.bytes) if objective.seconds_per_byte else np.zeros(0, np.intp)
         rows = np.concatenate([np.arange(len(digits)), twice])
-        return Storages(counted(digits)[rows], even[rows], np.arange(len(rows)) >= len(digits), seconds[rows])
+        return Storages(counted(digits)[rows], np.arange(len(rows)) >= len(digits), seconds[rows])
 
     def edge(self, type: TensorType, back: bool, rows: Codes, columns: Codes) -> Array:
         """[row, column]: seconds of the reshards of an activation between some layouts, axes lined up at best."""
@@ -253,7 +253,7 @@ class CountedSpace:
             self.seconds(aligned, type, back),
             self.seconds(aligned, type, back, latency_share(type)),
             self.seconds(aligned, type, False),
-            in_bundle(aligned.before.T, aligned.after.T)[aligned.which] & storages.even[aligned.rows],
+            in_bundle(aligned.before.T, aligned.after.T)[aligned.which],
             held[aligned.pairs % aligned.shape[1]],
             storages.regathered[aligned.rows],
         )
