@@ -30,6 +30,7 @@ from conjoin.ir import (
 )
 from conjoin.machine import Machine
 from conjoin.ops import Layout, Placement, make_layout
+from conjoin.search.bundle_size import choose_bundle_bytes
 from conjoin.search.facts import Facts, study
 from conjoin.search.propagation import Flow, output_placements
 from conjoin.search.request import Request
@@ -101,6 +102,7 @@ def make_plan_by(captured: Graph, machine: Machine, strategy: Callable[[Facts], 
         strategy=str(draft.request),
         memory=(*draft.memory, *recompute_actions(parallel, asked_segments(parallel))),
         substitutions=settled.substitutions,
+        bundle_bytes=choose_bundle_bytes(captured, machine),
     )
     return check_plan(plan)
 

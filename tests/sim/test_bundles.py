@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from conjoin.comm import bundling
 from conjoin.ir import (
     Plan,
     check_plan,
@@ -64,7 +63,7 @@ def plan_of(how: str) -> tuple[Plan, Sample]:
         segments = [(i, i + 4) for i in range(0, count - 6, 5)]
         plan = replace(plan, memory=(*plan.memory, *recompute_actions(plan.graph, segments)))
     computes = computation_digest(plan.graph, accumulation)
-    plan = replace(plan, model=model_mark(found.graph), accumulation=accumulation, computes=computes)
+    plan = replace(plan, model=model_mark(found.graph), accumulation=accumulation, computes=computes, bundle_bytes=700)
     return check_plan(plan), found
 
 
@@ -93,11 +92,6 @@ HOWS = [
     "hybrid", "hybrid kept", "hybrid uneven", "hybrid again", "hybrid frozen uneven again", "hybrid micro",
     "hybrid micro kept again", "split uneven micro again",
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundling, "BUNDLE_BYTES", 700)
 
 
 @pytest.mark.parametrize("how", HOWS)
