@@ -370,6 +370,6 @@ def plan_of(outcome: Outcome, captured: Graph, machine: Machine) -> Plan:
         accumulation=entry.variant.accumulation,
         predictions=predictions,
         computes=computation_digest(graph, entry.variant.accumulation),
-        bundle_bytes=outcome.simulation.program.drafts.bundle_bytes,
+        bundle_bytes=choose_bundle_bytes(captured, machine),
     )
     return check_plan(plan)

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from conjoin.ir import REGATHER, LeafKind, MemoryAction, Plan, region_of
+from conjoin.ir import REGATHER, LeafKind, MemoryAction, Plan, region_of, region_shape
 from conjoin.runtime import bundles, to_module
-from conjoin.runtime.communicator import Communicator
+from conjoin.runtime.communicator import Communicator, Done
 from conjoin.runtime.threads import run_ranks
 from tests.runtime.hand_plans import by_strategy, captured, module_on
 from tests.runtime.random_graphs import Sample
@@ -191,3 +192,35 @@ def test_what_has_no_part_in_the_loss_has_no_gradient(strategy: str, bundle_byte
     functional.mse_loss(model(sample.inputs[0]), sample.inputs[1]).backward()
     wanted = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert run_ranks(plan.mesh, program) == [wanted, wanted] and wanted == {"used.weight", "used.bias"}
+
+
+class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the calls that copy elements."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.count += any(word in name for word in ("copy", "cat", "clone")) or name == "zero_"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("num_ranks", "copies"), [(2, (2, 1)), (3, (2, 1))])
+def test_a_bundle_is_packed_by_one_call(num_ranks: int, copies: tuple[int, int]) -> None:
+    """Pack what is stored and put parameters together; pack gradients: one call each, also where pieces are uneven."""
+    sample = deep()
+    plan = by_strategy(sample, "fsdp", num_ranks)
+
+    def program(communicator: Communicator) -> tuple[int, int]:
+        (bundle,) = bundles.make_bundles(plan, communicator)
+        regions = [region_of(x.type.shape, x.type.layout, plan.mesh, communicator.rank) for x in bundle.leaves]
+        held = tuple(torch.ones(region_shape(region), dtype=torch.float64) for region in regions)
+        communicator.all_gather = lambda *args: Done()  # type: ignore[method-assign]
+        communicator.reduce_scatter = lambda *args: Done()  # type: ignore[method-assign]
+        with Copies() as forward:
+            made = bundle.mover.bring(held)
+        with Copies() as backward:
+            bundle.mover.scatter(made)
+        return forward.count, backward.count
+
+    assert run_ranks(plan.mesh, program) == [copies] * num_ranks
