@@ -1,7 +1,6 @@
 """How a reshard is carried out: the choice of collectives, what each rank sends, and how many bytes that is."""
 
 from conjoin.comm.bundling import (
-    BUNDLE_BYTES,
     BundleKind,
     ParameterBundle,
     Use,
@@ -34,7 +33,7 @@ from conjoin.comm.traffic import (
 from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 
 __all__ = [
-    "AGREEMENT_BYTES", "BACKWARD", "BUNDLE_BYTES", "EXCHANGE", "FORWARD", "BundleKind", "Collective", "Entry",
+    "AGREEMENT_BYTES", "BACKWARD", "EXCHANGE", "FORWARD", "BundleKind", "Collective", "Entry",
     "ExchangedBytes", "GradientFlow", "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Route", "Step",
     "StepKind", "Traffic", "Transfer", "Use", "backward_route", "bundle_parameters", "bytes_sent", "changes_places",
     "changes_places_between", "common_places", "dual_layout", "find_bundles", "flights_backward", "flights_forward",

@@ -30,12 +30,22 @@ from conjoin.comm.pieces import held_bytes, splits_evenly
 from conjoin.comm.recomputing import recomputed
 from conjoin.comm.route import backward_route, reshard
 from conjoin.comm.steps import Route, Step, StepKind
-from conjoin.ir import Leaf, Plan, Segment, Value, operators_of, origin, regathered_parameters, stored_leaf
+from conjoin.ir import (
+    BUNDLE_BYTES,
+    Leaf,
+    Plan,
+    Segment,
+    Value,
+    operators_of,
+    origin,
+    regathered_parameters,
+    stored_leaf,
+)
 from conjoin.machine import Mesh
 from conjoin.ops import Copies, Layout, TensorType, split_axes
 
-BUNDLE_BYTES = 25 * 2**20
-"""As DistributedDataParallel's buckets (torch documentation, `bucket_cap_mb`)."""
+_LARGE = BUNDLE_BYTES
+"""Parameters of as many bytes travel alone: packing would cost more than a latency."""
 BUNDLES_AHEAD = 2
 """How many bundles' bytes are on their way: a large parameter that is used after small ones must be before them."""
 
@@ -99,12 +109,16 @@ class ParameterBundle:
 
 def find_bundles(plan: Plan) -> tuple[ParameterBundle, ...]:
     """All bundles of a plan; parameters that need more go on their own."""
-    segments = recomputed(plan)
-    return bundle_parameters(_find_uses(plan, segments), plan.mesh, regathered_parameters(plan), segments)
+    segments, regathered = recomputed(plan), regathered_parameters(plan)
+    return bundle_parameters(_find_uses(plan, segments), plan.mesh, plan.bundle_bytes, regathered, segments)
 
 
 def bundle_parameters(
-    uses: Mapping[Entry, Use], mesh: Mesh, regathered: frozenset[str], segments: Sequence[Segment] = ()
+    uses: Mapping[Entry, Use],
+    mesh: Mesh,
+    bundle_bytes: int,
+    regathered: frozenset[str] = frozenset(),
+    segments: Sequence[Segment] = (),
 ) -> tuple[ParameterBundle, ...]:
     """Bundles of parameters that are used in other layouts than stored, given in the order of use."""
     entries: dict[BundleKind, list[Entry]] = {}
@@ -119,7 +133,7 @@ def bundle_parameters(
     return tuple(
         _bundle(kind, part, [uses[entry] for entry in part], begins, mesh)
         for kind, found in entries.items()
-        for part in _filled(found, mesh)
+        for part in _filled(found, mesh, bundle_bytes)
     )
 
 
@@ -146,20 +160,20 @@ def _lies_flat(type: TensorType, gathered: tuple[str, ...], mesh: Mesh) -> bool:
     return in_order and splits_evenly(type.shape, type.layout, mesh)
 
 
-def _filled(entries: list[Entry], mesh: Mesh) -> list[tuple[Entry, ...]]:
+def _filled(entries: list[Entry], mesh: Mesh, bundle_bytes: int) -> list[tuple[Entry, ...]]:
     """Entries in the order of use, cut into bundles filled from the last; large ones, which need not be packed, alone.
 
     The first one, whose gradients come last and whose gather comes first, is what remains: little is left to wait for.
     """
     parts: list[list[int]] = []
     filling: list[int] = []
-    num_bytes = BUNDLE_BYTES
+    num_bytes = bundle_bytes
     for i, entry in reversed(list(enumerate(entries))):
         size = used_bytes(entry, mesh)
-        if size >= BUNDLE_BYTES:
+        if size >= min(bundle_bytes, _LARGE):
             parts.append([i])
             continue
-        if num_bytes >= BUNDLE_BYTES:
+        if num_bytes >= bundle_bytes:
             filling, num_bytes = [], 0
             parts.append(filling)
         filling.append(i)
@@ -171,36 +185,38 @@ Flights = tuple[tuple[int, ...], ...]
 """For every bundle the numbers of others."""
 
 
-def flights_forward(bundles: Sequence[ParameterBundle]) -> Flights:
+def flights_forward(bundles: Sequence[ParameterBundle], bundle_bytes: int) -> Flights:
     """The bundles whose gathers are started with each: what is wanted at the same place, and what is wanted next."""
     gathered = [i for i, bundle in enumerate(bundles) if bundle.kind.gathered]
-    return _flights(bundles, gathered, [bundle.wanted for bundle in bundles])
+    return _flights(bundles, gathered, [bundle.wanted for bundle in bundles], BUNDLES_AHEAD * bundle_bytes)
 
 
-def flights_backward(bundles: Sequence[ParameterBundle]) -> Flights:
+def flights_backward(bundles: Sequence[ParameterBundle], bundle_bytes: int) -> Flights:
     """The same for what the backward pass gathers again."""
     gathered = [i for i, bundle in enumerate(bundles) if bundle.is_gathered_again]
-    return _flights(bundles, gathered, [-bundle.use.last_kept for bundle in bundles])
+    return _flights(bundles, gathered, [-bundle.use.last_kept for bundle in bundles], BUNDLES_AHEAD * bundle_bytes)
 
 
-def _flights(bundles: Sequence[ParameterBundle], gathered: Sequence[int], places: Sequence[int]) -> Flights:
-    """For every bundle the others of its kind at the same place, and of those at the next ones enough to fill some."""
+def _flights(
+    bundles: Sequence[ParameterBundle], gathered: Sequence[int], places: Sequence[int], num_bytes: int
+) -> Flights:
+    """For every bundle the others of its kind at the same place, and of those at the next ones so many bytes."""
     found: list[tuple[int, ...]] = [()] * len(bundles)
     for kind in dict.fromkeys(bundles[i].kind for i in gathered):
         alike = sorted((i for i in gathered if bundles[i].kind == kind), key=lambda i: places[i])
         stretches = [tuple(some) for _, some in groupby(alike, key=lambda i: places[i])]
         for number, stretch in enumerate(stretches):
-            after = _enough(bundles, stretches[number + 1 :])
+            after = _enough(bundles, stretches[number + 1 :], num_bytes)
             for i in stretch:
                 found[i] = (*(j for j in stretch if j != i), *after)
     return tuple(found)
 
 
-def _enough(bundles: Sequence[ParameterBundle], stretches: Sequence[tuple[int, ...]]) -> list[int]:
-    """The first of some stretches, as many as it takes to fill some bundles."""
+def _enough(bundles: Sequence[ParameterBundle], stretches: Sequence[tuple[int, ...]], num_bytes: int) -> list[int]:
+    """The first of some stretches, until there are so many bytes."""
     found: list[int] = []
     for stretch in stretches:
-        if sum(bundles[i].num_bytes for i in found) >= BUNDLES_AHEAD * BUNDLE_BYTES:
+        if sum(bundles[i].num_bytes for i in found) >= num_bytes:
             break
         found += stretch
     return found

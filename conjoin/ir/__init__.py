@@ -27,6 +27,7 @@ from conjoin.ir.parser import parse_graph
 from conjoin.ir.placing import Placed, layout_fault, place, plain_call, rules_for
 from conjoin.ir.plain_model import plain_model
 from conjoin.ir.plan import (
+    BUNDLE_BYTES,
     RECOMPUTE,
     REGATHER,
     Mark,
@@ -85,6 +86,7 @@ from conjoin.ir.verifier import Fault, find_faults, verify
 from conjoin.ir.widening import wide_dtype, widen, widen_plan
 
 __all__ = [
+    "BUNDLE_BYTES",
     "CAST",
     "LEAF",
     "LIBRARY",

@@ -35,6 +35,9 @@ RECOMPUTE = "recompute"
 """Memory action: of consecutive operators, `%3..%7`, only what they read from outside is kept for the backward pass,
 which runs them again."""
 _ACTIONS = (REGATHER, RECOMPUTE)
+BUNDLE_BYTES = 25 * 2**20
+"""Of a bundle where nobody knows better: as DistributedDataParallel's (torch documentation, `bucket_cap_mb`)."""
+_MAX_BUNDLE_BYTES = 2**40
 _MAX_RANKS = 2**20
 _SHOWN = 8
 
@@ -109,6 +112,8 @@ class Plan:
     """The digest of what the graph computed when the plan was made; None where that is left to whoever edits it."""
     precision: str = ""
     """In which precision the model was captured, as `bf16-mixed@cuda`; empty where it was as it is."""
+    bundle_bytes: int = BUNDLE_BYTES
+    """How many bytes of parameters, as they are used, at least travel in the same collectives."""
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file."""
@@ -137,6 +142,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         **({} if plan.accumulation is None else {"accumulate": _accumulation_to_json(plan.accumulation)}),
         "computes": plan.computes,
         **({"precision": plan.precision} if plan.precision else {}),
+        **({"bundle_bytes": plan.bundle_bytes} if plan.bundle_bytes != BUNDLE_BYTES else {}),
         **({"operators": operators} if operators else {}),
         "graph": str(plan.graph).splitlines(),
     }
@@ -252,7 +258,7 @@ def plan_from_json(data: Any) -> Plan:
 
 _KEYS = frozenset({
     "format", "version", "strategy", "model", "machine", "mesh", "stages", "schedule", "memory", "substitutions",
-    "predictions", "graph", "accumulate", "operators", "computes", "precision",
+    "predictions", "graph", "accumulate", "operators", "computes", "precision", "bundle_bytes",
 })  # fmt: skip
 
 
@@ -276,7 +282,14 @@ def _load(data: dict[str, Any]) -> Plan:
         accumulation=_accumulation(data["accumulate"], graph) if "accumulate" in data else None,
         computes=None if data["computes"] is None else _line(data["computes"], "what it computes"),
         precision=_line(data.get("precision", ""), "its precision"),
+        bundle_bytes=_bundle_bytes(data.get("bundle_bytes", BUNDLE_BYTES)),
     )
+
+
+def _bundle_bytes(entry: Any) -> int:
+    if type(entry) is not int or not 1 <= entry <= _MAX_BUNDLE_BYTES:
+        raise ValueError(f"bundles of {str(entry)[:40]} bytes are none; a number from 1 to {_MAX_BUNDLE_BYTES:,} is")
+    return entry
 
 
 def _accumulation(entry: Any, graph: Graph) -> Accumulation:

@@ -42,7 +42,7 @@ def explanation_summary(found: Explanation) -> list[str]:
 
 
 def _memory_text(action: str, asked: int, found: Explanation) -> str:
-    """Parameters with uneven pieces travel on their own and are kept; some are not read in the backward pass."""
+    """Some parameters are not gathered, or not read in the backward pass."""
     if action == RECOMPUTE:
         return f"{asked} segment{'s' if asked > 1 else ''}, {found.num_recomputed} operators run again in backward"
     done = found.num_regathered

@@ -271,7 +271,8 @@ def make_bundles(plan: Plan, communicator: Communicator, dropping: Dropping | No
         Bundle(each, Mover(each, communicator), dropping if each.kind.regather else None) for each in found
     )
     last: dict[BundleKind, Bundle] = {}
-    for bundle, ahead, back in zip(bundles, flights_forward(found), flights_backward(found), strict=True):
+    flights = (order(found, plan.bundle_bytes) for order in (flights_forward, flights_backward))
+    for bundle, ahead, back in zip(bundles, *flights, strict=True):
         bundle.ahead, bundle.ahead_back = tuple(bundles[i] for i in ahead), tuple(bundles[i] for i in back)
         if bundle.kind in last:
             last[bundle.kind].after = bundle

@@ -35,6 +35,7 @@ from conjoin.ir import (
 )
 from conjoin.machine import Machine, Mesh
 from conjoin.ops import At
+from conjoin.search.bundle_size import choose_bundle_bytes
 from conjoin.search.constraints import Constraints
 from conjoin.search.exact.space import Objective, Space
 from conjoin.search.exact.units import Units
@@ -198,10 +199,11 @@ class Contest:
     """Whether a part of the search ended because its share of the time was over: more of it may be found."""
     started: float = field(default_factory=perf_counter)
     cpu_started: float = field(default_factory=process_time)
-    _drafts: dict[Classes, Drafts] = field(default_factory=dict)
+    _drafts: dict[tuple[Classes, int], Drafts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.steps_given = self.steps_left
+        self.bundle_bytes = choose_bundle_bytes(self.captured, self.machine)
 
     @property
     def elapsed(self) -> float:
@@ -285,7 +287,8 @@ class Contest:
         """Time an entry; what is alike in several is priced once."""
         skeleton, layouts, mesh = entry.variant.skeleton, entry.layouts, self.machine.mesh
         drafts = new_drafts(skeleton, layouts, mesh, self.prices)
-        drafts = self._drafts.setdefault(drafts.classes, drafts)
+        drafts.bundle_bytes = self.bundle_bytes if entry.plan is None else entry.plan.bundle_bytes
+        drafts = self._drafts.setdefault((drafts.classes, drafts.bundle_bytes), drafts)
         return simulate_layouts(skeleton, layouts, drafts, entry.regathered, entry.segments, entry.variant.steps)
 
     def enter(self, entry: Entry) -> Outcome:
@@ -367,5 +370,6 @@ def plan_of(outcome: Outcome, captured: Graph, machine: Machine) -> Plan:
         accumulation=entry.variant.accumulation,
         predictions=predictions,
         computes=computation_digest(graph, entry.variant.accumulation),
+        bundle_bytes=choose_bundle_bytes(captured, machine),
     )
     return check_plan(plan)

@@ -32,6 +32,7 @@ from conjoin.ir import (
 from conjoin.machine import Machine
 from conjoin.ops import Layout, Placement, make_layout
 from conjoin.search.blocks import segments_for
+from conjoin.search.bundle_size import choose_bundle_bytes
 from conjoin.search.facts import Facts, study
 from conjoin.search.propagation import Flow, output_placements
 from conjoin.search.request import Request
@@ -119,6 +120,7 @@ def make_plan_by(captured: Graph, machine: Machine, strategy: Callable[[Facts], 
         memory=(*draft.memory, *recompute_actions(parallel, segments_for(draft.request.recompute, graph))),
         substitutions=settled.substitutions,
         accumulation=accumulation,
+        bundle_bytes=choose_bundle_bytes(captured, machine),
     )
     return check_plan(plan)
 

@@ -59,8 +59,8 @@ def schedule_bundles(
     around = Around(num_events=2 * len(bundles))
     made = [_Bundle(bundle, drafts, NUM_STREAMS + 2 * i) for i, bundle in enumerate(bundles)]
     spans = {position: span for span in segments for position in range(span[0], span[1] + 1)}
-    _gather_forward(made, flights_forward(bundles), around, spans)
-    _gather_backward(made, flights_backward(bundles), around, spans)
+    _gather_forward(made, flights_forward(bundles, drafts.bundle_bytes), around, spans)
+    _gather_backward(made, flights_backward(bundles, drafts.bundle_bytes), around, spans)
     chains: dict[BundleKind, list[_Bundle]] = {}
     for each in made:
         if each.use.back:

@@ -21,6 +21,7 @@ from conjoin.comm import (
 )
 from conjoin.cost import NO_SECONDS, LocalCall, OperatorCost, Seconds, Source, local_calls, weakest
 from conjoin.ir import (
+    BUNDLE_BYTES,
     Choice,
     LeafKind,
     Node,
@@ -99,6 +100,7 @@ class Drafts:
     mesh: Mesh
     prices: Prices
     classes: Classes
+    bundle_bytes: int = BUNDLE_BYTES
     _nodes: dict[tuple[int, Choice], tuple[Node, Placed]] = field(default_factory=dict)
     _works: dict[tuple[int, Choice], Work] = field(default_factory=dict)
     _routes: dict[tuple[TensorType, Layout, Layout], tuple[Fragment, Fragment]] = field(default_factory=dict)

@@ -76,10 +76,10 @@ class _Walk:
         """The memory of bundles that were gathered again for the backward pass."""
         self.flying: dict[UsedBundle, int] = {}
         """The memory of bundles on their way."""
-        found = [used.bundle for used in program.bundles]
+        found, size = [used.bundle for used in program.bundles], program.drafts.bundle_bytes
         self.flights = {
             again: {used: [program.bundles[i] for i in some] for used, some in zip(program.bundles, each, strict=True)}
-            for again, each in ((False, flights_forward(found)), (True, flights_backward(found)))
+            for again, each in ((False, flights_forward(found, size)), (True, flights_backward(found, size)))
         }
         self.scattering: dict[BundleKind, list[int]] = {}
         """Packed gradients that may not have been sent yet."""

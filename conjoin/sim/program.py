@@ -250,8 +250,8 @@ class Program:
         """Find the bundles, and what they put around the operators."""
         found = sorted((item for uses in self._uses.values() for item in uses), key=lambda item: item[0])
         entries = {entry: use for _, _, entry, use in found}
-        numbers = {entry[0]: root for _, root, entry, _ in found}
-        bundles = bundle_parameters(entries, self.drafts.mesh, self.regathered, self.again)
+        numbers, mesh = {entry[0]: root for _, root, entry, _ in found}, self.drafts.mesh
+        bundles = bundle_parameters(entries, mesh, self.drafts.bundle_bytes, self.regathered, self.again)
         self.bundles = tuple(
             UsedBundle(
                 bundle,

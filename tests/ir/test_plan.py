@@ -177,6 +177,8 @@ MALFORMED: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("prediction", _set("predictions", to={"a": "b"}), "the prediction 'a' is not a number"),
     ("true as figure", _set("predictions", to={"a": True}), "the prediction 'a' is not a number"),
     ("huge figure", _set("predictions", to={"a": 10**400}), "The plan is malformed"),
+    *((f"bundles of {size}", _set("bundle_bytes", to=size), "a number from 1 to")
+      for size in (0, -5, True, 2.5, "25 MiB", 2**60, None)),
     ("graph", _set("graph", to="graph"), "graph is not a list"),
     ("a line", _set("graph", 3, to=7), "a line of the graph is not text"),
     ("empty graph", _set("graph", to=[]), "The graph in the plan cannot be read"),
@@ -340,3 +342,10 @@ def test_segments_have_no_operators_in_common() -> None:
     assert "in common" in refused(lambda: plan_from_json(recomputing(name, name)))
     doubled = replace(AGAIN, memory=(*AGAIN.memory, MemoryAction("recompute", name)))
     assert "in common" in refused(lambda: check_plan(doubled))
+
+
+def test_the_size_of_bundles_is_part_of_the_plan() -> None:
+    plan = plan_from_json(document())
+    other = replace(plan, bundle_bytes=3 * 2**20)
+    assert "bundle_bytes" not in plan_to_json(plan) and plan_to_json(other)["bundle_bytes"] == 3 * 2**20
+    assert plan_from_json(plan_to_json(other)) == other and plan_fingerprint(other) != plan_fingerprint(plan)

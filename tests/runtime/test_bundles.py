@@ -10,20 +10,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from conjoin.comm import bundling
-from conjoin.ir import REGATHER, LeafKind, MemoryAction, Plan, region_of
+from conjoin.ir import REGATHER, LeafKind, MemoryAction, Plan, region_of, region_shape
 from conjoin.runtime import bundles, to_module
-from conjoin.runtime.communicator import Communicator
+from conjoin.runtime.communicator import Communicator, Done
 from conjoin.runtime.threads import run_ranks
 from tests.runtime.hand_plans import by_strategy, captured, module_on
 from tests.runtime.random_graphs import Sample
 
 
 @pytest.fixture(params=[1, 600, 25 * 2**20], ids=["one by one", "some", "all"])
-def bundle_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def bundle_bytes(request: pytest.FixtureRequest) -> int:
     """How much goes in a bundle."""
-    monkeypatch.setattr(bundling, "BUNDLE_BYTES", request.param)
     return int(request.param)
 
 
@@ -70,7 +69,7 @@ def train(module: nn.Module, batches: list[tuple[Tensor, ...]], way: str) -> dic
 def test_training_in_bundles(kind: str, way: str, bundle_bytes: int) -> None:
     sample = deep()
     plan = by_strategy(sample, kind.partition(",")[0], 2)
-    plan = regathering(plan) if "again" in kind else replace(plan, memory=())
+    plan = replace(regathering(plan) if "again" in kind else replace(plan, memory=()), bundle_bytes=bundle_bytes)
     x, y = sample.inputs
     batches: list[tuple[Tensor, ...]] = [(torch.randint(12, x.shape), torch.randn_like(y)) for _ in range(4)]
     want = train(to_module(sample.graph, copy.deepcopy(sample.model)), batches, way)
@@ -87,7 +86,7 @@ def test_training_in_bundles(kind: str, way: str, bundle_bytes: int) -> None:
 
 def test_bundles_are_as_large_as_asked(bundle_bytes: int) -> None:
     sample = deep()
-    plan = by_strategy(sample, "fsdp", 2)
+    plan = replace(by_strategy(sample, "fsdp", 2), bundle_bytes=bundle_bytes)
 
     def program(communicator: Communicator) -> list[int]:
         made = bundles.make_bundles(plan, communicator)
@@ -97,10 +96,9 @@ def test_bundles_are_as_large_as_asked(bundle_bytes: int) -> None:
     assert counts[0] == counts[1] == {1: [1] * 9, 600: counts[0], 25 * 2**20: [9]}[bundle_bytes]
 
 
-def test_what_is_gathered_again_is_dropped_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundling, "BUNDLE_BYTES", 600)
+def test_what_is_gathered_again_is_dropped_in_between() -> None:
     sample = deep()
-    kept = replace(by_strategy(sample, "fsdp", 2), memory=())
+    kept = replace(by_strategy(sample, "fsdp", 2), memory=(), bundle_bytes=600)
 
     def program(communicator: Communicator, plan: Plan) -> tuple[int, int, int]:
         """How many whole weights are there after the forward pass, and the bytes sent there and back."""
@@ -149,11 +147,10 @@ class Counted:
 
 
 def test_few_reduce_scatters_hold_gradients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundling, "BUNDLE_BYTES", 1)
     monkeypatch.setattr(Counted, "under_way", 0)
     monkeypatch.setattr(Counted, "most", 0)
     sample = deep()
-    plan = by_strategy(sample, "fsdp", 2)
+    plan = replace(by_strategy(sample, "fsdp", 2), bundle_bytes=1)
 
     def program(communicator: Communicator) -> None:
         module = module_on(plan, sample, communicator)
@@ -185,7 +182,7 @@ def test_what_has_no_part_in_the_loss_has_no_gradient(strategy: str, bundle_byte
     """An optimizer lets a weight decay whose gradient is zeros, and leaves one alone that has none."""
     model = PartlyUnused().double()
     sample = captured(model, (torch.randn(8, 4), torch.randn(8, 4)), functional.mse_loss)
-    plan = by_strategy(sample, strategy, 2)
+    plan = replace(by_strategy(sample, strategy, 2), bundle_bytes=bundle_bytes)
 
     def program(communicator: Communicator) -> set[str]:
         module = module_on(plan, sample, communicator)
@@ -195,3 +192,35 @@ def test_what_has_no_part_in_the_loss_has_no_gradient(strategy: str, bundle_byte
     functional.mse_loss(model(sample.inputs[0]), sample.inputs[1]).backward()
     wanted = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert run_ranks(plan.mesh, program) == [wanted, wanted] and wanted == {"used.weight", "used.bias"}
+
+
+class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the calls that copy elements."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.count += any(word in name for word in ("copy", "cat", "clone")) or name == "zero_"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("num_ranks", "copies"), [(2, (2, 1)), (3, (2, 1))])
+def test_a_bundle_is_packed_by_one_call(num_ranks: int, copies: tuple[int, int]) -> None:
+    """Pack what is stored and put parameters together; pack gradients: one call each, also where pieces are uneven."""
+    sample = deep()
+    plan = by_strategy(sample, "fsdp", num_ranks)
+
+    def program(communicator: Communicator) -> tuple[int, int]:
+        (bundle,) = bundles.make_bundles(plan, communicator)
+        regions = [region_of(x.type.shape, x.type.layout, plan.mesh, communicator.rank) for x in bundle.leaves]
+        held = tuple(torch.ones(region_shape(region), dtype=torch.float64) for region in regions)
+        communicator.all_gather = lambda *args: Done()  # type: ignore[method-assign]
+        communicator.reduce_scatter = lambda *args: Done()  # type: ignore[method-assign]
+        with Copies() as forward:
+            made = bundle.mover.bring(held)
+        with Copies() as backward:
+            bundle.mover.scatter(made)
+        return forward.count, backward.count
+
+    assert run_ranks(plan.mesh, program) == [copies] * num_ranks

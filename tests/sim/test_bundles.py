@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from conjoin.comm import bundling
+from conjoin.cost import CostModel
+from conjoin.frontends import capture
 from conjoin.ir import (
     Plan,
     check_plan,
@@ -26,7 +27,7 @@ from conjoin.runtime.checking import Case, verify_in_process
 from conjoin.runtime.communicator import Axes, Communicator, Work
 from conjoin.runtime.threads import run_ranks
 from conjoin.search import make_plan
-from conjoin.sim import Prices, break_down, simulate
+from conjoin.sim import Prices, break_down, predict, simulate
 from tests.runtime.hand_plans import captured, module_on, sharded_inside
 from tests.runtime.random_graphs import Sample
 
@@ -64,7 +65,7 @@ def plan_of(how: str) -> tuple[Plan, Sample]:
         segments = [(i, i + 4) for i in range(0, count - 6, 5)]
         plan = replace(plan, memory=(*plan.memory, *recompute_actions(plan.graph, segments)))
     computes = computation_digest(plan.graph, accumulation)
-    plan = replace(plan, model=model_mark(found.graph), accumulation=accumulation, computes=computes)
+    plan = replace(plan, model=model_mark(found.graph), accumulation=accumulation, computes=computes, bundle_bytes=700)
     return check_plan(plan), found
 
 
@@ -95,11 +96,6 @@ HOWS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def small_bundles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundling, "BUNDLE_BYTES", 700)
-
-
 @pytest.mark.parametrize("how", HOWS)
 def test_collectives_are_started_as_simulated(how: str, prices: Prices) -> None:
     plan, found = plan_of(how)
@@ -127,3 +123,16 @@ def test_a_segment_does_not_wait_for_all_its_bundles(prices: Prices) -> None:
     """What is run again exposes no more of the gathers than what is kept."""
     plain, again = (break_down(simulate(plan_of(how)[0], prices).timeline) for how in ("split", "split again"))
     assert again.recompute > 0 and again.exposed <= 1.05 * plain.exposed
+
+
+def test_hybrid_sharding_hides_as_much_as_its_pure_form() -> None:
+    """On two nodes of eight H100s, in prices of data sheets."""
+    machine = parse_machine("dgx-h100:2")
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(24))).to(torch.bfloat16).train()
+        batch = torch.zeros(2**16, 4096, dtype=torch.bfloat16), torch.zeros(2**16, 4096, dtype=torch.bfloat16)
+    graph, costs = capture(model, batch, functional.mse_loss), CostModel()
+    plans = make_plan(graph, machine, "fsdp"), sharded_inside(graph, machine)
+    pure, hybrid = (predict(plan, machine, costs).breakdown for plan in plans)
+    hidden = [each.hidden / (each.hidden + each.exposed) for each in (pure, hybrid)]
+    assert hidden[0] > 0.7 and hidden[1] >= 0.95 * hidden[0], hidden

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from conjoin.comm import BUNDLE_BYTES
+from conjoin.ir import BUNDLE_BYTES
 from conjoin.ops import TensorType
 from conjoin.search.exact.choices import MAX_WASTE
 from conjoin.search.exact.layout_codes import WHOLE, B, Codes, S, all_digits
