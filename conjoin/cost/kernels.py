@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from conjoin.ops import Call, TensorType, bind_args, output_types, spec_for
+from conjoin.ops import CAST, Call, TensorType, bind_args, output_types, spec_for
 
 Asked = tuple[Call, tuple[int, ...]]
 """A call, and which of its operands get a gradient."""
@@ -77,7 +77,7 @@ def _spelled_out(call: Call, needs: tuple[int, ...]) -> Iterator[Asked]:
     wide = query.dtype if query.dtype not in _HALVES else torch.float32
     q, k, v = (TensorType(x.shape, wide) for x in (query, key, value))
     if wide is not query.dtype:
-        yield from (_asked("_to_copy", (x,), (i in needs,), dtype=wide) for i, x in enumerate((query, key, value)))
+        yield from (_asked(CAST, (x,), (i in needs,), dtype=wide) for i, x in enumerate((query, key, value)))
     if len(query.shape) == _FUSED_RANK and query.shape[1] != key.shape[1]:  # each head of keys is repeated
         k, v = (TensorType((*x.shape[:1], query.shape[1], *x.shape[2:]), wide) for x in (k, v))
         yield from (_asked("clone", (x,), (i in needs,)) for i, x in ((1, k), (2, v)))
@@ -95,7 +95,7 @@ def _spelled_out(call: Call, needs: tuple[int, ...]) -> Iterator[Asked]:
         yield _asked("dropout", (scores, 0.5, True), (learns,))
     yield _asked("matmul", (scores, v), (learns, 2 in needs))
     if wide is not query.dtype:
-        yield _asked("_to_copy", (TensorType((*q.shape[:-1], v.shape[-1]), wide),), (learns,), dtype=query.dtype)
+        yield _asked(CAST, (TensorType((*q.shape[:-1], v.shape[-1]), wide),), (learns,), dtype=query.dtype)
 
 
 def _asked(op: str, args: tuple[Any, ...], learns: tuple[bool, ...], **attributes: Any) -> Asked:

@@ -58,7 +58,6 @@ from conjoin.ir.regions import (
     region_shape,
 )
 from conjoin.ir.reshards import (
-    CAST,
     Elementary,
     LayoutError,
     elementary,
@@ -85,7 +84,6 @@ from conjoin.ir.verifier import Fault, find_faults, verify
 from conjoin.ir.widening import wide_dtype, widen, widen_plan
 
 __all__ = [
-    "CAST",
     "LEAF",
     "LIBRARY",
     "MAX_CONSTANT_BYTES",

@@ -1,6 +1,7 @@
 """What an operator is, declared once: index notation, torch reference, algebraic facts; the rest is derived."""
 
 from conjoin.ops.aten import (
+    CAST,
     OPAQUE,
     PLACEMENT_PARAMETERS,
     Kind,
@@ -84,6 +85,7 @@ __all__ = [
     "ASSIGN",
     "BATCH",
     "BATCH_MOMENTS",
+    "CAST",
     "COMBINE",
     "CONFINE",
     "EMBEDDING_BAG",

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from conjoin.ir import (
-    CAST,
     Choice,
     Graph,
     Leaf,
@@ -29,7 +28,7 @@ from conjoin.ir import (
     rules_for,
 )
 from conjoin.machine import Machine
-from conjoin.ops import Layout, Placement, make_layout
+from conjoin.ops import CAST, Layout, Placement, make_layout
 from conjoin.search.facts import Facts, study
 from conjoin.search.propagation import Flow, output_placements
 from conjoin.search.request import Request

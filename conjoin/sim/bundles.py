@@ -23,8 +23,7 @@ from conjoin.comm import (
     ring_bytes,
     sum_per_rank,
 )
-from conjoin.ir import CAST
-from conjoin.ops import Call, TensorType, bind_args
+from conjoin.ops import CAST, Call, TensorType, bind_args
 from conjoin.sim.engine import COMPUTE, NUM_STREAMS, Fragment, Instruction, Phase, to_ticks
 from conjoin.sim.fragments import Drafts
 

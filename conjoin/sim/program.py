@@ -21,9 +21,9 @@ from conjoin.comm import (
     run_again,
     splits_evenly,
 )
-from conjoin.ir import CAST, Choice, Segment, Value, make_leaf, make_node
+from conjoin.ir import Choice, Segment, Value, make_leaf, make_node
 from conjoin.machine import Mesh
-from conjoin.ops import Layout, TensorType
+from conjoin.ops import CAST, Layout, TensorType
 from conjoin.sim.bundles import Use, accumulating, schedule_bundles
 from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, Phase
 from conjoin.sim.fragments import Departure, Drafts, Supply, Task, local_shape, ordered

@@ -6,6 +6,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from conjoin.ops.aten import CAST
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm
 from conjoin.ops.notation import NotationError, broadcast_names, broadcast_shape
@@ -67,7 +68,7 @@ def classified_expansion(form: LocalForm) -> Any:
         return form.run()
     total = form.run(reduction=_SUM)
     counted = emit("ne.Scalar", form["target"], call["ignore_index"])
-    count = emit("sum", emit("_to_copy", counted, call["self"].dtype))
+    count = emit("sum", emit(CAST, counted, call["self"].dtype))
     return emit("div.Tensor", total, count)
 
 
