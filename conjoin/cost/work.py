@@ -91,6 +91,17 @@ def work_of(call: Call, needs: tuple[int, ...]) -> CallWork:
     return CallWork(family, _dtype(call), forward, backward)
 
 
+def is_product(call: Call, dtype: str) -> bool:
+    """Whether a call is a product of matrices in a dtype; torch rounds operands of these to TF32 where that is asked.
+
+    >>> x = TensorType((8, 8), torch.float32)
+    >>> is_product(Call("mm", (x, x)), "float32"), is_product(Call("relu", (x,)), "float32")
+    (True, False)
+    """
+    work = work_of(call, ())
+    return work.family == CONTRACTION and work.dtype == dtype
+
+
 LAUNCHES = {BATCH_MOMENTS: (5, 6), MEAN_AND_VARIANCE: (3, 2), NORMALIZE_CHANNELS: (6, 10)}
 """Kernels of an operator and of its backward, where they are not one: all but one or two of these are tiny."""
 FUSED = {LINEAR_RELU: ("linear", "relu")}

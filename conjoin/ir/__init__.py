@@ -67,6 +67,7 @@ from conjoin.ir.reshards import (
     stored_leaf,
 )
 from conjoin.ir.rewriting import Rewriting
+from conjoin.ir.rounding import EXACT, Rounding
 from conjoin.ir.segments import Segment, asked_segments, operators_of, parse_segments, segment_text
 from conjoin.ir.spans import (
     RegionMove,
@@ -84,6 +85,7 @@ from conjoin.ir.verifier import Fault, find_faults, verify
 from conjoin.ir.widening import wide_dtype, widen, widen_plan
 
 __all__ = [
+    "EXACT",
     "LEAF",
     "LIBRARY",
     "MAX_CONSTANT_BYTES",
@@ -110,6 +112,7 @@ __all__ = [
     "RegionMove",
     "Result",
     "Rewriting",
+    "Rounding",
     "Scalar",
     "Segment",
     "Source",

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from conjoin.cost import CostModel
+from conjoin.cost import CostModel, Source
 from conjoin.frontends import Precision, capture
 from conjoin.ir import Graph
 from conjoin.machine import parse_machine
+from conjoin.ops import Call, TensorType
 from conjoin.search import make_plan
 from conjoin.sim import Layouts, MachinePrices, Prediction, predict, random_change, simulate, simulate_layouts
 from zoo.llama import Llama, LlamaConfig, llama_batch
@@ -28,7 +29,7 @@ def graph_of(config: LlamaConfig, batch_size: int, precision: str) -> Graph:
         model = Llama(config).train()
     asked = Precision.parse(precision)
     model, batch = asked.converted(model, tuple(x.to("meta") for x in llama_batch(batch_size, config)))  # type: ignore[assignment]
-    return capture(model, batch, next_token_loss, autocast=asked.autocast)
+    return asked.applied(capture(model, batch, next_token_loss, autocast=asked.autocast))
 
 
 @pytest.mark.parametrize("strategy", ["data-parallel", "fsdp", "megatron:tp=2,dp=2"])
@@ -72,3 +73,27 @@ def test_mixed_precision_is_faster_and_holds_narrow_copies_only_while_they_are_u
     wide, mixed = (predicted(precision, "fsdp") for precision in ("float32@cuda", "bf16-mixed@cuda"))
     assert mixed.seconds < 0.5 * wide.seconds
     assert mixed.memory.parameters == wide.memory.parameters and mixed.memory.peak < wide.memory.peak
+
+
+def test_tf32_takes_the_time_of_float32_but_for_its_products() -> None:
+    """The judge is arithmetic: what products take less is what the rates say, and nothing else changes."""
+    wide, rounded, narrow = (predicted(f"{name}@cuda", "fsdp") for name in ("float32", "tf32", "bf16-mixed"))
+    assert narrow.seconds < rounded.seconds < 0.5 * wide.seconds
+    assert rounded.memory == wide.memory and rounded.step_flops == wide.step_flops
+    assert 4 < rounded.peak_flops / wide.peak_flops < 494.5 / 67, "attention stays in float32"
+    costs, device = CostModel(), parse_machine("dgx-h100").device_types[0]
+    matrix = TensorType((8192, 8192), torch.float32)
+    product, function = Call("mm", (matrix, matrix)), Call("relu", (matrix,))
+    plain, fast = (each.operator(product, (0, 1), device) for each in (costs, costs.in_tf32()))
+    assert 2 * 8192**3 / 494.5e12 < fast.forward.value < 0.25 * plain.forward.value
+    assert fast.forward.source is Source.ESTIMATED
+    assert costs.in_tf32().operator(function, (0,), device) == costs.operator(function, (0,), device)
+
+
+def test_what_was_measured_in_float32_says_nothing_of_tf32() -> None:
+    (h200,) = parse_machine("dgx-h200").device_types
+    matrix = TensorType((4096, 4096), torch.float32)
+    call, costs = Call("linear", (matrix, matrix, None)), CostModel()
+    assert costs.operator(call, (), h200).forward.source is not Source.ESTIMATED
+    assert costs.in_tf32().operator(call, (), h200).forward.source is Source.ESTIMATED
+    assert costs.in_tf32() is costs.in_tf32() is costs.in_tf32().in_tf32()
