@@ -4,13 +4,13 @@ A parameter that is stored as I and used as B needs nothing forward and an all-r
 that is stored split is gathered for use and its gradient reduce-scattered. What needs more goes on its own.
 
 A parameter that is used in another dtype than stored, as in mixed precision, is cast where it is stored: what is
-gathered is narrow, and gradients are summed up in the dtype of the parameter.
+gathered is narrow, and gradients are summed up in the dtype of the parameter, or in the one that the graph says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -20,7 +20,7 @@ from conjoin.comm.movement import movement
 from conjoin.comm.pieces import splits_evenly
 from conjoin.comm.route import backward_route, reshard
 from conjoin.comm.steps import Route, Step, StepKind
-from conjoin.ir import Graph, Leaf, Value, is_parallel, origin, stored_leaf
+from conjoin.ir import EXACT, Graph, Leaf, Rounding, Value, is_parallel, origin, stored_leaf
 from conjoin.machine import Mesh
 from conjoin.ops import Copies, Layout, TensorType
 
@@ -40,7 +40,9 @@ class BundleKind:
     regather: bool
     """Gathered again for the backward pass."""
     stored: torch.dtype
-    """In which they are stored and their gradients are summed up."""
+    """In which they are stored."""
+    summed: torch.dtype
+    """In which their gradients are summed up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +59,28 @@ class ParameterBundle:
         assert all(leaf is not None for leaf in found)
         return found  # type: ignore[return-value] # just seen
 
+    @property
+    def sums(self) -> tuple[TensorType, ...]:
+        """Their gradients as they are summed up."""
+        return tuple(replace(leaf.type, dtype=self.kind.summed) for leaf in self.leaves)
+
 
 def find_bundles(graph: Graph, mesh: Mesh, regathered: frozenset[str]) -> tuple[ParameterBundle, ...]:
     """All bundles of a plan; parameters that need more than one collective each way go on their own."""
-    return bundle_parameters(_parameter_reads(graph), mesh, regathered)
+    return bundle_parameters(_parameter_reads(graph), mesh, regathered, graph.rounding)
 
 
-def bundle_parameters(reads: Iterable[Entry], mesh: Mesh, regathered: frozenset[str]) -> tuple[ParameterBundle, ...]:
+def bundle_parameters(
+    reads: Iterable[Entry], mesh: Mesh, regathered: frozenset[str], rounding: Rounding = EXACT
+) -> tuple[ParameterBundle, ...]:
     """Bundles of parameters that are used in other layouts than stored, given in the order of use."""
     entries: dict[BundleKind, list[Entry]] = {}
     for entry in reads:
         value, layout = entry
         leaf = stored_leaf(value)
         assert leaf is not None
-        kind = _kind_of(value.type, layout, mesh, leaf.name in regathered, leaf.type.dtype)
+        stored = leaf.type.dtype
+        kind = _kind_of(value.type, layout, mesh, leaf.name in regathered, (stored, rounding.summed_in(stored)))
         if kind is not None:
             entries.setdefault(kind, []).append(entry)
     return tuple(ParameterBundle(kind, part) for kind, found in entries.items() for part in _filled(found))
@@ -119,11 +129,11 @@ def _only(route: Route) -> Step | None:
 
 @lru_cache(maxsize=1 << 14)
 def _kind_of(
-    type: TensorType, layout: Layout, mesh: Mesh, regather: bool, stored: torch.dtype
+    type: TensorType, layout: Layout, mesh: Mesh, regather: bool, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> BundleKind | None:
     copied = _copied_axes(type, layout)
     if copied:
-        return BundleKind(False, mesh.in_order(copied), type.dtype, False, stored)
+        return BundleKind(False, mesh.in_order(copied), type.dtype, False, *dtypes)
     there = reshard(type.shape, type.layout, layout, mesh)
     back = _only(backward_route(there, mesh))
     if back is None:
@@ -134,7 +144,7 @@ def _kind_of(
         return None
     if back.kind is not StepKind.REDUCE_SCATTER or not _is_even(step, type, mesh):
         return None
-    return BundleKind(True, axes, type.dtype, regather, stored)
+    return BundleKind(True, axes, type.dtype, regather, *dtypes)
 
 
 def _copied_axes(type: TensorType, layout: Layout) -> list[str]:

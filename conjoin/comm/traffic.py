@@ -145,7 +145,7 @@ class Traffic:
         mesh, kind = self._mesh, bundle.kind
         num_members = prod(mesh.sizes[axis] for axis in kind.axes)
         held = sum_per_rank((held_bytes(root.type, mesh) for root, _ in bundle.entries), mesh.size)
-        summed = sum_per_rank((held_bytes(leaf.type, mesh) for leaf in bundle.leaves), mesh.size)
+        summed = sum_per_rank((held_bytes(type, mesh) for type in bundle.sums), mesh.size)
         back = any(self._gradients.reach_read(*entry) for entry in bundle.entries)
 
         def sent(kind_of: StepKind, direction: str, count: Callable[[int], int]) -> Collective:

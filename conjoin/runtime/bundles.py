@@ -11,7 +11,8 @@ parameters at once and overlap with computing:
 - A gather is started one bundle ahead of its use.
 
 Parameters that are used in another dtype than stored are cast on the way: before they are gathered, and gradients
-before they are summed up, so that a sum over many ranks is rounded as the parameter is.
+before they are summed up, so that a sum over many ranks is rounded as the parameter is. Where the graph asks for sums
+in a narrower dtype they are cast to that one instead, and to the parameter's when they are there.
 """
 
 from __future__ import annotations
@@ -234,10 +235,31 @@ class Reducing:
         return tuple(x.view_as(x) if x.dtype == self._kind.dtype else x.to(self._kind.dtype) for x in held)
 
     def start_back(self, gradients: Sequence[Tensor]) -> tuple[Work, tuple[Tensor, ...]]:
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(self._kind.stored)
-        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-        views = tuple(part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True))
-        return self._communicator.all_reduce(to_add(flat), self._axes), views
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).to(self._kind.summed)
+        work, made = _as_stored(self._communicator.all_reduce(to_add(flat), self._axes), flat, self._kind)
+        parts = torch.split(made, [gradient.numel() for gradient in gradients])
+        return work, tuple(part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """A collective whose result is then copied into memory of another dtype."""
+
+    work: Work
+    result: Tensor
+    into: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.into.copy_(self.result)
+
+
+def _as_stored(work: Work, result: Tensor, kind: BundleKind) -> tuple[Work, Tensor]:
+    """The work and its result, in the dtype of the parameters."""
+    if kind.summed == kind.stored:
+        return work, result
+    into = torch.empty_like(result, dtype=kind.stored)
+    return _Cast(work, result, into), into
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,10 +319,11 @@ class Gathering:
             gradient[gather.within(gather.parts[place])].reshape(-1)
             for place in range(self._num_members)
             for gradient, gather in zip(gradients, self._gathers, strict=True)
-        ]).to(self._kind.stored)  # fmt: skip
+        ]).to(self._kind.summed)  # fmt: skip
         output = packed.new_empty(sum(self._sizes))
         work = self._communicator.reduce_scatter(to_add(output), to_add(packed), self._axes)
-        parts = torch.split(output, self._sizes)
+        work, made = _as_stored(work, output, self._kind)
+        parts = torch.split(made, self._sizes)
         return work, tuple(part.view(region_shape(g.held)) for part, g in zip(parts, self._gathers, strict=True))
 
 

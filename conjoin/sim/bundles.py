@@ -117,18 +117,19 @@ class _Bundle:
         self.back = any(use.back for use in uses)
         mesh = drafts.mesh
         self._held = sum_per_rank((held_bytes(root.type, mesh) for root, _ in bundle.entries), mesh.size).largest
-        self._summed = sum_per_rank((held_bytes(leaf.type, mesh) for leaf in bundle.leaves), mesh.size).largest
+        self._stored = sum_per_rank((held_bytes(leaf.type, mesh) for leaf in bundle.leaves), mesh.size).largest
+        self._summed = sum_per_rank((held_bytes(type, mesh) for type in bundle.sums), mesh.size).largest
         self._places = common_places(*(root.type.layout for root, _ in bundle.entries))
         self._num_members = prod(mesh.sizes[axis] for axis in bundle.kind.axes)
 
     def gather(self, phase: Phase) -> Fragment:
         """Pack what is stored, and start to gather; nobody waits yet."""
-        packed = self._pack(self._summed, self.kind.stored, self.kind.dtype, phase)
+        packed = self._pack(self._stored, self.kind.stored, self.kind.dtype, phase)
         return *packed, self._collective(StepKind.ALL_GATHER, phase, self._event)
 
     def cast(self) -> Fragment:
         """Cast what is stored, for use."""
-        return (self._at_places(casting(self._summed, self.kind.stored, self.kind.dtype, Phase.FORWARD, self._drafts)),)
+        return (self._at_places(casting(self._stored, self.kind.stored, self.kind.dtype, Phase.FORWARD, self._drafts)),)
 
     def arrive(self, phase: Phase) -> Fragment:
         """Wait for a gather; the pieces are views of what came, or are put together."""
@@ -138,8 +139,15 @@ class _Bundle:
         """Pack the gradients and start to sum them up."""
         members = self._num_members if self.kind.gathers else 1
         kind = StepKind.REDUCE_SCATTER if self.kind.gathers else StepKind.ALL_REDUCE
-        packed = self._pack(self._held * members, self.kind.dtype, self.kind.stored, Phase.BACKWARD)
-        return *packed, self._collective(kind, Phase.BACKWARD)
+        packed = self._pack(self._held * members, self.kind.dtype, self.kind.summed, Phase.BACKWARD)
+        return *packed, *self._widen(), self._collective(kind, Phase.BACKWARD)
+
+    def _widen(self) -> Fragment:
+        """Cast sums to what is stored; that is done after the collective, and takes as long before it."""
+        if self.kind.summed == self.kind.stored:
+            return ()
+        made = casting(self._summed, self.kind.summed, self.kind.stored, Phase.BACKWARD, self._drafts)
+        return (self._at_places(made),)
 
     def _collective(self, kind: StepKind, phase: Phase, event: int = -1) -> Instruction:
         members, held = self._num_members, self._held if kind is StepKind.ALL_GATHER else self._summed

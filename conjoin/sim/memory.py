@@ -373,17 +373,20 @@ class _Walk:
         if bundle in self.gathered:
             self.heap.drop(self.gathered.pop(bundle))
         used = sum(self._held(*version) for version in bundle.versions)
-        whole = used * bundle.kind.stored.itemsize // bundle.kind.dtype.itemsize
+        kind = bundle.kind
+        whole = used * kind.summed.itemsize // kind.dtype.itemsize
         packed, held = self.heap.allocate(whole), sum(self._held(*version) for version in bundle.stored)
-        if bundle.kind.stored != bundle.kind.dtype:  # packed first, then cast
+        if kind.summed != kind.dtype:  # packed first, then cast
             self.heap.pass_by(used)
-        result = self.heap.allocate(held) if bundle.kind.gathers else packed
-        self.heap.pass_by(self._scattering(whole) if bundle.kind.gathers else 0)
+        is_own = kind.gathers or kind.summed != kind.stored  # another block than what was packed
+        result = self.heap.allocate(held) if is_own else packed
+        narrow = held * kind.summed.itemsize // kind.stored.itemsize if kind.summed != kind.stored else 0
+        self.heap.pass_by(self._scattering(whole) + narrow if kind.gathers else 0)
         for version, own in zip(bundle.versions, bundle.stored, strict=True):
             self._forget(version)
             self.grads[own] = self.heap.hold(result)
         self.heap.drop(packed)
-        if bundle.kind.gathers:
+        if is_own:
             self.heap.drop(result)
 
     def _scattering(self, num_bytes: int) -> int:

@@ -250,7 +250,7 @@ class Program:
         found = sorted((item for uses in self._uses.values() for item in uses), key=lambda item: item[0])
         entries = {entry: use for _, _, entry, use in found}
         numbers = {entry[0]: root for _, root, entry, _ in found}
-        bundles = bundle_parameters(entries, self.drafts.mesh, self.regathered)
+        bundles = bundle_parameters(entries, self.drafts.mesh, self.regathered, self.skeleton.graph.rounding)
         self.bundles = tuple(
             UsedBundle(
                 bundle.kind,

@@ -14,6 +14,7 @@ from conjoin.frontends import Precision, capture
 from conjoin.ir import Graph
 from conjoin.machine import parse_machine
 from conjoin.ops import Call, TensorType
+from conjoin.report import explain
 from conjoin.search import make_plan
 from conjoin.sim import Layouts, MachinePrices, Prediction, predict, random_change, simulate, simulate_layouts
 from zoo.llama import Llama, LlamaConfig, llama_batch
@@ -97,3 +98,16 @@ def test_what_was_measured_in_float32_says_nothing_of_tf32() -> None:
     assert costs.operator(call, (), h200).forward.source is not Source.ESTIMATED
     assert costs.in_tf32().operator(call, (), h200).forward.source is Source.ESTIMATED
     assert costs.in_tf32() is costs.in_tf32() is costs.in_tf32().in_tf32()
+
+
+@pytest.mark.parametrize("strategy", ["data-parallel", "fsdp"])
+def test_sums_in_half_precision_send_half_and_take_less(strategy: str) -> None:
+    machine, found = parse_machine("dgx-h100:2"), []
+    for told in ("", ",reduce=bf16"):
+        plan = make_plan(graph_of(LARGE, 32, f"bf16-mixed{told}@cuda"), machine, strategy)
+        found.append(predict(plan, machine, CostModel(), "adamw"))
+        sent = sum(task.sent for task, *_ in found[-1].simulation.timeline.times())
+        assert sent == explain(plan).bytes_of(0), "what is simulated is what is told"
+    wide, narrow = (each.breakdown for each in found)
+    assert narrow.hidden + narrow.exposed < 0.8 * (wide.hidden + wide.exposed)
+    assert found[1].seconds <= found[0].seconds and found[1].memory.peak <= found[0].memory.peak
