@@ -28,8 +28,8 @@ def computation_digest(graph: Graph, accumulation: Accumulation | None = None) -
     for node in graph.nodes:
         if not is_parallel(node):
             made[node] = _of_node(node, made)
-    results = (_told(graph.outputs, made), _told(graph.updates, made), graph.loss, graph.training)
-    results += (str(graph.rounding),) if graph.rounding != EXACT else ()
+    rounding = (str(graph.rounding),) if graph.rounding != EXACT else ()
+    results = (_told(graph.outputs, made), _told(graph.updates, made), graph.loss, graph.training, *rounding)
     return _digest((_told(graph.inputs, made), results, accumulation))
 
 

@@ -29,9 +29,10 @@ class _Switch:
         with self._lock:
             self._running += 1
             if self._running == 1:
-                backends = torch.backends
-                self._set(backends.cuda.matmul, (backends.cuda.matmul,))
-                self._set(backends.cudnn, (backends.cudnn.conv, backends.cudnn.rnn))
+                products: Any = torch.backends.cuda.matmul
+                cudnn: Any = torch.backends.cudnn
+                self._set(products, (products,))
+                self._set(cudnn, (cudnn.conv, cudnn.rnn))
 
     def _set(self, owner: Any, parts: Sequence[Any]) -> None:
         """By the older name: torch refuses to compute where only the newer one was set."""
@@ -83,7 +84,7 @@ class TensorCores:
         """A backward pass has begun; autograd tells when it ends."""
         self._backward += 1
         _SWITCH.on()
-        Variable._execution_engine.queue_callback(self._leave)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(self._leave)
 
     def _leave(self) -> None:
         if self._backward:
