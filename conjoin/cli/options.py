@@ -11,7 +11,7 @@ ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)
 _IMPORT_HELP = "Import this module first, for the operators that it registers."
 ImportOption = Annotated[list[str] | None, typer.Option("--import", metavar="MODULE", help=_IMPORT_HELP)]
 _PRECISION_HELP = (
-    "float32, tf32, bf16, bf16-mixed or fp16-mixed; bf16-mixed,reduce=bf16 sums gradients in it, too. "
+    "float32, tf32, bf16, bf16-mixed, fp16-mixed or fp8-mixed; bf16-mixed,reduce=bf16 sums gradients in it, too. "
     "Without it as the model is."
 )
 PrecisionOption = Annotated[str | None, typer.Option("--precision", help=_PRECISION_HELP)]

@@ -14,12 +14,22 @@ from conjoin.cost.classes import classes_of
 from conjoin.cost.curves import Curves
 from conjoin.cost.fitting import Fit, HostTime, any_of
 from conjoin.cost.interpolation import Point, interpolate
-from conjoin.cost.kernels import kernels_of
+from conjoin.cost.kernels import casts_of, kernels_of
 from conjoin.cost.keys import read_key, write_key
 from conjoin.cost.measurement import Measurement
 from conjoin.cost.roofline import DEFAULT_HOST, Roofline
 from conjoin.cost.seconds import NO_SECONDS, Seconds, Source
-from conjoin.cost.work import ELEMENTWISE, FUSED, LAUNCHES, CallWork, Work, is_product, parts_of, work_of
+from conjoin.cost.work import (
+    ELEMENTWISE,
+    FUSED,
+    LAUNCHES,
+    CallWork,
+    Work,
+    is_in_eight_bits,
+    is_product,
+    parts_of,
+    work_of,
+)
 from conjoin.machine import DeviceType
 from conjoin.ops import Access, Call, Kind, space_of, spec_for
 
@@ -90,8 +100,11 @@ class DeviceCosts:
             cost = _as_measured(measured, needs, self._host.find(call, needs, measured))
         else:
             alone = call.op in FUSED and not self._kin(call)
+            in_eight_bits = is_in_eight_bits(call)
             kernels = kernels_of(call, needs) if self.device.kind == "cuda" else ()
-            if kernels:
+            if in_eight_bits:
+                cost = self._with_casts(call, needs)
+            elif kernels:
                 cost = reduce(_and, (self.find(*part) for part in kernels))
             else:
                 cost = self._add_up(call, needs) if alone else self._reckon(call, needs)
@@ -107,6 +120,17 @@ class DeviceCosts:
             product.backward + function.backward,
             product.host_forward if fused else product.host_forward + function.host_forward,
             product.host_backward + function.host_backward + (_IN_PYTHON * self._host.usual[1] if needs else 0.0),
+        )
+
+    def _with_casts(self, call: Call, needs: tuple[int, ...]) -> OperatorCost:
+        """A product in eight bits, and what casts its operands."""
+        product = self._reckon(call, needs)
+        ahead, back = ([self.find(cast, ()) for cast in casts] for casts in casts_of(call, needs))
+        return OperatorCost(
+            sum((cast.forward for cast in ahead), product.forward),
+            sum((cast.forward for cast in back), product.backward),
+            sum((cast.host_forward for cast in ahead), product.host_forward),
+            sum((cast.host_forward for cast in back), product.host_backward),
         )
 
     @property

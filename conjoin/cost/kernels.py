@@ -38,6 +38,31 @@ def kernels_of(call: Call, needs: tuple[int, ...]) -> tuple[Asked, ...]:
     return ()
 
 
+def casts_of(call: Call, needs: tuple[int, ...]) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+    """What a product in eight bits does besides, forward and backward: find the largest, divide by it and round.
+
+    Forward both operands are cast by rows; backward the gradient, and what it is multiplied by, by columns.
+    """
+    x, weight = call.tensors[:2]
+    spec = spec_for(call)
+    assert spec is not None, "it is declared"
+    (made,) = output_types(spec, call)
+    ahead = (*_scaled(x), *_scaled(weight))
+    others = [_cast(tensor) for i, tensor in ((0, weight), (1, x)) if i in needs]
+    gradient = (*_scaled(made), *[_cast(made)] * (len(others) - 1)) if others else ()
+    return ahead, (*gradient, *others)
+
+
+def _scaled(tensor: TensorType) -> tuple[Call, ...]:
+    flat, number = TensorType((tensor.num_elements,), tensor.dtype), TensorType((), torch.float32)
+    tiny = Call("mul.Tensor", bind_args("mul.Tensor", (number, number), {}))
+    return Call("amax", bind_args("amax", (flat, (0,)), {})), tiny, tiny, tiny, _cast(tensor)
+
+
+def _cast(tensor: TensorType) -> Call:
+    return Call(CAST, bind_args(CAST, (tensor,), {"dtype": torch.float8_e4m3fn}))
+
+
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 
 

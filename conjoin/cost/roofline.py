@@ -42,7 +42,7 @@ _TENSOR_CORES = frozenset({CONVOLUTION, RECURRENT})
 """Families that torch by default runs on tensor cores in float32; matrix products only when the user allows it."""
 
 
-AS_HALVES = {"tfloat32": "bfloat16"}
+AS_HALVES = {"tfloat32": "bfloat16", "float8": "bfloat16"}
 """Rates of tensor cores of which kernels reach such shares as they do of that for bfloat16, where they are products."""
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from conjoin.errors import UsageError
+from conjoin.frontends.eight_bits import in_eight_bits
 from conjoin.ir import Graph, Rounding
 
 
@@ -38,6 +39,7 @@ _KINDS = {
     "bf16": _Kind(torch.bfloat16, "bfloat16"),
     "bf16-mixed": _Kind(torch.bfloat16, "bfloat16", mixed=True),
     "fp16-mixed": _Kind(torch.float16, "float16", mixed=True),
+    "fp8-mixed": _Kind(torch.bfloat16, "float8", mixed=True),
 }
 PRECISIONS = tuple(_KINDS)
 _SUMS = {"float32": None, "bf16": torch.bfloat16}
@@ -114,7 +116,8 @@ class Precision:
 
     def applied(self, graph: Graph) -> Graph:
         """A graph that was captured in the regions of a precision, with what they do not say."""
-        return graph if graph.rounding == self.rounding else replace(graph, rounding=self.rounding)
+        made = graph if graph.rounding == self.rounding else replace(graph, rounding=self.rounding)
+        return in_eight_bits(made) if self.name == "fp8-mixed" else made
 
     def running(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """What runs a model, in this precision."""
@@ -145,5 +148,6 @@ def _unknown(told: str, given: str) -> UsageError:
 _ALSO = {
     "fp32": "float32", "full": "float32", "tfloat32": "tf32", "bfloat16": "bf16", "bf16-true": "bf16",
     "float16": "fp16-mixed", "fp16": "fp16-mixed", "half": "fp16-mixed", "amp": "bf16-mixed", "mixed": "bf16-mixed",
+    "fp8": "fp8-mixed", "float8": "fp8-mixed",
 }  # fmt: skip
 """What others call them."""

@@ -112,6 +112,7 @@ class ParallelModule(nn.Module):
     plan: Plan
     code: str
     """The generated forward of this rank as Python text."""
+    _tensor_cores: TensorCores | None
 
     def __init__(self, plan: Plan, store: Store, communicator: Communicator, exact_seed: int | None = None) -> None:
         super().__init__()

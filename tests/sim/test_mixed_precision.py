@@ -13,7 +13,7 @@ from conjoin.cost import CostModel, Source
 from conjoin.frontends import Precision, capture
 from conjoin.ir import Graph
 from conjoin.machine import parse_machine
-from conjoin.ops import Call, TensorType
+from conjoin.ops import SCALED_LINEAR, Call, TensorType
 from conjoin.report import explain
 from conjoin.search import make_plan
 from conjoin.sim import Layouts, MachinePrices, Prediction, predict, random_change, simulate, simulate_layouts
@@ -111,3 +111,27 @@ def test_sums_in_half_precision_send_half_and_take_less(strategy: str) -> None:
     wide, narrow = (each.breakdown for each in found)
     assert narrow.hidden + narrow.exposed < 0.8 * (wide.hidden + wide.exposed)
     assert found[1].seconds <= found[0].seconds and found[1].memory.peak <= found[0].memory.peak
+
+
+def test_eight_bits_are_priced_as_products_and_casts() -> None:
+    """The judge is arithmetic: at least the flops at the rate of float8, and every byte that casts read and write."""
+    costs, device = CostModel(), parse_machine("dgx-h100").device_types[0]
+    for size, faster in ((16384, 1.4), (8192, 1.2)):
+        matrix = TensorType((size, size), torch.bfloat16)
+        calls = [Call(op, (matrix, matrix, None)) for op in ("linear", SCALED_LINEAR)]
+        half, eight = (costs.operator(call, (0, 1), device) for call in calls)
+        product, bytes_cast = 2 * size**3 / 1979e12, 2 * (2 + 2 + 1) * size**2 / 3350e9
+        assert product + bytes_cast < eight.forward.value < half.forward.value / faster
+        assert 2 * product < eight.backward.value < half.backward.value / faster
+    small = TensorType((512, 512), torch.bfloat16)
+    half, eight = (costs.operator(Call(op, (small, small, None)), (), device) for op in ("linear", SCALED_LINEAR))
+    assert eight.forward.value > half.forward.value and eight.host_forward > 5 * half.host_forward
+    exact = TensorType((512, 512), torch.float64)
+    assert costs.operator(Call(SCALED_LINEAR, (exact, exact, None)), (), device).forward.source is Source.ESTIMATED
+
+
+def test_a_large_model_is_faster_in_eight_bits() -> None:
+    half, eight = (predicted(f"{name}@cuda", "fsdp") for name in ("bf16-mixed", "fp8-mixed"))
+    assert eight.seconds < half.seconds and eight.step_flops == half.step_flops
+    assert 1.2 < eight.peak_flops / half.peak_flops < 2
+    assert eight.memory.parameters == half.memory.parameters
