@@ -90,8 +90,9 @@ def _unit(x: Tensor, dtype: torch.dtype) -> Tensor:
     if x.numel() == 0:
         return torch.ones((), dtype=torch.float32, device=x.device)
     largest = torch.linalg.vector_norm(x, inf, dtype=torch.float32)
-    power = largest.view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32)
-    return power.mul_(2.0 ** -_HEADROOM[dtype]).clamp_(min=_LEAST)
+    power: Tensor = largest.view(torch.int32).bitwise_and_(_EXPONENT).view(torch.float32)
+    power = power.mul_(2.0 ** -_HEADROOM[dtype]).clamp_(min=_LEAST)
+    return power
 
 
 def _cast(x: Tensor, unit: Tensor, dtype: torch.dtype, *, by_columns: bool = False) -> Tensor:
