@@ -27,7 +27,7 @@ from torch.nn import functional
 _EXPONENT = 0x7F800000
 """The bits of a float32 that are its exponent: with no others set it is the power of two below."""
 _LEAST = 2.0**-126
-"""The unit of zeros, and the least that has all its bits."""
+"""The scale of zeros, and the least that has all its bits."""
 _HEADROOM = {torch.float8_e4m3fn: 7, torch.float8_e5m2: 14, torch.float8_e4m3fnuz: 6, torch.float8_e5m2fnuz: 14}
 """Powers of two by which the largest number may exceed 1, so that it is no larger than the dtype can hold."""
 _ALIGNED = 16
@@ -53,25 +53,25 @@ class _ScaledLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows, (narrow, _) = x.reshape(-1, x.shape[-1]), _formats(x)
-        x_unit, w_unit = _unit(rows, narrow), _unit(weight, narrow)
-        made = _product(_cast(rows, x_unit, narrow), _cast(weight, w_unit, narrow).t(), x_unit, w_unit, bias, fast=True)
-        ctx.save_for_backward(x, weight, x_unit, w_unit)
+        x_scale, w_scale = _scale(rows, narrow), _scale(weight, narrow)
+        made = _product(_cast(rows, x_scale, narrow), _cast(weight, w_scale, narrow).t(), x_scale, w_scale, bias, fast=True)
+        ctx.save_for_backward(x, weight, x_scale, w_scale)
         return made.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, x_unit, w_unit = ctx.saved_tensors
+        x, weight, x_scale, w_scale = ctx.saved_tensors
         needs, (narrow, wide) = ctx.needs_input_grad, _formats(gradient)
         rows = gradient.reshape(-1, gradient.shape[-1])
-        unit = _unit(rows, wide) if needs[0] or needs[1] else x_unit
+        scale = _scale(rows, wide) if needs[0] or needs[1] else x_scale
         g_x = g_weight = None
         if needs[0]:
-            right = _cast(weight, w_unit, narrow, by_columns=True)
-            g_x = _product(_cast(rows, unit, wide), right, unit, w_unit).view(x.shape)
+            right = _cast(weight, w_scale, narrow, by_columns=True)
+            g_x = _product(_cast(rows, scale, wide), right, scale, w_scale).view(x.shape)
         if needs[1]:
-            right = _cast(x.reshape(-1, x.shape[-1]), x_unit, narrow, by_columns=True)
-            g_weight = _product(_cast(rows, unit, wide, by_columns=True).t(), right, unit, x_unit)
+            right = _cast(x.reshape(-1, x.shape[-1]), x_scale, narrow, by_columns=True)
+            g_weight = _product(_cast(rows, scale, wide, by_columns=True).t(), right, scale, x_scale)
         return g_x, g_weight, rows.sum(0) if needs[2] else None
 
 
@@ -82,7 +82,7 @@ def _formats(x: Tensor) -> tuple[torch.dtype, torch.dtype]:
     return torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def _unit(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _scale(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The power of two that a tensor is divided by, as a float32: three tiny kernels behind one that reads it all.
 
     Infinite where the tensor has what is no finite number: then nor has the product any.
@@ -95,20 +95,20 @@ def _unit(x: Tensor, dtype: torch.dtype) -> Tensor:
     return power
 
 
-def _cast(x: Tensor, unit: Tensor, dtype: torch.dtype, *, by_columns: bool = False) -> Tensor:
-    """A matrix over its unit, in float8; one kernel, which divides, rounds, and turns the order of memory."""
+def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, by_columns: bool = False) -> Tensor:
+    """A matrix over its scale, in float8; one kernel, which divides, rounds, and turns the order of memory."""
     shape = tuple(reversed(x.shape)) if by_columns else x.shape
     made = torch.empty(shape, dtype=dtype, device=x.device)
     made = made.t() if by_columns else made
-    torch.div(x, unit, out=made)
+    torch.div(x, scale, out=made)
     return made
 
 
 def _product(
     left: Tensor,
     right: Tensor,
-    left_unit: Tensor,
-    right_unit: Tensor,
+    left_scale: Tensor,
+    right_scale: Tensor,
     bias: Tensor | None = None,
     *,
     fast: bool = False,
@@ -117,12 +117,12 @@ def _product(
     if left.device.type == "meta":
         return torch.empty(left.shape[0], right.shape[1], dtype=torch.bfloat16, device="meta")
     if not _is_native(left.device) or 0 in (*left.shape, *right.shape):
-        made = (left.float() @ right.float()) * (left_unit * right_unit)
+        made = (left.float() @ right.float()) * (left_scale * right_scale)
         return (made if bias is None else made + bias).to(torch.bfloat16)
     columns = right.shape[1]
     left, right, bias = _padded(left, right, bias)
     made = torch._scaled_mm(
-        left, right, scale_a=left_unit, scale_b=right_unit, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast
+        left, right, scale_a=left_scale, scale_b=right_scale, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast
     )
     return made if made.shape[1] == columns else made[:, :columns].contiguous()
 

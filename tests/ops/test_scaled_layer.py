@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from conjoin.ops.scaled_layer import _cast, _product, _unit, scaled_linear
+from conjoin.ops.scaled_layer import _cast, _product, _scale, scaled_linear
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TOP = {E4M3: 256.0, E5M2: 32768.0}
@@ -23,8 +23,8 @@ def sample(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """What a tensor is in eight bits, by hand: a scale from the exponent of its largest number, in float64."""
-    unit = 2.0 ** frexp(x.double().abs().max().item())[1] / TOP[dtype]
-    return (x.double() / unit).to(dtype).double() * unit
+    scale = 2.0 ** frexp(x.double().abs().max().item())[1] / TOP[dtype]
+    return (x.double() / scale).to(dtype).double() * scale
 
 
 CASES = [
@@ -61,11 +61,11 @@ def test_values_and_gradients_are_those_of_the_definition(
 
 def test_products_are_those_of_torch_s_own_kernel() -> None:
     x, w, bias = sample(32, 64, seed=1), sample(48, 64, seed=2), sample(48, seed=3)
-    units = _unit(x, E4M3), _unit(w, E4M3)
-    left, right = _cast(x, units[0], E4M3), _cast(w, units[1], E4M3)
+    scales = _scale(x, E4M3), _scale(w, E4M3)
+    left, right = _cast(x, scales[0], E4M3), _cast(w, scales[1], E4M3)
     try:
         wanted = torch._scaled_mm(
-            left, right.t(), scale_a=units[0], scale_b=units[1], bias=bias, out_dtype=torch.bfloat16
+            left, right.t(), scale_a=scales[0], scale_b=scales[1], bias=bias, out_dtype=torch.bfloat16
         )
     except (RuntimeError, NotImplementedError) as error:
         pytest.skip(f"this torch has no such kernel for CPUs: {error}")
@@ -88,8 +88,8 @@ def test_in_wider_dtypes_it_is_a_linear_layer(dtype: torch.dtype) -> None:
 def test_a_piece_is_rounded_as_the_whole(dtype: torch.dtype, smallest: float) -> None:
     """Unless a number is very small beside the largest, which the piece may not have."""
     x = torch.cat([sample(8, 16, seed=1, scale=100.0), sample(8, 16, seed=2)])
-    whole = _cast(x, _unit(x, dtype), dtype).double() * _unit(x, dtype)
-    piece = _cast(x[8:], _unit(x[8:], dtype), dtype).double() * _unit(x[8:], dtype)
+    whole = _cast(x, _scale(x, dtype), dtype).double() * _scale(x, dtype)
+    piece = _cast(x[8:], _scale(x[8:], dtype), dtype).double() * _scale(x[8:], dtype)
     large = x[8:].double().abs() > smallest * x.double().abs().max()
     assert torch.equal(whole[8:][large], piece[large]) and large.double().mean() > 0.95
     assert (whole[8:] - piece).abs().max() <= smallest * 2.0**-3 * x.double().abs().max()
@@ -99,11 +99,11 @@ def test_a_piece_is_rounded_as_the_whole(dtype: torch.dtype, smallest: float) ->
 @pytest.mark.parametrize("largest", [0.0, 1e-38, 1e-30, 1.0, 1.9921875, 2.0, 448.0, 3e38])
 def test_nothing_overflows(dtype: torch.dtype, largest: float) -> None:
     x = torch.tensor([[largest, -largest, largest / 3]]).bfloat16()
-    unit = _unit(x, dtype)
-    made = _cast(x, unit, dtype).float()
+    scale = _scale(x, dtype)
+    made = _cast(x, scale, dtype).float()
     assert made.isfinite().all() and made.abs().max() <= TOP[dtype]
     assert largest < 1e-30 or made.abs().max() >= TOP[dtype] / 2
-    assert frexp(unit.item())[0] == 0.5, "a power of two"
+    assert frexp(scale.item())[0] == 0.5, "a power of two"
 
 
 def test_what_is_no_number_stays_seen() -> None:
@@ -123,5 +123,5 @@ def test_a_gradient_that_nobody_asks_for_is_not_computed() -> None:
     x, w = sample(4, 16, seed=1), sample(16, 16, seed=2).requires_grad_()
     scaled_linear(x, w).sum().backward()
     assert x.grad is None and w.grad is not None
-    unit = _unit(x, E4M3)
-    assert _product(_cast(x, unit, E4M3), _cast(w.detach(), unit, E4M3).t(), unit, unit).shape == (4, 16)
+    scale = _scale(x, E4M3)
+    assert _product(_cast(x, scale, E4M3), _cast(w.detach(), scale, E4M3).t(), scale, scale).shape == (4, 16)
