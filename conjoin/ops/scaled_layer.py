@@ -54,7 +54,8 @@ class _ScaledLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows, (narrow, _) = x.reshape(-1, x.shape[-1]), _formats(x)
         x_scale, w_scale = _scale(rows, narrow), _scale(weight, narrow)
-        made = _product(_cast(rows, x_scale, narrow), _cast(weight, w_scale, narrow).t(), x_scale, w_scale, bias, fast=True)
+        left, right = _cast(rows, x_scale, narrow), _cast(weight, w_scale, narrow).t()
+        made = _product(left, right, x_scale, w_scale, bias, fast=True)
         ctx.save_for_backward(x, weight, x_scale, w_scale)
         return made.view(*x.shape[:-1], weight.shape[0])
 
