@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
+
+from conjoin.runtime.torch_private import at_end_of_backward, is_in_backward
 
 
 class _Switch:
@@ -67,7 +68,7 @@ class TensorCores:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around a forward pass."""
-        if torch._C._current_graph_task_id() == -1:  # not one that a backward pass runs again
+        if not is_in_backward():  # which may run a forward pass again
             while self._backward:
                 self._leave()
         _SWITCH.on()
@@ -84,7 +85,7 @@ class TensorCores:
         """A backward pass has begun; autograd tells when it ends."""
         self._backward += 1
         _SWITCH.on()
-        Variable._execution_engine.queue_callback(self._leave)
+        at_end_of_backward(self._leave)
 
     def _leave(self) -> None:
         if self._backward:
