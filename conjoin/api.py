@@ -86,7 +86,7 @@ def capture(
     What is kept but not understood is told in one report on the logger `conjoin`. With `check` the graph is compared
     with the model itself, on other values than those of the batch, where the model has values and a step is small;
     the report says whether it was. The model is computed as it is, in the autocast that the caller is in, unless a
-    `precision` is named: "bf16-mixed", or "bf16-mixed@cuda" for what a GPU would do.
+    `precision` is named: "bf16-mixed", or "bf16-mixed@cuda" for what a GPU would do; "bf16-mixed,reduce=bf16".
 
     >>> import torch
     >>> graph = capture(nn.Linear(4, 2), torch.zeros(3, 4))
@@ -100,7 +100,7 @@ def capture(
         model, batch = asked.converted(plain_model(model, CaptureError), batch)
         regions = asked.autocast
     if not check or not isinstance(model, nn.Module):
-        return capture_graph(model, batch, loss, autocast=regions)
+        return _applied(asked, capture_graph(model, batch, loss, autocast=regions))
     run = run_plainly if asked is None else asked.running(run_plainly)
     plain = PlainModel(plain_model(model, CaptureError), loss, run)
     own = copied_for_check(plain, batch)
@@ -110,7 +110,11 @@ def capture(
     def compare(graph: Graph) -> str:
         return own if isinstance(own, str) else check_capture(graph, own, batch)
 
-    return capture_graph(model, batch, loss, compare, regions)
+    return _applied(asked, capture_graph(model, batch, loss, compare, regions))
+
+
+def _applied(asked: Precision | None, graph: Graph) -> Graph:
+    return graph if asked is None else asked.applied(graph)
 
 
 def plan(  # noqa: PLR0913 – what may be said of a plan
@@ -148,21 +152,25 @@ def precision_on(machine: Machine, precision: Precision | str | None) -> Precisi
     """A precision on the devices of a machine; refused where one of them does not have it."""
     if precision is None:
         return None
-    asked = _precision(precision if isinstance(precision, Precision) else f"{precision}@{machine.device}")
+    asked = _precision(precision, machine.device)
     assert asked is not None
-    name = str(asked.dtype).removeprefix("torch.")
+    if asked.name == "tf32" and machine.device != "cuda":
+        raise UsageError(
+            f"The precision tf32 was asked for on {machine.name}, whose {machine.num_devices} devices are CPUs. TF32 "
+            f"is how tensor cores of GPUs compute products of float32. Choose float32, or a machine of such GPUs."
+        )
     gpus = [device for device in machine.device_types if device.kind == "cuda"]
-    lacking = [gpu for gpu in gpus if name not in dict(gpu.peak_flops)]
+    lacking = [gpu for gpu in gpus if asked.rate not in dict(gpu.peak_flops)]
     if not lacking:
         return asked
-    has = ", ".join(dtype for dtype, _ in lacking[0].peak_flops)
+    has = ", ".join(f"{dtype} ({flops / 1e12:g} TFLOP/s)" for dtype, flops in lacking[0].peak_flops)
     raise UsageError(
-        f"The precision {asked.name} was asked for on {machine.name}. {lacking[0].name} has no rate for {name}, only "
-        f"for {has}. Choose another precision, or add the rate to the machine's file."
+        f"The precision {asked.title} was asked for on {machine.name}. {lacking[0].name} has no rate for {asked.rate}, "
+        f"only for {has}. Choose another precision, or add the rate to the machine's file."
     )
 
 
-def _precision(precision: Precision | str | None) -> Precision | None:
+def _precision(precision: Precision | str | None, device: str = "cpu") -> Precision | None:
     if precision is None or isinstance(precision, Precision):
         return precision
     if not isinstance(precision, str):
@@ -170,7 +178,7 @@ def _precision(precision: Precision | str | None) -> Precision | None:
             f"A {type(precision).__name__} was given instead of a precision. A precision has a name. "
             f"Write precision='bf16-mixed'."
         )
-    return Precision.parse(precision)
+    return Precision.parse(precision, device)
 
 
 def search_plan(

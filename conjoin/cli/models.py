@@ -84,7 +84,7 @@ def _from_file(model: str, batch_size: int | None, training: bool | None, precis
     mode = "train" if graph.training else "eval"
     asked = [f"--batch {batch_size}"] if batch_size is not None else []
     asked += [f"--{'train' if training else 'eval'}"] if training not in (None, graph.training) else []
-    asked += [f"--precision {precision.name}"] if precision is not None else []
+    asked += [f"--precision {precision.title}"] if precision is not None else []
     if asked:
         raise UsageError(
             f"{asked[0]} was given for the saved graph {model}. Its batch, its precision and its mode ({mode}) were "

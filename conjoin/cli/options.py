@@ -10,6 +10,9 @@ _MODEL_HELP = "Zoo name (bert-large, bert-large:tiny), file.py:function, module:
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
 _IMPORT_HELP = "Import this module first, for the operators that it registers."
 ImportOption = Annotated[list[str] | None, typer.Option("--import", metavar="MODULE", help=_IMPORT_HELP)]
-_PRECISION_HELP = "float32, bf16, bf16-mixed or fp16-mixed. Without it as the model is."
+_PRECISION_HELP = (
+    "float32, tf32, bf16, bf16-mixed, fp16-mixed or fp8-mixed; bf16-mixed,reduce=bf16 sums gradients in it, too. "
+    "Without it as the model is."
+)
 PrecisionOption = Annotated[str | None, typer.Option("--precision", help=_PRECISION_HELP)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -21,7 +21,10 @@ def simulate_command(
     imports: ImportOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict a training step of a plan: how long it takes, where the time goes, and how much memory it needs."""
+    """Predict a training step of a plan: how long it takes, where the time goes, and how much memory it needs.
+
+    The precision is the plan's, whose graph has its casts; `conjoin plan --precision` makes a plan in another one.
+    """
     check_output(trace, "trace")
     read, where = rooms.models.read_plan(plan, imports), rooms.machine.parse_machine(machine, machines_directory())
     found = rooms.api.simulate_plan(read, where, optimizer=optimizer)

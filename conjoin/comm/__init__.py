@@ -2,6 +2,7 @@
 
 from conjoin.comm.bundling import (
     BundleKind,
+    BundleSizes,
     ParameterBundle,
     Use,
     bundle_parameters,
@@ -33,7 +34,7 @@ from conjoin.comm.traffic import (
 from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 
 __all__ = [
-    "AGREEMENT_BYTES", "BACKWARD", "EXCHANGE", "FORWARD", "BundleKind", "Collective", "Entry",
+    "AGREEMENT_BYTES", "BACKWARD", "EXCHANGE", "FORWARD", "BundleKind", "BundleSizes", "Collective", "Entry",
     "ExchangedBytes", "GradientFlow", "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Route", "Step",
     "StepKind", "Traffic", "Transfer", "Use", "backward_route", "bundle_parameters", "bytes_sent", "changes_places",
     "changes_places_between", "common_places", "dual_layout", "find_bundles", "flights_backward", "flights_forward",

@@ -8,7 +8,7 @@ the others. What needs more goes on its own. What gets no gradient, as frozen we
 Pieces of a bundle are padded to those of the member that holds most: collectives want parts of one size.
 
 A parameter that is used in another dtype than stored, as in mixed precision, is cast where it is stored: what is
-gathered is narrow, and gradients are summed up in the dtype of the parameter.
+gathered is narrow, and gradients are summed up in the dtype of the parameter, or in the one that the graph says.
 
 Gathers are started ahead: while what needs one bundle runs, the next is under way. What the backward pass runs again
 is called as a whole, so all bundles that a segment is the first to need fly together, and ahead of it.
@@ -17,7 +17,7 @@ is called as a whole, so all bundles that a segment is the first to need fly tog
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
@@ -32,8 +32,10 @@ from conjoin.comm.route import backward_route, reshard
 from conjoin.comm.steps import Route, Step, StepKind
 from conjoin.ir import (
     BUNDLE_BYTES,
+    EXACT,
     Leaf,
     Plan,
+    Rounding,
     Segment,
     Value,
     operators_of,
@@ -61,7 +63,9 @@ class BundleKind:
     dtype: torch.dtype
     """In which they are used."""
     stored: torch.dtype
-    """In which they are stored and their gradients are summed up."""
+    """In which they are stored."""
+    added: torch.dtype
+    """In which their gradients are summed up."""
     regather: bool
     """Gathered again for the backward pass."""
     trained: bool
@@ -102,21 +106,35 @@ class ParameterBundle:
         return found  # type: ignore[return-value] # just seen
 
     @property
+    def sums(self) -> tuple[TensorType, ...]:
+        """Their gradients as they are summed up."""
+        return tuple(replace(leaf.type, dtype=self.kind.added) for leaf in self.leaves)
+
+    @property
     def is_gathered_again(self) -> bool:
         """Whether it is dropped after the forward pass, and the backward pass reads one of its parameters."""
         return self.kind.regather and self.use.last_kept >= 0
 
 
+@dataclass(frozen=True, slots=True)
+class BundleSizes:
+    """How large bundles are made, and what is narrowed in them."""
+
+    bundle_bytes: int
+    rounding: Rounding = EXACT
+
+
 def find_bundles(plan: Plan) -> tuple[ParameterBundle, ...]:
     """All bundles of a plan; parameters that need more go on their own."""
     segments, regathered = recomputed(plan), regathered_parameters(plan)
-    return bundle_parameters(_find_uses(plan, segments), plan.mesh, plan.bundle_bytes, regathered, segments)
+    sizes = BundleSizes(plan.bundle_bytes, plan.graph.rounding)
+    return bundle_parameters(_find_uses(plan, segments), plan.mesh, sizes, regathered, segments)
 
 
 def bundle_parameters(
     uses: Mapping[Entry, Use],
     mesh: Mesh,
-    bundle_bytes: int,
+    sizes: BundleSizes,
     regathered: frozenset[str] = frozenset(),
     segments: Sequence[Segment] = (),
 ) -> tuple[ParameterBundle, ...]:
@@ -126,14 +144,15 @@ def bundle_parameters(
         value, layout = entry
         leaf = stored_leaf(value)
         assert leaf is not None
-        kind = _kind_of(value.type, layout, mesh, leaf.type.dtype, leaf.name in regathered, use.back)
+        dtypes = leaf.type.dtype, sizes.rounding.summed_in(leaf.type.dtype)
+        kind = _kind_of(value.type, layout, mesh, dtypes, leaf.name in regathered, use.back)
         if kind is not None:
             entries.setdefault(kind, []).append(entry)
     begins = {place: first for first, last in segments for place in range(first, last + 1)}
     return tuple(
         _bundle(kind, part, [uses[entry] for entry in part], begins, mesh)
         for kind, found in entries.items()
-        for part in _filled(found, mesh, bundle_bytes)
+        for part in _filled(found, mesh, sizes.bundle_bytes)
     )
 
 
@@ -267,11 +286,12 @@ def _moving(route: Route) -> list[Step]:
 
 @lru_cache(maxsize=1 << 14)
 def _kind_of(
-    type: TensorType, layout: Layout, mesh: Mesh, stored: torch.dtype, regather: bool, trained: bool
+    type: TensorType, layout: Layout, mesh: Mesh, dtypes: tuple[torch.dtype, torch.dtype], regather: bool, trained: bool
 ) -> BundleKind | None:
+    """The kind of a parameter in the dtypes in which it is stored and its gradients are summed up."""
     copied = _copied_axes(type, layout)
     if copied:
-        return BundleKind((), mesh.in_order(copied), type.dtype, stored, False, True) if trained else None
+        return BundleKind((), mesh.in_order(copied), type.dtype, *dtypes, False, True) if trained else None
     there = reshard(type.shape, type.layout, layout, mesh)
     match _moving(there):
         case [Step(StepKind.ALL_GATHER) as step] if _is_shared_out(step, type, mesh):
@@ -279,7 +299,7 @@ def _kind_of(
         case _:
             return None
     if not trained:
-        return BundleKind(gathered, (), type.dtype, stored, regather, False)
+        return BundleKind(gathered, (), type.dtype, *dtypes, regather, False)
     match _moving(backward_route(there, mesh)):
         case [Step(StepKind.REDUCE_SCATTER) as scatter]:
             summed: tuple[str, ...] = ()
@@ -289,7 +309,7 @@ def _kind_of(
             return None
     if mesh.in_order(scatter.axes) != gathered:
         return None
-    return BundleKind(gathered, summed, type.dtype, stored, regather, True)
+    return BundleKind(gathered, summed, type.dtype, *dtypes, regather, True)
 
 
 def _copied_axes(type: TensorType, layout: Layout) -> list[str]:

@@ -138,16 +138,15 @@ class Traffic:
         mesh, kind = self._mesh, bundle.kind
         back = any(self._gradients.reach_read(*entry) for entry in bundle.entries)
         used = sent_bytes((root.type for root, _ in bundle.entries), kind.gathered, mesh)
-        stored = [leaf.type for leaf in bundle.leaves]
         found: list[Collective] = []
         if kind.gathered:
             others = num_devices(kind.gathered, mesh) - 1
             gather = Collective(StepKind.ALL_GATHER.value, kind.gathered, FORWARD, False, used * others)
-            sent = sent_bytes(stored, kind.gathered, mesh) * others
+            sent = sent_bytes(bundle.sums, kind.gathered, mesh) * others
             found += [gather, *([replace(gather, direction=BACKWARD)] if bundle.is_gathered_again else [])]
             found += [Collective(StepKind.REDUCE_SCATTER.value, kind.gathered, BACKWARD, True, sent)] if back else []
         if kind.summed and back:
-            held, num_members = sent_bytes(stored, (), mesh), num_devices(kind.summed, mesh)
+            held, num_members = sent_bytes(bundle.sums, (), mesh), num_devices(kind.summed, mesh)
             sent = PerRank(tuple(ring_bytes(size, num_members) for size in held.values), mesh.size)
             found.append(Collective(StepKind.ALL_REDUCE.value, kind.summed, BACKWARD, True, sent))
         return Transfer(*_of(bundle), tuple(found), bundled=True)

@@ -16,12 +16,13 @@ from conjoin.cost.roofline import rate_name
 from conjoin.cost.seconds import NO_SECONDS, Seconds, Source, weakest
 from conjoin.cost.store import Store
 from conjoin.cost.transfers import OPTIMIZERS, copy_key, measure_copy, measure_update, update_key
-from conjoin.cost.work import FAMILIES, CallWork, Work, work_of
+from conjoin.cost.work import FAMILIES, CallWork, Work, is_product, work_of
 
 __all__ = [
     "ATTENTION", "FAMILIES", "NO_SECONDS", "OPTIMIZERS", "Absence", "CallWork", "CostModel", "Fit", "Groups",
     "LocalCall", "Measurement", "OperatorCost", "Outcome", "Profile", "Seconds", "Source", "Store", "Way", "Work",
-    "collective_seconds", "copy_key", "fit_efficiencies", "fuses_attention", "load_profile", "local_calls",
-    "mean_outcomes", "measure", "measure_copy", "measure_update", "nccl_ways", "point_to_point_seconds",
-    "rate_name", "read_key", "save_profile", "shipped_profiles", "update_key", "weakest", "work_of", "write_key",
+    "collective_seconds", "copy_key", "fit_efficiencies", "fuses_attention", "is_product", "load_profile",
+    "local_calls", "mean_outcomes", "measure", "measure_copy", "measure_update", "nccl_ways",
+    "point_to_point_seconds", "rate_name", "read_key", "save_profile", "shipped_profiles", "update_key",
+    "weakest", "work_of", "write_key",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from conjoin.cost.roofline import AS_HALVES
 from conjoin.cost.work import ATTENTION, CONTRACTION, CONVOLUTION, LAUNCHES, REDUCTION, CallWork
 from conjoin.ops import Call, output_types, spec_for
 
@@ -9,7 +10,7 @@ _ALIGNED_BYTES = 16
 """Rows that begin at a multiple of it are what tensor cores read; a product with others runs without them."""
 _FEW_CHANNELS = 4
 _USUAL_HEADS = (32, 64, 96, 128, 192, 256)
-_LIKE = {"float16": "bfloat16"}
+_LIKE = {"float16": "bfloat16", **AS_HALVES}
 """Dtypes that kernels treat alike."""
 
 

@@ -14,12 +14,22 @@ from conjoin.cost.classes import classes_of
 from conjoin.cost.curves import Curves
 from conjoin.cost.fitting import Fit, HostTime, any_of
 from conjoin.cost.interpolation import Point, interpolate
-from conjoin.cost.kernels import kernels_of
+from conjoin.cost.kernels import casts_of, kernels_of
 from conjoin.cost.keys import read_key, write_key
 from conjoin.cost.measurement import Measurement
 from conjoin.cost.roofline import DEFAULT_HOST, Roofline
 from conjoin.cost.seconds import NO_SECONDS, Seconds, Source
-from conjoin.cost.work import ELEMENTWISE, FUSED, LAUNCHES, CallWork, Work, parts_of, work_of
+from conjoin.cost.work import (
+    ELEMENTWISE,
+    FUSED,
+    LAUNCHES,
+    CallWork,
+    Work,
+    is_in_eight_bits,
+    is_product,
+    parts_of,
+    work_of,
+)
 from conjoin.machine import DeviceType
 from conjoin.ops import Access, Call, Kind, space_of, spec_for
 
@@ -65,8 +75,12 @@ def _and(one: OperatorCost, other: OperatorCost) -> OperatorCost:
 class DeviceCosts:
     """Costs of calls on one device."""
 
-    def __init__(self, device: DeviceType, measurements: Mapping[str, Measurement], basis: Basis) -> None:
+    def __init__(
+        self, device: DeviceType, measurements: Mapping[str, Measurement], basis: Basis, *, tf32: bool = False
+    ) -> None:
         self.device, self._basis, fit = device, basis, basis.fit
+        self._tf32 = tf32 and "tfloat32" in dict(device.peak_flops)
+        """Whether products of float32 run on tensor cores, of which nothing was measured."""
         self.measured = measurements
         efficiency = dict(fit.efficiency) if fit else None
         self.roofline = Roofline.of(device, efficiency, fit.overhead_seconds if fit else None)
@@ -81,13 +95,16 @@ class DeviceCosts:
 
     def find(self, call: Call, needs: tuple[int, ...]) -> OperatorCost:
         """The cost of a call: measured, else between measured ones, else estimated."""
-        measured = self.measured.get(write_key(call, needs))
+        measured = None if self._is_rounded(call) else self.measured.get(write_key(call, needs))
         if measured is not None:
             cost = _as_measured(measured, needs, self._host.find(call, needs, measured))
         else:
             alone = call.op in FUSED and not self._kin(call)
+            in_eight_bits = is_in_eight_bits(call)
             kernels = kernels_of(call, needs) if self.device.kind == "cuda" else ()
-            if kernels:
+            if in_eight_bits:
+                cost = self._with_casts(call, needs)
+            elif kernels:
                 cost = reduce(_and, (self.find(*part) for part in kernels))
             else:
                 cost = self._add_up(call, needs) if alone else self._reckon(call, needs)
@@ -103,6 +120,17 @@ class DeviceCosts:
             product.backward + function.backward,
             product.host_forward if fused else product.host_forward + function.host_forward,
             product.host_backward + function.host_backward + (_IN_PYTHON * self._host.usual[1] if needs else 0.0),
+        )
+
+    def _with_casts(self, call: Call, needs: tuple[int, ...]) -> OperatorCost:
+        """A product in eight bits, and what casts its operands."""
+        product = self._reckon(call, needs)
+        ahead, back = ([self.find(cast, ()) for cast in casts] for casts in casts_of(call, needs))
+        return OperatorCost(
+            sum((cast.forward for cast in ahead), product.forward),
+            sum((cast.forward for cast in back), product.backward),
+            sum((cast.host_forward for cast in ahead), product.host_forward),
+            sum((cast.host_forward for cast in back), product.host_backward),
         )
 
     @property
@@ -132,7 +160,7 @@ class DeviceCosts:
         """By the roofline, and by what is known of calls of its classes; else by how many kernels it is."""
         known = self._basis.carries_over(call.op, work.family)
         roofline, part = self.roofline if known else self._bare, work.backward if backward else work.forward
-        dtype = roofline.computed_in(work.dtype)
+        dtype = "tfloat32" if self._is_rounded(call) else roofline.computed_in(work.dtype)
         what = part, work.family, dtype
         seconds = roofline.seconds(*what, backward=backward)
         if not part:
@@ -162,8 +190,12 @@ class DeviceCosts:
         cached = self.device.kind == "cpu" or work.bytes < _CACHED
         return self.roofline.ideal(Work(work.flops, 0.0) if cached else work, family, dtype)
 
+    def _is_rounded(self, call: Call) -> bool:
+        """Whether a call is a product of float32 that tensor cores round to TF32."""
+        return self._tf32 and is_product(call, "float32")
+
     def _kin(self, call: Call) -> list[_Kin]:
-        if call.op not in self._keys_by_op:
+        if call.op not in self._keys_by_op or self._is_rounded(call):
             return []
         if call.op not in self._kinds_by_op:
             self._kinds_by_op[call.op] = self._sort(self._keys_by_op[call.op])

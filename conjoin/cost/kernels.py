@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from conjoin.ops import Call, TensorType, bind_args, output_types, spec_for
+from conjoin.ops import CAST, Call, TensorType, bind_args, output_types, spec_for
 
 Asked = tuple[Call, tuple[int, ...]]
 """A call, and which of its operands get a gradient."""
@@ -36,6 +36,31 @@ def kernels_of(call: Call, needs: tuple[int, ...]) -> tuple[Asked, ...]:
     if call.op in _CONVOLUTIONS and call["bias"] is not None:
         return _then_bias(call, needs)
     return ()
+
+
+def casts_of(call: Call, needs: tuple[int, ...]) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+    """What a product in eight bits does besides, forward and backward: find the largest, divide by it and round.
+
+    Forward both operands are cast by rows; backward the gradient, and what it is multiplied by, by columns.
+    """
+    x, weight = call.tensors[:2]
+    spec = spec_for(call)
+    assert spec is not None, "it is declared"
+    (made,) = output_types(spec, call)
+    ahead = (*_scaled(x), *_scaled(weight))
+    others = [_cast(tensor) for i, tensor in ((0, weight), (1, x)) if i in needs]
+    gradient = (*_scaled(made), *[_cast(made)] * (len(others) - 1)) if others else ()
+    return ahead, (*gradient, *others)
+
+
+def _scaled(tensor: TensorType) -> tuple[Call, ...]:
+    flat, number = TensorType((tensor.num_elements,), tensor.dtype), TensorType((), torch.float32)
+    tiny = Call("mul.Tensor", bind_args("mul.Tensor", (number, number), {}))
+    return Call("amax", bind_args("amax", (flat, (0,)), {})), tiny, tiny, tiny, _cast(tensor)
+
+
+def _cast(tensor: TensorType) -> Call:
+    return Call(CAST, bind_args(CAST, (tensor,), {"dtype": torch.float8_e4m3fn}))
 
 
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
@@ -77,7 +102,7 @@ def _spelled_out(call: Call, needs: tuple[int, ...]) -> Iterator[Asked]:
     wide = query.dtype if query.dtype not in _HALVES else torch.float32
     q, k, v = (TensorType(x.shape, wide) for x in (query, key, value))
     if wide is not query.dtype:
-        yield from (_asked("_to_copy", (x,), (i in needs,), dtype=wide) for i, x in enumerate((query, key, value)))
+        yield from (_asked(CAST, (x,), (i in needs,), dtype=wide) for i, x in enumerate((query, key, value)))
     if len(query.shape) == _FUSED_RANK and query.shape[1] != key.shape[1]:  # each head of keys is repeated
         k, v = (TensorType((*x.shape[:1], query.shape[1], *x.shape[2:]), wide) for x in (k, v))
         yield from (_asked("clone", (x,), (i in needs,)) for i, x in ((1, k), (2, v)))
@@ -95,7 +120,7 @@ def _spelled_out(call: Call, needs: tuple[int, ...]) -> Iterator[Asked]:
         yield _asked("dropout", (scores, 0.5, True), (learns,))
     yield _asked("matmul", (scores, v), (learns, 2 in needs))
     if wide is not query.dtype:
-        yield _asked("_to_copy", (TensorType((*q.shape[:-1], v.shape[-1]), wide),), (learns,), dtype=query.dtype)
+        yield _asked(CAST, (TensorType((*q.shape[:-1], v.shape[-1]), wide),), (learns,), dtype=query.dtype)
 
 
 def _asked(op: str, args: tuple[Any, ...], learns: tuple[bool, ...], **attributes: Any) -> Asked:

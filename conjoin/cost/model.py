@@ -42,6 +42,23 @@ class CostModel:
         self._profiles = shipped_profiles() if profiles is None else tuple(profiles)
         self._devices: dict[int, DeviceCosts] = {}
         """By the identity of the device type, which is kept alive here: comparing two takes longer than an answer."""
+        self._tf32 = False
+        self._in_tf32: CostModel | None = None
+
+    def in_tf32(self) -> CostModel:
+        """The same where matrix products of float32 are rounded to TF32: estimated, as measurements are in float32.
+
+        >>> device = DeviceType("one", "cuda", 2**34, 1e12, (("float32", 1e13), ("tfloat32", 8e13)))
+        >>> x = TensorType((4096, 4096), torch.float32)
+        >>> both = CostModel(profiles=()), CostModel(profiles=()).in_tf32()
+        >>> plain, fast = (costs.operator(Call("mm", (x, x)), (), device).forward.value for costs in both)
+        >>> round(plain / fast, 1)
+        8.0
+        """
+        if self._in_tf32 is None:
+            made = self._in_tf32 = CostModel(self._stores, self._profiles)
+            made._tf32, made._in_tf32 = True, made
+        return self._in_tf32
 
     def operator(self, call: Call, needs: tuple[int, ...], device: DeviceType) -> OperatorCost:
         """Seconds of a call on local tensors, without layouts, whose operands at `needs` get a gradient."""
@@ -76,7 +93,7 @@ class CostModel:
         if len(own) >= _FITTED and not device.efficiency:
             fit = fit_efficiencies(own.values(), device)
             basis = Basis(join_fits(basis.fit, fit) if basis.fit and device.kind == "cuda" else fit)
-        costs = self._devices[id(device)] = DeviceCosts(device, every, basis)
+        costs = self._devices[id(device)] = DeviceCosts(device, every, basis, tf32=self._tf32)
         return costs
 
 

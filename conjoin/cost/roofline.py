@@ -42,6 +42,10 @@ _TENSOR_CORES = frozenset({CONVOLUTION, RECURRENT})
 """Families that torch by default runs on tensor cores in float32; matrix products only when the user allows it."""
 
 
+AS_HALVES = {"tfloat32": "bfloat16", "float8": "bfloat16"}
+"""Rates of tensor cores of which kernels reach such shares as they do of that for bfloat16, where they are products."""
+
+
 def rate_name(family: str, dtype: str) -> str:
     """The name of the peak rate of a device that calls of a family are held against.
 
@@ -95,7 +99,7 @@ class Roofline:
         """Estimated seconds; no work takes none but what a CPU needs to make the call."""
         if not work:
             return self.overhead if self.device.kind == "cpu" else 0.0
-        names = efficiency_names(self._kernels(family, dtype), dtype, backward=backward)
+        names = efficiency_names(self._kernels(family, dtype), AS_HALVES.get(dtype, dtype), backward=backward)
         reached = next(self.efficiency[name] for name in names if name in self.efficiency)
         return self.ideal(work, family, dtype) / reached + self.overhead
 

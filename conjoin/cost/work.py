@@ -25,6 +25,7 @@ from conjoin.ops import (
     LINEAR_RELU,
     MEAN_AND_VARIANCE,
     NORMALIZE_CHANNELS,
+    SCALED_LINEAR,
     Call,
     OpSpec,
     TensorType,
@@ -80,6 +81,8 @@ def work_of(call: Call, needs: tuple[int, ...]) -> CallWork:
         return _opaque(call, needs)
     if call.op in FUSED:
         return _fused(call, needs)
+    if is_in_eight_bits(call):
+        return _in_eight_bits(call, needs)
     family, outputs = _family(spec, call), output_types(spec, call)
     read, written = bytes_read(spec, call), sum(output.bytes for output in outputs)
     forward = NO_WORK if spec.view else Work(flops(spec, call), float(read + written))
@@ -89,6 +92,17 @@ def work_of(call: Call, needs: tuple[int, ...]) -> CallWork:
     elif needs:
         backward = _backward(_Case(spec, call, family, outputs), needs, forward)
     return CallWork(family, _dtype(call), forward, backward)
+
+
+def is_product(call: Call, dtype: str) -> bool:
+    """Whether a call is a product of matrices in a dtype; torch rounds operands of these to TF32 where that is asked.
+
+    >>> x = TensorType((8, 8), torch.float32)
+    >>> is_product(Call("mm", (x, x)), "float32"), is_product(Call("relu", (x,)), "float32")
+    (True, False)
+    """
+    work = work_of(call, ())
+    return work.family == CONTRACTION and work.dtype == dtype
 
 
 LAUNCHES = {BATCH_MOMENTS: (5, 6), MEAN_AND_VARIANCE: (3, 2), NORMALIZE_CHANNELS: (6, 10)}
@@ -108,6 +122,22 @@ def parts_of(call: Call, needs: tuple[int, ...]) -> tuple[tuple[Call, tuple[int,
 def _fused(call: Call, needs: tuple[int, ...]) -> CallWork:
     product, function = (work_of(*part) for part in parts_of(call, needs))
     return CallWork(product.family, product.dtype, product.forward, _both(product.backward, function.backward))
+
+
+def is_in_eight_bits(call: Call) -> bool:
+    """Whether a call is a product in float8, which it is of operands in bfloat16 only."""
+    return call.op == SCALED_LINEAR and call.tensors[0].dtype == torch.bfloat16
+
+
+def _in_eight_bits(call: Call, needs: tuple[int, ...]) -> CallWork:
+    """The products alone: of operands that were cast, and gradients too, half as many bytes are read."""
+    plain, (x, weight) = work_of(Call("linear", call.args), needs), call.tensors[:2]
+    gradient = plain.forward.bytes - sum(tensor.bytes for tensor in call.tensors)
+    less = {0: gradient + weight.bytes, 1: gradient + x.bytes}
+    saved = sum(less.get(i, 0.0) / 2 for i in needs)
+    forward = Work(plain.forward.flops, plain.forward.bytes - (x.bytes + weight.bytes) / 2)
+    backward = Work(plain.backward.flops, plain.backward.bytes - saved) if needs else NO_WORK
+    return CallWork(plain.family, "float8", forward, backward)
 
 
 def _both(one: Work, other: Work) -> Work:

@@ -15,6 +15,7 @@ from conjoin.frontends.functional import draws, order_of
 from conjoin.frontends.regions import CASTS
 from conjoin.ir import Leaf, Node, Value
 from conjoin.ops import (
+    CAST,
     EMBEDDING_BAG,
     OVERWRITE,
     RAGGED_EMBEDDING_BAG,
@@ -77,7 +78,7 @@ def _cast(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -
     """Every way to ask for a dtype is one operator; where the dtype is there already, nothing is done."""
     if args[0].type.dtype == types[0].dtype:
         return IDENTITY, args, types
-    return "_to_copy", bind_args("_to_copy", (args[0],), {"dtype": types[0].dtype}), types
+    return CAST, bind_args(CAST, (args[0],), {"dtype": types[0].dtype}), types
 
 
 def _divided(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
@@ -134,7 +135,7 @@ def _copy(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -
     if (_trains(args[0]) and kind.dtype.is_floating_point) or _lies_otherwise(node):
         return OVERWRITE, args[:2], types
     if source.type.shape == kind.shape:
-        return "_to_copy", bind_args("_to_copy", (source,), {"dtype": kind.dtype}), types
+        return CAST, bind_args(CAST, (source,), {"dtype": kind.dtype}), types
     return "expand", bind_args("expand", (source, kind.shape), {}), (TensorType(kind.shape, source.type.dtype),)
 
 
@@ -208,7 +209,7 @@ _CANONICAL: Mapping[str, Callable[[Any, Any, fx.Node], Canonical]] = {
     **dict.fromkeys(_RESHAPES, _reshaped),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _sized),
     "broadcast_tensors": _broadcast_together,
-    **dict.fromkeys((*CASTS, "_to_copy"), _cast),
+    **dict.fromkeys((*CASTS, CAST), _cast),
     **dict.fromkeys(("new_zeros", "new_ones", "new_full"), _filled),
     "copy": _copy,
     "cat": _joined,

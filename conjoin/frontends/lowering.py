@@ -19,6 +19,7 @@ from conjoin.frontends.problems import LOSS_PREFIX, MODEL_PREFIX, Problem, sourc
 from conjoin.frontends.torch_private import PINNED, InputKind, OutputKind, memory_of
 from conjoin.ir import MAX_CONSTANT_BYTES, Graph, GraphBuilder, LeafKind, Node, Result, Source, Value, make_leaf
 from conjoin.ops import (
+    CAST,
     OPAQUE,
     Call,
     TensorType,
@@ -335,7 +336,7 @@ def _with_stated_dtype(
         if dtype.is_floating_point or dtype.is_complex:
             return value
         made = TensorType(value.type.shape, stated.dtype)
-        return Value(add("_to_copy", bind_args("_to_copy", (value,), {"dtype": stated.dtype}), (made,)))
+        return Value(add(CAST, bind_args(CAST, (value,), {"dtype": stated.dtype}), (made,)))
 
     if op == "where.Scalar":
         numbers = [Value(add("scalar_tensor", bind_args("scalar_tensor", (number,), {"dtype": stated.dtype}),

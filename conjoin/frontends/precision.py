@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -17,14 +18,33 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from conjoin.errors import UsageError
+from conjoin.frontends.eight_bits import in_eight_bits
+from conjoin.frontends.shared_casts import share_casts
+from conjoin.ir import Graph, Rounding
 
-PRECISIONS = {
-    "float32": (torch.float32, False),
-    "bf16": (torch.bfloat16, False),
-    "bf16-mixed": (torch.bfloat16, True),
-    "fp16-mixed": (torch.float16, True),
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What a precision means."""
+
+    dtype: torch.dtype
+    """What everything is computed in, or, mixed, what autocast casts to around parameters that stay in float32."""
+    rate: str
+    """The rate that a GPU needs for it, by the name that machines have for it."""
+    mixed: bool = False
+
+
+_KINDS = {
+    "float32": _Kind(torch.float32, "float32"),
+    "tf32": _Kind(torch.float32, "tfloat32"),
+    "bf16": _Kind(torch.bfloat16, "bfloat16"),
+    "bf16-mixed": _Kind(torch.bfloat16, "bfloat16", mixed=True),
+    "fp16-mixed": _Kind(torch.float16, "float16", mixed=True),
+    "fp8-mixed": _Kind(torch.bfloat16, "float8", mixed=True),
 }
-"""What everything is computed in, or, mixed, what autocast casts to around parameters that stay in float32."""
+PRECISIONS = tuple(_KINDS)
+_SUMS = {"float32": None, "bf16": torch.bfloat16}
+"""What gradients of a mixed precision in bfloat16 may be summed in over devices, after `reduce=`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,35 +52,60 @@ class Precision:
     """A precision on a kind of device.
 
     >>> Precision.parse("bf16-mixed", "cuda"), str(Precision.parse("bf16@cpu"))
-    (Precision(name='bf16-mixed', device='cuda'), 'bf16@cpu')
+    (Precision(name='bf16-mixed', device='cuda', reduce='float32'), 'bf16@cpu')
+    >>> print(Precision.parse("bf16-mixed,reduce=bf16@cuda"))
+    bf16-mixed,reduce=bf16@cuda
     """
 
     name: str
     device: str
+    reduce: str = "float32"
+    """In which gradients are summed over devices, where parameters are in float32."""
 
     @classmethod
     def parse(cls, text: str, device: str = "cpu") -> Precision:
-        """A precision by its name, which may be followed by the kind of its device."""
-        name, _, given = text.partition("@")
-        if name not in PRECISIONS or (given or device) not in ("cpu", "cuda"):
+        """A precision by its name, which may be followed by what gradients are summed in and the kind of its device."""
+        told, _, given = text.partition("@")
+        name, comma, option = told.partition(",")
+        if name not in _KINDS or (given or device) not in ("cpu", "cuda"):
+            raise _unknown(told, given)
+        reduce = option.removeprefix("reduce=") if comma else "float32"
+        narrows = _KINDS[name].mixed and _KINDS[name].dtype == torch.bfloat16
+        if comma and not (option.startswith("reduce=") and reduce in _SUMS and narrows):
             raise UsageError(
-                f"The precision {name[:40]!r} was asked for. Known are {', '.join(PRECISIONS)}; mixed keeps parameters "
-                f"and sums of gradients in float32. Choose one of these, or none to keep what the model does."
+                f"The precision {told[:60]!r} was asked for. After a comma a mixed precision in bfloat16 says what "
+                f"gradients are summed in over devices, reduce=float32 or reduce=bf16; others sum them as parameters "
+                f"are stored. Write bf16-mixed,reduce=bf16, or {name} alone."
             )
-        return cls(name, given or device)
+        return cls(name, given or device, reduce)
 
     def __str__(self) -> str:
-        return f"{self.name}@{self.device}"
+        return f"{self.title}@{self.device}"
+
+    @property
+    def title(self) -> str:
+        """As it is asked for, whatever the device."""
+        return self.name + (f",reduce={self.reduce}" if self.reduce != "float32" else "")
 
     @property
     def dtype(self) -> torch.dtype:
         """What products of matrices are computed in."""
-        return PRECISIONS[self.name][0]
+        return _KINDS[self.name].dtype
+
+    @property
+    def rate(self) -> str:
+        """The rate that a GPU needs for it."""
+        return _KINDS[self.name].rate
 
     @property
     def autocast(self) -> tuple[tuple[str, torch.dtype], ...]:
         """The regions that the model is called in."""
-        return ((self.device, self.dtype),) if PRECISIONS[self.name][1] else ()
+        return ((self.device, self.dtype),) if _KINDS[self.name].mixed else ()
+
+    @property
+    def rounding(self) -> Rounding:
+        """What graphs in it round more than their dtypes say."""
+        return Rounding(tf32=self.name == "tf32", sums=_SUMS[self.reduce])
 
     def converted(self, model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
         """The model and its batch with all floating-point tensors as they are to be; a copy, unless they are so."""
@@ -69,6 +114,12 @@ class Precision:
         if any(x.is_floating_point() and x.dtype != dtype for x in tensors):
             model = copy.deepcopy(model).to(dtype)
         return model, tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
+
+    def applied(self, graph: Graph) -> Graph:
+        """A graph that was captured in the regions of a precision, with what they do not say."""
+        made = share_casts(graph) if self.autocast else graph
+        made = made if made.rounding == self.rounding else replace(made, rounding=self.rounding)
+        return in_eight_bits(made) if self.name == "fp8-mixed" else made
 
     def running(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """What runs a model, in this precision."""
@@ -83,3 +134,22 @@ class Precision:
     def _regions(self) -> Iterator[None]:
         with torch.autocast(self.device, dtype=self.dtype):
             yield
+
+
+def _unknown(told: str, given: str) -> UsageError:
+    name, known = told.partition(",")[0], ", ".join(PRECISIONS)
+    near = [] if name in _KINDS else get_close_matches(name.lower(), (*PRECISIONS, *_ALSO), n=1, cutoff=0.5)
+    meant = f"Did you mean {_ALSO.get(near[0], near[0])}?" if near else "Choose one of these."
+    where = f" on {given[:20]!r}" if given not in ("", "cpu", "cuda") else ""
+    return UsageError(
+        f"The precision {told[:40]!r} was asked for{where}. Known are {known}, on cpu or cuda; mixed keeps parameters "
+        f"and their updates in float32. {meant} Without one the model is trained as it is."
+    )
+
+
+_ALSO = {
+    "fp32": "float32", "full": "float32", "tfloat32": "tf32", "bfloat16": "bf16", "bf16-true": "bf16",
+    "float16": "fp16-mixed", "fp16": "fp16-mixed", "half": "fp16-mixed", "amp": "bf16-mixed", "mixed": "bf16-mixed",
+    "fp8": "fp8-mixed", "float8": "fp8-mixed",
+}  # fmt: skip
+"""What others call them."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from conjoin.ir import CAST, Graph, Node, Rewriting, Value, drop_unused
+from conjoin.ir import Graph, Node, Rewriting, Value, drop_unused
+from conjoin.ops import CAST
 
 
 def share_casts(graph: Graph) -> Graph:

@@ -59,7 +59,6 @@ from conjoin.ir.regions import (
     region_shape,
 )
 from conjoin.ir.reshards import (
-    CAST,
     Elementary,
     LayoutError,
     elementary,
@@ -69,6 +68,7 @@ from conjoin.ir.reshards import (
     stored_leaf,
 )
 from conjoin.ir.rewriting import Rewriting
+from conjoin.ir.rounding import EXACT, Rounding
 from conjoin.ir.segments import Segment, asked_segments, operators_of, parse_segments, segment_text
 from conjoin.ir.spans import (
     RegionMove,
@@ -87,7 +87,7 @@ from conjoin.ir.widening import wide_dtype, widen, widen_plan
 
 __all__ = [
     "BUNDLE_BYTES",
-    "CAST",
+    "EXACT",
     "LEAF",
     "LIBRARY",
     "MAX_CONSTANT_BYTES",
@@ -114,6 +114,7 @@ __all__ = [
     "RegionMove",
     "Result",
     "Rewriting",
+    "Rounding",
     "Scalar",
     "Segment",
     "Source",

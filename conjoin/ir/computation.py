@@ -13,6 +13,7 @@ from conjoin.ir.graph import Graph
 from conjoin.ir.micro_batches import Accumulation
 from conjoin.ir.nodes import Leaf, Node, Value
 from conjoin.ir.reshards import is_parallel, origin
+from conjoin.ir.rounding import EXACT
 
 
 def computation_digest(graph: Graph, accumulation: Accumulation | None = None) -> str:
@@ -27,7 +28,8 @@ def computation_digest(graph: Graph, accumulation: Accumulation | None = None) -
     for node in graph.nodes:
         if not is_parallel(node):
             made[node] = _of_node(node, made)
-    results = (_told(graph.outputs, made), _told(graph.updates, made), graph.loss, graph.training)
+    rounding = (str(graph.rounding),) if graph.rounding != EXACT else ()
+    results = (_told(graph.outputs, made), _told(graph.updates, made), graph.loss, graph.training, *rounding)
     return _digest((_told(graph.inputs, made), results, accumulation))
 
 

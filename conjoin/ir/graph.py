@@ -9,6 +9,7 @@ from typing import Any
 
 from conjoin.ir.nodes import Leaf, LeafKind, Node, Source, Value, typed_key
 from conjoin.ir.printer import print_graph
+from conjoin.ir.rounding import EXACT, Rounding
 from conjoin.ir.structure import LEAF, Structure
 
 Scalar = bool | int | float | str | None
@@ -37,6 +38,7 @@ class Graph:
     """For every node the user's line it comes from; equal graphs may come from different lines."""
     labels: tuple[int, ...] = field(default=())
     """For every node the number its first output has in the text it was read from, which an editor need not count."""
+    rounding: Rounding = EXACT
 
     def __repr__(self) -> str:
         return f"<Graph {self.name!r} {'train' if self.training else 'eval'}, {len(self.nodes)} nodes>"
@@ -50,8 +52,8 @@ class Graph:
     @cached_property
     def _key(self) -> tuple[Any, ...]:
         boundary = typed_key((self.inputs, self.outputs))
-        structures = repr(self.input_structure), repr(self.output_structure)
-        return self.name, self.training, self.leaves, self.nodes, boundary, self.updates, self.loss, structures
+        rest = repr(self.input_structure), repr(self.output_structure), self.rounding
+        return self.name, self.training, self.leaves, self.nodes, boundary, self.updates, self.loss, rest
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled field by field: leaves, then nodes in the order they run, so that none leads into the depth of the

@@ -218,17 +218,16 @@ class _Cutting:
         given[place:place] = [Value(new) for new in wholes]
         for_loss = replace(children[2], children=(*children[2].children, *(LEAF for _ in wholes)))
         structure = replace(old.input_structure, children=(*children[:2], for_loss, children[3]))
-        return drop_unused(
-            self._builder.finish(
-                old.name,
-                training=True,
-                inputs=tuple(given),
-                outputs=tuple(self._parts[v] if isinstance(v, Value) else v for v in old.outputs),
-                loss=old.loss,
-                input_structure=structure,
-                output_structure=old.output_structure,
-            )
+        made = self._builder.finish(
+            old.name,
+            training=True,
+            inputs=tuple(given),
+            outputs=tuple(self._parts[v] if isinstance(v, Value) else v for v in old.outputs),
+            loss=old.loss,
+            input_structure=structure,
+            output_structure=old.output_structure,
         )
+        return drop_unused(replace(made, rounding=old.rounding))
 
     def _needed(self, loss: Value) -> Sequence[Node]:
         """The nodes that the loss of a micro-batch is made of."""

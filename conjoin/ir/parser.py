@@ -14,6 +14,7 @@ from conjoin.ir.graph import Graph, Result
 from conjoin.ir.limits import MAX_NESTING, MAX_NUMBER, check_constant, check_count, check_size
 from conjoin.ir.literals import parse_word
 from conjoin.ir.nodes import LeafKind, Node, Source, Value, fits, make_leaf, make_node
+from conjoin.ir.rounding import EXACT, Rounding, parse_rounding
 from conjoin.ir.structure import LEAF, Structure, structure_from_json
 from conjoin.ir.types import parse_type
 from conjoin.ops import Args, Signature, bind_args, signature
@@ -77,6 +78,7 @@ class _Reader:
     labels: list[int] = field(default_factory=list)
     name: str | None = None
     training: bool = False
+    rounding: Rounding = EXACT
     inputs: tuple[tuple[Result, ...], Structure] | None = None
     outputs: tuple[tuple[Result, ...], Structure] | None = None
     loss: int | None = None
@@ -182,10 +184,11 @@ def _read_header(reader: _Reader, line: str) -> None:
     cursor.expect("graph ")
     reader.name = json.loads(cursor.take(_STRING))
     cursor.expect(" ")
-    mode = cursor.text[cursor.at :]
+    mode, space, rest = cursor.text[cursor.at :].partition(" ")
     if mode not in ("train", "eval"):
         raise _Malformed(f"expected train or eval, found {mode[:20]!r}")
     reader.training = mode == "train"
+    reader.rounding = parse_rounding(space + rest) if space else EXACT
 
 
 def _read_leaf(reader: _Reader, line: str) -> None:
@@ -313,4 +316,4 @@ def _finish(reader: _Reader) -> Graph:
         input_structure=input_structure,
         output_structure=output_structure,
     )
-    return replace(graph, labels=tuple(reader.labels))
+    return replace(graph, labels=tuple(reader.labels), rounding=reader.rounding)

@@ -95,7 +95,7 @@ def _lines(graph: Graph) -> Iterator[str]:
     def result(value: Result) -> str:
         return value_text(value, numbers) if isinstance(value, Value) else literal_text(value)
 
-    yield f"graph {json.dumps(graph.name)} {'train' if graph.training else 'eval'}"
+    yield f"graph {json.dumps(graph.name)} {'train' if graph.training else 'eval'}{graph.rounding}"
     yield from map(_leaf_line, graph.leaves)
     yield f"takes [{', '.join(map(result, graph.inputs))}] in {_structure_text(graph.input_structure)}"
     for i, node in enumerate(graph.nodes):

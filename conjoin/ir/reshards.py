@@ -18,6 +18,7 @@ from conjoin.ir.nodes import Leaf, LeafKind, Node, Value
 from conjoin.ops import (
     ASSIGN,
     BATCH,
+    CAST,
     COMBINE,
     CONFINE,
     GREATEST,
@@ -148,10 +149,6 @@ def _between(op: str, at: Layout, elsewhere: Layout) -> list[Elementary]:
 
 def _along(op: str, dim: int, axes: Sequence[str]) -> list[Elementary]:
     return [Elementary(op, (dim, tuple(axes)))] if axes else []
-
-
-CAST = "_to_copy"
-"""The one operator that changes a dtype."""
 
 
 def stored_leaf(value: Value) -> Leaf | None:

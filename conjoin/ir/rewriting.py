@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from conjoin.ir.builder import GraphBuilder, is_random
@@ -52,7 +53,7 @@ class Rewriting:
                 return value
             return self.values[value] if output is None else output(i, value)
 
-        return self.builder.finish(
+        made = self.builder.finish(
             old.name,
             training=old.training,
             inputs=tuple(self.values[value] if isinstance(value, Value) else value for value in old.inputs),
@@ -62,3 +63,4 @@ class Rewriting:
             input_structure=old.input_structure,
             output_structure=old.output_structure,
         )
+        return replace(made, rounding=old.rounding)

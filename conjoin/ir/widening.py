@@ -13,7 +13,7 @@ from conjoin.ir.graph import Graph, Result
 from conjoin.ir.nodes import Leaf, Node, Source, Value, make_leaf, make_node
 from conjoin.ir.plan import RECOMPUTE, Plan, recompute_actions, recomputed_segments
 from conjoin.ir.segments import operators_of
-from conjoin.ops import Args, TensorType, bind_args, signature
+from conjoin.ops import CAST, Args, TensorType, bind_args, signature
 
 _WIDE = {
     torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64,
@@ -75,7 +75,7 @@ class _Widener:
             self.values[old] = new if new.type == type else self._cast(new, type, source)
 
     def _cast(self, value: Value, type: TensorType, source: Source | None) -> Value:
-        node = make_node("_to_copy", bind_args("_to_copy", (value,), {"dtype": type.dtype}), (type,))
+        node = make_node(CAST, bind_args(CAST, (value,), {"dtype": type.dtype}), (type,))
         self._casts.add(node)
         return Value(self.builder.add_node(node, source))
 

@@ -1,6 +1,7 @@
 """What an operator is, declared once: index notation, torch reference, algebraic facts; the rest is derived."""
 
 from conjoin.ops.aten import (
+    CAST,
     OPAQUE,
     PLACEMENT_PARAMETERS,
     Kind,
@@ -43,6 +44,7 @@ from conjoin.ops.composites import (
     RAGGED_EMBEDDING_BAG,
     REDUCE,
     REPLICATE,
+    SCALED_LINEAR,
     SHARE,
     STRIDED_VIEW,
     STRIDED_WRITE,
@@ -87,6 +89,7 @@ __all__ = [
     "ASSIGN",
     "BATCH",
     "BATCH_MOMENTS",
+    "CAST",
     "COMBINE",
     "CONFINE",
     "EMBEDDING_BAG",
@@ -103,6 +106,7 @@ __all__ = [
     "RAGGED_EMBEDDING_BAG",
     "REDUCE",
     "REPLICATE",
+    "SCALED_LINEAR",
     "SHARE",
     "STRIDED_VIEW",
     "STRIDED_WRITE",

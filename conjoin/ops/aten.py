@@ -16,6 +16,9 @@ from torch._ops import OpOverload
 
 from conjoin.ops.composites import COMPOSITES
 
+CAST = "_to_copy"
+"""The one operator that changes a dtype."""
+
 
 class Kind(Enum):
     """What a parameter of an operator takes."""

@@ -10,9 +10,11 @@ from torch.nn import functional
 
 from conjoin.ops.batch_statistics import batch_moments, mean_and_variance, normalize_channels
 from conjoin.ops.fused_layer import linear_relu
+from conjoin.ops.scaled_layer import scaled_linear
 from conjoin.ops.writes import overwrite, strided_view, strided_write
 
 LINEAR_RELU = "conjoin::linear_relu"
+SCALED_LINEAR = "conjoin::scaled_linear"
 BATCH_MOMENTS = "conjoin::batch_moments"
 MEAN_AND_VARIANCE = "conjoin::mean_and_variance"
 NORMALIZE_CHANNELS = "conjoin::normalize_channels"
@@ -110,6 +112,7 @@ holds."""
 
 COMPOSITES: dict[str, Callable[..., Tensor]] = {
     LINEAR_RELU: linear_relu,
+    SCALED_LINEAR: scaled_linear,
     EMBEDDING_BAG: embedding_bag,
     RAGGED_EMBEDDING_BAG: ragged_embedding_bag,
     BATCH_MOMENTS: batch_moments,

@@ -261,7 +261,7 @@ def explain(plan: Plan) -> Explanation:
         mesh=plan.mesh,
         model=plan.model,
         machine=plan.machine,
-        precision=plan.precision.partition("@")[0] or f"{main_dtype(graph)}, as the model is",
+        precision=precision_text(plan),
         parameter_bytes=sum(leaf.type.bytes for leaf in parameters),
         stored_bytes=sum_per_rank((held_bytes(leaf.type, plan.mesh) for leaf in parameters), plan.mesh.size).largest,
         memory=_count(action.action for action in plan.memory),
@@ -272,6 +272,11 @@ def explain(plan: Plan) -> Explanation:
         operators=operators,
         results=_shipments((t for value in results for t in traffic.before(value)), graph),
     )
+
+
+def precision_text(plan: Plan) -> str:
+    """The precision that a plan was asked for in; otherwise what most of it is computed in."""
+    return plan.precision.partition("@")[0] or f"{main_dtype(plan.graph)}, as the model is"
 
 
 def main_dtype(graph: Graph) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from conjoin.ir import Plan
 from conjoin.machine import Machine
+from conjoin.report.explanation import precision_text
 from conjoin.report.prediction_notes import busy_notes, notes_to_json, price_notes
 from conjoin.report.text import format_bytes
 from conjoin.sim import Prediction
@@ -27,7 +28,8 @@ def prediction_text(found: Prediction, plan: Plan, machine: Machine) -> str:
     """A prediction in lines: what it rests on, the step, where it goes, throughput, memory, collectives."""
     parts, memory = found.breakdown, found.memory
     step = f"{format_seconds(found.seconds)} ± {found.error:.0%}"
-    lines = [*price_notes(found, machine), f"{'plan':<12} {plan}", f"{'machine':<12} {machine}", f"{'step':<12} {step}"]
+    lines = [*price_notes(found, machine), f"{'plan':<12} {plan}", f"{'precision':<12} {precision_text(plan)}"]
+    lines += [f"{'machine':<12} {machine}", f"{'step':<12} {step}"]
     for name, seconds in _shares(found).items():
         lines.append(f"  {name:<26} {format_seconds(seconds):>10} {seconds / max(found.seconds, 1e-30):>7.1%}")
     lines.append(f"{'hidden':<12} {format_seconds(parts.hidden)} of communication behind computation")
@@ -85,6 +87,7 @@ def prediction_to_json(found: Prediction, plan: Plan, machine: Machine) -> dict[
     parts = found.breakdown
     return {
         "plan": plan.strategy,
+        "precision": precision_text(plan),
         "model": plan.model.name,
         "machine": machine.name,
         "devices": machine.num_devices,

@@ -38,6 +38,9 @@ class _Sum:
     def __init__(self, mover: Mover, scattered: Work, flat: Tensor) -> None:
         self._mover, self._scattered, self._flat = mover, scattered, flat
         self._summed: Work | None = None
+        is_stored = flat.dtype == mover.kind.stored
+        self.result = flat if is_stored else torch.empty_like(flat, dtype=mover.kind.stored)
+        """The sums, when they were waited for, as gradients of what is stored."""
         if not mover.kind.gathered:
             self.proceed()
 
@@ -51,6 +54,8 @@ class _Sum:
         self.proceed()
         assert self._summed is not None
         self._summed.wait()
+        if self.result is not self._flat:
+            self.result.copy_(self._flat)
 
 
 @dataclass(slots=True)
@@ -131,7 +136,7 @@ class Bundle:
         if self._scattered is not None:
             (work, flat), self._scattered = self._scattered, None
             work.wait()
-            self._put_off = flat if self._put_off is None else self._put_off.add_(flat)
+            self._put_off = flat.to(self.kind.stored) if self._put_off is None else self._put_off.add_(flat)
 
     def forget_put_off(self) -> None:
         """What is left of a step that failed."""
@@ -182,13 +187,13 @@ class Bundle:
         """Start to sum up gradients; what is returned is complete when the ticket is settled."""
         ticket.again = None
         self._proceed_with_earlier()
-        scattered = self.mover.scatter(gradients)
+        scattered = self.mover.scatter(gradients, self.defers)
         if self.defers:
             self._put_off_more()
             self._scattered = scattered
             return (None,) * len(gradients)
         ticket.sums.append(_Sum(self.mover, *scattered))
-        return self.mover.pieces(scattered[1])
+        return self.mover.pieces(ticket.sums[-1].result)
 
     def _proceed_with_earlier(self) -> None:
         """Let few scatters be under way, each holds gradients of whole tensors; go on with pieces that have come."""

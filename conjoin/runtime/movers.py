@@ -2,7 +2,8 @@
 
 Everyone's pieces lie one row a member, padded to the widest, in one flat tensor. Between it and the parameters as they
 are used, whole or a part of a split that stays, elements are copied by one call for all: the cast to another dtype is
-part of it.
+part of it. Where the graph asks for sums in a narrower dtype than that of the parameters, they travel in it, and are
+cast when they are there.
 """
 
 from __future__ import annotations
@@ -62,6 +63,19 @@ def _parameter(entry: Entry, communicator: Communicator, axes: tuple[str, ...]) 
     return _Parameter(held, used, parts, along[0] if len(along) == 1 and alike else -1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """A collective whose result is then copied into memory of another dtype."""
+
+    work: Work
+    result: Tensor
+    into: Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.into.copy_(self.result)
+
+
 class Mover:
     """Brings the parameters of a bundle into the layouts of their use, and sums up their gradients."""
 
@@ -118,10 +132,13 @@ class Mover:
             self._under_way[0].wait()
         self._under_way = None
 
-    def scatter(self, gradients: Sequence[Tensor]) -> tuple[Work, Tensor]:
-        """Start to sum gradients up over the axes they were gathered over; this rank's pieces, one after the other."""
+    def scatter(self, gradients: Sequence[Tensor], defers: bool) -> tuple[Work, Tensor]:
+        """Start to sum gradients up over the axes they were gathered over; this rank's pieces, one after the other.
+
+        What is put off is added up as it is stored.
+        """
         if not self.kind.gathered:
-            return Done(), self._pack(gradients, self.kind.stored)
+            return Done(), self._pack(gradients, self.kind.stored if defers else self.kind.added)
         rows = self._rows(gradients)
         flat = rows.new_empty(self._width)
         work = self._communicator.reduce_scatter(to_add(flat), to_add(rows), self.kind.gathered)
@@ -130,8 +147,8 @@ class Mover:
     def _rows(self, gradients: Sequence[Tensor]) -> Tensor:
         """Gradients as everyone's rows, in the dtype in which they are summed up."""
         if self._is_flat:
-            return gradients[0].detach().to(self.kind.stored).contiguous()
-        rows = self._empty((self._num_members, self._width), gradients[0], self.kind.stored)
+            return gradients[0].detach().to(self.kind.added).contiguous()
+        rows = self._empty((self._num_members, self._width), gradients[0], self.kind.added)
         if self._stacks:
             with torch.no_grad():
                 torch.cat([gradient.reshape(self._num_members, -1) for gradient in gradients], 1, out=rows)
@@ -144,7 +161,9 @@ class Mover:
         """Start to sum pieces up over the axes on which they are stored alike."""
         if not self.kind.summed:
             return Done()
-        return self._communicator.all_reduce(to_add(flat), self.kind.summed)
+        summed = flat.to(self.kind.added)
+        work = self._communicator.all_reduce(to_add(summed), self.kind.summed)
+        return work if summed is flat else _Cast(work, summed, flat)
 
     def pieces(self, flat: Tensor) -> tuple[Tensor, ...]:
         """What lies one after the other as views, one for each parameter."""

@@ -44,6 +44,7 @@ from conjoin.runtime.randomness import Streams
 from conjoin.runtime.recomputing import Again, fold_segments
 from conjoin.runtime.slots import Slot, read_slot
 from conjoin.runtime.storage import Store
+from conjoin.runtime.tensor_cores import TensorCores
 
 
 class _RankCarriers:
@@ -99,7 +100,7 @@ _HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 """What a module has in common with the root of its store."""
 _MADE = (
     "plan", "communicator", "store", "code", "_program", "_carriers", "_begin", "_end", "_taken", "_calling",
-    "_regions", "_slots", "compare_every", "_targets", "_accumulator", "_kept",
+    "_regions", "_slots", "compare_every", "_targets", "_accumulator", "_kept", "_tensor_cores",
 )  # fmt: skip
 """What a module makes of its plan."""
 
@@ -110,6 +111,7 @@ class ParallelModule(nn.Module):
     plan: Plan
     code: str
     """The generated forward of this rank as Python text."""
+    _tensor_cores: TensorCores | None
 
     def __init__(self, plan: Plan, store: Store, communicator: Communicator, exact_seed: int | None = None) -> None:
         super().__init__()
@@ -143,6 +145,7 @@ class ParallelModule(nn.Module):
             _taken=called.leaves_of(LeafKind.INPUT),
             _accumulator=accumulator,
             _kept=kept,
+            _tensor_cores=TensorCores() if plan.graph.rounding.tf32 else None,
             _regions=tuple(region_of(x.type.shape, x.type.layout, plan.mesh, communicator.rank) for x in inputs),
             _slots=tuple(store.slot(leaf) for leaf in kept),
             _targets=tuple(store.slots_of_buffer(name) for name, _ in plan.graph.updates),
@@ -158,12 +161,18 @@ class ParallelModule(nn.Module):
         batches = [self._local(given)] if self._accumulator is None else self._accumulator.micro.of(given)
         self._begin(device)
         state = [self.store.read(slot, device) for slot in self._slots]
-        if self._accumulator is None:
-            outputs = self._run(batches[0], state, device)
+        if self._tensor_cores is None:
+            outputs = self._compute(batches, state, device)
         else:
-            outputs = self._accumulate(batches, state, device, self._accumulator)
+            with self._tensor_cores.forward():
+                outputs = self._tensor_cores.before_backward(self._compute(batches, state, device))
         self._end(dict(zip(self._taken, given, strict=True)), outputs, self.plan.graph.loss)
         return self._calling.results(outputs)
+
+    def _compute(self, batches: list[list[Tensor]], state: list[Tensor | None], device: torch.device) -> list[Any]:
+        if self._accumulator is None:
+            return self._run(batches[0], state, device)
+        return self._accumulate(batches, state, device, self._accumulator)
 
     def _check_device(self, given: list[Tensor], device: torch.device) -> None:
         for x, leaf in zip(given, self._taken, strict=True):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import profiler
+from torch.autograd import Variable, profiler
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -26,6 +26,11 @@ def default_store(prefix: str, *, for_thread: bool = False) -> KeyStore:
     found: Any = distributed_c10d._get_default_store()
     store: KeyStore = distributed_c10d.PrefixStore(prefix, found.clone() if for_thread else found)
     return store
+
+
+def at_end_of_backward(act: Callable[[], None]) -> None:
+    """Have something done when the backward pass that is running has ended; not where it fails."""
+    Variable._execution_engine.queue_callback(act)
 
 
 def import_compiler() -> None:

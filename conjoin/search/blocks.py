@@ -20,7 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from conjoin.errors import StrategyError
-from conjoin.ir import CAST, Graph, LeafKind, Node, Segment, asked_segments, operators_of, stored_leaf
+from conjoin.ir import Graph, LeafKind, Node, Segment, asked_segments, operators_of, stored_leaf
+from conjoin.ops import CAST
 from conjoin.search.facts import NodeFacts, study
 
 _FUSED_ATTENTION = "scaled_dot_product_attention"

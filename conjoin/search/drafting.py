@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from conjoin.ir import (
-    CAST,
     Choice,
     Graph,
     Leaf,
@@ -30,7 +29,7 @@ from conjoin.ir import (
     rules_for,
 )
 from conjoin.machine import Machine
-from conjoin.ops import Layout, Placement, make_layout
+from conjoin.ops import CAST, Layout, Placement, make_layout
 from conjoin.search.blocks import segments_for
 from conjoin.search.bundle_size import choose_bundle_bytes
 from conjoin.search.facts import Facts, study

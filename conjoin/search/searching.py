@@ -220,7 +220,7 @@ def open_contest(
     """A contest for what is wished; UsageError where the wish makes no sense."""
     check_wish(wish, tuple(SEARCHES))
     constraints = make_constraints(graph, machine.mesh, wish.fixed, wish.forbidden_axes)
-    capacity, prices = usable_bytes(machine, wish), MachinePrices(machine, costs, wish.optimizer)
+    capacity, prices = usable_bytes(machine, wish), MachinePrices.of(graph, machine, costs, wish.optimizer)
     return Contest(
         graph,
         machine,

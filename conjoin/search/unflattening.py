@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from conjoin.ir import Graph, Node, Rewriting, Value, drop_unused
-from conjoin.ops import TOKEN_ENTROPY, TOKEN_LIKELIHOOD
+from conjoin.ops import CAST, TOKEN_ENTROPY, TOKEN_LIKELIHOOD
 
 _LOSSES = {"cross_entropy_loss": TOKEN_ENTROPY, "nll_loss_nd": TOKEN_LIKELIHOOD}
 _ALONG_CLASSES = ("log_softmax.int", "_log_softmax")
-_EACH_BY_ITSELF = ("_to_copy", "contiguous", "clone", "alias")
+_EACH_BY_ITSELF = (CAST, "contiguous", "clone", "alias")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,11 @@ from math import prod
 from typing import Any
 
 from conjoin.ir import Graph, Node, Rewriting, Value, drop_unused
-from conjoin.ops import Args, signature
+from conjoin.ops import SCALED_LINEAR, Args, signature
 
 _FEATURE_DIMS = {
     "linear": {"weight": 0, "bias": 0},
+    SCALED_LINEAR: {"weight": 0, "bias": 0},
     "addmm": {"mat2": 1, "self": -1},
     "mm": {"mat2": 1},
     "matmul": {"other": -1},

@@ -26,8 +26,8 @@ from conjoin.comm import (
     sent_bytes,
     sum_per_rank,
 )
-from conjoin.ir import CAST, Segment
-from conjoin.ops import Call, TensorType, bind_args
+from conjoin.ir import Segment
+from conjoin.ops import CAST, Call, TensorType, bind_args
 from conjoin.sim.engine import COMPUTE, NUM_STREAMS, Fragment, Instruction, Phase, to_ticks
 from conjoin.sim.fragments import Drafts
 
@@ -160,7 +160,7 @@ class _Bundle:
 
     def scatter(self) -> Fragment:
         """Pack gradients and start to scatter their sums."""
-        sent = self._count * self.kind.stored.itemsize * self._num_others
+        sent = self._count * self.kind.added.itemsize * self._num_others
         made = self._drafts.collective(
             StepKind.REDUCE_SCATTER.value, self.kind.gathered, sent, Phase.BACKWARD, self._places
         )
@@ -169,22 +169,30 @@ class _Bundle:
     def proceed(self, sums: bool) -> Fragment:
         """Wait for the pieces, and start to sum them up over the axes on which they are stored alike."""
         wait = Instruction("wait", COMPUTE, 0, waits=(self._scattered,), phase=Phase.BACKWARD)
-        return wait, *(self.sum_up() if sums and self.kind.summed else ())
+        return wait, *(self.sum_up() if sums and self.kind.summed else self._cast_back())
 
     def sum_up(self) -> Fragment:
-        sent = ring_bytes(self._held, num_devices(self.kind.summed, self._drafts.mesh))
-        return (
-            self._drafts.collective(
-                StepKind.ALL_REDUCE.value, self.kind.summed, sent, Phase.BACKWARD, self._places
-            ),
+        """Start to sum pieces up; the cast to what is stored comes after, and takes as long before it."""
+        count = self._held // self.kind.stored.itemsize
+        sent = ring_bytes(count * self.kind.added.itemsize, num_devices(self.kind.summed, self._drafts.mesh))
+        made = self._drafts.collective(
+            StepKind.ALL_REDUCE.value, self.kind.summed, sent, Phase.BACKWARD, self._places
         )
+        return *self._cast_back(), made
+
+    def _cast_back(self) -> Fragment:
+        """Pieces from what they are summed in to what is stored."""
+        kind = self.kind
+        if kind.added == kind.stored:
+            return ()
+        return (self._copied(self._held // kind.stored.itemsize, kind.added, kind.stored, Phase.BACKWARD),)
 
     def pack_gradients(self) -> Fragment:
         """Gradients one after the other, in the dtype in which they are summed up."""
-        if self._is_flat and self.kind.gathered and self.kind.dtype == self.kind.stored:
+        if self._is_flat and self.kind.gathered and self.kind.dtype == self.kind.added:
             return ()
         count = self._count * (1 + self._num_others)
-        return (self._copied(count, self.kind.dtype, self.kind.stored, Phase.BACKWARD),)
+        return (self._copied(count, self.kind.dtype, self.kind.added, Phase.BACKWARD),)
 
     def _copied(self, count: int, source: torch.dtype, target: torch.dtype, phase: Phase) -> Instruction:
         """So many elements copied, cast on the way."""

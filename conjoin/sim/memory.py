@@ -406,21 +406,24 @@ class _Walk:
         if not used.bundle.use.back:
             return
         count = sum(self._held(*version) for version in used.versions) // kind.dtype.itemsize
-        whole, held = count * kind.stored.itemsize, sum(self._held(*version) for version in used.stored)
+        whole, held = count * kind.added.itemsize, sum(self._held(*version) for version in used.stored)
         under_way = self.scattering.setdefault(kind, [])
         self._let_go(under_way, 0 if kind.summed else 1)
-        as_it_is = used.bundle.is_flat and kind.stored == kind.dtype and kind.gathered
+        as_it_is = used.bundle.is_flat and kind.added == kind.dtype and kind.gathered
         packed = self.heap.hold(self.grads[used.versions[0]]) if as_it_is else self.heap.allocate(whole)
-        result = self.heap.allocate(held) if kind.gathered else packed
-        self.heap.pass_by(self._scattering(whole) if kind.gathered else 0)
+        is_own = kind.gathered or kind.added != kind.stored  # another block than what was packed
+        result = self.heap.allocate(held) if is_own else packed
+        narrow = held * kind.added.itemsize // kind.stored.itemsize if kind.added != kind.stored else 0
+        self.heap.pass_by((self._scattering(whole) if kind.gathered else 0) + narrow)
         for version, own in zip(used.versions, used.stored, strict=True):
             self._forget(version)
             self.grads[own] = self.heap.hold(result)
         if kind.gathered:
             under_way.append(packed)
-            self.heap.drop(result)
         else:
             self.heap.drop(packed)
+        if is_own:
+            self.heap.drop(result)
 
     def _let_go(self, blocks: list[int], count: int) -> None:
         """Of some blocks all but the last few."""

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from statistics import fmean
 
-from conjoin.cost import CostModel, rate_name, work_of
+from conjoin.cost import CostModel, is_product, rate_name, work_of
 from conjoin.errors import PlanError, UsageError
 from conjoin.ir import LeafKind, Plan
 from conjoin.machine import Machine
@@ -79,7 +79,7 @@ def predict(
             f"{machine.num_devices} ({machine.mesh}). Their axes must be the same. "
             f"Make the plan for this machine, or name the machine it was made for."
         )
-    found = simulate(plan, MachinePrices(machine, costs, optimizer), unfold=unfold)
+    found = simulate(plan, MachinePrices.of(plan.graph, machine, costs, optimizer), unfold=unfold)
     breakdown = break_down(found.timeline)
     work = _work(found.program.skeleton, found.program.steps)
     return Prediction(
@@ -107,6 +107,8 @@ def _work(skeleton: Skeleton, steps: int) -> dict[str, float]:
         if spec is not None and operator.call.tensors:
             kernel = work_of(operator.call, ())
             rate = rate_name(kernel.family, kernel.dtype)
+            if skeleton.graph.rounding.tf32 and is_product(operator.call, "float32"):
+                rate = "tfloat32"
             work = flops(spec, operator.call) * (1 + min(2, len(operator.needs)))
             by_rate[rate] = by_rate.get(rate, 0.0) + steps * work
     return by_rate

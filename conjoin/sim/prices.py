@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Protocol
 
 from conjoin.cost import CostModel, OperatorCost, Seconds, collective_seconds
+from conjoin.ir import Graph
 from conjoin.machine import Machine
 from conjoin.ops import Call, TensorType
 
@@ -47,6 +48,11 @@ class MachinePrices:
     machine: Machine
     costs: CostModel
     optimizer: str = "adam"
+
+    @classmethod
+    def of(cls, graph: Graph, machine: Machine, costs: CostModel, optimizer: str = "adam") -> MachinePrices:
+        """Those of a graph, which may round products."""
+        return cls(machine, costs.in_tf32() if graph.rounding.tf32 else costs, optimizer)
 
     def operator(self, call: Call, needs: tuple[int, ...], rank: int) -> OperatorCost:
         return self.costs.operator(call, needs, self.machine.device_type(rank))

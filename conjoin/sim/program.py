@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from conjoin.comm import (
     AGREEMENT_BYTES,
+    BundleSizes,
     Entry,
     ParameterBundle,
     Use,
@@ -21,9 +22,9 @@ from conjoin.comm import (
     run_again,
     splits_evenly,
 )
-from conjoin.ir import CAST, Choice, LeafKind, Segment, Value, make_leaf, make_node
+from conjoin.ir import Choice, LeafKind, Segment, Value, make_leaf, make_node
 from conjoin.machine import Mesh
-from conjoin.ops import Layout, TensorType
+from conjoin.ops import CAST, Layout, TensorType
 from conjoin.sim.bundles import accumulating, schedule_bundles
 from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, Phase
 from conjoin.sim.fragments import Departure, Drafts, Supply, Task, local_shape, ordered
@@ -251,7 +252,8 @@ class Program:
         found = sorted((item for uses in self._uses.values() for item in uses), key=lambda item: item[0])
         entries = {entry: use for _, _, entry, use in found}
         numbers, mesh = {entry[0]: root for _, root, entry, _ in found}, self.drafts.mesh
-        bundles = bundle_parameters(entries, mesh, self.drafts.bundle_bytes, self.regathered, self.again)
+        sizes = BundleSizes(self.drafts.bundle_bytes, self.skeleton.graph.rounding)
+        bundles = bundle_parameters(entries, mesh, sizes, self.regathered, self.again)
         self.bundles = tuple(
             UsedBundle(
                 bundle,

@@ -103,7 +103,7 @@ def test_a_precision_is_planned_saved_and_shown(run: Run, folder: Path) -> None:
     ("flags", "told"),
     [
         (("--machine", "p3.8xlarge", "--precision", "bf16-mixed"), "V100-SXM2-16GB has no rate for bfloat16"),
-        (("--machine", "dgx-h100", "--precision", "fp8"), "Known are float32, bf16, bf16-mixed, fp16-mixed"),
+        (("--machine", "dgx-h100", "--precision", "fp8"), "fp16-mixed, fp8-mixed, on cpu or cuda; mixed keeps"),
     ],
 )
 def test_a_precision_that_cannot_be_is_refused(run: Run, folder: Path, flags: tuple[str, ...], told: str) -> None:

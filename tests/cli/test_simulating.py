@@ -51,6 +51,7 @@ def test_the_text_says_how_long_where_and_how_much(run: Run) -> None:
     assert (shown.code, shown.err) == (0, "")
     found = fields(shown.out)
     assert found["plan"] == "fsdp:dp=4 plan of Sequential for 4 ranks (d0:2 d1:2)"
+    assert found["precision"] == "float32, as the model is"
     assert found["machine"] == "p3.8xlarge: 1 node × 4 cuda, axes d0:2 d1:2"
     assert re.fullmatch(r".+ [µm]s ± \d+%", found["step"]) and "MFU" in found["throughput"]
     assert found["memory"].endswith("of 13.9 GiB on the fullest device") and "sources" in found
@@ -66,7 +67,8 @@ def test_data_for_programs(run: Run) -> None:
     assert (shown.code, shown.err) == (0, "")
     found = json.loads(shown.out)
     assert set(found) == {
-        "plan", "model", "machine", "devices", "seconds_per_step", "expected_error", "seconds", "samples_per_second",
+        "plan", "precision", "model", "machine", "devices", "seconds_per_step", "expected_error", "seconds",
+        "samples_per_second",
         "model_flops_utilization", "memory", "collectives", "sources", "tasks", "trace", "all_estimated",
         "published_steps", "missing_rates", "busy",
     }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ def test_what_is_stored_and_what_is_computed(name: str, device: str) -> None:
     graph = conjoin.capture(model, batch, functional.mse_loss, precision=str(asked))
     assert trained_dtypes(graph) == {torch.float32 if "mixed" in name else asked.dtype}
     assert {node.types[0].dtype for node in graph.nodes if node.op == "linear"} == {asked.dtype}
+    assert graph.rounding == asked.rounding and graph.rounding.tf32 == (name == "tf32")
     wide = "mixed" in name and device == "cuda"
     softmax = {node.types[0].dtype for node in graph.nodes if node.op.startswith("softmax")}
     assert wide <= (softmax == {torch.float32}), "CUDA's autocast computes a softmax in float32"
@@ -118,3 +120,29 @@ def test_one_that_nobody_knows_is_refused(precision: Any) -> None:
     with pytest.raises(UsageError) as told:
         conjoin.plan(model, batch, "local:1", loss=functional.mse_loss, strategy="single", precision=precision)
     assert_three_sentences(told.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("bf16-mxed", "Did you mean bf16-mixed?"),
+        ("FP16", "Did you mean fp16-mixed?"),
+        ("tfloat32", "Did you mean tf32?"),
+        ("bf16-mixed,reduce=fp8", "reduce=float32 or reduce=bf16"),
+        ("bf16-mixed,sums=bf16", "reduce=float32 or reduce=bf16"),
+        ("fp16-mixed,reduce=bf16", "others sum them as parameters are stored"),
+        ("float32,reduce=bf16", "others sum them as parameters are stored"),
+        ("bf16-mixed,", "reduce=float32 or reduce=bf16"),
+        ("bf16@tpu", "on 'tpu'"),
+    ],
+)
+def test_a_wrong_one_is_told_with_the_nearest(text: str, told: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(told)) as error:
+        Precision.parse(text)
+    assert_three_sentences(error.value)
+
+
+@pytest.mark.parametrize("text", ["tf32@cuda", "bf16-mixed,reduce=bf16@cpu", "fp16-mixed@cuda", "float32@cpu"])
+def test_one_is_read_back_as_written(text: str) -> None:
+    assert str(Precision.parse(text)) == text
+    assert Precision.parse("bf16-mixed,reduce=float32") == Precision.parse("bf16-mixed")

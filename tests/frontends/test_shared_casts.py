@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from conjoin.frontends import capture
 from conjoin.frontends.shared_casts import share_casts
-from conjoin.ir import CAST, Graph
+from conjoin.ir import Graph
+from conjoin.ops import CAST
 from conjoin.runtime import to_module
 
 WIDTH = 16

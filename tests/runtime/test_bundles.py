@@ -220,7 +220,7 @@ def test_a_bundle_is_packed_by_one_call(num_ranks: int, copies: tuple[int, int])
         with Copies() as forward:
             made = bundle.mover.bring(held)
         with Copies() as backward:
-            bundle.mover.scatter(made)
+            bundle.mover.scatter(made, False)
         return forward.count, backward.count
 
     assert run_ranks(plan.mesh, program) == [copies] * num_ranks

@@ -1,4 +1,4 @@
-"""Parameters that are used in another dtype than stored: cast where they lie, gathered narrow, summed up wide.
+"""Parameters that are used in another dtype than stored: cast where they lie, gathered narrow, summed up as asked.
 
 The judges are the plain model under the same autocast, and torch's own DistributedDataParallel and FSDP2.
 """
@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from conjoin.frontends import capture
 from conjoin.ir import (
     Plan,
+    Rounding,
     check_plan,
     computation_digest,
     cut_in_micro_batches,
@@ -68,19 +70,19 @@ class Tower(nn.Module):
 
 
 @cache
-def sample(narrow: bool = True) -> Sample:
+def sample(narrow: bool = True, sums: torch.dtype | None = None) -> Sample:
     torch.manual_seed(5)
     model, batch = Tower().train(), (torch.randn(ROWS, 4, WIDTH), torch.randint(CLASSES, (ROWS, 4)))
     with torch.autocast("cpu", HALF, enabled=narrow):
-        return Sample(capture(model, batch, wrong), model, batch)
+        return Sample(replace(capture(model, batch, wrong), rounding=Rounding(sums=sums)), model, batch)
 
 
 def wrong(scores: Tensor, wanted: Tensor) -> Tensor:
     return functional.cross_entropy(scores.flatten(0, 1), wanted.flatten())
 
 
-def plan_for(strategy: str, ranks: int = 4, narrow: bool = True) -> Plan:
-    return make_plan(sample(narrow).graph, parse_machine(f"local:{ranks}"), strategy)
+def plan_for(strategy: str, ranks: int = 4, narrow: bool = True, sums: torch.dtype | None = None) -> Plan:
+    return make_plan(sample(narrow, sums).graph, parse_machine(f"local:{ranks}"), strategy)
 
 
 def gradients_of(model: nn.Module, narrow: bool) -> dict[str, Tensor]:
@@ -98,8 +100,11 @@ def test_training_is_as_on_one_device(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gradients_are_as_near_to_full_precision_as_those_of_one_device_and_bytes_as_told(strategy: str) -> None:
-    plan, found = plan_for(strategy), sample()
+@pytest.mark.parametrize("sums", [None, HALF])
+def test_gradients_are_as_near_to_full_precision_as_those_of_one_device_and_bytes_as_told(
+    strategy: str, sums: torch.dtype | None
+) -> None:
+    plan, found = plan_for(strategy, sums=sums), sample()
     exact, plain = gradients_of(found.model, False), gradients_of(found.model, True)
 
     def program(communicator: Communicator) -> tuple[int, dict[str, tuple[Any, Tensor]]]:
@@ -118,7 +123,20 @@ def test_gradients_are_as_near_to_full_precision_as_those_of_one_device_and_byte
             assert piece.dtype == torch.float32, name
             off = (piece - exact[name][part]).norm()
             usual = (plain[name] - exact[name]).norm()
-            assert off <= 2 * usual + 1e-6 * exact[name].norm(), name
+            rounded = 1e-6 if sums is None else 2 * torch.finfo(sums).eps
+            assert off <= 2 * usual + rounded * exact[name].norm(), name
+
+
+@pytest.mark.parametrize("strategy", ["data-parallel", "zero1", "fsdp"])
+def test_sums_in_half_precision_send_half_as_much(strategy: str) -> None:
+    wide, narrow = (explain(plan_for(strategy, sums=sums)).totals for sums in (None, HALF))
+    for one, other in zip(wide, narrow, strict=True):
+        assert one.kind == other.kind and one.forward.total == other.forward.total
+        if one.kind != "all-gather":
+            assert 2 * other.backward.total == one.backward.total
+    found = sample(sums=HALF)
+    case = Case(plan_for(strategy, sums=HALF), found.graph, found.model, found.inputs)
+    assert verify_in_process(case, 2).passed
 
 
 def test_what_is_cast_travels_in_as_few_bundles_and_half_the_bytes() -> None:
@@ -179,8 +197,9 @@ def test_a_parameter_that_is_used_in_two_dtypes(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["data-parallel", "fsdp"])
-def test_micro_batches(strategy: str) -> None:
-    found = sample()
+@pytest.mark.parametrize("sums", [None, HALF])
+def test_micro_batches(strategy: str, sums: torch.dtype | None) -> None:
+    found = sample(sums=sums)
     graph, accumulation = cut_in_micro_batches(found.graph, 2)
     plan = make_plan(graph, parse_machine("local:2"), strategy)
     computes = computation_digest(plan.graph, accumulation)
@@ -217,15 +236,18 @@ def by_plan(communicator: Communicator, plan: Plan) -> dict[str, Tensor]:
     return {"loss": loss.detach(), **whole}
 
 
-def by_torch(communicator: Communicator, kind: str, mesh: Mesh) -> dict[str, Tensor]:
+def by_torch(communicator: Communicator, kind: str, mesh: Mesh, sums: torch.dtype | None) -> dict[str, Tensor]:
     """The same by torch's own wrapper."""
     found = sample()
     model, rank = copy.deepcopy(found.model), communicator.rank
     own = [part.chunk(mesh.size)[rank] for part in found.inputs]
     if kind == "ddp":
         module: nn.Module = DistributedDataParallel(model)
+        if sums is not None:
+            by_another_name = lambda state, bucket: bf16_compress_hook(state, bucket)  # which DDP wants NCCL for
+            module.register_comm_hook(None, by_another_name)  # type: ignore[operator]
     else:
-        policy = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=sums or torch.float32)
         devices = init_device_mesh("cpu", (mesh.size,))
         for block in model.blocks:  # type: ignore[union-attr]
             fully_shard(block, mesh=devices, mp_policy=policy)  # type: ignore[arg-type]
@@ -246,10 +268,13 @@ def by_torch(communicator: Communicator, kind: str, mesh: Mesh) -> dict[str, Ten
 
 
 @pytest.mark.parametrize(("strategy", "kind"), [("data-parallel", "ddp"), ("fsdp", "fsdp2")])
-def test_weights_are_those_of_torch_s_own_wrappers(strategy: str, kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sums", [None, HALF])
+def test_weights_are_those_of_torch_s_own_wrappers(
+    strategy: str, kind: str, sums: torch.dtype | None, tmp_path: Path
+) -> None:
     """To what bfloat16 rounds: FSDP2 casts norms too, which autocast does not."""
-    plan = plan_for(strategy, 2)
-    both = run_processes(plan.mesh, lambda c: (by_plan(c, plan), by_torch(c, kind, plan.mesh)), tmp_path)
+    plan = plan_for(strategy, 2, sums=sums)
+    both = run_processes(plan.mesh, lambda c: (by_plan(c, plan), by_torch(c, kind, plan.mesh, sums)), tmp_path)
     start = dict(sample().model.named_parameters())
     for mine, theirs in both:
         assert mine.keys() == theirs.keys()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from conjoin.frontends import capture
-from conjoin.ir import Plan
+from conjoin.ir import Plan, Rounding
 from conjoin.machine import parse_machine
 from conjoin.runtime import to_module
 from conjoin.runtime.communicator import Communicator
@@ -161,10 +162,13 @@ def test_ranks_hold_what_was_predicted(prices: Prices, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["data-parallel", "fsdp"])
-def test_ranks_hold_what_was_predicted_in_mixed_precision(strategy: str, prices: Prices, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sums", [None, torch.bfloat16])
+def test_ranks_hold_what_was_predicted_in_mixed_precision(
+    strategy: str, sums: torch.dtype | None, prices: Prices, tmp_path: Path
+) -> None:
     model, batch, loss = wide()
     with torch.autocast("cpu", torch.bfloat16):
-        graph = capture(model.train(), batch, loss)
+        graph = replace(capture(model.train(), batch, loss), rounding=Rounding(sums=sums))
     plan = make_plan(graph, parse_machine("local:2"), strategy)
     predicted = measure_memory(simulate(plan, prices).program, "sgd", "cpu")
     held = held_by_ranks(plan, Sample(graph, model, batch), tmp_path)

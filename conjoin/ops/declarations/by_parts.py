@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from conjoin.ops.aten import CAST
 from conjoin.ops.composites import PEAK, TOKEN_ENTROPY, TOKEN_LIKELIHOOD
 from conjoin.ops.local import LocalForm
 from conjoin.ops.spec import output_types
@@ -50,7 +51,7 @@ def entropy_by_parts(form: LocalForm) -> Any:
     total = _log_sum(form, z, classes)
     smoothing, num_classes = form.call["label_smoothing"], _scores(form).shape[classes[0]]
     if form.call["target"].dtype.is_floating_point:
-        aims = emit("_to_copy", form["target"], _dtype(form))
+        aims = emit(CAST, form["target"], _dtype(form))
         if smoothing:
             aims = emit("add.Tensor", emit("mul.Tensor", aims, 1 - smoothing), smoothing / num_classes)
         return _reduced(form, _missed(form, aims, z, total))
@@ -90,7 +91,7 @@ def norm_by_parts(form: LocalForm) -> Any:
     if len(types) == 1:
         return _as_declared(form, y)
     made = (y, emit("detach", mean), emit("detach", scale)) if centred else (y, scale)
-    return tuple(emit("_to_copy", each, type.dtype) for each, type in zip(made, types, strict=True))
+    return tuple(emit(CAST, each, type.dtype) for each, type in zip(made, types, strict=True))
 
 
 def _dtype(form: LocalForm) -> torch.dtype:
@@ -100,13 +101,13 @@ def _dtype(form: LocalForm) -> torch.dtype:
 
 def _wide(form: LocalForm, name: str) -> Any:
     x, dtype = form[name], form.call["dtype"] if isinstance(form.call["dtype"], torch.dtype) else _dtype(form)
-    return x if form.call[name].dtype == dtype else form.emit("_to_copy", x, dtype)
+    return x if form.call[name].dtype == dtype else form.emit(CAST, x, dtype)
 
 
 def _as_declared(form: LocalForm, y: Any) -> Any:
     """In the dtype that the operator gives."""
     wanted = output_types(form.spec, form.call)[0].dtype
-    return y if wanted == _dtype(form) else form.emit("_to_copy", y, wanted)
+    return y if wanted == _dtype(form) else form.emit(CAST, y, wanted)
 
 
 def _lowered(form: LocalForm, dims: tuple[int, ...]) -> tuple[Any, Any]:
@@ -150,7 +151,7 @@ def weights_of_targets(form: LocalForm) -> Any:
     """What each target counts: its class's weight, or one, and nothing where it is ignored."""
     emit, (targets, ignored) = form.emit, _targets(form)
     if form.call["weight"] is None:
-        return emit("_to_copy", emit("logical_not", ignored), _dtype(form))
+        return emit(CAST, emit("logical_not", ignored), _dtype(form))
     shape, dim = _scores(form).shape, _class_dim(form)
     chosen = emit("index_select", _wide(form, "weight"), 0, emit("reshape", targets, (-1,)))
     chosen = emit("reshape", chosen, (*shape[:dim], 1, *shape[dim + 1 :]))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from random import Random
 
-from conjoin.ops.composites import LINEAR_RELU
+from conjoin.ops.composites import LINEAR_RELU, SCALED_LINEAR
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.notation import broadcast_names, broadcast_shape
 from conjoin.ops.sampling import random_shape, real
@@ -177,6 +177,7 @@ _product = partial(OpSpec, flops=2, one_dtype=True)
 
 OPS: tuple[OpSpec, ...] = (
     _product("linear", "... k, n k, n -> ... n", _linear_sample, terms="input weight + bias"),
+    _product(SCALED_LINEAR, "... k, n k, n -> ... n", _linear_sample, terms="input weight + bias"),
     _product(LINEAR_RELU, "... k!, n k!, n -> ... n", _linear_relu_sample),
     _product("matmul", _matmul, _matmul_sample, terms="self other"),
     _product("mm", "m k, k n -> m n", terms="self mat2"),

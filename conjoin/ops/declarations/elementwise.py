@@ -9,6 +9,7 @@ from random import Random
 
 import torch
 
+from conjoin.ops.aten import CAST
 from conjoin.ops.composites import OVERWRITE
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.sampling import Sample, boolean, complex_pair, integer, random_shape, real
@@ -195,7 +196,7 @@ _IDENTITIES = (
     *_named("clone alias_copy lift_fresh_copy contiguous", _same("", terms="self")),
     _same("alias", view=True, terms="self"),
     _same("detach", view=True, smooth=False, terms="self"),
-    _cast("_to_copy", sample={"dtype": (*_DTYPES, None)}, overloads=("to.dtype_layout",)),
+    _cast(CAST, sample={"dtype": (*_DTYPES, None)}, overloads=("to.dtype_layout",)),
     _cast("to.dtype", sample={"dtype": _DTYPES}),
     OpSpec("type_as", _beside, _beside_sample, dtype=Dtype.LAST, flops=0, terms="self", overloads=("to.other",),
            constants=("other",)),

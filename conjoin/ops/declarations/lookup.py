@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from conjoin.ops.aten import CAST
 from conjoin.ops.composites import EMBEDDING_BAG, RAGGED_EMBEDDING_BAG
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm, move_addresses
@@ -117,7 +118,7 @@ def _local_bag(form: LocalForm) -> Any:
     if "v" not in form.pieces:
         return form.run()
     moved, inside = move_addresses(form["indices"], form.pieces["v"], form.emit)
-    weights = form.emit("_to_copy", inside, form.call["weight"].dtype)
+    weights = form.emit(CAST, inside, form.call["weight"].dtype)
     if form["per_sample_weights"] is not None:
         weights = form.emit("mul.Tensor", form["per_sample_weights"], weights)
     return form.run(indices=moved, per_sample_weights=weights)

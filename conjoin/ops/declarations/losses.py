@@ -6,6 +6,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from conjoin.ops.aten import CAST
 from conjoin.ops.composites import TOKEN_ENTROPY, TOKEN_LIKELIHOOD
 from conjoin.ops.declarations.by_parts import entropy_by_parts, likelihood_by_parts, weights_of_targets
 from conjoin.ops.dtypes import Dtype
@@ -77,9 +78,9 @@ def classified_expansion(form: LocalForm) -> Any:
         return form.run()
     total = form.run(reduction=_SUM)
     if call["weight"] is not None:
-        return emit("div.Tensor", total, emit("_to_copy", emit("sum", weights_of_targets(form)), dtype))
+        return emit("div.Tensor", total, emit(CAST, emit("sum", weights_of_targets(form)), dtype))
     counted = emit("ne.Scalar", form["target"], call["ignore_index"])
-    count = emit("sum", emit("_to_copy", counted, dtype))
+    count = emit("sum", emit(CAST, counted, dtype))
     return emit("div.Tensor", total, count)
 
 

@@ -6,6 +6,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from conjoin.ops.aten import CAST
 from conjoin.ops.composites import BATCH_MOMENTS, MEAN_AND_VARIANCE, NORMALIZE_CHANNELS
 from conjoin.ops.declarations.by_parts import norm_by_parts
 from conjoin.ops.dtypes import Dtype
@@ -62,7 +63,7 @@ def batch_norm_expansion(form: LocalForm) -> Any:
     mean, var = (emit("select.int", constant, 0, row) for row in range(2))
     scale = emit("rsqrt", emit("add.Tensor", var, eps))
     types = output_types(form.spec, form.call)
-    saved = tuple(emit("_to_copy", each, type.dtype) for each, type in zip((mean, scale), types[1:3], strict=True))
+    saved = tuple(emit(CAST, each, type.dtype) for each, type in zip((mean, scale), types[1:3], strict=True))
     if not form.call.op.endswith("functional"):
         return y, *saved
     count = form.call["input"].num_elements // max(types[1].shape[0], 1)
@@ -73,7 +74,7 @@ def batch_norm_expansion(form: LocalForm) -> Any:
 def _moved(form: LocalForm, name: str, new: Any) -> Any:
     """A running statistic after this batch."""
     momentum, dtype = form.call["momentum"], form.call[name].dtype
-    return form.emit("lerp.Scalar", form[name], form.emit("_to_copy", new, dtype), momentum)
+    return form.emit("lerp.Scalar", form[name], form.emit(CAST, new, dtype), momentum)
 
 
 def _moments(call: Call) -> Indexed:

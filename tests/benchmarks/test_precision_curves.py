@@ -1,0 +1,48 @@
+"""Thirty steps on text of the benchmark's grammar: plans of two ranks within the noise of seeds of one device."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import precision_curves as curves
+from conjoin.api import capture
+from conjoin.machine import parse_machine
+from conjoin.runtime.communicator import Communicator
+from conjoin.runtime.threads import run_ranks
+from conjoin.search import make_plan
+from tests.runtime.hand_plans import module_on
+from tests.runtime.random_graphs import Sample
+from zoo.gpt import GptConfig
+from zoo.tokens import next_token_loss
+
+STEPS, PARTS, SEEDS = 30, 3, 5
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = GptConfig(layers=1, width=16, heads=1, length=8, vocabulary=len(curves.LETTERS), dropout=0.0)
+    for name, value in {"CONFIG": config, "LENGTH": 8, "BATCH": 8}.items():
+        monkeypatch.setattr(curves, name, value)
+
+
+@pytest.mark.parametrize(("precision", "strategy"), [("bf16-mixed", "fsdp"), ("fp8-mixed", "data-parallel")])
+def test_a_plan_trains_within_the_noise_of_seeds(precision: str, strategy: str) -> None:
+    own = [curves.alone(seed, STEPS) for seed in range(SEEDS)]
+    model, given = curves.model_of(0), curves.batches(STEPS, 0)
+    graph = capture(model, given[0], next_token_loss, check=False, precision=precision)
+    plan = make_plan(graph, parse_machine("local:2"), strategy)
+
+    def program(communicator: Communicator) -> list[float]:
+        module = module_on(plan, Sample(graph, model, given[0]), communicator)
+        return curves.trained(module, module.parameters(), given)
+
+    one, other = run_ranks(plan.mesh, program)
+    found = curves.compared(own, [one], PARTS)
+    assert one == other and found["within noise"], found
+    assert found["curve"][-1] < 0.95 * found["curve"][0], "it learns"
+
+
+def test_a_curve_that_is_off_is_told() -> None:
+    own = [[3.0 + 0.01 * seed - 0.01 * step for step in range(STEPS)] for seed in range(SEEDS)]
+    assert curves.compared(own, own[:1], PARTS)["within noise"]
+    assert not curves.compared(own, [[loss + 0.1 for loss in own[0]]], PARTS)["within noise"]

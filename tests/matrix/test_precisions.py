@@ -1,0 +1,88 @@
+"""Every precision that a CPU has, on every kind of model and strategy: verified in this process, in double precision.
+
+The judge is one device: the captured graph, and for one strategy of each the model itself without any graph. What is
+rounded on the way is judged elsewhere (`tests/runtime/test_mixed_precision.py`, `test_eight_bits.py`).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import zoo
+from conjoin.api import PlainModel, capture, run_plainly, verify_in_process
+from conjoin.errors import UsageError
+from conjoin.frontends import PRECISIONS, Precision
+from conjoin.ir import Graph
+from conjoin.machine import parse_machine
+from conjoin.ops import SCALED_LINEAR
+from conjoin.runtime import Case
+from conjoin.search import make_plan
+from tests.ir.wording import assert_three_sentences
+
+MODELS = ("gpt-125m", "llama-7b", "bert-base", "vit-b-16", "resnet-50", "moe-8x7b")
+NAMES = (*(name for name in PRECISIONS if name != "tf32"), "bf16-mixed,reduce=bf16", "fp8-mixed,reduce=bf16")
+STRATEGIES = ("data-parallel", "zero1", "fsdp", "megatron:tp=2")
+BATCH = 4
+
+
+@cache
+def workload(model: str) -> Any:
+    return zoo.build(f"{model}:tiny", batch_size=BATCH)
+
+
+@cache
+def graph_in(model: str, name: str) -> Graph:
+    """Captured once for precisions that differ by what follows only."""
+    found = workload(model)
+    return capture(found.model.train(), found.batch, found.loss, check=False, precision=name)
+
+
+def graph_of(model: str, asked: Precision) -> Graph:
+    name = asked.name.replace("fp8", "bf16")
+    return asked.applied(graph_in(model, name))
+
+
+def check(model: str, name: str, strategies: tuple[str, ...]) -> None:
+    found, asked = workload(model), Precision.parse(name)
+    own, batch = asked.converted(found.model, found.batch)
+    graph = graph_of(model, asked)
+    assert (asked.name == "fp8-mixed") == any(node.op == SCALED_LINEAR for node in graph.nodes)
+    for strategy in strategies:
+        plan = make_plan(graph, parse_machine("local:2"), strategy)
+        plain = PlainModel(own, found.loss, run_plainly) if strategy == strategies[0] else None
+        verdict = verify_in_process(Case(plan, graph, own, batch, plain), 1)
+        assert verdict.passed, (strategy, verdict.differences[:3], verdict.told)
+        trained = [leaf for leaf in plan.graph.leaves if leaf.trainable]
+        stored = torch.float32 if asked.autocast else asked.dtype
+        assert {leaf.type.dtype for leaf in trained} == {stored} and plan.graph.rounding == asked.rounding
+
+
+CELLS = tuple((model, name) for model in MODELS for name in NAMES if not (model == "resnet-50" and "fp8" in name))
+SAMPLE = tuple((m, n, STRATEGIES[(MODELS.index(m) + NAMES.index(n)) % len(STRATEGIES)]) for m, n in CELLS)
+"""One strategy for every precision of every model, in turn."""
+
+
+@pytest.mark.parametrize(("model", "name", "strategy"), SAMPLE)
+def test_a_sample_trains_like_one_device(model: str, name: str, strategy: str) -> None:
+    check(model, name, (strategy,))
+
+
+def test_the_sample_has_every_strategy_in_every_precision_and_of_every_model() -> None:
+    assert {(name, strategy) for _, name, strategy in SAMPLE} == {(n, s) for n in NAMES for s in STRATEGIES}
+    assert {(model, strategy) for model, _, strategy in SAMPLE} == {(m, s) for m in MODELS for s in STRATEGIES}
+
+
+@pytest.mark.whole_matrix
+@pytest.mark.parametrize(("model", "name"), CELLS)
+def test_everything_trains_like_one_device(model: str, name: str) -> None:
+    check(model, name, STRATEGIES)
+
+
+def test_a_network_of_convolutions_has_no_layer_for_eight_bits() -> None:
+    with pytest.raises(UsageError, match="Of its 1 layers that multiply by a weight 0 are") as told:
+        graph_of("resnet-50", Precision.parse("fp8-mixed"))
+    assert_three_sentences(told.value)
