@@ -33,6 +33,7 @@ from conjoin.comm.steps import Route, Step, StepKind
 from conjoin.ir import (
     BUNDLE_BYTES,
     EXACT,
+    Graph,
     Leaf,
     Plan,
     Rounding,
@@ -258,25 +259,33 @@ def _find_uses(plan: Plan, segments: Sequence[Segment]) -> dict[Entry, Use]:
     """Every parameter, or what one is cast to, that is used in another layout than stored, with that layout and who
     uses it, in the order of use.
 
-    One whose use has no part in the loss gets no gradient, as on one device: together with others it would get zeros.
+    One that is trained and whose use has no part in the loss is not among them: it gets no gradient, as on one device.
     """
-    graph = plan.graph
-    flow, operators = GradientFlow(graph), operators_of(graph)
+    flow, training = GradientFlow(plan.graph), plan.graph.training
     ends = {place: last for first, last in segments for place in range(first, last + 1)}
+    found: dict[Entry, Use] = {}
+    for entry, readers in _readers(plan.graph, flow).items():
+        leaf, back = stored_leaf(entry[0]), not training or flow.reach_read(*entry)
+        if leaf is not None and (back or not leaf.trainable):
+            kept = [ends.get(place, place) for place, is_kept in readers if is_kept or place in ends]
+            found[entry] = Use(tuple(dict.fromkeys(place for place, _ in readers)), max(kept, default=-1), back)
+    return found
+
+
+def _readers(graph: Graph, flow: GradientFlow) -> dict[Entry, list[tuple[int, bool]]]:
+    """Who reads what in another layout than it is made or stored in, and whether its backward reads it too."""
+    operators = operators_of(graph)
     results = [value for value in (*graph.outputs, *(v for _, v in graph.updates)) if isinstance(value, Value)]
-    reads = [(place, i, value) for place, node in enumerate(operators) for i, value in enumerate(node.inputs)]
+    reads = [
+        (place, value, i in flow.kept_operands(node))
+        for place, node in enumerate(operators)
+        for i, value in enumerate(node.inputs)
+    ]
     found: dict[Entry, list[tuple[int, bool]]] = {}
-    for place, i, value in (*reads, *((len(operators), -1, value) for value in results)):
-        root, layout = origin(value), value.type.layout
-        if root.type.layout != layout and stored_leaf(root) is not None:
-            is_kept = i >= 0 and i in flow.kept_operands(operators[place])
-            found.setdefault((root, layout), []).append((place, is_kept))
-    made = {}
-    for (root, layout), readers in found.items():
-        kept = [ends.get(place, place) for place, is_kept in readers if is_kept or place in ends]
-        back = not graph.training or flow.reach_read(root, layout)
-        made[root, layout] = Use(tuple(dict.fromkeys(place for place, _ in readers)), max(kept, default=-1), back)
-    return made
+    for place, value, is_kept in (*reads, *((len(operators), value, False) for value in results)):
+        if origin(value).type.layout != value.type.layout:
+            found.setdefault((origin(value), value.type.layout), []).append((place, is_kept))
+    return found
 
 
 def _moving(route: Route) -> list[Step]:

@@ -88,7 +88,8 @@ class GradientFlow:
         if _views_each(call):
             self._rows.add(node)
         for i in self._passing[node]:
-            self._needing.update(v for v in self._made_of(node, i) if v.type.dtype.is_floating_point)
+            made = (v for v in self._made_of(node, i) if v.type.dtype.is_floating_point or v.type.dtype.is_complex)
+            self._needing.update(made)
 
     def _made_of(self, node: Node, operand: int) -> Iterator[Value]:
         """The outputs that an operand has a part in."""

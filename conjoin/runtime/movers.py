@@ -103,7 +103,7 @@ class Mover:
         """Start gathering, unless it is under way."""
         if self._under_way is None:
             flat = self._pack(held, self.kind.dtype)
-            output = flat.new_empty(self._num_members * self._width)
+            output = flat.new_empty(self._parameters[0].shape if self._is_flat else self._num_members * self._width)
             axes = self.kind.gathered
             self._under_way = self._communicator.all_gather(to_send(output), to_send(flat), axes), output
 
@@ -116,7 +116,7 @@ class Mover:
         (work, flat), self._under_way = self._under_way, None
         work.wait()
         if self._is_flat:
-            return (flat.view(self._parameters[0].shape),)
+            return (flat,)
         rows = flat.view(self._num_members, self._width)
         wholes = tuple(flat.new_empty(parameter.shape) for parameter in self._parameters)
         if self._stacks:

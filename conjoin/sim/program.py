@@ -291,9 +291,15 @@ class Program:
             kept = [position for position, operand in readers if operand in operators[position].keeps]
             kept += [self._segment_of[position][1] for position, _ in readers if position in self._segment_of]
             back = any(operand in operators[position].needs for position, operand in readers)
+            if not back and self.skeleton.graph.training and self._is_trained(root):
+                continue
             use = Use(tuple(dict.fromkeys(position for position, _ in readers)), max(kept, default=-1), back)
             uses.append((readers[0], root, (self._stored(root, own), layout), use))
         return uses
+
+    def _is_trained(self, root: int) -> bool:
+        leaf = self.skeleton.roots[self._cast_from.get(root, root)].leaf
+        return leaf is not None and leaf.trainable
 
     def _stored(self, root: int, layout: Layout) -> Value:
         """A parameter as it is stored, or what it is cast to there."""
