@@ -101,7 +101,7 @@ def test_what_was_measured_in_float32_says_nothing_of_tf32() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["data-parallel", "fsdp"])
-def test_sums_in_half_precision_send_half_and_take_less(strategy: str) -> None:
+def test_sums_in_half_precision_send_half_and_take_no_longer(strategy: str) -> None:
     machine, found = parse_machine("dgx-h100:2"), []
     for told in ("", ",reduce=bf16"):
         plan = make_plan(graph_of(LARGE, 32, f"bf16-mixed{told}@cuda"), machine, strategy)
@@ -110,7 +110,8 @@ def test_sums_in_half_precision_send_half_and_take_less(strategy: str) -> None:
         assert sent == explain(plan).bytes_of(0), "what is simulated is what is told"
     wide, narrow = (each.breakdown for each in found)
     assert narrow.hidden + narrow.exposed < 0.8 * (wide.hidden + wide.exposed)
-    assert found[1].seconds <= found[0].seconds and found[1].memory.peak <= found[0].memory.peak
+    assert found[1].seconds <= 1.01 * found[0].seconds, "where all is hidden, a cast more is all that is left of it"
+    assert found[1].memory.peak <= found[0].memory.peak
 
 
 def test_eight_bits_are_priced_as_products_and_casts() -> None:
