@@ -15,6 +15,7 @@ import argparse
 import json
 import platform
 import random
+import sys
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
@@ -148,7 +149,9 @@ def main() -> None:
         print(f"{precision:<24} {strategy:<14} {ends}, {found['worst off / noise']:.2f} of the noise", flush=True)
     if asked.output is not None:
         where = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
-        told = {"date": date.today().isoformat(), **where, "steps": asked.steps, "seeds": asked.seeds, "rows": rows}
+        command = " ".join(["python -m benchmarks.precision_curves", *sys.argv[1:]])
+        about = {"command": command, "date": date.today().isoformat(), **where}
+        told = {**about, "steps": asked.steps, "seeds": asked.seeds, "rows": rows}
         asked.output.write_text(json.dumps(told, indent=1) + "\n")
 
 
