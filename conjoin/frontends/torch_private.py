@@ -130,14 +130,19 @@ def quiet() -> Iterator[None]:
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings(), redirect_stderr(said):
         warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
+        _set_levels(loggers, [logging.CRITICAL] * len(loggers))
         try:
             yield
         finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+            _set_levels(loggers, levels)
     sys.stderr.write(said.getvalue())
+
+
+def _set_levels(loggers: list[logging.Logger], levels: list[int]) -> None:
+    """Set the levels of loggers; with each `setLevel` all loggers of the process forget what they know of levels."""
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.level = level
+    loggers[-1].setLevel(levels[-1])
 
 
 SET_GRAD = torch._C._set_grad_enabled
@@ -342,6 +347,10 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
     return partial(op._op_dk, key) if torch._C._dispatch_has_kernel_for_dispatch_key(str(op._name), key) else None
 
 
+_LESS = frozenset((Tensor.lt, Tensor.__lt__, torch.lt))
+_FOLLOWED = _LESS | {Tensor.data.__get__, Tensor.register_hook, torch.rand, torch.lstm}  # type: ignore[attr-defined]
+
+
 class FollowedCalls(TorchFunctionMode):
     """Helps export over calls it cannot follow.
 
@@ -356,7 +365,9 @@ class FollowedCalls(TorchFunctionMode):
         self._note_hook = note_hook
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.lt, Tensor.__lt__, torch.lt) and any(args[0] is draw for draw in self._draws):
+        if func not in _FOLLOWED:
+            return func(*args, **(kwargs or {}))
+        if func in _LESS and any(args[0] is draw for draw in self._draws):
             rate = args[1]
             if isinstance(rate, int | float) and not 0 < rate < 1:
                 return rate >= 1

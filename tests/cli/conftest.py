@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from conjoin.cli import main
+from conjoin.machine import COLLECTIVE_KINDS, Machine
 from tests.ir.wording import assert_three_sentences
 
 REPOSITORY = Path(__file__).parents[2]
@@ -111,6 +112,18 @@ class Ran:
             assert self.err.startswith("error: ") and self.err.count("error: ") == 1, self.err
             assert_three_sentences(self.err.removeprefix("error: "))
         return self.err
+
+
+def check_machine(machine: Machine) -> None:
+    """What any calibrated machine answers."""
+    for axis in machine.mesh.names:
+        for kind in COLLECTIVE_KINDS:
+            fit = machine.fit_of(kind, (axis,))
+            assert fit is not None and fit.latency >= 0 and fit.r_squared <= 1 and fit.seconds(2**20) > 0
+    for rank in range(machine.num_devices):
+        device = machine.device_type(rank)
+        assert device.kind == machine.device and device.memory_bytes > 2**20
+        assert device.flops_of("float32") > 1e8 and device.memory_bandwidth > 1e7
 
 
 @pytest.fixture

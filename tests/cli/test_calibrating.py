@@ -1,4 +1,4 @@
-"""`calibrate`: a table, a machine file that answers, mistakes told before measuring; here and under torchrun."""
+"""`calibrate`: a table, a machine file that answers, mistakes told before measuring; `test_running.py` has torchrun."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,22 +16,10 @@ from conjoin.cli.probing import Probe, Speeds, combine_probes
 from conjoin.cost import CostModel, Measurement, read_key
 from conjoin.machine import COLLECTIVE_KINDS, DeviceType, Machine
 from conjoin.runtime import Communication, Timed
-from tests.cli.conftest import REPOSITORY, Ran
+from tests.cli.conftest import Ran, check_machine
 from tests.waiting import HUNG_SECONDS
 
 Run = Callable[..., Ran]
-
-
-def check_machine(machine: Machine) -> None:
-    """What any calibrated machine answers."""
-    for axis in machine.mesh.names:
-        for kind in COLLECTIVE_KINDS:
-            fit = machine.fit_of(kind, (axis,))
-            assert fit is not None and fit.latency >= 0 and fit.r_squared <= 1 and fit.seconds(2**20) > 0
-    for rank in range(machine.num_devices):
-        device = machine.device_type(rank)
-        assert device.kind == machine.device and device.memory_bytes > 2**20
-        assert device.flops_of("float32") > 1e8 and device.memory_bandwidth > 1e7
 
 
 def test_two_ranks_give_a_table_and_a_file(run: Run, folder: Path) -> None:
@@ -121,18 +108,6 @@ def test_ctrl_c_leaves_nothing(start: Callable[..., subprocess.Popen[str]], fold
     out, err = process.communicate(timeout=HUNG_SECONDS)
     assert process.returncode == 130 and out == "" and "Traceback" not in err
     assert os.listdir(folder) == ["my_models.py"]
-
-
-def test_under_torchrun_the_group_is_calibrated(folder: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "conjoin", "calibrate", "--seconds", "1", "-o", "machine.toml"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HUNG_SECONDS)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("saved        machine.toml") == 1, "rank 0 alone prints"
-    machine = Machine.load(folder / "machine.toml")
-    check_machine(machine)
-    assert (machine.name, machine.num_devices, len(machine.fits)) == ("detected", 2, 5)
 
 
 # What a machine is made of.

@@ -18,7 +18,7 @@ from torch import nn
 
 import conjoin
 import conjoin.comm.route
-from tests.cli.conftest import REPOSITORY, Ran
+from tests.cli.conftest import REPOSITORY, Ran, check_machine
 from tests.ir.wording import assert_three_sentences
 from tests.waiting import HUNG_SECONDS
 
@@ -404,14 +404,14 @@ COMMANDS = """\
 import sys
 from conjoin.cli import main
 
-first, second, third = (list(line.split()) for line in sys.argv[1:])
-assert main(first) == 2 and main(second) == 0
-sys.exit(main(third))
+refused, *others, last = (list(line.split()) for line in sys.argv[1:])
+assert main(refused) == 2 and all(main(other) == 0 for other in others)
+sys.exit(main(last))
 """
 
 
 def test_under_torchrun(plan: Callable[..., str], folder: Path) -> None:
-    """One group is refused a plan for one rank, and then runs and verifies one for its two."""
+    """One group is refused a plan for one rank, runs and verifies one for its two, and is calibrated."""
     name, alone = plan(), plan(ranks=1, strategy="single")
     (folder / "commands.py").write_text(COMMANDS)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
@@ -420,6 +420,7 @@ def test_under_torchrun(plan: Callable[..., str], folder: Path) -> None:
         f"run {alone} nets.py:mlp --steps 1",
         f"run {name} nets.py:mlp --steps 2 --trace trace.json",
         f"verify {name} nets.py:mlp --steps 2",
+        "calibrate --seconds 1 -o machine.toml",
     ]
     command = [*launcher, *commands]
     ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HUNG_SECONDS)
@@ -428,7 +429,11 @@ def test_under_torchrun(plan: Callable[..., str], folder: Path) -> None:
     lines = ran.stdout.splitlines()
     assert losses_in("\n".join(lines[:4])) == pytest.approx(expected_losses(2), abs=2e-6)
     assert set(events_in(folder / "trace.json")) == {"measured: rank 0", "measured: rank 1"}
-    assert ran.stdout.count("verified: the plan trains exactly like one device") == 1, "rank 0 alone prints"
+    for printed in ("verified: the plan trains exactly like one device", "saved        machine.toml"):
+        assert ran.stdout.count(printed) == 1, "rank 0 alone prints"
+    machine = conjoin.Machine.load(folder / "machine.toml")
+    check_machine(machine)
+    assert (machine.name, machine.num_devices, len(machine.fits)) == ("detected", 2, 5)
 
 
 def test_fewer_ranks_than_planned_under_torchrun(

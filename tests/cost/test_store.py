@@ -21,20 +21,31 @@ from tests.waiting import HUNG_SECONDS
 RELU = Measurement("relu f32[4]", 1e-6, 2e-6, 3e-6, 4e-6, 0.1)
 LOST = Absence("mm f32[9,9] f32[9,9]", "OutOfMemoryError: 3 GiB")
 
-WRITER = """
-import sys
+WRITERS = """
+import os, sys
 from conjoin.cost import Measurement, Store
-path, name, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
-with Store(path) as store:
-    for i in range(count):
-        store.add("device", "2.0", [Measurement(f"relu f32[{i}] {name} {half}", float(i), 0.0) for half in "ab"])
-        print(i, flush=True)
+
+def write(path, name, count):
+    with Store(path) as store:
+        for i in range(count):
+            store.add("device", "2.0", [Measurement(f"relu f32[{i}] {name} {half}", float(i), 0.0) for half in "ab"])
+            if name == "victim":
+                print(i, flush=True)
+
+path, count = sys.argv[1], int(sys.argv[2])
+children = {}
+for name in ("one", "two", "victim"):
+    child = os.fork()
+    if child == 0:
+        if name == "victim":
+            print(os.getpid(), flush=True)
+        write(path, name, count if name != "victim" else 100_000)
+        os._exit(0)
+    children[name] = child
+codes = {name: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for name, child in children.items()}
+print(codes, file=sys.stderr)
 """
-
-
-def start_writer(path: Path, name: str, count: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", WRITER, str(path), name, str(count)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+"""Three processes that write at once, forked by one that has imported everything."""
 
 
 def test_what_is_added_is_found(tmp_path: Path) -> None:
@@ -69,20 +80,16 @@ def test_one_bad_outcome_and_none_is_kept(tmp_path: Path) -> None:
 def test_several_writers_and_one_killed_in_the_midst(tmp_path: Path) -> None:
     path = tmp_path / "costs.sqlite"
     count = 40
-    writers = [start_writer(path, name, count) for name in ("one", "two")]
-    victim = start_writer(path, "victim", 100_000)
-    assert victim.stdout is not None
-    told = -1
-    while told < 15:
-        told = int(victim.stdout.readline())
-    os.kill(victim.pid, signal.SIGKILL)
-    rest = victim.stdout.read().split()
-    told = int(rest[-1]) if rest else told
-    victim.wait()
-    victim.stdout.close()
-    for writer in writers:
-        writer.communicate(timeout=HUNG_SECONDS)
-        assert writer.returncode == 0
+    command = [sys.executable, "-c", WRITERS, str(path), str(count)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as writers:
+        assert writers.stdout is not None
+        victim, told = int(writers.stdout.readline()), -1
+        while told < 15:
+            told = int(writers.stdout.readline())
+        os.kill(victim, signal.SIGKILL)
+        out, err = writers.communicate(timeout=HUNG_SECONDS)
+    told = int(out.split()[-1]) if out else told
+    assert err == f"{{'one': 0, 'two': 0, 'victim': {-signal.SIGKILL}}}\n"
     with Store(path) as store:
         keys = {outcome.key for outcome in store.outcomes("device", "2.0")}
     for name in ("one", "two"):

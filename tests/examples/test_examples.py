@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import re
 import runpy
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +17,7 @@ from torch import nn
 
 import conjoin
 from conjoin.ir import model_mark
-from tests.waiting import HUNG_SECONDS
+from conjoin.runtime import launch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "train_parallel.py"
@@ -35,33 +33,36 @@ def figures_in(printed: str, folder: Path) -> Figures:
     return [(float(loss), float(norm)) for loss, norm in lines]
 
 
-def run_on_two(folder: Path) -> Figures:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, str(SCRIPT)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HUNG_SECONDS)
-    assert (done.returncode, done.stderr) == (0, "")
-    return figures_in(done.stdout, folder)
+def run_on_two(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Figures:
+    """On two ranks, as a script; that ranks find each other under torchrun is seen in `tests/cli/test_running.py`."""
+    monkeypatch.chdir(folder)
+    launch(2, _be_script)
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    return figures_in(printed.out, folder)
 
 
-def run_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Figures:
-    """In this process: that it runs as a script is seen on two."""
+def _be_script(rank: int) -> None:
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def run_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Figures:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.chdir(folder)
     with torch.random.fork_rng(devices=[]):
         runpy.run_path(str(SCRIPT), run_name="__main__")
-    printed = capsys.readouterr()
+    printed = capfd.readouterr()
     assert printed.err == ""
     return figures_in(printed.out, folder)
 
 
 def test_training_on_many_processes_prints_what_one_prints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for folder in ("two", "alone"):
         (tmp_path / folder).mkdir()
-    together = run_on_two(tmp_path / "two")
-    alone = run_alone(tmp_path / "alone", monkeypatch, capsys)
+    together = run_on_two(tmp_path / "two", monkeypatch, capfd)
+    alone = run_alone(tmp_path / "alone", monkeypatch, capfd)
     assert len(alone) == 5 and alone[-1][0] < 0.5 * alone[0][0], "it learns"
     for mine, theirs in zip(together, alone, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4, abs=2e-6)

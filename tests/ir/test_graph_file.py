@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -73,16 +71,6 @@ def test_too_many_nodes_are_refused(graph: Graph, monkeypatch: pytest.MonkeyPatc
 
 def test_the_fingerprint_of_the_golden_graph(graph: Graph) -> None:
     assert fingerprint(graph) == FINGERPRINT
-
-
-def test_the_fingerprint_is_the_same_in_another_process(graph: Graph) -> None:
-    program = "import sys; from conjoin.ir import *; print(fingerprint(parse_graph(sys.stdin.read())))"
-    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(REPOSITORY)}
-    ran = subprocess.run(
-        [sys.executable, "-c", program], input=GOLDEN, env=environment, capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.strip() == fingerprint(graph)
 
 
 def test_the_fingerprint_is_blind_to_sources_and_the_name(graph: Graph) -> None:

@@ -143,7 +143,7 @@ def held_by_ranks(plan: Plan, found: Sample, folder: Path) -> int:
         module = module_on(plan, found, communicator)
         module(*batch).backward()
         module.zero_grad()
-        gc.collect()
+        gc.collect(1)
         with Storages(*module.parameters(), *batch) as storages:
             module(*batch).backward()
         return storages.peak - sum(x.nbytes for x in batch)
