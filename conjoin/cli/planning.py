@@ -41,8 +41,8 @@ _SEARCH_HELP = (
     "named. Without it joint."
 )
 _STRATEGY_HELP = (
-    "NAME or NAME:degrees, as megatron:tp=2. Names: single, data-parallel, zero1, fsdp, megatron, one-weird-trick, "
-    "table-parallel, spatial, reduction, sbp3d."
+    "NAME or NAME:degrees, as megatron:tp=2. Names: single, data-parallel, zero1, fsdp, megatron, expert, "
+    "one-weird-trick, table-parallel, spatial, reduction, sbp3d."
 )
 _BUDGET_HELP = "Time to look for one: 90s, 5m. Without it 60s, or --cpu-budget alone."
 

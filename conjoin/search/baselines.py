@@ -15,7 +15,9 @@ from conjoin.search.planning import drafter
 from conjoin.sim import Layouts
 
 _FLAGS = ("", ",sp", ",sp,zero1", ",sp,fsdp")
-_PLAIN = ("data-parallel", "fsdp", "zero1", "one-weird-trick", "table-parallel", "reduction", "sbp3d", "spatial")
+_PLAIN = (
+    "data-parallel", "fsdp", "zero1", "expert", "one-weird-trick", "table-parallel", "reduction", "sbp3d", "spatial",
+)  # fmt: skip
 
 
 def baseline_names(mesh: Mesh) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from conjoin.search.drafting import Draft
 from conjoin.search.facts import Facts
 from conjoin.search.request import Keys, Request
 from conjoin.search.strategies.data_parallel import draft_data_parallel, draft_fsdp, draft_single, draft_zero1
+from conjoin.search.strategies.experts import draft_experts
 from conjoin.search.strategies.megatron import draft_megatron
 from conjoin.search.strategies.one_weird_trick import draft_one_weird_trick
 from conjoin.search.strategies.reduction import draft_reduction
@@ -33,6 +34,7 @@ _TABLE = (
     Strategy("zero1", Keys(("dp",)), draft_zero1),
     Strategy("fsdp", Keys(("dp",)), draft_fsdp),
     Strategy("megatron", Keys(("tp", "dp"), ("sp", "vocab", "zero1", "fsdp")), draft_megatron),
+    Strategy("expert", Keys(("ep", "dp")), draft_experts),
     Strategy("one-weird-trick", Keys(("dp",)), draft_one_weird_trick),
     Strategy("table-parallel", Keys(("dp",)), draft_table_parallel),
     Strategy("spatial", Keys(("h", "w", "dp")), draft_spatial),
