@@ -95,13 +95,14 @@ def _degrees(mesh: Mesh, request: Request, num_experts: int) -> Mapping[str, int
 
 
 def _too_few(facts: Facts, degree: int, numbers: list[int]) -> StrategyError:
-    asked = f"The experts of {facts.graph.name} were to be split over {degree} devices."
     if not numbers:
         return StrategyError(
-            f"{asked} None of its {len(facts.nodes)} operators multiplies data with a matrix for each of several "
-            f"experts. Choose data-parallel, or stack the weights of experts along their first dim."
+            f"The experts of {facts.graph.name} were to be split over {degree} devices. None of its "
+            f"{len(facts.nodes)} operators multiplies data with a matrix for each of several experts. Choose "
+            f"data-parallel, or stack the weights of experts along their first dim."
         )
     return StrategyError(
-        f"{asked} The smallest of its {len(numbers)} layers of experts has {min(numbers)} of them, and no device may "
-        f"be left without one. Ask for ep={min(numbers)} or less, and for more dp."
+        f"The experts of {facts.graph.name} were to be split over {degree} devices. The smallest of its {len(numbers)} "
+        f"layers of experts has {min(numbers)} of them, and no device may be left without one. Ask for "
+        f"ep={min(numbers)} or less, and for more dp."
     )
