@@ -22,6 +22,7 @@ import torch
 
 from conjoin.ops import (
     BATCH_MOMENTS,
+    EXPERT_NETWORK,
     LINEAR_RELU,
     MEAN_AND_VARIANCE,
     NORMALIZE_CHANNELS,
@@ -187,7 +188,7 @@ def _family(spec: OpSpec, call: Call) -> str:
 _NAMED = {
     "scaled_dot_product_attention": ATTENTION, "lstm": RECURRENT, "gru": RECURRENT, "rnn_tanh": RECURRENT,
     "rnn_relu": RECURRENT, "lstm_cell": RECURRENT, "gru_cell": RECURRENT, "rnn_tanh_cell": RECURRENT,
-    "rnn_relu_cell": RECURRENT, NORMALIZE_CHANNELS: ELEMENTWISE,
+    "rnn_relu_cell": RECURRENT, NORMALIZE_CHANNELS: ELEMENTWISE, EXPERT_NETWORK: CONTRACTION,
 }  # fmt: skip
 """What notation cannot tell: several products in one kernel; that what is whole is a small part of what is read."""
 

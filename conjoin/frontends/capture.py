@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from conjoin.errors import CaptureError
+from conjoin.frontends.expert_rows import in_their_own_order
 from conjoin.frontends.exporting import Batch, Regions, export
 from conjoin.frontends.lowering import Lowering
 from conjoin.frontends.problems import Problem
@@ -51,6 +52,7 @@ def capture(
     graph = lowering.run(type(model).__name__, model.training)
     if graph is None:
         raise _refusal(lowering.problems)
+    graph = in_their_own_order(graph)
     if loss is not None and graph.loss is None:
         raise CaptureError(
             "The loss did not return one floating-point number. Training minimises a single number. "

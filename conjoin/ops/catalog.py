@@ -13,6 +13,7 @@ from conjoin.ops.declarations import (
     convolution,
     creation,
     elementwise,
+    experts,
     joining,
     lookup,
     losses,
@@ -32,8 +33,8 @@ from conjoin.ops.spec import Call, OpSpec, output_types
 from conjoin.ops.tensor_type import TensorType
 
 _FAMILIES = (
-    contraction, convolution, pooling, normalization, attention, recurrent, lookup, scattering, elementwise, reductions,
-    joining, movement, resampling, views, creation, randomness, losses, parallel,
+    contraction, convolution, pooling, normalization, attention, recurrent, experts, lookup, scattering, elementwise,
+    reductions, joining, movement, resampling, views, creation, randomness, losses, parallel,
 )  # fmt: skip
 
 

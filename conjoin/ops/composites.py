@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from conjoin.ops.batch_statistics import batch_moments, mean_and_variance, normalize_channels
+from conjoin.ops.experts import expert_linear, expert_network
 from conjoin.ops.fused_layer import linear_relu
 from conjoin.ops.scaled_layer import scaled_linear
 from conjoin.ops.writes import overwrite, strided_view, strided_write
@@ -20,6 +21,7 @@ MEAN_AND_VARIANCE = "conjoin::mean_and_variance"
 NORMALIZE_CHANNELS = "conjoin::normalize_channels"
 EMBEDDING_BAG = "conjoin::embedding_bag"
 RAGGED_EMBEDDING_BAG = "conjoin::ragged_embedding_bag"
+EXPERT_LINEAR, EXPERT_NETWORK = "conjoin::expert_linear", "conjoin::expert_network"
 PEAK = "conjoin::peak"
 TOKEN_ENTROPY, TOKEN_LIKELIHOOD = "conjoin::token_entropy", "conjoin::token_likelihood"
 OVERWRITE, STRIDED_VIEW, STRIDED_WRITE = "conjoin::overwrite", "conjoin::strided_view", "conjoin::strided_write"
@@ -113,6 +115,8 @@ holds."""
 COMPOSITES: dict[str, Callable[..., Tensor]] = {
     LINEAR_RELU: linear_relu,
     SCALED_LINEAR: scaled_linear,
+    EXPERT_LINEAR: expert_linear,
+    EXPERT_NETWORK: expert_network,
     EMBEDDING_BAG: embedding_bag,
     RAGGED_EMBEDDING_BAG: ragged_embedding_bag,
     BATCH_MOMENTS: batch_moments,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
+from conjoin.ops.notation import dim_size
 from conjoin.ops.spec import Call, OpSpec, output_types, space_of
 
 
@@ -26,15 +27,22 @@ def flops(spec: OpSpec, call: Call) -> float:
 
 
 def bytes_read(spec: OpSpec, call: Call) -> int:
-    """Bytes of operands that a call reads; of a table that is looked up, the rows looked up."""
+    """Bytes of operands that a call reads; of a table that is looked up, the rows looked up.
+
+    Where its rows are matrices that are multiplied with, what is written says nothing of their size.
+    """
     if spec.view or spec.name.startswith("new_") or spec.name.endswith("_like"):  # only a type is read
         return 0
     space = space_of(spec, call)
-    addressed = {access.addresses for access in space.notation.operands} - {None}
+    addressed = {access.addresses for access in space.notation.operands if access.addresses}
     total = 0
     for access, tensor in zip(space.notation.operands, call.tensors, strict=True):
-        looked_up = bool(addressed & access.indices())
-        total += min(tensor.bytes, bytes_written(spec, call)) if looked_up else tensor.bytes
+        looked_up = addressed & access.indices()
+        if looked_up and spec.flops and (access.indices() - looked_up) & space.notation.summed():
+            addresses = (dim_size(d, space.sizes) for a in space.notation.operands if a.addresses for d in a.dims)
+            total += min(tensor.bytes, prod(addresses) * tensor.bytes // prod(space.sizes[i] for i in looked_up))
+        else:
+            total += min(tensor.bytes, bytes_written(spec, call)) if looked_up else tensor.bytes
     return total
 
 

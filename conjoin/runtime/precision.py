@@ -19,12 +19,12 @@ from conjoin.runtime.torch_private import DispatchMode, makes_dtype, written_arg
 _EXACT = (
     "abs.", "alias", "amax", "amin", "arange", "arg", "as_strided", "bitwise", "cat.", "clamp", "clone", "constant",
     "copy", "detach", "diagonal", "embedding.", "empty", "eq.", "expand", "fill", "flip", "full", "gather", "ge.",
-    "gt.", "hardtanh", "index.", "index_select", "item", "le.", "lift", "logical", "lt.", "masked", "max", "min",
-    "ne.", "neg.", "one_hot", "ones", "permute", "relu", "repeat", "reshape", "roll", "scatter.", "select", "sign.",
-    "slice", "sort", "split", "squeeze", "stack", "t.", "threshold", "topk", "transpose", "tril", "triu", "unbind",
-    "unfold.", "unsqueeze", "view", "where", "zero",
+    "gt.", "hardtanh", "histc", "index.", "index_select", "item", "le.", "lift", "logical", "lt.", "masked", "max",
+    "min", "ne.", "neg.", "one_hot", "ones", "permute", "relu", "repeat", "reshape", "roll", "scatter.", "select",
+    "sign.", "slice", "sort", "split", "squeeze", "stack", "t.", "threshold", "topk", "transpose", "tril", "triu",
+    "unbind", "unfold.", "unsqueeze", "view", "where", "zero",
 )  # fmt: skip
-"""What begins like this moves numbers, and rounds none."""
+"""What begins like this moves or counts numbers, and rounds none."""
 
 
 class Doubled(DispatchMode):  # type: ignore[no-untyped-call]
@@ -73,7 +73,10 @@ class Rounded(DispatchMode):  # type: ignore[no-untyped-call]
         name = str(func.__name__).lstrip("_").removeprefix("native_")
         if name.startswith(self._exact) or torch.Tag.nondeterministic_seeded in func.tags:
             return made
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if name.startswith("to_copy") and not any(x.is_floating_point() for x in tensors):
+            return made  # whole numbers, which floats are exact for
+        given = {x.untyped_storage().data_ptr() for x in tensors}
         for tensor in made if isinstance(made, tuple | list) else (made,):
             if isinstance(tensor, Tensor) and tensor.is_floating_point() and not _overlaps(tensor):
                 if name.startswith(_EXACT) and tensor.untyped_storage().data_ptr() in given:

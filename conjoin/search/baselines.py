@@ -20,7 +20,9 @@ from conjoin.search.strategies.data_parallel import hybrid_degrees
 from conjoin.sim import Layouts
 
 _FLAGS = ("", ",sp", ",sp,zero1", ",sp,fsdp")
-_PLAIN = ("data-parallel", "fsdp", "zero1", "one-weird-trick", "table-parallel", "reduction", "sbp3d", "spatial")
+_PLAIN = (
+    "data-parallel", "fsdp", "zero1", "expert", "one-weird-trick", "table-parallel", "reduction", "sbp3d", "spatial",
+)  # fmt: skip
 
 
 def baseline_names(mesh: Mesh) -> tuple[str, ...]:

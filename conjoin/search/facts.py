@@ -75,6 +75,8 @@ class NodeFacts:
     """Which operands are made of weights alone."""
     layer: Layer | None
     lookup: Lookup | None
+    experts: tuple[ShardingRule, ...]
+    """Ways to split weights that are stacked, one for each expert; none where they are not."""
     expandable: bool
     """Whether it can be replaced by a composition of others."""
     has_parts: bool
@@ -142,6 +144,26 @@ def _find_lookup(call: Call, num_outputs: int, weights: tuple[bool, ...]) -> Loo
 
 
 @lru_cache(maxsize=65536)
+def _find_experts(call: Call, num_outputs: int, weights: tuple[bool, ...]) -> tuple[ShardingRule, ...]:
+    """The ways to split all that is stacked: matrices that rows address, or that stand beside rows dealt to them."""
+    rules, tables = rules_for(call, num_outputs), _space_facts(call)[2]
+    matrices = [i for i, of_weights in enumerate(weights) if of_weights and len(call.tensors[i].shape) == 3]
+    stacked = [i for i in matrices if not tables or i in tables]
+    if not tables and _find_layer(call, num_outputs, weights) is None:
+        return ()
+    dealt = [i for i, of_weights in enumerate(weights) if not of_weights]
+    wanted, made = (Copies(), Partial()) if tables else (Split(0), Split(0))
+    return tuple(
+        rule
+        for rule in rules
+        if stacked
+        and all(rule.operands[i] == Split(0) for i in stacked)
+        and all(rule.operands[i] == wanted for i in dealt)
+        and rule.outputs == (made,)
+    )
+
+
+@lru_cache(maxsize=65536)
 def _expands(call: Call, parts: bool) -> bool:
     """Whether a call expands to another composition: some forms of an operator expand to themselves."""
     spec = spec_for(call)
@@ -206,6 +228,8 @@ class Facts:
         sizes, is_view, tables = _space_facts(call)
         weights = tuple(value in self.of_weights for value in inputs)
         mixed = any(weights) and not all(weights)
+        layer = _find_layer(call, num_outputs, weights) if mixed else None
+        experts = _find_experts(call, num_outputs, weights) if mixed else ()
         return NodeFacts(
             node,
             inputs,
@@ -214,8 +238,9 @@ class Facts:
             is_view,
             num_outputs > 0 and Value(node) in self.of_weights,
             weights,
-            _find_layer(call, num_outputs, weights) if mixed and not tables else None,
-            _find_lookup(call, num_outputs, weights) if mixed and tables else None,
+            layer,
+            _find_lookup(call, num_outputs, weights) if mixed and tables and not (layer or experts) else None,
+            experts,
             _expands(call, parts=False),
             _expands(call, parts=True),
         )

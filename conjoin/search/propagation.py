@@ -137,7 +137,7 @@ class Propagation:
         if len(candidates) > 1:
             rule = min(enumerate(candidates), key=lambda option: (*self._rank(node, option[1]), option[0]))[1]
         self._decide(node, rule)
-        if node.expandable or node.has_parts:
+        if (node.expandable or node.has_parts) and rule not in node.experts:  # which are gathered for on purpose
             self._pass_by(node, arriving, rule)
 
     def take_back(self, num_kept: int) -> None:

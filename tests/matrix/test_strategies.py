@@ -136,7 +136,7 @@ SAMPLE = (
     ("dlrm", 4, ("table-parallel",)),
     ("rnnlm-2step", 2, ("reduction",)),
     ("resnext-50", 2, ("data-parallel",)),
-    ("moe-8x7b", 2, ("megatron",)),
+    ("moe-8x7b", 2, ("megatron", "expert")),
 )
 
 

@@ -31,6 +31,7 @@ CASES = [
     ("spatial", StrategyError, "None of its 2 inputs is an image"),
     ("one-weird-trick", StrategyError, "0 convolutions and 4 fully connected layers"),
     ("table-parallel", StrategyError, "0 lookups in tables"),
+    ("expert", StrategyError, "None of its 8 operators multiplies data with a matrix for each of several experts"),
     ("single", StrategyError, "on 8 devices"),
 ]
 

@@ -16,6 +16,7 @@ from conjoin.search.strategies.data_parallel import (
     draft_single,
     draft_zero1,
 )
+from conjoin.search.strategies.experts import draft_experts
 from conjoin.search.strategies.megatron import STORED, draft_megatron
 from conjoin.search.strategies.one_weird_trick import draft_one_weird_trick
 from conjoin.search.strategies.reduction import draft_reduction
@@ -49,6 +50,7 @@ _TABLE = (
     Strategy("hsdp", Keys(("shard", "replicate")), draft_hsdp),
     Strategy("megatron", _MEGATRON, draft_megatron),
     Strategy("context", _CONTEXT, draft_megatron),
+    Strategy("expert", Keys(("ep", "dp")), draft_experts),
     Strategy("one-weird-trick", Keys(("dp",)), draft_one_weird_trick),
     Strategy("table-parallel", Keys(("dp",)), draft_table_parallel),
     Strategy("spatial", Keys(("h", "w", "dp")), draft_spatial),

@@ -1,0 +1,117 @@
+"""Experts over devices: what is sent where the rows have slots and where none is dropped, and models by others."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import conjoin
+from conjoin.errors import StrategyError
+from conjoin.frontends import capture
+from conjoin.ir import Graph, LeafKind, Plan
+from conjoin.machine import Machine
+from conjoin.ops import EXPERT_NETWORK, Copies, Partial, Split
+from conjoin.report import explain
+from conjoin.search import make_plan
+from tests.ir.wording import assert_three_sentences
+from tests.search.models import captured, reshards
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # raised while transformers and what it imports are loaded
+    import transformers as hf
+
+pytestmark = pytest.mark.filterwarnings("ignore:::transformers")
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False, "num_experts_per_tok": 2,
+}  # fmt: skip
+MODELS = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+}
+
+
+@cache
+def built(name: str) -> tuple[Graph, nn.Module, dict[str, Any]]:
+    cls = getattr(hf, f"{name}ForCausalLM")
+    torch.manual_seed(0)
+    model = cls(cls.config_class(**{**SMALL, **MODELS[name]})).train()
+    ids = torch.randint(0, 64, (4, 8))
+    batch = {"input_ids": ids, "labels": ids}
+    return capture(model, batch), model, batch
+
+
+def plan_of(graph: Graph, num_devices: int, strategy: str) -> Plan:
+    return make_plan(graph, Machine("local", 1, num_devices, "cpu"), strategy)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices", "strategies"),
+    [
+        ("Mixtral", 4, ("fsdp", "megatron", "expert", "expert:ep=2")),
+        ("Qwen2Moe", 2, ("data-parallel", "expert")),
+    ],
+)
+def test_plans_train_like_one_device(name: str, num_devices: int, strategies: tuple[str, ...]) -> None:
+    graph, model, batch = built(name)
+    for strategy in strategies:
+        plan = plan_of(graph, num_devices, strategy)
+        assert conjoin.verify_plan(plan, model, batch, num_steps=2).passed, plan.strategy
+
+
+def test_data_parallel_gathers_no_rows() -> None:
+    plan = plan_of(built("Mixtral")[0], 4, "data-parallel")
+    assert set(reshards(plan)) == {"replicate", "reduce"}
+
+
+def test_megatron_splits_experts_where_others_have_pairs_of_layers() -> None:
+    plan = plan_of(built("Mixtral")[0], 2, "megatron")
+    (node,) = (node for node in plan.graph.nodes if node.op == EXPERT_NETWORK)
+    assert [dict(value.type.layout).get("d0") for value in node.inputs[1:3]] == [Split(0), Split(0)]
+    assert "combine" not in reshards(plan), "nothing is gathered"
+
+
+def test_without_slots_rows_are_gathered_once_and_sums_scattered() -> None:
+    plan = plan_of(built("Mixtral")[0], 4, "expert:ep=4,dp=1")
+    split = {leaf.name for leaf in plan.graph.leaves_of(LeafKind.PARAMETER) if leaf.type.layout}
+    assert {name.rpartition(".")[2] for name in split} == {"gate_up_proj", "down_proj"}
+    (node,) = (node for node in plan.graph.nodes if node.op == EXPERT_NETWORK)
+    assert [dict(value.type.layout)["d0"] for value in node.inputs] == [Copies(), Split(0), Split(0), Copies()]
+    assert dict(node.types[0].layout)["d0"] == Partial()
+    sent = [collective for collective in explain(plan).collectives if not collective.of_gradient]
+    kinds = Counter(collective.kind for collective in sent)
+    assert kinds["reduce-scatter"] == 1, "of tokens, after the answers of a token's experts are added up"
+    assert kinds["all-gather"] == 3, "tokens, their experts, and what these count"
+    scattered = next(collective for collective in sent if collective.kind == "reduce-scatter")
+    assert max(scattered.sent.values) == 32 * 16 * 4 * 3 // 4, "one row for each token, not for each of its experts"
+
+
+@pytest.mark.parametrize(("name", "num_layers"), [("moe-8x7b", 2), ("moe-gpt-1.3b-8e", 2)])
+def test_with_slots_rows_go_to_their_experts_and_back_by_all_to_all(name: str, num_layers: int) -> None:
+    plan = plan_of(captured(name), 4, "expert")
+    assert plan.strategy == "expert:ep=4,dp=1"
+    kinds = Counter((collective.kind, collective.direction) for collective in explain(plan).collectives)
+    assert kinds["all-to-all", "forward"] == kinds["all-to-all", "backward"] == 2 * num_layers
+    assert not any(kind in ("all-gather", "reduce-scatter") for kind, _ in kinds)
+
+
+def test_experts_over_some_axes_and_the_batch_over_all() -> None:
+    plan = plan_of(captured("moe-8x7b"), 4, "expert:ep=2")
+    assert plan.strategy == "expert:ep=2,dp=2"
+    layouts = {leaf.name: leaf.type.layout for leaf in plan.graph.leaves}
+    assert layouts["blocks.0.moe.experts.up_EDF"] == (("d1", Split(0)),)
+    over_all = (("d0", Split(0)), ("d1", Split(0)))
+    assert all(layouts[leaf.name] == over_all for leaf in plan.graph.leaves_of(LeafKind.INPUT))
+
+
+def test_more_devices_than_experts() -> None:
+    with pytest.raises(StrategyError, match=r"layers of experts has 4 of them.* Ask for ep=4 or less") as error:
+        plan_of(captured("moe-8x7b"), 8, "expert:ep=8")
+    assert_three_sentences(error.value)
