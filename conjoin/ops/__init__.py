@@ -56,7 +56,7 @@ from conjoin.ops.composites import (
 )
 from conjoin.ops.direct import find_function
 from conjoin.ops.drawing import drawing
-from conjoin.ops.dtypes import Dtype
+from conjoin.ops.dtypes import Dtype, under_autocast
 from conjoin.ops.local import Emit, LocalForm, Pieces, Span, operand_spans, output_spans, run_local
 from conjoin.ops.measures import bytes_read, bytes_written, flops
 from conjoin.ops.notation import Access, Factors, Notation, NotationError, Spread, Window
@@ -192,6 +192,7 @@ __all__ = [
     "spread_args",
     "state_signature",
     "types_on_meta",
+    "under_autocast",
     "walk_tensors",
     "why_opaque",
 ]  # fmt: skip

@@ -32,6 +32,15 @@ class Dtype(Enum):
     FLOAT64 = "float64"
 
 
+_WITH_AUTOCAST = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
+"""Asked once: torch's compiler does not follow the question."""
+
+
+def under_autocast(kind: str) -> bool:
+    """Whether the caller runs under an autocast for a kind of device."""
+    return kind in _WITH_AUTOCAST and torch.is_autocast_enabled(kind)
+
+
 _FIXED = {
     Dtype.BOOL: torch.bool, Dtype.INT64: torch.int64, Dtype.INT32: torch.int32, Dtype.FLOAT64: torch.float64,
 }  # fmt: skip

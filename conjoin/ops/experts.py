@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from conjoin.ops.dtypes import under_autocast
+
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "relu": functional.relu,
@@ -62,8 +64,7 @@ def _activated(h: Tensor, width: int, activation: str) -> Tensor:
 def _plain(x: Tensor) -> AbstractContextManager[Any]:
     """In the dtypes given, as torch's own product of groups is, whatever autocast the caller runs under."""
     kind = x.device.type
-    under_one = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if under_one else nullcontext()
+    return torch.autocast(kind, enabled=False) if under_autocast(kind) else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)

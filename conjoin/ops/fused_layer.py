@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from conjoin.ops.dtypes import under_autocast
+
 
 def linear_relu(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """A linear layer and a ReLU at once: what is not positive is never written."""
-    kind = input.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):  # which knows the two, not the one
+    if under_autocast(input.device.type):  # which knows the two, not the one
         return functional.linear(input, weight, bias).relu()
     y: Tensor = _LinearRelu.apply(input, weight, bias)  # type: ignore[no-untyped-call]
     return y

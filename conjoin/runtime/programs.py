@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from conjoin.ops import under_autocast
 from conjoin.runtime.functions import without_autocast
 from conjoin.runtime.torch_private import has_no_values
 
@@ -55,7 +56,7 @@ class Program:
     def __call__(
         self, module: Any, state: Sequence[Tensor | None], device: torch.device, *inputs: Any
     ) -> tuple[Any, ...]:
-        casts = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+        casts = under_autocast(device.type)
         run = self._under_autocast() if casts else self._plainly
         fixed = () if self._fixing is None else self._fixed(self._fixing, state, device, casts)
         return run(module, [*state, *fixed], device, *inputs)

@@ -414,7 +414,7 @@ class _Walk:
         is_own = kind.gathered or kind.added != kind.stored  # another block than what was packed
         result = self.heap.allocate(held) if is_own else packed
         narrow = held * kind.added.itemsize // kind.stored.itemsize if kind.added != kind.stored else 0
-        self.heap.pass_by((self._scattering(whole) if kind.gathered else 0) + narrow)
+        self.heap.pass_by(self._scattering(whole) + narrow if kind.gathered else 0)
         for version, own in zip(used.versions, used.stored, strict=True):
             self._forget(version)
             self.grads[own] = self.heap.hold(result)

@@ -131,7 +131,7 @@ SAMPLE = (
     ("mlp", 4, ("data-parallel", "fsdp", "sbp3d")),
     ("bert-base", 4, ("megatron", "zero1")),
     ("gpt-125m", 8, ("megatron:sp,fsdp", "hsdp:shard=2+megatron:tp=2,sp+recompute=selective")),
-    ("gpt-125m", 4, ("megatron:sp", "fsdp", "hsdp:shard=2")),
+    ("gpt-125m", 4, ("megatron:sp", "fsdp", "hsdp:shard=2", "context")),
     ("alexnet", 2, ("one-weird-trick", "spatial")),
     ("dlrm", 4, ("table-parallel",)),
     ("rnnlm-2step", 2, ("reduction",)),
