@@ -19,16 +19,17 @@ import copy
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from conjoin.cost import CostModel
-from conjoin.errors import CaptureError
+from conjoin.errors import CaptureError, StrategyError
 from conjoin.frontends import capture
 from conjoin.ir import Graph, Plan
 from conjoin.machine import DeviceType, Link, Machine, NodeKind
@@ -36,7 +37,7 @@ from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.precision import Doubled, Rounded
 from conjoin.runtime.storage import Store
 from conjoin.runtime.threads import run_ranks
-from conjoin.search import Wish, find_plan
+from conjoin.search import Wish, find_plan, make_plan
 from tests.fuzz.programs import Program
 from tests.fuzz.random_models import draw
 
@@ -249,13 +250,28 @@ def _splits(plan: Plan) -> bool:
     return any(t.layout for node in plan.graph.nodes for t in node.types)
 
 
-def examine(seed: int, steps: int = STEPS, devices: Sequence[int] = DEVICES) -> Finding:
-    """Draw the model of a seed, plan it for so many devices and compare the plans with the plain model."""
-    return examine_program(draw(seed), steps, devices)
+def examine(
+    seed: int, steps: int = STEPS, devices: Sequence[int] = DEVICES, strategies: Sequence[str] = ()
+) -> Finding:
+    """Draw the model of a seed, plan it for so many devices and compare the plans with the plain model.
+
+    Plans are those of a search, or of the strategies named that fit the model.
+    """
+    return examine_program(draw(seed), steps, devices, strategies)
+
+
+def _plans(graph: Graph, num_devices: int, wish: Wish, strategies: Sequence[str]) -> Iterator[Plan]:
+    if not strategies:
+        yield find_plan(graph, machine_of(num_devices), CostModel([]), wish).plan
+    for strategy in strategies:
+        with suppress(StrategyError):
+            yield make_plan(graph, machine_of(num_devices), strategy)
 
 
 @_quiet()
-def examine_program(program: Program, steps: int = STEPS, devices: Sequence[int] = DEVICES) -> Finding:
+def examine_program(
+    program: Program, steps: int = STEPS, devices: Sequence[int] = DEVICES, strategies: Sequence[str] = ()
+) -> Finding:
     seed = program.seed
     model, batch = program.build()
     batches = [_redrawn(program, i) for i in range(NUM_STEPS)]
@@ -265,9 +281,8 @@ def examine_program(program: Program, steps: int = STEPS, devices: Sequence[int]
         return Finding(seed, refused=str(error))
     compare = cache(partial(Comparison.of, model, batches, _coarsest(graph)))
     worst, splits, rewrites, rules = 0.0, 0, 0, Counter[str]()
-    for num_devices in devices:
-        wish = Wish(budget=60.0, steps=steps, seed=seed, optimizer="sgd")
-        plan = find_plan(graph, machine_of(num_devices), CostModel([]), wish).plan
+    wish = Wish(budget=60.0, steps=steps, seed=seed, optimizer="sgd")
+    for plan in chain.from_iterable(_plans(graph, num_devices, wish, strategies) for num_devices in devices):
         splits, rewrites = splits + _splits(plan), rewrites + bool(plan.substitutions)
         rules.update(substitution.name for substitution in plan.substitutions)
         trained = _by_plan(plan, model, batches)
@@ -278,7 +293,8 @@ def examine_program(program: Program, steps: int = STEPS, devices: Sequence[int]
         worst = max(worst, off)
         if off > 1:
             used = ", ".join(dict.fromkeys(s.name for s in plan.substitutions))
-            fault = f"{where}: {off:.3g} times what is allowed; substitutions: {used or 'none'}"
+            how = f"{plan.strategy} on {plan.mesh.size}, substitutions: {used or 'none'}"
+            fault = f"{where}: {off:.3g} times what is allowed; {how}"
             return Finding(seed, "", fault, worst, splits, rewrites, dict(rules))
     return Finding(seed, "", "", worst, splits, rewrites, dict(rules))
 
