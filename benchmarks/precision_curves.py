@@ -152,7 +152,7 @@ def main() -> None:
         command = " ".join(["python -m benchmarks.precision_curves", *sys.argv[1:]])
         about = {"command": command, "date": date.today().isoformat(), **where}
         told = {**about, "steps": asked.steps, "seeds": asked.seeds, "rows": rows}
-        asked.output.write_text(json.dumps(told, indent=1) + "\n")
+        asked.output.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
