@@ -629,6 +629,7 @@ SETTINGS = st.recursive(
 )  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:Casting complex values:UserWarning")  # torch, of complex state of a real weight
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     setting=SETTINGS,
