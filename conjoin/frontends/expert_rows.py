@@ -21,6 +21,7 @@ from typing import Any
 
 from conjoin.ir import Graph, Node, Rewriting, Value, drop_unused, is_random
 from conjoin.ops import (
+    CAST,
     EXPERT_LINEAR,
     EXPERT_NETWORK,
     Copies,
@@ -36,7 +37,6 @@ _GROUPED = ("transformers::grouped_mm_fallback", "_grouped_mm")
 """A product for each group of rows, which end at offsets."""
 _SORTS = ("sort", "sort.stable")
 _FLOORS = ("floor_divide", "div.Tensor_mode", "div.Scalar_mode", "floor_divide.Scalar")
-_CAST = "_to_copy"
 
 
 def in_their_own_order(graph: Graph) -> Graph:
@@ -74,7 +74,7 @@ def _sort_of(node: Node) -> Node | None:
     if (call["bins"], call["min"], call["max"]) != (num, 0, num - 1):
         return None
     counted = counts.args[0]
-    while (cast := _node(counted, _CAST)) is not None:
+    while (cast := _node(counted, CAST)) is not None:
         counted = cast.args[0]
     sort = _node(counted, *_SORTS)
     plain = sort is not None and len(sort.types[0].shape) == 1 and not sort.call["descending"] and counted.index == 0

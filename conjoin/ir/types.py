@@ -37,6 +37,6 @@ def parse_layout(text: str | None) -> Layout:
         axis, _, placement = entry.partition(":")
         parsed = parse_placement(placement)
         if not axis.isidentifier() or isinstance(parsed, Invariant):
-            raise ValueError(f"{entry!r} is not an axis with S(dim), B, P or At(place)")
+            raise ValueError(f"{entry!r} is not an axis with S(dim), B, P, P(max) or At(place)")
         entries.append((axis, parsed))
     return make_layout(entries)

@@ -1,9 +1,9 @@
-"""Which dim of the inputs is the batch."""
+"""Which dims of the inputs are the batch and the sequence."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from conjoin.errors import StrategyError
 from conjoin.ir import Graph, Leaf, LeafKind
@@ -21,7 +21,7 @@ def split_batch(graph: Graph, group: Group) -> Mapping[Leaf, Placement]:
             f"The batch of {graph.name} was to be split {group.degree} ways ({group}). The model has no input with a "
             f"dim. Choose a strategy that splits the weights."
         )
-    size, _ = Counter(leaf.type.shape[0] for leaf in inputs).most_common(1)[0]
+    size = _shared_size(inputs, 0)
     if size < group.degree:
         raise StrategyError(
             f"The batch of {graph.name} was to be split {group.degree} ways ({group}). It has {size} "
@@ -29,3 +29,28 @@ def split_batch(graph: Graph, group: Group) -> Mapping[Leaf, Placement]:
             f"one. Use a batch of at least {group.degree}, or a lower {group.role}."
         )
     return {leaf: Split(0) for leaf in inputs if leaf.type.shape[0] == size}
+
+
+def split_sequences(graph: Graph, group: Group) -> Mapping[Leaf, Placement]:
+    """The inputs that have the sequence, split along it: the size that the second dims of most inputs share."""
+    if group.degree == 1:
+        return {}
+    inputs = [leaf for leaf in graph.leaves_of(LeafKind.INPUT) if len(leaf.type.shape) > 1]
+    if not inputs:
+        raise StrategyError(
+            f"The sequences of {graph.name} were to be split {group.degree} ways ({group}). None of its inputs "
+            f"has a second dim. Choose data-parallel, or megatron."
+        )
+    size = _shared_size(inputs, 1)
+    if size < group.degree:
+        raise StrategyError(
+            f"The sequences of {graph.name} were to be split {group.degree} ways ({group}). They are {size} "
+            f"long, the second dim of {inputs[0].name}, and no device may be left without a part. Choose cp={size} or "
+            f"lower."
+        )
+    return {leaf: Split(1) for leaf in inputs if leaf.type.shape[1] == size}
+
+
+def _shared_size(inputs: Sequence[Leaf], dim: int) -> int:
+    """How long most inputs are along a dim."""
+    return Counter(leaf.type.shape[dim] for leaf in inputs).most_common(1)[0][0]

@@ -7,13 +7,12 @@ instead, and the results back (Jacobs et al. 2023, DeepSpeed-Ulysses).
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from conjoin.errors import StrategyError
-from conjoin.ir import Leaf, LeafKind
 from conjoin.ops import Placement, Split
+from conjoin.search.batch import split_sequences
 from conjoin.search.facts import Facts, NodeFacts
 from conjoin.search.groups import Group
 from conjoin.search.propagation import Flow, Rules, follow, propagate
@@ -24,7 +23,7 @@ _ATTENTION = "scaled_dot_product_attention"
 
 def context_flow(facts: Facts, group: Group, earlier: Sequence[Flow], by_heads: bool) -> Flow:
     """The sequence runs through the graph; weights are replicated where they meet it."""
-    flow = propagate(facts, group, _split_sequences(facts, group), _exchanged if by_heads else _gathered, earlier)
+    flow = propagate(facts, group, split_sequences(facts.graph, group), _exchanged if by_heads else _gathered, earlier)
     attention = [node for node in facts.nodes if node.node.op == _ATTENTION]
     if group.degree > 1 and not flow.stuck and all(flow.rules[node.node].index is None for node in attention):
         raise StrategyError(
@@ -55,23 +54,3 @@ def _exchanged(facts: NodeFacts, arriving: tuple[Placement, ...], legal: Rules) 
         return [rule for rule in legal if rule.index == "h"] or _gathered(facts, arriving, legal)
     back = [] if facts.layer is None else [rule for rule in legal if rule.operands[facts.layer.data] == Split(1)]
     return back or follow(facts, arriving, legal)
-
-
-def _split_sequences(facts: Facts, group: Group) -> Mapping[Leaf, Placement]:
-    """The inputs that have the sequence, split along it: the size that the second dims of most inputs share."""
-    if group.degree == 1:
-        return {}
-    inputs = [leaf for leaf in facts.graph.leaves_of(LeafKind.INPUT) if len(leaf.type.shape) > 1]
-    if not inputs:
-        raise StrategyError(
-            f"The sequences of {facts.graph.name} were to be split {group.degree} ways ({group}). None of its inputs "
-            f"has a second dim. Choose data-parallel, or megatron."
-        )
-    size, _ = Counter(leaf.type.shape[1] for leaf in inputs).most_common(1)[0]
-    if size < group.degree:
-        raise StrategyError(
-            f"The sequences of {facts.graph.name} were to be split {group.degree} ways ({group}). They are {size} "
-            f"long, the second dim of {inputs[0].name}, and no device may be left without a part. Choose cp={size} or "
-            f"lower."
-        )
-    return {leaf: Split(1) for leaf in inputs if leaf.type.shape[1] == size}
