@@ -19,6 +19,10 @@ class PlanError(ConjoinError):
     """A plan that is malformed or not legal, or that does not fit the model, the machine or the ranks that run it."""
 
 
+class ScheduleError(ConjoinError):
+    """A pipeline schedule that is incomplete, cannot come to its end, or needs more memory than there is."""
+
+
 class StrategyError(ConjoinError):
     """A named strategy that does not fit a model or a machine."""
 

@@ -16,22 +16,23 @@ FOUNDATION = "errors"
 SURFACE = "conjoin"
 """What `import conjoin` and `from conjoin import plan` name: the package's own front door."""
 
-DECIDING = "ops machine ir frontends rules comm cost sim memory"
+DECIDING = "ops machine schedules ir frontends rules comm cost sim memory"
 ALL = f"{DECIDING} search runtime gnn report"
 MAY_IMPORT = {
     "ops": "",
     "machine": "",
-    "ir": "ops machine",
+    "schedules": "",
+    "ir": "ops machine schedules",
     "frontends": "ops ir",
     "rules": "ops ir",
     "comm": "ops ir machine",
     "cost": "ops ir machine comm",
-    "sim": "ops ir machine comm cost",
+    "sim": "ops ir machine schedules comm cost",
     "memory": "ops ir machine cost sim",
     "search": DECIDING,
-    "runtime": "ops ir machine comm environment",
+    "runtime": "ops ir machine schedules comm environment",
     "gnn": "ops ir machine comm cost runtime",
-    "report": "ops ir machine comm sim",
+    "report": "ops ir machine schedules comm sim",
     "api": f"{ALL} environment",
     "cli": f"{ALL} environment api conjoin",
     FOUNDATION: "",

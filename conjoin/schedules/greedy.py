@@ -1,0 +1,188 @@
+"""Schedules made by running them: whenever an owner is free it takes the row it likes best of those that can run.
+
+With input gradients before forwards before weight gradients this is the heuristic of zero-bubble pipelines (Qi et al.
+2023): gradients go back as soon as they can, and weight gradients fill what would be bubbles, or make room. An owner of
+several stages leaves room for one micro-batch at each of its later stages, so that those it has begun with can end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from conjoin.errors import ScheduleError
+from conjoin.schedules.makers import check_counts
+from conjoin.schedules.schedule import Edge, Kind, Row, Schedule, chain, one_each, v_shaped
+from conjoin.schedules.times import Memory, Times
+
+
+@dataclass(frozen=True, slots=True)
+class Taste:
+    """What an owner likes best of the rows that can run."""
+
+    order: tuple[Kind, Kind, Kind] = (Kind.INPUT_GRADIENT, Kind.FORWARD, Kind.WEIGHT_GRADIENT)
+    apart: bool = True
+    """Whether input and weight gradients are rows apart."""
+    deep_first: bool = True
+    """Of several stages' forwards, that of the latest; of their gradients likewise."""
+    patience: float = 0.0
+    """For how long to wait for something better that is on its way, as a part of the row that would run."""
+
+
+def zero_bubble(
+    num_stages: int, num_micro_batches: int, max_in_flight: int | None = None, times: Times | None = None
+) -> Schedule:
+    """Weight gradients fill the bubbles; in flight are as many micro-batches as 1F1B has at its first stage, or fewer.
+
+    >>> print(zero_bubble(2, 2))
+    F0.0 F0.1 I0.0 W0.0 I0.1 W0.1
+    F1.0 I1.0 F1.1 I1.1 W1.0 W1.1
+    """
+    check_counts(num_stages, num_micro_batches, max_in_flight)
+    limits = [max_in_flight or num_stages] * num_stages
+    memory = Memory.in_flight(num_stages, limits)
+    return replace(greedy(one_each(num_stages), num_micro_batches, memory, times), name="zero-bubble")
+
+
+def zero_bubble_v(
+    num_owners: int, num_micro_batches: int, max_in_flight: int | None = None, times: Times | None = None
+) -> Schedule:
+    """Zero-bubble with two stages to an owner, there and back; in flight are, of both together, twice the owners."""
+    check_counts(2 * num_owners, num_micro_batches, max_in_flight)
+    memory = Memory.in_flight(2 * num_owners, [max_in_flight or 2 * num_owners] * num_owners)
+    return replace(greedy(v_shaped(num_owners), num_micro_batches, memory, times), name="zero-bubble, V")
+
+
+def greedy(
+    owners: tuple[int, ...],
+    num_micro_batches: int,
+    memory: Memory,
+    times: Times | None = None,
+    taste: Taste | None = None,
+    edges: tuple[Edge, ...] | None = None,
+) -> Schedule:
+    """The schedule that comes about when every owner takes what it likes best, within memory."""
+    check_counts(len(owners), num_micro_batches)
+    edges = chain(len(owners)) if edges is None else edges
+    run = _Run(owners, num_micro_batches, memory, times or Times.alike(len(owners), edges), taste or Taste(), edges)
+    return Schedule(owners, num_micro_batches, run.rows(), edges, "greedy")
+
+
+class _Run:
+    """Owners at work. Micro-batches are alike, so at every stage they come in order, and counts say what is done."""
+
+    def __init__(
+        self,
+        owners: tuple[int, ...],
+        num_micro_batches: int,
+        memory: Memory,
+        times: Times,
+        taste: Taste,
+        edges: Sequence[Edge],
+    ) -> None:
+        num_stages, num_owners = len(owners), max(owners) + 1
+        self.owners, self.num, self.memory, self.times, self.taste = owners, num_micro_batches, memory, times, taste
+        self.mine = [[s for s in range(num_stages) if owners[s] == owner] for owner in range(num_owners)]
+        self.done = {kind: [0] * num_stages for kind in taste.order}
+        self.free = [0.0] * num_owners
+        self.used = [0.0] * num_owners
+        self.channels: dict[tuple[int, int], float] = {}
+        self.output_there = [[0.0] * num_micro_batches for _ in owners]
+        self.gradient_there = [[0.0] * num_micro_batches for _ in owners]
+        self.lacking_before = [[0] * num_micro_batches for _ in owners]
+        self.lacking_after = [[1] * num_micro_batches for _ in owners]
+        self.sends: dict[tuple[bool, int], list[tuple[int, float]]] = {}
+        for edge, (source, target) in enumerate(edges):
+            self.sends.setdefault((True, source), []).append((target, times.activations[edge]))
+            self.sends.setdefault((False, target), []).append((source, times.gradients[edge]))
+            for counts, stage in ((self.lacking_before, target), (self.lacking_after, source)):
+                counts[stage] = [count + 1 for count in counts[stage]]
+        self.rank = {kind: i for i, kind in enumerate(taste.order)}
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        for owner, stages in enumerate(self.mine):
+            least = sum(self.memory.held[stage] for stage in stages)
+            if least > self.memory.limits[owner]:
+                raise ScheduleError(
+                    f"Owner {owner} may hold {self.memory.limits[owner]:g}. One micro-batch at each of its "
+                    f"{len(stages)} stages holds {least:g}. Allow it as much, or give it fewer stages."
+                )
+
+    def rows(self) -> tuple[tuple[Row, ...], ...]:
+        rows: list[list[Row]] = [[] for _ in self.free]
+        offers = [self._best(owner) for owner in range(len(self.free))]
+        for _ in range(len(self.owners) * self.num * (3 if self.taste.apart else 2)):
+            owner = min(range(len(offers)), key=lambda o: offers[o][0])
+            start, kind, stage = offers[owner]
+            assert start < inf, "an owner that leaves room for its later stages can always go on"
+            micro_batch = self.done[kind][stage]
+            shown = kind if self.taste.apart or kind is Kind.FORWARD else Kind.BACKWARD
+            rows[owner].append(Row(shown, stage, micro_batch))
+            for other in {owner, *self._run(owner, start, kind, stage, micro_batch)}:
+                offers[other] = self._best(other)
+        return tuple(map(tuple, rows))
+
+    def _best(self, owner: int) -> tuple[float, Kind, int]:
+        """What an owner runs next, and when: of what can start first, or soon enough, what it likes best."""
+        able = [offer for stage in self.mine[owner] for offer in self._able(owner, stage)]
+        if not able:
+            return inf, Kind.FORWARD, 0
+        soonest = min(able, key=lambda offer: (offer[0], self._liking(offer)))
+        start = soonest[0]
+        start += self.taste.patience * self._seconds(soonest[1], soonest[2])
+        return min((offer for offer in able if offer[0] <= start), key=self._liking)
+
+    def _liking(self, offer: tuple[float, Kind, int]) -> tuple[int, int]:
+        return self.rank[offer[1]], -offer[2] if self.taste.deep_first else offer[2]
+
+    def _able(self, owner: int, stage: int) -> list[tuple[float, Kind, int]]:
+        free, able = self.free[owner], []
+        forwards, inputs, weights = (
+            self.done[kind][stage] for kind in (Kind.FORWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)
+        )
+        if forwards < self.num and not self.lacking_before[stage][forwards] and self._fits(owner, stage):
+            able.append((max(free, self.output_there[stage][forwards]), Kind.FORWARD, stage))
+        if inputs < forwards and not self.lacking_after[stage][inputs]:
+            able.append((max(free, self.gradient_there[stage][inputs]), Kind.INPUT_GRADIENT, stage))
+        if weights < inputs and self.taste.apart:
+            able.append((free, Kind.WEIGHT_GRADIENT, stage))
+        return able
+
+    def _fits(self, owner: int, stage: int) -> bool:
+        later = sum(self.memory.held[other] for other in self.mine[owner] if other > stage)
+        return self.used[owner] + self.memory.held[stage] + later <= self.memory.limits[owner]
+
+    def _seconds(self, kind: Kind, stage: int) -> float:
+        if kind is Kind.INPUT_GRADIENT and not self.taste.apart:
+            return self.times.of(Kind.BACKWARD, stage)
+        return self.times.of(kind, stage)
+
+    def _run(self, owner: int, start: float, kind: Kind, stage: int, micro_batch: int) -> list[int]:
+        """Run a row; gives the owners that have something new to choose from."""
+        end = self.free[owner] = start + self._seconds(kind, stage)
+        self.done[kind][stage] += 1
+        held, kept = self.memory.held[stage], self.memory.kept[stage]
+        match kind:
+            case Kind.FORWARD:
+                self.used[owner] += held
+                self.lacking_after[stage][micro_batch] -= 1
+            case Kind.INPUT_GRADIENT:
+                self.used[owner] -= held - kept if self.taste.apart else held
+            case _:
+                self.used[owner] -= kept
+                return []
+        forward = kind is Kind.FORWARD
+        there, lacking = (
+            (self.output_there, self.lacking_before) if forward else (self.gradient_there, self.lacking_after)
+        )
+        reached = []
+        for target, seconds in self.sends.get((forward, stage), ()):
+            to, come = self.owners[target], end
+            if to != owner:
+                come = self.channels[owner, to] = max(end, self.channels.get((owner, to), 0.0)) + seconds
+            there[target][micro_batch] = max(there[target][micro_batch], come)
+            lacking[target][micro_batch] -= 1
+            reached.append(to)
+        return reached

@@ -1,0 +1,74 @@
+"""What rows and transfers take, and what a micro-batch holds in memory: all that is known of stages here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from conjoin.schedules.schedule import Edge, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of each stage's forward, input gradient and weight gradient, and of what each edge carries."""
+
+    forward: tuple[float, ...]
+    input_gradient: tuple[float, ...]
+    weight_gradient: tuple[float, ...]
+    activations: tuple[float, ...]
+    """By edge, there."""
+    gradients: tuple[float, ...]
+    """By edge, and back."""
+
+    @classmethod
+    def alike(
+        cls,
+        num_stages: int,
+        edges: Sequence[Edge],
+        seconds: tuple[float, float, float] = (1, 1, 1),
+        transfer: float = 0,
+    ) -> Times:
+        """The same (forward, input gradient, weight gradient) for all stages, and one time for all transfers.
+
+        >>> Times.alike(2, [(0, 1)], (1, 1, 1), 0.5).gradients
+        (0.5,)
+        """
+        forward, inputs, weights = ((each,) * num_stages for each in seconds)
+        return cls(forward, inputs, weights, *((transfer,) * len(edges) for _ in range(2)))
+
+    def of(self, kind: Kind, stage: int) -> float:
+        """Seconds of a row that computes."""
+        match kind:
+            case Kind.FORWARD:
+                return self.forward[stage]
+            case Kind.INPUT_GRADIENT:
+                return self.input_gradient[stage]
+            case Kind.WEIGHT_GRADIENT:
+                return self.weight_gradient[stage]
+            case Kind.BACKWARD:
+                return self.input_gradient[stage] + self.weight_gradient[stage]
+            case Kind.SEND | Kind.RECEIVE:
+                raise ValueError(f"{kind} moves something along an edge")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a micro-batch in flight holds at each stage, in any one unit, and how much each owner has.
+
+    `held` from the forward to the (input) gradient, `kept` of it on to the weight gradient.
+    """
+
+    held: tuple[float, ...]
+    kept: tuple[float, ...]
+    limits: tuple[float, ...]
+
+    @classmethod
+    def in_flight(cls, num_stages: int, limits: Sequence[float]) -> Memory:
+        """Micro-batches in flight are counted: all stages hold as much, until their weights have their gradients."""
+        return cls((1,) * num_stages, (1,) * num_stages, tuple(limits))
+
+    @classmethod
+    def unlimited(cls, num_stages: int, num_owners: int) -> Memory:
+        """In-flight micro-batches counted, and any number allowed."""
+        return cls.in_flight(num_stages, (inf,) * num_owners)
