@@ -24,6 +24,7 @@ from conjoin.ir.nodes import Leaf, LeafKind, Node, Source, Value, in_one_line, m
 from conjoin.ir.parallel_verifier import find_layout_faults, node_fault
 from conjoin.ir.parallelize import Choice, choose, parallelize, sequential
 from conjoin.ir.parser import parse_graph
+from conjoin.ir.piece_statistics import batch_norms, norm_by_pieces, pieces_of
 from conjoin.ir.placing import Placed, layout_fault, place, plain_call, rules_for
 from conjoin.ir.plain_model import plain_model
 from conjoin.ir.plan import (
@@ -124,6 +125,7 @@ __all__ = [
     "add_strides",
     "arguments_text",
     "asked_segments",
+    "batch_norms",
     "calling_graph",
     "can_expand",
     "check_plan",
@@ -164,6 +166,7 @@ __all__ = [
     "model_mark",
     "node_fault",
     "node_text",
+    "norm_by_pieces",
     "nothing",
     "num_elements",
     "operand_move",
@@ -177,6 +180,7 @@ __all__ = [
     "parse_layout",
     "parse_segments",
     "parse_type",
+    "pieces_of",
     "place",
     "plain_call",
     "plain_model",

@@ -27,7 +27,8 @@ _SMALL = (4, 32)
 ORDERED_BY_KERNELS = frozenset((
     "_native_batch_norm_legit.no_stats", "_native_batch_norm_legit_functional",
     "_native_batch_norm_legit_no_training", "angle", "batch_norm", "binary_cross_entropy",
-    "conjoin::normalize_channels", "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d",
+    "conjoin::batch_norm_by_pieces", "conjoin::normalize_channels", "conv1d", "conv1d.padding", "conv2d",
+    "conv2d.padding", "conv3d",
     "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "copysign.Tensor",
     "cross_entropy_loss", "div.Tensor_mode", "floor_divide", "heaviside", "im2col", "index.Tensor",
     "isin.Tensor_Tensor", "log_sigmoid", "logaddexp", "logaddexp2", "logical_and", "logical_or", "logical_xor",

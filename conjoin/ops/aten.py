@@ -189,4 +189,5 @@ def _composite_signature(name: str, function: Callable[..., Any]) -> Signature:
         )
         for parameter in inspect.signature(function).parameters.values()
     )
-    return Signature(name, parameters, 1, returns_list=False, mutates=False, random=False)
+    num_outputs = max(str(inspect.signature(function).return_annotation).count("Tensor"), 1)
+    return Signature(name, parameters, num_outputs, returns_list=False, mutates=False, random=False)

@@ -8,6 +8,8 @@ The average over a batch is the sum of those over its parts, each weighed by its
 The moments are float64, whatever x is: mean and variance are first found apart, as stock batch norm finds them, and
 what the difference of the two moments loses of a float64 is nothing to a float32. Each pass over x is one of torch's
 own kernels.
+
+Where every piece of a batch is normalized by its own statistics nothing has to be added up: `batch_norm_by_pieces`.
 """
 
 from __future__ import annotations
@@ -42,6 +44,36 @@ def mean_and_variance(moments: Tensor) -> Tensor:
 def normalize_channels(x: Tensor, known: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Every channel shifted and scaled by the mean and variance that are known of it, then by weight and bias."""
     return _Normalize.apply(x, known, weight, bias, eps)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def batch_norm_by_pieces(  # noqa: PLR0913 - what torch's own takes
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    pieces: int,
+) -> tuple[Tensor, Tensor]:
+    """Batch norm of each of some equal pieces of a batch by itself; and the running statistics after the first of them,
+    mean and variance as two rows.
+
+    >>> x, zeros = torch.tensor([[1.0], [3.0], [8.0], [8.0]]), torch.zeros(1)
+    >>> y, moved = batch_norm_by_pieces(x, None, None, zeros, zeros, 1.0, 0.0, 2)
+    >>> y[:2].T, moved.T
+    (tensor([[-1.,  1.]]), tensor([[2., 2.]]))
+    """
+    mean, var = (None if old is None else old.clone() for old in (running_mean, running_var))
+    attributes = True, momentum, eps, torch.backends.cudnn.enabled
+    first, *others = input.chunk(pieces)
+    y = torch.batch_norm(first, weight, bias, mean, var, *attributes)
+    if others:
+        y = torch.cat([y, *(torch.batch_norm(part, weight, bias, None, None, *attributes) for part in others)])
+    if mean is None or var is None:
+        last = next(each for each in (bias, weight, input) if each is not None)
+        return y, last.new_zeros(2, input.shape[1])
+    return y, torch.stack((mean, var))
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from conjoin.ops.batch_statistics import batch_moments, mean_and_variance, normalize_channels
+from conjoin.ops.batch_statistics import batch_moments, batch_norm_by_pieces, mean_and_variance, normalize_channels
 from conjoin.ops.experts import expert_linear, expert_network
 from conjoin.ops.fused_layer import linear_relu
 from conjoin.ops.scaled_layer import scaled_linear
@@ -19,6 +19,7 @@ SCALED_LINEAR = "conjoin::scaled_linear"
 BATCH_MOMENTS = "conjoin::batch_moments"
 MEAN_AND_VARIANCE = "conjoin::mean_and_variance"
 NORMALIZE_CHANNELS = "conjoin::normalize_channels"
+BATCH_NORM_BY_PIECES = "conjoin::batch_norm_by_pieces"
 EMBEDDING_BAG = "conjoin::embedding_bag"
 RAGGED_EMBEDDING_BAG = "conjoin::ragged_embedding_bag"
 EXPERT_LINEAR, EXPERT_NETWORK = "conjoin::expert_linear", "conjoin::expert_network"
@@ -112,7 +113,7 @@ PARALLEL_OPS = (PARTITION, COMBINE, REPLICATE, REDUCE, UNIFY, ASSIGN, GREATEST, 
 (assign); P(max) -> I (greatest); I -> At(k) (confine) and At(k) -> I (share), for what only a part of the devices
 holds."""
 
-COMPOSITES: dict[str, Callable[..., Tensor]] = {
+COMPOSITES: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     LINEAR_RELU: linear_relu,
     SCALED_LINEAR: scaled_linear,
     EXPERT_LINEAR: expert_linear,
@@ -122,6 +123,7 @@ COMPOSITES: dict[str, Callable[..., Tensor]] = {
     BATCH_MOMENTS: batch_moments,
     MEAN_AND_VARIANCE: mean_and_variance,
     NORMALIZE_CHANNELS: normalize_channels,
+    BATCH_NORM_BY_PIECES: batch_norm_by_pieces,
     PEAK: peak,
     TOKEN_ENTROPY: token_entropy,
     TOKEN_LIKELIHOOD: token_likelihood,

@@ -24,6 +24,8 @@ from conjoin.ir import (
     flatten_tree,
     is_random,
     model_mark,
+    norm_by_pieces,
+    pieces_of,
     sequential,
     unflatten_tree,
     wide_dtype,
@@ -161,10 +163,12 @@ def _draws_for_each_micro_batch(plan: Plan) -> bool:
 
 
 def _alone(case: Case, device: torch.device) -> nn.Module:
-    """The captured graph on one device; where a plan draws for each micro-batch, one that takes the same ones."""
+    """The captured graph on one device; where a plan draws for each micro-batch, one that takes the same ones, and
+    where it takes statistics of pieces of the batch, one that does."""
     plan = case.plan
     if not _draws_for_each_micro_batch(plan):
-        return to_module(case.graph, _changed(case.model, case.graph, lambda x: x.to(device)))
+        graph = norm_by_pieces(case.graph, pieces_of(plan.graph))
+        return to_module(graph, _changed(case.model, graph, lambda x: x.to(device)))
     single = replace(plan, graph=sequential(plan.graph), mesh=Mesh(()), memory=())
     store = Store(single, 0, device)
     store.fill(case.model)

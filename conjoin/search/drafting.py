@@ -14,7 +14,6 @@ from conjoin.ir import (
     Node,
     Plan,
     Substitution,
-    Value,
     can_expand,
     check_plan,
     choose,
@@ -32,8 +31,9 @@ from conjoin.machine import Machine
 from conjoin.ops import CAST, Layout, Placement, make_layout
 from conjoin.search.blocks import segments_for
 from conjoin.search.bundle_size import choose_bundle_bytes
-from conjoin.search.facts import Facts, study
+from conjoin.search.facts import Facts, study, where_in
 from conjoin.search.propagation import Flow, output_placements
+from conjoin.search.rank_statistics import check_rank_statistics, with_rank_statistics
 from conjoin.search.request import Request
 from conjoin.search.unflattening import find_flattened, unflatten
 from conjoin.search.unfusing import unfuse
@@ -68,6 +68,10 @@ def settle_draft(graph: Graph, strategy: Callable[[Facts], Draft]) -> Settled:
     """What a strategy decides, after what it would have to gather is expanded or taken apart where it can be."""
     substitutions: tuple[Substitution, ...] = ()
     draft = strategy(study(graph))
+    if draft.request.statistics == "rank":
+        graph, substitutions = with_rank_statistics(graph, draft.request)
+        draft = strategy(study(graph))
+        check_rank_statistics(graph, draft.flows)
     while stuck := {node for flow in draft.flows for node in flow.stuck}:
         taken, graph = _opened(graph, stuck)
         substitutions += taken
@@ -127,15 +131,10 @@ def make_plan_by(captured: Graph, machine: Machine, strategy: Callable[[Facts], 
 def substitution_of(graph: Graph, node: Node) -> Substitution:
     """How a node that was expanded or taken apart is told of in a plan."""
     if can_expand(node) or has_parts(node):
-        return Substitution(f"expand-{node.op}", _where(graph, node), _EXPANDED)
+        return Substitution(f"expand-{node.op}", where_in(graph, node), _EXPANDED)
     if find_flattened(graph, node) is not None:
-        return Substitution(f"unflatten-{node.op}", _where(graph, node), _UNFLATTENED)
-    return Substitution(f"unfuse-{node.op}", _where(graph, node), _UNFUSED)
-
-
-def _where(graph: Graph, node: Node) -> str:
-    source = graph.source_of(node)
-    return str(source) if source else f"%{graph.numbers[Value(node)]}"
+        return Substitution(f"unflatten-{node.op}", where_in(graph, node), _UNFLATTENED)
+    return Substitution(f"unfuse-{node.op}", where_in(graph, node), _UNFUSED)
 
 
 def _choices(graph: Graph, draft: Draft) -> dict[Node, Choice]:

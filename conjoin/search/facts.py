@@ -254,3 +254,9 @@ class Facts:
 def study(graph: Graph) -> Facts:
     """The facts of a graph; those of the last few graphs are kept, since one model is planned in several ways."""
     return Facts(graph)
+
+
+def where_in(graph: Graph, node: Node) -> str:
+    """Where a node comes from: a line of the model, else its place in the graph."""
+    source = graph.source_of(node)
+    return str(source) if source else f"%{graph.numbers[Value(node)]}"

@@ -43,7 +43,13 @@ def follow(facts: NodeFacts, arriving: tuple[Placement, ...], legal: Rules) -> R
         return [rule for rule in legal if all(rule.operands[i] == placement for i, placement in split)] or legal
     if facts.layer is not None or all(placement == Invariant() for placement in arriving):
         return legal[:1]
-    return [rule for rule in legal if rule.index is None]
+    unsplit = [rule for rule in legal if rule.index is None]
+    if all(placement == Partial() for placement in arriving):  # several sums are added up as one
+        if len(arriving) > 1 == len(facts.node.types):
+            return [rule for rule in unsplit if rule.operands == arriving] or unsplit
+        if len(facts.node.types) > 1 == len(arriving):
+            return legal[:1]
+    return unsplit
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """How a strategy is asked for: `NAME[:keys][@axes]`, or several joined by `+`, as `hsdp:8,4+megatron:tp=8,sp+micro=4`.
 
 Degrees have names (`tp=2`) or stand in the order of the strategy's keys. What is asked of the batch and of Megatron
-becomes one request: `fsdp+megatron:tp=2` is `megatron:tp=2,fsdp`. What is run again in the backward pass (`recompute=`)
-and how many micro-batches make up a step (`micro=`) may be asked of every strategy, by a part or among its keys.
+becomes one request: `fsdp+megatron:tp=2` is `megatron:tp=2,fsdp`. What is run again in the backward pass
+(`recompute=`), how many micro-batches make up a step (`micro=`) and of what batch norm takes its statistics
+(`statistics=`) may be asked of every strategy, by a part or among its keys.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from conjoin.machine import Mesh
 
 _MAX_DIGITS = 7
 _MODES = ("none", "selective", "full", "every-2")
+_STATISTICS = ("all", "rank")
+_OPTIONS = ("recompute", "micro", "statistics")
 _EVERY = re.compile(r"every-[1-9]\d{0,3}")
 
 
@@ -37,13 +40,16 @@ class Request:
     """Which blocks are run again in the backward pass: none, selective, full, every-2, ...; empty as the model asks."""
     micro: int = 1
     """Micro-batches of a step."""
+    statistics: str = "all"
+    """Of what batch norm takes its statistics: of the batch on all ranks, or of the piece of it on each rank."""
 
     def __str__(self) -> str:
         words = [f"{key}={degree}" for key, degree in self.degrees.items()] + sorted(self.flags)
         again = f"+recompute={self.recompute}" if self.recompute else ""
         parts = f"+micro={self.micro}" if self.micro > 1 else ""
+        own = f"+statistics={self.statistics}" if self.statistics != "all" else ""
         where = f"@{','.join(self.order)}" if self.order else ""
-        return f"{self.name}{':' if words else ''}{','.join(words)}{again}{parts}{where}"
+        return f"{self.name}{':' if words else ''}{','.join(words)}{again}{parts}{own}{where}"
 
     def filled(self, degrees: Mapping[str, int]) -> Request:
         """The same with every degree."""
@@ -93,11 +99,13 @@ def parse_request(text: str, known: Mapping[str, Keys], aliases: Mapping[str, st
     _check_once(made.name, "axes", sum(bool(part.order) for part in parts))
     _check_once(made.name, "recompute", sum(bool(part.recompute) for part in parts))
     _check_once(made.name, "micro", sum(part.micro > 1 for part in parts))
+    _check_once(made.name, "statistics", sum(part.statistics != "all" for part in parts))
     return replace(
         made,
         order=max(part.order for part in parts),
         recompute=max(part.recompute for part in parts),
         micro=max(part.micro for part in parts),
+        statistics=max(part.statistics for part in parts),
     )
 
 
@@ -105,7 +113,7 @@ def _parse_part(text: str, known: Mapping[str, Keys], aliases: Mapping[str, str]
     """What stands between two `+`; one that names no strategy has no name."""
     asked, _, axes = text.strip().partition("@")
     name, _, rest = asked.partition(":")
-    if name.partition("=")[0].strip() in ("recompute", "micro"):
+    if name.partition("=")[0].strip() in _OPTIONS:
         name, rest = "", asked
     elif name not in known and name not in aliases:
         raise UsageError(
@@ -127,6 +135,9 @@ def _with_word(request: Request, word: str, keys: Keys) -> Request:
     if key == "micro" and equals:
         _check_once(name, key, 1 + (request.micro > 1))
         return replace(request, micro=_parse_degree(name, key, given))
+    if key == "statistics" and equals:
+        _check_once(name, key, 1 + (request.statistics != "all"))
+        return replace(request, statistics=_parse_statistics(name, given))
     if key.isdigit() and not equals:
         key, equals, given = next((degree for degree in keys.degrees if degree not in request.degrees), key), "=", key
     _check_key(name, key, bool(equals), keys)
@@ -201,4 +212,13 @@ def _parse_mode(name: str, mode: str) -> str:
     raise UsageError(
         f"The strategy {name} was given recompute={mode[:40]!r}. What is run again in the backward pass is none, "
         f"selective, full, or every so many blocks one, as every-2. {nearest(mode, _MODES)}"
+    )
+
+
+def _parse_statistics(name: str, given: str) -> str:
+    if given in _STATISTICS:
+        return given
+    raise UsageError(
+        f"The strategy {name} was given statistics={given[:40]!r}. Batch norm takes its statistics over the batch of "
+        f"all ranks, or each rank over its own piece. Write statistics=all or statistics=rank."
     )

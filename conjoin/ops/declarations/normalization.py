@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from conjoin.ops.aten import CAST
-from conjoin.ops.composites import BATCH_MOMENTS, MEAN_AND_VARIANCE, NORMALIZE_CHANNELS
+from conjoin.ops.composites import BATCH_MOMENTS, BATCH_NORM_BY_PIECES, MEAN_AND_VARIANCE, NORMALIZE_CHANNELS
 from conjoin.ops.declarations.by_parts import norm_by_parts
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm, local_sizes
@@ -48,8 +48,10 @@ def _batch_norm_sample(*flags: bool, statistics: bool = True) -> Sample:
     return sample
 
 
-def _eval_sample(rng: Random) -> Args:
-    return (*_batch_norm_sample(False)(rng), False)
+def _plain_sample(rng: Random) -> Args:
+    """In evaluation, or without running statistics."""
+    x, weight, bias, *rest = _batch_norm_sample(False)(rng)
+    return (x, weight, bias, *rng.choice((rest, (None, None, True, *rest[3:]))), False)
 
 
 def batch_norm_expansion(form: LocalForm) -> Any:
@@ -59,6 +61,8 @@ def batch_norm_expansion(form: LocalForm) -> Any:
     x, emit, eps = form["input"], form.emit, form.call["eps"]
     known = emit(MEAN_AND_VARIANCE, emit(BATCH_MOMENTS, x))
     y = emit(NORMALIZE_CHANNELS, x, known, form["weight"], form["bias"], eps)
+    if form.call.op == "batch_norm":
+        return y
     constant = emit("detach", known)
     mean, var = (emit("select.int", constant, 0, row) for row in range(2))
     scale = emit("rsqrt", emit("add.Tensor", var, eps))
@@ -75,6 +79,28 @@ def _moved(form: LocalForm, name: str, new: Any) -> Any:
     """A running statistic after this batch."""
     momentum, dtype = form.call["momentum"], form.call[name].dtype
     return form.emit("lerp.Scalar", form[name], form.emit(CAST, new, dtype), momentum)
+
+
+def _by_pieces(call: Call) -> Indexed:
+    """Each piece of the batch is normalized on its own; the running statistics are those that the first one leaves, to
+    which the others add nothing."""
+    x = " ".join(["(p n!)", "c", *(f"s{i}!" for i in range(len(call["input"].shape) - 2))])
+    return Indexed(f"{x}{', c' * (len(call.tensors) - 1)} -> {x}, m! c", (("m", 2), ("p", call["pieces"])))
+
+
+def _local_by_pieces(form: LocalForm) -> Any:
+    """The pieces here; unless the first is among them, the running statistics are somebody else's."""
+    y, moved = form.run()
+    is_first = form.pieces.get("p", (0, 0))[0] == 0
+    return y, moved if is_first else form.emit("zeros_like", moved)
+
+
+def _by_pieces_sample(rng: Random) -> Args:
+    c, pieces = rng.randint(1, 4), rng.randint(2, 4)
+    x = real(pieces * rng.randint(2, 3), c, *(rng.randint(1, 4) for _ in range(rng.choice((0, 1, 2)))))
+    affine = rng.choice(((real(c), real(c)), (None, None)))
+    running = rng.choice(((real(c), real(c)), (None, None)))
+    return x, *affine, *running, 0.1, 1e-5, pieces
 
 
 def _moments(call: Call) -> Indexed:
@@ -199,7 +225,9 @@ OPS: tuple[OpSpec, ...] = (
     _batch("_native_batch_norm_legit.no_stats", _batch_norm, _batch_norm_sample(True, statistics=False),
            dtype=_THREE, expansion=batch_norm_expansion, constants=()),
     _batch("_native_batch_norm_legit_no_training", _batch_norm, _batch_norm_sample(), dtype=_THREE),
-    _batch("batch_norm", _batch_norm, _eval_sample, dtype=Dtype.FIRST),
+    _batch("batch_norm", _batch_norm, _plain_sample, dtype=Dtype.FIRST, expansion=batch_norm_expansion),
+    _batch(BATCH_NORM_BY_PIECES, _by_pieces, _by_pieces_sample, dtype=(Dtype.FIRST, Dtype.LAST),
+           follows={"pieces": "p"}, local=_local_by_pieces),
     OpSpec(BATCH_MOMENTS, _moments, _moments_sample, dtype=Dtype.FLOAT64, flops=4),
     OpSpec(MEAN_AND_VARIANCE, "m! c -> m! c", lambda rng: (real(2, rng.randint(1, 5)),), dtype=Dtype.FIRST, flops=2),
     _norm(NORMALIZE_CHANNELS, _normalize, _normalize_sample, terms=_affine_terms, flops=4, domain=(0.1, 2.0)),
