@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         StrategyError,
         UsageError,
         Verdict,
+        Weights,
         Wish,
         __version__,
         capture,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         plan,
         save_checkpoint,
         save_graph,
+        save_weights,
         search_plan,
         simulate_plan,
         strategy_names,
@@ -54,11 +56,11 @@ if TYPE_CHECKING:
 __all__ = [
     "CaptureError", "CapturedModule", "CheckpointError", "ConjoinError", "Explanation", "Graph", "GraphError",
     "Inspection", "Machine", "ParallelModule", "Plan", "PlanError", "Prediction", "RankError", "SearchResult",
-    "StrategyError", "UsageError", "Verdict", "Wish", "__version__", "capture", "compare", "diff_plans", "explain",
-    "explanation_text", "fingerprint", "full_state_dict", "inspect", "load", "load_checkpoint", "load_graph",
+    "StrategyError", "UsageError", "Verdict", "Weights", "Wish", "__version__", "capture", "compare", "diff_plans",
+    "explain", "explanation_text", "fingerprint", "full_state_dict", "inspect", "load", "load_checkpoint", "load_graph",
     "load_optimizer_state_dict", "load_plan", "not_understood", "optimizer_state_dict", "parse_graph", "plan",
-    "save_checkpoint", "save_graph", "search_plan", "simulate_plan", "strategy_names", "to_module", "verify",
-    "verify_plan",
+    "save_checkpoint", "save_graph", "save_weights", "search_plan", "simulate_plan", "strategy_names", "to_module",
+    "verify", "verify_plan",
 ]  # fmt: skip
 
 

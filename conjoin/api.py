@@ -35,6 +35,7 @@ from conjoin.runtime import (
     ParallelModule,
     PlainModel,
     Verdict,
+    Weights,
     check_capture,
     copied_for_check,
     full_state_dict,
@@ -43,6 +44,7 @@ from conjoin.runtime import (
     load_optimizer_state_dict,
     optimizer_state_dict,
     save_checkpoint,
+    save_weights,
     to_module,
     verify_in_process,
 )
@@ -61,11 +63,11 @@ from conjoin.sim import Prediction, predict
 __all__ = [
     "CaptureError", "CapturedModule", "CheckpointError", "ConjoinError", "Explanation", "Graph", "GraphError",
     "Inspection", "Machine", "ParallelModule", "Plan", "PlanError", "Prediction", "RankError", "SearchResult",
-    "StrategyError", "UsageError", "Verdict", "Wish", "__version__", "capture", "compare", "diff_plans", "explain",
-    "explanation_text", "fingerprint", "full_state_dict", "inspect", "load", "load_checkpoint", "load_graph",
+    "StrategyError", "UsageError", "Verdict", "Weights", "Wish", "__version__", "capture", "compare", "diff_plans",
+    "explain", "explanation_text", "fingerprint", "full_state_dict", "inspect", "load", "load_checkpoint", "load_graph",
     "load_optimizer_state_dict", "load_plan", "not_understood", "optimizer_state_dict", "parse_graph", "plan",
-    "save_checkpoint", "save_graph", "search_plan", "simulate_plan", "strategy_names", "to_module", "verify",
-    "verify_plan",
+    "save_checkpoint", "save_graph", "save_weights", "search_plan", "simulate_plan", "strategy_names", "to_module",
+    "verify", "verify_plan",
 ]  # fmt: skip
 
 __version__ = installed_version()

@@ -36,13 +36,16 @@ from conjoin.runtime.rendezvous import check_world
 from conjoin.runtime.session import Session
 from conjoin.runtime.steps import Reference
 from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.weight_export import save_weights
+from conjoin.runtime.weights import Weights
 
 __all__ = [
     "COMMUNICATING", "COMPUTING", "TOLERANCE", "AgainstModel", "CapturedModule", "Case", "Communication",
     "Concurrency", "Difference", "Pace", "ParallelModule", "Piece", "PlainModel", "Recorded", "Reference", "Session",
-    "Site", "Timed", "Verdict", "axis_sets", "calibrate_collectives", "check_capture", "check_made_for",
+    "Site", "Timed", "Verdict", "Weights", "axis_sets", "calibrate_collectives", "check_capture", "check_made_for",
     "check_world", "communicator_over", "compare_rank", "compare_with_model", "connect", "copied_for_check",
     "full_state_dict", "join_ranks", "launch", "load", "load_checkpoint", "load_optimizer_state_dict",
-    "measure_communication", "optimizer_state_dict", "record", "run_ranks", "save_checkpoint", "time_collectives",
+    "measure_communication", "optimizer_state_dict", "record", "run_ranks", "save_checkpoint", "save_weights",
+    "time_collectives",
     "to_module", "train_alone", "verdict", "verify_in_process",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -11,11 +12,13 @@ from torch import nn
 from conjoin.errors import PlanError
 from conjoin.ir import Plan, check_plan, load_plan, plain_model, plan_fingerprint
 from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.initialization import initialise
+from conjoin.runtime.initialization import check_init, initialise
+from conjoin.runtime.joint_action import together
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.rendezvous import KeyStore, agree, check_world, draw_alike, share_values
 from conjoin.runtime.session import Session, asked_device, device_of_rank, shared_session
 from conjoin.runtime.storage import Store, check_model
+from conjoin.runtime.weights import Weights, as_weights, check_weights, read_weights, tell
 
 Initialise = Callable[[nn.Module], None]
 
@@ -29,27 +32,38 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     init: Initialise | None = None,
     seed: int = 0,
     exact_seed: int | None = None,
+    weights: Weights | str | PathLike[str] | None = None,
 ) -> ParallelModule:
     """This rank's part of a plan, as a module that trains like the model does on one device.
 
     Every rank calls it with the same plan and model; nothing is sent before plan, model and number of ranks are known
     to agree. Modules share a session unless one is given, and lie on its device unless another is. A model on the meta
-    device is never built as a whole: `init` (or each module's `reset_parameters`) fills one module at a time, from
-    `seed`. `exact_seed` makes every rank draw the random numbers one device so seeded would draw, for comparisons.
+    device is never built as a whole: `init` (or the model's own `_init_weights`, or each module's `reset_parameters`)
+    fills one module at a time, from `seed`. With `weights`, files of pretrained weights, every rank reads its pieces
+    out of them. `exact_seed` makes every rank draw the random numbers one device so seeded would draw, for comparisons.
     In the first step ranks compare inputs, loss and gradients where they should agree.
     """
     model = plain_model(model)
     plan = check_plan(plan) if isinstance(plan, Plan) else load_plan(plan)
     check_model(plan, model)
+    asked = None if weights is None else as_weights(weights)
+    is_meta = any(x.is_meta for x in model.parameters())
+    if is_meta and asked is None:
+        check_init(model, init)
     session = session or shared_session(device)
     communicator, keys = connect(plan, session)
+    checked = None if asked is None else together(lambda: check_weights(asked, model))
     store = Store(plan, communicator.rank, session.device if device is None else device_of_rank(asked_device(device)))
-    if any(x.is_meta for x in model.parameters()):
-        initialise(store, model, seed=seed, init=init)
+    if is_meta:
+        initialise(store, model, seed=seed, init=init, given=frozenset() if checked is None else checked.names)
     else:
         if keys is not None:
             share_values(keys, model, session.rank, session.num_ranks, store.device, session.patience_seconds)
         store.fill(model)
+    if checked is not None:
+        together(lambda: read_weights(checked, store))
+        if communicator.rank == 0:
+            tell(checked)
     module = ParallelModule(plan, store, communicator, exact_seed)
     module.compare_every(None)
     if keys is not None and module.draws_alike:

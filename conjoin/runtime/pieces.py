@@ -239,14 +239,15 @@ def full_state_dict(step: Gathering, everywhere: bool = False) -> dict[str, Tens
     state: dict[str, Tensor] = {}
     for name, local in state_tensors(step.store):
         if id(local) not in gathered:
-            whole = _gathered(step, name, local)
+            whole = gathered_whole(step, name, local)
             gathered[id(local)] = whole.to("cpu", copy=True) if keep else torch.empty(0)
         if keep:
             state[name] = gathered[id(local)]
     return state
 
 
-def _gathered(step: Gathering, name: str, local: Tensor) -> Tensor:
+def gathered_whole(step: Gathering, name: str, local: Tensor) -> Tensor:
+    """The whole of a tensor of which every rank has its piece; called on every rank."""
     layout = step.store.layout(name)
     if not layout:
         return local.detach()

@@ -86,16 +86,27 @@ def makes_dtype(op: Any) -> bool:
 
 
 class MetaWatch(TorchDispatchMode):
-    """Notices when something is done with a tensor on the meta device, which has no values to read or write."""
+    """Notices what is done with tensors on the meta device, which have no values to read or write."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.touched = False
+        self.touched: set[int] = set()
+        """The memory that was named, as `memory_of` tells it."""
+        self.written: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(item, Tensor) and item.is_meta for item in tree_leaves((args, kwargs))):
-            self.touched = True
+        self.touched |= _meta_memory(tree_leaves((args, kwargs)))
+        self.written |= _meta_memory(written_arguments(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _meta_memory(items: list[Any]) -> set[int]:
+    return {memory_of(item) for item in items if isinstance(item, Tensor) and item.is_meta}
+
+
+def memory_of(tensor: Tensor) -> int:
+    """A number that views of one tensor on the meta device have in common, for as long as it is there."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 as_plain_tensors: Any = torch._C.DisableTorchFunctionSubclass

@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -17,6 +18,7 @@ from conjoin.frontends import capture
 from conjoin.ir import Graph, Plan
 from conjoin.machine import parse_machine
 from conjoin.runtime.initialization import initialise
+from conjoin.runtime.loading import load
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.pieces import full_state_dict
 from conjoin.runtime.storage import Store
@@ -270,10 +272,11 @@ def test_an_init_may_put_new_parameters(bare: tuple[Bare, Store]) -> None:
     assert all((parameter == 2).all() for name, parameter in store.root.named_parameters() if "weight" in name)
 
 
-def test_empty_leaves_what_a_checkpoint_holds(bare: tuple[Bare, Store]) -> None:
+def test_what_is_given_is_left_empty(bare: tuple[Bare, Store]) -> None:
     model, store = bare
-    assert "mask" in refusal(bare, empty=True)
-    initialise(store, model, empty=True, init=lambda module: module.mask.fill_(3))
+    saved = frozenset(model.state_dict())
+    assert "mask" in refusal(bare, given=saved)
+    initialise(store, model, given=saved, init=lambda module: module.mask.fill_(3))
     assert all(parameter.isnan().all() for parameter in store.root.parameters())
     assert (store.root.mask == 3).all()
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
@@ -293,3 +296,98 @@ def test_tensors_that_have_values_keep_them(bare: tuple[Bare, Store]) -> None:
     initialise(store, model, init=init)
     assert (store.root.weight == 5).all() and (model.weight == 5).all()
     assert torch.equal(model.inner.weight, before["weight"])
+
+
+# ---------------------------------------------------------------------------------------------- as transformers does it
+
+
+def published(name: str) -> nn.Module:
+    """A small model of transformers: GPT-2 scales the last layers of its blocks, LLaMA makes frequencies."""
+    if name == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=WORDS, n_positions=8, n_embd=8, n_layer=2, n_head=2, use_cache=False
+        )
+        return transformers.GPT2LMHeadModel(config)
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2
+    )
+    config.use_cache = False
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_published_model_is_initialised_as_it_says_itself(name: str) -> None:
+    with torch.device("meta"):
+        model = published(name).train()
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    plan = make_plan(capture(model, {"input_ids": tokens, "labels": tokens}), parse_machine("local:2"), "fsdp")
+    wanted = published(name)
+    torch.manual_seed(3)
+    wanted.apply(wanted._init_weights)
+
+    def program(communicator: ThreadRanks) -> dict[str, Tensor]:
+        store = Store(plan, communicator.rank, CPU)
+        initialise(store, model, seed=3)
+        found = full_state_dict(ParallelModule(plan, store, communicator), everywhere=True)
+        return {**found, **dict(store.root.named_buffers())}
+
+    found = run_ranks(plan.mesh, program)[0]
+    for own, tensor in (*wanted.state_dict().items(), *wanted.named_buffers()):
+        assert torch.equal(found[own], tensor), own
+
+
+class OwnInit(nn.Module):
+    """Says how some of its modules are initialised, and gives the last of another one its values."""
+
+    def __init__(self, forgotten: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.blank = Blank()
+        self.forgotten = Blank() if forgotten else None
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.fill_(2.0)
+            module.bias.data.zero_()
+        if isinstance(module, OwnInit):
+            module.last.weight.data.mul_(0.5)
+            nn.init.ones_(module.blank.values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.last(self.first(x)) * self.blank.values
+        return y if self.forgotten is None else y * self.forgotten.values
+
+
+class Blank(nn.Module):
+    """Has no initialisation of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.empty(4))
+
+
+@pytest.mark.parametrize("with_values", [False, True])
+def test_a_model_may_write_to_tensors_of_its_modules(with_values: bool) -> None:
+    with torch.device("meta"):
+        model = OwnInit(forgotten=False)
+    if with_values:
+        model.first = nn.Linear(4, 4)
+    before = [x.clone() for x in model.first.parameters()]
+    plan = make_plan(capture(model, torch.zeros(4, 4), lambda y: y.sum()), parse_machine("local:2"), "fsdp")
+    store = Store(plan, 1, CPU)
+    initialise(store, model)
+    assert (store.root.last.weight == 1).all() and (store.root.blank.values == 1).all()
+    if with_values:
+        assert all(map(torch.equal, model.first.parameters(), before))
+        assert torch.equal(store.root.first.bias, before[1][2:])
+
+
+def test_who_would_not_be_initialised_is_told_before_ranks_meet() -> None:
+    with torch.device("meta"):
+        model = OwnInit(forgotten=True)
+    plan = make_plan(capture(model, torch.zeros(4, 4), lambda y: y.sum()), parse_machine("local:2"), "fsdp")
+    with pytest.raises(UsageError) as caught:
+        load(plan, model)  # alone: it would complain of the missing rank
+    assert_three_sentences(caught.value)
+    assert "forgotten (Blank) with values" in str(caught.value) and "\n  blank" not in str(caught.value)
+    assert all(tensor.is_meta for tensor in model.parameters())
