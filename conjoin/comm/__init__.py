@@ -11,6 +11,7 @@ from conjoin.comm.bundling import (
     flights_forward,
     sent_bytes,
 )
+from conjoin.comm.crossing import Held, Message, direct_messages
 from conjoin.comm.exchanges import ExchangedBytes, NodeExchanges, node_exchanges
 from conjoin.comm.gradients import Entry, GradientFlow
 from conjoin.comm.movement import Movement, move_regions, movement
@@ -34,6 +35,7 @@ from conjoin.comm.traffic import (
 from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 
 __all__ = [
+    "Held", "Message", "direct_messages",
     "AGREEMENT_BYTES", "BACKWARD", "EXCHANGE", "FORWARD", "BundleKind", "BundleSizes", "Collective", "Entry",
     "ExchangedBytes", "GradientFlow", "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Route", "Step",
     "StepKind", "Traffic", "Transfer", "Use", "backward_route", "bundle_parameters", "bytes_sent", "changes_places",

@@ -266,7 +266,7 @@ def _find_uses(plan: Plan, segments: Sequence[Segment]) -> dict[Entry, Use]:
     found: dict[Entry, Use] = {}
     for entry, readers in _readers(plan.graph, flow).items():
         leaf, back = stored_leaf(entry[0]), not training or flow.reach_read(*entry)
-        if leaf is not None and (back or not leaf.trainable):
+        if leaf is not None and (back or not leaf.is_trained):
             kept = [ends.get(place, place) for place, is_kept in readers if is_kept or place in ends]
             found[entry] = Use(tuple(dict.fromkeys(place for place, _ in readers)), max(kept, default=-1), back)
     return found

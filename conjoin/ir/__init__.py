@@ -26,6 +26,7 @@ from conjoin.ir.parallelize import Choice, choose, parallelize, sequential
 from conjoin.ir.parser import parse_graph
 from conjoin.ir.piece_statistics import batch_norms, norm_by_pieces, pieces_of
 from conjoin.ir.placing import Placed, layout_fault, place, plain_call, rules_for
+from conjoin.ir.pipeline import Pipeline, Stage, Transfer, check_pipeline, pipeline_fingerprint, stage_edges
 from conjoin.ir.plain_model import plain_model
 from conjoin.ir.plan import (
     BUNDLE_BYTES,
@@ -80,6 +81,7 @@ from conjoin.ir.spans import (
     unlike_axes,
     wanted_region,
 )
+from conjoin.ir.stages import Arrival, StageGraph, cut_in_stages, made_anew
 from conjoin.ir.structure import LEAF, Structure
 from conjoin.ir.trees import describe_tree, flatten_tree, spec_of, unflatten_tree
 from conjoin.ir.types import parse_layout, parse_type
@@ -87,6 +89,8 @@ from conjoin.ir.verifier import Fault, find_faults, verify
 from conjoin.ir.widening import wide_dtype, widen, widen_plan
 
 __all__ = [
+    "Arrival", "Pipeline", "Stage", "StageGraph", "Transfer", "check_pipeline", "cut_in_stages", "made_anew",
+    "pipeline_fingerprint", "stage_edges",
     "BUNDLE_BYTES",
     "EXACT",
     "LEAF",

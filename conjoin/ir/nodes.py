@@ -38,6 +38,11 @@ class Leaf:
     data: bytes | None = None
     """The values of a constant, row by row, where they are known."""
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether it is a parameter that a step changes; of a stage's input a gradient may be asked, too."""
+        return self.trainable and self.kind is LeafKind.PARAMETER
+
     def __str__(self) -> str:
         return f"{self.kind.value}:{self.name}"
 

@@ -68,8 +68,8 @@ def _leaf_faults(graph: Graph) -> Iterator[Fault]:
         if str(leaf) in seen:
             yield Fault(str(leaf), "the name is used twice")
         seen.add(str(leaf))
-        if leaf.trainable and leaf.kind is not LeafKind.PARAMETER:
-            yield Fault(str(leaf), "only parameters are trainable")
+        if leaf.trainable and leaf.kind not in (LeafKind.PARAMETER, LeafKind.INPUT):
+            yield Fault(str(leaf), "only parameters are trainable, and inputs that another stage makes")
         if leaf.data is not None and leaf.kind is not LeafKind.CONSTANT:
             yield Fault(str(leaf), "only constants carry data")
         elif leaf.data is not None and len(leaf.data) != leaf.type.bytes:

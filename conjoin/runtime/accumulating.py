@@ -33,9 +33,11 @@ NARROW = frozenset({torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
 class MicroBatches:
     """This rank's parts of the micro-batches of a batch."""
 
-    def __init__(self, plan: Plan, accumulation: Accumulation, rank: int, in_order: bool) -> None:
+    def __init__(
+        self, plan: Plan, accumulation: Accumulation, rank: int, in_order: bool, leaves: Sequence[Leaf] | None = None
+    ) -> None:
         self._plan, self._steps, self._rank = plan, accumulation.steps, rank
-        self._leaves = plan.graph.leaves_of(LeafKind.INPUT)
+        self._leaves = plan.graph.leaves_of(LeafKind.INPUT) if leaves is None else leaves
         self._cut, self._source = set(accumulation.cut), dict(accumulation.whole)
         self.names = [leaf.name for leaf in self._leaves if leaf.name not in self._source]
         self._inside = not in_order and self._alike()
@@ -49,7 +51,10 @@ class MicroBatches:
 
     def of(self, given: Sequence[Tensor]) -> list[list[Tensor]]:
         """The inputs of every micro-batch on this rank, from the batch as a whole or this rank's part of it."""
-        by_name = dict(zip(self.names, given, strict=True))
+        return self.of_named(dict(zip(self.names, given, strict=True)))
+
+    def of_named(self, by_name: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        """The same from inputs by their names."""
         inputs = [(leaf, by_name[self._source.get(leaf.name, leaf.name)]) for leaf in self._leaves]
         return [[self._part(leaf, x, step) for leaf, x in inputs] for step in range(self._steps)]
 
@@ -103,20 +108,21 @@ class Run:
             add_to(gradients, list(found))
             del loss, found
         assert total is not None
-        self._sum_up(gradients)
+        sum_put_off(self.bundles, list(self.parameters), gradients)
         return total, gradients
 
-    def _sum_up(self, gradients: Gradients) -> None:
-        """Sum over the ranks what bundles have put off."""
-        places = {leaf: place for place, leaf in enumerate(self.parameters)}
-        started = [(bundle, bundle.sum_up()) for bundle in self.bundles if bundle.defers]
-        for bundle, found in started:
-            if found is not None:
-                found[0].wait()
-                for leaf, gradient in zip(bundle.leaves, found[1], strict=True):
-                    more: Gradients = [None] * len(gradients)
-                    more[places[leaf]] = gradient
-                    add_to(gradients, more)
+
+def sum_put_off(bundles: Sequence[Bundle], leaves: Sequence[Leaf], gradients: Gradients) -> None:
+    """Sum over the ranks what bundles have put off, and add it to the gradients of some leaves."""
+    places = {leaf: place for place, leaf in enumerate(leaves)}
+    started = [(bundle, bundle.sum_up()) for bundle in bundles if bundle.defers]
+    for bundle, found in started:
+        if found is not None:
+            found[0].wait()
+            for leaf, gradient in zip(bundle.leaves, found[1], strict=True):
+                more: Gradients = [None] * len(gradients)
+                more[places[leaf]] = gradient
+                add_to(gradients, more)
 
 
 def add_to(gradients: Gradients, more: Gradients) -> None:
@@ -127,7 +133,7 @@ def add_to(gradients: Gradients, more: Gradients) -> None:
             gradients[i] = other if mine is None else mine + other
 
 
-class _Accumulated(torch.autograd.Function):
+class Accumulated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, scaling: Scaling, *parameters: Tensor) -> Tensor:
         ctx.run, ctx.scaling, ctx.scale = run, scaling, scaling.expected
@@ -204,7 +210,7 @@ class Accumulator:
             return run.forward_only()
         casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) in NARROW
         scaling = self._scalings[self._is_narrow or casts]
-        return _Accumulated.apply(run, scaling, *parameters.values())  # type: ignore[no-any-return, no-untyped-call]
+        return Accumulated.apply(run, scaling, *parameters.values())  # type: ignore[no-any-return, no-untyped-call]
 
     def _as_now(self, parameters: Sequence[Tensor], kind: str) -> Callable[[Callable[[], Any]], Any]:
         """Calls something later as if it were called now."""

@@ -45,6 +45,10 @@ Sizes = tuple[Sequence[int], Sequence[int]]
 """How many elements come from each member of a group, and how many go to each."""
 
 
+Messages = Sequence[tuple[int, Tensor]]
+"""Flat tensors, each with the rank at its other end."""
+
+
 class Work(Protocol):
     """A collective under way."""
 
@@ -85,6 +89,35 @@ class Communicator(Protocol):
         """Parts of a flat tensor to everyone, parts from everyone; sizes received, then sizes sent."""
 
 
+class Parcel(Protocol):
+    """Messages under way."""
+
+    def wait(self) -> object:
+        """Return when they are over."""
+
+    def is_over(self) -> bool:
+        """Whether what is sent may be let go of."""
+
+
+class Channel(Protocol):
+    """Single messages between some ranks; those from one rank to another come in the order they were sent."""
+
+    bytes_sent: int
+
+    def start(self, sends: Messages, receives: Messages) -> Parcel:
+        """Start to send and to receive; both are over after `wait`."""
+
+
+class World(Communicator, Protocol):
+    """The communicator of all ranks, from which those of some are made."""
+
+    def among(self, mesh: Mesh, ranks: tuple[int, ...]) -> Communicator:
+        """This rank on a mesh of some of the ranks, which all make it."""
+
+    def channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
+        """A channel of some ranks, which all make it in the same order."""
+
+
 class Done:
     """A collective that is over already."""
 
@@ -108,7 +141,7 @@ class Session(Protocol):
 
     device: torch.device
 
-    def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup: ...
+    def group(self, ranks: tuple[int, ...], name: str = "") -> dist.ProcessGroup: ...
 
     def started(self, ranks: tuple[int, ...], start: Callable[[], Work | None]) -> Work | None: ...
 
@@ -139,10 +172,12 @@ class _Groups(dict[Axes, dist.ProcessGroup]):
 class ProcessGroups:
     """The ranks of torch.distributed: one process group for every set of axes that a plan communicates over."""
 
-    def __init__(self, mesh: Mesh, session: Session | None = None) -> None:
+    def __init__(self, mesh: Mesh, session: Session | None = None, ranks: tuple[int, ...] | None = None) -> None:
         self.mesh = mesh
-        self.rank = dist.get_rank()
+        self.rank = dist.get_rank() if ranks is None else ranks.index(dist.get_rank())
         self._session = session
+        self._ranks = ranks
+        """Those that the mesh is made up of, where it is not all."""
         self.bytes_sent = self.num_started = 0
         self._swaps = dist.get_backend() == dist.Backend.GLOO
         """Whether single messages are better than the backend's own collectives.
@@ -151,7 +186,9 @@ class ProcessGroups:
         """
         self._groups: dict[Axes, dist.ProcessGroup] = _Groups()
         self._members: dict[Axes, tuple[int, ...]] = {}
-        self._number, self._num_compared = next(_numbers), 0
+        self._parts: list[ProcessGroups] = []
+        self._number = str(next(_numbers)) if ranks is None else f"of {ranks}"
+        self._num_compared = 0
 
     @property
     def device(self) -> torch.device:
@@ -159,13 +196,34 @@ class ProcessGroups:
 
     def prepare(self, axes: Axes) -> None:
         if axes not in self._groups:
-            self._groups[axes], self._members[axes] = self._make_group(axes), self.mesh.group(self.rank, axes)
+            self._groups[axes], self._members[axes] = self._make_group(axes), self._global(axes)
+
+    def _global(self, axes: Axes) -> tuple[int, ...]:
+        """The members of this rank's group."""
+        members = self.mesh.group(self.rank, axes)
+        return members if self._ranks is None else tuple(self._ranks[member] for member in members)
 
     def close(self) -> None:
         """Let go of the process groups, which end when nobody holds them."""
         self._groups.clear()
+        for part in self._parts:
+            part.close()
+
+    def among(self, mesh: Mesh, ranks: tuple[int, ...]) -> ProcessGroups:
+        """This rank on a mesh of some of the ranks."""
+        made = ProcessGroups(mesh, self._session, ranks)
+        self._parts.append(made)
+        return made
+
+    def channel(self, name: str, ranks: tuple[int, ...]) -> ProcessChannel:
+        """Single messages between some of the ranks, in a group of their own."""
+        group = _new_group(ranks) if self._session is None else self._session.group(ranks, name)
+        return ProcessChannel(group, ranks, self._session)
 
     def _make_group(self, axes: Axes) -> dist.ProcessGroup:
+        if self._ranks is not None:  # others make their own
+            mine = self._global(axes)
+            return _new_group(mine) if self._session is None else self._session.group(mine, "stage")
         if set(axes) == set(self.mesh.names):
             assert dist.group.WORLD is not None
             return dist.group.WORLD
@@ -222,3 +280,63 @@ class ProcessGroups:
 
     def _swap(self, kind: str, axes: Axes, into: Sequence[Tensor], out: Sequence[Tensor]) -> Work:
         return self._started(axes, lambda: swap(kind, self._groups[axes], into, out))
+
+
+def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group that its members alone make."""
+    made: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    return made
+
+
+class ProcessChannel:
+    """Single messages in a process group; a backend that has no tags brings those of two ranks in order, too."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], session: Session | None) -> None:
+        self._group, self._ranks, self._session = group, ranks, session
+        self.bytes_sent = 0
+
+    def start(self, sends: Messages, receives: Messages) -> Parcel:
+        self.bytes_sent += sum(tensor.nbytes for _, tensor in sends)
+        made = _Parcel(())
+        if self._session is None:
+            made.works = self._start(sends, receives)
+            return made
+
+        def start() -> Work:
+            made.works = self._start(sends, receives)
+            return All(made.works)
+
+        made.watched = self._session.started(self._ranks, start)
+        return made
+
+    def _start(self, sends: Messages, receives: Messages) -> Sequence[dist.Work]:
+        operations = [dist.P2POp(dist.irecv, tensor, peer, self._group) for peer, tensor in receives]
+        operations += [dist.P2POp(dist.isend, tensor, peer, self._group) for peer, tensor in sends]
+        return dist.batch_isend_irecv(operations) if operations else ()
+
+
+class _Parcel:
+    """Messages of processes."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self.works, self.watched = works, None
+
+    works: Sequence[dist.Work]
+    watched: Work | None
+
+    def wait(self) -> None:
+        (All(self.works) if self.watched is None else self.watched).wait()
+
+    def is_over(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+
+class All:
+    """Several things under way."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()

@@ -50,13 +50,15 @@ from conjoin.runtime.tensor_cores import TensorCores
 class _RankCarriers:
     """What the emitter asks for, for one rank of a plan."""
 
-    def __init__(self, plan: Plan, communicator: Communicator, exact_seed: int | None) -> None:
+    def __init__(self, plan: Plan, communicator: Communicator, exact_seed: int | None, is_stage: bool) -> None:
         self.mesh, self.rank = communicator.mesh, communicator.rank
         self.exact_seed = exact_seed
         self._communicator = communicator
         self.dropping = Dropping() if regathered_parameters(plan) else None
         self.bundles = make_bundles(plan, communicator, self.dropping)
-        self.streams = Streams(communicator, exact_seed)
+        self.streams = Streams(communicator, exact_seed, is_alone=communicator.mesh.size == 1 and not is_stage)
+        for bundle in self.bundles if is_stage else ():
+            bundle.defer()
         self._by_entry = {entry: bundle for bundle in self.bundles for entry in bundle.entries}
 
     def reshard(self, value: Value, target: Layout) -> Function:
@@ -113,13 +115,21 @@ class ParallelModule(nn.Module):
     """The generated forward of this rank as Python text."""
     _tensor_cores: TensorCores | None
 
-    def __init__(self, plan: Plan, store: Store, communicator: Communicator, exact_seed: int | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        communicator: Communicator,
+        exact_seed: int | None = None,
+        *,
+        is_stage: bool = False,
+    ) -> None:
         super().__init__()
         self.training = plan.graph.training
-        carriers = _RankCarriers(plan, communicator, exact_seed)
+        carriers = _RankCarriers(plan, communicator, exact_seed, is_stage)
         kept = tuple(leaf for leaf in plan.graph.leaves if leaf.kind is not LeafKind.INPUT)
         name = f"{plan.graph.name} {plan_fingerprint(plan)[:12]} @{communicator.rank}"
-        once = plan.accumulation is None
+        once = plan.accumulation is None and not is_stage
         emitted = emit_program(plan.graph, kept, carriers, recomputed(plan), once=once)
         program = Program(emitted, name, partial(_compile, carriers))
         agreement = Agreement(plan, store, communicator)
@@ -152,7 +162,33 @@ class ParallelModule(nn.Module):
         )
         for name in _HELD:
             self.__dict__[name] = store.root.__dict__[name]
-        mark_gradients(self.pieces(), communicator)
+        if not is_stage:
+            mark_gradients(self.pieces(), communicator)
+
+    @property
+    def kept(self) -> tuple[Leaf, ...]:
+        """What is there between steps: parameters, buffers and constants."""
+        return self._kept
+
+    @property
+    def bundles(self) -> tuple[Bundle, ...]:
+        return self._carriers.bundles
+
+    @property
+    def streams(self) -> Streams:
+        return self._carriers.streams
+
+    def leaf(self, name: str) -> Leaf:
+        """What is kept under a name."""
+        return next(leaf for leaf in self._kept if leaf.name == name)
+
+    def read(self, leaf: Leaf) -> Tensor | None:
+        """This rank's piece of what is kept between steps."""
+        return self.store.read(self.store.slot(leaf), self.store.device)
+
+    def run(self, inputs: list[Tensor], state: list[Tensor | None]) -> list[Tensor]:
+        """The outputs on this rank from its pieces of all inputs and of what is kept."""
+        return self._run(inputs, state, self.store.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass: the batch as captured, whole or this rank's part of it; the loss is that of the whole."""

@@ -27,7 +27,7 @@ Place = tuple[int, Tensor | None]
 """Where a stream stands: its seed, and the state of the generator once something was drawn."""
 
 
-class _Stream:
+class Stream:
     """A generator state of its own for the operators that are split along the same axes."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class _Stream:
                 state.write(outside)
 
 
-class _Outside(_Stream):
+class _Outside(Stream):
     """The caller's generator itself."""
 
     def __init__(self) -> None:
@@ -118,13 +118,16 @@ class _DeviceState:
 class Streams:
     """The streams of one rank's program; with a seed there is one, and it draws what one device so seeded would."""
 
-    def __init__(self, communicator: Communicator, exact_seed: int | None = None) -> None:
+    def __init__(
+        self, communicator: Communicator, exact_seed: int | None = None, is_alone: bool | None = None
+    ) -> None:
+        alone = communicator.mesh.size == 1 if is_alone is None else is_alone
         self._communicator = communicator
         self.exact = exact_seed is not None
-        self._streams: dict[tuple[str, ...], _Stream] = {}
-        self._outside = _Outside() if exact_seed is None and communicator.mesh.size == 1 else None
+        self._streams: dict[tuple[str, ...], Stream] = {}
+        self._outside = _Outside() if exact_seed is None and alone else None
         if exact_seed is not None:
-            self._streams[()] = _Stream()
+            self._streams[()] = Stream()
             self._streams[()].restart(exact_seed)
         self.must_agree = False
         """Whether some ranks have to draw the same numbers."""
@@ -136,7 +139,7 @@ class Streams:
             self._streams[()] = self._outside
             return function
         key = () if self.exact else tuple(sorted(axes))
-        stream = self._streams.setdefault(key, _Stream())
+        stream = self._streams.setdefault(key, Stream())
         if not self.exact and set(key) != set(self._communicator.mesh.names):
             self.must_agree = True
             self._communicator.prepare(self._communicator.mesh.names)
@@ -172,13 +175,22 @@ class Streams:
             return
         with drawing:
             base = int(torch.randint(2**52, (), dtype=torch.int64))
+        self.restart(str(base))
+        if self.must_agree:
+            self._compare(base, device)
+
+    def restart(self, base: str) -> None:
+        """Start all streams anew from what all ranks have in common."""
         places = self._communicator.mesh.coordinates(self._communicator.rank)
         for axes, stream in self._streams.items():
             where = ",".join(f"{axis}={places[axis]}" for axis in axes)
             digest = hashlib.sha256(f"{base}:{where}".encode()).digest()
             stream.restart(int.from_bytes(digest[:7], "big"))
-        if self.must_agree:
-            self._compare(base, device)
+
+    def go_to(self, place: Place) -> None:
+        """Have the one stream of a comparison with one device go on from where that stands."""
+        for stream in self._streams.values():
+            stream.go_to(place)
 
     def _compare(self, base: int, device: torch.device) -> None:
         """Ask whether all ranks drew the same number; the answer is looked at when the next pass begins."""

@@ -22,7 +22,7 @@ from conjoin.environment import is_launched
 from conjoin.environment import patience_seconds as patience_of_environment
 from conjoin.errors import RankError, UsageError
 from conjoin.machine import Mesh
-from conjoin.runtime.communicator import Communicator, ProcessGroups, Work
+from conjoin.runtime.communicator import ProcessGroups, Work, World
 from conjoin.runtime.progress import Passage, first_line
 from conjoin.runtime.rendezvous import KeyStore, compare
 from conjoin.runtime.threads import alone
@@ -54,7 +54,7 @@ class Session:
         self.device = device_of_rank(wanted)
         self.rank, self.num_ranks = (dist.get_rank(), dist.get_world_size()) if self.world else (0, 1)
         self.is_open, self.process = True, os.getpid()
-        self._groups: dict[tuple[int, ...], Any] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
         self._communicators: WeakSet[ProcessGroups] = WeakSet()
         self._num_keys = 0
         self._watch: Watch | None = None
@@ -90,7 +90,7 @@ class Session:
         if self.world is not dist.group.WORLD or self.world is None:
             return  # its groups ended with it
         while self._groups:
-            ranks, group = self._groups.popitem()
+            (ranks, _), group = self._groups.popitem()
             if self.rank in ranks:
                 dist.destroy_process_group(group)
         if self._has_joined:
@@ -100,7 +100,7 @@ class Session:
     def _timeout(self) -> timedelta:
         return max(_LEAST_TIMEOUT, timedelta(seconds=_TIMES_PATIENCE * self.patience_seconds))
 
-    def communicator(self, mesh: Mesh) -> Communicator:
+    def communicator(self, mesh: Mesh) -> World:
         """What carries tensors between the ranks, which stand on this mesh."""
         assert mesh.size == self.num_ranks, "the ranks are those of the mesh"
         if self.world is None:
@@ -116,11 +116,14 @@ class Session:
         self._num_keys += 1
         return default_store(f"{self._prefix}/{self._num_keys}")
 
-    def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The process group of some ranks, made once; all ranks ask for all groups in the same order."""
-        if ranks not in self._groups:
-            self._groups[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
-        group: dist.ProcessGroup = self._groups[ranks]
+    def group(self, ranks: tuple[int, ...], name: str = "") -> dist.ProcessGroup:
+        """The process group of some ranks, made once; all ranks ask for all groups in the same order, but for those
+        with a name, for which only their members ask."""
+        if (ranks, name) not in self._groups:
+            self._groups[ranks, name] = dist.new_group(
+                list(ranks), timeout=self._timeout, use_local_synchronization=bool(name)
+            )
+        group: dist.ProcessGroup = self._groups[ranks, name]
         return group
 
     def waiting(self, ranks: tuple[int, ...]) -> AbstractContextManager[None]:

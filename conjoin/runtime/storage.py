@@ -18,8 +18,8 @@ from conjoin.runtime.slots import Slot, find_constant, read_slot
 class Store:
     """Empty modules nested as the user's, holding this rank's pieces."""
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device) -> None:
-        self.root = nn.Module()
+    def __init__(self, plan: Plan, rank: int, device: torch.device, root: nn.Module | None = None) -> None:
+        self.root = nn.Module() if root is None else root
         self.device = device
         self._plan, self._rank = plan, rank
         self._leaves: dict[str, Leaf] = {}
@@ -62,18 +62,29 @@ class Store:
         """Refuse a model other than the plan's."""
         check_model(self._plan, model)
 
-    def place(self, model: nn.Module, make_piece: Callable[[str, Tensor], Tensor]) -> None:
-        """Hold the piece made of every parameter and buffer of a model, in its order and under all their names."""
+    def place(
+        self,
+        model: nn.Module,
+        make_piece: Callable[[str, Tensor], Tensor],
+        holds: Callable[[str], bool] = lambda name: True,
+    ) -> None:
+        """Hold the piece made of every parameter and buffer of a model, in its order and under all their names; where
+        not all are held, of those that are."""
         for name, module in model.named_modules(remove_duplicate=False):
-            if module._parameters or module._buffers:
+            own = (*module._parameters, *module._buffers)
+            if any(holds(f"{name}.{last}" if name else last) for last in own):
                 self._owner(f"{name}." if name else "")
         made: dict[int, nn.Parameter] = {}
         for name, whole in model.named_parameters(remove_duplicate=False):
+            if not holds(name):
+                continue
             if id(whole) not in made:
                 made[id(whole)] = nn.Parameter(make_piece(name, whole), requires_grad=whole.requires_grad)
             self.put_parameter(name, made[id(whole)])
         cuts: dict[int, Tensor] = {}
         for name, buffer in model.named_buffers(remove_duplicate=False):
+            if not holds(name):
+                continue
             if id(buffer) not in cuts:
                 cuts[id(buffer)] = make_piece(name, buffer)
             self.put_buffer(name, cuts[id(buffer)], persistent=is_persistent(model, name))

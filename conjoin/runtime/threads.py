@@ -22,7 +22,7 @@ from torch import Tensor
 from conjoin.comm import ring_bytes
 from conjoin.errors import RankError
 from conjoin.machine import Mesh
-from conjoin.runtime.communicator import Axes, Sizes
+from conjoin.runtime.communicator import Axes, Messages, Sizes
 from conjoin.runtime.wire import CARRIED
 
 T = TypeVar("T")
@@ -118,6 +118,50 @@ def _carried_out(parts: Sequence[_Part]) -> list[Tensor]:
             return [torch.cat([pieces[place] for pieces in cut]) for place in range(len(parts))]
 
 
+class _Message:
+    """What one rank sends to another: neither end is over with it before both have come, and it is read late."""
+
+    def __init__(self, route: tuple[int, int]) -> None:
+        self.group = route
+        self._sent: tuple[Tensor, int] | None = None
+        self._output: tuple[Tensor, int] | None = None
+        self.is_delivered = False
+
+    def lacks(self, sender: bool) -> bool:
+        return (self._sent if sender else self._output) is None
+
+    def come(self, is_sender: bool, tensor: Tensor) -> None:
+        assert tensor.is_contiguous(), f"a message of strides {tensor.stride()}: no backend takes gaps"
+        assert tensor.dtype in CARRIED, f"a message of {tensor.dtype}: not every backend knows it"
+        if is_sender:
+            self._sent = tensor.detach(), _version(tensor)
+        else:
+            _poison(tensor)
+            self._output = tensor.detach(), _version(tensor)
+        if self._sent is not None and self._output is not None:
+            (sent, _), (taken, _) = self._sent, self._output
+            assert (sent.dtype, sent.numel()) == (taken.dtype, taken.numel()), (
+                f"rank {self.group[0]} sends {sent.numel()} × {sent.dtype}, "
+                f"rank {self.group[1]} takes {taken.numel()} × {taken.dtype}"
+            )
+
+    @property
+    def is_started(self) -> bool:
+        return self._sent is not None and self._output is not None
+
+    def deliver(self) -> None:
+        if self.is_delivered:
+            return
+        assert self._sent is not None and self._output is not None
+        (sent, before), (output, untouched) = self._sent, self._output
+        assert before == _version(sent) and untouched == _version(output), (
+            f"a message of {sent.numel()} elements was written to while it was under way"
+        )
+        with torch.no_grad():
+            output.view(-1).copy_(sent.view(-1))
+        self.is_delivered = True
+
+
 @dataclass
 class Board:
     """Where the threads of one process meet."""
@@ -126,15 +170,17 @@ class Board:
     timeout_seconds: float = 120.0
     changed: threading.Condition = field(default_factory=threading.Condition)
     failed: bool = False
-    _prepared: list[Axes] = field(default_factory=list)
-    """In the order in which all ranks make their groups."""
+    _prepared: dict[Group, list[Axes]] = field(default_factory=dict)
+    """By the ranks of a mesh, in the order in which all of them make their groups."""
     _open: dict[tuple[Group, int], _Collective] = field(default_factory=dict)
     """By group and number, those for which not all members have come."""
     _counts: dict[tuple[Group, int], int] = field(default_factory=dict)
     """By group and rank, how many it has started."""
     _queues: dict[int, deque[_Collective]] = field(default_factory=dict)
     """By rank, what it has started and not yet carried out, in order."""
-    _waiting: dict[int, _Collective] = field(default_factory=dict)
+    _waiting: dict[int, _Collective | _Message] = field(default_factory=dict)
+    _mail: dict[tuple[str, int, int], deque[_Message]] = field(default_factory=dict)
+    """By channel, sender and receiver, what only one of the two has come for."""
     _left: set[int] = field(default_factory=set)
     _said: list[list[str]] = field(init=False)
     """By rank, what it said in every comparison."""
@@ -142,12 +188,13 @@ class Board:
     def __post_init__(self) -> None:
         self._said = [[] for _ in range(self.num_ranks)]
 
-    def prepare(self, number: int, axes: Axes) -> None:
-        """Make the groups over some axes, which are those of this number on all ranks."""
+    def prepare(self, ranks: Group, number: int, axes: Axes) -> None:
+        """Make the groups over some axes, which are those of this number on all ranks of a mesh."""
         with self.changed:
-            if number == len(self._prepared):
-                self._prepared.append(axes)
-            assert self._prepared[number] == axes, f"groups over {axes} where others make {self._prepared[number]}"
+            prepared = self._prepared.setdefault(ranks, [])
+            if number == len(prepared):
+                prepared.append(axes)
+            assert prepared[number] == axes, f"groups over {axes} where others make {prepared[number]}"
 
     def start(self, group: Group, rank: int, part: _Part) -> _Collective:
         """Come to the next collective of a group."""
@@ -184,19 +231,42 @@ class Board:
 
     def finish(self, made: _Collective, rank: int) -> Tensor:
         """Wait until a collective is carried out; what this rank gets of it."""
-        deadline = time.monotonic() + self.timeout_seconds
         with self.changed:
-            self._waiting[rank] = made
-            self._look_for_deadlock()
-            while not made.is_started:
-                if self.failed or not self.changed.wait(deadline - time.monotonic()):
-                    self.fail()
-                    raise RankError(
-                        f"Rank {rank} waits for its group {made.group}, and not all of it came. Another rank stopped "
-                        f"or runs another program. See its error."
-                    )
-            del self._waiting[rank]
+            self._wait_for(made, rank)
             return made.result(rank)
+
+    def _wait_for(self, made: _Collective | _Message, rank: int) -> None:
+        deadline = time.monotonic() + self.timeout_seconds
+        self._waiting[rank] = made
+        self._look_for_deadlock()
+        while not made.is_started:
+            if self.failed or not self.changed.wait(deadline - time.monotonic()):
+                self.fail()
+                raise RankError(
+                    f"Rank {rank} waits for its group {made.group}, and not all of it came. Another rank stopped "
+                    f"or runs another program. See its error."
+                )
+        del self._waiting[rank]
+
+    def post(self, channel: str, route: tuple[int, int], rank: int, tensor: Tensor) -> _Message:
+        """Come as the sender or the receiver of the next message of a channel from one rank to another."""
+        with self.changed:
+            waiting, is_sender = self._mail.setdefault((channel, *route), deque()), rank == route[0]
+            if waiting and waiting[0].lacks(is_sender):
+                made = waiting.popleft()
+            else:
+                made = _Message(route)
+                waiting.append(made)
+            made.come(is_sender, tensor)
+            if made.is_started:
+                self.changed.notify_all()
+            return made
+
+    def receive(self, made: _Message, rank: int) -> None:
+        """Wait until the other end of a message has come; what is sent is read only now."""
+        with self.changed:
+            self._wait_for(made, rank)
+            made.deliver()
 
     def compare(self, rank: int, text: str) -> list[str]:
         """What every rank says in the same comparison."""
@@ -233,6 +303,10 @@ class Board:
             )
 
     def _why(self, rank: int) -> str:
+        message = self._waiting[rank]
+        if isinstance(message, _Message):
+            source, target = message.group
+            return f"has a message {f'to rank {target}' if rank == source else f'from rank {source}'} first"
         first = self._queues[rank][0]
         missing = [member for member in first.group if member not in first.parts]
         others = [member for member in first.group if member not in missing and self._queues[member][0] is not first]
@@ -261,29 +335,67 @@ class ThreadWork:
             self._part = None
 
 
-class ThreadRanks:
-    """One rank among the threads of this process."""
+class ThreadMessages:
+    """Messages of threads under way."""
 
-    def __init__(self, mesh: Mesh, rank: int, board: Board) -> None:
+    def __init__(self, board: Board, rank: int, messages: Sequence[_Message]) -> None:
+        self._board, self._rank, self._messages = board, rank, list(messages)
+
+    def wait(self) -> None:
+        while self._messages:
+            self._board.receive(self._messages.pop(0), self._rank)
+
+    def is_over(self) -> bool:
+        return all(message.is_delivered for message in self._messages)
+
+
+class ThreadChannel:
+    """Single messages between the threads of this process."""
+
+    def __init__(self, name: str, rank: int, board: Board) -> None:
+        self._name, self._rank, self._board = name, rank, board
+        self.bytes_sent = 0
+
+    def start(self, sends: Messages, receives: Messages) -> ThreadMessages:
+        mine, name = self._rank, self._name
+        made = [self._board.post(name, (peer, mine), mine, tensor) for peer, tensor in receives]
+        made += [self._board.post(name, (mine, peer), mine, tensor) for peer, tensor in sends]
+        self.bytes_sent += sum(tensor.nbytes for _, tensor in sends)
+        return ThreadMessages(self._board, mine, made)
+
+
+class ThreadRanks:
+    """One rank among the threads of this process, or among those of them that a mesh is made up of."""
+
+    def __init__(self, mesh: Mesh, rank: int, board: Board, ranks: Group | None = None) -> None:
         self.mesh, self.rank, self._board = mesh, rank, board
+        self._ranks = tuple(range(mesh.size)) if ranks is None else ranks
         self.bytes_sent = self.num_started = 0
         self.device = torch.device("cpu")
         self._prepared: set[Axes] = set()
 
     def prepare(self, axes: Axes) -> None:
         if axes not in self._prepared:
-            self._board.prepare(len(self._prepared), axes)
+            self._board.prepare(self._ranks, len(self._prepared), axes)
             self._prepared.add(axes)
+
+    def among(self, mesh: Mesh, ranks: Group) -> ThreadRanks:
+        """This rank on a mesh of some of the ranks."""
+        return ThreadRanks(mesh, ranks.index(self.rank), self._board, ranks)
+
+    def channel(self, name: str, ranks: Group) -> ThreadChannel:
+        """Single messages between some of the ranks."""
+        return ThreadChannel(name, self.rank, self._board)
 
     def compare(self, text: str) -> list[str]:
         return self._board.compare(self.rank, text)
 
     def _start(self, kind: str, tensor: Tensor, output: Tensor, axes: Axes, sizes: Sizes) -> ThreadWork:
         assert axes in self._prepared, f"{kind} over {axes}, for which no group was made"
-        group = self.mesh.group(self.rank, axes)
+        group = tuple(self._ranks[member] for member in self.mesh.group(self.rank, axes))
         self.num_started += 1
-        made = self._board.start(group, self.rank, _Part.of(kind, tensor, output, sizes))
-        return ThreadWork(self._board, made, self.rank)
+        made = self._board.start(group, self._ranks[self.rank], _Part.of(kind, tensor, output, sizes))
+        return ThreadWork(self._board, made, self._ranks[self.rank])
 
     def all_reduce(self, tensor: Tensor, axes: Axes, largest: bool = False) -> ThreadWork:
         count = len(self.mesh.group(self.rank, axes))

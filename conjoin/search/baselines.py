@@ -59,7 +59,7 @@ def least_bytes(name: str, graph: Graph, mesh: Mesh, copies: int) -> float:
     request = read_request(name)
     if request.name not in ("data-parallel", "fsdp", "zero1", "hsdp", "megatron"):
         return 0.0
-    trained, degree = sum(leaf.type.bytes for leaf in graph.leaves if leaf.trainable), request.degrees.get("tp", 1)
+    trained, degree = sum(leaf.type.bytes for leaf in graph.leaves if leaf.is_trained), request.degrees.get("tp", 1)
     told = request.flags | {request.name}
     shard = hybrid_degrees(mesh, request.degrees, {"tp": degree})["shard"] if "hsdp" in told else mesh.size / degree
     gathers = bool(told & {"fsdp", "hsdp"})

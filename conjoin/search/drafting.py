@@ -101,10 +101,10 @@ class LaidOut:
     outputs: Mapping[int, Layout]
 
 
-def lay_out(settled: Settled) -> LaidOut:
-    """The layouts that a settled draft stands for."""
+def lay_out(settled: Settled, *, is_stage: bool = False) -> LaidOut:
+    """The layouts that a settled draft stands for; what a stage makes for others is left as it is made."""
     graph, draft = settled.graph, settled.draft
-    return LaidOut(_leaf_layouts(graph, draft), _choices(graph, draft), _output_layouts(graph, draft))
+    return LaidOut(_leaf_layouts(graph, draft), _choices(graph, draft), _output_layouts(graph, draft, is_stage))
 
 
 def make_plan_by(captured: Graph, machine: Machine, strategy: Callable[[Facts], Draft], micro: int = 1) -> Plan:
@@ -148,7 +148,7 @@ def _casts(graph: Graph) -> Iterator[tuple[Node, Leaf]]:
     """Casts of trained parameters, as mixed precision has them."""
     for node in graph.nodes:
         source = node.inputs[0].owner if node.op == CAST else None
-        if isinstance(source, Leaf) and source.trainable and node.types[0].dtype.is_floating_point:
+        if isinstance(source, Leaf) and source.is_trained and node.types[0].dtype.is_floating_point:
             yield node, source
 
 
@@ -169,8 +169,8 @@ def _leaf_layouts(graph: Graph, draft: Draft) -> dict[Leaf, Layout]:
     }
 
 
-def _output_layouts(graph: Graph, draft: Draft) -> dict[int, Layout]:
-    kept = [(flow, output_placements(graph, flow)) for flow in draft.flows]
+def _output_layouts(graph: Graph, draft: Draft, is_stage: bool) -> dict[int, Layout]:
+    kept = [(flow, output_placements(graph, flow, is_stage=is_stage)) for flow in draft.flows]
     return {
         i: make_layout((axis, placed[i]) for flow, placed in kept if i in placed for axis in flow.group.axes)
         for i in range(len(graph.outputs))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from conjoin.errors import StrategyError
+from conjoin.errors import StrategyError, UsageError
 from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine
 from conjoin.search.drafting import Draft, make_plan_by
 from conjoin.search.facts import Facts
 from conjoin.search.request import Request, parse_request
 from conjoin.search.strategies import ALIASES, STRATEGIES
+
+
+PIPELINE = "pipeline"
 
 
 def strategy_names() -> tuple[str, ...]:
@@ -47,6 +50,11 @@ def make_plan(graph: Graph, machine: Machine, strategy: str) -> Plan:
     <BLANKLINE>
     """
     request = read_request(strategy)
+    if request.name == PIPELINE:
+        raise UsageError(
+            f"A plan of one stage was asked for by {strategy[:60]!r}. A pipeline has several. Choose another strategy "
+            f"here, or call make_pipeline."
+        )
     return make_plan_by(graph, machine, drafter(machine, request), request.micro)
 
 

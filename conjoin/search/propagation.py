@@ -272,11 +272,12 @@ class Propagation:
             self._set(self.reads, value, (*self.reads.get(value, ()), wanted))
 
 
-def output_placements(graph: Graph, flow: Flow) -> dict[int, Placement]:
-    """Where the outputs are left: the loss is I, and all are where there is no loss; others lie as they are made."""
+def output_placements(graph: Graph, flow: Flow, *, is_stage: bool = False) -> dict[int, Placement]:
+    """Where the outputs are left: the loss is I, and all are where there is no loss; others lie as they are made, and
+    so does what a stage makes for others."""
     kept: dict[int, Placement] = {}
     for i, value in enumerate(graph.outputs):
-        if isinstance(value, Value) and graph.loss is not None and i != graph.loss:
+        if isinstance(value, Value) and i != graph.loss and (is_stage or graph.loss is not None):
             placement = flow.placements[value]
             if not isinstance(placement, Partial | Copies):
                 kept[i] = placement

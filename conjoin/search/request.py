@@ -42,9 +42,12 @@ class Request:
     """Micro-batches of a step."""
     statistics: str = "all"
     """Of what batch norm takes its statistics: of the batch on all ranks, or of the piece of it on each rank."""
+    schedule: str = ""
+    """In which order the stages of a pipeline run them."""
 
     def __str__(self) -> str:
         words = [f"{key}={degree}" for key, degree in self.degrees.items()] + sorted(self.flags)
+        words += [f"schedule={self.schedule}"] if self.schedule else []
         again = f"+recompute={self.recompute}" if self.recompute else ""
         parts = f"+micro={self.micro}" if self.micro > 1 else ""
         own = f"+statistics={self.statistics}" if self.statistics != "all" else ""
@@ -138,6 +141,9 @@ def _with_word(request: Request, word: str, keys: Keys) -> Request:
     if key == "statistics" and equals:
         _check_once(name, key, 1 + (request.statistics != "all"))
         return replace(request, statistics=_parse_statistics(name, given))
+    if key == "schedule" and equals and "pp" in keys.degrees:
+        _check_once(name, key, 1 + bool(request.schedule))
+        return replace(request, schedule=given)
     if key.isdigit() and not equals:
         key, equals, given = next((degree for degree in keys.degrees if degree not in request.degrees), key), "=", key
     _check_key(name, key, bool(equals), keys)

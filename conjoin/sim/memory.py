@@ -129,7 +129,7 @@ class _Walk:
             num_bytes = self._held(root, layout)
             self.blocks[root, layout] = self.heap.hold(self.heap.allocate(num_bytes))
             totals[leaf.kind] += num_bytes
-            trained += num_bytes if leaf.trainable else 0
+            trained += num_bytes if leaf.is_trained else 0
         state = OPTIMIZER_COPIES[self.optimizer] * trained if self.skeleton.graph.training else 0
         self.heap.allocate(state)
         if self.program.steps > 1:  # the gradients so far, and the other micro-batches
@@ -439,6 +439,6 @@ class _Walk:
         if not self.skeleton.graph.training or self.optimizer not in ("adam", "adamw"):
             return 0
         roots = self.skeleton.roots
-        trained = [i for i, root in enumerate(roots) if root.leaf is not None and root.leaf.trainable]
+        trained = [i for i, root in enumerate(roots) if root.leaf is not None and root.leaf.is_trained]
         sizes = [self._held(root, self.program.leaves[root]) for root in trained]
         return sum(sizes) if self.kind == "cuda" else 2 * max(sizes, default=0)

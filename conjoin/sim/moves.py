@@ -34,7 +34,7 @@ def _stored(program: Program, operator: int, choice: Choice) -> dict[int, Layout
     found: dict[int, Layout] = {}
     for root, layout in zip(program.skeleton.operators[operator].reads, choice.operands, strict=True):
         leaf = roots[root].leaf
-        if leaf is not None and leaf.trainable:
+        if leaf is not None and leaf.is_trained:
             left_out = (Copies,) if leaf.type.shape else (Copies, At)  # a single number is kept by all
             found[root] = make_layout((axis, p) for axis, p in layout if not isinstance(p, left_out))
     return found

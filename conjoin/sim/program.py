@@ -299,7 +299,7 @@ class Program:
 
     def _is_trained(self, root: int) -> bool:
         leaf = self.skeleton.roots[self._cast_from.get(root, root)].leaf
-        return leaf is not None and leaf.trainable
+        return leaf is not None and leaf.is_trained
 
     def _stored(self, root: int, layout: Layout) -> Value:
         """A parameter as it is stored, or what it is cast to there."""
@@ -371,7 +371,7 @@ class Program:
         stored = [
             root.type.laid_out(self.leaves[i])
             for i, root in enumerate(self.skeleton.roots)
-            if root.leaf is not None and root.leaf.trainable
+            if root.leaf is not None and root.leaf.is_trained
         ]
         drafts, mesh = self.drafts, self.drafts.mesh
         several = self.steps > 1

@@ -93,7 +93,7 @@ def _uneven_axes(skeleton: Skeleton, leaves: Mapping[int, Layout], mesh: Mesh) -
     for number, layout in leaves.items():
         found.update(axis for axis, placement in layout if isinstance(placement, At))
         leaf = skeleton.roots[number].leaf
-        for dim, size in enumerate(skeleton.roots[number].type.shape) if leaf is not None and leaf.trainable else ():
+        for dim, size in enumerate(skeleton.roots[number].type.shape) if leaf is not None and leaf.is_trained else ():
             axes = split_axes(layout, dim)
             ways = 1
             for axis in axes:

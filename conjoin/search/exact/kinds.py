@@ -74,7 +74,7 @@ def _source_of(leaf: Leaf | None) -> Source:
         return Source.MADE
     if not is_stored(leaf.kind):
         return Source.GIVEN
-    return Source.TRAINED if leaf.trainable else Source.FROZEN
+    return Source.TRAINED if leaf.is_trained else Source.FROZEN
 
 
 def is_given(leaf: Leaf | None) -> bool:

@@ -34,6 +34,11 @@ class Strategy:
     draft: Callable[[Facts, Mesh, Request], Draft]
 
 
+def draft_stages(facts: Facts, mesh: Mesh, request: Request) -> Draft:
+    """A pipeline is several plans; it is never drafted as one."""
+    raise AssertionError("a pipeline is made stage by stage")
+
+
 _JOINS = {"data-parallel": frozenset[str](), **{name: frozenset({name}) for name in STORED}}
 _MEGATRON = Keys(
     ("tp", "dp", "shard", "replicate", "cp"),
@@ -55,6 +60,7 @@ _TABLE = (
     Strategy("table-parallel", Keys(("dp",)), draft_table_parallel),
     Strategy("spatial", Keys(("h", "w", "dp")), draft_spatial),
     Strategy("reduction", Keys(("k",)), draft_reduction),
+    Strategy("pipeline", Keys(("pp", "dp", "tp", "v"), ("sp", *STORED)), draft_stages),
     Strategy("sbp3d", Keys(("m", "n", "k")), draft_sbp3d),
 )
 

@@ -1,0 +1,113 @@
+"""A stage on one rank: its program run for one micro-batch after the other, forward and backward, whenever asked.
+
+What arrives from other stages is cut off from their autograd graphs; a backward pass starts from the gradients of what
+leaves, and gives those of what arrived. Gradients of parameters are added up; those that all ranks of the stage hold
+are summed over them once, after the last micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from conjoin.ir import Leaf, LeafKind, Stage
+from conjoin.runtime.accumulating import Gradients, add_to, sum_put_off
+from conjoin.runtime.parallel import ParallelModule
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A micro-batch between its forward and its backward pass."""
+
+    arrived: dict[str, Tensor]
+    """Inputs from other stages that a gradient is asked of."""
+    outputs: list[Tensor]
+
+
+@dataclass
+class StageRun:
+    """The passes of one step through a stage."""
+
+    stage: Stage
+    module: ParallelModule
+    lent: Mapping[str, Tensor] = field(default_factory=dict)
+    """The pieces of parameters that are borrowed, as they are in this step."""
+
+    def __post_init__(self) -> None:
+        module = self.module
+        state = {leaf: self._read(leaf) for leaf in module.kept}
+        trained = {leaf: x for leaf, x in state.items() if x is not None and leaf.trainable and x.requires_grad}
+        self.parameters = {leaf: x.detach().requires_grad_() for leaf, x in trained.items()}
+        self.gradients: Gradients = [None] * len(self.parameters)
+        self._passes: dict[int, _Pass] = {}
+        for bundle in module.bundles:
+            bundle.forget_put_off()
+
+    def _read(self, leaf: Leaf) -> Tensor | None:
+        if leaf.name in self.lent and leaf.kind is LeafKind.PARAMETER:
+            return self.lent[leaf.name].requires_grad_(leaf.trainable)
+        return self.module.read(leaf)
+
+    def forward(self, micro_batch: int, inputs: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        """The outputs of a micro-batch on this rank, from its inputs by their names."""
+        arrived: dict[str, Tensor] = {}
+        given: list[Tensor] = []
+        for leaf in self.module.plan.graph.leaves_of(LeafKind.INPUT):
+            x = inputs[leaf.name]
+            if leaf.trainable and torch.is_grad_enabled():
+                x = arrived[leaf.name] = x.detach().requires_grad_()
+            given.append(x)
+        state = [self.parameters[leaf] if leaf in self.parameters else self._read(leaf) for leaf in self.module.kept]
+        outputs = self.module.run(given, state)
+        if torch.is_grad_enabled():
+            self._passes[micro_batch] = _Pass(arrived, outputs)
+        return outputs
+
+    def backward(self, micro_batch: int, incoming: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """The gradients of what arrived, from those of what left by their places among the outputs."""
+        made = self._passes.pop(micro_batch)
+        names, wanted = list(made.arrived), [*self.parameters.values(), *made.arrived.values()]
+        found = self._gradients(made, incoming, wanted, keep=False)
+        count = len(self.parameters)
+        add_to(self.gradients, found[:count])
+        return self._all_there(made, dict(zip(names, found[count:], strict=True)))
+
+    def input_gradient(self, micro_batch: int, incoming: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """The gradients of what arrived alone; those of parameters are made later."""
+        made = self._passes[micro_batch]
+        self._put_off[micro_batch] = incoming
+        names = list(made.arrived)
+        if not names:
+            return {}
+        found = self._gradients(made, incoming, list(made.arrived.values()), keep=True)
+        return self._all_there(made, dict(zip(names, found, strict=True)))
+
+    def weight_gradient(self, micro_batch: int) -> None:
+        """The gradients of parameters of a micro-batch whose input gradients are made."""
+        made, incoming = self._passes.pop(micro_batch), self._put_off.pop(micro_batch)
+        add_to(self.gradients, self._gradients(made, incoming, list(self.parameters.values()), keep=False))
+
+    _put_off: dict[int, Mapping[int, Tensor]] = field(default_factory=dict)
+    """Gradients of what left, of micro-batches whose weight gradients are still to be made."""
+
+    def _gradients(
+        self, made: _Pass, incoming: Mapping[int, Tensor], wanted: Sequence[Tensor], *, keep: bool
+    ) -> Gradients:
+        ends = [(made.outputs[place], gradient) for place, gradient in incoming.items()]
+        ends = [(output, gradient) for output, gradient in ends if output.requires_grad]
+        if not ends or not wanted:
+            return [None] * len(wanted)
+        outputs, gradients = zip(*ends, strict=True)
+        return list(torch.autograd.grad(outputs, wanted, gradients, retain_graph=keep, allow_unused=True))
+
+    @staticmethod
+    def _all_there(made: _Pass, found: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """Who gets no gradient gets zeros: the other end waits for them."""
+        return {name: torch.zeros_like(made.arrived[name]) if x is None else x for name, x in found.items()}
+
+    def sum_up(self) -> None:
+        """Sum over the ranks of the stage what was put off."""
+        sum_put_off(self.module.bundles, list(self.parameters), self.gradients)

@@ -1,0 +1,194 @@
+"""`pipeline`: a model in stages on parts of the machine, each by a named strategy, run by a schedule in micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+
+from conjoin.cost import CostModel
+from conjoin.errors import StrategyError, UsageError
+from conjoin.ir import (
+    Graph,
+    Mark,
+    Pipeline,
+    Plan,
+    Stage,
+    StageGraph,
+    check_pipeline,
+    computation_digest,
+    cut_in_micro_batches,
+    cut_in_stages,
+    model_mark,
+    parallelize,
+    recompute_actions,
+    stage_edges,
+)
+from conjoin.machine import DeviceType, Machine, part_of
+from conjoin.schedules import (
+    Schedule,
+    chain,
+    eager_one_f_one_b,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zero_bubble,
+)
+from conjoin.search.blocks import segments_for
+from conjoin.search.bundle_size import choose_bundle_bytes
+from conjoin.search.drafting import lay_out, settle_draft
+from conjoin.search.planning import drafter, read_request
+from conjoin.search.request import Request
+from conjoin.search.stage_cuts import cut_rows, node_seconds
+
+_VIRTUAL = 2
+"""Stages to an owner where a schedule interleaves them and nobody says how many."""
+_PER_STAGE = 4
+"""Micro-batches for every stage where nobody says how many: the bubble of 1F1B is then a fifth at most."""
+
+_NOMINAL = DeviceType("nominal", "cpu", 2**34, 1e11, (("float32", 1e12),))
+"""What operators are weighed by where a machine's description says no speeds."""
+
+SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
+    "gpipe": lambda owners, each, micro: gpipe(owners, micro),
+    "1f1b": lambda owners, each, micro: one_f_one_b(owners, micro),
+    "eager-1f1b": lambda owners, each, micro: eager_one_f_one_b(owners, micro),
+    "interleaved": lambda owners, each, micro: interleaved(owners, each, micro),
+    "zero-bubble": lambda owners, each, micro: zero_bubble(owners, micro),
+}
+
+
+def make_pipeline(
+    graph: Graph, machine: Machine, request: Request, costs: CostModel | None = None, sizes: Sequence[int] = ()
+) -> Pipeline:
+    """The pipeline that is asked for; `sizes` are the devices of each owner of stages where they are not all alike."""
+    name = request.schedule or "1f1b"
+    if name not in SCHEDULES:
+        near = get_close_matches(name, SCHEDULES, n=1, cutoff=0.3) or ["1f1b"]
+        raise UsageError(
+            f"The strategy pipeline was given schedule={name[:40]!r}. The schedules are {', '.join(SCHEDULES)}. "
+            f"Did you mean {near[0]}?"
+        )
+    sizes = _sizes(machine, request, sizes)
+    each = request.degrees.get("v", _VIRTUAL) if name == "interleaved" else 1
+    micro = request.micro if request.micro > 1 else _micro_batches(graph, len(sizes))
+    whole, accumulation = cut_in_micro_batches(graph, micro) if micro > 1 else (graph, None)
+    device = machine.device_type(0) if machine.nodes else _NOMINAL
+    seconds = node_seconds(whole, costs or CostModel(), device)
+    cuts = cut_in_stages(whole, cut_rows(whole, seconds, [*sizes] * each, _rate(machine)))
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    owners = [i % len(sizes) for i in range(len(cuts))]
+    stages = tuple(
+        Stage(
+            _stage_plan(graph, cut, _part(machine, sizes[owner]), request),
+            tuple(range(starts[owner], starts[owner] + sizes[owner])),
+            cut.arrivals,
+            cut.borrowed,
+        )
+        for cut, owner in zip(cuts, owners, strict=True)
+    )
+    schedule = SCHEDULES[name](len(sizes), each, micro)
+    edges = tuple(sorted({*chain(len(stages)), *stage_edges(stages)}))
+    made = Pipeline(
+        graph=whole,
+        stages=stages,
+        schedule=replace(schedule, edges=edges),
+        mesh=machine.mesh,
+        model=model_mark(graph),
+        machine=Mark(machine.name, machine.fingerprint()),
+        strategy=str(replace(request, micro=micro, schedule=name)),
+        accumulation=accumulation,
+    )
+    return check_pipeline(made)
+
+
+def _sizes(machine: Machine, request: Request, sizes: Sequence[int]) -> tuple[int, ...]:
+    """How many devices each owner of stages has."""
+    count, degree = machine.num_devices, request.degrees.get("pp", 0)
+    if sizes:
+        if sum(sizes) != count or min(sizes) < 1:
+            raise StrategyError(
+                f"Stages on {', '.join(map(str, sizes))} devices were asked for. {machine.name} has {count}, and every "
+                f"device must be used. Give numbers that add up to {count}."
+            )
+        return tuple(sizes)
+    inner = request.degrees.get("dp", 1) * request.degrees.get("tp", 1)
+    degree = degree or max(count // inner, 1)
+    if degree > count:
+        raise StrategyError(
+            f"A pipeline of {degree} stages was asked for on {machine.name}, which has {count} devices. Every stage "
+            f"needs one. Ask for pp={count} or fewer; a device runs several stages by schedule=interleaved."
+        )
+    return tuple(count // degree + (i < count % degree) for i in range(degree))
+
+
+def _micro_batches(graph: Graph, num_owners: int) -> int:
+    """The most micro-batches that a batch has parts for, up to some for every stage."""
+    for micro in range(_PER_STAGE * num_owners, 1, -1):
+        try:
+            cut_in_micro_batches(graph, micro)
+        except StrategyError:
+            continue
+        return micro
+    return 1
+
+
+def _part(machine: Machine, size: int) -> Machine:
+    """So many neighbouring devices of a machine."""
+    inside = machine.devices_per_node
+    if size % inside == 0:
+        return part_of(machine, size // inside, inside)
+    if size < inside:
+        return part_of(machine, 1, size)
+    raise StrategyError(
+        f"A stage on {size} devices of {machine.name} was asked for. Its nodes have {inside} each, and a stage takes "
+        f"whole nodes or a part of one. Ask for stages of {inside} devices or a multiple."
+    )
+
+
+def _rate(machine: Machine) -> float:
+    """About how many bytes a second go from one stage to the next."""
+    links = machine.links or (machine.nodes[0].links if machine.nodes else ())
+    return min((link.bandwidth for link in links), default=1e10)
+
+
+def _stage_plan(captured: Graph, cut: StageGraph, machine: Machine, request: Request) -> Plan:
+    inner = _inner(machine, request)
+    settled = settle_draft(cut.graph, drafter(machine, inner))
+    laid_out = lay_out(settled, is_stage=True)
+    parallel = parallelize(settled.graph, laid_out.leaves, laid_out.choices, laid_out.outputs)
+    segments = segments_for(request.recompute, settled.graph)
+    return Plan(
+        graph=parallel,
+        mesh=machine.mesh,
+        model=Mark(cut.graph.name, model_mark(cut.graph).fingerprint),
+        machine=Mark(machine.name, machine.fingerprint()),
+        strategy=str(settled.draft.request),
+        memory=(*settled.draft.memory, *recompute_actions(parallel, segments)),
+        substitutions=settled.substitutions,
+        computes=computation_digest(settled.graph),
+        bundle_bytes=choose_bundle_bytes(captured, machine),
+    )
+
+
+def _inner(machine: Machine, request: Request) -> Request:
+    """The strategy inside a stage."""
+    size, tp = machine.num_devices, request.degrees.get("tp", 1)
+    if size % tp:
+        raise StrategyError(
+            f"Tensor parallelism over {tp} devices was asked for in a stage of {size}. {size} is no multiple of {tp}. "
+            f"Choose tp as a divisor of {size}, or stages of other sizes."
+        )
+    asked = request.degrees.get("dp")
+    if asked is not None and asked * tp != size:
+        raise StrategyError(
+            f"The degrees dp={asked} × tp={tp} were asked for in a stage of {size} devices. They use {asked * tp}. "
+            f"Leave dp out, or ask for dp={size // tp}."
+        )
+    if size == 1:
+        return read_request("single")
+    flags = sorted(request.flags)
+    if tp == 1:
+        stored = [flag for flag in flags if flag in ("zero1", "fsdp", "hsdp")]
+        return read_request(f"{stored[0] if stored else 'data-parallel'}")
+    return read_request(f"megatron:{','.join([f'tp={tp}', f'dp={size // tp}', *flags])}")
