@@ -37,7 +37,6 @@ from conjoin.ir.plan import (
     Plan,
     Substitution,
     check_plan,
-    load_plan,
     model_mark,
     plan_fingerprint,
     plan_from_json,
@@ -47,6 +46,7 @@ from conjoin.ir.plan import (
     recomputed_segments,
     regathered_parameters,
 )
+from conjoin.ir.plan_files import load_plan, pipeline_from_json
 from conjoin.ir.printer import arguments_text, node_text, value_text
 from conjoin.ir.regions import (
     Range,
@@ -90,7 +90,7 @@ from conjoin.ir.widening import wide_dtype, widen, widen_plan
 
 __all__ = [
     "Arrival", "Pipeline", "Stage", "StageGraph", "Transfer", "check_pipeline", "cut_in_stages", "made_anew",
-    "pipeline_fingerprint", "stage_edges",
+    "pipeline_fingerprint", "pipeline_from_json", "stage_edges",
     "BUNDLE_BYTES",
     "EXACT",
     "LEAF",

@@ -7,15 +7,28 @@ on its ranks, and the layout in which the other takes it on its own.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from conjoin.errors import PlanError
+from conjoin.ir.custom_operators import statements_to_json
+from conjoin.ir.files import write_file
 from conjoin.ir.graph import Graph
 from conjoin.ir.micro_batches import Accumulation, check_accumulation
 from conjoin.ir.nodes import Leaf, LeafKind, Value
-from conjoin.ir.plan import Mark, Plan, check_plan, plan_fingerprint
+from conjoin.ir.plan import (
+    FORMAT,
+    VERSION,
+    Mark,
+    Plan,
+    accumulation_to_json,
+    check_plan,
+    decisions_to_json,
+    mesh_to_json,
+)
 from conjoin.ir.stages import Arrival
 from conjoin.ir.verifier import verify
 from conjoin.machine import Mesh
@@ -112,17 +125,50 @@ class Pipeline:
 
     def save(self, path: str | Path) -> None:
         """Write the pipeline to a file."""
-        from conjoin.ir.pipeline_file import write_pipeline  # noqa: PLC0415
+        write_file(path, json.dumps(pipeline_to_json(self), indent=1, ensure_ascii=False) + "\n", "plan", PlanError)
 
-        write_pipeline(self, path)
+
+def pipeline_to_json(pipeline: Pipeline) -> dict[str, Any]:
+    """The pipeline as plain data, in the format of plans; the graph of every stage as its text form, line by line."""
+    operators = statements_to_json(pipeline.graph)
+    accumulation = pipeline.accumulation
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "strategy": pipeline.strategy,
+        "model": {"name": pipeline.model.name, "fingerprint": pipeline.model.fingerprint},
+        "machine": {"name": pipeline.machine.name, "fingerprint": pipeline.machine.fingerprint},
+        "mesh": mesh_to_json(pipeline.mesh),
+        "schedule": {
+            "name": pipeline.schedule.name,
+            "owners": list(pipeline.schedule.owners),
+            "rows": [" ".join(map(str, rows)) for rows in pipeline.schedule.rows],
+        },
+        "predictions": dict(pipeline.predictions),
+        **({} if accumulation is None else {"accumulate": accumulation_to_json(accumulation)}),
+        **({"precision": pipeline.precision} if pipeline.precision else {}),
+        **({"operators": operators} if operators else {}),
+        "graph": str(pipeline.graph).splitlines(),
+        "stages": [_stage_to_json(stage) for stage in pipeline.stages],
+    }
+
+
+def _stage_to_json(stage: Stage) -> dict[str, Any]:
+    return {
+        "ranks": list(stage.ranks),
+        "mesh": mesh_to_json(stage.plan.mesh),
+        "strategy": stage.plan.strategy,
+        "takes": [{"input": a.input, "stage": a.stage, "output": a.output} for a in stage.arrivals],
+        "borrows": list(stage.borrowed),
+        **decisions_to_json(stage.plan),
+        "graph": str(stage.plan.graph).splitlines(),
+    }
 
 
 def pipeline_fingerprint(pipeline: Pipeline) -> str:
     """What must be equal on all ranks: everything that decides what runs."""
-    parts = [str(pipeline.schedule), str(pipeline.graph), str(pipeline.accumulation), str(pipeline.mesh)]
-    for stage in pipeline.stages:
-        parts += [plan_fingerprint(stage.plan), str(stage.ranks), str(stage.arrivals), str(stage.borrowed)]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    data = {k: v for k, v in pipeline_to_json(pipeline).items() if k not in ("predictions", "strategy", "operators")}
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def check_pipeline(pipeline: Pipeline) -> Pipeline:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from os import PathLike
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from conjoin.errors import GraphError, PlanError
 from conjoin.ir.computation import computation_digest
-from conjoin.ir.custom_operators import import_operators, read_statements, statements_to_json
-from conjoin.ir.files import read_json, write_file
+from conjoin.ir.custom_operators import read_statements, statements_to_json
+from conjoin.ir.files import write_file
 from conjoin.ir.graph import Graph
 from conjoin.ir.graph_file import fingerprint
 from conjoin.ir.library_stamps import is_held_for_true
@@ -103,9 +102,6 @@ class Plan:
     substitutions: tuple[Substitution, ...] = ()
     predictions: tuple[tuple[str, float], ...] = ()
     """Named figures with their unit: `seconds_per_step`."""
-    stages: tuple[tuple[str, tuple[int, ...]], ...] = field(default=())
-    """Pipeline stages and the ranks of each; none is one stage of all ranks."""
-    schedule: str | None = None
     accumulation: Accumulation | None = None
     """The graph is that of a micro-batch, several of which make up a step; None where it is that of the whole batch."""
     computes: str | None = None
@@ -133,22 +129,34 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "strategy": plan.strategy,
         "model": {"name": plan.model.name, "fingerprint": plan.model.fingerprint},
         "machine": {"name": plan.machine.name, "fingerprint": plan.machine.fingerprint},
-        "mesh": [{"axis": a.name, "size": a.size, "between_nodes": a.between_nodes} for a in plan.mesh.axes],
-        "stages": [{"name": name, "ranks": list(ranks)} for name, ranks in plan.stages],
-        "schedule": plan.schedule,
-        "memory": [{"action": action.action, "tensor": action.tensor} for action in plan.memory],
-        "substitutions": [{"name": s.name, "where": s.where, "proof": s.proof} for s in plan.substitutions],
+        "mesh": mesh_to_json(plan.mesh),
+        "stages": [],
+        "schedule": None,
+        **decisions_to_json(plan),
         "predictions": dict(plan.predictions),
-        **({} if plan.accumulation is None else {"accumulate": _accumulation_to_json(plan.accumulation)}),
-        "computes": plan.computes,
+        **({} if plan.accumulation is None else {"accumulate": accumulation_to_json(plan.accumulation)}),
         **({"precision": plan.precision} if plan.precision else {}),
-        **({"bundle_bytes": plan.bundle_bytes} if plan.bundle_bytes != BUNDLE_BYTES else {}),
         **({"operators": operators} if operators else {}),
         "graph": str(plan.graph).splitlines(),
     }
 
 
-def _accumulation_to_json(accumulation: Accumulation) -> dict[str, Any]:
+def mesh_to_json(mesh: Mesh) -> list[dict[str, Any]]:
+    """A mesh as plain data, axis by axis."""
+    return [{"axis": a.name, "size": a.size, "between_nodes": a.between_nodes} for a in mesh.axes]
+
+
+def decisions_to_json(plan: Plan) -> dict[str, Any]:
+    """What is decided beside layouts, as plain data."""
+    return {
+        "memory": [{"action": action.action, "tensor": action.tensor} for action in plan.memory],
+        "substitutions": [{"name": s.name, "where": s.where, "proof": s.proof} for s in plan.substitutions],
+        "computes": plan.computes,
+        **({"bundle_bytes": plan.bundle_bytes} if plan.bundle_bytes != BUNDLE_BYTES else {}),
+    }
+
+
+def accumulation_to_json(accumulation: Accumulation) -> dict[str, Any]:
     return {
         "steps": accumulation.steps,
         "cut": list(accumulation.cut),
@@ -219,23 +227,16 @@ def _check_substitutions(plan: Plan) -> None:
         )
 
 
-def load_plan(path: str | Path, imports: Iterable[str] = ()) -> Plan:
-    """Read a plan file and check that it is legal.
-
-    Nothing is imported but the modules that are named here, for the custom operators that they register. Without them a
-    plan can be read and shown: their operators are taken as the plan states them.
-    """
-    if not isinstance(path, str | PathLike):
-        raise PlanError(
-            f"A {type(path).__name__} was given instead of the path of a plan file. Only a file can be read as a plan. "
-            f"Pass its path."
-        )
-    import_operators(imports)
-    return check_plan(plan_from_json(read_json(path, "plan", PlanError)))
-
-
 def plan_from_json(data: Any) -> Plan:
-    """Rebuild a plan from plain data; PlanError says what is wrong with it."""
+    """Rebuild a plan of one stage from plain data; PlanError says what is wrong with it."""
+    return read_plan(data, _load)
+
+
+T = TypeVar("T")
+
+
+def read_plan(data: Any, load: Callable[[dict[str, Any]], T]) -> T:
+    """What is loaded from plain data of this format; PlanError says what is wrong with it."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise PlanError(
             f"This is not a plan: its 'format' is not {FORMAT!r}. Another kind of file was given. Check the path."
@@ -246,7 +247,7 @@ def plan_from_json(data: Any) -> Plan:
             f"Make the plan again."
         )
     try:
-        return _load(data)
+        return load(data)
     except GraphError as error:
         raise PlanError(f"The graph in the plan cannot be read. {error}") from None
     except (ValueError, LookupError, TypeError, RecursionError, OverflowError) as error:
@@ -256,32 +257,50 @@ def plan_from_json(data: Any) -> Plan:
         ) from None
 
 
-_KEYS = frozenset({
+KEYS = frozenset({
     "format", "version", "strategy", "model", "machine", "mesh", "stages", "schedule", "memory", "substitutions",
     "predictions", "graph", "accumulate", "operators", "computes", "precision", "bundle_bytes",
 })  # fmt: skip
 
 
 def _load(data: dict[str, Any]) -> Plan:
-    unknown = data.keys() - _KEYS
+    check_keys(data, KEYS)
+    if data["stages"] or data["schedule"] is not None:
+        raise ValueError("it has several stages, where a plan of one is read")
+    read_statements(data.get("operators", []))
+    plan = read_decisions(data, mark_from_json(data["model"], "model"), mark_from_json(data["machine"], "machine"))
+    return replace(
+        plan,
+        predictions=figures_from_json(data["predictions"]),
+        accumulation=accumulation_from_json(data["accumulate"], plan.graph) if "accumulate" in data else None,
+        precision=line_from_json(data.get("precision", ""), "its precision"),
+    )
+
+
+def check_keys(data: dict[str, Any], known: Collection[str]) -> None:
+    """ValueError where data has other keys."""
+    unknown = data.keys() - known
     if unknown:
         raise ValueError(f"{', '.join(sorted(map(repr, unknown)))[:200]} is unknown")
-    if data["stages"] or data["schedule"] is not None:
-        raise ValueError("pipeline stages are not executed by this release")
-    read_statements(data.get("operators", []))
-    graph = parse_graph("\n".join(_text(line, "a line of the graph") for line in _items(data, "graph")) + "\n")
+
+
+def graph_from_json(data: Mapping[str, Any]) -> Graph:
+    """The graph that stands in a file line by line."""
+    return parse_graph("\n".join(_text(line, "a line of the graph") for line in items_of(data, "graph")) + "\n")
+
+
+def read_decisions(data: Mapping[str, Any], model: Mark, machine: Mark) -> Plan:
+    """A plan as far as it is a graph on a mesh with what is decided beside layouts."""
+    graph = graph_from_json(data)
     return Plan(
         graph=graph,
-        mesh=_mesh(_items(data, "mesh")),
-        model=_mark(data["model"], "model"),
-        machine=_mark(data["machine"], "machine"),
-        strategy=_line(data["strategy"], "strategy"),
-        memory=_actions(_items(data, "memory"), graph),
-        substitutions=tuple(_substitution(entry) for entry in _items(data, "substitutions")),
-        predictions=_figures(data["predictions"]),
-        accumulation=_accumulation(data["accumulate"], graph) if "accumulate" in data else None,
-        computes=None if data["computes"] is None else _line(data["computes"], "what it computes"),
-        precision=_line(data.get("precision", ""), "its precision"),
+        mesh=mesh_from_json(items_of(data, "mesh")),
+        model=model,
+        machine=machine,
+        strategy=line_from_json(data["strategy"], "strategy"),
+        memory=_actions(items_of(data, "memory"), graph),
+        substitutions=tuple(_substitution(entry) for entry in items_of(data, "substitutions")),
+        computes=None if data["computes"] is None else line_from_json(data["computes"], "what it computes"),
         bundle_bytes=_bundle_bytes(data.get("bundle_bytes", BUNDLE_BYTES)),
     )
 
@@ -292,7 +311,7 @@ def _bundle_bytes(entry: Any) -> int:
     return entry
 
 
-def _accumulation(entry: Any, graph: Graph) -> Accumulation:
+def accumulation_from_json(entry: Any, graph: Graph) -> Accumulation:
     match entry:
         case {"steps": int(steps), "cut": list(cut), "whole": list(whole), **rest} if not rest:
             pass
@@ -305,7 +324,7 @@ def _accumulation(entry: Any, graph: Graph) -> Accumulation:
     return made
 
 
-def _items(data: Mapping[str, Any], key: str) -> list[Any]:
+def items_of(data: Mapping[str, Any], key: str) -> list[Any]:
     entries = data[key]
     if not isinstance(entries, list) or len(entries) > MAX_ITEMS:
         raise ValueError(f"{key} is not a list of at most {MAX_ITEMS:,} entries")
@@ -318,7 +337,7 @@ def _text(item: Any, what: str) -> str:
     return item
 
 
-def _line(item: Any, what: str) -> str:
+def line_from_json(item: Any, what: str) -> str:
     """Text that people are shown: a stranger's file must not write to their terminal as it likes."""
     text = _text(item, what)
     if not text.isprintable():
@@ -329,21 +348,21 @@ def _line(item: Any, what: str) -> str:
 def _fields(entry: Any, names: tuple[str, ...]) -> list[str]:
     if not isinstance(entry, dict) or entry.keys() != set(names):
         raise ValueError(f"{str(entry)[:60]} does not have exactly {', '.join(names)}")
-    return [_line(entry[name], name) for name in names]
+    return [line_from_json(entry[name], name) for name in names]
 
 
 def _substitution(entry: Any) -> Substitution:
     return Substitution(*_fields(entry, ("name", "where", "proof")))
 
 
-def _mark(entry: Any, what: str) -> Mark:
+def mark_from_json(entry: Any, what: str) -> Mark:
     name, fingerprint = _fields(entry, ("name", "fingerprint"))
     if len(fingerprint) > 128:
         raise ValueError(f"the fingerprint of the {what} is too long")
     return Mark(name, fingerprint)
 
 
-def _mesh(entries: list[Any]) -> Mesh:
+def mesh_from_json(entries: list[Any]) -> Mesh:
     axes = []
     for entry in entries:
         match entry:
@@ -372,11 +391,11 @@ def _actions(entries: list[Any], graph: Graph) -> tuple[MemoryAction, ...]:
     return (*(made for made in read if made.action != RECOMPUTE), *recompute_actions(graph, segments))
 
 
-def _figures(entry: Any) -> tuple[tuple[str, float], ...]:
+def figures_from_json(entry: Any) -> tuple[tuple[str, float], ...]:
     if not isinstance(entry, dict) or len(entry) > 1000:
         raise ValueError("predictions are not named figures")
     for name, figure in entry.items():
-        _line(name, "the name of a prediction")
+        line_from_json(name, "the name of a prediction")
         if isinstance(figure, bool) or not isinstance(figure, int | float):
             raise ValueError(f"the prediction {name[:40]!r} is not a number")
     return tuple((name, float(figure)) for name, figure in entry.items())

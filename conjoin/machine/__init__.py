@@ -14,7 +14,7 @@ from conjoin.machine.links import NETWORK, Link, NodeKind
 from conjoin.machine.machine import Machine
 from conjoin.machine.mesh import Axis, Mesh, prime_factors
 from conjoin.machine.naming import find_machine_files, parse_machine
-from conjoin.machine.parts import part_of, parts_of
+from conjoin.machine.parts import devices_of, part_of, parts_of
 from conjoin.machine.preset_devices import PRESET_DEVICES, architecture_of, nearest_device, preset_name
 from conjoin.machine.presets import preset_names
 from conjoin.machine.toml_form import machine_file_problems
@@ -43,7 +43,7 @@ __all__ = [
     "machine_file_problems",
     "nearest_device",
     "parse_machine",
-    "part_of",
+    "devices_of", "part_of",
     "parts_of",
     "place_of",
     "preset_name",

@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import prod
 
 from conjoin.errors import UsageError
+from conjoin.machine.devices import DeviceType
 from conjoin.machine.fitting import CollectiveFit
 from conjoin.machine.limits import shown
 from conjoin.machine.links import Link, NodeKind, is_number_below
@@ -43,6 +44,42 @@ def part_of(machine: Machine, num_nodes: int, devices_per_node: int) -> Machine:
         axes=tuple(axis for axis in machine.axes if axis in axes) if whole else (),
         fits=_renamed(machine, axes, Mesh.of_nodes(num_nodes, devices_per_node)) if whole else (),
     )
+
+
+def devices_of(machine: Machine, ranks: Sequence[int]) -> Machine:
+    """The part of a machine that some ranks are: whole nodes one after the other, or neighbours in one node.
+
+    >>> print(devices_of(Machine.preset("summit", nodes=4), range(6, 18)))
+    summit:2x6: 2 nodes × 6 cuda, axes n0:2 d0:2 d1:3
+    """
+    inside = machine.devices_per_node
+    places = [machine.location(rank) for rank in ranks]
+    nodes = list(dict.fromkeys(node for node, _ in places))
+    each, left = divmod(len(ranks), len(nodes))
+    whole = len(nodes) == 1 or (not left and each == inside)
+    if left or not whole or places != [(node, position) for node in nodes for position in _row(places, node)]:
+        raise UsageError(
+            f"The ranks {', '.join(map(str, ranks[:8]))} of {machine.name} were asked for as a part of it. A part is "
+            f"whole nodes, or neighbouring devices of one node, of {inside}. Choose such ranks."
+        )
+    made = part_of(machine, len(nodes), each)
+    if len(machine.device_types) < 2 or made is machine:
+        return made
+    kinds = [machine.device_type(rank) for rank in ranks]
+    return _with_devices(made, [kinds[i * each : (i + 1) * each] for i in range(len(nodes))])
+
+
+def _row(places: Sequence[tuple[int, int]], node: int) -> list[int]:
+    """The positions of some devices in a node, if they are neighbours."""
+    found = [position for other, position in places if other == node]
+    return list(range(found[0], found[0] + len(found)))
+
+
+def _with_devices(machine: Machine, rows: Sequence[Sequence[DeviceType]]) -> Machine:
+    """A part whose nodes have the devices of the nodes that it stands for."""
+    kind = machine.nodes[0]
+    nodes = tuple(replace(kind, count=1, devices=tuple(row)) for row in rows)
+    return replace(machine, nodes=nodes)
 
 
 def parts_of(machine: Machine) -> Iterator[Machine]:

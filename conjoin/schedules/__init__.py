@@ -1,7 +1,7 @@
 """Pipeline schedules as data: tables of rows, the functions that make them, the checker and the player."""
 
 from conjoin.schedules.check import Peaks, check, peaks
-from conjoin.schedules.files import dump_schedule, load_schedule
+from conjoin.schedules.files import dump_schedule, load_schedule, read_rows
 from conjoin.schedules.greedy import Taste, greedy, zero_bubble, zero_bubble_v
 from conjoin.schedules.makers import breadth_first, eager_one_f_one_b, gpipe, interleaved, one_f_one_b
 from conjoin.schedules.play import Timeline, play
@@ -12,5 +12,5 @@ from conjoin.schedules.transfers import with_transfers
 __all__ = [
     "Edge", "Kind", "Memory", "Peaks", "Row", "Schedule", "Taste", "Timeline", "Times", "breadth_first", "chain",
     "check", "dump_schedule", "eager_one_f_one_b", "gpipe", "greedy", "interleaved", "load_schedule", "looped",
-    "one_each", "one_f_one_b", "peaks", "play", "v_shaped", "with_transfers", "zero_bubble", "zero_bubble_v",
+    "one_each", "one_f_one_b", "peaks", "play", "read_rows", "v_shaped", "with_transfers", "zero_bubble", "zero_bubble_v",
 ]  # fmt: skip

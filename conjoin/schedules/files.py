@@ -72,9 +72,18 @@ def load_schedule(text: str, rendezvous: bool = False) -> Schedule:
     name = data.get("name", "")
     if not isinstance(name, str) or len(name) > 200:
         raise _refusal("name", name, "a text of at most 200 characters")
-    schedule = Schedule(owners, num, tuple(tuple(map(_row, each.split())) for each in rows), edges, name)
+    schedule = Schedule(owners, num, tuple(map(read_rows, rows)), edges, name)
     check(schedule, rendezvous=rendezvous)
     return schedule
+
+
+def read_rows(text: str) -> tuple[Row, ...]:
+    """The rows of an owner, as they are written.
+
+    >>> read_rows("F0.0 B0.0")[1]
+    Row(kind=<Kind.BACKWARD: 'B'>, stage=0, micro_batch=0, peer=None)
+    """
+    return tuple(map(_row, text.split()))
 
 
 def _row(text: str) -> Row:

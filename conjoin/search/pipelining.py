@@ -24,7 +24,7 @@ from conjoin.ir import (
     recompute_actions,
     stage_edges,
 )
-from conjoin.machine import DeviceType, Machine, part_of
+from conjoin.machine import DeviceType, Machine, devices_of
 from conjoin.schedules import (
     Schedule,
     chain,
@@ -80,12 +80,12 @@ def make_pipeline(
     owners = [i % len(sizes) for i in range(len(cuts))]
     stages = tuple(
         Stage(
-            _stage_plan(graph, cut, _part(machine, sizes[owner]), request),
+            _stage_plan(number, cut, machine, devices_of(machine, range(starts[owner], starts[owner] + sizes[owner])), request),
             tuple(range(starts[owner], starts[owner] + sizes[owner])),
             cut.arrivals,
             cut.borrowed,
         )
-        for cut, owner in zip(cuts, owners, strict=True)
+        for number, (cut, owner) in enumerate(zip(cuts, owners, strict=True))
     )
     schedule = SCHEDULES[name](len(sizes), each, micro)
     edges = tuple(sorted({*chain(len(stages)), *stage_edges(stages)}))
@@ -133,26 +133,13 @@ def _micro_batches(graph: Graph, num_owners: int) -> int:
     return 1
 
 
-def _part(machine: Machine, size: int) -> Machine:
-    """So many neighbouring devices of a machine."""
-    inside = machine.devices_per_node
-    if size % inside == 0:
-        return part_of(machine, size // inside, inside)
-    if size < inside:
-        return part_of(machine, 1, size)
-    raise StrategyError(
-        f"A stage on {size} devices of {machine.name} was asked for. Its nodes have {inside} each, and a stage takes "
-        f"whole nodes or a part of one. Ask for stages of {inside} devices or a multiple."
-    )
-
-
 def _rate(machine: Machine) -> float:
     """About how many bytes a second go from one stage to the next."""
     links = machine.links or (machine.nodes[0].links if machine.nodes else ())
     return min((link.bandwidth for link in links), default=1e10)
 
 
-def _stage_plan(captured: Graph, cut: StageGraph, machine: Machine, request: Request) -> Plan:
+def _stage_plan(number: int, cut: StageGraph, whole: Machine, machine: Machine, request: Request) -> Plan:
     inner = _inner(machine, request)
     settled = settle_draft(cut.graph, drafter(machine, inner))
     laid_out = lay_out(settled, is_stage=True)
@@ -161,13 +148,13 @@ def _stage_plan(captured: Graph, cut: StageGraph, machine: Machine, request: Req
     return Plan(
         graph=parallel,
         mesh=machine.mesh,
-        model=Mark(cut.graph.name, model_mark(cut.graph).fingerprint),
-        machine=Mark(machine.name, machine.fingerprint()),
+        model=Mark(f"stage {number}", ""),
+        machine=Mark(whole.name, whole.fingerprint()),
         strategy=str(settled.draft.request),
         memory=(*settled.draft.memory, *recompute_actions(parallel, segments)),
         substitutions=settled.substitutions,
         computes=computation_digest(settled.graph),
-        bundle_bytes=choose_bundle_bytes(captured, machine),
+        bundle_bytes=choose_bundle_bytes(cut.graph, machine),
     )
 
 

@@ -7,6 +7,7 @@ from conjoin.sim.fragments import Drafts
 from conjoin.sim.gains import Gain, gain_of
 from conjoin.sim.memory import OPTIMIZER_COPIES, Memory, measure_memory
 from conjoin.sim.moves import make_change, random_change
+from conjoin.sim.pipelines import PipelinePrediction, StagePrediction, predict_pipeline, transfer_seconds
 from conjoin.sim.prediction import Prediction, predict
 from conjoin.sim.prices import MachinePrices, Prices
 from conjoin.sim.program import Change, Program, task_numbers
@@ -16,6 +17,7 @@ from conjoin.sim.symmetry import Classes
 from conjoin.sim.wanted import Wanted, measure_wanted, wanted_by
 
 __all__ = [
+    "PipelinePrediction", "StagePrediction", "predict_pipeline", "transfer_seconds",
     "ALIKE", "OPTIMIZER_COPIES", "Breakdown", "Change", "Classes", "Drafts", "Gain", "Instruction", "Layouts",
     "MachinePrices", "Memory", "Operator", "Phase", "Prediction", "Prices", "Program", "Published", "Simulation",
     "Skeleton", "Ticks", "Timeline", "Wanted", "break_down", "expected_error", "gain_of", "make_change",

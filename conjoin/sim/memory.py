@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from conjoin.comm import BundleKind, backward_route, flights_backward, flights_forward, held_bytes, reshard
+from conjoin.errors import UsageError
 from conjoin.ir import LeafKind, Segment
 from conjoin.ops import At, Layout
 from conjoin.sim.carrying import SHARING, carrying_bytes
@@ -25,6 +26,15 @@ from conjoin.sim.program import Program, UsedBundle, Version
 _COPIES = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
 OPTIMIZER_COPIES = {**_COPIES, **{f"{name}-fused": copies for name, copies in _COPIES.items()}}
 """How many tensors like each parameter an optimizer remembers."""
+
+
+def check_optimizer(name: str) -> None:
+    """Refuse an optimizer of which nobody knows what it remembers."""
+    if name not in OPTIMIZER_COPIES:
+        raise UsageError(
+            f"The optimizer {name[:40]!r} was asked for. Known are {', '.join(OPTIMIZER_COPIES)}. "
+            f"Name the one that remembers as many tensors for a parameter as yours."
+        )
 
 
 @dataclass(frozen=True, slots=True)

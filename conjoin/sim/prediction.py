@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from conjoin.cost import CostModel, is_product, rate_name, work_of
-from conjoin.errors import PlanError, UsageError
+from conjoin.errors import PlanError
 from conjoin.ir import LeafKind, Plan
 from conjoin.machine import Machine
 from conjoin.ops import flops, spec_for
 from conjoin.sim.breakdown import Breakdown, break_down, computing_shares
 from conjoin.sim.expected_error import expected_error, is_all_estimated
-from conjoin.sim.memory import OPTIMIZER_COPIES, Memory, measure_memory
+from conjoin.sim.memory import Memory, check_optimizer, measure_memory
 from conjoin.sim.prices import MachinePrices
 from conjoin.sim.simulation import Simulation, simulate
 from conjoin.sim.skeleton import Skeleton
@@ -68,11 +68,7 @@ def predict(
     plan: Plan, machine: Machine, costs: CostModel, optimizer: str = "adam", *, unfold: bool = False
 ) -> Prediction:
     """Simulate a training step of a plan on a machine."""
-    if optimizer not in OPTIMIZER_COPIES:
-        raise UsageError(
-            f"The optimizer {optimizer[:40]!r} was asked for. Known are {', '.join(OPTIMIZER_COPIES)}. "
-            f"Name the one that remembers as many tensors for a parameter as yours."
-        )
+    check_optimizer(optimizer)
     if plan.mesh != machine.mesh:
         raise PlanError(
             f"The plan is for {plan.mesh.size} devices ({plan.mesh}), and the machine {machine.name} has "
@@ -81,7 +77,7 @@ def predict(
         )
     found = simulate(plan, MachinePrices.of(plan.graph, machine, costs, optimizer), unfold=unfold)
     breakdown = break_down(found.timeline)
-    work = _work(found.program.skeleton, found.program.steps)
+    work = work_by_rate(found.program.skeleton, found.program.steps)
     return Prediction(
         found,
         breakdown,
@@ -89,14 +85,14 @@ def predict(
         machine.usable_bytes,
         _num_samples(plan),
         sum(work.values()),
-        _peak(work, machine),
+        peak_rate(work, machine),
         _busy(found, machine),
         _missing_rates(work, machine),
         is_all_estimated(breakdown.sources, machine),
     )
 
 
-def _work(skeleton: Skeleton, steps: int) -> dict[str, float]:
+def work_by_rate(skeleton: Skeleton, steps: int) -> dict[str, float]:
     """The floating-point operations of a step by the peak rate they are held against, as prices are.
 
     A backward pass is counted as once the forward for each operand that gets a gradient, at most two.
@@ -114,7 +110,7 @@ def _work(skeleton: Skeleton, steps: int) -> dict[str, float]:
     return by_rate
 
 
-def _peak(work: dict[str, float], machine: Machine) -> float:
+def peak_rate(work: dict[str, float], machine: Machine) -> float:
     """Operations per second of all devices at their peak rates, for so much work of each rate."""
     devices = [machine.device_type(rank) for rank in range(machine.num_devices)]
     rates = {name: sum(device.flops_of(name) for device in devices) for name in ("float32", *work)}

@@ -1,0 +1,206 @@
+"""A pipeline on a machine: what its stages take by themselves, and their schedule played with what goes between them.
+
+A stage is simulated like a plan in micro-batches: from the middle of these come the seconds of a forward and of a
+backward pass, from the end what is summed up and updated once in a step. The schedule is then played row by row, every
+transfer with its own time on the links between the ranks of its stages. A stage holds what stays and what its fullest
+micro-batch needs, and for every other one in flight what is kept from its forward to its backward pass.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+
+from conjoin.comm import Held, direct_messages
+from conjoin.cost import CostModel, Source, point_to_point_seconds
+from conjoin.errors import PlanError
+from conjoin.ir import LeafKind, Pipeline, Stage, Transfer, num_elements, recomputed_segments, regathered_parameters
+from conjoin.machine import Machine, devices_of
+from conjoin.schedules import Timeline, Times, play
+from conjoin.sim.breakdown import break_down
+from conjoin.sim.expected_error import expected_error
+from conjoin.sim.memory import Memory, check_optimizer, measure_memory
+from conjoin.sim.prediction import peak_rate, work_by_rate
+from conjoin.sim.prices import MachinePrices
+from conjoin.sim.simulation import Simulation, new_drafts, simulate_layouts
+from conjoin.sim.skeleton import take_apart
+
+_STEPS = 3
+"""Micro-batches that a stage is simulated with: one has others before and after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagePrediction:
+    """One stage: seconds of a micro-batch, and of what is done once in a step; bytes of its fullest device."""
+
+    forward: float
+    backward: float
+    finish: float
+    """Sums over the ranks of the stage that are left for the end, and the update."""
+    memory: Memory
+    """With one micro-batch."""
+    kept: int
+    """What every further micro-batch in flight keeps."""
+    in_flight: int
+    sources: tuple[tuple[Source, float], ...]
+
+    @property
+    def peak(self) -> int:
+        return self.memory.peak + (self.in_flight - 1) * self.kept
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePrediction:
+    """One training step of a pipeline on a machine."""
+
+    pipeline: Pipeline
+    stages: tuple[StagePrediction, ...]
+    timeline: Timeline
+    """Of the schedule; sums and updates come after it."""
+    capacity: int
+    num_samples: int | None
+    step_flops: float
+    peak_flops: float
+
+    @property
+    def seconds(self) -> float:
+        """How long a step takes: until the last owner has summed up and updated what it has."""
+        ends = [float(ends[-1]) for ends in self.timeline.ends]
+        owners = self.pipeline.schedule.owners
+        for owner, stage in zip(owners, self.stages, strict=True):
+            ends[owner] += stage.finish
+        return max(ends)
+
+    @property
+    def samples_per_second(self) -> float | None:
+        return None if self.num_samples is None else self.num_samples / self.seconds
+
+    @property
+    def model_flops_utilization(self) -> float:
+        """Which part of what the devices could do goes into the model (MFU)."""
+        return self.step_flops / (self.peak_flops * self.seconds)
+
+    @property
+    def owner_peaks(self) -> tuple[int, ...]:
+        """By owner, the bytes that its fullest device holds: its stages one beside the other."""
+        held = dict.fromkeys(sorted(set(self.pipeline.schedule.owners)), 0)
+        for owner, stage in zip(self.pipeline.schedule.owners, self.stages, strict=True):
+            held[owner] += stage.peak
+        return tuple(held.values())
+
+    @property
+    def peak(self) -> int:
+        return max(self.owner_peaks)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.capacity
+
+    @property
+    def error(self) -> float:
+        """The part by which the step may be off, by where its seconds come from."""
+        totals: dict[Source, float] = defaultdict(float)
+        for stage in self.stages:
+            for source, seconds in stage.sources:
+                totals[source] += seconds
+        totals[Source.ESTIMATED] += self.timeline.exposed_seconds
+        return expected_error(tuple(totals.items()))
+
+
+def predict_pipeline(
+    pipeline: Pipeline, machine: Machine, costs: CostModel, optimizer: str = "adam"
+) -> PipelinePrediction:
+    """Simulate a training step of a pipeline on a machine."""
+    check_optimizer(optimizer)
+    if pipeline.mesh != machine.mesh:
+        raise PlanError(
+            f"The pipeline is for {pipeline.mesh.size} devices ({pipeline.mesh}), and the machine {machine.name} has "
+            f"{machine.num_devices} ({machine.mesh}). Their axes must be the same. "
+            f"Make the plan for this machine, or name the machine it was made for."
+        )
+    found = [_simulated(stage, machine, costs, optimizer) for stage in pipeline.stages]
+    edges = pipeline.schedule.edges
+    there, back = (dict.fromkeys(edges, 0.0) for _ in range(2))
+    for transfer in pipeline.transfers():
+        seconds = transfer_seconds(pipeline, transfer, machine)
+        there[transfer.source, transfer.target] += seconds
+        back[transfer.source, transfer.target] += seconds if transfer.has_gradient else 0.0
+    spans = [_spans(simulation) for simulation in found]
+    times = Times(
+        tuple(forward for forward, _, _ in spans),
+        tuple(backward / 2 for _, backward, _ in spans),
+        tuple(backward / 2 for _, backward, _ in spans),
+        tuple(there.values()),
+        tuple(back.values()),
+    )
+    timeline = play(pipeline.schedule, times)
+    stages = tuple(
+        _stage(simulation, span, timeline.peaks.in_flight[i], optimizer, machine)
+        for i, (simulation, span) in enumerate(zip(found, spans, strict=True))
+    )
+    work: dict[str, float] = defaultdict(float)
+    for simulation in found:
+        for rate, flops in work_by_rate(simulation.program.skeleton, pipeline.num_micro_batches).items():
+            work[rate] += flops
+    return PipelinePrediction(
+        pipeline, stages, timeline, machine.usable_bytes, _num_samples(pipeline), sum(work.values()),
+        peak_rate(dict(work), machine),
+    )  # fmt: skip
+
+
+def _simulated(stage: Stage, machine: Machine, costs: CostModel, optimizer: str) -> Simulation:
+    plan, part = stage.plan, devices_of(machine, stage.ranks)
+    prices = MachinePrices.of(plan.graph, part, costs, optimizer)
+    skeleton, layouts = take_apart(plan)
+    drafts = new_drafts(skeleton, layouts, plan.mesh, prices)
+    drafts.bundle_bytes = plan.bundle_bytes
+    again = recomputed_segments(plan)
+    return simulate_layouts(skeleton, layouts, drafts, regathered_parameters(plan), again, _STEPS)
+
+
+def _spans(found: Simulation) -> tuple[float, float, float]:
+    """Seconds of a forward and of a backward pass of a micro-batch, and of what is done once at the end."""
+    program, timeline = found.program, found.timeline
+    length, operators = len(program.fragments) - 2, len(program.skeleton.operators)
+
+    def computed(fragment: int) -> float:
+        return float(np.max(timeline.computed[fragment]) + int(timeline.shifts[fragment])) / 1e12
+
+    start = 1 + length
+    middle, end = start + operators + 1, start + length
+    forward, backward = computed(middle) - computed(start), computed(end) - computed(middle)
+    return forward, backward, max(timeline.seconds - computed(1 + _STEPS * length), 0.0)
+
+
+def _stage(
+    found: Simulation, span: tuple[float, float, float], in_flight: int, optimizer: str, machine: Machine
+) -> StagePrediction:
+    memory = measure_memory(found.program, optimizer, machine.device)
+    middle = 1 + len(found.program.skeleton.operators)
+    kept = max(0, memory.curve[middle] - memory.curve[0])
+    return StagePrediction(*span, memory, kept, in_flight, break_down(found.timeline).sources)
+
+
+def transfer_seconds(pipeline: Pipeline, transfer: Transfer, machine: Machine) -> float:
+    """How long a tensor takes from the ranks of one stage to those of another: as long as the busiest rank."""
+    stages = pipeline.stages
+    source, target = stages[transfer.source], stages[transfer.target]
+    messages = direct_messages(
+        transfer.made.shape,
+        Held(transfer.made.layout, source.plan.mesh, source.ranks),
+        Held(transfer.taken.layout, target.plan.mesh, target.ranks),
+    )
+    sending, receiving = defaultdict[int, float](float), defaultdict[int, float](float)
+    for message in messages:
+        num_bytes = num_elements(message.region) * transfer.made.dtype.itemsize
+        seconds = point_to_point_seconds(machine, message.sender, message.receiver, num_bytes).value
+        sending[message.sender] += seconds
+        receiving[message.receiver] += seconds
+    return max((*sending.values(), *receiving.values()), default=0.0)
+
+
+def _num_samples(pipeline: Pipeline) -> int | None:
+    shapes = [leaf.type.shape for leaf in pipeline.graph.leaves_of(LeafKind.INPUT)]
+    return next((pipeline.num_micro_batches * shape[0] for shape in shapes if shape), None)
