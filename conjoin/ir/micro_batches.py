@@ -39,6 +39,7 @@ from conjoin.ops import (
 )
 
 WHOLE = " (whole)"
+_BATCH_NORM = "_native_batch_norm_legit_functional"
 """What the name of an input ends with that is there as a whole beside its part."""
 
 
@@ -53,10 +54,14 @@ class Accumulation:
     """Inputs of the graph that are others as a whole: name, and name of the other."""
 
 
-def cut_in_micro_batches(graph: Graph, steps: int) -> tuple[Graph, Accumulation]:
-    """The graph of one of so many micro-batches; StrategyError where the step cannot be taken so."""
-    _check(graph, steps)
-    expandable = {node for node in graph.nodes if can_expand(node)}
+def cut_in_micro_batches(graph: Graph, steps: int, *, own_statistics: bool = False) -> tuple[Graph, Accumulation]:
+    """The graph of one of so many micro-batches; StrategyError where the step cannot be taken so.
+
+    With `own_statistics` batch norm takes those of each micro-batch, as in a loop over them, and buffers change with
+    every one; otherwise a step means the same as that of the whole batch.
+    """
+    _check(graph, steps, own_statistics)
+    expandable = {node for node in graph.nodes if can_expand(node) and not (own_statistics and _has_statistics(node))}
     expanded = expand(graph, expandable)
     work = _Cutting(expanded, steps, 0)
     made = work.run()
@@ -65,11 +70,16 @@ def cut_in_micro_batches(graph: Graph, steps: int) -> tuple[Graph, Accumulation]
     return made, Accumulation(steps, tuple(leaf.name for leaf in work.cut), tuple(work.whole_names(made)))
 
 
-def _check(graph: Graph, steps: int) -> None:
+def _has_statistics(node: Node) -> bool:
+    """Whether a node takes statistics of a batch, beside what it makes of every sample."""
+    return node.op == _BATCH_NORM
+
+
+def _check(graph: Graph, steps: int, own_statistics: bool) -> None:
     outputs = [value for value in graph.outputs if isinstance(value, Value)]
     if not graph.training or graph.loss is None or len(outputs) != 1 or len(graph.input_structure.children) != 4:
         raise _refusal(graph, steps, "micro-batches give a loss and nothing else, and it is not trained like that")
-    if graph.updates:
+    if graph.updates and not own_statistics:
         names = ", ".join(name for name, _ in graph.updates[:2])
         raise _refusal(graph, steps, f"it takes statistics of a whole batch ({names})")
 
@@ -139,6 +149,9 @@ class _Cutting:
             if any(value not in self._wholes for value in node.outputs()):
                 raise self._cannot(node, "draws random numbers that all samples share")
             return
+        if _has_statistics(node) and self._placed.get(node.inputs[0]) == Split(0):
+            self._emit_with_statistics(node)
+            return
         rule = self._rule(node)
         if rule is not None:
             self._emit(node, rule)
@@ -193,6 +206,18 @@ class _Cutting:
         self._parts.update(zip(node.outputs(), outputs, strict=True))
         self._placed.update(zip(node.outputs(), rule.outputs, strict=True))
 
+    def _emit_with_statistics(self, node: Node) -> None:
+        """A batch norm of a micro-batch, by its own statistics; what it notes of them is for buffers alone."""
+        args = map_tensors(node.op, node.args, lambda v: self._parts[v] if v in self._placed else self._wholes[v])
+        call = Call(node.op, map_tensors(node.op, args, lambda value: value.type))
+        spec = spec_for(call)
+        assert spec is not None, "batch norm is declared"
+        made = self._builder.add_call(
+            node.op, args, output_types(spec, call), self.graph.source_of(node), pinned=node.pinned
+        )
+        self._parts.update(zip(node.outputs(), made.outputs(), strict=True))
+        self._placed[Value(node)] = Split(0)
+
     def _call(self, node: Node, op: str, *given: Any) -> Any:
         bound = bind_args(op, given, {})
         call = Call(op, map_tensors(op, bound, lambda value: value.type))
@@ -223,6 +248,7 @@ class _Cutting:
             training=True,
             inputs=tuple(given),
             outputs=tuple(self._parts[v] if isinstance(v, Value) else v for v in old.outputs),
+            updates=tuple((name, self._parts.get(value) or self._wholes[value]) for name, value in old.updates),
             loss=old.loss,
             input_structure=structure,
             output_structure=old.output_structure,
@@ -259,12 +285,12 @@ def _name(value: Value) -> str:
     return value.owner.name if isinstance(value.owner, Leaf) else ""
 
 
-def check_accumulation(graph: Graph, accumulation: Accumulation) -> None:
+def check_accumulation(graph: Graph, accumulation: Accumulation, *, own_statistics: bool = False) -> None:
     """ValueError where a graph does not take micro-batches as stated."""
     inputs: Mapping[str, Leaf] = {leaf.name: leaf for leaf in graph.leaves_of(LeafKind.INPUT)}
     if not 2 <= accumulation.steps <= 2**20:
         raise ValueError(f"a step of {accumulation.steps} micro-batches")
-    if graph.updates or graph.loss is None or not graph.training:
+    if (graph.updates and not own_statistics) or graph.loss is None or not graph.training:
         raise ValueError("micro-batches are for training with a loss, without buffers that change")
     whole = dict(accumulation.whole)
     for name in (*accumulation.cut, *whole, *whole.values()):

@@ -193,7 +193,7 @@ def _faults(pipeline: Pipeline) -> Iterator[str]:
     yield from _schedule_faults(pipeline)
     if pipeline.accumulation is not None:
         try:
-            check_accumulation(pipeline.graph, pipeline.accumulation)
+            check_accumulation(pipeline.graph, pipeline.accumulation, own_statistics=True)
         except ValueError as error:
             yield str(error)
 

@@ -311,7 +311,7 @@ def _bundle_bytes(entry: Any) -> int:
     return entry
 
 
-def accumulation_from_json(entry: Any, graph: Graph) -> Accumulation:
+def accumulation_from_json(entry: Any, graph: Graph, *, own_statistics: bool = False) -> Accumulation:
     match entry:
         case {"steps": int(steps), "cut": list(cut), "whole": list(whole), **rest} if not rest:
             pass
@@ -320,7 +320,7 @@ def accumulation_from_json(entry: Any, graph: Graph) -> Accumulation:
     names = tuple(_text(name, "an input") for name in cut)
     pairs = [_fields(pair, ("input", "of")) for pair in whole]
     made = Accumulation(steps, names, tuple((name, other) for name, other in pairs))
-    check_accumulation(graph, made)
+    check_accumulation(graph, made, own_statistics=own_statistics)
     return made
 
 

@@ -17,6 +17,7 @@ from conjoin.search.exact.units import canonical, cuts
 from conjoin.search.finding import find_plan
 from conjoin.search.notes import Notes
 from conjoin.search.placing_branches import place_branches
+from conjoin.search.pipelining import make_pipeline
 from conjoin.search.planning import make_plan, read_request, strategy_names
 from conjoin.search.refusing import TooSlow
 from conjoin.search.remembering import Remembered, is_answer
@@ -27,6 +28,6 @@ __all__ = [
     "DEFAULT_BUDGET", "OBJECTIVES", "Certificate", "Contest", "CountedProblem", "CountedSpace", "Improvement", "Notes",
     "Objective", "OperatorSeconds", "Problem", "Progress", "Remembered", "ReshardSeconds", "Row", "SearchResult",
     "Space", "Stopped", "Table", "Tables", "TooSlow", "Wish", "baseline_names", "baselines", "branch_and_bound",
-    "canonical", "check_wish", "compare_plans", "cuts", "find_plan", "is_answer", "make_plan", "name_axes",
+    "canonical", "check_wish", "compare_plans", "cuts", "find_plan", "is_answer", "make_pipeline", "make_plan", "name_axes",
     "open_contest", "place_branches", "read_request", "search_names", "strategy_names",
 ]  # fmt: skip

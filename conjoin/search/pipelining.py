@@ -59,9 +59,10 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
 
 
 def make_pipeline(
-    graph: Graph, machine: Machine, request: Request, costs: CostModel | None = None, sizes: Sequence[int] = ()
+    graph: Graph, machine: Machine, strategy: str, costs: CostModel | None = None, sizes: Sequence[int] = ()
 ) -> Pipeline:
     """The pipeline that is asked for; `sizes` are the devices of each owner of stages where they are not all alike."""
+    request = read_request(strategy)
     name = request.schedule or "1f1b"
     if name not in SCHEDULES:
         near = get_close_matches(name, SCHEDULES, n=1, cutoff=0.3) or ["1f1b"]
@@ -72,7 +73,7 @@ def make_pipeline(
     sizes = _sizes(machine, request, sizes)
     each = request.degrees.get("v", _VIRTUAL) if name == "interleaved" else 1
     micro = request.micro if request.micro > 1 else _micro_batches(graph, len(sizes))
-    whole, accumulation = cut_in_micro_batches(graph, micro) if micro > 1 else (graph, None)
+    whole, accumulation = cut_in_micro_batches(graph, micro, own_statistics=True) if micro > 1 else (graph, None)
     device = machine.device_type(0) if machine.nodes else _NOMINAL
     seconds = node_seconds(whole, costs or CostModel(), device)
     cuts = cut_in_stages(whole, cut_rows(whole, seconds, [*sizes] * each, _rate(machine)))
@@ -126,7 +127,7 @@ def _micro_batches(graph: Graph, num_owners: int) -> int:
     """The most micro-batches that a batch has parts for, up to some for every stage."""
     for micro in range(_PER_STAGE * num_owners, 1, -1):
         try:
-            cut_in_micro_batches(graph, micro)
+            cut_in_micro_batches(graph, micro, own_statistics=True)
         except StrategyError:
             continue
         return micro

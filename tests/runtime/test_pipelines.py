@@ -1,0 +1,233 @@
+"""Pipelines train like the plain model in a loop over the same micro-batches: the model itself is the judge."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conjoin.frontends import capture
+from conjoin.ir import Pipeline
+from conjoin.machine import Machine
+from conjoin.runtime.pipeline_module import PipelineModule, StageStores
+from conjoin.runtime.threads import ThreadRanks, run_ranks
+from conjoin.search import make_pipeline
+
+STEPS = 3
+Batch = tuple[Tensor, ...]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return out
+
+
+class Tied(nn.Module):
+    """Words in, words out, by one table."""
+
+    def __init__(self, words: int = 24, width: int = 8, depth: int = 6) -> None:
+        super().__init__()
+        self.table, self.blocks = nn.Embedding(words, width), nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.table(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+class Residual(nn.Module):
+    """Convolutions with batch norm, which change buffers in every micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.body = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(4)
+        )
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for part in self.body:
+            x = x + part(x)
+        out: Tensor = self.head(x.mean((2, 3)))
+        return out
+
+
+class Skips(nn.Module):
+    """Down and up again, each step up reading what its step down made: tensors pass over stages."""
+
+    def __init__(self, width: int = 6, depth: int = 3) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.up = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(depth))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for layer in self.down:
+            x = torch.tanh(layer(x))
+            kept.append(x)
+        for layer in self.up:
+            x = torch.tanh(layer(torch.cat([x, kept.pop()], -1)))
+        out: Tensor = self.head(x)
+        return out
+
+
+class Translator(nn.Module):
+    """What the encoder makes is read by every layer of the decoder; a mask comes of the batch alone."""
+
+    def __init__(self, words: int = 20, width: int = 8, depth: int = 2) -> None:
+        super().__init__()
+        self.source, self.target = nn.Embedding(words, width), nn.Embedding(words, width)
+        self.encoder = nn.ModuleList(Block(width) for _ in range(depth))
+        self.mixes = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.decoder = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, words)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        mask = (x != 0).unsqueeze(1)
+        memory = self.source(x)
+        for layer in self.encoder:
+            memory = layer(memory)
+        out = self.target(y)
+        for mix, layer in zip(self.mixes, self.decoder, strict=True):
+            scores = (mix(out) @ memory.transpose(1, 2)).masked_fill(~mask, -1e9)
+            out = layer(out + scores.softmax(-1) @ memory)
+        made: Tensor = self.head(out)
+        return made
+
+
+class Frozen(nn.Module):
+    """Weights that are not trained, beside such that are."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.small = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(4))
+        self.layers.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, small in zip(self.layers, self.small, strict=True):
+            x = torch.tanh(layer(x) + small(x))
+        return x
+
+
+def over_words(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def words(*shapes: tuple[int, ...], most: int = 20) -> Callable[[], Batch]:
+    return lambda: tuple(torch.randint(1, most, shape) for shape in shapes)
+
+
+CASES: dict[str, tuple[type[nn.Module], Callable[[], Batch], Callable[..., Tensor]]] = {
+    "tied": (Tied, words((8, 5), (8, 5)), over_words),
+    "batch norm": (
+        Residual,
+        lambda: (torch.randn(8, 3, 6, 6, dtype=torch.float64), torch.randint(5, (8,))),
+        nn.functional.cross_entropy,
+    ),
+    "skips": (
+        Skips,
+        lambda: (torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 1, dtype=torch.float64)),
+        nn.functional.mse_loss,
+    ),
+    "translator": (Translator, words((8, 4), (8, 5), (8, 5)), over_words),
+    "frozen": (
+        Frozen,
+        lambda: (torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)),
+        nn.functional.mse_loss,
+    ),
+}
+
+
+def pipeline_of(model: nn.Module, batch: Batch, loss: Any, strategy: str, ranks: int) -> Pipeline:
+    graph = capture(model, batch, loss)
+    return make_pipeline(graph, Machine("here", 1, ranks, "cpu"), strategy)
+
+
+def train_plainly(
+    model: nn.Module, batches: list[Batch], loss: Callable[..., Tensor], parts: int
+) -> tuple[list[float], list[dict[str, Tensor]], dict[str, Tensor]]:
+    """A loop over micro-batches, as people write it."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    losses, gradients = [], []
+    for batch in batches:
+        optimizer.zero_grad()
+        total = 0.0
+        for part in zip(*(x.chunk(parts) for x in batch), strict=True):
+            found = loss(model(*part[:-1]), part[-1]) / parts
+            found.backward()  # type: ignore[no-untyped-call]
+            total += found.item()
+        losses.append(total)
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None})
+        optimizer.step()
+    return losses, gradients, {n: x.detach().clone() for n, x in model.state_dict().items()}
+
+
+def compare(pipeline: Pipeline, model: nn.Module, loss: Callable[..., Tensor], batches: list[Batch]) -> list[set[str]]:
+    """Train on thread ranks, compare everything with the plain loop; which parameters every rank has."""
+    wanted = train_plainly(model, batches, loss, pipeline.num_micro_batches)
+
+    def rank(world: ThreadRanks) -> set[str]:
+        stores = StageStores(pipeline, world.rank, torch.device("cpu"))
+        stores.fill(model)
+        module = PipelineModule(pipeline, stores, world)
+        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+        def cut(name: str, whole: Tensor) -> Tensor:
+            store = stores.store_of(name)
+            assert store is not None
+            return whole[tuple(slice(*span) for span in store.region(name, tuple(whole.shape)))]
+
+        for batch, value, gradients in zip(batches, *wanted[:2], strict=True):
+            optimizer.zero_grad()
+            made = module(*batch)
+            made.backward()
+            assert made.item() == pytest.approx(value, rel=1e-12)
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                if parameter.requires_grad:
+                    torch.testing.assert_close(parameter.grad, cut(name, gradients[name]), rtol=1e-9, atol=1e-12)
+            optimizer.step()
+        for name, held in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
+            torch.testing.assert_close(held.detach(), cut(name, wanted[2][name]), rtol=1e-9, atol=1e-12)
+        return {name for name, _ in module.named_parameters()}
+
+    return run_ranks(pipeline.mesh, rank)
+
+
+PIPELINES = [
+    ("pipeline:pp=2,micro=4,schedule=gpipe", 2),
+    ("pipeline:pp=2,tp=2,micro=2", 4),
+    ("pipeline:pp=4,micro=4,schedule=eager-1f1b", 4),
+    ("pipeline:pp=2,micro=4,schedule=interleaved", 2),
+    ("pipeline:pp=2,fsdp,micro=4,schedule=zero-bubble", 4),
+    ("pipeline:pp=3,micro=2", 8),
+]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), PIPELINES, ids=[name for name, _ in PIPELINES])
+@pytest.mark.parametrize("case", CASES)
+def test_a_pipeline_trains_like_a_loop_over_micro_batches(case: str, strategy: str, ranks: int) -> None:
+    kind, make, loss = CASES[case]
+    torch.manual_seed(3)
+    model = kind().double().train()
+    pipeline = pipeline_of(model, make(), loss, strategy, ranks)
+    held = compare(pipeline, model, loss, [make() for _ in range(STEPS)])
+    assert set().union(*held) == {name for name, _ in model.named_parameters()}
+    assert len({frozenset(names) for names in held}) == len({stage.ranks for stage in pipeline.stages}), "stages share"
