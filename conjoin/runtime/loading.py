@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from conjoin.errors import PlanError
 from conjoin.ir import Plan, check_plan, load_plan, plain_model, plan_fingerprint
 from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.initialization import initialise
+from conjoin.runtime.other_plans import OtherPlans, Planner
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.rendezvous import KeyStore, agree, check_world, draw_alike, share_values
 from conjoin.runtime.session import Session, asked_device, device_of_rank, shared_session
@@ -29,6 +31,8 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     init: Initialise | None = None,
     seed: int = 0,
     exact_seed: int | None = None,
+    loss: Any = None,
+    planner: Planner | None = None,
 ) -> ParallelModule:
     """This rank's part of a plan, as a module that trains like the model does on one device.
 
@@ -36,9 +40,10 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     to agree. Modules share a session unless one is given, and lie on its device unless another is. A model on the meta
     device is never built as a whole: `init` (or each module's `reset_parameters`) fills one module at a time, from
     `seed`. `exact_seed` makes every rank draw the random numbers one device so seeded would draw, for comparisons.
-    In the first step ranks compare inputs, loss and gradients where they should agree.
+    In the first step ranks compare inputs, loss and gradients where they should agree. With a `planner` batches of
+    other shapes, and the other mode, are planned when they first come; for a plan with a loss that needs the `loss`.
     """
-    model = plain_model(model)
+    model, path = plain_model(model), None if isinstance(plan, Plan) else plan
     plan = check_plan(plan) if isinstance(plan, Plan) else load_plan(plan)
     check_model(plan, model)
     session = session or shared_session(device)
@@ -50,7 +55,8 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
         if keys is not None:
             share_values(keys, model, session.rank, session.num_ranks, store.device, session.patience_seconds)
         store.fill(model)
-    module = ParallelModule(plan, store, communicator, exact_seed)
+    others = None if planner is None else OtherPlans(plan, model, planner, loss, path)
+    module = ParallelModule(plan, store, communicator, exact_seed, others)
     module.compare_every(None)
     if keys is not None and module.draws_alike:
         draw_alike(keys, session.rank, session.num_ranks)

@@ -27,11 +27,11 @@ Place = tuple[int, Tensor | None]
 """Where a stream stands: its seed, and the state of the generator once something was drawn."""
 
 
-class _Stream:
+class Stream:
     """A generator state of its own for the operators that are split along the same axes."""
 
-    def __init__(self) -> None:
-        self._seed = 0
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
         self._state: Tensor | None = None
 
     def restart(self, seed: int) -> None:
@@ -61,7 +61,7 @@ class _Stream:
                 state.write(outside)
 
 
-class _Outside(_Stream):
+class _Outside(Stream):
     """The caller's generator itself."""
 
     def __init__(self) -> None:
@@ -116,16 +116,18 @@ class _DeviceState:
 
 
 class Streams:
-    """The streams of one rank's program; with a seed there is one, and it draws what one device so seeded would."""
+    """The streams of one rank's program; an exact one is there alone, and draws what one device would.
 
-    def __init__(self, communicator: Communicator, exact_seed: int | None = None) -> None:
+    Programs of several shapes go on with the same exact stream.
+    """
+
+    def __init__(self, communicator: Communicator, exact: Stream | None = None) -> None:
         self._communicator = communicator
-        self.exact = exact_seed is not None
-        self._streams: dict[tuple[str, ...], _Stream] = {}
-        self._outside = _Outside() if exact_seed is None and communicator.mesh.size == 1 else None
-        if exact_seed is not None:
-            self._streams[()] = _Stream()
-            self._streams[()].restart(exact_seed)
+        self.exact = exact is not None
+        self._streams: dict[tuple[str, ...], Stream] = {}
+        self._outside = _Outside() if exact is None and communicator.mesh.size == 1 else None
+        if exact is not None:
+            self._streams[()] = exact
         self.must_agree = False
         """Whether some ranks have to draw the same numbers."""
         self._check: tuple[Work, Tensor] | None = None
@@ -136,7 +138,7 @@ class Streams:
             self._streams[()] = self._outside
             return function
         key = () if self.exact else tuple(sorted(axes))
-        stream = self._streams.setdefault(key, _Stream())
+        stream = self._streams.setdefault(key, Stream())
         if not self.exact and set(key) != set(self._communicator.mesh.names):
             self.must_agree = True
             self._communicator.prepare(self._communicator.mesh.names)

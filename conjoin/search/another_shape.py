@@ -1,4 +1,4 @@
-"""A plan for another shape or mode of the same model: the layouts of the one that was found, where they are legal there.
+"""A plan for another shape or mode of the same model: the layouts of the one that was found, where they are legal.
 
     plan of (batch 32, training)  ×  graph of (batch 5, training)  or  (batch 32, evaluation)   gives   another plan
 
@@ -22,6 +22,7 @@ from conjoin.ir import (
     Graph,
     Leaf,
     LeafKind,
+    MemoryAction,
     Node,
     Plan,
     Segment,
@@ -48,7 +49,6 @@ from conjoin.ops import (
     Call,
     Invariant,
     Layout,
-    Placement,
     ShardingRule,
     Split,
     TensorType,
@@ -135,7 +135,7 @@ def _in_micro_batches(plan: Plan, captured: Graph) -> tuple[Graph, Accumulation 
         return captured, None
 
 
-def _regathered(plan: Plan, graph: Graph) -> Iterable:
+def _regathered(plan: Plan, graph: Graph) -> Iterable[MemoryAction]:
     names = {leaf.name for leaf in graph.leaves_of(LeafKind.PARAMETER)}
     return (action for action in plan.memory if action.action == REGATHER and action.tensor in names)
 

@@ -65,7 +65,7 @@ def _kept(plan: Plan, graph: Graph) -> frozenset[Node]:
     return frozenset(node for node, other in found.items() if _attributes(node) == _attributes(other))
 
 
-_SIZES = frozenset({"size", "shape", "sizes", "split_size", "split_sizes", "start", "end", "normalized_shape", "repeats"})
+_SIZES = frozenset({"size", "shape", "sizes", "split_size", "split_sizes", "start", "end", "repeats"})
 """Attributes that are other ones for another batch."""
 
 
