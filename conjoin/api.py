@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from conjoin.cost import CostModel, Store
@@ -34,12 +35,13 @@ from conjoin.runtime import (
     Case,
     ParallelModule,
     PlainModel,
+    Planner,
+    Session,
     Verdict,
     Weights,
     check_capture,
     copied_for_check,
     full_state_dict,
-    load,
     load_checkpoint,
     load_optimizer_state_dict,
     optimizer_state_dict,
@@ -48,6 +50,7 @@ from conjoin.runtime import (
     to_module,
     verify_in_process,
 )
+from conjoin.runtime import load as _load
 from conjoin.search import (
     Progress,
     Row,
@@ -56,6 +59,7 @@ from conjoin.search import (
     compare_plans,
     find_plan,
     make_plan,
+    plan_alike,
     strategy_names,
 )
 from conjoin.sim import Prediction, predict
@@ -217,6 +221,52 @@ def compare(
     return compare_plans(graph, chosen, _known_costs(), asked, searches, strategies=strategies, progress=progress)
 
 
+def load(  # noqa: PLR0913 – what may be chosen of a module
+    plan: Plan | str | PathLike[str],
+    model: nn.Module,
+    *,
+    loss: Any = None,
+    session: Session | None = None,
+    device: torch.device | str | None = None,
+    init: Callable[[nn.Module], None] | None = None,
+    seed: int = 0,
+    exact_seed: int | None = None,
+) -> ParallelModule:
+    """This rank's part of a plan, as a module that trains and evaluates like the model does on one device.
+
+    Every rank calls it with the same plan and model; nothing is sent before plan, model and number of ranks are known
+    to agree. A batch of another shape, and the other mode (`step.eval()`), are planned after the plan when they first
+    come, over the same weights; where the plan was made with a `loss` that has to be given. Modules share a session
+    unless one is given, and lie on its device unless another is. A model on the meta device is never built as a whole:
+    `init` (or each module's `reset_parameters`) fills one module at a time, from `seed`. `exact_seed` makes every rank
+    draw the random numbers one device so seeded would draw, for comparisons.
+
+    >>> import torch
+    >>> model, batch = nn.Linear(4, 4), (torch.ones(8, 4), torch.zeros(8, 4))
+    >>> made = plan(model, batch, "local:1", loss=nn.functional.mse_loss, strategy="single")
+    >>> step = load(made, model, loss=nn.functional.mse_loss, device="cpu")
+    >>> bool(step(*batch) == step.eval()(torch.ones(3, 4), torch.zeros(3, 4)))
+    True
+    """
+    chosen: Plan | Path = plan if isinstance(plan, Plan) else _path(plan)
+    return _load(
+        chosen, model, session=session, device=device, init=init, seed=seed, exact_seed=exact_seed, loss=loss,
+        planner=Planner(_capture_again, _decide_alike),
+    )  # fmt: skip
+
+
+def _capture_again(plan: Plan, model: nn.Module, batch: Batch, loss: Any) -> Graph:
+    """A model in another shape or mode, in the precision of a plan; whatever autocast the caller is in."""
+    asked = _precision(plan.precision or None)
+    return _applied(asked, capture_graph(model, batch, loss, None, () if asked is None else asked.autocast))
+
+
+def _decide_alike(plan: Plan, graph: Graph) -> tuple[Plan, str]:
+    made = plan_alike(plan, graph)
+    pays = made.shortened or made.fresh
+    return made.plan, f"{made}: a plan of its own may be faster" if pays else ""
+
+
 def explain(plan: Plan | str | PathLike[str]) -> Explanation:
     """What a plan does: the operators in order, and between them what is sent."""
     return _explain(_plan(plan))
@@ -245,11 +295,12 @@ def simulate_plan(
 
 def _plan(plan: Plan | str | PathLike[str]) -> Plan:
     """A plan, or the one in a file."""
-    match plan:
-        case Plan():
-            return plan
-        case str() | PathLike():
-            return load_plan(Path(plan))
+    return plan if isinstance(plan, Plan) else load_plan(_path(plan))
+
+
+def _path(plan: str | PathLike[str]) -> Path:
+    if isinstance(plan, str | PathLike):
+        return Path(plan)
     raise UsageError(
         f"A {type(plan).__name__} was given instead of a plan. A plan is what conjoin.plan or conjoin.load_plan gives, "
         f"or the path of its file. Pass one of these."

@@ -27,6 +27,7 @@ from conjoin.runtime.differences import TOLERANCE, Difference
 from conjoin.runtime.launching import Site, launch
 from conjoin.runtime.loading import connect, load
 from conjoin.runtime.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
+from conjoin.runtime.other_plans import Planner
 from conjoin.runtime.pacing import Pace, communicator_over, join_ranks
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.pieces import Piece, full_state_dict
@@ -41,8 +42,9 @@ from conjoin.runtime.weights import Weights
 
 __all__ = [
     "COMMUNICATING", "COMPUTING", "TOLERANCE", "AgainstModel", "CapturedModule", "Case", "Communication",
-    "Concurrency", "Difference", "Pace", "ParallelModule", "Piece", "PlainModel", "Recorded", "Reference", "Session",
-    "Site", "Timed", "Verdict", "Weights", "axis_sets", "calibrate_collectives", "check_capture", "check_made_for",
+    "Concurrency", "Difference", "Pace", "ParallelModule", "Piece", "PlainModel", "Planner", "Recorded", "Reference",
+    "Session", "Site", "Timed", "Verdict", "Weights", "axis_sets", "calibrate_collectives", "check_capture",
+    "check_made_for",
     "check_world", "communicator_over", "compare_rank", "compare_with_model", "connect", "copied_for_check",
     "full_state_dict", "join_ranks", "launch", "load", "load_checkpoint", "load_optimizer_state_dict",
     "measure_communication", "optimizer_state_dict", "record", "run_ranks", "save_checkpoint", "save_weights",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice, takewhile
 from typing import Any
 
@@ -40,6 +40,16 @@ def _positional_names(graph: Graph) -> list[str]:
     return names
 
 
+def _readings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The ways to read a call: as it is, or as one batch object."""
+    found = [(args, kwargs)]
+    if len(args) == 1 and not kwargs:
+        whole = args[0]
+        found += [((), dict(whole))] if isinstance(whole, Mapping) else []
+        found += [(tuple(whole), {})] if isinstance(whole, tuple | list) else []
+    return found
+
+
 class Calling:
     """Brings arguments into the captured order and results into the captured containers."""
 
@@ -53,20 +63,36 @@ class Calling:
 
     def arrange(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The input tensors in the captured order, from arguments or from one batch object."""
+        found = self.match(args, kwargs)
+        if found is not None:
+            return found
+        came = [*(type(x).__name__ for x in args), *(f"{key}={type(x).__name__}" for key, x in kwargs.items())]
+        raise self.refusal(f"it takes ({', '.join(self._takes())}), as captured, and ({', '.join(came)}) came")
+
+    def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+        """The same; None where something else came, whatever the shapes."""
         given = args[0] if len(args) == 1 and self._num_tensors > 1 and isinstance(args[0], tuple | list) else args
         if not kwargs and len(given) == self._num_tensors and all(isinstance(x, Tensor) for x in given):
             return list(given)
-        candidates = [(args, kwargs)]
-        if len(args) == 1 and not kwargs:
-            whole = args[0]
-            candidates += [((), dict(whole))] if isinstance(whole, Mapping) else []
-            candidates += [(tuple(whole), {})] if isinstance(whole, tuple | list) else []
-        for positional, named in candidates:
+        for positional, named in _readings(args, kwargs):
             leaves, spec = flatten_tree(self._deal(positional, named))
             if spec == self._input_spec and self._fixed_match(leaves):
                 return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        came = [*(type(x).__name__ for x in args), *(f"{key}={type(x).__name__}" for key, x in kwargs.items())]
-        raise self.refusal(f"it takes ({', '.join(self._takes())}), as captured, and ({', '.join(came)}) came")
+        return None
+
+    def deal(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]) -> list[Any]:
+        """A call dealt out to model and loss, as the captured one where it has its structure; else as it reads best.
+
+        What stands at a position may be one of the inputs that the captured call has by name: `names` are those of the
+        model's positions.
+        """
+        readings = _readings(args, kwargs)
+        if args and len(args) <= len(names) and not set(names[: len(args)]) & kwargs.keys():
+            readings.append(((), {**dict(zip(names, args, strict=False)), **kwargs}))
+        dealt = [self._deal(positional, named) for positional, named in readings]
+        as_captured = (each for each in dealt if flatten_tree(each)[1] == self._input_spec)
+        is_batch = len(args) == 1 and not kwargs and isinstance(args[0], Mapping | tuple | list)
+        return next(as_captured, dealt[1] if is_batch else dealt[0])
 
     def results(self, outputs: list[Any]) -> Any:
         """The outputs in the containers the model returned them in."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from conjoin.ir import Plan, check_plan, load_plan, plain_model, plan_fingerprin
 from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.initialization import check_init, initialise
 from conjoin.runtime.joint_action import together
+from conjoin.runtime.other_plans import OtherPlans, Planner
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.rendezvous import KeyStore, agree, check_world, draw_alike, share_values
 from conjoin.runtime.session import Session, asked_device, device_of_rank, shared_session
@@ -33,6 +35,8 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     seed: int = 0,
     exact_seed: int | None = None,
     weights: Weights | str | PathLike[str] | None = None,
+    loss: Any = None,
+    planner: Planner | None = None,
 ) -> ParallelModule:
     """This rank's part of a plan, as a module that trains like the model does on one device.
 
@@ -41,9 +45,10 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     device is never built as a whole: `init` (or the model's own `_init_weights`, or each module's `reset_parameters`)
     fills one module at a time, from `seed`. With `weights`, files of pretrained weights, every rank reads its pieces
     out of them. `exact_seed` makes every rank draw the random numbers one device so seeded would draw, for comparisons.
-    In the first step ranks compare inputs, loss and gradients where they should agree.
+    In the first step ranks compare inputs, loss and gradients where they should agree. With a `planner` batches of
+    other shapes, and the other mode, are planned when they first come; for a plan with a loss that needs the `loss`.
     """
-    model = plain_model(model)
+    model, path = plain_model(model), None if isinstance(plan, Plan) else plan
     plan = check_plan(plan) if isinstance(plan, Plan) else load_plan(plan)
     check_model(plan, model)
     asked = None if weights is None else as_weights(weights)
@@ -64,7 +69,8 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
         together(lambda: read_weights(checked, store))
         if communicator.rank == 0:
             tell(checked)
-    module = ParallelModule(plan, store, communicator, exact_seed)
+    others = None if planner is None else OtherPlans(plan, model, planner, loss, path)
+    module = ParallelModule(plan, store, communicator, exact_seed, others)
     module.compare_every(None)
     if keys is not None and module.draws_alike:
         draw_alike(keys, session.rank, session.num_ranks)

@@ -8,6 +8,7 @@ those of the last. So after such a pass the ranks compare, outside of all collec
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -22,41 +23,44 @@ from conjoin.runtime.torch_private import after_backward, is_in_backward
 class Passes:
     """The passes of one module on one rank."""
 
-    def __init__(self, communicator: Communicator, agreement: Agreement) -> None:
-        self._communicator, self._agreement = communicator, agreement
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._agreement: Agreement | None = None
+        """Of the program whose pass it is."""
         self._is_open = False
         """Whether a pass has begun and not ended."""
         self._compares = False
         """Whether the ranks compare this one."""
 
-    def begin(self) -> None:
-        """A forward pass begins; one that runs again inside a backward pass is part of that."""
+    def begin(self, agreement: Agreement) -> None:
+        """A forward pass of a program begins; one that runs again inside a backward pass is part of that."""
         if is_in_backward():
             return
         if self._is_open and self._communicator.mesh.size > 1:
             self._compare()
         self._is_open = True
-        self._compares = self._agreement.begin()
+        self._agreement, self._compares = agreement, agreement.begin()
 
     def end(self, given: Mapping[Leaf, Tensor], outputs: Sequence[Any], loss: int | None) -> None:
         """A forward pass has made its outputs; from the first gradient that comes to one the backward is followed."""
         if is_in_backward():
             return
-        self._is_open = False
+        self._is_open, agreement = False, self._agreement
+        assert agreement is not None
         if self._compares:
-            self._agreement.compare_inputs(given, None if loss is None else outputs[loss])
+            agreement.compare_inputs(given, None if loss is None else outputs[loss])
         for output in outputs:
             if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(self._turn_back)  # type: ignore[no-untyped-call]
+                output.register_hook(partial(self._turn_back, agreement))  # type: ignore[no-untyped-call]
 
-    def _turn_back(self, gradient: Tensor) -> None:
+    def _turn_back(self, agreement: Agreement, gradient: Tensor) -> None:
         if not self._is_open:
             self._is_open = True
-            after_backward(self._close)
+            after_backward(partial(self._close, agreement))
 
-    def _close(self) -> None:
+    def _close(self, agreement: Agreement) -> None:
         self._is_open = False
-        self._agreement.compare_gradients()
+        agreement.compare_gradients()
 
     def _compare(self) -> None:
         """Go on only if all ranks were cut short, and at the same point."""

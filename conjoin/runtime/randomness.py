@@ -30,8 +30,8 @@ Place = tuple[int, Tensor | None]
 class Stream:
     """A generator state of its own for the operators that are split along the same axes."""
 
-    def __init__(self) -> None:
-        self._seed = 0
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
         self._state: Tensor | None = None
 
     def restart(self, seed: int) -> None:
@@ -116,19 +116,18 @@ class _DeviceState:
 
 
 class Streams:
-    """The streams of one rank's program; with a seed there is one, and it draws what one device so seeded would."""
+    """The streams of one rank's program; an exact one is there alone, and draws what one device would.
 
-    def __init__(
-        self, communicator: Communicator, exact_seed: int | None = None, is_alone: bool | None = None
-    ) -> None:
-        alone = communicator.mesh.size == 1 if is_alone is None else is_alone
+    Programs of several shapes go on with the same exact stream.
+    """
+
+    def __init__(self, communicator: Communicator, exact: Stream | None = None) -> None:
         self._communicator = communicator
-        self.exact = exact_seed is not None
+        self.exact = exact is not None
         self._streams: dict[tuple[str, ...], Stream] = {}
-        self._outside = _Outside() if exact_seed is None and alone else None
-        if exact_seed is not None:
-            self._streams[()] = Stream()
-            self._streams[()].restart(exact_seed)
+        self._outside = _Outside() if exact is None and communicator.mesh.size == 1 else None
+        if exact is not None:
+            self._streams[()] = exact
         self.must_agree = False
         """Whether some ranks have to draw the same numbers."""
         self._check: tuple[Work, Tensor] | None = None
@@ -175,22 +174,13 @@ class Streams:
             return
         with drawing:
             base = int(torch.randint(2**52, (), dtype=torch.int64))
-        self.restart(str(base))
-        if self.must_agree:
-            self._compare(base, device)
-
-    def restart(self, base: str) -> None:
-        """Start all streams anew from what all ranks have in common."""
         places = self._communicator.mesh.coordinates(self._communicator.rank)
         for axes, stream in self._streams.items():
             where = ",".join(f"{axis}={places[axis]}" for axis in axes)
             digest = hashlib.sha256(f"{base}:{where}".encode()).digest()
             stream.restart(int.from_bytes(digest[:7], "big"))
-
-    def go_to(self, place: Place) -> None:
-        """Have the one stream of a comparison with one device go on from where that stands."""
-        for stream in self._streams.values():
-            stream.go_to(place)
+        if self.must_agree:
+            self._compare(base, device)
 
     def _compare(self, base: int, device: torch.device) -> None:
         """Ask whether all ranks drew the same number; the answer is looked at when the next pass begins."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from conjoin.errors import PlanError, UsageError
-from conjoin.ir import Leaf, LeafKind, Plan, Region, region_of
+from conjoin.ir import Graph, Leaf, LeafKind, Plan, Region, region_of
 from conjoin.ops import Layout, TensorType
 from conjoin.runtime.slots import Slot, find_constant, read_slot
 
@@ -26,7 +26,7 @@ class Store:
         for leaf in plan.graph.leaves:
             if leaf.kind in (LeafKind.PARAMETER, LeafKind.BUFFER):
                 self._leaves.update((name, leaf) for name in (leaf.name, *leaf.aliases))
-        self._constants: dict[str, Tensor] = {}
+        self._constants: dict[Leaf, Tensor] = {}
 
     def leaf(self, name: str) -> Leaf | None:
         """The leaf of the graph that a parameter or buffer of that name is; None when the graph does not use it."""
@@ -89,9 +89,9 @@ class Store:
                 cuts[id(buffer)] = make_piece(name, buffer)
             self.put_buffer(name, cuts[id(buffer)], persistent=is_persistent(model, name))
 
-    def keep_constants(self, model: nn.Module) -> None:
-        """This rank's parts of the graph's constants."""
-        for leaf in self._plan.graph.leaves_of(LeafKind.CONSTANT):
+    def keep_constants(self, model: nn.Module, graph: Graph | None = None) -> None:
+        """This rank's parts of the constants of a graph, or of the plan's."""
+        for leaf in (graph or self._plan.graph).leaves_of(LeafKind.CONSTANT):
             whole = find_constant(model, leaf)
             if whole.is_meta:
                 raise UsageError(
@@ -99,7 +99,11 @@ class Store:
                     f"on the meta device and has none. Make it a buffer, or build the model on the CPU."
                 )
             region = region_of(leaf.type.shape, leaf.type.layout, self._plan.mesh, self._rank)
-            self._constants[leaf.name] = whole[tuple(slice(*span) for span in region)].to(self.device)
+            self._constants[leaf] = whole[tuple(slice(*span) for span in region)].to(self.device)
+
+    def keep_only(self, leaves: Collection[Leaf]) -> None:
+        """Let go of constants that no program needs any more."""
+        self._constants = {leaf: x for leaf, x in self._constants.items() if leaf in leaves}
 
     def copied(self, memo: dict[int, Any]) -> Store:
         """A store with pieces of its own and the same values."""
@@ -127,18 +131,17 @@ class Store:
             module = child
         return module, last
 
-    def slot(self, leaf: Leaf) -> Slot | str:
-        """Where the value of a leaf is found: in a module, or among the constants by name."""
-        return leaf.name if leaf.kind is LeafKind.CONSTANT else self._owner(leaf.name)
+    def slot(self, leaf: Leaf) -> Slot | Leaf:
+        """Where the value of a leaf is found: in a module, or among the constants."""
+        return leaf if leaf.kind is LeafKind.CONSTANT else self._owner(leaf.name)
 
-    def slots_of_buffer(self, name: str) -> tuple[Slot, ...]:
+    def slots_of_buffer(self, leaf: Leaf) -> tuple[Slot, ...]:
         """All places of a buffer: once for every name it has."""
-        leaf = self._leaves[name]
         return tuple(self._owner(other) for other in (leaf.name, *leaf.aliases))
 
-    def read(self, slot: Slot | str, device: torch.device) -> Tensor | None:
+    def read(self, slot: Slot | Leaf, device: torch.device) -> Tensor | None:
         """The value of a leaf; a constant is brought to the device of the step."""
-        if not isinstance(slot, str):
+        if not isinstance(slot, Leaf):
             return read_slot(slot)
         if self._constants[slot].device != device:
             self._constants[slot] = self._constants[slot].to(device)

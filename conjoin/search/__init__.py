@@ -1,5 +1,6 @@
 """How to train a model on a machine: the named strategies, and the searches that choose."""
 
+from conjoin.search.another_shape import Alike, plan_alike
 from conjoin.search.baselines import baseline_names, baselines
 from conjoin.search.certifying import Certificate
 from conjoin.search.comparing import Row, compare_plans
@@ -25,9 +26,10 @@ from conjoin.search.searching import open_contest, search_names
 from conjoin.search.wishing import DEFAULT_BUDGET, OBJECTIVES, SearchResult, Wish, check_wish
 
 __all__ = [
-    "DEFAULT_BUDGET", "OBJECTIVES", "Certificate", "Contest", "CountedProblem", "CountedSpace", "Improvement", "Notes",
-    "Objective", "OperatorSeconds", "Problem", "Progress", "Remembered", "ReshardSeconds", "Row", "SearchResult",
-    "Space", "Stopped", "Table", "Tables", "TooSlow", "Wish", "baseline_names", "baselines", "branch_and_bound",
-    "canonical", "check_wish", "compare_plans", "cuts", "find_plan", "is_answer", "make_pipeline", "make_plan", "name_axes",
-    "open_contest", "place_branches", "read_request", "search_names", "strategy_names",
+    "DEFAULT_BUDGET", "OBJECTIVES", "Alike", "Certificate", "Contest", "CountedProblem", "CountedSpace", "Improvement",
+    "Notes", "Objective", "OperatorSeconds", "Problem", "Progress", "Remembered", "ReshardSeconds", "Row",
+    "SearchResult", "Space", "Stopped", "Table", "Tables", "TooSlow", "Wish", "baseline_names", "baselines",
+    "branch_and_bound", "canonical", "check_wish", "compare_plans", "cuts", "find_plan", "is_answer", "make_pipeline",
+    "make_plan", "name_axes", "open_contest", "place_branches", "plan_alike", "read_request", "search_names",
+    "strategy_names",
 ]  # fmt: skip

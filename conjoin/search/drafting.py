@@ -73,13 +73,13 @@ def settle_draft(graph: Graph, strategy: Callable[[Facts], Draft]) -> Settled:
         draft = strategy(study(graph))
         check_rank_statistics(graph, draft.flows)
     while stuck := {node for flow in draft.flows for node in flow.stuck}:
-        taken, graph = _opened(graph, stuck)
+        taken, graph = open_up(graph, stuck)
         substitutions += taken
         draft = strategy(study(graph))
     return Settled(graph, draft, substitutions)
 
 
-def _opened(graph: Graph, stuck: Collection[Node]) -> tuple[tuple[Substitution, ...], Graph]:
+def open_up(graph: Graph, stuck: Collection[Node]) -> tuple[tuple[Substitution, ...], Graph]:
     """The graph with nodes that are stuck replaced by what is not, those of one kind at a time, and what was done."""
     facts = study(graph)
     flattened = {node for node in stuck if find_flattened(graph, node) is not None}

@@ -1,0 +1,233 @@
+"""Plans for other shapes and the other mode of a model, made after the plan it was loaded with, and kept.
+
+The model is kept without its values, to be captured again. How it is captured and what plan is made of it is not known
+here: both are given. Beside a plan file the plans made after it are kept as files too.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conjoin.environment import installed_version
+from conjoin.errors import ConjoinError, PlanError, UsageError
+from conjoin.ir import Graph, LeafKind, Plan, describe_tree, flatten_tree, load_plan, plan_fingerprint, unflatten_tree
+from conjoin.ops import dtype_name
+
+_log = logging.getLogger(__name__)
+_one_at_a_time = threading.Lock()
+"""Ranks that are threads of one process capture one model."""
+_NARROW = (torch.bfloat16, torch.float16)
+
+Dealt = list[Any]
+"""A call: what the model takes by position and by name, then what the loss does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """How another plan is made."""
+
+    capture: Callable[[Plan, nn.Module, Any, Any], Graph]
+    """In the precision of a plan, from a model, a batch and a loss."""
+    decide: Callable[[Plan, Graph], tuple[Plan, str]]
+    """A plan for a graph after another plan, and what there is to say of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A plan, what there is to say of it, and where it is to be kept."""
+
+    plan: Plan
+    remark: str = ""
+    path: Path | None = None
+
+
+class OtherPlans:
+    """The plans of one model for calls of other shapes or in the other mode."""
+
+    def __init__(
+        self, plan: Plan, model: nn.Module, planner: Planner, loss: Any = None, path: str | Path | None = None
+    ) -> None:
+        self.plan, self._planner, self._loss = plan, planner, loss
+        self._folder = None if path is None else Path(f"{path}.shapes")
+        self._made: dict[tuple[bool, str], Made] = {}
+        try:
+            self.model, self._why = bare_copy(model), ""
+        except Exception as error:  # a user's model may hold anything that cannot be copied
+            self.model, self._why = nn.Module(), f"{type(error).__name__}: {str(error)[:200]}"
+        self._modes = {module: module.training for module in self.model.modules()}
+
+    @property
+    def names(self) -> list[str]:
+        """What the model takes by position."""
+        try:
+            found = signature(self.model.forward).parameters.values()
+        except (TypeError, ValueError):
+            return []
+        return [p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    def find(self, training: bool, dealt: Dealt) -> Made:
+        """The plan for a call, which was made before, lies beside the plan's file, or is made now."""
+        key = training, call_text(dealt)
+        with _one_at_a_time:
+            if key not in self._made:
+                path = self._file(key)
+                self._made[key] = self._read(path) or self._make(training, dealt, path)
+            return self._made[key]
+
+    def forget(self, training: bool, dealt: Dealt) -> None:
+        """Let go of a plan that was not used for long."""
+        self._made.pop((training, call_text(dealt)), None)
+
+    def _make(self, training: bool, dealt: Dealt, path: Path | None) -> Made:
+        if self._why:
+            raise UsageError(
+                f"{self._call(training, dealt)} was asked for. The model would have to be captured again for that, and "
+                f"it could not be copied without its values: {self._why}. Make a plan for this shape and mode."
+            )
+        loss = self._loss_for(training, dealt)
+        same_mode = training == self.plan.graph.training == self._modes[self.model]
+        for module, mode in self._modes.items():
+            module.training = mode if same_mode else training
+        graph = self._planner.capture(self.plan, self.model, _batch(dealt, self.names), loss)
+        self._check_graph(graph, training, dealt)
+        plan, remark = self._planner.decide(self.plan, graph)
+        check_stored_alike(self.plan, plan)
+        return Made(plan, remark, path)
+
+    def _loss_for(self, training: bool, dealt: Dealt) -> Any:
+        """The loss; none where the call has nothing for it that the plan's has: then the model alone is asked."""
+        children = self.plan.graph.input_structure.children
+        takes_more = len(children) == 4 and any(part.num_leaves for part in children[2:])
+        given = bool(dealt[2] or dealt[3])
+        if given and self._loss is None:
+            raise self._without_loss(training, dealt)
+        return self._loss if given or not takes_more else None
+
+    def _check_graph(self, graph: Graph, training: bool, dealt: Dealt) -> None:
+        if self._loss is None and self.plan.graph.loss is not None and graph.loss is None and training:
+            raise self._without_loss(training, dealt)
+        lost = {t.dtype for t in _types(self.plan.graph)} - {t.dtype for t in _types(graph)}
+        if lost.intersection(_NARROW):
+            raise UsageError(
+                f"{self._call(training, dealt)} was asked for. The plan was made in an autocast of the caller, which "
+                f"it does not name, and the model would be captured without. Make the plan with precision=, as "
+                f"'bf16-mixed'."
+            )
+
+    def _without_loss(self, training: bool, dealt: Dealt) -> UsageError:
+        return UsageError(
+            f"{self._call(training, dealt)} was asked for. The plan is of the model with a loss, and a plan for "
+            f"another shape or mode has to be made of both. Pass the loss, as in conjoin.load(plan, model, loss=loss)."
+        )
+
+    def _call(self, training: bool, dealt: Dealt) -> str:
+        return f"A step of {self.plan.model.name} in {mode_name(training)} on {call_text(dealt)}"
+
+    def _file(self, key: tuple[bool, str]) -> Path | None:
+        if self._folder is None:
+            return None
+        content = repr((key, plan_fingerprint(self.plan), installed_version()))
+        return self._folder / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
+
+    def _read(self, path: Path | None) -> Made | None:
+        """The plan in a file, if it is there and fits."""
+        if path is None or not path.exists():
+            return None
+        try:
+            plan = load_plan(path)
+            check_stored_alike(self.plan, plan)
+        except ConjoinError as error:
+            _log.warning("the plan in %s is not used: %s", path, error)
+            return None
+        return Made(plan)
+
+
+def keep(made: Made) -> None:
+    """Write a plan where it is to be kept; where that cannot be, it is made again another time."""
+    if made.path is None:
+        return
+    try:
+        made.path.parent.mkdir(exist_ok=True)
+        made.plan.save(made.path)
+    except (OSError, ConjoinError) as error:
+        _log.info("%s is not kept: %s", made.path, error)
+
+
+def bare_copy(model: nn.Module) -> nn.Module:
+    """The model without the values of its parameters and buffers, which are never copied."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        bare = torch.empty_like(tensor, device="meta", requires_grad=False)
+        memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+    return copy.deepcopy(model, memo)
+
+
+def check_stored_alike(plan: Plan, other: Plan) -> None:
+    """Refuse a plan that stores a parameter or buffer in other pieces: all programs share them."""
+    kinds = (LeafKind.PARAMETER, LeafKind.BUFFER)
+    stored = {leaf.name: leaf.type for leaf in plan.graph.leaves if leaf.kind in kinds}
+    for leaf in other.graph.leaves:
+        if leaf.kind in kinds and leaf.type != stored.get(leaf.name, leaf.type.laid_out(())):
+            raise PlanError(
+                f"Another plan of {plan.model.name} was to share its weights. It stores {leaf.name} as {leaf.type}, "
+                f"which is {stored.get(leaf.name, leaf.type.laid_out(()))} here. Make it after this plan, or load it "
+                f"as a module of its own."
+            )
+    if other.mesh != plan.mesh:
+        raise PlanError(
+            f"Another plan of {plan.model.name} was to share its weights. It is for the mesh {other.mesh}, and they "
+            f"lie on {plan.mesh}. Make it after this plan."
+        )
+
+
+def _types(graph: Graph) -> Iterator[Any]:
+    return (type for node in graph.nodes for type in node.types)
+
+
+def mode_name(training: bool) -> str:
+    return "training" if training else "evaluation"
+
+
+def call_text(dealt: Dealt) -> str:
+    """A call in words: its tensors by type, and whatever else it was given.
+
+    >>> call_text([(torch.zeros(2, 3), 1), {"y": torch.zeros(2)}, (), {}])
+    'f32[2,3], 1, y=f32[2]'
+    """
+    leaves, structure = describe_tree(dealt)
+    told = []
+    for path, leaf in zip(structure.paths(), leaves, strict=True):
+        name = ".".join(str(step) for step in path[1:] if isinstance(step, str))
+        is_tensor = isinstance(leaf, Tensor)
+        what = f"{dtype_name(leaf.dtype)}[{','.join(map(str, leaf.shape))}]" if is_tensor else repr(leaf)
+        told.append(f"{name}={what}" if name else what)
+    return ", ".join(told)
+
+
+def _batch(dealt: Dealt, names: list[str]) -> Any:
+    """A call as a batch of inputs by position, or by name."""
+    args, named, for_loss, loss_named = dealt
+    if not named and not loss_named:
+        return _without_values((*args, *for_loss))
+    if len(args) > len(names) or for_loss:
+        raise UsageError(
+            f"A step was called with {len(args) + len(for_loss)} inputs by position and {len(named) + len(loss_named)} "
+            f"by name. Which is which is not known: forward takes {', '.join(names)}. Pass all of them by name."
+        )
+    return _without_values({**dict(zip(names, args, strict=False)), **named, **loss_named})
+
+
+def _without_values(batch: Any) -> Any:
+    leaves, spec = flatten_tree(batch)
+    return unflatten_tree([torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in leaves], spec)

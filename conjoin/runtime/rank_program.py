@@ -1,0 +1,233 @@
+"""A plan as it runs on one rank: its generated program, over pieces that programs of other shapes may share."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from conjoin.comm import recomputed
+from conjoin.errors import UsageError
+from conjoin.ir import (
+    Leaf,
+    LeafKind,
+    Plan,
+    Region,
+    RegionMove,
+    Value,
+    calling_graph,
+    plan_fingerprint,
+    regathered_parameters,
+    region_of,
+    region_shape,
+)
+from conjoin.ops import Layout
+from conjoin.runtime.accumulating import Accumulator, MicroBatches
+from conjoin.runtime.agreement import Agreement
+from conjoin.runtime.bundles import Bundle, Dropping, make_bundles
+from conjoin.runtime.calling import Calling
+from conjoin.runtime.carriers import carry_move, carry_reshard, prepare_move
+from conjoin.runtime.communicator import Communicator, uncompiled
+from conjoin.runtime.emission import emit_program
+from conjoin.runtime.functions import Function
+from conjoin.runtime.passes import Passes
+from conjoin.runtime.programs import Compiled, Program, compile_text
+from conjoin.runtime.randomness import Stream, Streams
+from conjoin.runtime.recomputing import Again, fold_segments
+from conjoin.runtime.slots import read_slot
+from conjoin.runtime.storage import Store
+from conjoin.runtime.tensor_cores import TensorCores
+
+
+class _RankCarriers:
+    """What the emitter asks for, for one rank of a plan."""
+
+    def __init__(self, plan: Plan, communicator: Communicator, exact: Stream | None) -> None:
+        self.mesh, self.rank = communicator.mesh, communicator.rank
+        self._communicator = communicator
+        self.dropping = Dropping() if regathered_parameters(plan) else None
+        self.bundles = make_bundles(plan, communicator, self.dropping)
+        self.streams = Streams(communicator, exact)
+        self._by_entry = {entry: bundle for bundle in self.bundles for entry in bundle.entries}
+
+    def reshard(self, value: Value, target: Layout) -> Function:
+        return carry_reshard(value.type.shape, value.type.layout, target, self._communicator)
+
+    def move(self, move: RegionMove) -> Function:
+        return carry_move(move, self._communicator)
+
+    def prepare(self, move: RegionMove) -> None:
+        prepare_move(move, self._communicator)
+
+    def bundle(self, root: Value, layout: Layout) -> Bundle | None:
+        return self._by_entry.get((root, layout))
+
+    def draw(self, function: Function, axes: tuple[str, ...]) -> Function:
+        return self.streams.draw(function, axes)
+
+    def draws_whole(self) -> bool:
+        return self.streams.exact
+
+
+def _compile(carriers: _RankCarriers, program: fx.Graph, name: str) -> tuple[Compiled, str]:
+    """A rank's program and its text; each segment that is run again in the backward pass is a function before it."""
+    texts: list[str] = []
+
+    def compile_segment(number: int, part: fx.Graph) -> Function:
+        function, text = compile_text(part, f"{name} segment {number}")
+        texts.append(f"# segment {number}, which the backward pass runs again\n{text}")
+        return uncompiled(Again(partial(function, None), carriers.streams).__call__)
+
+    compiled, text = compile_text(fold_segments(program, compile_segment), name)
+    return compiled, "\n".join((*texts, text))
+
+
+class Form(Enum):
+    """How the inputs of a step came to a rank."""
+
+    WHOLE = "whole"
+    PARTS = "parts"
+    OTHER = "of another shape"
+
+
+class RankProgram:
+    """What runs the steps of one plan on one rank."""
+
+    code: str
+    """The generated forward as Python text."""
+
+    def __init__(
+        self, plan: Plan, store: Store, communicator: Communicator, passes: Passes, exact: Stream | None = None
+    ) -> None:
+        self.plan, self.store, self.communicator, self._passes = plan, store, communicator, passes
+        self.carriers = _RankCarriers(plan, communicator, exact)
+        self._kept = tuple(leaf for leaf in plan.graph.leaves if leaf.kind is not LeafKind.INPUT)
+        name = f"{plan.graph.name} {plan_fingerprint(plan)[:12]} @{communicator.rank}"
+        once = plan.accumulation is None
+        emitted = emit_program(plan.graph, self._kept, self.carriers, recomputed(plan), once=once)
+        self._program = Program(emitted, name, partial(_compile, self.carriers))
+        self.code = self._program.code
+        self.agreement = Agreement(plan, store, communicator)
+        accumulation, self._accumulator, called = plan.accumulation, None, plan.graph
+        if accumulation is not None:
+            called = calling_graph(plan.graph, accumulation)
+            micro = MicroBatches(plan, accumulation, communicator.rank, in_order=exact is not None)
+            self._accumulator = Accumulator(plan, micro, self.carriers.bundles, self.carriers.streams)
+        self.calling = Calling(called)
+        self.taken = called.leaves_of(LeafKind.INPUT)
+        self._tensor_cores = TensorCores() if plan.graph.rounding.tf32 else None
+        self._regions = tuple(self._region(leaf, leaf.type.shape) for leaf in plan.graph.leaves_of(LeafKind.INPUT))
+        self._shapes = tuple(self._shapes_of(leaf) for leaf in self.taken)
+        self._slots = tuple(store.slot(leaf) for leaf in self._kept)
+        buffers = {leaf.name: leaf for leaf in plan.graph.leaves_of(LeafKind.BUFFER)}
+        self._targets = tuple(store.slots_of_buffer(buffers[name]) for name, _ in plan.graph.updates)
+        self._begin, self._end = uncompiled(self._start), uncompiled(passes.end)
+
+    def _region(self, leaf: Leaf, shape: tuple[int, ...]) -> Region:
+        return region_of(shape, leaf.type.layout, self.plan.mesh, self.communicator.rank)
+
+    def _shapes_of(self, leaf: Leaf) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """An input of a step as a whole, and this rank's part of it."""
+        accumulation, shape = self.plan.accumulation, leaf.type.shape
+        if accumulation is not None and leaf.name in accumulation.cut:
+            shape = (accumulation.steps * shape[0], *shape[1:])
+        return shape, region_shape(self._region(leaf, shape))
+
+    def form_of(self, given: list[Tensor]) -> Form:
+        """How inputs came: as a whole, in parts, or in shapes that this program does not take."""
+        form = Form.WHOLE
+        for x, leaf, (whole, part) in zip(given, self.taken, self._shapes, strict=True):
+            if x.dtype != leaf.type.dtype or tuple(x.shape) not in (whole, part):
+                return Form.OTHER
+            form = form if tuple(x.shape) == whole else Form.PARTS
+        return form
+
+    def step(self, given: list[Tensor]) -> Any:
+        """One forward pass: what came whole or as this rank's part; the loss is that of the whole."""
+        device = self.store.device
+        self._check_device(given, device)
+        batches = [self._local(given)] if self._accumulator is None else self._accumulator.micro.of(given)
+        self._begin(device)
+        state = [self.store.read(slot, device) for slot in self._slots]
+        if self._tensor_cores is None:
+            outputs = self._compute(batches, state, device)
+        else:
+            with self._tensor_cores.forward():
+                outputs = self._tensor_cores.before_backward(self._compute(batches, state, device))
+        self._end(dict(zip(self.taken, given, strict=True)), outputs, self.plan.graph.loss)
+        return self.calling.results(outputs)
+
+    def _start(self, device: torch.device) -> None:
+        self._passes.begin(self.agreement)
+        self.carriers.streams.begin(device)
+
+    def _compute(self, batches: list[list[Tensor]], state: list[Tensor | None], device: torch.device) -> list[Any]:
+        if self._accumulator is None:
+            return self._run(batches[0], state, device)
+        return self._accumulate(batches, state, device, self._accumulator)
+
+    def _check_device(self, given: list[Tensor], device: torch.device) -> None:
+        for x, leaf in zip(given, self.taken, strict=True):
+            if x.device.type != device.type or device.index not in (None, x.device.index):
+                raise UsageError(
+                    f"{self.plan.model.name} was called with {leaf.name} on {x.device}. Its weights are on {device}. "
+                    f"Move the batch there, as by {leaf.name}.to({str(device)!r}), or load the plan with "
+                    f"device={str(x.device)!r}."
+                )
+
+    def _run(self, inputs: list[Tensor], state: list[Tensor | None], device: torch.device) -> list[Any]:
+        with self._dropping():
+            results = self._program(self, state, device, *inputs)
+        count = len(self.plan.graph.outputs)
+        self._write_back(results[count:])
+        return list(results[:count])
+
+    def _accumulate(
+        self, batches: list[list[Tensor]], state: list[Tensor | None], device: torch.device, accumulator: Accumulator
+    ) -> list[Any]:
+        """A step in micro-batches, which is over when its loss is there but for handing out the gradients."""
+        place = self.plan.graph.loss or 0
+
+        def compute(own: list[Tensor | None], inputs: list[Tensor]) -> Tensor:
+            with self._dropping():
+                found: Tensor = self._program(self, own, device, *inputs)[place]
+            return found
+
+        loss = accumulator.loss(batches, dict(zip(self._kept, state, strict=True)), compute, device.type)
+        return [loss if isinstance(value, Value) else value for value in self.plan.graph.outputs]
+
+    def _local(self, inputs: list[Tensor]) -> list[Tensor]:
+        leaves = self.plan.graph.leaves_of(LeafKind.INPUT)
+        return [self._part(x, leaf, region) for x, leaf, region in zip(inputs, leaves, self._regions, strict=True)]
+
+    def _part(self, x: Tensor, leaf: Leaf, region: Region) -> Tensor:
+        """This rank's part of an input that came whole, or as it came when it is the part already."""
+        shape = tuple(x.shape)
+        if x.dtype == leaf.type.dtype and shape == leaf.type.shape:
+            return x[tuple(slice(*span) for span in region)] if region_shape(region) != shape else x
+        if x.dtype == leaf.type.dtype and shape == region_shape(region):
+            return x
+        raise self.calling.refusal(
+            f"{leaf.name} is {leaf.type} as a whole and {region_shape(region)} on rank {self.communicator.rank}, where "
+            f"{x.dtype} of shape {shape} came"
+        )
+
+    def _dropping(self) -> AbstractContextManager[Any]:
+        """Drop gathered parameters after the forward pass where the plan says so; backward gathers them again."""
+        dropping = self.carriers.dropping
+        if dropping is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return dropping.hooks()
+
+    def _write_back(self, values: tuple[Tensor, ...]) -> None:
+        """Give buffers their new values, unless written over: as new tensors, as gradients may need the old ones."""
+        for slots, value in zip(self._targets, values, strict=True):
+            if value is read_slot(slots[0]):
+                continue
+            made = value.detach()
+            for module, name in slots:
+                module._buffers[name] = made
