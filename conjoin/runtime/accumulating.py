@@ -34,8 +34,14 @@ class MicroBatches:
     """This rank's parts of the micro-batches of a batch."""
 
     def __init__(
-        self, plan: Plan, accumulation: Accumulation, rank: int, in_order: bool, leaves: Sequence[Leaf] | None = None
+        self,
+        plan: Plan,
+        accumulation: Accumulation | None,
+        rank: int,
+        in_order: bool,
+        leaves: Sequence[Leaf] | None = None,
     ) -> None:
+        accumulation = accumulation or Accumulation(1, (), ())
         self._plan, self._steps, self._rank = plan, accumulation.steps, rank
         self._leaves = plan.graph.leaves_of(LeafKind.INPUT) if leaves is None else leaves
         self._cut, self._source = set(accumulation.cut), dict(accumulation.whole)

@@ -7,14 +7,14 @@ training would go on with as many models as there are ranks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from math import isfinite, nan, prod
 
 import torch
 from torch import Tensor
 
 from conjoin.errors import RankError
-from conjoin.ir import Leaf, Plan, holds
+from conjoin.ir import Leaf, Pipeline, Plan, holds
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, Split
 from conjoin.runtime.communicator import Communicator
@@ -35,8 +35,16 @@ _NOISE = 1e-5
 class Agreement:
     """What ranks compare in the first step of a module, and in every so manieth after it where that is asked for."""
 
-    def __init__(self, plan: Plan, store: Store, communicator: Communicator) -> None:
+    def __init__(
+        self,
+        plan: Plan | Pipeline,
+        store: Store,
+        communicator: Communicator,
+        stages: Sequence[tuple[Communicator, Collection[str]]] | None = None,
+    ) -> None:
         self._plan, self._store, self._communicator = plan, store, communicator
+        self._stages = stages
+        """Of a pipeline, for every stage of this rank who holds its parameters, and their names."""
         self._every: int | None = 0
         self._num_steps = 0
         self._compares_gradients = False
@@ -45,8 +53,9 @@ class Agreement:
     def every(self, num_steps: int | None) -> None:
         """Compare the next step and every so manieth after it; only the next (None); or none (0)."""
         self._every, self._num_steps = num_steps, 0
-        if num_steps != 0 and self._communicator.mesh.size > 1:
-            self._communicator.prepare(self._communicator.mesh.names)
+        for communicator in (self._communicator, *(stage for stage, _ in self._stages or ())):
+            if num_steps != 0 and communicator.mesh.size > 1:
+                communicator.prepare(communicator.mesh.names)
 
     def begin(self) -> bool:
         """Whether the step that begins is one to compare."""
@@ -62,7 +71,7 @@ class Agreement:
         marks = [number for leaf, x in given.items() for number in (self._is_whole(leaf, x), _digest(x))]
         value = float(loss.detach().real) if loss is not None and loss.numel() == 1 else nan
         bits = torch.tensor([value], dtype=torch.float64).view(torch.int64)
-        told = self._gathered(torch.cat([torch.tensor(marks, dtype=torch.int64), bits]))
+        told = _gathered(self._communicator, torch.cat([torch.tensor(marks, dtype=torch.int64), bits]))
         for i, leaf in enumerate(given):
             wholes, digests = told[:, 2 * i].tolist(), told[:, 2 * i + 1].tolist()
             ranks = [rank for rank in range(mesh.size) if holds(leaf.type.layout, mesh, rank)]
@@ -87,10 +96,15 @@ class Agreement:
         if not self._compares_gradients:
             return
         self._compares_gradients = False
-        mesh, store = self._communicator.mesh, self._store
-        named = [(name, p) for name, p in store.root.named_parameters() if p.requires_grad]
+        named = [(name, p) for name, p in self._store.root.named_parameters() if p.requires_grad]
+        for communicator, names in ((self._communicator, None),) if self._stages is None else self._stages:
+            if communicator.mesh.size > 1:
+                self._compare_gradients(communicator, [(n, p) for n, p in named if names is None or n in names])
+
+    def _compare_gradients(self, communicator: Communicator, named: Sequence[tuple[str, Tensor]]) -> None:
+        mesh, store = communicator.mesh, self._store
         norms = torch.tensor([[_norm(p.detach()), _norm(p.grad)] for _, p in named], dtype=torch.float64)
-        told = self._gathered(norms.view(-1).view(torch.int64)).view(torch.float64).view(mesh.size, -1, 2)
+        told = _gathered(communicator, norms.view(-1).view(torch.int64)).view(torch.float64).view(mesh.size, -1, 2)
         rounding = _NOISE * told[..., 1].nan_to_num(0.0, 0.0, 0.0).max().item() if named else 0.0
         for i, (name, _) in enumerate(named):
             layout = store.layout(name)
@@ -102,20 +116,20 @@ class Agreement:
                 if others is not None:
                     raise self._refusal(what, others, "the same batch, weights and draws")
 
-    def _gathered(self, mine: Tensor) -> Tensor:
-        """What all ranks have, one in a row."""
-        communicator = self._communicator
-        sent, mine = communicator.bytes_sent, mine.to(communicator.device)
-        told = mine.new_empty(communicator.mesh.size * mine.numel())
-        communicator.all_gather(told, mine, communicator.mesh.names).wait()
-        communicator.bytes_sent = sent  # what is counted is what the plan says
-        return told.view(communicator.mesh.size, -1).cpu()
-
     def _refusal(self, what: str, others: tuple[int, int], wanted: str) -> RankError:
         return RankError(
             f"The ranks {others[0]} and {others[1]} must have the same {what}, and in step {self._num_steps} they have "
             f"not. Each would train a model of its own from here. Give all ranks {wanted}."
         )
+
+
+def _gathered(communicator: Communicator, mine: Tensor) -> Tensor:
+    """What all ranks have, one in a row."""
+    sent, mine = communicator.bytes_sent, mine.to(communicator.device)
+    told = mine.new_empty(communicator.mesh.size * mine.numel())
+    communicator.all_gather(told, mine, communicator.mesh.names).wait()
+    communicator.bytes_sent = sent  # what is counted is what the plan says
+    return told.view(communicator.mesh.size, -1).cpu()
 
 
 def _digest(x: Tensor) -> int:

@@ -39,7 +39,7 @@ class OtherPrograms:
         self._programs: OrderedDict[Key, RankProgram] = OrderedDict()
         self._communicator, self._store = program.communicator, program.store
         self._every: int | None = 0
-        self._draws_alike = program.carriers.streams.must_agree
+        self._draws_alike = program.draws_alike
         self._in_parts: bool | None = None
         """Whether batches came as parts so far; None before the first."""
 
@@ -141,7 +141,7 @@ class OtherPrograms:
 
     def _draw_alike(self, program: RankProgram) -> None:
         """Have all generators in the state of rank 0's before the first program for which that matters."""
-        if self._draws_alike or not program.carriers.streams.must_agree:
+        if self._draws_alike or not program.draws_alike:
             return
         states = self._communicator.compare(torch.get_rng_state().numpy().tobytes().hex())
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(states[0]), dtype=torch.uint8))

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import UsageError
-from conjoin.ir import LeafKind, Plan
+from conjoin.ir import LeafKind, Pipeline, Plan
 from conjoin.ops import Layout
-from conjoin.runtime.communicator import Communicator, uncompiled
+from conjoin.runtime.communicator import World, uncompiled
 from conjoin.runtime.gradient_pieces import mark_gradients
 from conjoin.runtime.norms import clip_grad_norm
 from conjoin.runtime.other_plans import OtherPlans
@@ -24,6 +24,7 @@ from conjoin.runtime.other_programs import OtherPrograms
 from conjoin.runtime.passes import Passes
 from conjoin.runtime.pieces import UnmatchedKeys, load_pieces, mark_pieces
 from conjoin.runtime.randomness import Stream
+from conjoin.runtime.pipeline_program import PipelineProgram
 from conjoin.runtime.rank_program import RankProgram
 from conjoin.runtime.storage import Store
 
@@ -36,15 +37,15 @@ _MADE = ("plan", "communicator", "store", "code", "compare_every", "_program", "
 class ParallelModule(nn.Module):
     """A plan on this rank. Parameters and buffers have the user's names and this rank's shapes."""
 
-    plan: Plan
+    plan: Plan | Pipeline
     code: str
     """The generated forward of this rank as Python text."""
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Plan | Pipeline,
         store: Store,
-        communicator: Communicator,
+        communicator: World,
         exact_seed: int | None = None,
         others: OtherPlans | None = None,
     ) -> None:
@@ -55,8 +56,12 @@ class ParallelModule(nn.Module):
         def make(plan: Plan) -> RankProgram:
             return RankProgram(plan, store, communicator, passes, exact)
 
-        program = make(plan)
-        programs = None if others is None else OtherPrograms(program, others, make)
+        program, programs = None, None
+        if isinstance(plan, Pipeline):
+            program = PipelineProgram(plan, store, communicator, passes, exact)
+        else:
+            program = make(plan)
+            programs = None if others is None else OtherPrograms(program, others, make)
         # past `__setattr__`: a submodule of the user's may have any of these names
         self.__dict__.update(
             plan=plan,
@@ -88,7 +93,7 @@ class ParallelModule(nn.Module):
     @property
     def draws_alike(self) -> bool:
         """Whether some ranks have to draw the same random numbers: their generators must then be in the same state."""
-        return self._program.carriers.streams.must_agree
+        return self._program.draws_alike
 
     def pieces(self) -> Iterator[tuple[nn.Parameter, Layout]]:
         """Every parameter once, with the layout in which it is stored."""
@@ -157,9 +162,9 @@ class ParallelModule(nn.Module):
     compare_every: Callable[[int | None], None]
     """Have ranks compare inputs, loss and gradients where they should agree: in the first step of all that follow and
     in every so manieth after it; in the first only (None), as `load` does; or never (0)."""
-    communicator: Communicator
+    communicator: World
     store: Store
-    _program: RankProgram
+    _program: RankProgram | PipelineProgram
     """Of the plan itself."""
     _others: OtherPrograms | None
     _exact_seed: int | None

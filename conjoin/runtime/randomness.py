@@ -118,14 +118,15 @@ class _DeviceState:
 class Streams:
     """The streams of one rank's program; an exact one is there alone, and draws what one device would.
 
-    Programs of several shapes go on with the same exact stream.
+    Programs of several shapes go on with the same exact stream. A stage of a pipeline draws from streams also where it
+    has one device, since it runs micro-batches in an order of its own.
     """
 
-    def __init__(self, communicator: Communicator, exact: Stream | None = None) -> None:
+    def __init__(self, communicator: Communicator, exact: Stream | None = None, *, is_stage: bool = False) -> None:
         self._communicator = communicator
         self.exact = exact is not None
         self._streams: dict[tuple[str, ...], Stream] = {}
-        self._outside = _Outside() if exact is None and communicator.mesh.size == 1 else None
+        self._outside = _Outside() if exact is None and communicator.mesh.size == 1 and not is_stage else None
         if exact is not None:
             self._streams[()] = exact
         self.must_agree = False
@@ -174,13 +175,22 @@ class Streams:
             return
         with drawing:
             base = int(torch.randint(2**52, (), dtype=torch.int64))
+        self.restart(str(base))
+        if self.must_agree:
+            self._compare(base, device)
+
+    def restart(self, base: str) -> None:
+        """Start all streams anew from what all ranks have in common."""
         places = self._communicator.mesh.coordinates(self._communicator.rank)
         for axes, stream in self._streams.items():
             where = ",".join(f"{axis}={places[axis]}" for axis in axes)
             digest = hashlib.sha256(f"{base}:{where}".encode()).digest()
             stream.restart(int.from_bytes(digest[:7], "big"))
-        if self.must_agree:
-            self._compare(base, device)
+
+    def go_to(self, place: Place) -> None:
+        """Have the one stream of a comparison with one device go on from where that stands."""
+        for stream in self._streams.values():
+            stream.go_to(place)
 
     def _compare(self, base: int, device: torch.device) -> None:
         """Ask whether all ranks drew the same number; the answer is looked at when the next pass begins."""

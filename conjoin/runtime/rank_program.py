@@ -46,12 +46,12 @@ from conjoin.runtime.tensor_cores import TensorCores
 class _RankCarriers:
     """What the emitter asks for, for one rank of a plan."""
 
-    def __init__(self, plan: Plan, communicator: Communicator, exact: Stream | None) -> None:
+    def __init__(self, plan: Plan, communicator: Communicator, exact: Stream | None, is_stage: bool) -> None:
         self.mesh, self.rank = communicator.mesh, communicator.rank
         self._communicator = communicator
         self.dropping = Dropping() if regathered_parameters(plan) else None
         self.bundles = make_bundles(plan, communicator, self.dropping)
-        self.streams = Streams(communicator, exact)
+        self.streams = Streams(communicator, exact, is_stage=is_stage)
         self._by_entry = {entry: bundle for bundle in self.bundles for entry in bundle.entries}
 
     def reshard(self, value: Value, target: Layout) -> Function:
@@ -86,6 +86,79 @@ def _compile(carriers: _RankCarriers, program: fx.Graph, name: str) -> tuple[Com
     return compiled, "\n".join((*texts, text))
 
 
+class LocalProgram:
+    """The generated program of a plan, or of a stage, over this rank's pieces."""
+
+    code: str
+    """The generated forward as Python text."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        communicator: Communicator,
+        exact: Stream | None = None,
+        *,
+        is_stage: bool = False,
+    ) -> None:
+        self.plan, self.store, self.communicator = plan, store, communicator
+        self.carriers = _RankCarriers(plan, communicator, exact, is_stage)
+        self.kept = tuple(leaf for leaf in plan.graph.leaves if leaf.kind is not LeafKind.INPUT)
+        """What is there between steps: parameters, buffers and constants."""
+        name = f"{plan.graph.name} {plan_fingerprint(plan)[:12]} @{communicator.rank}"
+        once = plan.accumulation is None and not is_stage
+        emitted = emit_program(plan.graph, self.kept, self.carriers, recomputed(plan), once=once)
+        self._program = Program(emitted, name, partial(_compile, self.carriers))
+        self.code = self._program.code
+        self._slots = {leaf: store.slot(leaf) for leaf in self.kept}
+        buffers = {leaf.name: leaf for leaf in plan.graph.leaves_of(LeafKind.BUFFER)}
+        self._targets = tuple(store.slots_of_buffer(buffers[name]) for name, _ in plan.graph.updates)
+
+    @property
+    def bundles(self) -> tuple[Bundle, ...]:
+        return self.carriers.bundles
+
+    @property
+    def streams(self) -> Streams:
+        return self.carriers.streams
+
+    def read(self, leaf: Leaf) -> Tensor | None:
+        """This rank's piece of what is kept between steps."""
+        return self.store.read(self._slots[leaf], self.store.device)
+
+    def state(self) -> list[Tensor | None]:
+        """This rank's pieces of all that is kept between steps."""
+        return [self.read(leaf) for leaf in self.kept]
+
+    def results(self, inputs: list[Tensor], state: list[Tensor | None]) -> tuple[Any, ...]:
+        """The outputs on this rank from its pieces of everything, then the new values of buffers."""
+        with self._dropping():
+            made: tuple[Any, ...] = self._program(self, state, self.store.device, *inputs)
+        return made
+
+    def run(self, inputs: list[Tensor], state: list[Tensor | None]) -> list[Any]:
+        """The outputs on this rank; buffers have their new values."""
+        made, count = self.results(inputs, state), len(self.plan.graph.outputs)
+        self._write_back(made[count:])
+        return list(made[:count])
+
+    def _dropping(self) -> AbstractContextManager[Any]:
+        """Drop gathered parameters after the forward pass where the plan says so; backward gathers them again."""
+        dropping = self.carriers.dropping
+        if dropping is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return dropping.hooks()
+
+    def _write_back(self, values: tuple[Tensor, ...]) -> None:
+        """Give buffers their new values, unless written over: as new tensors, as gradients may need the old ones."""
+        for slots, value in zip(self._targets, values, strict=True):
+            if value is read_slot(slots[0]):
+                continue
+            made = value.detach()
+            for module, name in slots:
+                module._buffers[name] = made
+
+
 class Form(Enum):
     """How the inputs of a step came to a rank."""
 
@@ -97,35 +170,29 @@ class Form(Enum):
 class RankProgram:
     """What runs the steps of one plan on one rank."""
 
-    code: str
-    """The generated forward as Python text."""
-
     def __init__(
         self, plan: Plan, store: Store, communicator: Communicator, passes: Passes, exact: Stream | None = None
     ) -> None:
         self.plan, self.store, self.communicator, self._passes = plan, store, communicator, passes
-        self.carriers = _RankCarriers(plan, communicator, exact)
-        self._kept = tuple(leaf for leaf in plan.graph.leaves if leaf.kind is not LeafKind.INPUT)
-        name = f"{plan.graph.name} {plan_fingerprint(plan)[:12]} @{communicator.rank}"
-        once = plan.accumulation is None
-        emitted = emit_program(plan.graph, self._kept, self.carriers, recomputed(plan), once=once)
-        self._program = Program(emitted, name, partial(_compile, self.carriers))
-        self.code = self._program.code
+        self.local = LocalProgram(plan, store, communicator, exact)
+        self.code = self.local.code
         self.agreement = Agreement(plan, store, communicator)
         accumulation, self._accumulator, called = plan.accumulation, None, plan.graph
         if accumulation is not None:
             called = calling_graph(plan.graph, accumulation)
             micro = MicroBatches(plan, accumulation, communicator.rank, in_order=exact is not None)
-            self._accumulator = Accumulator(plan, micro, self.carriers.bundles, self.carriers.streams)
+            self._accumulator = Accumulator(plan, micro, self.local.bundles, self.local.streams)
         self.calling = Calling(called)
         self.taken = called.leaves_of(LeafKind.INPUT)
         self._tensor_cores = TensorCores() if plan.graph.rounding.tf32 else None
         self._regions = tuple(self._region(leaf, leaf.type.shape) for leaf in plan.graph.leaves_of(LeafKind.INPUT))
         self._shapes = tuple(self._shapes_of(leaf) for leaf in self.taken)
-        self._slots = tuple(store.slot(leaf) for leaf in self._kept)
-        buffers = {leaf.name: leaf for leaf in plan.graph.leaves_of(LeafKind.BUFFER)}
-        self._targets = tuple(store.slots_of_buffer(buffers[name]) for name, _ in plan.graph.updates)
         self._begin, self._end = uncompiled(self._start), uncompiled(passes.end)
+
+    @property
+    def draws_alike(self) -> bool:
+        """Whether some ranks have to draw the same random numbers."""
+        return self.local.streams.must_agree
 
     def _region(self, leaf: Leaf, shape: tuple[int, ...]) -> Region:
         return region_of(shape, leaf.type.layout, self.plan.mesh, self.communicator.rank)
@@ -152,7 +219,7 @@ class RankProgram:
         self._check_device(given, device)
         batches = [self._local(given)] if self._accumulator is None else self._accumulator.micro.of(given)
         self._begin(device)
-        state = [self.store.read(slot, device) for slot in self._slots]
+        state = self.local.state()
         if self._tensor_cores is None:
             outputs = self._compute(batches, state, device)
         else:
@@ -163,11 +230,11 @@ class RankProgram:
 
     def _start(self, device: torch.device) -> None:
         self._passes.begin(self.agreement)
-        self.carriers.streams.begin(device)
+        self.local.streams.begin(device)
 
     def _compute(self, batches: list[list[Tensor]], state: list[Tensor | None], device: torch.device) -> list[Any]:
         if self._accumulator is None:
-            return self._run(batches[0], state, device)
+            return self.local.run(batches[0], state)
         return self._accumulate(batches, state, device, self._accumulator)
 
     def _check_device(self, given: list[Tensor], device: torch.device) -> None:
@@ -179,13 +246,6 @@ class RankProgram:
                     f"device={str(x.device)!r}."
                 )
 
-    def _run(self, inputs: list[Tensor], state: list[Tensor | None], device: torch.device) -> list[Any]:
-        with self._dropping():
-            results = self._program(self, state, device, *inputs)
-        count = len(self.plan.graph.outputs)
-        self._write_back(results[count:])
-        return list(results[:count])
-
     def _accumulate(
         self, batches: list[list[Tensor]], state: list[Tensor | None], device: torch.device, accumulator: Accumulator
     ) -> list[Any]:
@@ -193,11 +253,11 @@ class RankProgram:
         place = self.plan.graph.loss or 0
 
         def compute(own: list[Tensor | None], inputs: list[Tensor]) -> Tensor:
-            with self._dropping():
-                found: Tensor = self._program(self, own, device, *inputs)[place]
+            found: Tensor = self.local.results(inputs, own)[place]
             return found
 
-        loss = accumulator.loss(batches, dict(zip(self._kept, state, strict=True)), compute, device.type)
+        kept = dict(zip(self.local.kept, state, strict=True))
+        loss = accumulator.loss(batches, kept, compute, device.type)
         return [loss if isinstance(value, Value) else value for value in self.plan.graph.outputs]
 
     def _local(self, inputs: list[Tensor]) -> list[Tensor]:
@@ -215,19 +275,3 @@ class RankProgram:
             f"{leaf.name} is {leaf.type} as a whole and {region_shape(region)} on rank {self.communicator.rank}, where "
             f"{x.dtype} of shape {shape} came"
         )
-
-    def _dropping(self) -> AbstractContextManager[Any]:
-        """Drop gathered parameters after the forward pass where the plan says so; backward gathers them again."""
-        dropping = self.carriers.dropping
-        if dropping is None or not torch.is_grad_enabled():
-            return nullcontext()
-        return dropping.hooks()
-
-    def _write_back(self, values: tuple[Tensor, ...]) -> None:
-        """Give buffers their new values, unless written over: as new tensors, as gradients may need the old ones."""
-        for slots, value in zip(self._targets, values, strict=True):
-            if value is read_slot(slots[0]):
-                continue
-            made = value.detach()
-            for module, name in slots:
-                module._buffers[name] = made

@@ -162,7 +162,7 @@ class ScheduleRun:
 
     @property
     def _device(self) -> torch.device:
-        return next(iter(self._stages.values())).module.store.device
+        return next(iter(self._stages.values())).program.store.device
 
     def _send(self, item: Item, piece: Tensor) -> None:
         crossing = self._links.crossings[item.transfer][item.is_gradient]

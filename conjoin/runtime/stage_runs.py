@@ -15,7 +15,7 @@ from torch import Tensor
 
 from conjoin.ir import Leaf, LeafKind, Stage
 from conjoin.runtime.accumulating import Gradients, add_to, sum_put_off
-from conjoin.runtime.parallel import ParallelModule
+from conjoin.runtime.rank_program import LocalProgram
 
 
 @dataclass(slots=True)
@@ -32,36 +32,36 @@ class StageRun:
     """The passes of one step through a stage."""
 
     stage: Stage
-    module: ParallelModule
+    program: LocalProgram
     lent: Mapping[str, Tensor] = field(default_factory=dict)
     """The pieces of parameters that are borrowed, as they are in this step."""
 
     def __post_init__(self) -> None:
-        module = self.module
-        state = {leaf: self._read(leaf) for leaf in module.kept}
+        program = self.program
+        state = {leaf: self._read(leaf) for leaf in program.kept}
         trained = {leaf: x for leaf, x in state.items() if x is not None and leaf.trainable and x.requires_grad}
         self.parameters = {leaf: x.detach().requires_grad_() for leaf, x in trained.items()}
         self.gradients: Gradients = [None] * len(self.parameters)
         self._passes: dict[int, _Pass] = {}
-        for bundle in module.bundles:
+        for bundle in program.bundles:
             bundle.forget_put_off()
 
     def _read(self, leaf: Leaf) -> Tensor | None:
         if leaf.name in self.lent and leaf.kind is LeafKind.PARAMETER:
             return self.lent[leaf.name].requires_grad_(leaf.trainable)
-        return self.module.read(leaf)
+        return self.program.read(leaf)
 
     def forward(self, micro_batch: int, inputs: Mapping[str, Tensor]) -> Sequence[Tensor]:
         """The outputs of a micro-batch on this rank, from its inputs by their names."""
         arrived: dict[str, Tensor] = {}
         given: list[Tensor] = []
-        for leaf in self.module.plan.graph.leaves_of(LeafKind.INPUT):
+        for leaf in self.program.plan.graph.leaves_of(LeafKind.INPUT):
             x = inputs[leaf.name]
             if leaf.trainable and torch.is_grad_enabled():
                 x = arrived[leaf.name] = x.detach().requires_grad_()
             given.append(x)
-        state = [self.parameters[leaf] if leaf in self.parameters else self._read(leaf) for leaf in self.module.kept]
-        outputs = self.module.run(given, state)
+        state = [self.parameters[leaf] if leaf in self.parameters else self._read(leaf) for leaf in self.program.kept]
+        outputs = self.program.run(given, state)
         if torch.is_grad_enabled():
             self._passes[micro_batch] = _Pass(arrived, outputs)
         return outputs
@@ -110,4 +110,4 @@ class StageRun:
 
     def sum_up(self) -> None:
         """Sum over the ranks of the stage what was put off."""
-        sum_put_off(self.module.bundles, list(self.parameters), self.gradients)
+        sum_put_off(self.program.bundles, list(self.parameters), self.gradients)

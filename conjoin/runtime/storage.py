@@ -4,42 +4,68 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from conjoin.errors import PlanError, UsageError
-from conjoin.ir import Graph, Leaf, LeafKind, Plan, Region, region_of
+from conjoin.ir import Graph, Leaf, LeafKind, Pipeline, Plan, Region, region_of
+from conjoin.machine import Mesh
 from conjoin.ops import Layout, TensorType
 from conjoin.runtime.slots import Slot, find_constant, read_slot
 
 
-class Store:
-    """Empty modules nested as the user's, holding this rank's pieces."""
+@dataclass(frozen=True, slots=True)
+class _Home:
+    """Where a parameter or buffer lies: its leaf, and this rank on the mesh that holds it."""
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device, root: nn.Module | None = None) -> None:
-        self.root = nn.Module() if root is None else root
+    leaf: Leaf
+    mesh: Mesh
+    rank: int
+
+
+class Store:
+    """Empty modules nested as the user's, holding this rank's pieces: of a plan, or of its stages of a pipeline."""
+
+    def __init__(self, plan: Plan | Pipeline, rank: int, device: torch.device) -> None:
+        self.root = nn.Module()
         self.device = device
         self._plan, self._rank = plan, rank
-        self._leaves: dict[str, Leaf] = {}
-        for leaf in plan.graph.leaves:
-            if leaf.kind in (LeafKind.PARAMETER, LeafKind.BUFFER):
-                self._leaves.update((name, leaf) for name in (leaf.name, *leaf.aliases))
+        self._homes: dict[str, _Home] = {}
+        self._elsewhere = _names_elsewhere(plan, rank)
+        """Parameters and buffers that only ranks of other stages hold."""
+        self.away: dict[str, TensorType] = {}
+        """What of these there is, when the store is filled."""
+        for part, own_rank, borrowed in _with_loans(plan, rank):
+            for leaf in part.graph.leaves:
+                if leaf.kind in (LeafKind.PARAMETER, LeafKind.BUFFER) and leaf.name not in borrowed:
+                    home = _Home(leaf, part.mesh, own_rank)
+                    for name in (leaf.name, *leaf.aliases):
+                        self._homes.setdefault(name, home)
         self._constants: dict[Leaf, Tensor] = {}
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank has part in a parameter or buffer; what no stage of a pipeline reads lies with the first."""
+        return name not in self._elsewhere
 
     def leaf(self, name: str) -> Leaf | None:
         """The leaf of the graph that a parameter or buffer of that name is; None when the graph does not use it."""
-        return self._leaves.get(name)
+        home = self._homes.get(name)
+        return home.leaf if home else None
 
     def layout(self, name: str) -> Layout:
         """How a parameter or buffer is stored; what the graph does not use is whole."""
-        leaf = self._leaves.get(name)
+        leaf = self.leaf(name)
         return leaf.type.layout if leaf else ()
 
     def region(self, name: str, shape: tuple[int, ...]) -> Region:
         """The part of a parameter or buffer that this rank holds."""
-        return region_of(shape, self.layout(name), self._plan.mesh, self._rank)
+        home = self._homes.get(name)
+        if home is None:
+            return tuple((0, size) for size in shape)
+        return region_of(shape, home.leaf.type.layout, home.mesh, home.rank)
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor, as a tensor of its own on this rank's device."""
@@ -49,7 +75,7 @@ class Store:
 
     def shape(self, name: str, local: Tensor) -> tuple[int, ...]:
         """The whole shape of a parameter or buffer of which this rank holds `local`."""
-        leaf = self._leaves.get(name)
+        leaf = self.leaf(name)
         return leaf.type.shape if leaf else tuple(local.shape)
 
     def fill(self, model: nn.Module) -> None:
@@ -62,28 +88,25 @@ class Store:
         """Refuse a model other than the plan's."""
         check_model(self._plan, model)
 
-    def place(
-        self,
-        model: nn.Module,
-        make_piece: Callable[[str, Tensor], Tensor],
-        holds: Callable[[str], bool] = lambda name: True,
-    ) -> None:
-        """Hold the piece made of every parameter and buffer of a model, in its order and under all their names; where
-        not all are held, of those that are."""
+    def place(self, model: nn.Module, make_piece: Callable[[str, Tensor], Tensor]) -> None:
+        """Hold the piece made of every parameter and buffer of a model, in its order and under all their names."""
         for name, module in model.named_modules(remove_duplicate=False):
             own = (*module._parameters, *module._buffers)
-            if any(holds(f"{name}.{last}" if name else last) for last in own):
+            if any(self.holds(f"{name}.{last}" if name else last) for last in own):
                 self._owner(f"{name}." if name else "")
         made: dict[int, nn.Parameter] = {}
         for name, whole in model.named_parameters(remove_duplicate=False):
-            if not holds(name):
+            if not self.holds(name):
+                self.away[name] = TensorType(tuple(whole.shape), whole.dtype)
                 continue
             if id(whole) not in made:
                 made[id(whole)] = nn.Parameter(make_piece(name, whole), requires_grad=whole.requires_grad)
             self.put_parameter(name, made[id(whole)])
         cuts: dict[int, Tensor] = {}
         for name, buffer in model.named_buffers(remove_duplicate=False):
-            if not holds(name):
+            if not self.holds(name):
+                if is_persistent(model, name):
+                    self.away[name] = TensorType(tuple(buffer.shape), buffer.dtype)
                 continue
             if id(buffer) not in cuts:
                 cuts[id(buffer)] = make_piece(name, buffer)
@@ -91,14 +114,18 @@ class Store:
 
     def keep_constants(self, model: nn.Module, graph: Graph | None = None) -> None:
         """This rank's parts of the constants of a graph, or of the plan's."""
-        for leaf in (graph or self._plan.graph).leaves_of(LeafKind.CONSTANT):
+        for part, rank in _parts_of(self._plan, self._rank):
+            self._keep_constants(model, part.graph if graph is None else graph, part.mesh, rank)
+
+    def _keep_constants(self, model: nn.Module, graph: Graph, mesh: Mesh, rank: int) -> None:
+        for leaf in graph.leaves_of(LeafKind.CONSTANT):
             whole = find_constant(model, leaf)
             if whole.is_meta:
                 raise UsageError(
                     f"The plan of {self._plan.model.name} needs the values of the model's attribute {leaf.name}. It is "
                     f"on the meta device and has none. Make it a buffer, or build the model on the CPU."
                 )
-            region = region_of(leaf.type.shape, leaf.type.layout, self._plan.mesh, self._rank)
+            region = region_of(leaf.type.shape, leaf.type.layout, mesh, rank)
             self._constants[leaf] = whole[tuple(slice(*span) for span in region)].to(self.device)
 
     def keep_only(self, leaves: Collection[Leaf]) -> None:
@@ -108,7 +135,7 @@ class Store:
     def copied(self, memo: dict[int, Any]) -> Store:
         """A store with pieces of its own and the same values."""
         made = Store(self._plan, self._rank, self.device)
-        made.root = copy.deepcopy(self.root, memo)
+        made.root, made.away = copy.deepcopy(self.root, memo), self.away
         made._constants = dict(self._constants)
         return made
 
@@ -152,13 +179,36 @@ class Store:
         return ((parameter, self.layout(name)) for name, parameter in self.root.named_parameters())
 
 
+def _with_loans(plan: Plan | Pipeline, rank: int) -> list[tuple[Plan, int, tuple[str, ...]]]:
+    """The plans that a rank has part in, which of their ranks it is, and what each only borrows."""
+    if isinstance(plan, Plan):
+        return [(plan, rank, ())]
+    return [(s.plan, s.ranks.index(rank), s.borrowed) for s in plan.stages if rank in s.ranks]
+
+
+def _parts_of(plan: Plan | Pipeline, rank: int) -> list[tuple[Plan, int]]:
+    return [(part, own_rank) for part, own_rank, _ in _with_loans(plan, rank)]
+
+
+def _names_elsewhere(plan: Plan | Pipeline, rank: int) -> frozenset[str]:
+    """What only ranks of other stages hold; a parameter that a stage borrows lies with the stage it belongs to."""
+    if isinstance(plan, Plan):
+        return frozenset()
+    mine, others = set[str](), set[str]()
+    for i, stage in enumerate(plan.stages):
+        for leaf in stage.plan.graph.leaves:
+            if leaf.kind in (LeafKind.PARAMETER, LeafKind.BUFFER) and leaf.name not in stage.borrowed:
+                (mine if rank in stage.ranks else others).update((leaf.name, *leaf.aliases))
+    return frozenset(others - mine)
+
+
 def is_persistent(model: nn.Module, name: str) -> bool:
     """Whether a buffer belongs to the model's `state_dict`."""
     owner, _, last = name.rpartition(".")
     return last not in model.get_submodule(owner)._non_persistent_buffers_set
 
 
-def check_model(plan: Plan, model: nn.Module) -> None:
+def check_model(plan: Plan | Pipeline, model: nn.Module) -> None:
     """Refuse a model other than the plan's: names, shapes, dtypes, what is trained, what is tied."""
     found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     found.update(model.named_buffers(remove_duplicate=False))

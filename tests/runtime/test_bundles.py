@@ -105,7 +105,7 @@ def test_what_is_gathered_again_is_dropped_in_between() -> None:
         module = module_on(plan, sample, communicator)
         loss = module(*sample.inputs)
         there = communicator.bytes_sent
-        alive = sum(made() is not None for bundle in module._program.carriers.bundles for made in bundle.ticket.made)
+        alive = sum(made() is not None for bundle in module._program.local.bundles for made in bundle.ticket.made)
         loss.backward()
         return alive, there, communicator.bytes_sent - there
 

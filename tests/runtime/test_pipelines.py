@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from conjoin.frontends import capture
 from conjoin.ir import Pipeline
 from conjoin.machine import Machine
-from conjoin.runtime.pipeline_module import PipelineModule, StageStores
+from conjoin.runtime.parallel import ParallelModule
+from conjoin.runtime.storage import Store
 from conjoin.runtime.threads import ThreadRanks, run_ranks
 from conjoin.search import make_pipeline
 
@@ -185,14 +186,13 @@ def compare(pipeline: Pipeline, model: nn.Module, loss: Callable[..., Tensor], b
     wanted = train_plainly(model, batches, loss, pipeline.num_micro_batches)
 
     def rank(world: ThreadRanks) -> set[str]:
-        stores = StageStores(pipeline, world.rank, torch.device("cpu"))
-        stores.fill(model)
-        module = PipelineModule(pipeline, stores, world)
+        store = Store(pipeline, world.rank, torch.device("cpu"))
+        store.fill(model)
+        module = ParallelModule(pipeline, store, world)
+        module.compare_every(None)
         optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
         def cut(name: str, whole: Tensor) -> Tensor:
-            store = stores.store_of(name)
-            assert store is not None
             return whole[tuple(slice(*span) for span in store.region(name, tuple(whole.shape)))]
 
         for batch, value, gradients in zip(batches, *wanted[:2], strict=True):

@@ -1,0 +1,230 @@
+"""A pipeline as it runs on one rank: its stages' programs, and the schedule that a call runs from end to end.
+
+The loss comes out on all ranks; the caller's backward pass hands out the gradients that the schedule has made. Random
+draws are those of streams that start anew for every stage and micro-batch, from one number that all ranks draw alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conjoin.errors import UsageError
+from conjoin.ir import Graph, Leaf, LeafKind, Node, Pipeline, Value, calling_graph, is_random, sequential
+from conjoin.ops import drawing, find_function, map_tensors, spread_args
+from conjoin.runtime.accumulating import NARROW, Accumulated, Gradients, MicroBatches, Scaling
+from conjoin.runtime.agreement import Agreement
+from conjoin.runtime.calling import Calling
+from conjoin.runtime.communicator import World, uncompiled
+from conjoin.runtime.loans import Loans
+from conjoin.runtime.passes import Passes
+from conjoin.runtime.randomness import Place, Stream
+from conjoin.runtime.rank_program import LocalProgram
+from conjoin.runtime.schedule_runs import Links, ScheduleRun
+from conjoin.runtime.stage_runs import StageRun
+from conjoin.runtime.storage import Store
+from conjoin.runtime.tensor_cores import TensorCores
+from conjoin.schedules import Kind
+
+Begin = Callable[[int, int], None]
+"""Told of a stage and a micro-batch before its forward pass."""
+
+
+class PipelineProgram:
+    """What runs the steps of a pipeline on one rank."""
+
+    def __init__(
+        self, pipeline: Pipeline, store: Store, world: World, passes: Passes, exact: Stream | None = None
+    ) -> None:
+        self.plan, self.store, self.communicator, self._passes = pipeline, store, world, passes
+        world.prepare(world.mesh.names)
+        self.links = Links.of(pipeline, world)
+        self.stages = {
+            i: LocalProgram(stage.plan, store, world.among(stage.plan.mesh, stage.ranks), exact, is_stage=True)
+            for i, stage in enumerate(pipeline.stages)
+            if world.rank in stage.ranks
+        }
+        for program in self.stages.values():
+            for bundle in program.bundles:
+                bundle.defer()
+        self.code = "\n".join(f"# stage {i}\n{program.code}" for i, program in self.stages.items())
+        named = [(program.communicator, _owned(pipeline, i)) for i, program in self.stages.items()]
+        self.agreement = Agreement(pipeline, store, world, named)
+        called = pipeline.graph
+        if pipeline.accumulation is not None:
+            called = calling_graph(called, pipeline.accumulation)
+        self.calling = Calling(called)
+        self.taken = called.leaves_of(LeafKind.INPUT)
+        self.loans = Loans(pipeline, world)
+        self._draws = _Draws(pipeline, exact)
+        self._scaling = Scaling(any(type.dtype in NARROW for node in called.nodes for type in node.types))
+        self._tensor_cores = TensorCores() if pipeline.graph.rounding.tf32 else None
+        self._begin, self._end = uncompiled(self._start), uncompiled(passes.end)
+
+    @property
+    def draws_alike(self) -> bool:
+        """Whether some ranks have to draw the same random numbers: all take the number they start from."""
+        return self._draws.any
+
+    def _start(self) -> None:
+        self._passes.begin(self.agreement)
+
+    def step(self, given: list[Tensor]) -> Any:
+        """A step by the schedule: forward and backward where gradients are wanted; the loss is that of the batch."""
+        self._begin()
+        named = dict(zip([leaf.name for leaf in self.taken], given, strict=True))
+        inputs = {i: self._cut(i, program, named) for i, program in self.stages.items()}
+        parameters = [parameter for parameter, _ in self.store.parameters() if parameter.requires_grad]
+        run = _StepRun(self, inputs, self._draws.begin(self.stages), parameters)
+        loss = self._loss(run, parameters)
+        outputs = [loss if isinstance(value, Value) else value for value in self.plan.graph.outputs]
+        self._end(dict(zip(self.taken, given, strict=True)), outputs, self.plan.graph.loss)
+        return self.calling.results(outputs)
+
+    def _loss(self, run: _StepRun, parameters: Sequence[Tensor]) -> Tensor:
+        graph = self.plan.graph
+        if not torch.is_grad_enabled() or not graph.training or not any(leaf.trainable for leaf in graph.leaves):
+            return run.forward_only()
+        # a rank that has nothing to learn takes part in the backward pass all the same
+        ends = parameters or [torch.zeros((), device=self.store.device, requires_grad=True)]
+        if self._tensor_cores is None:
+            return Accumulated.apply(run, self._scaling, *ends)  # type: ignore[no-any-return, no-untyped-call]
+        with self._tensor_cores.forward():
+            return Accumulated.apply(run, self._scaling, *ends)  # type: ignore[no-any-return, no-untyped-call]
+
+    def _cut(self, stage: int, program: LocalProgram, given: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """A stage's pieces of what it takes of the batch, for every micro-batch."""
+        arriving = {arrival.input for arrival in self.plan.stages[stage].arrivals}
+        leaves = [leaf for leaf in program.plan.graph.leaves_of(LeafKind.INPUT) if leaf.name not in arriving]
+        for leaf in leaves:
+            self._check_device(leaf, given)
+        micro = MicroBatches(program.plan, self.plan.accumulation, program.communicator.rank, True, leaves)
+        return [dict(zip([leaf.name for leaf in leaves], parts, strict=True)) for parts in micro.of_named(given)]
+
+    def _check_device(self, leaf: Leaf, given: Mapping[str, Tensor]) -> None:
+        x, device = given.get(leaf.name), self.store.device
+        if x is not None and (x.device.type != device.type or device.index not in (None, x.device.index)):
+            raise UsageError(
+                f"{self.plan.model.name} was called with {leaf.name} on {x.device}. Its weights are on {device}. "
+                f"Move the batch there, as by {leaf.name}.to({str(device)!r}), or load the plan with "
+                f"device={str(x.device)!r}."
+            )
+
+
+def _owned(pipeline: Pipeline, stage: int) -> frozenset[str]:
+    """The parameters that belong to a stage, by the names a module lists them under."""
+    found = pipeline.stages[stage]
+    leaves = found.plan.graph.leaves_of(LeafKind.PARAMETER)
+    return frozenset(name for x in leaves if x.name not in found.borrowed for name in (x.name, *x.aliases))
+
+
+class _StepRun:
+    """One step on this rank, which may be run again: with another scale, or for a second backward pass."""
+
+    def __init__(
+        self,
+        program: PipelineProgram,
+        inputs: Mapping[int, list[dict[str, Tensor]]],
+        begin: Begin,
+        parameters: Sequence[nn.Parameter],
+    ) -> None:
+        self._program, self._parameters, self._begin = program, parameters, begin
+        count = program.plan.num_micro_batches
+        self._inputs = [{stage: parts[m] for stage, parts in inputs.items()} for m in range(count)]
+        self._versions = [parameter._version for parameter in parameters]
+
+    def again(self, action: Callable[[], Any]) -> Any:
+        """Call something as the step was called at first; draws begin anew by themselves."""
+        if self._versions != [parameter._version for parameter in self._parameters]:
+            raise RuntimeError(
+                "A parameter was changed between a step of a pipeline and a backward pass that runs it again. The "
+                "gradient would be that of another model. Call backward before the optimizer's step."
+            )
+        return action()
+
+    def forward_only(self) -> Tensor:
+        with torch.no_grad():
+            return self._run(1.0, forward_only=True)[0]
+
+    def forward_and_backward(self, scale: float) -> tuple[Tensor, Gradients]:
+        total, runs = self._run(scale, forward_only=False)
+        programs = self._program.stages
+        found: dict[int, Tensor | None] = {}
+        for i, run in sorted(runs.items()):
+            run.sum_up()
+            for leaf, gradient in zip(run.parameters, run.gradients, strict=True):
+                if leaf.name not in run.stage.borrowed:
+                    found[id(programs[i].read(leaf))] = gradient
+        for parameter, gradient in self._program.loans.give_back(runs):
+            own = found.get(id(parameter))
+            found[id(parameter)] = gradient if own is None else own + gradient
+        return total, [found.get(id(parameter)) for parameter in self._parameters] or [None]
+
+    def _run(self, scale: float, *, forward_only: bool) -> tuple[Tensor, dict[int, StageRun]]:
+        program = self._program
+        lent = program.loans.take(program.stages)
+        runs = {i: StageRun(program.plan.stages[i], local, lent.get(i, {})) for i, local in program.stages.items()}
+        run = ScheduleRun(program.links, runs, self._inputs)
+        rows = program.plan.schedule.rows[program.links.owner]
+        if forward_only:
+            rows = tuple(row for row in rows if row.kind is Kind.FORWARD)
+        run.run(rows, self._begin, scale)
+        return self._share(run.loss), runs
+
+    def _share(self, loss: Tensor | None) -> Tensor:
+        """The loss, which one stage has, on all ranks."""
+        world, stage = self._program.communicator, self._program.plan.stages[self._program.plan.loss_stage]
+        output = stage.plan.graph.outputs[stage.plan.graph.loss or 0]
+        assert isinstance(output, Value), "a loss is a tensor"
+        mine = loss is not None and world.rank == stage.ranks[0]
+        told = loss.double() if loss is not None and mine else torch.zeros((), dtype=torch.float64)
+        told, sent = told.to(self._program.store.device, copy=True).view(-1), world.bytes_sent
+        world.all_reduce(told, world.mesh.names).wait()
+        world.bytes_sent = sent  # what is counted is what the plan says
+        return told.view(output.type.shape).to(output.type.dtype)
+
+
+class _Draws:
+    """The random numbers of a step; for comparisons what one device draws that runs micro-batches one by one."""
+
+    def __init__(self, pipeline: Pipeline, exact: Stream | None) -> None:
+        self._exact, self._count = exact, pipeline.num_micro_batches
+        self._nodes = [_random_nodes(stage.plan.graph) for stage in pipeline.stages]
+        self.any = any(self._nodes)
+
+    def begin(self, stages: Mapping[int, LocalProgram]) -> Begin:
+        """What has a stage draw for a micro-batch of the step that begins."""
+        if not self.any:
+            return lambda stage, micro_batch: None
+        if self._exact is not None:
+            places = self._places(self._exact)
+            return lambda stage, micro_batch: stages[stage].streams.go_to(places[micro_batch, stage])
+        with drawing:
+            base = int(torch.randint(2**52, (), dtype=torch.int64))
+        return lambda stage, micro_batch: stages[stage].streams.restart(f"{base}:{stage}:{micro_batch}")
+
+    def _places(self, exact: Stream) -> dict[tuple[int, int], Place]:
+        """Where one device's generator stands before each stage of each micro-batch; then it has drawn them all."""
+        found: dict[tuple[int, int], Place] = {}
+        stream = Stream()
+        stream.go_to(exact.place if self._after is None else self._after)
+        for micro_batch in range(self._count):
+            for stage, nodes in enumerate(self._nodes):
+                found[micro_batch, stage] = stream.place
+                for node in nodes:
+                    args = map_tensors(node.op, node.args, lambda v: torch.zeros(v.type.shape, dtype=v.type.dtype))
+                    positional, keywords = spread_args(node.op, args, torch.device("cpu"))
+                    with torch.no_grad():
+                        stream.run(find_function(node.op), tuple(positional), keywords)
+        self._after = stream.place
+        return found
+
+    _after: Place | None = None
+    """Where one device's generator stands after the steps so far."""
+
+
+def _random_nodes(graph: Graph) -> list[Node]:
+    return [node for node in sequential(graph).nodes if is_random(node.op, node.args)]
