@@ -25,9 +25,28 @@ from conjoin.errors import (
 )
 from conjoin.frontends import Batch, Precision, not_understood, run_plainly
 from conjoin.frontends import capture as capture_graph
-from conjoin.ir import Graph, Plan, fingerprint, load_graph, load_plan, parse_graph, plain_model, save_graph, verify
+from conjoin.ir import (
+    Graph,
+    Pipeline,
+    Plan,
+    fingerprint,
+    load_graph,
+    load_plan,
+    parse_graph,
+    plain_model,
+    save_graph,
+    verify,
+)
 from conjoin.machine import Machine, parse_machine
-from conjoin.report import Explanation, Inspection, PlanDiff, explanation_text, inspect
+from conjoin.report import (
+    Explanation,
+    Inspection,
+    PipelineExplanation,
+    PlanDiff,
+    explain_pipeline,
+    explanation_text,
+    inspect,
+)
 from conjoin.report import diff_plans as _diff_plans
 from conjoin.report import explain as _explain
 from conjoin.runtime import (
@@ -52,26 +71,29 @@ from conjoin.runtime import (
 )
 from conjoin.runtime import load as _load
 from conjoin.search import (
+    PIPELINE,
     Progress,
     Row,
     SearchResult,
     Wish,
     compare_plans,
     find_plan,
+    make_pipeline,
     make_plan,
     plan_alike,
+    read_request,
     strategy_names,
 )
-from conjoin.sim import Prediction, predict
+from conjoin.sim import PipelinePrediction, Prediction, predict, predict_pipeline
 
 __all__ = [
     "CaptureError", "CapturedModule", "CheckpointError", "ConjoinError", "Explanation", "Graph", "GraphError",
-    "Inspection", "Machine", "ParallelModule", "Plan", "PlanError", "Prediction", "RankError", "SearchResult",
-    "StrategyError", "UsageError", "Verdict", "Weights", "Wish", "__version__", "capture", "compare", "diff_plans",
-    "explain", "explanation_text", "fingerprint", "full_state_dict", "inspect", "load", "load_checkpoint", "load_graph",
-    "load_optimizer_state_dict", "load_plan", "not_understood", "optimizer_state_dict", "parse_graph", "plan",
-    "save_checkpoint", "save_graph", "save_weights", "search_plan", "simulate_plan", "strategy_names", "to_module",
-    "verify", "verify_plan",
+    "Inspection", "Machine", "ParallelModule", "Pipeline", "PipelinePrediction", "Plan", "PlanError", "Prediction",
+    "RankError", "SearchResult", "StrategyError", "UsageError", "Verdict", "Weights", "Wish", "__version__", "capture",
+    "compare", "diff_plans", "explain", "explanation_text", "fingerprint", "full_state_dict", "inspect", "load",
+    "load_checkpoint", "load_graph", "load_optimizer_state_dict", "load_plan", "not_understood", "optimizer_state_dict",
+    "parse_graph", "plan", "save_checkpoint", "save_graph", "save_weights", "search_plan", "simulate_plan",
+    "strategy_names", "to_module", "verify", "verify_plan",
 ]  # fmt: skip
 
 __version__ = installed_version()
@@ -132,8 +154,10 @@ def plan(  # noqa: PLR0913 – what may be said of a plan
     strategy: str | None = None,
     wish: Wish | None = None,
     precision: str | None = None,
-) -> Plan:
+) -> Plan | Pipeline:
     """A plan for training a model on a machine: the best that a search finds, or that of a named strategy.
+
+    The strategy `pipeline` makes a pipeline of several stages, which is saved, loaded, explained and predicted alike.
 
     What the search may take, and what it has to keep to, stands in `wish`. Ctrl-C keeps the best plan so far. Without a
     `precision` (as "bf16-mixed") the model is trained as it is, in the autocast that the caller is in.
@@ -150,8 +174,16 @@ def plan(  # noqa: PLR0913 – what may be said of a plan
     _check_wish(wish)
     asked = precision_on(chosen, precision)
     graph = capture(model, batch, loss, precision=asked)
-    made = make_plan(graph, chosen, strategy) if strategy is not None else search_plan(graph, chosen, wish).plan
+    made = make_named(graph, chosen, strategy) if strategy is not None else search_plan(graph, chosen, wish).plan
     return made if asked is None else replace(made, precision=str(asked))
+
+
+def make_named(graph: Graph, machine: Machine, strategy: str) -> Plan | Pipeline:
+    """The plan that a named strategy makes, of one stage or several."""
+    is_pipeline = read_request(strategy).name == PIPELINE
+    return (
+        make_pipeline(graph, machine, strategy, _known_costs()) if is_pipeline else make_plan(graph, machine, strategy)
+    )
 
 
 def precision_on(machine: Machine, precision: Precision | str | None) -> Precision | None:
@@ -222,7 +254,7 @@ def compare(
 
 
 def load(  # noqa: PLR0913 – what may be chosen of a module
-    plan: Plan | str | PathLike[str],
+    plan: Plan | Pipeline | str | PathLike[str],
     model: nn.Module,
     *,
     loss: Any = None,
@@ -248,7 +280,7 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     >>> bool(step(*batch) == step.eval()(torch.ones(3, 4), torch.zeros(3, 4)))
     True
     """
-    chosen: Plan | Path = plan if isinstance(plan, Plan) else _path(plan)
+    chosen: Plan | Pipeline | Path = plan if isinstance(plan, Plan | Pipeline) else _path(plan)
     return _load(
         chosen, model, session=session, device=device, init=init, seed=seed, exact_seed=exact_seed, loss=loss,
         planner=Planner(_capture_again, _decide_alike),
@@ -267,19 +299,29 @@ def _decide_alike(plan: Plan, graph: Graph) -> tuple[Plan, str]:
     return made.plan, f"{made}: a plan of its own may be faster" if pays else ""
 
 
-def explain(plan: Plan | str | PathLike[str]) -> Explanation:
-    """What a plan does: the operators in order, and between them what is sent."""
-    return _explain(_plan(plan))
+def explain(plan: Plan | Pipeline | str | PathLike[str]) -> Explanation | PipelineExplanation:
+    """What a plan does: the operators in order, and between them what is sent; of a pipeline stage by stage."""
+    found = _plan(plan)
+    return _explain(found) if isinstance(found, Plan) else explain_pipeline(found)
 
 
 def diff_plans(before: Plan | str | PathLike[str], after: Plan | str | PathLike[str]) -> PlanDiff:
-    """What differs between two plans."""
-    return _diff_plans(_plan(before), _plan(after))
+    """What differs between two plans of one stage."""
+    return _diff_plans(_of_one_stage(_plan(before)), _of_one_stage(_plan(after)))
+
+
+def _of_one_stage(plan: Plan | Pipeline) -> Plan:
+    if isinstance(plan, Plan):
+        return plan
+    raise UsageError(
+        f"The {plan} was given where plans of one stage are compared. It has {len(plan.stages)}. Compare the stages: "
+        f"plan.stages[0].plan is one."
+    )
 
 
 def simulate_plan(
-    plan: Plan | str | PathLike[str], machine: Machine | str | PathLike[str], *, optimizer: str = "adam"
-) -> Prediction:
+    plan: Plan | Pipeline | str | PathLike[str], machine: Machine | str | PathLike[str], *, optimizer: str = "adam"
+) -> Prediction | PipelinePrediction:
     """Predict a training step of a plan on a machine, which need not be at hand: seconds, where they go, memory.
 
     >>> import torch
@@ -289,13 +331,15 @@ def simulate_plan(
     >>> 0 < found.seconds < 1, found.fits
     (True, True)
     """
-    chosen = _machine(machine)
-    return predict(_plan(plan), chosen, _known_costs(), optimizer)
+    chosen, found = _machine(machine), _plan(plan)
+    if isinstance(found, Pipeline):
+        return predict_pipeline(found, chosen, _known_costs(), optimizer)
+    return predict(found, chosen, _known_costs(), optimizer)
 
 
-def _plan(plan: Plan | str | PathLike[str]) -> Plan:
+def _plan(plan: Plan | Pipeline | str | PathLike[str]) -> Plan | Pipeline:
     """A plan, or the one in a file."""
-    return plan if isinstance(plan, Plan) else load_plan(_path(plan))
+    return plan if isinstance(plan, Plan | Pipeline) else load_plan(_path(plan))
 
 
 def _path(plan: str | PathLike[str]) -> Path:
@@ -339,7 +383,9 @@ def _known_costs() -> CostModel:
     return CostModel([Store(path)] if path.exists() else [])
 
 
-def verify_plan(plan: Plan, model: nn.Module, batch: Batch, *, loss: Any = None, num_steps: int = 5) -> Verdict:
+def verify_plan(
+    plan: Plan | Pipeline, model: nn.Module, batch: Batch, *, loss: Any = None, num_steps: int = 5
+) -> Verdict:
     """Compare a plan with one device: loss, gradients and weights, all ranks in this process, in double precision.
 
     The model itself is run as well, for as many steps, on batches other than the one given.

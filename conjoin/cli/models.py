@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from conjoin.api import ConjoinError, Graph, Plan, UsageError, capture, load_graph, load_plan, verify
+from conjoin.api import ConjoinError, Graph, Pipeline, Plan, UsageError, capture, load_graph, load_plan, verify
 from conjoin.frontends import Precision
 from conjoin.ir import plain_model
 
@@ -38,12 +38,23 @@ def load_model_graph(
     return capture_model(found, batch, loss, check=True, precision=precision)
 
 
-def read_plan(path: str | Path, imports: Sequence[str] | None) -> Plan:
+def read_plan(path: str | Path, imports: Sequence[str] | None) -> Plan | Pipeline:
     """A plan; what is imported for its operators may lie in the current folder, as a model may."""
     if imports:
         _search(Path.cwd())
     with redirect_stdout(sys.stderr):
         return load_plan(path, imports or ())
+
+
+def read_plan_of_one_stage(path: str | Path, imports: Sequence[str] | None) -> Plan:
+    """A plan that is no pipeline."""
+    found = read_plan(path, imports)
+    if isinstance(found, Plan):
+        return found
+    raise UsageError(
+        f"The {found} was given where a plan of one stage is asked for. It has {len(found.stages)} stages. Give "
+        f"another plan; explain and simulate show a pipeline."
+    )
 
 
 def capture_model(

@@ -30,7 +30,7 @@ from conjoin.errors import ConjoinError, UsageError
 
 if TYPE_CHECKING:
     from conjoin.frontends import Precision
-    from conjoin.ir import Graph, Plan
+    from conjoin.ir import Graph, Pipeline, Plan
     from conjoin.machine import Machine
     from conjoin.search import SearchResult
 
@@ -42,8 +42,8 @@ _SEARCH_HELP = (
 )
 _STRATEGY_HELP = (
     "NAME or NAME:degrees, as megatron:tp=2,sp. Names: single, data-parallel (ddp), zero1 (zero2), fsdp (zero3), hsdp, "
-    "megatron, context, expert, one-weird-trick, table-parallel, spatial, reduction, sbp3d. Joined by +, as in "
-    "hsdp:shard=8,replicate=4+megatron:tp=8+recompute=full+micro=4; recompute: none, selective, full, every-2; "
+    "megatron, context, expert, one-weird-trick, table-parallel, spatial, reduction, pipeline, sbp3d. Joined by +, as "
+    "in hsdp:shard=8,replicate=4+megatron:tp=8+recompute=full+micro=4; recompute: none, selective, full, every-2; "
     "statistics: all, rank."
 )
 _STRATEGIES_HELP = "Compare this one, as plan takes it; may be given several times. Then --search says which searches."
@@ -87,7 +87,7 @@ def plan_command(
     )
     rooms.search.check_wish(wish, rooms.search.search_names())
     chosen = rooms.machine.parse_machine(machine, machines_directory())
-    before = () if start is None else (rooms.models.read_plan(start, imports),)
+    before = () if start is None else (rooms.models.read_plan_of_one_stage(start, imports),)
     if strategy is not None:
         given: dict[str, object] = {
             "--search": search, "--budget": budget, "--cpu-budget": cpu_budget, "--memory": memory, "--fix": fix,
@@ -98,7 +98,7 @@ def plan_command(
     asked = rooms.api.precision_on(chosen, precision)
     graph = rooms.models.load_model_graph(model, batch_size=batch, training=None, precision=asked)
     if strategy is not None:
-        made = replace(rooms.search.make_plan(graph, chosen, strategy), precision=_text(asked) or "")
+        made = replace(rooms.api.make_named(graph, chosen, strategy), precision=_text(asked) or "")
         if output is not None:
             made.save(output)
         _show_summary(made, output, as_json)
@@ -136,6 +136,7 @@ def _notes(answer: Answer, graph: Graph, machine: Machine, optimizer: str) -> No
     """What to know of a plan that a search found; one for a part of the machine has no notes."""
     plan, whole = answer.result.plan, answer.result.plan.mesh == machine.mesh
     found = rooms.api.simulate_plan(plan, machine, optimizer=optimizer) if whole else None
+    assert not isinstance(found, rooms.sim.PipelinePrediction), "a search finds plans of one stage"
     return take_notes(graph, machine, found, optimizer)
 
 
@@ -268,12 +269,13 @@ def compare_command(
         typer.echo(line)
 
 
-def _show_summary(plan: Plan, output: Path | None, as_json: bool) -> None:
-    found = rooms.report.explain(plan)
+def _show_summary(plan: Plan | Pipeline, output: Path | None, as_json: bool) -> None:
+    found = rooms.api.explain(plan)
     if as_json:
         print_json({"saved": _text(output), **found.summary_to_json()})
         return
-    for line in rooms.report.explanation_summary(found):
+    one, several = rooms.report.explanation_summary, rooms.report.pipeline_summary
+    for line in one(found) if isinstance(found, rooms.report.Explanation) else several(found):
         typer.echo(line)
     typer.echo(f"{'saved':<12} {output if output is not None else 'no; -o plan.json saves the plan'}")
 
@@ -284,11 +286,13 @@ def explain_command(
     as_json: JsonOption = False,
 ) -> None:
     """Show a plan as annotated code: how each operator is split, and every collective with the bytes it sends."""
-    found = rooms.report.explain(rooms.models.read_plan(plan, imports))
+    found = rooms.api.explain(rooms.models.read_plan(plan, imports))
     if as_json:
         print_json(found.to_json())
-    else:
+    elif isinstance(found, rooms.report.Explanation):
         typer.echo(rooms.report.explanation_text(found), nl=False)
+    else:
+        typer.echo(rooms.report.pipeline_text(found), nl=False)
 
 
 def diff_command(
@@ -298,7 +302,8 @@ def diff_command(
     as_json: JsonOption = False,
 ) -> None:
     """Show what differs between two plans; the exit code is 0 when they are the same, 1 when not."""
-    found = rooms.report.diff_plans(rooms.models.read_plan(before, imports), rooms.models.read_plan(after, imports))
+    both = (rooms.models.read_plan_of_one_stage(path, imports) for path in (before, after))
+    found = rooms.report.diff_plans(*both)
     if as_json:
         print_json(found.to_json())
     else:

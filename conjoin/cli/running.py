@@ -23,7 +23,7 @@ from conjoin.errors import UsageError
 if TYPE_CHECKING:
     from torch import nn
 
-    from conjoin.ir import Plan
+    from conjoin.ir import Pipeline, Plan
     from conjoin.runtime import AgainstModel, ParallelModule, Recorded, Verdict
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
@@ -48,7 +48,7 @@ class _Asked:
     quiet: bool = False
     """Whether only the end is told."""
 
-    def read(self) -> Plan:
+    def read(self) -> Plan | Pipeline:
         """The plan; one that is not for the ranks torchrun started is refused before anything is built for it."""
         found = rooms.models.read_plan(self.plan, self.imports)
         if rooms.dist.is_torchelastic_launched():
@@ -60,7 +60,7 @@ class _Asked:
         rooms.torch.manual_seed(_SEED)
         return rooms.models.load_workload(self.model, self.batch_size)
 
-    def case(self, plan: Plan) -> rooms.runtime.Case:
+    def case(self, plan: Plan | Pipeline) -> rooms.runtime.Case:
         """The plan with all that it is compared with."""
         model, batch, loss = self.workload()
         model, batch = _as_asked(plan, model, batch)
@@ -146,7 +146,7 @@ def _tell(first: _Trained, predicted: float | None, trace: str | None, as_json: 
         typer.echo(f"trace of one step: {trace}; open it in ui.perfetto.dev")
 
 
-def _predict(plan: Plan, machine: str, optimizer: str) -> float:
+def _predict(plan: Plan | Pipeline, machine: str, optimizer: str) -> float:
     """Seconds of a step."""
     where = rooms.machine.parse_machine(machine, machines_directory())
     return rooms.api.simulate_plan(plan, where, optimizer=optimizer).seconds
@@ -168,7 +168,7 @@ def _make_optimizer(asked: _Asked, step: nn.Module) -> rooms.torch.optim.Optimiz
     return (optim.Adam if kind == "adam" else optim.AdamW)(parameters, lr=rate, fused=fused)
 
 
-def _check_trains(plan: Plan) -> None:
+def _check_trains(plan: Plan | Pipeline) -> None:
     """Refuse what has nothing to differentiate, or nothing to differentiate it by."""
     if plan.graph.loss is None:
         raise UsageError(
@@ -202,7 +202,7 @@ def _recorded_events(ranks: list[list[Recorded]]) -> Iterator[rooms.report.Event
             yield rooms.report.Event(f"measured: rank {rank}", entry.stream, entry.name, entry.start, entry.duration)
 
 
-def _as_asked(plan: Plan, model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+def _as_asked(plan: Plan | Pipeline, model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
     """The model and its batch in the dtypes that the precision of a plan has for them."""
     asked = rooms.frontends.Precision.parse(plan.precision) if plan.precision else None
     return (model, batch) if asked is None else asked.converted(model, batch)
@@ -294,7 +294,7 @@ def _gathered(mine: Any) -> Verdict:
     return rooms.runtime.verdict(losses, _gather(compared), _gather(against)[0])
 
 
-def _show(plan: Plan, result: Verdict, as_json: bool) -> None:
+def _show(plan: Plan | Pipeline, result: Verdict, as_json: bool) -> None:
     if as_json:
         shown = [asdict(difference) for difference in result.differences[:20]]
         facts = {

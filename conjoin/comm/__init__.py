@@ -35,12 +35,11 @@ from conjoin.comm.traffic import (
 from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 
 __all__ = [
-    "Held", "Message", "direct_messages",
     "AGREEMENT_BYTES", "BACKWARD", "EXCHANGE", "FORWARD", "BundleKind", "BundleSizes", "Collective", "Entry",
-    "ExchangedBytes", "GradientFlow", "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Route", "Step",
-    "StepKind", "Traffic", "Transfer", "Use", "backward_route", "bundle_parameters", "bytes_sent", "changes_places",
-    "changes_places_between", "common_places", "dual_layout", "find_bundles", "flights_backward", "flights_forward",
-    "has_places", "held_bytes", "leaves_early", "move_regions", "movement", "node_exchanges", "num_devices",
-    "recomputed", "reshard", "ring_bytes", "route_bytes", "run_again", "sent_bytes", "splits_evenly", "step_bytes",
-    "step_load", "sum_per_rank", "total_bytes",
+    "ExchangedBytes", "GradientFlow", "Held", "Message", "Movement", "NodeExchanges", "ParameterBundle", "PerRank",
+    "Route", "Step", "StepKind", "Traffic", "Transfer", "Use", "backward_route", "bundle_parameters", "bytes_sent",
+    "changes_places", "changes_places_between", "common_places", "direct_messages", "dual_layout", "find_bundles",
+    "flights_backward", "flights_forward", "has_places", "held_bytes", "leaves_early", "move_regions", "movement",
+    "node_exchanges", "num_devices", "recomputed", "reshard", "ring_bytes", "route_bytes", "run_again", "sent_bytes",
+    "splits_evenly", "step_bytes", "step_load", "sum_per_rank", "total_bytes",
 ]  # fmt: skip

@@ -25,8 +25,18 @@ from conjoin.ir.parallel_verifier import find_layout_faults, node_fault
 from conjoin.ir.parallelize import Choice, choose, parallelize, sequential
 from conjoin.ir.parser import parse_graph
 from conjoin.ir.piece_statistics import batch_norms, norm_by_pieces, pieces_of
+from conjoin.ir.pipeline import (
+    Pipeline,
+    Stage,
+    Transfer,
+    check_pipeline,
+    fingerprint_of,
+    pipeline_fingerprint,
+    pipeline_to_json,
+    stage_edges,
+    widen_pipeline,
+)
 from conjoin.ir.placing import Placed, layout_fault, place, plain_call, rules_for
-from conjoin.ir.pipeline import Pipeline, Stage, Transfer, check_pipeline, pipeline_fingerprint, stage_edges
 from conjoin.ir.plain_model import plain_model
 from conjoin.ir.plan import (
     BUNDLE_BYTES,
@@ -89,8 +99,6 @@ from conjoin.ir.verifier import Fault, find_faults, verify
 from conjoin.ir.widening import wide_dtype, widen, widen_plan
 
 __all__ = [
-    "Arrival", "Pipeline", "Stage", "StageGraph", "Transfer", "check_pipeline", "cut_in_stages", "made_anew",
-    "pipeline_fingerprint", "pipeline_from_json", "stage_edges",
     "BUNDLE_BYTES",
     "EXACT",
     "LEAF",
@@ -101,6 +109,7 @@ __all__ = [
     "REGATHER",
     "STAMPED",
     "Accumulation",
+    "Arrival",
     "Choice",
     "Elementary",
     "Fault",
@@ -112,6 +121,7 @@ __all__ = [
     "Mark",
     "MemoryAction",
     "Node",
+    "Pipeline",
     "Placed",
     "Plan",
     "Range",
@@ -123,8 +133,11 @@ __all__ = [
     "Scalar",
     "Segment",
     "Source",
+    "Stage",
+    "StageGraph",
     "Structure",
     "Substitution",
+    "Transfer",
     "Value",
     "add_strides",
     "arguments_text",
@@ -132,6 +145,7 @@ __all__ = [
     "batch_norms",
     "calling_graph",
     "can_expand",
+    "check_pipeline",
     "check_plan",
     "check_registered",
     "choose",
@@ -140,6 +154,7 @@ __all__ = [
     "cut",
     "cut_along",
     "cut_in_micro_batches",
+    "cut_in_stages",
     "describe_tree",
     "drawn_strides",
     "drop_unused",
@@ -149,6 +164,7 @@ __all__ = [
     "find_faults",
     "find_layout_faults",
     "fingerprint",
+    "fingerprint_of",
     "fixed_nodes",
     "flatten_tree",
     "has_parts",
@@ -164,6 +180,7 @@ __all__ = [
     "load_graph",
     "load_plan",
     "looks_at_order",
+    "made_anew",
     "made_region",
     "make_leaf",
     "make_node",
@@ -185,6 +202,9 @@ __all__ = [
     "parse_segments",
     "parse_type",
     "pieces_of",
+    "pipeline_fingerprint",
+    "pipeline_from_json",
+    "pipeline_to_json",
     "place",
     "plain_call",
     "plain_model",
@@ -204,6 +224,7 @@ __all__ = [
     "segment_text",
     "sequential",
     "spec_of",
+    "stage_edges",
     "stored_leaf",
     "strides_in",
     "unflatten_tree",
@@ -213,6 +234,7 @@ __all__ = [
     "wanted_region",
     "wide_dtype",
     "widen",
+    "widen_pipeline",
     "widen_plan",
     "write_file",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,11 @@ from conjoin.ir.plan import (
     check_plan,
     decisions_to_json,
     mesh_to_json,
+    plan_fingerprint,
 )
 from conjoin.ir.stages import Arrival
 from conjoin.ir.verifier import verify
+from conjoin.ir.widening import widen, widen_plan
 from conjoin.machine import Mesh
 from conjoin.ops import Invariant, Split, TensorType
 from conjoin.schedules import Edge, Kind, Schedule, check
@@ -171,6 +173,17 @@ def pipeline_fingerprint(pipeline: Pipeline) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def fingerprint_of(plan: Plan | Pipeline) -> str:
+    """What must be equal on all ranks, of a plan of one stage or several."""
+    return plan_fingerprint(plan) if isinstance(plan, Plan) else pipeline_fingerprint(plan)
+
+
+def widen_pipeline(pipeline: Pipeline) -> Pipeline:
+    """The pipeline in double precision."""
+    stages = tuple(replace(stage, plan=widen_plan(stage.plan)) for stage in pipeline.stages)
+    return replace(pipeline, graph=widen(pipeline.graph), stages=stages)
+
+
 def check_pipeline(pipeline: Pipeline) -> Pipeline:
     """The pipeline itself when it is legal; otherwise PlanError says what is not."""
     verify(pipeline.graph)
@@ -271,7 +284,9 @@ def _schedule_faults(pipeline: Pipeline) -> Iterator[str]:
         if stage.ranks != groups[owner]:
             yield f"its schedule gives one owner stages on the ranks {groups[owner][:8]} and {stage.ranks[:8]}"
     for i, stage in enumerate(pipeline.stages):
-        rows = [row.micro_batch for row in schedule.rows[schedule.owners[i]] if row.stage == i and row.kind is Kind.FORWARD]
+        rows = [
+            row.micro_batch for row in schedule.rows[schedule.owners[i]] if row.stage == i and row.kind is Kind.FORWARD
+        ]
         if stage.plan.graph.updates and rows != sorted(rows):
             yield f"stage {i} changes buffers, and its schedule runs micro-batches out of order"
 

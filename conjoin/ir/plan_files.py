@@ -70,7 +70,9 @@ def _load(data: dict[str, Any]) -> Pipeline:
     if len(entries) > _MAX_STAGES:
         raise ValueError(f"{len(entries):,} stages are more than {_MAX_STAGES:,}")
     stages = tuple(_stage(entry, i, machine) for i, entry in enumerate(entries))
-    accumulation = accumulation_from_json(data["accumulate"], graph, own_statistics=True) if "accumulate" in data else None
+    accumulation = (
+        accumulation_from_json(data["accumulate"], graph, own_statistics=True) if "accumulate" in data else None
+    )
     return Pipeline(
         graph=graph,
         stages=stages,

@@ -88,7 +88,8 @@ class _Cutting:
     def _nodes_of(self, stage: int) -> list[Node]:
         """The nodes that a stage runs, in order: its own, and what these read that it can make itself."""
         results = [value for _, value in self.graph.updates]
-        wanted = {v.owner for v in results if isinstance(v.owner, Node) and self.stage_of[v.owner] == stage}
+        made = (v.owner for v in results if isinstance(v.owner, Node))
+        wanted: set[Leaf | Node] = {node for node in made if self.stage_of[node] == stage}
         found: list[Node] = []
         for node in reversed(self.graph.nodes):
             if node in wanted if node in self.anew else self.stage_of[node] == stage:
@@ -153,9 +154,7 @@ class _Cutting:
         taken = Structure("tuple", (), (LEAF,) * len(graph.inputs))
         empty, outputs = Structure("tuple"), Structure("tuple", (), (LEAF,) * len(graph.outputs))
         structure = Structure("tuple", (), (taken, Structure("dict"), empty, Structure("dict")))
-        graph = replace(
-            graph, rounding=self.graph.rounding, input_structure=structure, output_structure=outputs
-        )
+        graph = replace(graph, rounding=self.graph.rounding, input_structure=structure, output_structure=outputs)
         borrowed = (leaf for leaf in graph.leaves if leaf.kind is LeafKind.PARAMETER and leaf in read)
         return StageGraph(graph, tuple(arrivals), tuple(x.name for x in borrowed if self._owners[x] != stage))
 

@@ -25,6 +25,7 @@ from conjoin.ir import (
     LeafKind,
     Mark,
     Node,
+    Pipeline,
     Plan,
     Source,
     Value,
@@ -274,7 +275,7 @@ def explain(plan: Plan) -> Explanation:
     )
 
 
-def precision_text(plan: Plan) -> str:
+def precision_text(plan: Plan | Pipeline) -> str:
     """The precision that a plan was asked for in; otherwise what most of it is computed in."""
     return plan.precision.partition("@")[0] or f"{main_dtype(plan.graph)}, as the model is"
 

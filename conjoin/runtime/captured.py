@@ -93,7 +93,10 @@ class CapturedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph: the inputs as the model takes them, then what the loss takes; or the batch as captured."""
-        inputs = self._calling.arrange(args, kwargs)
+        return self._calling.results(self.run_flat(self._calling.arrange(args, kwargs)))
+
+    def run_flat(self, inputs: list[Tensor]) -> list[Any]:
+        """The outputs one after the other, from the inputs in the captured order."""
         for tensor, leaf in zip(inputs, self.graph.leaves_of(LeafKind.INPUT), strict=True):
             kind = leaf.type
             if tuple(tensor.shape) != kind.shape or tensor.dtype != kind.dtype:
@@ -103,7 +106,7 @@ class CapturedModule(nn.Module):
         device = inputs[0].device if inputs else next((p.device for p in self.parameters()), torch.device("cpu"))
         results = self._program(self, self._state(device), device, *inputs)
         self._write_back(results[len(self.graph.outputs) :])
-        return self._calling.results(list(results[: len(self.graph.outputs)]))
+        return list(results[: len(self.graph.outputs)])
 
     def _state(self, device: torch.device) -> list[Tensor | None]:
         state: list[Tensor | None] = []

@@ -20,6 +20,7 @@ from conjoin.errors import PlanError, UsageError
 from conjoin.ir import (
     Graph,
     LeafKind,
+    Pipeline,
     Plan,
     flatten_tree,
     is_random,
@@ -30,14 +31,16 @@ from conjoin.ir import (
     unflatten_tree,
     wide_dtype,
     widen,
+    widen_pipeline,
     widen_plan,
 )
 from conjoin.machine import Mesh
 from conjoin.runtime.capture_check import AgainstModel, against_model, against_model_in_double
 from conjoin.runtime.captured import to_module
-from conjoin.runtime.communicator import Communicator, group_device
+from conjoin.runtime.communicator import World, group_device
 from conjoin.runtime.differences import Difference, differences_of_state, differences_of_step, worst_of_each
 from conjoin.runtime.fresh_batches import Freshness, fresh_batches
+from conjoin.runtime.one_by_one import OneByOne
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.plain_model import PlainModel, changed_copy
 from conjoin.runtime.steps import (
@@ -87,7 +90,7 @@ class Verdict:
         return self.against_model.told if self.against_model else ("the model itself was not run",)
 
 
-def check_made_for(plan: Plan, graph: Graph) -> None:
+def check_made_for(plan: Plan | Pipeline, graph: Graph) -> None:
     """Refuse a plan that was made for another model than the one captured."""
     mark = model_mark(graph).fingerprint
     if plan.model.fingerprint != mark:
@@ -101,7 +104,7 @@ def check_made_for(plan: Plan, graph: Graph) -> None:
 class Case:
     """A plan, the captured graph it was made from, the model with its values, and a batch."""
 
-    plan: Plan
+    plan: Plan | Pipeline
     graph: Graph
     model: nn.Module
     batch: Any
@@ -112,7 +115,7 @@ class Case:
         """The same in double precision, on the CPU."""
         leaves, spec = flatten_tree(self.batch)
         return Case(
-            widen_plan(self.plan),
+            widen_plan(self.plan) if isinstance(self.plan, Plan) else widen_pipeline(self.plan),
             widen(self.graph),
             _wide_model(self.model, self.graph),
             unflatten_tree([_wide(x) if isinstance(x, Tensor) else x for x in leaves], spec),
@@ -158,6 +161,11 @@ def train_alone(case: Case, num_steps: int, device: torch.device | None = None) 
     raise AssertionError("the last batch is returned or raises")
 
 
+def _takes_parts(plan: Plan | Pipeline) -> bool:
+    """Whether one device, to be compared with, takes the same micro-batches: the model itself takes the whole batch."""
+    return isinstance(plan, Pipeline) or _draws_for_each_micro_batch(plan)
+
+
 def _draws_for_each_micro_batch(plan: Plan) -> bool:
     return plan.accumulation is not None and any(is_random(node.op, node.args) for node in plan.graph.nodes)
 
@@ -166,6 +174,8 @@ def _alone(case: Case, device: torch.device) -> nn.Module:
     """The captured graph on one device; where a plan draws for each micro-batch, one that takes the same ones, and
     where it takes statistics of pieces of the batch, one that does."""
     plan = case.plan
+    if isinstance(plan, Pipeline):
+        return OneByOne(plan, _changed(case.model, case.graph, lambda x: x.to(device)))
     if not _draws_for_each_micro_batch(plan):
         graph = norm_by_pieces(case.graph, pieces_of(plan.graph))
         return to_module(graph, _changed(case.model, graph, lambda x: x.to(device)))
@@ -175,7 +185,7 @@ def _alone(case: Case, device: torch.device) -> nn.Module:
     return ParallelModule(single, store, alone(single.mesh), exact_seed=SEED)
 
 
-def compare_rank(case: Case, reference: Reference, communicator: Communicator) -> Compared:
+def compare_rank(case: Case, reference: Reference, communicator: World) -> Compared:
     """Train this rank's part of the plan and compare everything it holds with one device."""
     plan, device, rank = case.plan, communicator.device, communicator.rank
     store = Store(plan, rank, device)
@@ -191,9 +201,11 @@ def compare_rank(case: Case, reference: Reference, communicator: Communicator) -
     for batch, loss, gradients in zip(reference.batches, reference.losses, reference.gradients, strict=True):
         losses.append(step(lambda given: spread(module, given), optimizer, moved(batch, device), plan.graph.loss))
         mine = {n: p.grad for n, p in module.named_parameters(remove_duplicate=False)}
-        found += differences_of_step((losses[-1], mine), (loss, gradients), rank, cut)
+        held = {name: gradient for name, gradient in gradients.items() if store.holds(name)}
+        found += differences_of_step((losses[-1], mine), (loss, held), rank, cut)
         update(optimizer)
-    return tuple(losses), found + differences_of_state(state_of(module), reference.state, rank, cut)
+    state = {name: value for name, value in reference.state.items() if store.holds(name)}
+    return tuple(losses), found + differences_of_state(state_of(module), state, rank, cut)
 
 
 def verify_in_process(case: Case, num_steps: int = 5) -> Verdict:
@@ -203,7 +215,8 @@ def verify_in_process(case: Case, num_steps: int = 5) -> Verdict:
     reference = train_alone(wide, num_steps, torch.device("cpu"))
     against = compare_with_model(case, wide, num_steps)
     results = run_ranks(case.plan.mesh, lambda ranks: compare_rank(wide, reference, ranks))
-    return verdict(reference.losses, results, against)
+    found = verdict(reference.losses, results, against)
+    return replace(found, losses=reference.losses) if _takes_parts(case.plan) else found
 
 
 def compare_with_model(case: Case, wide: Case, num_steps: int) -> AgainstModel | None:

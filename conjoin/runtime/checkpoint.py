@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from conjoin.errors import CheckpointError
-from conjoin.ir import plan_fingerprint, read_json
+from conjoin.ir import fingerprint_of, read_json
 from conjoin.runtime.checkpoint_index import (
     Index,
     SavedFile,
@@ -85,7 +85,7 @@ def _draft(
         saved, tensors = _draft_optimizer(step, optimizer)
         if tensors:
             state["optimizer"] = {STATE: tensors}
-    return Index(plan_fingerprint(step.plan), {}, {}, saved, _plain(extra or {})), state
+    return Index(fingerprint_of(step.plan), {}, {}, saved, _plain(extra or {})), state
 
 
 def _check_ranks(step: ParallelModule) -> None:

@@ -222,8 +222,8 @@ class ProcessGroups:
 
     def _make_group(self, axes: Axes) -> dist.ProcessGroup:
         if self._ranks is not None:  # others make their own
-            mine = self._global(axes)
-            return _new_group(mine) if self._session is None else self._session.group(mine, "stage")
+            members = self._global(axes)
+            return _new_group(members) if self._session is None else self._session.group(members, "stage")
         if set(axes) == set(self.mesh.names):
             assert dist.group.WORLD is not None
             return dist.group.WORLD

@@ -34,6 +34,8 @@ class GradientPiece(Tensor):
     is_split: bool
     """Whether there is no rank that holds all of it."""
     communicator: Communicator
+    world: Communicator | None
+    """In a pipeline all ranks: other stages have other parameters."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -60,7 +62,7 @@ _COPIES = frozenset(
 def _marked(tensor: Tensor, like: GradientPiece) -> GradientPiece:
     with as_plain_tensors():
         made = tensor.as_subclass(GradientPiece)
-    made.axes, made.is_split, made.communicator = like.axes, like.is_split, like.communicator
+    made.axes, made.is_split, made.communicator, made.world = like.axes, like.is_split, like.communicator, like.world
     return made
 
 
@@ -82,6 +84,12 @@ def _still_piece(result: Any, source: Any) -> Any:
 def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
     """The norm of each gradient as a whole, in the dtype torch would give, but at least in single precision."""
     piece = next(x for x in tensors if isinstance(x, GradientPiece))
+    if piece.world is not None:
+        raise UsageError(
+            "The norm of gradients of a pipeline was asked for by torch's own call. This rank has the parameters of "
+            "its stages only, and each would clip by another norm. Call clip_grad_norm_ of what conjoin.load "
+            "gave, which takes it over all stages."
+        )
     held = [(x, x.axes if isinstance(x, GradientPiece) else ()) for x in tensors]
     norms = norms_of(held, float(order), piece.communicator, piece.device)
     return [
@@ -117,7 +125,7 @@ def _check_and_unscale(func: Any, tensors: Sequence[Tensor], found: Tensor, scal
     """Scale gradients back, and tell whether one is not finite: on any rank."""
     piece = next(x for x in tensors if isinstance(x, GradientPiece))
     func(tensors, found, scale)
-    communicator = piece.communicator
+    communicator = piece.world or piece.communicator
     communicator.prepare(communicator.mesh.names)
     communicator.all_reduce(found, communicator.mesh.names, largest=True).wait()
 
@@ -132,26 +140,30 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def mark_gradients(parameters: Iterable[tuple[nn.Parameter, Layout]], communicator: Communicator) -> None:
-    """Have the gradients of parameters that are not whole on this rank know it as soon as they are there."""
+def mark_gradients(
+    parameters: Iterable[tuple[nn.Parameter, Layout]], communicator: Communicator, world: Communicator | None = None
+) -> None:
+    """Have the gradients of parameters that are not whole on this rank know it as soon as they are there; in a
+    pipeline all of them, as other stages have others."""
     for parameter, layout in parameters:
         axes = parted_axes(layout, communicator.mesh)
-        if axes and parameter.requires_grad:
+        if (axes or world is not None) and parameter.requires_grad:
             is_split = any(isinstance(placement, Split) for _, placement in layout)
-            mark = _Marker(axes, is_split, communicator)
+            mark = _Marker(axes, is_split, communicator, world)
             parameter.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
             _watch_optimizers()
 
 
 class _Marker:
-    def __init__(self, axes: Axes, is_split: bool, communicator: Communicator) -> None:
-        self._axes, self._is_split, self._communicator = axes, is_split, communicator
+    def __init__(self, axes: Axes, is_split: bool, communicator: Communicator, world: Communicator | None) -> None:
+        self._axes, self._is_split, self._communicator, self._world = axes, is_split, communicator, world
 
     def __call__(self, parameter: Tensor) -> None:
         gradient = parameter.grad
         if type(gradient) is Tensor:
             made = gradient.as_subclass(GradientPiece)
-            made.axes, made.is_split, made.communicator = self._axes, self._is_split, self._communicator
+            made.axes, made.is_split = self._axes, self._is_split
+            made.communicator, made.world = self._communicator, self._world
             parameter.grad = made
 
 
@@ -168,7 +180,7 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer in _checked:
         return
     for group in optimizer.param_groups:
-        pieces = [p.grad for p in group["params"] if isinstance(p.grad, GradientPiece)]
+        pieces = [p.grad for p in group["params"] if isinstance(p.grad, GradientPiece) and p.grad.axes]
         if pieces:
             _judge(optimizer, try_out(optimizer, group), next((x for x in pieces if x.is_split), pieces[0]))
     _checked.add(optimizer)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from conjoin.errors import PlanError
-from conjoin.ir import Plan, check_plan, load_plan, plain_model, plan_fingerprint
-from conjoin.runtime.communicator import Communicator
+from conjoin.ir import Pipeline, Plan, check_pipeline, check_plan, fingerprint_of, load_plan, plain_model
+from conjoin.runtime.communicator import World
 from conjoin.runtime.initialization import check_init, initialise
 from conjoin.runtime.joint_action import together
 from conjoin.runtime.other_plans import OtherPlans, Planner
@@ -26,7 +26,7 @@ Initialise = Callable[[nn.Module], None]
 
 
 def load(  # noqa: PLR0913 – what may be chosen of a module
-    plan: Plan | str | Path,
+    plan: Plan | Pipeline | str | Path,
     model: nn.Module,
     *,
     session: Session | None = None,
@@ -48,8 +48,8 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     In the first step ranks compare inputs, loss and gradients where they should agree. With a `planner` batches of
     other shapes, and the other mode, are planned when they first come; for a plan with a loss that needs the `loss`.
     """
-    model, path = plain_model(model), None if isinstance(plan, Plan) else plan
-    plan = check_plan(plan) if isinstance(plan, Plan) else load_plan(plan)
+    model, path = plain_model(model), None if isinstance(plan, Plan | Pipeline) else plan
+    plan = _checked(plan)
     check_model(plan, model)
     asked = None if weights is None else as_weights(weights)
     is_meta = any(x.is_meta for x in model.parameters())
@@ -69,7 +69,7 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
         together(lambda: read_weights(checked, store))
         if communicator.rank == 0:
             tell(checked)
-    others = None if planner is None else OtherPlans(plan, model, planner, loss, path)
+    others = None if planner is None or isinstance(plan, Pipeline) else OtherPlans(plan, model, planner, loss, path)
     module = ParallelModule(plan, store, communicator, exact_seed, others)
     module.compare_every(None)
     if keys is not None and module.draws_alike:
@@ -77,7 +77,14 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     return module
 
 
-def connect(plan: Plan, session: Session | None = None) -> tuple[Communicator, KeyStore | None]:
+def _checked(plan: Plan | Pipeline | str | Path) -> Plan | Pipeline:
+    """A legal plan, from a file where it is named by one."""
+    if isinstance(plan, Plan):
+        return check_plan(plan)
+    return check_pipeline(plan) if isinstance(plan, Pipeline) else load_plan(plan)
+
+
+def connect(plan: Plan | Pipeline, session: Session | None = None) -> tuple[World, KeyStore | None]:
     """This rank's communicator and the store to compare notes in; other plans or numbers of ranks are refused."""
     session = session or shared_session()
     if session.world is None and plan.mesh.size > 1:
@@ -89,5 +96,5 @@ def connect(plan: Plan, session: Session | None = None) -> tuple[Communicator, K
     check_world(session.num_ranks, plan.mesh.size, plan.model.name)
     keys = session.keys()
     if keys is not None:
-        agree(keys, "plan", plan_fingerprint(plan), session.rank, session.num_ranks, session.patience_seconds)
+        agree(keys, "plan", fingerprint_of(plan), session.rank, session.num_ranks, session.patience_seconds)
     return session.communicator(plan.mesh), keys

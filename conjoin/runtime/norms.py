@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from math import inf, nan
 
@@ -20,33 +20,38 @@ Held = tuple[Tensor | None, Axes]
 """What a rank holds of a tensor, and the axes along which the other parts lie: along all others ranks hold the same."""
 
 
+Group = tuple[Communicator, Sequence[tuple[nn.Parameter, Layout]]]
+"""Parameters with their layouts, and the ranks that hold them."""
+
+
 def clip_grad_norm(
-    pieces: Iterable[tuple[nn.Parameter, Layout]],
+    groups: Sequence[Group],
     max_norm: float,
     norm_type: float,
     communicator: Communicator,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale gradients in place as `torch.nn.utils.clip_grad_norm_` does on one device, and give the norm before it."""
+    """Scale gradients in place as `torch.nn.utils.clip_grad_norm_` does on one device, and give the norm before it.
+
+    Groups are the stages of a pipeline that this rank is part of, or all there is.
+    """
     with as_plain_tensors():
-        return _clip(pieces, max_norm, norm_type, communicator, error_if_nonfinite)
+        return _clip(groups, max_norm, norm_type, communicator, error_if_nonfinite)
 
 
 def _clip(
-    pieces: Iterable[tuple[nn.Parameter, Layout]],
-    max_norm: float,
-    norm_type: float,
-    communicator: Communicator,
-    error_if_nonfinite: bool,
+    groups: Sequence[Group], max_norm: float, norm_type: float, communicator: Communicator, error_if_nonfinite: bool
 ) -> Tensor:
-    trained = [(p, layout) for p, layout in pieces if p.requires_grad]
-    if not trained:
+    trained = [(members, [(p, layout) for p, layout in pieces if p.requires_grad]) for members, pieces in groups]
+    everywhere = all(members is communicator for members, _ in trained)
+    if everywhere and not any(pieces for _, pieces in trained):
         return torch.tensor(0.0)
-    held = [(p.grad, parted_axes(layout, communicator.mesh)) for p, layout in trained]
-    gradients = [gradient for gradient, _ in held if gradient is not None]
-    norm: Tensor = torch.linalg.vector_norm(
-        torch.stack(norms_of(held, norm_type, communicator, trained[0][0].device)), norm_type
-    )
+    gradients = [p.grad for _, pieces in trained for p, _ in pieces if p.grad is not None]
+    norms = [norm for members, pieces in trained for norm in _norms_in(members, pieces, norm_type)]
+    device = communicator.device
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else _power(None, norm_type, device)
+    if not everywhere:
+        norm = _over_stages(norm, trained, norm_type, communicator)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"The norm of order {norm_type} of the gradients of all ranks is {norm.item()}, so they cannot be clipped. "
@@ -58,6 +63,23 @@ def _clip(
     dtypes = (gradient.abs().dtype if gradient.is_complex() else gradient.dtype for gradient in gradients)
     dtype: torch.dtype = reduce(torch.promote_types, dtypes, torch.float32)
     return norm.to(dtype)
+
+
+def _norms_in(members: Communicator, pieces: Sequence[tuple[nn.Parameter, Layout]], order: float) -> list[Tensor]:
+    if not pieces:
+        return []
+    held = [(p.grad, parted_axes(layout, members.mesh)) for p, layout in pieces]
+    return norms_of(held, order, members, pieces[0][0].device)
+
+
+def _over_stages(norm: Tensor, groups: Sequence[Group], order: float, communicator: Communicator) -> Tensor:
+    """The norm of all stages from that of this rank's: the first rank of a stage speaks for it."""
+    speaks = all(members.rank == 0 for members, _ in groups)
+    mine = norm.double().to(communicator.device).view(1) if speaks else _power(None, order, communicator.device).view(1)
+    if speaks and abs(order) != inf and order:
+        mine = mine**order
+    total = _over_ranks(mine, communicator.mesh.names, order, communicator)[0]
+    return total if abs(order) == inf or not order else total ** (1.0 / order)
 
 
 def scale_by(gradient: Tensor, scale: Tensor) -> None:

@@ -146,6 +146,8 @@ class OtherPlans:
             return None
         try:
             plan = load_plan(path)
+            if not isinstance(plan, Plan):
+                return None
             check_stored_alike(self.plan, plan)
         except ConjoinError as error:
             _log.warning("the plan in %s is not used: %s", path, error)

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from conjoin.errors import UsageError
 from conjoin.ir import LeafKind, Pipeline, Plan
 from conjoin.ops import Layout
-from conjoin.runtime.communicator import World, uncompiled
+from conjoin.runtime.communicator import Communicator, World, uncompiled
 from conjoin.runtime.gradient_pieces import mark_gradients
 from conjoin.runtime.norms import clip_grad_norm
 from conjoin.runtime.other_plans import OtherPlans
 from conjoin.runtime.other_programs import OtherPrograms
 from conjoin.runtime.passes import Passes
 from conjoin.runtime.pieces import UnmatchedKeys, load_pieces, mark_pieces
-from conjoin.runtime.randomness import Stream
 from conjoin.runtime.pipeline_program import PipelineProgram
+from conjoin.runtime.randomness import Stream
 from conjoin.runtime.rank_program import RankProgram
 from conjoin.runtime.storage import Store
 
@@ -56,12 +56,13 @@ class ParallelModule(nn.Module):
         def make(plan: Plan) -> RankProgram:
             return RankProgram(plan, store, communicator, passes, exact)
 
-        program, programs = None, None
+        program: RankProgram | PipelineProgram
+        programs = None
         if isinstance(plan, Pipeline):
             program = PipelineProgram(plan, store, communicator, passes, exact)
         else:
-            program = make(plan)
-            programs = None if others is None else OtherPrograms(program, others, make)
+            program = own = make(plan)
+            programs = None if others is None else OtherPrograms(own, others, make)
         # past `__setattr__`: a submodule of the user's may have any of these names
         self.__dict__.update(
             plan=plan,
@@ -76,7 +77,8 @@ class ParallelModule(nn.Module):
         )
         for name in _HELD:
             self.__dict__[name] = store.root.__dict__[name]
-        mark_gradients(self.pieces(), communicator)
+        for members, pieces in program.groups():
+            mark_gradients(pieces, members, communicator if members is not communicator else None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass: the batch whole or this rank's part of it; the loss is that of the whole."""
@@ -88,12 +90,21 @@ class ParallelModule(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm before it."""
-        return clip_grad_norm(self.pieces(), max_norm, float(norm_type), self.communicator, error_if_nonfinite)
+        groups = self._program.groups()
+        return clip_grad_norm(groups, max_norm, float(norm_type), self.communicator, error_if_nonfinite)
 
     @property
     def draws_alike(self) -> bool:
         """Whether some ranks have to draw the same random numbers: their generators must then be in the same state."""
         return self._program.draws_alike
+
+    def members(self, name: str) -> Communicator | None:
+        """Who holds a parameter or buffer; None where this rank has no part in it."""
+        return self._program.members(name)
+
+    def speaker(self, name: str) -> int | None:
+        """In a pipeline the rank that tells all others of a parameter or buffer; None where all have part in it."""
+        return self._program.speaker(name)
 
     def pieces(self) -> Iterator[tuple[nn.Parameter, Layout]]:
         """Every parameter once, with the layout in which it is stored."""

@@ -18,7 +18,7 @@ from conjoin.errors import CheckpointError, UsageError
 from conjoin.ir import Region, region_shape
 from conjoin.runtime.carriers import carry_reshard
 from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.storage import Store, is_persistent
+from conjoin.runtime.storage import Content, Store, is_persistent
 from conjoin.runtime.torch_private import no_torch_function, wrapper_of
 
 if TYPE_CHECKING:  # loaded where a checkpoint is written or read: it takes as long as torch's own export
@@ -226,7 +226,15 @@ class Gathering(Protocol):
     """A module with pieces, and the way to other ranks."""
 
     store: Store
-    communicator: Communicator
+
+    @property
+    def communicator(self) -> Communicator: ...
+
+    def members(self, name: str) -> Communicator | None:
+        """Who holds a parameter or buffer; None where this rank has no part in it."""
+
+    def speaker(self, name: str) -> int | None:
+        """In a pipeline the rank that tells all others of a parameter or buffer; None where all have part in it."""
 
 
 def full_state_dict(step: Gathering, everywhere: bool = False) -> dict[str, Tensor]:
@@ -235,23 +243,39 @@ def full_state_dict(step: Gathering, everywhere: bool = False) -> dict[str, Tens
     Tensors are gathered one at a time.
     """
     keep = everywhere or step.communicator.rank == 0
-    gathered: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
-    for name, local in state_tensors(step.store):
-        if id(local) not in gathered:
-            whole = gathered_whole(step, name, local)
-            gathered[id(local)] = whole.to("cpu", copy=True) if keep else torch.empty(0)
+    gathered: dict[str, Tensor] = {}
+    for content in step.store.contents:
+        if content.first not in gathered:
+            whole = gathered_whole(step, content)
+            gathered[content.first] = whole.to("cpu", copy=True) if keep else torch.empty(0)
         if keep:
-            state[name] = gathered[id(local)]
+            state[content.name] = gathered[content.first]
     return state
 
 
-def gathered_whole(step: Gathering, name: str, local: Tensor) -> Tensor:
-    """The whole of a tensor of which every rank has its piece; called on every rank."""
-    layout = step.store.layout(name)
-    if not layout:
-        return local.detach()
-    carry = carry_reshard(step.store.shape(name, local), layout, (), step.communicator)
-    with torch.no_grad():
-        whole: Tensor = carry(local.detach())
-    return whole
+def gathered_whole(step: Gathering, content: Content) -> Tensor:
+    """The whole of a tensor of which ranks have pieces; called on every rank."""
+    members, speaker, whole = step.members(content.name), step.speaker(content.name), None
+    if members is not None:
+        local = dict(state_tensors(step.store))[content.name].detach()
+        layout = step.store.layout(content.name)
+        with torch.no_grad():
+            whole = carry_reshard(content.type.shape, layout, (), members)(local) if layout else local
+    if speaker is None:
+        assert whole is not None, "all ranks have part in it"
+        return whole
+    return _told(step, content, whole if step.communicator.rank == speaker else None)
+
+
+def _told(step: Gathering, content: Content, whole: Tensor | None) -> Tensor:
+    """A tensor that one rank has, on all ranks: the sum of its bytes and of zeros."""
+    communicator, device = step.communicator, step.store.device
+    if whole is None:
+        whole = torch.zeros(content.type.shape, dtype=content.type.dtype, device=device)
+    flat = whole.contiguous().clone().view(-1)
+    sent = flat.view(torch.uint8) if flat.numel() else flat.to(torch.uint8)
+    if sent.numel():
+        communicator.prepare(communicator.mesh.names)
+        communicator.all_reduce(sent, communicator.mesh.names).wait()
+    return flat.view(content.type.shape)

@@ -18,8 +18,9 @@ from conjoin.ops import drawing, find_function, map_tensors, spread_args
 from conjoin.runtime.accumulating import NARROW, Accumulated, Gradients, MicroBatches, Scaling
 from conjoin.runtime.agreement import Agreement
 from conjoin.runtime.calling import Calling
-from conjoin.runtime.communicator import World, uncompiled
+from conjoin.runtime.communicator import Communicator, World, uncompiled
 from conjoin.runtime.loans import Loans
+from conjoin.runtime.norms import Group
 from conjoin.runtime.passes import Passes
 from conjoin.runtime.randomness import Place, Stream
 from conjoin.runtime.rank_program import LocalProgram
@@ -51,7 +52,7 @@ class PipelineProgram:
             for bundle in program.bundles:
                 bundle.defer()
         self.code = "\n".join(f"# stage {i}\n{program.code}" for i, program in self.stages.items())
-        named = [(program.communicator, _owned(pipeline, i)) for i, program in self.stages.items()]
+        named = [(program.communicator, _held(pipeline, i)) for i, program in self.stages.items()]
         self.agreement = Agreement(pipeline, store, world, named)
         called = pipeline.graph
         if pipeline.accumulation is not None:
@@ -63,6 +64,27 @@ class PipelineProgram:
         self._scaling = Scaling(any(type.dtype in NARROW for node in called.nodes for type in node.types))
         self._tensor_cores = TensorCores() if pipeline.graph.rounding.tf32 else None
         self._begin, self._end = uncompiled(self._start), uncompiled(passes.end)
+
+    def groups(self) -> list[Group]:
+        """By stage of this rank, every parameter with its layout, and the ranks that hold it."""
+        named = [(self._stage_of(name), name, p) for name, p in self.store.root.named_parameters()]
+        return [
+            (program.communicator, [(p, self.store.layout(name)) for stage, name, p in named if stage == i])
+            for i, program in self.stages.items()
+        ]
+
+    def members(self, name: str) -> Communicator | None:
+        """Who holds a parameter or buffer; None where this rank has no part in it."""
+        stage = self._stage_of(name)
+        return self.stages[stage].communicator if stage in self.stages else None
+
+    def speaker(self, name: str) -> int:
+        """The rank that tells all others of a parameter or buffer."""
+        return self.plan.stages[self._stage_of(name)].ranks[0]
+
+    def _stage_of(self, name: str) -> int:
+        """The first stage that holds a parameter or buffer; what nobody reads lies with the first of all."""
+        return next((i for i in range(len(self.plan.stages)) if name in _held(self.plan, i)), 0)
 
     @property
     def draws_alike(self) -> bool:
@@ -114,11 +136,12 @@ class PipelineProgram:
             )
 
 
-def _owned(pipeline: Pipeline, stage: int) -> frozenset[str]:
-    """The parameters that belong to a stage, by the names a module lists them under."""
+def _held(pipeline: Pipeline, stage: int) -> frozenset[str]:
+    """The parameters and buffers that a stage reads and does not borrow, under all their names."""
     found = pipeline.stages[stage]
-    leaves = found.plan.graph.leaves_of(LeafKind.PARAMETER)
-    return frozenset(name for x in leaves if x.name not in found.borrowed for name in (x.name, *x.aliases))
+    kinds = (LeafKind.PARAMETER, LeafKind.BUFFER)
+    leaves = (leaf for leaf in found.plan.graph.leaves if leaf.kind in kinds and leaf.name not in found.borrowed)
+    return frozenset(name for leaf in leaves for name in (leaf.name, *leaf.aliases))
 
 
 class _StepRun:

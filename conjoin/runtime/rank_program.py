@@ -34,6 +34,7 @@ from conjoin.runtime.carriers import carry_move, carry_reshard, prepare_move
 from conjoin.runtime.communicator import Communicator, uncompiled
 from conjoin.runtime.emission import emit_program
 from conjoin.runtime.functions import Function
+from conjoin.runtime.norms import Group
 from conjoin.runtime.passes import Passes
 from conjoin.runtime.programs import Compiled, Program, compile_text
 from conjoin.runtime.randomness import Stream, Streams
@@ -188,6 +189,17 @@ class RankProgram:
         self._regions = tuple(self._region(leaf, leaf.type.shape) for leaf in plan.graph.leaves_of(LeafKind.INPUT))
         self._shapes = tuple(self._shapes_of(leaf) for leaf in self.taken)
         self._begin, self._end = uncompiled(self._start), uncompiled(passes.end)
+
+    def groups(self) -> list[Group]:
+        """Every parameter with its layout, and the ranks that hold it."""
+        return [(self.communicator, list(self.store.parameters()))]
+
+    def members(self, name: str) -> Communicator:
+        """Who holds a parameter or buffer."""
+        return self.communicator
+
+    def speaker(self, name: str) -> None:
+        """Nobody has to tell others of a parameter: all have part in it."""
 
     @property
     def draws_alike(self) -> bool:

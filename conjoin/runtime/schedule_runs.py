@@ -68,7 +68,11 @@ class Route:
         for i, transfer in enumerate(self.transfers):
             if row.kind is Kind.FORWARD and transfer.source == row.stage:
                 yield Item(i, row.micro_batch, False)
-            if row.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and transfer.target == row.stage and transfer.has_gradient:
+            if (
+                row.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
+                and transfer.target == row.stage
+                and transfer.has_gradient
+            ):
                 yield Item(i, row.micro_batch, True)
 
     def needed_by(self, row: Row) -> Iterator[Item]:
@@ -76,7 +80,11 @@ class Route:
         for i, transfer in enumerate(self.transfers):
             if row.kind is Kind.FORWARD and transfer.target == row.stage:
                 yield Item(i, row.micro_batch, False)
-            if row.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and transfer.source == row.stage and transfer.has_gradient:
+            if (
+                row.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
+                and transfer.source == row.stage
+                and transfer.has_gradient
+            ):
                 yield Item(i, row.micro_batch, True)
 
 

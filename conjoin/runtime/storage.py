@@ -26,6 +26,16 @@ class _Home:
     rank: int
 
 
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A parameter or persistent buffer of the model as a whole."""
+
+    name: str
+    type: TensorType
+    first: str
+    """The name under which the same tensor is listed first."""
+
+
 class Store:
     """Empty modules nested as the user's, holding this rank's pieces: of a plan, or of its stages of a pipeline."""
 
@@ -36,8 +46,10 @@ class Store:
         self._homes: dict[str, _Home] = {}
         self._elsewhere = _names_elsewhere(plan, rank)
         """Parameters and buffers that only ranks of other stages hold."""
-        self.away: dict[str, TensorType] = {}
-        """What of these there is, when the store is filled."""
+        self._has_rest = isinstance(plan, Plan) or rank in plan.stages[0].ranks
+        """Whether what nobody reads lies here: with the first stage."""
+        self.contents: tuple[Content, ...] = ()
+        """Parameters and persistent buffers of the model, those of other ranks too, when the store is filled."""
         for part, own_rank, borrowed in _with_loans(plan, rank):
             for leaf in part.graph.leaves:
                 if leaf.kind in (LeafKind.PARAMETER, LeafKind.BUFFER) and leaf.name not in borrowed:
@@ -47,8 +59,8 @@ class Store:
         self._constants: dict[Leaf, Tensor] = {}
 
     def holds(self, name: str) -> bool:
-        """Whether this rank has part in a parameter or buffer; what no stage of a pipeline reads lies with the first."""
-        return name not in self._elsewhere
+        """Whether this rank has part in a parameter or buffer."""
+        return name in self._homes or (self._has_rest and name not in self._elsewhere)
 
     def leaf(self, name: str) -> Leaf | None:
         """The leaf of the graph that a parameter or buffer of that name is; None when the graph does not use it."""
@@ -90,6 +102,7 @@ class Store:
 
     def place(self, model: nn.Module, make_piece: Callable[[str, Tensor], Tensor]) -> None:
         """Hold the piece made of every parameter and buffer of a model, in its order and under all their names."""
+        self.contents = _contents(model)
         for name, module in model.named_modules(remove_duplicate=False):
             own = (*module._parameters, *module._buffers)
             if any(self.holds(f"{name}.{last}" if name else last) for last in own):
@@ -97,7 +110,6 @@ class Store:
         made: dict[int, nn.Parameter] = {}
         for name, whole in model.named_parameters(remove_duplicate=False):
             if not self.holds(name):
-                self.away[name] = TensorType(tuple(whole.shape), whole.dtype)
                 continue
             if id(whole) not in made:
                 made[id(whole)] = nn.Parameter(make_piece(name, whole), requires_grad=whole.requires_grad)
@@ -105,8 +117,6 @@ class Store:
         cuts: dict[int, Tensor] = {}
         for name, buffer in model.named_buffers(remove_duplicate=False):
             if not self.holds(name):
-                if is_persistent(model, name):
-                    self.away[name] = TensorType(tuple(buffer.shape), buffer.dtype)
                 continue
             if id(buffer) not in cuts:
                 cuts[id(buffer)] = make_piece(name, buffer)
@@ -135,7 +145,7 @@ class Store:
     def copied(self, memo: dict[int, Any]) -> Store:
         """A store with pieces of its own and the same values."""
         made = Store(self._plan, self._rank, self.device)
-        made.root, made.away = copy.deepcopy(self.root, memo), self.away
+        made.root, made.contents = copy.deepcopy(self.root, memo), self.contents
         made._constants = dict(self._constants)
         return made
 
@@ -179,6 +189,16 @@ class Store:
         return ((parameter, self.layout(name)) for name, parameter in self.root.named_parameters())
 
 
+def _contents(model: nn.Module) -> tuple[Content, ...]:
+    """What a model's `state_dict` has, in its order."""
+    firsts: dict[int, str] = {}
+    named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    named |= {n: x for n, x in model.named_buffers(remove_duplicate=False) if is_persistent(model, n)}
+    return tuple(
+        Content(name, TensorType(tuple(x.shape), x.dtype), firsts.setdefault(id(x), name)) for name, x in named.items()
+    )
+
+
 def _with_loans(plan: Plan | Pipeline, rank: int) -> list[tuple[Plan, int, tuple[str, ...]]]:
     """The plans that a rank has part in, which of their ranks it is, and what each only borrows."""
     if isinstance(plan, Plan):
@@ -195,7 +215,7 @@ def _names_elsewhere(plan: Plan | Pipeline, rank: int) -> frozenset[str]:
     if isinstance(plan, Plan):
         return frozenset()
     mine, others = set[str](), set[str]()
-    for i, stage in enumerate(plan.stages):
+    for stage in plan.stages:
         for leaf in stage.plan.graph.leaves:
             if leaf.kind in (LeafKind.PARAMETER, LeafKind.BUFFER) and leaf.name not in stage.borrowed:
                 (mine if rank in stage.ranks else others).update((leaf.name, *leaf.aliases))

@@ -23,8 +23,9 @@ from conjoin.errors import CheckpointError, UsageError
 from conjoin.ir import read_json
 from conjoin.runtime.joint_action import together
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.pieces import full_state_dict, gathered_whole, state_tensors
+from conjoin.runtime.pieces import full_state_dict, gathered_whole
 from conjoin.runtime.safetensors_file import DTYPES, data_of, header_bytes, read_header
+from conjoin.runtime.storage import Content
 from conjoin.runtime.weight_files import INDEX_SUFFIX, PICKLED, SAFETENSORS
 
 _WHOLE = "model.safetensors"
@@ -36,10 +37,16 @@ MAX_SHARD_BYTES = 5_000_000_000
 class _Exported:
     """A tensor to be written."""
 
-    name: str
-    local: Tensor
-    shape: tuple[int, ...]
+    content: Content
     dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return self.content.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.content.type.shape
 
     @property
     def bytes(self) -> int:
@@ -73,7 +80,7 @@ def save_weights(
     writing = _Writing(target, shards) if step.communicator.rank == 0 else None
     for number, shard in enumerate(shards):
         for tensor in shard:
-            whole = gathered_whole(step, tensor.name, tensor.local)
+            whole = gathered_whole(step, tensor.content)
             if writing is not None:
                 writing.add(number, whole.to(tensor.dtype))
     together(lambda: None if writing is None else writing.finish())
@@ -108,12 +115,10 @@ def _check_target(target: Path, is_file: bool) -> None:
 
 
 def _exported(step: ParallelModule, dtype: torch.dtype | None) -> Iterator[_Exported]:
-    seen: set[int] = set()
-    for name, local in state_tensors(step.store):
-        if id(local) not in seen:
-            seen.add(id(local))
-            wanted = dtype if dtype is not None and local.is_floating_point() else local.dtype
-            yield _Exported(name, local, step.store.shape(name, local), wanted)
+    for content in step.store.contents:
+        if content.first == content.name:
+            own = content.type.dtype
+            yield _Exported(content, dtype if dtype is not None and own.is_floating_point else own)
 
 
 class _Writing:

@@ -12,5 +12,6 @@ from conjoin.schedules.transfers import with_transfers
 __all__ = [
     "Edge", "Kind", "Memory", "Peaks", "Row", "Schedule", "Taste", "Timeline", "Times", "breadth_first", "chain",
     "check", "dump_schedule", "eager_one_f_one_b", "gpipe", "greedy", "interleaved", "load_schedule", "looped",
-    "one_each", "one_f_one_b", "peaks", "play", "read_rows", "v_shaped", "with_transfers", "zero_bubble", "zero_bubble_v",
+    "one_each", "one_f_one_b", "peaks", "play", "read_rows", "v_shaped", "with_transfers", "zero_bubble",
+    "zero_bubble_v",
 ]  # fmt: skip

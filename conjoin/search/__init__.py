@@ -17,18 +17,18 @@ from conjoin.search.exact.tables import Table, Tables
 from conjoin.search.exact.units import canonical, cuts
 from conjoin.search.finding import find_plan
 from conjoin.search.notes import Notes
-from conjoin.search.placing_branches import place_branches
 from conjoin.search.pipelining import make_pipeline
-from conjoin.search.planning import make_plan, read_request, strategy_names
+from conjoin.search.placing_branches import place_branches
+from conjoin.search.planning import PIPELINE, make_plan, read_request, strategy_names
 from conjoin.search.refusing import TooSlow
 from conjoin.search.remembering import Remembered, is_answer
 from conjoin.search.searching import open_contest, search_names
 from conjoin.search.wishing import DEFAULT_BUDGET, OBJECTIVES, SearchResult, Wish, check_wish
 
 __all__ = [
-    "DEFAULT_BUDGET", "OBJECTIVES", "Alike", "Certificate", "Contest", "CountedProblem", "CountedSpace", "Improvement",
-    "Notes", "Objective", "OperatorSeconds", "Problem", "Progress", "Remembered", "ReshardSeconds", "Row",
-    "SearchResult", "Space", "Stopped", "Table", "Tables", "TooSlow", "Wish", "baseline_names", "baselines",
+    "DEFAULT_BUDGET", "OBJECTIVES", "PIPELINE", "Alike", "Certificate", "Contest", "CountedProblem", "CountedSpace",
+    "Improvement", "Notes", "Objective", "OperatorSeconds", "Problem", "Progress", "Remembered", "ReshardSeconds",
+    "Row", "SearchResult", "Space", "Stopped", "Table", "Tables", "TooSlow", "Wish", "baseline_names", "baselines",
     "branch_and_bound", "canonical", "check_wish", "compare_plans", "cuts", "find_plan", "is_answer", "make_pipeline",
     "make_plan", "name_axes", "open_contest", "place_branches", "plan_alike", "read_request", "search_names",
     "strategy_names",

@@ -1,10 +1,11 @@
-"""`pipeline`: a model in stages on parts of the machine, each by a named strategy, run by a schedule in micro-batches."""
+"""`pipeline`: a model in stages on parts of the machine, each by a named strategy, run by a schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from itertools import accumulate
 
 from conjoin.cost import CostModel
 from conjoin.errors import StrategyError, UsageError
@@ -77,17 +78,8 @@ def make_pipeline(
     device = machine.device_type(0) if machine.nodes else _NOMINAL
     seconds = node_seconds(whole, costs or CostModel(), device)
     cuts = cut_in_stages(whole, cut_rows(whole, seconds, [*sizes] * each, _rate(machine)))
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    owners = [i % len(sizes) for i in range(len(cuts))]
-    stages = tuple(
-        Stage(
-            _stage_plan(number, cut, machine, devices_of(machine, range(starts[owner], starts[owner] + sizes[owner])), request),
-            tuple(range(starts[owner], starts[owner] + sizes[owner])),
-            cut.arrivals,
-            cut.borrowed,
-        )
-        for number, (cut, owner) in enumerate(zip(cuts, owners, strict=True))
-    )
+    ranks = [tuple(range(end - size, end)) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    stages = tuple(_stage(number, cut, machine, ranks[number % len(ranks)], request) for number, cut in enumerate(cuts))
     schedule = SCHEDULES[name](len(sizes), each, micro)
     edges = tuple(sorted({*chain(len(stages)), *stage_edges(stages)}))
     made = Pipeline(
@@ -140,13 +132,14 @@ def _rate(machine: Machine) -> float:
     return min((link.bandwidth for link in links), default=1e10)
 
 
-def _stage_plan(number: int, cut: StageGraph, whole: Machine, machine: Machine, request: Request) -> Plan:
+def _stage(number: int, cut: StageGraph, whole: Machine, ranks: tuple[int, ...], request: Request) -> Stage:
+    machine = devices_of(whole, ranks)
     inner = _inner(machine, request)
     settled = settle_draft(cut.graph, drafter(machine, inner))
     laid_out = lay_out(settled, is_stage=True)
     parallel = parallelize(settled.graph, laid_out.leaves, laid_out.choices, laid_out.outputs)
     segments = segments_for(request.recompute, settled.graph)
-    return Plan(
+    plan = Plan(
         graph=parallel,
         mesh=machine.mesh,
         model=Mark(f"stage {number}", ""),
@@ -157,6 +150,7 @@ def _stage_plan(number: int, cut: StageGraph, whole: Machine, machine: Machine, 
         computes=computation_digest(settled.graph),
         bundle_bytes=choose_bundle_bytes(cut.graph, machine),
     )
+    return Stage(plan, ranks, cut.arrivals, cut.borrowed)
 
 
 def _inner(machine: Machine, request: Request) -> Request:

@@ -12,7 +12,6 @@ from conjoin.search.facts import Facts
 from conjoin.search.request import Request, parse_request
 from conjoin.search.strategies import ALIASES, STRATEGIES
 
-
 PIPELINE = "pipeline"
 
 

@@ -92,7 +92,9 @@ def cut_rows(graph: Graph, seconds: np.ndarray, sizes: Sequence[int], bytes_per_
 def _first_uses(graph: Graph) -> np.ndarray:
     """For every node whether it is the first of a stage's own to use some trained parameter."""
     anew, seen, found = made_anew(graph), set[Value](), np.zeros(len(graph.nodes))
-    used: dict[Value, frozenset[Value]] = {Value(leaf): frozenset({Value(leaf)}) for leaf in graph.leaves if leaf.is_trained}
+    used: dict[Value, frozenset[Value]] = {
+        Value(leaf): frozenset({Value(leaf)}) for leaf in graph.leaves if leaf.is_trained
+    }
     for i, node in enumerate(graph.nodes):
         parameters = frozenset[Value]().union(*(used.get(value, frozenset()) for value in node.inputs))
         if node in anew:

@@ -17,11 +17,10 @@ from conjoin.sim.symmetry import Classes
 from conjoin.sim.wanted import Wanted, measure_wanted, wanted_by
 
 __all__ = [
-    "PipelinePrediction", "StagePrediction", "predict_pipeline", "transfer_seconds",
     "ALIKE", "OPTIMIZER_COPIES", "Breakdown", "Change", "Classes", "Drafts", "Gain", "Instruction", "Layouts",
-    "MachinePrices", "Memory", "Operator", "Phase", "Prediction", "Prices", "Program", "Published", "Simulation",
-    "Skeleton", "Ticks", "Timeline", "Wanted", "break_down", "expected_error", "gain_of", "make_change",
-    "measure_memory", "measure_wanted", "new_drafts", "predict", "published_for", "random_change", "rerun", "run",
-    "simulate", "simulate_layouts", "take_apart", "take_graph_apart", "task_numbers", "to_seconds", "to_ticks",
-    "wanted_by",
+    "MachinePrices", "Memory", "Operator", "Phase", "PipelinePrediction", "Prediction", "Prices", "Program",
+    "Published", "Simulation", "Skeleton", "StagePrediction", "Ticks", "Timeline", "Wanted", "break_down",
+    "expected_error", "gain_of", "make_change", "measure_memory", "measure_wanted", "new_drafts", "predict",
+    "predict_pipeline", "published_for", "random_change", "rerun", "run", "simulate", "simulate_layouts", "take_apart",
+    "take_graph_apart", "task_numbers", "to_seconds", "to_ticks", "transfer_seconds", "wanted_by",
 ]  # fmt: skip

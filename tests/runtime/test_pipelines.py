@@ -176,7 +176,9 @@ def train_plainly(
             found.backward()  # type: ignore[no-untyped-call]
             total += found.item()
         losses.append(total)
-        gradients.append({n: p.grad.clone() for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None})
+        gradients.append(
+            {n: p.grad.clone() for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
+        )
         optimizer.step()
     return losses, gradients, {n: x.detach().clone() for n, x in model.state_dict().items()}
 
