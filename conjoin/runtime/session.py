@@ -24,7 +24,7 @@ from conjoin.errors import RankError, UsageError
 from conjoin.machine import Mesh
 from conjoin.runtime.communicator import Communicator, ProcessGroups, Work
 from conjoin.runtime.progress import Passage, first_line
-from conjoin.runtime.rendezvous import KeyStore, compare
+from conjoin.runtime.rendezvous import KeyStore, all_connected, compare
 from conjoin.runtime.threads import alone
 from conjoin.runtime.torch_private import default_store
 from conjoin.runtime.watching import PATIENCE_SECONDS, Watch
@@ -60,6 +60,8 @@ class Session:
         self._watch: Watch | None = None
         if self.world is not None:
             self._prefix = f"conjoin/{default_store('conjoin').add(f'sessions/{self.rank}', 1)}"
+            if self._has_joined:
+                all_connected(default_store(self._prefix), range(self.num_ranks), self.rank)
             self._check_devices()
             store = default_store(f"{self._prefix}/watch", for_thread=True)
             self._watch = Watch(store, self.rank, self.num_ranks, self.patience_seconds)
@@ -120,6 +122,8 @@ class Session:
         """The process group of some ranks, made once; all ranks ask for all groups in the same order."""
         if ranks not in self._groups:
             self._groups[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
+            if self.rank in ranks:
+                all_connected(default_store(f"{self._prefix}/group/{len(self._groups)}"), ranks, self.rank)
         group: dist.ProcessGroup = self._groups[ranks]
         return group
 
