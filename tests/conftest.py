@@ -20,9 +20,17 @@ no end. It reads this when it is first used."""
 def pytest_collection_finish() -> None:
     """With thresholds as high, what a test has made is in the young generations, where `gc.collect(1)` finds it."""
     _leave_logging_to_one()
+    _seed_no_absent_devices()
     gc.collect()
     gc.freeze()
     gc.set_threshold(400_000, 50, 100)
+
+
+def _seed_no_absent_devices() -> None:
+    """Where there is no accelerator, torch keeps every seed for later, with all lines of the stack it was set in."""
+    if not torch.accelerator.is_available():
+        for devices in (torch.cuda, torch.xpu, torch.mtia):
+            devices.manual_seed_all = lambda seed: None
 
 
 def _leave_logging_to_one() -> None:

@@ -32,7 +32,7 @@ from conjoin.frontends.torch_private import (
     ExportedProgram,
     FollowedCalls,
     autocast_as_on_cuda,
-    composites_found_once,
+    composites_prepared_once,
     fake_copy,
     is_fake,
     keep_cuda_autocast,
@@ -396,7 +396,7 @@ def _settle(
         updates = functionalize(program)
         if updates is None:
             orders = drawn_orders(program.graph)
-            with keep_draws(), composites_found_once():
+            with keep_draws(), composites_prepared_once():
                 program, updates = program.run_decompositions(hidden_views(program)), ()
             keep_orders(program.graph, orders)
     return program, updates, (*traced.problems, *problems), idle

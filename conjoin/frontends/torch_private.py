@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from functools import cache, partial
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch._export import utils as export_utils
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch._ops import OpOverload
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, exported_program
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -44,7 +45,7 @@ __all__ = [
     "aliases_input",
     "autocast_as_on_cuda",
     "autocast_knows",
-    "composites_found_once",
+    "composites_prepared_once",
     "decomposition_of",
     "fake_copy",
     "has_alias_info",
@@ -89,18 +90,69 @@ def keep_draws() -> Iterator[None]:
 
 
 @contextmanager
-def composites_found_once() -> Iterator[None]:
-    """Have torch go through its composite operators once where it does for each of its two dozen namespaces."""
-    name = "_materialize_cpp_cia_ops"
-    find = getattr(export_utils, name, None)
-    if find is None:  # releases that go through them in another way
+def composites_prepared_once() -> Iterator[None]:
+    """Have torch find and prepare the composite operators that it keeps whole once, not again in every program.
+
+    There are hundreds of them, and preparing them takes longer than all the rest where a model is small.
+    """
+    find, prepare = (getattr(*each, None) for each in _PREPARING)
+    if find is None or prepare is None:  # releases that do it in another way
         yield
         return
-    setattr(export_utils, name, cache(find))
+    for each, instead in zip(_PREPARING, (cache(find), partial(_prepared, prepare)), strict=True):
+        setattr(*each, instead)
     try:
         yield
     finally:
-        setattr(export_utils, name, find)
+        for each, before in zip(_PREPARING, (find, prepare), strict=True):
+            setattr(*each, before)
+
+
+_PREPARING = (
+    (export_utils, "_materialize_cpp_cia_ops"),  # torch calls it for each of its two dozen namespaces
+    (exported_program, "_override_composite_implicit_decomp"),
+)
+
+
+class _Prepared(NamedTuple):
+    """What torch gives a composite operator for as long as it is kept whole: kernels, and a rule for fake tensors."""
+
+    kernels: dict[Any, Any]
+    rule: Any
+
+    def give(self, op: OpOverload) -> None:
+        op.py_kernels.update(self.kernels)
+        op._dispatch_cache.clear()
+        fake_impls.op_implementations_dict.setdefault(op, self.rule)
+
+    @staticmethod
+    def take_back(op: OpOverload, kernels: dict[Any, Any]) -> None:
+        op.py_kernels.clear()
+        op.py_kernels.update(kernels)
+        op._dispatch_cache.clear()
+        fake_impls.op_implementations_dict.pop(op, None)
+
+
+_kept_whole: dict[OpOverload, _Prepared] = {}
+
+
+@contextmanager
+def _prepared(prepare: Callable[[Any], Any], composites: dict[OpOverload, Any]) -> Iterator[None]:
+    """As `prepare` does, from what it did before with operators that are kept whole."""
+    whole = {op for op, how in composites.items() if how is export_utils._special_op_to_preserve_cia}
+    known = whole & _kept_whole.keys()
+    before = {op: dict(op.py_kernels) for op in whole}
+    with prepare({op: how for op, how in composites.items() if op not in known}):
+        for op in whole - known:
+            new = {key: kernel for key, kernel in op.py_kernels.items() if before[op].get(key) is not kernel}
+            _kept_whole[op] = _Prepared(new, fake_impls.op_implementations_dict[op])
+        try:
+            for op in known:
+                _kept_whole[op].give(op)
+            yield
+        finally:
+            for op in known:
+                _Prepared.take_back(op, before[op])
 
 
 @contextmanager

@@ -26,6 +26,8 @@ from conjoin.environment import take_environment, whole_environment
 from conjoin.errors import ConjoinError, RankError, UsageError
 from conjoin.runtime.fork_server import ForkServer, server_for
 from conjoin.runtime.parcels import pack, unpack
+from conjoin.runtime.rendezvous import all_connected
+from conjoin.runtime.torch_private import default_store
 from conjoin.runtime.watching import SILENT_EXIT, last_words
 
 Program = Callable[..., Any]
@@ -228,6 +230,7 @@ def _be_rank(place: tuple[int, int], address: str, run: _Run, line: Connection) 
         store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
         backend = "nccl" if run.on_gpus else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=run.num_ranks)
+        all_connected(default_store("conjoin/launch"), range(run.num_ranks), rank)
         _say(line, "value", program(rank, *args))
         dist.destroy_process_group()
     except BaseException as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -56,16 +57,30 @@ def compare(
 ) -> dict[int, str]:
     """What every rank says within some seconds."""
     store.set(f"{what}/{rank}", mine)
-    keys = [f"{what}/{other}" for other in range(num_ranks)]
+    _wait_for_all(store, what, range(num_ranks), f"compare the {what}", seconds)
+    return {other: store.get(f"{what}/{other}").decode() for other in range(num_ranks)}
+
+
+def all_connected(store: KeyStore, ranks: Sequence[int], rank: int, seconds: float = WAIT_SECONDS) -> None:
+    """Return when each of these ranks has made the process group that this one has made.
+
+    Gloo's ranks connect in pairs: one that is through and ends at once, without any collective, closes connections
+    that others are still making, and they fail.
+    """
+    store.set(f"connected/{rank}", "")
+    _wait_for_all(store, "connected", ranks, "connect with the others", seconds)
+
+
+def _wait_for_all(store: KeyStore, what: str, ranks: Sequence[int], purpose: str, seconds: float) -> None:
+    keys = {other: f"{what}/{other}" for other in ranks}
     try:
-        store.wait(keys, timedelta(seconds=seconds))
+        store.wait([*keys.values()], timedelta(seconds=seconds))
     except RuntimeError:
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        missing = [other for other, key in keys.items() if not store.check([key])]
         raise RankError(
-            f"Rank {', '.join(map(str, missing[:8]))} did not come to compare the {what} within "
+            f"Rank {', '.join(map(str, missing[:8]))} did not come to {purpose} within "
             f"{seconds:g} s. It stopped, or runs another program. See its own error."
         ) from None
-    return {other: store.get(key).decode() for other, key in enumerate(keys)}
 
 
 def digest(model: nn.Module) -> str:

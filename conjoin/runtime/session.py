@@ -24,7 +24,7 @@ from conjoin.errors import RankError, UsageError
 from conjoin.machine import Mesh
 from conjoin.runtime.communicator import ProcessGroups, Work, World
 from conjoin.runtime.progress import Passage, first_line
-from conjoin.runtime.rendezvous import KeyStore, compare
+from conjoin.runtime.rendezvous import KeyStore, all_connected, compare
 from conjoin.runtime.threads import alone
 from conjoin.runtime.torch_private import default_store
 from conjoin.runtime.watching import PATIENCE_SECONDS, Watch
@@ -60,6 +60,8 @@ class Session:
         self._watch: Watch | None = None
         if self.world is not None:
             self._prefix = f"conjoin/{default_store('conjoin').add(f'sessions/{self.rank}', 1)}"
+            if self._has_joined:
+                all_connected(default_store(self._prefix), range(self.num_ranks), self.rank)
             self._check_devices()
             store = default_store(f"{self._prefix}/watch", for_thread=True)
             self._watch = Watch(store, self.rank, self.num_ranks, self.patience_seconds)
@@ -123,6 +125,9 @@ class Session:
             self._groups[ranks, name] = dist.new_group(
                 list(ranks), timeout=self._timeout, use_local_synchronization=bool(name)
             )
+            if self.rank in ranks:
+                members = ",".join(map(str, ranks))
+                all_connected(default_store(f"{self._prefix}/group/{name}/{members}"), ranks, self.rank)
         group: dist.ProcessGroup = self._groups[ranks, name]
         return group
 

@@ -10,6 +10,7 @@ import torch
 from conjoin.cost import read_key, write_key
 from conjoin.cost.keys import MAX_KEY_LENGTH
 from conjoin.ops import Call, OpSpec, TensorType, all_ops, random_call
+from tests.cases import each_of
 
 
 def f32(*shape: int) -> TensorType:
@@ -56,7 +57,7 @@ def test_a_long_key_is_cut_to_a_digest_that_still_tells_calls_apart() -> None:
         assert len(key) <= MAX_KEY_LENGTH and key.startswith("cat #") and read_key(key) is None
 
 
-@pytest.mark.parametrize("spec", all_ops(), ids=lambda spec: spec.name)
+@each_of(all_ops(), lambda spec: spec.name, at_once=64)
 def test_the_key_of_every_operator_is_read_back(spec: OpSpec) -> None:
     for seed, name in enumerate(spec.names):
         call = random_call(spec, Random(seed), name)

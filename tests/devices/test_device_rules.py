@@ -37,6 +37,7 @@ from conjoin.rules.graphs.sizing import Sizes
 from conjoin.rules.patterns import walk
 from conjoin.rules.trials.evaluating import evaluate
 from conjoin.rules.trials.instances import Instance, Sampler
+from tests.cases import each_of
 from tests.devices.making import RULES, is_over_devices
 
 WRITTEN = load_rules(RULES).rules
@@ -60,7 +61,7 @@ NO_LAYOUT = {
 """What is more than a change of layouts. The first compute a value anew that is there already: no plan has them."""
 
 
-@pytest.mark.parametrize("written", WRITTEN, ids=lambda written: written.rule.name)
+@each_of(WRITTEN, lambda written: written.rule.name)
 def test_it_is_proven(written: object) -> None:
     rule, when = written.rule, written.when  # type: ignore[attr-defined]
     found = prove(rule)
@@ -71,7 +72,7 @@ def test_there_are_many() -> None:
     assert len(WRITTEN) > 150 and NO_LAYOUT.keys() < {written.rule.name for written in WRITTEN}
 
 
-@pytest.mark.parametrize("rule", [written.rule for written in WRITTEN], ids=lambda rule: rule.name)
+@each_of([written.rule for written in WRITTEN], lambda rule: rule.name)
 def test_both_sides_are_layouts_of_one_graph(rule: Rule) -> None:
     found = next(layouts_of(rule), None)
     if rule.name in NO_LAYOUT:

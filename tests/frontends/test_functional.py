@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._ops import OperatorBase, OpOverload
 from torch.nn import functional as F
 
 from conjoin.errors import CaptureError
-from conjoin.frontends import capture
+from conjoin.frontends import capture, torch_private
 from conjoin.runtime import to_module
 
 
@@ -391,3 +393,23 @@ def test_what_is_drawn_behind_a_write_is_drawn_in_the_order_of_what_was_written(
         plain = model(x)
         torch.manual_seed(seed)
         assert torch.equal(module(x), plain)
+
+
+def test_composite_operators_are_prepared_once_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch prepares hundreds of them to be kept whole; what it did for the first program serves the second."""
+    prepared: list[OpOverload] = []
+    prepare = OperatorBase.py_impl
+
+    def counted(op: OpOverload, key: Any) -> Any:
+        prepared.append(op)
+        return prepare(op, key)
+
+    monkeypatch.setattr(torch_private, "_kept_whole", {})
+    monkeypatch.setattr(OperatorBase, "py_impl", counted)
+    linear, model = torch.ops.aten.linear.default, Writes(view_read_afterwards)
+    before = dict(linear.py_kernels)
+    first, num_prepared = capture(model, torch.ones(3, 4)), len(prepared)
+    second = capture(model, torch.ones(3, 4))
+    assert first == second and "linear" in [node.op for node in second.nodes]
+    assert linear in prepared and len(prepared) == num_prepared
+    assert linear.py_kernels == before

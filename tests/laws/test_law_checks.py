@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from conjoin.rules.text import parse_rule
+from tests.cases import each_of
 from tests.laws.law_checks import (
     LARGEST,
     check_law,
@@ -46,7 +47,7 @@ def test_all_laws_follow_from_definitions(one: Law) -> None:
     holds(one)
 
 
-@pytest.mark.parametrize("one", EVERY, ids=lambda one: one.name)
+@each_of(EVERY, lambda one: one.name, at_once=8)
 def test_laws_hold_at_small_sizes(one: Law) -> None:
     found = find_counterexample(one, largest=2)
     assert found.counterexample is None

@@ -9,6 +9,7 @@ from conjoin.rules.operators import BY_NAME
 from conjoin.rules.parameters import is_any, names_in
 from conjoin.rules.patterns import inputs_of
 from conjoin.rules.text import parse_expressions
+from tests.cases import each_of
 from tests.ir.wording import assert_three_sentences
 from tests.laws.laws import Law, laws, lemmas, read_laws
 
@@ -49,7 +50,7 @@ def test_what_is_false_for_grouped_convolutions_is_said_of_one_group(name: str) 
     assert str(law_named(name)).count("groups=1") == 3
 
 
-@pytest.mark.parametrize("law", [*laws(), *lemmas()], ids=lambda law: law.name)
+@each_of([*laws(), *lemmas()], lambda law: law.name)
 def test_a_law_reads_back_and_bounds_what_it_says(law: Law) -> None:
     assert parse_expressions(str(law.left)) == law.rule.left
     assert parse_expressions(str(law.right)) == law.rule.right

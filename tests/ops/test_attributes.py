@@ -41,6 +41,7 @@ from conjoin.ops import (
     why_opaque,
 )
 from conjoin.ops.declarations.reductions import reduce_over
+from tests.cases import each_of
 
 OVERLOADS = [name for spec in all_ops() for name in spec.names if isinstance(find_operator(name), OpOverload)]
 MISSTATED = {"_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training", "logsumexp"}
@@ -123,7 +124,7 @@ def rules_fail(call: Call, seed: int) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("op", OVERLOADS)
+@each_of(OVERLOADS, at_once=8)
 def test_types_are_those_of_torch_and_rules_recombine_whatever_the_attributes(op: str) -> None:
     wrong = []
     for name, call in varied(op, seed=len(op)):

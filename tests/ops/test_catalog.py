@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import pytest
 import torch
 
 from conjoin.ops import Call, Kind, TensorType, all_ops, find_operator, find_spec, signature, spec_for, why_opaque
+from tests.cases import each_of
 
 OVERLOADS = [name for spec in all_ops() for name in spec.names]
 
@@ -17,14 +17,14 @@ def test_no_operator_is_declared_twice() -> None:
     assert not [name for name, count in Counter(OVERLOADS).items() if count > 1]
 
 
-@pytest.mark.parametrize("op", OVERLOADS)
+@each_of(OVERLOADS, at_once=64)
 def test_every_overload_exists_and_writes_to_nothing(op: str) -> None:
     spec = find_spec(op)
     assert find_operator(op) is not None and not signature(op).mutates
     assert spec is not None and op in spec.names
 
 
-@pytest.mark.parametrize("op", OVERLOADS)
+@each_of(OVERLOADS, at_once=64)
 def test_declarations_name_parameters_that_exist(op: str) -> None:
     spec = find_spec(op)
     assert spec is not None

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from itertools import pairwise
 from random import Random
 
-import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -39,11 +38,12 @@ from conjoin.ops import (
     space_of,
 )
 from conjoin.ops.declarations import elementwise, joining, lookup, movement, reductions, views
+from tests.cases import each_of
 
 OVERLOADS = [name for spec in all_ops() for name in spec.names]
 EXPANDED = [name for spec in all_ops() for name in spec.names if spec.expansion or spec.by_parts]
 SEEDS = range(6)
-each_overload = pytest.mark.parametrize("op", OVERLOADS)
+each_overload = each_of(OVERLOADS)
 
 
 def each_seed(test: Callable[[str, int], None]) -> Callable[[str], None]:
@@ -156,9 +156,9 @@ def test_two_indices_split_at_once_recombine(op: str, seed: int) -> None:
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
-@pytest.mark.parametrize("op", EXPANDED)
-@pytest.mark.parametrize("seed", range(30))
-def test_every_expansion_computes_the_same(op: str, seed: int) -> None:
+@each_of([(op, seed) for op in EXPANDED for seed in range(30)], at_once=60)
+def test_every_expansion_computes_the_same(case: tuple[str, int]) -> None:
+    op, seed = case
     spec = declared(op)
     call = random_call(spec, Random(seed), op)
     check_expansion(spec, call, random_tensors(spec, call, seed))

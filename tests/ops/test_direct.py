@@ -7,7 +7,6 @@ from functools import partial
 from random import Random
 from typing import Any
 
-import pytest
 import torch
 from torch._ops import OpOverload
 
@@ -21,6 +20,7 @@ from conjoin.ops import (
     random_tensors,
     spread_args,
 )
+from tests.cases import each_of
 from tests.kernels import Kernels
 
 OVERLOADS = [name for spec in all_ops() for name in spec.names]
@@ -35,7 +35,7 @@ def run(
     return kernels.asked, list(result) if isinstance(result, tuple | list) else [result]
 
 
-@pytest.mark.parametrize("op", [op for op in OVERLOADS if not isinstance(find_function(op), OpOverload)])
+@each_of([op for op in OVERLOADS if not isinstance(find_function(op), OpOverload)])
 def test_the_same_kernels_run(op: str) -> None:
     spec = find_spec(op)
     assert spec is not None

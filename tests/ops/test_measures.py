@@ -28,6 +28,7 @@ from conjoin.ops import (
     sharding_rules,
     space_of,
 )
+from tests.cases import each_of
 
 FEW = settings(settings.get_profile("ops"))
 
@@ -82,7 +83,7 @@ def test_bytes() -> None:
     assert (bytes_read(*halves), bytes_written(*halves)) == (32, 16)
 
 
-@pytest.mark.parametrize("op", [name for spec in all_ops() for name in spec.names])
+@each_of([name for spec in all_ops() for name in spec.names], at_once=64)
 def test_no_measure_is_negative(op: str) -> None:
     spec = find_spec(op)
     assert spec is not None

@@ -22,6 +22,7 @@ from conjoin.rules.definitions import dims, proving
 from conjoin.rules.parameters import parameters
 from conjoin.rules.parsing import parse_expressions
 from conjoin.rules.patterns import Expr, Input
+from tests.cases import each_of
 
 RULES: list[dict[str, Any]] = tomllib.loads((Path(__file__).parent / "adversarial.toml").read_text("utf-8"))["rule"]
 FALSE = [one for one in RULES if "at" in one]
@@ -141,7 +142,7 @@ def test_there_are_enough_of_all_kinds() -> None:
     assert all(one["wrong"] for one in RULES)
 
 
-@pytest.mark.parametrize("one", FALSE, ids=lambda one: one["name"])
+@each_of(FALSE, lambda one: one["name"])
 def test_it_is_false_where_it_says(one: Mapping[str, Any]) -> None:
     plain = Plain(one["at"])
     left = plain.side("left")
@@ -153,7 +154,7 @@ def test_it_is_false_where_it_says(one: Mapping[str, Any]) -> None:
     assert any(differ)
 
 
-@pytest.mark.parametrize("one", RULES, ids=lambda one: one["name"])
+@each_of(RULES, lambda one: one["name"])
 def test_it_is_not_proven_without_a_condition_that_makes_it_true(one: Mapping[str, Any]) -> None:
     found = prove(rule_of(one))
     assert not found.proven or (found.conditions and refute(rule_of(one), 25, when=found.conditions) is None)
@@ -174,7 +175,7 @@ def credulous(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("credulous")
-@pytest.mark.parametrize("one", FALSE, ids=lambda one: one["name"])
+@each_of(FALSE, lambda one: one["name"])
 def test_it_is_refuted_whatever_the_prover_thinks(one: Mapping[str, Any]) -> None:
     assert refute(rule_of(one), 40, when=()) is not None
 

@@ -9,12 +9,13 @@ import pytest
 
 from conjoin.rules import Entry, Library, Rule, apply_all, find_matches, prove, try_out
 from conjoin.search.rewrites import ways_of
+from tests.cases import each_of
 from tests.rules.left_sides import draw_left_side
 
 ENTRIES = Library.shipped().entries
 
 
-@pytest.mark.parametrize("entry", ENTRIES[::2], ids=lambda entry: entry.name)
+@each_of(ENTRIES[::2], lambda entry: entry.name)
 def test_it_is_proven_with_its_conditions(entry: Entry) -> None:
     found = prove(entry.rule)
     assert found.proven and found.conditions == entry.conditions

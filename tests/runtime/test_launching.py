@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from conjoin.errors import RankError, UsageError
-from conjoin.runtime import launch, launching
+from conjoin.runtime import Session, launch, launching
+from conjoin.runtime.launching import Site
 from tests.ir.wording import assert_three_sentences
 from tests.waiting import HUNG_SECONDS
 
@@ -75,6 +77,37 @@ def test_ranks_write_where_their_launcher_does_now(capfd: pytest.CaptureFixture[
 def test_what_a_rank_registered_for_its_end_is_done(tmp_path: Path) -> None:
     launch(2, lambda rank: atexit.register((tmp_path / f"{rank}").write_text, "done") and None)
     assert [(tmp_path / f"{rank}").read_text() for rank in range(2)] == ["done"] * 2
+
+
+def _is_slow_to_connect(rank: int, make: str) -> None:
+    """Rank 1 is still making a process group when the others have theirs."""
+    connect = getattr(dist, make)
+
+    def connect_late(*args: Any, **options: Any) -> Any:
+        made = connect(*args, **options)
+        time.sleep(0.3 * (rank == 1))
+        dist.connected_at = time.monotonic()
+        return made
+
+    setattr(dist, make, connect_late)
+
+
+def test_no_rank_begins_before_all_are_connected() -> None:
+    """One that needs no other would end, and close connections that the others are still making."""
+    site = Site("127.0.0.1", partial(_is_slow_to_connect, make="init_process_group"), HUNG_SECONDS)
+    times = launch(3, lambda rank: (dist.connected_at, time.monotonic()), site=site)
+    assert max(connected for connected, _ in times) <= min(began for _, began in times)
+
+
+def test_no_rank_goes_on_before_all_of_a_group_are_connected() -> None:
+    def program(rank: int) -> tuple[float, float]:
+        _is_slow_to_connect(rank, "new_group")
+        with Session("cpu") as session:
+            session.group((0, 1))
+            return dist.connected_at, time.monotonic()
+
+    (_, began), (connected, _), _ = launch(3, program)
+    assert connected <= began
 
 
 def test_tensors_come_back_by_value() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import socket
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -80,20 +80,28 @@ def test_one_rank_alone_needs_no_group() -> None:
 
 
 def test_a_session_that_joined_its_ranks_parts_from_them() -> None:
-    def program(rank: int) -> tuple[bool, int, bool]:
-        port = torch.tensor([0])
-        if rank == 0:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port[0] = free.getsockname()[1]
-        dist.broadcast(port, 0)
-        dist.destroy_process_group()
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.item())}
-        with Session("cpu") as session:
-            joined, size = dist.is_initialized(), session.num_ranks
-        return joined, size, dist.is_initialized()
+    """And not before all have joined: it would close connections that the others are still making."""
 
-    assert launch(2, program) == [(True, 2, False)] * 2
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+    def program(rank: int) -> tuple[bool, int, bool, float, float]:
+        dist.destroy_process_group()
+        os.environ |= told
+        join, joined_at = dist.init_process_group, [0.0]
+
+        def join_late(*args: Any, **options: Any) -> None:
+            join(*args, **options)
+            time.sleep(0.3 * (rank == 1))
+            joined_at[0] = time.monotonic()
+
+        dist.init_process_group = join_late
+        with Session("cpu") as session:
+            joined, size, began = dist.is_initialized(), session.num_ranks, time.monotonic()
+        return joined, size, dist.is_initialized(), joined_at[0], began
+
+    (*found, _, began), (*other, joined, _) = launch(2, program)
+    assert found == other == [True, 2, False] and joined <= began
 
 
 @pytest.mark.parametrize("given", [0, -1.0, float("nan")])

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
+from torch import nn
+
+from conjoin.api import PlainModel, run_plainly, verify_in_process
 from conjoin.ir import Graph, Plan, is_parallel
+from conjoin.runtime import Case, Verdict
 from tests.zoo import graphs
 
 FAMILIES = (
@@ -19,6 +24,11 @@ LARGE_FAMILIES = ("resnet-50",)
 def captured(name: str, batch_size: int = 4) -> Graph:
     """The graph of a tiny model with its loss."""
     return graphs.captured(name, batch_size)
+
+
+def compared(plan: Plan, graph: Graph, model: nn.Module, batch: Any, num_steps: int = 2) -> Verdict:
+    """A plan beside one device and the model itself, as by `conjoin.verify_plan`, with a graph captured before."""
+    return verify_in_process(Case(plan, graph, model, batch, PlainModel(model, None, run_plainly)), num_steps)
 
 
 def reshards(plan: Plan) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,12 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import conjoin
 from conjoin.errors import StrategyError
 from conjoin.frontends import capture
-from conjoin.ir import Plan
+from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine, parse_machine
 from conjoin.report import explain
 from conjoin.search import make_plan
 from tests.ir.wording import assert_three_sentences
-from tests.search.models import captured
+from tests.search.models import captured, compared
 
 BATCH, LENGTH, WIDTH, HEADS, LAYERS = 4, 8, 16, 4, 2
 
@@ -29,6 +30,12 @@ def llama(**options: Any) -> tuple[nn.Module, dict[str, Tensor]]:
     config = LlamaConfig(**sizes, num_attention_heads=HEADS, num_key_value_heads=2, use_cache=False, **options)
     words = torch.randint(0, 64, (BATCH, LENGTH))
     return LlamaForCausalLM(config), {"input_ids": words, "labels": words}
+
+
+@cache
+def captured_llama() -> tuple[Graph, nn.Module, dict[str, Tensor]]:
+    model, batch = llama()
+    return capture(model, batch), model, batch
 
 
 STRATEGIES = (
@@ -43,9 +50,9 @@ STRATEGIES = (
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_llama_of_a_library_trains_as_on_one_device(strategy: str) -> None:
-    model, batch = llama()
-    plan = conjoin.plan(model, batch, "local:4", strategy=strategy)
-    assert conjoin.verify_plan(plan, model, batch, num_steps=2).passed
+    graph, model, batch = captured_llama()
+    plan = make_plan(graph, parse_machine("local:4"), strategy)
+    assert compared(plan, graph, model, batch).passed
 
 
 def forward_bytes(plan: Plan) -> dict[str, int]:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-import conjoin
 from conjoin.errors import StrategyError
 from conjoin.frontends import capture
 from conjoin.ir import Graph, LeafKind, Plan
@@ -20,7 +19,7 @@ from conjoin.ops import EXPERT_NETWORK, Copies, Partial, Split
 from conjoin.report import explain
 from conjoin.search import make_plan
 from tests.ir.wording import assert_three_sentences
-from tests.search.models import captured, reshards
+from tests.search.models import captured, compared, reshards
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # raised while transformers and what it imports are loaded
@@ -63,7 +62,7 @@ def test_plans_train_like_one_device(name: str, num_devices: int, strategies: tu
     graph, model, batch = built(name)
     for strategy in strategies:
         plan = plan_of(graph, num_devices, strategy)
-        assert conjoin.verify_plan(plan, model, batch, num_steps=2).passed, plan.strategy
+        assert compared(plan, graph, model, batch).passed, plan.strategy
 
 
 def test_data_parallel_gathers_no_rows() -> None:

@@ -39,6 +39,7 @@ from conjoin.search.rewrites import ways_of
 from conjoin.search.variants import expanded
 from conjoin.search.walks import propose, sample, walk_from_all
 from conjoin.sim import Layouts
+from tests.cases import each_of
 from tests.search.exact.test_elimination import random_problem
 from tests.search.models import captured
 from tests.search.prices import SlowDevices
@@ -134,9 +135,9 @@ def test_random_choices_are_legal_plans() -> None:
     assert plan_of(contest.best, contest.captured, contest.machine).strategy == "random choices"
 
 
-@pytest.mark.parametrize("seed", range(60))
-@pytest.mark.parametrize("width", [1, 2, 3])
-def test_branch_and_bound_finds_the_least_sum(seed: int, width: int) -> None:
+@each_of([(seed, width) for seed in range(60) for width in (1, 2, 3)])
+def test_branch_and_bound_finds_the_least_sum(case: tuple[int, int]) -> None:
+    seed, width = case
     sizes, factors, tables = random_problem(seed)
     found = branch_and_bound(sizes, factors, width=width)
     assert found.total == pytest.approx(solve(sizes, factors, tables).total, abs=1e-12)

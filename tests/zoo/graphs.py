@@ -13,8 +13,8 @@ from conjoin.ir import Graph
 
 
 @cache
-def captured(name: str, batch_size: int | None = None) -> Graph:
-    """The graph of a tiny model with its loss, in training."""
+def captured(name: str, batch_size: int = 4) -> Graph:
+    """The graph of a tiny model with its loss, in training; by default of as many samples as tiny models have."""
     shared = os.environ.get("CONJOIN_TESTS_SHARED")
     if shared is None:
         return _capture(name, batch_size)
@@ -27,6 +27,6 @@ def captured(name: str, batch_size: int | None = None) -> Graph:
     return graph
 
 
-def _capture(name: str, batch_size: int | None) -> Graph:
+def _capture(name: str, batch_size: int) -> Graph:
     model, batch, loss = zoo.build(f"{name}:tiny", batch_size=batch_size)
     return capture(model.train(), batch, loss)

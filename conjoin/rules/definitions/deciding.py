@@ -28,6 +28,7 @@ class Facts:
         self._solver = z3.SolverFor("QF_LIA")
         self._solver.set(rlimit=_STEPS, timeout=_MILLISECONDS)
         self._unknowns: dict[tuple[str, ...], z3.ArithRef] = {}
+        self._formulas: dict[Atom, z3.BoolRef] = {}
         self._answers: dict[Guard, bool] = {}
         for atom in self.assumed:
             self._solver.add(self._formula(atom))
@@ -69,8 +70,10 @@ class Facts:
             self._solver.pop()
 
     def _formula(self, atom: Atom) -> z3.BoolRef:
-        value = self._value(atom.expr)
-        return value == 0 if atom.exact else value >= 0
+        if atom not in self._formulas:
+            value = self._value(atom.expr)
+            self._formulas[atom] = value == 0 if atom.exact else value >= 0
+        return self._formulas[atom]
 
     def _value(self, expr: Affine) -> z3.ArithRef:
         return z3.Sum([z3.IntVal(0), *(c * self._unknown(m) if m else z3.IntVal(c) for m, c in expr.terms)])

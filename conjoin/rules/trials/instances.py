@@ -184,10 +184,11 @@ class Sampler:
         is_whole, signed = random.random() < 0.5, self._signed or random.random() < 0.25
         rows, inputs = _rows(self.rule, shapes), dict[str, Value]()  # type: ignore[arg-type]
         for name in inputs_of(*self.rule.outputs):
-            if Input(name) not in shapes:  # of a right side that does not fit
+            given = Input(name)
+            if given not in shapes:  # of a right side that does not fit
                 continue
-            axes = spread[Input(name)]
-            shape = (*(numbers[axis] for axis in axes), *shapes[Input(name)])
+            axes = spread[given]
+            shape = (*(numbers[axis] for axis in axes), *shapes[given])
             inputs[name] = Value(_tensor(random, shape, rows.get(name), is_whole, signed), axes)  # type: ignore[arg-type]
         return Instance(self.rule, setting, inputs, shapes, shaping)  # type: ignore[arg-type]
 

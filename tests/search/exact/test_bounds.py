@@ -19,11 +19,12 @@ from conjoin.search.exact.summing import sum_of
 from conjoin.search.exact.tables import Factor, Tables
 from conjoin.search.exact.units import make_unit
 from conjoin.sim import take_graph_apart
+from tests.cases import each_of
 from tests.search.exact.test_elimination import random_problem
 from tests.search.exact.test_problem import random_graph, space_of
 
 
-@pytest.mark.parametrize("seed", range(100))
+@each_of(range(100))
 def test_a_bound_is_never_above_the_least_sum(seed: int) -> None:
     sizes, factors, tables = random_problem(seed)
     least = solve(sizes, factors, tables).total
@@ -42,7 +43,7 @@ def test_a_bound_says_that_it_is_loose() -> None:
     assert not loose.is_exact and not near.is_exact and loose.least < near.least < least
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each_of(range(40))
 def test_the_sum_of_a_solution_is_what_elimination_says(seed: int) -> None:
     rng = Random(seed)
     skeleton, _ = take_graph_apart(random_graph(rng, rng.randint(1, 5)))

@@ -10,6 +10,7 @@ import pytest
 from conjoin.search.exact.elimination import _Elimination, solve
 from conjoin.search.exact.ordering import Order
 from conjoin.search.exact.tables import Factor, Tables
+from tests.cases import each_of
 
 
 def random_problem(seed: int) -> tuple[list[int], list[Factor], Tables]:
@@ -27,7 +28,7 @@ def total(factors: list[Factor], values: tuple[int, ...]) -> float:
     return float(sum(f.table.values[tuple(values[v] for v in f.variables)] for f in factors))
 
 
-@pytest.mark.parametrize("seed", range(200))
+@each_of(range(200))
 def test_the_least_sum_is_found(seed: int) -> None:
     sizes, factors, tables = random_problem(seed)
     found = solve(sizes, factors, tables)
@@ -37,7 +38,7 @@ def test_the_least_sum_is_found(seed: int) -> None:
     assert total(factors, found.values) == pytest.approx(least, abs=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@each_of(range(40))
 def test_beyond_the_budget_a_solution_is_found_and_its_sum_told(seed: int) -> None:
     sizes, factors, tables = random_problem(seed)
     found = solve(sizes, factors, tables, max_entries=4)

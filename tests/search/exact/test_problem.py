@@ -14,6 +14,7 @@ from conjoin.search.exact.reshard_seconds import ReshardSeconds
 from conjoin.search.exact.space import Objective, Space
 from conjoin.search.exact.units import Units, cuts, make_unit
 from conjoin.sim import take_graph_apart
+from tests.cases import each_of
 from tests.search.exact.exhausting import exhaust
 from tests.search.prices import SlowDevices
 
@@ -55,7 +56,7 @@ def assert_least(graph: Graph, space: Space, objective: Objective) -> None:
     assert found.is_exact and found.total == pytest.approx(tried.total, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@each_of(range(150))
 def test_one_unit_is_as_good_as_trying_everything(seed: int) -> None:
     rng = Random(seed)
     link, price = 10 ** rng.uniform(5, 9), rng.choice((0.0, 1e-9, 1e-7))
@@ -63,7 +64,7 @@ def test_one_unit_is_as_good_as_trying_everything(seed: int) -> None:
     assert_least(random_graph(rng, rng.randint(1, 4)), space_of("local:2", link=link), objective)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each_of(range(60))
 def test_two_units_are_as_good_as_trying_everything(seed: int) -> None:
     rng = Random(1000 + seed)
     assert_least(random_graph(rng, rng.randint(1, 2)), space_of("local:4", link=10 ** rng.uniform(5, 9)), Objective())

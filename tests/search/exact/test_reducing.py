@@ -12,6 +12,7 @@ from conjoin.search.exact.elimination import MAX_ENTRIES, solve
 from conjoin.search.exact.ordering import find_order
 from conjoin.search.exact.reducing import reduce
 from conjoin.search.exact.tables import Factor, Tables
+from tests.cases import each_of
 from tests.search.exact.test_elimination import random_problem, total
 
 
@@ -40,7 +41,7 @@ def unrolled(
     return sizes, factors, tables
 
 
-@pytest.mark.parametrize("seed", range(150))
+@each_of(range(150))
 def test_the_least_sum_stays(seed: int) -> None:
     sizes, factors, tables = random_problem(seed)
     reduced = reduce(sizes, factors, tables)

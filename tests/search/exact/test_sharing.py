@@ -18,6 +18,7 @@ from conjoin.search.exact.sharing import MANY
 from conjoin.search.exact.space import Objective
 from conjoin.search.exact.summing import sum_of
 from conjoin.sim import take_graph_apart
+from tests.cases import each_of
 from tests.search.exact.exhausting import exhaust
 from tests.search.exact.test_problem import space_of
 
@@ -50,7 +51,7 @@ def random_tied(rng: Random) -> Graph:
     return parse_graph("\n".join([*head, "takes [input:x] in null", *lines, f"returns [%{last}] in null loss 0\n"]))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each_of(range(60))
 def test_with_shared_parameters_it_is_as_good_as_trying_everything(seed: int) -> None:
     rng = Random(seed)
     skeleton, _ = take_graph_apart(random_tied(rng))
