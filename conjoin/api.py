@@ -16,6 +16,7 @@ from conjoin.errors import (
     CaptureError,
     CheckpointError,
     ConjoinError,
+    DeclarationError,
     GraphError,
     PlanError,
     RankError,
@@ -25,10 +26,12 @@ from conjoin.errors import (
 from conjoin.frontends import Batch, Precision, not_understood, run_plainly
 from conjoin.frontends import capture as capture_graph
 from conjoin.ir import Graph, Plan, fingerprint, load_graph, load_plan, parse_graph, plain_model, save_graph, verify
-from conjoin.machine import Machine, parse_machine
+from conjoin.machine import Machine, parse_machine, register_machine
+from conjoin.ops import register_operator
 from conjoin.report import Explanation, Inspection, PlanDiff, explanation_text, inspect
 from conjoin.report import diff_plans as _diff_plans
 from conjoin.report import explain as _explain
+from conjoin.rules import OwnRules, prove_rules
 from conjoin.runtime import (
     CapturedModule,
     Case,
@@ -56,18 +59,20 @@ from conjoin.search import (
     compare_plans,
     find_plan,
     make_plan,
+    register_strategy,
     strategy_names,
 )
 from conjoin.sim import Prediction, predict
 
 __all__ = [
-    "CaptureError", "CapturedModule", "CheckpointError", "ConjoinError", "Explanation", "Graph", "GraphError",
-    "Inspection", "Machine", "ParallelModule", "Plan", "PlanError", "Prediction", "RankError", "SearchResult",
-    "StrategyError", "UsageError", "Verdict", "Weights", "Wish", "__version__", "capture", "compare", "diff_plans",
-    "explain", "explanation_text", "fingerprint", "full_state_dict", "inspect", "load", "load_checkpoint", "load_graph",
-    "load_optimizer_state_dict", "load_plan", "not_understood", "optimizer_state_dict", "parse_graph", "plan",
-    "save_checkpoint", "save_graph", "save_weights", "search_plan", "simulate_plan", "strategy_names", "to_module",
-    "verify", "verify_plan",
+    "CaptureError", "CapturedModule", "CheckpointError", "ConjoinError", "DeclarationError", "Explanation", "Graph",
+    "GraphError", "Inspection", "Machine", "ParallelModule", "Plan", "PlanError", "Prediction", "RankError",
+    "SearchResult", "StrategyError", "UsageError", "Verdict", "Weights", "Wish", "__version__", "capture", "compare",
+    "diff_plans", "explain", "explanation_text", "fingerprint", "full_state_dict", "inspect", "load", "load_checkpoint",
+    "load_graph", "load_optimizer_state_dict", "load_plan", "not_understood", "optimizer_state_dict", "parse_graph",
+    "plan", "prove_rules", "register_machine", "register_operator", "register_strategy", "save_checkpoint",
+    "save_graph", "save_weights", "search_plan", "simulate_plan", "strategy_names", "to_module", "verify",
+    "verify_plan",
 ]  # fmt: skip
 
 __version__ = installed_version()
@@ -128,11 +133,13 @@ def plan(  # noqa: PLR0913 – what may be said of a plan
     strategy: str | None = None,
     wish: Wish | None = None,
     precision: str | None = None,
+    rules: str | PathLike[str] | OwnRules | None = None,
 ) -> Plan:
     """A plan for training a model on a machine: the best that a search finds, or that of a named strategy.
 
     What the search may take, and what it has to keep to, stands in `wish`. Ctrl-C keeps the best plan so far. Without a
-    `precision` (as "bf16-mixed") the model is trained as it is, in the autocast that the caller is in.
+    `precision` (as "bf16-mixed") the model is trained as it is, in the autocast that the caller is in. `rules` are a
+    file of substitutions of your own, which are proven first.
 
     >>> import torch
     >>> model, batch = nn.Linear(4, 4), (torch.ones(8, 4), torch.ones(8, 4))
@@ -144,6 +151,13 @@ def plan(  # noqa: PLR0913 – what may be said of a plan
     """
     chosen = _machine(machine)
     _check_wish(wish)
+    if rules is not None:
+        if strategy is not None:
+            raise UsageError(
+                f"The strategy {strategy[:40]!r} was asked for together with rules for a search. A strategy applies no "
+                f"substitutions of anybody's. Leave one of them out."
+            )
+        wish = replace(wish or Wish(), rules=rules if isinstance(rules, OwnRules) else prove_rules(rules))
     asked = precision_on(chosen, precision)
     graph = capture(model, batch, loss, precision=asked)
     made = make_plan(graph, chosen, strategy) if strategy is not None else search_plan(graph, chosen, wish).plan

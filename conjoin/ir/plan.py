@@ -16,7 +16,7 @@ from conjoin.ir.custom_operators import import_operators, read_statements, state
 from conjoin.ir.files import read_json, write_file
 from conjoin.ir.graph import Graph
 from conjoin.ir.graph_file import fingerprint
-from conjoin.ir.library_stamps import is_held_for_true
+from conjoin.ir.library_stamps import is_held_for_true, is_own
 from conjoin.ir.limits import MAX_ITEMS
 from conjoin.ir.micro_batches import Accumulation, check_accumulation
 from conjoin.ir.nodes import LeafKind
@@ -85,7 +85,8 @@ class Substitution:
     name: str
     where: str
     proof: str
-    """Of a rule of the library its method and stamp, as `definitions:0123456789abcdef`; otherwise a sentence."""
+    """Of a rule of the library its method and stamp, as `definitions:0123456789abcdef`; of a user's own rule also for
+    which operators it was proven, and in which file it stands; otherwise a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +215,14 @@ def _check_substitutions(plan: Plan) -> None:
             continue
         raise PlanError(
             f"The plan of {plan.model.name} was made by the rule {applied.name!r} with the proof {applied.proof}. "
-            f"The library has no rule with that stamp any more: it was refuted, changed, dropped or proven anew since, "
-            f"and the plan may train another model. Make the plan again."
+            f"{_gone(applied.proof)}, and the plan may train another model. Make the plan again."
         )
+
+
+def _gone(proof: str) -> str:
+    if is_own(proof):
+        return "The operators have changed since that rule was proven, or how rules are applied to them"
+    return "The library has no rule with that stamp any more: it was refuted, changed, dropped or proven anew since"
 
 
 def load_plan(path: str | Path, imports: Iterable[str] = ()) -> Plan:
@@ -268,8 +274,9 @@ def _load(data: dict[str, Any]) -> Plan:
         raise ValueError(f"{', '.join(sorted(map(repr, unknown)))[:200]} is unknown")
     if data["stages"] or data["schedule"] is not None:
         raise ValueError("pipeline stages are not executed by this release")
-    read_statements(data.get("operators", []))
+    undeclared = read_statements(data.get("operators", []))
     graph = parse_graph("\n".join(_text(line, "a line of the graph") for line in _items(data, "graph")) + "\n")
+    _check_declared(graph, undeclared)
     return Plan(
         graph=graph,
         mesh=_mesh(_items(data, "mesh")),
@@ -284,6 +291,19 @@ def _load(data: dict[str, Any]) -> Plan:
         precision=_line(data.get("precision", ""), "its precision"),
         bundle_bytes=_bundle_bytes(data.get("bundle_bytes", BUNDLE_BYTES)),
     )
+
+
+def _check_declared(graph: Graph, undeclared: Mapping[str, str]) -> None:
+    """Refuse what splits an operator that nobody has declared here: nothing says that it may be split."""
+    split = [node.op for node in graph.nodes if node.op in undeclared and any(type.layout for type in node.types)]
+    if split:
+        module = undeclared[split[0]]
+        where = f"the module {module} does" if module else "it was declared in a program of its own"
+        how = f"Name it with --import {module}, or imports=[{module!r}]" if module else "Declare it before reading"
+        raise PlanError(
+            f"The plan of {graph.name} splits the operator {split[0]} ({len(split)} calls), which nobody has declared "
+            f"here: {where}. Without its declaration nothing says that it may be split. {how}."
+        )
 
 
 def _bundle_bytes(entry: Any) -> int:

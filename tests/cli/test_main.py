@@ -27,15 +27,15 @@ Run = Callable[..., Ran]
 
 
 FLAGS = {
-    "inspect": ["--batch", "--eval", "--json", "--output", "--train", "-o"],
+    "inspect": ["--batch", "--eval", "--import", "--json", "--output", "--train", "-o"],
     "plan": [
         "--at-most", "--batch", "--budget", "--cpu-budget", "--fix", "--forbid-axis", "--fresh", "--import", "--json",
-        "--machine", "--memory", "--objective", "--optimizer", "--output", "--precision", "--search", "--start",
-        "--strategy", "-o",
+        "--machine", "--memory", "--objective", "--optimizer", "--output", "--precision", "--rules", "--search",
+        "--start", "--strategy", "-o",
     ],
     "compare": [
-        "--batch", "--budget", "--json", "--machine", "--memory", "--optimizer", "--precision", "--search",
-        "--strategy",
+        "--batch", "--budget", "--import", "--json", "--machine", "--memory", "--optimizer", "--precision",
+        "--search", "--strategy",
     ],
     "explain": ["--import", "--json"],
     "diff": ["--import", "--json"],
