@@ -7,7 +7,6 @@ loaded when conjoin is imported.
 from __future__ import annotations
 
 import logging
-from importlib.metadata import entry_points
 
 GROUP = "conjoin.plugins"
 _log = logging.getLogger(__name__)
@@ -21,6 +20,8 @@ def load_plugins(wanted: str) -> bool:
     """Load all packages that extend conjoin, since something is not known; whether any was loaded just now."""
     if _asked:
         return False
+    from importlib.metadata import entry_points  # takes a while, and is seldom needed
+
     _asked.append(wanted)
     for entry in entry_points(group=GROUP):
         try:

@@ -19,7 +19,8 @@ import typer.main
 
 import conjoin
 from conjoin.cli import app
-from conjoin.search import DEFAULT_BUDGET, search_names, strategy_names
+from conjoin.search import DEFAULT_BUDGET, search_names
+from conjoin.search.strategies import STRATEGIES
 from tests.cli.conftest import Ran
 from tests.waiting import HUNG_SECONDS
 
@@ -72,7 +73,7 @@ def test_help_lists_the_commands(run: Run) -> None:
 
 def test_help_names_the_searches_and_the_time_they_take(run: Run) -> None:
     shown = " ".join(run("plan", "--help").out.split())
-    assert all(name in shown for name in (*search_names(), *strategy_names()))
+    assert all(name in shown for name in (*search_names(), *STRATEGIES))
     assert f"Without it {DEFAULT_BUDGET:.0f}s" in shown
 
 
