@@ -19,11 +19,11 @@ OFFICE = replace(Machine.preset("dgx-h100", 2), name="office")
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
     yield
-    OWN.clear()
+    OWN.pop("office", None)
 
 
 def test_a_registered_machine_is_found_by_its_name() -> None:
-    assert register_machine(OFFICE) is OFFICE and registered_names() == ("office",)
+    assert register_machine(OFFICE) is OFFICE and "office" in registered_names()
     assert parse_machine("office") is OFFICE
     assert parse_machine("office:4").fingerprint() == OFFICE.with_nodes(4).fingerprint()
     assert parse_machine("office:1x4").num_devices == 4

@@ -11,7 +11,7 @@ from conjoin.machine import Mesh
 from conjoin.plugins import load_plugins
 from conjoin.search.drafting import Draft
 from conjoin.search.facts import Facts
-from conjoin.search.request import Keys, Request, parse_request
+from conjoin.search.request import OPTIONS, Keys, Request, parse_request
 from conjoin.search.strategies.megatron import STORED, stored_in_pieces
 from conjoin.search.strategies.table import ALIASES, STRATEGIES, Strategy
 
@@ -88,7 +88,7 @@ def read_request(strategy: str) -> Request:
     megatron:tp=2,dp=8,fsdp,sp+recompute=full
     """
     names = {_name_of(part) for part in strategy.split("+")}
-    if not names <= {*STRATEGIES, *ALIASES, *OWN, *SHORT, "recompute", "micro"}:
+    if not names <= {*STRATEGIES, *ALIASES, *OWN, *SHORT, *OPTIONS}:
         load_plugins(strategy[:60])
     known = {name: found.keys for name, found in known_strategies().items()}
     return parse_request(_expanded(strategy), known, ALIASES)
@@ -122,7 +122,7 @@ def _check_name(name: str) -> None:
             f"A strategy was to be registered as {str(name)[:40]!r}. A name is up to 40 small letters, digits, - and "
             f"_, and begins with a letter. Give it such a name."
         )
-    if name in STRATEGIES or name in ALIASES or name in ("recompute", "micro"):
+    if name in STRATEGIES or name in ALIASES or name in OPTIONS:
         raise UsageError(
             f"A strategy was to be registered as {name!r}. Conjoin has one of that name, and plans that say it would "
             f"mean another thing. Give it another name."
