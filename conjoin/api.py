@@ -17,6 +17,7 @@ from conjoin.errors import (
     CaptureError,
     CheckpointError,
     ConjoinError,
+    DeclarationError,
     GraphError,
     PlanError,
     RankError,
@@ -37,7 +38,8 @@ from conjoin.ir import (
     save_graph,
     verify,
 )
-from conjoin.machine import Machine, parse_machine
+from conjoin.machine import Machine, parse_machine, register_machine
+from conjoin.ops import register_operator
 from conjoin.report import (
     Explanation,
     Inspection,
@@ -49,6 +51,7 @@ from conjoin.report import (
 )
 from conjoin.report import diff_plans as _diff_plans
 from conjoin.report import explain as _explain
+from conjoin.rules import OwnRules, prove_rules
 from conjoin.runtime import (
     CapturedModule,
     Case,
@@ -82,17 +85,19 @@ from conjoin.search import (
     make_plan,
     plan_alike,
     read_request,
+    register_strategy,
     strategy_names,
 )
 from conjoin.sim import PipelinePrediction, Prediction, predict, predict_pipeline
 
 __all__ = [
-    "CaptureError", "CapturedModule", "CheckpointError", "ConjoinError", "Explanation", "Graph", "GraphError",
-    "Inspection", "Machine", "ParallelModule", "Pipeline", "PipelinePrediction", "Plan", "PlanError", "Prediction",
-    "RankError", "SearchResult", "StrategyError", "UsageError", "Verdict", "Weights", "Wish", "__version__", "capture",
-    "compare", "diff_plans", "explain", "explanation_text", "fingerprint", "full_state_dict", "inspect", "load",
-    "load_checkpoint", "load_graph", "load_optimizer_state_dict", "load_plan", "not_understood", "optimizer_state_dict",
-    "parse_graph", "plan", "save_checkpoint", "save_graph", "save_weights", "search_plan", "simulate_plan",
+    "CaptureError", "CapturedModule", "CheckpointError", "ConjoinError", "DeclarationError", "Explanation", "Graph",
+    "GraphError", "Inspection", "Machine", "ParallelModule", "Pipeline", "PipelinePrediction", "Plan", "PlanError",
+    "Prediction", "RankError", "SearchResult", "StrategyError", "UsageError", "Verdict", "Weights", "Wish",
+    "__version__", "capture", "compare", "diff_plans", "explain", "explanation_text", "fingerprint", "full_state_dict",
+    "inspect", "load", "load_checkpoint", "load_graph", "load_optimizer_state_dict", "load_plan", "not_understood",
+    "optimizer_state_dict", "parse_graph", "plan", "prove_rules", "register_machine", "register_operator",
+    "register_strategy", "save_checkpoint", "save_graph", "save_weights", "search_plan", "simulate_plan",
     "strategy_names", "to_module", "verify", "verify_plan",
 ]  # fmt: skip
 
@@ -154,13 +159,15 @@ def plan(  # noqa: PLR0913 – what may be said of a plan
     strategy: str | None = None,
     wish: Wish | None = None,
     precision: str | None = None,
+    rules: str | PathLike[str] | OwnRules | None = None,
 ) -> Plan | Pipeline:
     """A plan for training a model on a machine: the best that a search finds, or that of a named strategy.
 
     The strategy `pipeline` makes a pipeline of several stages, which is saved, loaded, explained and predicted alike.
 
     What the search may take, and what it has to keep to, stands in `wish`. Ctrl-C keeps the best plan so far. Without a
-    `precision` (as "bf16-mixed") the model is trained as it is, in the autocast that the caller is in.
+    `precision` (as "bf16-mixed") the model is trained as it is, in the autocast that the caller is in. `rules` are a
+    file of substitutions of your own, which are proven first.
 
     >>> import torch
     >>> model, batch = nn.Linear(4, 4), (torch.ones(8, 4), torch.ones(8, 4))
@@ -172,6 +179,13 @@ def plan(  # noqa: PLR0913 – what may be said of a plan
     """
     chosen = _machine(machine)
     _check_wish(wish)
+    if rules is not None:
+        if strategy is not None:
+            raise UsageError(
+                f"The strategy {strategy[:40]!r} was asked for together with rules for a search. A strategy applies no "
+                f"substitutions of anybody's. Leave one of them out."
+            )
+        wish = replace(wish or Wish(), rules=rules if isinstance(rules, OwnRules) else prove_rules(rules))
     asked = precision_on(chosen, precision)
     graph = capture(model, batch, loss, precision=asked)
     made = make_named(graph, chosen, strategy) if strategy is not None else search_plan(graph, chosen, wish).plan

@@ -23,6 +23,10 @@ class ScheduleError(ConjoinError):
     """A pipeline schedule that is incomplete, cannot come to its end, or needs more memory than there is."""
 
 
+class DeclarationError(ConjoinError):
+    """What a user declares, proves or registers, and that is not so."""
+
+
 class StrategyError(ConjoinError):
     """A named strategy that does not fit a model or a machine."""
 

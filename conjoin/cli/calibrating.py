@@ -73,6 +73,7 @@ def calibrate_command(
 ) -> None:
     """Measure collectives and operators on ranks started here, or on all ranks under torchrun; write a machine file."""
     _check_output(output)
+    rooms.models.import_modules(imports)
     asked = _Asked(machine, seconds, tuple(str(path) for path in plan or ()), optimizer, tuple(imports or ()))
     _check_plans(asked)
     if rooms.dist.is_torchelastic_launched():
@@ -140,6 +141,7 @@ def _machine(word: str | None) -> rooms.machine.Machine:
 
 def calibrate_rank(rank: int, asked: _Asked) -> Calibration:
     """What every rank does; all get the same answer."""
+    rooms.models.import_modules(asked.imports)
     device = rooms.runtime.join_ranks()
     machine = _machine(asked.machine)
     communicator = rooms.runtime.communicator_over(machine.mesh)

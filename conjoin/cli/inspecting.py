@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conjoin.cli import rooms
-from conjoin.cli.options import JsonOption, ModelArgument
+from conjoin.cli.options import ImportOption, JsonOption, ModelArgument
 from conjoin.cli.output import check_output, print_json
 from conjoin.environment import cache_directory, installed_version
 
@@ -43,11 +43,13 @@ def inspect_command(
     model: ModelArgument,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
     train: Annotated[bool | None, typer.Option("--train/--eval", help="The mode to capture; default: train.")] = None,
+    imports: ImportOption = None,
     as_json: JsonOption = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also save the graph as JSON here.")] = None,
 ) -> None:
     """Show what is in a model: operators, parameters, work, memory, what can be split, what is opaque."""
     check_output(output, "graph")
+    rooms.models.import_modules(imports)
     graph = rooms.models.load_model_graph(model, batch_size=batch, training=train)
     found = rooms.api.inspect(graph)
     if output is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conjoin.cli import rooms
-from conjoin.cli.options import JsonOption
+from conjoin.cli.options import ImportOption, JsonOption
 from conjoin.cli.output import print_json
 from conjoin.environment import machines_directory
 from conjoin.errors import UsageError
@@ -24,8 +24,10 @@ machine_app = typer.Typer(
 
 
 @machine_app.command("list")
-def list_command(as_json: JsonOption = False) -> None:
+def list_command(imports: ImportOption = None, as_json: JsonOption = False) -> None:
     """List the machines that a name stands for: presets, and your own files in $CONJOIN_MACHINES."""
+    if imports:
+        rooms.models.import_modules(imports)
     entries = [*_own_machines(), *_presets()]
     if as_json:
         print_json(entries)
@@ -48,8 +50,9 @@ def _own_machines() -> Iterator[dict[str, str]]:
 
 
 def _presets() -> Iterator[dict[str, str]]:
-    for name in rooms.machine.preset_names():
-        yield {"name": name, "source": "preset", "summary": _summary(rooms.machine.Machine.preset(name))}
+    own = {name: "registered" for name in rooms.machine.registered_names()}
+    for name, source in {**own, **dict.fromkeys(rooms.machine.preset_names(), "preset")}.items():
+        yield {"name": name, "source": source, "summary": _summary(rooms.machine.Machine.preset(name))}
 
 
 def _summary(machine: rooms.machine.Machine) -> str:
@@ -61,10 +64,13 @@ def _summary(machine: rooms.machine.Machine) -> str:
 @machine_app.command("show")
 def show_command(
     name: Annotated[str, typer.Argument(metavar="NAME", help="local:4, a name as summit:4, or machine.toml.")],
+    imports: ImportOption = None,
     as_json: JsonOption = False,
     as_toml: Annotated[bool, typer.Option("--toml", help="Print the machine file.")] = False,
 ) -> None:
     """Show a machine: its devices and their rates, its links, what was measured on it, and where it is all from."""
+    if imports:
+        rooms.models.import_modules(imports)
     machine = rooms.machine.parse_machine(name, machines_directory())
     if as_toml:
         typer.echo(machine.to_toml(), nl=False)

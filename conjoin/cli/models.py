@@ -18,9 +18,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from conjoin.api import ConjoinError, Graph, Pipeline, Plan, UsageError, capture, load_graph, load_plan, verify
+from conjoin.api import (
+    ConjoinError,
+    Graph,
+    Pipeline,
+    Plan,
+    PlanError,
+    UsageError,
+    capture,
+    load_graph,
+    load_plan,
+    verify,
+)
 from conjoin.frontends import Precision
-from conjoin.ir import plain_model
+from conjoin.ir import import_operators, plain_model
 
 _PACKAGES = tuple(f"{path}{os.sep}" for path in (*torch.__path__, *importlib.__path__, Path(__file__).parents[1]))
 """Code that is not the user's."""
@@ -32,18 +43,29 @@ def load_model_graph(
     """Find MODEL, build it without memory where that is possible, and capture it; a saved graph is verified instead."""
     if model.endswith(".json"):
         return _from_file(model, batch_size, training, precision)
-    is_function = ":" in model and not _is_zoo(model)
-    found, batch, loss = (_from_function if is_function else _from_zoo)(model, batch_size)
+    found, batch, loss = (_from_function if _is_function(model) else _from_zoo)(model, batch_size)
     _run(f"Setting the mode of {model}", lambda: found.train(training is not False))
     return capture_model(found, batch, loss, check=True, precision=precision)
 
 
-def read_plan(path: str | Path, imports: Sequence[str] | None) -> Plan | Pipeline:
-    """A plan; what is imported for its operators may lie in the current folder, as a model may."""
+def import_modules(imports: Sequence[str] | None) -> None:
+    """Import what a user names, for what it registers; it may lie in the current folder, as a model may."""
     if imports:
         _search(Path.cwd())
-    with redirect_stdout(sys.stderr):
-        return load_plan(path, imports or ())
+        with redirect_stdout(sys.stderr):
+            import_operators(imports)
+
+
+def read_plan(path: str | Path, imports: Sequence[str] | None, model: str = "") -> Plan | Pipeline:
+    """A plan, after what is imported for its operators; those may also be declared where its model is."""
+    import_modules(imports)
+    try:
+        return load_plan(path)
+    except PlanError:
+        if not _is_function(model):
+            raise
+        _find_function(model)
+        return load_plan(path)
 
 
 def read_plan_of_one_stage(path: str | Path, imports: Sequence[str] | None) -> Plan:
@@ -72,8 +94,8 @@ def load_workload(model: str, batch_size: int | None) -> tuple[nn.Module, Any, A
             f"The saved graph {model} was given to be run. A graph has no parameters' values. Name the model itself: "
             f"a zoo name, file.py:function or module:function."
         )
-    is_function = ":" in model and not _is_zoo(model)
-    found, batch, loss = _from_function(model, batch_size) if is_function else _from_zoo(model, batch_size, "cpu")
+    own = _is_function(model)
+    found, batch, loss = _from_function(model, batch_size) if own else _from_zoo(model, batch_size, "cpu")
     _run(f"Setting the mode of {model}", lambda: found.train(True))
     return found, batch, loss
 
@@ -104,8 +126,8 @@ def _from_file(model: str, batch_size: int | None, training: bool | None, precis
     return graph
 
 
-def _is_zoo(model: str) -> bool:
-    return model.endswith(":tiny") and not model.removesuffix(":tiny").endswith(".py")
+def _is_function(model: str) -> bool:
+    return ":" in model and (not model.endswith(":tiny") or model.removesuffix(":tiny").endswith(".py"))
 
 
 def _from_zoo(model: str, batch_size: int | None, device: str = "meta") -> tuple[nn.Module, Any, Any]:
@@ -201,17 +223,23 @@ def _run(what: str, action: Callable[[], Any]) -> Any:
 
 
 def _from_function(model: str, batch_size: int | None) -> tuple[nn.Module, Any, Any]:
+    function = _find_function(model)
+    made = _run(f"{model}()", lambda: function(**_batch_keyword(model, function, batch_size)))
+    return _check(model, made)
+
+
+def _find_function(model: str) -> Callable[..., Any]:
+    """The function that makes a model."""
     place, _, name = model.rpartition(":")
     is_file = place.endswith(".py") or os.sep in place
     module = _run(f"Loading {place}", lambda: _import_file(Path(place)) if is_file else _import_module(place, name))
-    function = getattr(module, name, None)
+    function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         near = get_close_matches(name, public, n=1)
         hint = f"Did you mean {near[0]}?" if near else "It must be a function that returns the model and a batch."
         raise UsageError(f"{place} has no function {name!r}. {hint} Check the name after the colon.")
-    made = _run(f"{model}()", lambda: function(**_batch_keyword(model, function, batch_size)))
-    return _check(model, made)
+    return function
 
 
 def _batch_keyword(model: str, function: Callable[..., Any], batch_size: int | None) -> dict[str, int]:

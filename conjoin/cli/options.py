@@ -8,7 +8,7 @@ import typer
 
 _MODEL_HELP = "Zoo name (bert-large, bert-large:tiny), file.py:function, module:function, or graph.json."
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
-_IMPORT_HELP = "Import this module first, for the operators that it registers."
+_IMPORT_HELP = "Import this module first, for what it registers: operators, strategies, machines."
 ImportOption = Annotated[list[str] | None, typer.Option("--import", metavar="MODULE", help=_IMPORT_HELP)]
 _PRECISION_HELP = (
     "float32, tf32, bf16, bf16-mixed, fp16-mixed or fp8-mixed; bf16-mixed,reduce=bf16 sums gradients in it, too. "

@@ -47,6 +47,7 @@ _STRATEGY_HELP = (
     "statistics: all, rank."
 )
 _STRATEGIES_HELP = "Compare this one, as plan takes it; may be given several times. Then --search says which searches."
+_RULES_HELP = "Substitutions of your own (docs/rules.md), to search with; they are proven first."
 _BUDGET_HELP = "Time to look for one: 90s, 5m. Without it 60s, or --cpu-budget alone."
 
 
@@ -64,6 +65,7 @@ def plan_command(
     forbid_axis: Annotated[list[str] | None, typer.Option("--forbid-axis", help="Split nothing over it.")] = None,
     optimizer: Annotated[str | None, typer.Option("--optimizer", help=_OPTIMIZER_HELP)] = None,
     start: Annotated[Path | None, typer.Option("--start", help="A plan to be no worse than.")] = None,
+    rules: Annotated[Path | None, typer.Option("--rules", help=_RULES_HELP)] = None,
     imports: ImportOption = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Search, also where a plan is remembered.")] = False,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
@@ -73,6 +75,7 @@ def plan_command(
 ) -> None:
     """Find the fastest plan for training a model on a machine, or make that of a named strategy."""
     check_output(output, "plan")
+    rooms.models.import_modules(imports)
     usual = rooms.search.Wish()
     wish = rooms.search.Wish(
         search or usual.search,
@@ -84,6 +87,7 @@ def plan_command(
         objective=objective,
         fixed=parse_fixed(fix or ()),
         forbidden_axes=tuple(dict.fromkeys(forbid_axis or ())),
+        rules=None if rules is None or strategy is not None else rooms.rules.prove_rules(rules),
     )
     rooms.search.check_wish(wish, rooms.search.search_names())
     chosen = rooms.machine.parse_machine(machine, machines_directory())
@@ -92,7 +96,7 @@ def plan_command(
         given: dict[str, object] = {
             "--search": search, "--budget": budget, "--cpu-budget": cpu_budget, "--memory": memory, "--fix": fix,
             "--at-most": at_most, "--forbid-axis": forbid_axis, "--optimizer": optimizer, "--start": start,
-            "--objective": objective != usual.objective, "--fresh": fresh,
+            "--objective": objective != usual.objective, "--fresh": fresh, "--rules": rules,
         }  # fmt: skip
         _check_alone(strategy, [name for name, value in given.items() if value])
     asked = rooms.api.precision_on(chosen, precision)
@@ -246,9 +250,11 @@ def compare_command(
     optimizer: Annotated[str, typer.Option("--optimizer", help=_OPTIMIZER_HELP)] = "adam",
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
     precision: PrecisionOption = None,
+    imports: ImportOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare named strategies and searches, or all: predicted step, where it goes, memory, seconds of search."""
+    rooms.models.import_modules(imports)
     wish = rooms.search.Wish("named", parse_seconds(budget), optimizer, None if memory is None else parse_bytes(memory))
     every = () if strategy else (name for name in rooms.search.search_names() if name != "named")
     searches = tuple(search or every)

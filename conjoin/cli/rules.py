@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conjoin.cli import rooms
-from conjoin.cli.options import JsonOption, ModelArgument
+from conjoin.cli.options import ImportOption, JsonOption, ModelArgument
 from conjoin.cli.output import check_directory, check_output, print_json
 from conjoin.errors import UsageError
 
@@ -169,9 +169,11 @@ def why_command(
     name: Annotated[str, typer.Argument(metavar="RULE", help="The name of a rule.")],
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
     library: LibraryOption = None,
+    imports: ImportOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Where a rule applies in a model, and why it does not where it almost does."""
+    rooms.models.import_modules(imports)
     rule = _find(_library(library), name).rule
     graph = rooms.models.load_model_graph(model, batch_size=batch, training=True)
     matches = rooms.rules.find_matches(graph, rule)

@@ -50,7 +50,7 @@ class _Asked:
 
     def read(self) -> Plan | Pipeline:
         """The plan; one that is not for the ranks torchrun started is refused before anything is built for it."""
-        found = rooms.models.read_plan(self.plan, self.imports)
+        found = rooms.models.read_plan(self.plan, self.imports, self.model)
         if rooms.dist.is_torchelastic_launched():
             rooms.runtime.check_world(int(os.environ["WORLD_SIZE"]), found.mesh.size, found.model.name)
         return found

@@ -25,7 +25,7 @@ from conjoin.ir import (
     unlike_axes,
 )
 from conjoin.machine import Mesh
-from conjoin.ops import Call, TensorType
+from conjoin.ops import Call, TensorType, call_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def node_exchanges(node: Node, placed: Placed, mesh: Mesh) -> NodeExchanges:
     return _exchanges(_Case(plain_call(node), placed, types, mesh, node))
 
 
-@lru_cache(maxsize=1 << 12)
+@call_cache(1 << 12)
 def _exchanges(case: _Case) -> NodeExchanges:
     node, placed, mesh = case.node, case.placed, case.mesh
     return NodeExchanges(

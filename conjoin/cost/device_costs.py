@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import reduce
 from math import log2
 from typing import Any
 
@@ -31,7 +31,7 @@ from conjoin.cost.work import (
     work_of,
 )
 from conjoin.machine import DeviceType
-from conjoin.ops import Access, Call, Kind, space_of, spec_for
+from conjoin.ops import Access, Call, Kind, call_cache, space_of, spec_for
 
 _IN_PYTHON = 2
 """Launches of a gradient that the host could make in the time in which it calls one that is written in Python."""
@@ -280,7 +280,7 @@ def _kind(call: Call) -> tuple[Any, ...]:
 _TOLD_BY_INDICES = ("dim", "keepdim", "normalized_shape", "cudnn_enable")
 
 
-@cache
+@call_cache(None)
 def _axes(call: Call) -> dict[Any, int]:
     """The sizes of a call by the role of its indices: those that stand in the same tensors in the same way are one.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from conjoin.ops import (
@@ -12,6 +11,7 @@ from conjoin.ops import (
     Span,
     TensorType,
     bind_args,
+    call_cache,
     map_tensors,
     operand_spans,
     output_types,
@@ -41,7 +41,7 @@ class _Piece:
     needs: bool
 
 
-@lru_cache(maxsize=1 << 16)
+@call_cache()
 def local_calls(call: Call, pieces: Ranges, needs: tuple[int, ...] = ()) -> tuple[LocalCall, ...]:
     """What a device runs that computes these pieces of a declared call's indices: the call on local types, and what
     its local form needs around it; `needs` are the operands that get a gradient.

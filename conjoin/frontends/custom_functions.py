@@ -3,7 +3,8 @@
 Every call is noted while the model is traced. Afterwards each is run on random numbers of the same shapes, or of
 smaller ones where there are very many: if its own backward gives what differentiating its forward gives (an analytic
 derivative, as in published models), the graph is right as it is. If not (a straight-through estimator, a reversed
-gradient), or where it cannot be told, the model is refused.
+gradient), or where it cannot be told, the model is refused. One that a user declared (`conjoin.register_operator`) is
+an operator of the graph, with its own backward.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from conjoin.frontends.problems import HIDDEN, Problem
 from conjoin.ir import Source
+from conjoin.ops import operator_of
 
 _MAX_ELEMENTS = 2**20
 """About a second for most functions."""
@@ -82,7 +84,7 @@ class Watch:
                     f"autograd function {call.function.__name__}",
                     call.source,
                     f"{objection}, and a graph would forget it: "
-                    "wrap it with torch.library.custom_op and register_autograd, which keeps it whole",
+                    "declare it with conjoin.register_operator, which keeps it whole and lets it be split",
                 )
         return tuple(found.values())
 
@@ -94,6 +96,9 @@ def watch_custom_functions() -> Iterator[Watch]:
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        operator = operator_of(cls)
+        if operator is not None and not kwargs:
+            return operator(*args)
         if not cls.__module__.startswith("torch."):
             watch.calls.append(CustomCall(cls, args, _user_source()))
         return original.__get__(None, cls)(*args, **kwargs)

@@ -2,13 +2,13 @@
 
 from conjoin.ir.builder import GraphBuilder, is_random
 from conjoin.ir.computation import computation_digest
-from conjoin.ir.custom_operators import check_registered, custom_operators, import_operators
+from conjoin.ir.custom_operators import check_registered, custom_operators, declared_in, import_operators
 from conjoin.ir.expanding import can_expand, drop_unused, expand, has_parts
 from conjoin.ir.files import read_json, write_file
 from conjoin.ir.fixed import fixed_nodes, kept_between_steps
 from conjoin.ir.graph import Graph, Result, Scalar
 from conjoin.ir.graph_file import fingerprint, load_graph, save_graph
-from conjoin.ir.library_stamps import LIBRARY, STAMPED, library_digest
+from conjoin.ir.library_stamps import LIBRARY, STAMPED, library_digest, own_proof
 from conjoin.ir.limits import MAX_CONSTANT_BYTES
 from conjoin.ir.literals import is_literal
 from conjoin.ir.memory_order import (
@@ -155,6 +155,7 @@ __all__ = [
     "cut_along",
     "cut_in_micro_batches",
     "cut_in_stages",
+    "declared_in",
     "describe_tree",
     "drawn_strides",
     "drop_unused",
@@ -196,6 +197,7 @@ __all__ = [
     "origin",
     "output_move",
     "overlap",
+    "own_proof",
     "parallelize",
     "parse_graph",
     "parse_layout",

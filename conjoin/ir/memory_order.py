@@ -7,7 +7,6 @@ same but lie otherwise draws other numbers for each of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from conjoin.ir.builder import is_random
 from conjoin.ir.graph import Graph
 from conjoin.ir.nodes import Node, Value
 from conjoin.ir.reshards import is_parallel
-from conjoin.ops import Call, TensorType, drawing, output_types, run_whole, spec_for
+from conjoin.ops import Call, TensorType, call_cache, drawing, output_types, run_whole, spec_for
 
 Strides = tuple[int, ...]
 _IMAGE_RANK = 4
@@ -40,7 +39,7 @@ ORDERED_BY_KERNELS = frozenset((
 """Operators whose kernels order their results otherwise than torch says without data."""
 
 
-@lru_cache(maxsize=32)
+@call_cache(32)
 def strides_in(graph: Graph, channels_last: bool = False) -> Mapping[Value, Strides]:
     """The strides of all values. Leaves lie as usual, or the images among them with their channels last."""
     found = {Value(leaf): _usual(leaf.type, channels_last) for leaf in graph.leaves}
@@ -83,13 +82,13 @@ def _drawn(type: TensorType, strides: Strides) -> Strides:
     return torch.empty_like(_on_meta(type, strides)).stride()
 
 
-@lru_cache(maxsize=1 << 16)
+@call_cache()
 def looks_at_order(node: Node) -> bool:
     """Whether what a call gives may depend on the order in memory of what it reads."""
     return is_random(node.op, node.args) or (node.spec is None and not is_parallel(node))
 
 
-@lru_cache(maxsize=1 << 14)
+@call_cache(1 << 14)
 def _made(call: Call, operands: tuple[Strides, ...]) -> tuple[Strides, ...]:
     """The strides that a call gives its results; none are known where it is opaque or has no form without data.
 

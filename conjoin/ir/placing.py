@@ -24,6 +24,7 @@ from conjoin.ops import (
     ShardingRule,
     Split,
     TensorType,
+    call_cache,
     map_tensors,
     placement_on,
     replicated_rules,
@@ -62,7 +63,7 @@ def plain_call(node: Node) -> Call:
     return Call(node.op, map_tensors(node.op, node.args, lambda value: value.type.laid_out(())))
 
 
-@lru_cache(maxsize=65536)
+@call_cache()
 def rules_for(call: Call, num_outputs: int) -> tuple[ShardingRule, ...]:
     """Every legal way to place a call on one axis; an opaque operator is the same everywhere."""
     spec = spec_for(call)

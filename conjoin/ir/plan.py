@@ -15,7 +15,7 @@ from conjoin.ir.custom_operators import read_statements, statements_to_json
 from conjoin.ir.files import write_file
 from conjoin.ir.graph import Graph
 from conjoin.ir.graph_file import fingerprint
-from conjoin.ir.library_stamps import is_held_for_true
+from conjoin.ir.library_stamps import is_held_for_true, is_own
 from conjoin.ir.limits import MAX_ITEMS
 from conjoin.ir.micro_batches import Accumulation, check_accumulation
 from conjoin.ir.nodes import LeafKind
@@ -84,7 +84,8 @@ class Substitution:
     name: str
     where: str
     proof: str
-    """Of a rule of the library its method and stamp, as `definitions:0123456789abcdef`; otherwise a sentence."""
+    """Of a rule of the library its method and stamp, as `definitions:0123456789abcdef`; of a user's own rule also for
+    which operators it was proven, and in which file it stands; otherwise a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +223,14 @@ def _check_substitutions(plan: Plan) -> None:
             continue
         raise PlanError(
             f"The plan of {plan.model.name} was made by the rule {applied.name!r} with the proof {applied.proof}. "
-            f"The library has no rule with that stamp any more: it was refuted, changed, dropped or proven anew since, "
-            f"and the plan may train another model. Make the plan again."
+            f"{_gone(applied.proof)}, and the plan may train another model. Make the plan again."
         )
+
+
+def _gone(proof: str) -> str:
+    if is_own(proof):
+        return "The operators have changed since that rule was proven, or how rules are applied to them"
+    return "The library has no rule with that stamp any more: it was refuted, changed, dropped or proven anew since"
 
 
 def plan_from_json(data: Any) -> Plan:
@@ -267,8 +273,9 @@ def _load(data: dict[str, Any]) -> Plan:
     check_keys(data, KEYS)
     if data["stages"] or data["schedule"] is not None:
         raise ValueError("it has several stages, where a plan of one is read")
-    read_statements(data.get("operators", []))
+    undeclared = read_statements(data.get("operators", []))
     plan = read_decisions(data, mark_from_json(data["model"], "model"), mark_from_json(data["machine"], "machine"))
+    check_declared(plan.graph, undeclared)
     return replace(
         plan,
         predictions=figures_from_json(data["predictions"]),
@@ -303,6 +310,19 @@ def read_decisions(data: Mapping[str, Any], model: Mark, machine: Mark) -> Plan:
         computes=None if data["computes"] is None else line_from_json(data["computes"], "what it computes"),
         bundle_bytes=_bundle_bytes(data.get("bundle_bytes", BUNDLE_BYTES)),
     )
+
+
+def check_declared(graph: Graph, undeclared: Mapping[str, str]) -> None:
+    """Refuse what splits an operator that nobody has declared here: nothing says that it may be split."""
+    split = [node.op for node in graph.nodes if node.op in undeclared and any(type.layout for type in node.types)]
+    if split:
+        module = undeclared[split[0]]
+        where = f"the module {module} does" if module else "it was declared in a program of its own"
+        how = f"Name it with --import {module}, or imports=[{module!r}]" if module else "Declare it before reading"
+        raise PlanError(
+            f"The plan of {graph.name} splits the operator {split[0]} ({len(split)} calls), which nobody has declared "
+            f"here: {where}. Without its declaration nothing says that it may be split. {how}."
+        )
 
 
 def _bundle_bytes(entry: Any) -> int:

@@ -17,6 +17,7 @@ from conjoin.ir.plan import (
     Mark,
     Plan,
     accumulation_from_json,
+    check_declared,
     check_keys,
     check_plan,
     figures_from_json,
@@ -64,12 +65,14 @@ def pipeline_from_json(data: Any) -> Pipeline:
 
 def _load(data: dict[str, Any]) -> Pipeline:
     check_keys(data, _PIPELINE_KEYS)
-    read_statements(data.get("operators", []))
+    undeclared = read_statements(data.get("operators", []))
     graph, machine = graph_from_json(data), mark_from_json(data["machine"], "machine")
     entries = items_of(data, "stages")
     if len(entries) > _MAX_STAGES:
         raise ValueError(f"{len(entries):,} stages are more than {_MAX_STAGES:,}")
     stages = tuple(_stage(entry, i, machine) for i, entry in enumerate(entries))
+    for stage in stages:
+        check_declared(stage.plan.graph, undeclared)
     accumulation = (
         accumulation_from_json(data["accumulate"], graph, own_statistics=True) if "accumulate" in data else None
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 from conjoin.ir.nodes import Node
@@ -22,6 +21,7 @@ from conjoin.ops import (
     Spread,
     TensorType,
     Window,
+    call_cache,
     operand_spans,
     output_spans,
     space_of,
@@ -112,7 +112,7 @@ def unlike_axes(node: Node, placed: Placed, mesh: Mesh) -> frozenset[str]:
     return _unlike_axes(call, placed, mesh)
 
 
-@lru_cache(maxsize=1 << 15)
+@call_cache(1 << 15)
 def _unlike_axes(call: Call, placed: Placed, mesh: Mesh) -> frozenset[str]:
     spec = spec_for(call)
     assert spec is not None
@@ -139,7 +139,7 @@ def _regions_on(node: Node, placed: Placed, mesh: Mesh, rank: int) -> tuple[Regi
     return _local_regions(call, node.types, tuple(pieces.items()))
 
 
-@lru_cache(maxsize=1 << 15)
+@call_cache(1 << 15)
 def _local_regions(
     call: Call, outputs: tuple[TensorType, ...], pieces: tuple[tuple[str, Range], ...]
 ) -> tuple[Regions, Regions]:

@@ -27,11 +27,12 @@ from conjoin.machine.links import Link, NodeKind
 from conjoin.machine.mesh import Axis, Mesh
 from conjoin.machine.preset_devices import known_device
 from conjoin.machine.preset_nodes import one_node
-from conjoin.machine.presets import PRESETS
+from conjoin.machine.presets import OWN, PRESETS
 from conjoin.machine.reserve import usable_bytes
 from conjoin.machine.toml_form import read_file, read_toml, write_file
 from conjoin.machine.toml_writing import write_toml
 from conjoin.machine.topology import Topology
+from conjoin.plugins import load_plugins
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,13 @@ class Machine:
         >>> print(Machine.preset("summit", nodes=4))
         summit: 4 nodes × 6 cuda, axes n0:2 n1:2 d0:2 d1:3
         """
+        if name not in PRESETS and name not in OWN:
+            load_plugins(str(name))
+        if name in OWN:
+            return OWN[name] if nodes is None else OWN[name].with_nodes(nodes)
         if name not in PRESETS:
             raise UsageError(
-                f"There is no machine named {shown(name)}. {suggestion(str(name), PRESETS)} "
+                f"There is no machine named {shown(name)}. {suggestion(str(name), (*OWN, *PRESETS))} "
                 f"A machine of your own is described in a file whose name ends in .toml."
             )
         known = PRESETS[name]

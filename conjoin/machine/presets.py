@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from conjoin.machine import preset_nodes
 from conjoin.machine.links import NodeKind
+
+if TYPE_CHECKING:
+    from conjoin.machine.machine import Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +165,19 @@ _TABLE = (
 )  # fmt: skip
 
 PRESETS = {preset.name: preset for preset in _TABLE}
+OWN: dict[str, Machine] = {}
+"""What programs have registered, by name."""
 
 
 def preset_names() -> tuple[str, ...]:
-    """The names that `Machine.preset` knows.
+    """The names that `Machine.preset` knows, but for those that a program registered.
 
     >>> preset_names()[:3]
     ('summit', 'p3.8xlarge', 'p100-cluster')
     """
     return tuple(PRESETS)
+
+
+def registered_names() -> tuple[str, ...]:
+    """The names that programs have registered."""
+    return tuple(OWN)

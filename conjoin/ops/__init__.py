@@ -16,11 +16,14 @@ from conjoin.ops.aten import (
     signature,
     state_signature,
 )
-from conjoin.ops.catalog import all_ops, find_spec, spec_for, why_opaque
+from conjoin.ops.autograd_functions import operator_of
+from conjoin.ops.call_cache import call_cache
+from conjoin.ops.catalog import all_ops, declaring_module, find_spec, spec_for, why_opaque
 from conjoin.ops.check import (
     CheckFailed,
     WholeRun,
     check_expansion,
+    check_pair,
     check_rule,
     execute,
     run_whole,
@@ -62,6 +65,7 @@ from conjoin.ops.local import Emit, LocalForm, Pieces, Span, operand_spans, outp
 from conjoin.ops.measures import bytes_read, bytes_written, flops
 from conjoin.ops.notation import Access, Factors, Notation, NotationError, Spread, Window
 from conjoin.ops.placement import At, Copies, Greatest, Invariant, Partial, Placement, Split, dual, parse_placement
+from conjoin.ops.registration import register_operator
 from conjoin.ops.sampling import random_call, random_cuts, random_tensors
 from conjoin.ops.sharding import ShardingRule, parse_terms, replicated_rules, sharding_rules, splittable
 from conjoin.ops.spec import (
@@ -87,6 +91,7 @@ from conjoin.ops.tensor_type import (
     placement_on,
     split_axes,
 )
+from conjoin.ops.trial import cuts_for
 
 __all__ = [
     "ASSIGN",
@@ -155,8 +160,12 @@ __all__ = [
     "bind_args",
     "bytes_read",
     "bytes_written",
+    "call_cache",
     "check_expansion",
+    "check_pair",
     "check_rule",
+    "cuts_for",
+    "declaring_module",
     "drawing",
     "dtype_name",
     "dual",
@@ -171,6 +180,7 @@ __all__ = [
     "notation_of",
     "operand_spans",
     "operator_name",
+    "operator_of",
     "output_spans",
     "output_types",
     "parse_dtype",
@@ -180,6 +190,7 @@ __all__ = [
     "random_call",
     "random_cuts",
     "random_tensors",
+    "register_operator",
     "registered_signature",
     "registering_module",
     "replicated_rules",

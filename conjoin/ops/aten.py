@@ -7,14 +7,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from typing import Any
 
 import torch
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 
+from conjoin.ops.call_cache import call_cache
 from conjoin.ops.composites import COMPOSITES
+from conjoin.plugins import load_plugins
 
 CAST = "_to_copy"
 """The one operator that changes a dtype."""
@@ -77,7 +78,7 @@ class NotRegistered(LookupError, NotImplementedError):
     """An operator that torch does not have, here and now; a file may have stated what it takes and gives."""
 
 
-@cache
+@call_cache(None)
 def find_operator(name: str) -> Callable[..., Any]:
     """The overload, or our own composite, of that name; LookupError when there is none.
 
@@ -90,15 +91,22 @@ def find_operator(name: str) -> Callable[..., Any]:
     base, _, overload = rest.partition(".")
     if not all(part.isidentifier() for part in (base, overload or "default", namespace or "aten")):
         raise LookupError(f"{name!r} is not an operator name")
-    try:
-        packet = getattr(getattr(torch.ops, namespace or "aten"), base)
-        found = getattr(packet, overload or "default")
-    except AttributeError:
+    found = _overload(namespace or "aten", base, overload or "default")
+    if found is None and namespace and load_plugins(name):
+        found = _overload(namespace, base, overload or "default")
+    if found is None:
         hint = "; --import names a module that registers it" if namespace else ""
-        raise NotRegistered(f"torch {torch.__version__} has no operator {name!r}{hint}") from None
+        raise NotRegistered(f"torch {torch.__version__} has no operator {name!r}{hint}")
     if not isinstance(found, OpOverload):
         raise LookupError(f"{name!r} is not an operator overload")
     return found
+
+
+def _overload(namespace: str, base: str, overload: str) -> Any:
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), base), overload)
+    except AttributeError:
+        return None
 
 
 _KINDS = {
@@ -111,7 +119,7 @@ def _freeze(value: object) -> object:
     return tuple(_freeze(item) for item in value) if isinstance(value, list | tuple) else value
 
 
-@cache
+@call_cache(None)
 def signature(name: str) -> Signature:
     """The signature of an operator by name; of one that is not registered the one that was stated.
 
@@ -152,12 +160,23 @@ def registering_module(name: str) -> str:
     full_name = name.partition(".")[0]
     if name in _STATED:
         return _STATED[name][1]
+    if full_name in _MADE_HERE:
+        return _MADE_HERE[full_name]
     if full_name in OPDEFS:
         return str(OPDEFS[full_name]._init_fn.__module__)
     dump: str = torch._C._dispatch_dump(full_name)
     file = dump.partition("debug: registered at ")[2].partition("\n")[0].rpartition(":")[0]
     named = (key for key, module in list(sys.modules.items()) if file and getattr(module, "__file__", None) == file)
     return next((key for key in named if not key.startswith("torch.")), "")
+
+
+_MADE_HERE: dict[str, str] = {}
+"""Operators that stand for somebody's autograd function, and the module of that."""
+
+
+def state_module(name: str, module: str) -> None:
+    """Let an operator be known as registered by a module, whoever told torch of it."""
+    _MADE_HERE[name] = module
 
 
 def registered_signature(name: str) -> Signature:

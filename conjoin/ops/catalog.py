@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache, lru_cache
+from functools import cache
 from types import MappingProxyType
 
-from conjoin.ops.aten import OPAQUE
+from conjoin.ops.aten import OPAQUE, is_custom
+from conjoin.ops.call_cache import call_cache, forget_calls
 from conjoin.ops.declarations import (
     attention,
     contraction,
@@ -31,6 +32,7 @@ from conjoin.ops.declarations import (
 from conjoin.ops.notation import NotationError
 from conjoin.ops.spec import Call, OpSpec, output_types
 from conjoin.ops.tensor_type import TensorType
+from conjoin.plugins import load_plugins
 
 _FAMILIES = (
     contraction, convolution, pooling, normalization, attention, recurrent, experts, lookup, scattering, elementwise,
@@ -58,7 +60,25 @@ def find_spec(op: str) -> OpSpec | None:
     >>> find_spec("linear").terms, find_spec("nonzero")
     ('input weight + bias', None)
     """
-    return _by_name().get(op)
+    found = _by_name().get(op)
+    if found is None and op not in _OWN and is_custom(op):
+        load_plugins(op)
+    return found or (_OWN[op][0] if op in _OWN else None)
+
+
+_OWN: dict[str, tuple[OpSpec, str]] = {}
+"""What users declared of operators of their own, and in which module; by name, as torch keeps the operators."""
+
+
+def declare(spec: OpSpec, module: str) -> None:
+    """Let a user's operator be known by what a module declares; what was thought of it before is forgotten."""
+    _OWN[spec.name] = spec, module
+    forget_calls()
+
+
+def declaring_module(op: str) -> str | None:
+    """The module that declares an operator of a user's; None of an operator that no user declared."""
+    return _OWN[op][1] if op in _OWN else None
 
 
 def spec_for(call: Call) -> OpSpec | None:
@@ -81,7 +101,7 @@ def why_opaque(call: Call, types: tuple[TensorType, ...] = ()) -> str | None:
     return reason or None
 
 
-@lru_cache(maxsize=65536)
+@call_cache()
 def _judge(call: Call) -> tuple[OpSpec | None, str]:
     """The declaration that covers a call, or why there is none."""
     spec = find_spec(call.op)

@@ -112,6 +112,10 @@ def _gradients(outputs: Sequence[Tensor], tensors: Sequence[Tensor], seed: int) 
     return list(torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
 
 
+_TOLERANCE = {torch.float32: 1e-4, torch.complex64: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""What rounding may make of sums in another order, relative; other dtypes are exact, or as good as."""
+
+
 def _compare(what: str, got: Tensor, want: Tensor) -> None:
     if got.shape != want.shape:
         raise CheckFailed(f"{what}: shape {tuple(got.shape)} instead of {tuple(want.shape)}")
@@ -119,9 +123,10 @@ def _compare(what: str, got: Tensor, want: Tensor) -> None:
         raise CheckFailed(f"{what}: dtype {got.dtype} instead of {want.dtype}")
     if torch.equal(got, want):
         return
-    wide = torch.complex128 if want.is_complex() else torch.float64
+    dtype, wide = want.dtype, torch.complex128 if want.is_complex() else torch.float64
     got, want = got.detach().to(wide), want.detach().to(wide)
-    if not torch.allclose(got, want, rtol=1e-9, atol=1e-9, equal_nan=True):
+    tolerance = _TOLERANCE.get(dtype, 1e-9)
+    if not torch.allclose(got, want, rtol=tolerance, atol=tolerance, equal_nan=True):
         raise CheckFailed(f"{what}: off by {(got - want).abs().max().item():.3g}")
 
 
@@ -166,6 +171,43 @@ def check_rule(
     parts = split_run_recombine(spec, call, rule, tensors, cuts)
     what = f"{call.op} [{rule}] split {rule.index} at {list(cuts)}"
     _compare_all(what, parts, whole or WholeRun.of(call, tensors), tensors)
+
+
+def check_pair(
+    spec: OpSpec,
+    call: Call,
+    rules: tuple[ShardingRule, ShardingRule],
+    tensors: Sequence[Tensor],
+    cuts: tuple[Sequence[int], Sequence[int]],
+) -> None:
+    """Raise CheckFailed unless the outputs are those of the whole where two indices are split at once."""
+    what = f"{call.op} split {rules[0].index} at {list(cuts[0])} and {rules[1].index} at {list(cuts[1])}"
+    rows = []
+    for i, first in enumerate(pairwise(cuts[0])):
+        row = []
+        for j, second in enumerate(pairwise(cuts[1])):
+            pieces = {str(rules[0].index): first, str(rules[1].index): second}
+            parts = [
+                _share(_take(tensor, spans), (rules[0].operands[n], rules[1].operands[n]), (i, j))
+                for n, (tensor, spans) in enumerate(zip(tensors, operand_spans(spec, call, pieces), strict=True))
+            ]
+            row.append(run_local(spec, call, pieces, parts, execute))
+        rows.append(tuple(map(_recombine, zip(*row, strict=True), rules[1].outputs)))
+    outputs = map(_recombine, zip(*rows, strict=True), rules[0].outputs)
+    for i, (got, want) in enumerate(zip(outputs, run_whole(call, tensors), strict=True)):
+        _compare(f"{what}: output {i}", got, want)
+
+
+_SHARES = (1.75, -0.75, 0.0)
+
+
+def _share(tensor: Tensor, placements: tuple[Placement, Placement], place: tuple[int, int]) -> Tensor:
+    """Partial sums on either axis are multiples of the value; whole numbers are held by the first device."""
+    for placement, i in zip(placements, place, strict=True):
+        if isinstance(placement, Partial):
+            whole = not (tensor.is_floating_point() or tensor.is_complex())
+            tensor = tensor * (int(i == 0) if whole else _SHARES[i])
+    return tensor
 
 
 def check_expansion(spec: OpSpec, call: Call, tensors: Sequence[Tensor]) -> None:

@@ -8,12 +8,12 @@ what the dispatcher is then asked for.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 
 from conjoin.ops.aten import find_operator, signature
+from conjoin.ops.call_cache import call_cache
 from conjoin.ops.catalog import find_spec
 
 _OTHER_OVERLOADS = ("Scalar", "correction")
@@ -22,7 +22,7 @@ _OTHER_PARAMETERS = frozenset({"device", "generator", "memory_format", "values",
 """Torch's functions take these in other places or forms, or (hx) warn of what users cannot change."""
 
 
-@cache
+@call_cache(None)
 def find_function(name: str) -> Callable[..., Any]:
     """What runs an operator: the function of torch that takes the same arguments, or else the operator itself.
 

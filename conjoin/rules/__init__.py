@@ -17,9 +17,18 @@ from conjoin.rules.graphs.near_misses import NearMiss, why
 from conjoin.rules.graphs.rehearsal import Change, rehearse
 from conjoin.rules.graphs.rewriting import Refused, apply, apply_all, change_of, kept_values
 from conjoin.rules.judging import Judgement, Standing, judge
-from conjoin.rules.library import SHIPPED, Entry, Library, make_entry, method_of, operators_version
+from conjoin.rules.library import (
+    SHIPPED,
+    Entry,
+    Library,
+    make_entry,
+    method_of,
+    of_each_function,
+    operators_version,
+)
 from conjoin.rules.making import Made, certify, make_library, reasons_of
 from conjoin.rules.operators import OPS, RuleOp
+from conjoin.rules.own import OwnRules, prove_rules
 from conjoin.rules.parameters import with_groups
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, inputs_of, operators_in
 from conjoin.rules.text import RuleFile, WrittenRule, load_rules, parse_expressions, parse_rule, parse_rules, save_rules
@@ -28,9 +37,10 @@ from conjoin.rules.trials.refuting import Counterexample, Trials, refute, try_ou
 __all__ = [
     "MODELS", "MULTILINEAR", "OPS", "SHIPPED", "TASO", "VOCABULARIES", "Apply", "Change", "Counterexample",
     "Derivation", "Deriver", "Entry", "Expr", "Index", "Input", "Judgement", "Library", "Made", "Match", "NearMiss",
-    "Parameter", "Proven", "Refused", "Rule", "RuleFile", "RuleOp", "Selection", "Standing", "Step", "Trials",
-    "Verdict", "Vocabulary", "WrittenRule", "apply", "apply_all", "certify", "change_of", "drop_derived",
+    "OwnRules", "Parameter", "Proven", "Refused", "Rule", "RuleFile", "RuleOp", "Selection", "Standing", "Step",
+    "Trials", "Verdict", "Vocabulary", "WrittenRule", "apply", "apply_all", "certify", "change_of", "drop_derived",
     "drop_instances", "find_matches", "generate", "inputs_of", "judge", "kept_values", "load_rules", "make_entry",
-    "make_library", "method_of", "operators_in", "operators_version", "parse_expressions", "parse_rule", "parse_rules",
-    "prove", "prove_all", "reasons_of", "refute", "rehearse", "save_rules", "try_out", "why", "with_groups",
+    "make_library", "method_of", "of_each_function", "operators_in", "operators_version", "parse_expressions",
+    "parse_rule", "parse_rules", "prove", "prove_all", "prove_rules", "reasons_of", "refute", "rehearse", "save_rules",
+    "try_out", "why", "with_groups",
 ]  # fmt: skip

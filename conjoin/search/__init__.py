@@ -2,9 +2,11 @@
 
 from conjoin.search.another_shape import Alike, plan_alike
 from conjoin.search.baselines import baseline_names, baselines
+from conjoin.search.batch import split_batch, split_sequences
 from conjoin.search.certifying import Certificate
 from conjoin.search.comparing import Row, compare_plans
 from conjoin.search.contest import Contest, Improvement, Progress, Stopped
+from conjoin.search.drafting import Draft
 from conjoin.search.exact.bounding import branch_and_bound
 from conjoin.search.exact.choices import OperatorSeconds
 from conjoin.search.exact.counted.naming import name_axes
@@ -15,21 +17,27 @@ from conjoin.search.exact.reshard_seconds import ReshardSeconds
 from conjoin.search.exact.space import Objective, Space
 from conjoin.search.exact.tables import Table, Tables
 from conjoin.search.exact.units import canonical, cuts
+from conjoin.search.facts import Facts, NodeFacts
 from conjoin.search.finding import find_plan
+from conjoin.search.groups import Group, make_groups
 from conjoin.search.notes import Notes
 from conjoin.search.pipelining import make_pipeline
 from conjoin.search.placing_branches import place_branches
-from conjoin.search.planning import PIPELINE, make_plan, read_request, strategy_names
+from conjoin.search.planning import PIPELINE, make_plan, strategy_names
+from conjoin.search.propagation import Flow, follow, propagate
 from conjoin.search.refusing import TooSlow
 from conjoin.search.remembering import Remembered, is_answer
+from conjoin.search.request import Request
 from conjoin.search.searching import open_contest, search_names
+from conjoin.search.strategies import read_request, register_strategy
 from conjoin.search.wishing import DEFAULT_BUDGET, OBJECTIVES, SearchResult, Wish, check_wish
 
 __all__ = [
     "DEFAULT_BUDGET", "OBJECTIVES", "PIPELINE", "Alike", "Certificate", "Contest", "CountedProblem", "CountedSpace",
-    "Improvement", "Notes", "Objective", "OperatorSeconds", "Problem", "Progress", "Remembered", "ReshardSeconds",
-    "Row", "SearchResult", "Space", "Stopped", "Table", "Tables", "TooSlow", "Wish", "baseline_names", "baselines",
-    "branch_and_bound", "canonical", "check_wish", "compare_plans", "cuts", "find_plan", "is_answer", "make_pipeline",
-    "make_plan", "name_axes", "open_contest", "place_branches", "plan_alike", "read_request", "search_names",
-    "strategy_names",
+    "Draft", "Facts", "Flow", "Group", "Improvement", "NodeFacts", "Notes", "Objective", "OperatorSeconds", "Problem",
+    "Progress", "Remembered", "Request", "ReshardSeconds", "Row", "SearchResult", "Space", "Stopped", "Table", "Tables",
+    "TooSlow", "Wish", "baseline_names", "baselines", "branch_and_bound", "canonical", "check_wish", "compare_plans",
+    "cuts", "find_plan", "follow", "is_answer", "make_groups", "make_pipeline", "make_plan", "name_axes",
+    "open_contest", "place_branches", "plan_alike", "propagate", "read_request", "register_strategy", "search_names",
+    "split_batch", "split_sequences", "strategy_names",
 ]  # fmt: skip

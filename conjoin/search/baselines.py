@@ -14,8 +14,8 @@ from conjoin.search.blocks import segments_for
 from conjoin.search.contest import Entry, Variant, make_variant
 from conjoin.search.drafting import Draft, Settled, lay_out, settle_draft
 from conjoin.search.groups import products
-from conjoin.search.planning import drafter, read_request
-from conjoin.search.strategies import STORED
+from conjoin.search.planning import drafter
+from conjoin.search.strategies import STORED, read_request
 from conjoin.search.strategies.data_parallel import hybrid_degrees
 from conjoin.sim import Layouts
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 from conjoin.ir import (
     Graph,
@@ -29,6 +29,7 @@ from conjoin.ops import (
     ShardingRule,
     Split,
     TensorType,
+    call_cache,
     map_tensors,
     output_types,
     space_of,
@@ -87,7 +88,7 @@ class NodeFacts:
         return self.node.op.removeprefix("_").startswith("conv")
 
 
-@lru_cache(maxsize=65536)
+@call_cache()
 def _space_facts(call: Call) -> tuple[Mapping[str, int], bool, frozenset[int]]:
     """The sizes of the indices, whether the call is a view, and which operands are read at addresses."""
     spec = spec_for(call)
@@ -99,7 +100,7 @@ def _space_facts(call: Call) -> tuple[Mapping[str, int], bool, frozenset[int]]:
     return space.sizes, spec.view, frozenset(tables)
 
 
-@lru_cache(maxsize=65536)
+@call_cache()
 def _find_layer(call: Call, num_outputs: int, weights: tuple[bool, ...]) -> Layer | None:
     rules = rules_for(call, num_outputs)
     for weight, data in ((i, j) for i, w in enumerate(weights) for j, v in enumerate(weights) if w and not v):
@@ -143,7 +144,7 @@ def _find_lookup(call: Call, num_outputs: int, weights: tuple[bool, ...]) -> Loo
     return None
 
 
-@lru_cache(maxsize=65536)
+@call_cache()
 def _find_experts(call: Call, num_outputs: int, weights: tuple[bool, ...]) -> tuple[ShardingRule, ...]:
     """The ways to split all that is stacked: matrices that rows address, or that stand beside rows dealt to them."""
     rules, tables = rules_for(call, num_outputs), _space_facts(call)[2]
@@ -163,7 +164,7 @@ def _find_experts(call: Call, num_outputs: int, weights: tuple[bool, ...]) -> tu
     )
 
 
-@lru_cache(maxsize=65536)
+@call_cache()
 def _expands(call: Call, parts: bool) -> bool:
     """Whether a call expands to another composition: some forms of an operator expand to themselves."""
     spec = spec_for(call)
@@ -250,7 +251,7 @@ class Facts:
         return self.graph.leaves_of(LeafKind.PARAMETER)
 
 
-@lru_cache(maxsize=8)
+@call_cache(8)
 def study(graph: Graph) -> Facts:
     """The facts of a graph; those of the last few graphs are kept, since one model is planned in several ways."""
     return Facts(graph)

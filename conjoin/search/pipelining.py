@@ -38,9 +38,10 @@ from conjoin.schedules import (
 from conjoin.search.blocks import segments_for
 from conjoin.search.bundle_size import choose_bundle_bytes
 from conjoin.search.drafting import lay_out, settle_draft
-from conjoin.search.planning import drafter, read_request
+from conjoin.search.planning import drafter
 from conjoin.search.request import Request
 from conjoin.search.stage_cuts import cut_rows, node_seconds
+from conjoin.search.strategies import read_request
 
 _VIRTUAL = 2
 """Stages to an owner where a schedule interleaves them and nobody says how many."""

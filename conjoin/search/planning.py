@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from conjoin.errors import StrategyError, UsageError
+from conjoin.errors import PlanError, StrategyError, UsageError
 from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine
 from conjoin.search.drafting import Draft, make_plan_by
 from conjoin.search.facts import Facts
-from conjoin.search.request import Request, parse_request
-from conjoin.search.strategies import ALIASES, STRATEGIES
+from conjoin.search.request import Request
+from conjoin.search.strategies import STRATEGIES, known_strategies, read_request
 
 PIPELINE = "pipeline"
 
@@ -21,7 +21,7 @@ def strategy_names() -> tuple[str, ...]:
     >>> strategy_names()[:4]
     ('single', 'data-parallel', 'zero1', 'fsdp')
     """
-    return tuple(STRATEGIES)
+    return tuple(known_strategies())
 
 
 def make_plan(graph: Graph, machine: Machine, strategy: str) -> Plan:
@@ -54,16 +54,15 @@ def make_plan(graph: Graph, machine: Machine, strategy: str) -> Plan:
             f"A plan of one stage was asked for by {strategy[:60]!r}. A pipeline has several. Choose another strategy "
             f"here, or call make_pipeline."
         )
-    return make_plan_by(graph, machine, drafter(machine, request), request.micro)
-
-
-def read_request(strategy: str) -> Request:
-    """What is asked for by a strategy's name; UsageError where it is not understood.
-
-    >>> print(read_request("zero3:8 + megatron:tp=2,sp + recompute=full"))
-    megatron:tp=2,dp=8,fsdp,sp+recompute=full
-    """
-    return parse_request(strategy, {name: found.keys for name, found in STRATEGIES.items()}, ALIASES)
+    try:
+        return make_plan_by(graph, machine, drafter(machine, request), request.micro)
+    except PlanError as error:
+        if request.name in STRATEGIES:
+            raise
+        raise StrategyError(
+            f"The strategy {request.name} was asked for {graph.name} on {machine.name}. What its function drafted is "
+            f"no legal plan. Correct the function that was registered: {error}"
+        ) from None
 
 
 def drafter(machine: Machine, request: Request) -> Callable[[Facts], Draft]:
@@ -72,7 +71,7 @@ def drafter(machine: Machine, request: Request) -> Callable[[Facts], Draft]:
 
     def draft(facts: Facts) -> Draft:
         try:
-            return STRATEGIES[request.name].draft(facts, mesh, request)
+            return known_strategies()[request.name].draft(facts, mesh, request)
         except StrategyError as error:
             if request.micro == 1:
                 raise

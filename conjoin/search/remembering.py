@@ -1,6 +1,7 @@
 """Plans that were found before, kept by what they were asked for: the same question is answered at once.
 
-Which rules the library has is part of the question: what was found by a rule that is no longer there is no answer.
+Which rules the library has is part of the question: what was found by a rule that is no longer there is no answer. So
+are a user's own rules, and what users declare of operators.
 A question is answered when its search had converged, or had spent as much as is allowed now. Otherwise what was found
 is where a search goes on: files have what was tried. They are written aside and renamed, so that one which is
 interrupted while it is written leaves the one before.
@@ -22,6 +23,7 @@ from conjoin.errors import ConjoinError, PlanError
 from conjoin.ir import (
     Graph,
     check_plan,
+    declared_in,
     fingerprint,
     library_digest,
     model_mark,
@@ -75,8 +77,9 @@ class Remembered:
             _log.warning("what was found is not remembered: %s", error)
 
     def _path(self, graph: Graph, machine: Machine, wish: Wish, costs: str) -> Path:
-        asked = asdict(replace(wish, budget=0.0, cpu_budget=None, steps=None, at_most=None))
-        made_by = [_VERSION, SEARCH_VERSION, library_digest(), torch.__version__]
+        asked = asdict(replace(wish, budget=0.0, cpu_budget=None, steps=None, at_most=None, rules=None))
+        own = [wish.rules.digest] if wish.rules is not None else []
+        made_by = [_VERSION, SEARCH_VERSION, library_digest(), torch.__version__, *own, *declared_in(graph)]
         facts: list[object] = [made_by, fingerprint(graph), machine.speed_fingerprint(), costs, asked]
         if wish.objective == "cost":
             facts.append(wish.at_most)  # by which another part of the machine is the right one

@@ -19,7 +19,7 @@ from conjoin.machine import Mesh
 _MAX_DIGITS = 7
 _MODES = ("none", "selective", "full", "every-2")
 _STATISTICS = ("all", "rank")
-_OPTIONS = ("recompute", "micro", "statistics")
+OPTIONS = ("recompute", "micro", "statistics")
 _EVERY = re.compile(r"every-[1-9]\d{0,3}")
 
 
@@ -116,7 +116,7 @@ def _parse_part(text: str, known: Mapping[str, Keys], aliases: Mapping[str, str]
     """What stands between two `+`; one that names no strategy has no name."""
     asked, _, axes = text.strip().partition("@")
     name, _, rest = asked.partition(":")
-    if name.partition("=")[0].strip() in _OPTIONS:
+    if name.partition("=")[0].strip() in OPTIONS:
         name, rest = "", asked
     elif name not in known and name not in aliases:
         raise UsageError(

@@ -18,15 +18,18 @@ from itertools import count
 
 from conjoin.ir import Graph, Node, Substitution, fingerprint
 from conjoin.rules import (
+    Entry,
     Expr,
     Index,
     Library,
     Match,
+    OwnRules,
     Rule,
     apply_all,
     change_of,
     find_matches,
     inputs_of,
+    of_each_function,
     operators_in,
     rehearse,
 )
@@ -59,17 +62,23 @@ class Way:
         return self.operators <= index.by_op.keys()
 
 
-def ways_of(library: Library) -> tuple[Way, ...]:
-    """The rules that rewrite a model's graph, in both directions."""
-    proofs = {entry.name: f"{entry.method}:{entry.stamp}" for entry in library.entries}
+def ways_of(library: Library, own: OwnRules | None = None) -> tuple[Way, ...]:
+    """The rules that rewrite a model's graph, in both directions: a user's own first, then those of a library."""
     found: dict[tuple[Expr, ...], Way] = {}
+    if own is not None:
+        _add_ways(found, own.library, own.proof_of)
+    _add_ways(found, library, lambda entry: f"{entry.method}:{entry.stamp}")
+    return tuple(found.values())
+
+
+def _add_ways(found: dict[tuple[Expr, ...], Way], library: Library, proof_of: Callable[[Entry], str]) -> None:
+    proofs = {rule.name: proof_of(entry) for entry in library.entries for rule in of_each_function(entry)}
     for rule in library.rules:
-        proof = proofs[rule.name.split(":")[0]]
+        proof = proofs[rule.name]
         found.setdefault((*rule.left, *rule.right), Way.of(rule, proof))  # a rule for any function may be one for relu
         if not set(inputs_of(*rule.left)) - set(inputs_of(*rule.right)):  # else nothing tells what they are
             back = Rule(f"{rule.name}-back", rule.right, rule.left)
             found.setdefault((*rule.right, *rule.left), Way.of(back, proof))
-    return tuple(found.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ Search = Callable[[Contest, Sequence[Outcome], Wish], None]
 
 
 def _joint(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None:
-    search = JointSearch(contest, _variants(contest, starts), [as_variant(o) for o in starts], _ways())
+    search = JointSearch(contest, _variants(contest, starts), [as_variant(o) for o in starts], _ways(wish))
     with_branches_aside(contest, search.run)
     if contest.best is not None:  # what only a timeline sees, such as overlap; also far from what sums prefer
         walk_from_all(contest, [contest.best, *starts], wish.seed)
@@ -53,9 +53,9 @@ def _named_only(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None
     """The named strategies were judged already."""
 
 
-def _ways() -> tuple[Way, ...]:
-    """The substitutions of the library."""
-    return _ways_of(Library.shipped())
+def _ways(wish: Wish) -> tuple[Way, ...]:
+    """The substitutions of the library, and a user's own."""
+    return _ways_of(Library.shipped(), wish.rules)
 
 
 _ways_of = lru_cache(ways_of)
@@ -67,12 +67,12 @@ def _variants(contest: Contest, starts: Sequence[Outcome]) -> tuple[Variant, ...
 
 SEARCHES: dict[str, Search] = {
     "joint": _joint,
-    "unity": lambda contest, starts, wish: search_in_levels(contest, _variants(contest, starts), _ways()),
+    "unity": lambda contest, starts, wish: search_in_levels(contest, _variants(contest, starts), _ways(wish)),
     "sequential": lambda contest, starts, wish: first_rewrite_then_lay_out(
-        contest, _variants(contest, starts), _ways(), wish.seed
+        contest, _variants(contest, starts), _ways(wish), wish.seed
     ),
     "taso-then-flexflow": lambda contest, starts, wish: first_rewrite_then_walk(
-        contest, _variants(contest, starts), _ways(), wish.seed
+        contest, _variants(contest, starts), _ways(wish), wish.seed
     ),
     "mcmc": lambda contest, starts, wish: walk_from_all(contest, starts, wish.seed),
     "coordinate": lambda contest, starts, wish: descend_everywhere(contest, _variants(contest, starts), wish.seed),

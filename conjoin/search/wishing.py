@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from conjoin.errors import UsageError
 from conjoin.ir import Plan
 from conjoin.machine import Machine
+from conjoin.rules import OwnRules
 from conjoin.search.certifying import Certificate
 from conjoin.search.contest import Improvement, Stopped
 from conjoin.search.notes import Notes
@@ -42,6 +43,8 @@ class Wish:
     """Layouts of given tensors, as plan files name and write them: `{"fc.weight": "d0:S(0)"}`."""
     forbidden_axes: tuple[str, ...] = ()
     """Axes of the mesh over which nothing is split: all devices along them do the same."""
+    rules: OwnRules | None = None
+    """Substitutions of the user's own, proven, that are tried beside those of the library."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,11 @@ def check_wish(wish: Wish, searches: Sequence[str]) -> None:
                 f"The limit {name}={value!r} was given. No plan keeps to a limit that is not a number above 0. Give "
                 f"another, or leave it out."
             )
+    if not isinstance(wish.rules, OwnRules | None):
+        raise UsageError(
+            f"Substitutions were given as {type(wish.rules).__name__}. A search uses only those that are proven. Write "
+            f"rules=conjoin.prove_rules('mine.toml')."
+        )
     if not isinstance(wish.fixed, Mapping):
         raise UsageError(
             f"Layouts of tensors were given as {type(wish.fixed).__name__}. They are a mapping from names to layouts, "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from conjoin.cost import ATTENTION, fuses_attention
 from conjoin.ir import Node, Placed, plain_call, region_shape, wanted_region
 from conjoin.machine import Mesh
-from conjoin.ops import Call, TensorType, execute, map_tensors, run_local, space_of, spec_for
+from conjoin.ops import Call, TensorType, call_cache, execute, map_tensors, run_local, space_of, spec_for
 from conjoin.sim.gpu_kernels import KernelBytes, Shapes, attention_workspace, kernel_bytes
 from conjoin.sim.losses import storage_bytes
 from conjoin.sim.torch_private import NewStorages, storage_of
@@ -65,7 +64,7 @@ def kept_of(call: Call, types: tuple[TensorType, ...], needs: tuple[int, ...], k
 Ranges = tuple[tuple[str, tuple[int, int]], ...]
 
 
-@lru_cache(maxsize=1 << 14)
+@call_cache(1 << 14)
 def _kept(
     call: Call, shapes: Shapes, pieces: Ranges, types: tuple[TensorType, ...], needs: tuple[int, ...], kind: str
 ) -> Kept:

@@ -11,7 +11,7 @@ import pytest
 import typer.main
 
 from conjoin.cli import app
-from conjoin.machine import CollectiveFit, Machine, preset_names
+from conjoin.machine import CollectiveFit, Machine, preset_names, registered_names
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]
@@ -31,7 +31,9 @@ def machines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_flags_are_frozen() -> None:
     group = typer.main.get_command(app).commands["machine"]  # type: ignore[attr-defined]
     found = {name: sorted(o for p in command.params for o in p.opts) for name, command in group.commands.items()}
-    assert found == {"list": ["--json"], "show": ["--json", "--toml", "name"], "check": ["--json", "file"]}
+    assert found == {
+        "list": ["--import", "--json"], "show": ["--import", "--json", "--toml", "name"], "check": ["--json", "file"]
+    }  # fmt: skip
 
 
 def test_list_names_presets(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +41,7 @@ def test_list_names_presets(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = run("machine", "list")
     assert shown.code == 0 and shown.err == ""
     names = [line.split()[0] for line in shown.out.split("\n\n")[0].splitlines()]
-    assert names == list(preset_names())
+    assert names == [*registered_names(), *preset_names()]
     assert "summit         1 node × 6 V100-SXM2-16GB" in shown.out
 
 

@@ -19,7 +19,8 @@ import typer.main
 
 import conjoin
 from conjoin.cli import app
-from conjoin.search import DEFAULT_BUDGET, search_names, strategy_names
+from conjoin.search import DEFAULT_BUDGET, search_names
+from conjoin.search.strategies import STRATEGIES
 from tests.cli.conftest import Ran
 from tests.waiting import HUNG_SECONDS
 
@@ -27,15 +28,15 @@ Run = Callable[..., Ran]
 
 
 FLAGS = {
-    "inspect": ["--batch", "--eval", "--json", "--output", "--train", "-o"],
+    "inspect": ["--batch", "--eval", "--import", "--json", "--output", "--train", "-o"],
     "plan": [
         "--at-most", "--batch", "--budget", "--cpu-budget", "--fix", "--forbid-axis", "--fresh", "--import", "--json",
-        "--machine", "--memory", "--objective", "--optimizer", "--output", "--precision", "--search", "--start",
-        "--strategy", "-o",
+        "--machine", "--memory", "--objective", "--optimizer", "--output", "--precision", "--rules", "--search",
+        "--start", "--strategy", "-o",
     ],
     "compare": [
-        "--batch", "--budget", "--json", "--machine", "--memory", "--optimizer", "--precision", "--search",
-        "--strategy",
+        "--batch", "--budget", "--import", "--json", "--machine", "--memory", "--optimizer", "--precision",
+        "--search", "--strategy",
     ],
     "explain": ["--import", "--json"],
     "diff": ["--import", "--json"],
@@ -72,7 +73,7 @@ def test_help_lists_the_commands(run: Run) -> None:
 
 def test_help_names_the_searches_and_the_time_they_take(run: Run) -> None:
     shown = " ".join(run("plan", "--help").out.split())
-    assert all(name in shown for name in (*search_names(), *strategy_names()))
+    assert all(name in shown for name in (*search_names(), *STRATEGIES))
     assert f"Without it {DEFAULT_BUDGET:.0f}s" in shown
 
 

@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from random import Random
 
 import torch
-from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from conjoin.ops import (
     Call,
-    Greatest,
     NotationError,
     OpSpec,
-    Partial,
-    Placement,
-    ShardingRule,
-    Split,
     TensorType,
     WholeRun,
     all_ops,
     check_expansion,
+    check_pair,
     check_rule,
-    execute,
+    cuts_for,
     find_spec,
     map_tensors,
-    operand_spans,
     output_types,
     random_call,
-    random_cuts,
     random_tensors,
-    run_local,
     run_whole,
     sharding_rules,
-    space_of,
 )
 from conjoin.ops.declarations import elementwise, joining, lookup, movement, reductions, views
 from tests.cases import each_of
@@ -67,13 +57,6 @@ def declared(op: str) -> OpSpec:
     return spec
 
 
-def cuts_for(spec: OpSpec, call: Call, rule: ShardingRule, rng: Random) -> tuple[int, ...]:
-    """Two or three uneven pieces of the rule's index; where nothing is split, two devices."""
-    if rule.index is None:
-        return 0, 1, 2
-    return random_cuts(space_of(spec, call).sizes[rule.index], rng.choice((2, 2, 3)), rng)
-
-
 @each_overload
 @each_seed
 def test_shapes_and_dtypes_are_those_of_torch(op: str, seed: int) -> None:
@@ -96,50 +79,6 @@ def test_every_sharding_rule_recombines(op: str, seed: int) -> None:
         check_rule(spec, call, rule, tensors, cuts_for(spec, call, rule, rng), whole)
 
 
-SHARES = (1.75, -0.75, 0.0)
-
-
-def part_of(tensor: Tensor, placements: tuple[Placement, Placement], place: tuple[int, int]) -> Tensor:
-    """Partial sums on either axis are multiples of the value; integers are held by the first device."""
-    for placement, i in zip(placements, place, strict=True):
-        if isinstance(placement, Partial):
-            tensor = tensor * (SHARES[i] if tensor.dtype != torch.int64 else int(i == 0))
-    return tensor
-
-
-def recombine(parts: list[tuple[Tensor, ...]], placements: tuple[Placement, ...]) -> tuple[Tensor, ...]:
-    def put_together(pieces: tuple[Tensor, ...], placement: Placement) -> Tensor:
-        if isinstance(placement, Split):
-            return torch.cat(pieces, placement.dim)
-        stacked = torch.stack(pieces)
-        return stacked.amax(0) if placement is Greatest() else stacked.sum(0)
-
-    return tuple(map(put_together, zip(*parts, strict=True), placements))
-
-
-def run_on_grid(
-    spec: OpSpec,
-    call: Call,
-    rules: tuple[ShardingRule, ShardingRule],
-    cuts: list[tuple[int, ...]],
-    tensors: list[Tensor],
-) -> tuple[Tensor, ...]:
-    """Two indices split at once, each along one axis of a grid of devices."""
-    rows = []
-    for i, first in enumerate(pairwise(cuts[0])):
-        row = []
-        for j, second in enumerate(pairwise(cuts[1])):
-            pieces = {str(rules[0].index): first, str(rules[1].index): second}
-            parts = []
-            for n, (tensor, spans) in enumerate(zip(tensors, operand_spans(spec, call, pieces), strict=True)):
-                for span in spans:
-                    tensor = tensor.narrow(span.dim, span.start, span.stop - span.start)
-                parts.append(part_of(tensor, (rules[0].operands[n], rules[1].operands[n]), (i, j)))
-            row.append(run_local(spec, call, pieces, parts, execute))
-        rows.append(recombine(row, rules[1].outputs))
-    return recombine(rows, rules[0].outputs)
-
-
 @each_overload
 @each_seed
 def test_two_indices_split_at_once_recombine(op: str, seed: int) -> None:
@@ -150,10 +89,8 @@ def test_two_indices_split_at_once_recombine(op: str, seed: int) -> None:
         return
     first, second = rng.sample(splits, 2)
     tensors = random_tensors(spec, call, seed)
-    cuts = [cuts_for(spec, call, rule, rng) for rule in (first, second)]
-    outputs = run_on_grid(spec, call, (first, second), cuts, tensors)
-    for got, want in zip(outputs, run_whole(call, tensors), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9, equal_nan=True)
+    cuts = cuts_for(spec, call, first, rng), cuts_for(spec, call, second, rng)
+    check_pair(spec, call, (first, second), tensors, cuts)
 
 
 @each_of([(op, seed) for op in EXPANDED for seed in range(30)], at_once=60)

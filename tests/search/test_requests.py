@@ -10,8 +10,7 @@ from conjoin.errors import ConjoinError, StrategyError, UsageError
 from conjoin.ir import RECOMPUTE, LeafKind, Plan, regathered_parameters
 from conjoin.machine import Machine
 from conjoin.ops import Split
-from conjoin.search import make_plan
-from conjoin.search.planning import read_request
+from conjoin.search import make_plan, read_request
 from tests.ir.wording import assert_three_sentences
 from tests.search.models import captured
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from conjoin.search.strategies.megatron import STORED
+from conjoin.search.strategies.registered import known_strategies, read_request, register_strategy
 from conjoin.search.strategies.table import ALIASES, STRATEGIES, Strategy
 
-__all__ = ["ALIASES", "STORED", "STRATEGIES", "Strategy"]
+__all__ = ["ALIASES", "STORED", "STRATEGIES", "Strategy", "known_strategies", "read_request", "register_strategy"]

@@ -59,9 +59,7 @@ def draft_megatron(facts: Facts, mesh: Mesh, request: Request) -> Draft:
     if request.flags.isdisjoint(STORED):
         return draft
     sharding = _sharding(mesh, groups)
-    stored = _stored_split(facts, mesh, sharding, flows[-1] if "tp" in groups else None)
-    is_regathered = "zero1" not in request.flags and sharding.degree > 1
-    return replace(draft, storage=stored, memory=regathering(stored) if is_regathered else ())
+    return stored_in_pieces(facts, mesh, draft, sharding, flows[-1] if "tp" in groups else None)
 
 
 def _checked(request: Request) -> Request:
@@ -81,6 +79,13 @@ def _checked(request: Request) -> Request:
             f"Both split the batch: with hsdp it is split over shard × replicate devices. Leave dp out."
         )
     return replace(request, flags=flags)
+
+
+def stored_in_pieces(facts: Facts, mesh: Mesh, draft: Draft, sharding: Group, flow: Flow | None) -> Draft:
+    """A draft whose parameters are split once more, over devices that use them alike; `flow` splits them already."""
+    stored = _stored_split(facts, mesh, sharding, flow)
+    is_regathered = "zero1" not in draft.request.flags and sharding.degree > 1
+    return replace(draft, storage=stored, memory=regathering(stored) if is_regathered else ())
 
 
 def _stored_split(facts: Facts, mesh: Mesh, sharding: Group, flow: Flow | None) -> dict[Leaf, Layout]:
