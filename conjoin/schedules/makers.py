@@ -70,10 +70,11 @@ def eager_one_f_one_b(
     return _in_turn(num_stages, num_micro_batches, first, f"eager-1f1b, W {weight_delay} late", backward)
 
 
-def interleaved(num_owners: int, stages_each: int, num_micro_batches: int) -> Schedule:
+def interleaved(num_owners: int, stages_each: int, num_micro_batches: int, slope: int = 2, more: int = 0) -> Schedule:
     """1F1B over stages that are dealt out in turn (Narayanan et al. 2021): a smaller bubble for more transfers.
 
-    Micro-batches go in rounds of about as many as there are owners, each through all stages of an owner.
+    Micro-batches go in rounds of about as many as there are owners, each through all stages of an owner. An owner
+    begins with `slope` forwards more than the next one, and all with some `more` than the first backward waits for.
     """
     check_counts(num_owners * stages_each, num_micro_batches)
     rounds = max(1, num_micro_batches // num_owners)
@@ -87,7 +88,7 @@ def interleaved(num_owners: int, stages_each: int, num_micro_batches: int) -> Sc
         begin += size
     rows = []
     for owner in range(num_owners):
-        first = (stages_each - 1) * sizes[0] + 2 * (num_owners - 1 - owner) + 1
+        first = (stages_each - 1) * sizes[0] + slope * (num_owners - 1 - owner) + 1 + more
         ahead = [Row(Kind.FORWARD, part * num_owners + owner, micro_batch) for part, micro_batch in forwards]
         back = [(Row(Kind.BACKWARD, part * num_owners + owner, micro_batch),) for part, micro_batch in backwards]
         rows.append(_alternating(ahead, back, first))
