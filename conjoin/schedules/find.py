@@ -18,9 +18,9 @@ from conjoin.schedules.bounds import Bounds
 from conjoin.schedules.branching import Branching
 from conjoin.schedules.check import peaks
 from conjoin.schedules.greedy import Taste, greedy, refilled
-from conjoin.schedules.makers import breadth_first, eager_one_f_one_b, gpipe, interleaved, one_f_one_b
+from conjoin.schedules.makers import breadth_first, eager_one_f_one_b, gpipe, interleaved, one_f_one_b, there_and_back
 from conjoin.schedules.play import play
-from conjoin.schedules.schedule import Kind, Schedule, chain, looped, one_each
+from conjoin.schedules.schedule import Kind, Schedule, chain, looped, one_each, v_shaped
 from conjoin.schedules.times import Pipeline, Times
 
 PATIENCE = (0.0, 0.99)
@@ -119,6 +119,8 @@ def _refilled(schedule: Schedule, pipeline: Pipeline) -> Iterator[tuple[Schedule
 def _known(pipeline: Pipeline) -> Sequence[Schedule]:
     num_owners, num = pipeline.num_owners, pipeline.num_micro_batches
     stages_each = len(pipeline.owners) // num_owners
+    if pipeline.owners == v_shaped(num_owners):
+        return (there_and_back(num_owners, num),)
     if pipeline.owners != looped(num_owners, stages_each):
         return ()
     if stages_each > 1:
