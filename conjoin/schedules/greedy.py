@@ -7,14 +7,13 @@ several stages leaves room for one micro-batch at each of its later stages, so t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from conjoin.errors import ScheduleError
 from conjoin.schedules.makers import check_counts
-from conjoin.schedules.schedule import Edge, Kind, Row, Schedule, chain, one_each, v_shaped
-from conjoin.schedules.times import Memory, Times
+from conjoin.schedules.schedule import Kind, Row, Schedule, one_each, v_shaped
+from conjoin.schedules.times import Memory, Pipeline, Times
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +21,6 @@ class Taste:
     """What an owner likes best of the rows that can run."""
 
     order: tuple[Kind, Kind, Kind] = (Kind.INPUT_GRADIENT, Kind.FORWARD, Kind.WEIGHT_GRADIENT)
-    apart: bool = True
-    """Whether input and weight gradients are rows apart."""
     deep_first: bool = True
     """Of several stages' forwards, that of the latest; of their gradients likewise."""
     patience: float = 0.0
@@ -40,9 +37,9 @@ def zero_bubble(
     F1.0 I1.0 F1.1 I1.1 W1.0 W1.1
     """
     check_counts(num_stages, num_micro_batches, max_in_flight)
-    limits = [max_in_flight or num_stages] * num_stages
-    memory = Memory.in_flight(num_stages, limits)
-    return replace(greedy(one_each(num_stages), num_micro_batches, memory, times), name="zero-bubble")
+    memory = Memory.in_flight(num_stages, [max_in_flight or num_stages] * num_stages)
+    pipeline = Pipeline.of(one_each(num_stages), num_micro_batches, times, memory)
+    return replace(greedy(pipeline), name="zero-bubble")
 
 
 def zero_bubble_v(
@@ -51,47 +48,54 @@ def zero_bubble_v(
     """Zero-bubble with two stages to an owner, there and back; in flight are, of both together, twice the owners."""
     check_counts(2 * num_owners, num_micro_batches, max_in_flight)
     memory = Memory.in_flight(2 * num_owners, [max_in_flight or 2 * num_owners] * num_owners)
-    return replace(greedy(v_shaped(num_owners), num_micro_batches, memory, times), name="zero-bubble, V")
+    pipeline = Pipeline.of(v_shaped(num_owners), num_micro_batches, times, memory)
+    return replace(greedy(pipeline), name="zero-bubble, V")
 
 
-def greedy(
-    owners: tuple[int, ...],
-    num_micro_batches: int,
-    memory: Memory,
-    times: Times | None = None,
-    taste: Taste | None = None,
-    edges: tuple[Edge, ...] | None = None,
-) -> Schedule:
+def greedy(pipeline: Pipeline, taste: Taste | None = None) -> Schedule:
     """The schedule that comes about when every owner takes what it likes best, within memory."""
-    check_counts(len(owners), num_micro_batches)
-    edges = chain(len(owners)) if edges is None else edges
-    run = _Run(owners, num_micro_batches, memory, times or Times.alike(len(owners), edges), taste or Taste(), edges)
-    return Schedule(owners, num_micro_batches, run.rows(), edges, "greedy")
+    check_counts(len(pipeline.owners), pipeline.num_micro_batches)
+    run = _Run(pipeline, taste or Taste())
+    run.check_memory()
+    rows = run.rows()
+    assert rows is not None, "an owner that leaves room for its later stages can always go on"
+    return Schedule(pipeline.owners, pipeline.num_micro_batches, rows, pipeline.edges, "greedy")
+
+
+def refilled(schedule: Schedule, pipeline: Pipeline, patience: float = 0.0) -> tuple[Schedule, float] | None:
+    """The same order of forwards and input gradients, with weight gradients where owners would wait, or need room.
+
+    With its seconds; None where the order takes more memory than there is.
+    """
+    run = _Run(pipeline, Taste(patience=patience))
+    run.given = []
+    for rows in schedule.rows:
+        kept = [row for row in reversed(rows) if row.kind is not Kind.WEIGHT_GRADIENT]
+        forward, gradient = Kind.FORWARD, Kind.INPUT_GRADIENT
+        run.given.append([(forward if row.kind is forward else gradient, row.stage) for row in kept])
+    ran = run.rows()
+    return None if ran is None else (replace(schedule, rows=ran, name=f"{schedule.name}, refilled"), max(run.free))
 
 
 class _Run:
     """Owners at work. Micro-batches are alike, so at every stage they come in order, and counts say what is done."""
 
-    def __init__(
-        self,
-        owners: tuple[int, ...],
-        num_micro_batches: int,
-        memory: Memory,
-        times: Times,
-        taste: Taste,
-        edges: Sequence[Edge],
-    ) -> None:
-        num_stages, num_owners = len(owners), max(owners) + 1
-        self.owners, self.num, self.memory, self.times, self.taste = owners, num_micro_batches, memory, times, taste
+    def __init__(self, pipeline: Pipeline, taste: Taste) -> None:
+        self.given: list[list[tuple[Kind, int]]] | None = None
+        """Forwards and input gradients in the order in which each owner has to run them, the next one last."""
+        owners, times, edges = pipeline.owners, pipeline.times, pipeline.edges
+        num_stages, num_owners, num = len(owners), pipeline.num_owners, pipeline.num_micro_batches
+        self.owners, self.num, self.memory, self.times, self.taste = owners, num, pipeline.memory, times, taste
+        self.apart = pipeline.apart
         self.mine = [[s for s in range(num_stages) if owners[s] == owner] for owner in range(num_owners)]
         self.done = {kind: [0] * num_stages for kind in taste.order}
         self.free = [0.0] * num_owners
         self.used = [0.0] * num_owners
         self.channels: dict[tuple[int, int], float] = {}
-        self.output_there = [[0.0] * num_micro_batches for _ in owners]
-        self.gradient_there = [[0.0] * num_micro_batches for _ in owners]
-        self.lacking_before = [[0] * num_micro_batches for _ in owners]
-        self.lacking_after = [[1] * num_micro_batches for _ in owners]
+        self.output_there = [[0.0] * num for _ in owners]
+        self.gradient_there = [[0.0] * num for _ in owners]
+        self.lacking_before = [[0] * num for _ in owners]
+        self.lacking_after = [[1] * num for _ in owners]
         self.sends: dict[tuple[bool, int], list[tuple[int, float]]] = {}
         for edge, (source, target) in enumerate(edges):
             self.sends.setdefault((True, source), []).append((target, times.activations[edge]))
@@ -99,9 +103,9 @@ class _Run:
             for counts, stage in ((self.lacking_before, target), (self.lacking_after, source)):
                 counts[stage] = [count + 1 for count in counts[stage]]
         self.rank = {kind: i for i, kind in enumerate(taste.order)}
-        self._check_memory()
 
-    def _check_memory(self) -> None:
+    def check_memory(self) -> None:
+        """Refuse less memory than one micro-batch takes."""
         for owner, stages in enumerate(self.mine):
             least = sum(self.memory.held[stage] for stage in stages)
             if least > self.memory.limits[owner]:
@@ -110,15 +114,17 @@ class _Run:
                     f"{len(stages)} stages holds {least:g}. Allow it as much, or give it fewer stages."
                 )
 
-    def rows(self) -> tuple[tuple[Row, ...], ...]:
+    def rows(self) -> tuple[tuple[Row, ...], ...] | None:
+        """What each owner ran; None where they came to no end."""
         rows: list[list[Row]] = [[] for _ in self.free]
         offers = [self._best(owner) for owner in range(len(self.free))]
-        for _ in range(len(self.owners) * self.num * (3 if self.taste.apart else 2)):
+        for _ in range(len(self.owners) * self.num * (3 if self.apart else 2)):
             owner = min(range(len(offers)), key=lambda o: offers[o][0])
             start, kind, stage = offers[owner]
-            assert start < inf, "an owner that leaves room for its later stages can always go on"
+            if start == inf:
+                return None
             micro_batch = self.done[kind][stage]
-            shown = kind if self.taste.apart or kind is Kind.FORWARD else Kind.BACKWARD
+            shown = kind if self.apart or kind is Kind.FORWARD else Kind.BACKWARD
             rows[owner].append(Row(shown, stage, micro_batch))
             for other in {owner, *self._run(owner, start, kind, stage, micro_batch)}:
                 offers[other] = self._best(other)
@@ -127,6 +133,9 @@ class _Run:
     def _best(self, owner: int) -> tuple[float, Kind, int]:
         """What an owner runs next, and when: of what can start first, or soon enough, what it likes best."""
         able = [offer for stage in self.mine[owner] for offer in self._able(owner, stage)]
+        if self.given is not None:
+            following = self.given[owner][-1:]
+            able = [offer for offer in able if offer[1] is Kind.WEIGHT_GRADIENT or [offer[1:]] == following]
         if not able:
             return inf, Kind.FORWARD, 0
         soonest = min(able, key=lambda offer: (offer[0], self._liking(offer)))
@@ -146,16 +155,16 @@ class _Run:
             able.append((max(free, self.output_there[stage][forwards]), Kind.FORWARD, stage))
         if inputs < forwards and not self.lacking_after[stage][inputs]:
             able.append((max(free, self.gradient_there[stage][inputs]), Kind.INPUT_GRADIENT, stage))
-        if weights < inputs and self.taste.apart:
+        if weights < inputs and self.apart:
             able.append((free, Kind.WEIGHT_GRADIENT, stage))
         return able
 
     def _fits(self, owner: int, stage: int) -> bool:
-        later = sum(self.memory.held[other] for other in self.mine[owner] if other > stage)
+        later = sum(self.memory.held[other] for other in self.mine[owner] if other > stage and self.given is None)
         return self.used[owner] + self.memory.held[stage] + later <= self.memory.limits[owner]
 
     def _seconds(self, kind: Kind, stage: int) -> float:
-        if kind is Kind.INPUT_GRADIENT and not self.taste.apart:
+        if kind is Kind.INPUT_GRADIENT and not self.apart:
             return self.times.of(Kind.BACKWARD, stage)
         return self.times.of(kind, stage)
 
@@ -163,13 +172,15 @@ class _Run:
         """Run a row; gives the owners that have something new to choose from."""
         end = self.free[owner] = start + self._seconds(kind, stage)
         self.done[kind][stage] += 1
+        if self.given is not None and kind is not Kind.WEIGHT_GRADIENT:
+            self.given[owner].pop()
         held, kept = self.memory.held[stage], self.memory.kept[stage]
         match kind:
             case Kind.FORWARD:
                 self.used[owner] += held
                 self.lacking_after[stage][micro_batch] -= 1
             case Kind.INPUT_GRADIENT:
-                self.used[owner] -= held - kept if self.taste.apart else held
+                self.used[owner] -= held - kept if self.apart else held
             case _:
                 self.used[owner] -= kept
                 return []

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from conjoin.errors import ScheduleError
-from conjoin.schedules.schedule import Kind, Row, Schedule, chain, looped, one_each
+from conjoin.schedules.schedule import Kind, Row, Schedule, chain, looped, one_each, v_shaped
 
 MAX_STAGES = 4096
 MAX_MICRO_BATCHES = 1 << 16
@@ -70,10 +70,11 @@ def eager_one_f_one_b(
     return _in_turn(num_stages, num_micro_batches, first, f"eager-1f1b, W {weight_delay} late", backward)
 
 
-def interleaved(num_owners: int, stages_each: int, num_micro_batches: int) -> Schedule:
+def interleaved(num_owners: int, stages_each: int, num_micro_batches: int, slope: int = 2, more: int = 0) -> Schedule:
     """1F1B over stages that are dealt out in turn (Narayanan et al. 2021): a smaller bubble for more transfers.
 
-    Micro-batches go in rounds of about as many as there are owners, each through all stages of an owner.
+    Micro-batches go in rounds of about as many as there are owners, each through all stages of an owner. An owner
+    begins with `slope` forwards more than the next one, and all with some `more` than the first backward waits for.
     """
     check_counts(num_owners * stages_each, num_micro_batches)
     rounds = max(1, num_micro_batches // num_owners)
@@ -87,7 +88,7 @@ def interleaved(num_owners: int, stages_each: int, num_micro_batches: int) -> Sc
         begin += size
     rows = []
     for owner in range(num_owners):
-        first = (stages_each - 1) * sizes[0] + 2 * (num_owners - 1 - owner) + 1
+        first = (stages_each - 1) * sizes[0] + slope * (num_owners - 1 - owner) + 1 + more
         ahead = [Row(Kind.FORWARD, part * num_owners + owner, micro_batch) for part, micro_batch in forwards]
         back = [(Row(Kind.BACKWARD, part * num_owners + owner, micro_batch),) for part, micro_batch in backwards]
         rows.append(_alternating(ahead, back, first))
@@ -108,6 +109,34 @@ def breadth_first(num_owners: int, stages_each: int, num_micro_batches: int) -> 
         back = [Row(Kind.BACKWARD, stage, m) for stage in reversed(mine) for m in range(num_micro_batches)]
         rows.append((*ahead, *back))
     return Schedule(owners, num_micro_batches, tuple(rows), chain(len(owners)), "breadth-first")
+
+
+def there_and_back(num_owners: int, num_micro_batches: int) -> Schedule:
+    """1F1B over two stages to an owner, there and back, in the order of zero-bubble V schedules (Qi et al. 2024).
+
+    Gradients of the later stage come to an owner the sooner the further it stands from the first; then the two stages
+    take turns, one forward and one backward each.
+
+    >>> print(there_and_back(2, 3))
+    F0.0 F0.1 F0.2 F3.0 B3.0 F3.1 B3.1 B0.0 F3.2 B3.2 B0.1 B0.2
+    F1.0 F2.0 F1.1 F2.1 B2.0 F1.2 B1.0 F2.2 B2.1 B1.1 B2.2 B1.2
+    """
+    check_counts(2 * num_owners, num_micro_batches)
+    many = max(num_micro_batches, 2 * num_owners - 1)
+    rows = []
+    for owner in range(num_owners):
+        left = num_owners - owner
+        order = "f" * (2 * left - 1) + "Ff" * owner + "FB" * left + "fbFB" * (many - 2 * num_owners + owner + 1)
+        order += "bFB" * (left - 1) + "bB" * owner + "b" * left
+        stages = {"f": owner, "b": owner, "F": 2 * num_owners - 1 - owner, "B": 2 * num_owners - 1 - owner}
+        counts = dict.fromkeys(stages, 0)
+        mine = []
+        for letter in order:
+            if counts[letter] < num_micro_batches:
+                mine.append(Row(Kind(letter.upper()), stages[letter], counts[letter]))
+                counts[letter] += 1
+        rows.append(tuple(mine))
+    return Schedule(v_shaped(num_owners), num_micro_batches, tuple(rows), chain(2 * num_owners), "there and back")
 
 
 Backward = Callable[[int], Sequence[tuple[Row, ...]]]

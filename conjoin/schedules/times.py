@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from conjoin.schedules.schedule import Edge, Kind
+from conjoin.schedules.schedule import Edge, Kind, chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +72,29 @@ class Memory:
     def unlimited(cls, num_stages: int, num_owners: int) -> Memory:
         """In-flight micro-batches counted, and any number allowed."""
         return cls.in_flight(num_stages, (inf,) * num_owners)
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What is to be scheduled: stages with their owners, how many micro-batches, what all takes and holds."""
+
+    owners: tuple[int, ...]
+    num_micro_batches: int
+    times: Times
+    memory: Memory
+    edges: tuple[Edge, ...]
+    apart: bool = True
+    """Whether input and weight gradients may be rows apart."""
+
+    @classmethod
+    def of(
+        cls, owners: tuple[int, ...], num_micro_batches: int, times: Times | None = None, memory: Memory | None = None
+    ) -> Pipeline:
+        """A chain of stages; without times all take the same and transfers nothing, without memory no limit is set."""
+        edges = chain(len(owners))
+        memory = memory or Memory.unlimited(len(owners), max(owners) + 1)
+        return cls(owners, num_micro_batches, times or Times.alike(len(owners), edges), memory, edges)
+
+    @property
+    def num_owners(self) -> int:
+        return max(self.owners) + 1

@@ -23,6 +23,7 @@ class _Moved:
 
     seconds: float
     source: int
+    edge: int
     target: int
     micro_batch: int
 
@@ -81,13 +82,13 @@ def with_transfers(
 
 def _all_moved(schedule: Schedule, ends: list[list[float]], place: dict[tuple[bool, int, int], int]) -> list[_Moved]:
     moved = []
-    for edge in schedule.edges:
+    for number, edge in enumerate(schedule.edges):
         if schedule.owners[edge[0]] == schedule.owners[edge[1]]:
             continue
         for forward, (source, target) in ((True, edge), (False, edge[::-1])):
             end = ends[schedule.owners[source]]
             for micro_batch in range(schedule.num_micro_batches):
-                moved.append(_Moved(end[place[forward, source, micro_batch]], source, target, micro_batch))
+                moved.append(_Moved(end[place[forward, source, micro_batch]], source, number, target, micro_batch))
     return moved
 
 

@@ -1,0 +1,86 @@
+"""Seconds that no schedule of some stages is below, whatever its order.
+
+An owner begins when the first micro-batch can have come (head), runs all its rows, and what it runs last still has to
+go back to the first stage (tail). Weight gradients may run after the last input gradient, but only as many as memory
+holds. And where L micro-batches fit at a stage, the forward of one waits until the one L before it has come back.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from conjoin.schedules.schedule import Kind
+from conjoin.schedules.times import Pipeline
+
+
+class Bounds:
+    """Ways through the stages, and the bound that follows from them."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        owners, times, edges = pipeline.owners, pipeline.times, pipeline.edges
+        self.owners, self.num, self.times = owners, pipeline.num_micro_batches, times
+        self.memory, self.apart = pipeline.memory, pipeline.apart
+        stages = range(len(owners))
+        gradient = Kind.INPUT_GRADIENT if self.apart else Kind.BACKWARD
+        self.inputs = tuple(times.of(gradient, stage) for stage in stages)
+        self.weights = times.weight_gradient if self.apart else (0.0,) * len(owners)
+        crosses = [owners[source] != owners[target] for source, target in edges]
+        self.head = [0.0] * len(owners)
+        for stage in stages:
+            ways = [
+                self.head[source] + times.forward[source] + times.activations[e] * crosses[e]
+                for e, (source, target) in enumerate(edges)
+                if target == stage
+            ]
+            self.head[stage] = max(ways, default=0.0)
+        self.tail = list(self.weights)
+        for stage in stages:
+            ways = [
+                times.gradients[e] * crosses[e] + self.inputs[source] + self.tail[source]
+                for e, (source, target) in enumerate(edges)
+                if target == stage
+            ]
+            self.tail[stage] = max(self.weights[stage], *ways) if ways else self.weights[stage]
+        self.turn = [0.0] * len(owners)
+        for stage in reversed(stages):
+            ways = [
+                (times.activations[e] + times.gradients[e]) * crosses[e]
+                + times.forward[target] + self.turn[target] + self.inputs[target]
+                for e, (source, target) in enumerate(edges)
+                if source == stage
+            ]  # fmt: skip
+            self.turn[stage] = max(ways, default=0.0)
+        """From the end of a stage's forward to the start of its gradient."""
+        self.fit = [self._fit(stage) for stage in stages]
+
+    def _fit(self, stage: int) -> int:
+        """How many micro-batches a stage may have in flight at once."""
+        held, kept = self.memory.held[stage], self.memory.kept[stage] if self.apart else self.memory.held[stage]
+        limit = self.memory.limits[self.owners[stage]]
+        if limit == inf or kept <= 0:
+            return self.num
+        return max(1, min(self.num, int((limit - held) / kept + 1e-9) + 1))
+
+    def least(self) -> float:
+        """No schedule ends before this."""
+        return max(max(self._of_owner(owner) for owner in set(self.owners)), max(map(self._of_stage, self._stages())))
+
+    def _stages(self) -> range:
+        return range(len(self.owners))
+
+    def _of_owner(self, owner: int) -> float:
+        """All its work after its first head, and before its shortest tail."""
+        stages = [stage for stage in self._stages() if self.owners[stage] == owner]
+        each = (self.times.forward[s] + self.inputs[s] + self.weights[s] for s in stages)
+        tails = (0.0 if self.apart else self.tail[stage] for stage in stages)
+        return min(self.head[stage] for stage in stages) + self.num * sum(each) + min(tails)
+
+    def _of_stage(self, stage: int) -> float:
+        """Its own rows up to the last input gradient, or the turns that memory makes it wait for; then the tail."""
+        forward, inputs, weight = self.times.forward[stage], self.inputs[stage], self.weights[stage]
+        late = max(0, self.num - self.fit[stage])
+        rows = self.num * (forward + inputs) + late * weight
+        turn = forward + self.turn[stage] + inputs
+        rounds, rest = divmod(self.num - 1, self.fit[stage])
+        turns = rounds * (turn + weight) + rest * forward + turn
+        return self.head[stage] + max(rows, turns) + self.tail[stage]
