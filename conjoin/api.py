@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -37,6 +38,7 @@ from conjoin.runtime import (
     Verdict,
     Weights,
     check_capture,
+    check_init,
     copied_for_check,
     full_state_dict,
     load,
@@ -71,6 +73,7 @@ __all__ = [
 ]  # fmt: skip
 
 __version__ = installed_version()
+_log = logging.getLogger("conjoin")
 
 
 def capture(
@@ -145,9 +148,19 @@ def plan(  # noqa: PLR0913 – what may be said of a plan
     chosen = _machine(machine)
     _check_wish(wish)
     asked = precision_on(chosen, precision)
+    if isinstance(model, nn.Module):
+        _tell_of_init(model)
     graph = capture(model, batch, loss, precision=asked)
     made = make_plan(graph, chosen, strategy) if strategy is not None else search_plan(graph, chosen, wish).plan
     return made if asked is None else replace(made, precision=str(asked))
+
+
+def _tell_of_init(model: nn.Module) -> None:
+    """Say of a model on the meta device what will be missing when the plan is loaded, before it is looked for."""
+    try:
+        check_init(model)
+    except UsageError as error:
+        _log.warning("The plan can be made, but not loaded without init= or weights=. %s", error)
 
 
 def precision_on(machine: Machine, precision: Precision | str | None) -> Precision | None:
