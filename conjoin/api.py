@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -62,6 +63,7 @@ from conjoin.runtime import (
     Verdict,
     Weights,
     check_capture,
+    check_init,
     copied_for_check,
     full_state_dict,
     load_checkpoint,
@@ -102,6 +104,7 @@ __all__ = [
 ]  # fmt: skip
 
 __version__ = installed_version()
+_log = logging.getLogger("conjoin")
 
 
 def capture(
@@ -187,6 +190,8 @@ def plan(  # noqa: PLR0913 – what may be said of a plan
             )
         wish = replace(wish or Wish(), rules=rules if isinstance(rules, OwnRules) else prove_rules(rules))
     asked = precision_on(chosen, precision)
+    if isinstance(model, nn.Module):
+        _tell_of_init(model)
     graph = capture(model, batch, loss, precision=asked)
     made = make_named(graph, chosen, strategy) if strategy is not None else search_plan(graph, chosen, wish).plan
     return made if asked is None else replace(made, precision=str(asked))
@@ -194,10 +199,17 @@ def plan(  # noqa: PLR0913 – what may be said of a plan
 
 def make_named(graph: Graph, machine: Machine, strategy: str) -> Plan | Pipeline:
     """The plan that a named strategy makes, of one stage or several."""
-    is_pipeline = read_request(strategy).name == PIPELINE
-    return (
-        make_pipeline(graph, machine, strategy, _known_costs()) if is_pipeline else make_plan(graph, machine, strategy)
-    )
+    if read_request(strategy).name == PIPELINE:
+        return make_pipeline(graph, machine, strategy, _known_costs())
+    return make_plan(graph, machine, strategy)
+
+
+def _tell_of_init(model: nn.Module) -> None:
+    """Say of a model on the meta device what will be missing when the plan is loaded, before it is looked for."""
+    try:
+        check_init(model)
+    except UsageError as error:
+        _log.warning("The plan can be made, but not loaded without init= or weights=. %s", error)
 
 
 def precision_on(machine: Machine, precision: Precision | str | None) -> Precision | None:
@@ -277,6 +289,7 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     init: Callable[[nn.Module], None] | None = None,
     seed: int = 0,
     exact_seed: int | None = None,
+    weights: Weights | str | PathLike[str] | None = None,
 ) -> ParallelModule:
     """This rank's part of a plan, as a module that trains and evaluates like the model does on one device.
 
@@ -284,8 +297,9 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     to agree. A batch of another shape, and the other mode (`step.eval()`), are planned after the plan when they first
     come, over the same weights; where the plan was made with a `loss` that has to be given. Modules share a session
     unless one is given, and lie on its device unless another is. A model on the meta device is never built as a whole:
-    `init` (or each module's `reset_parameters`) fills one module at a time, from `seed`. `exact_seed` makes every rank
-    draw the random numbers one device so seeded would draw, for comparisons.
+    `init` (or the model's own `_init_weights`, or each module's `reset_parameters`) fills one module at a time, from
+    `seed`. With `weights`, files of pretrained weights, every rank reads its pieces out of them. `exact_seed` makes
+    every rank draw the random numbers one device so seeded would draw, for comparisons.
 
     >>> import torch
     >>> model, batch = nn.Linear(4, 4), (torch.ones(8, 4), torch.zeros(8, 4))
@@ -296,8 +310,8 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     """
     chosen: Plan | Pipeline | Path = plan if isinstance(plan, Plan | Pipeline) else _path(plan)
     return _load(
-        chosen, model, session=session, device=device, init=init, seed=seed, exact_seed=exact_seed, loss=loss,
-        planner=Planner(_capture_again, _decide_alike),
+        chosen, model, session=session, device=device, init=init, seed=seed, exact_seed=exact_seed,
+        weights=weights, loss=loss, planner=Planner(_capture_again, _decide_alike),
     )  # fmt: skip
 
 

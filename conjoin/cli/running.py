@@ -47,6 +47,8 @@ class _Asked:
     learning_rate: float = 1e-3
     quiet: bool = False
     """Whether only the end is told."""
+    weights: str | None = None
+    """Path of the files that training begins with."""
 
     def read(self) -> Plan | Pipeline:
         """The plan; one that is not for the ranks torchrun started is refused before anything is built for it."""
@@ -105,15 +107,20 @@ def run_command(
         str | None, typer.Option("--machine", help="Tell what is predicted for this machine beside what is measured.")
     ] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Save a trace of one more step here.")] = None,
+    weights: Annotated[
+        str | None, typer.Option("--weights", metavar="PATH", help="Begin with these: safetensors or .pt, or a folder.")
+    ] = None,
     imports: ImportOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Train a model by a plan: starts the ranks on this host, or is one of them under torchrun."""
     check_output(trace, "trace")
     _check_optimizer(optimizer)
-    asked = _Asked(str(plan), model, batch, steps, tuple(imports or ()), optimizer, learning_rate, as_json)
+    asked = _Asked(str(plan), model, batch, steps, tuple(imports or ()), optimizer, learning_rate, as_json, weights)
     found = asked.read()
     _check_trains(found)
+    if weights is not None:
+        rooms.runtime.find_weights(weights)
     predicted = None if machine is None else _predict(found, machine, optimizer)
     if rooms.dist.is_torchelastic_launched() or found.mesh.size == 1:
         ranks = _gather(_train(0, asked, trace is not None))
@@ -213,10 +220,12 @@ def _train(rank: int, asked: _Asked, traced: bool) -> _Trained:
     plan = asked.read()
     model, batch, loss = asked.workload()
     model, batch = _as_asked(plan, model, batch)
+    if asked.weights is None:
+        rooms.runtime.check_init(model)
     graph = rooms.models.capture_model(model, batch, loss, precision=plan.precision or None)
     rooms.runtime.check_made_for(plan, graph)
     rooms.torch.manual_seed(_SEED)
-    step = rooms.runtime.load(plan, model)
+    step = rooms.runtime.load(plan, model, weights=asked.weights)
     told = step.communicator.rank == 0 and not asked.quiet
     if told:
         typer.echo(f"{plan}")

@@ -24,6 +24,7 @@ from conjoin.runtime.checking import (
 from conjoin.runtime.checkpoint import save_checkpoint
 from conjoin.runtime.checkpoint_loading import load_checkpoint
 from conjoin.runtime.differences import TOLERANCE, Difference
+from conjoin.runtime.initialization import check_init
 from conjoin.runtime.launching import Site, launch
 from conjoin.runtime.loading import connect, load
 from conjoin.runtime.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
@@ -38,16 +39,15 @@ from conjoin.runtime.session import Session
 from conjoin.runtime.steps import Reference
 from conjoin.runtime.threads import run_ranks
 from conjoin.runtime.weight_export import save_weights
+from conjoin.runtime.weight_files import find_weights
 from conjoin.runtime.weights import Weights
 
 __all__ = [
-    "COMMUNICATING", "COMPUTING", "TOLERANCE", "AgainstModel", "CapturedModule", "Case", "Communication",
-    "Concurrency", "Difference", "Pace", "ParallelModule", "Piece", "PlainModel", "Planner", "Recorded", "Reference",
-    "Session", "Site", "Timed", "Verdict", "Weights", "axis_sets", "calibrate_collectives", "check_capture",
-    "check_made_for",
-    "check_world", "communicator_over", "compare_rank", "compare_with_model", "connect", "copied_for_check",
-    "full_state_dict", "join_ranks", "launch", "load", "load_checkpoint", "load_optimizer_state_dict",
-    "measure_communication", "optimizer_state_dict", "record", "run_ranks", "save_checkpoint", "save_weights",
-    "time_collectives",
-    "to_module", "train_alone", "verdict", "verify_in_process",
+    "COMMUNICATING", "COMPUTING", "TOLERANCE", "AgainstModel", "CapturedModule", "Case", "Communication", "Concurrency",
+    "Difference", "Pace", "ParallelModule", "Piece", "PlainModel", "Planner", "Recorded", "Reference", "Session",
+    "Site", "Timed", "Verdict", "Weights", "axis_sets", "calibrate_collectives", "check_capture", "check_init",
+    "check_made_for", "check_world", "communicator_over", "compare_rank", "compare_with_model", "connect",
+    "copied_for_check", "find_weights", "full_state_dict", "join_ranks", "launch", "load", "load_checkpoint",
+    "load_optimizer_state_dict", "measure_communication", "optimizer_state_dict", "record", "run_ranks",
+    "save_checkpoint", "save_weights", "time_collectives", "to_module", "train_alone", "verdict", "verify_in_process",
 ]  # fmt: skip

@@ -70,6 +70,8 @@ def find_visits(model: nn.Module, init: Initialise | None, left: frozenset[int])
     order = list(_with_own_init(model))
     if init is not None:
         return [Visit(module, init, own_slots(module)) for module, _ in order if _needs(own_slots(module), left)]
+    wanted = {id(tensor) for tensor in _tensors(model) if tensor.is_meta} - left
+    order = [(module, own) for module, own in order if any(id(tensor) in wanted for tensor in _tensors(module))]
     rehearsed = _rehearse(model, order)
     visits = []
     written: set[int] = set()
@@ -83,8 +85,13 @@ def find_visits(model: nn.Module, init: Initialise | None, left: frozenset[int])
         for visit in visits
         if own_reset(visit.module) is None and (lost := _lost(visit, left | written))
     ]
-    refuse(faults, "it is not known how: neither an _init_weights of the model nor a reset_parameters gives values to")
+    refuse(faults, "nobody does it: neither an _init_weights of the model nor a reset_parameters gives them values")
     return visits
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 def _needs(slots: Iterable[Slot], left: frozenset[int]) -> bool:

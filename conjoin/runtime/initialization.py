@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from math import nan
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,9 @@ _one_at_a_time = threading.Lock()
 
 
 def check_init(model: nn.Module, init: Initialise | None = None) -> None:
-    """Refuse a model on the meta device, at once, when nobody would give some of its tensors values."""
+    """Refuse a model, at once, when nobody would give values to tensors that it has on the meta device."""
+    if not any(tensor.is_meta for _, tensor in _named_tensors(model)):
+        return
     with _one_at_a_time, drawing, torch.random.fork_rng(devices=[]):
         find_visits(model, init, frozenset())
 
@@ -44,7 +45,7 @@ def initialise(
 
     Every module is initialised by `init(module)`, or by the model's own `_init_weights(module)` where none is passed;
     where that writes nothing, by the module's own `reset_parameters()`. What is `given`, by one of its names, is left
-    as NaN or 0 for weights to be read next. The caller's generator is not touched.
+    without values for weights to be read next. The caller's generator is not touched.
     """
     with _one_at_a_time, drawing, torch.random.fork_rng(devices=[]), torch.no_grad():
         store.check(model)
@@ -127,9 +128,8 @@ class _Bench:
             return self._store.cut(name, tensor)
         if id(tensor) not in self._left_empty:
             return self._pieces[id(tensor)]
-        value = nan if tensor.is_floating_point() or tensor.is_complex() else 0
         shape = region_shape(self._store.region(name, tuple(tensor.shape)))
-        return torch.full(shape, value, dtype=tensor.dtype, device=self._store.device)
+        return torch.empty(shape, dtype=tensor.dtype, device=self._store.device)
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -53,7 +53,7 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     check_model(plan, model)
     asked = None if weights is None else as_weights(weights)
     is_meta = any(x.is_meta for x in model.parameters())
-    if is_meta and asked is None:
+    if asked is None:
         check_init(model, init)
     session = session or shared_session(device)
     communicator, keys = connect(plan, session)

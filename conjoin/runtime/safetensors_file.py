@@ -124,16 +124,25 @@ class Reader:
         inside = tuple(slice(*span) for span in region[1:])
         count = BLOCK_BYTES // row_bytes
         for i in range(first, last, count):
-            rows = min(count, last - i)
-            found = self._bytes(start + i * row_bytes, rows * row_bytes).view(dtype).view(rows, *shape[1:])
-            into[i - first : i - first + rows].copy_(found[(slice(None), *inside)])
+            target = into[i - first : min(i - first + count, last - first)]
+            rows = len(target)
+            if target.shape[1:] == shape[1:] and target.dtype == dtype and _is_plain(target):
+                self._fill(target.view(-1).view(torch.uint8), start + i * row_bytes)
+            else:
+                part = self._buffer[: rows * row_bytes]
+                self._fill(part, start + i * row_bytes)
+                target.copy_(part.view(dtype).view(rows, *shape[1:])[(slice(None), *inside)])
 
-    def _bytes(self, start: int, count: int) -> Tensor:
-        part = self._buffer[:count]
+    def _fill(self, part: Tensor, start: int) -> None:
+        """Read bytes of the file."""
         self._file.seek(start)
-        if self._file.readinto(part.numpy().data) != count:
+        if self._file.readinto(part.numpy().data) != len(part):
             raise OSError("it ended before its tensors did")
-        return part
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a file can be read straight into a tensor."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def header_bytes(tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> bytes:

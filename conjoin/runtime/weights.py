@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from os import PathLike
@@ -88,12 +89,14 @@ def tell(checked: CheckedWeights) -> None:
 
 def read_weights(checked: CheckedWeights, store: Store) -> None:
     """Read this rank's pieces into its parameters and buffers; a tied weight that the files have twice must be one."""
-    tensors = dict(state_tensors(store))
+    tensors, start = dict(state_tensors(store)), time.perf_counter()
     with torch.no_grad():
         checked.files.read(_wanted(checked, store, tensors))
         for name, sources in checked.pairing.sources.items():
             for other in sources[1:]:
                 _check_alike(checked, store, name, tensors[name], other)
+    num_bytes = sum(tensors[name].nbytes for name in checked.names)
+    _log.info("%s bytes of %s were read in %.2f s", num_bytes, checked.files.path, time.perf_counter() - start)
 
 
 def _wanted(checked: CheckedWeights, store: Store, tensors: dict[str, Tensor]) -> Iterator[Wanted]:

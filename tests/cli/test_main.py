@@ -41,7 +41,7 @@ FLAGS = {
     "explain": ["--import", "--json"],
     "diff": ["--import", "--json"],
     "simulate": ["--import", "--json", "--machine", "--optimizer", "--trace"],
-    "run": ["--batch", "--import", "--json", "--lr", "--machine", "--optimizer", "--steps", "--trace"],
+    "run": ["--batch", "--import", "--json", "--lr", "--machine", "--optimizer", "--steps", "--trace", "--weights"],
     "verify": ["--batch", "--import", "--json", "--ranks", "--steps"],
     "calibrate": ["--import", "--json", "--machine", "--optimizer", "--output", "--plan", "--seconds", "-o"],
     "doctor": ["--json"],

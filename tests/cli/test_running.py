@@ -93,6 +93,24 @@ def detached():
     return model, batch, lambda out, target: loss(out, target).detach()
 
 
+def without_values():
+    model, batch, loss = mlp()
+    return model.to("meta"), batch, loss
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(6, device="meta"))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def bare():
+    return Bare(), (torch.randn(8, 6), torch.randn(8, 6)), nn.functional.mse_loss
+
+
 def diverging():
     model, batch, _ = mlp()
     return model, batch, lambda out, target: (out - target).square().sum() * float("inf")
@@ -177,6 +195,25 @@ def test_run_takes_an_optimizer_and_tells_what_was_predicted(run: Run, plan: Cal
     assert told["losses"] == pytest.approx(expected, abs=2e-6) and len(told["seconds"]) == 3
     assert told["predicted_seconds_per_step"] > 0 and told["median_seconds_per_step"] > 0
     assert "sgd-momentum, adam" in run("run", made, "nets.py:mlp", "--optimizer", "lion").refused()
+
+
+def test_run_begins_with_weights(run: Run, plan: Callable[..., str], folder: Path) -> None:
+    names: dict[str, Any] = {}
+    exec(NETS, names)
+    torch.manual_seed(0)
+    torch.save(names["mlp"]()[0].state_dict(), folder / "mlp.pt")
+    made = plan(ranks=2, strategy="fsdp")
+    shown = run("run", made, "nets.py:without_values", "--steps", "2", "--weights", "mlp.pt")
+    assert losses_in(shown.out) == pytest.approx(expected_losses(2), abs=2e-6)
+    assert "nothing is downloaded" in run("run", made, "nets.py:mlp", "--weights", "gpt2").refused()
+    (folder / "mlp.pt").write_text("damaged")
+    assert "mlp.pt cannot be read" in run("run", made, "nets.py:mlp", "--weights", "mlp.pt").refused()
+
+
+def test_who_is_not_initialised_is_told_before_training(run: Run, plan: Callable[..., str]) -> None:
+    made = plan("nets.py:bare", ranks=1, strategy="single")
+    told = run("run", made, "nets.py:bare").refused()
+    assert "the model itself (Bare) with weight" in told and "weights=" in told
 
 
 def test_run_takes_a_batch_of_names_and_a_number_of_samples(run: Run, plan: Callable[..., str]) -> None:

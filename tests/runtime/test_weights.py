@@ -202,8 +202,10 @@ def test_any_region_is_what_slicing_gives(
 
 def test_a_rank_reads_no_more_than_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    original = Reader._bytes
-    monkeypatch.setattr(Reader, "_bytes", lambda self, start, count: read.append(count) or original(self, start, count))
+    original = Reader._fill
+    monkeypatch.setattr(
+        Reader, "_fill", lambda self, part, start: read.append(len(part)) or original(self, part, start)
+    )
     plan = plan_for("fsdp", 4)
     path = written(tmp_path, "model.safetensors")
     steps = run_ranks(plan.mesh, lambda ranks: part_of(plan, ranks, Weights(path), on_meta()))
