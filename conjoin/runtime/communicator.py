@@ -7,7 +7,7 @@ same in training and in a check without a cluster. Members of a group stand in t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from itertools import count
 from typing import Any, Protocol, TypeVar, cast
 
@@ -140,6 +140,9 @@ class Session(Protocol):
     """Who makes process groups, and watches over what is done in them."""
 
     device: torch.device
+    patience_seconds: float
+
+    def look_for(self, ranks: list[int], groups: Sequence[tuple[int, ...]]) -> None: ...
 
     def group(self, ranks: tuple[int, ...], name: str = "") -> dist.ProcessGroup: ...
 
@@ -238,7 +241,11 @@ class ProcessGroups:
     def compare(self, text: str) -> Sequence[str]:
         self._num_compared += 1
         keys = default_store(f"conjoin/compared/{self._number}/{self._num_compared}")
-        return list(compare(keys, "state after a failed step", text, self.rank, self.mesh.size).values())
+        what, size, session = "program to go on with", self.mesh.size, self._session
+        if session is None:
+            return list(compare(keys, what, text, self.rank, size).values())
+        look = partial(session.look_for, groups=tuple(self._members.values()))
+        return list(compare(keys, what, text, self.rank, size, session.patience_seconds, look).values())
 
     def _started(self, axes: Axes, start: Callable[[], Work | None]) -> Work:
         self.num_started += 1

@@ -93,6 +93,22 @@ def ended_early(reports: Mapping[int, Report], passage: Passage) -> Verdict | No
     return Verdict(ranks, "has ended its program", why) if ranks else None
 
 
+def gone_on(reports: Mapping[int, Report], entered: Mapping[str, int]) -> Verdict | None:
+    """Of ranks that have entered a collective of a group which others of it, who wait for them, never came to."""
+    ranks = [rank for rank, report in reports.items() if any(report.entered.get(g, 0) > n for g, n in entered.items())]
+    why = "Every shape and mode has its own program, and ranks in different ones would wait for each other for ever"
+    what = "went on with another shape or mode than those who wait for it"
+    wanted = "Give all ranks batches of the same shape, in the same mode and order"
+    return Verdict(ranks, what, f". {why}. {wanted}.") if ranks else None
+
+
+def not_coming(reports: Mapping[int, Report]) -> Verdict | None:
+    """Of ranks that have ended and are waited for."""
+    ranks = [rank for rank, report in reports.items() if report.has_ended]
+    why = ". It took fewer steps than those who wait for it. Let all ranks take the same steps."
+    return Verdict(ranks, "has ended its program", why) if ranks else None
+
+
 def held_up(
     late: Mapping[int, Report], quiet: Mapping[int, float], still: Mapping[int, float], patience: float
 ) -> Verdict | None:

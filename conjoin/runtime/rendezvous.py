@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 from conjoin.errors import PlanError, RankError
 
 WAIT_SECONDS = 60.0
+_LOOK_SECONDS = 1.0
+"""Between two looks at ranks that have not come: as often as they report."""
+_PAUSE_SECONDS = 0.005
 
 
 class KeyStore(Protocol):
@@ -52,12 +56,22 @@ def agree(store: KeyStore, what: str, mine: str, rank: int, num_ranks: int, seco
         )
 
 
-def compare(
-    store: KeyStore, what: str, mine: str, rank: int, num_ranks: int, seconds: float = WAIT_SECONDS
+Look = Callable[[list[int]], None]
+"""Asked now and then about ranks that have not come; it raises what is known of them."""
+
+
+def compare(  # noqa: PLR0913 – who says what to whom, and for how long
+    store: KeyStore,
+    what: str,
+    mine: str,
+    rank: int,
+    num_ranks: int,
+    seconds: float = WAIT_SECONDS,
+    look: Look | None = None,
 ) -> dict[int, str]:
     """What every rank says within some seconds."""
     store.set(f"{what}/{rank}", mine)
-    _wait_for_all(store, what, range(num_ranks), f"compare the {what}", seconds)
+    _wait_for_all(store, what, range(num_ranks), f"compare the {what}", seconds, look)
     return {other: store.get(f"{what}/{other}").decode() for other in range(num_ranks)}
 
 
@@ -71,16 +85,39 @@ def all_connected(store: KeyStore, ranks: Sequence[int], rank: int, seconds: flo
     _wait_for_all(store, "connected", ranks, "connect with the others", seconds)
 
 
-def _wait_for_all(store: KeyStore, what: str, ranks: Sequence[int], purpose: str, seconds: float) -> None:
+def _wait_for_all(  # noqa: PLR0913 – who waits for whom, where, and why
+    store: KeyStore, what: str, ranks: Sequence[int], purpose: str, seconds: float, look: Look | None = None
+) -> None:
     keys = {other: f"{what}/{other}" for other in ranks}
-    try:
-        store.wait([*keys.values()], timedelta(seconds=seconds))
-    except RuntimeError:
+    if not (_wait(store, [*keys.values()], seconds) if look is None else _wait_looking(store, keys, seconds, look)):
         missing = [other for other, key in keys.items() if not store.check([key])]
         raise RankError(
             f"Rank {', '.join(map(str, missing[:8]))} did not come to {purpose} within "
             f"{seconds:g} s. It stopped, or runs another program. See its own error."
-        ) from None
+        )
+
+
+def _wait(store: KeyStore, keys: list[str], seconds: float) -> bool:
+    """Whether all keys are there in time."""
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _wait_looking(store: KeyStore, keys: Mapping[int, str], seconds: float, look: Look) -> bool:
+    """The same, with a look at those who are missing once in a while."""
+    start = looked = time.monotonic()
+    while not store.check([*keys.values()]):
+        time.sleep(_PAUSE_SECONDS)
+        now = time.monotonic()
+        if now - looked >= _LOOK_SECONDS:
+            looked = now
+            look([other for other, key in keys.items() if not store.check([key])])
+        if now - start >= seconds:
+            return False
+    return True
 
 
 def digest(model: nn.Module) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.util import Finalize
@@ -146,6 +146,12 @@ class Session:
         if work is not None and self.device.type != "cpu":
             self._watch.probe(passage, cast(dist.Work, work))
         return None if work is None else _Watched(work, self._watch, passage)
+
+    def look_for(self, ranks: list[int], groups: Sequence[tuple[int, ...]]) -> None:
+        """Raise what is known of ranks that do not come to compare notes: they ended, or went on without."""
+        found = None if self._watch is None else self._watch.why_missing(ranks, groups)
+        if found is not None:
+            raise found
 
     def _check_devices(self) -> None:
         """Refuse two ranks on one GPU."""

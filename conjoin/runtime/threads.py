@@ -278,8 +278,9 @@ class Board:
             while min(map(len, self._said)) < count:
                 if self.failed or not self.changed.wait(self.timeout_seconds):
                     raise RankError(
-                        f"Rank {rank} waits for the others after a step that failed, and not all of them came. They "
-                        f"are in the middle of theirs. Start again from the last checkpoint."
+                        f"Rank {rank} waits for the others to compare notes, after a step that failed or before one of "
+                        f"another shape, and not all of them came. They are in the middle of a step. Start again from "
+                        f"the last checkpoint, with the same batches on all ranks."
                     )
             return [said[count - 1] for said in self._said]
 
@@ -299,7 +300,8 @@ class Board:
             waits = "; ".join(f"rank {rank} {self._why(rank)}" for rank in sorted(stuck))
             raise RankError(
                 f"The ranks wait for each other: {waits}. Collectives of groups that share ranks were started in "
-                f"different orders, or one rank left some out. Start them in the same order on all ranks."
+                f"different orders, or one rank left some out, as for a batch of another shape. Start them in the "
+                f"same order on all ranks."
             )
 
     def _why(self, rank: int) -> str:

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -32,9 +32,11 @@ from conjoin.runtime.progress import (
     ended_early,
     failed,
     first_line,
+    gone_on,
     held_up,
     lost,
     name_of,
+    not_coming,
     where_is,
 )
 from conjoin.runtime.rendezvous import KeyStore
@@ -117,6 +119,19 @@ class Watch:
                 f"ranks ran different programs, or the network failed. Compare their logs."
             )
         return self._agreed(verdict).error(self._rank)
+
+    def why_missing(self, ranks: list[int], groups: Sequence[tuple[int, ...]]) -> RankError | None:
+        """Why ranks do not come to compare notes, where that is certain; `groups` are those of this rank."""
+        reports = self._reports(ranks)
+        if reports is None:
+            found: Verdict | None = lost([0])
+        else:
+            entered = {name: self._entered.get(name, 0) for name in map(name_of, groups)}
+            found = self._verdict() or failed(reports) or not_coming(reports) or gone_on(reports, entered)
+        if found is None:
+            return None
+        self._is_told = True
+        return self._agreed(found).error(self._rank)
 
     def leave(self, error: BaseException | None = None) -> None:
         """Say that this rank ends: on purpose, or with an error."""
