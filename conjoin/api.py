@@ -323,8 +323,8 @@ def _capture_again(plan: Plan, model: nn.Module, batch: Batch, loss: Any) -> Gra
 
 def _decide_alike(plan: Plan, graph: Graph) -> tuple[Plan, str]:
     made = plan_alike(plan, graph)
-    pays = made.shortened or made.fresh
-    return made.plan, f"{made}: a plan of its own may be faster" if pays else ""
+    differs = made.shortened or (made.fresh and graph.training == plan.graph.training)
+    return made.plan, f"{made}; a plan of its own may be faster" if differs else ""
 
 
 def explain(plan: Plan | Pipeline | str | PathLike[str]) -> Explanation | PipelineExplanation:

@@ -151,4 +151,4 @@ class OtherPrograms:
 def _tell(made: Made, key: Key, seconds: float) -> None:
     told = f"planned {mode_name(key[0])} on {key[1]} in {seconds:.1f} s"
     level = logging.WARNING if made.remark else logging.INFO
-    _log.log(level, "%s: %s%s", made.plan.model.name, told, f"; {made.remark}" if made.remark else "")
+    _log.log(level, "%s: %s%s", made.plan.model.name, told, f": {made.remark}" if made.remark else "")

@@ -35,14 +35,15 @@ def find_counterparts(graph: Graph, other: Graph) -> dict[Node, Node]:
     [('linear', (8, 4)), ('relu', (8, 4))]
     """
     mine, yours = operators_of(graph), operators_of(other)
-    found = _by_weights(_keys(graph, mine), _keys(other, yours))
+    my_keys, your_keys = _keys(graph, mine), _keys(other, yours)
+    found = _by_weights(my_keys, your_keys)
     pairs = dict(found)
     taken = set(pairs.values())
     for (i, j), (next_i, next_j) in pairwise([(-1, -1), *_rising(found), (len(mine), len(yours))]):
         left = [k for k in range(i + 1, next_i) if k not in pairs]
         right = [k for k in range(j + 1, next_j) if k not in taken]
-        kinds = [_kind(mine[k]) for k in left], [_kind(yours[k]) for k in right]
-        for block in SequenceMatcher(None, *kinds, autojunk=False).get_matching_blocks():
+        between = SequenceMatcher(None, [my_keys[k] for k in left], [your_keys[k] for k in right], autojunk=False)
+        for block in between.get_matching_blocks():
             pairs.update((left[block.a + k], right[block.b + k]) for k in range(block.size))
     return {mine[i]: yours[pairs[i]] for i in sorted(pairs)}
 
@@ -51,30 +52,30 @@ def _kind(node: Node) -> Hashable:
     return node.op, len(node.inputs), len(node.types)
 
 
-def _keys(graph: Graph, operators: Sequence[Node]) -> list[Hashable]:
-    """What operators do to weights; None where they read none."""
+def _keys(graph: Graph, operators: Sequence[Node]) -> list[tuple[Hashable, ...]]:
+    """What operators are: their kind, and what they read of weights, if anything."""
     made: dict[Value, Hashable] = {}
     for leaf in graph.leaves:
         if leaf.kind in (LeafKind.PARAMETER, LeafKind.BUFFER):
             made[Value(leaf)] = leaf.name
-    keys: list[Hashable] = []
+    keys: list[tuple[Hashable, ...]] = []
     for node in operators:
         read = tuple(made.get(origin(value)) for value in node.inputs)
-        keys.append((_kind(node), read) if any(x is not None for x in read) else None)
+        keys.append((_kind(node), read) if any(x is not None for x in read) else (_kind(node),))
         if read and all(x is not None for x in read):
             made.update((value, (node.op, value.index, read)) for value in node.outputs())
     return keys
 
 
-def _by_weights(mine: Sequence[Hashable], yours: Sequence[Hashable]) -> Places:
+def _by_weights(mine: Sequence[tuple[Hashable, ...]], yours: Sequence[tuple[Hashable, ...]]) -> Places:
     """The places of what reads the same weights, each once."""
     once = [_once(keys) for keys in (mine, yours)]
     return sorted((i, once[1][key]) for key, i in once[0].items() if key in once[1])
 
 
-def _once(keys: Sequence[Hashable]) -> Mapping[Hashable, int]:
+def _once(keys: Sequence[tuple[Hashable, ...]]) -> Mapping[Hashable, int]:
     counts = Counter(keys)
-    return {key: i for i, key in enumerate(keys) if key is not None and counts[key] == 1}
+    return {key: i for i, key in enumerate(keys) if len(key) > 1 and counts[key] == 1}
 
 
 def _rising(places: Places) -> Places:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
+import gc
 import logging
+import weakref
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +18,12 @@ from torch.nn import functional
 
 import conjoin
 from conjoin.errors import PlanError, RankError, UsageError
-from conjoin.ir import Plan, Substitution, model_mark
+from conjoin.ir import Graph, model_mark
 from conjoin.machine import parse_machine
 from conjoin.rules import Index, Library
 from conjoin.runtime import launch, run_ranks
 from conjoin.runtime.communicator import Communicator
+from conjoin.runtime.other_plans import check_stored_alike
 from conjoin.runtime.other_programs import MAX_PROGRAMS
 from conjoin.search import make_plan
 from conjoin.search.contest import make_variant
@@ -29,10 +33,10 @@ from tests.runtime.side_by_side import Call, Case, check, module_of, others_of
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down, self.drop = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(0.25)
+        self.up, self.down, self.drop = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         b, length, width = x.shape
@@ -45,10 +49,10 @@ class Block(nn.Module):
 class Words(nn.Module):
     """A small transformer over words, with dropout."""
 
-    def __init__(self, width: int = 8, words: int = 12, length: int = 8) -> None:
+    def __init__(self, dropout: float, width: int = 8, words: int = 12, length: int = 8) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
-        self.blocks, self.head = nn.ModuleList(Block(width) for _ in range(2)), nn.Linear(width, words)
+        self.blocks, self.head = nn.ModuleList(Block(width, dropout) for _ in range(2)), nn.Linear(width, words)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
@@ -85,13 +89,18 @@ def pictures(batch: int, size: int = 4, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def case_of(kind: str, ranks: int, strategy: str) -> Case:
+    model, loss, graph = captured(kind)
+    return Case(model, loss, make_plan(graph, parse_machine(f"local:{ranks}"), strategy))
+
+
+@cache
+def captured(kind: str) -> tuple[nn.Module, Any, Graph]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        model: nn.Module = (Words() if kind == "words" else Pictures()).double()
-    loss = word_loss if kind == "words" else functional.cross_entropy
-    batch = words(8) if kind == "words" else pictures(8)
-    graph = conjoin.capture(model.train(), batch, loss, check=False)
-    return Case(model, loss, make_plan(graph, parse_machine(f"local:{ranks}"), strategy))
+        made: nn.Module = Pictures() if kind == "pictures" else Words(0.25 if kind == "words" else 0.0)
+    model, batch = made.double().train(), pictures(8) if kind == "pictures" else words(8)
+    loss = functional.cross_entropy if kind == "pictures" else word_loss
+    return model, loss, conjoin.capture(model, batch, loss, check=False)
 
 
 TEXT = [
@@ -107,17 +116,297 @@ TEXT = [
 @pytest.mark.parametrize(
     ("ranks", "strategy"),
     [
-        (1, "single"), (2, "fsdp"), (4, "data-parallel"), (4, "fsdp+recompute=full"), (4, "megatron:tp=2,dp=2"),
-        (2, "data-parallel+micro=2"),
+        (1, "single"), (2, "fsdp"), (4, "data-parallel"), (4, "fsdp+recompute=full"), (4, "megatron:tp=2,dp=2,sp"),
+        (3, "zero1"), (4, "context:cp=2"),
     ],
 )  # fmt: skip
 def test_every_shape_and_mode_is_that_of_the_plain_model(ranks: int, strategy: str) -> None:
-    case = case_of("words", ranks, strategy)
-    calls = TEXT
-    if "micro" in strategy:  # each draws for itself
-        for part in case.model.modules():
-            part.p = 0.0 if isinstance(part, nn.Dropout) else None
-        batch = words(8)
-        graph = conjoin.capture(case.model.train(), batch, word_loss, check=False)
-        case = Case(case.model, word_loss, make_plan(graph, parse_machine(f"local:{ranks}"), strategy))
-    check(case, calls)
+    check(case_of("words", ranks, strategy), TEXT)
+
+
+def test_micro_batches_become_no_larger() -> None:
+    case = case_of("words without dropout", 2, "data-parallel+micro=2")  # each would draw for itself
+    assert {size: alike_steps(case, size) for size in (6, 5, 4)} == {6: 2, 5: 5, 4: 1}
+    check(case, [*TEXT[:3], Call(True, words(6, seed=7)), TEXT[5]])
+
+
+def alike_steps(case: Case, size: int) -> int:
+    found = others_of(case).find(True, [words(size)[:1], {}, words(size)[1:], {}]).plan.accumulation
+    return 1 if found is None else found.steps
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "data-parallel"), (4, "fsdp")])
+def test_batch_norm_and_dropout_between_training_and_evaluation(ranks: int, strategy: str) -> None:
+    calls = [
+        Call(False, pictures(8, seed=1)),
+        Call(True, pictures(8, seed=2)),
+        Call(False, pictures(8, seed=1)),
+        Call(True, pictures(5, 6, seed=3)),
+        Call(False, pictures(3, seed=4)),
+        Call(True, pictures(8, seed=5)),
+    ]
+    check(case_of("pictures", ranks, strategy), calls)
+
+
+def test_a_plan_in_evaluation_mode_trains() -> None:
+    model, loss, _ = captured("pictures")
+    model = copy.deepcopy(model).eval()
+    graph = conjoin.capture(model, pictures(8), loss, check=False)
+    case = Case(model, loss, make_plan(graph, parse_machine("local:2"), "data-parallel"))
+    check(case, [Call(False, pictures(8)), Call(True, pictures(8, seed=1)), Call(False, pictures(4, seed=2))])
+
+
+# A plan with a substitution.
+
+
+class TwoHeads(nn.Module):
+    """Two layers on one input, which a rule makes one of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False)
+        self.out = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.a(x)) + self.b(x))
+
+
+def numbers(size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    drawn = torch.randn(size, 6, generator=torch.Generator().manual_seed(seed)).double()
+    return drawn[:, :4], drawn[:, 4:]
+
+
+def substituted(ranks: int, strategy: str) -> Case:
+    torch.manual_seed(2)
+    model = TwoHeads().double()
+    graph = conjoin.capture(model, numbers(8), functional.mse_loss, check=False)
+    index = Index(graph)
+    for way in ways_of(Library.shipped()):
+        found = rewritten(make_variant(graph), way, index) if way.may_match(index) else None
+        if found is not None and sum(node.op == "linear" for node in found.variant.graph.nodes) == 2:
+            made = make_plan(found.variant.graph, parse_machine(f"local:{ranks}"), strategy)
+            done = (*found.variant.substitutions, *made.substitutions)
+            return Case(model, functional.mse_loss, replace(made, substitutions=done, model=model_mark(graph)))
+    raise AssertionError("the library has no rule that joins two layers")
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "data-parallel"), (4, "megatron:tp=2,dp=2")])
+def test_a_substitution_is_done_again(ranks: int, strategy: str) -> None:
+    case = substituted(ranks, strategy)
+    rule = case.plan.substitutions[0]
+    check(
+        case, [Call(True, numbers(8)), Call(True, numbers(3, 1)), Call(False, numbers(8, 2)), Call(True, numbers(7, 3))]
+    )
+    plan = others_of(case).find(True, [numbers(5)[:1], {}, numbers(5)[1:], {}]).plan
+    assert [each.name for each in plan.substitutions][:1] == [rule.name]
+    assert sum(node.op == "linear" for node in plan.graph.nodes) == 2
+
+
+# Libraries' models, and ways to call.
+
+
+def test_a_library_model_with_labels_is_called_by_name_and_by_position() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=12, n_embd=8, n_layer=1, n_head=2, n_positions=8, bos_token_id=0,
+        eos_token_id=0, use_cache=False, loss_type="ForCausalLM")  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config).double().train()
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.1
+    ids = words(4)[0]
+    graph = conjoin.capture(model, {"input_ids": ids, "labels": ids}, check=False)
+    case = Case(model, None, make_plan(graph, parse_machine("local:2"), "megatron"))
+    small, long = words(3, seed=1)[0], words(4, 8, seed=2)[0]
+    calls = [
+        Call(True, (), {"input_ids": ids, "labels": ids}),
+        Call(True, (), {"input_ids": small, "labels": small}),
+        Call(False, (long,), {"labels": long}),
+        Call(True, (ids,), {"labels": ids}),
+    ]
+    check(case, calls, 1e-6)  # the library computes losses in single precision
+
+    def predict(ranks: Communicator) -> Tensor:
+        step = module_of(case, others_of(case), ranks).eval()
+        with torch.no_grad():
+            return step(input_ids=small).logits
+
+    wanted = copy.deepcopy(model).eval()(input_ids=small).logits
+    assert all(torch.allclose(found, wanted, atol=1e-9) for found in run_ranks(case.plan.mesh, predict))
+
+
+def test_inputs_by_name_run_the_program_of_those_by_position() -> None:
+    case = case_of("words", 1, "single")
+    ids, target = words(5)
+
+    def program(ranks: Communicator) -> list[float]:
+        step = module_of(case, others_of(case), ranks).eval()
+        calls = [step(ids, target), step(ids=ids, target=target), step(ids, target=target), step((ids, target))]
+        assert len(step._others._programs) == 1
+        return [found.item() for found in calls]
+
+    (losses,) = run_ranks(case.plan.mesh, program)
+    assert len(set(losses)) == 1
+
+
+def test_without_what_the_loss_takes_the_model_alone_answers() -> None:
+    case = case_of("words", 2, "fsdp")
+    ids = words(5)[0]
+    wanted = copy.deepcopy(case.model).eval()(ids)
+
+    def program(ranks: Communicator) -> Tensor:
+        step = module_of(case, others_of(case), ranks).eval()
+        with torch.no_grad():
+            return step(ids)
+
+    for found in run_ranks(case.plan.mesh, program):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+# Parts of batches.
+
+
+def test_parts_of_smaller_batches_are_parts_where_batches_came_in_parts() -> None:
+    case = case_of("words", 2, "data-parallel")
+    wanted = [word_loss(copy.deepcopy(case.model).eval()(ids), target).item() for ids, target in (words(8), words(4))]
+
+    def program(ranks: Communicator) -> list[float]:
+        step, found = module_of(case, others_of(case), ranks).eval(), []
+        step._others._in_parts = True
+        for size in (8, 4):
+            half = slice(ranks.rank * size // 2, (ranks.rank + 1) * size // 2)
+            found.append(step(*(x[half] for x in words(size))).item())
+        return found
+
+    for found in run_ranks(case.plan.mesh, program):
+        assert found == pytest.approx(wanted, rel=1e-9)
+
+
+def test_a_small_batch_is_no_part_where_batches_came_whole() -> None:
+    """Half of the plan's batch is what a rank holds of it; given whole, it is a batch of its own."""
+    case = case_of("words without dropout", 2, "data-parallel")
+    sizes = (8, 4)
+    check(case, [Call(True, words(size, seed=size)) for size in sizes])
+
+
+# Limits and refusals.
+
+
+def test_few_programs_are_held_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conjoin.runtime.other_programs.MAX_PROGRAMS", 3)
+    assert MAX_PROGRAMS == 16
+    case = case_of("words", 1, "single")
+
+    def program(ranks: Communicator) -> list[str]:
+        step = module_of(case, others_of(case), ranks)
+        for size in (5, 6, 5, 7, 8):
+            step(*words(size))
+        return [text for _, text in step._others._programs]
+
+    (held,) = run_ranks(case.plan.mesh, program)
+    assert held == ["i64[5,6], i64[5,6]", "i64[7,6], i64[7,6]"]
+
+
+def test_without_the_loss_another_shape_is_refused() -> None:
+    case = case_of("words", 1, "single")
+    step = conjoin.load(case.plan, case.model, device="cpu")
+    assert step(*words(8)).requires_grad
+    with pytest.raises(UsageError, match=r"training on i64\[5,6\], i64\[5,6\] was asked for.* Pass the loss") as told:
+        step(*words(5))
+    assert_three_sentences(told.value)
+    with pytest.raises(UsageError, match="Pass the loss"):
+        step.eval()(*words(8))
+
+
+def test_a_model_that_cannot_be_copied_is_told_when_it_is_needed() -> None:
+    case = case_of("words", 1, "single")
+    model = copy.deepcopy(case.model)
+    model.handle = (value for value in ())  # a generator
+    step = conjoin.load(case.plan, model, loss=word_loss, device="cpu")
+    step(*words(8))
+    with pytest.raises(UsageError, match="could not be copied without its values: TypeError") as told:
+        step(*words(5))
+    assert_three_sentences(told.value)
+
+
+def test_the_model_is_kept_without_its_values() -> None:
+    case = case_of("words", 1, "single")
+    model = copy.deepcopy(case.model)
+    held = weakref.ref(model.head.weight)
+    step = conjoin.load(case.plan, model, loss=word_loss, device="cpu")
+    assert all(x.is_meta for x in (*step._others.plans.model.parameters(), *step._others.plans.model.buffers()))
+    del model
+    gc.collect()
+    assert held() is None
+    assert step(*words(5)).requires_grad
+
+
+def test_a_plan_is_told_of_where_it_has_to_differ(caplog: pytest.LogCaptureFixture) -> None:
+    case = case_of("words", 2, "data-parallel")
+    with caplog.at_level(logging.INFO, "conjoin"):
+        run_ranks(case.plan.mesh, lambda ranks: module_of(case, others_of(case), ranks)(*words(5)).item())
+        run_ranks(case.plan.mesh, lambda ranks: module_of(case, others_of(case), ranks)(*words(1)).item())
+    told = [record for record in caplog.records if "planned" in record.message]
+    assert [record.levelname for record in told] == ["INFO", "WARNING"]
+    assert "are split over fewer devices than in the plan" in told[1].message
+
+
+def test_plans_are_kept_beside_the_file_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of("words without dropout", 1, "single")
+    case.plan.save(tmp_path / "plan.json")
+    first = conjoin.load(tmp_path / "plan.json", case.model, loss=word_loss, device="cpu")(*words(5))
+    (kept,) = (tmp_path / "plan.json.shapes").iterdir()
+    conjoin.load_plan(kept)
+    monkeypatch.setattr("conjoin.api.capture_graph", None)  # nothing is captured again
+    again = conjoin.load(tmp_path / "plan.json", case.model, loss=word_loss, device="cpu")
+    assert again(*words(5)).item() == first.item()
+
+
+def test_a_copy_has_weights_of_its_own_in_every_shape() -> None:
+    case = case_of("words without dropout", 1, "single")
+    step = conjoin.load(case.plan, case.model, loss=word_loss, device="cpu")
+    before = step(*words(5)).item()
+    twin = copy.deepcopy(step)
+    with torch.no_grad():
+        for parameter in step.parameters():
+            parameter.mul_(1.5)
+    assert twin(*words(5)).item() == before != step(*words(5)).item()
+
+
+def _call(rank: int, case: Case, sizes: list[list[int]]) -> list[float]:
+    step = conjoin.load(case.plan, case.model, loss=case.loss)
+    found = []
+    for size in sizes[rank]:
+        loss = step(*words(size, seed=size))
+        loss.backward()
+        found.append(loss.item())
+    return found
+
+
+def test_ranks_that_are_processes() -> None:
+    case = case_of("words without dropout", 2, "fsdp")
+    plain = copy.deepcopy(case.model)
+    wanted = [word_loss(plain(ids), target).item() for ids, target in (words(n, seed=n) for n in (8, 5, 8))]
+    for found in launch(2, _call, case, [[8, 5, 8]] * 2):
+        assert found == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ([[8, 5], [8, 3]], r"rank 0 to training on i64\[5,6\], i64\[5,6\], rank 1 to training on i64\[3,6\]"),
+        ([[8, 5], [8, 8]], "Rank 1 went on with another shape or mode than those who wait for it, noticed by rank 0"),
+    ],
+)
+def test_ranks_with_different_shapes_are_told(sizes: list[list[int]], said: str) -> None:
+    case = case_of("words without dropout", 2, "fsdp")
+    with pytest.raises(RankError, match=said) as told:
+        launch(2, _call, case, sizes)
+    assert_three_sentences(told.value)
+
+
+def test_a_plan_that_stores_weights_otherwise_cannot_share_them() -> None:
+    one, other = (case_of("words", 2, strategy).plan for strategy in ("data-parallel", "fsdp"))
+    with pytest.raises(PlanError, match=r"stores words\.weight as") as told:
+        check_stored_alike(one, other)
+    assert_three_sentences(told.value)
