@@ -85,7 +85,7 @@ def all_connected(store: KeyStore, ranks: Sequence[int], rank: int, seconds: flo
     _wait_for_all(store, "connected", ranks, "connect with the others", seconds)
 
 
-def _wait_for_all(  # noqa: PLR0913 – who waits for whom, where, and why
+def _wait_for_all(
     store: KeyStore, what: str, ranks: Sequence[int], purpose: str, seconds: float, look: Look | None = None
 ) -> None:
     keys = {other: f"{what}/{other}" for other in ranks}
