@@ -97,7 +97,8 @@ def write_files(folder: Path) -> None:
     for file, shard in zip(files, shards, strict=True):
         save_file({name: torch.randn(x.shape, dtype=x.dtype) for name, x in shard.items()}, folder / file)
     shards_of = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards_of}))
+    index = json.dumps({"metadata": {}, "weight_map": shards_of})
+    (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
 
 
 def forget(folder: Path) -> None:
@@ -119,13 +120,13 @@ def read_all(folder: Path) -> float:
 
 def resident(kind: str) -> int:
     """Bytes of this process in memory: now (VmRSS), or the most since `from_here` (VmHWM)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
 
 
 def from_here() -> int:
     """Begin to watch the peak; what is resident now."""
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     return resident("VmRSS")
 
 
@@ -160,7 +161,7 @@ def same_values(folder: Path, other: Path) -> bool:
     """Whether both have the same tensors, read by the library of the format."""
 
     def opened(path: Path) -> dict[str, Path]:
-        index = json.loads((path / "model.safetensors.index.json").read_text())
+        index = json.loads((path / "model.safetensors.index.json").read_text(encoding="utf-8"))
         return {name: path / file for name, file in index["weight_map"].items()}
 
     first, second = opened(folder), opened(other)

@@ -88,14 +88,15 @@ def _hand_out(norms: list[Node], moved: dict[Node, Value], work: Rewriting) -> N
 def _check(graph: Graph, node: Node, pieces: int) -> None:
     source = graph.source_of(node)
     where = f"{source.module or source.file}:{source.line}" if source else node.op
-    asked = f"Batch norm was to take the statistics of each of {pieces} pieces of the batch ({where}). "
     batch = node.inputs[0].type.shape[0]
     if batch % pieces:
         raise StrategyError(
-            f"{asked}Its batch of {batch} has no {pieces} equal pieces. Choose a batch that is a multiple of {pieces}."
+            f"Batch norm was to take the statistics of each of {pieces} pieces of the batch ({where}). Its batch of "
+            f"{batch} has no {pieces} equal pieces. Choose a batch that is a multiple of {pieces}."
         )
     read = {*graph.users, *(value for value in graph.outputs if isinstance(value, Value))}
     if not read.isdisjoint(tuple(node.outputs())[1:3]):
         raise StrategyError(
-            f"{asked}The model reads the mean and scale of the whole batch beside its output. Take statistics over all."
+            f"Batch norm was to take the statistics of each of {pieces} pieces of the batch ({where}). The model reads "
+            f"the mean and scale of the whole batch beside its output. Take statistics over all."
         )

@@ -23,13 +23,13 @@ from conjoin.search.groups import Group, make_groups
 from conjoin.search.notes import Notes
 from conjoin.search.pipelining import make_pipeline
 from conjoin.search.placing_branches import place_branches
-from conjoin.search.planning import PIPELINE, make_plan, strategy_names
+from conjoin.search.planning import make_plan, strategy_names
 from conjoin.search.propagation import Flow, follow, propagate
 from conjoin.search.refusing import TooSlow
 from conjoin.search.remembering import Remembered, is_answer
 from conjoin.search.request import Request
 from conjoin.search.searching import open_contest, search_names
-from conjoin.search.strategies import read_request, register_strategy
+from conjoin.search.strategies import PIPELINE, read_request, register_strategy
 from conjoin.search.wishing import DEFAULT_BUDGET, OBJECTIVES, SearchResult, Wish, check_wish
 
 __all__ = [

@@ -10,9 +10,7 @@ from conjoin.machine import Machine
 from conjoin.search.drafting import Draft, make_plan_by
 from conjoin.search.facts import Facts
 from conjoin.search.request import Request
-from conjoin.search.strategies import STRATEGIES, known_strategies, read_request
-
-PIPELINE = "pipeline"
+from conjoin.search.strategies import PIPELINE, STRATEGIES, known_strategies, read_request
 
 
 def strategy_names() -> tuple[str, ...]:

@@ -312,7 +312,7 @@ def test_modules_are_imported_where_the_user_says_so(run: Run, saved: Path, fold
     first = {"plan": ("lenet:tiny",), "calibrate": ()}.get(command, ("a.json",))
     told = run(command, *first, *arguments, "--import", "registers")
     assert told.code == 2 and told.out == "" and told.err.startswith("imported\n"), "a user's words are no answer"
-    assert "error: The module registers was to be imported for its operators" in told.err
+    assert "error: The module registers was to be imported for what it registers" in told.err
 
 
 def test_diff_tells_by_its_exit_code(run: Run, saved: Path) -> None:

@@ -91,7 +91,7 @@ def clipped(
         pieces.append((nn.Parameter(torch.zeros_like(part)), layout))
         if part.numel():  # who has nothing of a parameter may have no gradient of it either
             pieces[-1][0].grad = part
-    norm = clip_grad_norm(pieces, max_norm, order, communicator)
+    norm = clip_grad_norm([(communicator, list(pieces))], max_norm, order, communicator)
     return norm, [p.grad for p, _ in pieces if p.grad is not None]
 
 
@@ -138,6 +138,7 @@ def test_what_is_not_finite_on_one_rank_is_seen_by_all(bad: float, order: float,
         piece = nn.Parameter(torch.zeros(2))
         piece.grad = torch.full((2,), bad if communicator.rank == 3 else 1.0)
         with pytest.raises(RuntimeError, match="cannot be clipped"):
-            clip_grad_norm([(piece, layout_of("x:S(0) y:S(0)"))], 1.0, order, communicator, error_if_nonfinite=True)
+            pieces = [(piece, layout_of("x:S(0) y:S(0)"))]
+            clip_grad_norm([(communicator, pieces)], 1.0, order, communicator, error_if_nonfinite=True)
 
     run_ranks(MESH, strict)

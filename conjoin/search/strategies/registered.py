@@ -13,7 +13,7 @@ from conjoin.search.drafting import Draft
 from conjoin.search.facts import Facts
 from conjoin.search.request import OPTIONS, Keys, Request, parse_request
 from conjoin.search.strategies.megatron import STORED, stored_in_pieces
-from conjoin.search.strategies.table import ALIASES, STRATEGIES, Strategy
+from conjoin.search.strategies.table import ALIASES, PIPELINE, PIPELINE_KEYS, STRATEGIES, Strategy
 
 Drafter = Callable[[Facts, Mesh, Request], Draft]
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,39}")
@@ -88,9 +88,9 @@ def read_request(strategy: str) -> Request:
     megatron:tp=2,dp=8,fsdp,sp+recompute=full
     """
     names = {_name_of(part) for part in strategy.split("+")}
-    if not names <= {*STRATEGIES, *ALIASES, *OWN, *SHORT, *OPTIONS}:
+    if not names <= {*STRATEGIES, PIPELINE, *ALIASES, *OWN, *SHORT, *OPTIONS}:
         load_plugins(strategy[:60])
-    known = {name: found.keys for name, found in known_strategies().items()}
+    known = {**{name: found.keys for name, found in known_strategies().items()}, PIPELINE: PIPELINE_KEYS}
     return parse_request(_expanded(strategy), known, ALIASES)
 
 

@@ -34,11 +34,6 @@ class Strategy:
     draft: Callable[[Facts, Mesh, Request], Draft]
 
 
-def draft_stages(facts: Facts, mesh: Mesh, request: Request) -> Draft:
-    """A pipeline is several plans; it is never drafted as one."""
-    raise AssertionError("a pipeline is made stage by stage")
-
-
 _JOINS = {"data-parallel": frozenset[str](), **{name: frozenset({name}) for name in STORED}}
 _MEGATRON = Keys(
     ("tp", "dp", "shard", "replicate", "cp"),
@@ -60,10 +55,11 @@ _TABLE = (
     Strategy("table-parallel", Keys(("dp",)), draft_table_parallel),
     Strategy("spatial", Keys(("h", "w", "dp")), draft_spatial),
     Strategy("reduction", Keys(("k",)), draft_reduction),
-    Strategy("pipeline", Keys(("pp", "dp", "tp", "v"), ("sp", *STORED)), draft_stages),
     Strategy("sbp3d", Keys(("m", "n", "k")), draft_sbp3d),
 )
 
+PIPELINE, PIPELINE_KEYS = "pipeline", Keys(("pp", "dp", "tp", "v"), ("sp", *STORED))
+"""A pipeline is no draft of one graph: its stages are drafted one by one."""
 STRATEGIES = {strategy.name: strategy for strategy in _TABLE}
 ALIASES = {"ddp": "data-parallel", "zero2": "zero1", "zero3": "fsdp"}
 """Other names that people know them by; plans say the first."""
