@@ -20,7 +20,7 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from conjoin.errors import CheckpointError
-from conjoin.ir import fingerprint_of, read_json
+from conjoin.ir import Pipeline, fingerprint_of, read_json
 from conjoin.runtime.checkpoint_index import (
     Index,
     SavedFile,
@@ -39,7 +39,7 @@ from conjoin.runtime.checkpoint_index import (
     index_to_text,
 )
 from conjoin.runtime.joint_action import exchange, place, together
-from conjoin.runtime.optimizer_state import GROUPS, STATE, state_by_name
+from conjoin.runtime.optimizer_state import GROUPS, PARAMS, STATE, state_by_name
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.pieces import count
 
@@ -65,7 +65,9 @@ def save_checkpoint(
         metadata = together(lambda: _write_tensors(state, partial))
         shares = exchange(together(lambda: _digest_share(partial, metadata)))
         files = {name: file for share in shares for name, file in share.items()}
-        index = Index(draft.plan, files, describe(metadata), draft.optimizer, draft.extra)
+        drafts = exchange(draft.optimizer)
+        saved = together(lambda: _of_all_stages(step, drafts))
+        index = Index(draft.plan, files, describe(metadata), saved, draft.extra)
         together(lambda: _finish(target, partial, index) if place()[0] == 0 else None)
     except CheckpointError:
         if place()[0] == 0:
@@ -154,6 +156,33 @@ def _draft_optimizer(step: ParallelModule, optimizer: Optimizer) -> tuple[SavedO
             f"numbers and text there, or save the optimizer on its own."
         ) from None
     return saved, tensors
+
+
+def _of_all_stages(step: ParallelModule, drafts: Sequence[SavedOptimizer | None]) -> SavedOptimizer | None:
+    """What goes into the index of an optimizer: of a pipeline, of which every rank has some parameters, all of it."""
+    known = [draft for draft in drafts if draft is not None]
+    if not known or not isinstance(step.plan, Pipeline):
+        return drafts[0]
+    first, order = known[0], {content.name: place for place, content in enumerate(step.store.contents)}
+    for other in known[1:]:
+        alike = [_settings(group) for group in other.groups] == [_settings(group) for group in first.groups]
+        if other.kind != first.kind or not alike:
+            raise CheckpointError(
+                f"A checkpoint of a pipeline was asked for, whose stages have optimizers that differ: {first.kind} "
+                f"with {count(len(first.groups), 'group')} and {other.kind} with {len(other.groups)}, or other "
+                f"settings. A checkpoint keeps one. Make the optimizers alike on all ranks."
+            )
+    groups = [
+        {**group, PARAMS: sorted({name for draft in known for name in draft.groups[i][PARAMS]}, key=order.__getitem__)}
+        for i, group in enumerate(first.groups)
+    ]
+    tensors = dict.fromkeys(entry for draft in known for entry in draft.tensors)
+    values = {(name, key): value for draft in known for name, key, value in draft.values}
+    return SavedOptimizer(first.kind, tuple(groups), tuple(tensors), tuple((*k, v) for k, v in values.items()))
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != PARAMS}
 
 
 def _write_tensors(state: dict[str, Any], partial: Path) -> Metadata:

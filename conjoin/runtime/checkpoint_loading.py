@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from conjoin.errors import CheckpointError
 from conjoin.ir import read_json
 from conjoin.runtime.checkpoint import INDEX, digest_of, previous_of
-from conjoin.runtime.checkpoint_index import Index, as_metadata, index_from_json, state_key
+from conjoin.runtime.checkpoint_index import Index, SavedOptimizer, as_metadata, index_from_json, state_key
 from conjoin.runtime.joint_action import place, together
 from conjoin.runtime.optimizer_state import (
     GROUPS,
+    PARAMS,
     STATE,
     group_faults,
     is_split_state,
@@ -90,16 +91,30 @@ def _read_index(target: Path, folder: Path) -> Index:
 
 
 def _model_faults(step: ParallelModule, index: Index) -> list[str]:
-    own = {_MODEL + name: (name, local) for name, local in state_tensors(step.store)}
+    own = {_MODEL + content.name: content for content in step.store.contents}
     saved = {key for key in index.tensors if key.startswith(_MODEL)}
-    faults = [f"it does not have {name}" for key, (name, _) in own.items() if key not in saved]
+    faults = [f"it does not have {content.name}" for key, content in own.items() if key not in saved]
     faults += [f"it has {key.removeprefix(_MODEL)}, which the module has not" for key in saved if key not in own]
-    for key, (name, local) in own.items():
+    for key, content in own.items():
         if key in saved:
-            tensor, shape = index.tensors[key], step.store.shape(name, local)
-            if (tensor.shape, tensor.dtype) != (shape, local.dtype):
-                faults.append(f"{name} is {tensor.dtype} {tensor.shape} there, {local.dtype} {shape} in the module")
+            tensor, wanted = index.tensors[key], content.type
+            if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
+                there, here = f"{tensor.dtype} {tensor.shape}", f"{wanted.dtype} {wanted.shape}"
+                faults.append(f"{content.name} is {there} there, {here} in the module")
     return faults
+
+
+def _share(step: ParallelModule, saved: SavedOptimizer) -> SavedOptimizer:
+    """What of an optimizer's state is this rank's: in a pipeline that of its stages' parameters."""
+    elsewhere = {content.name for content in step.store.contents if not step.store.holds(content.name)}
+    if not elsewhere:
+        return saved
+    return SavedOptimizer(
+        saved.kind,
+        tuple({**g, PARAMS: [name for name in g[PARAMS] if name not in elsewhere]} for g in saved.groups),
+        tuple(entry for entry in saved.tensors if entry[0] not in elsewhere),
+        tuple(entry for entry in saved.values if entry[0] not in elsewhere),
+    )
 
 
 def _optimizer_faults(step: ParallelModule, optimizer: Optimizer, index: Index) -> list[str]:
@@ -108,6 +123,7 @@ def _optimizer_faults(step: ParallelModule, optimizer: Optimizer, index: Index) 
         return ["it was saved without an optimizer"]
     if saved.kind != kind:
         return [f"it has the state of {saved.kind}, the optimizer is {kind}"]
+    saved = _share(step, saved)
     names = parameter_names(step.store, optimizer)
     by_name: dict[str, Any] = {name: {} for name, *_ in (*saved.tensors, *saved.values)}
     faults = group_faults(names, optimizer, {STATE: by_name, GROUPS: list(saved.groups)})
@@ -140,7 +156,7 @@ def _read(checked: _Checked, step: ParallelModule, optimizer: Optimizer | None) 
     """Read this rank's pieces into place; the whole checkpoint has been checked."""
     state = {_MODEL + name: value for name, value in _model_targets(step).items()}
     kept: dict[str, dict[str, Any]] = {}
-    saved = checked.index.optimizer
+    saved = None if checked.index.optimizer is None else _share(step, checked.index.optimizer)
     if optimizer is not None and saved is not None:
         for name, key, value in _optimizer_targets(step, optimizer, checked.index):
             kept.setdefault(name, {})[key] = state[state_key(name, key)] = value
@@ -171,7 +187,7 @@ def _optimizer_targets(step: ParallelModule, optimizer: Optimizer, index: Index)
     """New tensors to read the state of an optimizer to, split as the parameters are."""
     parameters = {name: parameter for parameter, name in parameter_names(step.store, optimizer).items()}
     targets: list[tuple[str, str, Tensor]] = []
-    for name, key in index.optimizer.tensors if index.optimizer else ():
+    for name, key in _share(step, index.optimizer).tensors if index.optimizer else ():
         tensor, parameter = index.tensors[state_key(name, key)], parameters[name]
         if tensor.shape == step.store.shape(name, parameter):
             into = torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False)

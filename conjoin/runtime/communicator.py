@@ -20,7 +20,7 @@ from conjoin.errors import UsageError
 from conjoin.machine import Mesh
 from conjoin.runtime.rendezvous import compare
 from conjoin.runtime.swapping import swap
-from conjoin.runtime.torch_private import all_gather, default_store, reduce_scatter
+from conjoin.runtime.torch_private import all_gather, default_store, group_of_members, reduce_scatter
 
 F = TypeVar("F", bound=Callable[..., Any])
 _numbers = count()
@@ -220,13 +220,15 @@ class ProcessGroups:
 
     def channel(self, name: str, ranks: tuple[int, ...]) -> ProcessChannel:
         """Single messages between some of the ranks, in a group of their own."""
-        group = _new_group(ranks) if self._session is None else self._session.group(ranks, name)
+        group = group_of_members(ranks, name) if self._session is None else self._session.group(ranks, name)
         return ProcessChannel(group, ranks, self._session)
 
     def _make_group(self, axes: Axes) -> dist.ProcessGroup:
         if self._ranks is not None:  # others make their own
             members = self._global(axes)
-            return _new_group(members) if self._session is None else self._session.group(members, "stage")
+            if self._session is None:
+                return group_of_members(members, "stage")
+            return self._session.group(members, "stage")
         if set(axes) == set(self.mesh.names):
             assert dist.group.WORLD is not None
             return dist.group.WORLD
@@ -287,12 +289,6 @@ class ProcessGroups:
 
     def _swap(self, kind: str, axes: Axes, into: Sequence[Tensor], out: Sequence[Tensor]) -> Work:
         return self._started(axes, lambda: swap(kind, self._groups[axes], into, out))
-
-
-def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """A group that its members alone make."""
-    made: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
-    return made
 
 
 class ProcessChannel:

@@ -26,7 +26,7 @@ from conjoin.runtime.communicator import ProcessGroups, Work, World
 from conjoin.runtime.progress import Passage, first_line
 from conjoin.runtime.rendezvous import KeyStore, all_connected, compare
 from conjoin.runtime.threads import alone
-from conjoin.runtime.torch_private import default_store
+from conjoin.runtime.torch_private import default_store, group_of_members
 from conjoin.runtime.watching import PATIENCE_SECONDS, Watch
 
 Device = torch.device | str | None
@@ -122,9 +122,11 @@ class Session:
         """The process group of some ranks, made once; all ranks ask for all groups in the same order, but for those
         with a name, for which only their members ask."""
         if (ranks, name) not in self._groups:
-            self._groups[ranks, name] = dist.new_group(
-                list(ranks), timeout=self._timeout, use_local_synchronization=bool(name)
-            )
+            if name:
+                made = group_of_members(ranks, f"{self._prefix} {name}", self._timeout)
+            else:
+                made = dist.new_group(list(ranks), timeout=self._timeout)
+            self._groups[ranks, name] = made
             if self.rank in ranks:
                 members = ",".join(map(str, ranks))
                 all_connected(default_store(f"{self._prefix}/group/{name}/{members}"), ranks, self.rank)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,6 +30,29 @@ def default_store(prefix: str, *, for_thread: bool = False) -> KeyStore:
     found: Any = distributed_c10d._get_default_store()
     store: KeyStore = distributed_c10d.PrefixStore(prefix, found.clone() if for_thread else found)
     return store
+
+
+_naming = threading.Lock()
+_num_named: Counter[tuple[str, tuple[int, ...]]] = Counter()
+
+
+def group_of_members(ranks: tuple[int, ...], name: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """A process group that only its members make, those of one name and ranks in the same order.
+
+    torch names such a group after how many groups a process has, and ranks that are members of different ones would
+    wait for each other for ever. Here it is named after what its members have in common.
+    """
+    with _naming:
+        number = _num_named[name, ranks]
+        _num_named[name, ranks] += 1
+        digest = hashlib.sha256(f"{name} {ranks} {number}".encode()).hexdigest()
+        own = distributed_c10d._hash_ranks_to_str
+        distributed_c10d._hash_ranks_to_str = lambda ranks: digest
+        try:
+            made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        finally:
+            distributed_c10d._hash_ranks_to_str = own
+    return made
 
 
 def at_end_of_backward(act: Callable[[], None]) -> None:
