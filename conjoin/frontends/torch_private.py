@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import logging
 import sys
@@ -23,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram, exported_program
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import config as fx_config
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from torch.fx.node import _side_effectful_functions
@@ -157,17 +158,30 @@ def _prepared(prepare: Callable[[Any], Any], composites: dict[OpOverload, Any]) 
 
 @contextmanager
 def unread_left_out() -> Iterator[None]:
-    """Have export leave out what nobody reads of its programs: their Python, and shapes beside those of values."""
-    name = "_extract_tensor_metadata"
-    describe = getattr(proxy_tensor, name, None)
-    if describe is not None:
-        setattr(proxy_tensor, name, lambda *given: None)
+    """Have export leave out what nobody reads of its programs: their Python, shapes beside those of values, and a walk
+    through all values for numbers that depend on data where no call has made any.
+    """
+    tracing = importlib.import_module("torch.export._trace")  # it imports torch's compiler, as the first export does
+    name = "_replace_unbacked_bindings"
+    bind = getattr(tracing, name, None)
+    unread = (
+        (proxy_tensor, "_extract_tensor_metadata", lambda *given: None),
+        (exported_program, "_create_graph_module_for_export", _make_graph_module),
+        (tracing, name, lambda module: bind(module) if bind and _depends_on_data(module) else None),
+    )
+    found = [(room, name, getattr(room, name), instead) for room, name, instead in unread if hasattr(room, name)]
+    for room, name, _, instead in found:
+        setattr(room, name, instead)
     try:
         with _use_lazy_graph_module(True):
             yield
     finally:
-        if describe is not None:
-            setattr(proxy_tensor, name, describe)
+        for room, name, before, _ in found:
+            setattr(room, name, before)
+
+
+def _depends_on_data(module: fx.GraphModule) -> bool:
+    return any("unbacked_bindings" in node.meta for node in module.graph.nodes)
 
 
 @contextmanager
