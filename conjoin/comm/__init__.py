@@ -11,6 +11,14 @@ from conjoin.comm.bundling import (
     flights_forward,
     sent_bytes,
 )
+from conjoin.comm.cross_mesh import (
+    CHUNKS,
+    Message,
+    TransferPlan,
+    best_chunks,
+    plan_transfer,
+    reduced_for_transfer,
+)
 from conjoin.comm.crossing import Held, Message, direct_messages
 from conjoin.comm.exchanges import ExchangedBytes, NodeExchanges, node_exchanges
 from conjoin.comm.gradients import Entry, GradientFlow
@@ -20,6 +28,7 @@ from conjoin.comm.pieces import held_bytes, num_devices, splits_evenly
 from conjoin.comm.places import changes_places, changes_places_between, common_places, has_places, leaves_early
 from conjoin.comm.recomputing import recomputed, run_again
 from conjoin.comm.route import backward_route, dual_layout, reshard
+from conjoin.comm.senders import SENDER_WAYS, Assignment, Atomic
 from conjoin.comm.steps import Route, Step, StepKind
 from conjoin.comm.traffic import (
     AGREEMENT_BYTES,
@@ -32,14 +41,18 @@ from conjoin.comm.traffic import (
     step_bytes,
     step_load,
 )
+from conjoin.comm.transfer_forms import Form, WholeSlices, form_seconds
+from conjoin.comm.unit_tasks import Grid
 from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 
 __all__ = [
-    "AGREEMENT_BYTES", "BACKWARD", "EXCHANGE", "FORWARD", "BundleKind", "BundleSizes", "Collective", "Entry",
-    "ExchangedBytes", "GradientFlow", "Held", "Message", "Movement", "NodeExchanges", "ParameterBundle", "PerRank",
-    "Route", "Step", "StepKind", "Traffic", "Transfer", "Use", "backward_route", "bundle_parameters", "bytes_sent",
+    "AGREEMENT_BYTES", "BACKWARD", "CHUNKS", "EXCHANGE", "FORWARD", "SENDER_WAYS", "Assignment", "Atomic", "BundleKind",
+    "BundleSizes", "Collective", "Entry", "ExchangedBytes", "Form", "GradientFlow", "Grid", "Held", "Message",
+    "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Route", "Step", "StepKind", "Traffic", "Transfer",
+    "TransferPlan", "Use", "WholeSlices", "backward_route", "best_chunks", "bundle_parameters", "bytes_sent",
     "changes_places", "changes_places_between", "common_places", "direct_messages", "dual_layout", "find_bundles",
-    "flights_backward", "flights_forward", "has_places", "held_bytes", "leaves_early", "move_regions", "movement",
-    "node_exchanges", "num_devices", "recomputed", "reshard", "ring_bytes", "route_bytes", "run_again", "sent_bytes",
-    "splits_evenly", "step_bytes", "step_load", "sum_per_rank", "total_bytes",
+    "flights_backward", "flights_forward", "form_seconds", "has_places", "held_bytes", "leaves_early", "move_regions",
+    "movement", "node_exchanges", "num_devices", "plan_transfer", "recomputed", "reduced_for_transfer", "reshard",
+    "ring_bytes", "route_bytes", "run_again", "sent_bytes", "splits_evenly", "step_bytes", "step_load", "sum_per_rank",
+    "total_bytes",
 ]  # fmt: skip

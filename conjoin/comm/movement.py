@@ -25,9 +25,7 @@ class Movement:
     receives: tuple[tuple[int, Region], ...]
 
 
-def move_regions(
-    have: Sequence[Region], want: Sequence[Region], group: tuple[int, ...], rank: int
-) -> Movement:
+def move_regions(have: Sequence[Region], want: Sequence[Region], group: tuple[int, ...], rank: int) -> Movement:
     """The table of one rank when each member of a group has a region and wants another.
 
     `have` and `want` are by position in the group. Regions that members have are the same or disjoint; regions that

@@ -150,9 +150,7 @@ def _layout(mesh: Mesh, spread: Spread, source: Layout, target: Layout) -> Layou
 
     splits = [(axis, Split(dim)) for dim, axes in enumerate(spread.splits) for axis in axes]
     split = {axis for axis, _ in splits}
-    others = [
-        (axis, Partial() if axis in spread.partial else label(axis)) for axis in mesh.names if axis not in split
-    ]
+    others = [(axis, Partial() if axis in spread.partial else label(axis)) for axis in mesh.names if axis not in split]
     return make_layout([*splits, *others])
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise, permutations, product
-from types import SimpleNamespace
 
 import pytest
-from torch.distributed.pipelining import schedules as theirs
 
+from benchmarks.schedules_torch import TABLES, compare, their_table
 from conjoin.schedules import (
     Kind,
     Memory,
@@ -23,7 +22,6 @@ from conjoin.schedules import (
     looped,
     one_each,
     peaks,
-    play,
     v_shaped,
 )
 from tests.schedules.slow_play import slow_seconds
@@ -93,49 +91,10 @@ def test_never_below_its_bound_and_never_beyond_its_memory(owners: tuple[int, ..
         assert not any(row.kind is Kind.WEIGHT_GRADIENT for rows in whole.schedule.rows for row in rows)
 
 
-def their_table(kind: type, owners: int, stages_each: int, num: int) -> Schedule:
-    """A schedule of torch as one of ours; its 1F1B counts micro-batches of some ranks from 1 instead of 0."""
-    count = owners * stages_each
-    stages = [
-        SimpleNamespace(num_stages=count, group_size=owners, group_rank=0, stage_index=i * owners, submod=None,
-                        has_backward=True, is_first=i == 0, is_last=False)
-        for i in range(stages_each)
-    ]  # fmt: skip
-    made = kind(stages[0], num) if issubclass(kind, theirs.PipelineScheduleSingle) else kind(stages, num)
-    belongs, table = [0] * count, []
-    for owner in range(owners):
-        actions = [part for action in made.pipeline_order[owner] if action for part in action.sub_actions or (action,)]
-        actions = [action for action in actions if action.computation_type.value in ("F", "B", "I", "W")]
-        first = min(a.microbatch_index for a in actions if a.computation_type.value == "F")
-        table.append(
-            tuple(
-                Row(
-                    Kind(a.computation_type.value),
-                    a.stage_index,
-                    a.microbatch_index - first * (a.computation_type.value == "F"),
-                )
-                for a in actions
-            )
-        )
-        for action in actions:
-            belongs[action.stage_index] = owner
-    return Schedule(tuple(belongs), num, tuple(table), chain(count), kind.__name__)
-
-
-THEIRS = [
-    (theirs.ScheduleGPipe, 1), (theirs.Schedule1F1B, 1), (theirs.ScheduleLoopedBFS, 2),
-    (theirs.ScheduleInterleaved1F1B, 2), (theirs.ScheduleInterleavedZeroBubble, 2), (theirs.ScheduleZBVZeroBubble, 2),
-    (theirs.ScheduleDualPipeV, 2),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("kind", "stages_each"), THEIRS, ids=[kind.__name__ for kind, _ in THEIRS])
+@pytest.mark.parametrize(("kind", "stages_each"), TABLES, ids=[kind.__name__ for kind, _ in TABLES])
 def test_never_behind_the_tables_of_torch_at_equal_memory(kind: type, stages_each: int) -> None:
     for owners, num in ((2, 4), (3, 6)):
         table = their_table(kind, owners, stages_each, num)
-        memory = Memory.in_flight(table.num_stages, check(table).held)
         for transfer in (0.0, 0.25, 1.0):
-            times = Times.alike(table.num_stages, table.edges, transfer=transfer)
-            found = find_schedule(Pipeline.of(table.owners, num, times, memory), max_steps=1000)
-            check(found.schedule, memory)
-            assert found.seconds <= play(table, times).seconds + 1e-9, (owners, num, transfer)
+            row = compare(table, transfer, max_steps=1000)
+            assert row.bound - 1e-9 <= row.ours <= row.theirs + 1e-9

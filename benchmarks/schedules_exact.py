@@ -1,0 +1,132 @@
+"""Are found schedules the best there are? A solver is asked for a faster one, for up to 4 stages and 8 micro-batches.
+
+    python -m benchmarks.schedules_exact [--seconds 5]        # writes results/schedules_exact.json
+
+z3 gets the rows as starts with what each waits for, rows of one owner one after another, and memory: micro-batches are
+alike, so that they may run in order at each stage, and the forward of one starts after the weight gradient of the one
+that has to make room for it. "Faster" is a quarter of a second less, since all times are multiples of it. When it says
+that there is none, the schedule is the best; when its time is up, nothing is said. It shares nothing with the search.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from itertools import combinations, product
+from pathlib import Path
+from time import process_time
+
+import z3
+
+from conjoin.schedules import Memory, Pipeline, Times, chain, check, find_schedule, one_each
+
+RESULT = Path(__file__).parent / "results" / "schedules_exact.json"
+QUARTERS = 4
+KINDS = ("F", "I", "W")
+
+Name = tuple[str, int, int]
+"""Of a row: kind, stage, micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One pipeline: what was found, what the search says of it, and what the solver says."""
+
+    stages: int
+    micro_batches: int
+    transfer: float
+    limits: tuple[int, ...]
+    seconds: float
+    bound: float
+    proven: bool
+    steps: int
+    cpu_seconds: float
+    solver: str
+    """`best`, `not best` or `unknown`."""
+
+
+def waits(row: Name, stages: int, limits: Sequence[int]) -> Iterator[tuple[Name, bool]]:
+    """What a row waits for, and whether that has to travel."""
+    kind, s, m = row
+    if m:
+        yield (kind, s, m - 1), False
+    if kind == "F" and s:
+        yield ("F", s - 1, m), True
+    if kind == "F" and m >= limits[s]:
+        yield ("W", s, m - limits[s]), False
+    if kind == "I":
+        yield ("F", s, m), False
+    if kind == "I" and s + 1 < stages:
+        yield ("I", s + 1, m), True
+    if kind == "W":
+        yield ("I", s, m), False
+
+
+def faster(stages: int, micro_batches: int, transfer: float, limits: Sequence[int], seconds: float) -> z3.Solver:
+    """Constraints that only a schedule of less than so many seconds fulfils; rows take a second each."""
+    solver = z3.Solver()
+    start = {
+        (kind, s, m): z3.Int(f"{kind}{s}.{m}") for kind, s, m in product(KINDS, range(stages), range(micro_batches))
+    }
+    end = {row: begin + QUARTERS for row, begin in start.items()}
+    travel = round(transfer * QUARTERS)
+    for row, begin in start.items():
+        solver.add(begin >= 0, end[row] <= round(seconds * QUARTERS) - 1)
+        for before, later in waits(row, stages, limits):
+            solver.add(begin >= end[before] + (travel if later else 0))
+    for s in range(stages):
+        mine = [row for row in start if row[1] == s]
+        for one, other in combinations(mine, 2):
+            if one[0] != other[0]:
+                solver.add(z3.Or(start[one] >= end[other], start[other] >= end[one]))
+    return solver
+
+
+def judge(stages: int, micro_batches: int, transfer: float, limits: tuple[int, ...], seconds: float) -> Row:
+    """Find a schedule and ask the solver for a faster one, for so many seconds."""
+    times = Times.alike(stages, chain(stages), (1, 1, 1), transfer)
+    memory = Memory.in_flight(stages, limits)
+    begin = process_time()
+    found = find_schedule(Pipeline.of(one_each(stages), micro_batches, times, memory), max_steps=20_000)
+    taken = process_time() - begin
+    check(found.schedule, memory)
+    solver = faster(stages, micro_batches, transfer, limits, found.seconds)
+    solver.set("timeout", round(seconds * 1000))
+    said = {"unsat": "best", "sat": "not best"}.get(str(solver.check()), "unknown")
+    return Row(
+        stages, micro_batches, transfer, limits, found.seconds, found.bound, found.proven, found.steps, taken, said
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each question to the solver")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    asked = parser.parse_args()
+    rows = []
+    for stages, count, transfer in product((2, 3, 4), (2, 4, 6, 8), (0.0, 0.5, 1.0)):
+        one_f_one_b = tuple(range(stages, 0, -1))
+        for limits in dict.fromkeys((one_f_one_b, (stages,) * stages, (2 * stages - 1,) * stages)):
+            rows.append(judge(stages, count, transfer, limits, asked.seconds))
+            print(rows[-1], flush=True)
+    told = [row.solver for row in rows]
+    proven, best, worse, open_ = sum(row.proven for row in rows), *map(told.count, ("best", "not best", "unknown"))
+    print(f"{len(rows)} pipelines, {proven} proven; by the solver {best} are best, {worse} are not, {open_} unknown")
+    result = {
+        "command": f"python -m benchmarks.schedules_exact --seconds {asked.seconds:g}",
+        "date": date.today().isoformat(),
+        "python": platform.python_version(),
+        "z3": z3.get_version_string(),
+        "rows": [asdict(row) for row in rows],
+    }
+    asked.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return int("not best" in told)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
