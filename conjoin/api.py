@@ -211,7 +211,7 @@ def search_plan(
     """
     chosen = _machine(machine)
     _check_wish(wish)
-    return find_plan(graph, chosen, _known_costs(), wish, start=start, progress=progress)
+    return find_plan(graph, chosen, known_costs(), wish, start=start, progress=progress)
 
 
 def compare(
@@ -228,7 +228,7 @@ def compare(
     chosen = _machine(machine)
     _check_wish(wish)
     asked = wish or Wish()
-    return compare_plans(graph, chosen, _known_costs(), asked, searches, strategies=strategies, progress=progress)
+    return compare_plans(graph, chosen, known_costs(), asked, searches, strategies=strategies, progress=progress)
 
 
 def explain(plan: Plan | str | PathLike[str]) -> Explanation:
@@ -254,7 +254,7 @@ def simulate_plan(
     (True, True)
     """
     chosen = _machine(machine)
-    return predict(_plan(plan), chosen, _known_costs(), optimizer)
+    return predict(_plan(plan), chosen, known_costs(), optimizer)
 
 
 def _plan(plan: Plan | str | PathLike[str]) -> Plan:
@@ -293,7 +293,7 @@ def _check_wish(wish: Wish | None) -> None:
         )
 
 
-def _known_costs() -> CostModel:
+def known_costs() -> CostModel:
     """What was measured on this host before, and what is shipped."""
     try:
         path = costs_path()

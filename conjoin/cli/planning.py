@@ -317,19 +317,6 @@ def _show_summary(plan: Plan, launch: Launch, as_json: bool) -> None:
         typer.echo(line)
 
 
-def explain_command(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help=_PLAN_HELP)],
-    imports: ImportOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Show a plan as annotated code: how each operator is split, and every collective with the bytes it sends."""
-    found = rooms.report.explain(rooms.models.read_plan(plan, imports))
-    if as_json:
-        print_json(found.to_json())
-    else:
-        typer.echo(rooms.report.explanation_text(found), nl=False)
-
-
 def diff_command(
     before: Annotated[Path, typer.Argument(metavar="A", help=_PLAN_HELP)],
     after: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],

@@ -25,6 +25,8 @@ MICRO = (1, 2, 4, 8, 16, 32)
 """Micro-batches that are tried for a given batch."""
 _MAX_BATCH = 1 << 20
 _MAX_NODES = 256
+_HELPS = 0.98
+"""Of the memory before is what twice as many micro-batches must come to, or more of them are not tried."""
 _PLAIN = ("data-parallel", "zero1", "fsdp")
 
 
@@ -57,7 +59,7 @@ class Fit:
 
 
 @dataclass
-class Question:
+class FitQuestion:
     """A model in any batch, the prices and the optimizer; graphs of a batch are captured once."""
 
     capture: Callable[[int], Graph]
@@ -96,7 +98,7 @@ def layers_split(machine: Machine) -> tuple[str, ...]:
     return tuple(f"megatron:tp={degree},sp,fsdp" for degree in products(inside)[1:])
 
 
-def largest_batches(question: Question, machine: Machine, strategies: Sequence[str] = ()) -> list[Fit]:
+def largest_batches(question: FitQuestion, machine: Machine, strategies: Sequence[str] = ()) -> list[Fit]:
     """For each strategy and each way to run blocks again the largest batch; the highest throughput first.
 
     The best of them is told once more with micro-batches: as many as one likes, each of so many samples.
@@ -112,7 +114,7 @@ def largest_batches(question: Question, machine: Machine, strategies: Sequence[s
     return found
 
 
-def _each_mode(question: Question, machine: Machine, name: str) -> Iterator[Fit]:
+def _each_mode(question: FitQuestion, machine: Machine, name: str) -> Iterator[Fit]:
     """Without running anything again, then with more and more of it, as far as the model has blocks."""
     modes = RECOMPUTE if not read_request(name).recompute else ("",)
     for mode in modes:
@@ -122,7 +124,7 @@ def _each_mode(question: Question, machine: Machine, name: str) -> Iterator[Fit]
             return  # parameters alone are too many, or the strategy is none for this model
 
 
-def _largest(question: Question, machine: Machine, name: str, mode: str, micro: int) -> Fit:
+def _largest(question: FitQuestion, machine: Machine, name: str, mode: str, micro: int) -> Fit:
     """The largest batch by one strategy, or why there is none."""
     strategy = _written(name, mode, micro)
     first = machine.num_devices * micro
@@ -144,7 +146,7 @@ def _written(name: str, mode: str, micro: int) -> str:
 class _Looking:
     """The largest batch of one strategy, looked for between one that fits and one that does not."""
 
-    question: Question
+    question: FitQuestion
     machine: Machine
     strategy: str
     micro: int
@@ -206,7 +208,7 @@ def _parts_of_batch(plan: Plan, machine: Machine) -> int:
     return prod(cut) if cut or machine.num_devices == 1 else machine.num_devices
 
 
-def least_machines(question: Question, machine: Machine, batch: int, strategies: Sequence[str] = ()) -> list[Fit]:
+def least_machines(question: FitQuestion, machine: Machine, batch: int, strategies: Sequence[str] = ()) -> list[Fit]:
     """For sizes of a machine, the smallest first, the fastest way to train a batch; up to the first that fits, and to
     the machine itself.
 
@@ -233,7 +235,7 @@ def _sizes(machine: Machine) -> Iterator[Machine]:
         nodes *= 2
 
 
-def _best_way(question: Question, machine: Machine, batch: int, strategies: Sequence[str]) -> Fit:
+def _best_way(question: FitQuestion, machine: Machine, batch: int, strategies: Sequence[str]) -> Fit:
     names = tuple(name for name in strategies if name != "single" or machine.num_devices == 1)
     given = names or usual_strategies(machine)
     best = _fastest(question, machine, batch, given)
@@ -247,19 +249,26 @@ def _peak(fit: Fit) -> float:
     return inf if fit.prediction is None else fit.prediction.memory.peak
 
 
-def _fastest(question: Question, machine: Machine, batch: int, names: Sequence[str]) -> Fit:
-    """The fastest way that fits, with as few micro-batches as there must be; else the one that takes the least."""
-    tried: list[Fit] = []
-    for micro in MICRO:
-        if batch % micro == 0:
-            tried += [_as_given(question, machine, batch, (name, mode, micro)) for name in names for mode in RECOMPUTE]
-        fitting = [fit for fit in tried if fit.fits]
-        if fitting:
-            return max(fitting, key=lambda fit: fit.samples_per_second)
-    return min(tried, key=_peak)
+def _fastest(question: FitQuestion, machine: Machine, batch: int, names: Sequence[str]) -> Fit:
+    """The fastest way that fits, each with as few micro-batches as it must have; else the one that takes the least."""
+    tried = [_fewest_parts(question, machine, batch, name, mode) for name in names for mode in RECOMPUTE]
+    best = max(tried, key=lambda fit: fit.samples_per_second)
+    return best if best.fits else min(tried, key=_peak)
 
 
-def _as_given(question: Question, machine: Machine, batch: int, way: tuple[str, str, int]) -> Fit:
+def _fewest_parts(question: FitQuestion, machine: Machine, batch: int, name: str, mode: str) -> Fit:
+    """A way with as few micro-batches as fit; where more of them do not help any more, with what they come to."""
+    found = _as_given(question, machine, batch, (name, mode, 1))
+    for micro in MICRO[1:]:
+        if found.fits or batch % micro:
+            break
+        fewer, found = found, _as_given(question, machine, batch, (name, mode, micro))
+        if not found.fits and _peak(found) > _HELPS * _peak(fewer):
+            return min(fewer, found, key=_peak)
+    return found
+
+
+def _as_given(question: FitQuestion, machine: Machine, batch: int, way: tuple[str, str, int]) -> Fit:
     name, mode, micro = way
     strategy = _written(name, mode, micro)
     least = least_bytes(name, question.graph(batch), machine.mesh, OPTIMIZER_COPIES[question.optimizer])
