@@ -65,7 +65,7 @@ class Why:
 
 def find_alternatives(plan: Plan, machine: Machine, costs: CostModel, name: str, optimizer: str = "adam") -> Why:
     """What else was possible for what a name means, and what the step would then take."""
-    value = origin(find_tensor(plan.graph, name))
+    value = origin(find_tensor(plan.graph, name, "What else was possible was asked of"))
     skeleton, layouts = take_apart(plan)
     work = _Work(plan, skeleton, layouts, _groups(plan, layouts))
     own = work.of_leaf(value.owner) if isinstance(value.owner, Leaf) else work.of_operator(value)
