@@ -200,7 +200,7 @@ def plan(  # noqa: PLR0913 – what may be said of a plan
 def make_named(graph: Graph, machine: Machine, strategy: str) -> Plan | Pipeline:
     """The plan that a named strategy makes, of one stage or several."""
     if read_request(strategy).name == PIPELINE:
-        return make_pipeline(graph, machine, strategy, _known_costs())
+        return make_pipeline(graph, machine, strategy, known_costs())
     return make_plan(graph, machine, strategy)
 
 
@@ -259,7 +259,7 @@ def search_plan(
     """
     chosen = _machine(machine)
     _check_wish(wish)
-    return find_plan(graph, chosen, _known_costs(), wish, start=start, progress=progress)
+    return find_plan(graph, chosen, known_costs(), wish, start=start, progress=progress)
 
 
 def compare(
@@ -276,7 +276,7 @@ def compare(
     chosen = _machine(machine)
     _check_wish(wish)
     asked = wish or Wish()
-    return compare_plans(graph, chosen, _known_costs(), asked, searches, strategies=strategies, progress=progress)
+    return compare_plans(graph, chosen, known_costs(), asked, searches, strategies=strategies, progress=progress)
 
 
 def load(  # noqa: PLR0913 – what may be chosen of a module
@@ -361,8 +361,8 @@ def simulate_plan(
     """
     chosen, found = _machine(machine), _plan(plan)
     if isinstance(found, Pipeline):
-        return predict_pipeline(found, chosen, _known_costs(), optimizer)
-    return predict(found, chosen, _known_costs(), optimizer)
+        return predict_pipeline(found, chosen, known_costs(), optimizer)
+    return predict(found, chosen, known_costs(), optimizer)
 
 
 def _plan(plan: Plan | Pipeline | str | PathLike[str]) -> Plan | Pipeline:
@@ -402,7 +402,7 @@ def _check_wish(wish: Wish | None) -> None:
         )
 
 
-def _known_costs() -> CostModel:
+def known_costs() -> CostModel:
     """What was measured on this host before, and what is shipped."""
     try:
         path = costs_path()

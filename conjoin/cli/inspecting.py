@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conjoin.cli import rooms
-from conjoin.cli.options import ImportOption, JsonOption, ModelArgument
+from conjoin.cli.options import ImportOption, JsonOption, LengthOption, ModelArgument, SizeOption
 from conjoin.cli.output import check_output, print_json
+from conjoin.cli.quantities import parse_sizes
 from conjoin.environment import cache_directory, installed_version
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def inspect_command(
     model: ModelArgument,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
     train: Annotated[bool | None, typer.Option("--train/--eval", help="The mode to capture; default: train.")] = None,
+    length: LengthOption = None,
+    size: SizeOption = None,
     imports: ImportOption = None,
     as_json: JsonOption = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Also save the graph as JSON here.")] = None,
@@ -50,7 +53,8 @@ def inspect_command(
     """Show what is in a model: operators, parameters, work, memory, what can be split, what is opaque."""
     check_output(output, "graph")
     rooms.models.import_modules(imports)
-    graph = rooms.models.load_model_graph(model, batch_size=batch, training=train)
+    sizes = parse_sizes(length, size)
+    graph = rooms.models.load_model_graph(model, batch_size=batch, training=train, sizes=sizes)
     found = rooms.api.inspect(graph)
     if output is not None:
         rooms.api.save_graph(graph, output)

@@ -11,9 +11,11 @@ from typing import Annotated
 import typer
 
 from conjoin.cli.calibrating import calibrate_command
+from conjoin.cli.explaining import explain_command
+from conjoin.cli.fitting import fits_command
 from conjoin.cli.inspecting import doctor_command, inspect_command
 from conjoin.cli.machines import machine_app
-from conjoin.cli.planning import compare_command, diff_command, explain_command, plan_command
+from conjoin.cli.planning import compare_command, diff_command, plan_command
 from conjoin.cli.rules import rules_app
 from conjoin.cli.running import run_command, verify_command
 from conjoin.cli.simulating import simulate_command
@@ -48,6 +50,7 @@ def _options(
 app.command("inspect")(inspect_command)
 app.command("plan")(plan_command)
 app.command("compare")(compare_command)
+app.command("fits")(fits_command)
 app.command("explain")(explain_command)
 app.command("diff")(diff_command)
 app.command("simulate")(simulate_command)

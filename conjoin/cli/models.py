@@ -9,10 +9,11 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,12 +39,17 @@ _PACKAGES = tuple(f"{path}{os.sep}" for path in (*torch.__path__, *importlib.__p
 
 
 def load_model_graph(
-    model: str, *, batch_size: int | None, training: bool | None, precision: Precision | None = None
+    model: str,
+    *,
+    batch_size: int | None,
+    training: bool | None,
+    precision: Precision | None = None,
+    sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> Graph:
     """Find MODEL, build it without memory where that is possible, and capture it; a saved graph is verified instead."""
     if model.endswith(".json"):
-        return _from_file(model, batch_size, training, precision)
-    found, batch, loss = (_from_function if _is_function(model) else _from_zoo)(model, batch_size)
+        return _from_file(model, batch_size, training, precision, sizes)
+    found, batch, loss = (_from_function if _is_function(model) else _from_zoo)(model, batch_size, sizes)
     _run(f"Setting the mode of {model}", lambda: found.train(training is not False))
     return capture_model(found, batch, loss, check=True, precision=precision)
 
@@ -70,7 +76,11 @@ def read_plan(path: str | Path, imports: Sequence[str] | None, model: str = "") 
 
 def read_plan_of_one_stage(path: str | Path, imports: Sequence[str] | None) -> Plan:
     """A plan that is no pipeline."""
-    found = read_plan(path, imports)
+    return of_one_stage(read_plan(path, imports))
+
+
+def of_one_stage(found: Plan | Pipeline) -> Plan:
+    """A plan, if it is no pipeline."""
     if isinstance(found, Plan):
         return found
     raise UsageError(
@@ -87,7 +97,9 @@ def capture_model(
         return capture(model, batch, loss, check=check, precision=precision)
 
 
-def load_workload(model: str, batch_size: int | None) -> tuple[nn.Module, Any, Any]:
+def load_workload(
+    model: str, batch_size: int | None, sizes: Mapping[str, int] = MappingProxyType({})
+) -> tuple[nn.Module, Any, Any]:
     """MODEL in training mode with its values, a batch and the loss, to be run; a saved graph has no values."""
     if model.endswith(".json"):
         raise UsageError(
@@ -95,7 +107,7 @@ def load_workload(model: str, batch_size: int | None) -> tuple[nn.Module, Any, A
             f"a zoo name, file.py:function or module:function."
         )
     own = _is_function(model)
-    found, batch, loss = _from_function(model, batch_size) if own else _from_zoo(model, batch_size, "cpu")
+    found, batch, loss = _from_function(model, batch_size, sizes) if own else _from_zoo(model, batch_size, sizes, "cpu")
     _run(f"Setting the mode of {model}", lambda: found.train(True))
     return found, batch, loss
 
@@ -112,15 +124,18 @@ def _without_torch_logs() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _from_file(model: str, batch_size: int | None, training: bool | None, precision: Precision | None) -> Graph:
+def _from_file(
+    model: str, batch_size: int | None, training: bool | None, precision: Precision | None, sizes: Mapping[str, int]
+) -> Graph:
     graph = verify(load_graph(model))
     mode = "train" if graph.training else "eval"
     asked = [f"--batch {batch_size}"] if batch_size is not None else []
     asked += [f"--{'train' if training else 'eval'}"] if training not in (None, graph.training) else []
     asked += [f"--precision {precision.title}"] if precision is not None else []
+    asked += [f"--size {name}={size}" for name, size in sizes.items()]
     if asked:
         raise UsageError(
-            f"{asked[0]} was given for the saved graph {model}. Its batch, its precision and its mode ({mode}) were "
+            f"{asked[0]} was given for the saved graph {model}. Its sizes, its precision and its mode ({mode}) were "
             f"fixed at capture. Leave the option out, or capture the model again with it."
         )
     return graph
@@ -130,7 +145,9 @@ def _is_function(model: str) -> bool:
     return ":" in model and (not model.endswith(":tiny") or model.removesuffix(":tiny").endswith(".py"))
 
 
-def _from_zoo(model: str, batch_size: int | None, device: str = "meta") -> tuple[nn.Module, Any, Any]:
+def _from_zoo(
+    model: str, batch_size: int | None, sizes: Mapping[str, int], device: str = "meta"
+) -> tuple[nn.Module, Any, Any]:
     if model.endswith(".py"):
         raise UsageError(
             f"{model} was given without a function. A model is named path/to/file.py:function. "
@@ -139,17 +156,31 @@ def _from_zoo(model: str, batch_size: int | None, device: str = "meta") -> tuple
     zoo = importlib.import_module("zoo")
     if model.removesuffix(":tiny") not in zoo.names():
         raise _not_in_the_zoo(model)
+    for name in sizes:
+        if name not in zoo.sizes(model):
+            raise _no_such_size(model, name, zoo.sizes(model))
     try:
-        workload = zoo.build(model, batch_size=batch_size, device=device)
-    except (RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
-        if batch_size is None:
+        workload = zoo.build(model, batch_size=batch_size, device=device, sizes=sizes)
+    except (RuntimeError, TypeError, ValueError, OverflowError, MemoryError, AssertionError) as error:
+        asked = [] if batch_size is None else [f"--batch {batch_size}"]
+        asked += [f"--size {name}={size}" for name, size in sizes.items()]
+        if not asked:
             raise
-        reason = str(error).partition("\n")[0][:200]
+        reason, what = str(error).partition("\n")[0][:200], "model" if sizes else "batch"
         raise UsageError(
-            f"{model} was asked for with --batch {batch_size}. Such a batch could not be made: {reason}. "
-            f"Give a smaller one."
+            f"{model} was asked for with {' '.join(asked)}. Such a {what} could not be made: {reason}. "
+            f"Give a smaller one{', or sizes that divide each other' if sizes else ''}."
         ) from error
     return workload.model, workload.batch, workload.loss
+
+
+def _no_such_size(model: str, name: str, known: Sequence[str]) -> UsageError:
+    near = get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"Did you mean {near[0]}?" if near else f"Give one of {', '.join(known)}." if known else "Leave it out."
+    return UsageError(
+        f"{model} was asked for with another {name[:40]}. Its sizes are {', '.join(known) or 'not to be changed'}. "
+        f"{hint}"
+    )
 
 
 def _not_in_the_zoo(model: str) -> UsageError:
@@ -222,9 +253,14 @@ def _run(what: str, action: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _from_function(model: str, batch_size: int | None) -> tuple[nn.Module, Any, Any]:
+def _from_function(model: str, batch_size: int | None, sizes: Mapping[str, int]) -> tuple[nn.Module, Any, Any]:
     function = _find_function(model)
-    made = _run(f"{model}()", lambda: function(**_batch_keyword(model, function, batch_size)))
+    keywords = {**_batch_keyword(model, function, batch_size), **sizes}
+    taken = tuple(python_inspect.signature(function).parameters)
+    for name in sizes:
+        if name not in taken:
+            raise _no_such_size(model, name, [other for other in taken if other not in ("batch", "batch_size")])
+    made = _run(f"{model}()", lambda: function(**keywords))
     return _check(model, made)
 
 

@@ -15,4 +15,9 @@ _PRECISION_HELP = (
     "Without it as the model is."
 )
 PrecisionOption = Annotated[str | None, typer.Option("--precision", help=_PRECISION_HELP)]
+LengthOption = Annotated[
+    int | None, typer.Option("--length", min=1, help="Tokens of a sequence; of a function its parameter length.")
+]
+_SIZE_HELP = "Another size of the model, as layers=4; may be given several times. Of a function a parameter."
+SizeOption = Annotated[list[str] | None, typer.Option("--size", metavar="NAME=N", help=_SIZE_HELP)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

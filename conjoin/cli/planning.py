@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from conjoin.cli import rooms
-from conjoin.cli.options import ImportOption, JsonOption, ModelArgument, PrecisionOption
+from conjoin.cli.launch_lines import Asked, next_commands, next_lines
+from conjoin.cli.options import (
+    ImportOption,
+    JsonOption,
+    LengthOption,
+    ModelArgument,
+    PrecisionOption,
+    SizeOption,
+)
 from conjoin.cli.output import check_output, print_json
-from conjoin.cli.quantities import parse_bytes, parse_fixed, parse_seconds
+from conjoin.cli.quantities import parse_bytes, parse_fixed, parse_seconds, parse_sizes
 from conjoin.cli.searching import (
     Notes,
     comparison_lines,
@@ -69,6 +78,8 @@ def plan_command(
     imports: ImportOption = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Search, also where a plan is remembered.")] = False,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
+    length: LengthOption = None,
+    size: SizeOption = None,
     precision: PrecisionOption = None,
     as_json: JsonOption = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the plan here.")] = None,
@@ -100,21 +111,41 @@ def plan_command(
         }  # fmt: skip
         _check_alone(strategy, [name for name, value in given.items() if value])
     asked = rooms.api.precision_on(chosen, precision)
-    graph = rooms.models.load_model_graph(model, batch_size=batch, training=None, precision=asked)
+    sizes = parse_sizes(length, size)
+    load = partial(rooms.models.load_model_graph, model, batch_size=batch, training=None, sizes=sizes)
+    launch = Launch(output, Asked(model, batch, sizes, tuple(imports or ())))
+    graph = load(precision=asked)
     if strategy is not None:
         made = replace(rooms.api.make_named(graph, chosen, strategy), precision=_text(asked) or "")
         if output is not None:
             made.save(output)
-        _show_summary(made, output, as_json)
+        _show_summary(made, launch, as_json)
         return
     answer = _look_for(Question(graph, chosen, wish, before), fresh)
     answer = replace(answer, plan=replace(answer.result.plan, precision=_text(asked) or ""))
     if output is not None:
         answer.made.save(output)
     if asked is None and not as_json and not model.endswith(".json"):
-        narrow = lambda wanted: rooms.models.load_model_graph(model, batch_size=batch, training=None, precision=wanted)
+        narrow = lambda wanted: load(precision=wanted)
         answer = replace(answer, hints=_in_bf16(graph, answer.result, chosen, wish.optimizer, narrow))
-    _show_answer(answer, _notes(answer, graph, chosen, wish.optimizer), output, as_json)
+    _show_answer(answer, _notes(answer, graph, chosen, wish.optimizer), launch, as_json)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Where a plan was saved, and what was named that running it needs again."""
+
+    output: Path | None
+    asked: Asked
+
+    def lines(self, plan: Plan | Pipeline) -> list[str]:
+        """Where the plan is, and the next command."""
+        saved = self.output if self.output is not None else "no; -o plan.json saves the plan"
+        return [f"{'saved':<12} {saved}", *next_lines(next_commands(plan, self.output, self.asked))]
+
+    def to_json(self, plan: Plan | Pipeline) -> dict[str, Any]:
+        """The same as plain data."""
+        return {"saved": _text(self.output), "next": next_commands(plan, self.output, self.asked)}
 
 
 _NARROW = "bf16-mixed"
@@ -215,17 +246,17 @@ def _look_for(question: Question, fresh: bool) -> Answer:
     return Answer(result, before)
 
 
-def _show_answer(answer: Answer, notes: Notes, output: Path | None, as_json: bool) -> None:
+def _show_answer(answer: Answer, notes: Notes, launch: Launch, as_json: bool) -> None:
     result = answer.result
     if as_json:
-        print_json({**result_to_json(result, notes), "cache": answer.cache, "saved": _text(output)})
+        print_json({**result_to_json(result, notes), "cache": answer.cache, **launch.to_json(answer.made)})
         return
     for line in (*top_lines(notes), *rooms.report.explanation_summary(rooms.report.explain(answer.made))):
         typer.echo(line)
     for line in (*result_lines(result, notes), *answer.hints):
         typer.echo(line)
-    typer.echo(f"{'cache':<12} {_cache_text(answer)}")
-    typer.echo(f"{'saved':<12} {output if output is not None else 'no; -o plan.json saves the plan'}")
+    for line in (f"{'cache':<12} {_cache_text(answer)}", *launch.lines(answer.made)):
+        typer.echo(line)
 
 
 def _cache_text(answer: Answer) -> str:
@@ -249,6 +280,8 @@ def compare_command(
     memory: Annotated[str | None, typer.Option("--memory", help="Memory to use of a device: 40GiB.")] = None,
     optimizer: Annotated[str, typer.Option("--optimizer", help=_OPTIMIZER_HELP)] = "adam",
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
+    length: LengthOption = None,
+    size: SizeOption = None,
     precision: PrecisionOption = None,
     imports: ImportOption = None,
     as_json: JsonOption = False,
@@ -264,7 +297,8 @@ def compare_command(
         rooms.search.read_request(name)
     chosen = rooms.machine.parse_machine(machine, machines_directory())
     asked = rooms.api.precision_on(chosen, precision)
-    graph = rooms.models.load_model_graph(model, batch_size=batch, training=None, precision=asked)
+    sizes = parse_sizes(length, size)
+    graph = rooms.models.load_model_graph(model, batch_size=batch, training=None, precision=asked, sizes=sizes)
     with progress_line() as show:
         rows = rooms.api.compare(graph, chosen, wish, searches=searches, strategies=strategy, progress=show)
     if as_json:
@@ -275,30 +309,15 @@ def compare_command(
         typer.echo(line)
 
 
-def _show_summary(plan: Plan | Pipeline, output: Path | None, as_json: bool) -> None:
+def _show_summary(plan: Plan | Pipeline, launch: Launch, as_json: bool) -> None:
     found = rooms.api.explain(plan)
     if as_json:
-        print_json({"saved": _text(output), **found.summary_to_json()})
+        print_json({**launch.to_json(plan), **found.summary_to_json()})
         return
     one, several = rooms.report.explanation_summary, rooms.report.pipeline_summary
-    for line in one(found) if isinstance(found, rooms.report.Explanation) else several(found):
+    lines = one(found) if isinstance(found, rooms.report.Explanation) else several(found)
+    for line in (*lines, *launch.lines(plan)):
         typer.echo(line)
-    typer.echo(f"{'saved':<12} {output if output is not None else 'no; -o plan.json saves the plan'}")
-
-
-def explain_command(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help=_PLAN_HELP)],
-    imports: ImportOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Show a plan as annotated code: how each operator is split, and every collective with the bytes it sends."""
-    found = rooms.api.explain(rooms.models.read_plan(plan, imports))
-    if as_json:
-        print_json(found.to_json())
-    elif isinstance(found, rooms.report.Explanation):
-        typer.echo(rooms.report.explanation_text(found), nl=False)
-    else:
-        typer.echo(rooms.report.pipeline_text(found), nl=False)
 
 
 def diff_command(

@@ -71,6 +71,28 @@ def parse_fixed(texts: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def parse_sizes(length: int | None, texts: Sequence[str] | None) -> dict[str, int]:
+    """Sizes of a model, each as NAME=N; its length has an option of its own.
+
+    >>> parse_sizes(8192, ["layers=4"])
+    {'length': 8192, 'layers': 4}
+    """
+    found = {} if length is None else {"length": length}
+    for text in texts or ():
+        name, equals, number = (part.strip() for part in text.partition("="))
+        if not (name.isidentifier() and equals and re.fullmatch("[1-9][0-9]{0,8}", number)):
+            raise UsageError(
+                f"The size {text[:60]!r} was given. A size has a name, an equals sign and a whole number. Write "
+                f"layers=4, or length=8192."
+            )
+        if found.get(name, int(number)) != int(number):
+            raise UsageError(
+                f"The size {name} was given as {found[name]} and as {number}. A model has one of each. Leave one out."
+            )
+        found[name] = int(number)
+    return found
+
+
 def _parse(text: str) -> tuple[float, str]:
     found = _QUANTITY.fullmatch(text.strip())
     return (float(found[1]), found[2]) if found else (-1.0, "?")

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from conjoin.cli import rooms
-from conjoin.cli.options import ImportOption
+from conjoin.cli.options import ImportOption, LengthOption, SizeOption
 from conjoin.cli.output import check_output, print_json
+from conjoin.cli.quantities import parse_sizes
 from conjoin.environment import machines_directory
 from conjoin.errors import UsageError
 
@@ -45,6 +46,8 @@ class _Asked:
     imports: tuple[str, ...]
     optimizer: str = "adamw"
     learning_rate: float = 1e-3
+    sizes: tuple[tuple[str, int], ...] = ()
+    """Of the model, by name."""
     quiet: bool = False
     """Whether only the end is told."""
     weights: str | None = None
@@ -60,7 +63,7 @@ class _Asked:
     def workload(self) -> tuple[nn.Module, Any, Any]:
         """The same model and batch on every rank, whatever process it is."""
         rooms.torch.manual_seed(_SEED)
-        return rooms.models.load_workload(self.model, self.batch_size)
+        return rooms.models.load_workload(self.model, self.batch_size, dict(self.sizes))
 
     def case(self, plan: Plan | Pipeline) -> rooms.runtime.Case:
         """The plan with all that it is compared with."""
@@ -101,6 +104,8 @@ def run_command(
     model: ModelArgument,
     steps: StepsOption = 10,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
+    length: LengthOption = None,
+    size: SizeOption = None,
     optimizer: OptimizerOption = "adamw",
     learning_rate: Annotated[float, typer.Option("--lr", min=0.0, max=1e6, help="The learning rate.")] = 1e-3,
     machine: Annotated[
@@ -116,7 +121,11 @@ def run_command(
     """Train a model by a plan: starts the ranks on this host, or is one of them under torchrun."""
     check_output(trace, "trace")
     _check_optimizer(optimizer)
-    asked = _Asked(str(plan), model, batch, steps, tuple(imports or ()), optimizer, learning_rate, as_json, weights)
+    sizes = tuple(parse_sizes(length, size).items())
+    asked = _Asked(
+        str(plan), model, batch, steps, tuple(imports or ()), optimizer, learning_rate, sizes, as_json,
+        None if weights is None else str(weights),
+    )  # fmt: skip
     found = asked.read()
     _check_trains(found)
     if weights is not None:
@@ -267,12 +276,15 @@ def verify_command(
     model: ModelArgument,
     steps: StepsOption = 5,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
+    length: LengthOption = None,
+    size: SizeOption = None,
     ranks: Annotated[bool, typer.Option("--ranks", help="On real processes, not only in this one.")] = False,
     imports: ImportOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare a plan with one device: loss, gradients and weights in double precision; exit code 1 if they differ."""
-    asked = _Asked(str(plan), model, batch, steps, tuple(imports or ()))
+    sizes = tuple(parse_sizes(length, size).items())
+    asked = _Asked(str(plan), model, batch, steps, tuple(imports or ()), sizes=sizes)
     found = asked.read()
     with redirect_stdout(sys.stderr):  # where the model prints: stdout has the answer of the command
         if rooms.dist.is_torchelastic_launched():

@@ -19,7 +19,7 @@ from conjoin.comm.cross_mesh import (
     plan_transfer,
     reduced_for_transfer,
 )
-from conjoin.comm.crossing import Held, Message, direct_messages
+from conjoin.comm.crossing import Held, Sending, direct_messages
 from conjoin.comm.exchanges import ExchangedBytes, NodeExchanges, node_exchanges
 from conjoin.comm.gradients import Entry, GradientFlow
 from conjoin.comm.movement import Movement, move_regions, movement

@@ -23,7 +23,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class Sending:
     """A part of a tensor from one rank to another."""
 
     sender: int
@@ -31,7 +31,7 @@ class Message:
     region: Region
 
 
-def direct_messages(shape: tuple[int, ...], source: Held, target: Held) -> tuple[Message, ...]:
+def direct_messages(shape: tuple[int, ...], source: Held, target: Held) -> tuple[Sending, ...]:
     """Every part straight from a rank that has it to every rank that wants it; copies take turns to send.
 
     A rank that has what it wants sends it to itself.
@@ -40,12 +40,12 @@ def direct_messages(shape: tuple[int, ...], source: Held, target: Held) -> tuple
     for rank, region in source.regions(shape).items():
         holders.setdefault(region, []).append(rank)
     turns = dict.fromkeys(holders, 0)
-    found: list[Message] = []
+    found: list[Sending] = []
     for receiver, wanted in target.regions(shape).items():
         for region, ranks in holders.items():
             part = overlap(region, wanted)
             if part is not None:
                 own = receiver in ranks
-                found.append(Message(receiver if own else ranks[turns[region] % len(ranks)], receiver, part))
+                found.append(Sending(receiver if own else ranks[turns[region] % len(ranks)], receiver, part))
                 turns[region] += not own
     return tuple(found)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from conjoin.comm import Held, Message, direct_messages
+from conjoin.comm import Held, Sending, direct_messages
 from conjoin.ir import Region, region_shape
 from conjoin.runtime.communicator import Channel, Messages, Parcel
 from conjoin.runtime.wire import to_send
@@ -67,7 +67,7 @@ class Crossing:
         ]
         return Expected(self, mine, parts, channel.start((), coming))
 
-    def put_together(self, mine: Sequence[Message], parts: Sequence[Tensor]) -> Tensor:
+    def put_together(self, mine: Sequence[Sending], parts: Sequence[Tensor]) -> Tensor:
         """The piece that this rank wants."""
         assert self._want is not None
         given = [
@@ -85,7 +85,7 @@ class Crossing:
 class Expected:
     """A tensor on its way to this rank."""
 
-    def __init__(self, crossing: Crossing, mine: Sequence[Message], parts: Sequence[Tensor], work: Parcel) -> None:
+    def __init__(self, crossing: Crossing, mine: Sequence[Sending], parts: Sequence[Tensor], work: Parcel) -> None:
         self._crossing, self._mine, self._parts, self._work = crossing, mine, parts, work
 
     def wait(self) -> Tensor:

@@ -1,5 +1,6 @@
 """How to train a model on a machine: the named strategies, and the searches that choose."""
 
+from conjoin.search.alternatives import Alternative, Why, find_alternatives
 from conjoin.search.another_shape import Alike, plan_alike
 from conjoin.search.baselines import baseline_names, baselines
 from conjoin.search.batch import split_batch, split_sequences
@@ -20,6 +21,7 @@ from conjoin.search.exact.units import canonical, cuts
 from conjoin.search.facts import Facts, NodeFacts
 from conjoin.search.finding import find_plan
 from conjoin.search.groups import Group, make_groups
+from conjoin.search.largest_batch import Fit, FitQuestion, largest_batches, least_machines
 from conjoin.search.notes import Notes
 from conjoin.search.pipelining import make_pipeline
 from conjoin.search.placing_branches import place_branches
@@ -33,11 +35,12 @@ from conjoin.search.strategies import PIPELINE, read_request, register_strategy
 from conjoin.search.wishing import DEFAULT_BUDGET, OBJECTIVES, SearchResult, Wish, check_wish
 
 __all__ = [
-    "DEFAULT_BUDGET", "OBJECTIVES", "PIPELINE", "Alike", "Certificate", "Contest", "CountedProblem", "CountedSpace",
-    "Draft", "Facts", "Flow", "Group", "Improvement", "NodeFacts", "Notes", "Objective", "OperatorSeconds", "Problem",
-    "Progress", "Remembered", "Request", "ReshardSeconds", "Row", "SearchResult", "Space", "Stopped", "Table", "Tables",
-    "TooSlow", "Wish", "baseline_names", "baselines", "branch_and_bound", "canonical", "check_wish", "compare_plans",
-    "cuts", "find_plan", "follow", "is_answer", "make_groups", "make_pipeline", "make_plan", "name_axes",
+    "DEFAULT_BUDGET", "OBJECTIVES", "PIPELINE", "Alike", "Alternative", "Certificate", "Contest", "CountedProblem",
+    "CountedSpace", "Draft", "Facts", "Fit", "FitQuestion", "Flow", "Group", "Improvement", "NodeFacts", "Notes",
+    "Objective", "OperatorSeconds", "Problem", "Progress", "Remembered", "Request", "ReshardSeconds", "Row",
+    "SearchResult", "Space", "Stopped", "Table", "Tables", "TooSlow", "Why", "Wish", "baseline_names", "baselines",
+    "branch_and_bound", "canonical", "check_wish", "compare_plans", "cuts", "find_alternatives", "find_plan", "follow",
+    "is_answer", "largest_batches", "least_machines", "make_groups", "make_pipeline", "make_plan", "name_axes",
     "open_contest", "place_branches", "plan_alike", "propagate", "read_request", "register_strategy", "search_names",
     "split_batch", "split_sequences", "strategy_names",
 ]  # fmt: skip

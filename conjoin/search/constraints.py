@@ -191,20 +191,19 @@ def _fault(value: Value, layout: Layout) -> str | None:
     return None
 
 
-def find_tensor(graph: Graph, name: str) -> Value:
+def find_tensor(graph: Graph, name: str, asked: str = "A layout was asked for the tensor") -> Value:
     """The parameter, input, output of an operator or of a module that a name means."""
     names = dict(_names(graph))
     if name in names:
         return names[name]
     if name.startswith("%"):
         raise UsageError(
-            f"A layout was asked for the tensor {name[:40]!r}. Operators of {graph.name} make %0 to "
-            f"%{len(graph.numbers) - 1}, counted in the captured graph. Name one of these, or the path of a module."
+            f"{asked} {name[:40]!r}. Operators of {graph.name} make %0 to %{len(graph.numbers) - 1}, counted in the "
+            f"graph as it is there. Name one of these, or the path of a module."
         )
     known = [key for key in names if not key.startswith("%")]
     raise UsageError(
-        f"A layout was asked for the tensor {name[:60]!r}. {graph.name} has no parameter, input or module of that "
-        f"name. {nearest(name, known)}"
+        f"{asked} {name[:60]!r}. {graph.name} has no parameter, input or module of that name. {nearest(name, known)}"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from conjoin.ir import Graph, Node, Substitution, expand, fingerprint, sequential
+from conjoin.ir import Graph, Node, Plan, Substitution, expand, fingerprint, sequential
 from conjoin.search.contest import Outcome, Variant, make_variant
 from conjoin.search.drafting import substitution_of
 from conjoin.search.facts import study
@@ -40,6 +40,9 @@ def as_variant(outcome: Outcome) -> Outcome:
     entry = outcome.entry
     if entry.plan is None:
         return outcome
-    plan = entry.plan
-    variant = make_variant(sequential(plan.graph), plan.substitutions, plan.accumulation)
-    return replace(outcome, entry=replace(entry, variant=variant, plan=None))
+    return replace(outcome, entry=replace(entry, variant=sequential_variant(entry.plan), plan=None))
+
+
+def sequential_variant(plan: Plan) -> Variant:
+    """The graph of a plan without layouts, which can be laid out anew."""
+    return make_variant(sequential(plan.graph), plan.substitutions, plan.accumulation)

@@ -28,21 +28,27 @@ Run = Callable[..., Ran]
 
 
 FLAGS = {
-    "inspect": ["--batch", "--eval", "--import", "--json", "--output", "--train", "-o"],
+    "inspect": ["--batch", "--eval", "--import", "--json", "--length", "--output", "--size", "--train", "-o"],
     "plan": [
         "--at-most", "--batch", "--budget", "--cpu-budget", "--fix", "--forbid-axis", "--fresh", "--import", "--json",
-        "--machine", "--memory", "--objective", "--optimizer", "--output", "--precision", "--rules", "--search",
-        "--start", "--strategy", "-o",
+        "--length", "--machine", "--memory", "--objective", "--optimizer", "--output", "--precision", "--rules",
+        "--search", "--size", "--start", "--strategy", "-o",
     ],
     "compare": [
-        "--batch", "--budget", "--import", "--json", "--machine", "--memory", "--optimizer", "--precision",
-        "--search", "--strategy",
+        "--batch", "--budget", "--import", "--json", "--length", "--machine", "--memory", "--optimizer", "--precision",
+        "--search", "--size", "--strategy",
     ],
-    "explain": ["--import", "--json"],
+    "fits": [
+        "--batch", "--import", "--json", "--length", "--machine", "--optimizer", "--precision", "--size", "--strategy",
+    ],
+    "explain": ["--import", "--json", "--machine", "--optimizer", "--why"],
     "diff": ["--import", "--json"],
     "simulate": ["--import", "--json", "--machine", "--optimizer", "--trace"],
-    "run": ["--batch", "--import", "--json", "--lr", "--machine", "--optimizer", "--steps", "--trace", "--weights"],
-    "verify": ["--batch", "--import", "--json", "--ranks", "--steps"],
+    "run": [
+        "--batch", "--import", "--json", "--length", "--lr", "--machine", "--optimizer", "--size", "--steps", "--trace",
+        "--weights",
+    ],
+    "verify": ["--batch", "--import", "--json", "--length", "--ranks", "--size", "--steps"],
     "calibrate": ["--import", "--json", "--machine", "--optimizer", "--output", "--plan", "--seconds", "-o"],
     "doctor": ["--json"],
     "machine": [],  # its commands are in test_machines.py

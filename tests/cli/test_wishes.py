@@ -128,7 +128,7 @@ def test_odd_machines_and_batches(run: Run, folder: Path, machine: str, model: s
     ("arguments", "told"),
     [
         (("--fix", "0.wieght=d0:S(0)"), "Did you mean 0.weight?"),
-        (("--fix", "%77=d0:S(0)"), "counted in the captured graph"),
+        (("--fix", "%77=d0:S(0)"), "counted in the graph as it is there"),
         (("--fix", "0.weight"), "Write fc.weight=d0:S(0)"),
         (("--fix", "=d0:S(0)"), "Write fc.weight=d0:S(0)"),
         (("--fix", "0.weight=d0:Q"), "is not a placement"),

@@ -1,0 +1,282 @@
+"""What fits: the largest batch of a model on a machine, and the smallest machine for a batch.
+
+Memory grows with the batch nearly in a line. Two batches give the line, and where it meets what a device has the
+answer is looked for; what is told was planned and simulated, and so was the next larger batch, which does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import inf, prod
+
+from conjoin.cost import CostModel
+from conjoin.errors import StrategyError, UsageError
+from conjoin.ir import Graph, Plan
+from conjoin.machine import Machine, parts_of
+from conjoin.search.baselines import least_bytes
+from conjoin.search.groups import products
+from conjoin.search.planning import make_plan
+from conjoin.search.strategies import read_request
+from conjoin.sim import OPTIMIZER_COPIES, Prediction, predict
+
+RECOMPUTE = ("none", "selective", "full")
+MICRO = (1, 2, 4, 8, 16, 32)
+"""Micro-batches that are tried for a given batch."""
+_MAX_BATCH = 1 << 20
+_MAX_NODES = 256
+_HELPS = 0.98
+"""Of the memory before is what twice as many micro-batches must come to, or more of them are not tried."""
+_PLAIN = ("data-parallel", "zero1", "fsdp")
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A way to train, and what it comes to."""
+
+    machine: Machine
+    strategy: str
+    """As `plan --strategy` takes it."""
+    recompute: str
+    micro: int
+    batch: int
+    """Samples of a step; 0 where none fits."""
+    prediction: Prediction | None
+    """Of that batch; where none fits, of the smallest that could be planned."""
+    beyond: tuple[int, int] | None = None
+    """The next larger batch, and the bytes that it would take."""
+    reason: str = ""
+    """Why nothing was planned."""
+
+    @property
+    def fits(self) -> bool:
+        return self.batch > 0
+
+    @property
+    def samples_per_second(self) -> float:
+        found = self.prediction
+        return self.batch / found.seconds if self.fits and found is not None and found.seconds else 0.0
+
+
+@dataclass
+class FitQuestion:
+    """A model in any batch, the prices and the optimizer; graphs of a batch are captured once."""
+
+    capture: Callable[[int], Graph]
+    costs: CostModel
+    optimizer: str = "adam"
+    progress: Callable[[str], None] | None = None
+    _graphs: dict[int, Graph] = field(default_factory=dict)
+
+    def graph(self, batch: int) -> Graph:
+        """The captured model."""
+        if batch not in self._graphs:
+            self.tell(f"capturing a batch of {batch}")
+            self._graphs[batch] = self.capture(batch)
+        return self._graphs[batch]
+
+    def tell(self, doing: str) -> None:
+        if self.progress is not None:
+            self.progress(doing)
+
+    def predict(self, machine: Machine, strategy: str, batch: int) -> tuple[Plan, Prediction]:
+        """A step of a batch by a strategy."""
+        graph = self.graph(batch)
+        self.tell(f"{strategy}, a batch of {batch} on {machine.num_devices} devices")
+        plan = make_plan(graph, machine, strategy)
+        return plan, predict(plan, machine, self.costs, self.optimizer)
+
+
+def usual_strategies(machine: Machine) -> tuple[str, ...]:
+    """What is tried where nobody says which: all that split the batch alone."""
+    return ("single",) if machine.num_devices == 1 else _PLAIN
+
+
+def layers_split(machine: Machine) -> tuple[str, ...]:
+    """What is tried where these do not fit: layers split inside nodes, the rest of the devices as fsdp."""
+    inside = [axis.size for axis in machine.mesh.axes if not axis.between_nodes]
+    return tuple(f"megatron:tp={degree},sp,fsdp" for degree in products(inside)[1:])
+
+
+def largest_batches(question: FitQuestion, machine: Machine, strategies: Sequence[str] = ()) -> list[Fit]:
+    """For each strategy and each way to run blocks again the largest batch; the highest throughput first.
+
+    The best of them is told once more with micro-batches: as many as one likes, each of so many samples.
+    """
+    found = [fit for name in strategies or usual_strategies(machine) for fit in _each_mode(question, machine, name)]
+    if not strategies and machine.num_devices > 1 and not any(fit.fits for fit in found):
+        found += [fit for name in layers_split(machine) for fit in _each_mode(question, machine, name)]
+    found.sort(key=lambda fit: -fit.samples_per_second)
+    best = next((fit for fit in found if fit.fits), None)
+    if best is not None and read_request(best.strategy).micro == 1:
+        more = _largest(question, machine, best.strategy, best.recompute, micro=2)
+        found += [more] if more.fits else []
+    return found
+
+
+def _each_mode(question: FitQuestion, machine: Machine, name: str) -> Iterator[Fit]:
+    """Without running anything again, then with more and more of it, as far as the model has blocks."""
+    modes = RECOMPUTE if not read_request(name).recompute else ("",)
+    for mode in modes:
+        fit = _largest(question, machine, name, mode, micro=1)
+        yield fit
+        if not fit.fits and fit.prediction is None:
+            return  # parameters alone are too many, or the strategy is none for this model
+
+
+def _largest(question: FitQuestion, machine: Machine, name: str, mode: str, micro: int) -> Fit:
+    """The largest batch by one strategy, or why there is none."""
+    strategy = _written(name, mode, micro)
+    first = machine.num_devices * micro
+    least = least_bytes(name, question.graph(first), machine.mesh, OPTIMIZER_COPIES[question.optimizer])
+    if least > machine.usable_bytes:
+        why = f"parameters, gradients and optimizer take {least / 2**30:.1f} GiB of {machine.usable_bytes / 2**30:.1f}"
+        return Fit(machine, strategy, mode, micro, 0, None, reason=why)
+    try:
+        return _Looking(question, machine, strategy, micro, first).run(mode)
+    except StrategyError as error:
+        return Fit(machine, strategy, mode, micro, 0, None, reason=str(error))
+
+
+def _written(name: str, mode: str, micro: int) -> str:
+    return f"{name}{f'+recompute={mode}' if mode and mode != 'none' else ''}{f'+micro={micro}' if micro > 1 else ''}"
+
+
+@dataclass
+class _Looking:
+    """The largest batch of one strategy, looked for between one that fits and one that does not."""
+
+    question: FitQuestion
+    machine: Machine
+    strategy: str
+    micro: int
+    first: int
+    known: dict[int, Prediction] = field(default_factory=dict)
+    unit: int = 1
+    """By how many samples a batch grows: one for each part that it is cut into."""
+
+    def run(self, mode: str) -> Fit:
+        """The answer, confirmed from both sides."""
+        plan, self.known[self.first] = self.question.predict(self.machine, self.strategy, self.first)
+        self.unit = self.micro * _parts_of_batch(plan, self.machine)
+        fit = self._fits(self.first)
+        while not fit and self.first > self.unit:  # layers are split too, and fewer samples than devices may do
+            self.first = max(self.unit, self.first // 2 // self.unit * self.unit)
+            fit = self._fits(self.first)
+        if not fit:
+            return Fit(self.machine, self.strategy, mode, self.micro, 0, self.known[self.first])
+        low, high = self._bracket()
+        while high - low > self.unit:
+            middle = min(max(self._guess(low, high), low + self.unit), high - self.unit)
+            low, high = (middle, high) if self._fits(middle) else (low, middle)
+        beyond = high, self.known[high].memory.peak
+        return Fit(self.machine, self.strategy, mode, self.micro, low, self.known[low], beyond)
+
+    def _bracket(self) -> tuple[int, int]:
+        """A batch that fits and a larger one that does not."""
+        low, high = self.first, self.first + self.unit
+        while self._fits(high):
+            low, high = high, self._guess(low, high) + self.unit
+            if high <= low:
+                high = 2 * low
+            if low > _MAX_BATCH:
+                raise StrategyError(
+                    f"The largest batch by {self.strategy} was asked for. One of {low:,} samples still fits "
+                    f"{self.machine.name}. A larger one is not looked for."
+                )
+        return low, high
+
+    def _guess(self, low: int, high: int) -> int:
+        """Where the line through two batches meets what a device has, as a whole number of units."""
+        one, other = (self.known[batch].memory.peak for batch in (low, high))
+        slope = (other - one) / (high - low)
+        if slope <= 0:
+            return 2 * high
+        met = low + (self.machine.usable_bytes - one) / slope
+        return int(min(met, 16.0 * high)) // self.unit * self.unit
+
+    def _fits(self, batch: int) -> bool:
+        if batch not in self.known:
+            self.known[batch] = self.question.predict(self.machine, self.strategy, batch)[1]
+        return self.known[batch].fits
+
+
+def _parts_of_batch(plan: Plan, machine: Machine) -> int:
+    """Into how many parts a strategy cuts a batch, over devices."""
+    degrees = read_request(plan.strategy).degrees
+    cut = [degrees[key] for key in ("dp", "shard", "replicate") if key in degrees]
+    return prod(cut) if cut or machine.num_devices == 1 else machine.num_devices
+
+
+def least_machines(question: FitQuestion, machine: Machine, batch: int, strategies: Sequence[str] = ()) -> list[Fit]:
+    """For sizes of a machine, the smallest first, the fastest way to train a batch; up to the first that fits, and to
+    the machine itself.
+
+    Where a size does not fit, the way that comes nearest is told.
+    """
+    found: list[Fit] = []
+    for part in _sizes(machine):
+        if any(fit.fits for fit in found) and part.num_devices > machine.num_devices:
+            break
+        if part.num_devices > 1 or not strategies or "single" in strategies:
+            found.append(_best_way(question, part, batch, strategies))
+    return found
+
+
+def _sizes(machine: Machine) -> Iterator[Machine]:
+    """Parts of a machine, the smallest first, then more nodes than it has, where its description allows it."""
+    yield from sorted(parts_of(machine), key=lambda part: part.num_devices)
+    nodes = 2 * machine.num_nodes
+    while nodes <= _MAX_NODES:
+        try:
+            yield machine.with_nodes(nodes)
+        except UsageError:
+            return
+        nodes *= 2
+
+
+def _best_way(question: FitQuestion, machine: Machine, batch: int, strategies: Sequence[str]) -> Fit:
+    names = tuple(name for name in strategies if name != "single" or machine.num_devices == 1)
+    given = names or usual_strategies(machine)
+    best = _fastest(question, machine, batch, given)
+    if best.fits or names or machine.num_devices == 1:
+        return best
+    split = _fastest(question, machine, batch, layers_split(machine))
+    return split if split.fits or _peak(split) < _peak(best) else best
+
+
+def _peak(fit: Fit) -> float:
+    return inf if fit.prediction is None else fit.prediction.memory.peak
+
+
+def _fastest(question: FitQuestion, machine: Machine, batch: int, names: Sequence[str]) -> Fit:
+    """The fastest way that fits, each with as few micro-batches as it must have; else the one that takes the least."""
+    tried = [_fewest_parts(question, machine, batch, name, mode) for name in names for mode in RECOMPUTE]
+    best = max(tried, key=lambda fit: fit.samples_per_second)
+    return best if best.fits else min(tried, key=_peak)
+
+
+def _fewest_parts(question: FitQuestion, machine: Machine, batch: int, name: str, mode: str) -> Fit:
+    """A way with as few micro-batches as fit; where more of them do not help any more, with what they come to."""
+    found = _as_given(question, machine, batch, (name, mode, 1))
+    for micro in MICRO[1:]:
+        if found.fits or batch % micro:
+            break
+        fewer, found = found, _as_given(question, machine, batch, (name, mode, micro))
+        if not found.fits and _peak(found) > _HELPS * _peak(fewer):
+            return min(fewer, found, key=_peak)
+    return found
+
+
+def _as_given(question: FitQuestion, machine: Machine, batch: int, way: tuple[str, str, int]) -> Fit:
+    name, mode, micro = way
+    strategy = _written(name, mode, micro)
+    least = least_bytes(name, question.graph(batch), machine.mesh, OPTIMIZER_COPIES[question.optimizer])
+    if least > machine.usable_bytes:
+        why = f"parameters, gradients and optimizer take {least / 2**30:.1f} GiB of {machine.usable_bytes / 2**30:.1f}"
+        return Fit(machine, strategy, mode, micro, 0, None, reason=why)
+    try:
+        found = question.predict(machine, strategy, batch)[1]
+    except StrategyError as error:
+        return Fit(machine, strategy, mode, micro, 0, None, reason=str(error))
+    return Fit(machine, strategy, mode, micro, batch if found.fits else 0, found)
