@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         Graph,
         GraphError,
         Inspection,
+        Loader,
         Machine,
         ParallelModule,
         Plan,
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CaptureError", "CapturedModule", "CheckpointError", "ConjoinError", "Explanation", "Graph", "GraphError",
-    "Inspection", "Machine", "ParallelModule", "Plan", "PlanError", "Prediction", "RankError", "SearchResult",
+    "Inspection", "Loader", "Machine", "ParallelModule", "Plan", "PlanError", "Prediction", "RankError", "SearchResult",
     "StrategyError", "UsageError", "Verdict", "Weights", "Wish", "__version__", "capture", "compare", "diff_plans",
     "explain", "explanation_text", "fingerprint", "full_state_dict", "inspect", "load", "load_checkpoint", "load_graph",
     "load_optimizer_state_dict", "load_plan", "not_understood", "optimizer_state_dict", "parse_graph", "plan",

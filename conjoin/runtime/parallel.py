@@ -30,7 +30,7 @@ from conjoin.ops import Layout
 from conjoin.runtime.accumulating import Accumulator, MicroBatches
 from conjoin.runtime.agreement import Agreement
 from conjoin.runtime.bundles import Bundle, Dropping, make_bundles
-from conjoin.runtime.calling import Calling
+from conjoin.runtime.calling import Calling, InputPart
 from conjoin.runtime.carriers import carry_move, carry_reshard, prepare_move
 from conjoin.runtime.communicator import Communicator, uncompiled
 from conjoin.runtime.emission import emit_program
@@ -219,6 +219,13 @@ class ParallelModule(nn.Module):
             f"{leaf.name} is {leaf.type} as a whole and {region_shape(region)} on rank {self.communicator.rank}, where "
             f"{x.dtype} of shape {shape} came"
         )
+
+    def input_parts(self) -> list[InputPart]:
+        """Every input in the order of the call, with the part of it that is enough on this rank."""
+        if self._accumulator is not None:
+            return self._accumulator.micro.parts()
+        taken = zip(self._taken, self._regions, strict=True)
+        return [InputPart(leaf.name, leaf.type.shape, region) for leaf, region in taken]
 
     def _dropping(self) -> AbstractContextManager[Any]:
         """Drop gathered parameters after the forward pass where the plan says so; backward gathers them again."""
