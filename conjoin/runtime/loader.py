@@ -92,7 +92,7 @@ class Loader:
         self.epoch, self._samples = self.epoch + 1, 0
 
     def _batches(self, begin: int) -> Iterator[list[tuple[int, int]]]:
-        """The samples of every batch that this rank reads, from a sample on, each with its place in the order."""
+        """The samples of every batch that this rank reads, from a sample on, each with its position in the order."""
         order = None
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + self.epoch)
@@ -100,9 +100,9 @@ class Loader:
         for start in range(begin, self._end(begin), self.batch_size):
             size = min(self.batch_size, self.num_samples - start)
             rows = self._rows if size == self.batch_size else range(size)
-            places = range(start + rows.start, start + rows.stop)
-            indices = places if order is None else order[places.start : places.stop].tolist()
-            yield list(zip(indices, places, strict=True))
+            positions = range(start + rows.start, start + rows.stop)
+            indices = positions if order is None else order[positions.start : positions.stop].tolist()
+            yield list(zip(indices, positions, strict=True))
 
     def _part_of(self, batch: Any) -> Any:
         """This rank's parts of the inputs, from the samples that it has read."""
@@ -194,7 +194,7 @@ def _batch_size(parts: list[InputPart]) -> int:
 
 
 class _Samples(Dataset[Any]):
-    """A dataset that is asked for samples with their places in the order; what a sample draws hangs on its place."""
+    """A dataset that is asked for samples with their positions in the order; what a sample draws hangs on its own."""
 
     def __init__(self, dataset: Dataset[Any], seed: int, epoch: int) -> None:
         self._dataset, self._seed, self._epoch = dataset, seed, epoch
@@ -202,8 +202,8 @@ class _Samples(Dataset[Any]):
     def __getitems__(self, wanted: list[tuple[int, int]]) -> list[Any]:
         found = []
         with _own_draws():
-            for index, place in wanted:
-                _draw_from(f"{self._seed}/{self._epoch}/{place}")
+            for index, position in wanted:
+                _draw_from(f"{self._seed}/{self._epoch}/{position}")
                 found.append(self._dataset[index])
         return found
 
@@ -221,8 +221,8 @@ def _own_draws() -> Iterator[None]:
             np.random.set_state(kept[2])
 
 
-def _draw_from(place: str) -> None:
-    seed = int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little") >> 1
+def _draw_from(position: str) -> None:
+    seed = int.from_bytes(hashlib.blake2b(position.encode(), digest_size=8).digest(), "little") >> 1
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
