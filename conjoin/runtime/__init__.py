@@ -23,10 +23,10 @@ from conjoin.runtime.checking import (
 )
 from conjoin.runtime.checkpoint import save_checkpoint
 from conjoin.runtime.checkpoint_loading import load_checkpoint
+from conjoin.runtime.data_loader import Loader
 from conjoin.runtime.differences import TOLERANCE, Difference
 from conjoin.runtime.initialization import check_init
 from conjoin.runtime.launching import Site, launch
-from conjoin.runtime.loader import Loader
 from conjoin.runtime.loading import connect, load
 from conjoin.runtime.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from conjoin.runtime.pacing import Pace, communicator_over, join_ranks
