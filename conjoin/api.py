@@ -56,6 +56,7 @@ from conjoin.rules import OwnRules, prove_rules
 from conjoin.runtime import (
     CapturedModule,
     Case,
+    Loader,
     ParallelModule,
     PlainModel,
     Planner,
@@ -94,8 +95,8 @@ from conjoin.sim import PipelinePrediction, Prediction, predict, predict_pipelin
 
 __all__ = [
     "CaptureError", "CapturedModule", "CheckpointError", "ConjoinError", "DeclarationError", "Explanation", "Graph",
-    "GraphError", "Inspection", "Machine", "ParallelModule", "Pipeline", "PipelinePrediction", "Plan", "PlanError",
-    "Prediction", "RankError", "SearchResult", "StrategyError", "UsageError", "Verdict", "Weights", "Wish",
+    "GraphError", "Inspection", "Loader", "Machine", "ParallelModule", "Pipeline", "PipelinePrediction", "Plan",
+    "PlanError", "Prediction", "RankError", "SearchResult", "StrategyError", "UsageError", "Verdict", "Weights", "Wish",
     "__version__", "capture", "compare", "diff_plans", "explain", "explanation_text", "fingerprint", "full_state_dict",
     "inspect", "load", "load_checkpoint", "load_graph", "load_optimizer_state_dict", "load_plan", "not_understood",
     "optimizer_state_dict", "parse_graph", "plan", "prove_rules", "register_machine", "register_operator",

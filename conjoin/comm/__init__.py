@@ -48,11 +48,11 @@ from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 __all__ = [
     "AGREEMENT_BYTES", "BACKWARD", "CHUNKS", "EXCHANGE", "FORWARD", "SENDER_WAYS", "Assignment", "Atomic", "BundleKind",
     "BundleSizes", "Collective", "Entry", "ExchangedBytes", "Form", "GradientFlow", "Grid", "Held", "Message",
-    "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Route", "Step", "StepKind", "Traffic", "Transfer",
-    "TransferPlan", "Use", "WholeSlices", "backward_route", "best_chunks", "bundle_parameters", "bytes_sent",
-    "changes_places", "changes_places_between", "common_places", "direct_messages", "dual_layout", "find_bundles",
-    "flights_backward", "flights_forward", "form_seconds", "has_places", "held_bytes", "leaves_early", "move_regions",
-    "movement", "node_exchanges", "num_devices", "plan_transfer", "recomputed", "reduced_for_transfer", "reshard",
-    "ring_bytes", "route_bytes", "run_again", "sent_bytes", "splits_evenly", "step_bytes", "step_load", "sum_per_rank",
-    "total_bytes",
+    "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Route", "Sending", "Step", "StepKind", "Traffic",
+    "Transfer", "TransferPlan", "Use", "WholeSlices", "backward_route", "best_chunks", "bundle_parameters",
+    "bytes_sent", "changes_places", "changes_places_between", "common_places", "direct_messages", "dual_layout",
+    "find_bundles", "flights_backward", "flights_forward", "form_seconds", "has_places", "held_bytes", "leaves_early",
+    "move_regions", "movement", "node_exchanges", "num_devices", "plan_transfer", "recomputed", "reduced_for_transfer",
+    "reshard", "ring_bytes", "route_bytes", "run_again", "sent_bytes", "splits_evenly", "step_bytes", "step_load",
+    "sum_per_rank", "total_bytes",
 ]  # fmt: skip

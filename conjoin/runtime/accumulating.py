@@ -23,6 +23,7 @@ from conjoin.errors import UsageError
 from conjoin.ir import Accumulation, Leaf, LeafKind, Plan, region_of, region_shape
 from conjoin.ops import split_axes
 from conjoin.runtime.bundles import Bundle
+from conjoin.runtime.calling import InputPart
 from conjoin.runtime.randomness import Streams
 
 Gradients = list[Tensor | None]
@@ -64,10 +65,25 @@ class MicroBatches:
         inputs = [(leaf, by_name[self._source.get(leaf.name, leaf.name)]) for leaf in self._leaves]
         return [[self._part(leaf, x, step) for leaf, x in inputs] for step in range(self._steps)]
 
+    def parts(self) -> list[InputPart]:
+        """Every input in the order of the call: this rank's part of the batch where it suffices, else the whole."""
+        found = []
+        for name in self.names:
+            uses = [leaf for leaf in self._leaves if self._source.get(leaf.name, leaf.name) == name]
+            shape = self._whole_shape(uses[0])
+            regions = {region_of(shape, leaf.type.layout, self._plan.mesh, self._rank) for leaf in uses}
+            region = regions.pop() if self._inside and len(regions) == 1 else tuple((0, size) for size in shape)
+            found.append(InputPart(name, shape, region))
+        return found
+
+    def _whole_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        steps = self._steps if leaf.name in self._cut else 1
+        return (leaf.type.shape[0] * steps, *leaf.type.shape[1:]) if steps > 1 else leaf.type.shape
+
     def _part(self, leaf: Leaf, x: Tensor, step: int) -> Tensor:
         steps = self._steps if leaf.name in self._cut else 1
         size = leaf.type.shape[0] if steps > 1 else 0
-        whole = (size * steps, *leaf.type.shape[1:]) if steps > 1 else leaf.type.shape
+        whole = self._whole_shape(leaf)
         mesh, layout, shape = self._plan.mesh, leaf.type.layout, tuple(x.shape)
         region = region_of(whole, layout, mesh, self._rank)
         own = region_of(leaf.type.shape, layout, mesh, self._rank)

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any
 
 from torch import Tensor
 
 from conjoin.errors import UsageError
-from conjoin.ir import LEAF, Graph, Leaf, Structure, Value, flatten_tree, spec_of, unflatten_tree
+from conjoin.ir import LEAF, Graph, Leaf, Region, Structure, Value, flatten_tree, spec_of, unflatten_tree
+
+
+@dataclass(frozen=True, slots=True)
+class InputPart:
+    """An input as a call takes it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole."""
+    region: Region
+    """The part of it that a rank takes."""
 
 
 def _takes_tensors(graph: Graph) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from conjoin.errors import UsageError
 from conjoin.ir import LeafKind, Pipeline, Plan
 from conjoin.ops import Layout
+from conjoin.runtime.calling import InputPart
 from conjoin.runtime.communicator import Communicator, World, uncompiled
 from conjoin.runtime.gradient_pieces import mark_gradients
 from conjoin.runtime.norms import clip_grad_norm
@@ -87,6 +88,10 @@ class ParallelModule(nn.Module):
         else:
             program, given = self._choose(self.training, args, kwargs)
         return program.step(given)
+
+    def input_parts(self) -> list[InputPart]:
+        """Every input in the order of the call, with the part of it that is enough on this rank."""
+        return self._program.input_parts()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm before it."""

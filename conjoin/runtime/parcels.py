@@ -7,6 +7,7 @@ back is found again here. Tensors are sent by value, those that share memory as 
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import dis
 import importlib
@@ -142,6 +143,7 @@ def _module(name: str) -> ModuleType:
     """A module, played by an empty one where it cannot be imported."""
     if name not in sys.modules and not _is_importable(name):
         sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name])["__builtins__"] = builtins  # what is written in C looks for it when it imports
     return importlib.import_module(name)
 
 

@@ -17,7 +17,7 @@ from conjoin.ir import Graph, Leaf, LeafKind, Node, Pipeline, Value, calling_gra
 from conjoin.ops import drawing, find_function, map_tensors, spread_args
 from conjoin.runtime.accumulating import NARROW, Accumulated, Gradients, MicroBatches, Scaling
 from conjoin.runtime.agreement import Agreement
-from conjoin.runtime.calling import Calling
+from conjoin.runtime.calling import Calling, InputPart
 from conjoin.runtime.communicator import Communicator, World, uncompiled
 from conjoin.runtime.loans import Loans
 from conjoin.runtime.norms import Group
@@ -72,6 +72,17 @@ class PipelineProgram:
             (program.communicator, [(p, self.store.layout(name)) for stage, name, p in named if stage == i])
             for i, program in self.stages.items()
         ]
+
+    def input_parts(self) -> list[InputPart]:
+        """Every input in the order of the call; ranks of a pipeline take whole batches."""
+        accumulation = self.plan.accumulation
+        found = []
+        for leaf in self.taken:
+            shape = leaf.type.shape
+            if accumulation is not None and leaf.name in accumulation.cut:
+                shape = (accumulation.steps * shape[0], *shape[1:])
+            found.append(InputPart(leaf.name, shape, tuple((0, size) for size in shape)))
+        return found
 
     def members(self, name: str) -> Communicator | None:
         """Who holds a parameter or buffer; None where this rank has no part in it."""

@@ -29,7 +29,7 @@ from conjoin.ops import Layout
 from conjoin.runtime.accumulating import Accumulator, MicroBatches
 from conjoin.runtime.agreement import Agreement
 from conjoin.runtime.bundles import Bundle, Dropping, make_bundles
-from conjoin.runtime.calling import Calling
+from conjoin.runtime.calling import Calling, InputPart
 from conjoin.runtime.carriers import carry_move, carry_reshard, prepare_move
 from conjoin.runtime.communicator import Communicator, uncompiled
 from conjoin.runtime.emission import emit_program
@@ -193,6 +193,13 @@ class RankProgram:
     def groups(self) -> list[Group]:
         """Every parameter with its layout, and the ranks that hold it."""
         return [(self.communicator, list(self.store.parameters()))]
+
+    def input_parts(self) -> list[InputPart]:
+        """Every input in the order of the call, with the part of it that is enough on this rank."""
+        if self._accumulator is not None:
+            return self._accumulator.micro.parts()
+        taken = zip(self.taken, self._regions, strict=True)
+        return [InputPart(leaf.name, leaf.type.shape, region) for leaf, region in taken]
 
     def members(self, name: str) -> Communicator:
         """Who holds a parameter or buffer."""

@@ -123,7 +123,10 @@ class MetaWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.touched |= _meta_memory(tree_leaves((args, kwargs)))
-        self.written |= _meta_memory(written_arguments(func, args, kwargs or {}))
+        written = written_arguments(func, args, kwargs or {})
+        self.written |= _meta_memory(written)
+        if len(written) == 1 and written[0] is args[0] and args[0].is_meta and func._schema.name.endswith("_"):
+            return args[0]  # there is nothing to write, which takes torch milliseconds to find out
         return func(*args, **(kwargs or {}))
 
 

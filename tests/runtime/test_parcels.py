@@ -109,6 +109,7 @@ def program(x):
         "named": Wide.named(), "norm": point.norm(), "box": box.size, "area": Square().area(), "pair": Pair(1).b,
         "factorial": factorial(5), "now": now(), "deep": deep(4), "plain": plain(x), "lambda": (lambda y: y * SCALE)(x),
         "shared": views[0][0].item(), "doc": Net.__doc__, "generic": Box[int](1).held,
+        "builtins": "__builtins__" in globals(),
     }
 
 views = (base[:3], base)
@@ -132,6 +133,7 @@ def test_a_script_arrives_at_a_rank(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert found == {
         "tied": True, "doubled": 8, "named": "Wide", "norm": 5.0, "box": 3, "area": 9, "pair": 7, "factorial": 120,
         "now": 6, "deep": 4, "plain": 6, "lambda": 15.0, "shared": 10.0, "doc": "A model of a script.", "generic": 1,
+        "builtins": True,
     }  # fmt: skip
     assert views[0][0] == 0 and vars(module)["now"]() == 0, "the ranks have copies"
 

@@ -596,6 +596,27 @@ def test_from_pretrained_and_back_on_processes(tmp_path: Path) -> None:
     assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
+def test_what_a_published_model_says_of_names_is_heard(tmp_path: Path) -> None:
+    """Files of GPT-2 have masks that its attention does not keep any more, and no prefix."""
+    config = transformers.GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1)
+    model = transformers.GPT2LMHeadModel(config)
+    state = {**model.transformer.state_dict(), "h.0.attn.bias": torch.ones(1, 1, 4, 4)}
+    torch.save(state, tmp_path / "x.bin")
+    notes = check_weights(Weights(tmp_path / "x.bin"), model).pairing.notes
+    assert notes == (
+        "names in the files are taken with transformer. before them", "1 of the files not used: h.0.attn.bias"
+    )  # fmt: skip
+
+
+def test_a_model_with_values_keeps_those_that_are_new(tmp_path: Path) -> None:
+    model = Net().train()
+    own = model.up.weight.detach().clone()
+    weights = Weights(given(tmp_path, up__weight=None), new=("up.weight",))
+    step = load(plan_for("data-parallel", 1), model, weights=weights)
+    state = dict(step.named_parameters())
+    assert torch.equal(state["up.weight"], own) and torch.equal(state["down.weight"], source()["down.weight"])
+
+
 def test_a_base_model_under_a_head(tmp_path: Path) -> None:
     """As `from_pretrained` does it: names get the prefix, the head begins anew; here that is said by hand."""
     torch.manual_seed(1)
