@@ -36,8 +36,10 @@ from conjoin.ir import (
     make_node,
     model_mark,
     node_fault,
+    norm_by_pieces,
     operators_of,
     parallelize,
+    pieces_of,
     plain_call,
     recompute_actions,
     recomputed_segments,
@@ -58,6 +60,7 @@ from conjoin.ops import (
     split_axes,
 )
 from conjoin.search.counterparts import find_counterparts
+from conjoin.search.rank_statistics import STATISTICS
 from conjoin.search.reshard_bytes import moved_bytes, sum_bytes
 from conjoin.search.same_rewrites import rewrite_alike
 
@@ -100,7 +103,10 @@ def plan_alike(plan: Plan, captured: Graph) -> Alike:
     True
     """
     whole, accumulation = _in_micro_batches(plan, captured)
-    graph, substitutions = rewrite_alike(plan, whole)
+    normed = norm_by_pieces(whole, pieces_of(plan.graph))
+    graph, substitutions = rewrite_alike(plan, normed)
+    if normed is not whole:
+        substitutions = (*(each for each in plan.substitutions if each.name.startswith(STATISTICS)), *substitutions)
     known = find_counterparts(graph, plan.graph)
     work = _Layouts(plan, graph, known)
     parallel = parallelize(graph, work.leaves, work.choices, work.outputs())

@@ -14,6 +14,8 @@ from conjoin.search.request import Request
 
 _OF_BATCH = ("dp", "shard", "replicate")
 """Degrees by which the batch is split."""
+STATISTICS = "statistics-"
+"""What the name of such a substitution begins with."""
 
 
 def with_rank_statistics(graph: Graph, request: Request) -> tuple[Graph, tuple[Substitution, ...]]:
@@ -24,7 +26,7 @@ def with_rank_statistics(graph: Graph, request: Request) -> tuple[Graph, tuple[S
     if changed is graph:
         return graph, ()
     why = f"asked for: statistics of each of {pieces} pieces of the batch, running ones of the first"
-    return changed, tuple(Substitution(f"statistics-{n.op}", where_in(graph, n), why) for n in batch_norms(graph))
+    return changed, tuple(Substitution(f"{STATISTICS}{n.op}", where_in(graph, n), why) for n in batch_norms(graph))
 
 
 def check_rank_statistics(graph: Graph, flows: Sequence[Flow]) -> None:
