@@ -408,3 +408,45 @@ def test_a_plan_that_stores_weights_otherwise_cannot_share_them() -> None:
     with pytest.raises(PlanError, match=r"stores words\.weight as") as told:
         check_stored_alike(one, other)
     assert_three_sentences(told.value)
+
+
+def test_a_precision_holds_for_every_shape() -> None:
+    model, loss, _ = captured("words without dropout")
+    model = copy.deepcopy(model).float()
+    plan = conjoin.plan(model, words(8), "local:1", loss=loss, strategy="single", precision="bf16-mixed")
+    step = conjoin.load(plan, model, loss=loss, device="cpu")
+    for call in (words(8), words(5)):
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted = loss(model(call[0]), call[1]).item()
+        assert step(*call).item() == pytest.approx(wanted, rel=1e-3)
+        assert step.eval()(call[0]).dtype == torch.bfloat16 and step.train()
+
+
+def test_a_plan_under_an_unnamed_autocast_is_for_its_own_shape_only() -> None:
+    model, loss, _ = captured("words without dropout")
+    model = copy.deepcopy(model).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = conjoin.plan(model, words(8), "local:1", loss=loss, strategy="single")
+    step = conjoin.load(plan, model, loss=loss, device="cpu")
+    step(*words(8))
+    with pytest.raises(UsageError, match="made in an autocast of the caller") as told:
+        step(*words(5))
+    assert_three_sentences(told.value)
+
+
+def test_a_model_on_the_meta_device_is_run_in_every_shape_and_saved(tmp_path: Path) -> None:
+    case = case_of("words without dropout", 1, "single")
+    step = conjoin.load(case.plan, copy.deepcopy(case.model).to("meta"), loss=word_loss, device="cpu", seed=5)
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
+    for size in (8, 5):
+        step(*words(size)).backward()
+        optimizer.step()
+    conjoin.save_checkpoint(tmp_path / "saved", step, optimizer)
+    other = conjoin.load(case.plan, case.model, loss=word_loss, device="cpu")
+    conjoin.load_checkpoint(tmp_path / "saved", other)
+    plain = copy.deepcopy(case.model)
+    plain.load_state_dict(conjoin.full_state_dict(step))
+    ids, target = words(3)
+    wanted = word_loss(plain(ids), target).item()
+    assert step(ids, target).item() == pytest.approx(wanted, rel=1e-12)
+    assert other.eval()(ids, target).item() == pytest.approx(wanted, rel=1e-12)
