@@ -43,7 +43,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "explain a graph": (lambda: conjoin.explain(cast(Any, graph())), "A Graph was given instead of a plan"),
     "simulate nothing": (lambda: conjoin.simulate_plan(NONE, "laptop"), "A NoneType was given instead of a plan"),
     "diff": (lambda: conjoin.diff_plans("missing.json", "missing.json"), "missing.json could not be read"),
-    "load": (lambda: conjoin.load(cast(Any, {}), MODEL), "A dict was given instead of the path of a plan"),
+    "load": (lambda: conjoin.load(cast(Any, {}), MODEL), "A dict was given instead of a plan"),
     "no steps": (lambda: conjoin.verify_plan(plan(), MODEL, BATCH, loss=LOSS, num_steps=0), "for 0 steps"),
 }
 
