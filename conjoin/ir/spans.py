@@ -103,7 +103,8 @@ def _move(
 def unlike_axes(node: Node, placed: Placed, mesh: Mesh) -> frozenset[str]:
     """The axes along which ranks may run a node on pieces of unlike shapes; where there are none, no rank lacks a part.
 
-    Pieces are unlike where an index does not divide evenly, and at the borders of what windows reach over.
+    Pieces are unlike where an index does not divide evenly, and at the borders of what windows reach over; where an
+    operator reaches further than its piece, ranks lack parts.
     """
     call = plain_call(node)
     spec = spec_for(call)
@@ -121,7 +122,7 @@ def _unlike_axes(call: Call, placed: Placed, mesh: Mesh) -> frozenset[str]:
     windowed = {dim.out for dim in dims if isinstance(dim, Window | Spread)}
     found: set[str] = set()
     for index, axes in placed.splits:
-        if index in windowed or space.sizes[index] % prod(mesh.sizes[axis] for axis in axes):
+        if index in windowed or index in spec.reaches or space.sizes[index] % prod(mesh.sizes[axis] for axis in axes):
             found.update(axes)
     return frozenset(found)
 

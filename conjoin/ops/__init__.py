@@ -28,6 +28,8 @@ from conjoin.ops.check import (
 )
 from conjoin.ops.composites import (
     ASSIGN,
+    ATTENTION_PEAK,
+    ATTENTION_SUMS,
     BATCH,
     BATCH_MOMENTS,
     BATCH_NORM_BY_PIECES,
@@ -47,6 +49,7 @@ from conjoin.ops.composites import (
     RAGGED_EMBEDDING_BAG,
     REDUCE,
     REPLICATE,
+    RING_ATTENTION,
     SCALED_LINEAR,
     SHARE,
     STRIDED_VIEW,
@@ -90,6 +93,8 @@ from conjoin.ops.tensor_type import (
 
 __all__ = [
     "ASSIGN",
+    "ATTENTION_PEAK",
+    "ATTENTION_SUMS",
     "BATCH",
     "BATCH_MOMENTS",
     "BATCH_NORM_BY_PIECES",
@@ -112,6 +117,7 @@ __all__ = [
     "RAGGED_EMBEDDING_BAG",
     "REDUCE",
     "REPLICATE",
+    "RING_ATTENTION",
     "SCALED_LINEAR",
     "SHARE",
     "STRIDED_VIEW",

@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from conjoin.comm import recomputed
+from conjoin.comm import recomputed, ring_members, ring_of
 from conjoin.errors import UsageError
 from conjoin.ir import (
     Leaf,
     LeafKind,
+    Node,
     Plan,
     Region,
     RegionMove,
     Value,
     calling_graph,
+    place,
     plan_fingerprint,
     regathered_parameters,
     region_of,
@@ -42,6 +44,7 @@ from conjoin.runtime.pieces import UnmatchedKeys, load_pieces, mark_pieces
 from conjoin.runtime.programs import Compiled, Program, compile_text
 from conjoin.runtime.randomness import Streams
 from conjoin.runtime.recomputing import Again, fold_segments
+from conjoin.runtime.ring_attention import carry_ring
 from conjoin.runtime.slots import Slot, read_slot
 from conjoin.runtime.storage import Store
 from conjoin.runtime.tensor_cores import TensorCores
@@ -67,6 +70,13 @@ class _RankCarriers:
 
     def prepare(self, move: RegionMove) -> None:
         prepare_move(move, self._communicator)
+
+    def ring(self, node: Node) -> Function | None:
+        placed = place(node, self.mesh)
+        ring = ring_of(node, placed, self.mesh)
+        if ring is None:
+            return None
+        return carry_ring(ring, ring_members(node, placed, self.mesh, self.rank), self._communicator)
 
     def bundle(self, root: Value, layout: Layout) -> Bundle | None:
         return self._by_entry.get((root, layout))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from conjoin.cost import ATTENTION
 from conjoin.ir import Graph, Leaf, LeafKind, Node, Value
 from conjoin.ops import Copies, Invariant, Partial, Placement, ShardingRule, Split
 from conjoin.search.facts import Facts, NodeFacts
@@ -106,6 +107,11 @@ def fits(facts: NodeFacts, rule: ShardingRule, degree: int, earlier: Sequence[Fl
     return True
 
 
+def _is_gathered_for(node: NodeFacts, arriving: tuple[Placement, ...], rule: ShardingRule) -> bool:
+    """Whether a node gathers on purpose: rows for experts, keys for queries that are split themselves."""
+    return rule in node.experts or (node.node.op == ATTENTION and isinstance(arriving[0], Split))
+
+
 @dataclass(slots=True)
 class Propagation:
     """A flow as far as it is decided; the nodes are placed in order, and the last ones can be taken back."""
@@ -143,7 +149,7 @@ class Propagation:
         if len(candidates) > 1:
             rule = min(enumerate(candidates), key=lambda option: (*self._rank(node, option[1]), option[0]))[1]
         self._decide(node, rule)
-        if (node.expandable or node.has_parts) and rule not in node.experts:  # which are gathered for on purpose
+        if (node.expandable or node.has_parts) and not _is_gathered_for(node, arriving, rule):
             self._pass_by(node, arriving, rule)
 
     def take_back(self, num_kept: int) -> None:

@@ -37,10 +37,10 @@ class Strategy:
 _JOINS = {"data-parallel": frozenset[str](), **{name: frozenset({name}) for name in STORED}}
 _MEGATRON = Keys(
     ("tp", "dp", "shard", "replicate", "cp"),
-    ("sp", "heads", "vocab", *STORED),
+    ("sp", "heads", "ring", "vocab", *STORED),
     joins={**_JOINS, "context": frozenset()},
 )
-_CONTEXT = Keys(("cp", "dp", "shard", "replicate"), ("heads", *STORED), joins=_JOINS)
+_CONTEXT = Keys(("cp", "dp", "shard", "replicate"), ("heads", "ring", *STORED), joins=_JOINS)
 
 _TABLE = (
     Strategy("single", Keys(()), draft_single),
