@@ -20,6 +20,7 @@ from conjoin.comm.places import changes_places, changes_places_between, common_p
 from conjoin.comm.recomputing import recomputed, run_again
 from conjoin.comm.ring import Block, Ring, RingBytes, ring_bytes_of, ring_members, ring_of
 from conjoin.comm.route import backward_route, dual_layout, reshard
+from conjoin.comm.routing import RoutedBytes, Routing, moves_fewer_rows, routed_bytes, routed_call, routing_of
 from conjoin.comm.steps import Route, Step, StepKind
 from conjoin.comm.traffic import (
     AGREEMENT_BYTES,
@@ -38,10 +39,10 @@ from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 __all__ = [
     "AGREEMENT_BYTES", "BACKWARD", "EXCHANGE", "FORWARD", "RING", "Block", "BundleKind", "BundleSizes", "Collective",
     "Entry", "ExchangedBytes", "GradientFlow", "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Ring",
-    "RingBytes", "Route", "Step", "StepKind", "Traffic", "Transfer", "Use", "backward_route", "bundle_parameters",
-    "bytes_sent", "changes_places", "changes_places_between", "common_places", "dual_layout", "find_bundles",
-    "flights_backward", "flights_forward", "has_places", "held_bytes", "leaves_early", "move_regions", "movement",
-    "node_exchanges", "num_devices", "recomputed", "reshard", "ring_bytes", "ring_bytes_of", "ring_members", "ring_of",
-    "route_bytes", "run_again", "sent_bytes", "splits_evenly", "step_bytes", "step_load", "sum_per_rank",
-    "total_bytes",
+    "RingBytes", "Route", "RoutedBytes", "Routing", "Step", "StepKind", "Traffic", "Transfer", "Use", "backward_route",
+    "bundle_parameters", "bytes_sent", "changes_places", "changes_places_between", "common_places", "dual_layout",
+    "find_bundles", "flights_backward", "flights_forward", "has_places", "held_bytes", "leaves_early", "move_regions",
+    "movement", "moves_fewer_rows", "node_exchanges", "num_devices", "recomputed", "reshard", "ring_bytes",
+    "ring_bytes_of", "ring_members", "ring_of", "route_bytes", "routed_bytes", "routed_call", "routing_of",
+    "run_again", "sent_bytes", "splits_evenly", "step_bytes", "step_load", "sum_per_rank", "total_bytes",
 ]  # fmt: skip

@@ -21,6 +21,7 @@ from conjoin.comm.places import changes_places
 from conjoin.comm.recomputing import recomputed
 from conjoin.comm.ring import SEQUENCE, ring_bytes_of, ring_of
 from conjoin.comm.route import backward_route, reshard
+from conjoin.comm.routing import routed_bytes, routing_of
 from conjoin.comm.steps import Route, Step, StepKind
 from conjoin.comm.volume import bytes_received, bytes_sent
 from conjoin.ir import (
@@ -110,7 +111,7 @@ class Traffic:
         for i, value in enumerate(node.inputs):
             found += self.before(value)
             found += self._exchange(value, moves.operands[i], self._gradients.reach_operand(node, i))
-        found += self._ring(node, placed)
+        found += self._ring(node, placed) + self._routed(node, placed)
         return [_twice(transfer) for transfer in found] if node in self._again else found
 
     def after_node(self, node: Node, placed: Placed) -> list[Transfer]:
@@ -180,6 +181,18 @@ class Traffic:
             made = ((kind, some) for kind, some in parts if some is not None and some.largest)
             found += [Collective(kind, axes, direction, direction == BACKWARD, some) for kind, some in made]
         return [self._repeated(Transfer((origin(node.inputs[1]),), None, tuple(found)))]
+
+    def _routed(self, node: Node, placed: Placed) -> list[Transfer]:
+        """Rows that go to their experts and answers that come back, if all experts are chosen alike."""
+        routing = routing_of(node, placed, self._mesh)
+        if routing is None:
+            return []
+        sent, kind = routed_bytes(node, placed, self._mesh), StepKind.ALL_TO_ALL.value
+        back = any(self._gradients.reach_operand(node, i) for i in range(3))
+        found = [Collective(kind, routing.axes, FORWARD, False, s) for s in (sent.counts, sent.rows, sent.answers)]
+        if back:
+            found += [Collective(kind, routing.axes, BACKWARD, True, s) for s in (sent.answers, sent.rows)]
+        return [self._repeated(Transfer((origin(node.inputs[0]),), None, tuple(found)))]
 
     def _repeated(self, transfer: Transfer) -> Transfer:
         """What moves as often as there are micro-batches; bundles are all-reduced after the last."""

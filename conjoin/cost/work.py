@@ -29,6 +29,7 @@ from conjoin.ops import (
     MEAN_AND_VARIANCE,
     NORMALIZE_CHANNELS,
     RING_ATTENTION,
+    ROUTED_EXPERTS,
     SCALED_LINEAR,
     Call,
     OpSpec,
@@ -192,7 +193,7 @@ _NAMED = {
     "scaled_dot_product_attention": ATTENTION, "lstm": RECURRENT, "gru": RECURRENT, "rnn_tanh": RECURRENT,
     "rnn_relu": RECURRENT, "lstm_cell": RECURRENT, "gru_cell": RECURRENT, "rnn_tanh_cell": RECURRENT,
     "rnn_relu_cell": RECURRENT, NORMALIZE_CHANNELS: ELEMENTWISE, EXPERT_NETWORK: CONTRACTION,
-    RING_ATTENTION: ATTENTION, ATTENTION_PEAK: CONTRACTION, ATTENTION_SUMS: CONTRACTION,
+    ROUTED_EXPERTS: CONTRACTION, RING_ATTENTION: ATTENTION, ATTENTION_PEAK: CONTRACTION, ATTENTION_SUMS: CONTRACTION,
 }  # fmt: skip
 """What notation cannot tell: several products in one kernel; that what is whole is a small part of what is read."""
 

@@ -50,6 +50,7 @@ from conjoin.ops.composites import (
     REDUCE,
     REPLICATE,
     RING_ATTENTION,
+    ROUTED_EXPERTS,
     SCALED_LINEAR,
     SHARE,
     STRIDED_VIEW,
@@ -61,6 +62,7 @@ from conjoin.ops.composites import (
 from conjoin.ops.direct import find_function
 from conjoin.ops.drawing import drawing
 from conjoin.ops.dtypes import Dtype, under_autocast
+from conjoin.ops.experts import expert_network, take_rows
 from conjoin.ops.local import Emit, LocalForm, Pieces, Span, operand_spans, output_spans, run_local
 from conjoin.ops.measures import bytes_read, bytes_written, flops
 from conjoin.ops.notation import Access, Factors, Notation, NotationError, Spread, Window
@@ -118,6 +120,7 @@ __all__ = [
     "REDUCE",
     "REPLICATE",
     "RING_ATTENTION",
+    "ROUTED_EXPERTS",
     "SCALED_LINEAR",
     "SHARE",
     "STRIDED_VIEW",
@@ -167,6 +170,7 @@ __all__ = [
     "dtype_name",
     "dual",
     "execute",
+    "expert_network",
     "find_function",
     "find_operator",
     "find_spec",
@@ -199,6 +203,7 @@ __all__ = [
     "splittable",
     "spread_args",
     "state_signature",
+    "take_rows",
     "types_on_meta",
     "under_autocast",
     "walk_tensors",

@@ -24,6 +24,7 @@ BATCH_NORM_BY_PIECES = "conjoin::batch_norm_by_pieces"
 EMBEDDING_BAG = "conjoin::embedding_bag"
 RAGGED_EMBEDDING_BAG = "conjoin::ragged_embedding_bag"
 EXPERT_LINEAR, EXPERT_NETWORK = "conjoin::expert_linear", "conjoin::expert_network"
+ROUTED_EXPERTS = "conjoin::routed_experts"
 PEAK = "conjoin::peak"
 RING_ATTENTION = "conjoin::ring_attention"
 ATTENTION_PEAK, ATTENTION_SUMS = "conjoin::attention_peak", "conjoin::attention_sums"
@@ -130,6 +131,7 @@ COMPOSITES: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     SCALED_LINEAR: scaled_linear,
     EXPERT_LINEAR: expert_linear,
     EXPERT_NETWORK: expert_network,
+    ROUTED_EXPERTS: expert_network,
     EMBEDDING_BAG: embedding_bag,
     RAGGED_EMBEDDING_BAG: ragged_embedding_bag,
     BATCH_MOMENTS: batch_moments,

@@ -87,8 +87,9 @@ class Carriers(Protocol):
     def prepare(self, move: RegionMove) -> None:
         """Make ready for a move that other ranks make."""
 
-    def ring(self, node: Node) -> Function | None:
-        """Attention whose keys and values go around between the ranks; None for any other call."""
+    def among_ranks(self, node: Node) -> Function | None:
+        """What runs a call in which ranks send each other more than halos: keys that go around, rows that go to their
+        experts; None for any other."""
 
     def bundle(self, root: Value, layout: Layout) -> Bundle | None:
         """The bundle of parameters that brings this one into this layout; None where it goes on its own."""
@@ -324,10 +325,10 @@ class Emitter:
         placed = place(node, carriers.mesh)
         if spec is None or not placed.splits:
             return self._apply(node, function, node.op, self._resolve(node))
-        around = carriers.ring(node)
-        if around is not None:
+        among = carriers.among_ranks(node)
+        if among is not None:
             self._communicates = True
-            return self._apply(node, around, node.op, self._resolve(node))
+            return self._apply(node, among, node.op, self._resolve(node))
         mesh, rank = carriers.mesh, carriers.rank
 
         def emit(op: str, *given: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from conjoin.comm import recomputed, ring_members, ring_of
+from conjoin.comm import recomputed, ring_members, ring_of, routing_of
 from conjoin.errors import UsageError
 from conjoin.ir import (
     Leaf,
@@ -45,6 +45,7 @@ from conjoin.runtime.programs import Compiled, Program, compile_text
 from conjoin.runtime.randomness import Streams
 from conjoin.runtime.recomputing import Again, fold_segments
 from conjoin.runtime.ring_attention import carry_ring
+from conjoin.runtime.routing import carry_routing
 from conjoin.runtime.slots import Slot, read_slot
 from conjoin.runtime.storage import Store
 from conjoin.runtime.tensor_cores import TensorCores
@@ -71,12 +72,12 @@ class _RankCarriers:
     def prepare(self, move: RegionMove) -> None:
         prepare_move(move, self._communicator)
 
-    def ring(self, node: Node) -> Function | None:
+    def among_ranks(self, node: Node) -> Function | None:
         placed = place(node, self.mesh)
-        ring = ring_of(node, placed, self.mesh)
-        if ring is None:
-            return None
-        return carry_ring(ring, ring_members(node, placed, self.mesh, self.rank), self._communicator)
+        ring, routing = ring_of(node, placed, self.mesh), routing_of(node, placed, self.mesh, self.rank)
+        if ring is not None:
+            return carry_ring(ring, ring_members(node, placed, self.mesh, self.rank), self._communicator)
+        return None if routing is None else carry_routing(routing, self._communicator)
 
     def bundle(self, root: Value, layout: Layout) -> Bundle | None:
         return self._by_entry.get((root, layout))

@@ -36,6 +36,7 @@ from conjoin.search.propagation import Flow, output_placements
 from conjoin.search.rank_statistics import check_rank_statistics, with_rank_statistics
 from conjoin.search.request import Request
 from conjoin.search.rings import with_rings
+from conjoin.search.routes import with_routes
 from conjoin.search.unflattening import find_flattened, unflatten
 from conjoin.search.unfusing import unfuse
 
@@ -72,6 +73,10 @@ def settle_draft(graph: Graph, strategy: Callable[[Facts], Draft]) -> Settled:
     if "ring" in draft.request.flags:
         graph, substitutions = with_rings(graph, draft.flows)
         draft = strategy(study(graph))
+    if draft.request.degrees.get("ep", 1) > 1:
+        graph, told = with_routes(graph, draft.request)
+        substitutions += told
+        draft = strategy(study(graph)) if told else draft
     if draft.request.statistics == "rank":
         graph, told = with_rank_statistics(graph, draft.request)
         substitutions += told

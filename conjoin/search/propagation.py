@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Protocol
 
 from conjoin.cost import ATTENTION
@@ -101,8 +102,9 @@ def fits(facts: NodeFacts, rule: ShardingRule, degree: int, earlier: Sequence[Fl
     shapes = [value.type.shape for value in facts.inputs] + [type.shape for type in facts.node.types]
     for i, (shape, placement) in enumerate(zip(shapes, (*rule.operands, *rule.outputs), strict=True)):
         if isinstance(placement, Split):
-            same = [o for _, o in before if (*o.operands, *o.outputs)[i] == placement]
-            if ways > shape[placement.dim] or any(other.index != rule.index for other in same):
+            same = [(d, o) for d, o in before if (*o.operands, *o.outputs)[i] == placement]
+            pieces = degree * prod(other_degree for other_degree, _ in same)
+            if pieces > shape[placement.dim] or any(other.index != rule.index for _, other in same):
                 return False
     return True
 

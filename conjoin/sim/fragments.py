@@ -22,6 +22,9 @@ from conjoin.comm import (
     reshard,
     ring_bytes_of,
     ring_of,
+    routed_bytes,
+    routed_call,
+    routing_of,
     step_bytes,
     step_load,
 )
@@ -162,6 +165,8 @@ class Drafts:
         node, placed = self.node(number, choice)
         if ring_of(node, placed, self.mesh) is not None:  # taken as those with the most to do
             return frozenset()
+        if routing_of(node, placed, self.mesh) is not None:  # as if all experts were chosen alike
+            return frozenset()
         return unlike_axes(node, placed, self.mesh) | {axis for axis, _ in placed.at}
 
     def route(self, type: TensorType, source: Layout, target: Layout) -> tuple[Fragment, Fragment]:
@@ -255,8 +260,15 @@ class Drafts:
         if around is not None:
             forward, backward = self._around(node, placed, around, needs)
             return (*ordered(there), *forward), (*backward, *ordered(after)) if needs else ()
+        routing = routing_of(node, placed, self.mesh)
+        if routing is not None:
+            moved = routed_bytes(node, placed, self.mesh)
+            there += self._sent(routing.axes, Phase.FORWARD, moved.counts, moved.rows)
+            back += self._sent(routing.axes, Phase.BACKWARD, moved.answers)
+            after = [*self._sent(routing.axes, Phase.BACKWARD, moved.rows), *after]
         forward_work = work.forward, work.host_forward, work.source, where
         there.append(_compute(node.op, Phase.FORWARD, *forward_work))
+        there += self._sent(routing.axes, Phase.FORWARD, moved.answers) if routing is not None else ()
         for exchange in exchanges.outputs:
             there += self._exchange(exchange, Phase.FORWARD, at)
             back += self._exchange(exchange, Phase.BACKWARD, at) if needs else ()
@@ -278,6 +290,10 @@ class Drafts:
             before, after = (self._swapped(ring, some, phase) for some in (sent.before, sent.after))
             found.append((*before, *steps, *after))
         return found[0], found[1]
+
+    def _sent(self, axes: tuple[str, ...], phase: Phase, *sent: PerRank) -> list[Instruction]:
+        """Rows to their experts and back, one after the other."""
+        return [self.collective(StepKind.ALL_TO_ALL.value, axes, each.largest, phase) for each in sent]
 
     def _costs_of(self, call: Call, needs: tuple[int, ...]) -> OperatorCost:
         return self.prices.operator(call, needs, 0)
@@ -310,6 +326,8 @@ class Drafts:
         around = ring_of(node, placed, self.mesh)
         if around is not None:
             return _summed([self._costs_of(call, needs) for call in ring_calls(node, around, self.mesh)])
+        if routing_of(node, placed, self.mesh) is not None:
+            return _summed([self._costs_of(routed_call(node, self.mesh, 0), needs)])
         alike = not (unlike_axes(node, placed, self.mesh) or self.prices.unlike_axes())
         ranks = (self.mesh.rank_at(dict(placed.at)),) if alike else self.classes.ranks
         found = [self._costs(node, placed, needs, rank) for rank in ranks]
