@@ -41,11 +41,11 @@ def expert_degree(facts: Facts, mesh: Mesh, given: Mapping[str, int]) -> int:
     return max(degree for degree in products(sizes_left(mesh, given)) if degree <= most)
 
 
-def check_experts(facts: Facts, degree: int) -> None:
-    """Refuse where a device would have no expert."""
+def check_experts(facts: Facts, asked: int, degree: int) -> None:
+    """Refuse where a device would have no expert, and models that have none."""
     numbers = _numbers(facts)
-    if degree > 1 and (not numbers or degree > min(numbers)):
-        raise _too_few(facts, degree, numbers)
+    if asked > 1 and (not numbers or degree > min(numbers)):
+        raise _too_few(facts, asked, numbers)
 
 
 def _numbers(facts: Facts) -> list[int]:

@@ -49,11 +49,12 @@ def draft_megatron(facts: Facts, mesh: Mesh, request: Request) -> Draft:
     request = _checked(request)
     degrees = _degrees(facts, mesh, request)
     groups = make_groups(mesh, degrees)
+    if "ep" in groups:
+        check_experts(facts, request.degrees.get("ep", mesh.size), degrees["ep"])
     flows = [data_flow(facts, batch_group(mesh, groups))]
     if "cp" in groups:
         flows.append(context_flow(facts, groups["cp"], flows, "heads" in request.flags))
     if "ep" in groups:
-        check_experts(facts, degrees["ep"])
         flows.append(expert_flow(facts, mesh, groups, tuple(flows)))
     if "tp" in groups:
         flows.append(_tensor_flow(facts, groups["tp"], request, tuple(flows)))
