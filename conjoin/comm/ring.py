@@ -10,8 +10,8 @@ results back. Then in every step each device computes with one half of its queri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 
@@ -87,30 +87,27 @@ class Ring:
 
 def ring_of(node: Node, placed: Placed, mesh: Mesh) -> Ring | None:
     """How keys and values of a node go around; None where nothing does, or pieces do not line up along other axes."""
-    if node.op != RING_ATTENTION or placed.at:
+    return None if node.op != RING_ATTENTION or placed.at else _ring(plain_call(node), placed, mesh)
+
+
+@lru_cache(maxsize=1 << 10)
+def _ring(call: Call, placed: Placed, mesh: Mesh) -> Ring | None:
+    spec, splits = spec_for(call), dict(placed.splits)
+    if spec is None or SEQUENCE not in splits:
         return None
-    splits, call = dict(placed.splits), plain_call(node)
-    axes = splits.get(SEQUENCE)
-    if not axes:
-        return None
-    sizes = _sizes(call)
+    sizes = space_of(spec, call).sizes
     if any(sizes[i] % prod(mesh.sizes[a] for a in along) for i, along in splits.items() if i != SEQUENCE):
         return None
-    starts = {placed.pieces(sizes, mesh, rank)[SEQUENCE] for rank in mesh.group(0, axes)}
-    lengths = tuple(stop - start for start, stop in sorted(starts))
-    return Ring(mesh.in_order(axes), lengths, call["is_causal"])
-
-
-@lru_cache(maxsize=1 << 12)
-def _sizes(call: Call) -> dict[str, int]:
-    spec = spec_for(call)
-    assert spec is not None
-    return dict(space_of(spec, call).sizes)
+    starts = sorted(placed.pieces(sizes, mesh, rank)[SEQUENCE] for rank in mesh.group(0, splits[SEQUENCE]))
+    return Ring(mesh.in_order(splits[SEQUENCE]), tuple(stop - start for start, stop in starts), call["is_causal"])
 
 
 def ring_members(node: Node, placed: Placed, mesh: Mesh, rank: int) -> tuple[int, ...]:
     """The ranks of the ring that a rank is in, in the order of their pieces."""
-    sizes, axes = _sizes(plain_call(node)), dict(placed.splits)[SEQUENCE]
+    call, axes = plain_call(node), dict(placed.splits)[SEQUENCE]
+    spec = spec_for(call)
+    assert spec is not None
+    sizes = space_of(spec, call).sizes
     return tuple(sorted(mesh.group(rank, axes), key=lambda member: placed.pieces(sizes, mesh, member)[SEQUENCE]))
 
 
@@ -123,17 +120,34 @@ class RingBytes:
     after: PerRank | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A node on a mesh; alike are all nodes that make the same call in the same layouts, as equal layers do."""
+
+    call: Call
+    placed: Placed
+    types: tuple[TensorType, ...]
+    mesh: Mesh
+    node: Node = field(compare=False)
+
+
 def ring_bytes_of(node: Node, placed: Placed, mesh: Mesh) -> tuple[RingBytes, RingBytes]:
     """The bytes forward, and backward."""
-    ring = ring_of(node, placed, mesh)
+    types = (*(value.type for value in node.inputs), *node.types)
+    return _bytes_of(_Case(plain_call(node), placed, types, mesh, node))
+
+
+@lru_cache(maxsize=1 << 8)
+def _bytes_of(case: _Case) -> tuple[RingBytes, RingBytes]:
+    ring, made = ring_of(case.node, case.placed, case.mesh), case.types[-1].dtype
     assert ring is not None
-    q, k, v, out = (_row_bytes(type, mesh) for type in (*(value.type for value in node.inputs), node.types[0]))
-    wide = torch.promote_types(node.types[0].dtype, torch.float32).itemsize / node.types[0].dtype.itemsize
-    rounds = range(ring.size - 1)
-    keys = [_at_step(ring, node, placed, mesh, step, k + v) for step in rounds]
-    gradients = [_at_step(ring, node, placed, mesh, step, int((k + v) * wide)) for step in range(ring.size)]
+    q, k, v, out = (_row_bytes(type, case.mesh) for type in case.types)
+    wide = (k + v) // made.itemsize * torch.promote_types(made, torch.float32).itemsize
+    positions = _positions(case)
+    keys = [_at_step(ring, positions, step, k + v) for step in range(ring.size - 1)]
+    gradients = [_at_step(ring, positions, step, wide) for step in range(ring.size)]
     back = [keys[0], *(one + two for one, two in zip(gradients, keys[1:], strict=False)), *gradients[-2:]]
-    swapped = [_swapped(ring, node, placed, mesh, row) for row in (q + k + v, out)] if ring.swaps else (None, None)
+    swapped = [_swapped(ring, positions, row) for row in (q + k + v, out)] if ring.swaps else (None, None)
     there = RingBytes(swapped[0], tuple(keys), swapped[1])
     return there, RingBytes(swapped[1], tuple(back), swapped[0])
 
@@ -144,23 +158,26 @@ def _row_bytes(type: TensorType, mesh: Mesh) -> int:
     return prod(n for dim, n in enumerate(shape) if dim != DIM) * type.dtype.itemsize
 
 
-def _positions(node: Node, placed: Placed, mesh: Mesh) -> Iterator[int]:
+def _positions(case: _Case) -> list[int]:
     """Of every rank its position in its ring."""
-    for rank in range(mesh.size):
-        yield ring_members(node, placed, mesh, rank).index(rank)
+    found: dict[int, int] = {}
+    for group in case.mesh.groups(dict(case.placed.splits)[SEQUENCE]):
+        members = ring_members(case.node, case.placed, case.mesh, group[0])
+        found.update({member: position for position, member in enumerate(members)})
+    return [found[rank] for rank in range(case.mesh.size)]
 
 
-def _at_step(ring: Ring, node: Node, placed: Placed, mesh: Mesh, step: int, row: int) -> PerRank:
+def _at_step(ring: Ring, positions: Sequence[int], step: int, row: int) -> PerRank:
     if len(set(ring.lengths)) == 1:
-        return PerRank((ring.lengths[0] * row,), mesh.size)
-    sent = (ring.lengths[(position - step) % ring.size] * row for position in _positions(node, placed, mesh))
-    return PerRank(tuple(sent), mesh.size)
+        return PerRank((ring.lengths[0] * row,), len(positions))
+    sent = (ring.lengths[(position - step) % ring.size] * row for position in positions)
+    return PerRank(tuple(sent), len(positions))
 
 
-def _swapped(ring: Ring, node: Node, placed: Placed, mesh: Mesh, row: int) -> PerRank:
+def _swapped(ring: Ring, positions: Sequence[int], row: int) -> PerRank:
     half = ring.lengths[0] // 2 * row
-    sent = (
+    sent = [
         half * sum(len(halves) for to, halves in ring.halves_sent(position).items() if to != position)
-        for position in _positions(node, placed, mesh)
-    )
-    return PerRank(tuple(sent), mesh.size)
+        for position in range(ring.size)
+    ]
+    return PerRank(tuple(sent[position] for position in positions), len(positions))

@@ -5,8 +5,8 @@ How many go where is known in the step alone. What is told of it beforehand take
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from conjoin.comm.per_rank import PerRank
 from conjoin.ir import Node, Placed, plain_call, region_of, region_shape
@@ -52,20 +52,36 @@ class RoutedBytes:
     answers: PerRank
 
 
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A node on a mesh; alike are all nodes that make the same call in the same layouts, as equal layers do."""
+
+    call: Call
+    placed: Placed
+    types: tuple[TensorType, ...]
+    mesh: Mesh
+    node: Node = field(compare=False)
+
+
 def routed_bytes(node: Node, placed: Placed, mesh: Mesh) -> RoutedBytes:
     """The bytes of a step if all experts are chosen alike."""
+    types = (*(value.type for value in node.inputs), *node.types)
+    return _bytes_of(_Case(plain_call(node), placed, types, mesh, node))
+
+
+@lru_cache(maxsize=1 << 8)
+def _bytes_of(case: _Case) -> RoutedBytes:
     counts, rows, answers = [], [], []
+    mesh, (x, _, _, expert, made) = case.mesh, case.types
     for rank in range(mesh.size):
-        routing = routing_of(node, placed, mesh, rank)
+        routing = routing_of(case.node, case.placed, mesh, rank)
         assert routing is not None
         own = sorted(mesh.group(rank, routing.axes)).index(rank)
         others = sum(stop - start for i, (start, stop) in enumerate(routing.experts) if i != own)
-        shapes = [_local(value.type, mesh, rank) for value in node.inputs]
-        sent = shapes[3][0] * others // plain_call(node)["experts"]
-        width = _local(node.types[0], mesh, rank)[1]
+        sent = _local(expert, mesh, rank)[0] * others // case.call["experts"]
         counts.append(_COUNT_BYTES * others)
-        rows.append(sent * shapes[0][1] * node.inputs[0].type.dtype.itemsize)
-        answers.append(sent * width * node.types[0].dtype.itemsize)
+        rows.append(sent * _local(x, mesh, rank)[1] * x.dtype.itemsize)
+        answers.append(sent * _local(made, mesh, rank)[1] * made.dtype.itemsize)
     return RoutedBytes(*(PerRank(_folded(found), mesh.size) for found in (counts, rows, answers)))
 
 
@@ -88,4 +104,4 @@ def moves_fewer_rows(node: Node, degree: int) -> bool:
     """Whether rows sent to their experts are fewer than those that would be gathered for them: each goes to as many
     devices as it has experts, not to all."""
     x, expert = node.inputs[0].type.shape, node.inputs[3].type.shape
-    return expert[0] < degree * prod(x[:1])
+    return expert[0] < degree * x[0]
