@@ -27,7 +27,9 @@ from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
 from conjoin.comm.pieces import held_bytes, num_devices, splits_evenly
 from conjoin.comm.places import changes_places, changes_places_between, common_places, has_places, leaves_early
 from conjoin.comm.recomputing import recomputed, run_again
+from conjoin.comm.ring import Block, Ring, RingBytes, ring_bytes_of, ring_members, ring_of
 from conjoin.comm.route import backward_route, dual_layout, reshard
+from conjoin.comm.routing import RoutedBytes, Routing, moves_fewer_rows, routed_bytes, routed_call, routing_of
 from conjoin.comm.senders import SENDER_WAYS, Assignment, Atomic
 from conjoin.comm.steps import Route, Step, StepKind
 from conjoin.comm.traffic import (
@@ -35,6 +37,7 @@ from conjoin.comm.traffic import (
     BACKWARD,
     EXCHANGE,
     FORWARD,
+    RING,
     Collective,
     Traffic,
     Transfer,
@@ -46,13 +49,14 @@ from conjoin.comm.unit_tasks import Grid
 from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 
 __all__ = [
-    "AGREEMENT_BYTES", "BACKWARD", "CHUNKS", "EXCHANGE", "FORWARD", "SENDER_WAYS", "Assignment", "Atomic", "BundleKind",
-    "BundleSizes", "Collective", "Entry", "ExchangedBytes", "Form", "GradientFlow", "Grid", "Held", "Message",
-    "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Route", "Sending", "Step", "StepKind", "Traffic",
-    "Transfer", "TransferPlan", "Use", "WholeSlices", "backward_route", "best_chunks", "bundle_parameters",
-    "bytes_sent", "changes_places", "changes_places_between", "common_places", "direct_messages", "dual_layout",
-    "find_bundles", "flights_backward", "flights_forward", "form_seconds", "has_places", "held_bytes", "leaves_early",
-    "move_regions", "movement", "node_exchanges", "num_devices", "plan_transfer", "recomputed", "reduced_for_transfer",
-    "reshard", "ring_bytes", "route_bytes", "run_again", "sent_bytes", "splits_evenly", "step_bytes", "step_load",
-    "sum_per_rank", "total_bytes",
+    "AGREEMENT_BYTES", "BACKWARD", "CHUNKS", "EXCHANGE", "FORWARD", "RING", "SENDER_WAYS", "Assignment", "Atomic",
+    "Block", "BundleKind", "BundleSizes", "Collective", "Entry", "ExchangedBytes", "Form", "GradientFlow", "Grid",
+    "Held", "Message", "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Ring", "RingBytes", "Route",
+    "RoutedBytes", "Routing", "Sending", "Step", "StepKind", "Traffic", "Transfer", "TransferPlan", "Use",
+    "WholeSlices", "backward_route", "best_chunks", "bundle_parameters", "bytes_sent", "changes_places",
+    "changes_places_between", "common_places", "direct_messages", "dual_layout", "find_bundles", "flights_backward",
+    "flights_forward", "form_seconds", "has_places", "held_bytes", "leaves_early", "move_regions", "movement",
+    "moves_fewer_rows", "node_exchanges", "num_devices", "plan_transfer", "recomputed", "reduced_for_transfer",
+    "reshard", "ring_bytes", "ring_bytes_of", "ring_members", "ring_of", "route_bytes", "routed_bytes", "routed_call",
+    "routing_of", "run_again", "sent_bytes", "splits_evenly", "step_bytes", "step_load", "sum_per_rank", "total_bytes",
 ]  # fmt: skip

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from conjoin.comm.movement import move_regions
 from conjoin.comm.per_rank import PerRank
+from conjoin.comm.ring import ring_of
+from conjoin.comm.routing import routing_of
 from conjoin.ir import (
     Node,
     Placed,
@@ -60,8 +62,9 @@ class _Case:
 
 
 def node_exchanges(node: Node, placed: Placed, mesh: Mesh) -> NodeExchanges:
-    """All exchanges of a node; there are none where all its pieces are alike."""
-    if not unlike_axes(node, placed, mesh):
+    """All exchanges of a node; there are none where all its pieces are alike, or where they go another way."""
+    around = ring_of(node, placed, mesh) is not None or routing_of(node, placed, mesh) is not None
+    if around or not unlike_axes(node, placed, mesh):
         return NodeExchanges((None,) * len(node.inputs), (None,) * len(node.types))
     types = (*(value.type for value in node.inputs), *node.types)
     return _exchanges(_Case(plain_call(node), placed, types, mesh, node))

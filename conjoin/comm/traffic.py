@@ -19,7 +19,9 @@ from conjoin.comm.per_rank import PerRank, ring_bytes
 from conjoin.comm.pieces import num_devices, splits_evenly
 from conjoin.comm.places import changes_places
 from conjoin.comm.recomputing import recomputed
+from conjoin.comm.ring import SEQUENCE, ring_bytes_of, ring_of
 from conjoin.comm.route import backward_route, reshard
+from conjoin.comm.routing import routed_bytes, routing_of
 from conjoin.comm.steps import Route, Step, StepKind
 from conjoin.comm.volume import bytes_received, bytes_sent
 from conjoin.ir import (
@@ -38,6 +40,8 @@ from conjoin.ops import Layout, TensorType
 FORWARD, BACKWARD = "forward", "backward"
 EXCHANGE = "exchange"
 """Beside the kinds of steps: parts between neighbours, for halos and for pieces that do not line up."""
+RING = "ring"
+"""Beside them, too: pieces that all go on to the next device at once."""
 AGREEMENT_BYTES = 16
 """Two integers by which ranks that draw alike make sure that they do."""
 
@@ -107,6 +111,7 @@ class Traffic:
         for i, value in enumerate(node.inputs):
             found += self.before(value)
             found += self._exchange(value, moves.operands[i], self._gradients.reach_operand(node, i))
+        found += self._ring(node, placed) + self._routed(node, placed)
         return [_twice(transfer) for transfer in found] if node in self._again else found
 
     def after_node(self, node: Node, placed: Placed) -> list[Transfer]:
@@ -161,6 +166,33 @@ class Traffic:
             if sent.largest
         ]
         return [self._repeated(Transfer((origin(value),), None, tuple(found)))] if found else []
+
+    def _ring(self, node: Node, placed: Placed) -> list[Transfer]:
+        """Keys and values that go around, swapped before and after; the other way with their gradients."""
+        if ring_of(node, placed, self._mesh) is None:
+            return []
+        axes = self._mesh.in_order(dict(placed.splits)[SEQUENCE])
+        back = any(self._gradients.reach_operand(node, i) for i in range(len(node.inputs)))
+        found = []
+        ways = (FORWARD, BACKWARD)[: 1 + back]
+        for direction, sent in zip(ways, ring_bytes_of(node, placed, self._mesh), strict=False):
+            swap = StepKind.ALL_TO_ALL.value
+            parts = [(swap, sent.before), *((RING, step) for step in sent.steps), (swap, sent.after)]
+            made = ((kind, some) for kind, some in parts if some is not None and some.largest)
+            found += [Collective(kind, axes, direction, direction == BACKWARD, some) for kind, some in made]
+        return [self._repeated(Transfer((origin(node.inputs[1]),), None, tuple(found)))]
+
+    def _routed(self, node: Node, placed: Placed) -> list[Transfer]:
+        """Rows that go to their experts and answers that come back, if all experts are chosen alike."""
+        routing = routing_of(node, placed, self._mesh)
+        if routing is None:
+            return []
+        sent, kind = routed_bytes(node, placed, self._mesh), StepKind.ALL_TO_ALL.value
+        back = any(self._gradients.reach_operand(node, i) for i in range(3))
+        found = [Collective(kind, routing.axes, FORWARD, False, s) for s in (sent.counts, sent.rows, sent.answers)]
+        if back:
+            found += [Collective(kind, routing.axes, BACKWARD, True, s) for s in (sent.answers, sent.rows)]
+        return [self._repeated(Transfer((origin(node.inputs[0]),), None, tuple(found)))]
 
     def _repeated(self, transfer: Transfer) -> Transfer:
         """What moves as often as there are micro-batches; bundles are all-reduced after the last."""

@@ -21,11 +21,15 @@ from typing import NamedTuple
 import torch
 
 from conjoin.ops import (
+    ATTENTION_PEAK,
+    ATTENTION_SUMS,
     BATCH_MOMENTS,
     EXPERT_NETWORK,
     LINEAR_RELU,
     MEAN_AND_VARIANCE,
     NORMALIZE_CHANNELS,
+    RING_ATTENTION,
+    ROUTED_EXPERTS,
     SCALED_LINEAR,
     Call,
     OpSpec,
@@ -189,6 +193,7 @@ _NAMED = {
     "scaled_dot_product_attention": ATTENTION, "lstm": RECURRENT, "gru": RECURRENT, "rnn_tanh": RECURRENT,
     "rnn_relu": RECURRENT, "lstm_cell": RECURRENT, "gru_cell": RECURRENT, "rnn_tanh_cell": RECURRENT,
     "rnn_relu_cell": RECURRENT, NORMALIZE_CHANNELS: ELEMENTWISE, EXPERT_NETWORK: CONTRACTION,
+    ROUTED_EXPERTS: CONTRACTION, RING_ATTENTION: ATTENTION, ATTENTION_PEAK: CONTRACTION, ATTENTION_SUMS: CONTRACTION,
 }  # fmt: skip
 """What notation cannot tell: several products in one kernel; that what is whole is a small part of what is read."""
 

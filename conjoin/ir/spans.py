@@ -103,7 +103,8 @@ def _move(
 def unlike_axes(node: Node, placed: Placed, mesh: Mesh) -> frozenset[str]:
     """The axes along which ranks may run a node on pieces of unlike shapes; where there are none, no rank lacks a part.
 
-    Pieces are unlike where an index does not divide evenly, and at the borders of what windows reach over.
+    Pieces are unlike where an index does not divide evenly, and at the borders of what windows reach over; where an
+    operator reaches further than its piece, or others own what it needs, ranks lack parts.
     """
     call = plain_call(node)
     spec = spec_for(call)
@@ -119,9 +120,10 @@ def _unlike_axes(call: Call, placed: Placed, mesh: Mesh) -> frozenset[str]:
     space = space_of(spec, call)
     dims = [dim for access in space.notation.operands for dim in access.dims]
     windowed = {dim.out for dim in dims if isinstance(dim, Window | Spread)}
+    lacking = {*windowed, *spec.reaches, *spec.owned}
     found: set[str] = set()
     for index, axes in placed.splits:
-        if index in windowed or space.sizes[index] % prod(mesh.sizes[axis] for axis in axes):
+        if index in lacking or space.sizes[index] % prod(mesh.sizes[axis] for axis in axes):
             found.update(axes)
     return frozenset(found)
 

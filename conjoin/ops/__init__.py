@@ -31,6 +31,8 @@ from conjoin.ops.check import (
 )
 from conjoin.ops.composites import (
     ASSIGN,
+    ATTENTION_PEAK,
+    ATTENTION_SUMS,
     BATCH,
     BATCH_MOMENTS,
     BATCH_NORM_BY_PIECES,
@@ -50,6 +52,8 @@ from conjoin.ops.composites import (
     RAGGED_EMBEDDING_BAG,
     REDUCE,
     REPLICATE,
+    RING_ATTENTION,
+    ROUTED_EXPERTS,
     SCALED_LINEAR,
     SHARE,
     STRIDED_VIEW,
@@ -61,6 +65,7 @@ from conjoin.ops.composites import (
 from conjoin.ops.direct import find_function
 from conjoin.ops.drawing import drawing
 from conjoin.ops.dtypes import Dtype, under_autocast
+from conjoin.ops.experts import expert_network, take_rows
 from conjoin.ops.local import Emit, LocalForm, Pieces, Span, operand_spans, output_spans, run_local
 from conjoin.ops.measures import bytes_read, bytes_written, flops
 from conjoin.ops.notation import Access, Factors, Notation, NotationError, Spread, Window
@@ -95,6 +100,8 @@ from conjoin.ops.trial import cuts_for
 
 __all__ = [
     "ASSIGN",
+    "ATTENTION_PEAK",
+    "ATTENTION_SUMS",
     "BATCH",
     "BATCH_MOMENTS",
     "BATCH_NORM_BY_PIECES",
@@ -117,6 +124,8 @@ __all__ = [
     "RAGGED_EMBEDDING_BAG",
     "REDUCE",
     "REPLICATE",
+    "RING_ATTENTION",
+    "ROUTED_EXPERTS",
     "SCALED_LINEAR",
     "SHARE",
     "STRIDED_VIEW",
@@ -170,6 +179,7 @@ __all__ = [
     "dtype_name",
     "dual",
     "execute",
+    "expert_network",
     "find_function",
     "find_operator",
     "find_spec",
@@ -204,6 +214,7 @@ __all__ = [
     "splittable",
     "spread_args",
     "state_signature",
+    "take_rows",
     "types_on_meta",
     "under_autocast",
     "walk_tensors",

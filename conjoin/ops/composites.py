@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from conjoin.ops.attention_sums import attention_peak, attention_sums
 from conjoin.ops.batch_statistics import batch_moments, batch_norm_by_pieces, mean_and_variance, normalize_channels
 from conjoin.ops.experts import expert_linear, expert_network
 from conjoin.ops.fused_layer import linear_relu
@@ -23,7 +24,10 @@ BATCH_NORM_BY_PIECES = "conjoin::batch_norm_by_pieces"
 EMBEDDING_BAG = "conjoin::embedding_bag"
 RAGGED_EMBEDDING_BAG = "conjoin::ragged_embedding_bag"
 EXPERT_LINEAR, EXPERT_NETWORK = "conjoin::expert_linear", "conjoin::expert_network"
+ROUTED_EXPERTS = "conjoin::routed_experts"
 PEAK = "conjoin::peak"
+RING_ATTENTION = "conjoin::ring_attention"
+ATTENTION_PEAK, ATTENTION_SUMS = "conjoin::attention_peak", "conjoin::attention_sums"
 TOKEN_ENTROPY, TOKEN_LIKELIHOOD = "conjoin::token_entropy", "conjoin::token_likelihood"
 OVERWRITE, STRIDED_VIEW, STRIDED_WRITE = "conjoin::overwrite", "conjoin::strided_view", "conjoin::strided_write"
 
@@ -82,6 +86,15 @@ def peak(x: Tensor, dim: tuple[int, ...]) -> Tensor:
     return x.detach().amax(dim, keepdim=True).clamp(finite.min, finite.max)
 
 
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    """Attention of a sequence to itself; where that is split, its keys and values go around between the devices."""
+    return functional.scaled_dot_product_attention(
+        query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
 def reshard_along_dim(x: Tensor, dim: int, axes: tuple[str, ...]) -> Tensor:
     """Partition and Combine: the value stays, only where its pieces lie along a dim changes."""
     return x
@@ -118,6 +131,7 @@ COMPOSITES: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     SCALED_LINEAR: scaled_linear,
     EXPERT_LINEAR: expert_linear,
     EXPERT_NETWORK: expert_network,
+    ROUTED_EXPERTS: expert_network,
     EMBEDDING_BAG: embedding_bag,
     RAGGED_EMBEDDING_BAG: ragged_embedding_bag,
     BATCH_MOMENTS: batch_moments,
@@ -125,6 +139,9 @@ COMPOSITES: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     NORMALIZE_CHANNELS: normalize_channels,
     BATCH_NORM_BY_PIECES: batch_norm_by_pieces,
     PEAK: peak,
+    ATTENTION_PEAK: attention_peak,
+    ATTENTION_SUMS: attention_sums,
+    RING_ATTENTION: ring_attention,
     TOKEN_ENTROPY: token_entropy,
     TOKEN_LIKELIHOOD: token_likelihood,
     OVERWRITE: overwrite,

@@ -92,8 +92,7 @@ class _Groups:
         return _Groups(order, ends, num_rows)
 
     def rows_of(self, x: Tensor) -> Tensor:
-        rows: Tensor = _Taken.apply(x, self.order, self.num_rows)  # type: ignore[no-untyped-call]
-        return rows
+        return take_rows(x, self.order, self.num_rows)
 
     def times(self, rows: Tensor, weight: Tensor) -> Tensor:
         product: Tensor = _Product.apply(rows, weight, self.ends)  # type: ignore[no-untyped-call]
@@ -101,6 +100,16 @@ class _Groups:
 
     def put_back(self, rows: Tensor) -> Tensor:
         return rows.new_zeros(self.num_rows, rows.shape[1]).index_copy(0, self.order, rows)
+
+
+def take_rows(x: Tensor, order: Tensor, num_rows: int) -> Tensor:
+    """Rows in an order, of so many, of which each row of x is as many neighbouring ones.
+
+    >>> take_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([3, 0]), 4).flatten()
+    tensor([2., 1.])
+    """
+    rows: Tensor = _Taken.apply(x, order, num_rows)  # type: ignore[no-untyped-call]
+    return rows
 
 
 class _Taken(torch.autograd.Function):

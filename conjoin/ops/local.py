@@ -51,10 +51,15 @@ def operand_spans(spec: OpSpec, call: Call, pieces: Pieces) -> tuple[tuple[Span,
     """For every operand the parts of its dims that the pieces need."""
     space = space_of(spec, call)
     spans = []
-    for access, tensor in zip(space.notation.operands, call.tensors, strict=True):
-        found = (_span(access, tensor.shape, index, piece, space) for index, piece in pieces.items())
+    for access, tensor, name in zip(space.notation.operands, call.tensors, call.operand_names, strict=True):
+        needed = {index: _reached(spec, call, name, index, piece) for index, piece in pieces.items()}
+        found = (_span(access, tensor.shape, index, piece, space) for index, piece in needed.items())
         spans.append(tuple(span for span in found if span is not None))
     return tuple(spans)
+
+
+def _reached(spec: OpSpec, call: Call, operand: str, index: str, piece: tuple[int, int]) -> tuple[int, int]:
+    return spec.reaches[index](call, operand, piece) if index in spec.reaches else piece
 
 
 def output_spans(spec: OpSpec, call: Call, pieces: Pieces) -> tuple[tuple[Span, ...], ...]:

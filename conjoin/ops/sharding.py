@@ -156,8 +156,19 @@ def sharding_rules(spec: OpSpec, call: Call) -> tuple[ShardingRule, ...]:
     return (
         *replicated_rules(len(call.tensors), num_outputs),
         *(rule for rule in splits if rule is not None),
+        *(rule for index in spec.owned for rule in _owning_rules(spec, call, space, index)),
         *_partial_rules(spec, call, num_outputs),
     )
+
+
+def _owning_rules(spec: OpSpec, call: Call, space: Space, index: str) -> list[ShardingRule]:
+    """The rule of a split index with the operands that are owned then split, too."""
+    rule = _split_rule(spec, call, space, index) if index in splittable(space) else None
+    owned = [name in spec.owned[index] for name in call.operand_names]
+    if rule is None or any(call.tensors[i].shape[0] < 2 for i, is_owned in enumerate(owned) if is_owned):
+        return []
+    pairs = zip(rule.operands, owned, strict=True)
+    return [ShardingRule(index, tuple(Split(0) if is_owned else p for p, is_owned in pairs), rule.outputs)]
 
 
 def replicated_rules(num_operands: int, num_outputs: int) -> tuple[ShardingRule, ...]:

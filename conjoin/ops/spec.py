@@ -192,6 +192,12 @@ class OpSpec:
     """What a window reads outside the tensor."""
     view: bool = False
     """The output aliases the input: nothing is read or written."""
+    reaches: Mapping[str, Callable[[Call, str, tuple[int, int]], tuple[int, int]]] = field(default_factory=dict)
+    """By index, the part of the dim of an operand that a piece of it needs, where that is more than its own: ranks then
+    exchange parts. Asked with the call, the name of the operand and the piece."""
+    owned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By index, operands without it that may lie split along their first dim where it is split: every device then owns
+    a part of them, and what needs it goes there."""
     local: Callable[[LocalForm], Any] | None = None
     """How a piece is computed where the operator on the pieces of its operands is not the piece of its output."""
     expansion: Callable[[LocalForm], Any] | None = None

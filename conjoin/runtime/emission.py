@@ -87,6 +87,10 @@ class Carriers(Protocol):
     def prepare(self, move: RegionMove) -> None:
         """Make ready for a move that other ranks make."""
 
+    def among_ranks(self, node: Node) -> Function | None:
+        """What runs a call in which ranks send each other more than halos: keys that go around, rows that go to their
+        experts; None for any other."""
+
     def bundle(self, root: Value, layout: Layout) -> Bundle | None:
         """The bundle of parameters that brings this one into this layout; None where it goes on its own."""
 
@@ -321,6 +325,10 @@ class Emitter:
         placed = place(node, carriers.mesh)
         if spec is None or not placed.splits:
             return self._apply(node, function, node.op, self._resolve(node))
+        among = carriers.among_ranks(node)
+        if among is not None:
+            self._communicates = True
+            return self._apply(node, among, node.op, self._resolve(node))
         mesh, rank = carriers.mesh, carriers.rank
 
         def emit(op: str, *given: Any) -> Any:

@@ -10,16 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from conjoin.comm import recomputed
+from conjoin.comm import recomputed, ring_members, ring_of, routing_of
 from conjoin.errors import UsageError
 from conjoin.ir import (
     Leaf,
     LeafKind,
+    Node,
     Plan,
     Region,
     RegionMove,
     Value,
     calling_graph,
+    place,
     plan_fingerprint,
     regathered_parameters,
     region_of,
@@ -39,6 +41,8 @@ from conjoin.runtime.passes import Passes
 from conjoin.runtime.programs import Compiled, Program, compile_text
 from conjoin.runtime.randomness import Stream, Streams
 from conjoin.runtime.recomputing import Again, fold_segments
+from conjoin.runtime.ring_attention import carry_ring
+from conjoin.runtime.routing import carry_routing
 from conjoin.runtime.slots import read_slot
 from conjoin.runtime.storage import Store
 from conjoin.runtime.tensor_cores import TensorCores
@@ -63,6 +67,13 @@ class _RankCarriers:
 
     def prepare(self, move: RegionMove) -> None:
         prepare_move(move, self._communicator)
+
+    def among_ranks(self, node: Node) -> Function | None:
+        placed = place(node, self.mesh)
+        ring, routing = ring_of(node, placed, self.mesh), routing_of(node, placed, self.mesh, self.rank)
+        if ring is not None:
+            return carry_ring(ring, ring_members(node, placed, self.mesh, self.rank), self._communicator)
+        return None if routing is None else carry_routing(routing, self._communicator)
 
     def bundle(self, root: Value, layout: Layout) -> Bundle | None:
         return self._by_entry.get((root, layout))

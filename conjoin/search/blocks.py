@@ -19,12 +19,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
+from conjoin.cost import ATTENTION
 from conjoin.errors import StrategyError
 from conjoin.ir import Graph, LeafKind, Node, Segment, asked_segments, operators_of, stored_leaf
-from conjoin.ops import CAST
+from conjoin.ops import CAST, RING_ATTENTION
 from conjoin.search.facts import NodeFacts, study
 
-_FUSED_ATTENTION = "scaled_dot_product_attention"
+_IN_ONE = (ATTENTION, RING_ATTENTION)
+"""Attention that keeps its output and the logarithms of sums of each row."""
 
 
 def segments_for(recompute: str, graph: Graph) -> tuple[Segment, ...]:
@@ -120,7 +122,7 @@ def _cheap_parts(nodes: Sequence[NodeFacts], block: Segment) -> Iterator[Segment
     """What is run again of a block without every other product with weights, and without attention in one kernel."""
     ends, count = [block[0] - 1], 0
     for place in range(block[0], block[1] + 1):
-        is_attention = nodes[place].node.op == _FUSED_ATTENTION
+        is_attention = nodes[place].node.op in _IN_ONE
         count += nodes[place].layer is not None
         if is_attention:
             ends += [place - 1, place]

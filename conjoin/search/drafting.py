@@ -35,6 +35,8 @@ from conjoin.search.facts import Facts, study, where_in
 from conjoin.search.propagation import Flow, output_placements
 from conjoin.search.rank_statistics import check_rank_statistics, with_rank_statistics
 from conjoin.search.request import Request
+from conjoin.search.rings import with_rings
+from conjoin.search.routes import with_routes
 from conjoin.search.unflattening import find_flattened, unflatten
 from conjoin.search.unfusing import unfuse
 
@@ -68,8 +70,16 @@ def settle_draft(graph: Graph, strategy: Callable[[Facts], Draft]) -> Settled:
     """What a strategy decides, after what it would have to gather is expanded or taken apart where it can be."""
     substitutions: tuple[Substitution, ...] = ()
     draft = strategy(study(graph))
+    if "ring" in draft.request.flags:
+        graph, substitutions = with_rings(graph, draft.flows)
+        draft = strategy(study(graph))
+    if draft.request.degrees.get("ep", 1) > 1:
+        graph, told = with_routes(graph, draft.request)
+        substitutions += told
+        draft = strategy(study(graph)) if told else draft
     if draft.request.statistics == "rank":
-        graph, substitutions = with_rank_statistics(graph, draft.request)
+        graph, told = with_rank_statistics(graph, draft.request)
+        substitutions += told
         draft = strategy(study(graph))
         check_rank_statistics(graph, draft.flows)
     while stuck := {node for flow in draft.flows for node in flow.stuck}:

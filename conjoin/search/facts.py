@@ -153,7 +153,9 @@ def _find_experts(call: Call, num_outputs: int, weights: tuple[bool, ...]) -> tu
     if not tables and _find_layer(call, num_outputs, weights) is None:
         return ()
     dealt = [i for i, of_weights in enumerate(weights) if not of_weights]
-    wanted, made = (Copies(), Partial()) if tables else (Split(0), Split(0))
+    spec = spec_for(call)
+    is_owned = spec is not None and bool(spec.owned)
+    wanted, made = (Copies(), Partial()) if tables and not is_owned else (Split(0), Split(0))
     return tuple(
         rule
         for rule in rules

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Protocol
 
+from conjoin.cost import ATTENTION
 from conjoin.ir import Graph, Leaf, LeafKind, Node, Value
 from conjoin.ops import Copies, Invariant, Partial, Placement, ShardingRule, Split
 from conjoin.search.facts import Facts, NodeFacts
@@ -100,10 +102,16 @@ def fits(facts: NodeFacts, rule: ShardingRule, degree: int, earlier: Sequence[Fl
     shapes = [value.type.shape for value in facts.inputs] + [type.shape for type in facts.node.types]
     for i, (shape, placement) in enumerate(zip(shapes, (*rule.operands, *rule.outputs), strict=True)):
         if isinstance(placement, Split):
-            same = [o for _, o in before if (*o.operands, *o.outputs)[i] == placement]
-            if ways > shape[placement.dim] or any(other.index != rule.index for other in same):
+            same = [(d, o) for d, o in before if (*o.operands, *o.outputs)[i] == placement]
+            pieces = degree * prod(other_degree for other_degree, _ in same)
+            if pieces > shape[placement.dim] or any(other.index != rule.index for _, other in same):
                 return False
     return True
+
+
+def _is_gathered_for(node: NodeFacts, arriving: tuple[Placement, ...], rule: ShardingRule) -> bool:
+    """Whether a node gathers on purpose: rows for experts, keys for queries that are split themselves."""
+    return rule in node.experts or (node.node.op == ATTENTION and isinstance(arriving[0], Split))
 
 
 @dataclass(slots=True)
@@ -143,7 +151,7 @@ class Propagation:
         if len(candidates) > 1:
             rule = min(enumerate(candidates), key=lambda option: (*self._rank(node, option[1]), option[0]))[1]
         self._decide(node, rule)
-        if (node.expandable or node.has_parts) and rule not in node.experts:  # which are gathered for on purpose
+        if (node.expandable or node.has_parts) and not _is_gathered_for(node, arriving, rule):
             self._pass_by(node, arriving, rule)
 
     def take_back(self, num_kept: int) -> None:

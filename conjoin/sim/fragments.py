@@ -10,12 +10,21 @@ from numpy.typing import NDArray
 
 from conjoin.comm import (
     EXCHANGE,
+    RING,
     ExchangedBytes,
+    PerRank,
+    Ring,
     Route,
+    StepKind,
     backward_route,
     common_places,
     node_exchanges,
     reshard,
+    ring_bytes_of,
+    ring_of,
+    routed_bytes,
+    routed_call,
+    routing_of,
     step_bytes,
     step_load,
 )
@@ -40,6 +49,7 @@ from conjoin.ops import Call, Layout, TensorType, map_tensors, space_of, spec_fo
 from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, Phase, Ticks, to_ticks
 from conjoin.sim.keeping import Kept, kept_by
 from conjoin.sim.prices import Prices
+from conjoin.sim.ring_calls import ring_calls
 from conjoin.sim.symmetry import Classes
 
 
@@ -153,6 +163,10 @@ class Drafts:
     def unlike_axes(self, number: int, choice: Choice) -> frozenset[str]:
         """The axes along which devices do unlike work for an operator."""
         node, placed = self.node(number, choice)
+        if ring_of(node, placed, self.mesh) is not None:  # taken as those with the most to do
+            return frozenset()
+        if routing_of(node, placed, self.mesh) is not None:  # as if all experts were chosen alike
+            return frozenset()
         return unlike_axes(node, placed, self.mesh) | {axis for axis, _ in placed.at}
 
     def route(self, type: TensorType, source: Layout, target: Layout) -> tuple[Fragment, Fragment]:
@@ -167,18 +181,14 @@ class Drafts:
             )
         return self._routes[key]
 
-    def collective(
-        self, kind: str, axes: tuple[str, ...], sent: int, phase: Phase, places: Places = ()
-    ) -> Instruction:
+    def collective(self, kind: str, axes: tuple[str, ...], sent: int, phase: Phase, places: Places = ()) -> Instruction:
         """A collective of all groups along some axes, or of those at some places, after all that was computed."""
         key = kind, axes, sent, phase, places
         if key not in self._collectives:
             self._collectives[key] = self._collective(kind, axes, sent, phase, places)
         return self._collectives[key]
 
-    def _collective(
-        self, kind: str, axes: tuple[str, ...], sent: int, phase: Phase, places: Places
-    ) -> Instruction:
+    def _collective(self, kind: str, axes: tuple[str, ...], sent: int, phase: Phase, places: Places) -> Instruction:
         seconds = self.prices.collective(kind, axes, sent)
         between = any(axis.between_nodes for axis in self.mesh.axes if axis.name in axes)
         return Instruction(
@@ -238,6 +248,7 @@ class Drafts:
         there: list[Instruction] = []
         back: list[Instruction] = []
         after: list[Instruction] = []
+        around = ring_of(node, placed, self.mesh)
         for i, (supply, wanted) in enumerate(zip(supplies, choice.operands, strict=True)):
             forward, backward = self.route(call.tensors[i], supply.own, wanted) if supply.arrives else ((), ())
             there += (*forward, *self._exchange(exchanges.operands[i], Phase.FORWARD, at))
@@ -246,14 +257,56 @@ class Drafts:
             if supply.adds:
                 after.append(self._addition(node.inputs[i].type))
             after += backward if supply.back else ()
+        if around is not None:
+            forward, backward = self._around(node, placed, around, needs)
+            return (*ordered(there), *forward), (*backward, *ordered(after)) if needs else ()
+        routing = routing_of(node, placed, self.mesh)
+        if routing is not None:
+            moved = routed_bytes(node, placed, self.mesh)
+            there += self._sent(routing.axes, Phase.FORWARD, moved.counts, moved.rows)
+            back += self._sent(routing.axes, Phase.BACKWARD, moved.answers)
+            after = [*self._sent(routing.axes, Phase.BACKWARD, moved.rows), *after]
         forward_work = work.forward, work.host_forward, work.source, where
         there.append(_compute(node.op, Phase.FORWARD, *forward_work))
+        there += self._sent(routing.axes, Phase.FORWARD, moved.answers) if routing is not None else ()
         for exchange in exchanges.outputs:
             there += self._exchange(exchange, Phase.FORWARD, at)
             back += self._exchange(exchange, Phase.BACKWARD, at) if needs else ()
         if needs:
             back.append(_compute(node.op, Phase.BACKWARD, work.backward, work.host_backward, work.source, where))
         return ordered(there), ordered([*back, *after])
+
+    def _around(self, node: Node, placed: Placed, ring: Ring, needs: tuple[int, ...]) -> tuple[Fragment, Fragment]:
+        """Attention around a ring: while a device computes with the keys that it has, the next ones come."""
+        costs = [self._costs_of(call, needs) for call in ring_calls(node, ring, self.mesh)]
+        found: list[Fragment] = []
+        for phase, sent in zip((Phase.FORWARD, Phase.BACKWARD), ring_bytes_of(node, placed, self.mesh), strict=True):
+            there = phase is Phase.FORWARD
+            computed = [_computed(node.op, phase, cost.forward if there else cost.backward, cost) for cost in costs]
+            steps: list[Instruction] = []
+            for i in range(max(len(computed), len(sent.steps))):
+                moved = [self._passed_on(ring, sent.steps[i].largest, phase)] if i < len(sent.steps) else []
+                steps += (*moved, *computed[i : i + 1], *_waits(moved))
+            before, after = (self._swapped(ring, some, phase) for some in (sent.before, sent.after))
+            found.append((*before, *steps, *after))
+        return found[0], found[1]
+
+    def _sent(self, axes: tuple[str, ...], phase: Phase, *sent: PerRank) -> list[Instruction]:
+        """Rows to their experts and back, one after the other."""
+        return [self.collective(StepKind.ALL_TO_ALL.value, axes, each.largest, phase) for each in sent]
+
+    def _costs_of(self, call: Call, needs: tuple[int, ...]) -> OperatorCost:
+        return self.prices.operator(call, needs, 0)
+
+    def _passed_on(self, ring: Ring, sent: int, phase: Phase) -> Instruction:
+        """What goes on to the next device; neighbours exchange as much with both sides in twice the time."""
+        made = self.collective(EXCHANGE, ring.axes, sent * min(2, ring.size - 1), phase)
+        return replace(made, name=RING, sent=sent)
+
+    def _swapped(self, ring: Ring, sent: PerRank | None, phase: Phase) -> Fragment:
+        if sent is None or not sent.largest:
+            return ()
+        return ordered([self.collective(StepKind.ALL_TO_ALL.value, ring.axes, sent.largest, phase)])
 
     def _addition(self, type: TensorType) -> Instruction:
         """Adding the gradients that two readers of a tensor give it."""
@@ -270,6 +323,11 @@ class Drafts:
         if self._tasks[number].is_kept:
             return Work(0, 0, 0, 0, NO_SECONDS.source)
         node, placed = self.node(number, choice)
+        around = ring_of(node, placed, self.mesh)
+        if around is not None:
+            return _summed([self._costs_of(call, needs) for call in ring_calls(node, around, self.mesh)])
+        if routing_of(node, placed, self.mesh) is not None:
+            return _summed([self._costs_of(routed_call(node, self.mesh, 0), needs)])
         alike = not (unlike_axes(node, placed, self.mesh) or self.prices.unlike_axes())
         ranks = (self.mesh.rank_at(dict(placed.at)),) if alike else self.classes.ranks
         found = [self._costs(node, placed, needs, rank) for rank in ranks]
@@ -287,9 +345,7 @@ class Drafts:
         return [self.prices.operator(local.call, local.needs, rank) for local in calls]
 
 
-def _calls_on(
-    node: Node, placed: Placed, needs: tuple[int, ...], mesh: Mesh, rank: int
-) -> tuple[LocalCall, ...]:
+def _calls_on(node: Node, placed: Placed, needs: tuple[int, ...], mesh: Mesh, rank: int) -> tuple[LocalCall, ...]:
     """What a rank runs for a node."""
     call = plain_call(node)
     spec = spec_for(call)
@@ -303,6 +359,23 @@ def _compute(
     name: str, phase: Phase, ticks: Ticks, host: Ticks, source: Source, where: NDArray[np.bool_] | None = None
 ) -> Instruction:
     return Instruction(name=name, stream=COMPUTE, ticks=ticks, host=host, phase=phase, source=source, where=where)
+
+
+def _computed(name: str, phase: Phase, seconds: Seconds, cost: OperatorCost) -> Instruction:
+    host = cost.host_forward if phase is Phase.FORWARD else cost.host_backward
+    return _compute(name, phase, to_ticks(seconds.value), to_ticks(host), seconds.source)
+
+
+def _summed(costs: Iterable[OperatorCost]) -> Work:
+    """What several calls take that all devices make alike."""
+    some = list(costs)
+    return Work(
+        to_ticks(sum(cost.forward.value for cost in some)),
+        to_ticks(sum(cost.backward.value for cost in some)),
+        to_ticks(sum(cost.host_forward for cost in some)),
+        to_ticks(sum(cost.host_backward for cost in some)),
+        weakest(*(source for cost in some for source in (cost.forward.source, cost.backward.source))),
+    )
 
 
 def _only_where(ticks: int, where: NDArray[np.bool_] | None) -> Ticks:

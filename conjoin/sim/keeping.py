@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conjoin.comm import ring_of, routed_call, routing_of
 from conjoin.cost import ATTENTION, fuses_attention
-from conjoin.ir import Node, Placed, plain_call, region_shape, wanted_region
+from conjoin.ir import Node, Placed, plain_call, region_of, region_shape, wanted_region
 from conjoin.machine import Mesh
 from conjoin.ops import Call, TensorType, call_cache, execute, map_tensors, run_local, space_of, spec_for
 from conjoin.sim.gpu_kernels import KernelBytes, Shapes, attention_workspace, kernel_bytes
@@ -51,6 +52,12 @@ def kept_by(node: Node, placed: Placed, needs: tuple[int, ...], mesh: Mesh, rank
     spec = spec_for(call)
     if spec is None or not placed.splits:
         return kept_of(call, node.types, needs, kind)
+    if routing_of(node, placed, mesh, rank) is not None:
+        made = tuple(TensorType(region_shape(region_of(t.shape, t.layout, mesh, rank)), t.dtype) for t in node.types)
+        return kept_of(routed_call(node, mesh, rank), made, needs, kind)
+    if ring_of(node, placed, mesh) is not None:
+        local = tuple(region_shape(region_of(v.type.shape, v.type.layout, mesh, rank)) for v in node.inputs)
+        return _kept_by_attention(local, call, needs)
     pieces = placed.pieces(space_of(spec, call).sizes, mesh, rank)
     shapes = tuple(region_shape(wanted_region(node, i, placed, mesh, rank)) for i in range(len(call.tensors)))
     return _kept(call, shapes, tuple(pieces.items()), node.types, needs, kind)

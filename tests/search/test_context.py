@@ -42,6 +42,8 @@ STRATEGIES = (
     "context:cp=4",
     "context:cp=2,dp=2",
     "context:cp=2,dp=2,heads",
+    "context:cp=4,ring",
+    "zero1+context:cp=2,ring+megatron:tp=2,sp+recompute=full",
     "fsdp+context:cp=2",
     "hsdp:shard=2+context:cp=2+recompute=full",
     "zero1+context:cp=2+megatron:tp=2,sp",

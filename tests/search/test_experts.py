@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import Counter
 from functools import cache
@@ -17,8 +18,12 @@ from conjoin.ir import Graph, LeafKind, Plan
 from conjoin.machine import Machine
 from conjoin.ops import EXPERT_NETWORK, Copies, Partial, Split
 from conjoin.report import explain
+from conjoin.runtime.communicator import Communicator
+from conjoin.runtime.threads import run_ranks
 from conjoin.search import make_plan
 from tests.ir.wording import assert_three_sentences
+from tests.runtime.hand_plans import module_on
+from tests.runtime.random_graphs import Sample
 from tests.search.models import captured, compared, reshards
 
 with warnings.catch_warnings():
@@ -34,6 +39,7 @@ SMALL = {
 MODELS = {
     "Mixtral": {"num_local_experts": 4},
     "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    "Qwen3Moe": {"num_experts": 6, "moe_intermediate_size": 16, "head_dim": 4},
 }
 
 
@@ -54,8 +60,10 @@ def plan_of(graph: Graph, num_devices: int, strategy: str) -> Plan:
 @pytest.mark.parametrize(
     ("name", "num_devices", "strategies"),
     [
-        ("Mixtral", 4, ("fsdp", "megatron", "expert", "expert:ep=2")),
+        ("Mixtral", 4, ("fsdp", "megatron", "expert:ep=2", "fsdp+expert:ep=4")),
+        ("Mixtral", 8, ("fsdp+expert:ep=2+megatron:tp=2,sp",)),
         ("Qwen2Moe", 2, ("data-parallel", "expert")),
+        ("Qwen3Moe", 4, ("zero1+expert:ep=4+recompute=none", "expert:ep=2+megatron:tp=2")),
     ],
 )
 def test_plans_train_like_one_device(name: str, num_devices: int, strategies: tuple[str, ...]) -> None:
@@ -77,8 +85,67 @@ def test_megatron_splits_experts_where_others_have_pairs_of_layers() -> None:
     assert "combine" not in reshards(plan), "nothing is gathered"
 
 
-def test_without_slots_rows_are_gathered_once_and_sums_scattered() -> None:
+def test_what_beside_experts_uses_a_parameter_alike_shares_its_storage() -> None:
+    """Matrices of experts lie where these are, and in pieces over the others; all else in pieces over all devices."""
+    plan = plan_of(built("Mixtral")[0], 4, "fsdp+expert:ep=2")
+    assert plan.strategy == "expert:ep=2,dp=2,fsdp"
+    layouts = {leaf.name.rpartition("model.layers.0.")[2]: leaf.type.layout for leaf in plan.graph.leaves}
+    assert layouts["mlp.experts.down_proj"] == (("d1", Split(0)), ("d0", Split(0)))
+    assert layouts["self_attn.q_proj.weight"] == (("d0", Split(0)), ("d1", Split(0)))
+    joined = plan_of(built("Mixtral")[0], 8, "hsdp:shard=2,replicate=1+expert:ep=2+megatron:tp=2")
+    assert joined.strategy == "megatron:tp=2,ep=2,shard=2,replicate=1,hsdp"
+    chosen = plan_of(built("Mixtral")[0], 8, "expert+megatron:tp=2,dp=1")
+    assert chosen.strategy == "megatron:tp=2,ep=4,dp=1", "as many devices as there are experts"
+
+
+def test_without_slots_rows_go_to_their_experts_and_back() -> None:
+    """Each to two devices at most, not to all four: half of what is sent where they are gathered."""
     plan = plan_of(built("Mixtral")[0], 4, "expert:ep=4,dp=1")
+    assert "route-conjoin::expert_network" in {substitution.name for substitution in plan.substitutions}
+    kinds = Counter((collective.kind, collective.direction) for collective in explain(plan).collectives)
+    assert kinds["all-to-all", "forward"] == 3 and kinds["all-to-all", "backward"] == 2
+    assert not any(kind in ("all-gather", "reduce-scatter") for kind, _ in kinds)
+    rows = 64 * 16 * 4 * 3 // 4  # of 64 rows three quarters have their expert elsewhere, if all are chosen alike
+    told = [c.sent.total for c in explain(plan).collectives if (c.kind, c.direction) == ("all-to-all", "forward")]
+    assert told == [8 * 3 * 4, rows, rows]
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+def test_bytes_are_those_of_rows_whose_expert_is_elsewhere(skewed: bool) -> None:
+    """As the library's own router says; also where all rows want the same experts, and some devices get none."""
+    graph, model, batch = built("Mixtral")
+    model = copy.deepcopy(model)
+    if skewed:
+        with torch.no_grad():
+            model.get_submodule("model.layers.0.mlp.gate").weight.zero_()
+    chosen = model(**batch, output_router_logits=True).router_logits[0].topk(2, -1).indices
+    plan = plan_of(graph, 4, "expert:ep=4,dp=1")
+    sample = Sample(plan.graph, model, ())
+
+    def program(ranks: Communicator) -> int:
+        module = module_on(plan, sample, ranks)
+        ranks.bytes_sent = 0
+        with torch.no_grad():
+            module(**batch)
+        return ranks.bytes_sent
+
+    sent = run_ranks(plan.mesh, program)
+    counts = 8 * 3
+    others = [explain_other(plan, rank) for rank in range(4)]
+    for rank, mine in enumerate(chosen.view(4, -1)):
+        leaving = int((mine != rank).sum())
+        arriving = int((chosen == rank).sum() - (mine == rank).sum())
+        assert sent[rank] == others[rank] + counts + 4 * 16 * (leaving + arriving)
+
+
+def explain_other(plan: Plan, rank: int) -> int:
+    """What a rank sends forward beside rows and answers."""
+    found = (c for c in explain(plan).collectives if c.direction == "forward" and c.kind != "all-to-all")
+    return sum(collective.sent[rank] for collective in found)
+
+
+def test_where_rows_have_as_many_experts_as_there_are_devices_they_are_gathered_once_and_sums_scattered() -> None:
+    plan = plan_of(built("Mixtral")[0], 2, "expert:ep=2,dp=1")
     split = {leaf.name for leaf in plan.graph.leaves_of(LeafKind.PARAMETER) if leaf.type.layout}
     assert {name.rpartition(".")[2] for name in split} == {"gate_up_proj", "down_proj"}
     (node,) = (node for node in plan.graph.nodes if node.op == EXPERT_NETWORK)
@@ -89,7 +156,7 @@ def test_without_slots_rows_are_gathered_once_and_sums_scattered() -> None:
     assert kinds["reduce-scatter"] == 1, "of tokens, after the answers of a token's experts are added up"
     assert kinds["all-gather"] == 3, "tokens, their experts, and what these count"
     scattered = next(collective for collective in sent if collective.kind == "reduce-scatter")
-    assert max(scattered.sent.values) == 32 * 16 * 4 * 3 // 4, "one row for each token, not for each of its experts"
+    assert max(scattered.sent.values) == 32 * 16 * 4 // 2, "one row for each token, not for each of its experts"
 
 
 @pytest.mark.parametrize(("name", "num_layers"), [("moe-8x7b", 2), ("moe-gpt-1.3b-8e", 2)])

@@ -4,30 +4,123 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from conjoin.ops.aten import CAST
+from conjoin.ops.composites import ATTENTION_PEAK, ATTENTION_SUMS, RING_ATTENTION
+from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm
-from conjoin.ops.notation import broadcast_names
+from conjoin.ops.notation import NotationError, broadcast_names
 from conjoin.ops.sampling import boolean, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 
 
-def _attention(call: Call) -> Indexed:
-    """Queries may be split; keys are normalised over, so their positions stay whole, and so do the head dims summed."""
-    q, k, v = (call[name].shape for name in ("query", "key", "value"))
+class _Words(NamedTuple):
+    """The notation of the operands of attention, and sizes that none of them shows."""
+
+    query: str
+    key: str
+    value: str
+    mask: str
+    rows: str
+    """Of queries without their head dim."""
+    sizes: tuple[tuple[str, int], ...]
+
+
+def _words(call: Call, keys: str, feature: str) -> _Words:
+    """As operands are spelled where the index of keys and that of the features of values are marked in some way."""
+    q, k, v = (call[name].shape for name in ("query", "key", "key" if call["value"] is None else "value"))
     lead = [f"b{i}" for i in range(len(q) - 3)]
     heads = ["h"] * (len(q) > 2)
     grouped = bool(call["enable_gqa"] and heads)
-    value = "f!" if call["dropout_p"] else "f"  # all value dims must meet the same dropped weights
     queries = [*lead, *(["(h r)"] if grouped else heads)]
     full = q if not grouped else (*q[:-3], k[-3], *q[-2:])
-    keys, values = (broadcast_names([*lead, *heads], shape[:-2], full[:-2]) for shape in (k, v))
-    left = f"{' '.join(queries)} l e!, {keys} s! e!, {values} s! {value}"
-    if call["attn_mask"] is not None:
-        left += f", {broadcast_names([*queries, 'l', 's'], call['attn_mask'].shape, (*q[:-1], k[-2]))}"
-    return Indexed(f"{left} -> {' '.join(queries)} l {value}", (("r", q[-3] // k[-3]),) if grouped else ())
+    key, value = (broadcast_names([*lead, *heads], shape[:-2], full[:-2]) for shape in (k, v))
+    mask = call["attn_mask"]
+    masked = "" if mask is None else f", {broadcast_names([*queries, 'l', 's'], mask.shape, (*q[:-1], k[-2]))}"
+    rows = f"{' '.join(queries)} l"
+    sizes = (("r", q[-3] // k[-3]),) if grouped else ()
+    return _Words(f"{rows} e!", f"{key} {keys} e!", f"{value} {keys} {feature}", masked, rows, sizes)
+
+
+def _attention(call: Call) -> Indexed:
+    """Queries may be split; keys are normalised over, so their positions stay whole, and so do the head dims summed."""
+    value = "f!" if call["dropout_p"] else "f"  # all value dims must meet the same dropped weights
+    words = _words(call, "s!", value)
+    return Indexed(f"{words.query}, {words.key}, {words.value}{words.mask} -> {words.rows} {value}", words.sizes)
+
+
+def _peak(call: Call) -> Indexed:
+    """The greatest score over keys, of which each device may have some."""
+    words = _words(call, "s^", "f")
+    return Indexed(f"{words.query}, {words.key}{words.mask} -> {words.rows} 1", words.sizes)
+
+
+def _sums(call: Call) -> Indexed:
+    """Sums over keys, of which each device may have some."""
+    words = _words(call, "s", "f!")
+    left = f"{words.query}, {words.key}, {words.value}, {words.rows} 1{words.mask}"
+    return Indexed(f"{left} -> {words.rows} f!, {words.rows} 1", words.sizes)
+
+
+def _ring(call: Call) -> Indexed:
+    """A sequence and itself: queries, keys and values are split alike."""
+    q, k, v = (call[name].shape for name in ("query", "key", "value"))
+    if not len(q) == len(k) == len(v) == 4 or not q[2] == k[2] == v[2]:
+        raise NotationError(f"{call.op} is called for {q}, {k} and {v}, which are not one sequence of heads")
+    if not call["enable_gqa"]:
+        return Indexed("b h t e!, b h t e!, b h t f! -> b h t f!")
+    return Indexed("b (h r) t e!, b h t e!, b h t f! -> b (h r) t f!", (("r", q[1] // k[1]),))
+
+
+def _keys_reached(call: Call, operand: str, piece: tuple[int, int]) -> tuple[int, int]:
+    """Queries look at all keys, or under a causal mask at those up to their own."""
+    if operand == "query":
+        return piece
+    return 0, piece[1] if call["is_causal"] else call["key"].shape[2]
+
+
+def _local_ring(form: LocalForm) -> Any:
+    """With all keys that are looked at here; the runtime has them come one piece after the other."""
+    sequence = form.pieces.get("t")
+    if sequence is None:
+        return form.run()
+    query, mask, (first, last) = form["query"], None, sequence
+    if form.call["is_causal"]:
+        ones = form.emit("new_ones", query, (last - first, last), torch.bool)
+        mask = form.emit("tril", ones, first)
+    parts = query, form["key"], form["value"], mask
+    return form.emit("scaled_dot_product_attention", *parts, 0.0, False, form.call["scale"], form.call["enable_gqa"])
+
+
+def _ring_sample(rng: Random) -> Args:
+    b, h, g, e, f = (rng.randint(1, 3) for _ in range(5))
+    length, gqa = rng.randint(2, 6), rng.random() < 0.4
+    query = real(b, h * g if gqa else h, length, e)
+    return query, real(b, h, length, e), real(b, h, length, f), rng.random() < 0.6, rng.choice((None, 0.3)), gqa
+
+
+def _ring_flops(call: Call, sizes: Mapping[str, int]) -> float:
+    return _flops(call, {**sizes, "s": sizes["t"]})
+
+
+def attention_by_parts(form: LocalForm) -> Any:
+    """Attention where keys are split; rows that see no key at all are zero, as torch's own."""
+    if form.call["dropout_p"]:
+        return form.run()
+    emit, query, key, value, mask = form.emit, *(form[name] for name in ("query", "key", "value", "attn_mask"))
+    rest = mask, *(form.call[name] for name in ("is_causal", "scale", "enable_gqa"))
+    peak = emit(ATTENTION_PEAK, query, key, *rest)
+    weighed, total = emit(ATTENTION_SUMS, query, key, value, peak, *rest)
+    mixed = emit("div.Tensor", weighed, emit("clamp", total, _NO_KEY))
+    wanted = form.call["query"].dtype
+    return mixed if wanted.itemsize >= torch.float32.itemsize else emit(CAST, mixed, wanted)
+
+
+_NO_KEY = 0.5
+"""Less than any sum of exponentials of which one is of zero."""
 
 
 def _terms(call: Call) -> str:
@@ -45,12 +138,13 @@ def _flops(call: Call, sizes: Mapping[str, int]) -> float:
 
 
 def _local(form: LocalForm) -> Any:
-    """A piece of causal queries starts at a later row of the triangle: the mask is written out."""
-    if not form.call["is_causal"] or "l" not in form.pieces:
+    """A piece of causal queries starts at a later row of the triangle, one of keys at a later column: the mask is
+    written out."""
+    if not form.call["is_causal"] or form.pieces.keys().isdisjoint(("l", "s")):
         return form.run()
-    lo, hi = form.pieces["l"]
-    ones = form.emit("new_ones", form["query"], (hi - lo, form.space.sizes["s"]), torch.bool)
-    return form.run(attn_mask=form.emit("tril", ones, lo), is_causal=False)
+    (first, last), (left, right) = (form.pieces.get(index, (0, form.space.sizes[index])) for index in ("l", "s"))
+    ones = form.emit("new_ones", form["query"], (last - first, right - left), torch.bool)
+    return form.run(attn_mask=form.emit("tril", ones, first - left), is_causal=False)
 
 
 def _sample(rng: Random) -> Args:
@@ -66,7 +160,25 @@ def _sample(rng: Random) -> Args:
     return q, real(b, shared, s, e), real(b, shared, s, f), mask, 0.0, kind == "causal", None, gqa
 
 
+def _peak_sample(rng: Random) -> Args:
+    query, key, _, mask, _, *rest = _sample(rng)
+    return query, key, mask, *rest
+
+
+def _sums_sample(rng: Random) -> Args:
+    query, key, value, mask, _, *rest = _sample(rng)
+    return query, key, value, real(*query.shape[:-1], 1), mask, *rest
+
+
+def _peak_flops(call: Call, sizes: Mapping[str, int]) -> float:
+    return _flops(call, {**sizes, "f": 0})
+
+
 OPS: tuple[OpSpec, ...] = (
     OpSpec("scaled_dot_product_attention", _attention, _sample, terms=_terms, flops=_flops, local=_local,
-           one_dtype=True, rate="dropout_p"),
-)
+           one_dtype=True, rate="dropout_p", by_parts=attention_by_parts),
+    OpSpec(RING_ATTENTION, _ring, _ring_sample, terms="value", flops=_ring_flops, local=_local_ring,
+           reaches={"t": _keys_reached}, one_dtype=True),
+    OpSpec(ATTENTION_PEAK, _peak, _peak_sample, dtype=Dtype.WIDE, flops=_peak_flops, local=_local, smooth=False),
+    OpSpec(ATTENTION_SUMS, _sums, _sums_sample, dtype=Dtype.WIDE, flops=_flops, local=_local, constants=("peak",)),
+)  # fmt: skip

@@ -1,6 +1,7 @@
 """Layers of experts: a row addresses the matrices of its expert, as a word addresses its row of a table.
 
 Split by rows they are data parallel; split by experts every device does the rows of its own, which gives a partial sum.
+Routed, they are split by rows and experts at once: rows go to the device that has their expert, and back.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from conjoin.ops.composites import EXPERT_LINEAR, EXPERT_NETWORK
+from conjoin.ops.composites import EXPERT_LINEAR, EXPERT_NETWORK, ROUTED_EXPERTS
 from conjoin.ops.experts import ACTIVATIONS
 from conjoin.ops.local import LocalForm
 from conjoin.ops.notation import NotationError
@@ -83,5 +84,6 @@ _of_experts = partial(OpSpec, flops=_flops, one_dtype=True, local=_local)
 
 OPS: tuple[OpSpec, ...] = (
     _of_experts(EXPERT_LINEAR, _linear, _linear_sample, terms="x weight"),
+    _of_experts(ROUTED_EXPERTS, _network, _network_sample, terms="outward", owned={"t": ("inward", "outward")}),
     _of_experts(EXPERT_NETWORK, _network, _network_sample, terms="outward", expansion=_two_layers),
 )

@@ -1,13 +1,14 @@
 """Expert parallel: each device has some of the experts, and all else is data parallel over the same devices.
 
 Where experts have slots, as in GShard (Lepikhin et al., 2020), rows go to their experts and back by all-to-all,
-S(batch) -> S(experts). Where no row is dropped (Gale et al., 2022), nobody knows how many rows an expert gets: rows are
-gathered, every device computes those of its own experts, and the sums are scattered, S -> B and P -> S.
+S(batch) -> S(experts). Where no row is dropped (Gale et al., 2022), nobody knows how many rows an expert gets: they are
+sent as they come (`routes.py`), or where that sends no less rows are gathered, every device computes those of its own
+experts, and the sums are scattered, S -> B and P -> S.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -15,29 +16,40 @@ from conjoin.errors import StrategyError
 from conjoin.machine import Mesh
 from conjoin.ops import Copies, Partial, Placement, ShardingRule, Split
 from conjoin.search.batch import split_batch
-from conjoin.search.drafting import Draft
 from conjoin.search.facts import Facts, NodeFacts
-from conjoin.search.groups import Group, make_groups, products, sizes_left
+from conjoin.search.groups import Group, products, sizes_left
 from conjoin.search.propagation import Flow, Rules, follow, propagate
-from conjoin.search.request import Request
-from conjoin.search.strategies.data_parallel import data_flow
 from conjoin.search.strategies.layers import legal_of
 
+OF_BATCH = ("ep", "dp", "shard", "replicate")
+"""Roles of devices that have different samples."""
 
-def draft_experts(facts: Facts, mesh: Mesh, request: Request) -> Draft:
-    """Experts over the innermost axes, the batch over all of them."""
-    numbers = [_num_experts(node) for node in facts.nodes if node.experts]
-    degrees = _degrees(mesh, request, min(numbers, default=1))
-    groups = make_groups(mesh, degrees)
-    ep = groups["ep"]
-    asked = request.degrees.get("ep", mesh.size)
-    if asked > 1 and (not numbers or ep.degree > min(numbers)):
+
+def expert_flow(facts: Facts, mesh: Mesh, groups: Mapping[str, Group], earlier: Sequence[Flow]) -> Flow:
+    """Experts over the devices of a group, which split the batch too, inside those that split nothing else."""
+    group = groups["ep"]
+    axes = {axis for role in OF_BATCH if role in groups for axis in groups[role].axes}
+    whole = Group("ep × dp", mesh.in_order(axes), prod(mesh.sizes[axis] for axis in axes))
+    inputs = split_batch(facts.graph, whole) if group.degree > 1 else {}
+    plain = propagate(facts, group, inputs, follow, earlier)
+    return propagate(facts, group, inputs, ToExperts(plain), earlier)
+
+
+def expert_degree(facts: Facts, mesh: Mesh, given: Mapping[str, int]) -> int:
+    """Over how many devices experts are split: as many as there are experts, of those that other degrees leave."""
+    most = min(_numbers(facts), default=1)
+    return max(degree for degree in products(sizes_left(mesh, given)) if degree <= most)
+
+
+def check_experts(facts: Facts, asked: int, degree: int) -> None:
+    """Refuse where a device would have no expert, and models that have none."""
+    numbers = _numbers(facts)
+    if asked > 1 and (not numbers or degree > min(numbers)):
         raise _too_few(facts, asked, numbers)
-    inputs = split_batch(facts.graph, Group("ep × dp", mesh.names, mesh.size))
-    outer = data_flow(facts, groups["dp"])
-    inputs = inputs if ep.degree > 1 else {}
-    plain = propagate(facts, ep, inputs, follow, (outer,))
-    return Draft(request.filled(degrees), (outer, propagate(facts, ep, inputs, ToExperts(plain), (outer,))))
+
+
+def _numbers(facts: Facts) -> list[int]:
+    return [_num_experts(node) for node in facts.nodes if node.experts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +93,6 @@ def _num_experts(node: NodeFacts) -> int:
     (index,) = {rule.index for rule in node.experts}
     assert index is not None, "experts are split along an index"
     return node.sizes[index]
-
-
-def _degrees(mesh: Mesh, request: Request, num_experts: int) -> Mapping[str, int]:
-    """What was asked for; else as many devices as there are experts, from the innermost."""
-    given = request.degrees
-    if "ep" in given:
-        return {"ep": given["ep"], "dp": given.get("dp", prod(sizes_left(mesh, {"ep": given["ep"]})))}
-    if "dp" in given:
-        return {"ep": prod(sizes_left(mesh, given)), "dp": given["dp"]}
-    ep = max(degree for degree in products([axis.size for axis in mesh.axes]) if degree <= num_experts)
-    return {"ep": ep, "dp": mesh.size // ep}
 
 
 def _too_few(facts: Facts, degree: int, numbers: list[int]) -> StrategyError:

@@ -9,7 +9,7 @@ the batch and the sequence, or with `hsdp` over some of them: the way in which m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -30,6 +30,7 @@ from conjoin.search.strategies.data_parallel import (
     regathering,
     split_storage,
 )
+from conjoin.search.strategies.experts import check_experts, expert_degree, expert_flow
 from conjoin.search.strategies.layers import (
     ColumnsThenRows,
     embedding_nodes,
@@ -48,18 +49,23 @@ def draft_megatron(facts: Facts, mesh: Mesh, request: Request) -> Draft:
     request = _checked(request)
     degrees = _degrees(facts, mesh, request)
     groups = make_groups(mesh, degrees)
+    if "ep" in groups:
+        check_experts(facts, request.degrees.get("ep", mesh.size), degrees["ep"])
     flows = [data_flow(facts, batch_group(mesh, groups))]
     if "cp" in groups:
         flows.append(context_flow(facts, groups["cp"], flows, "heads" in request.flags))
+    if "ep" in groups:
+        flows.append(expert_flow(facts, mesh, groups, tuple(flows)))
     if "tp" in groups:
         flows.append(_tensor_flow(facts, groups["tp"], request, tuple(flows)))
         if groups["tp"].degree > 1 and not flows[-1].stuck and not _num_rows(facts, flows[-1]):
             raise _no_pairs(facts, groups["tp"])
-    draft = Draft(request.filled(degrees), tuple(flows))
+    filled = replace(request, degrees=degrees, flags=request.flags - {"expert"})
+    draft = Draft(filled, tuple(flows))
     if request.flags.isdisjoint(STORED):
         return draft
     sharding = _sharding(mesh, groups)
-    return stored_in_pieces(facts, mesh, draft, sharding, flows[-1] if "tp" in groups else None)
+    return stored_in_pieces(facts, mesh, draft, sharding, [flow for flow in flows if flow.group.role in ("ep", "tp")])
 
 
 def _checked(request: Request) -> Request:
@@ -78,31 +84,39 @@ def _checked(request: Request) -> Request:
             f"The strategy {request.name} was given dp={request.degrees['dp']} and {' and '.join(given) or 'hsdp'}. "
             f"Both split the batch: with hsdp it is split over shard × replicate devices. Leave dp out."
         )
+    is_split = "cp" in request.degrees or request.name == "context"
+    if "ring" in flags and ("heads" in flags or not is_split):
+        why = "With heads every device has whole sequences" if "heads" in flags else "No sequence is split without cp"
+        raise UsageError(
+            f"The strategy {request.name} was given ring: keys and values are to go around between the devices that "
+            f"split sequences. {why}. Leave ring out, or write context:cp=2,ring."
+        )
     return replace(request, flags=flags)
 
 
-def stored_in_pieces(facts: Facts, mesh: Mesh, draft: Draft, sharding: Group, flow: Flow | None) -> Draft:
-    """A draft whose parameters are split once more, over devices that use them alike; `flow` splits them already."""
-    stored = _stored_split(facts, mesh, sharding, flow)
+def stored_in_pieces(facts: Facts, mesh: Mesh, draft: Draft, sharding: Group, inner: Sequence[Flow]) -> Draft:
+    """A draft whose parameters are split once more, over devices that use them alike; `inner` flows split them."""
+    stored = _stored_split(facts, mesh, sharding, inner)
     is_regathered = "zero1" not in draft.request.flags and sharding.degree > 1
     return replace(draft, storage=stored, memory=regathering(stored) if is_regathered else ())
 
 
-def _stored_split(facts: Facts, mesh: Mesh, sharding: Group, flow: Flow | None) -> dict[Leaf, Layout]:
-    """Parameters in pieces over both groups, the tensor-parallel one outside."""
+def _stored_split(facts: Facts, mesh: Mesh, sharding: Group, inner: Sequence[Flow]) -> dict[Leaf, Layout]:
+    """Parameters in pieces, as inner groups use them, and once more over devices that use them alike."""
     storage = {}
-    axes = flow.group.axes if flow is not None else ()
-    last = mesh.rank_at({axis: mesh.sizes[axis] - 1 for axis in axes})  # its pieces are the smallest
     for leaf in facts.parameters():
-        used = make_layout((axis, flow.leaves[leaf]) for axis in axes) if flow is not None else ()
+        used = make_layout((axis, flow.leaves[leaf]) for flow in inner for axis in flow.group.axes)
+        last = mesh.rank_at({axis: mesh.sizes[axis] - 1 for axis, _ in used})  # its pieces are the smallest
         piece = TensorType(region_shape(region_of(leaf.type.shape, used, mesh, last)), leaf.type.dtype)
-        storage[leaf] = make_layout((*used, *split_storage(piece, sharding, mesh)))
+        free = tuple(axis for axis in sharding.axes if axis not in dict(used))
+        own = Group(sharding.role, free, prod(mesh.sizes[axis] for axis in free))
+        storage[leaf] = make_layout((*used, *split_storage(piece, own, mesh)))
     return storage
 
 
 def _sharding(mesh: Mesh, groups: Mapping[str, Group]) -> Group:
     """The devices that share what a group of tensor-parallel ones stores."""
-    some = [groups[role] for role in ("cp", "shard" if "shard" in groups else "dp") if role in groups]
+    some = [groups[role] for role in ("cp", "ep", "shard" if "shard" in groups else "dp") if role in groups]
     axes = mesh.in_order(axis for group in some for axis in group.axes)
     return Group(" × ".join(group.role for group in some), axes, prod(group.degree for group in some))
 
@@ -133,15 +147,30 @@ def _num_rows(facts: Facts, flow: Flow) -> int:
 def _degrees(facts: Facts, mesh: Mesh, request: Request) -> Mapping[str, int]:
     """All degrees, the innermost first: what is left out is the batch's, or else what the strategy is about."""
     given = request.degrees
-    inner = {role: given[role] for role in ("tp", "cp") if role in given}
-    own = "cp" if request.name == "context" else "tp"
+    inner = {role: given[role] for role in ("tp", "cp", "ep") if role in given}
+    own = _OWN[request.name]
+    is_told = {"shard", "replicate"} <= given.keys() or "dp" in given
     if own not in given:
-        is_told = {"shard", "replicate"} <= given.keys() or not {"dp", "cp"}.isdisjoint(given)
-        rest = prod(sizes_left(mesh, given)) if is_told or own == "cp" else _largest(facts, mesh, request)
-        inner = {own: rest, **inner} if own == "tp" else {**inner, own: rest}
+        is_left = is_told or own == "cp" or not {"cp", "ep"}.isdisjoint(given)
+        rest = prod(sizes_left(mesh, given)) if is_left and own != "ep" else 0
+        inner[own] = rest or _chosen(own, facts, mesh, request, is_told)
+    if "expert" in request.flags and "ep" not in inner:
+        inner["ep"] = expert_degree(facts, mesh, {**given, **inner})
+    inner = {role: inner[role] for role in ("tp", "cp", "ep") if role in inner}
     if "hsdp" in request.flags:
         return {**inner, **hybrid_degrees(mesh, given, inner)}
     return {**inner, "dp": given.get("dp", prod(sizes_left(mesh, inner)))}
+
+
+_OWN = {"megatron": "tp", "context": "cp", "expert": "ep"}
+"""What each strategy is about."""
+
+
+def _chosen(own: str, facts: Facts, mesh: Mesh, request: Request, is_told: bool) -> int:
+    """The degree of what a strategy is about, where it was not given."""
+    if own == "tp":
+        return _largest(facts, mesh, request)
+    return prod(sizes_left(mesh, request.degrees)) if is_told else expert_degree(facts, mesh, request.degrees)
 
 
 def _largest(facts: Facts, mesh: Mesh, request: Request) -> int:

@@ -163,4 +163,4 @@ def _stored(name: str, facts: Facts, mesh: Mesh, draft: Draft) -> Draft:
             f"role {_BATCH}, over whose devices they would be, and {len(others)} others. Such a strategy needs one "
             f"flow of that role, and one other at most."
         )
-    return stored_in_pieces(facts, mesh, replace(draft, storage={}), batch[0].group, others[0] if others else None)
+    return stored_in_pieces(facts, mesh, replace(draft, storage={}), batch[0].group, others)

@@ -16,7 +16,6 @@ from conjoin.search.strategies.data_parallel import (
     draft_single,
     draft_zero1,
 )
-from conjoin.search.strategies.experts import draft_experts
 from conjoin.search.strategies.megatron import STORED, draft_megatron
 from conjoin.search.strategies.one_weird_trick import draft_one_weird_trick
 from conjoin.search.strategies.reduction import draft_reduction
@@ -36,11 +35,11 @@ class Strategy:
 
 _JOINS = {"data-parallel": frozenset[str](), **{name: frozenset({name}) for name in STORED}}
 _MEGATRON = Keys(
-    ("tp", "dp", "shard", "replicate", "cp"),
-    ("sp", "heads", "vocab", *STORED),
-    joins={**_JOINS, "context": frozenset()},
+    ("tp", "dp", "shard", "replicate", "cp", "ep"),
+    ("sp", "heads", "ring", "vocab", "expert", *STORED),
+    joins={**_JOINS, "context": frozenset(), "expert": frozenset({"expert"})},
 )
-_CONTEXT = Keys(("cp", "dp", "shard", "replicate"), ("heads", *STORED), joins=_JOINS)
+_CONTEXT = Keys(("cp", "dp", "shard", "replicate"), ("heads", "ring", *STORED), joins=_JOINS)
 
 _TABLE = (
     Strategy("single", Keys(()), draft_single),
@@ -50,7 +49,7 @@ _TABLE = (
     Strategy("hsdp", Keys(("shard", "replicate")), draft_hsdp),
     Strategy("megatron", _MEGATRON, draft_megatron),
     Strategy("context", _CONTEXT, draft_megatron),
-    Strategy("expert", Keys(("ep", "dp")), draft_experts),
+    Strategy("expert", Keys(("ep", "dp", "shard", "replicate"), STORED, joins=_JOINS), draft_megatron),
     Strategy("one-weird-trick", Keys(("dp",)), draft_one_weird_trick),
     Strategy("table-parallel", Keys(("dp",)), draft_table_parallel),
     Strategy("spatial", Keys(("h", "w", "dp")), draft_spatial),

@@ -1,0 +1,105 @@
+"""Attention of some queries to some keys, with the logarithms of sums by which it is put together with that to others.
+
+    out = sum_i out_i exp(lse_i - lse)        lse = log(sum_i exp(lse_i))
+
+Of what all blocks come to together, out and lse, each block alone finds its part of the gradients. Torch's own kernels
+are taken where they give both; else scores are written out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from conjoin.runtime.torch_private import flash_attention, flash_attention_backward
+
+
+@dataclass(slots=True)
+class Mixed:
+    """What queries have seen so far: its mean, in the dtype of sums, and the logarithm of the sum of weights."""
+
+    out: Tensor
+    lse: Tensor
+
+    @staticmethod
+    def nothing(query: Tensor, features: int) -> Mixed:
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        out = query.new_zeros((*query.shape[:-1], features), dtype=dtype)
+        return Mixed(out, query.new_full(query.shape[:-1], -torch.inf, dtype=dtype))
+
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Put in what some of the queries have seen."""
+        before, mean = self.lse[:, :, rows], self.out[:, :, rows]
+        total = torch.logaddexp(before, lse.to(before.dtype))
+        mean.mul_((before - total).exp_().unsqueeze(-1)).add_(out * (lse - total).exp_().unsqueeze(-1))
+        before.copy_(total)
+
+
+@dataclass(frozen=True, slots=True)
+class Attending:
+    """How queries look at keys."""
+
+    scale: float
+    repeats: int
+    """Heads of queries for each of keys."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        """What queries see of some keys, and the logarithms of their sums."""
+        key, value = self._spread(key), self._spread(value)
+        if _has_kernel(query, value):
+            return flash_attention(query, key, value, causal, self.scale)
+        scores = self._scores(query, key, causal)
+        lse = scores.logsumexp(-1)
+        return (scores - lse.unsqueeze(-1)).exp_() @ value.to(scores.dtype), lse
+
+    def backward(
+        self, gradient: Tensor, query: Tensor, pair: tuple[Tensor, Tensor], mixed: tuple[Tensor, Tensor], causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values, where `mixed` is what the queries have seen of all keys."""
+        key, value = (self._spread(x) for x in pair)
+        out, lse = mixed
+        if _has_kernel(query, value):
+            given = gradient, query, key, value, out.to(query.dtype), lse
+            found = flash_attention_backward(given, causal, self.scale)
+        else:
+            found = self._written_out(gradient, query, key, value, out, lse, causal)
+        return found[0], self._gathered(found[1]), self._gathered(found[2])
+
+    def _written_out(  # noqa: PLR0913 - what kernels take
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """With p for weights: D(v) = p^T D(out), D(scores) = p (D(out) v^T - sum(D(out) out))."""
+        weights = (self._scores(query, key, causal) - lse.unsqueeze(-1)).exp_()
+        gradient, wide = gradient.to(weights.dtype), weights.dtype
+        shared = (gradient * out).sum(-1, keepdim=True)
+        scores = (gradient @ value.to(wide).mT - shared) * weights * self.scale
+        return scores @ key.to(wide), scores.mT @ query.to(wide), weights.mT @ gradient
+
+    def _scores(self, query: Tensor, key: Tensor, causal: bool) -> Tensor:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        scores = query.to(wide) @ key.to(wide).mT * self.scale
+        if not causal:
+            return scores
+        kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        return scores.masked_fill_(~kept, -torch.inf)
+
+    def _spread(self, x: Tensor) -> Tensor:
+        return x if self.repeats == 1 else x.repeat_interleave(self.repeats, 1)
+
+    def _gathered(self, gradient: Tensor) -> Tensor:
+        if self.repeats == 1:
+            return gradient
+        batch, heads, *rest = gradient.shape
+        return gradient.view(batch, heads // self.repeats, self.repeats, *rest).sum(2)
+
+
+def _has_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether torch has a kernel that gives logarithms of sums too: on GPUs for halves, for heads that it knows."""
+    if query.shape[-1] != value.shape[-1]:
+        return False
+    if not query.is_cuda:
+        return query.device.type == "cpu"
+    narrow, features = query.dtype in (torch.float16, torch.bfloat16), query.shape[-1]
+    return narrow and features % 8 == 0 and features <= 256 and torch.cuda.get_device_capability() >= (8, 0)
