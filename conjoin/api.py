@@ -306,7 +306,7 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     >>> model, batch = nn.Linear(4, 4), (torch.ones(8, 4), torch.zeros(8, 4))
     >>> made = plan(model, batch, "local:1", loss=nn.functional.mse_loss, strategy="single")
     >>> step = load(made, model, loss=nn.functional.mse_loss, device="cpu")
-    >>> bool(step(*batch) == step.eval()(torch.ones(3, 4), torch.zeros(3, 4)))
+    >>> bool(step(*batch).isclose(step.eval()(torch.ones(3, 4), torch.zeros(3, 4))))
     True
     """
     chosen: Plan | Pipeline | Path = plan if isinstance(plan, Plan | Pipeline) else _path(plan)

@@ -22,8 +22,8 @@ def test_the_surface_is_frozen() -> None:
     assert all(getattr(conjoin, name) is getattr(conjoin.api, name) for name in conjoin.__all__)
     assert conjoin.__all__ == [
         "CaptureError", "CapturedModule", "CheckpointError", "ConjoinError", "DeclarationError", "Explanation", "Graph",
-        "GraphError", "Inspection", "Machine", "ParallelModule", "Plan", "PlanError", "Prediction", "RankError",
-        "SearchResult", "StrategyError", "UsageError", "Verdict", "Weights", "Wish", "__version__", "capture",
+        "GraphError", "Inspection", "Loader", "Machine", "ParallelModule", "Pipeline", "PipelinePrediction", "Plan",
+        "PlanError", "Prediction", "RankError", "SearchResult", "StrategyError", "UsageError", "Verdict", "Weights", "Wish", "__version__", "capture",
         "compare", "diff_plans", "explain", "explanation_text", "fingerprint", "full_state_dict", "inspect", "load",
         "load_checkpoint", "load_graph", "load_optimizer_state_dict", "load_plan", "not_understood",
         "optimizer_state_dict", "parse_graph", "plan", "prove_rules", "register_machine", "register_operator",

@@ -207,7 +207,7 @@ def test_leaves() -> None:
     short = make_leaf(LeafKind.CONSTANT, "d", F32, data=b"1234")
     assert faults_of(replace(graph, leaves=(*graph.leaves, again, trainable, filled, short))) == [
         "input:x: the name is used twice",
-        "buffer:b: only parameters are trainable",
+        "buffer:b: only parameters are trainable, and inputs that another stage makes",
         "buffer:c: only constants carry data",
         "const:d: 4 bytes of data do not fill f32[4,3]",
         "input:x: is not among the inputs",
