@@ -30,11 +30,6 @@ def with_loss():
     return nn.Linear(4, 3), (torch.zeros(2, 4), torch.zeros(2, 3)), nn.functional.mse_loss
 
 
-def sized(batch_size=2, width=4):
-    torch.manual_seed(0)
-    return nn.Linear(width, 3), (torch.ones(batch_size, width), torch.zeros(batch_size, 3)), nn.functional.mse_loss
-
-
 def fixed():
     return nn.Linear(4, 3), torch.zeros(2, 4)
 
@@ -94,6 +89,11 @@ class Stubborn(nn.Module):
 
 def stubborn():
     return Stubborn(), torch.ones(3)
+
+
+def sized(batch_size=2, width=4):
+    torch.manual_seed(0)
+    return nn.Linear(width, 3), (torch.ones(batch_size, width), torch.zeros(batch_size, 3)), nn.functional.mse_loss
 
 
 NOT_A_FUNCTION = 3

@@ -70,7 +70,7 @@ def test_plan_searches_and_what_it_saves_is_a_plan(run: Run, folder: Path) -> No
     shown = run(*SEARCH, "-o", "plan.json")
     assert shown.code == 0 and shown.err == ""
     found = dict(line.split(maxsplit=1) for line in shown.out.splitlines())
-    assert list(found)[-7:] == ["predicted", "baseline", "bound", "search", "bf16-mixed", "cache", "saved"]
+    assert list(found)[-8:] == ["predicted", "baseline", "bound", "search", "bf16-mixed", "cache", "saved", "next"]
     assert found["precision"] == "float32, as the model is"
     assert "a step; --precision bf16-mixed searches for that" in found["bf16-mixed"]
     assert "a step, " in found["predicted"] and "times as fast" in found["baseline"]
