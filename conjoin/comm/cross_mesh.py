@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from math import sqrt
 
 import numpy as np
@@ -109,32 +108,44 @@ class TransferPlan:
         """What no transfer between the same holders and wanters is below."""
         return self.bound * self.itemsize / bytes_per_second
 
-    @cached_property
-    def regions(self) -> tuple[Region, ...]:
-        return tuple(self.slices.region(number) for number in range(len(self.slices.sizes)))
+    @property
+    def most_inside(self) -> int:
+        """The most elements that one device sends to others of its host, or receives from them."""
+        ends = [[table.sender, table.receiver] for table in (self.spread, self.kept)]
+        sizes = np.concatenate([self.spread.y - self.spread.x, self.kept.size])
+        moves = np.concatenate([self.spread.sender != self.spread.receiver, self.kept.sender != self.kept.receiver])
+        sums = [np.bincount(np.concatenate(each)[moves], weights=sizes[moves]) for each in zip(*ends, strict=True)]
+        return int(max(each.max(initial=0) for each in sums))
 
     def rounds(self, device: int | None = None) -> Iterator[tuple[Message, ...]]:
         """All rounds in order; of one device only its own messages, in as many rounds."""
         tables = [_of_device(table, device) for table in (self.cells, self.spread, self.kept)]
+        regions = {int(i): self.slices.region(i) for i in np.unique(np.concatenate([table.slice for table in tables]))}
         per_frame = self.rounds_per_frame
         cells, spread, kept = (_by_round(table, per_frame) for table in tables)
         for frame in range(self.num_frames):
             after = frame * per_frame - 1
             for number in range(per_frame - 1):
-                yield tuple(self._messages(cells[number], frame, after))
-            now = frame * per_frame + per_frame - 2
-            start = tuple(self._messages(kept[0], frame, -1, whole=True)) if frame == 0 else ()
-            yield (*start, *self._messages(spread[-1], frame, now))
+                yield tuple(self._chunks(cells[number], regions, frame, after))
+            start = tuple(_whole(kept[0], regions)) if frame == 0 else ()
+            yield (*start, *self._chunks(spread[-1], regions, frame, after + per_frame - 1, came=True))
 
-    def _messages(self, table: list[list[int]], frame: int, after: int, whole: bool = False) -> Iterator[Message]:
-        """What rows of a table of cells are in one frame; `whole` for what is not cut into chunks."""
+    def _chunks(
+        self, table: list[list[int]], regions: dict[int, Region], frame: int, after: int, came: bool = False
+    ) -> Iterator[Message]:
+        """What rows of a table of cells are in one frame; what did not come here before may start at once."""
         for sender, receiver, number, offset, size, x, y, depth in table:
-            chunk, chunks = (0, 1) if whole else (frame - depth, self.chunks)
-            if 0 <= chunk < chunks:
-                begin, end = (size * chunk + x) // chunks, (size * chunk + y) // chunks
-                if end > begin:
-                    ready = after if depth or whole or after > frame * self.rounds_per_frame - 1 else -1
-                    yield Message(sender, receiver, self.regions[number], offset + begin, offset + end, chunk, ready)
+            chunk = frame - depth
+            begin, end = (size * chunk + x) // self.chunks, (size * chunk + y) // self.chunks
+            if 0 <= chunk < self.chunks and end > begin:
+                ready = after if depth or came else -1
+                yield Message(sender, receiver, regions[number], offset + begin, offset + end, chunk, ready)
+
+
+def _whole(table: list[list[int]], regions: dict[int, Region]) -> Iterator[Message]:
+    """What is not cut into chunks: it goes no further than its host."""
+    for sender, receiver, number, offset, size, *_ in table:
+        yield Message(sender, receiver, regions[number], offset, offset + size, 0, -1)
 
 
 def _of_device(cells: Cells, device: int | None) -> Cells:

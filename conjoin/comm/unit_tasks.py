@@ -88,7 +88,7 @@ class Slices:
     sizes: Numbers
     """In elements."""
 
-    def region(self, number: int) -> Region:
+    def region(self, number: int | np.int64) -> Region:
         return tuple((int(start), int(stop)) for start, stop in self.bounds[number])
 
 

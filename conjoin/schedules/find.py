@@ -18,7 +18,15 @@ from conjoin.schedules.bounds import Bounds
 from conjoin.schedules.branching import Branching
 from conjoin.schedules.check import peaks
 from conjoin.schedules.greedy import Taste, greedy, refilled
-from conjoin.schedules.makers import breadth_first, eager_one_f_one_b, gpipe, interleaved, one_f_one_b, there_and_back
+from conjoin.schedules.makers import (
+    breadth_first,
+    eager_one_f_one_b,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    there_and_back,
+    with_late_weights,
+)
 from conjoin.schedules.play import play
 from conjoin.schedules.schedule import Kind, Schedule, chain, looped, one_each, v_shaped
 from conjoin.schedules.times import Pipeline, Times
@@ -89,7 +97,11 @@ def least_weight_delay(num_stages: int, num_micro_batches: int, times: Times) ->
 
 
 def _candidates(pipeline: Pipeline) -> Iterator[tuple[Schedule, float]]:
-    """Schedules within memory to begin with, and their seconds; the first is always there."""
+    """Schedules within memory to begin with, and their seconds; the first is always there.
+
+    Some are made as if transfers took no time: owners that keep in step may do better than those that take what they
+    see.
+    """
     times, memory, num_edges = pipeline.times, pipeline.memory, len(pipeline.edges)
     at_once = replace(pipeline, times=replace(times, activations=(0.0,) * num_edges, gradients=(0.0,) * num_edges))
     for taste in TASTES:
@@ -97,9 +109,8 @@ def _candidates(pipeline: Pipeline) -> Iterator[tuple[Schedule, float]]:
         yield schedule, play(schedule, times).seconds
         yield from _refilled(greedy(at_once, taste), pipeline)
     if pipeline.apart:
-        whole = replace(pipeline, apart=False)
         for taste in TASTES:
-            schedule = greedy(whole, taste)
+            schedule = greedy(replace(pipeline, apart=False), taste)
             yield schedule, play(schedule, times).seconds
     for known in _known(pipeline):
         schedule = replace(known, edges=pipeline.edges)
@@ -126,6 +137,7 @@ def _known(pipeline: Pipeline) -> Sequence[Schedule]:
     if stages_each > 1:
         ways = [(slope, more) for slope in (2, 1) for more in range(num_owners + 1)]
         loops = [interleaved(num_owners, stages_each, num, slope, more) for slope, more in ways]
-        return *loops, breadth_first(num_owners, stages_each, num)
+        late = [with_late_weights(loop, range(num_owners)) for loop in loops if pipeline.apart]
+        return *loops, *late, breadth_first(num_owners, stages_each, num)
     eager = [eager_one_f_one_b(num_owners, num, delay) for delay in ([None, 0, 1, 2] if pipeline.apart else [None])]
     return one_f_one_b(num_owners, num), *eager, gpipe(num_owners, num)

@@ -9,6 +9,7 @@ micro-batches later than input gradients, for the same end. Interleaved 1F1B dea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from conjoin.errors import ScheduleError
@@ -137,6 +138,29 @@ def there_and_back(num_owners: int, num_micro_batches: int) -> Schedule:
                 counts[letter] += 1
         rows.append(tuple(mine))
     return Schedule(v_shaped(num_owners), num_micro_batches, tuple(rows), chain(2 * num_owners), "there and back")
+
+
+def with_late_weights(schedule: Schedule, lags: Sequence[int]) -> Schedule:
+    """Every backward as an input gradient, followed by the weight gradient of so many backwards before, for each owner.
+
+    >>> print(with_late_weights(one_f_one_b(2, 2), (0, 1)))
+    F0.0 F0.1 I0.0 W0.0 I0.1 W0.1
+    F1.0 I1.0 F1.1 I1.1 W1.0 W1.1
+    """
+    table = []
+    for rows, lag in zip(schedule.rows, lags, strict=True):
+        mine: list[Row] = []
+        waiting: list[Row] = []
+        for row in rows:
+            if row.kind is not Kind.BACKWARD:
+                mine.append(row)
+                continue
+            mine.append(Row(Kind.INPUT_GRADIENT, row.stage, row.micro_batch))
+            waiting.append(Row(Kind.WEIGHT_GRADIENT, row.stage, row.micro_batch))
+            if len(waiting) > lag:
+                mine.append(waiting.pop(0))
+        table.append((*mine, *waiting))
+    return replace(schedule, rows=tuple(table), name=f"{schedule.name}, W late")
 
 
 Backward = Callable[[int], Sequence[tuple[Row, ...]]]

@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from conjoin.errors import ScheduleError
 from conjoin.schedules.check import Peaks, peaks
 from conjoin.schedules.fast import play_implied
-from conjoin.schedules.schedule import TRANSFERS, Kind, Schedule
+from conjoin.schedules.schedule import TRANSFERS, Kind, Row, Schedule
 from conjoin.schedules.times import Memory, Times
 from conjoin.schedules.walk import Sends, walk
 
 Seconds = NDArray[np.float64]
+Way = tuple[int, int, int]
+"""What goes from a stage to another for a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -107,21 +109,27 @@ def _play_rows(
         refuse_stuck(schedule, [schedule.rows[owner][at] for owner, at in walked.stuck])
     starts = tuple(np.zeros(len(rows)) for rows in schedule.rows)
     ends = tuple(np.zeros(len(rows)) for rows in schedule.rows)
-    state = _Started(schedule, times) if not blocking else _Blocking(schedule, times)
+    clock = _Clock(schedule, times)
+    transfer = clock.meet if blocking else clock.start
     for owner, at in walked.order:
-        starts[owner][at], ends[owner][at] = state.step(owner, at)
-    return starts, ends, state.exposed
+        row = schedule.rows[owner][at]
+        starts[owner][at], ends[owner][at] = (transfer if row.kind in TRANSFERS else clock.compute)(owner, row)
+    return starts, ends, clock.exposed
 
 
 class _Clock:
-    """What is known of time while rows run: when owners are free, and when each fact came about."""
+    """What is known of time while rows run: when owners are free, when things were made, and when they came."""
 
     def __init__(self, schedule: Schedule, times: Times) -> None:
         self.schedule, self.times = schedule, times
         self.free = [0.0] * schedule.num_owners
         self.exposed = 0.0
-        self.made: dict[tuple[Kind, int, int], float] = {}
-        self.arrived: dict[tuple[int, int, int], float] = {}
+        self.made: dict[tuple[bool, int, int], float] = {}
+        """Outputs (True) and input gradients (False), by stage and micro-batch."""
+        self.arrived: dict[Way, float] = {}
+        self.posted: dict[Way, float] = {}
+        self.met: dict[Way, tuple[float, float]] = {}
+        self.channels: dict[tuple[int, int], float] = {}
         ways = zip(schedule.edges, times.activations, times.gradients, strict=True)
         self.carry = {w: s for (i, j), there, back in ways for w, s in (((i, j), there), ((j, i), back))}
         self.before: list[list[int]] = [[] for _ in schedule.owners]
@@ -130,67 +138,43 @@ class _Clock:
             self.before[target].append(source)
             self.after[source].append(target)
 
-    def compute(self, owner: int, kind: Kind, stage: int, m: int) -> tuple[float, float]:
+    def compute(self, owner: int, row: Row) -> tuple[float, float]:
         """Run a row that computes: start and end."""
-        gradient = kind is not Kind.FORWARD
-        if kind is Kind.WEIGHT_GRADIENT:
-            ready = made = self.made[Kind.BACKWARD, stage, m]
+        stage, m, forward = row.stage, row.micro_batch, row.kind is Kind.FORWARD
+        if row.kind is Kind.WEIGHT_GRADIENT:
+            ready = made = self.made[False, stage, m]
         else:
-            giver = Kind.BACKWARD if gradient else Kind.FORWARD
-            others = self.after[stage] if gradient else self.before[stage]
-            made = max((self.made[giver, other, m] for other in others), default=0.0)
-            ready = max(
-                (self.arrived.get((other, stage, m), self.made[giver, other, m]) for other in others), default=0
-            )
+            others = self.before[stage] if forward else self.after[stage]
+            ends = {other: self.made[forward, other, m] for other in others}
+            made = max(ends.values(), default=0.0)
+            ready = max((self.arrived.get((other, stage, m), end) for other, end in ends.items()), default=0.0)
         start = max(self.free[owner], ready)
         self.exposed += start - max(self.free[owner], made)
-        end = start + self.times.of(kind, stage)
-        if kind is not Kind.WEIGHT_GRADIENT:
-            self.made[Kind.BACKWARD if gradient else Kind.FORWARD, stage, m] = end
-        self.free[owner] = end
+        end = self.free[owner] = start + self.times.of(row.kind, stage)
+        if row.kind is not Kind.WEIGHT_GRADIENT:
+            self.made[forward, stage, m] = end
         return start, end
 
-
-class _Started(_Clock):
-    """Sends and receives that are started, and waited for where what they carry is used."""
-
-    def __init__(self, schedule: Schedule, times: Times) -> None:
-        super().__init__(schedule, times)
-        self.posted: dict[tuple[int, int, int], float] = {}
-        self.channels: dict[tuple[int, int], float] = {}
-
-    def step(self, owner: int, at: int) -> tuple[float, float]:
-        row = self.schedule.rows[owner][at]
-        if row.kind not in TRANSFERS:
-            return self.compute(owner, row.kind, row.stage, row.micro_batch)
-        now, key = self.free[owner], (row.source, row.target, row.micro_batch)
-        if key in self.posted:
+    def start(self, owner: int, row: Row) -> tuple[float, float]:
+        """Start a send or a receive: what comes is waited for where it is used."""
+        now, way = self.free[owner], (row.source, row.target, row.micro_batch)
+        if way in self.posted:
             channel = self.schedule.owners[row.source], self.schedule.owners[row.target]
-            begin = max(now, self.posted[key], self.channels.get(channel, 0.0))
-            self.arrived[key] = self.channels[channel] = begin + self.carry[key[:2]]
-        self.posted[key] = now
+            begin = max(now, self.posted[way], self.channels.get(channel, 0.0))
+            self.arrived[way] = self.channels[channel] = begin + self.carry[row.source, row.target]
+        self.posted[way] = now
         return now, now
 
-
-class _Blocking(_Clock):
-    """Sends and receives at which both ends meet, and which take up both."""
-
-    def __init__(self, schedule: Schedule, times: Times) -> None:
-        super().__init__(schedule, times)
-        self.met: dict[tuple[int, int, int], tuple[float, float]] = {}
-
-    def step(self, owner: int, at: int) -> tuple[float, float]:
-        row = self.schedule.rows[owner][at]
-        if row.kind not in TRANSFERS:
-            return self.compute(owner, row.kind, row.stage, row.micro_batch)
-        key = (row.source, row.target, row.micro_batch)
-        if key not in self.met:
-            assert row.peer is not None
-            begin = max(self.free[owner], self.free[self.schedule.owners[row.peer]])
-            self.met[key] = begin, begin + self.carry[key[:2]]
-            self.exposed += self.carry[key[:2]]
-        self.free[owner] = self.met[key][1]
-        return self.met[key]
+    def meet(self, owner: int, row: Row) -> tuple[float, float]:
+        """Send or receive so that both ends meet, and are taken up until all has come."""
+        way = (row.source, row.target, row.micro_batch)
+        if way not in self.met:
+            other = row.target if row.kind is Kind.SEND else row.source
+            begin = max(self.free[owner], self.free[self.schedule.owners[other]])
+            self.met[way] = begin, begin + self.carry[row.source, row.target]
+            self.exposed += self.carry[row.source, row.target]
+        self.free[owner] = self.met[way][1]
+        return self.met[way]
 
 
 def refuse_stuck(schedule: Schedule, rows: Sequence[object]) -> None:

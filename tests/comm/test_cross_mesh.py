@@ -204,6 +204,27 @@ def test_partial_sums_are_scattered_before_they_travel() -> None:
     assert [step.kind.value for step in scalar.steps] == ["all-reduce"]
 
 
+def test_partial_sums_are_wanted_by_the_first_of_their_devices_alone() -> None:
+    source, target = grids(PAIRS[0])
+    plan = plan_transfer(SHAPE, 4, ((), source), ((("x", Split(0)), ("y", Partial())), target))
+    got: dict[int, int] = {}
+    for messages in plan.rounds():
+        for message in messages:
+            got[message.receiver] = got.get(message.receiver, 0) + message.end - message.begin
+    first = [target.devices[rank] for rank in range(8) if target.mesh.coordinates(rank)["y"] == 0]
+    assert got == dict.fromkeys(first, SHAPE[0] * SHAPE[1] // 2)
+
+
+def test_what_goes_on_inside_hosts_is_told() -> None:
+    source, target = grids(PAIRS[0])
+    assert (
+        plan_transfer(SHAPE, 4, ((), source), ((("x", Split(0)),), target)).most_inside == 3 * SHAPE[0] * SHAPE[1] // 2
+    )
+    same = plan_transfer(SHAPE, 4, ((), source), ((), source))
+    assert (same.most, same.most_inside, same.seconds(1.0)) == (0, 0, 0.0)
+    assert all(message.sender == message.receiver for messages in same.rounds() for message in messages)
+
+
 def test_more_latency_asks_for_fewer_chunks() -> None:
     plan, _, _ = planned(2, 0, 0)
     counts = [best_chunks(plan, 1e9, latency) for latency in (1e-9, 1e-7, 1e-5, 1e-3)]

@@ -67,7 +67,7 @@ def test_the_best_of_all_orders_is_found_and_said_to_be_proven(
     uneven = Times(
         (1.0, 1.5, 0.5)[:stages], (1.0, 0.75, 2.0)[:stages], (0.5, 1.0, 1.0)[:stages], *[(transfer,) * len(edges)] * 2
     )
-    for times in (Times.alike(stages, edges, transfer=transfer), uneven):
+    for times in (uneven, Times.alike(stages, edges, transfer=transfer))[: 4 - num]:
         pipeline = Pipeline(one_each(stages), num, times, Memory.in_flight(stages, limits), edges, apart)
         found = find_schedule(pipeline)
         check(found.schedule, pipeline.memory)
@@ -75,6 +75,16 @@ def test_the_best_of_all_orders_is_found_and_said_to_be_proven(
         assert (
             found.seconds == pytest.approx(brute_force(pipeline)) == pytest.approx(slow_seconds(found.schedule, times))
         )
+
+
+def test_what_is_kept_for_weight_gradients_alone_may_be_less() -> None:
+    times = Times.alike(2, chain(2), (1.0, 1.0, 0.5), transfer=0.5)
+    for limits in ((2.0, 2.0), (3.0, 3.0), (4.0, 2.5)):
+        memory = Memory((2.0, 2.0), (1.0, 0.5), limits)
+        pipeline = Pipeline.of(one_each(2), 2, times, memory)
+        found = find_schedule(pipeline)
+        check(found.schedule, memory)
+        assert found.proven and found.seconds == pytest.approx(brute_force(pipeline))
 
 
 @pytest.mark.parametrize("owners", [one_each(4), looped(2, 2), v_shaped(2)])

@@ -18,6 +18,8 @@ from conjoin.schedules import (
     least_weight_delay,
     one_f_one_b,
     play,
+    there_and_back,
+    with_late_weights,
     zero_bubble,
     zero_bubble_v,
 )
@@ -37,6 +39,8 @@ def all_made(stages: int, micro_batches: int) -> list[Schedule]:
         zero_bubble_v(stages, micro_batches),
         *(interleaved(stages, each, micro_batches) for each in (1, 2, 3)),
         breadth_first(stages, 2, micro_batches),
+        there_and_back(stages, micro_batches),
+        with_late_weights(interleaved(stages, 2, micro_batches), range(stages)),
     ]
 
 
