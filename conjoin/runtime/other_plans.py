@@ -21,7 +21,17 @@ from torch import Tensor, nn
 
 from conjoin.environment import installed_version
 from conjoin.errors import ConjoinError, PlanError, UsageError
-from conjoin.ir import Graph, LeafKind, Plan, describe_tree, flatten_tree, load_plan, plan_fingerprint, unflatten_tree
+from conjoin.ir import (
+    Graph,
+    LeafKind,
+    Plan,
+    Structure,
+    describe_tree,
+    flatten_tree,
+    load_plan,
+    plan_fingerprint,
+    unflatten_tree,
+)
 from conjoin.ops import dtype_name
 
 _log = logging.getLogger(__name__)
@@ -44,6 +54,22 @@ class Planner:
 
 
 @dataclass(frozen=True, slots=True)
+class Key:
+    """What a program is for: a mode, and a call with tensors of some types."""
+
+    training: bool
+    call: str
+    structure: Structure
+
+    @staticmethod
+    def of(training: bool, dealt: Dealt) -> Key:
+        return Key(training, call_text(dealt), describe_tree(dealt)[1])
+
+    def __str__(self) -> str:
+        return f"{'training' if self.training else 'evaluation'} on {self.call}"
+
+
+@dataclass(frozen=True, slots=True)
 class Made:
     """A plan, what there is to say of it, and where it is to be kept."""
 
@@ -60,7 +86,7 @@ class OtherPlans:
     ) -> None:
         self.plan, self._planner, self._loss = plan, planner, loss
         self._folder = None if path is None else Path(f"{path}.shapes")
-        self._made: dict[tuple[bool, str], Made] = {}
+        self._made: dict[Key, Made] = {}
         try:
             self.model, self._why = bare_copy(model), ""
         except Exception as error:  # a user's model may hold anything that cannot be copied
@@ -76,65 +102,64 @@ class OtherPlans:
             return []
         return [p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD]
 
-    def find(self, training: bool, dealt: Dealt) -> Made:
+    def find(self, key: Key, dealt: Dealt) -> Made:
         """The plan for a call, which was made before, lies beside the plan's file, or is made now."""
-        key = training, call_text(dealt)
         with _one_at_a_time:
             if key not in self._made:
                 path = self._file(key)
-                self._made[key] = self._read(path) or self._make(training, dealt, path)
+                self._made[key] = self._read(path) or self._make(key, dealt, path)
             return self._made[key]
 
-    def forget(self, training: bool, dealt: Dealt) -> None:
+    def forget(self, key: Key) -> None:
         """Let go of a plan that was not used for long."""
-        self._made.pop((training, call_text(dealt)), None)
+        self._made.pop(key, None)
 
-    def _make(self, training: bool, dealt: Dealt, path: Path | None) -> Made:
+    def _make(self, key: Key, dealt: Dealt, path: Path | None) -> Made:
         if self._why:
             raise UsageError(
-                f"{self._call(training, dealt)} was asked for. The model would have to be captured again for that, and "
+                f"{self._asked(key)} was asked for. The model would have to be captured again for that, and "
                 f"it could not be copied without its values: {self._why}. Make a plan for this shape and mode."
             )
-        loss = self._loss_for(training, dealt)
+        loss, training = self._loss_for(key, dealt), key.training
         same_mode = training == self.plan.graph.training == self._modes[self.model]
         for module, mode in self._modes.items():
             module.training = mode if same_mode else training
         graph = self._planner.capture(self.plan, self.model, _batch(dealt, self.names), loss)
-        self._check_graph(graph, training, dealt)
+        self._check_graph(graph, key)
         plan, remark = self._planner.decide(self.plan, graph)
         check_stored_alike(self.plan, plan)
         return Made(plan, remark, path)
 
-    def _loss_for(self, training: bool, dealt: Dealt) -> Any:
+    def _loss_for(self, key: Key, dealt: Dealt) -> Any:
         """The loss; none where the call has nothing for it that the plan's has: then the model alone is asked."""
         children = self.plan.graph.input_structure.children
         takes_more = len(children) == 4 and any(part.num_leaves for part in children[2:])
         given = bool(dealt[2] or dealt[3])
         if given and self._loss is None:
-            raise self._without_loss(training, dealt)
+            raise self._without_loss(key)
         return self._loss if given or not takes_more else None
 
-    def _check_graph(self, graph: Graph, training: bool, dealt: Dealt) -> None:
-        if self._loss is None and self.plan.graph.loss is not None and graph.loss is None and training:
-            raise self._without_loss(training, dealt)
+    def _check_graph(self, graph: Graph, key: Key) -> None:
+        if self._loss is None and self.plan.graph.loss is not None and graph.loss is None and key.training:
+            raise self._without_loss(key)
         lost = {t.dtype for t in _types(self.plan.graph)} - {t.dtype for t in _types(graph)}
         if lost.intersection(_NARROW):
             raise UsageError(
-                f"{self._call(training, dealt)} was asked for. The plan was made in an autocast of the caller, which "
+                f"{self._asked(key)} was asked for. The plan was made in an autocast of the caller, which "
                 f"it does not name, and the model would be captured without. Make the plan with precision=, as "
                 f"'bf16-mixed'."
             )
 
-    def _without_loss(self, training: bool, dealt: Dealt) -> UsageError:
+    def _without_loss(self, key: Key) -> UsageError:
         return UsageError(
-            f"{self._call(training, dealt)} was asked for. The plan is of the model with a loss, and a plan for "
+            f"{self._asked(key)} was asked for. The plan is of the model with a loss, and a plan for "
             f"another shape or mode has to be made of both. Pass the loss, as in conjoin.load(plan, model, loss=loss)."
         )
 
-    def _call(self, training: bool, dealt: Dealt) -> str:
-        return f"A step of {self.plan.model.name} in {mode_name(training)} on {call_text(dealt)}"
+    def _asked(self, key: Key) -> str:
+        return f"A step of {self.plan.model.name} in {key}"
 
-    def _file(self, key: tuple[bool, str]) -> Path | None:
+    def _file(self, key: Key) -> Path | None:
         if self._folder is None:
             return None
         content = repr((key, plan_fingerprint(self.plan), installed_version()))
@@ -195,10 +220,6 @@ def check_stored_alike(plan: Plan, other: Plan) -> None:
 
 def _types(graph: Graph) -> Iterator[Any]:
     return (type for node in graph.nodes for type in node.types)
-
-
-def mode_name(training: bool) -> str:
-    return "training" if training else "evaluation"
 
 
 def call_text(dealt: Dealt) -> str:

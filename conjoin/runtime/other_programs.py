@@ -21,13 +21,12 @@ from torch import Tensor
 from conjoin.errors import ConjoinError, RankError
 from conjoin.ir import Leaf, Plan, flatten_tree, plan_fingerprint, unflatten_tree
 from conjoin.ops import split_axes
-from conjoin.runtime.other_plans import Dealt, Made, OtherPlans, call_text, keep, mode_name
+from conjoin.runtime.other_plans import Dealt, Key, Made, OtherPlans, keep
 from conjoin.runtime.rank_program import Form, RankProgram
 from conjoin.runtime.torch_private import is_in_backward
 
 _log = logging.getLogger("conjoin")
 MAX_PROGRAMS = 16
-Key = tuple[bool, str]
 
 
 class OtherPrograms:
@@ -36,6 +35,8 @@ class OtherPrograms:
     def __init__(self, program: RankProgram, plans: OtherPlans, make: Callable[[Plan], RankProgram]) -> None:
         self.plans = plans
         self._own, self._make, self._last = program, make, program
+        taken = ", ".join(str(leaf.type.laid_out(())) for leaf in program.taken)
+        self._own_key = Key(program.plan.graph.training, taken, program.plan.graph.input_structure)
         self._programs: OrderedDict[Key, RankProgram] = OrderedDict()
         self._communicator, self._store = program.communicator, program.store
         self._every: int | None = 0
@@ -53,12 +54,13 @@ class OtherPrograms:
         """The program for a call, and its input tensors in order."""
         own = self._own
         given = own.calling.match(args, kwargs)
-        if given is not None and training == own.plan.graph.training and self._is_own(own.form_of(given)):
-            self._go_over(own, (training, ", ".join(str(leaf.type.laid_out(())) for leaf in own.taken)))
+        form = Form.OTHER if given is None else own.form_of(given)
+        if given is not None and training == own.plan.graph.training and self._is_own(form):
+            self._go_over(own, self._own_key)
             return own, given
         dealt = own.calling.deal(args, kwargs, self.plans.names)
-        whole = self._whole(dealt) if given is not None and self._in_parts else dealt
-        key = training, call_text(whole)
+        whole = self._whole(dealt) if given is not None and self._in_parts and form is not Form.WHOLE else dealt
+        key = Key.of(training, whole)
         program = self._programs.get(key)
         if program is None:
             program = self._add(key, whole)
@@ -90,7 +92,7 @@ class OtherPrograms:
         """Plan a call, agree on the plan, and make its program."""
         start = time.perf_counter()
         try:
-            made = self.plans.find(key[0], dealt)
+            made = self.plans.find(key, dealt)
         except ConjoinError:
             if self._communicator.mesh.size > 1:
                 self._agree(key, "refused")
@@ -109,7 +111,8 @@ class OtherPrograms:
 
     def _evict(self) -> None:
         while len(self._programs) >= MAX_PROGRAMS:
-            self._programs.popitem(last=False)
+            oldest, _ = self._programs.popitem(last=False)
+            self.plans.forget(oldest)
         programs = (self._own, *self._programs.values())
         self._store.keep_only({leaf for program in programs for leaf in program.plan.graph.leaves})
 
@@ -123,8 +126,7 @@ class OtherPrograms:
         """Raise RankError on every rank unless all go over to the same program."""
         if self._communicator.mesh.size == 1:
             return
-        call = f"{mode_name(key[0])} on {key[1]}"
-        told = [json.loads(text) for text in self._communicator.compare(json.dumps([call, fingerprint]))]
+        told = [json.loads(text) for text in self._communicator.compare(json.dumps([str(key), fingerprint]))]
         other = next((rank for rank, each in enumerate(told) if each != told[0]), None)
         if other is None:
             return
@@ -149,6 +151,6 @@ class OtherPrograms:
 
 
 def _tell(made: Made, key: Key, seconds: float) -> None:
-    told = f"planned {mode_name(key[0])} on {key[1]} in {seconds:.1f} s"
+    told = f"planned {key} in {seconds:.1f} s"
     level = logging.WARNING if made.remark else logging.INFO
     _log.log(level, "%s: %s%s", made.plan.model.name, told, f": {made.remark}" if made.remark else "")

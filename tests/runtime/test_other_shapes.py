@@ -18,12 +18,12 @@ from torch.nn import functional
 
 import conjoin
 from conjoin.errors import PlanError, RankError, UsageError
-from conjoin.ir import Graph, model_mark, operators_of
+from conjoin.ir import Graph, Plan, model_mark, operators_of
 from conjoin.machine import parse_machine
 from conjoin.rules import Index, Library
 from conjoin.runtime import launch, run_ranks
 from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.other_plans import check_stored_alike
+from conjoin.runtime.other_plans import Key, check_stored_alike
 from conjoin.runtime.other_programs import MAX_PROGRAMS
 from conjoin.search import make_plan
 from conjoin.search.contest import make_variant
@@ -117,7 +117,7 @@ TEXT = [
     ("ranks", "strategy"),
     [
         (1, "single"), (2, "fsdp"), (4, "data-parallel"), (4, "fsdp+recompute=full"), (4, "megatron:tp=2,dp=2,sp"),
-        (3, "zero1"), (4, "context:cp=2"),
+        (3, "zero1"),
     ],
 )  # fmt: skip
 def test_every_shape_and_mode_is_that_of_the_plain_model(ranks: int, strategy: str) -> None:
@@ -130,8 +130,13 @@ def test_micro_batches_become_no_larger() -> None:
     check(case, [*TEXT[:3], Call(True, words(6, seed=7)), TEXT[5]])
 
 
+def plan_for(case: Case, batch: tuple[Tensor, Tensor]) -> Plan:
+    dealt = [batch[:1], {}, batch[1:], {}]
+    return others_of(case).find(Key.of(True, dealt), dealt).plan
+
+
 def alike_steps(case: Case, size: int) -> int:
-    found = others_of(case).find(True, [words(size)[:1], {}, words(size)[1:], {}]).plan.accumulation
+    found = plan_for(case, words(size)).accumulation
     return 1 if found is None else found.steps
 
 
@@ -195,7 +200,7 @@ def test_a_substitution_is_done_again(ranks: int, strategy: str) -> None:
     case = substituted(ranks, strategy)
     sizes = ((True, 8), (True, 3), (False, 8), (True, 7))
     check(case, [Call(training, numbers(size, seed)) for seed, (training, size) in enumerate(sizes)])
-    plan = others_of(case).find(True, [numbers(5)[:1], {}, numbers(5)[1:], {}]).plan
+    plan = plan_for(case, numbers(5))
     assert [each.name for each in plan.substitutions] == [each.name for each in case.plan.substitutions]
     assert [node.op for node in operators_of(plan.graph)] == [node.op for node in operators_of(case.plan.graph)]
 
@@ -267,6 +272,7 @@ def test_without_what_the_loss_takes_the_model_alone_answers() -> None:
 def test_parts_of_smaller_batches_are_parts_where_batches_came_in_parts() -> None:
     case = case_of("words", 2, "data-parallel")
     wanted = [word_loss(copy.deepcopy(case.model).eval()(ids), target).item() for ids, target in (words(8), words(4))]
+    wanted.append(wanted[0])
 
     def program(ranks: Communicator) -> list[float]:
         step, found = module_of(case, others_of(case), ranks).eval(), []
@@ -274,7 +280,7 @@ def test_parts_of_smaller_batches_are_parts_where_batches_came_in_parts() -> Non
         for size in (8, 4):
             half = slice(ranks.rank * size // 2, (ranks.rank + 1) * size // 2)
             found.append(step(*(x[half] for x in words(size))).item())
-        return found
+        return [*found, step(*words(8)).item()]  # as large as the plan's batch, and so it
 
     for found in run_ranks(case.plan.mesh, program):
         assert found == pytest.approx(wanted, rel=1e-9)
@@ -299,7 +305,7 @@ def test_few_programs_are_held_and_the_oldest_goes_first(monkeypatch: pytest.Mon
         step = module_of(case, others_of(case), ranks)
         for size in (5, 6, 5, 7, 8):
             step(*words(size))
-        return [text for _, text in step._others._programs]
+        return [key.call for key in step._others._programs]
 
     (held,) = run_ranks(case.plan.mesh, program)
     assert held == ["i64[5,6], i64[5,6]", "i64[7,6], i64[7,6]"]
@@ -371,35 +377,42 @@ def test_a_copy_has_weights_of_its_own_in_every_shape() -> None:
     assert twin(*words(5)).item() == before != step(*words(5)).item()
 
 
+def two_heads(strategy: str) -> Case:
+    torch.manual_seed(2)
+    model = TwoHeads().double()
+    graph = conjoin.capture(model, numbers(8), functional.mse_loss, check=False)
+    return Case(model, functional.mse_loss, make_plan(graph, parse_machine("local:2"), strategy))
+
+
 def _call(rank: int, case: Case, sizes: list[list[int]]) -> list[float]:
     step = conjoin.load(case.plan, case.model, loss=case.loss)
     found = []
     for size in sizes[rank]:
-        loss = step(*words(size, seed=size))
+        loss = step(*numbers(size, size))
         loss.backward()
         found.append(loss.item())
     return found
 
 
 def test_ranks_that_are_processes() -> None:
-    case = case_of("words without dropout", 2, "fsdp")
-    plain = copy.deepcopy(case.model)
-    wanted = [word_loss(plain(ids), target).item() for ids, target in (words(n, seed=n) for n in (8, 5, 8))]
-    for found in launch(2, _call, case, [[8, 5, 8]] * 2):
+    case = two_heads("fsdp")
+    given = [numbers(size, size) for size in (8, 5, 1, 8)]
+    wanted = [functional.mse_loss(case.model(x), y).item() for x, y in given]
+    for found in launch(2, _call, case, [[8, 5, 1, 8]] * 2):
         assert found == pytest.approx(wanted, rel=1e-9)
 
 
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ([[8, 5], [8, 3]], r"rank 0 to training on i64\[5,6\], i64\[5,6\], rank 1 to training on i64\[3,6\]"),
+        ([[8, 5], [8, 3]], r"rank 0 to training on f64\[5,4\], f64\[5,2\], rank 1 to training on f64\[3,4\]"),
         ([[8, 5], [8, 8]], "Rank 1 went on with another shape or mode than those who wait for it, noticed by rank 0"),
     ],
+    ids=["both new", "one new"],
 )
 def test_ranks_with_different_shapes_are_told(sizes: list[list[int]], said: str) -> None:
-    case = case_of("words without dropout", 2, "fsdp")
     with pytest.raises(RankError, match=said) as told:
-        launch(2, _call, case, sizes)
+        launch(2, _call, two_heads("fsdp"), sizes)
     assert_three_sentences(told.value)
 
 

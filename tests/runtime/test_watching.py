@@ -15,7 +15,19 @@ import pytest
 
 from conjoin.errors import RankError
 from conjoin.runtime import Session, launch, load
-from conjoin.runtime.progress import Eye, Passage, Report, Verdict, ended_early, failed, held_up, lost, where_is
+from conjoin.runtime.progress import (
+    Eye,
+    Passage,
+    Report,
+    Verdict,
+    ended_early,
+    failed,
+    gone_on,
+    held_up,
+    lost,
+    not_coming,
+    where_is,
+)
 from conjoin.runtime.watching import last_words
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.models import mlp, plan_of
@@ -196,3 +208,14 @@ def test_the_place_is_one_of_the_users() -> None:
 
     assert where_is(threading.get_ident()).split(" in ")[1] == "test_the_place_is_one_of_the_users"
     assert where_is(-1) == ""
+
+
+def test_a_rank_that_went_on_is_told_from_one_that_is_on_its_way() -> None:
+    mine = {"0,1": 7, "0,1,2": 4}
+    assert gone_on({1: Report(entered={"0,1": 7}), 2: Report(entered={"0,1,2": 3, "2,3": 99})}, mine) is None
+    found = gone_on({1: Report(entered={"0,1": 8}), 2: Report(entered={"0,1,2": 4})}, mine)
+    assert found is not None and found.ranks == [1]
+    assert_three_sentences(found.error(0))
+    ended = not_coming({1: Report(), 2: Report(has_ended=True)})
+    assert ended is not None and ended.ranks == [2]
+    assert_three_sentences(ended.error(0))
