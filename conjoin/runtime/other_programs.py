@@ -119,7 +119,7 @@ class OtherPrograms:
     def _go_over(self, program: RankProgram, key: Key) -> None:
         """Run a program that is there: if another one ran before, all ranks do."""
         if program is not self._last and not is_in_backward():
-            self._agree(key, plan_fingerprint(program.plan))
+            self._agree(key, program.fingerprint)
             self._last = program
 
     def _agree(self, key: Key, fingerprint: str) -> None:

@@ -117,7 +117,8 @@ class LocalProgram:
         self.carriers = _RankCarriers(plan, communicator, exact, is_stage)
         self.kept = tuple(leaf for leaf in plan.graph.leaves if leaf.kind is not LeafKind.INPUT)
         """What is there between steps: parameters, buffers and constants."""
-        name = f"{plan.graph.name} {plan_fingerprint(plan)[:12]} @{communicator.rank}"
+        self.fingerprint = plan_fingerprint(plan)
+        name = f"{plan.graph.name} {self.fingerprint[:12]} @{communicator.rank}"
         once = plan.accumulation is None and not is_stage
         emitted = emit_program(plan.graph, self.kept, self.carriers, recomputed(plan), once=once)
         self._program = Program(emitted, name, partial(_compile, self.carriers))
@@ -187,7 +188,7 @@ class RankProgram:
     ) -> None:
         self.plan, self.store, self.communicator, self._passes = plan, store, communicator, passes
         self.local = LocalProgram(plan, store, communicator, exact)
-        self.code = self.local.code
+        self.code, self.fingerprint = self.local.code, self.local.fingerprint
         self.agreement = Agreement(plan, store, communicator)
         accumulation, self._accumulator, called = plan.accumulation, None, plan.graph
         if accumulation is not None:
