@@ -232,10 +232,11 @@ def test_a_library_model_with_labels_is_called_by_name_and_by_position() -> None
     def predict(ranks: Communicator) -> Tensor:
         step = module_of(case, others_of(case), ranks).eval()
         with torch.no_grad():
-            return step(input_ids=small).logits
+            return torch.stack([step(input_ids=small).logits, step(small, labels=small).logits])
 
     wanted = copy.deepcopy(model).eval()(input_ids=small).logits
-    assert all(torch.allclose(found, wanted, atol=1e-9) for found in run_ranks(case.plan.mesh, predict))
+    for found in run_ranks(case.plan.mesh, predict):  # whole on every rank, beside the loss or without
+        assert torch.allclose(found[0], wanted, atol=1e-9) and torch.allclose(found[1], wanted, atol=1e-9)
 
 
 def test_inputs_by_name_run_the_program_of_those_by_position() -> None:
