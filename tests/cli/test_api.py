@@ -23,12 +23,12 @@ def test_the_surface_is_frozen() -> None:
     assert conjoin.__all__ == [
         "CaptureError", "CapturedModule", "CheckpointError", "ConjoinError", "DeclarationError", "Explanation", "Graph",
         "GraphError", "Inspection", "Loader", "Machine", "ParallelModule", "Pipeline", "PipelinePrediction", "Plan",
-        "PlanError", "Prediction", "RankError", "SearchResult", "StrategyError", "UsageError", "Verdict", "Weights", "Wish", "__version__", "capture",
-        "compare", "diff_plans", "explain", "explanation_text", "fingerprint", "full_state_dict", "inspect", "load",
-        "load_checkpoint", "load_graph", "load_optimizer_state_dict", "load_plan", "not_understood",
-        "optimizer_state_dict", "parse_graph", "plan", "prove_rules", "register_machine", "register_operator",
-        "register_strategy", "save_checkpoint", "save_graph", "save_weights", "search_plan", "simulate_plan",
-        "strategy_names", "to_module", "verify", "verify_plan",
+        "PlanError", "Prediction", "RankError", "SearchResult", "StrategyError", "UsageError", "Verdict", "Weights",
+        "Wish", "__version__", "capture", "compare", "diff_plans", "explain", "explanation_text", "fingerprint",
+        "full_state_dict", "inspect", "load", "load_checkpoint", "load_graph", "load_optimizer_state_dict", "load_plan",
+        "not_understood", "optimizer_state_dict", "parse_graph", "plan", "prove_rules", "register_machine",
+        "register_operator", "register_strategy", "save_checkpoint", "save_graph", "save_weights", "search_plan",
+        "simulate_plan", "strategy_names", "to_module", "verify", "verify_plan",
     ]  # fmt: skip
 
 
