@@ -19,7 +19,6 @@ from conjoin.comm.cross_mesh import (
     plan_transfer,
     reduced_for_transfer,
 )
-from conjoin.comm.crossing import Held, Sending, direct_messages
 from conjoin.comm.exchanges import ExchangedBytes, NodeExchanges, node_exchanges
 from conjoin.comm.gradients import Entry, GradientFlow
 from conjoin.comm.movement import Movement, move_regions, movement
@@ -31,6 +30,7 @@ from conjoin.comm.ring import Block, Ring, RingBytes, ring_bytes_of, ring_member
 from conjoin.comm.route import backward_route, dual_layout, reshard
 from conjoin.comm.routing import RoutedBytes, Routing, moves_fewer_rows, routed_bytes, routed_call, routing_of
 from conjoin.comm.senders import SENDER_WAYS, Assignment, Atomic
+from conjoin.comm.stage_transfers import plan_crossing, stage_grid
 from conjoin.comm.steps import Route, Step, StepKind
 from conjoin.comm.traffic import (
     AGREEMENT_BYTES,
@@ -51,12 +51,12 @@ from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 __all__ = [
     "AGREEMENT_BYTES", "BACKWARD", "CHUNKS", "EXCHANGE", "FORWARD", "RING", "SENDER_WAYS", "Assignment", "Atomic",
     "Block", "BundleKind", "BundleSizes", "Collective", "Entry", "ExchangedBytes", "Form", "GradientFlow", "Grid",
-    "Held", "Message", "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Ring", "RingBytes", "Route",
-    "RoutedBytes", "Routing", "Sending", "Step", "StepKind", "Traffic", "Transfer", "TransferPlan", "Use",
-    "WholeSlices", "backward_route", "best_chunks", "bundle_parameters", "bytes_sent", "changes_places",
-    "changes_places_between", "common_places", "direct_messages", "dual_layout", "find_bundles", "flights_backward",
-    "flights_forward", "form_seconds", "has_places", "held_bytes", "leaves_early", "move_regions", "movement",
-    "moves_fewer_rows", "node_exchanges", "num_devices", "plan_transfer", "recomputed", "reduced_for_transfer",
-    "reshard", "ring_bytes", "ring_bytes_of", "ring_members", "ring_of", "route_bytes", "routed_bytes", "routed_call",
-    "routing_of", "run_again", "sent_bytes", "splits_evenly", "step_bytes", "step_load", "sum_per_rank", "total_bytes",
+    "Message", "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Ring", "RingBytes", "Route", "RoutedBytes",
+    "Routing", "Step", "StepKind", "Traffic", "Transfer", "TransferPlan", "Use", "WholeSlices", "backward_route",
+    "best_chunks", "bundle_parameters", "bytes_sent", "changes_places", "changes_places_between", "common_places",
+    "dual_layout", "find_bundles", "flights_backward", "flights_forward", "form_seconds", "has_places", "held_bytes",
+    "leaves_early", "move_regions", "movement", "moves_fewer_rows", "node_exchanges", "num_devices", "plan_crossing",
+    "plan_transfer", "recomputed", "reduced_for_transfer", "reshard", "ring_bytes", "ring_bytes_of", "ring_members",
+    "ring_of", "route_bytes", "routed_bytes", "routed_call", "routing_of", "run_again", "sent_bytes", "splits_evenly",
+    "stage_grid", "step_bytes", "step_load", "sum_per_rank", "total_bytes",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Seconds of an operator on a device and of a collective on a machine, always with their source."""
 
-from conjoin.cost.communication import collective_seconds, point_to_point_seconds
+from conjoin.cost.communication import collective_seconds, messages_seconds, point_to_point_seconds
 from conjoin.cost.device_costs import OperatorCost
 from conjoin.cost.fitting import Fit, fit_efficiencies
 from conjoin.cost.kernels import ATTENTION, fuses_attention
@@ -22,7 +22,7 @@ __all__ = [
     "ATTENTION", "FAMILIES", "NO_SECONDS", "OPTIMIZERS", "Absence", "CallWork", "CostModel", "Fit", "Groups",
     "LocalCall", "Measurement", "OperatorCost", "Outcome", "Profile", "Seconds", "Source", "Store", "Way", "Work",
     "collective_seconds", "copy_key", "fit_efficiencies", "fuses_attention", "is_product", "load_profile",
-    "local_calls", "mean_outcomes", "measure", "measure_copy", "measure_update", "nccl_ways",
-    "point_to_point_seconds", "rate_name", "read_key", "save_profile", "shipped_profiles", "update_key",
-    "weakest", "work_of", "write_key",
+    "local_calls", "mean_outcomes", "measure", "measure_copy", "measure_update", "messages_seconds", "nccl_ways",
+    "point_to_point_seconds", "rate_name", "read_key", "save_profile", "shipped_profiles", "update_key", "weakest",
+    "work_of", "write_key",
 ]  # fmt: skip

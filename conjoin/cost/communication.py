@@ -116,6 +116,26 @@ def point_to_point_seconds(machine: Machine, sender_rank: int, receiver_rank: in
     return Seconds(latency + num_bytes / min(map(rate_between(machine.device), route)), Source.ESTIMATED)
 
 
+def messages_seconds(machine: Machine, messages: Sequence[tuple[int, int, int]]) -> Seconds:
+    """How long messages take that start together, each by its sender, its receiver and its bytes: as the busiest link.
+
+    >>> machine = Machine.preset("piz-daint", nodes=3)
+    >>> one, two = [(0, 1, 8_500_000)], [(0, 1, 8_500_000), (0, 2, 8_500_000)]
+    >>> round(messages_seconds(machine, two).value / messages_seconds(machine, one).value, 2)
+    1.99
+    """
+    rate, loads, latency = rate_between(machine.device), dict[object, float](), 0.0
+    for sender, receiver, num_bytes in messages:
+        route = machine.topology.path(sender, receiver)
+        latency = max(latency, sum(link.latency for link in route))
+        for link in route:
+            key = link.wire if link.shared else (link.wire, sender, receiver)
+            loads[key] = loads.get(key, 0.0) + num_bytes / rate(link)
+    if not loads:
+        return NO_SECONDS
+    return Seconds(SOFTWARE_SECONDS[machine.device] + latency + max(loads.values()), Source.ESTIMATED)
+
+
 def collective_lines(machine: Machine, kind: str, axes: tuple[str, ...]) -> tuple[Line, ...]:
     """Every way that is considered to carry a collective out, from the links; none for a group of one.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from conjoin.comm import Held
+from conjoin.comm import stage_grid
 from conjoin.ir import Leaf, Pipeline
 from conjoin.runtime.communicator import Channel, World
 from conjoin.runtime.rank_program import LocalProgram
@@ -40,12 +40,10 @@ class Loans:
                 lender = pipeline.stages[number]
                 if world.rank in (*lender.ranks, *stage.ranks):
                     have, want = lender.parameter(name), stage.parameter(name)
-                    source = Held(have.type.layout, lender.plan.mesh, lender.ranks)
-                    target = Held(want.type.layout, stage.plan.mesh, stage.ranks)
-                    there, back = (
-                        Crossing(have.type.shape, have.type.dtype, ends, world.rank)
-                        for ends in ((source, target), (target, source))
-                    )
+                    source = have.type.layout, stage_grid(pipeline, number)
+                    target = want.type.layout, stage_grid(pipeline, borrower)
+                    there = Crossing(have.type, source, target, world.rank)
+                    back = Crossing(have.type, target, source, world.rank)
                     ranks = tuple(sorted({*lender.ranks, *stage.ranks}))
                     channel = world.channel(f"loan of {name} from {number} to {borrower}", ranks)
                     self._loans.append(_Loan(number, borrower, have, want, there, back, channel))

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from conjoin.comm import Held
-from conjoin.ir import Pipeline, Stage, Transfer
+from conjoin.comm import stage_grid
+from conjoin.ir import Pipeline, Transfer
 from conjoin.runtime.communicator import Channel, Parcel, World
 from conjoin.runtime.stage_runs import StageRun
 from conjoin.runtime.stage_transfers import Crossing, Expected
@@ -109,15 +109,14 @@ class Links:
             for way in sorted(route.order)
             if owner in way[:2]
         }
-        crossings = [_both_ways(pipeline.stages, transfer, rank) for transfer in route.transfers]
+        crossings = [_both_ways(pipeline, transfer, rank) for transfer in route.transfers]
         return cls(route, owner, crossings, channels)
 
 
-def _both_ways(stages: Sequence[Stage], transfer: Transfer, rank: int) -> tuple[Crossing, Crossing]:
-    source = Held(transfer.made.layout, stages[transfer.source].plan.mesh, stages[transfer.source].ranks)
-    target = Held(transfer.taken.layout, stages[transfer.target].plan.mesh, stages[transfer.target].ranks)
-    shape, dtype = transfer.made.shape, transfer.made.dtype
-    return Crossing(shape, dtype, (source, target), rank), Crossing(shape, dtype, (target, source), rank)
+def _both_ways(pipeline: Pipeline, transfer: Transfer, rank: int) -> tuple[Crossing, Crossing]:
+    source = transfer.made.layout, stage_grid(pipeline, transfer.source)
+    target = transfer.taken.layout, stage_grid(pipeline, transfer.target)
+    return Crossing(transfer.made, source, target, rank), Crossing(transfer.made, target, source, rank)
 
 
 class ScheduleRun:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from conjoin.comm import Held, direct_messages
-from conjoin.cost import CostModel, Source, point_to_point_seconds
+from conjoin.comm import plan_crossing, stage_grid
+from conjoin.cost import CostModel, Source, messages_seconds
 from conjoin.errors import PlanError
-from conjoin.ir import LeafKind, Pipeline, Stage, Transfer, num_elements, recomputed_segments, regathered_parameters
+from conjoin.ir import LeafKind, Pipeline, Stage, Transfer, recomputed_segments, regathered_parameters
 from conjoin.machine import Machine, devices_of
 from conjoin.schedules import Timeline, Times, play
 from conjoin.sim.breakdown import break_down
@@ -184,21 +184,24 @@ def _stage(
 
 
 def transfer_seconds(pipeline: Pipeline, transfer: Transfer, machine: Machine) -> float:
-    """How long a tensor takes from the ranks of one stage to those of another: as long as the busiest rank."""
-    stages = pipeline.stages
-    source, target = stages[transfer.source], stages[transfer.target]
-    messages = direct_messages(
-        transfer.made.shape,
-        Held(transfer.made.layout, source.plan.mesh, source.ranks),
-        Held(transfer.taken.layout, target.plan.mesh, target.ranks),
+    """How long a tensor takes from the ranks of one stage to those of another: as long as the busiest link, first from
+    the source, then where it is passed on."""
+    plan = plan_crossing(
+        transfer.made.laid_out(()),
+        (transfer.made.layout, stage_grid(pipeline, transfer.source)),
+        (transfer.taken.layout, stage_grid(pipeline, transfer.target)),
     )
-    sending, receiving = defaultdict[int, float](float), defaultdict[int, float](float)
-    for message in messages:
-        num_bytes = num_elements(message.region) * transfer.made.dtype.itemsize
-        seconds = point_to_point_seconds(machine, message.sender, message.receiver, num_bytes).value
-        sending[message.sender] += seconds
-        receiving[message.receiver] += seconds
-    return max((*sending.values(), *receiving.values()), default=0.0)
+    itemsize = transfer.made.dtype.itemsize
+    first, later = list[_Sent](), list[_Sent]()
+    for messages in plan.rounds():
+        for message in messages:
+            sent = message.sender, message.receiver, (message.end - message.begin) * itemsize
+            (first if message.after < 0 else later).append(sent)
+    return messages_seconds(machine, first).value + messages_seconds(machine, later).value
+
+
+_Sent = tuple[int, int, int]
+"""Sender, receiver and bytes."""
 
 
 def _num_samples(pipeline: Pipeline) -> int | None:

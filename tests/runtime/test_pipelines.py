@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from conjoin.comm import plan_crossing, stage_grid
 from conjoin.frontends import capture
-from conjoin.ir import Pipeline
+from conjoin.ir import Pipeline, num_elements, region_of
 from conjoin.machine import Machine
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.storage import Store
@@ -237,3 +238,35 @@ def test_a_pipeline_trains_like_a_loop_over_micro_batches(case: str, strategy: s
     held = compare(pipeline, model, loss, [make() for _ in range(STEPS)])
     assert set().union(*held) == {name for name, _ in model.named_parameters()}
     assert len({frozenset(names) for names in held}) == len({stage.ranks for stage in pipeline.stages}), "stages share"
+
+
+NODES: list[tuple[Machine, str, tuple[int, ...]]] = [
+    (Machine("two nodes", 2, 2, "cpu"), "pipeline:pp=2,tp=2,micro=2", ()),
+    (Machine("three nodes", 3, 2, "cpu"), "pipeline:tp=2,micro=4,schedule=eager-1f1b", (2, 4)),
+    (Machine("three nodes", 3, 2, "cpu"), "pipeline:tp=2,fsdp,micro=2", (4, 2)),
+]
+
+
+@pytest.mark.parametrize(("machine", "strategy", "sizes"), NODES, ids=["a node each", "one and two", "two and one"])
+def test_what_goes_to_several_nodes_goes_once_to_each(
+    machine: Machine, strategy: str, sizes: tuple[int, ...]
+) -> None:
+    kind, make, loss = CASES["tied"]
+    torch.manual_seed(3)
+    model = kind().double().train()
+    pipeline = make_pipeline(capture(model, make(), loss), machine, strategy, sizes=sizes)
+    compare(pipeline, model, loss, [make() for _ in range(2)])
+    for transfer in pipeline.transfers():
+        source, target = (stage_grid(pipeline, stage) for stage in (transfer.source, transfer.target))
+        ends = (transfer.made.layout, source), (transfer.taken.layout, target)
+        plan = plan_crossing(transfer.made.laid_out(()), *ends)
+        host = dict(zip((*source.devices, *target.devices), (*source.hosts, *target.hosts), strict=True))
+        sent = dict.fromkeys(target.hosts, 0)
+        for message in (message for messages in plan.rounds() for message in messages):
+            if host[message.sender] != host[message.receiver]:
+                sent[host[message.receiver]] += message.end - message.begin
+        shape, layout = transfer.taken.shape, transfer.taken.layout
+        held = {rank: region_of(shape, layout, target.mesh, i) for i, rank in enumerate(target.devices)}
+        for node, elements in sent.items():
+            wanted = {held[rank] for rank in target.devices if host[rank] == node}
+            assert elements == sum(num_elements(region) for region in wanted), "every slice once"
