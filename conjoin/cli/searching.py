@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from conjoin.ir import Graph
     from conjoin.machine import Machine
     from conjoin.search import Progress, Row, SearchResult
-    from conjoin.sim import Prediction
+    from conjoin.sim import PipelinePrediction, Prediction
 
 _INTERVAL = 0.1
 _LOG_INTERVAL = 10.0
@@ -93,13 +93,13 @@ class Notes:
     """What to know beside the seconds of a step on a machine."""
 
     machine: Machine
-    prediction: Prediction | None
+    prediction: Prediction | PipelinePrediction | None
     """Of the plan on the whole machine; None where it is for a part."""
     alone: tuple[str, float] | None
     """Where devices differ: a type of which one alone is predicted to be faster, and its seconds."""
 
 
-def take_notes(graph: Graph, machine: Machine, found: Prediction | None, optimizer: str) -> Notes:
+def take_notes(graph: Graph, machine: Machine, found: Prediction | PipelinePrediction | None, optimizer: str) -> Notes:
     """What to know of a prediction, the best there is for the machine."""
     return Notes(machine, found, None if found is None else _faster_alone(graph, machine, found.seconds, optimizer))
 

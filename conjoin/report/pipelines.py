@@ -10,6 +10,7 @@ from conjoin.ir import Pipeline, Transfer
 from conjoin.machine import Machine
 from conjoin.report.explanation import Explanation, explain, precision_text
 from conjoin.report.explanation_text import explanation_text
+from conjoin.report.prediction_notes import busy_notes, notes_to_json, price_notes
 from conjoin.report.prediction_text import format_seconds
 from conjoin.report.text import format_bytes
 from conjoin.report.trace import Event
@@ -144,7 +145,8 @@ def _mark(kind: Kind, micro_batch: int) -> str:
 def pipeline_prediction_text(found: PipelinePrediction, machine: Machine) -> str:
     """A prediction in lines: the step, the schedule as a picture, what stages take and hold."""
     pipeline, timeline = found.pipeline, found.timeline
-    lines = [f"{'plan':<12} {pipeline}", f"{'precision':<12} {precision_text(pipeline)}", f"{'machine':<12} {machine}"]
+    lines = [*price_notes(found, machine), f"{'plan':<12} {pipeline}", f"{'precision':<12} {precision_text(pipeline)}"]
+    lines.append(f"{'machine':<12} {machine}")
     lines.append(f"{'step':<12} {format_seconds(found.seconds)} ± {found.error:.0%}")
     lines.append(f"{'bubble':<12} {timeline.bubble:.1%} of the time in which stages run is spent waiting")
     lines.append(
@@ -158,6 +160,7 @@ def pipeline_prediction_text(found: PipelinePrediction, machine: Machine) -> str
             f"{f'stage {i}':<12} forward {format_seconds(stage.forward)}, backward {format_seconds(stage.backward)}, "
             f"end {format_seconds(stage.finish)}; {format_bytes(stage.peak)} with {stage.in_flight} in flight"
         )
+    lines += busy_notes(found)
     rate = found.samples_per_second
     use = f"{found.model_flops_utilization:.1%} of the devices' peak rate goes into the model (MFU)"
     lines.append(f"{'throughput':<12} {'' if rate is None else f'{rate:,.1f} samples/s, '}{use}")
@@ -192,6 +195,7 @@ def pipeline_prediction_to_json(found: PipelinePrediction, machine: Machine) -> 
         "samples_per_second": found.samples_per_second,
         "model_flops_utilization": found.model_flops_utilization,
         "memory": {"peak": found.peak, "capacity": found.capacity, "fits": found.fits},
+        **notes_to_json(found, machine),
     }
 
 

@@ -6,10 +6,10 @@ from dataclasses import asdict
 from typing import Any
 
 from conjoin.machine import Machine
-from conjoin.sim import Prediction, published_for
+from conjoin.sim import PipelinePrediction, Prediction, published_for
 
 
-def price_notes(found: Prediction, machine: Machine) -> list[str]:
+def price_notes(found: Prediction | PipelinePrediction, machine: Machine) -> list[str]:
     """A line where no price rests on a measurement, and one for every rate that a device type does not have."""
     told = f"{'prices':<12} all estimated from data sheets; {_published_text(machine)}"
     lines = [told] if found.all_estimated else []
@@ -30,13 +30,13 @@ def _published_text(machine: Machine) -> str:
     return "; ".join([*([f"published steps {', '.join(known)}"] if known else []), *rest])
 
 
-def busy_notes(found: Prediction) -> list[str]:
+def busy_notes(found: Prediction | PipelinePrediction) -> list[str]:
     """Where devices differ: how much of the step those of each type compute."""
     shares = ", ".join(f"{name} {share:.0%}" for name, share in found.busy)
     return [f"{'busy':<12} computing of the step: {shares}"] if len(found.busy) > 1 else []
 
 
-def notes_to_json(found: Prediction, machine: Machine) -> dict[str, Any]:
+def notes_to_json(found: Prediction | PipelinePrediction, machine: Machine) -> dict[str, Any]:
     """The same as plain data."""
     return {
         "all_estimated": found.all_estimated,

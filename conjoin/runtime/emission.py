@@ -105,7 +105,13 @@ class Emitter:
     """Emits the nodes of a graph one after the other into an FX program."""
 
     def __init__(
-        self, graph: Graph, carriers: Carriers | None = None, *, runs_again: bool = False, once: bool = True
+        self,
+        graph: Graph,
+        carriers: Carriers | None = None,
+        *,
+        runs_again: bool = False,
+        once: bool = True,
+        apart: bool = False,
     ) -> None:
         self.program = fx.Graph()
         self.graph = graph
@@ -120,6 +126,8 @@ class Emitter:
         """What an autocast around the program may have made in another dtype than written."""
         self._once = once
         """Whether what is not in a segment runs once in a step."""
+        self._apart = apart
+        """Whether parameters of a bundle have nodes of their own in autograd: gradients may be made one by one."""
         self._strides: Mapping[Value, tuple[int, ...]] | None = None
         self._absent: dict[tuple[Value, Layout], tuple[fx.Node, ...]] = {}
         """Values of which this rank has nothing, with what their gradients go back to."""
@@ -208,7 +216,8 @@ class Emitter:
         self._communicates |= bool(bundle.kind.gathered)
         made = self.call(uncompiled(bundle.launch), segment is not None, *given)
         for i, entry in enumerate(bundle.entries):
-            self.values[entry] = self.call(operator.getitem, made, i)
+            brought = self.call(operator.getitem, made, i)
+            self.values[entry] = self.call(torch.ops.aten.alias.default, brought) if self._apart else brought
 
     def call(self, function: Function, *args: Any, **kwargs: Any) -> fx.Node:
         made = self.program.call_function(function, args, kwargs)
@@ -407,14 +416,15 @@ def emit_program(
     again: Sequence[Segment] = (),
     *,
     once: bool = True,
+    apart: bool = False,
 ) -> Emitted:
     """A graph as FX, over the leaves that are its state.
 
     Nodes of segments to be run `again` in the backward pass are marked as such. A program that runs `once` in a
-    step may write over running statistics.
+    step may write over running statistics. Kept `apart`, parameters of one bundle may get their gradients one by one.
     """
     check_registered(graph)
-    emitter = Emitter(graph, carriers, runs_again=bool(again), once=once)
+    emitter = Emitter(graph, carriers, runs_again=bool(again), once=once, apart=apart)
     kept, values = _kept_between_steps(graph, carriers)
     operators = operators_of(graph)
     starts = {operators[first]: (i, operators[last]) for i, (first, last) in enumerate(again)}

@@ -120,12 +120,17 @@ class LocalProgram:
         self.fingerprint = plan_fingerprint(plan)
         name = f"{plan.graph.name} {self.fingerprint[:12]} @{communicator.rank}"
         once = plan.accumulation is None and not is_stage
-        emitted = emit_program(plan.graph, self.kept, self.carriers, recomputed(plan), once=once)
+        emitted = emit_program(plan.graph, self.kept, self.carriers, recomputed(plan), once=once, apart=is_stage)
         self._program = Program(emitted, name, partial(_compile, self.carriers))
         self.code = self._program.code
         self._slots = {leaf: store.slot(leaf) for leaf in self.kept}
         buffers = {leaf.name: leaf for leaf in plan.graph.leaves_of(LeafKind.BUFFER)}
         self._targets = tuple(store.slots_of_buffer(buffers[name]) for name, _ in plan.graph.updates)
+
+    @property
+    def makes_again(self) -> bool:
+        """Whether the backward pass runs operators again, or gathers parameters again."""
+        return bool(recomputed(self.plan) or regathered_parameters(self.plan))
 
     @property
     def bundles(self) -> tuple[Bundle, ...]:

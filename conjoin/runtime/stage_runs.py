@@ -16,6 +16,7 @@ from torch import Tensor
 from conjoin.ir import Leaf, LeafKind, Stage
 from conjoin.runtime.accumulating import Gradients, add_to, sum_put_off
 from conjoin.runtime.rank_program import LocalProgram
+from conjoin.runtime.split_backward import SplitBackward
 
 
 @dataclass(slots=True)
@@ -70,38 +71,45 @@ class StageRun:
         """The gradients of what arrived, from those of what left by their places among the outputs."""
         made = self._passes.pop(micro_batch)
         names, wanted = list(made.arrived), [*self.parameters.values(), *made.arrived.values()]
-        found = self._gradients(made, incoming, wanted, keep=False)
+        found = self._gradients(made, incoming, wanted)
         count = len(self.parameters)
         add_to(self.gradients, found[:count])
         return self._all_there(made, dict(zip(names, found[count:], strict=True)))
 
     def input_gradient(self, micro_batch: int, incoming: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        """The gradients of what arrived alone; those of parameters are made later."""
-        made = self._passes[micro_batch]
-        self._put_off[micro_batch] = incoming
-        names = list(made.arrived)
-        if not names:
-            return {}
-        found = self._gradients(made, incoming, list(made.arrived.values()), keep=True)
-        return self._all_there(made, dict(zip(names, found, strict=True)))
+        """The gradients of what arrived alone; those of parameters are made later, but for a program that makes
+        something again in its backward pass: what it would make again twice is made once."""
+        if self.program.makes_again:
+            return self.backward(micro_batch, incoming)
+        made = self._passes.pop(micro_batch)
+        ends = self._ends(made, incoming)
+        if not ends:
+            return self._all_there(made, dict.fromkeys(made.arrived))
+        outputs, gradients = zip(*ends, strict=True)
+        split = self._put_off[micro_batch] = SplitBackward(outputs, gradients, list(made.arrived.values()))
+        return self._all_there(made, dict(zip(made.arrived, split.input_gradients(), strict=True)))
 
     def weight_gradient(self, micro_batch: int) -> None:
         """The gradients of parameters of a micro-batch whose input gradients are made."""
-        made, incoming = self._passes.pop(micro_batch), self._put_off.pop(micro_batch)
-        add_to(self.gradients, self._gradients(made, incoming, list(self.parameters.values()), keep=False))
+        split = self._put_off.pop(micro_batch, None)
+        if split is not None:
+            add_to(self.gradients, split.weight_gradients(list(self.parameters.values())))
 
-    _put_off: dict[int, Mapping[int, Tensor]] = field(default_factory=dict)
-    """Gradients of what left, of micro-batches whose weight gradients are still to be made."""
+    _put_off: dict[int, SplitBackward] = field(default_factory=dict)
+    """By micro-batch, the passes whose weight gradients are still to be made."""
 
-    def _gradients(
-        self, made: _Pass, incoming: Mapping[int, Tensor], wanted: Sequence[Tensor], *, keep: bool
-    ) -> Gradients:
-        ends = [(made.outputs[place], gradient) for place, gradient in incoming.items()]
-        ends = [(output, gradient) for output, gradient in ends if output.requires_grad]
+    def _gradients(self, made: _Pass, incoming: Mapping[int, Tensor], wanted: Sequence[Tensor]) -> Gradients:
+        ends = self._ends(made, incoming)
         if not ends or not wanted:
             return [None] * len(wanted)
         outputs, gradients = zip(*ends, strict=True)
-        return list(torch.autograd.grad(outputs, wanted, gradients, retain_graph=keep, allow_unused=True))
+        return list(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
+
+    @staticmethod
+    def _ends(made: _Pass, incoming: Mapping[int, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """What a backward pass starts from, each with its gradient."""
+        ends = [(made.outputs[place], gradient) for place, gradient in incoming.items()]
+        return [(output, gradient) for output, gradient in ends if output.requires_grad]
 
     @staticmethod
     def _all_there(made: _Pass, found: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

@@ -10,16 +10,18 @@ from typing import Any
 
 from conjoin.cost import CostModel
 from conjoin.errors import StrategyError
-from conjoin.ir import Graph, Plan
+from conjoin.ir import Graph, Pipeline, Plan
 from conjoin.machine import Machine
 from conjoin.search.baselines import baseline_names
 from conjoin.search.constraints import make_constraints
 from conjoin.search.contest import Progress, Stopped
 from conjoin.search.finding import find_plan
+from conjoin.search.pipelining import make_pipeline
 from conjoin.search.planning import make_plan
 from conjoin.search.searching import search_names
+from conjoin.search.strategies import PIPELINE, read_request
 from conjoin.search.wishing import Wish, check_wish, usable_bytes
-from conjoin.sim import Prediction, predict, take_apart
+from conjoin.sim import PipelinePrediction, Prediction, predict, predict_pipeline, take_apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Row:
 
     name: str
     search_seconds: float
-    prediction: Prediction | None = None
+    prediction: Prediction | PipelinePrediction | None = None
     capacity: int = 0
     """Bytes that may be used of a device."""
     reason: str = ""
@@ -82,7 +84,7 @@ def compare_plans(  # noqa: PLR0913 – what may be put side by side
     capacity = usable_bytes(machine, wish)
     constraints = make_constraints(graph, machine.mesh, wish.fixed, wish.forbidden_axes)
     named = baseline_names(machine.mesh) if strategies is None else dict.fromkeys(strategies)
-    ways: list[tuple[str, Callable[[], Made]]] = [(name, partial(_make, graph, machine, name)) for name in named]
+    ways: list[tuple[str, Callable[[], Made]]] = [(name, partial(_make, graph, machine, costs, name)) for name in named]
     for search in searches:
         asked = replace(wish, search=search, objective="time")
         ways.append((f"search: {search}", partial(_find, graph, machine, costs, asked, progress)))
@@ -93,6 +95,10 @@ def compare_plans(  # noqa: PLR0913 – what may be put side by side
             try:
                 plan, stopped = make()
                 took = perf_counter() - started
+                if isinstance(plan, Pipeline):
+                    seen = predict_pipeline(plan, machine, costs, wish.optimizer)
+                    rows.append(Row(name, took, seen, capacity))
+                    continue
                 broken = constraints.broken_by(*take_apart(plan)) if constraints else None
                 if broken is not None:
                     rows.append(Row(name, took, reason=f"It does not keep to {broken}."))
@@ -109,10 +115,12 @@ def compare_plans(  # noqa: PLR0913 – what may be put side by side
     return sorted(rows, key=lambda r: (r.prediction is None, not r.fits, r.prediction.seconds if r.prediction else 0.0))
 
 
-Made = tuple[Plan, Stopped | None]
+Made = tuple[Plan | Pipeline, Stopped | None]
 
 
-def _make(graph: Graph, machine: Machine, strategy: str) -> Made:
+def _make(graph: Graph, machine: Machine, costs: CostModel, strategy: str) -> Made:
+    if read_request(strategy).name == PIPELINE:
+        return make_pipeline(graph, machine, strategy, costs), None
     return make_plan(graph, machine, strategy), None
 
 

@@ -9,7 +9,8 @@ micro-batch needs, and for every other one in flight what is kept from its forwa
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 
 import numpy as np
 
@@ -19,10 +20,10 @@ from conjoin.errors import PlanError
 from conjoin.ir import LeafKind, Pipeline, Stage, Transfer, recomputed_segments, regathered_parameters
 from conjoin.machine import Machine, devices_of
 from conjoin.schedules import Timeline, Times, play
-from conjoin.sim.breakdown import break_down
-from conjoin.sim.expected_error import expected_error
+from conjoin.sim.breakdown import Breakdown, break_down
+from conjoin.sim.expected_error import expected_error, is_all_estimated
 from conjoin.sim.memory import Memory, check_optimizer, measure_memory
-from conjoin.sim.prediction import peak_rate, work_by_rate
+from conjoin.sim.prediction import missing_rates, peak_rate, work_by_rate
 from conjoin.sim.prices import MachinePrices
 from conjoin.sim.simulation import Simulation, new_drafts, simulate_layouts
 from conjoin.sim.skeleton import take_apart
@@ -63,15 +64,44 @@ class PipelinePrediction:
     num_samples: int | None
     step_flops: float
     peak_flops: float
+    busy: tuple[tuple[str, float], ...] = ()
+    """For every device type the share of the step in which such a device computes."""
+    missing_rates: tuple[tuple[str, str], ...] = ()
+    """Device types, and dtypes of the work that they have no rate for."""
+    all_estimated: bool = False
+    """Whether nothing of it rests on a measurement."""
 
     @property
     def seconds(self) -> float:
         """How long a step takes: until the last owner has summed up and updated what it has."""
+        return max(self._ends())
+
+    def _ends(self) -> list[float]:
+        """When each owner is done."""
         ends = [float(ends[-1]) for ends in self.timeline.ends]
-        owners = self.pipeline.schedule.owners
-        for owner, stage in zip(owners, self.stages, strict=True):
+        for owner, stage in zip(self.pipeline.schedule.owners, self.stages, strict=True):
             ends[owner] += stage.finish
-        return max(ends)
+        return ends
+
+    @property
+    def breakdown(self) -> Breakdown:
+        """Where the time of the owner goes that is done last; what it waits for is the bubble and transfers."""
+        ends = self._ends()
+        last = ends.index(max(ends))
+        mine = [s for owner, s in zip(self.pipeline.schedule.owners, self.stages, strict=True) if owner == last]
+        times = self.pipeline.num_micro_batches
+        forward, backward = times * sum(s.forward for s in mine), times * sum(s.backward for s in mine)
+        update = sum(s.finish for s in mine)
+        exposed = min(self.timeline.exposed_seconds, max(0.0, ends[last] - forward - backward - update))
+        waiting = max(0.0, ends[last] - forward - backward - update - exposed)
+        hidden = self.timeline.hidden_seconds
+        return Breakdown(forward, backward, 0.0, update, exposed, waiting, hidden, (), self._sources())
+
+    @property
+    def memory(self) -> Memory:
+        """Of the fullest stage, with all micro-batches that are in flight there."""
+        fullest = max(self.stages, key=lambda stage: stage.peak)
+        return replace(fullest.memory, peak=self.peak)
 
     @property
     def samples_per_second(self) -> float | None:
@@ -101,12 +131,15 @@ class PipelinePrediction:
     @property
     def error(self) -> float:
         """The part by which the step may be off, by where its seconds come from."""
+        return expected_error(self._sources())
+
+    def _sources(self) -> tuple[tuple[Source, float], ...]:
         totals: dict[Source, float] = defaultdict(float)
         for stage in self.stages:
             for source, seconds in stage.sources:
                 totals[source] += seconds
         totals[Source.ESTIMATED] += self.timeline.exposed_seconds
-        return expected_error(tuple(totals.items()))
+        return tuple(totals.items())
 
 
 def predict_pipeline(
@@ -144,10 +177,20 @@ def predict_pipeline(
     for simulation in found:
         for rate, flops in work_by_rate(simulation.program.skeleton, pipeline.num_micro_batches).items():
             work[rate] += flops
+    sources = tuple(entry for stage in stages for entry in stage.sources)
     return PipelinePrediction(
         pipeline, stages, timeline, machine.usable_bytes, _num_samples(pipeline), sum(work.values()),
-        peak_rate(dict(work), machine),
+        peak_rate(dict(work), machine), _busy(pipeline, timeline, machine), missing_rates(dict(work), machine),
+        is_all_estimated(sources, machine),
     )  # fmt: skip
+
+
+def _busy(pipeline: Pipeline, timeline: Timeline, machine: Machine) -> tuple[tuple[str, float], ...]:
+    shares: dict[str, list[float]] = defaultdict(list)
+    for owner, stage in zip(pipeline.schedule.owners, pipeline.stages, strict=True):
+        for rank in stage.ranks:
+            shares[machine.device_type(rank).name].append(timeline.busy[owner] / max(timeline.seconds, 1e-30))
+    return tuple((name, fmean(those)) for name, those in shares.items())
 
 
 def _simulated(stage: Stage, machine: Machine, costs: CostModel, optimizer: str) -> Simulation:

@@ -87,7 +87,7 @@ def predict(
         sum(work.values()),
         peak_rate(work, machine),
         _busy(found, machine),
-        _missing_rates(work, machine),
+        missing_rates(work, machine),
         is_all_estimated(breakdown.sources, machine),
     )
 
@@ -122,7 +122,7 @@ _FEW = 0.01
 """Of the work: what is less is not worth a line."""
 
 
-def _missing_rates(work: dict[str, float], machine: Machine) -> tuple[tuple[str, str], ...]:
+def missing_rates(work: dict[str, float], machine: Machine) -> tuple[tuple[str, str], ...]:
     """Float32 on plain cores is what a device without tensor cores for it has, and is not missing."""
     total = sum(work.values())
     wanted = [name for name, flops in work.items() if flops > _FEW * total and name != "tfloat32"]

@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import prod
 
 from conjoin.errors import StrategyError, UsageError
-from conjoin.ir import Leaf, Node, region_of, region_shape
+from conjoin.ir import Leaf, LeafKind, Node, region_of, region_shape
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, Split, TensorType, make_layout
 from conjoin.search.drafting import Draft
@@ -58,7 +58,8 @@ def draft_megatron(facts: Facts, mesh: Mesh, request: Request) -> Draft:
         flows.append(expert_flow(facts, mesh, groups, tuple(flows)))
     if "tp" in groups:
         flows.append(_tensor_flow(facts, groups["tp"], request, tuple(flows)))
-        if groups["tp"].degree > 1 and not flows[-1].stuck and not _num_rows(facts, flows[-1]):
+        splits = flows[-1].stuck or _num_rows(facts, flows[-1]) or _is_stage(facts)
+        if groups["tp"].degree > 1 and not splits:
             raise _no_pairs(facts, groups["tp"])
     filled = replace(request, degrees=degrees, flags=request.flags - {"expert"})
     draft = Draft(filled, tuple(flows))
@@ -188,6 +189,11 @@ def _largest(facts: Facts, mesh: Mesh, request: Request) -> int:
             break
         best, most = degree, found
     return best
+
+
+def _is_stage(facts: Facts) -> bool:
+    """Whether a graph goes on from another stage: it may begin or end between the layers of a pair."""
+    return any(leaf.trainable for leaf in facts.graph.leaves_of(LeafKind.INPUT))
 
 
 def _no_pairs(facts: Facts, group: Group) -> StrategyError:
