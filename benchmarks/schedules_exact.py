@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -39,7 +40,7 @@ class Row:
 
     stages: int
     micro_batches: int
-    transfer: float
+    times: Times
     limits: tuple[int, ...]
     seconds: float
     bound: float
@@ -50,75 +51,92 @@ class Row:
     """`best`, `not best` or `unknown`."""
 
 
-def waits(row: Name, stages: int, limits: Sequence[int]) -> Iterator[tuple[Name, bool]]:
-    """What a row waits for, and whether that has to travel."""
+def waits(row: Name, stages: int, limits: Sequence[int]) -> Iterator[Name]:
+    """The rows of the same stage that a row waits for; `limits` are micro-batches in flight."""
     kind, s, m = row
     if m:
-        yield (kind, s, m - 1), False
-    if kind == "F" and s:
-        yield ("F", s - 1, m), True
+        yield kind, s, m - 1
     if kind == "F" and m >= limits[s]:
-        yield ("W", s, m - limits[s]), False
-    if kind == "I":
-        yield ("F", s, m), False
-    if kind == "I" and s + 1 < stages:
-        yield ("I", s + 1, m), True
-    if kind == "W":
-        yield ("I", s, m), False
+        yield "W", s, m - limits[s]
+    if kind != "F":
+        yield ("F" if kind == "I" else "I"), s, m
 
 
-def faster(stages: int, micro_batches: int, transfer: float, limits: Sequence[int], seconds: float) -> z3.Solver:
-    """Constraints that only a schedule of less than so many seconds fulfils; rows take a second each."""
-    solver = z3.Solver()
-    start = {
-        (kind, s, m): z3.Int(f"{kind}{s}.{m}") for kind, s, m in product(KINDS, range(stages), range(micro_batches))
-    }
-    end = {row: begin + QUARTERS for row, begin in start.items()}
-    travel = round(transfer * QUARTERS)
+def faster(pipeline: Pipeline, limits: Sequence[int], seconds: float) -> z3.Solver:
+    """Constraints that only a schedule of less than so many seconds fulfils."""
+    solver, times = z3.Solver(), pipeline.times
+    stages, num = len(pipeline.owners), pipeline.num_micro_batches
+    takes = {"F": times.forward, "I": times.input_gradient, "W": times.weight_gradient}
+    start = {(kind, s, m): z3.Int(f"{kind}{s}.{m}") for kind, s, m in product(KINDS, range(stages), range(num))}
+    end = {row: begin + round(takes[row[0]][row[1]] * QUARTERS) for row, begin in start.items()}
     for row, begin in start.items():
         solver.add(begin >= 0, end[row] <= round(seconds * QUARTERS) - 1)
-        for before, later in waits(row, stages, limits):
-            solver.add(begin >= end[before] + (travel if later else 0))
+        solver.add(*(begin >= end[before] for before in waits(row, stages, limits)))
+    for s in range(stages - 1):
+        for kind, source, target, travel in (
+            ("F", s, s + 1, times.activations[s]),
+            ("I", s + 1, s, times.gradients[s]),
+        ):
+            come = [z3.Int(f"{kind}{source}>{target}.{m}") for m in range(num)]
+            for m in range(num):
+                begins = [end[kind, source, m], *come[m - 1 : m]]  # one transfer after another
+                solver.add(start[kind, target, m] >= come[m])
+                solver.add(*(come[m] >= begin + round(travel * QUARTERS) for begin in begins))
     for s in range(stages):
-        mine = [row for row in start if row[1] == s]
-        for one, other in combinations(mine, 2):
+        for one, other in combinations([row for row in start if row[1] == s], 2):
             if one[0] != other[0]:
                 solver.add(z3.Or(start[one] >= end[other], start[other] >= end[one]))
     return solver
 
 
-def judge(stages: int, micro_batches: int, transfer: float, limits: tuple[int, ...], seconds: float) -> Row:
+def judge(stages: int, micro_batches: int, times: Times, limits: tuple[int, ...], seconds: float) -> Row:
     """Find a schedule and ask the solver for a faster one, for so many seconds."""
-    times = Times.alike(stages, chain(stages), (1, 1, 1), transfer)
     memory = Memory.in_flight(stages, limits)
+    pipeline = Pipeline.of(one_each(stages), micro_batches, times, memory)
     begin = process_time()
-    found = find_schedule(Pipeline.of(one_each(stages), micro_batches, times, memory), max_steps=20_000)
+    found = find_schedule(pipeline, max_steps=20_000)
     taken = process_time() - begin
     check(found.schedule, memory)
-    solver = faster(stages, micro_batches, transfer, limits, found.seconds)
+    solver = faster(pipeline, limits, found.seconds)
     solver.set("timeout", round(seconds * 1000))
     said = {"unsat": "best", "sat": "not best"}.get(str(solver.check()), "unknown")
-    return Row(
-        stages, micro_batches, transfer, limits, found.seconds, found.bound, found.proven, found.steps, taken, said
-    )
+    return Row(stages, micro_batches, times, limits, found.seconds, found.bound, found.proven, found.steps, taken, said)
+
+
+def alike() -> Iterator[tuple[int, int, Times, tuple[int, ...]]]:
+    """Stages that all take a second for each kind of row, with the memory of 1F1B, more, and twice that."""
+    for stages, count, transfer in product((2, 3, 4), (2, 4, 6, 8), (0.0, 0.5, 1.0)):
+        times = Times.alike(stages, chain(stages), (1, 1, 1), transfer)
+        one_f_one_b = tuple(range(stages, 0, -1))
+        for limits in dict.fromkeys((one_f_one_b, (stages,) * stages, (2 * stages - 1,) * stages)):
+            yield stages, count, times, limits
+
+
+def drawn(count: int, seed: int = 0) -> Iterator[tuple[int, int, Times, tuple[int, ...]]]:
+    """Stages with times and memory of their own."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        stages, num = draw.choice((2, 3)), draw.choice((2, 3, 4))
+        rows = [tuple(draw.randint(1, 8) / QUARTERS for _ in range(stages)) for _ in KINDS]
+        travel = [tuple(draw.randint(0, 8) / QUARTERS for _ in range(stages - 1)) for _ in range(2)]
+        yield stages, num, Times(*rows, *travel), tuple(draw.randint(1, stages + 1) for _ in range(stages))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0, help="for each question to the solver")
+    parser.add_argument("--drawn", type=int, default=400, help="how many pipelines with times of their own")
     parser.add_argument("--output", type=Path, default=RESULT)
     asked = parser.parse_args()
     rows = []
-    for stages, count, transfer in product((2, 3, 4), (2, 4, 6, 8), (0.0, 0.5, 1.0)):
-        one_f_one_b = tuple(range(stages, 0, -1))
-        for limits in dict.fromkeys((one_f_one_b, (stages,) * stages, (2 * stages - 1,) * stages)):
-            rows.append(judge(stages, count, transfer, limits, asked.seconds))
-            print(rows[-1], flush=True)
+    for case in (*alike(), *drawn(asked.drawn)):
+        rows.append(judge(*case, asked.seconds))
+        print(rows[-1], flush=True)
     told = [row.solver for row in rows]
     proven, best, worse, open_ = sum(row.proven for row in rows), *map(told.count, ("best", "not best", "unknown"))
     print(f"{len(rows)} pipelines, {proven} proven; by the solver {best} are best, {worse} are not, {open_} unknown")
     result = {
-        "command": f"python -m benchmarks.schedules_exact --seconds {asked.seconds:g}",
+        "command": f"python -m benchmarks.schedules_exact --seconds {asked.seconds:g} --drawn {asked.drawn}",
         "date": date.today().isoformat(),
         "python": platform.python_version(),
         "z3": z3.get_version_string(),

@@ -154,35 +154,40 @@ class Branching:
     def _bound(self) -> float:
         """What no schedule that begins so is below."""
         least = 0.0
-        done, bounds, num = self.done, self.bounds, self.num
-        for owner, stages in enumerate(self.mine):
-            work = 0.0
-            begin = inf
+        for stages in self.mine:
+            work, begin = 0.0, inf
             for stage in stages:
-                forwards, inputs, weights = (num - done[code][stage] for code in range(3))
+                forwards, inputs, weights = (self.num - self.done[code][stage] for code in range(3))
                 if forwards or inputs or (weights and self.apart):
-                    begin = min(begin, self._earliest(stage))
-                forward, gradient = forwards * self.seconds[FORWARD][stage], inputs * self.seconds[INPUT][stage]
-                work += forward + gradient + weights * self.seconds[WEIGHT][stage]
+                    begin = min(begin, self._next(stage))
+                each = (forwards * self.seconds[FORWARD][stage], inputs * self.seconds[INPUT][stage])
+                work += sum(each) + weights * self.seconds[WEIGHT][stage]
                 if inputs:
-                    late = max(0, num - bounds.fit[stage] - done[WEIGHT][stage]) if forwards else 0
-                    last = max(self.free[owner], self._earliest(stage)) + forward
-                    rows = last + gradient + late * self.seconds[WEIGHT][stage]
-                    turn = last + bounds.turn[stage] + self.seconds[INPUT][stage] if forwards else 0.0
-                    least = max(least, max(rows, turn) + bounds.tail[stage])
+                    least = max(least, self._last_input(stage, *each) + self.bounds.tail[stage])
             if work:
-                least = max(least, max(self.free[owner], begin) + work)
+                least = max(least, begin + work)
         return least
 
-    def _earliest(self, stage: int) -> float:
-        """When a stage can go on at the earliest: what it waits for has not come, and comes no sooner than its head."""
-        at = self.done[FORWARD][stage]
-        if self.done[INPUT][stage] < at:
-            return self.free[self.owners[stage]]
-        if at >= self.num:
-            return self.free[self.owners[stage]]
+    def _last_input(self, stage: int, forward: float, gradient: float) -> float:
+        """When the last input gradient of a stage can end: all rows before it, or the last forward there and back."""
+        late = max(0, self.num - self.bounds.fit[stage] - self.done[WEIGHT][stage]) if forward else 0
+        rows = self._next(stage) + forward + gradient + late * self.seconds[WEIGHT][stage]
+        if not forward:
+            return rows
+        turn = self._next_forward(stage) + forward + self.bounds.turn[stage] + self.seconds[INPUT][stage]
+        return max(rows, turn)
+
+    def _next(self, stage: int) -> float:
+        """When a stage can go on: at once where gradients may be due, else when something comes to it."""
+        forwards, inputs, weights = (self.done[code][stage] for code in range(3))
+        due = inputs < forwards or (self.apart and weights < inputs)
+        return self.free[self.owners[stage]] if due else self._next_forward(stage)
+
+    def _next_forward(self, stage: int) -> float:
+        """When the next forward of a stage can start: what has not come yet comes no sooner than the first could."""
+        at, free = self.done[FORWARD][stage], self.free[self.owners[stage]]
         ways = [self.come[0][edge][at] for edge in self.into[stage] if len(self.come[0][edge]) > at]
-        return max([self.bounds.head[stage], *ways])
+        return max([free, self.bounds.head[stage], *ways])
 
     def _dominated(self) -> bool:
         """Whether something as far as this was seen that was nowhere later; else this is kept to compare with."""
