@@ -7,13 +7,16 @@ several stages leaves room for one micro-batch at each of its later stages, so t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from conjoin.errors import ScheduleError
-from conjoin.schedules.makers import check_counts
+from conjoin.schedules.makers import check_counts, eager_one_f_one_b, one_f_one_b, there_and_back
 from conjoin.schedules.schedule import Kind, Row, Schedule, one_each, v_shaped
 from conjoin.schedules.times import Memory, Pipeline, Times
+
+CAN_GO_ON = "an owner that leaves room for its later stages can always go on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +33,21 @@ class Taste:
 def zero_bubble(
     num_stages: int, num_micro_batches: int, max_in_flight: int | None = None, times: Times | None = None
 ) -> Schedule:
-    """Weight gradients fill the bubbles; in flight are as many micro-batches as 1F1B has at its first stage, or fewer.
+    """Weight gradients fill the bubbles; as many micro-batches are in flight as in 1F1B at its first stage, or as given.
 
-    >>> print(zero_bubble(2, 2))
-    F0.0 F0.1 I0.0 W0.0 I0.1 W0.1
-    F1.0 I1.0 F1.1 I1.1 W1.0 W1.1
+    >>> print(zero_bubble(3, 3))
+    F0.0 F0.1 F0.2 I0.0 W0.0 I0.1 W0.1 I0.2 W0.2
+    F1.0 F1.1 F1.2 I1.0 W1.0 I1.1 W1.1 I1.2 W1.2
+    F2.0 I2.0 F2.1 I2.1 F2.2 I2.2 W2.0 W2.1 W2.2
     """
     check_counts(num_stages, num_micro_batches, max_in_flight)
-    memory = Memory.in_flight(num_stages, [max_in_flight or num_stages] * num_stages)
-    pipeline = Pipeline.of(one_each(num_stages), num_micro_batches, times, memory)
-    return replace(greedy(pipeline), name="zero-bubble")
+    limit = max_in_flight or num_stages
+    orders = [
+        one_f_one_b(num_stages, num_micro_batches, limit),
+        eager_one_f_one_b(num_stages, num_micro_batches, None, limit),
+    ]
+    memory = Memory.in_flight(num_stages, [limit] * num_stages)
+    return _without_bubbles(Pipeline.of(one_each(num_stages), num_micro_batches, times, memory), orders, "zero-bubble")
 
 
 def zero_bubble_v(
@@ -49,7 +57,22 @@ def zero_bubble_v(
     check_counts(2 * num_owners, num_micro_batches, max_in_flight)
     memory = Memory.in_flight(2 * num_owners, [max_in_flight or 2 * num_owners] * num_owners)
     pipeline = Pipeline.of(v_shaped(num_owners), num_micro_batches, times, memory)
-    return replace(greedy(pipeline), name="zero-bubble, V")
+    return _without_bubbles(pipeline, [there_and_back(num_owners, num_micro_batches)], "zero-bubble, V")
+
+
+def _without_bubbles(pipeline: Pipeline, orders: Sequence[Schedule], name: str) -> Schedule:
+    """The best of some orders with weight gradients filled in, and of what comes about."""
+    run = _Run(pipeline, Taste())
+    run.check_memory()
+    rows = run.rows()
+    assert rows is not None, CAN_GO_ON
+    best = Schedule(pipeline.owners, pipeline.num_micro_batches, rows, pipeline.edges, name)
+    found = [
+        (best, max(run.free)),
+        *(refilled(order, pipeline, patience) for order in orders for patience in (0.0, 0.99)),
+    ]
+    made = min((each for each in found if each is not None), key=lambda each: each[1])
+    return replace(made[0], name=name)
 
 
 def greedy(pipeline: Pipeline, taste: Taste | None = None) -> Schedule:
@@ -58,7 +81,7 @@ def greedy(pipeline: Pipeline, taste: Taste | None = None) -> Schedule:
     run = _Run(pipeline, taste or Taste())
     run.check_memory()
     rows = run.rows()
-    assert rows is not None, "an owner that leaves room for its later stages can always go on"
+    assert rows is not None, CAN_GO_ON
     return Schedule(pipeline.owners, pipeline.num_micro_batches, rows, pipeline.edges, "greedy")
 
 

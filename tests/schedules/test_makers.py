@@ -11,6 +11,7 @@ from conjoin.schedules import (
     Schedule,
     Times,
     breadth_first,
+    chain,
     check,
     eager_one_f_one_b,
     gpipe,
@@ -100,11 +101,17 @@ def test_the_least_delay_is_no_worse_than_any_and_none_where_nothing_travels() -
         assert all(play(eager_one_f_one_b(3, 12, delay), times).seconds > min(every) + 1e-6 for delay in fewer)
 
 
-def test_zero_bubble_has_none_with_the_memory_for_it() -> None:
-    schedule = zero_bubble(4, 12, max_in_flight=7)
-    times = Times.alike(4, schedule.edges)
-    assert play(schedule, times).seconds == 12 * 3 + 3
-    assert play(zero_bubble(4, 12), times).seconds < play(one_f_one_b(4, 12), times).seconds
+@pytest.mark.parametrize(("stages", "num"), [(2, 8), (4, 8), (4, 12), (8, 16)])
+def test_zero_bubble_is_what_its_paper_says(stages: int, num: int) -> None:
+    """Qi et al. 2023: (S - 1)(F + I - W) of bubble in the memory of 1F1B, none with twice as much."""
+    edges = chain(stages)
+    for seconds in ((1.0, 1.0, 1.0), (1.0, 1.0, 0.5)):
+        times = Times.alike(stages, edges, seconds)
+        timeline = play(zero_bubble(stages, num, times=times), times)
+        assert min(timeline.idle) == pytest.approx((stages - 1) * (seconds[0] + seconds[1] - seconds[2]))
+    alike = Times.alike(stages, edges)
+    assert play(zero_bubble(stages, num, max_in_flight=2 * stages - 1), alike).seconds == 3 * num + stages - 1
+    assert play(zero_bubble_v(stages, num), Times.alike(2 * stages, chain(2 * stages))).seconds == 6 * num + stages - 1
 
 
 @pytest.mark.parametrize(
