@@ -33,7 +33,7 @@ class Taste:
 def zero_bubble(
     num_stages: int, num_micro_batches: int, max_in_flight: int | None = None, times: Times | None = None
 ) -> Schedule:
-    """Weight gradients fill the bubbles; as many micro-batches are in flight as in 1F1B at its first stage, or as given.
+    """Weight gradients fill the bubbles; in flight is at each stage as much as 1F1B has at its first, or as is given.
 
     >>> print(zero_bubble(3, 3))
     F0.0 F0.1 F0.2 I0.0 W0.0 I0.1 W0.1 I0.2 W0.2
