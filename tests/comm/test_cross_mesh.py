@@ -244,6 +244,7 @@ def test_five_hundred_devices_to_five_hundred_are_planned_in_about_a_second(layo
     assert plan.most == plan.bound
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10_000))
 def test_rounds_are_whole_free_of_collisions_and_no_longer_than_the_busiest(seed: int) -> None:
     draw = np.random.default_rng(seed)
@@ -258,6 +259,7 @@ def test_rounds_are_whole_free_of_collisions_and_no_longer_than_the_busiest(seed
     assert found.longest == max(amounts.sum(axis=0).max(initial=0), amounts.sum(axis=1).max(initial=0)) >= longest
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 30), st.sets(st.integers(0, 4), min_size=1)), min_size=1, max_size=6))
 def test_senders_share_as_evenly_as_hall_allows(given_amounts: list[tuple[int, set[int]]]) -> None:
     amounts, hosts = [a for a, _ in given_amounts], [tuple(sorted(h)) for _, h in given_amounts]

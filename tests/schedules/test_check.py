@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conjoin.errors import ScheduleError
@@ -95,6 +95,7 @@ def test_within_memory() -> None:
         check(one_f_one_b(3, 6), Memory.in_flight(3, (2, 2, 1)))
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_any_row_taken_away_doubled_or_moved_before_what_it_needs_is_found(data: st.DataObject) -> None:
     base = one_f_one_b(data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4)))

@@ -7,7 +7,7 @@ from time import process_time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conjoin.errors import ScheduleError
@@ -41,6 +41,7 @@ def played(draw: st.DrawFn) -> tuple[Schedule, Times]:
     return schedule, Times(some(stages, 0), some(stages, 0), some(stages, 0), some(edges, 0.25), some(edges, 0.25))
 
 
+@settings(max_examples=50, deadline=None)
 @given(played())
 def test_another_player_gets_the_same(drawn: tuple[Schedule, Times]) -> None:
     schedule, times = drawn
@@ -50,6 +51,7 @@ def test_another_player_gets_the_same(drawn: tuple[Schedule, Times]) -> None:
         assert np.all(starts[1:] >= ends[:-1]) and np.all(ends >= starts)
 
 
+@settings(max_examples=50, deadline=None)
 @given(played())
 def test_transfers_as_rows_that_are_started_in_time_change_nothing(drawn: tuple[Schedule, Times]) -> None:
     schedule, times = drawn
