@@ -14,9 +14,11 @@ def run_again(segments: Iterable[Segment], remembered: Sequence[bool]) -> tuple[
     What comes after needs nothing kept, and is run once; of a segment of which nothing is kept nothing is left.
     """
     found = []
-    for first, last in segments:
+    for segment in segments:
+        first, last = segment
         keeping = [place for place in range(first, last + 1) if remembered[place]]
-        found += [(first, keeping[-1])] if keeping else []
+        if keeping:
+            found.append(Segment(first, keeping[-1], (place for place in segment.kept if place <= keeping[-1])))
     return tuple(found)
 
 

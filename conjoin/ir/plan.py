@@ -32,7 +32,7 @@ REGATHER = "regather"
 """Memory action: a parameter gathered for the forward pass is dropped after it and gathered again for the backward."""
 RECOMPUTE = "recompute"
 """Memory action: of consecutive operators, `%3..%7`, only what they read from outside is kept for the backward pass,
-which runs them again."""
+which runs them again; and of `%3..%7 but %5` what makes %5, which is not."""
 _ACTIONS = (REGATHER, RECOMPUTE)
 BUNDLE_BYTES = 25 * 2**20
 """Of a bundle where nobody knows better: as DistributedDataParallel's (torch documentation, `bucket_cap_mb`)."""
@@ -62,7 +62,7 @@ class MemoryAction:
     tensor: str
 
 
-def recompute_actions(graph: Graph, segments: Iterable[Segment]) -> tuple[MemoryAction, ...]:
+def recompute_actions(graph: Graph, segments: Iterable[tuple[int, int]]) -> tuple[MemoryAction, ...]:
     """The memory actions by which segments of a graph are run again in the backward pass."""
     return tuple(MemoryAction(RECOMPUTE, segment_text(graph, segment)) for segment in segments)
 

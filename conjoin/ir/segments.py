@@ -11,9 +11,38 @@ from conjoin.ir.graph import Graph
 from conjoin.ir.nodes import Node
 from conjoin.ir.reshards import is_parallel
 
-Segment = tuple[int, int]
-"""The first and the last of consecutive operators, by their place among all that are no reshards."""
-_NAME = re.compile(r"%(\d{1,9})\.\.%(\d{1,9})")
+
+class Segment(tuple[int, int]):
+    """The first and the last of consecutive operators, by their place among all that are no reshards.
+
+    What some of them make may be kept where the others are run again: these are as they were, without being run.
+
+    >>> first, last = Segment(3, 7, kept=(5,))
+    >>> first, last, Segment(3, 7) == (3, 7), Segment(3, 7, kept=(5,)) == (3, 7)
+    (3, 7, True, False)
+    """
+
+    kept: frozenset[int]
+
+    def __new__(cls, first: int, last: int, kept: Iterable[int] = ()) -> Segment:
+        made = super().__new__(cls, (first, last))
+        made.kept = frozenset(kept)
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return tuple.__eq__(self, other) is True and self.kept == (other.kept if isinstance(other, Segment) else set())
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return tuple.__hash__(self)
+
+    def __reduce__(self) -> tuple[type[Segment], tuple[int, int, frozenset[int]]]:
+        return Segment, (*self, self.kept)
+
+
+_NAME = re.compile(r"%(\d{1,9})\.\.%(\d{1,9})(?: but((?: %\d{1,9}){1,4096}))?")
 
 
 def operators_of(graph: Graph) -> tuple[Node, ...]:
@@ -26,14 +55,16 @@ def asked_segments(graph: Graph) -> tuple[Segment, ...]:
     sources = [graph.source_of(node) for node in operators_of(graph)]
     numbered = [(place, source.segment if source else 0) for place, source in enumerate(sources)]
     runs = [list(run) for number, run in groupby(numbered, key=itemgetter(1)) if number]
-    return tuple((run[0][0], run[-1][0]) for run in runs if len(run) > 1)
+    return tuple(Segment(run[0][0], run[-1][0]) for run in runs if len(run) > 1)
 
 
-def segment_text(graph: Graph, segment: Segment) -> str:
-    """The name of a segment in a plan file: `%3..%7`."""
-    operators = operators_of(graph)[segment[0] : segment[1] + 1]
-    made = [graph.numbers[value] for node in operators for value in node.outputs()]
-    return f"%{made[0]}..%{made[-1]}"
+def segment_text(graph: Graph, segment: tuple[int, int]) -> str:
+    """The name of a segment in a plan file: `%3..%7`, or `%3..%7 but %5` where what makes %5 is not run again."""
+    operators = operators_of(graph)
+    made = [[graph.numbers[value] for value in node.outputs()] for node in operators[segment[0] : segment[1] + 1]]
+    places = sorted(segment.kept) if isinstance(segment, Segment) else []
+    kept = "".join(f" %{made[place - segment[0]][0]}" for place in places)
+    return f"%{made[0][0]}..%{made[-1][-1]}{' but' if kept else ''}{kept}"
 
 
 def parse_segments(graph: Graph, names: Iterable[str], *, as_read: bool = False) -> tuple[Segment, ...]:
@@ -63,7 +94,11 @@ def _parse(name: str, numbers: Mapping[int, int]) -> Segment:
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"{name[:60]!r} does not name consecutive operators, as '%3..%7' does")
-    first, last = (numbers.get(int(number)) for number in match.groups())
+    first, last = (numbers.get(int(number)) for number in match.groups()[:2])
     if first is None or last is None or first > last:
         raise ValueError(f"{name[:60]} does not begin and end with tensors that operators make one after the other")
-    return first, last
+    kept = [numbers.get(int(word[1:])) for word in (match.group(3) or "").split()]
+    inside = [place for place in kept if place is not None and first <= place <= last]
+    if len(inside) < len(kept):
+        raise ValueError(f"{name[:60]} keeps what no operator of it makes")
+    return Segment(first, last, inside)

@@ -12,7 +12,7 @@ from conjoin.ir.builder import GraphBuilder
 from conjoin.ir.graph import Graph, Result
 from conjoin.ir.nodes import Leaf, Node, Source, Value, make_leaf, make_node
 from conjoin.ir.plan import RECOMPUTE, Plan, recompute_actions, recomputed_segments
-from conjoin.ir.segments import operators_of
+from conjoin.ir.segments import Segment, operators_of
 from conjoin.ops import CAST, Args, TensorType, bind_args, signature
 
 _WIDE = {
@@ -121,7 +121,10 @@ def widen_plan(plan: Plan) -> Plan:
         assert isinstance(owner, Node)
         return places[owner]
 
-    segments = [(place_of(first - 1) + 1 if first else 0, place_of(last)) for first, last in recomputed_segments(plan)]
+    segments = [
+        Segment(place_of(segment[0] - 1) + 1 if segment[0] else 0, place_of(segment[1]), map(place_of, segment.kept))
+        for segment in recomputed_segments(plan)
+    ]
     kept = tuple(action for action in plan.memory if action.action != RECOMPUTE)
     return replace(plan, graph=graph, memory=(*kept, *recompute_actions(graph, segments)))
 

@@ -251,7 +251,8 @@ def explain(plan: Plan) -> Explanation:
     graph, traffic = plan.graph, Traffic(plan)
     nodes = [node for node in graph.nodes if not is_parallel(node)]
     start = _shipments(traffic.at_start(nodes), graph)
-    again = {place for first, last in recomputed(plan) for place in range(first, last + 1)}
+    again = {place for segment in recomputed(plan) for place in range(segment[0], segment[1] + 1)}
+    again -= {place for segment in recomputed(plan) for place in segment.kept}
     operators = tuple(_explain_node(node, plan, traffic, place in again) for place, node in enumerate(nodes))
     results = [value for value in (*graph.outputs, *(v for _, v in graph.updates)) if isinstance(value, Value)]
     parameters = graph.leaves_of(LeafKind.PARAMETER)

@@ -151,9 +151,11 @@ def _making(plan: Plan) -> dict[str, str]:
 def _memory(plan: Plan) -> list[str]:
     """What is done to save memory; operators, whose numbers shift between plans, by what they are."""
     operators = operators_of(plan.graph)
-    places = [tuple(_called(operators[i], plan.graph) for i in segment) for segment in recomputed_segments(plan)]
+    segments = recomputed_segments(plan)
+    places = [tuple(_called(operators[i], plan.graph) for i in segment) for segment in segments]
+    kept = [f" but {len(segment.kept)}" if segment.kept else "" for segment in segments]
     others = [f"{action.action} {action.tensor}" for action in plan.memory if action.action != RECOMPUTE]
-    return [*others, *(f"{RECOMPUTE} {first} to {last}" for first, last in places)]
+    return [*others, *(f"{RECOMPUTE} {first} to {last}{but}" for (first, last), but in zip(places, kept, strict=True))]
 
 
 def _called(node: Node, graph: Graph) -> str:

@@ -8,7 +8,7 @@ between neighbours stands before it. A node that runs at other places of the mes
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -67,7 +67,7 @@ from conjoin.runtime.functions import (
     updates_in_place,
 )
 from conjoin.runtime.programs import Emitted
-from conjoin.runtime.recomputing import SEGMENT, mark
+from conjoin.runtime.recomputing import SEGMENT, keeping, mark
 from conjoin.runtime.strides import in_strides
 
 
@@ -139,6 +139,8 @@ class Emitter:
         self._last: Node | None = None
         self._communicates = False
         """Whether ranks speak with each other inside the segment."""
+        self._shelved: frozenset[Node] = frozenset()
+        """Calls in segments whose results are kept."""
 
     def begin(self) -> fx.Node:
         """Start a program with its state, which is given back, and its device."""
@@ -224,6 +226,10 @@ class Emitter:
         if self._segment is not None:
             made.meta[SEGMENT] = self._segment
         return made
+
+    def shelve(self, nodes: Iterable[Node]) -> None:
+        """What these calls make is kept where their segments are run again."""
+        self._shelved = frozenset(nodes)
 
     def enter(self, segment: int, last: Node) -> None:
         """What is emitted from here up to a node is to be run again in the backward pass."""
@@ -323,6 +329,7 @@ class Emitter:
         self._mark(node)
         known = signature(op)
         positional, keywords = spread_args(op, args, None if any(map(_holds_node, args)) else self.device)
+        function = keeping(function) if node in self._shelved and op == node.op else function
         made = self.call(pinned(function) if node.pinned else function, *positional, **keywords)
         if known.num_outputs == 1 and not known.returns_list:
             return (made,)
@@ -428,6 +435,7 @@ def emit_program(
     kept, values = _kept_between_steps(graph, carriers)
     operators = operators_of(graph)
     starts = {operators[first]: (i, operators[last]) for i, (first, last) in enumerate(again)}
+    emitter.shelve(operators[place] for segment in again for place in segment.kept)
     stored = emitter.begin()
     for i, leaf in enumerate(graph.leaves_of(LeafKind.INPUT)):
         emitter.set(Value(leaf), emitter.program.placeholder(f"input_{i}"))

@@ -150,10 +150,12 @@ def _segments(plan: Plan, graph: Graph, known: Mapping[Node, Node]) -> list[Segm
     """What is run again: from the first to the last operator whose counterpart is."""
     places = {node: place for place, node in enumerate(operators_of(plan.graph))}
     found: list[Segment] = []
-    for first, last in recomputed_segments(plan):
-        inside = [i for i, node in enumerate(graph.nodes) if node in known and first <= places[known[node]] <= last]
+    there = {i: places[known[node]] for i, node in enumerate(graph.nodes) if node in known}
+    for segment in recomputed_segments(plan):
+        first, last = segment
+        inside = [i for i, place in there.items() if first <= place <= last]
         if inside and not (found and inside[0] <= found[-1][1]):
-            found.append((inside[0], inside[-1]))
+            found.append(Segment(inside[0], inside[-1], kept=(i for i in inside if there[i] in segment.kept)))
     return found
 
 

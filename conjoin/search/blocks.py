@@ -7,11 +7,10 @@ to the model counts. What a block calls outside of itself, such as a rotary embe
 What is run again is said as people train: of every block all (`full`), of every n-th block all (`every-n`: the n-th,
 2n-th, ..., as in torchtitan), or of every block what is cheap for its bytes (`selective`). The last follows
 torchtitan's policy by operator (`torchtitan/distributed/activation_checkpoint.py`): what attention in one kernel makes
-is kept, and so is every other product with weights, beginning with the first; all else is run again. In segments of
-consecutive operators that is: one begins with the block and after each that is kept, and ends with the product, which
-is not run again as the last of its segment, or before the attention. Scores and softmax of an attention that is spelled
-out are run again, which alone is Megatron-LM's selective recomputation (Korthikanti et al., 2022, section 5). What one
-segment makes for another is kept here and not there: the operands of attention, and norms that several products read.
+is kept, and so is every other product with weights, beginning with the first; all else is run again, from what the
+block is given. Scores and softmax of an attention that is spelled out are run again, which alone is Megatron-LM's
+selective recomputation (Korthikanti et al., 2022, section 5). Collectives are run again, too; there their results are
+kept. Attention around a ring and experts that rows are sent to are left alone.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from itertools import pairwise
 from conjoin.cost import ATTENTION
 from conjoin.errors import StrategyError
 from conjoin.ir import Graph, LeafKind, Node, Segment, asked_segments, operators_of, stored_leaf
-from conjoin.ops import CAST, RING_ATTENTION
+from conjoin.ops import CAST, RING_ATTENTION, ROUTED_EXPERTS
 from conjoin.search.facts import NodeFacts, study
 
-_IN_ONE = (ATTENTION, RING_ATTENTION)
-"""Attention that keeps its output and the logarithms of sums of each row."""
+_AMONG_RANKS = (RING_ATTENTION, ROUTED_EXPERTS)
 
 
 def segments_for(recompute: str, graph: Graph) -> tuple[Segment, ...]:
@@ -69,7 +67,7 @@ def block_segments(graph: Graph) -> tuple[Segment, ...]:
             found[-1] = (block, found[-1][1], place)
         elif block:
             found.append((block, place, place))
-    return tuple((first, last) for _, first, last in found if last > first)
+    return tuple(Segment(first, last) for _, first, last in found if last > first)
 
 
 def _module_of(graph: Graph, node: Node) -> str:
@@ -119,16 +117,15 @@ def _block_of(module: str, lists: frozenset[str]) -> str:
 
 
 def _cheap_parts(nodes: Sequence[NodeFacts], block: Segment) -> Iterator[Segment]:
-    """What is run again of a block without every other product with weights, and without attention in one kernel."""
-    ends, count = [block[0] - 1], 0
+    """A block without attention in one kernel and every other product with weights; apart from each other what lies
+    before and after operators in which devices send each other more than layouts say."""
+    apart = [place for place in range(block[0], block[1] + 1) if nodes[place].node.op in _AMONG_RANKS]
+    kept, count = set[int](), 0
     for place in range(block[0], block[1] + 1):
-        is_attention = nodes[place].node.op in _IN_ONE
         count += nodes[place].layer is not None
-        if is_attention:
-            ends += [place - 1, place]
-        elif nodes[place].layer is not None and count % 2 == 1:
-            ends.append(place)
-    for before, last in pairwise([*ends, block[1]]):
-        inside = nodes[before + 1 : last + 1]
-        if len(inside) > 1 and any(not node.is_view and node.layer is None for node in inside):
-            yield before + 1, last
+        if nodes[place].node.op == ATTENTION or (nodes[place].layer is not None and count % 2 == 1):
+            kept.add(place)
+    for before, after in pairwise([block[0] - 1, *apart, block[1] + 1]):
+        inside = range(before + 1, after)
+        if len(inside) > 1 and any(not nodes[p].is_view and p not in kept for p in inside):
+            yield Segment(before + 1, after - 1, kept.intersection(inside))

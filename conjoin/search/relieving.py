@@ -126,7 +126,7 @@ def _cut(crossing: Sequence[int], made: Sequence[int], size: float) -> tuple[Seg
     segments: list[Segment] = []
     first = 0
     while (last := _end(crossing, made, size, first)) < len(made) - 1:
-        segments += [(first, last)] if last > first else []
+        segments += [Segment(first, last)] if last > first else []
         first = last + 1
     return tuple(segments)
 

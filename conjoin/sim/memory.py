@@ -93,11 +93,13 @@ class _Walk:
         }
         self.scattering: dict[BundleKind, list[int]] = {}
         """Packed gradients that may not have been sent yet."""
-        self.starts = {first: (first, last) for first, last in program.again}
-        self.lasts = {last: (first, last) for first, last in program.again}
+        self.starts = {segment[0]: segment for segment in program.again}
+        self.lasts = {segment[1]: segment for segment in program.again}
         self.inside = {position for first, last in program.again for position in range(first, last + 1)}
         self.given: dict[Segment, dict[Version, int]] = {}
         """What is kept of each segment that is run again."""
+        self.shelved: dict[int, list[int]] = {}
+        """What operators of such a segment made that are not run again."""
 
     def run(self) -> Memory:
         stays = self._settle()
@@ -108,6 +110,7 @@ class _Walk:
         for position in operators:
             self._enter(position)
             self._forward(position, keeps=position not in self.inside)
+            self._shelve(position)
             self._leave(position)
             curve.append(self.heap.take_peak())
         self._start_gradients()
@@ -255,6 +258,19 @@ class _Walk:
         given = self._given(self.starts[position])
         self.given[self.starts[position]] = {read: self.heap.hold(self.blocks[read]) for read in given}
 
+    def _shelve(self, position: int) -> None:
+        """Keep what an operator made that is not run again."""
+        segment = self.program.segment_of(position)
+        if segment is not None and position in segment.kept:
+            made = [self.heap.hold(self.blocks[version]) for version in self._versions(position)[1]]
+            self.shelved[position] = [*made, self.heap.allocate(self._kept_by(position).extra)]
+
+    def _from_shelf(self, position: int, makes: list[Version]) -> bool:
+        """Whether what an operator made is there already, where its segment is run again."""
+        for made, block in zip(makes, self.shelved.get(position, ()), strict=False):
+            self.blocks[made] = self.heap.hold(block)
+        return position in self.shelved
+
     def _leave(self, position: int) -> None:
         """After the forward pass of a segment parameters are dropped that are gathered again."""
         given = self.given.get(self.lasts[position], {}) if position in self.lasts else {}
@@ -310,6 +326,7 @@ class _Walk:
         kept = self._kept_by(position)
         for read in reads:
             self._arrive(*read)
+        shelved = self._from_shelf(position, makes) if keeps else False
         for i, made in enumerate(makes if computes else ()):
             shared = kept.views[i]
             block = self.blocks[reads[shared]] if shared >= 0 else -1
@@ -317,13 +334,13 @@ class _Walk:
         self.heap.pass_by(kept.passing + (0 if keeps else kept.extra))
         if keeps:
             held = [self.blocks[reads[i]] for i in kept.operands if not self._is_dropped(reads[i])]
-            held += [self.blocks[makes[i]] for i in kept.outputs if computes]
+            held += [self.blocks[makes[i]] for i in kept.outputs if computes or shelved]
             self.kept[position] = [self.heap.hold(block) for block in held]
-            if kept.extra:
+            if kept.extra and not shelved:
                 self.kept[position].append(self.heap.allocate(kept.extra))
         for read in reads:
             self._read(read)
-        for made in makes if computes else ():
+        for made in makes if computes or shelved else ():
             if not self.unread[made]:
                 self.heap.drop(self.blocks[made])
         for root, _ in makes:
@@ -357,7 +374,8 @@ class _Walk:
         for (root, layout), supply in zip(reads, self.program.supplies[position], strict=True):
             if supply.back and (root, layout) in self.grads:
                 self._carry_back(root, supply.own, layout)
-        for held in self.given.pop(self.starts[position], {}).values() if position in self.starts else ():
+        given = self.given.pop(self.starts[position], {}) if position in self.starts else {}
+        for held in (*given.values(), *self.shelved.pop(position, ())):
             self.heap.drop(held)
         for used in reversed(self.program.bundles):
             if used.bundle.use.reads[0] == position:

@@ -224,18 +224,19 @@ class Program:
 
     def _rerun(self, position: int) -> Fragment:
         """What is run again before the backward of an operator: all of its segment where it is the last of one."""
-        first, last = self._segment_of.get(position, (0, -1))
-        if last != position:
+        segment = self._segment_of.get(position)
+        if segment is None or segment[1] != position:
             return ()
         found: list[Instruction] = []
-        for earlier in range(first, last + 1):
+        for earlier in range(segment[0], position + 1):
             found += self._around.before_again.get(earlier, ())
-            again = self._fragments(earlier)[0] if earlier < last else self._rerun_last(last)
+            is_whole = earlier < position and earlier not in segment.kept
+            again = self._fragments(earlier)[0] if is_whole else self._rerun_last(earlier)
             found += (replace(task, phase=Phase.RECOMPUTE) for task in again)
         return tuple(found)
 
     def _rerun_last(self, position: int) -> Fragment:
-        """Of the last operator of a segment: its operands arrive; what comes after it has computed is not run again."""
+        """Of the last operator of a segment, and of those that are not run again: their operands arrive."""
         if position in self.cast_by_bundles:
             return ()
         forward = self._fragments(position)[0]
@@ -243,7 +244,11 @@ class Program:
         return forward[: computes + 1] if self.computes_again(position) else ordered(forward[:computes])
 
     def computes_again(self, position: int) -> bool:
-        """Whether the last operator of a segment computes again: not where autograd keeps only what it reads."""
+        """Whether the last operator of a segment computes again: not where autograd keeps only what it reads, or where
+        what it makes was kept."""
+        segment = self._segment_of.get(position)
+        if segment is not None and position in segment.kept:
+            return False
         kept = self.drafts.kept(self.numbers[position], self.choices[position], "cpu")
         return bool(kept.outputs or kept.extra)
 

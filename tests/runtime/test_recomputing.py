@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from conjoin.errors import PlanError
 from conjoin.frontends import capture
-from conjoin.ir import Graph, Plan, check_plan, operators_of, plan_from_json, plan_to_json, recompute_actions
+from conjoin.ir import (
+    RECOMPUTE,
+    Graph,
+    MemoryAction,
+    Plan,
+    check_plan,
+    operators_of,
+    plan_from_json,
+    plan_to_json,
+    recompute_actions,
+)
 from conjoin.machine import parse_machine
 from conjoin.report import explain
 from conjoin.runtime.checking import Case, verify_in_process
@@ -186,3 +203,89 @@ def test_without_gradients_nothing_is_prepared() -> None:
 
     (requires_grad, code), _ = run_ranks(again.mesh, program)
     assert not requires_grad and "which the backward pass runs again" in code
+
+
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the kernels of products and of attention that run, and the bytes that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels: Counter[str] = Counter()
+        self._alive: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = func.__name__.partition(".")[0]
+        self.kernels[name] += name in ("mm", "addmm") or "attention" in name
+        for x in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(x, Tensor):
+                self._alive[x.untyped_storage()] = x.untyped_storage().nbytes()
+        return made
+
+    def bytes(self) -> int:
+        return sum({storage._cdata: storage.nbytes() for storage in list(self._alive)}.values())
+
+
+class Selected(nn.Module):
+    """A layer under torch's own selective checkpointing, which keeps attention and every other product."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.layer, x, use_reentrant=False, context_fn=self._contexts)
+
+    def _contexts(self) -> Any:
+        seen: Counter[bool] = Counter()
+
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            name = op.__name__.partition(".")[0]
+            seen[ctx.is_recompute] += name in ("mm", "addmm")
+            is_kept = "attention" in name or (name in ("mm", "addmm") and seen[ctx.is_recompute] % 2 == 1)
+            return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+
+def watched(run: Callable[[], Tensor]) -> tuple[Counter[str], int]:
+    """What kernels a step runs, and the bytes that are alive between its two passes."""
+    with Watching() as watch:
+        loss = run()
+        alive = watch.bytes()
+        loss.backward()
+    return watch.kernels, alive
+
+
+def test_selective_runs_and_keeps_no_more_than_torchs_own_selective_checkpointing() -> None:
+    torch.manual_seed(7)
+    model = Transformer(64, 3).train()
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    inputs = torch.randint(12, (4, 32)), torch.randint(12, (4, 32))
+    found = Sample(capture(model, inputs, transformer_loss), model, inputs)
+    plan = make_plan(found.graph, parse_machine("local:1"), "single+recompute=selective")
+    mine = run_ranks(plan.mesh, lambda ranks: _watched_plan(plan, found, ranks))[0]
+    judge = copy.deepcopy(model)
+    judge.layers = nn.Sequential(*(Selected(layer) for layer in judge.layers))
+    kernels, alive = watched(lambda: transformer_loss(judge(inputs[0]), inputs[1]))
+    assert mine[0] == kernels and kernels["_scaled_dot_product_flash_attention_for_cpu"] == 3
+    assert mine[1] <= 1.01 * alive
+
+
+def _watched_plan(plan: Plan, found: Sample, ranks: Communicator) -> tuple[Counter[str], int]:
+    module = module_on(plan, found, ranks)
+    return watched(lambda: module(*found.inputs))
+
+
+def test_kept_operators_stand_in_the_file() -> None:
+    plan = make_plan(sample("transformer").graph, parse_machine("local:2"), "fsdp+recompute=selective")
+    named = [action.tensor for action in plan.memory if action.action == RECOMPUTE]
+    assert len(named) == 2 and all(" but %" in name for name in named)
+    assert check_plan(plan_from_json(plan_to_json(plan))) == plan
+    other = replace(plan, memory=(MemoryAction(RECOMPUTE, f"{named[0].partition(' but')[0]} but %1"),))
+    with pytest.raises(PlanError, match="keeps what no operator of it makes"):
+        check_plan(other)
+    found = sample("transformer")
+    assert verify_in_process(Case(plan, found.graph, found.model, found.inputs), 2).passed
