@@ -94,6 +94,20 @@ def test_one_device_holds_what_was_predicted(
     assert predicted.peak == pytest.approx(measured_peak(plan, model, batch), rel=0.1)
 
 
+def test_what_is_kept_of_blocks_is_held_as_predicted(prices: Prices) -> None:
+    """Every other product stays, and is not made again."""
+    model, batch, loss = residual()
+    graph = capture(model.train(), batch, loss)
+    plans = {m: make_plan(graph, parse_machine("local:1"), f"single+recompute={m}") for m in ("full", "selective")}
+    found = {mode: simulate(plan, prices) for mode, plan in plans.items()}
+    held = {mode: measure_memory(simulation.program, "adam", "cpu") for mode, simulation in found.items()}
+    assert held["selective"].peak == pytest.approx(measured_peak(plans["selective"], model, batch), rel=0.1)
+    kept = 4 * 512 * 256 * 4  # the first product of each of four blocks
+    middle = len(found["full"].program.skeleton.operators) + 1
+    assert held["selective"].curve[middle] - held["full"].curve[middle] == pytest.approx(kept, rel=0.01)
+    assert found["selective"].timeline.seconds < found["full"].timeline.seconds
+
+
 def measured_peak(plan: Plan, model: nn.Module, batch: Any) -> int:
     """The most bytes that are there at once in a step of a plan on one device, counted storage by storage."""
 
