@@ -24,7 +24,7 @@ from conjoin.comm import Grid, plan_transfer
 from conjoin.ops import Split
 from conjoin.schedules import (
     Memory,
-    Pipeline,
+    Problem,
     Times,
     chain,
     check,
@@ -82,7 +82,7 @@ def played(name: str, micro_batches: int, transfer: float, paper: str) -> Row:
     eager = eager_one_f_one_b(STAGES, micro_batches)
     late = eager_one_f_one_b(STAGES, micro_batches, least_weight_delay(STAGES, micro_batches, times))
     room = Memory.in_flight(STAGES, check(eager).held)
-    best = find_schedule(Pipeline.of(one_each(STAGES), micro_batches, times, room), max_steps=300)
+    best = find_schedule(Problem.of(one_each(STAGES), micro_batches, times, room), max_steps=300)
     blocked = with_transfers(plain, times, blocking=True)
     return Row(
         name, micro_batches, transfer, play(blocked, times, blocking=True).seconds, play(plain, times).seconds,

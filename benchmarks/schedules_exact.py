@@ -24,7 +24,7 @@ from time import process_time
 
 import z3
 
-from conjoin.schedules import Memory, Pipeline, Times, chain, check, find_schedule, one_each
+from conjoin.schedules import Memory, Problem, Times, chain, check, find_schedule, one_each
 
 RESULT = Path(__file__).parent / "results" / "schedules_exact.json"
 QUARTERS = 4
@@ -62,7 +62,7 @@ def waits(row: Name, stages: int, limits: Sequence[int]) -> Iterator[Name]:
         yield ("F" if kind == "I" else "I"), s, m
 
 
-def faster(pipeline: Pipeline, limits: Sequence[int], seconds: float) -> z3.Solver:
+def faster(pipeline: Problem, limits: Sequence[int], seconds: float) -> z3.Solver:
     """Constraints that only a schedule of less than so many seconds fulfils."""
     solver, times = z3.Solver(), pipeline.times
     stages, num = len(pipeline.owners), pipeline.num_micro_batches
@@ -92,7 +92,7 @@ def faster(pipeline: Pipeline, limits: Sequence[int], seconds: float) -> z3.Solv
 def judge(stages: int, micro_batches: int, times: Times, limits: tuple[int, ...], seconds: float) -> Row:
     """Find a schedule and ask the solver for a faster one, for so many seconds."""
     memory = Memory.in_flight(stages, limits)
-    pipeline = Pipeline.of(one_each(stages), micro_batches, times, memory)
+    pipeline = Problem.of(one_each(stages), micro_batches, times, memory)
     begin = process_time()
     found = find_schedule(pipeline, max_steps=20_000)
     taken = process_time() - begin

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import torch
 from torch.distributed.pipelining import schedules as theirs
 
-from conjoin.schedules import Kind, Memory, Pipeline, Row, Schedule, Times, chain, check, find_schedule, play
+from conjoin.schedules import Kind, Memory, Problem, Row, Schedule, Times, chain, check, find_schedule, play
 
 RESULT = Path(__file__).parent / "results" / "schedules_torch.json"
 COMPUTES = tuple(map(str, (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRADIENT, Kind.WEIGHT_GRADIENT)))
@@ -85,7 +85,7 @@ def compare(table: Schedule, transfer: float, max_steps: int = 2000) -> Compared
     times = Times.alike(table.num_stages, table.edges, transfer=transfer)
     memory = Memory.in_flight(table.num_stages, check(table).held)
     begin = process_time()
-    found = find_schedule(Pipeline.of(table.owners, table.num_micro_batches, times, memory), max_steps)
+    found = find_schedule(Problem.of(table.owners, table.num_micro_batches, times, memory), max_steps)
     taken = process_time() - begin
     check(found.schedule, memory)
     return Compared(

@@ -10,16 +10,16 @@ from __future__ import annotations
 from math import inf
 
 from conjoin.schedules.schedule import Kind
-from conjoin.schedules.times import Pipeline
+from conjoin.schedules.times import Problem
 
 
 class Bounds:
     """Ways through the stages, and the bound that follows from them."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        owners, times, edges = pipeline.owners, pipeline.times, pipeline.edges
-        self.owners, self.num, self.times = owners, pipeline.num_micro_batches, times
-        self.memory, self.apart = pipeline.memory, pipeline.apart
+    def __init__(self, problem: Problem) -> None:
+        owners, times, edges = problem.owners, problem.times, problem.edges
+        self.owners, self.num, self.times = owners, problem.num_micro_batches, times
+        self.memory, self.apart = problem.memory, problem.apart
         stages = range(len(owners))
         gradient = Kind.INPUT_GRADIENT if self.apart else Kind.BACKWARD
         self.inputs = tuple(times.of(gradient, stage) for stage in stages)

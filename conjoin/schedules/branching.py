@@ -7,7 +7,7 @@ from math import inf
 
 from conjoin.schedules.bounds import Bounds
 from conjoin.schedules.schedule import Kind, Row, Schedule
-from conjoin.schedules.times import Pipeline
+from conjoin.schedules.times import Problem
 
 KEPT = 32
 """How many partial schedules with the same rows done are kept to compare with: more find little and take longer."""
@@ -29,11 +29,11 @@ class _Step:
 class Branching:
     """A partial schedule that rows are added to and taken from, and the best whole one so far."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        owners, times, edges, num_owners = pipeline.owners, pipeline.times, pipeline.edges, pipeline.num_owners
-        self.owners, self.num, self.edges = owners, pipeline.num_micro_batches, edges
-        self.memory, self.apart = pipeline.memory, pipeline.apart
-        self.bounds = Bounds(pipeline)
+    def __init__(self, problem: Problem) -> None:
+        owners, times, edges, num_owners = problem.owners, problem.times, problem.edges, problem.num_owners
+        self.owners, self.num, self.edges = owners, problem.num_micro_batches, edges
+        self.memory, self.apart = problem.memory, problem.apart
+        self.bounds = Bounds(problem)
         stages = range(len(owners))
         self.seconds = (times.forward, self.bounds.inputs, self.bounds.weights)
         self.mine = [[stage for stage in stages if owners[stage] == owner] for owner in range(num_owners)]

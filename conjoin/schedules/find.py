@@ -29,7 +29,7 @@ from conjoin.schedules.makers import (
 )
 from conjoin.schedules.play import play
 from conjoin.schedules.schedule import Kind, Schedule, chain, looped, one_each, v_shaped
-from conjoin.schedules.times import Pipeline, Times
+from conjoin.schedules.times import Problem, Times
 
 PATIENCE = (0.0, 0.99)
 """Whether to wait for a better row: never, or for nearly as long as what would run instead takes."""
@@ -60,16 +60,16 @@ class FoundSchedule:
     """Of branch and bound."""
 
 
-def find_schedule(pipeline: Pipeline, max_steps: int = 10_000) -> FoundSchedule:
+def find_schedule(problem: Problem, max_steps: int = 10_000) -> FoundSchedule:
     """The best schedule of a pipeline that is found in so many steps of branch and bound.
 
     >>> from conjoin.schedules import Memory
-    >>> find_schedule(Pipeline.of((0, 1), 4, memory=Memory.in_flight(2, (2, 2)))).seconds
+    >>> find_schedule(Problem.of((0, 1), 4, memory=Memory.in_flight(2, (2, 2)))).seconds
     13.0
     """
-    bound = Bounds(pipeline).least()
+    bound = Bounds(problem).least()
     best, seconds = None, inf
-    for schedule, found in _candidates(pipeline):
+    for schedule, found in _candidates(problem):
         if found < seconds * (1 - CLOSE):
             best, seconds = schedule, found
         if seconds <= bound * (1 + CLOSE):
@@ -77,11 +77,11 @@ def find_schedule(pipeline: Pipeline, max_steps: int = 10_000) -> FoundSchedule:
     assert best is not None
     if seconds <= bound * (1 + CLOSE):
         return FoundSchedule(best, seconds, bound, True, 0)
-    search = Branching(pipeline)
+    search = Branching(problem)
     better, ended = search.improve(seconds, max_steps)
     if better is not None:
-        best, seconds = better, play(better, pipeline.times).seconds
-    if ended and pipeline.owners == one_each(len(pipeline.owners)) and pipeline.edges == chain(len(pipeline.owners)):
+        best, seconds = better, play(better, problem.times).seconds
+    if ended and problem.owners == one_each(len(problem.owners)) and problem.edges == chain(len(problem.owners)):
         bound = seconds
     return FoundSchedule(best, seconds, bound, seconds <= bound * (1 + CLOSE), search.steps)
 
@@ -96,48 +96,48 @@ def least_weight_delay(num_stages: int, num_micro_batches: int, times: Times) ->
     return next(delay for delay, seconds in zip(delays, found, strict=True) if seconds <= min(found) * (1 + CLOSE))
 
 
-def _candidates(pipeline: Pipeline) -> Iterator[tuple[Schedule, float]]:
+def _candidates(problem: Problem) -> Iterator[tuple[Schedule, float]]:
     """Schedules within memory to begin with, and their seconds; the first is always there.
 
     Some are made as if transfers took no time: owners that keep in step may do better than those that take what they
     see.
     """
-    times, memory, num_edges = pipeline.times, pipeline.memory, len(pipeline.edges)
-    at_once = replace(pipeline, times=replace(times, activations=(0.0,) * num_edges, gradients=(0.0,) * num_edges))
+    times, memory, num_edges = problem.times, problem.memory, len(problem.edges)
+    at_once = replace(problem, times=replace(times, activations=(0.0,) * num_edges, gradients=(0.0,) * num_edges))
     for taste in TASTES:
-        schedule = greedy(pipeline, taste)
+        schedule = greedy(problem, taste)
         yield schedule, play(schedule, times).seconds
-        yield from _refilled(greedy(at_once, taste), pipeline)
-    if pipeline.apart:
+        yield from _refilled(greedy(at_once, taste), problem)
+    if problem.apart:
         for taste in TASTES:
-            schedule = greedy(replace(pipeline, apart=False), taste)
+            schedule = greedy(replace(problem, apart=False), taste)
             yield schedule, play(schedule, times).seconds
-    for known in _known(pipeline):
-        schedule = replace(known, edges=pipeline.edges)
+    for known in _known(problem):
+        schedule = replace(known, edges=problem.edges)
         held = peaks(schedule, memory).held
         if all(mine <= limit for mine, limit in zip(held, memory.limits, strict=True)):
             yield schedule, play(schedule, times).seconds
-        yield from _refilled(schedule, pipeline)
+        yield from _refilled(schedule, problem)
 
 
-def _refilled(schedule: Schedule, pipeline: Pipeline) -> Iterator[tuple[Schedule, float]]:
-    for patience in PATIENCE if pipeline.apart else ():
-        better = refilled(schedule, pipeline, patience)
+def _refilled(schedule: Schedule, problem: Problem) -> Iterator[tuple[Schedule, float]]:
+    for patience in PATIENCE if problem.apart else ():
+        better = refilled(schedule, problem, patience)
         if better is not None:
             yield better
 
 
-def _known(pipeline: Pipeline) -> Sequence[Schedule]:
-    num_owners, num = pipeline.num_owners, pipeline.num_micro_batches
-    stages_each = len(pipeline.owners) // num_owners
-    if pipeline.owners == v_shaped(num_owners):
+def _known(problem: Problem) -> Sequence[Schedule]:
+    num_owners, num = problem.num_owners, problem.num_micro_batches
+    stages_each = len(problem.owners) // num_owners
+    if problem.owners == v_shaped(num_owners):
         return (there_and_back(num_owners, num),)
-    if pipeline.owners != looped(num_owners, stages_each):
+    if problem.owners != looped(num_owners, stages_each):
         return ()
     if stages_each > 1:
         ways = [(slope, more) for slope in (2, 1) for more in range(num_owners + 1)]
         loops = [interleaved(num_owners, stages_each, num, slope, more) for slope, more in ways]
-        late = [with_late_weights(loop, range(num_owners)) for loop in loops if pipeline.apart]
+        late = [with_late_weights(loop, range(num_owners)) for loop in loops if problem.apart]
         return *loops, *late, breadth_first(num_owners, stages_each, num)
-    eager = [eager_one_f_one_b(num_owners, num, delay) for delay in ([None, 0, 1, 2] if pipeline.apart else [None])]
+    eager = [eager_one_f_one_b(num_owners, num, delay) for delay in ([None, 0, 1, 2] if problem.apart else [None])]
     return one_f_one_b(num_owners, num), *eager, gpipe(num_owners, num)

@@ -14,7 +14,7 @@ from math import inf
 from conjoin.errors import ScheduleError
 from conjoin.schedules.makers import check_counts, eager_one_f_one_b, one_f_one_b, there_and_back
 from conjoin.schedules.schedule import Kind, Row, Schedule, one_each, v_shaped
-from conjoin.schedules.times import Memory, Pipeline, Times
+from conjoin.schedules.times import Memory, Problem, Times
 
 CAN_GO_ON = "an owner that leaves room for its later stages can always go on"
 
@@ -47,7 +47,7 @@ def zero_bubble(
         eager_one_f_one_b(num_stages, num_micro_batches, None, limit),
     ]
     memory = Memory.in_flight(num_stages, [limit] * num_stages)
-    return _without_bubbles(Pipeline.of(one_each(num_stages), num_micro_batches, times, memory), orders, "zero-bubble")
+    return _without_bubbles(Problem.of(one_each(num_stages), num_micro_batches, times, memory), orders, "zero-bubble")
 
 
 def zero_bubble_v(
@@ -56,41 +56,41 @@ def zero_bubble_v(
     """Zero-bubble with two stages to an owner, there and back; in flight are, of both together, twice the owners."""
     check_counts(2 * num_owners, num_micro_batches, max_in_flight)
     memory = Memory.in_flight(2 * num_owners, [max_in_flight or 2 * num_owners] * num_owners)
-    pipeline = Pipeline.of(v_shaped(num_owners), num_micro_batches, times, memory)
-    return _without_bubbles(pipeline, [there_and_back(num_owners, num_micro_batches)], "zero-bubble, V")
+    problem = Problem.of(v_shaped(num_owners), num_micro_batches, times, memory)
+    return _without_bubbles(problem, [there_and_back(num_owners, num_micro_batches)], "zero-bubble, V")
 
 
-def _without_bubbles(pipeline: Pipeline, orders: Sequence[Schedule], name: str) -> Schedule:
+def _without_bubbles(problem: Problem, orders: Sequence[Schedule], name: str) -> Schedule:
     """The best of some orders with weight gradients filled in, and of what comes about."""
-    run = _Run(pipeline, Taste())
+    run = _Run(problem, Taste())
     run.check_memory()
     rows = run.rows()
     assert rows is not None, CAN_GO_ON
-    best = Schedule(pipeline.owners, pipeline.num_micro_batches, rows, pipeline.edges, name)
+    best = Schedule(problem.owners, problem.num_micro_batches, rows, problem.edges, name)
     found = [
         (best, max(run.free)),
-        *(refilled(order, pipeline, patience) for order in orders for patience in (0.0, 0.99)),
+        *(refilled(order, problem, patience) for order in orders for patience in (0.0, 0.99)),
     ]
     made = min((each for each in found if each is not None), key=lambda each: each[1])
     return replace(made[0], name=name)
 
 
-def greedy(pipeline: Pipeline, taste: Taste | None = None) -> Schedule:
+def greedy(problem: Problem, taste: Taste | None = None) -> Schedule:
     """The schedule that comes about when every owner takes what it likes best, within memory."""
-    check_counts(len(pipeline.owners), pipeline.num_micro_batches)
-    run = _Run(pipeline, taste or Taste())
+    check_counts(len(problem.owners), problem.num_micro_batches)
+    run = _Run(problem, taste or Taste())
     run.check_memory()
     rows = run.rows()
     assert rows is not None, CAN_GO_ON
-    return Schedule(pipeline.owners, pipeline.num_micro_batches, rows, pipeline.edges, "greedy")
+    return Schedule(problem.owners, problem.num_micro_batches, rows, problem.edges, "greedy")
 
 
-def refilled(schedule: Schedule, pipeline: Pipeline, patience: float = 0.0) -> tuple[Schedule, float] | None:
+def refilled(schedule: Schedule, problem: Problem, patience: float = 0.0) -> tuple[Schedule, float] | None:
     """The same order of forwards and input gradients, with weight gradients where owners would wait, or need room.
 
     With its seconds; None where the order takes more memory than there is.
     """
-    run = _Run(pipeline, Taste(patience=patience))
+    run = _Run(problem, Taste(patience=patience))
     run.given = []
     for rows in schedule.rows:
         kept = [row for row in reversed(rows) if row.kind is not Kind.WEIGHT_GRADIENT]
@@ -103,13 +103,13 @@ def refilled(schedule: Schedule, pipeline: Pipeline, patience: float = 0.0) -> t
 class _Run:
     """Owners at work. Micro-batches are alike, so at every stage they come in order, and counts say what is done."""
 
-    def __init__(self, pipeline: Pipeline, taste: Taste) -> None:
+    def __init__(self, problem: Problem, taste: Taste) -> None:
         self.given: list[list[tuple[Kind, int]]] | None = None
         """Forwards and input gradients in the order in which each owner has to run them, the next one last."""
-        owners, times, edges = pipeline.owners, pipeline.times, pipeline.edges
-        num_stages, num_owners, num = len(owners), pipeline.num_owners, pipeline.num_micro_batches
-        self.owners, self.num, self.memory, self.times, self.taste = owners, num, pipeline.memory, times, taste
-        self.apart = pipeline.apart
+        owners, times, edges = problem.owners, problem.times, problem.edges
+        num_stages, num_owners, num = len(owners), problem.num_owners, problem.num_micro_batches
+        self.owners, self.num, self.memory, self.times, self.taste = owners, num, problem.memory, times, taste
+        self.apart = problem.apart
         self.mine = [[s for s in range(num_stages) if owners[s] == owner] for owner in range(num_owners)]
         self.done = {kind: [0] * num_stages for kind in taste.order}
         self.free = [0.0] * num_owners

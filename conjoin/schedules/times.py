@@ -75,7 +75,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class Problem:
     """What is to be scheduled: stages with their owners, how many micro-batches, what all takes and holds."""
 
     owners: tuple[int, ...]
@@ -89,7 +89,7 @@ class Pipeline:
     @classmethod
     def of(
         cls, owners: tuple[int, ...], num_micro_batches: int, times: Times | None = None, memory: Memory | None = None
-    ) -> Pipeline:
+    ) -> Problem:
         """A chain of stages; without times all take the same and transfers nothing, without memory no limit is set."""
         edges = chain(len(owners))
         memory = memory or Memory.unlimited(len(owners), max(owners) + 1)

@@ -12,7 +12,7 @@ from benchmarks.schedules_torch import TABLES, compare, their_table
 from conjoin.schedules import (
     Kind,
     Memory,
-    Pipeline,
+    Problem,
     Row,
     Schedule,
     Times,
@@ -40,16 +40,16 @@ def orders(num: int, apart: bool) -> tuple[tuple[tuple[Kind, int], ...], ...]:
     return tuple(order for order in permutations(rows) if right(order))
 
 
-def brute_force(pipeline: Pipeline) -> float:
+def brute_force(problem: Problem) -> float:
     """The best of all orders of all owners."""
     best = float("inf")
-    stages, num = len(pipeline.owners), pipeline.num_micro_batches
-    for choice in product(orders(num, pipeline.apart), repeat=stages):
+    stages, num = len(problem.owners), problem.num_micro_batches
+    for choice in product(orders(num, problem.apart), repeat=stages):
         rows = tuple(tuple(Row(kind, stage, m) for kind, m in order) for stage, order in enumerate(choice))
-        schedule = Schedule(pipeline.owners, num, rows, pipeline.edges)
-        held = peaks(schedule, pipeline.memory).held
-        if all(mine <= limit for mine, limit in zip(held, pipeline.memory.limits, strict=True)):
-            best = min(best, slow_seconds(schedule, pipeline.times))
+        schedule = Schedule(problem.owners, num, rows, problem.edges)
+        held = peaks(schedule, problem.memory).held
+        if all(mine <= limit for mine, limit in zip(held, problem.memory.limits, strict=True)):
+            best = min(best, slow_seconds(schedule, problem.times))
     return best
 
 
@@ -68,12 +68,12 @@ def test_the_best_of_all_orders_is_found_and_said_to_be_proven(
         (1.0, 1.5, 0.5)[:stages], (1.0, 0.75, 2.0)[:stages], (0.5, 1.0, 1.0)[:stages], *[(transfer,) * len(edges)] * 2
     )
     for times in (uneven, Times.alike(stages, edges, transfer=transfer))[: 4 - num]:
-        pipeline = Pipeline(one_each(stages), num, times, Memory.in_flight(stages, limits), edges, apart)
-        found = find_schedule(pipeline)
-        check(found.schedule, pipeline.memory)
+        problem = Problem(one_each(stages), num, times, Memory.in_flight(stages, limits), edges, apart)
+        found = find_schedule(problem)
+        check(found.schedule, problem.memory)
         assert found.proven
         assert (
-            found.seconds == pytest.approx(brute_force(pipeline)) == pytest.approx(slow_seconds(found.schedule, times))
+            found.seconds == pytest.approx(brute_force(problem)) == pytest.approx(slow_seconds(found.schedule, times))
         )
 
 
@@ -81,22 +81,22 @@ def test_what_is_kept_for_weight_gradients_alone_may_be_less() -> None:
     times = Times.alike(2, chain(2), (1.0, 1.0, 0.5), transfer=0.5)
     for limits in ((2.0, 2.0), (3.0, 3.0), (4.0, 2.5)):
         memory = Memory((2.0, 2.0), (1.0, 0.5), limits)
-        pipeline = Pipeline.of(one_each(2), 2, times, memory)
-        found = find_schedule(pipeline)
+        problem = Problem.of(one_each(2), 2, times, memory)
+        found = find_schedule(problem)
         check(found.schedule, memory)
-        assert found.proven and found.seconds == pytest.approx(brute_force(pipeline))
+        assert found.proven and found.seconds == pytest.approx(brute_force(problem))
 
 
 @pytest.mark.parametrize("owners", [one_each(4), looped(2, 2), v_shaped(2)])
 def test_never_below_its_bound_and_never_beyond_its_memory(owners: tuple[int, ...]) -> None:
     for limit, transfer in ((2, 0.5), (3, 0.0), (4, 1.0)):
         times = Times.alike(len(owners), chain(len(owners)), transfer=transfer)
-        pipeline = Pipeline.of(owners, 5, times, Memory.in_flight(len(owners), [limit] * (max(owners) + 1)))
-        found = find_schedule(pipeline, max_steps=300)
-        check(found.schedule, pipeline.memory)
+        problem = Problem.of(owners, 5, times, Memory.in_flight(len(owners), [limit] * (max(owners) + 1)))
+        found = find_schedule(problem, max_steps=300)
+        check(found.schedule, problem.memory)
         assert found.seconds >= found.bound - 1e-9
-        assert found == find_schedule(pipeline, max_steps=300), "the same question has the same answer"
-        whole = find_schedule(replace(pipeline, apart=False), max_steps=300)
+        assert found == find_schedule(problem, max_steps=300), "the same question has the same answer"
+        whole = find_schedule(replace(problem, apart=False), max_steps=300)
         assert found.seconds <= whole.seconds + 1e-9
         assert not any(row.kind is Kind.WEIGHT_GRADIENT for rows in whole.schedule.rows for row in rows)
 
