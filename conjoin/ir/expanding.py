@@ -6,8 +6,11 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from conjoin.ir.builder import is_random
 from conjoin.ir.graph import Graph
+from conjoin.ir.memory_order import looks_at_order, orders_looked_at, strides_in
 from conjoin.ir.nodes import Node, Value
 from conjoin.ir.rewriting import Rewriting
 from conjoin.ops import LocalForm, map_tensors, space_of
@@ -25,16 +28,35 @@ def has_parts(node: Node) -> bool:
 
 def expand(graph: Graph, nodes: Collection[Node], *, parts: bool = False) -> Graph:
     """The graph with each of the nodes replaced by its expansion, or taken by parts; nothing is left that nobody reads.
+
+    What compositions make may lie in memory otherwise than what the operator makes. Where a random call would then draw
+    for its elements in another order, their results are brought into the operator's.
     """
     if not nodes:
         return graph
+    made = _expanded(graph, nodes, parts, in_order=False)
+    if not any(map(looks_at_order, graph.nodes)) or orders_looked_at(graph, False) == orders_looked_at(made, False):
+        return made
+    return _expanded(graph, nodes, parts, in_order=True)
+
+
+def _expanded(graph: Graph, nodes: Collection[Node], parts: bool, in_order: bool) -> Graph:
     work = Rewriting(graph)
     for node in graph.nodes:
-        if node in nodes:
-            _expand(node, work, parts)
-        else:
+        if node not in nodes:
             work.keep(node)
+            continue
+        _expand(node, work, parts)
+        for value in node.outputs() if in_order else ():
+            if strides_in(graph)[value] == _row_by_row(value.type.shape):
+                copied = work.emit(node, "clone", work.values[value], torch.contiguous_format)
+                work.values[value] = copied
     return drop_unused(work.finish())
+
+
+def _row_by_row(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor without gaps, its last dim running fastest."""
+    return torch.empty(shape, device="meta").stride()
 
 
 def _expand(node: Node, work: Rewriting, parts: bool) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
+import conjoin
 from conjoin.frontends import capture
 from conjoin.ir import find_layout_faults, parse_graph
 from conjoin.machine import Mesh, parse_machine
@@ -173,3 +174,22 @@ def test_loss_and_gradients_are_those_of_torchs_loss_parallelism(tmp_path: Path)
             torch.testing.assert_close(piece, theirs[0][1][name][part], rtol=1e-5, atol=1e-7)
     (sums,) = explain(plan).totals
     assert sums.forward.total == 2 * 4 * ROWS * (WIDTH + 3), "a pair's sum; of the loss peaks, exponentials and scores"
+
+
+class Transposed(nn.Module):
+    """A softmax over what lies transposed in memory, and dropout behind it: what is drawn follows the order there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(10, 14), nn.Linear(4, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.first(x).transpose(-2, -1).softmax(-2)
+        return self.last(nn.functional.dropout(shares, 0.3)).square().mean()
+
+
+def test_behind_a_softmax_by_parts_is_drawn_what_one_device_draws() -> None:
+    model, batch = Transposed().train(), (torch.randn(2, 4, 10),)
+    plan = conjoin.plan(model, batch, "local:4", strategy="sbp3d:m=1,n=2,k=2")
+    assert "expand-softmax.int" in {substitution.name for substitution in plan.substitutions}
+    assert conjoin.verify_plan(plan, model, batch, num_steps=2).passed
