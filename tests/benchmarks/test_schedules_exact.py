@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.schedules_exact import alike, drawn, faster, judge
-from conjoin.schedules import Pipeline, Times, one_each
+from conjoin.schedules import Problem, Times, one_each
 
 WAITED = [
     (2, 3, Times((1.5, 0.25), (1.5, 0.75), (0.75, 1.5), (2.0,), (0.25,)), (3, 2)),
@@ -25,5 +25,5 @@ def test_there_is_no_faster_schedule(case: tuple[int, int, Times, tuple[int, ...
 def test_the_solver_finds_a_schedule_where_there_is_one() -> None:
     stages, num, times, limits = WAITED[0]
     best = judge(stages, num, times, limits, seconds=20).seconds
-    pipeline = Pipeline.of(one_each(stages), num, times)
+    pipeline = Problem.of(one_each(stages), num, times)
     assert str(faster(pipeline, limits, best + 0.25).check()) == "sat"
