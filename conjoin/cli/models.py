@@ -198,8 +198,11 @@ def _not_in_the_zoo(model: str) -> UsageError:
 def _import_file(path: Path) -> Any:
     if not path.is_file():
         raise UsageError(f"There is no file {path}. A model is named path/to/file.py:function. Check the path.")
+    place, stamp = path.resolve(), path.stat().st_mtime_ns
+    if place in _imported and _imported[place][0] == stamp:
+        return _imported[place][1]  # what it registers is registered once
     # A user's file may be called like a module in use: it must not take that one's place.
-    name = path.stem if path.stem not in sys.modules else f"{path.stem} of {path.resolve()}"
+    name = path.stem if path.stem not in sys.modules else f"{path.stem} of {place}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{path} is not a Python file. A model is named path/to/file.py:function. Name a file in .py.")
@@ -211,7 +214,12 @@ def _import_file(path: Path) -> Any:
     except BaseException:
         del sys.modules[name]
         raise
+    _imported[place] = stamp, module
     return module
+
+
+_imported: dict[Path, tuple[int, Any]] = {}
+"""Files of users by their path, each as it was when it was imported."""
 
 
 def _import_module(name: str, function: str) -> Any:

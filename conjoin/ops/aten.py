@@ -78,13 +78,23 @@ class NotRegistered(LookupError, NotImplementedError):
     """An operator that torch does not have, here and now; a file may have stated what it takes and gives."""
 
 
-@call_cache(None)
 def find_operator(name: str) -> Callable[..., Any]:
     """The overload, or our own composite, of that name; LookupError when there is none.
+
+    A user's own is looked up every time: where it is defined anew, the one of before is gone.
 
     >>> find_operator("sum.dim_IntList")
     <OpOverload(op='aten.sum', overload='dim_IntList')>
     """
+    return _find(name) if is_custom(name) else _find_once(name)
+
+
+@call_cache(None)
+def _find_once(name: str) -> Callable[..., Any]:
+    return _find(name)
+
+
+def _find(name: str) -> Callable[..., Any]:
     if name in COMPOSITES:
         return COMPOSITES[name]
     namespace, _, rest = name.removeprefix(OPAQUE).rpartition("::")

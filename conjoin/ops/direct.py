@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from conjoin.ops.aten import find_operator, signature
+from conjoin.ops.aten import find_operator, is_custom, signature
 from conjoin.ops.call_cache import call_cache
 from conjoin.ops.catalog import find_spec
 
@@ -22,13 +22,17 @@ _OTHER_PARAMETERS = frozenset({"device", "generator", "memory_format", "values",
 """Torch's functions take these in other places or forms, or (hx) warn of what users cannot change."""
 
 
-@call_cache(None)
 def find_function(name: str) -> Callable[..., Any]:
     """What runs an operator: the function of torch that takes the same arguments, or else the operator itself.
 
     >>> find_function("relu"), find_function("slice.Tensor")
     (<built-in method relu of type object at ...>, <OpOverload(op='aten.slice', overload='Tensor')>)
     """
+    return find_operator(name) if is_custom(name) else _find_once(name)
+
+
+@call_cache(None)
+def _find_once(name: str) -> Callable[..., Any]:
     found, (base, _, overload) = find_operator(name), name.partition(".")
     other = overload.startswith(_OTHER_OVERLOADS) or any(
         p.name in _OTHER_PARAMETERS for p in signature(name).parameters

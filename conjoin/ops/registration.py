@@ -14,6 +14,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from conjoin.errors import DeclarationError
 from conjoin.ops.aten import NotRegistered, is_custom, operator_name, signature
 from conjoin.ops.autograd_functions import define_operator
+from conjoin.ops.call_cache import forget_calls
 from conjoin.ops.catalog import declare
 from conjoin.ops.check import CheckFailed
 from conjoin.ops.dtypes import Dtype
@@ -59,6 +60,7 @@ def register_operator(  # noqa: PLR0913 – what may be said of an operator
         _check_notation(shown, index)
     name = _defined(operator, index, sample) if is_function else _named(operator)
     _check_kind(name)
+    forget_calls()  # torch may have defined it anew, and what was found of it before is gone
     spec = OpSpec(
         name, index, sample, terms=terms, dtype=dtype, flops=flops, follows=follows, local=local, expansion=expansion,
         domain=domain, constants=constants, smooth=smooth,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -12,7 +13,17 @@ from torch import Tensor, nn
 
 import conjoin
 from conjoin.errors import DeclarationError
-from conjoin.ops import Call, Dtype, LocalForm, TensorType, find_spec, register_operator, sharding_rules
+from conjoin.ops import (
+    Call,
+    Dtype,
+    LocalForm,
+    TensorType,
+    find_function,
+    find_operator,
+    find_spec,
+    register_operator,
+    sharding_rules,
+)
 from tests.ir.wording import assert_three_sentences
 
 SCAN = "conjoin_tests::scan"
@@ -247,3 +258,22 @@ def test_what_was_thought_before_it_was_declared_is_forgotten() -> None:
     assert (str(before.types[0]), str(after.types[0])) == ("f32[4,3,6]", "f32[4,3,6]{d0:S(0)}")
     assert conjoin.inspect(plan.graph).opaque == ()
     assert conjoin.verify_plan(plan, model, x, loss=lambda y: y, num_steps=2).passed
+
+
+def test_an_operator_that_is_defined_anew_is_the_new_one() -> None:
+    """As when a file is imported again, or a cell of a notebook is run again."""
+
+    def define(factor: float) -> Any:
+        @torch.library.custom_op("conjoin_anew::scaled", mutates_args=())
+        def scaled(x: Tensor) -> Tensor:
+            return x * factor
+
+        scaled.register_fake(torch.empty_like)
+        return scaled
+
+    for factor in (2.0, 3.0):
+        scaled = define(factor)
+        conjoin.register_operator(scaled, "... -> ...", terms="x", smooth=False)
+        gc.collect()
+        assert find_operator("conjoin_anew::scaled")(torch.ones(2)).tolist() == [factor, factor]
+        assert find_function("conjoin_anew::scaled")(torch.ones(2)).tolist() == [factor, factor]
