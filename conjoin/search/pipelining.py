@@ -27,9 +27,12 @@ from conjoin.ir import (
 )
 from conjoin.machine import DeviceType, Machine, devices_of
 from conjoin.schedules import (
+    Memory,
+    Problem,
     Schedule,
     chain,
     eager_one_f_one_b,
+    find_schedule,
     gpipe,
     interleaved,
     one_f_one_b,
@@ -42,12 +45,16 @@ from conjoin.search.planning import drafter
 from conjoin.search.request import Request
 from conjoin.search.stage_cuts import cut_rows, node_seconds
 from conjoin.search.strategies import read_request
+from conjoin.sim import predict_pipeline
 
 _VIRTUAL = 2
 """Stages to an owner where a schedule interleaves them and nobody says how many."""
 _PER_STAGE = 4
 """Micro-batches for every stage where nobody says how many: the bubble of 1F1B is then a fifth at most."""
 
+_STEPS = 2_000
+"""Of branch and bound for a schedule: about a second."""
+FOUND = "found"
 _NOMINAL = DeviceType("nominal", "cpu", 2**34, 1e11, (("float32", 1e12),))
 """What operators are weighed by where a machine's description says no speeds."""
 
@@ -66,10 +73,11 @@ def make_pipeline(
     """The pipeline that is asked for; `sizes` are the devices of each owner of stages where they are not all alike."""
     request = read_request(strategy)
     name = request.schedule or "1f1b"
-    if name not in SCHEDULES:
-        near = get_close_matches(name, SCHEDULES, n=1, cutoff=0.3) or ["1f1b"]
+    known = (*SCHEDULES, FOUND)
+    if name not in known:
+        near = get_close_matches(name, known, n=1, cutoff=0.3) or ["1f1b"]
         raise UsageError(
-            f"The strategy pipeline was given schedule={name[:40]!r}. The schedules are {', '.join(SCHEDULES)}. "
+            f"The strategy pipeline was given schedule={name[:40]!r}. The schedules are {', '.join(known)}. "
             f"Did you mean {near[0]}?"
         )
     sizes = _sizes(machine, request, sizes)
@@ -81,7 +89,7 @@ def make_pipeline(
     cuts = cut_in_stages(whole, cut_rows(whole, seconds, [*sizes] * each, _rate(machine)))
     ranks = [tuple(range(end - size, end)) for size, end in zip(sizes, accumulate(sizes), strict=True)]
     stages = tuple(_stage(number, cut, machine, ranks[number % len(ranks)], request) for number, cut in enumerate(cuts))
-    schedule = SCHEDULES[name](len(sizes), each, micro)
+    schedule = SCHEDULES[name if name != FOUND else "1f1b"](len(sizes), each, micro)
     edges = tuple(sorted({*chain(len(stages)), *stage_edges(stages)}))
     made = Pipeline(
         graph=whole,
@@ -93,7 +101,32 @@ def make_pipeline(
         strategy=str(replace(request, micro=micro, schedule=name)),
         accumulation=accumulation,
     )
+    if name == FOUND:
+        made = replace(made, schedule=_best_schedule(made, machine, costs or CostModel()))
     return check_pipeline(made)
+
+
+def _best_schedule(pipeline: Pipeline, machine: Machine, costs: CostModel) -> Schedule:
+    """The best order that is found for what stages and transfers take, within the memory of devices."""
+    if not machine.nodes:
+        raise StrategyError(
+            f"The best schedule for a pipeline on {machine.name} was asked for. What its stages take is not known: its "
+            f"description says no speeds. Measure them with `conjoin calibrate`, or name a schedule."
+        )
+    told = predict_pipeline(pipeline, machine, costs)
+    stays = dict.fromkeys(sorted(set(pipeline.schedule.owners)), 0)
+    for owner, stage in zip(pipeline.schedule.owners, told.stages, strict=True):
+        stays[owner] += stage.memory.peak - stage.kept
+    held = tuple(float(stage.kept) for stage in told.stages)
+    memory = Memory(held, held, tuple(max(float(told.capacity - used), 0.0) for used in stays.values()))
+    if any(need > room for need, room in zip(held, memory.limits, strict=False)):
+        raise StrategyError(
+            f"The best schedule for a pipeline on {machine.name} was asked for. Of a stage not one micro-batch fits "
+            f"into {told.capacity / 2**30:.1f} GiB. Use more stages, smaller micro-batches or recompute=full."
+        )
+    schedule = pipeline.schedule
+    problem = Problem(schedule.owners, schedule.num_micro_batches, told.times, memory, schedule.edges)
+    return replace(find_schedule(problem, _STEPS).schedule, name=FOUND)
 
 
 def _sizes(machine: Machine, request: Request, sizes: Sequence[int]) -> tuple[int, ...]:

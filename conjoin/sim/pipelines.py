@@ -58,6 +58,8 @@ class PipelinePrediction:
 
     pipeline: Pipeline
     stages: tuple[StagePrediction, ...]
+    times: Times
+    """What rows and transfers take."""
     timeline: Timeline
     """Of the schedule; sums and updates come after it."""
     capacity: int
@@ -179,7 +181,7 @@ def predict_pipeline(
             work[rate] += flops
     sources = tuple(entry for stage in stages for entry in stage.sources)
     return PipelinePrediction(
-        pipeline, stages, timeline, machine.usable_bytes, _num_samples(pipeline), sum(work.values()),
+        pipeline, stages, times, timeline, machine.usable_bytes, _num_samples(pipeline), sum(work.values()),
         peak_rate(dict(work), machine), _busy(pipeline, timeline, machine), missing_rates(dict(work), machine),
         is_all_estimated(sources, machine),
     )  # fmt: skip

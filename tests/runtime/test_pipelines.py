@@ -244,10 +244,11 @@ NODES: list[tuple[Machine, str, tuple[int, ...]]] = [
     (Machine("two nodes", 2, 2, "cpu"), "pipeline:pp=2,tp=2,micro=2", ()),
     (Machine("three nodes", 3, 2, "cpu"), "pipeline:tp=2,micro=4,schedule=eager-1f1b", (2, 4)),
     (Machine("three nodes", 3, 2, "cpu"), "pipeline:tp=2,fsdp,micro=2", (4, 2)),
+    (Machine.preset("piz-daint", nodes=3), "pipeline:micro=4,schedule=found", (1, 1, 1)),
 ]
 
 
-@pytest.mark.parametrize(("machine", "strategy", "sizes"), NODES, ids=["a node each", "one and two", "two and one"])
+@pytest.mark.parametrize(("machine", "strategy", "sizes"), NODES, ids=["a node each", "one, two", "two, one", "found"])
 def test_what_goes_to_several_nodes_goes_once_to_each(
     machine: Machine, strategy: str, sizes: tuple[int, ...]
 ) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.cost import CostModel
+from conjoin.errors import StrategyError
 from conjoin.frontends import capture
 from conjoin.ir import Graph
 from conjoin.machine import Machine, parse_machine
@@ -73,6 +74,15 @@ def test_stages_hold_less_than_one_device_and_interleaving_waits_less() -> None:
     parameters = sum(stage.memory.parameters for stage in staged.stages)
     assert parameters == alone.memory.parameters, "each lies with one stage"
     assert looped.timeline.bubble < staged.timeline.bubble and len(looped.stages) == 8
+
+
+def test_the_schedule_that_is_found_is_no_slower_than_those_known() -> None:
+    found = predicted(f"pipeline:pp=4,micro={MICRO},schedule=found")
+    names = ("1f1b", "eager-1f1b", "zero-bubble")
+    others = [predicted(f"pipeline:pp=4,micro={MICRO},schedule={name}") for name in names]
+    assert found.timeline.seconds <= min(other.timeline.seconds for other in others) and found.fits
+    with pytest.raises(StrategyError, match="says no speeds"):
+        make_pipeline(graph(), Machine("four", 1, 4, "cpu"), "pipeline:pp=4,schedule=found")
 
 
 def test_between_nodes_transfers_take_longer() -> None:
