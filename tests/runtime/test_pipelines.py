@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 
 from conjoin.comm import plan_crossing, stage_grid
 from conjoin.frontends import capture
-from conjoin.ir import Pipeline, num_elements, region_of
+from conjoin.ir import Pipeline, check_pipeline, num_elements, region_of
 from conjoin.machine import Machine
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.storage import Store
 from conjoin.runtime.threads import ThreadRanks, run_ranks
+from conjoin.schedules import read_rows
 from conjoin.search import make_pipeline
 
 STEPS = 3
@@ -238,6 +240,16 @@ def test_a_pipeline_trains_like_a_loop_over_micro_batches(case: str, strategy: s
     held = compare(pipeline, model, loss, [make() for _ in range(STEPS)])
     assert set().union(*held) == {name for name, _ in model.named_parameters()}
     assert len({frozenset(names) for names in held}) == len({stage.ranks for stage in pipeline.stages}), "stages share"
+
+
+def test_micro_batches_may_be_taken_in_another_order_than_they_were_made() -> None:
+    kind, make, loss = CASES["skips"]
+    torch.manual_seed(3)
+    model = kind().double().train()
+    pipeline = pipeline_of(model, make(), loss, "pipeline:pp=1,v=2,micro=2,schedule=interleaved", 1)
+    rows = (read_rows("F0.0 F0.1 F1.1 F1.0 B1.0 B1.1 B0.1 B0.0"),)
+    edited = replace(pipeline, schedule=replace(pipeline.schedule, rows=rows))
+    compare(check_pipeline(edited), model, loss, [make() for _ in range(2)])
 
 
 NODES: list[tuple[Machine, str, tuple[int, ...]]] = [
