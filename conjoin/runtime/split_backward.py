@@ -125,14 +125,16 @@ def _leading_to(roots: Sequence[Node], targets: set[Node]) -> set[Node]:
 
 
 def _reached_by_several(waiting: list[tuple[Node, Node]]) -> set[Node]:
-    """The outer nodes that several inner ones lead to, from every outer node with an inner one that has an edge to it."""
+    """The outer nodes that several inner ones lead to, of pairs of an outer node and an inner one with an edge to it."""
     first: dict[Node, Node] = {}
     found = set[Node]()
     while waiting:
         outer, reader = waiting.pop()
-        if outer in found or first.setdefault(outer, reader) != reader:
-            if outer in found:
-                continue
+        if outer in found or (seen := first.get(outer)) == reader:
+            continue
+        if seen is None:
+            first[outer] = reader
+        else:
             found.add(outer)
         waiting += [(child, reader) for child, _ in outer.next_functions if child is not None]
     return found

@@ -76,9 +76,7 @@ class Crossing:
     def expect(self, channel: Channel, device: torch.device) -> Expected:
         """Get ready for the next one."""
         regions = dict.fromkeys(message.region for message in self._received())
-        parts = {
-            region: torch.empty(_count(region), dtype=self._dtype, device=device) for region in regions
-        }
+        parts = {region: torch.empty(_count(region), dtype=self._dtype, device=device) for region in regions}
         coming = [
             (message.sender, to_send(parts[message.region][message.begin : message.end]))
             for message in self._first

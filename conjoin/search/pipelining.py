@@ -16,6 +16,7 @@ from conjoin.ir import (
     Plan,
     Stage,
     StageGraph,
+    Value,
     check_pipeline,
     computation_digest,
     cut_in_micro_batches,
@@ -65,6 +66,7 @@ def make_pipeline(
 ) -> Pipeline:
     """The pipeline that is asked for; `sizes` are the devices of each owner of stages where they are not all alike."""
     request = read_request(strategy)
+    _check_outputs(graph)
     name = request.schedule or "1f1b"
     if name not in SCHEDULES:
         near = get_close_matches(name, SCHEDULES, n=1, cutoff=0.3) or ["1f1b"]
@@ -94,6 +96,18 @@ def make_pipeline(
         accumulation=accumulation,
     )
     return check_pipeline(made)
+
+
+def _check_outputs(graph: Graph) -> None:
+    """A pipeline gives the loss and nothing else."""
+    others = sum(isinstance(value, Value) for value in graph.outputs) - (graph.loss is not None)
+    if graph.loss is None or others:
+        loss = "no loss" if graph.loss is None else "a loss"
+        raise StrategyError(
+            f"A pipeline of {graph.name} was asked for, which gives {loss} and {others} other "
+            f"tensor{'' if others == 1 else 's'}. A call of a pipeline runs all its passes, and gives the loss alone. "
+            f"Plan it with a function that gives the loss, as loss=lambda output: output.loss."
+        )
 
 
 def _sizes(machine: Machine, request: Request, sizes: Sequence[int]) -> tuple[int, ...]:

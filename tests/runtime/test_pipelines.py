@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.comm import plan_crossing, stage_grid
+from conjoin.errors import StrategyError
 from conjoin.frontends import capture
-from conjoin.ir import Pipeline, check_pipeline, num_elements, region_of
+from conjoin.ir import Pipeline, check_pipeline, cut_in_stages, num_elements, region_of
 from conjoin.machine import Machine
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.storage import Store
@@ -252,6 +253,73 @@ def test_micro_batches_may_be_taken_in_another_order_than_they_were_made() -> No
     compare(check_pipeline(edited), model, loss, [make() for _ in range(2)])
 
 
+class Noting(nn.Module):
+    """Buffers that are changed and read by nobody: to a parameter, to something made of one, to what one layer saw."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        for name, shape in (("copied", (width, width)), ("made", (width,)), ("count", ())):
+            self.register_buffer(name, torch.zeros(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        self.copied.copy_(self.layers[3].weight.detach())
+        self.made.copy_(self.layers[2].weight.detach().sum(0))
+        self.count += 1
+        return x
+
+
+class Late(Noting):
+    """The first layer reads what the last one changes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = super().forward(x + self.count)
+        return made
+
+
+class Averaging(Noting):
+    """A buffer of what the samples are in the mean."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = super().forward(x)
+        self.made.copy_(x.mean(0))
+        return made
+
+
+def test_buffers_that_nobody_reads_are_changed_where_what_they_become_is_made() -> None:
+    _, make, loss = CASES["frozen"]
+    torch.manual_seed(3)
+    model = Noting().double().train()
+    pipeline = pipeline_of(model, make(), loss, "pipeline:pp=2,micro=2", 2)
+    compare(pipeline, model, loss, [make() for _ in range(2)])
+
+
+@pytest.mark.parametrize(("kind", "why"), [(Late, "places to cut it at"), (Averaging, "buffer made is made of all")])
+def test_buffers_that_micro_batches_would_change_otherwise_are_refused(kind: type[nn.Module], why: str) -> None:
+    _, make, loss = CASES["frozen"]
+    with pytest.raises(StrategyError, match=why):
+        pipeline_of(kind().double().train(), make(), loss, "pipeline:pp=2,micro=2", 2)
+
+
+def test_no_stage_reads_what_another_changes() -> None:
+    _, make, loss = CASES["frozen"]
+    graph = capture(Late().double().train(), make(), loss)
+    with pytest.raises(StrategyError, match="read the buffer count, and stage 1 change it"):
+        cut_in_stages(graph, [int(i > 2) for i, _ in enumerate(graph.nodes)])
+
+
+class Both(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.square().mean(), x
+
+
+def test_what_is_given_beside_the_loss_is_refused() -> None:
+    with pytest.raises(StrategyError, match="gives a loss and 1 other tensor"):
+        pipeline_of(nn.Sequential(nn.Linear(3, 3), Both()).train(), (torch.ones(4, 3),), None, "pipeline:pp=1", 1)
+
+
 NODES: list[tuple[Machine, str, tuple[int, ...]]] = [
     (Machine("two nodes", 2, 2, "cpu"), "pipeline:pp=2,tp=2,micro=2", ()),
     (Machine("three nodes", 3, 2, "cpu"), "pipeline:tp=2,micro=4,schedule=eager-1f1b", (2, 4)),
@@ -260,9 +328,7 @@ NODES: list[tuple[Machine, str, tuple[int, ...]]] = [
 
 
 @pytest.mark.parametrize(("machine", "strategy", "sizes"), NODES, ids=["a node each", "one and two", "two and one"])
-def test_what_goes_to_several_nodes_goes_once_to_each(
-    machine: Machine, strategy: str, sizes: tuple[int, ...]
-) -> None:
+def test_what_goes_to_several_nodes_goes_once_to_each(machine: Machine, strategy: str, sizes: tuple[int, ...]) -> None:
     kind, make, loss = CASES["tied"]
     torch.manual_seed(3)
     model = kind().double().train()
