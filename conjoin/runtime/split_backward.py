@@ -125,7 +125,7 @@ def _leading_to(roots: Sequence[Node], targets: set[Node]) -> set[Node]:
 
 
 def _reached_by_several(waiting: list[tuple[Node, Node]]) -> set[Node]:
-    """The outer nodes that several inner ones lead to, of pairs of an outer node and an inner one with an edge to it."""
+    """The outer nodes that several inner ones lead to, of pairs of an outer node and an inner one before it."""
     first: dict[Node, Node] = {}
     found = set[Node]()
     while waiting:

@@ -60,11 +60,12 @@ class Crossing:
     def messages_of(self, piece: Tensor) -> list[tuple[int, Tensor]]:
         """What this rank sends of its piece."""
         assert self._have is not None
+        piece = piece.detach().to(self._dtype)  # autocast may have made it in another
         found: list[tuple[int, Tensor]] = []
         own: list[Tensor] = []
         for message in self._first:
             if message.sender == self._rank:
-                part = piece.detach()[_inside(message.region, self._have)].reshape(-1)[message.begin : message.end]
+                part = piece[_inside(message.region, self._have)].reshape(-1)[message.begin : message.end]
                 if message.receiver == self._rank:
                     own.append(part)
                 else:

@@ -112,7 +112,7 @@ def _first_uses(graph: Graph) -> np.ndarray:
 
 
 def _between_reads_and_writes(graph: Graph) -> set[int]:
-    """The places between a node that reads a buffer and the one that makes what it is changed to: one stage has both."""
+    """The places between a node that reads a buffer and the one that makes what it is changed to: a stage has both."""
     rows = {node: i for i, node in enumerate(graph.nodes)}
     made = {name: rows[value.owner] for name, value in graph.updates if isinstance(value.owner, Node)}
     found = set[int]()

@@ -310,6 +310,55 @@ def test_no_stage_reads_what_another_changes() -> None:
         cut_in_stages(graph, [int(i > 2) for i, _ in enumerate(graph.nodes)])
 
 
+def on_ranks(pipeline: Pipeline, model: nn.Module, action: Callable[[ParallelModule], Any]) -> list[Any]:
+    def rank(world: ThreadRanks) -> Any:
+        store = Store(pipeline, world.rank, torch.device("cpu"))
+        store.fill(model)
+        module = ParallelModule(pipeline, store, world)
+        module.compare_every(None)
+        return action(module)
+
+    return run_ranks(pipeline.mesh, rank)
+
+
+def test_a_backward_pass_that_runs_a_step_again_changes_no_buffers() -> None:
+    kind, make, loss = CASES["batch norm"]
+    torch.manual_seed(3)
+    model, batch = kind().double().train(), make()
+
+    def twice(module: ParallelModule) -> None:
+        found = module(*batch)
+        before = {name: x.clone() for name, x in module.named_buffers()}
+        found.backward(retain_graph=True)
+        once = [x.grad.clone() for x in module.parameters() if x.grad is not None]
+        found.backward()
+        assert before and all(torch.equal(before[name], x) for name, x in module.named_buffers())
+        both = [x.grad for x in module.parameters() if x.grad is not None]
+        torch.testing.assert_close(both, [2 * x for x in once], rtol=1e-12, atol=1e-12)
+
+    on_ranks(pipeline_of(model, batch, loss, "pipeline:pp=2,micro=2", 2), model, twice)
+
+
+def test_under_autocast_stages_send_what_the_plan_says() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    batch, loss = (torch.randn(8, 8), torch.randn(8, 8)), nn.functional.mse_loss
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = loss(model(batch[0]), batch[1])
+    wanted.backward()
+    right = {name: x.grad for name, x in model.named_parameters()}
+
+    def step(module: ParallelModule) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = module(*batch)
+        found.backward()
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0.0)
+        for name, x in module.named_parameters():
+            torch.testing.assert_close(x.grad, right[name], rtol=0.02, atol=1e-3)
+
+    on_ranks(pipeline_of(model, batch, loss, "pipeline:pp=2,micro=2", 2), model, step)
+
+
 class Both(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x.square().mean(), x
