@@ -124,6 +124,9 @@ class _Cutting:
         loss = next(value for value in self.graph.outputs if isinstance(value, Value))
         if self._placed.get(loss) != Partial():
             raise _refusal(self.graph, self.steps, "its loss is not a sum over the samples of a batch")
+        for name, value in self.graph.updates:
+            if value in self._placed or value in self._of_batch:
+                raise _refusal(self.graph, self.steps, f"the buffer {name} is made of all samples of a batch")
         return self._finish(loss)
 
     def whole_names(self, made: Graph) -> list[tuple[str, str]]:

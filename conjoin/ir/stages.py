@@ -84,6 +84,23 @@ class _Cutting:
             for value in (value for node in nodes for value in node.inputs):
                 if isinstance(value.owner, Leaf):
                     self._owners.setdefault(value.owner, stage)
+        self._writers = {name: self._writer(value) for name, value in graph.updates}
+        """By buffer that is changed, the stage that does it."""
+        self._check_written()
+
+    def _writer(self, value: Value) -> int:
+        return self.stage_of[value.owner] if isinstance(value.owner, Node) else self._owners.get(value.owner, 0)
+
+    def _check_written(self) -> None:
+        """What a stage changes no other reads: micro-batches are in several stages at once."""
+        for stage, nodes in enumerate(self._nodes):
+            for owner in (value.owner for node in nodes for value in node.inputs):
+                if isinstance(owner, Leaf) and self._writers.get(owner.name, stage) != stage:
+                    raise StrategyError(
+                        f"{self.graph.name} was to be cut into {len(self._nodes)} stages. Stage {stage} would read the "
+                        f"buffer {owner.name}, and stage {self._writers[owner.name]} change it, when the next "
+                        f"micro-batch may have been read already. Ask for fewer stages, or read it where it is changed."
+                    )
 
     def _nodes_of(self, stage: int) -> list[Node]:
         """The nodes that a stage runs, in order: its own, and what these read that it can make itself."""
@@ -124,8 +141,10 @@ class _Cutting:
         builder, values = GraphBuilder(), dict[Value, Value]()
         nodes = self._nodes[stage]
         read = {value.owner for node in nodes for value in node.inputs if isinstance(value.owner, Leaf)}
-        unread = {leaf for leaf in self.graph.leaves if leaf not in self._owners}
-        kept = read | {leaf for leaf in unread if stage == 0 and leaf.kind is not LeafKind.INPUT}
+        updates = [(name, value) for name, value in self.graph.updates if self._writers[name] == stage]
+        unread = {leaf for leaf in self.graph.leaves if leaf not in self._owners and leaf.kind is not LeafKind.INPUT}
+        kept = read | {leaf for leaf in unread if self._writers.get(leaf.name, 0) == stage}
+        kept |= {value.owner for _, value in updates if isinstance(value.owner, Leaf)}
         for leaf in self.graph.leaves:
             if leaf in kept:
                 values[Value(leaf)] = builder.add_leaf(leaf)
@@ -142,13 +161,12 @@ class _Cutting:
             made = make_node(node.op, args, node.types, occurrence=node.occurrence, pinned=node.pinned)
             builder.add_node(made, self.graph.source_of(node))
             values.update(zip(node.outputs(), made.outputs(), strict=True))
-        made_here = set(nodes)
         graph = builder.finish(
             f"{self.graph.name} stage {stage}",
             training=self.graph.training,
             inputs=tuple(v for leaf, v in values.items() if _is_input(leaf, v)),
             outputs=tuple(values[value] for value in self._given[stage]),
-            updates=tuple((n, values[v]) for n, v in self.graph.updates if v.owner in made_here),
+            updates=tuple((name, values[value]) for name, value in updates),
             loss=0 if self._results_of(stage) else None,
         )
         taken = Structure("tuple", (), (LEAF,) * len(graph.inputs))

@@ -7,6 +7,7 @@ draws are those of streams that start anew for every stage and micro-batch, from
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ class PipelineProgram:
         self.taken = called.leaves_of(LeafKind.INPUT)
         self.loans = Loans(pipeline, world)
         self._draws = _Draws(pipeline, exact)
-        self._scaling = Scaling(any(type.dtype in NARROW for node in called.nodes for type in node.types))
+        self._is_narrow = any(type.dtype in NARROW for node in called.nodes for type in node.types)
+        self._scalings = {is_exact: Scaling(is_exact) for is_exact in (False, True)}
         self._tensor_cores = TensorCores() if pipeline.graph.rounding.tf32 else None
         self._begin, self._end = uncompiled(self._start), uncompiled(passes.end)
 
@@ -72,6 +74,15 @@ class PipelineProgram:
             (program.communicator, [(p, self.store.layout(name)) for stage, name, p in named if stage == i])
             for i, program in self.stages.items()
         ]
+
+    def written(self) -> dict[int, tuple[Tensor, ...]]:
+        """By stage of this rank, the buffers that a step changes, as they are now."""
+        return {i: program.written() for i, program in self.stages.items()}
+
+    def write_back(self, values: Mapping[int, tuple[Tensor, ...]]) -> None:
+        """Give these buffers other values."""
+        for i, program in self.stages.items():
+            program.write_back(values[i])
 
     def input_parts(self) -> list[InputPart]:
         """Every input in the order of the call; ranks of a pipeline take whole batches."""
@@ -123,10 +134,9 @@ class PipelineProgram:
             return run.forward_only()
         # a rank that has nothing to learn takes part in the backward pass all the same
         ends = parameters or [torch.zeros((), device=self.store.device, requires_grad=True)]
-        if self._tensor_cores is None:
-            return Accumulated.apply(run, self._scaling, *ends)  # type: ignore[no-any-return, no-untyped-call]
-        with self._tensor_cores.forward():
-            return Accumulated.apply(run, self._scaling, *ends)  # type: ignore[no-any-return, no-untyped-call]
+        scaling = self._scalings[self._is_narrow or run.casts in NARROW]
+        with nullcontext() if self._tensor_cores is None else self._tensor_cores.forward():
+            return Accumulated.apply(run, scaling, *ends)  # type: ignore[no-any-return, no-untyped-call]
 
     def _cut(self, stage: int, program: LocalProgram, given: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """A stage's pieces of what it takes of the batch, for every micro-batch."""
@@ -169,15 +179,28 @@ class _StepRun:
         count = program.plan.num_micro_batches
         self._inputs = [{stage: parts[m] for stage, parts in inputs.items()} for m in range(count)]
         self._versions = [parameter._version for parameter in parameters]
+        kind = program.store.device.type
+        self._autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        self.casts = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        """What products are rounded to where autocast says so."""
+        self._written = program.written()
+        """The buffers that the step changes, as they were before it."""
 
     def again(self, action: Callable[[], Any]) -> Any:
-        """Call something as the step was called at first; draws begin anew by themselves."""
+        """Call something as the step was called at first; draws begin anew by themselves, and buffers that it changes
+        are afterwards what they were."""
         if self._versions != [parameter._version for parameter in self._parameters]:
             raise RuntimeError(
                 "A parameter was changed between a step of a pipeline and a backward pass that runs it again. The "
                 "gradient would be that of another model. Call backward before the optimizer's step."
             )
-        return action()
+        now = self._program.written()
+        self._program.write_back(self._written)
+        try:
+            with self._autocast:
+                return action()
+        finally:
+            self._program.write_back(now)
 
     def forward_only(self) -> Tensor:
         with torch.no_grad():

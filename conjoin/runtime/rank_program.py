@@ -157,7 +157,7 @@ class LocalProgram:
     def run(self, inputs: list[Tensor], state: list[Tensor | None]) -> list[Any]:
         """The outputs on this rank; buffers have their new values."""
         made, count = self.results(inputs, state), len(self.plan.graph.outputs)
-        self._write_back(made[count:])
+        self.write_back(made[count:])
         return list(made[:count])
 
     def _dropping(self) -> AbstractContextManager[Any]:
@@ -167,7 +167,11 @@ class LocalProgram:
             return nullcontext()
         return dropping.hooks()
 
-    def _write_back(self, values: tuple[Tensor, ...]) -> None:
+    def written(self) -> tuple[Tensor, ...]:
+        """The buffers that a step changes, as they are now."""
+        return tuple(read_slot(slots[0]) for slots in self._targets)
+
+    def write_back(self, values: tuple[Tensor, ...]) -> None:
         """Give buffers their new values, unless written over: as new tensors, as gradients may need the old ones."""
         for slots, value in zip(self._targets, values, strict=True):
             if value is read_slot(slots[0]):

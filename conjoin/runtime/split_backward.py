@@ -28,11 +28,8 @@ class SplitBackward:
         self._arrived = list(arrived)
         targets = {get_gradient_edge(x).node for x in arrived}
         self._inner = _leading_to([edge.node for edge, _ in self._ends], targets)
-        self._readers: dict[Node, set[Node]] = {}
-        """For outer nodes, the inner ones that have an edge to them."""
-        for node in self._inner:
-            for outer, _ in self._outer_edges(node):
-                self._readers.setdefault(outer, set()).add(node)
+        self._shared = _reached_by_several([(n, node) for node in self._inner for n, _ in self._outer_edges(node)])
+        """The outer nodes that several inner ones lead to."""
         self._noted: dict[Node, tuple[Tensor | None, ...]] = {}
 
     def input_gradients(self) -> list[Tensor | None]:
@@ -56,7 +53,7 @@ class SplitBackward:
     def _ways_around(self, node: Node) -> list[Node]:
         """The inner nodes after one through which its outer nodes are reached, too, as by a weight that is used twice:
         what comes that way is found by the other use."""
-        if all(len(self._readers.get(n, ())) < 2 for n, _ in self._outer_edges(node)):
+        if all(n not in self._shared for n, _ in self._outer_edges(node)):
             return []
         return [child for child, _ in node.next_functions if child is not None and child in self._inner]
 
@@ -124,4 +121,20 @@ def _leading_to(roots: Sequence[Node], targets: set[Node]) -> set[Node]:
             if reader not in found:
                 found.add(reader)
                 waiting.append(reader)
+    return found
+
+
+def _reached_by_several(waiting: list[tuple[Node, Node]]) -> set[Node]:
+    """The outer nodes that several inner ones lead to, of pairs of an outer node and an inner one before it."""
+    first: dict[Node, Node] = {}
+    found = set[Node]()
+    while waiting:
+        outer, reader = waiting.pop()
+        if outer in found or (seen := first.get(outer)) == reader:
+            continue
+        if seen is None:
+            first[outer] = reader
+        else:
+            found.add(outer)
+        waiting += [(child, reader) for child, _ in outer.next_functions if child is not None]
     return found

@@ -109,7 +109,7 @@ class StageRun:
     def _ends(made: _Pass, incoming: Mapping[int, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """What a backward pass starts from, each with its gradient."""
         ends = [(made.outputs[place], gradient) for place, gradient in incoming.items()]
-        return [(output, gradient) for output, gradient in ends if output.requires_grad]
+        return [(output, gradient.to(output.dtype)) for output, gradient in ends if output.requires_grad]
 
     @staticmethod
     def _all_there(made: _Pass, found: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

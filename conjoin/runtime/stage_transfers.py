@@ -6,8 +6,8 @@ have come to it; what is passed on among the ranks of the target, when it is wai
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -44,8 +44,10 @@ class Crossing:
                 self._later.append((sent, [message for message in later if message.receiver == rank]))
         self._first = first
         self._needs_rounds = bool(len(plan.spread.sender)) or plan.longest_chain > 1
-        self._own: deque[list[Tensor]] = deque()
-        """What this rank keeps of what it has, for every one under way."""
+        self._sent, self._expected = count(), count()
+        self._own: dict[int, list[Tensor]] = {}
+        """What this rank keeps of what it has, by number for every one under way: they come in the order in which they
+        are sent, and may be waited for in another."""
 
     @property
     def is_sender(self) -> bool:
@@ -58,45 +60,41 @@ class Crossing:
     def messages_of(self, piece: Tensor) -> list[tuple[int, Tensor]]:
         """What this rank sends of its piece."""
         assert self._have is not None
+        piece = piece.detach().to(self._dtype)  # autocast may have made it in another
         found: list[tuple[int, Tensor]] = []
         own: list[Tensor] = []
         for message in self._first:
             if message.sender == self._rank:
-                part = piece.detach()[_inside(message.region, self._have)].reshape(-1)[message.begin : message.end]
+                part = piece[_inside(message.region, self._have)].reshape(-1)[message.begin : message.end]
                 if message.receiver == self._rank:
                     own.append(part)
                 else:
                     found.append((message.receiver, to_send(part)))
         if self._want is not None:
-            self._own.append(own)
+            self._own[next(self._sent)] = own
         return found
 
     def expect(self, channel: Channel, device: torch.device) -> Expected:
         """Get ready for the next one."""
         regions = dict.fromkeys(message.region for message in self._received())
-        parts = {
-            region: torch.empty(_count(region), dtype=self._dtype, device=device) for region in regions
-        }
+        parts = {region: torch.empty(_count(region), dtype=self._dtype, device=device) for region in regions}
         coming = [
             (message.sender, to_send(parts[message.region][message.begin : message.end]))
             for message in self._first
             if message.receiver == self._rank != message.sender
         ]
-        return Expected(self, parts, channel, channel.start((), coming))
+        return Expected(self, next(self._expected), parts, channel, channel.start((), coming))
 
     def _received(self) -> list[Message]:
         """All that this rank gets, and keeps."""
         later = [message for _, taken in self._later for message in taken]
         return [message for message in (*self._first, *later) if message.receiver == self._rank]
 
-    def finish(self, parts: dict[Region, Tensor], channel: Channel) -> Tensor:
+    def finish(self, number: int, parts: dict[Region, Tensor], channel: Channel) -> Tensor:
         """What was kept is put beside what came; what others on this rank's host want is passed on."""
         kept = [m for m in self._first if m.sender == m.receiver == self._rank]
-        if kept:
-            for message, part in zip(kept, self._own.popleft(), strict=True):
-                parts[message.region][message.begin : message.end] = part
-        elif self._have is not None:
-            self._own.popleft()
+        for message, part in zip(kept, self._own.pop(number, ()), strict=True):
+            parts[message.region][message.begin : message.end] = part
         for sent, taken in self._later if self._needs_rounds else ():
             sends = [(m.receiver, to_send(parts[m.region][m.begin : m.end])) for m in sent if m.receiver != self._rank]
             receives = [(m.sender, to_send(parts[m.region][m.begin : m.end])) for m in taken if m.sender != self._rank]
@@ -129,10 +127,12 @@ def _count(region: Sequence[tuple[int, int]]) -> int:
 class Expected:
     """A tensor on its way to this rank."""
 
-    def __init__(self, crossing: Crossing, parts: dict[Region, Tensor], channel: Channel, work: Parcel) -> None:
-        self._crossing, self._parts, self._channel, self._work = crossing, parts, channel, work
+    def __init__(
+        self, crossing: Crossing, number: int, parts: dict[Region, Tensor], channel: Channel, work: Parcel
+    ) -> None:
+        self._crossing, self._number, self._parts, self._channel, self._work = crossing, number, parts, channel, work
 
     def wait(self) -> Tensor:
         """This rank's piece of it."""
         self._work.wait()
-        return self._crossing.finish(self._parts, self._channel)
+        return self._crossing.finish(self._number, self._parts, self._channel)

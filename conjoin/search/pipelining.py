@@ -11,11 +11,13 @@ from conjoin.cost import CostModel
 from conjoin.errors import StrategyError, UsageError
 from conjoin.ir import (
     Graph,
+    LeafKind,
     Mark,
     Pipeline,
     Plan,
     Stage,
     StageGraph,
+    Value,
     check_pipeline,
     computation_digest,
     cut_in_micro_batches,
@@ -72,6 +74,7 @@ def make_pipeline(
 ) -> Pipeline:
     """The pipeline that is asked for; `sizes` are the devices of each owner of stages where they are not all alike."""
     request = read_request(strategy)
+    _check_outputs(graph)
     name = request.schedule or "1f1b"
     known = (*SCHEDULES, FOUND)
     if name not in known:
@@ -82,7 +85,7 @@ def make_pipeline(
         )
     sizes = _sizes(machine, request, sizes)
     each = request.degrees.get("v", _VIRTUAL) if name == "interleaved" else 1
-    micro = request.micro if request.micro > 1 else _micro_batches(graph, len(sizes))
+    micro = request.micro if request.asks_micro else _micro_batches(graph, sizes, request.degrees.get("tp", 1))
     whole, accumulation = cut_in_micro_batches(graph, micro, own_statistics=True) if micro > 1 else (graph, None)
     device = machine.device_type(0) if machine.nodes else _NOMINAL
     seconds = node_seconds(whole, costs or CostModel(), device)
@@ -129,6 +132,18 @@ def _best_schedule(pipeline: Pipeline, machine: Machine, costs: CostModel) -> Sc
     return replace(find_schedule(problem, _STEPS).schedule, name=FOUND)
 
 
+def _check_outputs(graph: Graph) -> None:
+    """A pipeline gives the loss and nothing else."""
+    others = sum(isinstance(value, Value) for value in graph.outputs) - (graph.loss is not None)
+    if graph.loss is None or others:
+        loss = "no loss" if graph.loss is None else "a loss"
+        raise StrategyError(
+            f"A pipeline of {graph.name} was asked for, which gives {loss} and {others} other "
+            f"tensor{'' if others == 1 else 's'}. A call of a pipeline runs all its passes, and gives the loss alone. "
+            f"Plan it with a function that gives the loss, as loss=lambda output: output.loss."
+        )
+
+
 def _sizes(machine: Machine, request: Request, sizes: Sequence[int]) -> tuple[int, ...]:
     """How many devices each owner of stages has."""
     count, degree = machine.num_devices, request.degrees.get("pp", 0)
@@ -149,14 +164,18 @@ def _sizes(machine: Machine, request: Request, sizes: Sequence[int]) -> tuple[in
     return tuple(count // degree + (i < count % degree) for i in range(degree))
 
 
-def _micro_batches(graph: Graph, num_owners: int) -> int:
-    """The most micro-batches that a batch has parts for, up to some for every stage."""
-    for micro in range(_PER_STAGE * num_owners, 1, -1):
+def _micro_batches(graph: Graph, sizes: Sequence[int], tensor_degree: int) -> int:
+    """The most micro-batches that a batch has parts for, up to some for every stage, and with samples for all devices
+    of a stage that split them."""
+    fewest = max(size // tensor_degree for size in sizes)
+    for micro in range(_PER_STAGE * len(sizes), 1, -1):
         try:
-            cut_in_micro_batches(graph, micro, own_statistics=True)
+            made, accumulation = cut_in_micro_batches(graph, micro, own_statistics=True)
         except StrategyError:
             continue
-        return micro
+        cut = [leaf for leaf in made.leaves_of(LeafKind.INPUT) if leaf.name in accumulation.cut]
+        if all(leaf.type.shape[0] >= fewest for leaf in cut):
+            return micro
     return 1
 
 

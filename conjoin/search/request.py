@@ -42,6 +42,8 @@ class Request:
     """Micro-batches of a step."""
     statistics: str = "all"
     """Of what batch norm takes its statistics: of the batch on all ranks, or of the piece of it on each rank."""
+    asks_micro: bool = field(default=False, compare=False)
+    """Whether their number was said, be it one."""
     schedule: str = ""
     """In which order the stages of a pipeline run them."""
 
@@ -108,6 +110,7 @@ def parse_request(text: str, known: Mapping[str, Keys], aliases: Mapping[str, st
         order=max(part.order for part in parts),
         recompute=max(part.recompute for part in parts),
         micro=max(part.micro for part in parts),
+        asks_micro=any(part.asks_micro for part in parts),
         statistics=max(part.statistics for part in parts),
     )
 
@@ -137,7 +140,7 @@ def _with_word(request: Request, word: str, keys: Keys) -> Request:
         return replace(request, recompute=_parse_mode(name, given))
     if key == "micro" and equals:
         _check_once(name, key, 1 + (request.micro > 1))
-        return replace(request, micro=_parse_degree(name, key, given))
+        return replace(request, micro=_parse_degree(name, key, given), asks_micro=True)
     if key == "statistics" and equals:
         _check_once(name, key, 1 + (request.statistics != "all"))
         return replace(request, statistics=_parse_statistics(name, given))

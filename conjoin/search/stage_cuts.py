@@ -16,7 +16,7 @@ import numpy as np
 
 from conjoin.cost import CostModel
 from conjoin.errors import StrategyError
-from conjoin.ir import Graph, Node, Value, made_anew, plain_call
+from conjoin.ir import Graph, Leaf, Node, Value, made_anew, plain_call
 from conjoin.machine import DeviceType
 
 _MAX_PLACES = 1500
@@ -65,7 +65,8 @@ def cut_rows(graph: Graph, seconds: np.ndarray, sizes: Sequence[int], bytes_per_
             f"pp={max(int(learning.sum()), 1)}."
         )
     anew = made_anew(graph)
-    inside = [p for p in range(1, count) if graph.nodes[p - 1] not in anew]
+    closed = _between_reads_and_writes(graph)
+    inside = [p for p in range(1, count) if graph.nodes[p - 1] not in anew and p not in closed]
     best = sorted(inside, key=lambda p: (crossing[p], p))[: max(_MAX_PLACES, len(sizes) * 2)]
     places = np.array([0, *sorted(best), count])
     upto, learned = (np.concatenate([[0.0], np.cumsum(of)])[places] for of in (seconds, learning))
@@ -80,6 +81,11 @@ def cut_rows(graph: Graph, seconds: np.ndarray, sizes: Sequence[int], bytes_per_
         total = worst + 1e-6 * spent  # of equals the shorter rows
         steps.append(total.argmin(0))
         least = worst[steps[-1], np.arange(len(places))]
+    if not np.isfinite(least[-1]):
+        raise StrategyError(
+            f"{graph.name} was to be cut into {len(sizes)} stages. There are {len(inside)} places to cut it at, and no "
+            f"{len(sizes) - 1} of them leave every stage a parameter of its own. Ask for fewer stages."
+        )
     at, stages = len(places) - 1, [0] * count
     for stage in reversed(range(len(sizes))):
         start = int(steps[stage][at])
@@ -102,4 +108,17 @@ def _first_uses(graph: Graph) -> np.ndarray:
             continue
         found[i] = bool(parameters - seen)
         seen |= parameters
+    return found
+
+
+def _between_reads_and_writes(graph: Graph) -> set[int]:
+    """The places between a node that reads a buffer and the one that makes what it is changed to: a stage has both."""
+    rows = {node: i for i, node in enumerate(graph.nodes)}
+    made = {name: rows[value.owner] for name, value in graph.updates if isinstance(value.owner, Node)}
+    found = set[int]()
+    for i, node in enumerate(graph.nodes):
+        for value in node.inputs:
+            if isinstance(value.owner, Leaf) and value.owner.name in made:
+                first, last = sorted((i, made[value.owner.name]))
+                found.update(range(first + 1, last + 1))
     return found

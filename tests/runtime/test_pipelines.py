@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.comm import plan_crossing, stage_grid
+from conjoin.errors import StrategyError
 from conjoin.frontends import capture
-from conjoin.ir import Pipeline, num_elements, region_of
+from conjoin.ir import Pipeline, check_pipeline, cut_in_stages, num_elements, region_of
 from conjoin.machine import Machine
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.storage import Store
 from conjoin.runtime.threads import ThreadRanks, run_ranks
+from conjoin.schedules import read_rows
 from conjoin.search import make_pipeline
 
 STEPS = 3
@@ -238,6 +241,132 @@ def test_a_pipeline_trains_like_a_loop_over_micro_batches(case: str, strategy: s
     held = compare(pipeline, model, loss, [make() for _ in range(STEPS)])
     assert set().union(*held) == {name for name, _ in model.named_parameters()}
     assert len({frozenset(names) for names in held}) == len({stage.ranks for stage in pipeline.stages}), "stages share"
+
+
+def test_micro_batches_may_be_taken_in_another_order_than_they_were_made() -> None:
+    kind, make, loss = CASES["skips"]
+    torch.manual_seed(3)
+    model = kind().double().train()
+    pipeline = pipeline_of(model, make(), loss, "pipeline:pp=1,v=2,micro=2,schedule=interleaved", 1)
+    rows = (read_rows("F0.0 F0.1 F1.1 F1.0 B1.0 B1.1 B0.1 B0.0"),)
+    edited = replace(pipeline, schedule=replace(pipeline.schedule, rows=rows))
+    compare(check_pipeline(edited), model, loss, [make() for _ in range(2)])
+
+
+class Noting(nn.Module):
+    """Buffers that are changed and read by nobody: to a parameter, to something made of one, to what one layer saw."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        for name, shape in (("copied", (width, width)), ("made", (width,)), ("count", ())):
+            self.register_buffer(name, torch.zeros(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        self.copied.copy_(self.layers[3].weight.detach())
+        self.made.copy_(self.layers[2].weight.detach().sum(0))
+        self.count += 1
+        return x
+
+
+class Late(Noting):
+    """The first layer reads what the last one changes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = super().forward(x + self.count)
+        return made
+
+
+class Averaging(Noting):
+    """A buffer of what the samples are in the mean."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = super().forward(x)
+        self.made.copy_(x.mean(0))
+        return made
+
+
+def test_buffers_that_nobody_reads_are_changed_where_what_they_become_is_made() -> None:
+    _, make, loss = CASES["frozen"]
+    torch.manual_seed(3)
+    model = Noting().double().train()
+    pipeline = pipeline_of(model, make(), loss, "pipeline:pp=2,micro=2", 2)
+    compare(pipeline, model, loss, [make() for _ in range(2)])
+
+
+@pytest.mark.parametrize(("kind", "why"), [(Late, "places to cut it at"), (Averaging, "buffer made is made of all")])
+def test_buffers_that_micro_batches_would_change_otherwise_are_refused(kind: type[nn.Module], why: str) -> None:
+    _, make, loss = CASES["frozen"]
+    with pytest.raises(StrategyError, match=why):
+        pipeline_of(kind().double().train(), make(), loss, "pipeline:pp=2,micro=2", 2)
+
+
+def test_no_stage_reads_what_another_changes() -> None:
+    _, make, loss = CASES["frozen"]
+    graph = capture(Late().double().train(), make(), loss)
+    with pytest.raises(StrategyError, match="read the buffer count, and stage 1 change it"):
+        cut_in_stages(graph, [int(i > 2) for i, _ in enumerate(graph.nodes)])
+
+
+def on_ranks(pipeline: Pipeline, model: nn.Module, action: Callable[[ParallelModule], Any]) -> list[Any]:
+    def rank(world: ThreadRanks) -> Any:
+        store = Store(pipeline, world.rank, torch.device("cpu"))
+        store.fill(model)
+        module = ParallelModule(pipeline, store, world)
+        module.compare_every(None)
+        return action(module)
+
+    return run_ranks(pipeline.mesh, rank)
+
+
+def test_a_backward_pass_that_runs_a_step_again_changes_no_buffers() -> None:
+    kind, make, loss = CASES["batch norm"]
+    torch.manual_seed(3)
+    model, batch = kind().double().train(), make()
+
+    def twice(module: ParallelModule) -> None:
+        found = module(*batch)
+        before = {name: x.clone() for name, x in module.named_buffers()}
+        found.backward(retain_graph=True)
+        once = [x.grad.clone() for x in module.parameters() if x.grad is not None]
+        found.backward()
+        assert before and all(torch.equal(before[name], x) for name, x in module.named_buffers())
+        both = [x.grad for x in module.parameters() if x.grad is not None]
+        torch.testing.assert_close(both, [2 * x for x in once], rtol=1e-12, atol=1e-12)
+
+    on_ranks(pipeline_of(model, batch, loss, "pipeline:pp=2,micro=2", 2), model, twice)
+
+
+def test_under_autocast_stages_send_what_the_plan_says() -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+    batch, loss = (torch.randn(8, 8), torch.randn(8, 8)), nn.functional.mse_loss
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = loss(model(batch[0]), batch[1])
+    wanted.backward()
+    right = {name: x.grad for name, x in model.named_parameters()}
+
+    def step(module: ParallelModule) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            found = module(*batch)
+        found.backward()
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0.0)
+        for name, x in module.named_parameters():
+            torch.testing.assert_close(x.grad, right[name], rtol=0.02, atol=1e-3)
+
+    on_ranks(pipeline_of(model, batch, loss, "pipeline:pp=2,micro=2", 2), model, step)
+
+
+class Both(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.square().mean(), x
+
+
+def test_what_is_given_beside_the_loss_is_refused() -> None:
+    with pytest.raises(StrategyError, match="gives a loss and 1 other tensor"):
+        pipeline_of(nn.Sequential(nn.Linear(3, 3), Both()).train(), (torch.ones(4, 3),), None, "pipeline:pp=1", 1)
 
 
 NODES: list[tuple[Machine, str, tuple[int, ...]]] = [

@@ -73,6 +73,22 @@ def test_both_parts_are_the_whole_and_nothing_is_computed_twice(together: bool, 
     assert apart.count["products"] == whole.count["products"] or twice
 
 
+def test_a_weight_that_is_read_as_it_is_and_through_something_counts_once_each() -> None:
+    """As in an autoencoder that decodes by what it encodes with."""
+    torch.manual_seed(0)
+    weight = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    arrived = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+
+    def output() -> Tensor:
+        return torch.tanh(nn.functional.linear(arrived, weight)) @ weight
+
+    wanted = torch.autograd.grad(output().sum(), [arrived, weight])
+    made = output()
+    split = SplitBackward([made], [torch.ones_like(made)], [arrived])
+    found = [*split.input_gradients(), *split.weight_gradients([weight])]
+    torch.testing.assert_close(found, list(wanted), rtol=1e-12, atol=1e-12)
+
+
 def test_a_stage_that_nothing_arrives_at_has_all_its_gradients_later() -> None:
     model = nn.Linear(3, 2).double()
     loss = model(torch.ones(4, 3).double()).sum()
