@@ -159,7 +159,7 @@ def _figures(fit: Fit) -> tuple[str, str, str]:
 
 def _beyond(fit: Fit) -> str:
     if fit.beyond is None:
-        return ""
+        return "not looked for"
     batch, peak = fit.beyond
     return f"{batch if fit.micro == 1 else batch // fit.micro} takes {rooms.report.format_bytes(peak)}"
 

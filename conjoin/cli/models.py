@@ -293,8 +293,8 @@ def _batch_keyword(model: str, function: Callable[..., Any], batch_size: int | N
         if name in python_inspect.signature(function).parameters:
             return {name: batch_size}
     raise UsageError(
-        f"--batch {batch_size} was given, but {model} takes no batch_size. Only the function knows how to make its "
-        f"batch. Give it a parameter batch_size, or leave --batch out."
+        f"A batch of {batch_size} was asked for, but {model} takes no batch_size. Only the function knows how to make "
+        f"its batch. Give it a parameter batch_size, or plan for the batch that it makes, without --batch."
     )
 
 

@@ -143,7 +143,7 @@ def _unknown(told: str, given: str) -> UsageError:
     where = f" on {given[:20]!r}" if given not in ("", "cpu", "cuda") else ""
     return UsageError(
         f"The precision {told[:40]!r} was asked for{where}. Known are {known}, on cpu or cuda; mixed keeps parameters "
-        f"and their updates in float32. {meant} Without one the model is trained as it is."
+        f"and their updates in float32, and without one the model is trained as it is. {meant}"
     )
 
 

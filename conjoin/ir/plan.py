@@ -255,7 +255,7 @@ def read_plan(data: Any, load: Callable[[dict[str, Any]], T]) -> T:
     try:
         return load(data)
     except GraphError as error:
-        raise PlanError(f"The graph in the plan cannot be read. {error}") from None
+        raise PlanError(f"The graph in the plan cannot be read: {error}") from None
     except (ValueError, LookupError, TypeError, RecursionError, OverflowError) as error:
         reason = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise PlanError(

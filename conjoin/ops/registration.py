@@ -138,7 +138,7 @@ def _check_true(spec: OpSpec) -> None:
         try_out(spec)
     except CheckFailed as error:
         raise DeclarationError(
-            f"The operator {spec.name} was declared as {said}. That is not so {error}. Correct the notation: an index "
+            f"The operator {spec.name} was declared as {said}. That is not so: {error}. Correct the notation: an index "
             f"that must stay whole is written with '!', as in 'b t! -> b t!', and only operands that the output is "
             f"linear in stand among the terms."
         ) from None

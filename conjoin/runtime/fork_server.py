@@ -41,6 +41,8 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         self._socket, self._lock = ours, threading.Lock()
         begin = (
+            # The process that starts this one decides on Ctrl-C, for children too, and while this one still imports.
+            "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)",
             f"import sys; sys.path[:] = {sys.path!r}",
             f"import {', '.join(_own_modules())}",
             f"from {__name__} import serve; from {entry.__module__} import {entry.__name__} as entry",
@@ -114,7 +116,6 @@ def _gone() -> RankError:
 
 def serve(handle: int, entry: Entry) -> None:
     """Fork for the process at the other end of a socket until it is gone; returns in the children, too."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides, for children too
     import_compiler()
     gc.collect()
     gc.freeze()  # children share what is here already

@@ -166,24 +166,23 @@ class _Looking:
         if not fit:
             return Fit(self.machine, self.strategy, mode, self.micro, 0, self.known[self.first])
         low, high = self._bracket()
+        if high is None:
+            return Fit(self.machine, self.strategy, mode, self.micro, low, self.known[low])
         while high - low > self.unit:
             middle = min(max(self._guess(low, high), low + self.unit), high - self.unit)
             low, high = (middle, high) if self._fits(middle) else (low, middle)
         beyond = high, self.known[high].memory.peak
         return Fit(self.machine, self.strategy, mode, self.micro, low, self.known[low], beyond)
 
-    def _bracket(self) -> tuple[int, int]:
-        """A batch that fits and a larger one that does not."""
+    def _bracket(self) -> tuple[int, int | None]:
+        """A batch that fits and a larger one that does not; None where none was found as far as we look."""
         low, high = self.first, self.first + self.unit
         while self._fits(high):
             low, high = high, self._guess(low, high) + self.unit
             if high <= low:
                 high = 2 * low
             if low > _MAX_BATCH:
-                raise StrategyError(
-                    f"The largest batch by {self.strategy} was asked for. One of {low:,} samples still fits "
-                    f"{self.machine.name}. A larger one is not looked for."
-                )
+                return low, None
         return low, high
 
     def _guess(self, low: int, high: int) -> int:

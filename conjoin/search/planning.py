@@ -50,7 +50,7 @@ def make_plan(graph: Graph, machine: Machine, strategy: str) -> Plan:
     if request.name == PIPELINE:
         raise UsageError(
             f"A plan of one stage was asked for by {strategy[:60]!r}. A pipeline has several. Choose another strategy "
-            f"here, or call make_pipeline."
+            f"here; plan, compare and make_pipeline take a pipeline."
         )
     try:
         return make_plan_by(graph, machine, drafter(machine, request), request.micro)

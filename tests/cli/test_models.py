@@ -141,7 +141,7 @@ def test_a_batch_that_no_tensor_can_hold(run: Run, folder: Path, batch: int) -> 
 
 def test_a_batch_size_nobody_asked_for(run: Run, folder: Path) -> None:
     message = refuse(run, folder, "my_models.py:fixed", "--batch", "3")
-    assert "--batch 3 was given, but my_models.py:fixed takes no batch_size" in message
+    assert "A batch of 3 was asked for, but my_models.py:fixed takes no batch_size" in message
 
 
 @pytest.mark.parametrize(
