@@ -169,7 +169,8 @@ class LocalProgram:
 
     def written(self) -> tuple[Tensor, ...]:
         """The buffers that a step changes, as they are now."""
-        return tuple(read_slot(slots[0]) for slots in self._targets)
+        held = (read_slot(slots[0]) for slots in self._targets)
+        return tuple(buffer for buffer in held if buffer is not None)
 
     def write_back(self, values: tuple[Tensor, ...]) -> None:
         """Give buffers their new values, unless written over: as new tensors, as gradients may need the old ones."""
