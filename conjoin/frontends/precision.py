@@ -139,11 +139,11 @@ class Precision:
 def _unknown(told: str, given: str) -> UsageError:
     name, known = told.partition(",")[0], ", ".join(PRECISIONS)
     near = [] if name in _KINDS else get_close_matches(name.lower(), (*PRECISIONS, *_ALSO), n=1, cutoff=0.5)
-    meant = f"Did you mean {_ALSO.get(near[0], near[0])}?" if near else "Choose one of these."
+    meant = _ALSO.get(near[0], near[0]) if near else PRECISIONS[0]
     where = f" on {given[:20]!r}" if given not in ("", "cpu", "cuda") else ""
     return UsageError(
         f"The precision {told[:40]!r} was asked for{where}. Known are {known}, on cpu or cuda; mixed keeps parameters "
-        f"and their updates in float32, and without one the model is trained as it is. {meant}"
+        f"and their updates in float32, and without one the model is trained as it is. Did you mean {meant}?"
     )
 
 

@@ -96,7 +96,7 @@ def test_a_model_that_cannot_be_planned_leaves_the_plan_that_was_there(
         ("megatron:tp=2@d9", "as @d0"),
         ("statistics=rank", "names none"),
         ("pipeline:pp=9", "Ask for pp=2 or fewer"),
-        ("pipeline:pp=2,schedule=foo", "Did you mean 1f1b?"),
+        ("pipeline:pp=2,schedule=foo", "Did you mean found?"),
     ],
 )
 def test_a_strategy_that_is_none(plan: Path, run: Run, strategy: str, why: str) -> None:
