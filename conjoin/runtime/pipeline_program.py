@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conjoin.errors import UsageError
+from conjoin.errors import RankError, UsageError
 from conjoin.ir import Graph, Leaf, LeafKind, Node, Pipeline, Value, calling_graph, is_random, sequential
 from conjoin.ops import drawing, find_function, map_tensors, spread_args
 from conjoin.runtime.accumulating import NARROW, Accumulated, Gradients, MicroBatches, Scaling
@@ -108,6 +108,9 @@ class PipelineProgram:
         """The first stage that holds a parameter or buffer; what nobody reads lies with the first of all."""
         return next((i for i in range(len(self.plan.stages)) if name in _held(self.plan, i)), 0)
 
+    is_under_way = False
+    """Whether a schedule has begun and not come to its end."""
+
     @property
     def draws_alike(self) -> bool:
         """Whether some ranks have to draw the same random numbers: all take the number they start from."""
@@ -118,6 +121,12 @@ class PipelineProgram:
 
     def step(self, given: list[Tensor]) -> Any:
         """A step by the schedule: forward and backward where gradients are wanted; the loss is that of the batch."""
+        if self.is_under_way:
+            raise RankError(
+                f"A step of the pipeline of {self.plan.model.name} was begun after one that failed in its middle. What "
+                f"stages had sent each other is still under way, and would be taken for this step's. Start again from "
+                f"the last checkpoint."
+            )
         self._begin()
         named = dict(zip([leaf.name for leaf in self.taken], given, strict=True))
         inputs = {i: self._cut(i, program, named) for i, program in self.stages.items()}
@@ -222,6 +231,7 @@ class _StepRun:
 
     def _run(self, scale: float, *, forward_only: bool) -> tuple[Tensor, dict[int, StageRun]]:
         program = self._program
+        program.is_under_way = True
         lent = program.loans.take(program.stages)
         runs = {i: StageRun(program.plan.stages[i], local, lent.get(i, {})) for i, local in program.stages.items()}
         run = ScheduleRun(program.links, runs, self._inputs)
@@ -229,6 +239,7 @@ class _StepRun:
         if forward_only:
             rows = tuple(row for row in rows if row.kind is Kind.FORWARD)
         run.run(rows, self._begin, scale)
+        program.is_under_way = False
         return self._share(run.loss), runs
 
     def _share(self, loss: Tensor | None) -> Tensor:

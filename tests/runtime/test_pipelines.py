@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.comm import plan_crossing, stage_grid
-from conjoin.errors import StrategyError
+from conjoin.errors import RankError, StrategyError
 from conjoin.frontends import capture
 from conjoin.ir import Pipeline, check_pipeline, cut_in_stages, num_elements, region_of
 from conjoin.machine import Machine
 from conjoin.runtime.parallel import ParallelModule
+from conjoin.runtime.stage_runs import StageRun
 from conjoin.runtime.storage import Store
 from conjoin.runtime.threads import ThreadRanks, run_ranks
 from conjoin.schedules import read_rows
@@ -400,3 +401,28 @@ def test_what_goes_to_several_nodes_goes_once_to_each(
         for node, elements in sent.items():
             wanted = {held[rank] for rank in target.devices if host[rank] == node}
             assert elements == sum(num_elements(region) for region in wanted), "every slice once"
+
+
+def test_after_a_step_that_failed_in_its_middle_no_other_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one stage had sent would be taken for the next step's."""
+    kind, make, loss = CASES["tied"]
+    torch.manual_seed(3)
+    model = kind().double().train()
+    pipeline = pipeline_of(model, make(), loss, "pipeline:pp=2,micro=4", 2)
+    batch = make()
+
+    def rank(world: ThreadRanks) -> str:
+        store = Store(pipeline, world.rank, torch.device("cpu"))
+        store.fill(model)
+        module = ParallelModule(pipeline, store, world)
+        with pytest.raises((MemoryError, RankError)):  # who waits for the other is told of that
+            module(*batch)
+        with pytest.raises(RankError, match="failed in its middle") as caught:
+            module(*batch)
+        return str(caught.value)
+
+    def out_of_memory(*_: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(StageRun, "forward", out_of_memory)
+    assert len(set(run_ranks(pipeline.mesh, rank))) == 1
