@@ -65,27 +65,21 @@ class Route:
 
     def sent_after(self, row: Row) -> Iterator[Item]:
         """What a row makes for other stages."""
-        for i, transfer in enumerate(self.transfers):
-            if row.kind is Kind.FORWARD and transfer.source == row.stage:
-                yield Item(i, row.micro_batch, False)
-            if (
-                row.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
-                and transfer.target == row.stage
-                and transfer.has_gradient
-            ):
-                yield Item(i, row.micro_batch, True)
+        return self._items(row, makes=True)
 
     def needed_by(self, row: Row) -> Iterator[Item]:
         """What a row takes from other stages."""
+        return self._items(row, makes=False)
+
+    def _items(self, row: Row, *, makes: bool) -> Iterator[Item]:
+        """What a row makes or takes: a forward pass activations, a backward pass gradients, which go the other way."""
+        is_gradient = row.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
+        if row.kind is not Kind.FORWARD and not is_gradient:
+            return
         for i, transfer in enumerate(self.transfers):
-            if row.kind is Kind.FORWARD and transfer.target == row.stage:
-                yield Item(i, row.micro_batch, False)
-            if (
-                row.kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT)
-                and transfer.source == row.stage
-                and transfer.has_gradient
-            ):
-                yield Item(i, row.micro_batch, True)
+            end = transfer.source if makes != is_gradient else transfer.target
+            if end == row.stage and (transfer.has_gradient or not is_gradient):
+                yield Item(i, row.micro_batch, is_gradient)
 
 
 @dataclass

@@ -15,45 +15,15 @@ from conjoin.frontends import capture
 from conjoin.machine import Machine
 from conjoin.runtime import launch
 from conjoin.search import make_pipeline, make_plan
+from tests.runtime.test_pipelines import Tied, over_words
 
-WIDTH, WORDS = 8, 24
+WORDS = 24
 CLIP = 0.2
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
-        return out
-
-
-class Words(nn.Module):
-    """Tied tables, so that the last stage borrows of the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.table(x)
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.head(x)
-        return out
-
-
-def over_words(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def model_of() -> nn.Module:
     torch.manual_seed(5)
-    return Words().double().train()
+    return Tied(WORDS).double().train()
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
