@@ -68,7 +68,7 @@ class Agreement:
     def compare_inputs(self, given: Mapping[Leaf, Tensor], loss: Tensor | None) -> None:
         """Raise RankError unless inputs agree where they should, and the loss everywhere."""
         mesh = self._communicator.mesh
-        marks = [number for leaf, x in given.items() for number in (self._is_whole(leaf, x), _digest(x))]
+        marks = [number for leaf, x in given.items() for number in (self._is_whole(leaf, x), digest(x))]
         value = float(loss.detach().real) if loss is not None and loss.numel() == 1 else nan
         bits = torch.tensor([value], dtype=torch.float64).view(torch.int64)
         told = _gathered(self._communicator, torch.cat([torch.tensor(marks, dtype=torch.int64), bits]))
@@ -132,7 +132,7 @@ def _gathered(communicator: Communicator, mine: Tensor) -> Tensor:
     return told.view(communicator.mesh.size, -1).cpu()
 
 
-def _digest(x: Tensor) -> int:
+def digest(x: Tensor) -> int:
     """A number that tells tensors apart: their bytes, weighed by position."""
     words = flat(x).view(torch.uint8)
     words = torch.nn.functional.pad(words, (0, -words.numel() % 8)).view(torch.int64)

@@ -21,6 +21,7 @@ from torch import Tensor
 from conjoin.errors import ConjoinError, RankError
 from conjoin.ir import Leaf, Plan, flatten_tree, plan_fingerprint, unflatten_tree
 from conjoin.ops import split_axes
+from conjoin.runtime.agreement import digest
 from conjoin.runtime.other_plans import Dealt, Key, Made, OtherPlans, keep
 from conjoin.runtime.rank_program import Form, RankProgram
 from conjoin.runtime.torch_private import is_in_backward
@@ -55,6 +56,8 @@ class OtherPrograms:
         own = self._own
         given = own.calling.match(args, kwargs)
         form = Form.OTHER if given is None else own.form_of(given)
+        if given is not None and form is not Form.WHOLE and self._in_parts is None:
+            self._in_parts = self._come_in_parts(form, given)
         if given is not None and training == own.plan.graph.training and self._is_own(form):
             self._go_over(own, self._own_key)
             return own, given
@@ -69,11 +72,24 @@ class OtherPrograms:
         self._programs.move_to_end(key)
         return program, program.calling.arrange((*dealt[0], *dealt[2]), {**dealt[1], **dealt[3]})
 
+    def _come_in_parts(self, form: Form, given: list[Tensor]) -> bool | None:
+        """Whether what is smaller than the plan's batch are parts: what all ranks have alike is a small batch, whole.
+
+        None where it is neither. All ranks ask, before the first batch that is not as large as the plan's.
+        """
+        if self._communicator.mesh.size == 1:
+            return False
+        mine = json.dumps([form.name, [[str(x.dtype), list(x.shape), digest(x)] for x in given]])
+        told = self._communicator.compare(mine)
+        if len(set(told)) == 1:
+            return False
+        return True if all(json.loads(text)[0] == Form.PARTS.name for text in told) else None
+
     def _is_own(self, form: Form) -> bool:
         """Whether inputs are those of the plan; what is as large as a part is a small batch where others came whole."""
-        if form is Form.OTHER or (form is Form.PARTS and self._in_parts is False):
+        if form is Form.OTHER or (form is Form.PARTS and not self._in_parts):
             return False
-        self._in_parts = form is Form.PARTS
+        self._in_parts = bool(self._in_parts)
         return True
 
     def _whole(self, dealt: Dealt) -> Dealt:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from conjoin.errors import RankError
 from conjoin.ir import Plan
-from conjoin.runtime.agreement import _digest
+from conjoin.runtime.agreement import digest
 from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.threads import run_ranks
@@ -152,6 +152,6 @@ CHANGES: list[Callable[[Tensor], Tensor]] = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex64], ids=str)
 def test_digests_tell_tensors_apart(dtype: torch.dtype) -> None:
     x = torch.arange(1, 31).reshape(5, 6).to(dtype)
-    assert _digest(x) == _digest(x.t().contiguous().t()) == _digest(x.clone())
-    assert all(_digest(change(x)) != _digest(x) for change in CHANGES)
-    assert _digest(x[:0]) == 0 and _digest(torch.zeros(3, dtype=torch.bool)) == 0
+    assert digest(x) == digest(x.t().contiguous().t()) == digest(x.clone())
+    assert all(digest(change(x)) != digest(x) for change in CHANGES)
+    assert digest(x[:0]) == 0 and digest(torch.zeros(3, dtype=torch.bool)) == 0

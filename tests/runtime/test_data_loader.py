@@ -86,6 +86,7 @@ def make_model(seed: int = 0) -> Net:
 @cache
 def plan_for(strategy: str, num_ranks: int) -> Plan:
     batch = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    _model()  # ranks in threads would draw it at the same time, from one generator
     return make_plan(capture(make_model(), (batch, batch), loss_of), parse_machine(f"local:{num_ranks}"), strategy)
 
 

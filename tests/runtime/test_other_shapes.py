@@ -277,7 +277,6 @@ def test_parts_of_smaller_batches_are_parts_where_batches_came_in_parts() -> Non
 
     def program(ranks: Communicator) -> list[float]:
         step, found = module_of(case, others_of(case), ranks).eval(), []
-        step._others._in_parts = True
         for size in (8, 4):
             half = slice(ranks.rank * size // 2, (ranks.rank + 1) * size // 2)
             found.append(step(*(x[half] for x in words(size))).item())
@@ -292,6 +291,14 @@ def test_a_small_batch_is_no_part_where_batches_came_whole() -> None:
     case = case_of("words without dropout", 2, "data-parallel")
     sizes = (8, 4)
     check(case, [Call(True, words(size, seed=size)) for size in sizes])
+
+
+@pytest.mark.parametrize("strategy", ["data-parallel", "context:cp=2"])
+def test_a_small_batch_is_no_part_where_it_is_the_first(strategy: str) -> None:
+    """It is the same on all ranks, so it is not what each of them holds of a larger one."""
+    case = case_of("words without dropout", 2, strategy)
+    small = tuple(x[:, :4] if strategy.startswith("context") else x[:4] for x in words(8))
+    check(case, [Call(True, small), Call(True, words(8)), Call(False, small)])
 
 
 # Limits and refusals.
