@@ -66,26 +66,36 @@ class Settled:
     substitutions: tuple[Substitution, ...]
 
 
-def settle_draft(graph: Graph, strategy: Callable[[Facts], Draft]) -> Settled:
+Strategy = Callable[[Facts], Draft]
+
+
+def draft_in_full(graph: Graph, strategy: Strategy) -> Draft:
+    """What a strategy decides, node by node."""
+    return strategy(study(graph))
+
+
+def settle_draft(
+    graph: Graph, strategy: Strategy, drafted: Callable[[Graph, Strategy], Draft] = draft_in_full
+) -> Settled:
     """What a strategy decides, after what it would have to gather is expanded or taken apart where it can be."""
     substitutions: tuple[Substitution, ...] = ()
-    draft = strategy(study(graph))
+    draft = drafted(graph, strategy)
     if "ring" in draft.request.flags:
         graph, substitutions = with_rings(graph, draft.flows)
-        draft = strategy(study(graph))
+        draft = drafted(graph, strategy)
     if draft.request.degrees.get("ep", 1) > 1:
         graph, told = with_routes(graph, draft.request)
         substitutions += told
-        draft = strategy(study(graph)) if told else draft
+        draft = drafted(graph, strategy) if told else draft
     if draft.request.statistics == "rank":
         graph, told = with_rank_statistics(graph, draft.request)
         substitutions += told
-        draft = strategy(study(graph))
+        draft = drafted(graph, strategy)
         check_rank_statistics(graph, draft.flows)
     while stuck := {node for flow in draft.flows for node in flow.stuck}:
         taken, graph = open_up(graph, stuck)
         substitutions += taken
-        draft = strategy(study(graph))
+        draft = drafted(graph, strategy)
     return Settled(graph, draft, substitutions)
 
 
@@ -150,7 +160,14 @@ def substitution_of(graph: Graph, node: Node) -> Substitution:
 def _choices(graph: Graph, draft: Draft) -> dict[Node, Choice]:
     flows = [(axis, flow) for flow in draft.flows for axis in flow.group.axes]
     stored = _leaf_layouts(graph, draft)
-    found = {node: choose({axis: flow.rules[node] for axis, flow in flows}) for node in graph.nodes if flows}
+    made: dict[tuple[int, ...], Choice] = {}
+    """By the identity of the rules: those of equal calls are the same."""
+    found: dict[Node, Choice] = {}
+    for node in graph.nodes if flows else ():
+        key = tuple(id(flow.rules[node]) for flow in draft.flows)
+        if key not in made:
+            made[key] = choose({axis: flow.rules[node] for axis, flow in flows})
+        found[node] = made[key]
     return found | {node: _as_stored(node, dict(stored[leaf])) for node, leaf in _casts(graph) if flows}
 
 
