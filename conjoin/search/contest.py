@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 from math import inf
 from time import perf_counter, process_time
 
@@ -100,10 +101,15 @@ def make_variant(
 
 def digest(variant: Variant, layouts: Layouts | None = None) -> str:
     """A short name of a variant, perhaps in layouts: the same in every process."""
-    text = fingerprint(variant.graph, constants=False)
+    text = _fingerprint(variant.graph)
     if layouts is not None:
         text += repr((sorted(layouts.leaves.items()), layouts.choices, layouts.results))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@lru_cache(16)
+def _fingerprint(graph: Graph) -> str:
+    return fingerprint(graph, constants=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,9 +164,9 @@ def _verified(
     """The part of a stretch in which blocks read alike too, and which leaf of the block before is like which."""
     length = stretch.length
     alike = [
-        all(_is_alike(one, other, length, stretch.start, readers) for one, other in zip(refs[p], refs[p + length], strict=True))
+        all(_is_alike(*pair, length, stretch.start) for pair in zip(refs[p], refs[p + length], strict=True))
         for p in range(stretch.start, stretch.end - length)
-    ]  # fmt: skip
+    ]
     for start, end in _runs(np.array(alike, bool)):
         first = stretch.start + start
         kept = Stretch(first, length, (end - start) // length + 1)
@@ -189,9 +189,7 @@ def _is_like(stretch: Stretch, before: Mapping[Leaf, Leaf], readers: Mapping[Lea
     ) and all(place in inside for leaf in own for place in readers[leaf])
 
 
-def _is_alike(
-    one: int | Leaf, other: int | Leaf, length: int, start: int, readers: Mapping[Leaf, list[int]]
-) -> bool:
+def _is_alike(one: int | Leaf, other: int | Leaf, length: int, start: int) -> bool:
     """Whether a node reads the same as the one a block later: at the same distance, the same from before, or a leaf of
     its own."""
     if isinstance(one, Leaf) and isinstance(other, Leaf):
