@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from conjoin.ir import Graph, Leaf, LeafKind, Node, Result, Value, make_node
 from conjoin.ops import call_cache, map_tensors
+from conjoin.sim import Skeleton, take_graph_apart
 
 FIRST, LAST = 2, 2
 """Blocks that are left at the beginning of a stretch and at its end."""
@@ -92,6 +93,11 @@ class Fold:
         return found
 
     @cached_property
+    def skeleton(self) -> Skeleton:
+        """Of the short graph."""
+        return take_graph_apart(self.short)[0]
+
+    @cached_property
     def middle(self) -> tuple[tuple[tuple[Node, Node], ...], tuple[tuple[Leaf, Leaf], ...]]:
         """Nodes and leaves of the short graph that have to be treated alike: on the two sides of what is left out."""
         nodes, seam, length = self.short.nodes, self.stretch.seam, self.stretch.length
@@ -103,7 +109,7 @@ class Fold:
         return tuple(pairs), tuple(pair for pair in mirrored if pair[1] in kept)
 
 
-@call_cache(8)
+@call_cache(32)
 def fold(graph: Graph) -> Fold | None:
     """The fold that leaves out the most; None where no block is there often enough, or others read inside of blocks."""
     refs, readers = _references(graph), _readers(graph)
