@@ -99,17 +99,18 @@ def make_variant(
     return Variant(graph, take_graph_apart(graph)[0], substitutions, accumulation)
 
 
+@lru_cache(64)
+def name_of(graph: Graph) -> str:
+    """What tells a graph from others, whatever its constants are: the same in every process."""
+    return fingerprint(graph, constants=False)
+
+
 def digest(variant: Variant, layouts: Layouts | None = None) -> str:
     """A short name of a variant, perhaps in layouts: the same in every process."""
-    text = _fingerprint(variant.graph)
+    text = name_of(variant.graph)
     if layouts is not None:
         text += repr((sorted(layouts.leaves.items()), layouts.choices, layouts.results))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-@lru_cache(16)
-def _fingerprint(graph: Graph) -> str:
-    return fingerprint(graph, constants=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ class StackProblem:
 
     @cached_property
     def _copies(self) -> list[list[int]]:
-        """What blocks 1 and on show to the next one, as variables of the whole problem: first those of the short one."""
+        """What blocks 1 and on show to the next one, as variables: first those of the short problem."""
         num_between = self._fold.stretch.count - FIRST - LAST
         size, width = len(self.short.sizes), len(self._seen)
         between = [[size + i * width + k for k in range(width)] for i in range(num_between)]
