@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from conjoin.ir import (
@@ -28,7 +28,7 @@ from conjoin.ir import (
     rules_for,
 )
 from conjoin.machine import Machine
-from conjoin.ops import CAST, Layout, Placement, make_layout
+from conjoin.ops import CAST, Layout, Placement, call_cache, make_layout
 from conjoin.search.blocks import segments_for
 from conjoin.search.bundle_size import choose_bundle_bytes
 from conjoin.search.facts import Facts, study, where_in
@@ -93,13 +93,14 @@ def settle_draft(
         draft = drafted(graph, strategy)
         check_rank_statistics(graph, draft.flows)
     while stuck := {node for flow in draft.flows for node in flow.stuck}:
-        taken, graph = open_up(graph, stuck)
+        taken, graph = open_up(graph, frozenset(stuck))
         substitutions += taken
         draft = drafted(graph, strategy)
     return Settled(graph, draft, substitutions)
 
 
-def open_up(graph: Graph, stuck: Collection[Node]) -> tuple[tuple[Substitution, ...], Graph]:
+@call_cache(16)
+def open_up(graph: Graph, stuck: frozenset[Node]) -> tuple[tuple[Substitution, ...], Graph]:
     """The graph with nodes that are stuck replaced by what is not, those of one kind at a time, and what was done."""
     facts = study(graph)
     flattened = {node for node in stuck if find_flattened(graph, node) is not None}

@@ -108,11 +108,12 @@ class JointSearch:
             self._fit(self.cuts())
         self._climb()
         self._relieve()
+        self._go_through(self.promising()[:2], _MORE_OVERLAPS)
         fresh = substitute(self)
         if fresh is not None:  # what is best on some units need not be so on others
             self._go_through(self.cuts(), OVERLAPS, fresh)
             self._climb(fresh)
-        self._go_through(self.promising()[:2], _MORE_OVERLAPS, fresh)
+            self._go_through(self.promising()[:2], _MORE_OVERLAPS, fresh)
         self._count()
         if len(mesh.axes) > 2:
             for start in self._worth_taking_up():
