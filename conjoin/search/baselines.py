@@ -13,6 +13,7 @@ from conjoin.machine import Machine, Mesh
 from conjoin.search.blocks import segments_for
 from conjoin.search.contest import Entry, Variant, make_variant
 from conjoin.search.drafting import Draft, Settled, lay_out, settle_draft
+from conjoin.search.folded_drafts import draft_folded
 from conjoin.search.groups import products
 from conjoin.search.planning import drafter
 from conjoin.search.strategies import STORED, read_request
@@ -86,7 +87,7 @@ def baselines(
                 continue
             alike, request = _used_alike(name), read_request(name)
             before = known.get(alike, Settled(graph, Draft(request, ()), ()))
-            found = settle_draft(before.graph, drafter(machine, request))
+            found = settle_draft(before.graph, drafter(machine, request), draft_folded)
             known[alike] = replace(found, substitutions=(*before.substitutions, *found.substitutions))
             if found.graph not in variants:
                 variants[found.graph] = make_variant(found.graph, known[alike].substitutions)

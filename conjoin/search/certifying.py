@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from conjoin.search.contest import Contest, Outcome
 from conjoin.search.exact.relaxing import Bound, lower_bound
 from conjoin.search.exact.space import OVERLAPS, Objective
+from conjoin.search.exact.stack import StackProblem
 from conjoin.search.exact.summing import sum_of
 from conjoin.search.exact.units import Units, natural_units, shown, splits
 from conjoin.search.joint import JointSearch
@@ -110,5 +111,10 @@ def _certify_on(contest: Contest, outcome: Outcome, units: Units, objective: Obj
 
 
 def _bound(tables: JointSearch, outcome: Outcome, units: Units, objective: Objective) -> Bound | None:
+    stacked = tables.stacked(outcome.entry.variant, units, objective)
+    if isinstance(stacked, StackProblem):
+        solution = stacked.solve()
+        if solution.is_exact:
+            return Bound(solution.total, True)
     problem = tables.problem(outcome.entry.variant, units, objective)
     return None if problem is None else lower_bound(problem.sizes, problem.factors, problem.space.tables)

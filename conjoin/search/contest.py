@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 from math import inf
 from time import perf_counter, process_time
 
@@ -98,9 +99,15 @@ def make_variant(
     return Variant(graph, take_graph_apart(graph)[0], substitutions, accumulation)
 
 
+@lru_cache(64)
+def name_of(graph: Graph) -> str:
+    """What tells a graph from others, whatever its constants are: the same in every process."""
+    return fingerprint(graph, constants=False)
+
+
 def digest(variant: Variant, layouts: Layouts | None = None) -> str:
     """A short name of a variant, perhaps in layouts: the same in every process."""
-    text = fingerprint(variant.graph, constants=False)
+    text = name_of(variant.graph)
     if layouts is not None:
         text += repr((sorted(layouts.leaves.items()), layouts.choices, layouts.results))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -220,17 +227,23 @@ class Contest:
         return left if self.cpu_budget == inf else min(left, self.cpu_budget - self.cpu_elapsed)
 
     @property
+    def time_left_of_given(self) -> float:
+        """The part that is left of the time on the wall or of the seconds of the process, whichever is scarcer."""
+        left = 1 - self.elapsed / self.budget if self.budget > 0 else 0.0
+        if self.cpu_budget == inf:  # asking the system takes longer than most that is done in between
+            return left
+        return min(left, 1 - self.cpu_elapsed / self.cpu_budget if self.cpu_budget > 0 else 0.0)
+
+    @property
     def left(self) -> float:
         """The part that is left of what is scarcest: time, seconds of the process, or steps.
 
         Searches share out this instead of seconds, so that with steps alone they do the same every time.
         """
-        parts = [1 - self.elapsed / self.budget if self.budget > 0 else 0.0]
-        if self.cpu_budget < inf:  # asking the system takes longer than most that is done in between
-            parts.append(1 - self.cpu_elapsed / self.cpu_budget if self.cpu_budget > 0 else 0.0)
+        steps = 1.0
         if self.steps_given is not None and self.steps_left is not None:
-            parts.append(self.steps_left / max(1, self.steps_given))
-        return max(0.0, min(parts))
+            steps = self.steps_left / max(1, self.steps_given)
+        return max(0.0, min(self.time_left_of_given, steps))
 
     def share(self, part: float) -> Callable[[], float]:
         """A part of what is left, to be spent on something: how much of it there still is, from 1 down to 0."""
@@ -270,7 +283,7 @@ class Contest:
         """Tell the user what comes next; Enough when there is no time for it, or just enough to make a plan fit."""
         self.tell(doing)
         nothing_fits = self.best is None and self.smallest is not None
-        if self.time_left <= (_FOR_FITTING * self.budget if nothing_fits and self.budget < inf else 0):
+        if self.time_left_of_given <= (_FOR_FITTING if nothing_fits else 0):
             raise Enough(Stopped.OUT_OF_TIME)
         if self.steps_left is not None and self.steps_left <= 0:
             raise Enough(Stopped.OUT_OF_STEPS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from conjoin.ir import (
@@ -28,7 +28,7 @@ from conjoin.ir import (
     rules_for,
 )
 from conjoin.machine import Machine
-from conjoin.ops import CAST, Layout, Placement, make_layout
+from conjoin.ops import CAST, Layout, Placement, call_cache, make_layout
 from conjoin.search.blocks import segments_for
 from conjoin.search.bundle_size import choose_bundle_bytes
 from conjoin.search.facts import Facts, study, where_in
@@ -66,30 +66,41 @@ class Settled:
     substitutions: tuple[Substitution, ...]
 
 
-def settle_draft(graph: Graph, strategy: Callable[[Facts], Draft]) -> Settled:
+Strategy = Callable[[Facts], Draft]
+
+
+def draft_in_full(graph: Graph, strategy: Strategy) -> Draft:
+    """What a strategy decides, node by node."""
+    return strategy(study(graph))
+
+
+def settle_draft(
+    graph: Graph, strategy: Strategy, drafted: Callable[[Graph, Strategy], Draft] = draft_in_full
+) -> Settled:
     """What a strategy decides, after what it would have to gather is expanded or taken apart where it can be."""
     substitutions: tuple[Substitution, ...] = ()
-    draft = strategy(study(graph))
+    draft = drafted(graph, strategy)
     if "ring" in draft.request.flags:
         graph, substitutions = with_rings(graph, draft.flows)
-        draft = strategy(study(graph))
+        draft = drafted(graph, strategy)
     if draft.request.degrees.get("ep", 1) > 1:
         graph, told = with_routes(graph, draft.request)
         substitutions += told
-        draft = strategy(study(graph)) if told else draft
+        draft = drafted(graph, strategy) if told else draft
     if draft.request.statistics == "rank":
         graph, told = with_rank_statistics(graph, draft.request)
         substitutions += told
-        draft = strategy(study(graph))
+        draft = drafted(graph, strategy)
         check_rank_statistics(graph, draft.flows)
     while stuck := {node for flow in draft.flows for node in flow.stuck}:
-        taken, graph = open_up(graph, stuck)
+        taken, graph = open_up(graph, frozenset(stuck))
         substitutions += taken
-        draft = strategy(study(graph))
+        draft = drafted(graph, strategy)
     return Settled(graph, draft, substitutions)
 
 
-def open_up(graph: Graph, stuck: Collection[Node]) -> tuple[tuple[Substitution, ...], Graph]:
+@call_cache(16)
+def open_up(graph: Graph, stuck: frozenset[Node]) -> tuple[tuple[Substitution, ...], Graph]:
     """The graph with nodes that are stuck replaced by what is not, those of one kind at a time, and what was done."""
     facts = study(graph)
     flattened = {node for node in stuck if find_flattened(graph, node) is not None}
@@ -150,7 +161,14 @@ def substitution_of(graph: Graph, node: Node) -> Substitution:
 def _choices(graph: Graph, draft: Draft) -> dict[Node, Choice]:
     flows = [(axis, flow) for flow in draft.flows for axis in flow.group.axes]
     stored = _leaf_layouts(graph, draft)
-    found = {node: choose({axis: flow.rules[node] for axis, flow in flows}) for node in graph.nodes if flows}
+    made: dict[tuple[int, ...], Choice] = {}
+    """By the identity of the rules: those of equal calls are the same."""
+    found: dict[Node, Choice] = {}
+    for node in graph.nodes if flows else ():
+        key = tuple(id(flow.rules[node]) for flow in draft.flows)
+        if key not in made:
+            made[key] = choose({axis: flow.rules[node] for axis, flow in flows})
+        found[node] = made[key]
     return found | {node: _as_stored(node, dict(stored[leaf])) for node, leaf in _casts(graph) if flows}
 
 

@@ -19,6 +19,7 @@ are solved exactly, the best variant is found together with its best layouts, ne
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 
@@ -35,7 +36,9 @@ from conjoin.search.exact.counted.space import CountedSpace, axes_are_alike
 from conjoin.search.exact.problem import Impossible, Problem
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
 from conjoin.search.exact.space import OVERLAPS, Objective, Space
+from conjoin.search.exact.stack import StackProblem, Uneven
 from conjoin.search.exact.units import Units, cuts, kinds_text, natural_units, neighbours, shown, splits
+from conjoin.search.fold import fold
 from conjoin.search.micro_batches import enter_strategies, micro_variants
 from conjoin.search.placing_branches import without_places
 from conjoin.search.relieving import relieve
@@ -105,11 +108,12 @@ class JointSearch:
             self._fit(self.cuts())
         self._climb()
         self._relieve()
+        self._go_through(self.promising()[:2], _MORE_OVERLAPS)
         fresh = substitute(self)
         if fresh is not None:  # what is best on some units need not be so on others
             self._go_through(self.cuts(), OVERLAPS, fresh)
             self._climb(fresh)
-        self._go_through(self.promising()[:2], _MORE_OVERLAPS, fresh)
+            self._go_through(self.promising()[:2], _MORE_OVERLAPS, fresh)
         self._count()
         if len(mesh.axes) > 2:
             for start in self._worth_taking_up():
@@ -152,7 +156,7 @@ class JointSearch:
     def _solve(self, variant: Variant, units: Units) -> Outcome | None:
         """Enter the layouts of a variant with the least sum on units."""
         self.contest.check(f"{shown(units)} devices, {variant.steps} micro-batches")
-        problem = self.problem(variant, units, self.objective(OVERLAPS[0], self.price))
+        problem = self.stacked(variant, units, self.objective(OVERLAPS[0], self.price))
         if problem is None:
             return None
         layouts, regathered = problem.layouts(problem.solve())
@@ -254,7 +258,7 @@ class JointSearch:
         self, variant: Variant, units: Units, objective: Objective, near: Layouts | None = None
     ) -> Outcome | None:
         """Solve a variant on units, and enter what is found unless it is hopeless."""
-        problem = self.problem(variant, units, objective, near)
+        problem = self.problem(variant, units, objective, near) if near else self.stacked(variant, units, objective)
         if problem is None:
             return None
         solution = problem.solve()
@@ -296,6 +300,14 @@ class JointSearch:
             return Problem(variant.skeleton, space, objective, near, with_dominated=with_dominated, fixed=fixed)
         except Impossible:
             return None
+
+    def stacked(self, variant: Variant, units: Units, objective: Objective) -> Problem | StackProblem | None:
+        """The same, with blocks that are equal worked out once where the model has a stack of them."""
+        found = None if self.contest.constraints.fixed else fold(variant.graph)
+        if found is not None and len(variant.skeleton.operators) == len(variant.graph.nodes):
+            with suppress(Uneven):
+                return StackProblem(variant.skeleton, found, self.space(units), objective)
+        return self.problem(variant, units, objective)
 
     def cuts(self, num_units: int = 2) -> list[Units]:
         """The cuts of the axes that may be used, such that fixed layouts can be told on their units."""

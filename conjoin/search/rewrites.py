@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from conjoin.ir import Graph, Node, Substitution, fingerprint
+from conjoin.ir import Node, Substitution
 from conjoin.rules import (
     Entry,
     Expr,
@@ -33,7 +33,7 @@ from conjoin.rules import (
     operators_in,
     rehearse,
 )
-from conjoin.search.contest import Variant, make_variant
+from conjoin.search.contest import Variant, make_variant, name_of
 
 _log = logging.getLogger(__name__)
 ALPHA = 1.05
@@ -201,7 +201,7 @@ class Backtracking:
 
     def _meet(self, variant: Variant, changed: Rewrite | None) -> float | None:
         """The sum of a variant that was not met before, is right, and is not hopeless."""
-        name = _name(variant.graph)
+        name = name_of(variant.graph)
         if name in self._seen or (changed is not None and not self._is_right(changed)):
             return None
         self._seen.add(name)
@@ -220,7 +220,3 @@ class Backtracking:
             _log.warning("the substitution %s is not used: %s", name, reason)
             self.dropped[name] = reason
         return not reason
-
-
-def _name(graph: Graph) -> str:
-    return fingerprint(graph, constants=False)

@@ -53,7 +53,7 @@ def _opened_up(plan: Plan, graph: Graph, names: frozenset[str]) -> Rewritten:
         operators = {name.partition("-")[2] for name in names}
         gone = [node for node in graph.nodes if node.op in operators and node not in kept]
         opened = {node for node in gone if _can_open(graph, node) and substitution_of(graph, node).name in names}
-        told, made = open_up(graph, opened) if opened else ((), graph)
+        told, made = open_up(graph, frozenset(opened)) if opened else ((), graph)
         if made is graph:
             return graph, done
         graph, done = made, (*done, *told)

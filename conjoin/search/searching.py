@@ -169,7 +169,7 @@ def _begin(contest: Contest, begin: Beginning, starts: list[Outcome]) -> None:
                 contest.baseline = contest.best
             if known and contest.time_left < -_GRACE_SECONDS:
                 raise Enough(Stopped.OUT_OF_TIME)
-            if known and contest.best is None and contest.time_left < _FOR_NAMED * contest.budget:
+            if known and contest.best is None and contest.time_left_of_given < _FOR_NAMED:
                 return  # memory decides, for which named strategies know less than the search
         if contest.best is None:
             starts += _with_blocks_again(contest, [known[name] for name in known if least(name) <= contest.capacity])

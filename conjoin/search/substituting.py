@@ -68,12 +68,12 @@ class _Sums:
         sums, name = contest.notes.sums, f"{contest.machine.name}: {digest(variant)} on {self.where}"
         if name not in sums:
             contest.count_step()
-            problem = self.search.problem(variant, self.units, self.objective)
+            problem = self.search.stacked(variant, self.units, self.objective)
             sums[name] = variant.steps * problem.solve().total if problem is not None else inf
         return sums[name]
 
     def laid_out(self, variant: Variant) -> dict[Node, Hashable]:
-        problem = self.search.problem(variant, self.units, self.objective)
+        problem = self.search.stacked(variant, self.units, self.objective)
         if problem is None:
             return {}
         layouts, _ = problem.layouts(problem.solve())

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from conjoin.ir import Graph, Node, Plan, Substitution, expand, fingerprint, sequential
-from conjoin.search.contest import Outcome, Variant, make_variant
+from conjoin.ir import Graph, Node, Plan, Substitution, expand, sequential
+from conjoin.search.contest import Outcome, Variant, make_variant, name_of
 from conjoin.search.drafting import substitution_of
 from conjoin.search.facts import study
 
@@ -17,10 +17,10 @@ def variants_of(graph: Graph, starts: Iterable[Outcome]) -> tuple[Variant, ...]:
     """The graph as it is, with everything expanded, and as the entries to start from have it; each once."""
     found: dict[str, Variant] = {}
     whole = expanded(graph)
-    entered = [as_variant(outcome).entry.variant for outcome in starts]
+    entered = {v.graph: v for v in (as_variant(outcome).entry.variant for outcome in starts)}.values()
     rewritten = [expanded(v.graph, v.substitutions) for v in entered if v.substitutions and v.steps == 1]
     for other, substitutions in ((graph, ()), whole, *rewritten):
-        name = fingerprint(other, constants=False)
+        name = name_of(other)
         if name not in found and len(found) < _MAX_VARIANTS:
             found[name] = make_variant(other, substitutions)
     return tuple(found.values())

@@ -50,6 +50,7 @@ from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, 
 from conjoin.sim.keeping import Kept, kept_by
 from conjoin.sim.prices import Prices
 from conjoin.sim.ring_calls import ring_calls
+from conjoin.sim.skeleton import Task
 from conjoin.sim.symmetry import Classes
 
 
@@ -79,17 +80,6 @@ class Departure:
 
 Places = tuple[tuple[str, int], ...]
 """Axes with the one place of each where something happens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A call on whole tensors, the types it makes, and the operands to which it gives a gradient."""
-
-    call: Call
-    types: tuple[TensorType, ...]
-    needs: tuple[int, ...]
-    is_kept: bool = False
-    """Whether it is made once and kept between steps: then it takes nothing of a step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,13 @@ class _Walk:
         self.unread = self._count_reads()
         self.num_reads = self.unread.copy()
         self.bundle_of = {version: bundle for bundle in program.bundles for version in bundle.versions}
+        self._gathered_before: dict[int, list[UsedBundle]] = {}
+        """What the backward of an operator needs again, by its place; then what is reduced after it, the last first."""
+        self._reduced_after: dict[int, list[UsedBundle]] = {}
+        for used in program.bundles:
+            if used.bundle.is_gathered_again:
+                self._gathered_before.setdefault(used.bundle.use.last_kept, []).append(used)
+            self._reduced_after.setdefault(used.bundle.use.reads[0], []).insert(0, used)
         self.gathered: dict[UsedBundle, list[int]] = {}
         """The memory of bundles that were gathered again for the backward pass."""
         self.flying: dict[UsedBundle, int] = {}
@@ -377,15 +384,13 @@ class _Walk:
         given = self.given.pop(self.starts[position], {}) if position in self.starts else {}
         for held in (*given.values(), *self.shelved.pop(position, ())):
             self.heap.drop(held)
-        for used in reversed(self.program.bundles):
-            if used.bundle.use.reads[0] == position:
-                self._reduce(used)
+        for used in self._reduced_after.get(position, ()):
+            self._reduce(used)
 
     def _gather_again(self, position: int) -> None:
         """Parameters that the backward of an operator needs and that were dropped."""
-        for used in self.program.bundles if self.skeleton.operators[position].needs else ():
-            if used.bundle.is_gathered_again and used.bundle.use.last_kept == position:
-                self.gathered[used] = self._gather(used, again=True)
+        for used in self._gathered_before.get(position, ()) if self.skeleton.operators[position].needs else ():
+            self.gathered[used] = self._gather(used, again=True)
 
     def _carry_back(self, root: int, own: Layout, layout: Layout) -> None:
         """A gradient goes the way back that its tensor came."""

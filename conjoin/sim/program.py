@@ -22,12 +22,12 @@ from conjoin.comm import (
     run_again,
     splits_evenly,
 )
-from conjoin.ir import Choice, LeafKind, Segment, Value, make_leaf, make_node
+from conjoin.ir import Choice, Segment, Value, make_leaf, make_node
 from conjoin.machine import Mesh
-from conjoin.ops import CAST, Layout, TensorType
+from conjoin.ops import Layout, TensorType
 from conjoin.sim.bundles import accumulating, schedule_bundles
 from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, Phase
-from conjoin.sim.fragments import Departure, Drafts, Supply, Task, local_shape, ordered
+from conjoin.sim.fragments import Departure, Drafts, Supply, local_shape, ordered
 from conjoin.sim.skeleton import Layouts, Skeleton
 
 _NOT_SUPPLIED = Supply((), False, False, False)
@@ -81,11 +81,8 @@ class Program:
         self._segment_of = {position: span for span in self.again for position in range(span[0], span[1] + 1)}
         self.choices, self.leaves, self.results = list(layouts.choices), dict(layouts.leaves), layouts.results
         self.numbers = task_numbers(skeleton, drafts)
-        self._outputs = _output_numbers(skeleton)
-        self._last_back = tuple(self._find_last_back(root) for root in range(len(skeleton.roots)))
-        parameters = [i for i, root in enumerate(skeleton.roots) if root.leaf and root.leaf.kind is LeafKind.PARAMETER]
-        self._cast_from = _casts_of(skeleton, parameters)
-        self._uses = {root: self._find_uses(root) for root in (*parameters, *self._cast_from)}
+        self._cast_from = skeleton.casts
+        self._uses = {root: self._find_uses(root) for root in (*skeleton.parameters, *self._cast_from)}
         self._bundle()
         self.supplies: list[tuple[Supply, ...]] = [(_NOT_SUPPLIED,) * len(op.reads) for op in skeleton.operators]
         self.departures: dict[int, tuple[tuple[Layout, bool], ...]] = {}
@@ -157,20 +154,14 @@ class Program:
     def layout_of(self, root: int) -> Layout:
         """The layout in which a tensor is made or stored."""
         maker = self.skeleton.roots[root].maker
-        return self.leaves[root] if maker < 0 else self.choices[maker].outputs[self._outputs[root]]
-
-    def _find_last_back(self, root: int) -> tuple[int, int]:
-        """The last reader of a tensor that gives it a gradient, whose backward is the first."""
-        operators, readers = self.skeleton.operators, self.skeleton.readers[root]
-        return next((r for r in reversed(readers) if r[1] in operators[r[0]].needs), (-1, -1))
+        return self.leaves[root] if maker < 0 else self.choices[maker].outputs[self.skeleton.outputs[root]]
 
     def _read(self, root: int) -> set[int]:
         """How a tensor comes to everyone who reads it; for which of them that is new."""
         readers = self.skeleton.readers[root]
         changed: set[int] = set()
-        own, operators = self.layout_of(root), self.skeleton.operators
+        own, backs, last_back = self.layout_of(root), self.skeleton.backs[root], self.skeleton.last_back[root]
         wanted = [self.choices[position].operands[operand] for position, operand in readers]
-        backs = [operand in operators[position].needs for position, operand in readers]
         seen = {own, *self._bundled.get(root, ())}
         leaving: dict[Layout, bool] = {}
         for i, (position, operand) in enumerate(readers):
@@ -180,7 +171,7 @@ class Program:
             if arrives and leaves_early(own, wanted[i]):
                 leaving[wanted[i]] = back
                 arrives = back = False
-            adds = backs[i] and readers[i] != self._last_back[root]
+            adds = backs[i] and readers[i] != last_back
             found = self.supplies[position]
             supply = Supply(own if arrives else (), arrives, back, adds)
             if supply != found[operand]:
@@ -397,16 +388,6 @@ class Program:
         self.fragments[-1] = (*ordered(home), *self._around.at_end, wait, update)
 
 
-def _casts_of(skeleton: Skeleton, parameters: Iterable[int]) -> dict[int, int]:
-    """What parameters are cast to, with the parameter of each."""
-    readers = ((skeleton.operators[position], root) for root in parameters for position, _ in skeleton.readers[root])
-    return {
-        operator.makes[0]: root
-        for operator, root in readers
-        if operator.node.op == CAST and skeleton.roots[operator.makes[0]].type.dtype.is_floating_point
-    }
-
-
 class _Pieces:
     """What ranks store of tensors; those that are split evenly are looked at once."""
 
@@ -433,15 +414,9 @@ class _Pieces:
 
 def task_numbers(skeleton: Skeleton, drafts: Drafts) -> list[int]:
     """For every operator the number of its task."""
-    return [
-        drafts.number(Task(op.call, tuple(t.laid_out(()) for t in op.node.types), op.needs, op.is_kept))
-        for op in skeleton.operators
-    ]
-
-
-def _output_numbers(skeleton: Skeleton) -> dict[int, int]:
-    """For every tensor that an operator makes, which of its outputs it is."""
-    return {root: i for operator in skeleton.operators for i, root in enumerate(operator.makes)}
+    tasks, places = skeleton.tasks
+    numbers = [drafts.number(task) for task in tasks]
+    return [numbers[place] for place in places]
 
 
 def _joined(*fragments: Fragment) -> Fragment:

@@ -81,7 +81,8 @@ def new_drafts(skeleton: Skeleton, layouts: Layouts, mesh: Mesh, prices: Prices,
     drafts = Drafts(mesh, prices, Classes.keeping(mesh, mesh.names))
     if not unfold:
         unlike = {*prices.unlike_axes(), *_uneven_axes(skeleton, layouts.leaves, mesh)}
-        for number, choice in zip(task_numbers(skeleton, drafts), layouts.choices, strict=True):
+        pairs = zip(task_numbers(skeleton, drafts), layouts.choices, strict=True)
+        for number, choice in {(number, id(choice)): (number, choice) for number, choice in pairs}.values():
             unlike |= drafts.unlike_axes(number, choice)
         drafts.classes = Classes.keeping(mesh, unlike)
     return drafts

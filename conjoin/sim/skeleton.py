@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from conjoin.comm import GradientFlow
 from conjoin.ir import (
     Choice,
     Graph,
     Leaf,
+    LeafKind,
     Node,
     Plan,
     Source,
@@ -20,7 +22,7 @@ from conjoin.ir import (
     origin,
     plain_call,
 )
-from conjoin.ops import Call, Layout, TensorType
+from conjoin.ops import CAST, Call, Layout, TensorType
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +57,19 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
+class Task:
+    """A call on whole tensors, the types it makes, and the operands to which it gives a gradient."""
+
+    call: Call
+    types: tuple[TensorType, ...]
+    needs: tuple[int, ...]
+    is_kept: bool = False
+    """Whether it is made once and kept between steps: then it takes nothing of a step."""
+
+
+@dataclass(frozen=True, eq=False)
 class Skeleton:
-    """A training step without layouts."""
+    """A training step without layouts; what follows from it is found once, however many layouts are tried."""
 
     graph: Graph
     roots: tuple[Root, ...]
@@ -67,6 +80,51 @@ class Skeleton:
     """For every tensor who reads it: operator and operand, in the order they run."""
     draws: tuple[int, ...]
     """The operators that draw random numbers."""
+
+    @cached_property
+    def tasks(self) -> tuple[tuple[Task, ...], tuple[int, ...]]:
+        """The tasks that there are, each once, and for every operator which it is."""
+        numbers: dict[Task, int] = {}
+        places = tuple(
+            numbers.setdefault(
+                Task(op.call, tuple(t.laid_out(()) for t in op.node.types), op.needs, op.is_kept), len(numbers)
+            )
+            for op in self.operators
+        )
+        return tuple(numbers), places
+
+    @cached_property
+    def outputs(self) -> Mapping[int, int]:
+        """For every tensor that an operator makes, which of its outputs it is."""
+        return {root: i for operator in self.operators for i, root in enumerate(operator.makes)}
+
+    @cached_property
+    def backs(self) -> tuple[tuple[bool, ...], ...]:
+        """For every tensor which of its readers give it a gradient."""
+        return tuple(tuple(operand in self.operators[p].needs for p, operand in readers) for readers in self.readers)
+
+    @cached_property
+    def last_back(self) -> tuple[tuple[int, int], ...]:
+        """For every tensor the last reader that gives it a gradient, whose backward is the first; (-1, -1) for none."""
+        return tuple(
+            next((reader for reader, back in zip(reversed(readers), reversed(backs), strict=True) if back), (-1, -1))
+            for readers, backs in zip(self.readers, self.backs, strict=True)
+        )
+
+    @cached_property
+    def parameters(self) -> tuple[int, ...]:
+        """The tensors that are parameters."""
+        return tuple(i for i, root in enumerate(self.roots) if root.leaf and root.leaf.kind is LeafKind.PARAMETER)
+
+    @cached_property
+    def casts(self) -> Mapping[int, int]:
+        """What parameters are cast to, with the parameter of each."""
+        readers = ((self.operators[p], root) for root in self.parameters for p, _ in self.readers[root])
+        return {
+            operator.makes[0]: root
+            for operator, root in readers
+            if operator.node.op == CAST and self.roots[operator.makes[0]].type.dtype.is_floating_point
+        }
 
 
 @dataclass(frozen=True, slots=True)

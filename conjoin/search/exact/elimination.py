@@ -5,7 +5,7 @@ A problem has variables with finite domains, a table of one or two variables for
     min over x of  sum over factors f of  table_f[x of f's variables]
 
 A variable is eliminated by adding up the tables it is in and taking the minimum over it: what is left is a table over
-its neighbours (`_eliminate`). On a chain this is a product of min-plus matrices, on a series-parallel graph the
+its neighbours (`eliminate`). On a chain this is a product of min-plus matrices, on a series-parallel graph the
 splits of Unity (section 5), in general bucket elimination, in an order that is found beforehand (`ordering.py`).
 Tables are numbered by what they were made from, so that equal parts of a graph, such as the layers of a stack, are
 worked out once (`tables.py`). Where tables would be large the problem is first made smaller, without losing its best
@@ -17,7 +17,7 @@ by their own tables. What is found then is a solution, not the least one, and `S
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -81,6 +81,43 @@ def solve(
     return replace(found, values=reduced.restore(found.values))
 
 
+@dataclass(frozen=True, slots=True)
+class Contracted:
+    """What is left of a problem when all but some variables are eliminated."""
+
+    factors: tuple[Factor, ...]
+    _done: tuple[_Eliminated | _Narrowed, ...]
+
+    def restore(self, values: Mapping[int, int]) -> dict[int, int]:
+        """The best values of the variables that were eliminated, for values of the others."""
+        found = dict(values)
+        _read_back(self._done, found)
+        return found
+
+
+def contract(sizes: Sequence[int], factors: Iterable[Factor], kept: Set[int], tables: Tables) -> Contracted | None:
+    """Eliminate all variables of tables but those that are kept; None where a sum of tables would be too large.
+
+    >>> edge = np.array([[0.0, 5.0], [5.0, 0.0]])
+    >>> chain = [Factor((0, 1), Table(-1, edge)), Factor((1, 2), Table(-1, edge))]
+    >>> found = contract([2, 2, 2], chain, {0, 2}, Tables())
+    >>> [(factor.variables, factor.table.values.tolist()) for factor in found.factors]
+    [((0, 2), [[0.0, 5.0], [5.0, 0.0]])]
+    >>> found.restore({0: 1, 2: 1})
+    {0: 1, 2: 1, 1: 1}
+    """
+    some = list(factors)
+    inside = {variable for factor in some for variable in factor.variables}
+    order = find_order(sizes, [factor.variables for factor in some], {*kept, *range(len(sizes))} - (inside - kept))
+    if max(order.entries, default=0) > MAX_ENTRIES:
+        return None
+    work = _Elimination(sizes, some, tables, MAX_ENTRIES)
+    for variable in order.variables:
+        work.eliminate(variable)
+    left = tuple(Factor(variables, table) for variables, table in sorted(work.factors.items()))
+    return Contracted(left, tuple(work.done))
+
+
 class _Elimination:
     """A problem under way."""
 
@@ -96,9 +133,11 @@ class _Elimination:
 
     def run(self, order: Order) -> Solution:
         for variable in order.variables:
-            self._eliminate(variable)
+            self.eliminate(variable)
         constant = self.factors.get(())
-        values = self._read_back()
+        places: dict[int, int] = {}
+        _read_back(self.done, places)
+        values = tuple(places[variable] for variable in range(len(self.sizes)))
         return Solution(values, float(constant.values) if constant is not None else 0.0, self.is_exact)
 
     def _put(self, variables: tuple[int, ...], table: Table) -> None:
@@ -112,7 +151,7 @@ class _Elimination:
             self.of[variable].add(ordered)
             self.around[variable].update(other for other in ordered if other != variable)
 
-    def _eliminate(self, variable: int) -> None:
+    def eliminate(self, variable: int) -> None:
         self._narrow((variable, *self.around[variable]))
         for other in [other for other in self.around[variable] if self.sizes[other] == 1]:
             self._leave(other)
@@ -165,12 +204,12 @@ class _Elimination:
             self.done.append(_Narrowed(variable, best))
             self.sizes[variable] = len(best)
 
-    def _read_back(self) -> tuple[int, ...]:
-        places = [0] * len(self.sizes)
-        for step in reversed(self.done):
-            match step:
-                case _Eliminated(variable, neighbours, best):
-                    places[variable] = int(best[tuple(places[n] for n in neighbours)])
-                case _Narrowed(variable, kept):
-                    places[variable] = int(kept[places[variable]])
-        return tuple(places)
+
+def _read_back(done: Sequence[_Eliminated | _Narrowed], places: dict[int, int]) -> None:
+    """The best values of variables that were eliminated, the last first."""
+    for step in reversed(done):
+        match step:
+            case _Eliminated(variable, neighbours, best):
+                places[variable] = int(best[tuple(places[n] for n in neighbours)])
+            case _Narrowed(variable, kept):
+                places[variable] = int(kept[places[variable]])

@@ -8,7 +8,7 @@ the grid of layers and steps from one end to the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import prod
@@ -34,17 +34,17 @@ class Order:
         return sum(entries > WIDE for entries in self.entries)
 
 
-def find_order(sizes: Sequence[int], scopes: Iterable[tuple[int, ...]]) -> Order:
-    """An order for tables of some variables each.
+def find_order(sizes: Sequence[int], scopes: Iterable[tuple[int, ...]], kept: Set[int] = frozenset()) -> Order:
+    """An order for tables of some variables each, of all but those that are kept.
 
     >>> find_order([2, 3, 2], [(0, 1), (1, 2)])
     Order(variables=(0, 2, 1), entries=(6, 6, 3))
     """
-    kept = list(scopes)
-    found = _Trial(sizes, kept, _by_degree).run()
+    some = list(scopes)
+    found = _Trial(sizes, some, _by_degree, kept).run()
     if not found.num_wide:
         return found
-    others = (_Trial(sizes, kept, turn).run() for turn in (_by_entries, _hubs_last))
+    others = (_Trial(sizes, some, turn, kept).run() for turn in (_by_entries, _hubs_last))
     return min((found, *others), key=lambda order: sum(order.entries))
 
 
@@ -54,10 +54,12 @@ _Turn = Callable[["_Trial", int], tuple[float, ...]]
 class _Trial:
     """An elimination without tables."""
 
-    def __init__(self, sizes: Sequence[int], scopes: Iterable[tuple[int, ...]], turn: _Turn) -> None:
+    def __init__(
+        self, sizes: Sequence[int], scopes: Iterable[tuple[int, ...]], turn: _Turn, kept: Set[int]
+    ) -> None:
         self.sizes, self.turn = sizes, turn
         self.rounds = [0] * len(sizes)
-        self.left = set(range(len(sizes)))
+        self.left = set(range(len(sizes))) - kept
         self.around: list[set[int]] = [set() for _ in sizes]
         for scope in scopes:
             for variable in scope:
@@ -67,7 +69,7 @@ class _Trial:
         """What they were connected with at first."""
 
     def run(self) -> Order:
-        waiting = [(self.turn(self, variable), variable) for variable in range(len(self.sizes))]
+        waiting = [(self.turn(self, variable), variable) for variable in sorted(self.left)]
         heapify(waiting)
         order, entries = list[int](), list[int]()
         while self.left:
@@ -77,7 +79,7 @@ class _Trial:
             self.left.discard(variable)
             order.append(variable)
             entries.append(self.entries(variable))
-            for other in self._take_out(variable):
+            for other in self._take_out(variable) & self.left:
                 heappush(waiting, (self.turn(self, other), other))
         return Order(tuple(order), tuple(entries))
 

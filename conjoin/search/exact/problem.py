@@ -22,6 +22,7 @@ from conjoin.search.exact.sharing import MANY, Shared, share
 from conjoin.search.exact.space import Objective, Space
 from conjoin.search.exact.storage import Storages
 from conjoin.search.exact.tables import Factor
+from conjoin.search.exact.units import Units
 from conjoin.sim import Layouts, Skeleton
 
 
@@ -45,6 +46,7 @@ class Problem:
         """`near` narrows choices to those like given layouts; `fixed` gives tensors a layout, by their numbers."""
         self.skeleton, self.space, self.objective = skeleton, space, objective
         self.fixed = fixed or {}
+        self._made: dict[tuple[int, int], Choice] = {}
         self._codes = self._code_fixed()
         self.num_operators = len(skeleton.operators)
         kinds = kinds_of(skeleton)
@@ -198,25 +200,14 @@ class Problem:
 
     def layouts(self, solution: Solution) -> tuple[Layouts, frozenset[str]]:
         """The layouts of a solution, and the parameters that are gathered again for the backward pass."""
-        skeleton, units = self.skeleton, self.space.units
-        choices = [self._choice(position, solution.values[position]) for position in range(self.num_operators)]
-        leaves: dict[int, Layout] = {}
-        regathered: set[str] = set()
-        for number, root in enumerate(skeleton.roots):
-            if root.leaf is None:
-                continue
-            wanted = [choices[position].operands[operand] for position, operand in skeleton.readers[number]]
-            if number not in self.variable:
-                given = given_layout(wanted) if root.leaf.kind is LeafKind.INPUT else ()
-                leaves[number] = self.fixed.get(number, given)
-                continue
-            storages, value = self.storages(number), solution.values[self.variable[number]]
-            first = [axis for layout in wanted[:1] for axis, placement in layout if isinstance(placement, Split)]
-            stored = layout_of(int(storages.codes[value]), len(root.type.shape), units, first)
-            leaves[number] = self.fixed.get(number, stored)
-            if storages.regathered[value]:
-                regathered.add(root.leaf.name)
-        return Layouts(leaves, tuple(choices), result_layouts(skeleton, choices)), frozenset(regathered)
+        choices = [self.choice(position, solution.values[position]) for position in range(self.num_operators)]
+        stored = {root: self.stored_as(root, solution.values[self.variable[root]]) for root in self.stored}
+        return lay_out(self.skeleton, self.space.units, choices, stored, self.fixed)
+
+    def stored_as(self, root: int, value: int) -> StoredAs:
+        """What a value of a parameter's variable stands for."""
+        storages = self.storages(root)
+        return int(storages.codes[value]), bool(storages.regathered[value])
 
     def _rules_of(self, position: int, choice: Choice) -> tuple[int, ...]:
         """The rule that a choice follows on each unit: that of its first axis."""
@@ -230,13 +221,55 @@ class Problem:
             found.append(next(same, 0))
         return tuple(found)
 
-    def _choice(self, position: int, value: int) -> Choice:
+    def choice(self, position: int, value: int) -> Choice:
+        """What a value of an operator's variable stands for; made once for all that have the same choices."""
+        found = self.choices[position]
+        key = id(found), value
+        if self.fixed:
+            return self._make_choice(position, value)
+        if key not in self._made:
+            self._made[key] = self._make_choice(position, value)
+        return self._made[key]
+
+    def _make_choice(self, position: int, value: int) -> Choice:
         found = self.choices[position]
         picks = zip(self.space.units, found.picks[value], strict=True)
         rules = {axis: found.rules[int(pick)] for unit, pick in picks for axis in unit.axes}
         fixed = [self.fixed[root] for root in self.skeleton.operators[position].makes if root in self.fixed]
         order = [axis for layout in fixed for axis, _ in layout]  # in which they split one dim
         return choose({axis: rules[axis] for axis in (*dict.fromkeys(order), *rules)})
+
+
+StoredAs = tuple[int, bool]
+"""The number of the layout in which a parameter is stored, and whether it is gathered again."""
+
+
+def lay_out(
+    skeleton: Skeleton,
+    units: Units,
+    choices: Sequence[Choice],
+    stored: Mapping[int, StoredAs],
+    fixed: Mapping[int, Layout],
+) -> tuple[Layouts, frozenset[str]]:
+    """Layouts for everything, from what is chosen for operators and parameters; and what is gathered again."""
+    leaves: dict[int, Layout] = {}
+    regathered: set[str] = set()
+    made: dict[Hashable, Layout] = {}
+    for number, root in enumerate(skeleton.roots):
+        if root.leaf is None:
+            continue
+        wanted = [choices[position].operands[operand] for position, operand in skeleton.readers[number]]
+        if number not in stored:
+            leaves[number] = fixed.get(number, given_layout(wanted) if root.leaf.kind is LeafKind.INPUT else ())
+            continue
+        code, again = stored[number]
+        first = tuple(axis for layout in wanted[:1] for axis, placement in layout if isinstance(placement, Split))
+        key = code, len(root.type.shape), first
+        if key not in made:
+            made[key] = layout_of(code, len(root.type.shape), units, list(first))
+        leaves[number] = fixed.get(number, made[key])
+        regathered |= {root.leaf.name} if again else set()
+    return Layouts(leaves, tuple(choices), result_layouts(skeleton, choices)), frozenset(regathered)
 
 
 def given_layout(wanted: Sequence[Layout]) -> Layout:
