@@ -31,7 +31,7 @@ from random import Random
 import torch
 
 import zoo
-from benchmarks.operator_sweep import Swept, sweep
+from benchmarks.operator_sweep import IN_EIGHT_BITS, Case, Swept, sweep
 from conjoin.comm import GradientFlow
 from conjoin.cost import (
     OPTIMIZERS,
@@ -57,9 +57,9 @@ from conjoin.cost import (
 from conjoin.environment import costs_path
 from conjoin.errors import ConjoinError
 from conjoin.frontends import capture
-from conjoin.ir import Graph, can_expand, expand, is_parallel, plain_call
+from conjoin.ir import Graph, calls_as_they_lie, can_expand, expand
 from conjoin.machine import DeviceType, parse_machine
-from conjoin.ops import Call, TensorType, bind_args, map_tensors, sharding_rules, space_of, spec_for
+from conjoin.ops import SCALED_LINEAR, Call, TensorType, bind_args, map_tensors, sharding_rules, space_of, spec_for
 
 PROFILES = Path(__file__).parent.parent / "conjoin" / "cost" / "profiles"
 WAYS = (2, 4, 8)
@@ -95,10 +95,9 @@ def calls_of(name: str) -> dict[Asked, int]:
 def _counted(graph: Graph) -> dict[Asked, int]:
     gradients = GradientFlow(graph)
     found: dict[Asked, int] = defaultdict(int)
-    for node in graph.nodes:
-        if not is_parallel(node):
-            needs = tuple(i for i in range(len(node.inputs)) if gradients.reach_operand(node, i))
-            found[plain_call(node), needs] += 1
+    for node, call in calls_as_they_lie(graph).items():
+        needs = tuple(i for i in range(len(node.inputs)) if gradients.reach_operand(node, i))
+        found[call, needs] += 1
     return found
 
 
@@ -107,7 +106,7 @@ def in_bfloat16(call: Call) -> Call:
         return TensorType(tensor.shape, torch.bfloat16) if tensor.dtype == torch.float32 else tensor
 
     args = map_tensors(call.op, call.args, cast)
-    return Call(call.op, tuple(torch.bfloat16 if arg is torch.float32 else arg for arg in args))
+    return Call(call.op, tuple(torch.bfloat16 if arg is torch.float32 else arg for arg in args), call.channels_last)
 
 
 def split_calls(call: Call, index: str, ways: int) -> tuple[Call, ...]:
@@ -186,11 +185,11 @@ def collect(names: Iterable[str], device: DeviceType) -> dict[str, float]:
     return {key: weight for key, weight in weights.items() if weight > 0 and read_key(key)}
 
 
-def collect_sweep(device: DeviceType) -> list[str]:
+def collect_sweep(device: DeviceType, cases: list[Case]) -> list[str]:
     """The keys of the sweep that are not too large; sums of whole results, which every case ends in, only now and then.
     """
-    model, cases = CostModel(profiles=()), list(sweep())
-    found: dict[str, None] = {}
+    model = CostModel(profiles=())
+    found = {write_key(Call(SCALED_LINEAR, (*_matrices(*sizes), None)), (0, 1)): None for sizes in IN_EIGHT_BITS}
     for dtype in (torch.float32, torch.bfloat16):
         for start in range(0, len(cases), SWEPT):
             swept = Swept(cases[start : start + SWEPT], dtype)
@@ -201,6 +200,10 @@ def collect_sweep(device: DeviceType) -> list[str]:
     keys = [key for key in found if read_key(key)]
     Random(0).shuffle(keys)
     return keys
+
+
+def _matrices(rows: int, inner: int, outer: int) -> Iterator[TensorType]:
+    return (TensorType(shape, torch.bfloat16) for shape in ((rows, inner), (outer, inner)))
 
 
 def casts_of(call: Call) -> Iterator[Call]:
@@ -296,7 +299,7 @@ def main() -> int:
         return 0
     if given.what == "collect":
         if given.sweep:
-            keys = collect_sweep(device)
+            keys = collect_sweep(device, list(sweep()))
         else:
             weights = collect(given.models, device)
             keys = sorted(weights, key=lambda key: -weights[key])[:MAX_KEYS]

@@ -18,6 +18,14 @@ from torch.nn import functional as F
 SIZES = tuple(2**power for power in (14, 17, 20, 22, 24, 26, 28))
 """Elements of what functions of single elements are applied to."""
 
+IN_EIGHT_BITS = tuple(
+    (rows, inner, outer)
+    for rows in (1024, 4096, 16384)
+    for inner, outer in ((1024, 1024), (1024, 4096), (4096, 1024), (4096, 4096), (8192, 8192))
+)
+"""Rows and widths of layers that no model is written with: plans make them of others."""
+_IMAGE_RANK, _JUDGED = 4, 64
+
 Shape = tuple[int, ...]
 
 
@@ -32,7 +40,7 @@ def sweep() -> Iterator[Case]:
     """All cases."""
     parts = (
         _elementwise, _movement, _reductions, _norms, _products, _convolutions, _attention, _lookups,
-        _drawn_convolutions,
+        _drawn_convolutions, _channels_last,
     )  # fmt: skip
     for part in parts:
         yield from part()
@@ -201,6 +209,23 @@ def _drawn_convolutions() -> Iterator[Case]:
             yield Case(_conv(3, stride, groups), (wide, (group * groups, group, 3, 3)))
         if inner * outer <= 2**18:
             yield Case(_conv(3, kernel[1]), (x, (outer, inner, 3, 3)))
+
+
+def _channels_last() -> Iterator[Case]:
+    """Convolutions of images whose channels lie last: of every second case above but those of 64 images, which is the
+    batch of the models that predictions are judged by.
+    """
+
+    def turned(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda x, w: function(x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), w)
+
+    every = [*_convolutions(), *_drawn_convolutions()]
+    for case in [case for case in every if len(case.shapes[0]) == _IMAGE_RANK and case.shapes[0][0] != _JUDGED][::2]:
+        yield Case(turned(case.function), case.shapes)
+    for batch, channels, pixels in ((16, 80, 56), (32, 128, 56), (128, 160, 28), (32, 320, 14), (16, 512, 14)):
+        x = (batch, channels, pixels, pixels)
+        yield Case(turned(_conv(2, 2, padding=0)), (x, (2 * channels, channels, 2, 2)))
+        yield Case(turned(_conv(7, 1, channels)), (x, (channels, 1, 7, 7)))
 
 
 def _attention() -> Iterator[Case]:

@@ -1,15 +1,19 @@
 """Predicted against measured on one GPU, and planned against plain: training steps in float32 and bfloat16.
 
-    python -m benchmarks.prediction_gpu measure --store costs.sqlite --output measured.json    # on the GPU
-    python -m benchmarks.prediction_gpu predict --store costs.sqlite --measured measured.json  # anywhere
-    python -m benchmarks.prediction_gpu predict                                                # measured before
+    python -m benchmarks.prediction_gpu capture --graphs graphs                               # anywhere
+    python -m benchmarks.prediction_gpu measure --graphs graphs --output measured.json        # on the GPU
+    python -m benchmarks.prediction_gpu predict --graphs graphs --measured measured.json      # anywhere
+    python -m benchmarks.prediction_gpu predict                                               # measured before
 
 Two lists of models: `zoo`, whose operators the shipped profile holds, and `public`, which nothing was fitted on
 (`public_models.py`; needs torchvision and transformers). `measure` times whole training steps with AdamW, of the plain
 module, of `to_module` and of `load` in turn; with a store it first times every operator of the models on its own, once
-for each distinct call. `predict` simulates the steps from operators alone and compares. Without a store the operators
-are those of the shipped profile; without `--measured` the steps are those in the results, whose predictions are made
-anew. Beside them stands the line through the profile's copies between host and device, with the error of every point.
+for each distinct call. Before each model it takes the host's speed by some small calls, as `conjoin calibrate` does.
+`predict` simulates the steps from operators alone, on a host of that speed (the median of all readings), and compares.
+Without a store the operators are those of the shipped profile; without `--measured` the steps are those in the results,
+whose predictions are made anew; of lists that were not measured the rows in the results are kept. `capture` writes the
+models' graphs to files, so that neither has to. Beside them stands the line through the profile's copies between host
+and device, with the error of every point.
 """
 
 from __future__ import annotations
@@ -24,8 +28,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,8 +43,9 @@ from benchmarks import public_models
 from benchmarks.plotting import Point, draw
 from conjoin.cost import CostModel, Measurement, Store, measure, shipped_profiles, write_key
 from conjoin.frontends import capture
-from conjoin.ir import Graph, flatten_tree
-from conjoin.machine import Machine, NodeKind, fit_line, parse_machine
+from conjoin.ir import Graph, flatten_tree, load_graph, save_graph
+from conjoin.machine import DeviceType, Machine, NodeKind, fit_line, parse_machine
+from conjoin.ops import Call, TensorType, bind_args
 from conjoin.runtime import load, to_module
 from conjoin.search import make_plan
 from conjoin.sim import predict, wanted_by
@@ -68,6 +74,8 @@ class Measured:
     step_over_plain: float
     loaded_over_plain: float
     peak_bytes: int
+    host_factor: float
+    """How much longer the host took for small calls, just before, than the profile's did."""
 
 
 class Case(NamedTuple):
@@ -93,15 +101,70 @@ class Case(NamedTuple):
         return [made, flatten_tree(made)[0][self.graph.loss]]
 
 
-def build(name: str, dtype: torch.dtype, device: str) -> Case:
-    """A model of either list in a dtype on a device."""
+def build(name: str, dtype: torch.dtype, device: str, graphs: Path | None = None) -> Case:
+    """A model of either list in a dtype on a device; its graph from its file where there is one."""
     if name in public_models.NAMES:
         model, batch, loss = public_models.build(name, device)
     else:
         model, batch, loss = zoo.build(name, device=device)  # type: ignore[assignment]
     model = model.to(dtype).train()
     batch = tree_map(lambda x: x.to(device, dtype if x.is_floating_point() else x.dtype), batch)
+    path = graph_path(graphs, name, dtype) if graphs else None
+    if path is not None and path.exists():
+        return Case(model, batch, loss, load_graph(path))
     return Case(model, batch, loss, capture(model, batch, loss) if loss else capture(model, batch))
+
+
+def graph_path(graphs: Path, name: str, dtype: torch.dtype) -> Path:
+    return graphs / f"{name}-{dtype_label(dtype)}.json"
+
+
+def dtype_label(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def capture_one(graphs: Path, name: str, dtype: torch.dtype) -> None:
+    """Write the graph of a model to its file."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    try:
+        save_graph(build(name, dtype, "meta").graph, graph_path(graphs, name, dtype))
+    except Exception as error:
+        print(f"{name} {dtype}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+
+
+def capture_all(arguments: argparse.Namespace) -> int:
+    arguments.graphs.mkdir(parents=True, exist_ok=True)
+    jobs = [(arguments.graphs, name, dtype) for _, name in chosen(arguments) for dtype in DTYPES.values()]
+    with get_context("spawn").Pool(arguments.processes, maxtasksperchild=8) as pool:
+        pool.starmap(capture_one, jobs, chunksize=1)
+    return 0
+
+
+def chosen(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    """The models that were asked for, each with its list."""
+    return [(of, name) for of in arguments.lists for name in LISTS[of] if name in (arguments.models or LISTS[of])]
+
+
+def host_calls() -> list[Call]:
+    """Small calls of several kinds, whose device is done sooner than its host."""
+    x, w = TensorType((64, 64), torch.float32), TensorType((64,), torch.float32)
+    given: list[tuple[str, tuple[Any, ...]]] = [
+        ("add.Tensor", (x, x)), ("mul.Tensor", (x, x)), ("relu", (x,)), ("gelu", (x,)), ("linear", (x, x)),
+        ("matmul", (x, x)), ("layer_norm", (x, (64,), w, w)), ("softmax.int", (x, -1)),
+    ]  # fmt: skip
+    return [Call(op, bind_args(op, args, {})) for op, args in given]
+
+
+def measure_host(device: DeviceType) -> float:
+    """How much longer this host takes for calls and their backwards than the profile says; the median of some."""
+    costs, ratios = CostModel(), []
+    for call in host_calls():
+        needs = tuple(range(len(call.tensors)))
+        found, priced = measure(call, needs, "cuda", seconds=0.02), costs.operator(call, needs, device)
+        if isinstance(found, Measurement):
+            ratios.append((found.host_forward + found.host_backward) / (priced.host_forward + priced.host_backward))
+    return statistics.median(ratios)
 
 
 def one_gpu(machine: str) -> Machine:
@@ -139,10 +202,11 @@ def milliseconds(step: Callable[[], None]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def time_steps(model_list: str, name: str, dtype: str, case: Case, before: int) -> Measured:
+def time_steps(model_list: str, name: str, dtype: str, case: Case, before: int, host_factor: float) -> Measured:
     """Steps in turn, the order turned each round; memory of the captured module alone, without what was there before.
 
-    The captured module and the plain one share weights and optimizer; the loaded plan has its own.
+    The captured module and the plain one share weights and optimizer; the loaded plan has its own. Python's collector
+    is kept from running in some steps and not in others.
     """
     captured = to_module(case.graph, case.model)
     optimizer = torch.optim.AdamW(captured.parameters(), lr=1e-5)
@@ -157,35 +221,37 @@ def time_steps(model_list: str, name: str, dtype: str, case: Case, before: int) 
     loaded = stepper(torch.optim.AdamW(module.parameters(), lr=1e-5), lambda: case.by(module))
     steps = [ours, loaded, stepper(optimizer, case.plain)]
     rounds: list[list[float]] = []
+    gc.collect()
+    gc.disable()
     for i in range(_WARMUP + _ROUNDS):
         taken = [0.0] * len(steps)
         for k in range(len(steps)):
             which = (i + k) % len(steps)
             taken[which] = milliseconds(steps[which])
         rounds.append(taken)
+    gc.enable()
     kept = rounds[_WARMUP:]
     step_ms, loaded_ms, plain_ms = (statistics.median(taken) for taken in zip(*kept, strict=True))
     ratios = [statistics.median(taken[i] / taken[2] for taken in kept) for i in range(2)]
-    return Measured(model_list, name, dtype, step_ms, loaded_ms, plain_ms, *ratios, peak_bytes)
+    return Measured(model_list, name, dtype, step_ms, loaded_ms, plain_ms, *ratios, peak_bytes, host_factor)
 
 
 def measure_all(arguments: argparse.Namespace) -> int:
     machine = one_gpu(arguments.machine)
-    wanted = [(of, name) for of in arguments.lists for name in LISTS[of] if name in (arguments.models or LISTS[of])]
     rows: list[Measured] = []
     start = time.perf_counter()
-    for of, name in wanted:
+    for of, name in chosen(arguments):
         for label, dtype in DTYPES.items():
             if time.perf_counter() - start > 60 * arguments.minutes:
                 break
             before = torch.cuda.memory_allocated()
             case = None
             try:
-                case = build(name, dtype, "cuda")
+                case = build(name, dtype, "cuda", arguments.graphs)
                 if arguments.store:
                     with Store(arguments.store) as store:
                         time_operators(case.graph, machine, store, arguments.seconds_each)
-                rows.append(time_steps(of, name, label, case, before))
+                rows.append(time_steps(of, name, label, case, before, measure_host(machine.device_type(0))))
                 print(f"{time.perf_counter() - start:.0f} s: {rows[-1]}", flush=True)
             except Exception as error:
                 print(f"{name} {label}: {type(error).__name__}: {str(error)[:200]}", flush=True)
@@ -240,14 +306,37 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
+def graph_of(name: str, dtype: torch.dtype, graphs: Path | None) -> Graph:
+    """The graph of a model, from its file where there is one."""
+    path = graph_path(graphs, name, dtype) if graphs else None
+    return load_graph(path) if path is not None and path.exists() else build(name, dtype, "meta").graph
+
+
+def host_factor(rows: list[dict[str, Any]], of: str) -> float:
+    """The median of all readings of a list; 1 where none were taken."""
+    readings = [row["host_factor"] for row in rows if row["list"] == of and "host_factor" in row]
+    return statistics.median(readings) if readings else 1.0
+
+
+def with_host(machine: Machine, factor: float) -> Machine:
+    """The machine with a host that takes so much longer for calls."""
+    device = replace(machine.device_type(0), host_factor=factor)
+    return replace(machine, nodes=(NodeKind("node", 1, (device,)),))
+
+
 def predict_all(arguments: argparse.Namespace) -> int:
     measured = json.loads(arguments.measured.read_text(encoding="utf-8"))
-    machine = one_gpu(arguments.machine)
+    machine, lists = one_gpu(arguments.machine), {row["list"] for row in measured["rows"]}
+    before = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else []
+    kept = [row for row in before if row["list"] not in lists]
+    measured["rows"] = [*kept, *measured["rows"]]
     costs = CostModel([Store(arguments.store)] if arguments.store else [])
+    factors = {of: host_factor(measured["rows"], of) for of in LISTS}
     rows = []
     for row in measured["rows"]:
-        graph = build(row["model"], DTYPES[row["dtype"]], "meta").graph
-        found = predict(make_plan(graph, machine, "single"), machine, costs, OPTIMIZER)
+        graph = graph_of(row["model"], DTYPES[row["dtype"]], arguments.graphs)
+        here = with_host(machine, factors[row["list"]])
+        found = predict(make_plan(graph, here, "single"), here, costs, OPTIMIZER)
         error, memory = 1e3 * found.seconds / row["step_ms"] - 1, found.memory.peak / row["peak_bytes"] - 1
         sources = {source.value: round(seconds, 6) for source, seconds in found.breakdown.sources}
         rows.append({
@@ -258,8 +347,7 @@ def predict_all(arguments: argparse.Namespace) -> int:
             f"{row['model']:<14} {row['dtype']:<9} predicted {1e3 * found.seconds:8.2f} ms  measured "
             f"{row['step_ms']:8.2f} ms  {error:+6.1%}   memory {memory:+6.1%}", flush=True,
         )  # fmt: skip
-    lists = dict.fromkeys(row["list"] for row in rows)
-    summary = {of: summarise([row for row in rows if row["list"] == of]) for of in lists}
+    summary = {of: summarise([row for row in rows if row["list"] == of]) for of in LISTS}
     copies = fit_copies(machine.device_type(0).name)
     print(json.dumps(summary), json.dumps(copies), sep="\n")
     command = f"python -m benchmarks.prediction_gpu {' '.join(sys.argv[1:])}"
@@ -275,17 +363,19 @@ def predict_all(arguments: argparse.Namespace) -> int:
 def main() -> int:
     warnings.simplefilter("ignore")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["measure", "predict"])
+    parser.add_argument("what", choices=["capture", "measure", "predict"])
     parser.add_argument("--lists", nargs="+", choices=LISTS, default=list(LISTS))
     parser.add_argument("--models", nargs="+", help="only these of the lists")
     parser.add_argument("--machine", default="dgx-h200", help="a machine whose first device this is")
+    parser.add_argument("--graphs", type=Path, help="where the models' graphs are kept as files")
+    parser.add_argument("--processes", type=int, default=2, help="that capture at the same time")
     parser.add_argument("--store", type=Path, help="where seconds of operators are kept")
     parser.add_argument("--seconds-each", type=float, default=0.03)
     parser.add_argument("--minutes", type=float, default=5.0, help="no further model is begun after that")
     parser.add_argument("--measured", type=Path, default=RESULTS, help="what `measure` or an earlier `predict` wrote")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    return measure_all(arguments) if arguments.what == "measure" else predict_all(arguments)
+    return {"capture": capture_all, "measure": measure_all, "predict": predict_all}[arguments.what](arguments)
 
 
 if __name__ == "__main__":

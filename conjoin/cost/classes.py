@@ -69,13 +69,14 @@ def _is_odd(call: Call) -> bool:
 
 def _convolution(call: Call) -> str:
     groups, channels, kernel = call["groups"] or 1, call.tensors[0].shape[1], call.tensors[1].shape[2:]
+    order = "channels last " if call.channels_last else ""
     if groups == channels > 1:
-        return "depthwise "
+        return f"{order}depthwise "
     if groups > 1:
-        return "grouped "
+        return f"{order}grouped "
     if channels <= _FEW_CHANNELS:
-        return "of few channels "
-    return "pointwise " if all(n == 1 for n in kernel) else ""
+        return f"{order}of few channels "
+    return f"{order}pointwise " if all(n == 1 for n in kernel) else order
 
 
 def _attention(call: Call) -> str:

@@ -4,7 +4,8 @@ A call belongs to classes from the general to the special: its family, its dtype
 it, its operator (`classes.py`). Every class has a curve over the size of calls, log2 of their ideal seconds: the median
 in every octave of what the classes before it leave unexplained, and less of it where few measurements say so. An
 operator's voice in that grows as the root of how often it was measured, and where a class has several operators an
-octave of one alone says nothing. What is known of a class corrects an estimate; what is not known leaves it as it is.
+octave of one alone says nothing, nor one of far fewer than other octaves have: it would tell what those few are like
+and not what their size does. What is known of a class corrects an estimate; what is not known leaves it as it is.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import numpy as np
 
 _MIN_POINTS = 3
 """Measurements in an octave that are worth a knot of their own; a class with fewer in all has one knot."""
+_FEW = 8
+"""Of as many operators as the fullest octave has this part, at least, is to be heard in another."""
 _DOUBT = 1
 """As many measurements as are added in favour of what was believed before."""
 
@@ -85,7 +88,9 @@ def _knots(points: list[_Point]) -> Knots:
         octaves[floor(point.size)].append(point)
     several = len({point.operator for point in points}) > 1
     full = [octaves[key] for key in sorted(octaves) if len(octaves[key]) >= _MIN_POINTS]
-    told = [part for part in full if not several or len({point.operator for point in part}) > 1]
+    heard = [len({point.operator for point in part}) for part in full]
+    least = max(2, max(heard, default=0) / _FEW) if several else 1
+    told = [part for part, count in zip(full, heard, strict=True) if count >= least]
     return tuple(_knot(part) for part in told or full or [points])
 
 

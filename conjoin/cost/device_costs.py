@@ -14,7 +14,7 @@ from conjoin.cost.classes import classes_of
 from conjoin.cost.curves import Curves
 from conjoin.cost.fitting import Fit, HostTime, any_of
 from conjoin.cost.interpolation import Point, interpolate
-from conjoin.cost.kernels import casts_of, kernels_of
+from conjoin.cost.kernels import CAST_FLOPS, Casts, casts_of, kernels_of, largest_of
 from conjoin.cost.keys import read_key, write_key
 from conjoin.cost.measurement import Measurement
 from conjoin.cost.roofline import DEFAULT_HOST, Roofline
@@ -27,6 +27,7 @@ from conjoin.cost.work import (
     Work,
     is_in_eight_bits,
     is_product,
+    kernel_counts,
     parts_of,
     work_of,
 )
@@ -100,11 +101,8 @@ class DeviceCosts:
             cost = _as_measured(measured, needs, self._host.find(call, needs, measured))
         else:
             alone = call.op in FUSED and not self._kin(call)
-            in_eight_bits = is_in_eight_bits(call)
             kernels = kernels_of(call, needs) if self.device.kind == "cuda" else ()
-            if in_eight_bits:
-                cost = self._with_casts(call, needs)
-            elif kernels:
+            if kernels:
                 cost = reduce(_and, (self.find(*part) for part in kernels))
             else:
                 cost = self._add_up(call, needs) if alone else self._reckon(call, needs)
@@ -120,17 +118,6 @@ class DeviceCosts:
             product.backward + function.backward,
             product.host_forward if fused else product.host_forward + function.host_forward,
             product.host_backward + function.host_backward + (_IN_PYTHON * self._host.usual[1] if needs else 0.0),
-        )
-
-    def _with_casts(self, call: Call, needs: tuple[int, ...]) -> OperatorCost:
-        """A product in eight bits, and what casts its operands."""
-        product = self._reckon(call, needs)
-        ahead, back = ([self.find(cast, ()) for cast in casts] for casts in casts_of(call, needs))
-        return OperatorCost(
-            sum((cast.forward for cast in ahead), product.forward),
-            sum((cast.forward for cast in back), product.backward),
-            sum((cast.host_forward for cast in ahead), product.host_forward),
-            sum((cast.host_forward for cast in back), product.host_backward),
         )
 
     @property
@@ -154,7 +141,18 @@ class DeviceCosts:
 
     def _estimates(self, call: Call, needs: tuple[int, ...]) -> tuple[float, float]:
         work = work_of(call, needs)
-        return self._estimate(call, work, backward=False), self._estimate(call, work, backward=True)
+        ahead, back = self._estimate(call, work, backward=False), self._estimate(call, work, backward=True)
+        if is_in_eight_bits(call):
+            forward, backward = map(self._casting, casts_of(call, needs))
+            return ahead + forward, back + backward
+        return ahead, back
+
+    def _casting(self, casts: Casts) -> float:
+        """What a product in eight bits takes before it."""
+        if not casts.num_elements:
+            return 0.0
+        scales = sum(self.find(part, ()).forward.value for tensor in casts.scaled for part in largest_of(tensor))
+        return scales + casts.num_elements * CAST_FLOPS / self.device.flops_of("float32") + self.roofline.overhead
 
     def _estimate(self, call: Call, work: CallWork, *, backward: bool) -> float:
         """By the roofline, and by what is known of calls of its classes; else by how many kernels it is."""
@@ -238,7 +236,7 @@ class _HostTimes:
         times = self._known.get(call.op)
         if times is None and measured is not None:
             return self._factor * measured.host_forward, self._factor * measured.host_backward
-        ahead, back = LAUNCHES.get(call.op, (1, 1))
+        ahead, back = kernel_counts(call)
         times = times or self._known.get(any_of(work_of(call, needs).family) if self._known else "")
         if times is None:
             return ahead * self.usual[0], back * self.usual[1] if needs else 0.0
@@ -274,7 +272,8 @@ def _kind(call: Call) -> tuple[Any, ...]:
         for parameter, value in zip(call.signature.parameters, call.args, strict=True)
         if parameter.kind is Kind.ATTRIBUTE and parameter.name not in told
     )
-    return call.op, call.operand_names, tuple(tensor.dtype for tensor in call.tensors), tuple(_axes(call)), attributes
+    lies = call.operand_names, call.channels_last
+    return call.op, *lies, tuple(tensor.dtype for tensor in call.tensors), tuple(_axes(call)), attributes
 
 
 _TOLD_BY_INDICES = ("dim", "keepdim", "normalized_shape", "cudnn_enable")

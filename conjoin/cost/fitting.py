@@ -17,7 +17,7 @@ from conjoin.cost.keys import read_key
 from conjoin.cost.measurement import Measurement
 from conjoin.cost.measuring import MAX_BLOCK, block_size
 from conjoin.cost.roofline import Roofline, efficiency_names
-from conjoin.cost.work import LAUNCHES, CallWork, Work, work_of
+from conjoin.cost.work import LAUNCHES, CallWork, Work, is_in_eight_bits, kernel_counts, work_of
 from conjoin.machine import DeviceType
 from conjoin.ops import Call
 
@@ -76,9 +76,11 @@ def fit_efficiencies(measurements: Iterable[Measurement], device: DeviceType) ->
     The overhead is the median of the calls so small that their ideal seconds are a tenth of the lower quartile of all
     measured ones. An efficiency is the median of ideal seconds over measured ones less overhead, among the calls whose
     ideal seconds exceed the overhead. Calls are chosen by their work, never by what was measured. Operators that are
-    many kernels are left out there: of one kernel they say nothing.
+    many kernels are left out there: of one kernel they say nothing. Products in eight bits with their casts are
+    compared with each other alone.
     """
-    every = [one for one in map(_read, measurements) if one is not None]
+    read = [one for one in map(_read, measurements) if one is not None]
+    every = [one for one in read if not is_in_eight_bits(one.call)]
     known = [one for one in every if one.call.op not in LAUNCHES]
     points = [point for one in known for point in _points(one)]
     bare = Roofline.of(device)
@@ -98,7 +100,7 @@ def fit_efficiencies(measurements: Iterable[Measurement], device: DeviceType) ->
     backward = _middle(one.measured.host_backward for one in known)
     error, reached = _error(points, fitted), tuple(efficiency.items())
     curves = fit_curves([_sample(point, fitted) for one in every for point in _points(one)])
-    times = tuple(_host_times(every)) if device.kind == "cuda" else ()
+    times = tuple(_host_times(read)) if device.kind == "cuda" else ()
     return Fit(reached, overhead, forward, backward, error, tuple(curves.items()), times)
 
 
@@ -159,7 +161,7 @@ def _host_times(every: Iterable[_Known]) -> Iterator[HostTime]:
     for call, needs, work, measured in every:
         if block_size(call, work, "cuda") == MAX_BLOCK:
             found[call.op, len(needs)].append(measured)
-            if call.op not in LAUNCHES:
+            if kernel_counts(call) == (1, 1):
                 found[any_of(work.family), len(needs)].append(measured)
     for (name, count), those in sorted(found.items()):
         yield HostTime(name, count, median(m.host_forward for m in those), median(m.host_backward for m in those))

@@ -2,7 +2,8 @@
 
     linear f32[64,1024] f32[4096,1024] f32[4096] | grads 0,1,2
 
-The operator, its arguments in the order of the signature as graphs write them, then the operands that get a gradient.
+The operator, its arguments in the order of the signature as graphs write them, that it reads images whose channels
+lie last in memory where that is so, then the operands that get a gradient.
 Two calls with one key run the same kernels on the same sizes.
 """
 
@@ -23,7 +24,7 @@ MAX_KEY_LENGTH = 1_000
 """A longer key is cut to the operator and a digest: it names its call as well, but can no longer be read back."""
 MAX_ELEMENTS = 2**63
 """Elements that no tensor of torch has."""
-_GRADS = " | grads "
+_GRADS, _CHANNELS_LAST = " | grads ", " | channels last"
 _FORMATS = {
     "contiguous_format": torch.contiguous_format, "channels_last": torch.channels_last,
     "channels_last_3d": torch.channels_last_3d, "preserve_format": torch.preserve_format,
@@ -42,7 +43,7 @@ def write_key(call: Call, needs: tuple[int, ...]) -> str:
     args = list(call.args)
     while args and args[-1] is None:
         args.pop()
-    text = " ".join([call.op, *map(_written, args)])
+    text = " ".join([call.op, *map(_written, args)]) + (_CHANNELS_LAST if call.channels_last else "")
     grads = _GRADS + ",".join(map(str, needs)) if needs else ""
     if len(text) + len(grads) <= MAX_KEY_LENGTH:
         return text + grads
@@ -88,6 +89,7 @@ def read_key(key: str) -> tuple[Call, tuple[int, ...]] | None:
     (4096, 1024)
     """
     text, _, grads = key.partition(_GRADS)
+    images, text = text.endswith(_CHANNELS_LAST), text.removesuffix(_CHANNELS_LAST)
     op, _, rest = text.partition(" ")
     try:
         args = _read_args(rest)
@@ -95,7 +97,7 @@ def read_key(key: str) -> tuple[Call, tuple[int, ...]] | None:
         if len(args) > known:
             return None
         needs = tuple(map(int, grads.split(","))) if grads else ()
-        call = Call(op, (*args, *[None] * (known - len(args))))
+        call = Call(op, (*args, *[None] * (known - len(args))), images)
     except (ValueError, LookupError):
         return None
     return (call, needs) if _is_sound(call, needs) else None

@@ -7,7 +7,8 @@ The runtime issues one call for a collective, and NCCL decides how to carry it o
 and the figures below are those of that estimate (`src/graph/tuning.cc` of NCCL 2.27, NVIDIA): what a call costs before
 anything moves, what a hop adds over NVLink, PCIe or the network, which part of the bandwidth a protocol leaves for
 data. *LL* sends a flag with every four bytes, *LL128* one with every 120, *Simple* waits for whole chunks. *Rings*
-leave a node through every card, one channel after the other, so that one with eight cards has the rate of eight.
+leave a node through every card, one channel after the other, so that one with eight cards has the rate of eight; where
+devices are joined by links of their own, several lie side by side (`ring_packing`).
 *Trees* carry all-reduces alone; *NVLS* adds up in the switch of a node, and NVLS trees do so and go on between nodes;
 *PAT* gathers and scatters in few rounds where a node has one member. The bandwidth of a way is what its most loaded
 link leaves, all groups that communicate at once counted (`patterns.spread_ring`).

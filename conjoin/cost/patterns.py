@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, permutations
+from itertools import combinations, pairwise, permutations
 from math import prod
 
+from conjoin.cost.ring_packing import Pair, joined, rings_rate
 from conjoin.machine import DirectedLink, Machine, Mesh, Route, Topology
 
 SOFTWARE_SECONDS = {"cuda": 3e-6, "cpu": 25e-6}
@@ -224,15 +225,21 @@ def ring(groups: Groups) -> Phase:
 
 
 def spread_ring(groups: Groups, rate: Callable[[DirectedLink], float]) -> Spread:
-    """Rings of which each enters and leaves its nodes at another member: together they use every card alike."""
+    """Rings of which each enters and leaves its nodes at another member: together they use every card alike.
+
+    Where members are joined by links of their own, as many rings lie side by side as these carry.
+    """
     topology, sets, most, outward, latency = groups.topology, groups.position_sets(), 0.0, 0.0, 0.0
     for kind in range(len(topology.kinds)):
         loads, leaving = _Loads(rate), _Loads(rate)
         for positions in sets:
             order = _nearest_next(topology, kind, positions)
+            side_by_side = rings_rate(positions, _own_links(topology, kind, positions, rate))
+            loads.alone = max(loads.alone, 1 / side_by_side if side_by_side else 0.0)
             for first in range(len(order)):
                 turned = (*order[first:], *order[:first])
-                for a, b in pairwise(turned if groups.num_nodes > 1 else (*turned, turned[0])):
+                hops = pairwise(turned if groups.num_nodes > 1 else (*turned, turned[0]))
+                for a, b in () if side_by_side else hops:
                     loads.add(topology.inside(kind, a, b), 1 / len(order))
                 if groups.num_nodes > 1:
                     for route in (topology.leaving(kind, turned[-1]), topology.entering(kind, turned[0])):
@@ -247,6 +254,14 @@ def spread_ring(groups: Groups, rate: Callable[[DirectedLink], float]) -> Spread
                 loads.add(topology.between(a, b), len(sets))
         most, outward = max(most, loads.most), max(outward, loads.most)
     return Spread(most, outward, 2 * latency)
+
+
+def _own_links(
+    topology: Topology, kind: int, positions: Sequence[int], rate: Callable[[DirectedLink], float]
+) -> dict[Pair, float]:
+    """What the links carry, each way, that join two of some positions and nothing else."""
+    routes = {joined(a, b): topology.inside(kind, a, b) for a, b in combinations(positions, 2)}
+    return {pair: rate(route[0]) for pair, route in routes.items() if len(route) == 1}
 
 
 def _nearest_next(topology: Topology, kind: int, positions: Sequence[int]) -> tuple[int, ...]:

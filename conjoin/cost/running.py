@@ -24,7 +24,12 @@ def make_operands(call: Call, device: torch.device, generator: torch.Generator) 
         return [_fill(tensor, (-2.0, 2.0), 1, device, generator) for tensor in call.tensors]
     space = space_of(spec, call)
     bounds = [space.sizes[a.addresses] if a.addresses else 2 for a in space.notation.operands]
-    return [_fill(t, spec.domain, bound, device, generator) for t, bound in zip(call.tensors, bounds, strict=True)]
+    made = [_fill(t, spec.domain, bound, device, generator) for t, bound in zip(call.tensors, bounds, strict=True)]
+    return [_channels_last(made[0]), *made[1:]] if call.channels_last else made
+
+
+def _channels_last(images: Tensor) -> Tensor:
+    return images.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 def _fill(

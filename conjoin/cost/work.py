@@ -112,6 +112,8 @@ def is_product(call: Call, dtype: str) -> bool:
 
 LAUNCHES = {BATCH_MOMENTS: (5, 6), MEAN_AND_VARIANCE: (3, 2), NORMALIZE_CHANNELS: (6, 10)}
 """Kernels of an operator and of its backward, where they are not one: all but one or two of these are tiny."""
+_IN_EIGHT_BITS = (11, 10)
+"""Of a product in eight bits: to find each operand's scale four, to cast one each, and the products."""
 FUSED = {LINEAR_RELU: ("linear", "relu")}
 """Operators that are two in one kernel, a product and a function of it: the function costs nothing until backward."""
 
@@ -127,6 +129,11 @@ def parts_of(call: Call, needs: tuple[int, ...]) -> tuple[tuple[Call, tuple[int,
 def _fused(call: Call, needs: tuple[int, ...]) -> CallWork:
     product, function = (work_of(*part) for part in parts_of(call, needs))
     return CallWork(product.family, product.dtype, product.forward, _both(product.backward, function.backward))
+
+
+def kernel_counts(call: Call) -> tuple[int, int]:
+    """How many kernels a call is, and its backward."""
+    return _IN_EIGHT_BITS if is_in_eight_bits(call) else LAUNCHES.get(call.op, (1, 1))
 
 
 def is_in_eight_bits(call: Call) -> bool:

@@ -14,6 +14,7 @@ from conjoin.ir.literals import is_literal
 from conjoin.ir.memory_order import (
     ORDERED_BY_KERNELS,
     add_strides,
+    calls_as_they_lie,
     drawn_strides,
     looks_at_order,
     orders_looked_at,
@@ -144,6 +145,7 @@ __all__ = [
     "asked_segments",
     "batch_norms",
     "calling_graph",
+    "calls_as_they_lie",
     "can_expand",
     "check_pipeline",
     "check_plan",

@@ -1,12 +1,15 @@
 """The order in memory of values on one device, found without data: what random calls draw follows it.
 
 `dropout` of a transposed tensor draws for its elements in the order in which they lie. A graph whose values are the
-same but lie otherwise draws other numbers for each of them.
+same but lie otherwise draws other numbers for each of them. And convolutions of images whose channels lie last run by
+other kernels, which take another time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -14,6 +17,7 @@ from torch import Tensor
 from conjoin.ir.builder import is_random
 from conjoin.ir.graph import Graph
 from conjoin.ir.nodes import Node, Value
+from conjoin.ir.placing import plain_call
 from conjoin.ir.reshards import is_parallel
 from conjoin.ops import Call, TensorType, call_cache, drawing, output_types, run_whole, spec_for
 
@@ -55,6 +59,36 @@ def add_strides(found: dict[Value, Strides], nodes: Iterable[Node]) -> None:
         else:
             made = _made(node.call, tuple(found[value] for value in node.inputs))
             found.update(zip(node.outputs(), made or (_usual(type, False) for type in node.types), strict=True))
+
+
+def calls_as_they_lie(graph: Graph) -> dict[Node, Call]:
+    """The calls on whole tensors, without layouts, of all nodes but reshards; where other kernels run because of how
+    images lie, they say so.
+    """
+    calls = {node: plain_call(node) for node in graph.nodes if not is_parallel(node)}
+    by_order = [node for node in calls if node.spec is not None and node.spec.by_order]
+    if by_order and any(_turns(node) for node in calls):
+        strides = strides_in(graph)
+        for node in by_order:
+            if _has_channels_last(node.inputs[0].type.shape, strides[node.inputs[0]]):
+                calls[node] = replace(calls[node], channels_last=True)
+    return calls
+
+
+def _turns(node: Node) -> bool:
+    """Whether a call may bring images into another order in memory: by a view of their dims, or because it is asked to.
+    """
+    views = node.spec is not None and node.spec.view and len(node.types[0].shape) >= _IMAGE_RANK
+    return views or any(isinstance(arg, torch.memory_format) for arg in node.args)
+
+
+def _has_channels_last(shape: tuple[int, ...], strides: Strides) -> bool:
+    """Whether the channels of images lie last, and nothing else can be said of them.
+
+    >>> _has_channels_last((2, 3, 4, 4), (48, 1, 12, 3)), _has_channels_last((2, 3, 4, 4), (48, 16, 4, 1))
+    (True, False)
+    """
+    return len(shape) >= _IMAGE_RANK and strides[1] == 1 and shape[1] > 1 and prod(shape[2:]) > 1
 
 
 def drawn_strides(graph: Graph) -> dict[Value, Strides]:

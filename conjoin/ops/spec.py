@@ -56,6 +56,8 @@ class Call:
 
     op: str
     args: Args
+    channels_last: bool = False
+    """Whether what it reads are images whose channels lie last in memory: other kernels run, for the same result."""
     _hash: int | None = field(default=None, init=False, repr=False)
     """Kept, as are the operands: calls are looked up all the time."""
     _tensors: tuple[TensorType, ...] | None = field(default=None, init=False, repr=False)
@@ -63,16 +65,21 @@ class Call:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Call):
             return NotImplemented
-        return self is other or (self.op == other.op and self.args == other.args and is_alike(self.args, other.args))
+        return self is other or (
+            self.op == other.op
+            and self.args == other.args
+            and self.channels_last == other.channels_last
+            and is_alike(self.args, other.args)
+        )
 
     def __hash__(self) -> int:
         if self._hash is None:
             object.__setattr__(self, "_hash", hash((self.op, self.args)))
         return self._hash  # type: ignore[return-value] # just set
 
-    def __reduce__(self) -> tuple[type[Call], tuple[str, Args]]:
+    def __reduce__(self) -> tuple[type[Call], tuple[str, Args, bool]]:
         """Without what is kept: hashes are other ones in another process."""
-        return Call, (self.op, self.args)
+        return Call, (self.op, self.args, self.channels_last)
 
     @property
     def signature(self) -> Signature:
@@ -217,6 +224,8 @@ class OpSpec:
     """Whether gradients pass; False where the outputs carry none."""
     constants: tuple[str, ...] = ()
     """Operands that never carry a gradient."""
+    by_order: bool = False
+    """Whether other kernels run where the channels of its first operand lie last in memory."""
 
     @property
     def names(self) -> tuple[str, ...]:

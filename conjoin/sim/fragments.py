@@ -39,7 +39,6 @@ from conjoin.ir import (
     make_leaf,
     make_node,
     place,
-    plain_call,
     region_of,
     region_shape,
     unlike_axes,
@@ -320,7 +319,8 @@ class Drafts:
             return _summed([self._costs_of(routed_call(node, self.mesh, 0), needs)])
         alike = not (unlike_axes(node, placed, self.mesh) or self.prices.unlike_axes())
         ranks = (self.mesh.rank_at(dict(placed.at)),) if alike else self.classes.ranks
-        found = [self._costs(node, placed, needs, rank) for rank in ranks]
+        call = self._tasks[number].call
+        found = [self._costs(call, placed, needs, rank) for rank in ranks]
         where = self.classes.at(placed.at)
         return Work(
             _folded([to_ticks(sum(cost.forward.value for cost in costs)) for costs in found], self.classes),
@@ -330,14 +330,13 @@ class Drafts:
             weakest(*(source for costs in found for c in costs for source in (c.forward.source, c.backward.source))),
         )
 
-    def _costs(self, node: Node, placed: Placed, needs: tuple[int, ...], rank: int) -> list[OperatorCost]:
-        calls = _calls_on(node, placed, needs, self.mesh, rank)
+    def _costs(self, call: Call, placed: Placed, needs: tuple[int, ...], rank: int) -> list[OperatorCost]:
+        calls = _calls_on(call, placed, needs, self.mesh, rank)
         return [self.prices.operator(local.call, local.needs, rank) for local in calls]
 
 
-def _calls_on(node: Node, placed: Placed, needs: tuple[int, ...], mesh: Mesh, rank: int) -> tuple[LocalCall, ...]:
-    """What a rank runs for a node."""
-    call = plain_call(node)
+def _calls_on(call: Call, placed: Placed, needs: tuple[int, ...], mesh: Mesh, rank: int) -> tuple[LocalCall, ...]:
+    """What a rank runs for a call."""
     spec = spec_for(call)
     if spec is None or not placed.splits:
         return (LocalCall(call, needs),)

@@ -42,6 +42,22 @@ def attention_workspace(shapes: Shapes) -> int:
     return prod(shapes[0]) * torch.float32.itemsize
 
 
+def numbers_not_kept(call: Call, shapes: Shapes) -> int:
+    """Bytes that meta would keep of dropout inside attention which is spelled out: a GPU keeps truth values.
+
+    >>> from conjoin.ops import TensorType, bind_args
+    >>> x = TensorType((2, 4, 8, 16), torch.bfloat16)
+    >>> op = "scaled_dot_product_attention"
+    >>> drops = Call(op, bind_args(op, (x, x, x, None, 0.1), {}))
+    >>> numbers_not_kept(drops, (x.shape,) * 3) == 2 * 4 * 8 * 8 * 3
+    True
+    """
+    if not 0 < (call["dropout_p"] or 0.0) < 1:
+        return 0
+    wide = max(call.tensors[0].dtype.itemsize, torch.float32.itemsize)
+    return prod(shapes[0][:-1]) * shapes[1][-2] * (wide - torch.bool.itemsize)
+
+
 def _dropout(call: Call, shapes: Shapes) -> KernelBytes | None:
     """A truth value for every element; meta would keep a number."""
     return KernelBytes(prod(shapes[0]), 0) if call["train"] and 0 < call["p"] < 1 else None

@@ -14,7 +14,7 @@ from conjoin.cost import ATTENTION, fuses_attention
 from conjoin.ir import Node, Placed, plain_call, region_of, region_shape, wanted_region
 from conjoin.machine import Mesh
 from conjoin.ops import Call, TensorType, call_cache, execute, map_tensors, run_local, space_of, spec_for
-from conjoin.sim.gpu_kernels import KernelBytes, Shapes, attention_workspace, kernel_bytes
+from conjoin.sim.gpu_kernels import KernelBytes, Shapes, attention_workspace, kernel_bytes, numbers_not_kept
 from conjoin.sim.losses import storage_bytes
 from conjoin.sim.torch_private import NewStorages, storage_of
 
@@ -84,6 +84,8 @@ def _kept(
         sizes = tuple(type.bytes for type in types)
         everything = tuple(range(len(shapes))), tuple(range(len(sizes)))
         found = Kept(*everything, 0, (-1,) * len(sizes), sizes, 0, _own_gradients(shapes, call, needs))
+    if call.op == ATTENTION and kind == "cuda":
+        found = replace(found, extra=max(found.extra - numbers_not_kept(call, shapes), 0))
     return found if kernel is None else _by_kernel(found, kernel, needs, len(shapes))
 
 

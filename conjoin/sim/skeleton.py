@@ -16,11 +16,10 @@ from conjoin.ir import (
     Plan,
     Source,
     Value,
-    is_parallel,
+    calls_as_they_lie,
     is_random,
     kept_between_steps,
     origin,
-    plain_call,
 )
 from conjoin.ops import CAST, Call, Layout, TensorType
 
@@ -144,11 +143,12 @@ def take_apart(plan: Plan) -> tuple[Skeleton, Layouts]:
 def take_graph_apart(graph: Graph) -> tuple[Skeleton, Layouts]:
     """The same for a graph; one without layouts is the same on every device."""
     gradients, kept = GradientFlow(graph), frozenset(kept_between_steps(graph)[0])
+    calls = calls_as_they_lie(graph)
     numbers: dict[Value, int] = {Value(leaf): i for i, leaf in enumerate(graph.leaves)}
     roots = [Root(leaf.type.laid_out(()), leaf, -1) for leaf in graph.leaves]
     operators: list[Operator] = []
     choices: list[Choice] = []
-    for node in (node for node in graph.nodes if not is_parallel(node)):
+    for node, call in calls.items():
         for value in node.outputs():
             numbers[value] = len(roots)
             roots.append(Root(value.type.laid_out(()), None, len(operators)))
@@ -156,7 +156,7 @@ def take_graph_apart(graph: Graph) -> tuple[Skeleton, Layouts]:
         operators.append(
             Operator(
                 node,
-                plain_call(node),
+                call,
                 tuple(numbers[origin(value)] for value in inputs),
                 tuple(numbers[value] for value in node.outputs()),
                 tuple(i for i in range(len(inputs)) if gradients.reach_operand(node, i)),

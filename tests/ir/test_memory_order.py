@@ -8,9 +8,10 @@ from random import Random
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from conjoin.ir import Graph, Value, memory_order, parse_graph, strides_in
+from conjoin.frontends import capture
+from conjoin.ir import Graph, Value, calls_as_they_lie, memory_order, parse_graph, strides_in
 from conjoin.ops import Call, OpSpec, TensorType, all_ops, drawing, random_call, random_tensors, run_whole
 
 OVERLOADS = [(spec, name) for spec in all_ops() for name in spec.names]
@@ -85,3 +86,34 @@ def test_another_thread_may_draw_meanwhile(monkeypatch: pytest.MonkeyPatch) -> N
     before = torch.get_rng_state()
     assert memory_order._made(Call("dropout", (x, 0.5, True)), ((3, 1),)) == ((3, 1),)
     assert taken == [False] and torch.equal(torch.get_rng_state(), before)
+
+
+class Permuted(nn.Module):
+    """Convolutions that read images in either order, as ConvNeXt's do: its norms work on channels that lie last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.deep = nn.Conv2d(3, 8, 2, 2), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.norm, self.last = nn.LayerNorm(8), nn.Conv2d(8, 4, 1)
+        self.again = nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        x = x + nn.functional.gelu(self.deep(x))
+        made: Tensor = self.again(self.last(x).contiguous())
+        return made
+
+
+def test_convolutions_say_that_they_read_images_whose_channels_lie_last() -> None:
+    model, x = Permuted(), torch.randn(2, 3, 16, 16)
+    seen: list[bool] = []
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_pre_hook(
+                lambda _, args: seen.append(
+                    args[0].is_contiguous(memory_format=torch.channels_last) and not args[0].is_contiguous()
+                )
+            )
+    model(x)
+    found = [call.channels_last for call in calls_as_they_lie(capture(Permuted(), x)).values() if "conv" in call.op]
+    assert found == seen == [False, True, True, False]

@@ -108,7 +108,9 @@ def _general_sample(rng: Random) -> Args:
     return x, weight, bias, stride, padding, dilation, False, (0, 0), groups
 
 
-_conv_spec = partial(OpSpec, flops=_conv_flops, terms="input weight + bias", follows={"groups": "g"}, one_dtype=True)
+_conv_spec = partial(
+    OpSpec, flops=_conv_flops, terms="input weight + bias", follows={"groups": "g"}, one_dtype=True, by_order=True
+)
 
 OPS: tuple[OpSpec, ...] = (
     *(_conv_spec(f"conv{dims}d", _conv, _sample(dims)) for dims in (1, 2, 3)),
