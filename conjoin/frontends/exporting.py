@@ -285,11 +285,12 @@ def export(
     if without_values:
         model, tensors = fake_copy(model, tensors)
         memory |= _state_by_memory(model)
-    step = _Step(model, loss, rebuild, record, _ambient_autocast() if autocast is None else autocast)
-    traced = _trace(step, tuple(tensors))
-    for_cuda = without_values and has_cuda_autocast(traced.program)
+    regions = _ambient_autocast() if autocast is None else autocast
+    step, for_cuda = _Step(model, loss, rebuild, record, regions), any(device == "cuda" for device, _ in regions)
+    traced = None if without_values and for_cuda else _trace(step, tuple(tensors))
+    for_cuda = without_values and (traced is None or has_cuda_autocast(traced.program))
     with autocast_as_on_cuda() if for_cuda else nullcontext():
-        traced = _trace(step, tuple(tensors)) if for_cuda else traced
+        traced = _trace(step, tuple(tensors)) if traced is None or for_cuda else traced
         program, updates, problems, idle = _settle(traced, named)
     outputs, output_structure, reassigned, changed = seen[-1]
     kept, dropped = _plain(outputs, output_structure)

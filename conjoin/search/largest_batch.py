@@ -192,7 +192,7 @@ class _Looking:
         if slope <= 0:
             return 2 * high
         met = low + (self.machine.usable_bytes - one) / slope
-        return int(min(met, 16.0 * high)) // self.unit * self.unit
+        return int(min(met, _MAX_BATCH)) // self.unit * self.unit
 
     def _fits(self, batch: int) -> bool:
         if batch not in self.known:

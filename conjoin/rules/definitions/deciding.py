@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from functools import lru_cache
 
 import z3
 
-from conjoin.rules.definitions.affine import Affine
 from conjoin.rules.definitions.sums import Atom, Guard
 
 _STEPS = 1_000_000
@@ -27,16 +27,14 @@ class Facts:
         self.assumed = frozenset(assumed)
         self._solver = z3.SolverFor("QF_LIA")
         self._solver.set(rlimit=_STEPS, timeout=_MILLISECONDS)
-        self._unknowns: dict[tuple[str, ...], z3.ArithRef] = {}
-        self._formulas: dict[Atom, z3.BoolRef] = {}
         self._answers: dict[Guard, bool] = {}
         for atom in self.assumed:
-            self._solver.add(self._formula(atom))
+            self._solver.add(_formula(atom))
 
     def possible(self, guard: Guard) -> bool:
         """Whether conditions may hold together; True where it is not known."""
         if guard not in self._answers:
-            self._answers[guard] = self._ask([self._formula(atom) for atom in guard])
+            self._answers[guard] = self._ask([_formula(atom) for atom in guard])
         return self._answers[guard]
 
     def implies(self, guard: Guard, atom: Atom) -> bool:
@@ -56,7 +54,7 @@ class Facts:
         if not parts:
             return True
         total = z3.Sum([
-            z3.If(z3.And([self._formula(atom) for atom in guard]), z3.RealVal(str(number)), z3.RealVal(0))
+            z3.If(z3.And([_formula(atom) for atom in guard]), z3.RealVal(str(number)), z3.RealVal(0))
             for number, guard in parts
         ])
         return not self._ask([total != 0])
@@ -69,16 +67,14 @@ class Facts:
         finally:
             self._solver.pop()
 
-    def _formula(self, atom: Atom) -> z3.BoolRef:
-        if atom not in self._formulas:
-            value = self._value(atom.expr)
-            self._formulas[atom] = value == 0 if atom.exact else value >= 0
-        return self._formulas[atom]
 
-    def _value(self, expr: Affine) -> z3.ArithRef:
-        return z3.Sum([z3.IntVal(0), *(c * self._unknown(m) if m else z3.IntVal(c) for m, c in expr.terms)])
+@lru_cache(maxsize=1 << 14)
+def _formula(atom: Atom) -> z3.BoolRef:
+    """A condition as Z3 has it; proofs name their unknowns alike, so the same ones come again and again."""
+    value = z3.Sum([z3.IntVal(0), *(c * _unknown(m) if m else z3.IntVal(c) for m, c in atom.expr.terms)])
+    return value == 0 if atom.exact else value >= 0
 
-    def _unknown(self, monomial: tuple[str, ...]) -> z3.ArithRef:
-        if monomial not in self._unknowns:
-            self._unknowns[monomial] = z3.Int("*".join(monomial))
-        return self._unknowns[monomial]
+
+@lru_cache(maxsize=1 << 12)
+def _unknown(monomial: tuple[str, ...]) -> z3.ArithRef:
+    return z3.Int("*".join(monomial))
