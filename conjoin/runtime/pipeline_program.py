@@ -213,7 +213,10 @@ class _StepRun:
 
     def forward_only(self) -> Tensor:
         with torch.no_grad():
-            return self._run(1.0, forward_only=True)[0]
+            total, runs = self._run(1.0, forward_only=True)
+        for run in runs.values():
+            run.program.forget()
+        return total
 
     def forward_and_backward(self, scale: float) -> tuple[Tensor, Gradients]:
         total, runs = self._run(scale, forward_only=False)
