@@ -115,6 +115,12 @@ class StageRun:
         """Who gets no gradient gets zeros: the other end waits for them."""
         return {name: torch.zeros_like(made.arrived[name]) if x is None else x for name, x in found.items()}
 
+    def abandon(self) -> None:
+        """Let go of all that the step has made here."""
+        self._passes.clear()
+        self._put_off.clear()
+        self.gradients = [None] * len(self.parameters)
+
     def sum_up(self) -> None:
         """Sum over the ranks of the stage what was put off."""
         sum_put_off(self.program.bundles, list(self.parameters), self.gradients)
