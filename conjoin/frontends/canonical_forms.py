@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from conjoin.frontends.folding import without_empty, without_idle_mask
+from conjoin.frontends.folding import reads_in_order, without_empty, without_idle_mask
 from conjoin.frontends.functional import draws, order_of
 from conjoin.frontends.regions import CASTS
 from conjoin.ir import Leaf, Node, Value
@@ -121,6 +121,13 @@ def _attention(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.No
     return "scaled_dot_product_attention", without_idle_mask(args), types
 
 
+def _indexed(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
+    """What is read by the numbers of all its rows, one after the other, is seen in another shape."""
+    if reads_in_order(args[0].type.shape, args[1]):
+        return "reshape", (args[0], types[0].shape), types
+    return operator_name(cast(OpOverload, node.target)), args, types
+
+
 def _reshaped(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
     """One operator for every change of shape, blind to strides: those of a run may differ from those at capture."""
     return "reshape", (args[0], types[0].shape), types
@@ -213,6 +220,7 @@ _CANONICAL: Mapping[str, Callable[[Any, Any, fx.Node], Canonical]] = {
     **dict.fromkeys(("new_zeros", "new_ones", "new_full"), _filled),
     "copy": _copy,
     "cat": _joined,
+    "index.Tensor": _indexed,
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("as_strided", "as_strided_scatter"), _strided),
     **dict.fromkeys(("div.Tensor_mode", "div.Scalar_mode"), _divided),

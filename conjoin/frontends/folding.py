@@ -1,4 +1,5 @@
-"""What a call does with constants, found out at capture: masks that hide nothing or the future, pieces of no size.
+"""What a call does with constants, found out at capture: masks that hide nothing or the future, pieces of no size,
+rows read by their numbers in order.
 
 Libraries leave a mask away where it says nothing, or where it is causal, after looking at its values. A trace has no
 values to look at, so the mask is written out, attention takes it, and with it slower kernels. Here a mask that is made
@@ -190,3 +191,23 @@ def without_empty(args: tuple[Any, ...], trains: Callable[[Value], bool]) -> tup
     kept = tuple(piece for piece in pieces if piece.type.num_elements or trains(piece))
     alike = len({piece.type.dtype for piece in pieces}) == 1
     return kept if kept and alike else pieces
+
+
+def reads_in_order(shape: tuple[int, ...], indices: tuple[Any, ...]) -> bool:
+    """Whether a tensor of some shape, read at indices that are known, is read as it lies: element after element.
+
+    Masks of libraries read those of the batch so, with the number of every sample and of every position.
+    """
+    if not indices or any(index is None or not _is_fixed(index) for index in indices):
+        return False
+    last, rank = -1, max(len(index.type.shape) for index in indices)
+    for size, index in zip(shape, indices, strict=False):
+        counts = index.type.num_elements == size and index.type.dtype == torch.int64
+        known = known_value(index) if counts else None
+        if known is None or not torch.equal(known.flatten(), torch.arange(size, device="cpu")):
+            return False
+        dims = [dim + rank - known.dim() for dim, size in enumerate(known.shape) if size > 1]
+        if dims and dims[0] <= last:
+            return False
+        last = dims[0] if dims else last
+    return True

@@ -4,13 +4,17 @@ That is a split of the batch along an axis of *time*, on which the algebra of la
 S(0), parameters B, the loss comes out as P. Nothing can be sent between times, so no operator may need a reshard along
 this axis. What depends on the batch alone, such as how many targets count, is there as a whole at any time.
 
+What is made of parameters and constants alone is whole, too. Where it has one entry for every sample, as a class token
+that is spread over a batch, a micro-batch makes its part of it; where it is added to a sum over samples, as a penalty
+to a loss, every micro-batch adds an equal share.
+
 The graph of one micro-batch is a graph like any other: each operator in its local form on a piece of the batch.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -39,8 +43,13 @@ from conjoin.ops import (
 )
 
 WHOLE = " (whole)"
-_BATCH_NORM = "_native_batch_norm_legit_functional"
 """What the name of an input ends with that is there as a whole beside its part."""
+_BATCH_NORM = "_native_batch_norm_legit_functional"
+_FEWER = "Use fewer micro-batches, or none"
+_OTHERWISE = (
+    "Take what needs them out of the loss, or do without micro-batches: strategies that split the batch over devices "
+    "only, as fsdp, do"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +74,23 @@ def cut_in_micro_batches(graph: Graph, steps: int, *, own_statistics: bool = Fal
     expanded = expand(graph, expandable)
     work = _Cutting(expanded, steps, 0)
     made = work.run()
-    if _Cutting(expanded, steps, steps - 1).run() != made:
-        raise _refusal(graph, steps, "its operators do something else for each part of the batch")
+    last = _Cutting(expanded, steps, steps - 1).run()
+    if last != made:
+        why = f"{_first_other(made, last)} is not the same for every part of a batch"
+        raise _refusal(graph, steps, why, _OTHERWISE)
     return made, Accumulation(steps, tuple(leaf.name for leaf in work.cut), tuple(work.whole_names(made)))
+
+
+def _first_other(graph: Graph, other: Graph) -> str:
+    """The first call of a graph that the other has not, and where it stands."""
+    there = set(other.nodes)
+    node = next((node for node in graph.nodes if node not in there), None)
+    return "what its operators do" if node is None else f"what {node.op}{_where(graph, node)} makes"
+
+
+def _where(graph: Graph, node: Node) -> str:
+    source = graph.source_of(node)
+    return f" ({source.module or source.file}:{source.line})" if source else ""
 
 
 def _has_statistics(node: Node) -> bool:
@@ -78,16 +101,17 @@ def _has_statistics(node: Node) -> bool:
 def _check(graph: Graph, steps: int, own_statistics: bool) -> None:
     outputs = [value for value in graph.outputs if isinstance(value, Value)]
     if not graph.training or graph.loss is None or len(outputs) != 1 or len(graph.input_structure.children) != 4:
-        raise _refusal(graph, steps, "micro-batches give a loss and nothing else, and it is not trained like that")
+        why = "micro-batches give a loss and nothing else, and it is not trained like that"
+        raise _refusal(graph, steps, why, "Plan it in training, with loss=, as loss=lambda output: output.loss")
     if graph.updates and not own_statistics:
         names = ", ".join(name for name, _ in graph.updates[:2])
-        raise _refusal(graph, steps, f"it takes statistics of a whole batch ({names})")
+        advice = "Use norms of one sample, as group norm, or a pipeline, where every micro-batch has its own statistics"
+        raise _refusal(graph, steps, f"it takes statistics of a whole batch ({names})", advice)
 
 
-def _refusal(graph: Graph, steps: int, why: str) -> StrategyError:
+def _refusal(graph: Graph, steps: int, why: str, advice: str = _FEWER) -> StrategyError:
     return StrategyError(
-        f"A step of {graph.name} was to be taken in {steps} micro-batches. That cannot be: {why}. "
-        f"Use fewer micro-batches, or none."
+        f"A step of {graph.name} was to be taken in {steps} micro-batches. That cannot be: {why}. {advice}."
     )
 
 
@@ -96,7 +120,9 @@ def _cut_inputs(graph: Graph, steps: int) -> tuple[Leaf, ...]:
     inputs = [leaf for leaf in graph.leaves_of(LeafKind.INPUT) if leaf.type.shape]
     size = Counter(leaf.type.shape[0] for leaf in inputs).most_common(1)[0][0] if inputs else 0
     if size < steps or size % steps:
-        raise _refusal(graph, steps, f"a batch of {size} has no {steps} equal parts")
+        fits = max((n for n in range(1, steps) if size and size % n == 0), default=1)
+        advice = f"Use {fits} micro-batches, or a batch of a multiple of {steps} samples"
+        raise _refusal(graph, steps, f"a batch of {size} has no {steps} equal parts", advice)
     return tuple(leaf for leaf in inputs if leaf.type.shape[0] == size)
 
 
@@ -112,6 +138,8 @@ class _Cutting:
         self._parts: dict[Value, Value] = {}
         self._wholes: dict[Value, Value] = {}
         """What is there as a whole: of parameters and constants, and of the batch where nothing else is in it."""
+        self._made: dict[tuple[Value, Placement], Value | None] = {}
+        """Of what is only there as a whole, what a micro-batch makes itself of it; None where it cannot."""
         self._whole_leaves: dict[Leaf, Leaf] = {}
         self._of_batch = {Value(leaf) for leaf in self.cut}
         self._learned = {Value(leaf) for leaf in graph.leaves if leaf.trainable}
@@ -122,11 +150,13 @@ class _Cutting:
         for node in self.graph.nodes:
             self._add(node)
         loss = next(value for value in self.graph.outputs if isinstance(value, Value))
-        if self._placed.get(loss) != Partial():
-            raise _refusal(self.graph, self.steps, "its loss is not a sum over the samples of a batch")
+        if not self._reads(loss, Partial()):
+            raise _refusal(self.graph, self.steps, "its loss is not a sum over the samples of a batch", _OTHERWISE)
+        self._parts[loss] = self._part(loss, Partial())
         for name, value in self.graph.updates:
             if value in self._placed or value in self._of_batch:
-                raise _refusal(self.graph, self.steps, f"the buffer {name} is made of all samples of a batch")
+                why = f"the buffer {name} is made of all samples of a batch"
+                raise _refusal(self.graph, self.steps, why, _OTHERWISE)
         return self._finish(loss)
 
     def whole_names(self, made: Graph) -> list[tuple[str, str]]:
@@ -150,7 +180,7 @@ class _Cutting:
             self._wholes.update(zip(node.outputs(), whole.outputs(), strict=True))
         if not any(value in self._placed for value in node.inputs):
             if any(value not in self._wholes for value in node.outputs()):
-                raise self._cannot(node, "draws random numbers that all samples share")
+                self._draw(node)
             return
         if _has_statistics(node) and self._placed.get(node.inputs[0]) == Split(0):
             self._emit_with_statistics(node)
@@ -160,6 +190,15 @@ class _Cutting:
             self._emit(node, rule)
         elif any(value not in self._wholes for value in node.outputs()):
             raise self._cannot(node, "needs all samples at once")
+
+    def _draw(self, node: Node) -> None:
+        """Random numbers of which every sample has its own: a micro-batch draws those of its samples."""
+        size = self.cut[0].type.shape[0]
+        rules = [rule for rule in self._rules(node) if all(p == Split(0) for p in rule.outputs)]
+        rule = next((rule for rule in rules if all(map(self._reads, node.inputs, rule.operands))), None)
+        if rule is None or node.types[0].shape[0] != size:
+            raise self._cannot(node, "draws random numbers that all samples share")
+        self._emit(node, rule)
 
     def _can_be_whole(self, node: Node) -> bool:
         """Whether what a node makes is there as a whole: of the batch alone, or of all but the batch."""
@@ -172,42 +211,81 @@ class _Cutting:
         return not (of_batch and learned)
 
     def _cannot(self, node: Node, why: str) -> StrategyError:
-        source = self.graph.source_of(node)
-        where = f" ({source.module or source.file}:{source.line})" if source else ""
-        return _refusal(self.graph, self.steps, f"{node.op}{where} {why}")
+        return _refusal(self.graph, self.steps, f"{node.op}{_where(self.graph, node)} {why}", _OTHERWISE)
 
     def _rule(self, node: Node) -> ShardingRule | None:
-        """The way in which a node works on a part of the batch, with what is there; rather split than summed up."""
-        found = [rule for rule in rules_for(plain_call(node), len(node.types)) if self._suits(node, rule)]
-        return min(found, key=lambda rule: sum(isinstance(p, Partial) for p in rule.outputs), default=None)
+        """The way in which a node works on a part of the batch, with what is there; rather split than summed up, and
+        rather with what is there in parts than with what is made into some."""
+
+        def rank(rule: ShardingRule) -> tuple[int, int]:
+            pairs = zip(node.inputs, rule.operands, strict=True)
+            made = sum(not isinstance(p, Copies) and self._placed.get(v) != p for v, p in pairs)
+            return sum(isinstance(p, Partial) for p in rule.outputs), made
+
+        return min((rule for rule in self._rules(node) if self._suits(node, rule)), key=rank, default=None)
+
+    def _rules(self, node: Node) -> Iterator[ShardingRule]:
+        """The ways in which a node makes one part after the other, all alike."""
+        call, spec = plain_call(node), spec_for(plain_call(node))
+        for rule in rules_for(call, len(node.types)):
+            alike = all(isinstance(p, Invariant | Copies) for p in rule.outputs)
+            uneven = (
+                rule.index is not None and spec is not None and space_of(spec, call).sizes[rule.index] % self.steps
+            )
+            if not alike and not uneven:
+                yield rule
 
     def _suits(self, node: Node, rule: ShardingRule) -> bool:
-        if all(isinstance(p, Invariant | Copies) for p in rule.outputs):
-            return False
-        call, spec = plain_call(node), spec_for(plain_call(node))
-        if rule.index is not None and spec is not None and space_of(spec, call).sizes[rule.index] % self.steps:
-            return False
-        return all(self._reads(v, p) for v, p in zip(node.inputs, rule.operands, strict=True))
+        pairs = list(zip(node.inputs, rule.operands, strict=True))
+        return any(self._placed.get(v) == p for v, p in pairs) and all(self._reads(v, p) for v, p in pairs)
 
     def _reads(self, value: Value, wanted: Placement) -> bool:
         if isinstance(wanted, Copies):
             return value in self._wholes
-        return self._placed.get(value) == wanted
+        if value in self._placed:
+            return self._placed[value] == wanted
+        return self._part_of_whole(value, wanted) is not None
+
+    def _part(self, value: Value, wanted: Placement) -> Value:
+        if isinstance(wanted, Copies):
+            return self._wholes[value]
+        made = self._parts[value] if value in self._placed else self._part_of_whole(value, wanted)
+        assert made is not None, "it was read so"
+        return made
+
+    def _part_of_whole(self, value: Value, wanted: Placement) -> Value | None:
+        """A part of what is there as a whole alone: where every sample has one, as when something is spread over the
+        batch; or an equal share of what is added to a sum."""
+        if (value, wanted) not in self._made:
+            self._made[value, wanted] = None
+            if value in self._wholes and wanted == Partial() and value.type.dtype.is_floating_point:
+                whole = self._wholes[value]
+                self._made[value, wanted] = self._call(None, "div.Tensor", whole, self.steps)
+            elif value in self._wholes and isinstance(wanted, Split) and isinstance(value.owner, Node):
+                self._made[value, wanted] = self._made_again(value, value.owner, wanted)
+        return self._made[value, wanted]
+
+    def _made_again(self, value: Value, node: Node, wanted: Placement) -> Value | None:
+        for rule in self._rules(node):
+            if rule.outputs[value.index] == wanted and all(map(self._reads, node.inputs, rule.operands)):
+                return self._local(node, rule)[value.index]
+        return None
 
     def _emit(self, node: Node, rule: ShardingRule) -> None:
+        self._parts.update(zip(node.outputs(), self._local(node, rule), strict=True))
+        self._placed.update(zip(node.outputs(), rule.outputs, strict=True))
+
+    def _local(self, node: Node, rule: ShardingRule) -> tuple[Value, ...]:
+        """What a node makes of one micro-batch."""
         call, spec = plain_call(node), spec_for(plain_call(node))
-        pairs = zip(node.inputs, rule.operands, strict=True)
-        parts = [self._wholes[v] if isinstance(p, Copies) else self._parts[v] for v, p in pairs]
+        parts = [self._part(v, p) for v, p in zip(node.inputs, rule.operands, strict=True)]
         if rule.index is None or spec is None:
             feed = iter(parts)
             made: Any = self._call(node, node.op, *map_tensors(node.op, node.args, lambda _: next(feed)))
-            outputs = made if isinstance(made, tuple) else (made,)
-        else:
-            size = space_of(spec, call).sizes[rule.index] // self.steps
-            piece = {rule.index: (self.number * size, (self.number + 1) * size)}
-            outputs = run_local(spec, call, piece, parts, partial(self._call, node))
-        self._parts.update(zip(node.outputs(), outputs, strict=True))
-        self._placed.update(zip(node.outputs(), rule.outputs, strict=True))
+            return made if isinstance(made, tuple) else (made,)
+        size = space_of(spec, call).sizes[rule.index] // self.steps
+        piece = {rule.index: (self.number * size, (self.number + 1) * size)}
+        return run_local(spec, call, piece, parts, partial(self._call, node))
 
     def _emit_with_statistics(self, node: Node) -> None:
         """A batch norm of a micro-batch, by its own statistics; what it notes of them is for buffers alone."""
@@ -221,15 +299,16 @@ class _Cutting:
         self._parts.update(zip(node.outputs(), made.outputs(), strict=True))
         self._placed[Value(node)] = Split(0)
 
-    def _call(self, node: Node, op: str, *given: Any) -> Any:
+    def _call(self, node: Node | None, op: str, *given: Any) -> Any:
         bound = bind_args(op, given, {})
         call = Call(op, map_tensors(op, bound, lambda value: value.type))
         declared = spec_for(call)
         if declared is None:
+            assert node is not None, f"{op} is declared"
             raise self._cannot(node, f"calls {op} in a form nobody declared")
-        made = self._builder.add_call(
-            op, bound, output_types(declared, call), self.graph.source_of(node), pinned=node.pinned
-        )
+        source = None if node is None else self.graph.source_of(node)
+        pinned = node is not None and node.pinned
+        made = self._builder.add_call(op, bound, output_types(declared, call), source, pinned=pinned)
         outputs = tuple(made.outputs())
         return outputs if len(outputs) > 1 else outputs[0]
 

@@ -104,8 +104,8 @@ class _Cutting:
 
     def _nodes_of(self, stage: int) -> list[Node]:
         """The nodes that a stage runs, in order: its own, and what these read that it can make itself."""
-        results = [value for _, value in self.graph.updates]
-        made = (v.owner for v in results if isinstance(v.owner, Node))
+        results = [*self.graph.outputs, *(value for _, value in self.graph.updates)]
+        made = (v.owner for v in results if isinstance(v, Value) and isinstance(v.owner, Node))
         wanted: set[Leaf | Node] = {node for node in made if self.stage_of[node] == stage}
         found: list[Node] = []
         for node in reversed(self.graph.nodes):

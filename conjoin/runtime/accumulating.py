@@ -111,14 +111,17 @@ class Run:
     bundles: Sequence[Bundle]
     again: Callable[[Callable[[], Any]], Any]
     """Calls something as the run was called at first: with the same draws, under the same autocast."""
+    forget: Callable[[], None]
+    """Lets go of what micro-batches have in common."""
 
     def forward_only(self) -> Tensor:
-        return functools.reduce(operator.add, (loss() for loss in self.losses))
+        total = functools.reduce(operator.add, (loss() for loss in self.losses))
+        self.forget()
+        return total
 
     def forward_and_backward(self, scale: float) -> tuple[Tensor, Gradients]:
         """The loss, and the gradients of the scaled loss: what is scaled only after it was rounded is lost."""
-        for bundle in self.bundles:
-            bundle.forget_put_off()
+        self.forget()  # what is left of a step that failed
         total: Tensor | None = None
         gradients: Gradients = [None] * len(self.parameters)
         for compute in self.losses:
@@ -131,6 +134,7 @@ class Run:
             del loss, found
         assert total is not None
         sum_put_off(self.bundles, list(self.parameters), gradients)
+        self.forget()
         return total, gradients
 
 
@@ -207,8 +211,15 @@ class Scaling:
 class Accumulator:
     """The steps of a module in micro-batches."""
 
-    def __init__(self, plan: Plan, micro: MicroBatches, bundles: Sequence[Bundle], streams: Streams) -> None:
-        self.micro, self._bundles, self._streams = micro, bundles, streams
+    def __init__(
+        self,
+        plan: Plan,
+        micro: MicroBatches,
+        bundles: Sequence[Bundle],
+        streams: Streams,
+        forget: Callable[[], None],
+    ) -> None:
+        self.micro, self._bundles, self._streams, self._forget = micro, bundles, streams, forget
         types = [leaf.type for leaf in plan.graph.leaves] + [t for node in plan.graph.nodes for t in node.types]
         self._is_narrow = any(type.dtype in NARROW for type in types)
         self._scalings = {is_exact: Scaling(is_exact) for is_exact in (False, True)}
@@ -227,7 +238,7 @@ class Accumulator:
         # micro-batches have gradients of aliases: hooks of the parameters are for those of the step
         own = {leaf: x.detach().requires_grad_() for leaf, x in parameters.items()}
         losses = [partial(compute, [*{**state, **own}.values()], inputs) for inputs in batches]
-        run = Run(losses, own, self._bundles, self._as_now(tuple(parameters.values()), kind))
+        run = Run(losses, own, self._bundles, self._as_now(tuple(parameters.values()), kind), self._forget)
         if not torch.is_grad_enabled() or not parameters:
             return run.forward_only()
         casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) in NARROW

@@ -29,6 +29,7 @@ from torch import Tensor
 from conjoin.comm import BundleKind, ParameterBundle, find_bundles, flights_backward, flights_forward
 from conjoin.ir import Plan
 from conjoin.runtime.communicator import Communicator, Work
+from conjoin.runtime.kept_casts import Copies
 from conjoin.runtime.movers import Mover
 
 
@@ -125,6 +126,8 @@ class Bundle:
         self.defers = False
         """Whether gradients of several micro-batches are added up, and summed over the ranks at the end."""
         self._put_off: Tensor | None = None
+        self._copies = Copies()
+        """What is cast where it is stored, for all micro-batches of a step."""
         self._scattered: tuple[Work, Tensor] | None = None
 
     def defer(self) -> None:
@@ -139,9 +142,10 @@ class Bundle:
             self._put_off = flat.to(self.kind.stored) if self._put_off is None else self._put_off.add_(flat)
 
     def forget_put_off(self) -> None:
-        """What is left of a step that failed."""
+        """What is left of a step that is over, or has failed."""
         self._put_off_more()
         self._put_off = None
+        self._copies.forget()
 
     def sum_up(self) -> tuple[Work, tuple[Tensor, ...]] | None:
         """Start to sum up what was put off; None where there is nothing."""
@@ -181,7 +185,13 @@ class Bundle:
             for other in self.ahead:
                 if other.ticket.held and not other.ticket.launched:
                     other.mover.start(other.ticket.held)
-        return self.mover.bring(held)
+        return self._brought(held)
+
+    def _brought(self, held: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """As they are used: gathered anew, or cast once for all micro-batches."""
+        if self.kind.gathered or not self.defers or self.kind.dtype == self.kind.stored:
+            return self.mover.bring(held)
+        return self._copies.of(held, lambda: self.mover.bring(held))
 
     def start_back(self, ticket: _Ticket, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Start to sum up gradients; what is returned is complete when the ticket is settled."""
@@ -216,7 +226,7 @@ class Bundle:
                     if other.ticket.num_asked > 0 and other.ticket.again is None:
                         other.mover.start(other.ticket.held)
             with torch.no_grad():
-                ticket.again = self.mover.bring(ticket.held)
+                ticket.again = self._brought(ticket.held)
         found = ticket.again
         ticket.num_asked -= 1
         if ticket.num_asked == 0:

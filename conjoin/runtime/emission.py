@@ -66,6 +66,7 @@ from conjoin.runtime.functions import (
     update_batch_norm,
     updates_in_place,
 )
+from conjoin.runtime.kept_casts import casts_parameter
 from conjoin.runtime.programs import Emitted
 from conjoin.runtime.recomputing import SEGMENT, keeping, mark
 from conjoin.runtime.strides import in_strides
@@ -96,6 +97,9 @@ class Carriers(Protocol):
 
     def draw(self, function: Function, axes: tuple[str, ...]) -> Function:
         """A random operator whose draws differ along the axes that split its output, and nowhere else."""
+
+    def cast(self, function: Function) -> Function:
+        """A cast of a parameter, in a program that runs several times in a step."""
 
     def draws_whole(self) -> bool:
         """Whether every rank draws the randomness of the whole tensor and takes its part, as one device would."""
@@ -273,6 +277,8 @@ class Emitter:
 
     def _function_of(self, node: Node) -> Function:
         """What runs a call: torch's own function of the operator, but for batch norm if nobody reads what it saves."""
+        if self.carriers is not None and not self._once and casts_parameter(node):
+            return self.carriers.cast(find_function(node.op))
         if node.op != BATCH_NORM or not self.read.isdisjoint(tuple(node.outputs())[1:3]):
             return find_function(node.op)
         return (

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import RankError, UsageError
-from conjoin.ir import Graph, Leaf, LeafKind, Node, Pipeline, Value, calling_graph, is_random, sequential
-from conjoin.ops import drawing, find_function, map_tensors, spread_args
+from conjoin.ir import Leaf, LeafKind, Pipeline, Value, calling_graph
 from conjoin.runtime.accumulating import NARROW, Accumulated, Gradients, MicroBatches, Scaling
 from conjoin.runtime.agreement import Agreement
 from conjoin.runtime.calling import Calling, InputPart
@@ -23,16 +22,14 @@ from conjoin.runtime.communicator import Communicator, World, uncompiled
 from conjoin.runtime.loans import Loans
 from conjoin.runtime.norms import Group
 from conjoin.runtime.passes import Passes
-from conjoin.runtime.randomness import Place, Stream
+from conjoin.runtime.pipeline_draws import Begin, PipelineDraws
+from conjoin.runtime.randomness import Stream
 from conjoin.runtime.rank_program import LocalProgram
 from conjoin.runtime.schedule_runs import Links, ScheduleRun
 from conjoin.runtime.stage_runs import StageRun
 from conjoin.runtime.storage import Store
 from conjoin.runtime.tensor_cores import TensorCores
 from conjoin.schedules import Kind
-
-Begin = Callable[[int, int], None]
-"""Told of a stage and a micro-batch before its forward pass."""
 
 
 class PipelineProgram:
@@ -61,7 +58,7 @@ class PipelineProgram:
         self.calling = Calling(called)
         self.taken = called.leaves_of(LeafKind.INPUT)
         self.loans = Loans(pipeline, world)
-        self._draws = _Draws(pipeline, exact)
+        self._draws = PipelineDraws(pipeline, exact)
         self._is_narrow = any(type.dtype in NARROW for node in called.nodes for type in node.types)
         self._scalings = {is_exact: Scaling(is_exact) for is_exact in (False, True)}
         self._tensor_cores = TensorCores() if pipeline.graph.rounding.tf32 else None
@@ -131,8 +128,14 @@ class PipelineProgram:
         named = dict(zip([leaf.name for leaf in self.taken], given, strict=True))
         inputs = {i: self._cut(i, program, named) for i, program in self.stages.items()}
         parameters = [parameter for parameter, _ in self.store.parameters() if parameter.requires_grad]
+        before = self._draws.place
         run = _StepRun(self, inputs, self._draws.begin(self.stages), parameters)
-        loss = self._loss(run, parameters)
+        try:
+            loss = self._loss(run, parameters)
+        except Exception:  # nothing of the step is left
+            self.write_back(run.written)
+            self._draws.go_to(before)
+            raise
         outputs = [loss if isinstance(value, Value) else value for value in self.plan.graph.outputs]
         self._end(dict(zip(self.taken, given, strict=True)), outputs, self.plan.graph.loss)
         return self.calling.results(outputs)
@@ -192,7 +195,7 @@ class _StepRun:
         self._autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         self.casts = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         """What products are rounded to where autocast says so."""
-        self._written = program.written()
+        self.written = program.written()
         """The buffers that the step changes, as they were before it."""
 
     def again(self, action: Callable[[], Any]) -> Any:
@@ -204,7 +207,7 @@ class _StepRun:
                 "gradient would be that of another model. Call backward before the optimizer's step."
             )
         now = self._program.written()
-        self._program.write_back(self._written)
+        self._program.write_back(self.written)
         try:
             with self._autocast:
                 return action()
@@ -213,7 +216,10 @@ class _StepRun:
 
     def forward_only(self) -> Tensor:
         with torch.no_grad():
-            return self._run(1.0, forward_only=True)[0]
+            total, runs = self._run(1.0, forward_only=True)
+        for run in runs.values():
+            run.program.forget()
+        return total
 
     def forward_and_backward(self, scale: float) -> tuple[Tensor, Gradients]:
         total, runs = self._run(scale, forward_only=False)
@@ -239,60 +245,38 @@ class _StepRun:
         if forward_only:
             rows = tuple(row for row in rows if row.kind is Kind.FORWARD)
         run.run(rows, self._begin, scale)
+        total = self._share(run.loss, run.error)
         program.is_under_way = False
-        return self._share(run.loss), runs
+        return total, runs
 
-    def _share(self, loss: Tensor | None) -> Tensor:
-        """The loss, which one stage has, on all ranks."""
+    def _share(self, loss: Tensor | None, error: Exception | None) -> Tensor:
+        """The loss, which one stage has, on all ranks; where one of them has failed, all give the step up."""
         world, stage = self._program.communicator, self._program.plan.stages[self._program.plan.loss_stage]
         output = stage.plan.graph.outputs[stage.plan.graph.loss or 0]
         assert isinstance(output, Value), "a loss is a tensor"
         mine = loss is not None and world.rank == stage.ranks[0]
-        told = loss.double() if loss is not None and mine else torch.zeros((), dtype=torch.float64)
-        told, sent = told.to(self._program.store.device, copy=True).view(-1), world.bytes_sent
+        told, sent = torch.zeros(1 + world.mesh.size, dtype=torch.float64), world.bytes_sent
+        told[1 + world.rank] = error is not None
+        told = told.to(self._program.store.device)
+        if loss is not None and mine:
+            told[0] = loss.double()
         world.all_reduce(told, world.mesh.names).wait()
         world.bytes_sent = sent  # what is counted is what the plan says
-        return told.view(output.type.shape).to(output.type.dtype)
+        self._check(told[1:], error)
+        return told[0].reshape(output.type.shape).to(output.type.dtype)
 
-
-class _Draws:
-    """The random numbers of a step; for comparisons what one device draws that runs micro-batches one by one."""
-
-    def __init__(self, pipeline: Pipeline, exact: Stream | None) -> None:
-        self._exact, self._count = exact, pipeline.num_micro_batches
-        self._nodes = [_random_nodes(stage.plan.graph) for stage in pipeline.stages]
-        self.any = any(self._nodes)
-
-    def begin(self, stages: Mapping[int, LocalProgram]) -> Begin:
-        """What has a stage draw for a micro-batch of the step that begins."""
-        if not self.any:
-            return lambda stage, micro_batch: None
-        if self._exact is not None:
-            places = self._places(self._exact)
-            return lambda stage, micro_batch: stages[stage].streams.go_to(places[micro_batch, stage])
-        with drawing:
-            base = int(torch.randint(2**52, (), dtype=torch.int64))
-        return lambda stage, micro_batch: stages[stage].streams.restart(f"{base}:{stage}:{micro_batch}")
-
-    def _places(self, exact: Stream) -> dict[tuple[int, int], Place]:
-        """Where one device's generator stands before each stage of each micro-batch; then it has drawn them all."""
-        found: dict[tuple[int, int], Place] = {}
-        stream = Stream()
-        stream.go_to(exact.place if self._after is None else self._after)
-        for micro_batch in range(self._count):
-            for stage, nodes in enumerate(self._nodes):
-                found[micro_batch, stage] = stream.place
-                for node in nodes:
-                    args = map_tensors(node.op, node.args, lambda v: torch.zeros(v.type.shape, dtype=v.type.dtype))
-                    positional, keywords = spread_args(node.op, args, torch.device("cpu"))
-                    with torch.no_grad():
-                        stream.run(find_function(node.op), tuple(positional), keywords)
-        self._after = stream.place
-        return found
-
-    _after: Place | None = None
-    """Where one device's generator stands after the steps so far."""
-
-
-def _random_nodes(graph: Graph) -> list[Node]:
-    return [node for node in sequential(graph).nodes if is_random(node.op, node.args)]
+    def _check(self, failed: Tensor, error: Exception | None) -> None:
+        """Raise on all ranks what one of them has failed with; nothing is under way any more."""
+        program, ranks = self._program, failed.nonzero().flatten().tolist()
+        if not ranks:
+            return
+        program.is_under_way = False
+        for local in program.stages.values():
+            local.forget()
+        if error is not None:
+            raise error
+        raise RankError(
+            f"A step of the pipeline of {program.plan.model.name} was given up: it failed on rank "
+            f"{', '.join(map(str, ranks[:8]))}. All ranks have left it, and nothing of it is left. See the error "
+            f"there; the step may be taken again, or the next one."
+        )

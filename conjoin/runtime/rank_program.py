@@ -36,6 +36,7 @@ from conjoin.runtime.carriers import carry_move, carry_reshard, prepare_move
 from conjoin.runtime.communicator import Communicator, uncompiled
 from conjoin.runtime.emission import emit_program
 from conjoin.runtime.functions import Function
+from conjoin.runtime.kept_casts import KeptCasts
 from conjoin.runtime.norms import Group
 from conjoin.runtime.passes import Passes
 from conjoin.runtime.programs import Compiled, Program, compile_text
@@ -57,6 +58,7 @@ class _RankCarriers:
         self.dropping = Dropping() if regathered_parameters(plan) else None
         self.bundles = make_bundles(plan, communicator, self.dropping)
         self.streams = Streams(communicator, exact, is_stage=is_stage)
+        self.casts = KeptCasts()
         self._by_entry = {entry: bundle for bundle in self.bundles for entry in bundle.entries}
 
     def reshard(self, value: Value, target: Layout) -> Function:
@@ -80,6 +82,9 @@ class _RankCarriers:
 
     def draw(self, function: Function, axes: tuple[str, ...]) -> Function:
         return self.streams.draw(function, axes)
+
+    def cast(self, function: Function) -> Function:
+        return self.casts.keep(function)
 
     def draws_whole(self) -> bool:
         return self.streams.exact
@@ -139,6 +144,12 @@ class LocalProgram:
     @property
     def streams(self) -> Streams:
         return self.carriers.streams
+
+    def forget(self) -> None:
+        """Of a step in micro-batches that is over, or has failed, let go of what they had in common."""
+        self.carriers.casts.forget()
+        for bundle in self.bundles:
+            bundle.forget_put_off()
 
     def read(self, leaf: Leaf) -> Tensor | None:
         """This rank's piece of what is kept between steps."""
@@ -204,7 +215,7 @@ class RankProgram:
         if accumulation is not None:
             called = calling_graph(plan.graph, accumulation)
             micro = MicroBatches(plan, accumulation, communicator.rank, in_order=exact is not None)
-            self._accumulator = Accumulator(plan, micro, self.local.bundles, self.local.streams)
+            self._accumulator = Accumulator(plan, micro, self.local.bundles, self.local.streams, self.local.forget)
         self.calling = Calling(called)
         self.taken = called.leaves_of(LeafKind.INPUT)
         self._tensor_cores = TensorCores() if plan.graph.rounding.tf32 else None

@@ -4,24 +4,31 @@ What one stage sends another travels in channels, one for each pair of owners an
 sender's rows make it. A receiver gets ready for a message one row before the one that needs it, so that it is under way
 while something else is computed; nothing is ever waited for before it is needed. What was sent is let go of when it is
 there: activations at the latest when their gradient comes, which is made of them.
+
+Where a stage fails, nothing more is computed on its rank, and the rows are gone through to their end all the same: what
+comes is taken, and zeros are sent for what was to be made. So all ranks come to the end of the schedule, where they
+learn of it, and no message is left under way that a later step would take for its own.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from conjoin.comm import stage_grid
+from conjoin.errors import RankError
 from conjoin.ir import Pipeline, Transfer
 from conjoin.runtime.communicator import Channel, Parcel, World
 from conjoin.runtime.stage_runs import StageRun
 from conjoin.runtime.stage_transfers import Crossing, Expected
 from conjoin.schedules import Kind, Row
 
+T = TypeVar("T")
 AHEAD = 1
 """How many rows before it is needed a message is expected."""
 
@@ -125,6 +132,8 @@ class ScheduleRun:
         self._next = dict.fromkeys(links.route.order, 0)
         """By way, the first message that this rank has not got ready for."""
         self.loss: Tensor | None = None
+        self.error: Exception | None = None
+        """What a stage of this rank failed with."""
 
     def run(self, rows: Sequence[Row], begin: Callable[[int, int], None], scale: float) -> None:
         """Run rows; `begin` is told of stage and micro-batch before a forward pass."""
@@ -132,22 +141,37 @@ class ScheduleRun:
             for soon in rows[i : i + 1 + AHEAD]:
                 self._expect(self._links.route.needed_by(soon))
             self._under_way = [parcel for parcel in self._under_way if not parcel.is_over()]
+            stage, number = self._stages.get(row.stage), row.micro_batch
             match row.kind:
                 case Kind.FORWARD:
-                    begin(row.stage, row.micro_batch)
-                    self._forward(row)
-                case Kind.BACKWARD:
-                    gradients = self._stages[row.stage].backward(row.micro_batch, self._incoming(row, scale))
-                    self._send_back(row, gradients)
-                case Kind.INPUT_GRADIENT:
-                    gradients = self._stages[row.stage].input_gradient(row.micro_batch, self._incoming(row, scale))
-                    self._send_back(row, gradients)
+                    self._forward(row, begin)
+                case Kind.BACKWARD | Kind.INPUT_GRADIENT:
+                    assert stage is not None, "rows are of stages of this rank"
+                    back = stage.backward if row.kind is Kind.BACKWARD else stage.input_gradient
+                    incoming = self._incoming(row, scale)
+                    self._send_back(row, self._attempt(lambda: back(number, incoming)))  # noqa: B023 # called at once
                 case Kind.WEIGHT_GRADIENT:
-                    self._stages[row.stage].weight_gradient(row.micro_batch)
+                    assert stage is not None, "rows are of stages of this rank"
+                    self._attempt(lambda: stage.weight_gradient(number))  # noqa: B023 # called at once
                 case _:
                     pass  # when something is sent follows from what makes and needs it
         for parcel in self._under_way:
             parcel.wait()
+
+    def _attempt(self, compute: Callable[[], T]) -> T | None:
+        """What a stage computes; None where it fails, or something has failed before it."""
+        if self.error is not None:
+            return None
+        try:
+            return compute()
+        except RankError:  # there is nobody to go on with
+            raise
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # memory may be what it lacked
+            self.error = error
+            for stage in self._stages.values():
+                stage.abandon()
+            return None
 
     def _expect(self, items: Iterator[Item]) -> None:
         """Get ready for messages, and for those of the same way that come before them."""
@@ -165,23 +189,30 @@ class ScheduleRun:
     def _device(self) -> torch.device:
         return next(iter(self._stages.values())).program.store.device
 
-    def _send(self, item: Item, piece: Tensor) -> None:
+    def _send(self, item: Item, piece: Tensor | None) -> None:
+        """Send a piece, or zeros where there is none."""
         crossing = self._links.crossings[item.transfer][item.is_gradient]
         channel = self._links.channels[self._links.route.way(item)]
+        piece = crossing.nothing(self._device) if piece is None else piece
         self._under_way.append(channel.start(crossing.messages_of(piece), ()))
 
-    def _forward(self, row: Row) -> None:
+    def _forward(self, row: Row, begin: Callable[[int, int], None]) -> None:
         stage, route = self._stages[row.stage], self._links.route
         inputs = dict(self._inputs[row.micro_batch][row.stage])
         for item in route.needed_by(row):
             inputs[route.transfers[item.transfer].input] = self._expected.pop(item).wait()
-        outputs = stage.forward(row.micro_batch, inputs)
+
+        def compute() -> Sequence[Tensor]:
+            begin(row.stage, row.micro_batch)
+            return stage.forward(row.micro_batch, inputs)
+
+        outputs = self._attempt(compute)
         loss = stage.stage.plan.graph.loss
-        if loss is not None:
+        if loss is not None and outputs is not None:
             found = outputs[loss].detach()
             self.loss = found if self.loss is None else self.loss + found
         for item in route.sent_after(row):
-            self._send(item, outputs[route.transfers[item.transfer].output])
+            self._send(item, None if outputs is None else outputs[route.transfers[item.transfer].output])
 
     def _incoming(self, row: Row, scale: float) -> dict[int, Tensor]:
         """The gradients of what a stage made: of the loss, and what comes back from those who read it."""
@@ -195,7 +226,7 @@ class ScheduleRun:
             found[place] = found[place] + gradient if place in found else gradient
         return found
 
-    def _send_back(self, row: Row, gradients: Mapping[str, Tensor]) -> None:
+    def _send_back(self, row: Row, gradients: Mapping[str, Tensor] | None) -> None:
         route = self._links.route
         for item in route.sent_after(row):
-            self._send(item, gradients[route.transfers[item.transfer].input])
+            self._send(item, None if gradients is None else gradients[route.transfers[item.transfer].input])

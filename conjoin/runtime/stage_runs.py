@@ -44,8 +44,7 @@ class StageRun:
         self.parameters = {leaf: x.detach().requires_grad_() for leaf, x in trained.items()}
         self.gradients: Gradients = [None] * len(self.parameters)
         self._passes: dict[int, _Pass] = {}
-        for bundle in program.bundles:
-            bundle.forget_put_off()
+        program.forget()  # what is left of a step that failed
 
     def _read(self, leaf: Leaf) -> Tensor | None:
         if leaf.name in self.lent and leaf.kind is LeafKind.PARAMETER:
@@ -116,6 +115,13 @@ class StageRun:
         """Who gets no gradient gets zeros: the other end waits for them."""
         return {name: torch.zeros_like(made.arrived[name]) if x is None else x for name, x in found.items()}
 
+    def abandon(self) -> None:
+        """Let go of all that the step has made here."""
+        self._passes.clear()
+        self._put_off.clear()
+        self.gradients = [None] * len(self.parameters)
+
     def sum_up(self) -> None:
         """Sum over the ranks of the stage what was put off."""
         sum_put_off(self.program.bundles, list(self.parameters), self.gradients)
+        self.program.forget()

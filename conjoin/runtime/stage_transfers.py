@@ -57,6 +57,11 @@ class Crossing:
     def is_receiver(self) -> bool:
         return self._want is not None
 
+    def nothing(self, device: torch.device) -> Tensor:
+        """Zeros in the place of this rank's piece."""
+        assert self._have is not None
+        return torch.zeros(region_shape(self._have), dtype=self._dtype, device=device)
+
     def messages_of(self, piece: Tensor) -> list[tuple[int, Tensor]]:
         """What this rank sends of its piece."""
         assert self._have is not None

@@ -59,10 +59,11 @@ def cut_rows(graph: Graph, seconds: np.ndarray, sizes: Sequence[int], bytes_per_
     """The stage of every node, for stages on so many devices each."""
     count, crossing, learning = len(graph.nodes), crossing_bytes(graph), _first_uses(graph)
     if learning.sum() < len(sizes):
+        most = int(learning.sum())
         raise StrategyError(
-            f"{graph.name} was to be cut into {len(sizes)} stages. {int(learning.sum())} of its operators use a "
-            f"parameter that none before them uses, and every stage is to have one. Ask for at most "
-            f"pp={max(int(learning.sum()), 1)}."
+            f"{graph.name} was to be cut into {len(sizes)} stages. {most} of its operators use a parameter that none "
+            f"before them uses, and every stage is to have one. "
+            f"Ask for {f'at most pp={most}' if most else 'a strategy without stages, as fsdp'}."
         )
     anew = made_anew(graph)
     closed = _between_reads_and_writes(graph)

@@ -43,6 +43,8 @@ class Around:
     before_back: dict[int, Fragment] = field(default_factory=dict)
     after_back: dict[int, Fragment] = field(default_factory=dict)
     num_events: int = 0
+    at_start: Fragment = ()
+    """Before the first micro-batch."""
     after_all: Fragment = ()
     """After the backward pass."""
     at_end: Fragment = ()
@@ -54,12 +56,14 @@ def schedule_bundles(
 ) -> Around:
     """All fragments of all bundles, by the operator they stand before or after.
 
-    Where it `defers`, gradients of what is stored alike are summed up at the end of all micro-batches.
+    Where it `defers`, what is cast where it is stored is so before all micro-batches, and gradients of what is stored
+    alike are summed up at the end of them.
     """
     around = Around(num_events=2 * len(bundles))
     made = [_Bundle(bundle, drafts, NUM_STREAMS + 2 * i) for i, bundle in enumerate(bundles)]
     spans = {position: span for span in segments for position in range(span[0], span[1] + 1)}
     _gather_forward(made, flights_forward(bundles, drafts.bundle_bytes), around, spans)
+    _cast(made, around, spans, defers)
     _gather_backward(made, flights_backward(bundles, drafts.bundle_bytes), around, spans)
     chains: dict[BundleKind, list[_Bundle]] = {}
     for each in made:
@@ -86,10 +90,18 @@ def _gather_forward(
                     started.add(wanted)
                     _append(around.before, position, made[wanted].gather(Phase.FORWARD))
             _append(around.before, position, bundle.arrive(Phase.FORWARD))
-        elif bundle.kind.dtype != bundle.kind.stored:
-            _append(around.before, position, bundle.cast(Phase.FORWARD))
-            if position in spans:
-                _append(around.before_again, position, bundle.cast(Phase.RECOMPUTE))
+
+
+def _cast(made: list[_Bundle], around: Around, spans: Mapping[int, Segment], defers: bool) -> None:
+    """What is only cast: once for all micro-batches, else where it is used, in its second run too."""
+    for bundle in sorted((each for each in made if each.is_cast), key=lambda each: each.use.reads[0]):
+        position = bundle.use.reads[0]
+        if defers:
+            around.at_start += bundle.cast(Phase.FORWARD)
+            continue
+        _append(around.before, position, bundle.cast(Phase.FORWARD))
+        if position in spans:
+            _append(around.before_again, position, bundle.cast(Phase.RECOMPUTE))
 
 
 def _gather_backward(
@@ -140,6 +152,11 @@ class _Bundle:
         self._held = max(1, sum_per_rank((held_bytes(type, mesh) for type in stored), mesh.size).largest)
         self._is_flat = bundle.is_flat
         self._places = common_places(*(root.type.layout for root, _ in bundle.entries))
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether all that is done to it for its use is a cast."""
+        return not self.kind.gathered and self.kind.dtype != self.kind.stored
 
     def gather(self, phase: Phase) -> Fragment:
         """Pack what is stored, and start to gather; nobody waits yet."""

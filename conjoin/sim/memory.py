@@ -98,6 +98,8 @@ class _Walk:
             again: {used: [program.bundles[i] for i in some] for used, some in zip(program.bundles, each, strict=True)}
             for again, each in ((False, flights_forward(found, size)), (True, flights_backward(found, size)))
         }
+        self.copies: dict[Version, int] = {}
+        """Parameters that are cast for all micro-batches, which stay for the step."""
         self.scattering: dict[BundleKind, list[int]] = {}
         """Packed gradients that may not have been sent yet."""
         self.starts = {segment[0]: segment for segment in program.again}
@@ -155,8 +157,17 @@ class _Walk:
         if self.program.steps > 1:  # the gradients so far, and the other micro-batches
             self.heap.allocate(trained)
             totals[LeafKind.INPUT] += self._other_batches()
+            self._cast_for_all()
         others = totals[LeafKind.BUFFER] + totals[LeafKind.CONSTANT]
         return totals[LeafKind.PARAMETER], others, state, totals[LeafKind.INPUT]
+
+    def _cast_for_all(self) -> None:
+        """Parameters in the dtypes of their use, where those are made once for all micro-batches."""
+        positions = filter(self.program.is_cast_once, range(len(self.skeleton.operators)))
+        found = [self._versions(position)[1][0] for position in positions]
+        kinds = ((used, used.bundle.kind) for used in self.program.bundles)
+        found += [v for used, k in kinds if not k.gathered and k.dtype != k.stored for v in used.versions]
+        self.copies = {version: self.heap.allocate(self._held(*version)) for version in found}
 
     def _other_batches(self) -> int:
         """What the inputs of the other micro-batches take: as much as those of this one, each."""
@@ -217,7 +228,9 @@ class _Walk:
             is_cast = kind.dtype != kind.stored
             pairs = zip(used.versions, used.stored, strict=True)
             blocks = [
-                self.heap.allocate(self._held(*mine)) if is_cast else self.heap.hold(self.blocks[own])
+                self.heap.allocate(self._held(*mine))
+                if is_cast and mine not in self.copies
+                else self.heap.hold(self.copies.get(mine, self.blocks[own]))
                 for mine, own in pairs
             ]
         self.blocks.update(zip(used.versions, blocks, strict=True))
@@ -336,7 +349,7 @@ class _Walk:
         shelved = self._from_shelf(position, makes) if keeps else False
         for i, made in enumerate(makes if computes else ()):
             shared = kept.views[i]
-            block = self.blocks[reads[shared]] if shared >= 0 else -1
+            block = self.copies.get(made, self.blocks[reads[shared]] if shared >= 0 else -1)
             self.blocks[made] = self.heap.hold(block) if block >= 0 else self.heap.allocate(kept.made[i])
         self.heap.pass_by(kept.passing + (0 if keeps else kept.extra))
         if keeps:

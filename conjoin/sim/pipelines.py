@@ -40,6 +40,8 @@ class StagePrediction:
     backward: float
     finish: float
     """Sums over the ranks of the stage that are left for the end, and the update."""
+    start: float
+    """Casts of parameters for all micro-batches."""
     memory: Memory
     """With one micro-batch."""
     kept: int
@@ -79,8 +81,13 @@ class PipelinePrediction:
         return max(self._ends())
 
     def _ends(self) -> list[float]:
-        """When each owner is done."""
-        ends = [float(ends[-1]) for ends in self.timeline.ends]
+        """When each owner is done; one that starts with more than the others wait for it holds up all."""
+        starts = [0.0] * len(self.timeline.ends)
+        for owner, stage in zip(self.pipeline.schedule.owners, self.stages, strict=True):
+            starts[owner] += stage.start
+        firsts = (float(rows[0]) for rows in self.timeline.starts)
+        late = max(0.0, *(start - first for start, first in zip(starts, firsts, strict=True)))
+        ends = [late + float(ends[-1]) for ends in self.timeline.ends]
         for owner, stage in zip(self.pipeline.schedule.owners, self.stages, strict=True):
             ends[owner] += stage.finish
         return ends
@@ -164,9 +171,9 @@ def predict_pipeline(
         back[transfer.source, transfer.target] += seconds if transfer.has_gradient else 0.0
     spans = [_spans(simulation) for simulation in found]
     times = Times(
-        tuple(forward for forward, _, _ in spans),
-        tuple(backward / 2 for _, backward, _ in spans),
-        tuple(backward / 2 for _, backward, _ in spans),
+        tuple(span[0] for span in spans),
+        tuple(span[1] / 2 for span in spans),
+        tuple(span[1] / 2 for span in spans),
         tuple(there.values()),
         tuple(back.values()),
     )
@@ -205,8 +212,9 @@ def _simulated(stage: Stage, machine: Machine, costs: CostModel, optimizer: str)
     return simulate_layouts(skeleton, layouts, drafts, regathered_parameters(plan), again, _STEPS)
 
 
-def _spans(found: Simulation) -> tuple[float, float, float]:
-    """Seconds of a forward and of a backward pass of a micro-batch, and of what is done once at the end."""
+def _spans(found: Simulation) -> tuple[float, float, float, float]:
+    """Seconds of a forward and of a backward pass of a micro-batch, of what is done once at the end, and at the
+    start."""
     program, timeline = found.program, found.timeline
     length, operators = len(program.fragments) - 2, len(program.skeleton.operators)
 
@@ -216,11 +224,11 @@ def _spans(found: Simulation) -> tuple[float, float, float]:
     start = 1 + length
     middle, end = start + operators + 1, start + length
     forward, backward = computed(middle) - computed(start), computed(end) - computed(middle)
-    return forward, backward, max(timeline.seconds - computed(1 + _STEPS * length), 0.0)
+    return forward, backward, max(timeline.seconds - computed(1 + _STEPS * length), 0.0), computed(1)
 
 
 def _stage(
-    found: Simulation, span: tuple[float, float, float], in_flight: int, optimizer: str, machine: Machine
+    found: Simulation, span: tuple[float, float, float, float], in_flight: int, optimizer: str, machine: Machine
 ) -> StagePrediction:
     memory = measure_memory(found.program, optimizer, machine.device)
     middle = 1 + len(found.program.skeleton.operators)

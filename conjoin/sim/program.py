@@ -82,6 +82,8 @@ class Program:
         self.choices, self.leaves, self.results = list(layouts.choices), dict(layouts.leaves), layouts.results
         self.numbers = task_numbers(skeleton, drafts)
         self._cast_from = skeleton.casts
+        self._casting = dict.fromkeys(skeleton.roots[root].maker for root in self._cast_from)
+        """The operators that cast parameters, in order."""
         self._uses = {root: self._find_uses(root) for root in (*skeleton.parameters, *self._cast_from)}
         self._bundle()
         self.supplies: list[tuple[Supply, ...]] = [(_NOT_SUPPLIED,) * len(op.reads) for op in skeleton.operators]
@@ -141,7 +143,8 @@ class Program:
         touched |= after._rerunning(touched)
         for position in touched:
             after._make(position)
-        if change.operator in self.skeleton.draws or after._leave_at_start() != self._leave_at_start():
+        casts = after._casts_at_start() != self._casts_at_start()
+        if change.operator in self.skeleton.draws or casts or after._leave_at_start() != self._leave_at_start():
             after._start()
         if {*operator.makes, *operator.reads} & {*self.skeleton.results}:
             after._middle()
@@ -204,10 +207,26 @@ class Program:
     def _fragments(self, position: int) -> tuple[Fragment, Fragment]:
         if position in self.cast_by_bundles:
             return (), ()
+        forward, backward = self._own_fragments(position)
+        return () if self.is_cast_once(position) else forward, backward
+
+    def _own_fragments(self, position: int) -> tuple[Fragment, Fragment]:
+        """An operator forward and backward, wherever in the step that is."""
         makes = self.skeleton.operators[position].makes
         departures = tuple(Departure(i, *way) for i, root in enumerate(makes) for way in self.departures.get(root, ()))
         number, choice = self.numbers[position], self.choices[position]
         return self.drafts.fragments(number, choice, self.supplies[position], departures)
+
+    def is_cast_once(self, position: int) -> bool:
+        """Whether an operator casts a parameter as it is stored: that is done once, for all micro-batches."""
+        if self.steps == 1 or position not in self._casting or position in self.cast_by_bundles:
+            return False
+        return self.choices[position].operands[0] == self.layout_of(self.skeleton.operators[position].reads[0])
+
+    def _casts_at_start(self) -> tuple[Fragment, ...]:
+        """What is cast before the first micro-batch."""
+        once = (self._own_fragments(position)[0] for position in self._casting if self.is_cast_once(position))
+        return (self._around.at_start, *once) if self.steps > 1 else ()
 
     def _rerunning(self, positions: Iterable[int]) -> set[int]:
         """The operators before whose backward a segment is run again that has one of some operators."""
@@ -228,7 +247,7 @@ class Program:
 
     def _rerun_last(self, position: int) -> Fragment:
         """Of the last operator of a segment, and of those that are not run again: their operands arrive."""
-        if position in self.cast_by_bundles:
+        if position in self.cast_by_bundles or self.is_cast_once(position):
             return ()
         forward = self._fragments(position)[0]
         computes = next(i for i, task in enumerate(forward) if task.stream == COMPUTE)
@@ -331,13 +350,15 @@ class Program:
         return casts | {p for a, b in pairs for p in {*a, *b} if a.get(p) != b.get(p)}
 
     def _start(self) -> None:
-        """Ranks that have to draw alike make sure that they do; what is stored leaves for places."""
+        """Ranks that have to draw alike make sure that they do; what is stored leaves for places, or is cast for all
+        micro-batches."""
         mesh, axes = self.drafts.mesh, set(self.drafts.mesh.names)
         away = [
             instruction
             for root, own, target, _ in self._leave_at_start()
             for instruction in self.drafts.route(self.skeleton.roots[root].type, own, target)[0]
         ]
+        away += (instruction for fragment in self._casts_at_start() for instruction in fragment)
         placed = (self.drafts.node(self.numbers[i], self.choices[i])[1] for i in self.skeleton.draws)
         if all(set(found.axes) == axes for found in placed):
             self.fragments[0] = ordered(away)

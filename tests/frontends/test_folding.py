@@ -334,3 +334,30 @@ def test_what_is_only_like_an_input_is_a_constant() -> None:
     assert {"fill.Tensor", "slice_scatter", "masked_fill.Scalar"} <= {node.op for node in kept}
     assert not any(node.op.startswith("new_") for node in graph.nodes)
     assert torch.equal(to_module(graph, model)(x), model(x))
+
+
+@pytest.mark.parametrize("order", ["as it lies", "turned", "backwards", "one twice", "of the batch"])
+def test_what_is_read_by_its_numbers_in_order_is_seen_in_another_shape(order: str) -> None:
+    """As masks of libraries read those of a batch; any other order stays as it was written."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows, columns = torch.arange(4)[:, None, None], torch.arange(3)[None, None, :]
+            if order == "turned":
+                rows, columns = rows.transpose(0, 2), columns.transpose(0, 2)
+            elif order == "backwards":
+                rows = 3 - rows
+            elif order == "one twice":
+                columns = columns // 2 * 2
+            elif order == "of the batch":
+                rows = x.argsort(0)[:, :1, None]
+            return self.layer(x[rows, columns].transpose(0, 2) if order == "turned" else x[rows, columns])
+
+    model, x = Masked(), torch.randn(4, 3)
+    graph = capture(model, (x,))
+    assert ("index.Tensor" in {node.op for node in graph.nodes}) == (order != "as it lies")
+    torch.testing.assert_close(to_module(graph, model)(x), model(x))

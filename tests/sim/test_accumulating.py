@@ -7,13 +7,16 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+import torch
 
 from conjoin.frontends import capture
-from conjoin.ir import Plan, check_plan, cut_in_micro_batches, model_mark
+from conjoin.ir import Graph, Plan, check_plan, cut_in_micro_batches, model_mark, operators_of, recompute_actions
 from conjoin.machine import parse_machine
+from conjoin.ops import CAST
 from conjoin.search import make_plan
 from conjoin.sim import (
     Layouts,
+    Phase,
     Prices,
     Simulation,
     break_down,
@@ -31,11 +34,20 @@ CASES = [
     ("mlp", "local:4", "data-parallel"),
     ("gpt-125m", "local:4", "fsdp"),
     ("bert-base", "local:4", "megatron:tp=2"),
+    ("narrow", "local:2", "data-parallel"),
+    ("narrow", "local:4", "megatron:tp=2"),
 ]
 
 
+def narrow_graph() -> Graph:
+    """Weights are stored wide, and used narrow."""
+    model, batch, loss = residual()
+    with torch.autocast("cpu", torch.bfloat16):
+        return capture(model.train(), batch, loss)
+
+
 def in_parts(name: str, machine: str, strategy: str, steps: int) -> Plan:
-    graph = tiny_graph(name, 16)
+    graph = narrow_graph() if name == "narrow" else tiny_graph(name, 16)
     part, accumulation = cut_in_micro_batches(graph, steps)
     plan = make_plan(part, parse_machine(machine), strategy)
     return check_plan(replace(plan, model=model_mark(graph), accumulation=accumulation, computes=None))
@@ -76,10 +88,24 @@ def test_a_micro_batch_is_timed_as_often_as_it_runs(tiny_plan: Callable[..., Pla
     assert reductions(parts) == pytest.approx(reductions(single), rel=0.01), "gradients are summed up once"
 
 
-@pytest.mark.parametrize("steps", [2, 4])
-def test_one_device_holds_what_was_predicted(steps: int, prices: Prices) -> None:
+@pytest.mark.parametrize(("strategy", "segments"), [("data-parallel", 0), ("megatron:tp=2", 0), ("single", 5)])
+def test_weights_are_cast_once_for_all_micro_batches(strategy: str, segments: int, prices: Prices) -> None:
+    plan = in_parts("narrow", "local:1" if strategy == "single" else "local:2", strategy, 4)
+    count = len(operators_of(plan.graph))
+    some = [(i, i + segments - 1) for i in range(0, count - segments, segments)] if segments else []
+    plan = check_plan(replace(plan, memory=(*plan.memory, *recompute_actions(plan.graph, some))))
+    start, *fragments = simulate(plan, prices).program.unrolled()
+    once = [task for task in start if task.name in ("cast", CAST)]
+    assert len(once) == 18 if strategy == "single" else 1 <= len(once) <= 18, "of 18 weights, in bundles or alone"
+    done = [task for fragment in fragments for task in fragment if task.name in ("cast", CAST)]
+    assert sum(task.phase is Phase.FORWARD for task in done) == 4 * 6, "activations in every micro-batch"
+    assert sum(task.phase is Phase.RECOMPUTE for task in done) <= 4 * 6 * bool(segments)
+
+
+@pytest.mark.parametrize(("steps", "narrow"), [(2, False), (4, False), (4, True)])
+def test_one_device_holds_what_was_predicted(steps: int, narrow: bool, prices: Prices) -> None:
     model, batch, loss = residual()
-    graph = capture(model.train(), batch, loss)
+    graph = narrow_graph() if narrow else capture(model.train(), batch, loss)
     part, accumulation = cut_in_micro_batches(graph, steps)
     single = make_plan(part, parse_machine("local:1"), "single")
     plan = check_plan(replace(single, model=model_mark(graph), accumulation=accumulation, computes=None))
