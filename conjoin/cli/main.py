@@ -17,8 +17,9 @@ from conjoin.cli.inspecting import doctor_command, inspect_command
 from conjoin.cli.machines import machine_app
 from conjoin.cli.planning import compare_command, diff_command, plan_command
 from conjoin.cli.rules import rules_app
-from conjoin.cli.running import run_command, verify_command
+from conjoin.cli.running import run_command
 from conjoin.cli.simulating import simulate_command
+from conjoin.cli.verifying import verify_command
 from conjoin.environment import installed_version
 from conjoin.errors import ConjoinError, UsageError
 

@@ -50,7 +50,7 @@ def load_model_graph(
     if model.endswith(".json"):
         return _from_file(model, batch_size, training, precision, sizes)
     found, batch, loss = (_from_function if _is_function(model) else _from_zoo)(model, batch_size, sizes)
-    _run(f"Setting the mode of {model}", lambda: found.train(training is not False))
+    run_own(f"Setting the mode of {model}", lambda: found.train(training is not False))
     return capture_model(found, batch, loss, check=True, precision=precision)
 
 
@@ -108,7 +108,7 @@ def load_workload(
         )
     own = _is_function(model)
     found, batch, loss = _from_function(model, batch_size, sizes) if own else _from_zoo(model, batch_size, sizes, "cpu")
-    _run(f"Setting the mode of {model}", lambda: found.train(True))
+    run_own(f"Setting the mode of {model}", lambda: found.train(True))
     return found, batch, loss
 
 
@@ -247,7 +247,7 @@ def _user_line(error: BaseException) -> str:
     return f"\n  at {own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
 
 
-def _run(what: str, action: Callable[[], Any]) -> Any:
+def run_own(what: str, action: Callable[[], Any]) -> Any:
     """Run the user's own code; what it prints goes to stderr, and whatever it raises is told with its line."""
     try:
         with redirect_stdout(sys.stderr):
@@ -268,15 +268,21 @@ def _from_function(model: str, batch_size: int | None, sizes: Mapping[str, int])
     for name in sizes:
         if name not in taken:
             raise _no_such_size(model, name, [other for other in taken if other not in ("batch", "batch_size")])
-    made = _run(f"{model}()", lambda: function(**keywords))
+    made = run_own(f"{model}()", lambda: function(**keywords))
     return _check(model, made)
+
+
+def call_function(name: str) -> Any:
+    """What a function of the user's returns that takes nothing."""
+    function = _find_function(name)
+    return run_own(f"{name}()", function)
 
 
 def _find_function(model: str) -> Callable[..., Any]:
     """The function that makes a model."""
     place, _, name = model.rpartition(":")
     is_file = place.endswith(".py") or os.sep in place
-    module = _run(f"Loading {place}", lambda: _import_file(Path(place)) if is_file else _import_module(place, name))
+    module = run_own(f"Loading {place}", lambda: _import_file(Path(place)) if is_file else _import_module(place, name))
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from conjoin import api, cost, frontends, ir, machine, report, rules, runtime, search, sim
-    from conjoin.cli import models, probing
+    from conjoin.cli import models, probing, training
 else:
 
     class _Later:
@@ -25,9 +25,9 @@ else:
         _Later(f"conjoin.{room}") for room in ("api", "cost", "frontends", "ir", "machine", "report")
     )
     rules, runtime, search, sim = (_Later(f"conjoin.{room}") for room in ("rules", "runtime", "search", "sim"))
-    models, probing = _Later("conjoin.cli.models"), _Later("conjoin.cli.probing")
+    models, probing, training = (_Later(f"conjoin.cli.{file}") for file in ("models", "probing", "training"))
 
 __all__ = [
     "api", "cost", "dist", "frontends", "ir", "machine", "models", "probing", "report", "rules", "runtime", "search",
-    "sim", "torch",
+    "sim", "torch", "training",
 ]  # fmt: skip

@@ -1,187 +1,167 @@
-"""`run` trains a plan on real ranks; `verify` compares it with one device, without a cluster or on real ranks."""
+"""`run` trains a model by a plan on real ranks: a complete small trainer."""
 
 from __future__ import annotations
 
-import os
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from conjoin.cli import rooms
 from conjoin.cli.options import ImportOption, LengthOption, SizeOption
-from conjoin.cli.output import check_output, print_json
+from conjoin.cli.output import check_directory, check_output, print_json
 from conjoin.cli.quantities import parse_sizes
+from conjoin.cli.recipe import OPTIMIZERS, SCHEDULES, Recipe, Schedule
+from conjoin.cli.training_log import Foretold, usual_seconds
+from conjoin.cli.workload import Asked, BatchOption, ModelArgument, PlanArgument, StepsOption, gathered, is_first_rank
 from conjoin.environment import machines_directory
 from conjoin.errors import UsageError
 
 if TYPE_CHECKING:
-    from torch import nn
-
+    from conjoin.cli.training import Done, Files
     from conjoin.ir import Pipeline, Plan
-    from conjoin.runtime import AgainstModel, ParallelModule, Recorded, Verdict
 
-PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
-StepsOption = Annotated[int, typer.Option("--steps", min=1, help="Training steps.")]
-_MODEL_HELP = "The model the plan was made for: zoo name, file.py:function or module:function."
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)]
-_SEED = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """What is to be run, as every rank is told it."""
-
-    plan: str
-    """Path of the plan file."""
-    model: str
-    batch_size: int | None
-    num_steps: int
-    imports: tuple[str, ...]
-    optimizer: str = "adamw"
-    learning_rate: float = 1e-3
-    sizes: tuple[tuple[str, int], ...] = ()
-    """Of the model, by name."""
-    quiet: bool = False
-    """Whether only the end is told."""
-    weights: str | None = None
-    """Path of the files that training begins with."""
-
-    def read(self) -> Plan | Pipeline:
-        """The plan; one that is not for the ranks torchrun started is refused before anything is built for it."""
-        found = rooms.models.read_plan(self.plan, self.imports, self.model)
-        if rooms.dist.is_torchelastic_launched():
-            rooms.runtime.check_world(int(os.environ["WORLD_SIZE"]), found.mesh.size, found.model.name)
-        return found
-
-    def workload(self) -> tuple[nn.Module, Any, Any]:
-        """The same model and batch on every rank, whatever process it is."""
-        rooms.torch.manual_seed(_SEED)
-        return rooms.models.load_workload(self.model, self.batch_size, dict(self.sizes))
-
-    def case(self, plan: Plan | Pipeline) -> rooms.runtime.Case:
-        """The plan with all that it is compared with."""
-        model, batch, loss = self.workload()
-        model, batch = _as_asked(plan, model, batch)
-        return rooms.runtime.Case(
-            plan,
-            rooms.models.capture_model(model, batch, loss, precision=plan.precision or None),
-            model,
-            batch,
-            rooms.runtime.PlainModel(model, loss, rooms.frontends.run_plainly),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Trained:
-    """What one rank saw."""
-
-    losses: list[float]
-    seconds: list[float]
-    recorded: list[Recorded]
-    """What it did in one more step, where that was asked for."""
-
-    @property
-    def usual_seconds(self) -> float:
-        """Of a step; the first, in which much is done once, is left out where there are others."""
-        return median(self.seconds[1:] or self.seconds)
-
-
-_OPTIMIZERS = ("sgd", "sgd-momentum", "adam", "adamw")
-OptimizerOption = Annotated[
-    str, typer.Option("--optimizer", help=f"{', '.join(_OPTIMIZERS)}; or -fused, as in adamw-fused.")
-]
+_DATA_HELP = "Train on this: tokens in .txt, .bin or .npy, or file.py:function that returns a dataset."
+_LOG_HELP = "Append a line of JSON for every step, evaluation and checkpoint."
 
 
 def run_command(
     plan: PlanArgument,
     model: ModelArgument,
     steps: StepsOption = 10,
-    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
+    batch: BatchOption = None,
     length: LengthOption = None,
     size: SizeOption = None,
-    optimizer: OptimizerOption = "adamw",
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", help=f"{', '.join(OPTIMIZERS)}; or -fused, as in adamw-fused.")
+    ] = "adamw",
     learning_rate: Annotated[float, typer.Option("--lr", min=0.0, max=1e6, help="The learning rate.")] = 1e-3,
+    weight_decay: Annotated[
+        float | None, typer.Option("--weight-decay", min=0.0, max=1e6, help="Without it as torch has it.")
+    ] = None,
+    schedule: Annotated[
+        str, typer.Option("--schedule", help=f"{', '.join(SCHEDULES)}; cosine:100 with a warmup of 100 steps.")
+    ] = "constant",
+    clip: Annotated[float | None, typer.Option("--clip", min=0.0, help="The largest norm of all gradients.")] = None,
+    accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Batches whose gradients make a step.")] = 1,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**31, help="Of values, order and draws.")] = 0,
+    weights: Annotated[
+        str | None, typer.Option("--weights", metavar="PATH", help="Begin with these: safetensors or .pt, or a folder.")
+    ] = None,
+    data: Annotated[str | None, typer.Option("--data", help=_DATA_HELP)] = None,
+    eval_data: Annotated[str | None, typer.Option("--eval-data", help="Evaluate on this, at the end too.")] = None,
+    eval_every: Annotated[int | None, typer.Option("--eval-every", min=1, help="In steps.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option("--checkpoint", metavar="FOLDER", help="Save here, at the end too.")
+    ] = None,
+    save_every: Annotated[int | None, typer.Option("--save-every", min=1, help="In steps.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint, if it is there.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="PATH", help="Write the weights here in the end.")
+    ] = None,
+    log: Annotated[Path | None, typer.Option("--log", metavar="FILE", help=_LOG_HELP)] = None,
     machine: Annotated[
         str | None, typer.Option("--machine", help="Tell what is predicted for this machine beside what is measured.")
     ] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Save a trace of one more step here.")] = None,
-    weights: Annotated[
-        str | None, typer.Option("--weights", metavar="PATH", help="Begin with these: safetensors or .pt, or a folder.")
-    ] = None,
     imports: ImportOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Train a model by a plan: starts the ranks on this host, or is one of them under torchrun."""
     check_output(trace, "trace")
-    _check_optimizer(optimizer)
-    sizes = tuple(parse_sizes(length, size).items())
-    asked = _Asked(
-        str(plan), model, batch, steps, tuple(imports or ()), optimizer, learning_rate, sizes, as_json,
-        None if weights is None else str(weights),
-    )  # fmt: skip
+    check_output(log, "log")
+    recipe = Recipe(steps, optimizer, learning_rate, weight_decay, Schedule.parse(schedule), clip, accumulate, seed)
+    recipe.check()
+    asked = Asked(str(plan), model, batch, tuple(imports or ()), tuple(parse_sizes(length, size).items()))
+    files = rooms.training.Files(
+        weights, data, eval_data, eval_every, _text(checkpoint), save_every, resume, _text(output), _text(log)
+    )
     found = asked.read()
     _check_trains(found)
-    if weights is not None:
-        rooms.runtime.find_weights(weights)
-    predicted = None if machine is None else _predict(found, machine, optimizer)
+    _check_files(files, isinstance(found, rooms.ir.Pipeline))
+    foretold = None if machine is None else _foretell(found, machine, optimizer)
+    training = rooms.training.Training(asked, recipe, files, foretold, as_json, trace is not None)
     if rooms.dist.is_torchelastic_launched() or found.mesh.size == 1:
-        ranks = _gather(_train(0, asked, trace is not None))
+        ranks = gathered(rooms.training.train(0, training))
     else:
-        ranks = rooms.runtime.launch(found.mesh.size, _train, asked, trace is not None)
-    if not _is_first():
+        ranks = rooms.runtime.launch(found.mesh.size, rooms.training.train, training)
+    if not is_first_rank():
         return
     if trace is not None:
-        rooms.report.save_trace(_recorded_events([rank.recorded for rank in ranks]), trace)
-    _tell(ranks[0], predicted, None if trace is None else str(trace), as_json)
+        rooms.report.save_trace(_recorded_events(ranks), trace)
+    _tell(ranks[0], foretold, accumulate, _text(trace), as_json)
 
 
-def _tell(first: _Trained, predicted: float | None, trace: str | None, as_json: bool) -> None:
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _check_files(files: Files, is_pipeline: bool) -> None:
+    """Refuse before any rank is started what could not be read, or not be written in the end."""
+    if files.weights is not None:
+        rooms.runtime.find_weights(files.weights)
+    for given, option, needed in (
+        (files.eval_every, "--eval-every", files.eval_data),
+        (files.save_every, "--save-every", files.checkpoint),
+        (files.resume or None, "--resume", files.checkpoint),
+    ):
+        if given is not None and needed is None:
+            what = "--eval-data" if option == "--eval-every" else "--checkpoint"
+            raise UsageError(f"{option} was given without {what}. It says when, and not what. Give {what} as well.")
+    if files.eval_data is not None and is_pipeline:
+        raise UsageError(
+            "A pipeline was asked to evaluate. It is for one mode, that of training, and others are not planned on the "
+            "spot. Evaluate its checkpoint with a plan of one stage, or leave --eval-data out."
+        )
+    if files.checkpoint is not None:
+        check_directory(Path(files.checkpoint).parent, "checkpoint")
+        if not files.resume and rooms.runtime.has_checkpoint(files.checkpoint):
+            raise UsageError(
+                f"A training was to begin that keeps its checkpoints in {files.checkpoint}. There is one already, "
+                f"which would be lost. Go on from it with --resume, or name another folder."
+            )
+    if files.output is not None:
+        check_directory(Path(files.output).parent, "weights")
+
+
+def _tell(first: Done, foretold: Foretold | None, accumulate: int, trace: str | None, as_json: bool) -> None:
     """What came of it."""
+    usual = usual_seconds(first.seconds) if first.seconds else None
+    predicted = None if foretold is None else accumulate * foretold.seconds
+    rate = None if usual is None or first.samples_per_step is None else first.samples_per_step / usual
     if as_json:
         print_json(
             {
                 "losses": first.losses,
                 "seconds": first.seconds,
-                "median_seconds_per_step": first.usual_seconds,
+                "median_seconds_per_step": usual,
+                "samples_per_second": rate,
                 "predicted_seconds_per_step": predicted,
+                "mfu": None if foretold is None or usual is None else _utilization(foretold, predicted, usual),
+                "predicted_mfu": None if foretold is None else foretold.utilization,
                 "trace": trace,
             }
         )
         return
-    if predicted is not None:
-        told, seen = rooms.report.format_seconds(predicted), rooms.report.format_seconds(first.usual_seconds)
-        typer.echo(f"predicted {told}, measured {seen} a step: {predicted / first.usual_seconds - 1:+.0%}")
+    if foretold is not None and usual is not None and predicted is not None:
+        seen = f"{_utilization(foretold, predicted, usual):.1%} of the peak rate (MFU)"
+        used = f"{seen}, predicted {foretold.utilization:.1%}"
+        typer.echo(used if rate is None else f"{rate:,.4g} samples/s, {used}")
+        told, seen = rooms.report.format_seconds(predicted), rooms.report.format_seconds(usual)
+        typer.echo(f"predicted {told}, measured {seen} a step: {predicted / usual - 1:+.0%}")
     if trace is not None:
         typer.echo(f"trace of one step: {trace}; open it in ui.perfetto.dev")
 
 
-def _predict(plan: Plan | Pipeline, machine: str, optimizer: str) -> float:
-    """Seconds of a step."""
+def _utilization(foretold: Foretold, predicted: float | None, usual: float) -> float:
+    return foretold.utilization * (predicted or 0.0) / usual
+
+
+def _foretell(plan: Plan | Pipeline, machine: str, optimizer: str) -> Foretold:
     where = rooms.machine.parse_machine(machine, machines_directory())
-    return rooms.api.simulate_plan(plan, where, optimizer=optimizer).seconds
-
-
-def _check_optimizer(name: str) -> None:
-    if name.removesuffix("-fused") not in _OPTIMIZERS:
-        raise UsageError(
-            f"The optimizer {name[:40]!r} was asked for. Known are {', '.join(_OPTIMIZERS)}, each also with -fused. "
-            f"Name one of them; with another, train the module that conjoin.load gives."
-        )
-
-
-def _make_optimizer(asked: _Asked, step: nn.Module) -> rooms.torch.optim.Optimizer:
-    kind, fused = asked.optimizer.removesuffix("-fused"), asked.optimizer.endswith("-fused") or None
-    optim, parameters, rate = rooms.torch.optim, step.parameters(), asked.learning_rate
-    if kind.startswith("sgd"):
-        return optim.SGD(parameters, lr=rate, momentum=0.9 if kind == "sgd-momentum" else 0.0, fused=fused)
-    return (optim.Adam if kind == "adam" else optim.AdamW)(parameters, lr=rate, fused=fused)
+    found = rooms.api.simulate_plan(plan, where, optimizer=optimizer)
+    return Foretold(found.seconds, found.model_flops_utilization)
 
 
 def _check_trains(plan: Plan | Pipeline) -> None:
@@ -199,156 +179,7 @@ def _check_trains(plan: Plan | Pipeline) -> None:
         )
 
 
-def _is_first() -> bool:
-    return not rooms.dist.is_initialized() or rooms.dist.get_rank() == 0
-
-
-def _gather(mine: Any) -> list[Any]:
-    """What every rank has, on every rank; alone what this one has."""
-    if not rooms.dist.is_initialized():
-        return [mine]
-    answers: list[Any] = [None] * rooms.dist.get_world_size()
-    rooms.dist.all_gather_object(answers, mine)
-    return answers
-
-
-def _recorded_events(ranks: list[list[Recorded]]) -> Iterator[rooms.report.Event]:
-    for rank, entries in enumerate(ranks):
-        for entry in entries:
+def _recorded_events(ranks: list[Done]) -> Iterator[rooms.report.Event]:
+    for rank, done in enumerate(ranks):
+        for entry in done.recorded:
             yield rooms.report.Event(f"measured: rank {rank}", entry.stream, entry.name, entry.start, entry.duration)
-
-
-def _as_asked(plan: Plan | Pipeline, model: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
-    """The model and its batch in the dtypes that the precision of a plan has for them."""
-    asked = rooms.frontends.Precision.parse(plan.precision) if plan.precision else None
-    return (model, batch) if asked is None else asked.converted(model, batch)
-
-
-def _train(rank: int, asked: _Asked, traced: bool) -> _Trained:
-    """Train, telling the loss of every step."""
-    plan = asked.read()
-    model, batch, loss = asked.workload()
-    model, batch = _as_asked(plan, model, batch)
-    if asked.weights is None:
-        rooms.runtime.check_init(model)
-    graph = rooms.models.capture_model(model, batch, loss, precision=plan.precision or None)
-    rooms.runtime.check_made_for(plan, graph)
-    rooms.torch.manual_seed(_SEED)
-    step = rooms.runtime.load(plan, model, weights=asked.weights)
-    told = step.communicator.rank == 0 and not asked.quiet
-    if told:
-        typer.echo(f"{plan}")
-    optimizer = _make_optimizer(asked, step)
-    batch = _on_device(batch, step.store.device)
-
-    def train_once() -> float:
-        optimizer.zero_grad()
-        value = _loss_of(step, batch)
-        if not value.requires_grad:
-            raise UsageError(
-                f"The plan of {plan.model.name} was asked to train. No parameter reaches its loss with a gradient: it "
-                f"is detached, or computed under no_grad. Let the gradient through, and make the plan again."
-            )
-        value.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        return value.item()
-
-    losses, seconds = [], []
-    for i in range(asked.num_steps):
-        start = time.perf_counter()
-        losses.append(train_once())
-        seconds.append(time.perf_counter() - start)
-        if told:
-            typer.echo(f"step {i + 1:>4}   loss {losses[-1]:.6f}   {1e3 * seconds[-1]:9.1f} ms")
-    return _Trained(losses, seconds, rooms.runtime.record(train_once) if traced else [])
-
-
-def _loss_of(step: ParallelModule, batch: Any) -> rooms.torch.Tensor:
-    index = step.plan.graph.loss
-    assert index is not None
-    outputs = step(*batch) if isinstance(batch, tuple | list) else step(batch)
-    found: rooms.torch.Tensor = rooms.ir.flatten_tree(outputs)[0][index]
-    return found
-
-
-def verify_command(
-    plan: PlanArgument,
-    model: ModelArgument,
-    steps: StepsOption = 5,
-    batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples in the batch.")] = None,
-    length: LengthOption = None,
-    size: SizeOption = None,
-    ranks: Annotated[bool, typer.Option("--ranks", help="On real processes, not only in this one.")] = False,
-    imports: ImportOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Compare a plan with one device: loss, gradients and weights in double precision; exit code 1 if they differ."""
-    sizes = tuple(parse_sizes(length, size).items())
-    asked = _Asked(str(plan), model, batch, steps, tuple(imports or ()), sizes=sizes)
-    found = asked.read()
-    with redirect_stdout(sys.stderr):  # where the model prints: stdout has the answer of the command
-        if rooms.dist.is_torchelastic_launched():
-            result = _gathered(_compare(0, asked))
-        elif ranks and found.mesh.size > 1:
-            answers = rooms.runtime.launch(found.mesh.size, _compare, asked)
-            result = rooms.runtime.verdict(answers[0][0], [answer[1] for answer in answers], answers[0][2])
-        else:
-            result = rooms.runtime.verify_in_process(asked.case(found), steps)
-    if _is_first():
-        _show(found, result, as_json)
-    if not result.passed:
-        raise typer.Exit(1)
-
-
-def _compare(rank: int, asked: _Asked) -> Any:
-    given = asked.case(asked.read())
-    rooms.runtime.check_made_for(given.plan, given.graph)
-    case = given.widened()
-    communicator, _ = rooms.runtime.connect(case.plan)
-    against = rooms.runtime.compare_with_model(given, case, asked.num_steps) if communicator.rank == 0 else None
-    reference = rooms.runtime.train_alone(case, asked.num_steps)
-    return reference.losses, rooms.runtime.compare_rank(case, reference, communicator), against
-
-
-def _gathered(mine: Any) -> Verdict:
-    losses, compared, against = mine
-    return rooms.runtime.verdict(losses, _gather(compared), _gather(against)[0])
-
-
-def _show(plan: Plan | Pipeline, result: Verdict, as_json: bool) -> None:
-    if as_json:
-        shown = [asdict(difference) for difference in result.differences[:20]]
-        facts = {
-            "passed": result.passed, "ranks": result.num_ranks, "worst": result.worst,
-            "tolerance": rooms.runtime.TOLERANCE,
-            "losses": result.losses, "plan_losses": result.plan_losses, "differences": shown,
-            "against_model": _facts_of(result.against_model),
-        }  # fmt: skip
-        print_json(facts)
-        return
-    typer.echo(f"{plan}")
-    typer.echo("step        one device              plan")
-    for i, (alone, planned) in enumerate(zip(result.losses, result.plan_losses, strict=True)):
-        typer.echo(f"{i + 1:>4}   {alone:.12f}   {planned:.12f}")
-    for difference in result.differences[: 1 if result.passed else 8]:
-        what = f"{difference.what} on rank {difference.rank}"
-        typer.echo(f"largest difference: {difference.relative:.1e} in {what}")
-    for line in result.told:
-        typer.echo(line)
-    verb = "trains exactly like one device" if result.passed else "does NOT train like one device"
-    tolerance = f"relative tolerance {rooms.runtime.TOLERANCE:.0e}"
-    typer.echo(f"{'verified' if result.passed else 'refuted'}: the plan {verb} ({tolerance})")
-
-
-def _facts_of(found: AgainstModel | None) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    return {
-        "passed": found.passed, "precision": found.precision, "batches": found.freshness.value,
-        "changed": found.changed, "differences": [asdict(difference) for difference in found.differences[:20]],
-    }  # fmt: skip
-
-
-def _on_device(batch: Any, device: rooms.torch.device) -> Any:
-    leaves, spec = rooms.ir.flatten_tree(batch)
-    return rooms.ir.unflatten_tree([x.to(device) if isinstance(x, rooms.torch.Tensor) else x for x in leaves], spec)

@@ -21,7 +21,7 @@ from conjoin.runtime.checking import (
     verdict,
     verify_in_process,
 )
-from conjoin.runtime.checkpoint import save_checkpoint
+from conjoin.runtime.checkpoint import has_checkpoint, save_checkpoint
 from conjoin.runtime.checkpoint_loading import load_checkpoint
 from conjoin.runtime.data_loader import Loader
 from conjoin.runtime.differences import TOLERANCE, Difference
@@ -48,7 +48,8 @@ __all__ = [
     "Difference", "Loader", "Pace", "ParallelModule", "Piece", "PlainModel", "Planner", "Recorded", "Reference",
     "Session", "Site", "Timed", "Verdict", "Weights", "axis_sets", "calibrate_collectives", "check_capture",
     "check_init", "check_made_for", "check_world", "communicator_over", "compare_rank", "compare_with_model", "connect",
-    "copied_for_check", "find_weights", "full_state_dict", "join_ranks", "launch", "load", "load_checkpoint",
-    "load_optimizer_state_dict", "measure_communication", "optimizer_state_dict", "record", "run_ranks",
-    "save_checkpoint", "save_weights", "time_collectives", "to_module", "train_alone", "verdict", "verify_in_process",
+    "copied_for_check", "find_weights", "full_state_dict", "has_checkpoint", "join_ranks", "launch", "load",
+    "load_checkpoint", "load_optimizer_state_dict", "measure_communication", "optimizer_state_dict", "record",
+    "run_ranks", "save_checkpoint", "save_weights", "time_collectives", "to_module", "train_alone", "verdict",
+    "verify_in_process",
 ]  # fmt: skip

@@ -241,6 +241,12 @@ def _check_readable(target: Path, partial: Path, index: Index) -> None:
         ) from None
 
 
+def has_checkpoint(path: str | Path) -> bool:
+    """Whether `load_checkpoint` would find one there, also where a save was killed that was about to replace it."""
+    target = Path(os.path.abspath(path))
+    return target.exists() or previous_of(target).exists()
+
+
 def previous_of(target: Path) -> Path:
     """Where the checkpoint before stands while the new one takes its place."""
     return target.with_name(f".{target.name}.previous")

@@ -45,8 +45,9 @@ FLAGS = {
     "diff": ["--import", "--json"],
     "simulate": ["--import", "--json", "--machine", "--optimizer", "--trace"],
     "run": [
-        "--batch", "--import", "--json", "--length", "--lr", "--machine", "--optimizer", "--size", "--steps", "--trace",
-        "--weights",
+        "--accumulate", "--batch", "--checkpoint", "--clip", "--data", "--eval-data", "--eval-every", "--import",
+        "--json", "--length", "--log", "--lr", "--machine", "--optimizer", "--output", "--resume", "--save-every",
+        "--schedule", "--seed", "--size", "--steps", "--trace", "--weight-decay", "--weights", "-o",
     ],
     "verify": ["--batch", "--import", "--json", "--length", "--ranks", "--size", "--steps"],
     "calibrate": ["--import", "--json", "--machine", "--optimizer", "--output", "--plan", "--seconds", "-o"],

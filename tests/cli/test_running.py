@@ -168,7 +168,7 @@ def expected_losses(
 
 
 def losses_in(text: str) -> list[float]:
-    return [float(found) for found in re.findall(r"^step +\d+   loss (\S+) +\S+ ms$", text, re.MULTILINE)]
+    return [float(found) for found in re.findall(r"^step +\d+   loss (\S+) +\S+ ms   lr ", text, re.MULTILINE)]
 
 
 # Run.

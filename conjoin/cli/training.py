@@ -1,0 +1,268 @@
+"""The trainer behind `run`: what a rank does, from loading the plan to the last checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from conjoin.api import load
+from conjoin.cli.models import capture_model
+from conjoin.cli.recipe import Recipe
+from conjoin.cli.training_data import make_dataset
+from conjoin.cli.training_log import Foretold, Trained, TrainingLog
+from conjoin.cli.workload import Asked, gathered
+from conjoin.errors import CheckpointError, UsageError
+from conjoin.frontends import Precision
+from conjoin.ir import flatten_tree, unflatten_tree
+from conjoin.runtime import (
+    Loader,
+    ParallelModule,
+    Recorded,
+    check_init,
+    check_made_for,
+    has_checkpoint,
+    load_checkpoint,
+    record,
+    save_checkpoint,
+    save_weights,
+)
+
+_STEP_SEEDS = 1_000_003
+"""Between the seeds of two trainings: those of their steps do not meet before so many steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """What a training reads and leaves behind."""
+
+    weights: str | None = None
+    """What it begins with."""
+    data: str | None = None
+    """Without it every step takes the batch that comes with the model."""
+    eval_data: str | None = None
+    eval_every: int | None = None
+    """In steps; None: at the end only."""
+    checkpoint: str | None = None
+    save_every: int | None = None
+    resume: bool = False
+    output: str | None = None
+    """Where the weights are written in the end."""
+    log: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """All that every rank is told."""
+
+    asked: Asked
+    recipe: Recipe
+    files: Files
+    foretold: Foretold | None = None
+    """Of a step with one batch."""
+    is_quiet: bool = False
+    is_traced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What one rank saw."""
+
+    losses: list[float]
+    seconds: list[float]
+    recorded: list[Recorded]
+    """What it did in one more step, where that was asked for."""
+    samples_per_step: int | None
+
+
+def train(rank: int, training: Training) -> Done:
+    """Train on this rank, as one of those of the plan."""
+    asked, recipe, files = training.asked, training.recipe, training.files
+    plan = asked.read()
+    model, batch, loss = asked.workload(plan, recipe.seed)
+    if files.weights is None:
+        check_init(model)
+    graph = capture_model(model, batch, loss, precision=plan.precision or None)
+    check_made_for(plan, graph)
+    datasets = [None if name is None else make_dataset(name, batch, graph) for name in (files.data, files.eval_data)]
+    torch.manual_seed(recipe.seed)
+    step = load(asked.plan, model, loss=loss, weights=files.weights, seed=recipe.seed)
+    del model
+    precision = Precision.parse(plan.precision) if plan.precision else None
+
+    def collated(samples: list[Any]) -> Any:
+        made = default_collate(samples)
+        return made if precision is None else precision.converted(torch.nn.Identity(), made)[1]
+
+    loaders = [
+        None if dataset is None else Loader(
+            dataset, step, shuffle=not is_eval, seed=recipe.seed, drop_last=not is_eval, collate_fn=collated
+        )
+        for is_eval, dataset in enumerate(datasets)
+    ]  # fmt: skip
+    trainer = _Trainer(training, step, _on_device(batch, step.store.device), loaders[0], loaders[1])
+    with trainer:
+        return trainer.run()
+
+
+class _Trainer:
+    """A module with everything that is done around its steps."""
+
+    def __init__(
+        self, training: Training, step: ParallelModule, batch: Any, data: Loader | None, eval_data: Loader | None
+    ) -> None:
+        self._training, self._recipe, self._files = training, training.recipe, training.files
+        self._step, self._batch, self._data, self._eval_data = step, batch, data, eval_data
+        self._optimizer = self._recipe.make_optimizer(step)
+        is_half = step.plan.precision.startswith("fp16")
+        self._scaler = torch.amp.GradScaler(step.store.device.type, enabled=is_half)
+        self._batches = self._endless()
+        self._is_first = step.communicator.rank == 0
+        self._log = self._make_log()
+        self._done = 0
+
+    def __enter__(self) -> _Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._log.file is not None:
+            self._log.file.close()
+
+    def _make_log(self) -> TrainingLog:
+        training, times = self._training, self._recipe.accumulate
+        sizes = [part.shape[0] for part in self._step.input_parts() if part.shape]
+        foretold = training.foretold
+        whole = None if foretold is None else Foretold(times * foretold.seconds, foretold.utilization)
+        file = _appending(self._files.log) if self._is_first and self._files.log is not None else None
+        is_told = self._is_first and not training.is_quiet
+        return TrainingLog(self._recipe.num_steps, times * sizes[0] if sizes else None, whole, is_told, file)
+
+    def run(self) -> Done:
+        """All steps that are left, and what is done between them."""
+        self._resume()
+        self._log.begin(str(self._step.plan), self._done, self._step.communicator.mesh.size)
+        losses, seconds = [], []
+        while self._done < self._recipe.num_steps:
+            start = time.perf_counter()
+            loss, norm = self._train_once()
+            self._done += 1
+            losses.append(loss)
+            seconds.append(time.perf_counter() - start)
+            self._log.step(Trained(self._done, loss, self._learning_rate(self._done - 1), norm, seconds[-1]))
+            self._between()
+        if self._files.output is not None:
+            save_weights(self._files.output, self._step)
+        self._log.end(self._done)
+        recorded = record(lambda: self._train_once()[0]) if self._training.is_traced else []
+        return Done(losses, seconds, recorded, self._log.samples_per_step)
+
+    def _between(self) -> None:
+        """Evaluate and save where it is time to."""
+        if self._eval_data is not None and self._is_due(self._files.eval_every):
+            start = time.perf_counter()
+            self._log.evaluated(self._done, self._evaluate(self._eval_data), time.perf_counter() - start)
+        if self._files.checkpoint is not None and self._is_due(self._files.save_every):
+            start, path = time.perf_counter(), self._files.checkpoint
+            state = {
+                "step": self._done,
+                "data": None if self._data is None else self._data.state_dict(),
+                "scaler": self._scaler.state_dict(),
+            }
+            save_checkpoint(path, self._step, self._optimizer, extra={"conjoin run": state})
+            self._log.saved(self._done, path, time.perf_counter() - start)
+
+    def _is_due(self, every: int | None) -> bool:
+        return self._done == self._recipe.num_steps or (every is not None and self._done % every == 0)
+
+    def _resume(self) -> None:
+        path = self._files.checkpoint
+        if path is None or not self._files.resume or not gathered(has_checkpoint(path))[0]:
+            return
+        kept = load_checkpoint(path, self._step, self._optimizer).get("conjoin run")
+        data = None if kept is None else kept.get("data")
+        if kept is None or (data is None) != (self._data is None):
+            has = "nothing of a training" if kept is None else "a training on data" if data else "one without data"
+            raise CheckpointError(
+                f"The training was to go on from {path}. It has {has}, and this one was asked for "
+                f"{'without' if self._data is None else 'with'} --data. Go on as it began, or begin with its weights."
+            )
+        self._done = int(kept["step"])
+        if self._data is not None and data is not None:
+            self._data.load_state_dict(data)
+        if kept["scaler"] and self._scaler.is_enabled():
+            self._scaler.load_state_dict(kept["scaler"])
+
+    def _endless(self) -> Iterator[Any]:
+        """One batch after the other, epoch after epoch."""
+        while True:
+            if self._data is None:
+                yield self._batch
+            else:
+                yield from self._data
+
+    def _learning_rate(self, step: int) -> float:
+        recipe = self._recipe
+        return recipe.learning_rate * recipe.schedule.factor(step, recipe.num_steps)
+
+    def _train_once(self) -> tuple[float, float | None]:
+        """A step of the optimizer: the loss, and the norm of the gradients where they are clipped."""
+        recipe, total = self._recipe, 0.0
+        # What is drawn hangs on the step alone: a training that was resumed draws as one that was not.
+        torch.manual_seed(recipe.seed * _STEP_SEEDS + self._done)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._learning_rate(self._done)
+        self._optimizer.zero_grad()
+        for _ in range(recipe.accumulate):
+            loss = self._loss_of(next(self._batches)) / recipe.accumulate
+            self._check(loss)
+            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        norm = None
+        if recipe.clip is not None:
+            self._scaler.unscale_(self._optimizer)
+            norm = float(self._step.clip_grad_norm_(recipe.clip))
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        return total, norm
+
+    def _check(self, loss: Tensor) -> None:
+        if not loss.requires_grad:
+            raise UsageError(
+                f"The plan of {self._step.plan.model.name} was asked to train. No parameter reaches its loss with a "
+                f"gradient: it is detached, or computed under no_grad. Let the gradient through, and make the plan "
+                f"again."
+            )
+
+    def _evaluate(self, data: Loader) -> float:
+        """The mean loss over all samples, without dropout and the like."""
+        total, left = 0.0, data.num_samples
+        self._step.eval()
+        with torch.no_grad():
+            for batch in data:
+                size = min(left, data.batch_size)
+                left -= size
+                total += size * self._loss_of(batch).item()
+        self._step.train()
+        return total / data.num_samples
+
+    def _loss_of(self, batch: Any) -> Tensor:
+        index = self._step.plan.graph.loss
+        assert index is not None
+        outputs = self._step(*batch) if isinstance(batch, tuple | list) else self._step(batch)
+        found: Tensor = flatten_tree(outputs)[0][index]
+        return found
+
+
+def _appending(path: str) -> TextIO:
+    return Path(path).open("a", encoding="utf-8")
+
+
+def _on_device(batch: Any, device: torch.device) -> Any:
+    leaves, spec = flatten_tree(batch)
+    return unflatten_tree([x.to(device) if isinstance(x, Tensor) else x for x in leaves], spec)
