@@ -30,6 +30,7 @@ from conjoin.ops.check import (
     types_on_meta,
 )
 from conjoin.ops.composites import (
+    AGGREGATE,
     ASSIGN,
     ATTENTION_PEAK,
     ATTENTION_SUMS,
@@ -38,9 +39,11 @@ from conjoin.ops.composites import (
     BATCH_NORM_BY_PIECES,
     COMBINE,
     CONFINE,
+    EDGE_SOFTMAX,
     EMBEDDING_BAG,
     EXPERT_LINEAR,
     EXPERT_NETWORK,
+    GRAPH_ATTENTION,
     GREATEST,
     LINEAR_RELU,
     MEAN_AND_VARIANCE,
@@ -99,6 +102,7 @@ from conjoin.ops.tensor_type import (
 from conjoin.ops.trial import cuts_for
 
 __all__ = [
+    "AGGREGATE",
     "ASSIGN",
     "ATTENTION_PEAK",
     "ATTENTION_SUMS",
@@ -108,9 +112,11 @@ __all__ = [
     "CAST",
     "COMBINE",
     "CONFINE",
+    "EDGE_SOFTMAX",
     "EMBEDDING_BAG",
     "EXPERT_LINEAR",
     "EXPERT_NETWORK",
+    "GRAPH_ATTENTION",
     "GREATEST",
     "LINEAR_RELU",
     "MEAN_AND_VARIANCE",
