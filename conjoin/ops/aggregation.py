@@ -139,8 +139,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Greatest(torch.autograd.Function):
-    """The greatest over edges; equals share a gradient alike, as in torch, with the 0 that the greatest is written over.
-    """
+    """The greatest over edges; equals share a gradient alike, as in torch, also with the 0 that it is written over."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, edges: Edges) -> Tensor:
