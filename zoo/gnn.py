@@ -52,16 +52,27 @@ def widths(config: GnnConfig) -> list[tuple[int, int]]:
     return list(pairwise((config.features, *(config.hidden,) * (config.layers - 1), config.classes)))
 
 
+class Convolution(nn.Module):
+    """A layer of each vertex, then a weighted sum of neighbours, then a bias."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.layer, self.bias = nn.Linear(inputs, outputs, bias=False), nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x_VF: Tensor, edge_index_2E: Tensor, weight_E: Tensor) -> Tensor:
+        return add_up(self.layer(x_VF), edge_index_2E, weight_E) + self.bias
+
+
 class Gcn(nn.Module):
     """Graph convolutions (Kipf and Welling, 2017) with a ReLU after each but the last."""
 
     def __init__(self, config: GnnConfig) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in widths(config))
+        self.layers = nn.ModuleList(Convolution(*pair) for pair in widths(config))
 
     def forward(self, x_VF: Tensor, edge_index_2E: Tensor, weight_E: Tensor) -> Tensor:
         for i, layer in enumerate(self.layers):
-            x_VF = add_up(F.linear(x_VF, layer.weight), edge_index_2E, weight_E) + layer.bias
+            x_VF = layer(x_VF, edge_index_2E, weight_E)
             x_VF = F.relu(x_VF) if i + 1 < len(self.layers) else x_VF
         return x_VF
 

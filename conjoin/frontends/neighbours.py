@@ -24,7 +24,7 @@ from conjoin.frontends.torch_private import is_fake
 from conjoin.ir import Graph, Leaf, LeafKind, Node, Rewriting, Value, cut, drop_unused
 from conjoin.ops import AGGREGATE, EDGE_SOFTMAX, GRAPH_ATTENTION
 
-PARTS = ((2,), (3,), (2, 2), (5,), (2, 3), (7,), (2, 2, 2), (2, 2, 2, 2))
+PARTS = ((2,), (3,), (2, 2), (2, 2, 2))
 """Into how many parts vertices are taken to be split, one cut inside the other, as axes of a machine do."""
 _ZEROS = ("zeros", "zeros_like", "new_zeros")
 _ADDED = ("index_add", "scatter_add", "scatter_reduce.two")
@@ -259,8 +259,7 @@ def _with_halos(graph: Graph, known: Known) -> Graph:
 
 
 def count_halos(source: Tensor, target: Tensor, sources: int, targets: int) -> tuple[int, ...]:
-    """For every number of parts the number, and how many rows each part sends to others; vertices without any are left
-    out."""
+    """For every number of parts the number, how many rows each part sends to others, and how many it gets."""
     found: list[int] = []
     source, target = source.cpu(), target.cpu()
     if not all(_lies_in(ends, size) for ends, size in ((source, sources), (target, targets))):
@@ -271,10 +270,10 @@ def count_halos(source: Tensor, target: Tensor, sources: int, targets: int) -> t
             continue
         reads = torch.zeros(len(ends[1]), sources, dtype=torch.bool)
         reads[torch.searchsorted(ends[1], target, right=True), source] = True
-        sent = torch.zeros(len(ends[0]), dtype=torch.int64)
         owner = torch.searchsorted(ends[0], torch.arange(sources), right=True)
-        rows = reads.sum(0) - reads[owner, torch.arange(sources)].long()
-        found += (len(ends[0]), *sent.index_add(0, owner, rows).tolist())
+        reads[owner, torch.arange(sources)] = False
+        sent = torch.zeros(len(ends[0]), dtype=torch.int64).index_add(0, owner, reads.sum(0))
+        found += (len(ends[0]), *sent.tolist(), *reads.sum(1).tolist())
     return tuple(found)
 
 

@@ -1,5 +1,6 @@
 """What an operator is, declared once: index notation, torch reference, algebraic facts; the rest is derived."""
 
+from conjoin.ops.aggregation import aggregate_over, attend_over
 from conjoin.ops.aten import (
     CAST,
     OPAQUE,
@@ -68,6 +69,7 @@ from conjoin.ops.composites import (
 from conjoin.ops.direct import find_function
 from conjoin.ops.drawing import drawing
 from conjoin.ops.dtypes import Dtype, under_autocast
+from conjoin.ops.edges import Edges, EdgeWindow, check_ends, of_graph
 from conjoin.ops.experts import expert_network, take_rows
 from conjoin.ops.local import Emit, LocalForm, Pieces, Span, operand_spans, output_spans, run_local
 from conjoin.ops.measures import bytes_read, bytes_written, flops
@@ -146,6 +148,8 @@ __all__ = [
     "CheckFailed",
     "Copies",
     "Dtype",
+    "EdgeWindow",
+    "Edges",
     "Emit",
     "Factors",
     "Greatest",
@@ -171,11 +175,14 @@ __all__ = [
     "TensorType",
     "WholeRun",
     "Window",
+    "aggregate_over",
     "all_ops",
+    "attend_over",
     "bind_args",
     "bytes_read",
     "bytes_written",
     "call_cache",
+    "check_ends",
     "check_expansion",
     "check_pair",
     "check_rule",
@@ -194,6 +201,7 @@ __all__ = [
     "make_layout",
     "map_tensors",
     "notation_of",
+    "of_graph",
     "operand_spans",
     "operator_name",
     "operator_of",
@@ -225,4 +233,4 @@ __all__ = [
     "under_autocast",
     "walk_tensors",
     "why_opaque",
-]  # fmt: skip
+]

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from conjoin.ops.compiled_kernels import is_compiled_for, run_kernel
-from conjoin.ops.edges import Edges, Order, Window, edges_of
+from conjoin.ops.edges import Edges, EdgeWindow, Order, edges_of
 
 REDUCTIONS = ("sum", "mean", "max")
 _FEW = 1 << 16
@@ -94,10 +94,10 @@ def attend_over(edges: Edges, x: Tensor, by_source: Tensor, by_target: Tensor, s
     return made
 
 
-def window_of(x: Tensor, vertices: int, window: tuple[int, ...]) -> Window:
+def window_of(x: Tensor, vertices: int, window: tuple[int, ...]) -> EdgeWindow:
     """The rows that are here: all there are, unless a window says which."""
     first_source, sources, first_target, targets = window or (0, x.shape[0], 0, vertices)
-    return Window(first_source, x.shape[0], first_target, vertices, sources, targets)
+    return EdgeWindow(first_source, x.shape[0], first_target, vertices, sources, targets)
 
 
 def aggregate_over(edges: Edges, x: Tensor, weight: Tensor | None, reduce: str) -> Tensor:

@@ -8,10 +8,11 @@ same if its lists lie where they did and were not written to since, or else if t
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from conjoin.errors import UsageError
 
 
-class Window(NamedTuple):
+class EdgeWindow(NamedTuple):
     """Which rows are here of those that edges may come from and go to; edges to or from others are left out."""
 
     first_source: int
@@ -56,9 +57,9 @@ class Order:
 class Edges:
     """The edges of one graph that are here, in both orders."""
 
-    def __init__(self, source: Tensor, target: Tensor, window: Window) -> None:
-        _check(source, "source", window.all_sources)
-        _check(target, "target", window.all_targets)
+    def __init__(self, source: Tensor, target: Tensor, window: EdgeWindow) -> None:
+        check_ends(source, "source", window.all_sources)
+        check_ends(target, "target", window.all_targets)
         self.window, self.num_edges = window, source.shape[0]
         source, target = source - window.first_source, target - window.first_target
         here = (source >= 0) & (source < window.num_sources) & (target >= 0) & (target < window.num_targets)
@@ -101,7 +102,8 @@ class Edges:
         return Order(first, others.contiguous(), edges)
 
 
-def _check(ends: Tensor, name: str, limit: int) -> None:
+def check_ends(ends: Tensor, name: str, limit: int) -> None:
+    """Refuse edges from or to vertices that do not exist."""
     if not ends.numel():
         return
     low, high = (int(value) for value in ends.aminmax())
@@ -112,6 +114,7 @@ def _check(ends: Tensor, name: str, limit: int) -> None:
         )
 
 
+T = TypeVar("T")
 _Key = tuple[object, ...]
 
 
@@ -119,45 +122,46 @@ class _Seen(NamedTuple):
     key: _Key
     ends: tuple[Tensor, Tensor]
     """As they were given: while they are held, nothing else lies where they do."""
-    edges: Edges
+    use: Hashable
+    made: Any
 
-    def says(self, source: Tensor, target: Tensor, window: Window) -> bool:
-        """Whether it is of the same graph; what was written to since says something else than its edges do."""
+    def says(self, source: Tensor, target: Tensor, use: Hashable) -> bool:
+        """Whether it is of the same graph; what was written to since says something else than what was made of it."""
         return (
-            self.edges.window == window
-            and self.key == _key(*self.ends, window)
+            self.use == use
+            and self.key == _key(*self.ends, use)
             and all(map(_are_equal, self.ends, (source, target)))
         )
 
 
 class _Memory:
-    """The graphs seen last."""
+    """What was made of the graphs seen last."""
 
     def __init__(self, size: int) -> None:
         self._size, self._lock = size, Lock()
         self._seen: OrderedDict[_Key, _Seen] = OrderedDict()
 
-    def find(self, source: Tensor, target: Tensor, window: Window) -> Edges:
-        """The edges of a graph: those made before, or new ones."""
+    def find(self, source: Tensor, target: Tensor, use: Hashable, make: Callable[[Tensor, Tensor], Any]) -> Any:
+        """What was made of a graph for a use before, or is made now."""
         if source.is_inference() or target.is_inference():  # these do not tell when they are written to
             source, target = source.clone(), target.clone()
-        key = _key(source, target, window)
+        key = _key(source, target, use)
         with self._lock:
             if key in self._seen:
                 self._seen.move_to_end(key)
-                return self._seen[key].edges
+                return self._seen[key].made
             known = tuple(self._seen.values())
-        same = next((seen.edges for seen in known if seen.says(source, target, window)), None)
-        edges = same or Edges(source, target, window)
+        same = next((seen for seen in known if seen.says(source, target, use)), None)
+        made = make(source, target) if same is None else same.made
         with self._lock:
-            self._seen[key] = _Seen(key, (source, target), edges)
+            self._seen[key] = _Seen(key, (source, target), use, made)
             while len(self._seen) > self._size:
                 self._seen.popitem(last=False)
-        return edges
+        return made
 
 
-def _key(source: Tensor, target: Tensor, window: Window) -> _Key:
-    return (*identity(source), *identity(target), window)
+def _key(source: Tensor, target: Tensor, use: Hashable) -> _Key:
+    return (*identity(source), *identity(target), use)
 
 
 def identity(tensor: Tensor) -> _Key:
@@ -175,6 +179,12 @@ _SEEN = _Memory(64)
 """Several layers of a model share one graph; several ranks may be threads of one process."""
 
 
-def edges_of(source: Tensor, target: Tensor, window: Window) -> Edges:
+def of_graph(source: Tensor, target: Tensor, use: Hashable, make: Callable[[Tensor, Tensor], T]) -> T:
+    """What is made of a graph, once for each use while the graph is the same."""
+    made: T = _SEEN.find(source, target, use, make)
+    return made
+
+
+def edges_of(source: Tensor, target: Tensor, window: EdgeWindow) -> Edges:
     """The edges of a graph in both orders, made at first use."""
-    return _SEEN.find(source, target, window)
+    return of_graph(source, target, window, partial(Edges, window=window))
