@@ -26,7 +26,7 @@ from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import by_strategy, captured, module_on
 from tests.runtime.random_graphs import Sample
 
-MODELS = ("gcn", "gin-ppi", "commnet", "graphsage", "gat", "deep-gcn")
+MODELS = ("gcn-ppi", "gin", "commnet", "graphsage", "gat", "deep-gcn")
 
 
 def edges(kind: str, vertices: int) -> Tensor:
