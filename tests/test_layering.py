@@ -21,7 +21,7 @@ SURFACE = "conjoin"
 DECIDING = "ops machine schedules ir frontends rules comm cost sim memory"
 ALL = f"{DECIDING} search runtime gnn report"
 MAY_IMPORT = {
-    "ops": PLUGINS,
+    "ops": f"{PLUGINS} environment",
     "machine": PLUGINS,
     "schedules": "",
     "ir": "ops machine schedules",

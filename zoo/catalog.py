@@ -10,7 +10,7 @@ from zoo.workload import Entry, Workload, build_entry, sizes_of
 
 _FAMILIES = (
     "mlp", "convnets", "resnet", "inception", "nasnet", "vit",
-    "rnn", "nmt", "bert", "gpt", "llama", "moe", "u_transformer", "recommendation",
+    "rnn", "nmt", "bert", "gpt", "llama", "moe", "u_transformer", "recommendation", "gnn",
 )  # fmt: skip
 _TINY = ":tiny"
 

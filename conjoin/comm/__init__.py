@@ -21,6 +21,7 @@ from conjoin.comm.cross_mesh import (
 )
 from conjoin.comm.exchanges import ExchangedBytes, NodeExchanges, node_exchanges
 from conjoin.comm.gradients import Entry, GradientFlow
+from conjoin.comm.halo import OVER_EDGES, Halo, HaloBytes, halo_bytes, halo_call, halo_of
 from conjoin.comm.movement import Movement, move_regions, movement
 from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
 from conjoin.comm.pieces import held_bytes, num_devices, splits_evenly
@@ -49,14 +50,16 @@ from conjoin.comm.unit_tasks import Grid
 from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 
 __all__ = [
-    "AGREEMENT_BYTES", "BACKWARD", "CHUNKS", "EXCHANGE", "FORWARD", "RING", "SENDER_WAYS", "Assignment", "Atomic",
-    "Block", "BundleKind", "BundleSizes", "Collective", "Entry", "ExchangedBytes", "Form", "GradientFlow", "Grid",
-    "Message", "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Ring", "RingBytes", "Route", "RoutedBytes",
-    "Routing", "Step", "StepKind", "Traffic", "Transfer", "TransferPlan", "Use", "WholeSlices", "backward_route",
-    "best_chunks", "bundle_parameters", "bytes_sent", "changes_places", "changes_places_between", "common_places",
-    "dual_layout", "find_bundles", "flights_backward", "flights_forward", "form_seconds", "has_places", "held_bytes",
-    "leaves_early", "move_regions", "movement", "moves_fewer_rows", "node_exchanges", "num_devices", "plan_crossing",
-    "plan_transfer", "recomputed", "reduced_for_transfer", "reshard", "ring_bytes", "ring_bytes_of", "ring_members",
-    "ring_of", "route_bytes", "routed_bytes", "routed_call", "routing_of", "run_again", "sent_bytes", "splits_evenly",
-    "stage_grid", "step_bytes", "step_load", "sum_per_rank", "total_bytes",
+    "AGREEMENT_BYTES", "BACKWARD", "CHUNKS", "EXCHANGE", "FORWARD", "OVER_EDGES", "RING", "SENDER_WAYS",
+    "Assignment", "Atomic", "Block", "BundleKind", "BundleSizes", "Collective", "Entry", "ExchangedBytes", "Form",
+    "GradientFlow", "Grid", "Halo", "HaloBytes", "Message", "Movement", "NodeExchanges", "ParameterBundle",
+    "PerRank", "Ring", "RingBytes", "Route", "RoutedBytes", "Routing", "Step", "StepKind", "Traffic", "Transfer",
+    "TransferPlan", "Use", "WholeSlices", "backward_route", "best_chunks", "bundle_parameters", "bytes_sent",
+    "changes_places", "changes_places_between", "common_places", "dual_layout", "find_bundles", "flights_backward",
+    "flights_forward", "form_seconds", "halo_bytes", "halo_call", "halo_of", "has_places", "held_bytes",
+    "leaves_early", "move_regions", "movement", "moves_fewer_rows", "node_exchanges", "num_devices",
+    "plan_crossing", "plan_transfer", "recomputed", "reduced_for_transfer", "reshard", "ring_bytes",
+    "ring_bytes_of", "ring_members", "ring_of", "route_bytes", "routed_bytes", "routed_call", "routing_of",
+    "run_again", "sent_bytes", "splits_evenly", "stage_grid", "step_bytes", "step_load", "sum_per_rank",
+    "total_bytes",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from conjoin.comm.halo import halo_of
 from conjoin.comm.movement import move_regions
 from conjoin.comm.per_rank import PerRank
 from conjoin.comm.ring import ring_of
@@ -63,7 +64,7 @@ class _Case:
 
 def node_exchanges(node: Node, placed: Placed, mesh: Mesh) -> NodeExchanges:
     """All exchanges of a node; there are none where all its pieces are alike, or where they go another way."""
-    around = ring_of(node, placed, mesh) is not None or routing_of(node, placed, mesh) is not None
+    around = any(find(node, placed, mesh) is not None for find in (ring_of, routing_of, halo_of))
     if around or not unlike_axes(node, placed, mesh):
         return NodeExchanges((None,) * len(node.inputs), (None,) * len(node.types))
     types = (*(value.type for value in node.inputs), *node.types)

@@ -15,6 +15,7 @@ from functools import lru_cache
 from conjoin.comm.bundling import ParameterBundle, find_bundles, sent_bytes
 from conjoin.comm.exchanges import ExchangedBytes, node_exchanges
 from conjoin.comm.gradients import Entry, GradientFlow
+from conjoin.comm.halo import halo_bytes, halo_of
 from conjoin.comm.per_rank import PerRank, ring_bytes
 from conjoin.comm.pieces import num_devices, splits_evenly
 from conjoin.comm.places import changes_places
@@ -111,7 +112,7 @@ class Traffic:
         for i, value in enumerate(node.inputs):
             found += self.before(value)
             found += self._exchange(value, moves.operands[i], self._gradients.reach_operand(node, i))
-        found += self._ring(node, placed) + self._routed(node, placed)
+        found += self._ring(node, placed) + self._routed(node, placed) + self._halo(node, placed)
         return [_twice(transfer) for transfer in found] if node in self._again else found
 
     def after_node(self, node: Node, placed: Placed) -> list[Transfer]:
@@ -193,6 +194,19 @@ class Traffic:
         if back:
             found += [Collective(kind, routing.axes, BACKWARD, True, s) for s in (sent.answers, sent.rows)]
         return [self._repeated(Transfer((origin(node.inputs[0]),), None, tuple(found)))]
+
+    def _halo(self, node: Node, placed: Placed) -> list[Transfer]:
+        """Rows that edges read from other ranks, and their gradients the other way."""
+        halo = halo_of(node, placed, self._mesh)
+        if halo is None:
+            return []
+        kind, found = StepKind.ALL_TO_ALL.value, []
+        for operand, sent in zip(halo.owned, halo_bytes(node, placed, self._mesh), strict=True):
+            moved = [Collective(kind, halo.axes, FORWARD, False, sent.rows)]
+            if self._gradients.reach_operand(node, operand):
+                moved.append(Collective(kind, halo.axes, BACKWARD, True, sent.gradients))
+            found.append(self._repeated(Transfer((origin(node.inputs[operand]),), None, tuple(moved))))
+        return found
 
     def _repeated(self, transfer: Transfer) -> Transfer:
         """What moves as often as there are micro-batches; bundles are all-reduced after the last."""

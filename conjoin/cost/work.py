@@ -21,10 +21,12 @@ from typing import NamedTuple
 import torch
 
 from conjoin.ops import (
+    AGGREGATE,
     ATTENTION_PEAK,
     ATTENTION_SUMS,
     BATCH_MOMENTS,
     EXPERT_NETWORK,
+    GRAPH_ATTENTION,
     LINEAR_RELU,
     MEAN_AND_VARIANCE,
     NORMALIZE_CHANNELS,
@@ -201,6 +203,7 @@ _NAMED = {
     "rnn_relu": RECURRENT, "lstm_cell": RECURRENT, "gru_cell": RECURRENT, "rnn_tanh_cell": RECURRENT,
     "rnn_relu_cell": RECURRENT, NORMALIZE_CHANNELS: ELEMENTWISE, EXPERT_NETWORK: CONTRACTION,
     ROUTED_EXPERTS: CONTRACTION, RING_ATTENTION: ATTENTION, ATTENTION_PEAK: CONTRACTION, ATTENTION_SUMS: CONTRACTION,
+    AGGREGATE: LOOKUP, GRAPH_ATTENTION: LOOKUP,
 }  # fmt: skip
 """What notation cannot tell: several products in one kernel; that what is whole is a small part of what is read."""
 

@@ -12,6 +12,7 @@ from conjoin.errors import CaptureError
 from conjoin.frontends.expert_rows import in_their_own_order
 from conjoin.frontends.exporting import Batch, Regions, export
 from conjoin.frontends.lowering import Lowering
+from conjoin.frontends.neighbours import with_neighbours
 from conjoin.frontends.problems import Problem
 from conjoin.frontends.report import not_understood
 from conjoin.frontends.torch_private import settle_autograd
@@ -52,7 +53,7 @@ def capture(
     graph = lowering.run(type(model).__name__, model.training)
     if graph is None:
         raise _refusal(lowering.problems)
-    graph = in_their_own_order(graph)
+    graph = with_neighbours(in_their_own_order(graph), exported, model)
     if loss is not None and graph.loss is None:
         raise CaptureError(
             "The loss did not return one floating-point number. Training minimises a single number. "

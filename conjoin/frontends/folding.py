@@ -32,17 +32,17 @@ _MIN_GROUPS = 8
 """Fewer heads of keys than a node has devices stay repeated for their queries: then they can be split as far."""
 
 
-def known_value(value: Value) -> Tensor | None:
+def known_value(value: Value, known: Callable[[Leaf], Tensor | None] | None = None) -> Tensor | None:
     """The value of a tensor that is made of constants alone; None of any other, and of one that is too large.
 
-    What nobody reads any more is freed on the way.
+    What nobody reads any more is freed on the way. Other leaves than constants may be known, too.
     """
     order = _makers(value)
     readers = Counter(owner for maker in order for owner in _owners(maker))
     made: dict[Leaf | Node, tuple[Tensor | None, ...]] = {}
     for owner in order:
         if isinstance(owner, Leaf):
-            made[owner] = (_constant(owner),)
+            made[owner] = ((known or _constant)(owner),)
             continue
         made[owner] = _computed(owner, [made[read.owner][read.index] for read in _read(owner)])
         for read in _owners(owner):

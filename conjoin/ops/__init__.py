@@ -1,5 +1,6 @@
 """What an operator is, declared once: index notation, torch reference, algebraic facts; the rest is derived."""
 
+from conjoin.ops.aggregation import aggregate_over, attend_over
 from conjoin.ops.aten import (
     CAST,
     OPAQUE,
@@ -30,6 +31,7 @@ from conjoin.ops.check import (
     types_on_meta,
 )
 from conjoin.ops.composites import (
+    AGGREGATE,
     ASSIGN,
     ATTENTION_PEAK,
     ATTENTION_SUMS,
@@ -38,9 +40,11 @@ from conjoin.ops.composites import (
     BATCH_NORM_BY_PIECES,
     COMBINE,
     CONFINE,
+    EDGE_SOFTMAX,
     EMBEDDING_BAG,
     EXPERT_LINEAR,
     EXPERT_NETWORK,
+    GRAPH_ATTENTION,
     GREATEST,
     LINEAR_RELU,
     MEAN_AND_VARIANCE,
@@ -65,6 +69,7 @@ from conjoin.ops.composites import (
 from conjoin.ops.direct import find_function
 from conjoin.ops.drawing import drawing
 from conjoin.ops.dtypes import Dtype, under_autocast
+from conjoin.ops.edges import Edges, EdgeWindow, check_ends, of_graph
 from conjoin.ops.experts import expert_network, take_rows
 from conjoin.ops.local import Emit, LocalForm, Pieces, Span, operand_spans, output_spans, run_local
 from conjoin.ops.measures import bytes_read, bytes_written, flops
@@ -99,6 +104,7 @@ from conjoin.ops.tensor_type import (
 from conjoin.ops.trial import cuts_for
 
 __all__ = [
+    "AGGREGATE",
     "ASSIGN",
     "ATTENTION_PEAK",
     "ATTENTION_SUMS",
@@ -108,9 +114,11 @@ __all__ = [
     "CAST",
     "COMBINE",
     "CONFINE",
+    "EDGE_SOFTMAX",
     "EMBEDDING_BAG",
     "EXPERT_LINEAR",
     "EXPERT_NETWORK",
+    "GRAPH_ATTENTION",
     "GREATEST",
     "LINEAR_RELU",
     "MEAN_AND_VARIANCE",
@@ -140,6 +148,8 @@ __all__ = [
     "CheckFailed",
     "Copies",
     "Dtype",
+    "EdgeWindow",
+    "Edges",
     "Emit",
     "Factors",
     "Greatest",
@@ -165,11 +175,14 @@ __all__ = [
     "TensorType",
     "WholeRun",
     "Window",
+    "aggregate_over",
     "all_ops",
+    "attend_over",
     "bind_args",
     "bytes_read",
     "bytes_written",
     "call_cache",
+    "check_ends",
     "check_expansion",
     "check_pair",
     "check_rule",
@@ -188,6 +201,7 @@ __all__ = [
     "make_layout",
     "map_tensors",
     "notation_of",
+    "of_graph",
     "operand_spans",
     "operator_name",
     "operator_of",
@@ -219,4 +233,4 @@ __all__ = [
     "under_autocast",
     "walk_tensors",
     "why_opaque",
-]  # fmt: skip
+]

@@ -15,6 +15,7 @@ from conjoin.ops.declarations import (
     creation,
     elementwise,
     experts,
+    graphs,
     joining,
     lookup,
     losses,
@@ -35,8 +36,8 @@ from conjoin.ops.tensor_type import TensorType
 from conjoin.plugins import load_plugins
 
 _FAMILIES = (
-    contraction, convolution, pooling, normalization, attention, recurrent, experts, lookup, scattering, elementwise,
-    reductions, joining, movement, resampling, views, creation, randomness, losses, parallel,
+    contraction, convolution, pooling, normalization, attention, recurrent, experts, graphs, lookup, scattering,
+    elementwise, reductions, joining, movement, resampling, views, creation, randomness, losses, parallel,
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from conjoin.ops.aggregation import aggregate, edge_softmax, graph_attention
 from conjoin.ops.attention_sums import attention_peak, attention_sums
 from conjoin.ops.batch_statistics import batch_moments, batch_norm_by_pieces, mean_and_variance, normalize_channels
 from conjoin.ops.experts import expert_linear, expert_network
@@ -25,6 +26,8 @@ EMBEDDING_BAG = "conjoin::embedding_bag"
 RAGGED_EMBEDDING_BAG = "conjoin::ragged_embedding_bag"
 EXPERT_LINEAR, EXPERT_NETWORK = "conjoin::expert_linear", "conjoin::expert_network"
 ROUTED_EXPERTS = "conjoin::routed_experts"
+AGGREGATE, EDGE_SOFTMAX = "conjoin::aggregate", "conjoin::edge_softmax"
+GRAPH_ATTENTION = "conjoin::graph_attention"
 PEAK = "conjoin::peak"
 RING_ATTENTION = "conjoin::ring_attention"
 ATTENTION_PEAK, ATTENTION_SUMS = "conjoin::attention_peak", "conjoin::attention_sums"
@@ -132,6 +135,9 @@ COMPOSITES: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     EXPERT_LINEAR: expert_linear,
     EXPERT_NETWORK: expert_network,
     ROUTED_EXPERTS: expert_network,
+    AGGREGATE: aggregate,
+    EDGE_SOFTMAX: edge_softmax,
+    GRAPH_ATTENTION: graph_attention,
     EMBEDDING_BAG: embedding_bag,
     RAGGED_EMBEDDING_BAG: ragged_embedding_bag,
     BATCH_MOMENTS: batch_moments,

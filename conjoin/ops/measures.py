@@ -34,6 +34,8 @@ def bytes_read(spec: OpSpec, call: Call) -> int:
     if spec.view or spec.name.startswith("new_") or spec.name.endswith("_like"):  # only a type is read
         return 0
     space = space_of(spec, call)
+    if spec.reads is not None:
+        return spec.reads(call, space.sizes)
     addressed = {access.addresses for access in space.notation.operands if access.addresses}
     total = 0
     for access, tensor in zip(space.notation.operands, call.tensors, strict=True):

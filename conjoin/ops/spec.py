@@ -192,6 +192,8 @@ class OpSpec:
     """Of each output, or of all; or how it follows from a literal of the call."""
     flops: float | Callable[[Call, Mapping[str, int]], float] = 1.0
     """Per point of the index space, or for the whole call; 0 for what only moves data."""
+    reads: Callable[[Call, Mapping[str, int]], int] | None = None
+    """Bytes of operands that a call reads, where it reads some of them more than once."""
     follows: Mapping[str, str] = field(default_factory=dict)
     """Attributes that are the size of an index, or (`shape`) the shape of the output, and shrink with a split; or
     (`@v`) an address in an index, which moves with it and is -1 on devices that do not have it."""

@@ -89,8 +89,8 @@ class Carriers(Protocol):
         """Make ready for a move that other ranks make."""
 
     def among_ranks(self, node: Node) -> Function | None:
-        """What runs a call in which ranks send each other more than halos: keys that go around, rows that go to their
-        experts; None for any other."""
+        """What runs a call in which ranks send each other more than regions: keys that go around, rows that go to their
+        experts, or to their neighbours; None for any other."""
 
     def bundle(self, root: Value, layout: Layout) -> Bundle | None:
         """The bundle of parameters that brings this one into this layout; None where it goes on its own."""

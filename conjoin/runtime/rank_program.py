@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from conjoin.comm import recomputed, ring_members, ring_of, routing_of
+from conjoin.comm import halo_of, recomputed, ring_members, ring_of, routing_of
 from conjoin.errors import UsageError
 from conjoin.ir import (
     Leaf,
@@ -36,6 +36,7 @@ from conjoin.runtime.carriers import carry_move, carry_reshard, prepare_move
 from conjoin.runtime.communicator import Communicator, uncompiled
 from conjoin.runtime.emission import emit_program
 from conjoin.runtime.functions import Function
+from conjoin.runtime.halo import carry_halo
 from conjoin.runtime.kept_casts import KeptCasts
 from conjoin.runtime.norms import Group
 from conjoin.runtime.passes import Passes
@@ -75,7 +76,10 @@ class _RankCarriers:
         ring, routing = ring_of(node, placed, self.mesh), routing_of(node, placed, self.mesh, self.rank)
         if ring is not None:
             return carry_ring(ring, ring_members(node, placed, self.mesh, self.rank), self._communicator)
-        return None if routing is None else carry_routing(routing, self._communicator)
+        if routing is not None:
+            return carry_routing(routing, self._communicator)
+        halo = halo_of(node, placed, self.mesh, self.rank)
+        return None if halo is None else carry_halo(node.op, halo, self._communicator)
 
     def bundle(self, root: Value, layout: Layout) -> Bundle | None:
         return self._by_entry.get((root, layout))

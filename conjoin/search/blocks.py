@@ -21,10 +21,10 @@ from itertools import pairwise
 from conjoin.cost import ATTENTION
 from conjoin.errors import StrategyError
 from conjoin.ir import Graph, LeafKind, Node, Segment, asked_segments, operators_of, stored_leaf
-from conjoin.ops import CAST, RING_ATTENTION, ROUTED_EXPERTS
+from conjoin.ops import AGGREGATE, CAST, GRAPH_ATTENTION, RING_ATTENTION, ROUTED_EXPERTS
 from conjoin.search.facts import NodeFacts, study
 
-_AMONG_RANKS = (RING_ATTENTION, ROUTED_EXPERTS)
+_AMONG_RANKS = (RING_ATTENTION, ROUTED_EXPERTS, AGGREGATE, GRAPH_ATTENTION)
 
 
 def segments_for(recompute: str, graph: Graph) -> tuple[Segment, ...]:

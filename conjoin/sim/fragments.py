@@ -18,6 +18,9 @@ from conjoin.comm import (
     StepKind,
     backward_route,
     common_places,
+    halo_bytes,
+    halo_call,
+    halo_of,
     node_exchanges,
     reshard,
     ring_bytes_of,
@@ -156,6 +159,8 @@ class Drafts:
             return frozenset()
         if routing_of(node, placed, self.mesh) is not None:  # as if all experts were chosen alike
             return frozenset()
+        if halo_of(node, placed, self.mesh) is not None:  # as if all vertices had as many edges
+            return frozenset()
         return unlike_axes(node, placed, self.mesh) | {axis for axis, _ in placed.at}
 
     def route(self, type: TensorType, source: Layout, target: Layout) -> tuple[Fragment, Fragment]:
@@ -255,6 +260,12 @@ class Drafts:
             there += self._sent(routing.axes, Phase.FORWARD, moved.counts, moved.rows)
             back += self._sent(routing.axes, Phase.BACKWARD, moved.answers)
             after = [*self._sent(routing.axes, Phase.BACKWARD, moved.rows), *after]
+        halo = halo_of(node, placed, self.mesh)
+        if halo is not None:
+            rows = list(zip(halo.owned, halo_bytes(node, placed, self.mesh), strict=True))
+            there += self._sent(halo.axes, Phase.FORWARD, *(sent.rows for _, sent in rows))
+            sent_back = (sent.gradients for operand, sent in rows if operand in needs)
+            after = [*self._sent(halo.axes, Phase.BACKWARD, *sent_back), *after]
         forward_work = work.forward, work.host_forward, work.source, where
         there.append(_compute(node.op, Phase.FORWARD, *forward_work))
         there += self._sent(routing.axes, Phase.FORWARD, moved.answers) if routing is not None else ()
@@ -317,6 +328,8 @@ class Drafts:
             return _summed([self._costs_of(call, needs) for call in ring_calls(node, around, self.mesh)])
         if routing_of(node, placed, self.mesh) is not None:
             return _summed([self._costs_of(routed_call(node, self.mesh, 0), needs)])
+        if halo_of(node, placed, self.mesh) is not None:
+            return _summed([self._costs_of(halo_call(node, placed, self.mesh, 0), needs)])
         alike = not (unlike_axes(node, placed, self.mesh) or self.prices.unlike_axes())
         ranks = (self.mesh.rank_at(dict(placed.at)),) if alike else self.classes.ranks
         call = self._tasks[number].call

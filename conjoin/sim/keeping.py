@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conjoin.comm import ring_of, routed_call, routing_of
+from conjoin.comm import halo_call, halo_of, ring_of, routed_call, routing_of
 from conjoin.cost import ATTENTION, fuses_attention
 from conjoin.ir import Node, Placed, plain_call, region_of, region_shape, wanted_region
 from conjoin.machine import Mesh
@@ -55,6 +55,9 @@ def kept_by(node: Node, placed: Placed, needs: tuple[int, ...], mesh: Mesh, rank
     if routing_of(node, placed, mesh, rank) is not None:
         made = tuple(TensorType(region_shape(region_of(t.shape, t.layout, mesh, rank)), t.dtype) for t in node.types)
         return kept_of(routed_call(node, mesh, rank), made, needs, kind)
+    if halo_of(node, placed, mesh, rank) is not None:
+        made = tuple(TensorType(region_shape(region_of(t.shape, t.layout, mesh, rank)), t.dtype) for t in node.types)
+        return kept_of(halo_call(node, placed, mesh, rank), made, needs, kind)
     if ring_of(node, placed, mesh) is not None:
         local = tuple(region_shape(region_of(v.type.shape, v.type.layout, mesh, rank)) for v in node.inputs)
         return _kept_by_attention(local, call, needs)

@@ -43,6 +43,8 @@ def step(net: nn.Module, workload: zoo.Workload) -> tuple[Tensor, Tensor]:
 
 
 NAMES = tiny_names()
+REORDERED = {"gat": 1e-6}
+"""What adds edges up in the order of their targets, in which the plain model does not: by how much it may differ."""
 OFTEN = {"train, float32": 1, "train, float64": 4, "eval": 2}
 CASES = [(name, mode) for i, name in enumerate(NAMES) for mode in MODES if i % OFTEN[mode] == 0]
 """A graph has the dtypes and the mode of its model: that it can have others needs not be seen of all."""
@@ -59,7 +61,7 @@ def test_graph_equals_the_plain_model(name: str, mode: str, unequal: Callable[..
     (loss, drawn), (want, want_drawn) = step(module, workload), step(plain, workload)
     assert torch.equal(loss, want) and loss.dtype == dtype
     assert torch.equal(drawn, want_drawn)
-    assert unequal(module, plain) == []
+    assert unequal(module, plain, REORDERED.get(name, 0.0)) == []
     assert not_understood(graph).complete, str(not_understood(graph))
     assert graph.training is training and graph.loss == 0
     assert any(graph.sources)

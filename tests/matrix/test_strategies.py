@@ -134,6 +134,7 @@ SAMPLE = (
     ("gpt-125m", 4, ("megatron:sp", "fsdp", "hsdp:shard=2", "context")),
     ("alexnet", 2, ("one-weird-trick", "spatial")),
     ("dlrm", 4, ("table-parallel",)),
+    ("gat", 2, ("vertex-parallel",)),
     ("rnnlm-2step", 2, ("reduction",)),
     ("resnext-50", 2, ("data-parallel",)),
     ("moe-8x7b", 2, ("megatron", "expert")),

@@ -22,6 +22,7 @@ from conjoin.search.strategies.reduction import draft_reduction
 from conjoin.search.strategies.sbp3d import draft_sbp3d
 from conjoin.search.strategies.spatial import draft_spatial
 from conjoin.search.strategies.table_parallel import draft_table_parallel
+from conjoin.search.strategies.vertex_parallel import draft_vertex_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ _TABLE = (
     Strategy("table-parallel", Keys(("dp",)), draft_table_parallel),
     Strategy("spatial", Keys(("h", "w", "dp")), draft_spatial),
     Strategy("reduction", Keys(("k",)), draft_reduction),
+    Strategy("vertex-parallel", Keys(("parts",)), draft_vertex_parallel),
     Strategy("sbp3d", Keys(("m", "n", "k")), draft_sbp3d),
 )
 

@@ -1,0 +1,158 @@
+"""A full-graph step of a two-layer GCN on one host, against torch's own sparse product: CPU seconds, taken in turn.
+
+    python -m benchmarks.roc_step [--vertices 233000] [--edges 11500000] [--rounds 3] [--output FILE]
+
+602 features, 128 hidden, 41 classes, as ROC's on Reddit with a tenth of the edges; the graph is symmetric, weighted,
+and has communities. `torch CSR` multiplies with a CSR matrix and is given its backward by hand: the same product once
+more, since the matrix is symmetric. `torch CSR, autograd` transposes it in every step, as torch does. `ours` is what
+`conjoin.capture` makes of a model in gather-scatter form; `ours, A·X once` the same with the first layer the other way
+round, (A·X)·W, where A·X of constant features is made before the first step. Seconds are those of all threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import conjoin
+from conjoin.ops import AGGREGATE, find_operator
+from conjoin.runtime import to_module
+from zoo.gnn import Gcn, GnnConfig, symmetric_weights
+
+FEATURES, HIDDEN, CLASSES, COMMUNITIES = 602, 128, 41, 50
+
+
+def community_graph(vertices: int, edges: int) -> Tensor:
+    """Edges both ways, three in four of them inside a community, which are neighbouring vertices."""
+    generator = torch.Generator().manual_seed(0)
+    count, size = edges // 2, max(vertices // COMMUNITIES, 1)
+    one = torch.randint(vertices, (count,), generator=generator)
+    near = one // size * size + torch.randint(size, (count,), generator=generator)
+    far = torch.randint(vertices, (count,), generator=generator)
+    other = torch.where(torch.rand(count, generator=generator) < 0.75, near.clamp(max=vertices - 1), far)
+    return torch.stack((torch.cat((one, other)), torch.cat((other, one))))
+
+
+class _Symmetric(torch.autograd.Function):
+    """The product with a symmetric matrix, whose gradient is one, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Tensor) -> Tensor:
+        ctx.matrix = matrix
+        return matrix @ x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.matrix @ gradients[0], None
+
+
+class CsrGcn(nn.Module):
+    """The same model by torch's sparse product."""
+
+    def __init__(self, model: Gcn, product: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers, self.product = model.layers, product
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layers
+        x = F.relu(self.product(first.layer(x)) + first.bias)  # type: ignore[operator, arg-type]
+        return self.product(second.layer(x)) + second.bias  # type: ignore[operator, arg-type]
+
+
+class LateGcn(nn.Module):
+    """The same model on features that were aggregated before."""
+
+    def __init__(self, model: Gcn, product: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers, self.product = model.layers, product
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layers
+        x = F.relu(first.layer(x) + first.bias)  # type: ignore[operator]
+        return self.product(second.layer(x)) + second.bias  # type: ignore[operator, arg-type]
+
+
+def cpu_seconds(step: Callable[[], Tensor], model: nn.Module) -> float:
+    """Of a step: forward, backward, update."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    start = time.process_time()
+    optimizer.zero_grad()
+    step().backward()
+    optimizer.step()
+    return time.process_time() - start
+
+
+def ways(vertices: int, edges: int) -> dict[str, tuple[Callable[[], Tensor], nn.Module]]:
+    """A step of every way on the same graph."""
+    graph = community_graph(vertices, edges)
+    weight = symmetric_weights(graph, vertices)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(vertices, FEATURES, generator=generator)
+    labels = torch.randint(CLASSES, (vertices,), generator=generator)
+    model = Gcn(GnnConfig(FEATURES, CLASSES, 0, HIDDEN))
+    matrix = torch.sparse_coo_tensor(graph.flip(0), weight, (vertices, vertices)).coalesce().to_sparse_csr()
+    batch = (x, graph, weight, labels)
+    ours = to_module(conjoin.capture(model, batch, F.cross_entropy), model)
+    aggregate = find_operator(AGGREGATE)
+
+    def product(h: Tensor) -> Tensor:
+        made: Tensor = aggregate(h, graph[0], graph[1], weight, vertices, "sum")
+        return made
+
+    symmetric = CsrGcn(model, lambda h: _Symmetric.apply(h, matrix))  # type: ignore[no-untyped-call]
+    plain = CsrGcn(model, lambda h: torch.sparse.mm(matrix, h))
+    late, aggregated = LateGcn(model, product), product(x)
+    losses: dict[str, tuple[Callable[[], Tensor], nn.Module]] = {
+        "torch CSR": (lambda: F.cross_entropy(symmetric(x), labels), model),
+        "torch CSR, autograd": (lambda: F.cross_entropy(plain(x), labels), model),
+        "ours": (lambda: ours(*batch), ours),
+        "ours, A·X once": (lambda: F.cross_entropy(late(aggregated), labels), model),
+    }
+    return losses
+
+
+def main() -> None:
+    """Print the table and write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vertices", type=int, default=233_000)
+    parser.add_argument("--edges", type=int, default=11_500_000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/roc_step.json"))
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", message="Sparse")
+    steps = ways(options.vertices, options.edges)
+    losses = {name: step().item() for name, (step, _) in steps.items()}
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(options.rounds + 1):
+        for name, (step, model) in steps.items():
+            seconds = cpu_seconds(step, model)
+            found[name] += [seconds] if turn else []  # the first round makes what is kept
+    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
+    rows = [
+        {"way": name, "cpu_seconds": round(s, 3), "ratio": round(s / medians["torch CSR"], 3), "loss": losses[name]}
+        for name, s in medians.items()
+    ]
+    for row in rows:
+        print(f"{row['way']:<22} {row['cpu_seconds']:>8} s  {row['ratio']:>6}  loss {row['loss']:.6f}")
+    about = {
+        "machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "date": str(date.today()), "vertices": options.vertices, "edges": options.edges,
+        "command": "python -m benchmarks.roc_step",
+    }  # fmt: skip
+    options.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

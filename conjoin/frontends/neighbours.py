@@ -1,0 +1,293 @@
+"""What models make of the neighbours of vertices, written as rows read at sources and added up at targets, as one call.
+
+    zeros.index_add(0, target, x[source] * weight)           ->   conjoin::aggregate(x, source, target, weight, "sum")
+    zeros.scatter_reduce(0, target, x[source], "mean")       ->   conjoin::aggregate(x, source, target, None, "mean")
+    exp(s - peak[target]) / zeros.index_add(..)[target]      ->   conjoin::edge_softmax(s, target)
+    aggregate(x, .., edge_softmax(leaky(a[source] + b[target])))   ->   conjoin::graph_attention(x, a, b, ..)
+
+So no row is made for an edge, and vertices may be split. Where the edges are known, for the model has them, or the
+batch, it is counted how many rows parts of the vertices would send each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conjoin.frontends.exporting import Exported
+from conjoin.frontends.folding import known_value
+from conjoin.frontends.torch_private import is_fake
+from conjoin.ir import Graph, Leaf, LeafKind, Node, Rewriting, Value, cut, drop_unused
+from conjoin.ops import AGGREGATE, EDGE_SOFTMAX, GRAPH_ATTENTION
+
+PARTS = ((2,), (3,), (2, 2), (2, 2, 2))
+"""Into how many parts vertices are taken to be split, one cut inside the other, as axes of a machine do."""
+_ZEROS = ("zeros", "zeros_like", "new_zeros")
+_ADDED = ("index_add", "scatter_add", "scatter_reduce.two")
+_REDUCED = {"sum": "sum", "mean": "mean", "amax": "max"}
+_NEGLIGIBLE = 1e-12
+"""What is added to a sum of at least 1 to keep it from 0."""
+
+Known = Callable[[Leaf], Tensor | None]
+
+
+def with_neighbours(graph: Graph, exported: Exported, model: nn.Module) -> Graph:
+    """The graph with what vertices make of their neighbours as single calls; the same graph where there is none."""
+    if not any(node.op in _ADDED for node in graph.nodes):
+        return graph
+    for find in (_find_softmax, _find_sum, _find_attention):
+        graph = _replaced(graph, find)
+    return _with_halos(graph, _values(exported, model))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A call that computes what a node does; arguments are values of the graph, some of them in another shape."""
+
+    op: str
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shaped:
+    value: Value
+    shape: tuple[int, ...]
+
+
+def _replaced(graph: Graph, find: Callable[[Node], _Found | None]) -> Graph:
+    found = {node: made for node in graph.nodes if (made := find(node)) is not None}
+    if not found:
+        return graph
+    work = Rewriting(graph)
+
+    def new(node: Node, arg: Any) -> Any:
+        if isinstance(arg, _Shaped):
+            value = work.values[arg.value]
+            return value if value.type.shape == arg.shape else work.emit(node, "reshape", value, arg.shape)
+        return work.values[arg] if isinstance(arg, Value) else arg
+
+    for node in graph.nodes:
+        if node in found:
+            args = (new(node, arg) for arg in found[node].args)
+            work.values[Value(node)] = work.emit(node, found[node].op, *args)
+        else:
+            work.keep(node)
+    return drop_unused(work.finish())
+
+
+def _made_by(value: Any, *ops: str) -> Node | None:
+    """The call that makes a value, where it is one of these."""
+    owner = value.owner if isinstance(value, Value) else None
+    return owner if isinstance(owner, Node) and owner.op in ops else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Added:
+    """Rows that are added up, or reduced otherwise, at targets."""
+
+    rows: Value
+    target: Value
+    vertices: int
+    reduce: str
+
+
+def _find_added(node: Node) -> _Added | None:
+    if node.op not in _ADDED or node.call.dim() != 0 or _made_by(node.args[0], *_ZEROS) is None:
+        return None
+    shape = node.types[0].shape
+    if node.op == "index_add":
+        target, rows = node.args[2], node.args[3]
+        if node.call["alpha"] != 1:
+            return None
+    else:
+        spread, rows = node.args[2], node.args[3]
+        found = _spread_from(spread) if spread.type.shape == rows.type.shape else None
+        if found is None:
+            return None
+        target = found
+    reduce = _REDUCED.get(node.call["reduce"]) if node.op == "scatter_reduce.two" else "sum"
+    if reduce is None or (reduce != "sum" and node.call["include_self"]):
+        return None
+    fits = rows.type.shape[1:] == shape[1:] and rows.type.dtype == node.types[0].dtype and rows.type.shape
+    return _Added(rows, target, shape[0], reduce) if fits and len(target.type.shape) == 1 else None
+
+
+def _spread_from(value: Value) -> Value | None:
+    """The row numbers that were repeated for every number of a row."""
+    count = value.type.shape[0] if value.type.shape else 0
+    while len(value.type.shape) != 1:
+        owner = _made_by(value, "expand", "unsqueeze", "reshape")
+        is_rows = value.type.shape[:1] == (count,)
+        if owner is None or not is_rows or (owner.op != "expand" and value.type.num_elements != count):
+            return None
+        value = owner.args[0]
+    return value if value.type.shape == (count,) else None
+
+
+def _find_read(value: Any) -> tuple[Value, Value] | None:
+    """What rows are read from, and at which numbers."""
+    node = _made_by(value, "index.Tensor", "index_select")
+    if node is None:
+        return None
+    if node.op == "index_select":
+        return (node.args[0], node.args[2]) if node.call.dim() == 0 else None
+    taken = node.args[1]
+    plain = len(taken) == 1 and taken[0] is not None and len(taken[0].type.shape) == 1
+    return (node.args[0], taken[0]) if plain and taken[0].type.dtype != torch.bool else None
+
+
+def _find_sum(node: Node) -> _Found | None:
+    added = _find_added(node)
+    if added is None:
+        return None
+    for rows, weight in _weighted(added.rows):
+        read = _find_read(rows)
+        if read is not None and (added.reduce != "max" or weight is None) and read[0].type.dtype == rows.type.dtype:
+            args = (*read, added.target, weight, added.vertices, added.reduce, (), ())
+            return _Found(AGGREGATE, args)
+    return None
+
+
+def _weighted(value: Value) -> Iterator[tuple[Value, _Shaped | None]]:
+    """Rows and the weights they are multiplied with, either way round; or rows alone."""
+    yield value, None
+    product = _made_by(value, "mul.Tensor")
+    if product is None or not all(isinstance(arg, Value) for arg in product.args):
+        return
+    for rows, weight in (product.args, product.args[::-1]):
+        shape = list(weight.type.shape)
+        while len(shape) > 1 and shape[-1] == 1:
+            shape.pop()
+        aligned = len(weight.type.shape) == len(rows.type.shape) == len(value.type.shape)
+        if aligned and tuple(shape) == rows.type.shape[: len(shape)] and weight.type.dtype == rows.type.dtype:
+            yield rows, _shaped(weight, tuple(shape))
+
+
+def _shaped(value: Value, shape: tuple[int, ...]) -> _Shaped:
+    """A value in another shape, without the shapes it had in between."""
+    owner = _made_by(value, "unsqueeze", "reshape")
+    return _Shaped(value, shape) if owner is None or value.type.shape == shape else _shaped(owner.args[0], shape)
+
+
+def _find_softmax(node: Node) -> _Found | None:
+    if node.op != "div.Tensor" or not all(isinstance(arg, Value) for arg in node.args):
+        return None
+    powers, total = node.args
+    plus = _made_by(total, "add.Tensor", "add.Scalar")
+    if plus is not None and isinstance(plus.args[1], float) and abs(plus.args[1]) < _NEGLIGIBLE:
+        total = plus.args[0]
+    read, power = _find_read(total), _made_by(powers, "exp")
+    maker = None if read is None else read[0].owner
+    added = _find_added(maker) if isinstance(maker, Node) else None
+    if read is None or added is None or power is None:
+        return None
+    if (added.rows, added.target, added.reduce) != (powers, read[1], "sum"):
+        return None
+    shifted = _made_by(power.args[0], "sub.Tensor")
+    if shifted is None or shifted.call["alpha"] != 1:
+        return None
+    scores, shift = shifted.args[:2]
+    at = _find_read(shift)
+    highest = _find_added(at[0].owner) if at is not None and isinstance(at[0].owner, Node) else None
+    if at is None or highest is None or highest.reduce != "max" or not highest.target == added.target == at[1]:
+        return None
+    detached = _made_by(highest.rows, "detach")
+    is_own = scores in (highest.rows, None if detached is None else detached.args[0])
+    return _Found(EDGE_SOFTMAX, (scores, added.target, added.vertices)) if is_own else None
+
+
+def _find_attention(node: Node) -> _Found | None:
+    if node.op != AGGREGATE or node.call["reduce"] != "sum" or len(node.call["x"].shape) < 2:
+        return None
+    x, source, target, weight, vertices = node.args[:5]
+    softmax = _made_by(weight, EDGE_SOFTMAX)
+    leaky = _made_by(softmax.args[0], "leaky_relu") if softmax is not None else None
+    both = _made_by(leaky.args[0], "add.Tensor") if leaky is not None else None
+    if softmax is None or leaky is None or both is None or both.call["alpha"] != 1 or softmax.args[1] != target:
+        return None
+    sides = [_find_read(side) for side in both.args[:2]]
+    for one, other in (sides, sides[::-1]):
+        if one is None or other is None or (one[1], other[1]) != (source, target):
+            continue
+        if one[0].type.shape == x.type.shape[:2] and other[0].type.shape == (vertices, x.type.shape[1]):
+            args = (x, one[0], other[0], source, target, vertices, leaky.call["negative_slope"], (), ())
+            return _Found(GRAPH_ATTENTION, args)
+    return None
+
+
+def _values(exported: Exported, model: nn.Module) -> Known:
+    """What leaves are at capture, where they have a value."""
+    inputs = dict(zip(exported.input_names, exported.inputs, strict=True))
+
+    def known(leaf: Leaf) -> Tensor | None:
+        found = inputs.get(leaf.name) if leaf.kind is LeafKind.INPUT else _attribute(model, leaf.name)
+        return found if isinstance(found, Tensor) and not is_fake(found) and not found.is_meta else None
+
+    return known
+
+
+def _attribute(model: nn.Module, path: str) -> object:
+    found: object = model
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _with_halos(graph: Graph, known: Known) -> Graph:
+    """The graph with how many rows parts of vertices send each other said of every call that may be split so."""
+    nodes = [node for node in graph.nodes if node.op in (AGGREGATE, GRAPH_ATTENTION)]
+    counted: dict[tuple[Value, Value, int, int], tuple[int, ...]] = {}
+    work = Rewriting(graph)
+    for node in graph.nodes:
+        if node not in nodes:
+            work.keep(node)
+            continue
+        at = node.call.signature.position
+        source, target = node.args[at("source")], node.args[at("target")]
+        key = source, target, node.args[0].type.shape[0], node.args[at("vertices")]
+        if key not in counted:
+            ends = known_value(source, known), known_value(target, known)
+            counted[key] = () if ends[0] is None or ends[1] is None else count_halos(ends[0], ends[1], *key[2:])
+        args = [work.values[arg] if isinstance(arg, Value) else arg for arg in node.args]
+        args[at("halos")] = counted[key]
+        work.values[Value(node)] = work.emit(node, node.op, *args)
+    return work.finish()
+
+
+def count_halos(source: Tensor, target: Tensor, sources: int, targets: int) -> tuple[int, ...]:
+    """For every number of parts the number, how many rows each part sends to others, and how many it gets."""
+    found: list[int] = []
+    source, target = source.cpu(), target.cpu()
+    if not all(_lies_in(ends, size) for ends, size in ((source, sources), (target, targets))):
+        return ()  # told when it runs
+    for factors in PARTS:
+        ends = [torch.tensor([stop for _, stop in nested(size, factors)]) for size in (sources, targets)]
+        if min(sources, targets) < len(ends[0]):
+            continue
+        reads = torch.zeros(len(ends[1]), sources, dtype=torch.bool)
+        reads[torch.searchsorted(ends[1], target, right=True), source] = True
+        owner = torch.searchsorted(ends[0], torch.arange(sources), right=True)
+        reads[owner, torch.arange(sources)] = False
+        sent = torch.zeros(len(ends[0]), dtype=torch.int64).index_add(0, owner, reads.sum(0))
+        found += (len(ends[0]), *sent.tolist(), *reads.sum(1).tolist())
+    return tuple(found)
+
+
+def _lies_in(ends: Tensor, size: int) -> bool:
+    return not ends.numel() or bool(ends.min() >= 0 and ends.max() < size)
+
+
+def nested(size: int, factors: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The pieces of a dim that is cut by one axis inside the other.
+
+    >>> nested(7, (2, 2))
+    [(0, 2), (2, 4), (4, 6), (6, 7)]
+    """
+    pieces = [(0, size)]
+    for factor in factors:
+        pieces = [cut(piece, factor, part) for piece in pieces for part in range(factor)]
+    return pieces

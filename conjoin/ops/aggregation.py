@@ -1,0 +1,228 @@
+"""What vertices of a graph make of their neighbours: sums, means, greatest values, attention.
+
+    aggregate(x, source, target, weight)[v] = sum over edges e with target[e] = v of weight[e] * x[source[e]]
+    edge_softmax(scores, target)[e] = exp(scores[e]) / sum over edges f with target[f] = target[e] of exp(scores[f])
+
+Edges are brought into the order of their targets once for each graph, and into that of their sources for the gradients
+(`edges.py`), so that no step sorts or transposes. A `window` says that x and the output are parts of all vertices: the
+first source, how many there are in all, the first target, and how many: edges of others are left out. `halos` tells how
+many rows parts of the graph send each other (`conjoin/comm/halo.py`), and changes nothing here.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from conjoin.ops.compiled_kernels import is_compiled_for, run_kernel
+from conjoin.ops.edges import Edges, EdgeWindow, Order, edges_of
+
+REDUCTIONS = ("sum", "mean", "max")
+_FEW = 1 << 16
+"""Numbers that are aggregated by torch just as quickly."""
+_CHUNK = 1 << 24
+"""Numbers that torch gathers at once."""
+
+
+def aggregate(  # noqa: PLR0913 - a graph is two tensors, and a part of it four numbers
+    x: Tensor,
+    source: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    vertices: int,
+    reduce: str,
+    window: tuple[int, ...] = (),
+    halos: tuple[int, ...] = (),
+) -> Tensor:
+    """What each vertex makes of the rows of those that have an edge to it; of none it makes 0.
+
+    >>> x, source, target = torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1, 1]), torch.tensor([1, 1, 2])
+    >>> [aggregate(x, source, target, None, 3, reduce).flatten().tolist() for reduce in REDUCTIONS]
+    [[0.0, 3.0, 2.0], [0.0, 1.5, 2.0], [0.0, 2.0, 2.0]]
+    """
+    if x.is_meta:
+        return x.new_empty(vertices, *x.shape[1:])
+    edges = edges_of(source, target, window_of(x, vertices, window))
+    return aggregate_over(edges, x, weight, reduce)
+
+
+def edge_softmax(scores: Tensor, target: Tensor, vertices: int) -> Tensor:
+    """Softmax of the scores of edges among those that have the same target.
+
+    >>> edge_softmax(torch.zeros(3), torch.tensor([0, 1, 1]), 2).tolist()
+    [1.0, 0.5, 0.5]
+    """
+    if scores.is_meta:
+        return torch.empty_like(scores)
+    rows = _like_rows(target, scores)
+    peaks = scores.new_zeros(vertices, *scores.shape[1:])
+    peaks = peaks.scatter_reduce(0, rows, scores.detach(), "amax", include_self=False)
+    powers = (scores - peaks.index_select(0, target)).exp()
+    totals = powers.new_zeros(peaks.shape).index_add(0, target, powers)
+    return powers / totals.index_select(0, target)
+
+
+def graph_attention(  # noqa: PLR0913 - a graph is two tensors, and a part of it four numbers
+    x: Tensor,
+    by_source: Tensor,
+    by_target: Tensor,
+    source: Tensor,
+    target: Tensor,
+    vertices: int,
+    slope: float,
+    window: tuple[int, ...] = (),
+    halos: tuple[int, ...] = (),
+) -> Tensor:
+    """Each vertex adds the rows of its neighbours up, weighted by the softmax of leaky scores made of both ends."""
+    if x.is_meta:
+        return x.new_empty(vertices, *x.shape[1:])
+    return attend_over(edges_of(source, target, window_of(x, vertices, window)), x, by_source, by_target, slope)
+
+
+def attend_over(edges: Edges, x: Tensor, by_source: Tensor, by_target: Tensor, slope: float) -> Tensor:
+    """Attention along edges that are in order."""
+    order, targets = edges.by_target, edges.targets
+    sources = order.others.long()
+    scores = functional.leaky_relu(by_source.index_select(0, sources) + by_target.index_select(0, targets), slope)
+    weight = edge_softmax(scores, targets, edges.window.num_targets)
+    made: Tensor = _Sum.apply(x, weight, edges, True)  # type: ignore[no-untyped-call]
+    return made
+
+
+def window_of(x: Tensor, vertices: int, window: tuple[int, ...]) -> EdgeWindow:
+    """The rows that are here: all there are, unless a window says which."""
+    first_source, sources, first_target, targets = window or (0, x.shape[0], 0, vertices)
+    return EdgeWindow(first_source, x.shape[0], first_target, vertices, sources, targets)
+
+
+def aggregate_over(edges: Edges, x: Tensor, weight: Tensor | None, reduce: str) -> Tensor:
+    """The same along edges that are in order; weights are those of the graph's edges."""
+    if reduce == "max":
+        greatest: Tensor = _Greatest.apply(x, edges)  # type: ignore[no-untyped-call]
+        return greatest
+    total: Tensor = _Sum.apply(x, weight, edges, False)  # type: ignore[no-untyped-call]
+    if reduce == "sum":
+        return total
+    return total / edges.num_incoming.to(total.dtype).view(-1, *(1,) * (total.dim() - 1))
+
+
+class _Sum(torch.autograd.Function):
+    """Weighted sums over edges; the gradient of x adds up the other way, that of a weight is a product of two rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, edges: Edges, in_order: bool) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.edges, ctx.in_order, ctx.shape = edges, in_order, x.shape
+        ordered = weight if weight is None or in_order else edges.by_target.of_edges(weight)
+        return _summed(x, edges.by_target, ordered)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        edges, found, gradient = ctx.edges, None, gradient.contiguous()
+        if ctx.needs_input_grad[0]:
+            if weight is not None and ctx.in_order:
+                weight = edges.by_target.to_edges(weight, edges.num_edges)
+            ordered = None if weight is None else edges.by_source.of_edges(weight)
+            found = _summed(gradient, edges.by_source, ordered)
+        if not ctx.needs_input_grad[1]:
+            return found, None, None, None
+        dots = _products(x, edges, gradient, prod(weight.shape[1:]))
+        dots = dots if ctx.in_order else edges.by_target.to_edges(dots, edges.num_edges)
+        return found, dots.view(-1, *weight.shape[1:]), None, None
+
+
+class _Greatest(torch.autograd.Function):
+    """The greatest over edges; equals share a gradient alike, as in torch, also with the 0 that it is written over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, edges: Edges) -> Tensor:
+        greatest, ties = _greatest(x.contiguous(), edges)
+        ctx.save_for_backward(x, greatest, ties + (greatest == 0))
+        ctx.edges = edges
+        return greatest
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, greatest, ties = ctx.saved_tensors
+        return _shares(x.contiguous(), ctx.edges, greatest, (gradient / ties.clamp(min=1)).contiguous()), None
+
+
+def _is_quick(x: Tensor, order: Order) -> bool:
+    """Whether compiled kernels do it sooner than torch."""
+    return order.others.shape[0] * prod(x.shape[1:]) >= _FEW and is_compiled_for(x)
+
+
+def _summed(x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
+    """The rows at the other ends of the edges of each row, added up."""
+    num_rows, heads = order.first.shape[0] - 1, 1 if weight is None else prod(weight.shape[1:])
+    size = prod(x.shape[1:])
+    if _is_quick(x, order) and (weight is None or weight.dtype == x.dtype):
+        x, weight = x.contiguous(), None if weight is None else weight.contiguous()
+        made = x.new_empty(num_rows, *x.shape[1:])
+        shape = num_rows, heads, size // heads
+        run_kernel("sum", x, order.first, order.others, weight, None, made, *shape)
+        return made
+    made = x.new_zeros(num_rows, heads, size // heads)
+    flat = x.reshape(-1, heads, size // heads)
+    rows = torch.arange(num_rows, device=x.device).repeat_interleave(order.first.diff())
+    at_once = max(_CHUNK // max(size, 1), 1)
+    for start in range(0, rows.shape[0], at_once):
+        some = slice(start, start + at_once)
+        taken = flat.index_select(0, order.others[some])
+        if weight is not None:
+            taken = taken * weight.reshape(-1, heads, 1)[some]
+        made.index_add_(0, rows[some], taken.to(made.dtype))
+    return made.view(num_rows, *x.shape[1:])
+
+
+def _products(x: Tensor, edges: Edges, gradient: Tensor, heads: int) -> Tensor:
+    """For every edge, in the order of targets, the product of the row it comes from and the gradient it goes to."""
+    order, width = edges.by_target, prod(x.shape[1:]) // heads
+    if _is_quick(x, order) and gradient.dtype == x.dtype:
+        made = x.new_empty(order.others.shape[0], heads)
+        rows = order.first.shape[0] - 1
+        run_kernel("dots", x.contiguous(), order.first, order.others, gradient, made, rows, heads, width)
+        return made
+    sources, targets = x.reshape(-1, heads, width), gradient.reshape(-1, heads, width)
+    return (sources.index_select(0, order.others) * targets.index_select(0, edges.targets)).sum(2)
+
+
+def _greatest(x: Tensor, edges: Edges) -> tuple[Tensor, Tensor]:
+    """The greatest of each target's rows, and how many are as great."""
+    order = edges.by_target
+    num_rows, size = order.first.shape[0] - 1, prod(x.shape[1:])
+    if _is_quick(x, order):
+        made, ties = x.new_empty(num_rows, *x.shape[1:]), x.new_empty(num_rows, *x.shape[1:])
+        run_kernel("greatest", x, order.first, order.others, made, ties, num_rows, size)
+        return made, ties
+    taken, rows = x.index_select(0, order.others), _like_rows(edges.targets, x)
+    made = x.new_zeros(num_rows, *x.shape[1:])
+    made = made.scatter_reduce(0, rows.expand_as(taken), taken, "amax", include_self=False)
+    as_great = (taken == made.index_select(0, edges.targets)).to(x.dtype)
+    return made, torch.zeros_like(made).index_add_(0, edges.targets, as_great)
+
+
+def _shares(x: Tensor, edges: Edges, greatest: Tensor, shared: Tensor) -> Tensor:
+    """What each row gets of the gradients of those whose greatest it is."""
+    order, made = edges.by_source, torch.zeros_like(x)
+    if _is_quick(x, order):
+        num_rows, size = x.shape[0], prod(x.shape[1:])
+        run_kernel("shares", x, order.first, order.others, greatest, shared, made, num_rows, size)
+        return made
+    sources = edges.by_target.others
+    is_it = x.index_select(0, sources) == greatest.index_select(0, edges.targets)
+    return made.index_add_(0, sources, shared.index_select(0, edges.targets) * is_it)
+
+
+def _like_rows(rows: Tensor, values: Tensor) -> Tensor:
+    """Row numbers for every number of each row, as scattering takes them."""
+    shape = rows.shape[0], *(1,) * (values.dim() - 1)
+    return rows.view(shape).expand(rows.shape[0], *values.shape[1:])

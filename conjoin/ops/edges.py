@@ -1,0 +1,190 @@
+"""The edges of a graph in the order of the rows they come to, and of those they go from: made once for each graph.
+
+A graph is two lists, the sources and the targets of its edges. What adds up over them needs the edges of each target
+together, and its gradient those of each source. Both orders are kept for the graphs that were seen last: a graph is the
+same if its lists lie where they did and were not written to since, or else if they say the same.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from conjoin.errors import UsageError
+
+
+class EdgeWindow(NamedTuple):
+    """Which rows are here of those that edges may come from and go to; edges to or from others are left out."""
+
+    first_source: int
+    num_sources: int
+    first_target: int
+    num_targets: int
+    all_sources: int
+    """The first that no edge may come from."""
+    all_targets: int
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The edges of each row together."""
+
+    first: Tensor
+    """Where those of each row begin, and where the last ones end."""
+    others: Tensor
+    """The row at the other end of each edge, in 32 bits."""
+    edges: Tensor | None
+    """Which edge of the graph each one is; None where they are all of them and as they were."""
+
+    def of_edges(self, values: Tensor) -> Tensor:
+        """What was said of every edge of the graph, in this order."""
+        return (values if self.edges is None else values.index_select(0, self.edges)).contiguous()
+
+    def to_edges(self, values: Tensor, num_edges: int) -> Tensor:
+        """What is said in this order, of every edge of the graph; of those that are not here, 0."""
+        if self.edges is None:
+            return values
+        return values.new_zeros(num_edges, *values.shape[1:]).index_copy_(0, self.edges, values)
+
+
+class Edges:
+    """The edges of one graph that are here, in both orders."""
+
+    def __init__(self, source: Tensor, target: Tensor, window: EdgeWindow) -> None:
+        check_ends(source, "source", window.all_sources)
+        check_ends(target, "target", window.all_targets)
+        self.window, self.num_edges = window, source.shape[0]
+        source, target = source - window.first_source, target - window.first_target
+        here = (source >= 0) & (source < window.num_sources) & (target >= 0) & (target < window.num_targets)
+        self._kept = None if bool(here.all()) else here.nonzero().flatten()
+        if self._kept is not None:
+            source, target = source[self._kept], target[self._kept]
+        self._ends = source, target
+
+    @cached_property
+    def by_target(self) -> Order:
+        """For every target the sources of its edges."""
+        source, target = self._ends
+        return self._order(target, source, self.window.num_targets)
+
+    @cached_property
+    def by_source(self) -> Order:
+        """For every source the targets of its edges."""
+        source, target = self._ends
+        return self._order(source, target, self.window.num_sources)
+
+    @cached_property
+    def targets(self) -> Tensor:
+        """The target of each edge in the order of targets."""
+        rows = torch.arange(self.window.num_targets, device=self.by_target.first.device)
+        return rows.repeat_interleave(self.by_target.first.diff())
+
+    @cached_property
+    def num_incoming(self) -> Tensor:
+        """How many edges come to each target, at least 1."""
+        return self.by_target.first.diff().clamp_(min=1)
+
+    def _order(self, rows: Tensor, others: Tensor, num_rows: int) -> Order:
+        is_sorted = rows.shape[0] < 2 or bool((rows[1:] >= rows[:-1]).all())
+        edges = None if is_sorted else rows.sort(stable=True).indices
+        first = torch.zeros(num_rows + 1, dtype=torch.int64, device=rows.device)
+        first[1:] = torch.bincount(rows, minlength=num_rows).cumsum(0)
+        others = (others if edges is None else others[edges]).to(torch.int32)
+        if self._kept is not None:
+            edges = self._kept if edges is None else self._kept[edges]
+        return Order(first, others.contiguous(), edges)
+
+
+def check_ends(ends: Tensor, name: str, limit: int) -> None:
+    """Refuse edges from or to vertices that do not exist."""
+    if not ends.numel():
+        return
+    low, high = (int(value) for value in ends.aminmax())
+    if low < 0 or high >= limit:
+        raise UsageError(
+            f"A graph was given with {name}s from {low} to {high}. Its vertices are 0 to {limit - 1}, and every edge "
+            f"must go from one of them to one of them. Correct the edges, or give features to all vertices."
+        )
+
+
+T = TypeVar("T")
+_Key = tuple[object, ...]
+
+
+class _Seen(NamedTuple):
+    key: _Key
+    ends: tuple[Tensor, Tensor]
+    """As they were given: while they are held, nothing else lies where they do."""
+    use: Hashable
+    made: Any
+
+    def says(self, source: Tensor, target: Tensor, use: Hashable) -> bool:
+        """Whether it is of the same graph; what was written to since says something else than what was made of it."""
+        return (
+            self.use == use
+            and self.key == _key(*self.ends, use)
+            and all(map(_are_equal, self.ends, (source, target)))
+        )
+
+
+class _Memory:
+    """What was made of the graphs seen last."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._lock = size, Lock()
+        self._seen: OrderedDict[_Key, _Seen] = OrderedDict()
+
+    def find(self, source: Tensor, target: Tensor, use: Hashable, make: Callable[[Tensor, Tensor], Any]) -> Any:
+        """What was made of a graph for a use before, or is made now."""
+        if source.is_inference() or target.is_inference():  # these do not tell when they are written to
+            source, target = source.clone(), target.clone()
+        key = _key(source, target, use)
+        with self._lock:
+            if key in self._seen:
+                self._seen.move_to_end(key)
+                return self._seen[key].made
+            known = tuple(self._seen.values())
+        same = next((seen for seen in known if seen.says(source, target, use)), None)
+        made = make(source, target) if same is None else same.made
+        with self._lock:
+            self._seen[key] = _Seen(key, (source, target), use, made)
+            while len(self._seen) > self._size:
+                self._seen.popitem(last=False)
+        return made
+
+
+def _key(source: Tensor, target: Tensor, use: Hashable) -> _Key:
+    return (*identity(source), *identity(target), use)
+
+
+def identity(tensor: Tensor) -> _Key:
+    """Where a tensor lies and how often that was written to: while it is held, equal only for what says the same."""
+    version = -1 if tensor.is_inference() else tensor._version
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, version
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    alike = one.shape == other.shape and one.device == other.device and one.dtype == other.dtype
+    return alike and torch.equal(one, other)
+
+
+_SEEN = _Memory(64)
+"""Several layers of a model share one graph; several ranks may be threads of one process."""
+
+
+def of_graph(source: Tensor, target: Tensor, use: Hashable, make: Callable[[Tensor, Tensor], T]) -> T:
+    """What is made of a graph, once for each use while the graph is the same."""
+    made: T = _SEEN.find(source, target, use, make)
+    return made
+
+
+def edges_of(source: Tensor, target: Tensor, window: EdgeWindow) -> Edges:
+    """The edges of a graph in both orders, made at first use."""
+    return of_graph(source, target, window, partial(Edges, window=window))

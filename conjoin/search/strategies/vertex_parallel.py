@@ -1,0 +1,46 @@
+"""The vertices of a graph are split: every device has the rows of its own, and gets those that its edges read.
+
+ROC (Jia et al. 2020, section 4): the graph is cut in contiguous parts. All that is done to each vertex by itself is
+data parallel; of neighbours that other devices have, each row comes once for every layer, and its gradient goes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from conjoin.comm import OVER_EDGES
+from conjoin.errors import StrategyError
+from conjoin.ir import Leaf, LeafKind
+from conjoin.machine import Mesh
+from conjoin.ops import Placement, Split
+from conjoin.search.drafting import Draft
+from conjoin.search.facts import Facts
+from conjoin.search.groups import Group, make_groups
+from conjoin.search.propagation import follow, propagate
+from conjoin.search.request import Request
+
+
+def draft_vertex_parallel(facts: Facts, mesh: Mesh, request: Request) -> Draft:
+    """Vertices are split, weights are stored whole."""
+    group = make_groups(mesh, {"parts": request.degrees.get("parts", mesh.size)})["parts"]
+    flow = propagate(facts, group, _split_vertices(facts, group), follow)
+    return Draft(request.filled({"parts": group.degree}), (flow,))
+
+
+def _split_vertices(facts: Facts, group: Group) -> Mapping[Leaf, Placement]:
+    """What has a row for every vertex, split along it."""
+    sizes = {node.node.call["vertices"] for node in facts.nodes if node.node.op in OVER_EDGES}
+    if group.degree == 1:
+        return {}
+    if not sizes:
+        raise StrategyError(
+            f"The vertices of {facts.graph.name} were to be split {group.degree} ways ({group}). Nothing in it reads "
+            f"rows at the sources of edges and adds them up at their targets. Choose data-parallel."
+        )
+    if min(sizes) < group.degree:
+        raise StrategyError(
+            f"The vertices of {facts.graph.name} were to be split {group.degree} ways ({group}). It has {min(sizes)}, "
+            f"and no device may be left without one. Use a larger graph, or fewer parts."
+        )
+    leaves = [*facts.graph.leaves_of(LeafKind.INPUT), *facts.graph.leaves_of(LeafKind.BUFFER)]
+    return {leaf: Split(0) for leaf in leaves if leaf.type.shape[:1] and leaf.type.shape[0] in sizes}

@@ -1,0 +1,118 @@
+"""Aggregation over graphs against torch's own scattering, by compiled kernels and without; bad graphs are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from conjoin.errors import UsageError
+from conjoin.ops import (
+    AGGREGATE,
+    EDGE_SOFTMAX,
+    Call,
+    TensorType,
+    aggregation,
+    bytes_read,
+    find_operator,
+    find_spec,
+    flops,
+)
+from conjoin.ops.compiled_kernels import compiled_kernels
+
+REDUCED = {"sum": "sum", "mean": "mean", "max": "amax"}
+GRAPHS = {
+    "plain": ([0, 1, 2, 3, 1], [1, 2, 3, 0, 3]),
+    "loops": ([0, 0, 1, 2, 2, 2], [0, 0, 1, 2, 0, 0]),
+    "one hub": ([0, 1, 2, 3, 4], [4] * 5),
+    "no edges": ([], []),
+}
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "compiled" and compiled_kernels() is None:
+        pytest.skip("no C compiler")
+    monkeypatch.setattr(aggregation, "_FEW", 0 if request.param == "compiled" else 1 << 60)
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randint(-3, 4, shape).to(dtype).requires_grad_()  # small whole numbers: there are ties
+
+
+def scattered(x: Tensor, source: Tensor, target: Tensor, weight: Tensor | None, reduce: str) -> Tensor:
+    rows = x[source]
+    if weight is not None:
+        rows = rows * weight.reshape(*weight.shape, *(1,) * (rows.dim() - weight.dim()))
+    at = target.reshape(-1, *(1,) * (x.dim() - 1)).expand_as(rows)
+    return torch.zeros(5, *x.shape[1:], dtype=x.dtype).scatter_reduce(0, at, rows, REDUCED[reduce], include_self=False)
+
+
+def same(got: Tensor, want: Tensor, *operands: Tensor) -> None:
+    torch.testing.assert_close(got, want)
+    gradient = torch.randn_like(want)
+    pairs = zip(*(torch.autograd.grad(one, operands, gradient, allow_unused=True) for one in (got, want)), strict=True)
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_aggregation_is_scattering(graph: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    source, target = (torch.tensor(ends, dtype=torch.long) for ends in GRAPHS[graph])
+    for shape, heads in (((3,), None), ((3,), ()), ((2, 3), (2,)), ((), ())):
+        x, weight = drawn(5, *shape, dtype=dtype), None if heads is None else drawn(len(source), *heads, dtype=dtype)
+        for reduce in REDUCED if weight is None else ("sum", "mean"):
+            got = find_operator(AGGREGATE)(x, source, target, weight, 5, reduce)
+            same(got, scattered(x, source, target, weight, reduce), *(t for t in (x, weight) if t is not None))
+
+
+@pytest.mark.usefixtures("way")
+def test_bfloat16_is_aggregated_too() -> None:
+    x, ends = drawn(5, 3, dtype=torch.bfloat16), torch.tensor([0, 1, 2])
+    same(find_operator(AGGREGATE)(x, ends, ends, None, 5, "sum"), scattered(x, ends, ends, None, "sum"), x)
+
+
+def test_a_graph_that_is_written_to_is_another_graph() -> None:
+    x, source, target = torch.arange(3.0)[:, None], torch.tensor([0, 1]), torch.tensor([2, 2])
+    sums = [find_operator(AGGREGATE)(x, source, target, None, 3, "sum")[2].item()]
+    source[1] = 2
+    sums.append(find_operator(AGGREGATE)(x, source, target, None, 3, "sum")[2].item())
+    assert sums == [1.0, 2.0]
+
+
+def test_a_graph_is_ordered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    ordered = aggregation.Edges._order
+    monkeypatch.setattr(aggregation.Edges, "_order", lambda *args: made.append(args) or ordered(*args))
+    x, ends = drawn(7, 2), torch.randint(0, 7, (2, 30))
+    for graph in (ends, ends, ends.clone()):
+        find_operator(AGGREGATE)(x, graph[0], graph[1], None, 7, "sum").sum().backward()
+    assert len(made) == 2  # by target and by source
+
+
+@pytest.mark.parametrize("wrong", [-1, 5])
+def test_edges_to_nowhere_are_refused(wrong: int) -> None:
+    x, good = torch.zeros(5, 1), torch.tensor([0, 1])
+    with pytest.raises(UsageError, match=rf"{wrong}.* Its vertices are 0 to 4, .* Correct the edges"):
+        find_operator(AGGREGATE)(x, torch.tensor([0, wrong]), good, None, 5, "sum")
+
+
+def test_scores_of_edges_are_softmax_of_each_vertex() -> None:
+    scores, target = drawn(6, 2), torch.tensor([0, 2, 2, 0, 2, 4])
+    got = find_operator(EDGE_SOFTMAX)(scores, target, 5)
+    want = torch.empty_like(scores)
+    for v in (0, 2, 4):
+        want[target == v] = scores[target == v].softmax(0)
+    same(got, want, scores)
+
+
+def test_work_is_that_of_the_edges_here() -> None:
+    spec, ends = find_spec(AGGREGATE), TensorType((100,), torch.int64)
+    assert spec is not None
+    whole = Call(AGGREGATE, (TensorType((20, 8), torch.float32), ends, ends, None, 20, "sum", (), ()))
+    half = Call(AGGREGATE, (TensorType((20, 8), torch.float32), ends, ends, None, 10, "sum", (0, 20, 10, 20), ()))
+    assert (flops(spec, whole), flops(spec, half)) == (1600, 800)
+    assert (bytes_read(spec, whole), bytes_read(spec, half)) == (100 * (8 * 4 + 4), 50 * (8 * 4 + 4))
