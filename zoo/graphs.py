@@ -2,7 +2,7 @@
 
 A `Recipe` is a graph that has not been made. `edge_blocks` makes it piece by piece, a range of targets at a time, and
 needs little more memory than a number a vertex; `csr` puts the pieces together. Row v of the CSR form lists the
-vertices that v aggregates over, ascending. Edges may be doubled or join a vertex to itself, as in data that people have.
+vertices that v aggregates over, ascending. Edges may be doubled or join a vertex to itself, as in people's data.
 
     graph = csr(Recipe("planted", 1_000, 20_000, num_communities=10))
     labels = planted_labels(graph, num_labels=4)
