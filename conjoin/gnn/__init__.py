@@ -1,5 +1,45 @@
-"""Graphs of vertices as data: how the parts of a graph become pieces of tensors."""
+"""Graphs of vertices as data: files, orders, cuts into parts and what a part takes."""
 
+from conjoin.gnn.adjacency import Adjacency, from_edges, reordered, transposed
+from conjoin.gnn.cuts import Load, balanced_cuts, equal_edges, equal_vertices
+from conjoin.gnn.features import NAMES, Features, Halos, count_halos, vertex_features
+from conjoin.gnn.files import GraphData, load_graph, save_graph
+from conjoin.gnn.learned import PartitionModel, TimeModel
+from conjoin.gnn.order import breadth_first_order, community_order, metis_order, metis_parts
 from conjoin.gnn.padding import UNLABELLED, Padding, pad_parts
+from conjoin.gnn.repartition import Repartition, moved_rows, propose_cuts
+from conjoin.gnn.summary import PartitionSummary, halo_of, summarize
 
-__all__ = ["UNLABELLED", "Padding", "pad_parts"]
+__all__ = [
+    "NAMES",
+    "UNLABELLED",
+    "Adjacency",
+    "Features",
+    "GraphData",
+    "Halos",
+    "Load",
+    "Padding",
+    "PartitionModel",
+    "PartitionSummary",
+    "Repartition",
+    "TimeModel",
+    "balanced_cuts",
+    "breadth_first_order",
+    "community_order",
+    "count_halos",
+    "equal_edges",
+    "equal_vertices",
+    "from_edges",
+    "halo_of",
+    "load_graph",
+    "metis_order",
+    "metis_parts",
+    "moved_rows",
+    "pad_parts",
+    "propose_cuts",
+    "reordered",
+    "save_graph",
+    "summarize",
+    "transposed",
+    "vertex_features",
+]
