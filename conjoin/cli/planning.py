@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from conjoin.frontends import Precision
     from conjoin.ir import Graph, Pipeline, Plan
     from conjoin.machine import Machine
+    from conjoin.report import Explanation, PipelineExplanation
     from conjoin.search import SearchResult
 
 _PLAN_HELP = "A plan file."
@@ -72,6 +73,7 @@ def plan_command(
     at_most: Annotated[str | None, typer.Option("--at-most", help="What a step may take: 200ms.")] = None,
     fix: Annotated[list[str] | None, typer.Option("--fix", help="A tensor's layout: fc.weight=d0:S(0).")] = None,
     forbid_axis: Annotated[list[str] | None, typer.Option("--forbid-axis", help="Split nothing over it.")] = None,
+    stages: Annotated[int | None, typer.Option("--stages", help="How many; 1: no pipeline.")] = None,
     optimizer: Annotated[str | None, typer.Option("--optimizer", help=_OPTIMIZER_HELP)] = None,
     start: Annotated[Path | None, typer.Option("--start", help="A plan to be no worse than.")] = None,
     rules: Annotated[Path | None, typer.Option("--rules", help=_RULES_HELP)] = None,
@@ -99,6 +101,7 @@ def plan_command(
         fixed=parse_fixed(fix or ()),
         forbidden_axes=tuple(dict.fromkeys(forbid_axis or ())),
         rules=None if rules is None or strategy is not None else rooms.rules.prove_rules(rules),
+        stages=stages,
     )
     rooms.search.check_wish(wish, rooms.search.search_names())
     chosen = rooms.machine.parse_machine(machine, machines_directory())
@@ -106,8 +109,8 @@ def plan_command(
     if strategy is not None:
         given: dict[str, object] = {
             "--search": search, "--budget": budget, "--cpu-budget": cpu_budget, "--memory": memory, "--fix": fix,
-            "--at-most": at_most, "--forbid-axis": forbid_axis, "--optimizer": optimizer, "--start": start,
-            "--objective": objective != usual.objective, "--fresh": fresh, "--rules": rules,
+            "--at-most": at_most, "--forbid-axis": forbid_axis, "--stages": stages, "--optimizer": optimizer,
+            "--start": start, "--objective": objective != usual.objective, "--fresh": fresh, "--rules": rules,
         }  # fmt: skip
         _check_alone(strategy, [name for name, value in given.items() if value])
     asked = rooms.api.precision_on(chosen, precision)
@@ -171,7 +174,6 @@ def _notes(answer: Answer, graph: Graph, machine: Machine, optimizer: str) -> No
     """What to know of a plan that a search found; one for a part of the machine has no notes."""
     plan, whole = answer.result.plan, answer.result.plan.mesh == machine.mesh
     found = rooms.api.simulate_plan(plan, machine, optimizer=optimizer) if whole else None
-    assert not isinstance(found, rooms.sim.PipelinePrediction), "a search finds plans of one stage"
     return take_notes(graph, machine, found, optimizer)
 
 
@@ -207,13 +209,13 @@ class Answer:
 
     result: SearchResult
     before: SearchResult | None = None
-    plan: Plan | None = None
+    plan: Plan | Pipeline | None = None
     """The plan with the precision that was asked for."""
     hints: tuple[str, ...] = ()
     """What else may be asked for, in lines."""
 
     @property
-    def made(self) -> Plan:
+    def made(self) -> Plan | Pipeline:
         return self.plan or self.result.plan
 
     @property
@@ -251,7 +253,7 @@ def _show_answer(answer: Answer, notes: Notes, launch: Launch, as_json: bool) ->
     if as_json:
         print_json({**result_to_json(result, notes), "cache": answer.cache, **launch.to_json(answer.made)})
         return
-    for line in (*top_lines(notes), *rooms.report.explanation_summary(rooms.report.explain(answer.made))):
+    for line in (*top_lines(notes), *_summary(rooms.api.explain(answer.made))):
         typer.echo(line)
     for line in (*result_lines(result, notes), *answer.hints):
         typer.echo(line)
@@ -314,10 +316,13 @@ def _show_summary(plan: Plan | Pipeline, launch: Launch, as_json: bool) -> None:
     if as_json:
         print_json({**launch.to_json(plan), **found.summary_to_json()})
         return
-    one, several = rooms.report.explanation_summary, rooms.report.pipeline_summary
-    lines = one(found) if isinstance(found, rooms.report.Explanation) else several(found)
-    for line in (*lines, *launch.lines(plan)):
+    for line in (*_summary(found), *launch.lines(plan)):
         typer.echo(line)
+
+
+def _summary(found: Explanation | PipelineExplanation) -> list[str]:
+    one, several = rooms.report.explanation_summary, rooms.report.pipeline_summary
+    return one(found) if isinstance(found, rooms.report.Explanation) else several(found)
 
 
 def diff_command(

@@ -2,8 +2,8 @@
 
 Layouts cut a dim in even pieces. A partition cuts vertices where the work is even, and parts then differ in how many
 vertices they have. So vertices are moved apart: rows that belong to none have no edges and no label, nobody reads them,
-and losses that leave unlabelled vertices out are those of the graph itself. What is taken of all rows together, as batch
-norm does, would see them.
+and losses that leave unlabelled vertices out are those of the graph itself. What is taken of all rows together, as by
+batch norm, would see them.
 """
 
 from __future__ import annotations

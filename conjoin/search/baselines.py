@@ -18,7 +18,7 @@ from conjoin.search.groups import products
 from conjoin.search.planning import drafter
 from conjoin.search.strategies import STORED, read_request
 from conjoin.search.strategies.data_parallel import hybrid_degrees
-from conjoin.sim import Layouts
+from conjoin.sim import Layouts, Skeleton
 
 _FLAGS = ("", ",sp", ",sp,zero1", ",sp,fsdp")
 _PLAIN = (
@@ -126,18 +126,23 @@ def with_blocks_again(entry: Entry, mode: str) -> Entry | None:
 
 def _entry(settled: Settled, variant: Variant) -> Entry:
     """What a strategy decides, without the work of making it a plan."""
-    found, graph = lay_out(settled), settled.graph
+    layouts, regathered = layouts_by(settled, variant.skeleton)
+    return Entry(str(settled.draft.request), variant, layouts, regathered)
+
+
+def layouts_by(settled: Settled, skeleton: Skeleton, *, is_stage: bool = False) -> tuple[Layouts, frozenset[str]]:
+    """The layouts of a settled draft, of a whole model or of a stage, and the parameters that are gathered again."""
+    found, graph = lay_out(settled, is_stage=is_stage), settled.graph
     outputs = [found.outputs.get(i, ()) for i, value in enumerate(graph.outputs) if isinstance(value, Value)]
     buffers = {leaf.name: found.leaves[leaf] for leaf in graph.leaves_of(LeafKind.BUFFER)}
     single = Choice((), ())
-    choices = [found.choices.get(op.node, single) for op in variant.skeleton.operators]
+    choices = [found.choices.get(op.node, single) for op in skeleton.operators]
     layouts = Layouts(
         {i: found.leaves[leaf] for i, leaf in enumerate(graph.leaves)},
         tuple(
             choice if choice is not single else Choice(((),) * len(op.reads), ((),) * len(op.makes))
-            for choice, op in zip(choices, variant.skeleton.operators, strict=True)
+            for choice, op in zip(choices, skeleton.operators, strict=True)
         ),
         (*outputs, *(buffers[name] for name, _ in graph.updates)),
     )
-    regathered = frozenset(action.tensor for action in settled.draft.memory if action.action == REGATHER)
-    return Entry(str(settled.draft.request), variant, layouts, regathered)
+    return layouts, frozenset(action.tensor for action in settled.draft.memory if action.action == REGATHER)

@@ -27,14 +27,18 @@ from conjoin.search.facts import NodeFacts, study
 _AMONG_RANKS = (RING_ATTENTION, ROUTED_EXPERTS, AGGREGATE, GRAPH_ATTENTION)
 
 
-def segments_for(recompute: str, graph: Graph) -> tuple[Segment, ...]:
-    """What is run again of a graph by a mode of recomputing; without one what the model asks for."""
+def segments_for(recompute: str, graph: Graph, whole: Graph | None = None) -> tuple[Segment, ...]:
+    """What is run again of a graph by a mode of recomputing; without one what the model asks for. Blocks of a stage
+    are those of the `whole` model: there may be one in a stage.
+    """
     match recompute:
         case "":
             return asked_segments(graph)
         case "none":
             return ()
-    blocks = block_segments(graph)
+    blocks = block_segments(graph, whole)
+    if not blocks and whole is not None and block_segments(whole):
+        return ()  # none of them is in this stage
     if not blocks:
         raise StrategyError(
             f"Blocks of {graph.name} were to be run again in the backward pass (recompute={recompute}). It has none: "
@@ -57,9 +61,9 @@ def segments_for(recompute: str, graph: Graph) -> tuple[Segment, ...]:
     return blocks[every - 1 :: every]
 
 
-def block_segments(graph: Graph) -> tuple[Segment, ...]:
-    """The blocks of a model in the order they run, each from its first operator to its last."""
-    lists = _repeated(graph)
+def block_segments(graph: Graph, whole: Graph | None = None) -> tuple[Segment, ...]:
+    """The blocks of a model, or of a stage of it, in the order they run, each from its first operator to its last."""
+    lists = _repeated(graph if whole is None else whole)
     found: list[tuple[str, int, int]] = []
     for place, node in enumerate(operators_of(graph)):
         block = _block_of(_module_of(graph, node), lists)

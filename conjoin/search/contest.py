@@ -45,6 +45,7 @@ from conjoin.sim import (
     Classes,
     Drafts,
     Layouts,
+    PipelinePrediction,
     Prices,
     Simulation,
     Skeleton,
@@ -188,6 +189,8 @@ class Contest:
     """The entry that needs the least memory of those that do not fit, while none does."""
     baseline: Outcome | None = None
     """The best of the named strategies."""
+    pipeline: PipelinePrediction | None = None
+    """The best of several stages that fits."""
     without: Outcome | None = None
     """The fastest entry that fits but breaks a constraint: what would be there without it."""
     history: list[Improvement] = field(default_factory=list)
@@ -256,6 +259,11 @@ class Contest:
         return sum(cost.forward.value + cost.backward.value for cost in costs)
 
     @property
+    def least_seconds(self) -> float:
+        """Of a step by the best so far, in one stage or several."""
+        return min(found.seconds if found is not None else inf for found in (self.best, self.pipeline))
+
+    @property
     def mesh(self) -> Mesh:
         """The axes that may be used."""
         return self.constraints.free(self.machine.mesh)
@@ -282,7 +290,7 @@ class Contest:
     def check(self, doing: str) -> None:
         """Tell the user what comes next; Enough when there is no time for it, or just enough to make a plan fit."""
         self.tell(doing)
-        nothing_fits = self.best is None and self.smallest is not None
+        nothing_fits = self.best is None and self.pipeline is None and self.smallest is not None
         if self.time_left_of_given <= (_FOR_FITTING if nothing_fits else 0):
             raise Enough(Stopped.OUT_OF_TIME)
         if self.steps_left is not None and self.steps_left <= 0:
@@ -291,7 +299,7 @@ class Contest:
     def tell(self, doing: str) -> None:
         """Tell the user what comes next."""
         if self.progress is not None:
-            best = self.best.seconds if self.best else None
+            best = None if self.least_seconds == inf else self.least_seconds
             baseline = self.baseline.seconds if self.baseline else None
             left = max(0.0, self.time_left)
             self.progress(Progress(self.elapsed, best, baseline, left, self.num_entries, doing))
@@ -335,6 +343,13 @@ class Contest:
         elif self.smallest is None or self.smallest.peak_bytes is None or peak < self.smallest.peak_bytes:
             self.smallest = outcome
         return outcome
+
+    def enter_pipeline(self, found: PipelinePrediction) -> None:
+        """Keep a pipeline where it fits and is faster than those before."""
+        self.num_entries += 1
+        if found.peak <= self.capacity and (self.pipeline is None or found.seconds < self.pipeline.seconds):
+            self.pipeline = found
+            self.history.append(Improvement(self.elapsed, found.seconds, found.pipeline.strategy))
 
     def enter_plan(self, plan: Plan, *, is_counted: bool = True) -> Outcome:
         """Judge a plan that somebody made; one that was found before need not count as a step."""

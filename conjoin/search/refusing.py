@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from conjoin.errors import StrategyError, UsageError
-from conjoin.ir import Plan, model_mark
+from conjoin.ir import Pipeline, Plan, model_mark
 from conjoin.search.contest import Contest, Outcome
 from conjoin.search.wishing import SearchResult, Wish
 from conjoin.sim import measure_memory
 
 
-def check_start(contest: Contest, plan: Plan) -> None:
+def check_start(contest: Contest, plan: Plan | Pipeline) -> None:
     """UsageError where a plan to start from is of another model or for other devices."""
     machine, mark = contest.machine, model_mark(contest.captured)
     if plan.mesh != machine.mesh:
@@ -32,11 +32,17 @@ def check_start(contest: Contest, plan: Plan) -> None:
         )
 
 
-def nothing_found(contest: Contest, num_plans: int) -> StrategyError:
+def nothing_found(contest: Contest, num_plans: int, stages: int | None) -> StrategyError:
     """Why there is no plan at all."""
     if contest.smallest is not None and contest.smallest.peak_bytes is not None:
         return _nothing_fits(contest, contest.smallest, contest.smallest.peak_bytes)
     name, machine, constraints = contest.captured.name, contest.machine, contest.constraints
+    if (stages or 1) > 1:
+        return StrategyError(
+            f"A plan of {name} in {stages} stages was asked for on {machine.name}, which has {machine.num_devices} "
+            f"devices. None was found that fits into {_size(contest.capacity)} of each. Ask for another number of "
+            f"stages, a larger batch or a budget of more than {contest.budget:.0f} s."
+        )
     if constraints:
         asked, hint = [*map(str, constraints.fixed), *(f"{a} unused" for a in constraints.forbidden)], _lifted(contest)
         return StrategyError(
@@ -85,15 +91,16 @@ class TooSlow(StrategyError):
         self.result = result
 
 
-def check_seconds(contest: Contest, best: Outcome, wish: Wish, result: SearchResult) -> None:
+def check_seconds(contest: Contest, wish: Wish, result: SearchResult) -> None:
     """TooSlow where the fastest plan takes longer than a step may."""
-    if wish.at_most is None or best.seconds <= wish.at_most:
+    seconds = result.seconds_per_step
+    if wish.at_most is None or seconds <= wish.at_most:
         return
     faster = contest.without is not None and contest.without.seconds <= wish.at_most
-    hint = _lifted(contest) if faster else f"That is {best.seconds / wish.at_most:.2f} times as long."
+    hint = _lifted(contest) if faster else f"That is {seconds / wish.at_most:.2f} times as long."
     raise TooSlow(
         f"A step of {contest.captured.name} on {contest.machine.name} was to take {_milliseconds(wish.at_most)} at "
-        f"most, and the fastest plan found ({best.entry.name}) takes {_milliseconds(best.seconds)}. {hint} Allow so "
+        f"most, and the fastest plan found ({result.plan.strategy}) takes {_milliseconds(seconds)}. {hint} Allow so "
         f"long, search for longer than {contest.elapsed:.0f} s, or use more devices.",
         result,
     )

@@ -22,11 +22,15 @@ import torch
 from conjoin.errors import ConjoinError, PlanError
 from conjoin.ir import (
     Graph,
+    Plan,
+    check_pipeline,
     check_plan,
     declared_in,
     fingerprint,
     library_digest,
     model_mark,
+    pipeline_from_json,
+    pipeline_to_json,
     plan_from_json,
     plan_to_json,
     read_json,
@@ -41,7 +45,7 @@ from conjoin.search.wishing import SEARCH_VERSION, SearchResult, Wish
 
 _log = logging.getLogger(__name__)
 _FORMAT = "conjoin.found"
-_VERSION = 4
+_VERSION = 5
 _WHOLE = ("peak_bytes", "num_plans", "steps", "baseline_devices")
 _NUMBERS = ("seconds_per_step", "baseline_seconds_per_step", "search_seconds", "cpu_seconds", "error", *_WHOLE)
 
@@ -104,7 +108,7 @@ def _to_json(result: SearchResult) -> dict[str, Any]:
         "stopped": result.stopped.name,
         "certificate": None if result.certificate is None else asdict(result.certificate),
         "notes": result.notes.to_json(),
-        "plan": plan_to_json(result.plan),
+        "plan": plan_to_json(result.plan) if isinstance(result.plan, Plan) else pipeline_to_json(result.plan),
     }
 
 
@@ -113,8 +117,10 @@ def _from_json(data: Any) -> SearchResult:
         if data["format"] != _FORMAT or data["version"] != _VERSION:
             raise ValueError("it is of another kind or release")
         numbers = {name: _number(data[name], int if name in _WHOLE else float) for name in _NUMBERS}
+        plan = data["plan"]
+        several = isinstance(plan, dict) and bool(plan.get("stages"))
         return SearchResult(
-            plan=check_plan(plan_from_json(data["plan"])),
+            plan=check_pipeline(pipeline_from_json(plan)) if several else check_plan(plan_from_json(plan)),
             baseline=str(data["baseline"]),
             stopped=Stopped[data["stopped"]],
             history=(),

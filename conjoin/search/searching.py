@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from math import inf
 
 from conjoin.cost import CostModel
-from conjoin.ir import Graph, Plan
+from conjoin.ir import Graph, Pipeline, Plan
 from conjoin.machine import Machine
 from conjoin.rules import Library
 from conjoin.search.baselines import baselines, least_bytes, stored_otherwise, with_blocks_again
@@ -24,6 +24,8 @@ from conjoin.search.placing_branches import with_branches_aside
 from conjoin.search.refusing import check_seconds, check_start, nothing_found
 from conjoin.search.relieving import relieve
 from conjoin.search.rewrites import Way, ways_of
+from conjoin.search.stages.entering import enter_pipeline, search_stages
+from conjoin.search.stages.plans import SIMPLER
 from conjoin.search.variants import as_variant, variants_of
 from conjoin.search.walks import sample, walk_from_all
 from conjoin.search.wishing import SearchResult, Wish, check_wish, usable_bytes
@@ -97,7 +99,7 @@ class Beginning:
 
     plans: tuple[Plan, ...] = ()
     """Of the user's: the result is compared with them."""
-    before: Plan | None = None
+    before: Plan | Pipeline | None = None
     """The best of an earlier search, which this one goes on with."""
     notes: Notes = field(default_factory=Notes)
     """What that has tried; what this one tries is added."""
@@ -117,41 +119,69 @@ def search_on(
     stopped = Stopped.CONVERGED
     starts: list[Outcome] = []
     try:
-        _begin(contest, begin, starts)
-        if contest.best is None and contest.constraints and wish.search != "named":
-            starts += _within(contest, starts)
-        contest.check("the named strategies are judged")
-        SEARCHES[wish.search](contest, starts, wish)
+        if (wish.stages or 1) > 1:
+            _look_for_stages(contest, begin, wish, costs)
+        else:
+            _look(contest, begin, wish, starts, costs)
     except Enough as end:
         stopped = end.reason
     except KeyboardInterrupt:
-        if contest.best is None:
+        if contest.least_seconds == inf:
             raise
         stopped = Stopped.INTERRUPTED
     if stopped is Stopped.CONVERGED and contest.cut_short:
         stopped = Stopped.OUT_OF_TIME if contest.steps_left is None else Stopped.OUT_OF_STEPS
-    is_named = contest.best is contest.baseline  # a search that found nothing better may have fewer blocks run again
-    if contest.smallest is not None and (contest.best is None or (is_named and contest.best.entry.segments)):
-        try:
-            relieve(contest, contest.smallest, lambda: 1.0 if contest.best is None else contest.time_left)
-        except KeyboardInterrupt:
-            if not contest.history:  # nothing fits yet
-                raise
-            stopped = Stopped.INTERRUPTED
-    if contest.best is None:
-        raise nothing_found(contest, len(starts))
-    result = _result(contest, contest.best, stopped)
-    check_seconds(contest, contest.best, wish, result)
+    if stopped is not Stopped.INTERRUPTED and not _relieve_last(contest):
+        stopped = Stopped.INTERRUPTED
+    if contest.least_seconds == inf:
+        raise nothing_found(contest, len(starts), wish.stages)
+    result = _result(contest, stopped)
+    check_seconds(contest, wish, result)
     return result
 
 
-def _begin(contest: Contest, begin: Beginning, starts: list[Outcome]) -> None:
+def _look(contest: Contest, begin: Beginning, wish: Wish, starts: list[Outcome], costs: CostModel) -> None:
+    """Judge what there is to begin with, look for pipelines in a part of the time, and search."""
+    _begin(contest, begin, starts, costs)
+    if contest.best is None and contest.constraints and wish.search != "named":
+        starts += _within(contest, starts)
+    contest.check("the named strategies are judged")
+    if wish.search == "joint" and wish.stages is None:
+        search_stages(contest, costs)
+    SEARCHES[wish.search](contest, starts, wish)
+
+
+def _look_for_stages(contest: Contest, begin: Beginning, wish: Wish, costs: CostModel) -> None:
+    """Look for pipelines of so many stages alone."""
+    if isinstance(begin.before, Pipeline):
+        check_start(contest, begin.before)
+        enter_pipeline(contest, begin.before, costs)
+    contest.check(f"{wish.stages} stages")
+    search_stages(contest, costs, wish.stages)
+
+
+def _relieve_last(contest: Contest) -> bool:
+    """Have what comes nearest to fitting run some of it again, where nothing else fits; whether it came to its end."""
+    is_named = contest.best is contest.baseline  # a search that found nothing better may have fewer blocks run again
+    if contest.smallest is None or (contest.best is not None and not (is_named and contest.best.entry.segments)):
+        return True
+    try:
+        relieve(contest, contest.smallest, lambda: 1.0 if contest.least_seconds == inf else contest.time_left)
+    except KeyboardInterrupt:
+        if contest.least_seconds == inf:
+            raise
+        return False
+    return True
+
+
+def _begin(contest: Contest, begin: Beginning, starts: list[Outcome], costs: CostModel) -> None:
     """Judge the user's plans, the named strategies, and the best of an earlier search."""
     for plan in begin.plans:
         check_start(contest, plan)
         starts.append(contest.enter_plan(plan, is_counted=False))
-    if begin.before is not None:
-        check_start(contest, begin.before)
+    before = begin.before
+    if before is not None:
+        check_start(contest, before)
     try:
         known: dict[str, Outcome] = {}
         least = partial(_least_bytes, contest)
@@ -175,8 +205,10 @@ def _begin(contest: Contest, begin: Beginning, starts: list[Outcome]) -> None:
             starts += _with_blocks_again(contest, [known[name] for name in known if least(name) <= contest.capacity])
             contest.baseline = contest.best
     finally:  # what an earlier search has found is not lost, however little may be spent now
-        if begin.before is not None:
-            starts.insert(0, contest.enter_plan(begin.before, is_counted=False))
+        if isinstance(before, Plan):
+            starts.insert(0, contest.enter_plan(before, is_counted=False))
+        elif before is not None:
+            enter_pipeline(contest, before, costs)
 
 
 def _with_blocks_again(contest: Contest, outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -235,22 +267,33 @@ def open_contest(
     )
 
 
-def _result(contest: Contest, best: Outcome, stopped: Stopped) -> SearchResult:
-    baseline = contest.baseline
+def _result(contest: Contest, stopped: Stopped) -> SearchResult:
+    """The best of one stage, or of several where these are faster."""
+    baseline, one, several = contest.baseline, contest.best, contest.pipeline
+    assert one is not None or several is not None
+    if several is not None and (one is None or several.seconds * SIMPLER < one.seconds):
+        predictions = ("seconds_per_step", several.seconds), ("peak_bytes", float(several.peak))
+        plan: Plan | Pipeline = replace(several.pipeline, predictions=predictions)
+        seconds, peak, error, certificate = several.seconds, several.peak, several.error, None
+    else:
+        assert one is not None
+        plan, certificate = plan_of(one, contest.captured, contest.machine), _certificate(contest, one, stopped)
+        seconds, peak = one.seconds, one.peak_bytes or 0
+        error = expected_error(break_down(one.simulation.timeline).sources)
     return SearchResult(
-        plan_of(best, contest.captured, contest.machine),
-        best.seconds,
-        best.peak_bytes or 0,
+        plan,
+        seconds,
+        peak,
         baseline.entry.name if baseline is not None else "",
-        baseline.seconds if baseline is not None else best.seconds,
+        baseline.seconds if baseline is not None else seconds,
         stopped,
         contest.elapsed,
         contest.num_entries,
         tuple(contest.history),
         cpu_seconds=contest.cpu_elapsed,
         steps=contest.steps,
-        certificate=_certificate(contest, best, stopped),
-        error=expected_error(break_down(best.simulation.timeline).sources),
+        certificate=certificate,
+        error=error,
         notes=contest.notes,
     )
 

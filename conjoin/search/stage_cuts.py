@@ -57,7 +57,7 @@ def crossing_bytes(graph: Graph) -> np.ndarray:
 
 def cut_rows(graph: Graph, seconds: np.ndarray, sizes: Sequence[int], bytes_per_second: float) -> list[int]:
     """The stage of every node, for stages on so many devices each."""
-    count, crossing, learning = len(graph.nodes), crossing_bytes(graph), _first_uses(graph)
+    count, crossing, learning = len(graph.nodes), crossing_bytes(graph), first_uses(graph)
     if learning.sum() < len(sizes):
         most = int(learning.sum())
         raise StrategyError(
@@ -65,9 +65,7 @@ def cut_rows(graph: Graph, seconds: np.ndarray, sizes: Sequence[int], bytes_per_
             f"before them uses, and every stage is to have one. "
             f"Ask for {f'at most pp={most}' if most else 'a strategy without stages, as fsdp'}."
         )
-    anew = made_anew(graph)
-    closed = _between_reads_and_writes(graph)
-    inside = [p for p in range(1, count) if graph.nodes[p - 1] not in anew and p not in closed]
+    inside = open_places(graph)
     best = sorted(inside, key=lambda p: (crossing[p], p))[: max(_MAX_PLACES, len(sizes) * 2)]
     places = np.array([0, *sorted(best), count])
     upto, learned = (np.concatenate([[0.0], np.cumsum(of)])[places] for of in (seconds, learning))
@@ -96,7 +94,13 @@ def cut_rows(graph: Graph, seconds: np.ndarray, sizes: Sequence[int], bytes_per_
     return stages
 
 
-def _first_uses(graph: Graph) -> np.ndarray:
+def open_places(graph: Graph) -> list[int]:
+    """The places between two nodes at which a stage may begin."""
+    anew, closed = made_anew(graph), _between_reads_and_writes(graph)
+    return [p for p in range(1, len(graph.nodes)) if graph.nodes[p - 1] not in anew and p not in closed]
+
+
+def first_uses(graph: Graph) -> np.ndarray:
     """For every node whether it is the first of a stage's own to use some trained parameter."""
     anew, seen, found = made_anew(graph), set[Value](), np.zeros(len(graph.nodes))
     used: dict[Value, frozenset[Value]] = {

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from conjoin.errors import UsageError
-from conjoin.ir import Plan
+from conjoin.ir import Pipeline, Plan
 from conjoin.machine import Machine
 from conjoin.rules import OwnRules
 from conjoin.search.certifying import Certificate
@@ -15,7 +15,7 @@ from conjoin.search.notes import Notes
 from conjoin.sim import OPTIMIZER_COPIES
 
 DEFAULT_BUDGET = 60.0
-SEARCH_VERSION = 5
+SEARCH_VERSION = 6
 """Raised when searches find other plans than before: what was found by an earlier one is then not remembered."""
 OBJECTIVES = ("time", "cost")
 
@@ -45,13 +45,16 @@ class Wish:
     """Axes of the mesh over which nothing is split: all devices along them do the same."""
     rules: OwnRules | None = None
     """Substitutions of the user's own, proven, that are tried beside those of the library."""
+    stages: int | None = None
+    """How many stages the plan is to have; None is as many as are fastest, 1 is no pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
     """The best plan found, what it is compared with, and how the search went."""
 
-    plan: Plan
+    plan: Plan | Pipeline
+    """A pipeline where several stages are faster, or alone fit."""
     seconds_per_step: float
     peak_bytes: int
     baseline: str
@@ -127,6 +130,7 @@ def check_wish(wish: Wish, searches: Sequence[str]) -> None:
                 f"The limit {name}={value!r} was given. No plan keeps to a limit that is not a number above 0. Give "
                 f"another, or leave it out."
             )
+    _check_stages(wish)
     if not isinstance(wish.rules, OwnRules | None):
         raise UsageError(
             f"Substitutions were given as {type(wish.rules).__name__}. A search uses only those that are proven. Write "
@@ -136,6 +140,21 @@ def check_wish(wish: Wish, searches: Sequence[str]) -> None:
         raise UsageError(
             f"Layouts of tensors were given as {type(wish.fixed).__name__}. They are a mapping from names to layouts, "
             f"both as plan files write them. Write {{'fc.weight': 'd0:S(0)'}}."
+        )
+
+
+def _check_stages(wish: Wish) -> None:
+    """UsageError where so many stages make no sense, or not with what else is wished."""
+    if wish.stages is not None and not (isinstance(wish.stages, int) and wish.stages > 0):
+        raise UsageError(
+            f"A plan of {wish.stages!r} stages was asked for. It has a whole number of them, from 1. Give another, or "
+            f"leave it out: then there are as many as are fastest."
+        )
+    if (wish.stages or 1) > 1 and (wish.fixed or wish.forbidden_axes or wish.search not in ("joint", "named")):
+        raise UsageError(
+            f"A plan of {wish.stages} stages was asked for together with layouts of tensors, axes to leave alone, or "
+            f"the search {wish.search}. Stages have devices and axes of their own, and only the joint search looks for "
+            f"them. Leave out one or the other."
         )
 
 

@@ -7,7 +7,16 @@ from conjoin.sim.fragments import Drafts
 from conjoin.sim.gains import Gain, gain_of
 from conjoin.sim.memory import OPTIMIZER_COPIES, Memory, measure_memory
 from conjoin.sim.moves import make_change, random_change
-from conjoin.sim.pipelines import PipelinePrediction, StagePrediction, predict_pipeline, transfer_seconds
+from conjoin.sim.pipelines import (
+    STAGE_STEPS,
+    PipelinePrediction,
+    StagePrediction,
+    predict_pipeline,
+    predict_stage,
+    rescheduled,
+    stage_spans,
+    transfer_seconds,
+)
 from conjoin.sim.prediction import Prediction, predict
 from conjoin.sim.prices import MachinePrices, Prices
 from conjoin.sim.program import Change, Program, task_numbers
@@ -17,10 +26,11 @@ from conjoin.sim.symmetry import Classes
 from conjoin.sim.wanted import Wanted, measure_wanted, wanted_by
 
 __all__ = [
-    "ALIKE", "OPTIMIZER_COPIES", "Breakdown", "Change", "Classes", "Drafts", "Gain", "Instruction", "Layouts",
-    "MachinePrices", "Memory", "Operator", "Phase", "PipelinePrediction", "Prediction", "Prices", "Program",
-    "Published", "Simulation", "Skeleton", "StagePrediction", "Ticks", "Timeline", "Wanted", "break_down",
+    "ALIKE", "OPTIMIZER_COPIES", "STAGE_STEPS", "Breakdown", "Change", "Classes", "Drafts", "Gain", "Instruction",
+    "Layouts", "MachinePrices", "Memory", "Operator", "Phase", "PipelinePrediction", "Prediction", "Prices",
+    "Program", "Published", "Simulation", "Skeleton", "StagePrediction", "Ticks", "Timeline", "Wanted", "break_down",
     "expected_error", "gain_of", "make_change", "measure_memory", "measure_wanted", "new_drafts", "predict",
-    "predict_pipeline", "published_for", "random_change", "rerun", "run", "simulate", "simulate_layouts", "take_apart",
-    "take_graph_apart", "task_numbers", "to_seconds", "to_ticks", "transfer_seconds", "wanted_by",
+    "predict_pipeline", "predict_stage", "published_for", "random_change", "rerun", "rescheduled", "run", "simulate",
+    "simulate_layouts", "stage_spans", "take_apart", "take_graph_apart", "task_numbers", "to_seconds", "to_ticks",
+    "transfer_seconds", "wanted_by",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from conjoin.cost import CostModel, Source, messages_seconds
 from conjoin.errors import PlanError
 from conjoin.ir import LeafKind, Pipeline, Stage, Transfer, recomputed_segments, regathered_parameters
 from conjoin.machine import Machine, devices_of
-from conjoin.schedules import Timeline, Times, play
+from conjoin.schedules import Schedule, Timeline, Times, play
 from conjoin.sim.breakdown import Breakdown, break_down
 from conjoin.sim.expected_error import expected_error, is_all_estimated
 from conjoin.sim.memory import Memory, check_optimizer, measure_memory
@@ -28,7 +28,7 @@ from conjoin.sim.prices import MachinePrices
 from conjoin.sim.simulation import Simulation, new_drafts, simulate_layouts
 from conjoin.sim.skeleton import take_apart
 
-_STEPS = 3
+STAGE_STEPS = 3
 """Micro-batches that a stage is simulated with: one has others before and after it."""
 
 
@@ -169,7 +169,7 @@ def predict_pipeline(
         seconds = transfer_seconds(pipeline, transfer, machine)
         there[transfer.source, transfer.target] += seconds
         back[transfer.source, transfer.target] += seconds if transfer.has_gradient else 0.0
-    spans = [_spans(simulation) for simulation in found]
+    spans = [stage_spans(simulation) for simulation in found]
     times = Times(
         tuple(span[0] for span in spans),
         tuple(span[1] / 2 for span in spans),
@@ -194,6 +194,15 @@ def predict_pipeline(
     )  # fmt: skip
 
 
+def rescheduled(told: PipelinePrediction, schedule: Schedule, machine: Machine) -> PipelinePrediction:
+    """What a pipeline would take by another schedule of the same stages."""
+    pipeline, timeline = replace(told.pipeline, schedule=schedule), play(schedule, told.times)
+    in_flight = timeline.peaks.in_flight
+    stages = tuple(replace(stage, in_flight=in_flight[i]) for i, stage in enumerate(told.stages))
+    busy = _busy(pipeline, timeline, machine)
+    return replace(told, pipeline=pipeline, timeline=timeline, stages=stages, busy=busy)
+
+
 def _busy(pipeline: Pipeline, timeline: Timeline, machine: Machine) -> tuple[tuple[str, float], ...]:
     shares: dict[str, list[float]] = defaultdict(list)
     for owner, stage in zip(pipeline.schedule.owners, pipeline.stages, strict=True):
@@ -209,10 +218,15 @@ def _simulated(stage: Stage, machine: Machine, costs: CostModel, optimizer: str)
     drafts = new_drafts(skeleton, layouts, plan.mesh, prices)
     drafts.bundle_bytes = plan.bundle_bytes
     again = recomputed_segments(plan)
-    return simulate_layouts(skeleton, layouts, drafts, regathered_parameters(plan), again, _STEPS)
+    return simulate_layouts(skeleton, layouts, drafts, regathered_parameters(plan), again, STAGE_STEPS)
 
 
-def _spans(found: Simulation) -> tuple[float, float, float, float]:
+def predict_stage(simulation: Simulation, optimizer: str, machine: Machine) -> StagePrediction:
+    """What a stage takes and holds that was simulated with `STAGE_STEPS` micro-batches, one of them in flight."""
+    return _stage(simulation, stage_spans(simulation), 1, optimizer, machine)
+
+
+def stage_spans(found: Simulation) -> tuple[float, float, float, float]:
     """Seconds of a forward and of a backward pass of a micro-batch, of what is done once at the end, and at the
     start."""
     program, timeline = found.program, found.timeline
@@ -224,7 +238,7 @@ def _spans(found: Simulation) -> tuple[float, float, float, float]:
     start = 1 + length
     middle, end = start + operators + 1, start + length
     forward, backward = computed(middle) - computed(start), computed(end) - computed(middle)
-    return forward, backward, max(timeline.seconds - computed(1 + _STEPS * length), 0.0), computed(1)
+    return forward, backward, max(timeline.seconds - computed(1 + STAGE_STEPS * length), 0.0), computed(1)
 
 
 def _stage(

@@ -32,7 +32,7 @@ FLAGS = {
     "plan": [
         "--at-most", "--batch", "--budget", "--cpu-budget", "--fix", "--forbid-axis", "--fresh", "--import", "--json",
         "--length", "--machine", "--memory", "--objective", "--optimizer", "--output", "--precision", "--rules",
-        "--search", "--size", "--start", "--strategy", "-o",
+        "--search", "--size", "--stages", "--start", "--strategy", "-o",
     ],
     "compare": [
         "--batch", "--budget", "--import", "--json", "--length", "--machine", "--memory", "--optimizer", "--precision",

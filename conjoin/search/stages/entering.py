@@ -1,0 +1,61 @@
+"""Pipelines in a contest: looked for in a part of its time, and judged beside plans of one stage."""
+
+from __future__ import annotations
+
+from math import inf
+
+from conjoin.cost import CostModel
+from conjoin.ir import Pipeline
+from conjoin.search.contest import Contest
+from conjoin.search.stages.plans import Judged, Model
+from conjoin.search.stages.search import Over, StageSearch
+from conjoin.sim import predict_pipeline
+
+_PART = 0.35
+"""Of the time that is left, for pipelines; where nothing fits in one stage they may take most of it."""
+_NOTHING_FITS = 0.65
+_PRICED_PER_STEP = 1
+"""Rows of cells that may be simulated for every step that is left for pipelines."""
+
+
+def enter_pipeline(contest: Contest, pipeline: Pipeline, costs: CostModel) -> None:
+    """Judge a pipeline that was found before."""
+    contest.enter_pipeline(predict_pipeline(pipeline, contest.machine, costs, contest.optimizer))
+
+
+def search_stages(contest: Contest, costs: CostModel, stages: int | None = None) -> None:
+    """Look for pipelines, all of one number of stages where it is given; the best becomes that of the contest."""
+    if contest.machine.num_devices == 1 or contest.constraints or not _is_trained_by_loss(contest):
+        return
+    trial = "stages" if stages is None else f"{stages} stages"
+    if not contest.is_new(trial):
+        return
+    part = 1.0 if stages is not None else _NOTHING_FITS if contest.best is None else _PART
+    left, most = contest.share(part), inf
+    if contest.steps_left is not None:
+        most = part * contest.steps_left * _PRICED_PER_STEP
+    model = Model(contest.captured, contest.machine, costs, contest.optimizer, contest.capacity)
+    asked = 0
+
+    def check(doing: str) -> None:
+        nonlocal asked
+        asked += 1
+        contest.tell(doing)
+        if left() <= 0 or asked > most:
+            raise Over
+
+    def found(judged: Judged) -> None:
+        contest.enter_pipeline(judged.prediction)
+
+    goal = lambda: inf if stages is not None or contest.best is None else contest.best.seconds
+    search = StageSearch(model, goal, check, stages, found=found)
+    if search.run():
+        contest.note(trial, contest.pipeline.seconds if contest.pipeline is not None else inf)
+    else:
+        contest.cut_short = True
+
+
+def _is_trained_by_loss(contest: Contest) -> bool:
+    """Whether the model gives a loss and nothing else: all that a pipeline gives."""
+    graph = contest.captured
+    return graph.training and graph.loss is not None and len(graph.outputs) == 1

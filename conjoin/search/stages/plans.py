@@ -1,0 +1,127 @@
+"""From stages that were chosen to a pipeline: built for real, with the schedule that the timeline likes best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from conjoin.cost import CostModel
+from conjoin.errors import StrategyError
+from conjoin.ir import (
+    Accumulation,
+    Graph,
+    Mark,
+    Pipeline,
+    Stage,
+    check_pipeline,
+    cut_in_stages,
+    model_mark,
+    recomputed_segments,
+    regathered_parameters,
+    stage_edges,
+)
+from conjoin.machine import Machine
+from conjoin.schedules import Schedule, chain, eager_one_f_one_b, gpipe, one_f_one_b, zero_bubble
+from conjoin.search.stages.cells import Cells
+from conjoin.search.stages.parts import Division
+from conjoin.search.stages.programme import Cutting
+from conjoin.search.stages.ways import lay_out_stage
+from conjoin.sim import PipelinePrediction, predict_pipeline, rescheduled
+
+SIMPLER = 1.005
+"""How much faster a schedule has to be than a simpler one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is planned, and for what."""
+
+    captured: Graph
+    machine: Machine
+    costs: CostModel
+    optimizer: str
+    capacity: int
+    """Bytes that may be used of a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A pipeline and what the timeline says of it."""
+
+    pipeline: Pipeline
+    prediction: PipelinePrediction
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.seconds
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.prediction.peak
+
+    @property
+    def told(self) -> Pipeline:
+        """The pipeline with what is predicted of it."""
+        predictions = ("seconds_per_step", self.seconds), ("peak_bytes", float(self.peak_bytes))
+        return replace(self.pipeline, predictions=predictions)
+
+
+def build(model: Model, cells: Cells, accumulation: Accumulation | None, division: Division, cut: Cutting) -> Pipeline:
+    """The pipeline of some stages, in the order of 1F1B; StrategyError where one of them cannot be made."""
+    micro = 1 if accumulation is None else accumulation.steps
+    graphs = cut_in_stages(cells.graph, cells.stages_of(tuple(slot.cells[0] for slot in cut.slots)))
+    stages: list[Stage] = []
+    for number, (slot, graph) in enumerate(zip(cut.slots, graphs, strict=True)):
+        part = division.machines[slot.part]
+        laid_out = lay_out_stage(graph, part, slot.way, cells.graph)
+        if laid_out is None:
+            raise StrategyError(f"Stage {number} cannot be run by {slot.way}.")
+        ranks = range(slot.granules[0] * division.granule, slot.granules[1] * division.granule)
+        stages.append(laid_out.stage(number, model.machine, part, tuple(ranks)))
+    schedule = one_f_one_b(len(stages), micro)
+    edges = tuple(sorted({*chain(len(stages)), *stage_edges(tuple(stages))}))
+    return Pipeline(
+        graph=cells.graph,
+        stages=tuple(stages),
+        schedule=replace(schedule, edges=edges),
+        mesh=model.machine.mesh,
+        model=model_mark(model.captured),
+        machine=Mark(model.machine.name, model.machine.fingerprint()),
+        strategy=_name(stages, micro),
+        accumulation=accumulation,
+    )
+
+
+def _name(stages: Sequence[Stage], micro: int) -> str:
+    sizes = {len(stage.ranks) for stage in stages}
+    each = f" of {sizes.pop()} devices" if len(sizes) == 1 else ""
+    return f"joint search, {len(stages)} stages{each}, {micro} micro-batches"
+
+
+def judge(model: Model, pipeline: Pipeline) -> Judged:
+    """A pipeline with the schedule by which it fits and is fastest; of those that are about alike the simplest."""
+    told = predict_pipeline(pipeline, model.machine, model.costs, model.optimizer)
+    best = Judged(pipeline, told, told.peak <= model.capacity)
+    for schedule in _schedules(pipeline):
+        told = rescheduled(best.prediction, schedule, model.machine)
+        fits = told.peak <= model.capacity
+        if fits and (not best.fits or told.seconds * SIMPLER < best.seconds):
+            best = Judged(told.pipeline, told, fits)
+    return best
+
+
+def _schedules(pipeline: Pipeline) -> Iterator[Schedule]:
+    """Other orders than 1F1B, the simplest first."""
+    stages, micro, edges = len(pipeline.stages), pipeline.num_micro_batches, pipeline.schedule.edges
+    for made in (gpipe(stages, micro), eager_one_f_one_b(stages, micro)):
+        yield replace(made, edges=edges)
+    if not any(recomputed_segments(stage.plan) or regathered_parameters(stage.plan) for stage in pipeline.stages):
+        yield replace(zero_bubble(stages, micro), edges=edges)  # such stages make both gradients at once
+
+
+def checked(model: Model, judged: Judged) -> Judged:
+    """The same, after all that a pipeline must be was checked."""
+    name = f"{judged.pipeline.strategy}, {judged.pipeline.schedule.name}"
+    pipeline = check_pipeline(replace(judged.pipeline, strategy=name))
+    return replace(judged, pipeline=pipeline, prediction=replace(judged.prediction, pipeline=pipeline))

@@ -1,0 +1,168 @@
+"""Where to cut a row of cells, on which devices each stage runs and in which way: a dynamic programme from the end.
+
+A step of m micro-batches through stages that take t of each, and are one after the other, takes about
+
+    sum of all t, and of what goes between stages, + (m - 1) × the longest t
+
+(1F1B; Alpa, section 5). For a bound on the longest, with F(s, p, i) for the least sum of the last s stages if they have
+the cells from i and the granules from p on,
+
+    F(s, p, i) = min over sizes c and ends j of  t(i..j on c granules from p) + sent(i) + F(s - 1, p + c, j)
+
+where t is the least over all ways that fit: s micro-batches are in flight at the s-th stage from the end, and hold
+their part of its memory (`_Stages.of`). The bound goes through what stages can take, upwards, until the bound alone
+makes it worse than what was found (`solve`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+
+from conjoin.search.stages.parts import Division, Part
+from conjoin.search.stages.tables import BACKWARD, FINISH, FORWARD, KEPT, PEAK
+from conjoin.search.stages.ways import Way
+
+_MAX_BOUNDS = 48
+"""Bounds on the longest stage that are tried, where stages could take more different times than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A stage: its cells, its granules, and the way it is run."""
+
+    cells: tuple[int, int]
+    granules: tuple[int, int]
+    part: Part
+    way: Way
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """Stages for a whole model and machine, and what a step takes by the formula."""
+
+    slots: tuple[Slot, ...]
+    seconds: float
+
+
+@dataclass
+class Programme:
+    """The dynamic programme for one division of a machine and one number of micro-batches."""
+
+    division: Division
+    tables: Mapping[Part, np.ndarray]
+    """[begin, end, way, figure]"""
+    ways: Mapping[Part, Sequence[Way]]
+    sent: np.ndarray
+    """Seconds in which what goes into a cell is sent there, and its gradient back."""
+    num_micro_batches: int
+    capacity: float
+    most: int
+    """Stages at most."""
+    _seconds: dict[tuple[Part, int], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+    def of(self, part: Part, in_flight: int) -> tuple[np.ndarray, np.ndarray]:
+        """[begin, end]: the least seconds of a stage with so many micro-batches in flight, and by which way."""
+        key = part, min(in_flight, self.num_micro_batches)
+        if key not in self._seconds:
+            table = self.tables[part]
+            with np.errstate(invalid="ignore"):
+                held = table[..., PEAK] + (key[1] - 1) * table[..., KEPT]
+                taken = table[..., FORWARD] + table[..., BACKWARD] + table[..., FINISH] / self.num_micro_batches
+            taken = np.where(held <= self.capacity, taken, inf)
+            self._seconds[key] = taken.min(2), taken.argmin(2)
+        return self._seconds[key]
+
+    def solve(self, is_wanted: int | None = None) -> Iterator[Cutting]:
+        """The best cutting for every number of stages, or for the one that is wanted."""
+        free = self._fill(inf)
+        least = {s: f for s, f in self._sums(free).items() if f < inf and is_wanted in (None, s)}
+        best = {s: self._cutting(free, s, inf) for s in least}
+        for bound in self._bounds(best, least):
+            hopeful = [s for s in least if least[s] + (self.num_micro_batches - 1) * bound < best[s].seconds]
+            if not hopeful:
+                break
+            filled = self._fill(bound)
+            for s in hopeful:
+                if self._sums(filled).get(s, inf) < inf:
+                    best[s] = min(best[s], self._cutting(filled, s, bound), key=lambda cutting: cutting.seconds)
+        yield from best.values()
+
+    def _bounds(self, best: Mapping[int, Cutting], least: Mapping[int, float]) -> Sequence[float]:
+        """What the longest stage may take, upwards: from what all can keep to, to where it no longer pays."""
+        if not best or self.num_micro_batches == 1:
+            return ()
+        top = max((best[s].seconds - least[s]) / (self.num_micro_batches - 1) for s in best)
+        values = np.unique(np.concatenate([found.ravel() for found, _ in self._seconds.values()]))
+        values = values[values < top]
+        low, high = 0, len(values)
+        while low < high:  # the least bound that some cutting keeps to
+            middle = (low + high) // 2
+            sums = self._sums(self._fill(values[middle]))
+            low, high = (low, middle) if any(sums.get(s, inf) < inf for s in best) else (middle + 1, high)
+        values = values[low:]
+        if len(values) > _MAX_BOUNDS:
+            places = np.unique(np.round(np.geomspace(1, len(values), _MAX_BOUNDS)).astype(int)) - 1
+            values = values[places]
+        return list(map(float, values))
+
+    def _sums(self, filled: Sequence[_Level]) -> dict[int, float]:
+        return {s: float(level.least[0][0]) for s, level in enumerate(filled) if 0 in level.least and s > 0}
+
+    def _fill(self, bound: float) -> list[_Level]:
+        cells = len(self.sent) - 1
+        start = np.full(cells + 1, inf)
+        start[cells] = 0.0
+        levels = [_Level({self.division.count: start}, {})]
+        for s in range(1, self.most + 1):
+            before, level = levels[-1].least, _Level({}, {})
+            for begin in range(self.division.count):
+                self._extend(level, begin, s, before, bound)
+            if not level.least:
+                break
+            levels.append(level)
+        return levels
+
+    def _extend(self, level: _Level, begin: int, s: int, before: Mapping[int, np.ndarray], bound: float) -> None:
+        """The last s stages from a granule on, each with one stage more than those before."""
+        for size, part in self.division.moves[begin]:
+            rest = before.get(begin + size)
+            if rest is None:
+                continue
+            seconds = self.of(part, s)[0]
+            total = np.where(seconds <= bound, seconds, inf) + rest[None, :]
+            ends = total.argmin(1)
+            least = total[np.arange(len(ends)), ends] + self.sent
+            known = level.least.get(begin)
+            if known is None:
+                level.least[begin] = least
+                level.chosen[begin] = np.stack([np.full(len(ends), size), ends])
+            else:
+                better = least < known
+                known[better] = least[better]
+                level.chosen[begin][:, better] = np.stack([np.full(len(ends), size), ends])[:, better]
+
+    def _cutting(self, filled: Sequence[_Level], num_stages: int, bound: float) -> Cutting:
+        slots: list[Slot] = []
+        cell, granule, longest = 0, 0, 0.0
+        for s in range(num_stages, 0, -1):
+            size, end = (int(x) for x in filled[s].chosen[granule][:, cell])
+            part = next(part for number, part in self.division.moves[granule] if number == size)
+            seconds, chosen = self.of(part, s)
+            longest = max(longest, float(seconds[cell, end]))
+            way = self.ways[part][int(chosen[cell, end])]
+            slots.append(Slot((cell, end), (granule, granule + size), part, way))
+            cell, granule = end, granule + size
+        total = float(filled[num_stages].least[0][0])
+        return Cutting(tuple(slots), total + (self.num_micro_batches - 1) * longest)
+
+
+@dataclass
+class _Level:
+    """The last stages, so many: by the granule they begin with, the least sums by cell, and what they begin with."""
+
+    least: dict[int, np.ndarray]
+    chosen: dict[int, np.ndarray]

@@ -1,0 +1,250 @@
+"""The search over pipelines: how many stages, their cuts, devices and ways, micro-batches and schedule.
+
+For every division of the machine and every number of micro-batches the dynamic programme (`programme.py`) finds the
+stages that are best by its formula, from tables (`tables.py`) in which equal blocks are worked out once. Divisions and
+numbers come in the order of what they can take at best; what cannot become the best by that is left out. The best few
+are built for real, and the timeline has the last word (`plans.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
+from math import inf
+
+import numpy as np
+
+from conjoin.cost import messages_seconds
+from conjoin.errors import StrategyError
+from conjoin.ir import Graph, LeafKind, cut_in_micro_batches
+from conjoin.machine import DeviceType, Machine
+from conjoin.search.stage_cuts import node_seconds
+from conjoin.search.stages.cells import Cells, find_cells
+from conjoin.search.stages.parts import Division, Part, divisions
+from conjoin.search.stages.plans import Judged, Model, build, checked, judge
+from conjoin.search.stages.programme import Cutting, Programme
+from conjoin.search.stages.tables import BACKWARD, FINISH, FORWARD, KEPT, PEAK, StageTables
+from conjoin.search.stages.ways import Way, ways_on
+
+MAX_STAGES = 64
+_SPACING = 1.4
+"""Between numbers of micro-batches that are tried, where a batch has many parts."""
+_MANY_SAMPLES = 16
+_BUILT = 3
+"""Cuttings that are built for real and simulated at a time."""
+_NEAR = 1.05
+"""How far above the best a cutting may be by the formula to be built: so far is the timeline from it."""
+_BINDS = 1.002
+"""How much slower than without a limit a cutting is where memory decides."""
+
+
+class Over(Exception):
+    """The time for pipelines is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A division of the machine and a number of micro-batches, with what a step takes at best."""
+
+    division: Division
+    micro: int
+    least: float
+    is_priced: bool = False
+
+
+@dataclass
+class StageSearch:
+    """A search for pipelines under way."""
+
+    model: Model
+    goal: Callable[[], float]
+    """What a pipeline has to beat, in seconds a step."""
+    check: Callable[[str], None]
+    """Called with what is done next; raises Over when there is no time."""
+    stages: int | None = None
+    """How many there are to be; None is as many as are best."""
+    best: Judged | None = None
+    num_judged: int = 0
+    found: Callable[[Judged], None] = lambda judged: None
+    """Called with every pipeline that is better than all before."""
+    _tables: dict[int, StageTables | None] = field(default_factory=dict)
+    _machines: dict[Part, Machine] = field(default_factory=dict)
+
+    def run(self) -> bool:
+        """Look for pipelines as long as there is time; the best is kept. Whether it came to its end."""
+        trials = list(self._trials())
+        try:
+            self._go_through(trial for trial in trials if trial.division.is_even)
+            self._go_through(trial for trial in trials if not trial.division.is_even)
+        except Over:
+            return False
+        return True
+
+    def _go_through(self, some: Iterable[Trial]) -> None:
+        """Solve trials in the order of what they can take at best, and judge the best cuttings."""
+        cuttings: list[tuple[float, Trial, Cutting]] = []
+        trials = [(trial.least, number, trial) for number, trial in enumerate(some)]
+        heapify(trials)
+        while trials:
+            least, number, trial = heappop(trials)
+            if least >= min([self._limit(), *(seconds for seconds, _, _ in cuttings[:1])]):
+                break
+            if not trial.is_priced:
+                trial = self._priced(trial)
+                heappush(trials, (trial.least, number, trial))
+                continue
+            for cutting in self._solve(trial):
+                if cutting.seconds < _NEAR * self._limit():
+                    cuttings.append((cutting.seconds, trial, cutting))
+            cuttings.sort(key=lambda found: found[0])
+            if cuttings and self.best is None:  # anything is better than nothing
+                self._judge(*cuttings.pop(0)[1:])
+        for seconds, trial, cutting in cuttings[:_BUILT]:
+            if seconds < _NEAR * self._limit():
+                self._judge(trial, cutting)
+
+    def _priced(self, trial: Trial) -> Trial:
+        """A trial with what it takes at best by the price of the cells that come most often."""
+        self.check(f"stages of {trial.division.granule} devices, {trial.micro} micro-batches")
+        tables = self._tables_for(trial.micro)
+        if tables is None:
+            return replace(trial, least=inf, is_priced=True)
+        if tables.cells.main is None:
+            return replace(trial, is_priced=True)
+        (cell, count), division, micro = tables.cells.main, trial.division, trial.micro
+        each: dict[Part, float] = {}
+        for part in division.parts:
+            plain = [way for way in ways_on(division.machines[part]) if way.is_plain]
+            each[part] = min(tables.seconds((cell, cell + 2), part, way) for way in plain) / 2
+        shortest = min(each.values())
+        if division.is_even:
+            longest = -(-count // division.count) * shortest
+        else:
+            devices = self.model.machine.num_devices
+            longest = count * min(seconds * part.num_devices for part, seconds in each.items()) / devices
+        return replace(trial, least=max(trial.least, (micro - 1) * longest + count * shortest), is_priced=True)
+
+    def _limit(self) -> float:
+        """What a step may take that is any use."""
+        return min(self.goal(), inf if self.best is None else self.best.seconds)
+
+    def _trials(self) -> Iterator[Trial]:
+        """All that could be tried; a step takes at least what is computed, dealt out, and the bubble."""
+        ideal = self._ideal()
+        for division in divisions(self.model.machine, MAX_STAGES if self.stages is None else self.stages):
+            self._machines = division.machines
+            stages = division.count if division.is_even else 2
+            if self.stages is not None and division.is_even and stages != self.stages:
+                continue
+            for micro in micro_batches(self.model.captured):
+                yield Trial(division, micro, ideal * (1 + (stages - 1) / micro))
+
+    def _ideal(self) -> float:
+        """What is computed, dealt out to all devices such that all are done together."""
+        machine, alone = self.model.machine, dict[DeviceType, float]()
+        for device in machine.device_types:
+            alone[device] = float(node_seconds(self.model.captured, self.model.costs, device).sum())
+        rates = [1 / max(alone[machine.device_type(rank)], 1e-30) for rank in range(machine.num_devices)]
+        return 1 / sum(rates)
+
+    def _solve(self, trial: Trial) -> Sequence[Cutting]:
+        """The best cuttings of a trial for every number of stages."""
+        tables = self._tables_for(trial.micro)
+        assert tables is not None
+        parts = trial.division.parts
+        plain = {part: [way for way in ways_on(trial.division.machines[part]) if way.is_plain] for part in parts}
+        free = self._cuttings(trial, tables, plain, inf)
+        least = min((cutting.seconds for cutting in free), default=inf)
+        if least >= _NEAR * self._limit():
+            return ()
+        fitting = self._cuttings(trial, tables, plain, self.model.capacity)
+        if free and min((cutting.seconds for cutting in fitting), default=inf) <= _BINDS * least:
+            return fitting
+        every = {part: self._worth(tables, part, list(ways_on(trial.division.machines[part]))) for part in parts}
+        return self._cuttings(trial, tables, every, self.model.capacity)
+
+    def _worth(self, tables: StageTables, part: Part, ways: list[Way]) -> list[Way]:
+        """The ways that are not worse in everything than another, for the cells that come most often."""
+        if tables.cells.main is None:
+            return ways
+        cell = tables.cells.main[0]
+        found = np.stack([tables.price((cell, cell + 1), part, way) for way in ways])
+        told = np.stack([found[:, FORWARD] + found[:, BACKWARD] + found[:, FINISH] / tables.num_micro_batches,
+                         found[:, PEAK], found[:, KEPT]], axis=1)  # fmt: skip
+        kept = []
+        for number, mine in enumerate(told):
+            better = (told <= mine).all(1) & ((told < mine).any(1) | (np.arange(len(told)) < number))
+            if np.isfinite(mine).all() and not better.any():
+                kept.append(ways[number])
+        return kept
+
+    def _cuttings(
+        self, trial: Trial, tables: StageTables, ways: dict[Part, list[Way]], capacity: float
+    ) -> Sequence[Cutting]:
+        """What the programme finds with some ways."""
+        if not all(ways.values()):
+            return ()
+        count, division = len(tables.cells), trial.division
+        longest = count if not division.is_even else min(count, 3 * -(-count // division.count) + 2)
+        filled = {part: tables.fill(part, some, longest) for part, some in ways.items()}
+        sent = self._sent(tables.cells, division.granule)
+        most = min(division.count, count, MAX_STAGES)
+        programme = Programme(division, filled, ways, sent, trial.micro, capacity, most)
+        return [cutting for cutting in programme.solve(self.stages) if len(cutting.slots) > 1]
+
+    def _tables_for(self, micro: int) -> StageTables | None:
+        """The tables of the model in so many micro-batches; None where it cannot be cut so."""
+        if micro not in self._tables:
+            self._tables[micro] = self._make_tables(micro)
+        return self._tables[micro]
+
+    def _make_tables(self, micro: int) -> StageTables | None:
+        captured, costs = self.model.captured, self.model.costs
+        try:
+            graph, accumulation = (
+                cut_in_micro_batches(captured, micro, own_statistics=True) if micro > 1 else (captured, None)
+            )
+        except StrategyError:
+            return None
+        seconds = node_seconds(graph, costs, self.model.machine.device_type(0))
+        cells = find_cells(graph, seconds)
+        check = lambda: self.check(f"stages, {micro} micro-batches")
+        return StageTables(cells, accumulation, self._machines, costs, self.model.optimizer, check)
+
+    def _sent(self, cells: Cells, granule: int) -> np.ndarray:
+        """Seconds in which what goes into every cell is sent from a granule to the next, and its gradient back."""
+        found: dict[float, float] = {0.0: 0.0}
+        for num_bytes in map(float, cells.crossing):
+            if num_bytes not in found:
+                each = -(-int(num_bytes) // granule)
+                sent = [(rank, rank + granule, each) for rank in range(granule)]
+                found[num_bytes] = 2 * messages_seconds(self.model.machine, sent).value
+        return np.array([found[float(num_bytes)] for num_bytes in cells.crossing])
+
+    def _judge(self, trial: Trial, cutting: Cutting) -> None:
+        """Build a cutting for real, and keep it where it is the best."""
+        tables = self._tables_for(trial.micro)
+        assert tables is not None
+        self.check(f"{len(cutting.slots)} stages, {trial.micro} micro-batches, built")
+        try:
+            pipeline = build(self.model, tables.cells, tables.accumulation, trial.division, cutting)
+        except StrategyError:
+            return
+        judged = judge(self.model, pipeline)
+        self.num_judged += 1
+        if judged.fits and (self.best is None or judged.seconds < self.best.seconds):
+            self.best = checked(self.model, judged)
+            self.found(self.best)
+
+
+def micro_batches(graph: Graph) -> list[int]:
+    """Numbers of micro-batches to try: parts of the batch, not too near to each other where it has many."""
+    shapes = [leaf.type.shape for leaf in graph.leaves_of(LeafKind.INPUT) if leaf.type.shape]
+    size = Counter(shape[0] for shape in shapes).most_common(1)[0][0] if shapes else 1
+    found = [1]
+    for parts in range(2, size + 1):
+        if size % parts == 0 and (size <= _MANY_SAMPLES or parts >= _SPACING * found[-1]):
+            found.append(parts)
+    return found

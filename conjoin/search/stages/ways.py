@@ -1,0 +1,148 @@
+"""Ways to run a stage: how its devices share its work and what it stores, and what of it is run again.
+
+A way is a named strategy and a mode of recomputing. Laid out on the graph of a stage, for devices of a machine, it says
+all that a simulation needs, and all that a plan of the stage is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from conjoin.errors import StrategyError
+from conjoin.ir import (
+    REGATHER,
+    Graph,
+    Mark,
+    MemoryAction,
+    Plan,
+    Segment,
+    Stage,
+    StageGraph,
+    Substitution,
+    Value,
+    computation_digest,
+    parallelize,
+    recompute_actions,
+)
+from conjoin.machine import Machine
+from conjoin.search.baselines import layouts_by
+from conjoin.search.blocks import segments_for
+from conjoin.search.bundle_size import choose_bundle_bytes
+from conjoin.search.drafting import settle_draft
+from conjoin.search.groups import products
+from conjoin.search.planning import drafter
+from conjoin.search.strategies import read_request
+from conjoin.sim import (
+    STAGE_STEPS,
+    Classes,
+    Drafts,
+    Layouts,
+    Prices,
+    Simulation,
+    Skeleton,
+    new_drafts,
+    simulate_layouts,
+    take_graph_apart,
+)
+
+STORED = ("", "zero1", "fsdp")
+RECOMPUTE = ("", "selective", "full")
+"""What is run again: what the model asks for, what is cheap for its bytes, all blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A strategy inside of a stage."""
+
+    strategy: str
+    recompute: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.strategy}+recompute={self.recompute}" if self.recompute else self.strategy
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing of it only saves memory."""
+        return not self.recompute and not any(flag in self.strategy for flag in STORED[1:])
+
+
+def ways_on(machine: Machine) -> Iterator[Way]:
+    """The ways to use the devices of a stage, the plain ones first."""
+    for recompute in RECOMPUTE:
+        for strategy in _strategies_on(machine):
+            yield Way(strategy, recompute)
+
+
+def _strategies_on(machine: Machine) -> Iterator[str]:
+    """Every degree of tensor parallelism inside a node, and every way to store parameters."""
+    count = machine.num_devices
+    if count == 1:
+        yield "single"
+        return
+    inside = [axis.size for axis in machine.mesh.axes if not axis.between_nodes]
+    degrees = products(inside or [axis.size for axis in machine.mesh.axes])
+    for stored in STORED:
+        yield stored or "data-parallel"
+        for tp in degrees[1:]:
+            if not stored or tp < count:
+                yield f"megatron:tp={tp},dp={count // tp},sp{',' if stored else ''}{stored}"
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """A stage in the layouts of a way."""
+
+    way: Way
+    cut: StageGraph
+    graph: Graph
+    """As the way rewrites it."""
+    skeleton: Skeleton
+    layouts: Layouts
+    regathered: frozenset[str]
+    segments: tuple[Segment, ...]
+    substitutions: tuple[Substitution, ...]
+    bundle_bytes: int
+
+    def simulate(self, machine: Machine, prices: Prices, known: dict[tuple[Classes, int], Drafts]) -> Simulation:
+        """It in time on the devices of a machine; what is alike in several stages is priced once."""
+        drafts = new_drafts(self.skeleton, self.layouts, machine.mesh, prices)
+        drafts.bundle_bytes = self.bundle_bytes
+        drafts = known.setdefault((drafts.classes, drafts.bundle_bytes), drafts)
+        return simulate_layouts(self.skeleton, self.layouts, drafts, self.regathered, self.segments, STAGE_STEPS)
+
+    def stage(self, number: int, whole: Machine, machine: Machine, ranks: tuple[int, ...]) -> Stage:
+        """The stage of a pipeline on some ranks of the whole machine."""
+        leaves = {self.graph.leaves[i]: layout for i, layout in self.layouts.leaves.items()}
+        choices = {op.node: choice for op, choice in zip(self.skeleton.operators, self.layouts.choices, strict=True)}
+        values = [i for i, value in enumerate(self.graph.outputs) if isinstance(value, Value)]
+        outputs = dict(zip(values, self.layouts.results, strict=False))
+        parallel = parallelize(self.graph, leaves, choices, outputs)
+        regathered = tuple(MemoryAction(REGATHER, name) for name in sorted(self.regathered))
+        plan = Plan(
+            graph=parallel,
+            mesh=machine.mesh,
+            model=Mark(f"stage {number}", ""),
+            machine=Mark(whole.name, whole.fingerprint()),
+            strategy=str(self.way),
+            memory=(*regathered, *recompute_actions(parallel, self.segments)),
+            substitutions=self.substitutions,
+            computes=computation_digest(self.graph),
+            bundle_bytes=self.bundle_bytes,
+        )
+        return Stage(plan, ranks, self.cut.arrivals, self.cut.borrowed)
+
+
+def lay_out_stage(cut: StageGraph, machine: Machine, way: Way, whole: Graph) -> LaidOut | None:
+    """A stage of a whole model laid out by a way on the devices of a machine; None where that cannot be."""
+    try:
+        settled = settle_draft(cut.graph, drafter(machine, read_request(way.strategy)))
+        segments = segments_for(way.recompute, settled.graph, whole)
+    except StrategyError:
+        return None
+    skeleton = take_graph_apart(settled.graph)[0]
+    layouts, regathered = layouts_by(settled, skeleton, is_stage=True)
+    size = choose_bundle_bytes(cut.graph, machine)
+    return LaidOut(
+        way, cut, settled.graph, skeleton, layouts, regathered, segments, settled.substitutions, size
+    )

@@ -1,0 +1,255 @@
+"""The search over pipelines: against brute force, against the plain model, and where one stage does not do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, product
+from math import inf
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conjoin import Wish, verify_plan
+from conjoin.cost import CostModel
+from conjoin.errors import StrategyError, UsageError
+from conjoin.frontends import capture
+from conjoin.ir import Graph, Pipeline
+from conjoin.machine import DeviceType, Link, Machine, NodeKind, parse_machine
+from conjoin.search import find_plan
+from conjoin.search.stages.cells import find_cells, run_of
+from conjoin.search.stages.parts import Division, Part, divisions
+from conjoin.search.stages.plans import Model, build, judge
+from conjoin.search.stages.programme import Cutting, Programme, Slot
+from conjoin.search.stages.search import StageSearch, micro_batches
+from conjoin.search.stages.tables import BACKWARD, FINISH, FORWARD, KEPT, PEAK
+from conjoin.search.stages.ways import Way, ways_on
+from conjoin.sim import predict_pipeline
+
+
+class Block(nn.Module):
+    """A layer and a way around it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Rows(nn.Module):
+    """Something before and after equal blocks."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, 1)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def rows(depth: int, width: int, samples: int) -> Graph:
+    with torch.device("meta"):
+        model, batch = Rows(depth, width).train(), (torch.randn(samples, width), torch.randn(samples, 1))
+    return capture(model, batch, nn.functional.mse_loss)
+
+
+def cluster(name: str, devices: tuple[DeviceType, ...], rate: float) -> Machine:
+    kinds = (NodeKind("node", 1, devices, switches=("bus",), links=tuple(Link((str(i), "bus"), rate, 1e-6) for i in range(len(devices)))),)
+    return Machine(name, 1, len(devices), "cuda", nodes=kinds)
+
+
+def gpu(name: str, flops: float, memory: int = 2**36) -> DeviceType:
+    return DeviceType(name, "cuda", memory, flops / 100, (("float32", flops),))
+
+
+def machine_of(model: Graph, machine: Machine, memory: int | None = None) -> Model:
+    return Model(model, machine, CostModel(), "adam", memory or machine.usable_bytes)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_programme_finds_what_brute_force_finds(seed: int) -> None:
+    draw = Random(seed)
+    cells, granules, micro = draw.randint(2, 6), draw.randint(2, 4), draw.choice([1, 2, 4, 8])
+    uneven = draw.random() < 0.5
+    parts = {size: Part((size, 1, ())) for size in range(1, granules)}
+    moves = tuple(
+        tuple((size, part) for size, part in parts.items() if begin + size <= granules and (uneven or size == 1))
+        for begin in range(granules)
+    )
+    division = Division(1, granules, moves, {})
+    ways = [Way(f"way {i}") for i in range(3)]
+    random = np.random.default_rng(seed)
+    tables = {part: random.uniform(0.5, 2.0, (cells + 1, cells + 1, 3, 5)) for part in parts.values()}
+    for table in tables.values():
+        table[np.tril_indices(cells + 1)] = inf
+    sent = random.uniform(0.0, 0.3, cells + 1)
+    capacity = draw.choice([2.0, 3.0, inf])
+    told = Programme(division, tables, dict.fromkeys(parts.values(), ways), sent, micro, capacity, granules)
+    found = {len(cutting.slots): cutting.seconds for cutting in told.solve()}
+
+    best: dict[int, float] = {}
+    for sizes in _compositions(granules, granules if uneven else 1):
+        for bounds in combinations(range(1, cells), len(sizes) - 1):
+            edges = (0, *bounds, cells)
+            taken = []
+            for number, size in enumerate(sizes):
+                flight = min(len(sizes) - number, micro)
+                if size not in parts:
+                    break
+                some = tables[parts[size]][edges[number], edges[number + 1]]
+                fits = [w for w in some if w[PEAK] + (flight - 1) * w[KEPT] <= capacity]
+                taken.append(min((w[FORWARD] + w[BACKWARD] + w[FINISH] / micro for w in fits), default=inf))
+            if len(taken) == len(sizes):
+                total = sum(taken) + sum(sent[edge] for edge in edges[:-1]) + (micro - 1) * max(taken)
+                best[len(sizes)] = min(total, best.get(len(sizes), inf))
+    assert found == pytest.approx({s: seconds for s, seconds in best.items() if seconds < inf})
+
+
+def _compositions(total: int, largest: int) -> Iterator[tuple[int, ...]]:
+    if total == 0:
+        yield ()
+    for size in range(1, min(total, largest) + 1):
+        yield from ((size, *rest) for rest in _compositions(total - size, largest))
+
+
+def every_pipeline(model: Model) -> Iterator[float]:
+    """What all pipelines of the family take, by brute force: every cut, parts, ways, micro-batches and schedules."""
+    search = StageSearch(model, lambda: inf, lambda doing: None)
+    for micro in micro_batches(model.captured):
+        tables = search._tables_for(micro)
+        assert tables is not None
+        for division in divisions(model.machine, model.machine.num_devices):
+            for sizes in _compositions(division.count, 1 if division.is_even else division.count):
+                yield from _all_of(model, tables.cells, tables.accumulation, division, sizes)
+
+
+def _all_of(model: Model, cells, accumulation, division: Division, sizes: tuple[int, ...]) -> Iterator[float]:  # type: ignore[no-untyped-def]
+    begins = [sum(sizes[:i]) for i in range(len(sizes))]
+    parts = [dict(division.moves[begin]).get(size) for begin, size in zip(begins, sizes, strict=True)]
+    if len(sizes) < 2 or None in parts:
+        return
+    for bounds in combinations(range(1, len(cells)), len(sizes) - 1):
+        edges = (0, *bounds, len(cells))
+        for ways in product(*(list(ways_on(division.machines[part])) for part in parts if part is not None)):
+            slots = tuple(
+                Slot((edges[i], edges[i + 1]), (begins[i], begins[i] + sizes[i]), part, way)
+                for i, (part, way) in enumerate(zip(parts, ways, strict=True))
+                if part is not None
+            )
+            try:
+                found = judge(model, build(model, cells, accumulation, division, Cutting(slots, 0.0)))
+            except StrategyError:
+                continue
+            if found.fits:
+                yield found.seconds
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_search_is_as_good_as_brute_force(seed: int) -> None:
+    draw = Random(seed)
+    depth, width, samples = draw.choice([1, 2]), draw.choice([256, 1024]), draw.choice([2, 4])
+    speeds = [draw.choice([1e13, 3e13]) for _ in range(2)]
+    devices = tuple(gpu(f"gpu {flops:g}", flops) for flops in speeds)
+    model = machine_of(rows(depth, width, samples), cluster("some", devices, draw.choice([1e9, 1e11])))
+    search = StageSearch(model, lambda: inf, lambda doing: None)
+    assert search.run()
+    assert search.best is not None
+    assert search.best.seconds <= 1.01 * min(every_pipeline(model))
+
+
+def test_equal_blocks_are_of_one_kind_and_priced_once() -> None:
+    graph = rows(12, 64, 8)
+    cells = find_cells(graph, np.ones(len(graph.nodes)))
+    assert len(cells) == 14
+    assert len(set(cells.kinds)) == 3
+    assert cells.main == (1, 12)
+    assert run_of(cells.kinds, 1, 13).row == (1, 2)
+    priced = []
+    for depth in (4, 12):
+        model = machine_of(rows(depth, 1024, 8), parse_machine("dgx-h100:1x2"))
+        search = StageSearch(model, lambda: inf, lambda doing: None)
+        search.run()
+        priced.append(sum(tables.num_priced for tables in search._tables.values() if tables is not None))
+    assert priced[1] <= priced[0] + 4, "more of the same blocks are priced once"
+
+
+def test_a_slower_device_has_fewer_blocks() -> None:
+    devices = gpu("fast", 4e13), gpu("slow", 1e13)
+    graph = rows(10, 2048, 64)
+    found = find_plan(graph, cluster("two kinds", devices, 1e11), CostModel(), Wish(budget=60, stages=2)).plan
+    assert isinstance(found, Pipeline)
+    layers = [sum(node.op == "linear" for node in stage.plan.graph.nodes) for stage in found.stages]
+    assert layers[0] > 2 * layers[1]
+
+
+def test_what_does_not_fit_in_one_stage_is_planned_in_several() -> None:
+    model, machine = rows(8, 4096, 8), cluster("small", (gpu("a", 1e13),) * 2, 1e9)
+    alone = find_plan(model, machine, CostModel(), Wish(budget=20, stages=1))
+    memory = int(0.7 * alone.peak_bytes)
+    found = find_plan(model, machine, CostModel(), Wish(budget=20, memory=memory, steps=40))
+    assert found.peak_bytes <= memory
+
+
+def test_a_pipeline_that_is_found_is_told_and_remembered_like_a_plan(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    from conjoin.search import Remembered, is_answer
+
+    graph, machine, wish = rows(4, 64, 8), parse_machine("dgx-h100:1x2"), Wish(budget=30, stages=2)
+    result = find_plan(graph, machine, CostModel(), wish)
+    plan = result.plan
+    assert isinstance(plan, Pipeline)
+    assert result.seconds_per_step == predict_pipeline(plan, machine, CostModel()).seconds
+    assert dict(plan.predictions)["seconds_per_step"] == result.seconds_per_step
+    kept = Remembered(tmp_path)
+    kept.keep(graph, machine, wish, "", result)
+    again = kept.find(graph, machine, wish, "")
+    assert again is not None
+    assert again.plan == plan
+    assert is_answer(again, wish)
+    longer = find_plan(graph, machine, CostModel(), replace(wish, budget=60), start=again)
+    assert longer.seconds_per_step <= result.seconds_per_step
+
+
+def test_ctrl_c_keeps_the_best_pipeline() -> None:
+    graph, machine = rows(6, 64, 16), parse_machine("dgx-h100:1x4")
+
+    def stop(progress) -> None:  # type: ignore[no-untyped-def]
+        if progress.best_seconds is not None:
+            raise KeyboardInterrupt
+
+    found = find_plan(graph, machine, CostModel(), Wish(budget=60, stages=2), progress=stop)
+    assert found.stopped.value == "interrupted"
+    assert isinstance(found.plan, Pipeline)
+
+
+@pytest.mark.parametrize(
+    "wish", [Wish(stages=0), Wish(stages=2, fixed={"first.weight": "d0:S(0)"}), Wish(stages=2, search="mcmc")]
+)
+def test_stages_that_cannot_be_are_refused(wish: Wish) -> None:
+    with pytest.raises(UsageError, match="stages"):
+        find_plan(rows(2, 64, 8), parse_machine("dgx-h100:1x2"), CostModel(), wish)
+
+
+def test_more_stages_than_devices_are_refused() -> None:
+    with pytest.raises(StrategyError, match="in 5 stages"):
+        find_plan(rows(2, 64, 8), parse_machine("dgx-h100:1x2"), CostModel(), Wish(stages=5, budget=5))
+
+
+@pytest.mark.parametrize(("devices", "stages"), [(2, 2), (4, 2), (4, 3)])
+def test_pipelines_that_are_found_compute_what_the_model_does(devices: int, stages: int) -> None:
+    torch.manual_seed(0)
+    model, batch = Rows(3, 8).double().train(), (torch.randn(8, 8).double(), torch.randn(8, 1).double())
+    graph, machine = capture(model, batch, nn.functional.mse_loss), parse_machine(f"dgx-h100:1x{devices}")
+    found = find_plan(graph, machine, CostModel(), Wish(budget=30, stages=stages)).plan
+    assert isinstance(found, Pipeline)
+    assert len(found.stages) == stages
+    verdict = verify_plan(found, model, batch, loss=nn.functional.mse_loss, num_steps=2)
+    assert verdict.passed, verdict
