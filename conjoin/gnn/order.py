@@ -67,7 +67,7 @@ def metis_parts(adjacency: Adjacency, num_parts: int) -> Ints:
     size = adjacency.num_vertices
     indptr, neighbours = np.searchsorted(both, np.arange(size + 1) * size), both % size
     load = np.maximum(np.diff(adjacency.indptr), 1)
-    graph = pymetis.CSRAdjacency(indptr.tolist(), neighbours.tolist())
+    graph = pymetis.CSRAdjacency(indptr, neighbours)
     _, parts = pymetis.part_graph(num_parts, graph, vweights=load.tolist())
     return np.asarray(parts, np.int64)
 
