@@ -1,4 +1,4 @@
-"""ROC's Figure 4.10: bytes between device and host for GCN on Reddit, by the best placement, LRU and streaming.
+"""ROC's Figure 4.10: bytes between device and host for GCN on Reddit, by the best residence, LRU and streaming.
 
     python -m benchmarks.roc_fig4_10        # writes results/roc_fig4_10.json
 
@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from time import process_time
 
-from conjoin.memory import Operation, Placement, Program, least_recently_used, place, streaming
+from conjoin.memory import Operation, Program, Residence, find_residence, least_recently_used, streaming
 from zoo.graphs import DATASETS
 
 RESULT = Path(__file__).parent / "results" / "roc_fig4_10.json"
@@ -84,7 +84,7 @@ class Way:
 
     capacity_gib: float
     name: str
-    placement: Placement
+    residence: Residence
     cpu_seconds: float
 
 
@@ -98,8 +98,8 @@ def ways(program: Program, capacities_gib: tuple[float, ...]) -> Iterator[Way]:
             "LRU that counts references": lambda capacity=capacity: least_recently_used(
                 program, capacity, counted=True
             ),
-            "best": lambda capacity=capacity: place(program, capacity),
-            "best, written only where needed": lambda capacity=capacity: place(program, capacity, "needed"),
+            "best": lambda capacity=capacity: find_residence(program, capacity),
+            "best, written only where needed": lambda capacity=capacity: find_residence(program, capacity, "needed"),
         }
         for name, run in runs.items():
             began = process_time()
@@ -111,21 +111,21 @@ def main() -> None:
     compute = sum(operation.seconds for operation in program.operations)
     rows = []
     for way in ways(program, (1.75, 2.0, 2.25, 2.5, 2.75, 3.0, 4.0)):
-        placement = way.placement
-        seconds = compute + placement.moved_bytes / LINK_BYTES_PER_SECOND
+        residence = way.residence
+        seconds = compute + residence.moved_bytes / LINK_BYTES_PER_SECOND
         rows.append(
             {
                 "device_gib": way.capacity_gib,
                 "way": way.name,
-                "loaded_gib": round(placement.loaded_bytes / GIB, 3),
-                "written_gib": round(placement.written_bytes / GIB, 3),
+                "loaded_gib": round(residence.loaded_bytes / GIB, 3),
+                "written_gib": round(residence.written_bytes / GIB, 3),
                 "predicted_epoch_seconds": round(seconds, 4),
                 "cpu_seconds": round(way.cpu_seconds, 3),
             }
         )
         print(
-            f"{way.capacity_gib:5.2f} GiB  {way.name:32s} loads {placement.loaded_bytes / GIB:6.2f} GiB  writes "
-            f"{placement.written_bytes / GIB:5.2f} GiB  epoch {seconds:6.3f} s  ({way.cpu_seconds:.2f} s)"
+            f"{way.capacity_gib:5.2f} GiB  {way.name:32s} loads {residence.loaded_bytes / GIB:6.2f} GiB  writes "
+            f"{residence.written_bytes / GIB:5.2f} GiB  epoch {seconds:6.3f} s  ({way.cpu_seconds:.2f} s)"
         )
     for gib in (2.25, 2.5):
         loaded = {row["way"]: row["loaded_gib"] for row in rows if row["device_gib"] == gib}

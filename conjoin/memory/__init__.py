@@ -1,7 +1,16 @@
 """Which tensors of a step stay on the device, move to the host, or are made again."""
 
 from conjoin.memory.baselines import least_recently_used, streaming
-from conjoin.memory.placement import place
-from conjoin.memory.program import Operation, Placement, Program, Step, WriteBack
+from conjoin.memory.program import Operation, Program, Residence, Step, WriteBack
+from conjoin.memory.residence import find_residence
 
-__all__ = ["Operation", "Placement", "Program", "Step", "WriteBack", "least_recently_used", "place", "streaming"]
+__all__ = [
+    "Operation",
+    "Program",
+    "Residence",
+    "Step",
+    "WriteBack",
+    "find_residence",
+    "least_recently_used",
+    "streaming",
+]

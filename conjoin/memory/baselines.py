@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from conjoin.memory.program import Placement, Program, Step, WriteBack, placement_of
+from conjoin.memory.program import Program, Residence, Step, WriteBack, residence_of
 
 
-def streaming(program: Program) -> Placement:
+def streaming(program: Program) -> Residence:
     """Every operation loads what it reads and writes what it makes: NeuGraph's way (ROC, section 4.7.7)."""
     steps = tuple(Step(o.name, tuple(dict.fromkeys(o.inputs)), o.outputs, o.outputs) for o in program.operations)
-    return placement_of(program, steps)
+    return residence_of(program, steps)
 
 
 def least_recently_used(
     program: Program, capacity: int, write_back: WriteBack = "always", counted: bool = False
-) -> Placement:
+) -> Residence:
     """In the program's order; where there is no room, what was not used for longest leaves, needed later or not.
 
     Such a cache does not know that nobody reads a tensor any more. With references `counted` it does: then these leave
@@ -38,4 +38,4 @@ def least_recently_used(
         device = dict.fromkeys((*others, *here))
         if counted:
             device = {name: None for name in device if last_read.get(name, -1) > i}
-    return placement_of(program, tuple(steps))
+    return residence_of(program, tuple(steps))

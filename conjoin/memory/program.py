@@ -80,7 +80,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class Residence:
     """Where the tensors of a step are, operation after operation, and what is moved and made again for that."""
 
     steps: tuple[Step, ...]
@@ -94,9 +94,9 @@ class Placement:
         return self.loaded_bytes + self.written_bytes
 
 
-def placement_of(program: Program, steps: tuple[Step, ...]) -> Placement:
-    """Return the placement that some steps make up, with what they move and make again."""
+def residence_of(program: Program, steps: tuple[Step, ...]) -> Residence:
+    """Return the residence that some steps make up, with what they move and make again."""
     seconds = {operation.name: operation.seconds for operation in program.operations}
     loaded = sum(program.bytes[name] for step in steps for name in step.loads)
     written = sum(program.bytes[name] for step in steps for name in step.writes)
-    return Placement(steps, loaded, written, sum(seconds[step.operation] for step in steps if step.again))
+    return Residence(steps, loaded, written, sum(seconds[step.operation] for step in steps if step.again))

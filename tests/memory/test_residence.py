@@ -1,4 +1,4 @@
-"""Placements cost the least there is: judged by a search over single moves that knows nothing of what is needed."""
+"""Residences cost the least there is: judged by a search over single moves that knows nothing of what is needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from conjoin.errors import PlanError
-from conjoin.memory import Operation, Placement, Program, WriteBack, least_recently_used, place, streaming
+from conjoin.memory import Operation, Program, Residence, WriteBack, find_residence, least_recently_used, streaming
 
 State = tuple[frozenset[int], frozenset[str], frozenset[str]]
 
@@ -70,12 +70,12 @@ def least_cost(program: Program, capacity: int, write_back: WriteBack, remake: b
                 heapq.heappush(waiting, (cost + price, next(tie), after))
 
 
-def played(program: Program, placement: Placement, capacity: int) -> None:
-    """Carry a placement out, and see that everything is where it is needed and fits."""
+def played(program: Program, residence: Residence, capacity: int) -> None:
+    """Carry a residence out, and see that everything is where it is needed and fits."""
     device: set[str] = set()
     host, done = set(program.leaves), set()
     operations = {operation.name: operation for operation in program.operations}
-    for step in placement.steps:
+    for step in residence.steps:
         operation = operations[step.operation]
         assert set(step.writes) <= device | set(operation.outputs) and step.again == (step.operation in done)
         host |= set(step.writes) & device
@@ -83,7 +83,7 @@ def played(program: Program, placement: Placement, capacity: int) -> None:
         assert set(step.loads) <= host
         device |= set(step.loads)
         assert set(operation.inputs) <= device
-        readers = [o for o in program.operations if o.name not in done or any(s.again for s in placement.steps)]
+        readers = [o for o in program.operations if o.name not in done or any(s.again for s in residence.steps)]
         live = {name for o in readers for name in o.inputs} | set(operation.outputs)
         device = (device | set(operation.outputs)) & (live | set(operation.inputs))
         assert sum(program.bytes[name] for name in device) <= capacity
@@ -99,7 +99,7 @@ def played(program: Program, placement: Placement, capacity: int) -> None:
 def test_no_placement_costs_less(write_back: WriteBack, remake: bool, seeds: range) -> None:
     for seed in seeds:
         program, capacity = random_program(seed)
-        found = place(program, capacity, write_back, remake)
+        found = find_residence(program, capacity, write_back, remake)
         assert found.moved_bytes + found.remade_seconds == least_cost(program, capacity, write_back, remake), seed
         if not remake:
             played(program, found, capacity)
@@ -110,7 +110,7 @@ def test_baselines_run_and_are_no_better() -> None:
     for seed in range(100):
         program, capacity = random_program(seed)
         for write_back in ("always", "needed"):
-            best = place(program, capacity, write_back).moved_bytes
+            best = find_residence(program, capacity, write_back).moved_bytes
             used = least_recently_used(program, capacity, write_back)
             played(program, used, capacity)
             assert best <= used.moved_bytes and used.loaded_bytes <= streaming(program).loaded_bytes
@@ -128,21 +128,21 @@ def test_what_is_cheap_is_made_again_and_what_is_dear_is_moved() -> None:
         )
         return Program(operations, {"x": 1, "a": 10, "b": 10, "c": 10, "d": 1})
 
-    cheap = place(program(0.5), 21, "needed", remake=True)
+    cheap = find_residence(program(0.5), 21, "needed", remake=True)
     assert [step.operation for step in cheap.steps if step.again] == ["first"] and cheap.written_bytes == 0
-    dear = place(program(100.0), 21, "needed", remake=True)
+    dear = find_residence(program(100.0), 21, "needed", remake=True)
     assert not any(step.again for step in dear.steps) and dear.written_bytes == 10
 
 
 def test_with_room_for_all_only_what_is_given_is_loaded() -> None:
     program, _ = random_program(3)
-    found = place(program, 1000, "needed")
+    found = find_residence(program, 1000, "needed")
     assert found.loaded_bytes == sum(program.bytes[name] for name in program.leaves) and found.written_bytes == 0
 
 
 def test_what_cannot_be_placed_is_refused() -> None:
     program = Program((Operation("add", ("x", "y"), ("z",)),), {"x": 4, "y": 4, "z": 4})
-    for run in (place, least_recently_used):
+    for run in (find_residence, least_recently_used):
         with pytest.raises(PlanError, match="add alone reads and makes 12 bytes"):
             run(program, 11)
     with pytest.raises(PlanError, match="too early"):
@@ -157,6 +157,6 @@ def test_a_search_that_is_too_large_says_so() -> None:
     back = tuple(Operation(f"b{i}", (names[i],), (f"d{i}",)) for i in reversed(range(30)))
     program = Program(operations + back, dict.fromkeys([*names, *(f"d{i}" for i in range(30))], 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("conjoin.memory.placement.MAX_STATES", 100)
+        patch.setattr("conjoin.memory.residence.MAX_STATES", 100)
         with pytest.raises(PlanError, match="Leave remake out"):
-            place(program, 3, "needed", remake=True)
+            find_residence(program, 3, "needed", remake=True)

@@ -1,4 +1,4 @@
-"""The placement that costs least: ROC's memory manager (section 4.5), corrected, and what it leaves out.
+"""The residence that costs least: ROC's memory manager (section 4.5), corrected, and what it leaves out.
 
 ROC's Algorithm 3 finds COST(S, T), the least transfers to have done the operations S with the tensors T on the device:
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import count, product
 
 from conjoin.errors import PlanError
-from conjoin.memory.program import Operation, Placement, Program, Step, WriteBack, placement_of
+from conjoin.memory.program import Operation, Program, Residence, Step, WriteBack, residence_of
 
 MAX_STATES = 300_000
 """Some ten seconds: a GCN's training step takes hundreds, twelve operations that may be made again some thousands."""
@@ -31,20 +31,20 @@ State = tuple[int, int, int]
 """Operations that are done, tensors on the device, tensors on the host: bits."""
 
 
-def place(
+def find_residence(
     program: Program,
     capacity: int,
     write_back: WriteBack = "always",
     remake: bool = False,
     bytes_per_second: float = 1.0,
-) -> Placement:
-    """Return the placement of a step with the least seconds of transfers and of making again.
+) -> Residence:
+    """Return the residence of a step with the least seconds of transfers and of making again.
 
     >>> chain = Program(
     ...     (Operation("f", ("x",), ("a",)), Operation("g", ("a",), ("b",)), Operation("h", ("x", "b"), ("c",))),
     ...     {"x": 4, "a": 2, "b": 1, "c": 1},
     ... )
-    >>> [place(chain, capacity).loaded_bytes for capacity in (6, 7)]
+    >>> [find_residence(chain, capacity).loaded_bytes for capacity in (6, 7)]
     [8, 4]
     """
     program.check_capacity(capacity)
@@ -60,12 +60,12 @@ def place(
             continue
         if len(best) > MAX_STATES:
             raise PlanError(
-                f"The best placement of {len(program.operations)} operations was asked for"
+                f"The best residence of {len(program.operations)} operations was asked for"
                 f"{', made again where that is cheaper' if remake else ''}. After {MAX_STATES} states it is not found. "
                 "Leave remake out, or place parts of the step one after another."
             )
         if state[0] == search.all_done:
-            return placement_of(program, _way(came, state))
+            return residence_of(program, _way(came, state))
         for price, step, after in search.moves(state):
             if seconds + price < best.get(after, float("inf")):
                 best[after] = seconds + price
