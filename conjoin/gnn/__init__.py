@@ -4,7 +4,7 @@ from conjoin.gnn.adjacency import Adjacency, from_edges, reordered, transposed
 from conjoin.gnn.cuts import Load, balanced_cuts, equal_edges, equal_vertices
 from conjoin.gnn.features import NAMES, Features, Halos, count_halos, vertex_features
 from conjoin.gnn.files import GraphData, load_graph, save_graph
-from conjoin.gnn.learned import PartitionModel, TimeModel
+from conjoin.gnn.learned import PartitionModel, TimeModel, parse_model, write_model
 from conjoin.gnn.order import breadth_first_order, community_order, metis_order, metis_parts
 from conjoin.gnn.padding import UNLABELLED, Padding, pad_parts
 from conjoin.gnn.repartition import Repartition, moved_rows, propose_cuts
@@ -36,10 +36,12 @@ __all__ = [
     "metis_parts",
     "moved_rows",
     "pad_parts",
+    "parse_model",
     "propose_cuts",
     "reordered",
     "save_graph",
     "summarize",
     "transposed",
     "vertex_features",
+    "write_model",
 ]

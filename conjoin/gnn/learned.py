@@ -11,6 +11,7 @@ are balanced for both.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -90,6 +91,40 @@ class PartitionModel:
                 "them. Measure an epoch first, with equal_edges."
             )
         return Load(features, np.stack([layer.weights() for layer in self.layers]))
+
+
+def write_model(model: PartitionModel) -> str:
+    """Return a model as text, so that graphs can be cut by it in another process."""
+    layers = [
+        {"products": layer.products.tolist(), "moments": layer.moments.tolist(), "count": layer.count}
+        for layer in model.layers
+    ]
+    return json.dumps({"features": NAMES, "widths": model.widths, "layers": layers})
+
+
+def parse_model(text: str) -> PartitionModel:
+    """Return the model that `write_model` wrote."""
+    try:
+        read = json.loads(text)
+        layers = tuple(
+            TimeModel(np.array(layer["products"], float), np.array(layer["moments"], float), int(layer["count"]))
+            for layer in read["layers"]
+        )
+        widths = tuple(int(width) for width in read["widths"])
+        shapes = {(layer.products.shape, layer.moments.shape) for layer in layers}
+        sound = shapes == {((len(NAMES),) * 2, (len(NAMES),))} and tuple(read["features"]) == NAMES
+        sound &= len(widths) == len(layers) and all(np.isfinite(layer.products).all() for layer in layers)
+    except (ValueError, KeyError, TypeError) as error:
+        raise GraphError(
+            f"A learned model of parts was asked for from a text. It cannot be read: {error!r}. Give what write_model "
+            "returned."
+        ) from error
+    if not sound:
+        raise GraphError(
+            f"A learned model of parts was asked for from a text. Its features are not {', '.join(NAMES)}, or sizes do "
+            "not fit each other. Learn it again with this version."
+        )
+    return PartitionModel(layers, widths)
 
 
 def _check_widths(model: PartitionModel, features: Features) -> None:

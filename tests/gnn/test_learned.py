@@ -17,8 +17,10 @@ from conjoin.gnn import (
     equal_edges,
     equal_vertices,
     moved_rows,
+    parse_model,
     propose_cuts,
     vertex_features,
+    write_model,
 )
 from zoo.graphs import Recipe, csr
 
@@ -116,3 +118,15 @@ def test_what_was_not_measured_is_not_predicted() -> None:
     for bad in (0.0, -1.0, np.nan, np.inf):
         with pytest.raises(GraphError, match="one measurement for each part"):
             PartitionModel.empty((16,)).observed(features, cuts, np.array([[1.0, bad]]))
+
+
+def test_a_model_is_written_and_read() -> None:
+    features = vertex_features(graph("planted"), (16, 8))
+    cuts = equal_vertices(8_000, 4)
+    model = PartitionModel.empty((16, 8)).observed(features, cuts, seconds_of(features, cuts))
+    again = parse_model(write_model(model))
+    assert np.array_equal(again.load(features).of_parts(cuts), model.load(features).of_parts(cuts))
+    text = write_model(model)
+    for bad in ("", "{}", "[]", text[:-5], text.replace("halo rows", "halos"), text.replace("[16, 8]", "[16]")):
+        with pytest.raises(GraphError, match="A learned model of parts"):
+            parse_model(bad)
