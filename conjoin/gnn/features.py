@@ -15,6 +15,7 @@ and a table of these counts at points of a grid, `Halos`, answers for any range:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,20 +116,31 @@ def count_halos(adjacency: Adjacency, seed: int = 0) -> Halos:
     points = np.searchsorted(work, np.linspace(0, work[-1], GRID + 1))
     points = np.unique(np.r_[0, points, size]) if size > GRID else np.arange(size + 1)
     drawn = _drawn(adjacency, seed)
-    sources, targets = np.r_[adjacency.indices, np.arange(size)], np.r_[adjacency.targets(), np.arange(size)]
-    taken = drawn[sources]
-    scale = size / int(drawn.sum())
-    cells = np.repeat(np.arange(len(points) - 1), np.diff(points))
-    keys = np.unique(sources[taken].astype(np.int64) * size + targets[taken])
-    readers, rows = np.divmod(keys, size)
-    previous = np.zeros(len(rows), np.int64)
-    same = readers[1:] == readers[:-1]
-    previous[1:][same] = cells[rows[:-1][same]] + 1
+    owned = np.r_[0, np.cumsum(drawn)][points]
+    entries = _entries_before(adjacency, drawn)[points] + owned
     side = len(points)
-    table = np.bincount(previous * side + cells[rows] + 1, minlength=side * side).reshape(side, side)
+    table = np.zeros((side, side))
+    last_cell = np.zeros(size, np.int64)  # one more than the cell in which a source was last read; none yet
+    for cell, (first, last) in enumerate(pairwise(points.tolist()), start=1):
+        read = np.r_[adjacency.indices[adjacency.indptr[first] : adjacency.indptr[last]], np.arange(first, last)]
+        read = np.unique(read[drawn[read]])
+        table[:, cell] = np.bincount(last_cell[read], minlength=side)
+        table[cell, cell] += entries[cell] - entries[cell - 1] - len(read)
+        last_cell[read] = cell
+    scale = size / int(drawn.sum())
     counts = table.cumsum(axis=0).cumsum(axis=1) * scale
-    owned = np.r_[0, np.cumsum(drawn)][points] * scale
-    return Halos(points, counts, counts[-1].copy(), owned)
+    return Halos(points, counts, entries * scale, owned * scale)
+
+
+def _entries_before(adjacency: Adjacency, drawn: NDArray[np.bool_]) -> Ints:
+    """How many pairs of a row and another vertex that it reads stand before each row: doubled edges are one."""
+    fresh = drawn[adjacency.indices]
+    repeated = adjacency.indices[1:] == adjacency.indices[:-1]
+    starts = adjacency.indptr[1:-1]
+    repeated[starts[(starts > 0) & (starts < adjacency.num_edges)] - 1] = False
+    fresh[1:] &= ~repeated
+    fresh &= adjacency.indices != adjacency.targets()
+    return np.asarray(np.r_[0, np.cumsum(fresh)][adjacency.indptr])
 
 
 def _drawn(adjacency: Adjacency, seed: int) -> NDArray[np.bool_]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conjoin.errors import GraphError
@@ -24,6 +24,7 @@ def dense(adjacency: Adjacency) -> np.ndarray:
     return matrix
 
 
+@settings(deadline=None)
 @given(EDGES, st.booleans())
 def test_edges_become_rows_and_turn_and_move_as_matrices_do(case: tuple[int, list[tuple[int, int]]], weighted: bool):
     n, edges = case

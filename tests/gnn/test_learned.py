@@ -99,6 +99,7 @@ def test_a_graph_is_cut_anew_only_where_it_pays() -> None:
     assert not last.pays
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=2, max_size=2), st.lists(st.integers(0, 20), min_size=2, max_size=2))
 def test_rows_that_move_are_those_with_another_owner(before: list[int], after: list[int]) -> None:
     one, two = (np.array([0, *sorted(inner), 20]) for inner in (before, after))
