@@ -11,19 +11,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import os
-import platform
 import sys
 from collections.abc import Iterator, Sequence
-from datetime import date
 from importlib.metadata import version
-from pathlib import Path
-from time import perf_counter, process_time
+from time import process_time
 from typing import Any
 
 import numpy as np
 
+from benchmarks.roc_cluster import write
 from conjoin.gnn import (
     Adjacency,
     Load,
@@ -37,7 +33,6 @@ from conjoin.gnn import (
 )
 from zoo.graphs import Recipe, csr
 
-RESULT = Path(__file__).parent / "results" / "roc_partition.json"
 GRAPHS = {
     "mixing 0.05": Recipe("planted", 233_000, 9_700_000, num_communities=100, mixing=0.05),
     "mixing 0.1, neighbours": Recipe("planted", 233_000, 9_700_000, num_communities=100, mixing=0.1, near=0.7),
@@ -98,24 +93,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", type=int, nargs="+", default=[4, 8, 16], help="of the first graph; others: 8")
     parser.add_argument("--graphs", nargs="+", default=list(GRAPHS), choices=list(GRAPHS))
-    parser.add_argument("--output", type=Path, default=RESULT)
     asked = parser.parse_args()
-    began = perf_counter()
-    rows = [
-        found for name in asked.graphs for found in rows_of(name, GRAPHS[name], asked.parts if name == FIRST else [8])
-    ]
-    head = {
-        "command": f"python -m benchmarks.roc_partition --parts {' '.join(map(str, asked.parts))}",
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "pymetis": version("pymetis") if importlib.util.find_spec("pymetis") else None,
-        "wall_seconds": round(perf_counter() - began),
-    }
-    lines = ",\n  ".join(json.dumps(row) for row in rows)
-    text = json.dumps(head, indent=1).removesuffix("\n}") + f',\n "rows": [\n  {lines}\n ]\n}}\n'
-    asked.output.write_text(text, encoding="utf-8")
+    rows = []
+    metis = version("pymetis") if importlib.util.find_spec("pymetis") else None
+    for name in asked.graphs:
+        for found in rows_of(name, GRAPHS[name], asked.parts if name == FIRST else [8]):
+            rows.append(found)
+            write("roc_partition", rows, pymetis=metis)  # each takes long enough to be lost
     return 0
 
 
