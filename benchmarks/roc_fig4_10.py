@@ -2,12 +2,12 @@
 
     python -m benchmarks.roc_fig4_10        # writes results/roc_fig4_10.json
 
-One training step of a GCN of widths 602-256-41, as ROC's own example runs it: each layer is dropout, linear, a norm by
-degrees, aggregation, the norm again, ReLU. Sizes are Reddit's, in float32, an edge as two numbers of 4 bytes. An
+One training step of a GCN of widths 602-256-41, as ROC's own example runs it: each layer is dropout, linear, a norm
+by degrees, aggregation, the norm again, ReLU. Sizes are Reddit's, in float32, an edge as two numbers of 4 bytes. An
 LRU that drops what nobody reads any more, by counting references, comes out equal to the best on this step: what the
-best gains over LRU here is that knowledge. The paper tells 1.4 to 5 times fewer bytes and 1.2 to 2 times shorter epochs. Epochs here are predicted:
-operations on a P100 (bytes at 732 GB/s, flops at 9.3 TFLOP/s, the vendor's numbers), then copies at 12 GB/s, which is
-what PCIe 3 gives, one after another.
+best gains over LRU here is that knowledge. The paper tells 1.4 to 5 times fewer bytes and 1.2 to 2 times shorter
+epochs. Epochs here are predicted: operations on a P100 (bytes at 732 GB/s, flops at 9.3 TFLOP/s, the vendor's
+numbers), then copies at 12 GB/s, which is what PCIe 3 gives, one after another.
 """
 
 from __future__ import annotations

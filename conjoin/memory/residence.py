@@ -25,7 +25,7 @@ from conjoin.errors import PlanError
 from conjoin.memory.program import Operation, Program, Residence, Step, WriteBack, residence_of
 
 MAX_STATES = 300_000
-"""A limit, so that a search ends. A GCN's step of 24 operations is far below it, unless they may be made again."""
+"""A limit, so that a search ends. A GCN's step of 23 operations is far below it, unless they may be made again."""
 
 State = tuple[int, int, int]
 """Operations that are done, tensors on the device, tensors on the host: bits."""
