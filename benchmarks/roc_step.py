@@ -15,6 +15,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -148,7 +149,7 @@ def main() -> None:
     about = {
         "machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__,
         "date": str(date.today()), "vertices": options.vertices, "edges": options.edges,
-        "command": "python -m benchmarks.roc_step",
+        "command": " ".join(("python -m benchmarks.roc_step", *sys.argv[1:])),
     }  # fmt: skip
     options.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
