@@ -25,7 +25,7 @@ from conjoin.frontends.torch_private import is_fake
 from conjoin.ir import Graph, Leaf, LeafKind, Node, Rewriting, Value, cut, drop_unused
 from conjoin.ops import AGGREGATE, EDGE_SOFTMAX, GRAPH_ATTENTION, check_ends
 
-PARTS = ((2,), (3,), (2, 2), (2, 2, 2))
+PARTS = ((2,), (3,), (2, 2), (2, 3), (2, 2, 2))
 """Into how many parts vertices are taken to be split, one cut inside the other, as axes of a machine do."""
 _ZEROS = ("zeros", "zeros_like", "new_zeros")
 _ADDED = ("index_add", "scatter_add", "scatter_reduce.two")
