@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from conjoin.errors import CaptureError, UsageError
 from conjoin.frontends.exporting import Exported
 from conjoin.frontends.folding import known_value
 from conjoin.frontends.torch_private import is_fake
 from conjoin.ir import Graph, Leaf, LeafKind, Node, Rewriting, Value, cut, drop_unused
-from conjoin.ops import AGGREGATE, EDGE_SOFTMAX, GRAPH_ATTENTION
+from conjoin.ops import AGGREGATE, EDGE_SOFTMAX, GRAPH_ATTENTION, check_ends
 
-PARTS = ((2,), (3,), (2, 2), (2, 2, 2))
+PARTS = ((2,), (3,), (2, 2), (2, 3), (2, 2, 2))
 """Into how many parts vertices are taken to be split, one cut inside the other, as axes of a machine do."""
 _ZEROS = ("zeros", "zeros_like", "new_zeros")
 _ADDED = ("index_add", "scatter_add", "scatter_reduce.two")
@@ -252,6 +253,7 @@ def _with_halos(graph: Graph, known: Known) -> Graph:
         if key not in counted:
             ends = known_value(source, known), known_value(target, known)
             counted[key] = () if ends[0] is None or ends[1] is None else count_halos(ends[0], ends[1], *key[2:])
+        _check_weights(node, known)
         args = [work.values[arg] if isinstance(arg, Value) else arg for arg in node.args]
         args[at("halos")] = counted[key]
         work.values[Value(node)] = work.emit(node, node.op, *args)
@@ -262,8 +264,8 @@ def count_halos(source: Tensor, target: Tensor, sources: int, targets: int) -> t
     """For every number of parts the number, how many rows each part sends to others, and how many it gets."""
     found: list[int] = []
     source, target = source.cpu(), target.cpu()
-    if not all(_lies_in(ends, size) for ends, size in ((source, sources), (target, targets))):
-        return ()  # told when it runs
+    for name, some, size in (("source", source, sources), ("target", target, targets)):
+        _check_ends(name, some, size)
     for factors in PARTS:
         ends = [torch.tensor([stop for _, stop in nested(size, factors)]) for size in (sources, targets)]
         if min(sources, targets) < len(ends[0]):
@@ -277,8 +279,23 @@ def count_halos(source: Tensor, target: Tensor, sources: int, targets: int) -> t
     return tuple(found)
 
 
-def _lies_in(ends: Tensor, size: int) -> bool:
-    return not ends.numel() or bool(ends.min() >= 0 and ends.max() < size)
+def _check_ends(name: str, ends: Tensor, size: int) -> None:
+    try:
+        check_ends(ends, name, size)
+    except UsageError as error:
+        raise CaptureError(str(error)) from None
+
+
+def _check_weights(node: Node, known: Known) -> None:
+    weight = node.args[3] if node.op == AGGREGATE else None
+    value = known_value(weight, known) if isinstance(weight, Value) else None
+    wrong = 0 if value is None else int((~value.isfinite()).sum())
+    if value is not None and wrong:
+        raise CaptureError(
+            f"A graph was given with weights of which {wrong} of {value.shape[0]} edges have no finite number. Every "
+            f"vertex that such an edge comes to, and then all others, would have none. Correct the weights, or leave "
+            f"these edges out."
+        )
 
 
 def nested(size: int, factors: tuple[int, ...]) -> list[tuple[int, int]]:

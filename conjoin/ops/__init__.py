@@ -32,6 +32,7 @@ from conjoin.ops.check import (
 )
 from conjoin.ops.composites import (
     AGGREGATE,
+    AGGREGATE_ONCE,
     ASSIGN,
     ATTENTION_PEAK,
     ATTENTION_SUMS,
@@ -105,6 +106,7 @@ from conjoin.ops.trial import cuts_for
 
 __all__ = [
     "AGGREGATE",
+    "AGGREGATE_ONCE",
     "ASSIGN",
     "ATTENTION_PEAK",
     "ATTENTION_SUMS",

@@ -11,7 +11,9 @@ many rows parts of the graph send each other (`conjoin/comm/halo.py`), and chang
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
+from threading import Lock
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from conjoin.ops.compiled_kernels import is_compiled_for, run_kernel
-from conjoin.ops.edges import Edges, EdgeWindow, Order, edges_of
+from conjoin.ops.edges import Edges, EdgeWindow, Order, edges_of, identity, of_graph
 
 REDUCTIONS = ("sum", "mean", "max")
 _FEW = 1 << 16
@@ -49,6 +51,44 @@ def aggregate(  # noqa: PLR0913 - a graph is two tensors, and a part of it four 
         return x.new_empty(vertices, *x.shape[1:])
     edges = edges_of(source, target, window_of(x, vertices, window))
     return aggregate_over(edges, x, weight, reduce)
+
+
+def aggregate_once(  # noqa: PLR0913 - as above
+    x: Tensor,
+    source: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    vertices: int,
+    reduce: str,
+    window: tuple[int, ...] = (),
+) -> Tensor:
+    """The same of features that stay as they are: made at the first call, and anew only for others.
+
+    They are others where they lie elsewhere, or were written to. What is to have a gradient is made anew every time.
+    """
+    changing = [t for t in (x, weight) if t is not None and (t.is_inference() or t.requires_grad)]
+    if x.is_meta or changing:
+        return aggregate(x, source, target, weight, vertices, reduce, window)
+    use = "once", window_of(x, vertices, window), reduce
+    kept = of_graph(source, target, use, lambda *_: _Kept())
+    return kept.find(x, weight, lambda: aggregate(x, source, target, weight, vertices, reduce, window))
+
+
+class _Kept:
+    """What was made last, and of what: while that is held, nothing else lies where it does."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._of: tuple[Tensor | None, ...] = ()
+        self._key: tuple[object, ...] = ()
+        self._made: Tensor | None = None
+
+    def find(self, x: Tensor, weight: Tensor | None, make: Callable[[], Tensor]) -> Tensor:
+        key = (*identity(x), *(() if weight is None else identity(weight)))
+        with self._lock:
+            if self._made is None or self._key != key:
+                self._of, self._key, self._made = (x, weight), key, make()
+            return self._made
 
 
 def edge_softmax(scores: Tensor, target: Tensor, vertices: int) -> Tensor:

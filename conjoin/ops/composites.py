@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from conjoin.ops.aggregation import aggregate, edge_softmax, graph_attention
+from conjoin.ops.aggregation import aggregate, aggregate_once, edge_softmax, graph_attention
 from conjoin.ops.attention_sums import attention_peak, attention_sums
 from conjoin.ops.batch_statistics import batch_moments, batch_norm_by_pieces, mean_and_variance, normalize_channels
 from conjoin.ops.experts import expert_linear, expert_network
@@ -27,7 +27,7 @@ RAGGED_EMBEDDING_BAG = "conjoin::ragged_embedding_bag"
 EXPERT_LINEAR, EXPERT_NETWORK = "conjoin::expert_linear", "conjoin::expert_network"
 ROUTED_EXPERTS = "conjoin::routed_experts"
 AGGREGATE, EDGE_SOFTMAX = "conjoin::aggregate", "conjoin::edge_softmax"
-GRAPH_ATTENTION = "conjoin::graph_attention"
+GRAPH_ATTENTION, AGGREGATE_ONCE = "conjoin::graph_attention", "conjoin::aggregate_once"
 PEAK = "conjoin::peak"
 RING_ATTENTION = "conjoin::ring_attention"
 ATTENTION_PEAK, ATTENTION_SUMS = "conjoin::attention_peak", "conjoin::attention_sums"
@@ -136,6 +136,7 @@ COMPOSITES: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     EXPERT_NETWORK: expert_network,
     ROUTED_EXPERTS: expert_network,
     AGGREGATE: aggregate,
+    AGGREGATE_ONCE: aggregate_once,
     EDGE_SOFTMAX: edge_softmax,
     GRAPH_ATTENTION: graph_attention,
     EMBEDDING_BAG: embedding_bag,

@@ -32,6 +32,7 @@ from conjoin.ops import CAST, Layout, Placement, call_cache, make_layout
 from conjoin.search.blocks import segments_for
 from conjoin.search.bundle_size import choose_bundle_bytes
 from conjoin.search.facts import Facts, study, where_in
+from conjoin.search.features_once import with_features_once
 from conjoin.search.propagation import Flow, output_placements
 from conjoin.search.rank_statistics import check_rank_statistics, with_rank_statistics
 from conjoin.search.request import Request
@@ -82,6 +83,10 @@ def settle_draft(
     draft = drafted(graph, strategy)
     if "ring" in draft.request.flags:
         graph, substitutions = with_rings(graph, draft.flows)
+        draft = drafted(graph, strategy)
+    if "once" in draft.request.flags:
+        graph, told = with_features_once(graph)
+        substitutions += told
         draft = drafted(graph, strategy)
     if draft.request.degrees.get("ep", 1) > 1:
         graph, told = with_routes(graph, draft.request)

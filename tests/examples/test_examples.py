@@ -68,6 +68,25 @@ def test_training_on_many_processes_prints_what_one_prints(
         assert mine == pytest.approx(theirs, rel=1e-4, abs=2e-6)
 
 
+def _be_graph_script(rank: int) -> None:
+    runpy.run_path(str(EXAMPLES / "train_gnn.py"), run_name="__main__")
+
+
+def test_a_graph_trains_on_two_processes_as_on_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    launch(2, _be_graph_script)
+    together = capfd.readouterr()
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with torch.random.fork_rng(devices=[]):
+        _be_graph_script(0)
+    alone = capfd.readouterr()
+    assert together.err == alone.err == "" and len(alone.out.splitlines()) == 3
+    assert float(alone.out.split()[-1]) < 0.5 * float(alone.out.split()[3]), "it learns"
+    assert together.out == alone.out
+
+
 def test_a_training_loop_is_short() -> None:
     text = SCRIPT.read_text()
     documentation = ast.parse(text).body[0]

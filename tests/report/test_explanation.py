@@ -16,7 +16,7 @@ from conjoin.search import make_plan, strategy_names
 from tests.report.plans import SUM, Case, make_case, measure_bytes, plan_of
 
 cases = cache(make_case)
-MODELS = ("lenet", "gpt-125m", "dlrm", "moe-8x7b")
+MODELS = ("lenet", "gpt-125m", "dlrm", "moe-8x7b", "gat")
 
 
 EVENLY = ("data-parallel", "zero1", "fsdp")

@@ -17,6 +17,7 @@ from conjoin.cost import CostModel
 from conjoin.errors import StrategyError, UsageError
 from conjoin.ir import Plan
 from conjoin.machine import parse_machine
+from conjoin.ops import aggregation
 from conjoin.report import explain
 from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.threads import run_ranks
@@ -112,6 +113,40 @@ def test_on_processes_it_trains_like_the_plain_model(tmp_path: Path) -> None:
     sample, loss = sample_of("gat")
     plan = by_strategy(sample, "vertex-parallel", 3)
     check(plan, alone(sample, loss), run_processes(plan.mesh, partial(together, plan, sample, 1), tmp_path))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("name", ["gcn-ppi", "gin", "graphsage"])
+def test_features_that_stay_are_aggregated_once(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample, loss = sample_of(name)
+    plan = by_strategy(sample, "vertex-parallel:once", ranks)
+    made: list[tuple[int, ...]] = []
+    plain = aggregation.aggregate_over
+    monkeypatch.setattr(aggregation, "aggregate_over", lambda *a: made.append(a[1].shape) or plain(*a))
+    check(plan, alone(sample, loss, 3), run_ranks(plan.mesh, partial(together, plan, sample, 3)))
+    assert "aggregate-features-once" in {substitution.name for substitution in plan.substitutions}
+    assert made.count((13, 5)) == ranks
+
+
+def test_features_that_are_written_to_are_others() -> None:
+    x, ends = torch.ones(3, 2), torch.tensor([0, 1])
+    sums = [float(aggregation.aggregate_once(x, ends, ends, None, 3, "sum").sum()) for _ in range(2)]
+    x.mul_(2)
+    sums.append(float(aggregation.aggregate_once(x, ends, ends, None, 3, "sum").sum()))
+    assert sums == [4.0, 4.0, 8.0]
+
+
+class Dropping(nn.Module):
+    def forward(self, x: Tensor, graph: Tensor) -> Tensor:
+        rows = nn.functional.dropout(x, 0.5)[graph[0]]
+        return torch.zeros_like(x).index_add(0, graph[1], rows)
+
+
+def test_features_that_are_others_in_every_step_are_not_aggregated_once() -> None:
+    batch = torch.randn(11, 3), edges("random", 11), torch.randn(11, 3)
+    sample = captured(Dropping(), batch, nn.MSELoss())
+    with pytest.raises(StrategyError, match=r"aggregated once. No aggregation in it reads .* Leave once out"):
+        by_strategy(sample, "vertex-parallel:once", 2)
 
 
 class Greatest(nn.Module):

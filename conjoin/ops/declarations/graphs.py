@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from conjoin.ops.aggregation import REDUCTIONS
-from conjoin.ops.composites import AGGREGATE, EDGE_SOFTMAX, GRAPH_ATTENTION
+from conjoin.ops.composites import AGGREGATE, AGGREGATE_ONCE, EDGE_SOFTMAX, GRAPH_ATTENTION
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm
 from conjoin.ops.notation import NotationError
@@ -105,6 +105,10 @@ _over_edges = partial(OpSpec, dtype=Dtype.FIRST, flops=_flops, reads=_read, foll
 OPS: tuple[OpSpec, ...] = (
     _over_edges(
         AGGREGATE, _aggregate, _aggregate_sample, owned={"v": ("x",)}, local=_local,
+        terms=lambda call: "" if call["reduce"] == "max" else "x weight",
+    ),
+    _over_edges(
+        AGGREGATE_ONCE, _aggregate, _aggregate_sample, local=_local, flops=0, reads=lambda call, sizes: 0,
         terms=lambda call: "" if call["reduce"] == "max" else "x weight",
     ),
     _over_edges(

@@ -55,7 +55,7 @@ _TABLE = (
     Strategy("table-parallel", Keys(("dp",)), draft_table_parallel),
     Strategy("spatial", Keys(("h", "w", "dp")), draft_spatial),
     Strategy("reduction", Keys(("k",)), draft_reduction),
-    Strategy("vertex-parallel", Keys(("parts",)), draft_vertex_parallel),
+    Strategy("vertex-parallel", Keys(("parts",), ("once",)), draft_vertex_parallel),
     Strategy("sbp3d", Keys(("m", "n", "k")), draft_sbp3d),
 )
 

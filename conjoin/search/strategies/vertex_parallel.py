@@ -10,26 +10,33 @@ from collections.abc import Mapping
 
 from conjoin.comm import OVER_EDGES
 from conjoin.errors import StrategyError
-from conjoin.ir import Leaf, LeafKind
+from conjoin.ir import Graph, Leaf, LeafKind, Value
 from conjoin.machine import Mesh
-from conjoin.ops import Placement, Split
+from conjoin.ops import AGGREGATE_ONCE, Placement, Split
 from conjoin.search.drafting import Draft
-from conjoin.search.facts import Facts
+from conjoin.search.facts import Facts, NodeFacts
 from conjoin.search.groups import Group, make_groups
-from conjoin.search.propagation import follow, propagate
+from conjoin.search.propagation import Rules, follow, propagate
 from conjoin.search.request import Request
 
 
 def draft_vertex_parallel(facts: Facts, mesh: Mesh, request: Request) -> Draft:
     """Vertices are split, weights are stored whole."""
     group = make_groups(mesh, {"parts": request.degrees.get("parts", mesh.size)})["parts"]
-    flow = propagate(facts, group, _split_vertices(facts, group), follow)
+    flow = propagate(facts, group, _split_vertices(facts, group), _follow)
     return Draft(request.filled({"parts": group.degree}), (flow,))
+
+
+def _follow(facts: NodeFacts, arriving: tuple[Placement, ...], legal: Rules) -> Rules:
+    """As everything that arrives split; features that are aggregated once are whole, and each device makes its part."""
+    if facts.node.op == AGGREGATE_ONCE:
+        return [rule for rule in legal if rule.index == "v"] or legal
+    return follow(facts, arriving, legal)
 
 
 def _split_vertices(facts: Facts, group: Group) -> Mapping[Leaf, Placement]:
     """What has a row for every vertex, split along it."""
-    sizes = {node.node.call["vertices"] for node in facts.nodes if node.node.op in OVER_EDGES}
+    sizes = {node.node.call["vertices"] for node in facts.nodes if node.node.op in (*OVER_EDGES, AGGREGATE_ONCE)}
     if group.degree == 1:
         return {}
     if not sizes:
@@ -43,4 +50,10 @@ def _split_vertices(facts: Facts, group: Group) -> Mapping[Leaf, Placement]:
             f"and no device may be left without one. Use a larger graph, or fewer parts."
         )
     leaves = [*facts.graph.leaves_of(LeafKind.INPUT), *facts.graph.leaves_of(LeafKind.BUFFER)]
-    return {leaf: Split(0) for leaf in leaves if leaf.type.shape[:1] and leaf.type.shape[0] in sizes}
+    split = [leaf for leaf in leaves if leaf.type.shape[:1] and leaf.type.shape[0] in sizes]
+    return {leaf: Split(0) for leaf in split if not _is_aggregated_once(facts.graph, leaf)}
+
+
+def _is_aggregated_once(graph: Graph, leaf: Leaf) -> bool:
+    """Whether a device needs all of it at the first step; what else reads it takes its part of that."""
+    return any(node.op == AGGREGATE_ONCE for node in graph.users.get(Value(leaf), ()))
