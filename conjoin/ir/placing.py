@@ -70,6 +70,7 @@ def rules_for(call: Call, num_outputs: int) -> tuple[ShardingRule, ...]:
     return replicated_rules(len(call.tensors), num_outputs) if spec is None else sharding_rules(spec, call)
 
 
+@call_cache()
 def place(node: Node, mesh: Mesh) -> Placed:
     """How a node lies on the mesh; LayoutError says why it cannot lie as its types state."""
     call = plain_call(node)

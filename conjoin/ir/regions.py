@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 
 from conjoin.machine import Mesh
@@ -43,6 +44,7 @@ def cut_along(size: int, axes: tuple[str, ...], mesh: Mesh, rank: int) -> Range:
     return piece
 
 
+@lru_cache(maxsize=1 << 16)
 def region_of(shape: tuple[int, ...], layout: Layout, mesh: Mesh, rank: int) -> Region:
     """The part of a tensor that a rank holds; copies and partial sums have the whole range, other places nothing.
 

@@ -131,6 +131,7 @@ def _unlike_axes(call: Call, placed: Placed, mesh: Mesh) -> frozenset[str]:
 Regions = tuple[Region, ...]
 
 
+@call_cache()
 def _regions_on(node: Node, placed: Placed, mesh: Mesh, rank: int) -> tuple[Regions, Regions] | tuple[None, None]:
     """The regions of all operands and outputs; None where nothing is split and the layouts say it all."""
     call = plain_call(node)

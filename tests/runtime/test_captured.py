@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 from conjoin.errors import GraphError, UsageError
 from conjoin.frontends import capture
-from conjoin.ir import LeafKind, load_graph, parse_graph, save_graph
+from conjoin.ir import Graph, LeafKind, load_graph, parse_graph, save_graph
 from conjoin.runtime import CapturedModule, to_module
 
 
@@ -49,9 +50,16 @@ def model() -> Net:
     return Net()
 
 
+@cache
+def captured() -> Graph:
+    """Of another model of the kind: a graph has no values but those of constants, which are the same."""
+    with torch.random.fork_rng(devices=[]):
+        return capture(Net(), (X, TARGET), functional.cross_entropy)
+
+
 @pytest.fixture
 def module(model: Net) -> CapturedModule:
-    return to_module(capture(model, (X, TARGET), functional.cross_entropy), model)
+    return to_module(captured(), model)
 
 
 @pytest.fixture
