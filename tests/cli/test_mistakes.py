@@ -365,8 +365,16 @@ def test_ctrl_c_in_the_middle_of_a_training_keeps_the_checkpoint(single: str, ru
     assert len(json.loads(run(*command, "mine.py:Samples", "--steps", "4").out)["losses"]) == 2
 
 
-def test_ctrl_c_while_the_command_is_loaded(folder: Path) -> None:
-    (folder / "typer.py").write_text("import signal\n\nsignal.raise_signal(signal.SIGINT)\n")
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "signal.raise_signal(signal.SIGINT)",
+        "exec('signal.raise_signal(signal.SIGINT)')",  # after which Python would end by the signal
+        "try:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    raise AttributeError('lost')",
+    ],
+)
+def test_ctrl_c_while_the_command_is_loaded(folder: Path, moment: str) -> None:
+    (folder / "typer.py").write_text(f"import signal\n\n{moment}\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), *sys.path))}
     begin = (  # a shell's background jobs ignore it
         "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)",
