@@ -260,7 +260,12 @@ class _Trainer:
 
 
 def _appending(path: str) -> TextIO:
-    return Path(path).open("a", encoding="utf-8")
+    try:
+        return Path(path).open("a", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"The log {path} could not be opened: {error.strerror}. Nothing was trained yet. Name another file."
+        ) from None
 
 
 def _on_device(batch: Any, device: torch.device) -> Any:

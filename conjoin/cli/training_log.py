@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite
 from statistics import median
@@ -109,8 +110,11 @@ class TrainingLog:
             self.file.write(json.dumps(plain) + "\n")
             self.file.flush()
         except OSError as error:
+            file, self.file = self.file, None
+            with suppress(OSError):  # what it still holds cannot be written either
+                file.close()
             raise UsageError(
-                f"The log {self.file.name} could not be written: {error.strerror}. What was trained until the last "
+                f"The log {file.name} could not be written: {error.strerror}. What was trained until the last "
                 f"checkpoint is kept. Make room, or name another file, and go on with --resume."
             ) from None
 

@@ -53,9 +53,12 @@ def load_plan(path: str | Path, imports: Iterable[str] = ()) -> Plan | Pipeline:
         )
     import_operators(imports)
     data = read_json(path, "plan", PlanError)
-    if isinstance(data, dict) and data.get("stages"):
-        return check_pipeline(pipeline_from_json(data))
-    return check_plan(plan_from_json(data))
+    try:
+        if isinstance(data, dict) and data.get("stages"):
+            return check_pipeline(pipeline_from_json(data))
+        return check_plan(plan_from_json(data))
+    except PlanError as error:
+        raise PlanError(f"{error}\n  in {path}") from error.__cause__
 
 
 def pipeline_from_json(data: Any) -> Pipeline:

@@ -69,10 +69,12 @@ def save_checkpoint(
         saved = together(lambda: _of_all_stages(step, drafts))
         index = Index(draft.plan, files, describe(metadata), saved, draft.extra)
         together(lambda: _finish(target, partial, index) if place()[0] == 0 else None)
-    except CheckpointError:
+    except CheckpointError as error:
         if place()[0] == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        raise
+        if str(target) in str(error):
+            raise
+        raise CheckpointError(f"{error}\n  at {target}") from error
 
 
 def _draft(

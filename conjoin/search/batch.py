@@ -31,6 +31,16 @@ def split_batch(graph: Graph, group: Group) -> Mapping[Leaf, Placement]:
     return {leaf: Split(0) for leaf in inputs if leaf.type.shape[0] == size}
 
 
+def check_samples(graph: Graph) -> None:
+    """Refuse to train on nothing."""
+    inputs = [leaf for leaf in graph.leaves_of(LeafKind.INPUT) if leaf.type.shape]
+    if graph.training and inputs and _shared_size(inputs, 0) == 0:
+        raise StrategyError(
+            f"{graph.name} was to be trained on one device. Its batch has 0 samples, the leading dim of "
+            f"{inputs[0].name}. Use a batch of at least 1."
+        )
+
+
 def split_sequences(graph: Graph, group: Group) -> Mapping[Leaf, Placement]:
     """The inputs that have the sequence, split along it: the size that the second dims of most inputs share."""
     if group.degree == 1:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]
 MODELS = """\
+import os
+import signal
+
 import torch
 from torch import nn
 
@@ -52,6 +61,62 @@ def endless():
 
 def number_for_loss():
     return nn.Linear(4, 3), torch.ones(2, 4), 3
+
+
+class Branching(nn.Linear):
+    def forward(self, x):
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+def branching():
+    return Branching(4, 3), torch.ones(2, 4), lambda y: y.mean()
+
+
+class Interrupting(nn.Linear):
+    def forward(self, x):
+        signal.raise_signal(signal.SIGINT)
+        return super().forward(x)
+
+
+def interrupting():
+    return Interrupting(4, 3), (torch.ones(4, 4), torch.zeros(4, 3)), nn.functional.mse_loss
+
+
+def interrupted():
+    signal.raise_signal(signal.SIGINT)
+
+
+class Spare(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+        self.spare = nn.Parameter(torch.full((4,), 7.0))
+
+
+def spare():
+    return Spare(), (torch.ones(4, 4), torch.zeros(4, 3)), nn.functional.mse_loss
+
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.ones(4), torch.zeros(3)
+
+
+class Deadly(Samples):
+    num_read = 0
+
+    def __getitem__(self, index):
+        self.num_read += 1
+        if self.num_read == 5 and os.environ.get("RANK") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+class Stopping(Samples):
+    def __getitem__(self, index):
+        signal.raise_signal(signal.SIGINT)
 """
 GOOD = "mine.py:good"
 
@@ -134,7 +199,7 @@ def test_a_plan_that_was_damaged(plan: Path, run: Run, keep: str) -> None:
     }
     plan.write_text(damaged[keep])
     for command in (["explain"], ["verify"], ["run"]):
-        run(*command, str(plan), *([] if command == ["explain"] else [GOOD])).refused()
+        assert "plan.json" in run(*command, str(plan), *([] if command == ["explain"] else [GOOD])).refused()
 
 
 def test_a_plan_of_a_model_without_a_loss_does_not_train(plan: Path, run: Run) -> None:
@@ -156,3 +221,165 @@ def test_where_every_batch_fits_the_largest_that_was_tried_is_told(plan: Path, r
 def test_a_pipeline_is_no_plan_of_one_stage(plan: Path, run: Run) -> None:
     asked = run("fits", GOOD, "--machine", "dgx-h100:1x2", "--strategy", "pipeline")
     assert "A pipeline has several" in asked.refused()
+
+
+def test_a_plan_that_was_edited_into_an_illegal_one_is_named(plan: Path, run: Run) -> None:
+    plan.write_text(plan.read_text().replace("{d0:S(0)}", "", 1))
+    for command in (["explain"], ["verify"], ["run"]):
+        message = run(*command, str(plan), *([] if command == ["explain"] else [GOOD])).refused()
+        assert "is not legal" in message and message.rstrip().endswith(f"in {plan}")
+
+
+@pytest.mark.parametrize("there", ["a folder", "a graph", "bytes", "nothing"])
+def test_what_is_no_plan(plan: Path, run: Run, folder: Path, there: str) -> None:
+    (folder / "bytes.json").write_bytes(bytes(range(256)))
+    assert run("inspect", GOOD, "-o", "graph.json").code == 0
+    name = {"a folder": ".", "a graph": "graph.json", "bytes": "bytes.json", "nothing": "none.json"}[there]
+    assert name in run("run", name, GOOD).refused()
+
+
+def test_control_flow_on_values_is_told_with_its_line(plan: Path, run: Run) -> None:
+    message = run("plan", "mine.py:branching", "--machine", "local:2", "--strategy", "fsdp").refused()
+    assert "mine.py" in message and "x.sum() > 0" in message
+
+
+def test_an_empty_batch_is_refused_on_one_device_too(plan: Path, run: Run) -> None:
+    message = run("plan", "mine.py:no_samples", "--machine", "local:1", "--strategy", "single").refused()
+    assert "0 samples" in message
+
+
+def test_what_was_verified_of_integers_is_said(plan: Path, run: Run) -> None:
+    run("plan", "mine.py:classes", "--machine", "local:2", "--strategy", "fsdp", "-o", "classes.json")
+    shown = run("verify", "classes.json", "mine.py:classes", "--steps", "2")
+    assert shown.code == 0 and "plan trains" not in shown.out and "has no loss: compared was" in shown.out
+    assert "verified: the plan computes exactly like one device" in shown.out
+
+
+def test_a_parameter_that_nobody_uses_stays_as_it_is(plan: Path, run: Run) -> None:
+    run("plan", "mine.py:spare", "--machine", "local:2", "--strategy", "fsdp", "-o", "spare.json")
+    assert run("verify", "spare.json", "mine.py:spare", "--steps", "2").code == 0
+    shown = run("run", "spare.json", "mine.py:spare", "--steps", "2", "-o", "spare.pt")
+    assert shown.code == 0 and torch.equal(torch.load("spare.pt")["spare"], torch.full((4,), 7.0))
+
+
+# What happens to a training.
+
+
+@pytest.fixture
+def single(plan: Path, run: Run) -> str:
+    assert run("plan", GOOD, "--machine", "local:1", "--strategy", "single", "-o", "single.json").code == 0
+    return "single.json"
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """As on a disk that has so much room left."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_the_plan_that_was_there(plan: Path, run: Run) -> None:
+    before = plan.read_bytes()
+    with largest_file(len(before) // 2):
+        message = run("plan", GOOD, "--machine", "local:2", "--strategy", "data-parallel", "-o", str(plan)).refused()
+    assert "plan.json" in message and plan.read_bytes() == before
+
+
+def test_a_full_disk_leaves_the_checkpoint_that_was_there(single: str, run: Run, folder: Path) -> None:
+    command = ("run", single, GOOD, "--checkpoint", "kept", "--resume", "--json")
+    assert len(json.loads(run(*command, "--steps", "2").out)["losses"]) == 2
+    before = {path.name: path.read_bytes() for path in (folder / "kept").iterdir()}
+    with largest_file(600):
+        message = run(*command, "--steps", "4").refused()
+    assert "kept" in message and {path.name: path.read_bytes() for path in (folder / "kept").iterdir()} == before
+    assert len(json.loads(run(*command, "--steps", "4").out)["losses"]) == 2
+    assert sorted(path.name for path in folder.iterdir() if "kept" in path.name) == ["kept"], "nothing is left over"
+
+
+def test_a_log_on_a_full_disk(single: str, run: Run, folder: Path) -> None:
+    with largest_file(600):
+        message = run("run", single, GOOD, "--log", "log.jsonl", "--json").refused()
+    assert "The log log.jsonl could not be written: File too large" in message
+    (folder / "full").symlink_to("/dev/full")
+    assert "not a plain file" in run("run", single, GOOD, "--log", "full").refused()
+
+
+@pytest.mark.parametrize("damage", ["a bit", "the index", "a file that is gone", "another model", "another optimizer"])
+def test_a_checkpoint_that_cannot_be_gone_on_from(single: str, run: Run, folder: Path, damage: str) -> None:
+    command = ["run", single, GOOD, "--checkpoint", "kept", "--resume", "--json"]
+    assert run(*command, "--steps", "1").code == 0
+    (data,) = (folder / "kept").glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    match damage:
+        case "a bit":
+            content[len(content) // 2] ^= 1
+            data.write_bytes(content)
+        case "the index":
+            (folder / "kept" / "conjoin.json").write_text('{"version": 1')
+        case "a file that is gone":
+            data.unlink()
+        case "another model":
+            run("plan", GOOD, "--machine", "local:1", "--strategy", "single", "--size", "width=8", "-o", "wide.json")
+            command = ["run", "wide.json", GOOD, "--size", "width=8", *command[3:]]
+        case "another optimizer":
+            command += ["--optimizer", "sgd-momentum"]
+    before = {path.name: path.read_bytes() for path in (folder / "kept").iterdir()}
+    assert "kept" in run(*command, "--steps", "2").refused()
+    assert {path.name: path.read_bytes() for path in (folder / "kept").iterdir()} == before
+
+
+def test_a_rank_that_is_killed_is_named_and_training_goes_on(plan: Path, run: Run, folder: Path) -> None:
+    command = ("run", str(plan), GOOD, "--steps", "4", "--checkpoint", "kept", "--save-every", "1", "--resume")
+    killed = run(*command, "--data", "mine.py:Deadly", "--json").refused()
+    assert "Rank 1" in killed and "Start again from the last checkpoint" in killed
+    rest = run(*command, "--data", "mine.py:Samples", "--json")
+    assert rest.code == 0 and len(json.loads(rest.out)["losses"]) == 2
+
+
+def test_a_folder_that_may_not_be_written_to(single: str, run: Run) -> None:
+    for option in (["--checkpoint", "/proc/kept"], ["-o", "/proc/weights"], ["--log", "/proc/log"]):
+        assert "/proc" in run("run", single, GOOD, "--json", *option).refused()
+
+
+# Ctrl-C.
+
+
+@pytest.mark.parametrize("model", ["interrupting", "interrupted"])
+@pytest.mark.parametrize("command", ["plan", "verify", "run"])
+def test_ctrl_c_while_a_model_is_made_or_called(single: str, run: Run, command: str, model: str) -> None:
+    before, named = Path(single).read_bytes(), [f"mine.py:{model}"]
+    words = [*named, "--machine", "local:1", "--strategy", "single", "-o"] if command == "plan" else []
+    stopped = run(command, *words, single, *([] if words else named))
+    assert (stopped.code, stopped.out, stopped.err) == (130, "", "stopped\n")
+    assert Path(single).read_bytes() == before
+
+
+def test_ctrl_c_in_the_middle_of_a_training_keeps_the_checkpoint(single: str, run: Run, folder: Path) -> None:
+    command = ("run", single, GOOD, "--checkpoint", "kept", "--resume", "--json", "--data")
+    assert run(*command, "mine.py:Samples", "--steps", "2").code == 0
+    assert run(*command, "mine.py:Stopping", "--steps", "4").code == 130
+    assert len(json.loads(run(*command, "mine.py:Samples", "--steps", "4").out)["losses"]) == 2
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "signal.raise_signal(signal.SIGINT)",
+        "exec('signal.raise_signal(signal.SIGINT)')",  # after which Python would end by the signal
+        "try:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    raise AttributeError('lost')",
+    ],
+)
+def test_ctrl_c_while_the_command_is_loaded(folder: Path, moment: str) -> None:
+    (folder / "typer.py").write_text(f"import signal\n\n{moment}\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), *sys.path))}
+    begin = (  # a shell's background jobs ignore it
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)",
+        "runpy.run_module('conjoin', run_name='__main__')",
+    )
+    words = [sys.executable, "-c", "; ".join(begin)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")

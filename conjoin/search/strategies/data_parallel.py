@@ -18,7 +18,7 @@ from conjoin.errors import StrategyError
 from conjoin.ir import REGATHER, Leaf, MemoryAction
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, Split, TensorType, make_layout
-from conjoin.search.batch import split_batch
+from conjoin.search.batch import check_samples, split_batch
 from conjoin.search.drafting import Draft
 from conjoin.search.facts import Facts
 from conjoin.search.groups import Group, make_groups, sizes_left
@@ -43,6 +43,7 @@ def draft_single(facts: Facts, mesh: Mesh, request: Request) -> Draft:
             f"The strategy single was asked for on {mesh.size} devices. It runs on one, and the others would stand "
             f"idle. Choose data-parallel, or a machine of one device."
         )
+    check_samples(facts.graph)
     return Draft(request, ())
 
 
