@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from conjoin.cost.fitting import Fit
-from conjoin.cost.work import CONVOLUTION, LAUNCHES, RECURRENT
+from conjoin.cost.work import CONVOLUTION, RECURRENT, is_composed
 from conjoin.machine import PRESET_DEVICES, DeviceType, architecture_of, nearest_device, preset_name
 
 SUSTAINED = {"Hopper": 0.60, "Blackwell": 0.60, "CDNA 3": 0.60, "Ampere": 0.89, "Ada": 0.89}
@@ -41,7 +41,7 @@ class Basis:
 
     def carries_over(self, op: str, family: str) -> bool:
         """Whether the fit says something of calls of an operator."""
-        return not self.is_foreign or not (family in _OF_AN_ARCHITECTURE or op in LAUNCHES or "batch_norm" in op)
+        return not self.is_foreign or not (family in _OF_AN_ARCHITECTURE or is_composed(op) or "batch_norm" in op)
 
 
 def borrow(device: DeviceType, fits: Mapping[str, Fit]) -> Basis:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from conjoin.cost.roofline import AS_HALVES
-from conjoin.cost.work import ATTENTION, CONTRACTION, CONVOLUTION, LAUNCHES, REDUCTION, CallWork
+from conjoin.cost.work import ATTENTION, CONTRACTION, CONVOLUTION, REDUCTION, CallWork, is_composed
 from conjoin.ops import Call, output_types, spec_for
 
 _ALIGNED_BYTES = 16
@@ -25,12 +25,12 @@ def classes_of(call: Call, work: CallWork, rate: str, *, backward: bool, by_flop
     >>> classes_of(call, work_of(call, ()), "bfloat16", backward=False, by_flops=True)[2:]
     ('contraction bfloat16 odd by flops', 'linear bfloat16 odd by flops')
     """
-    family = call.op if call.op in LAUNCHES else _subfamily(call, work.family)
+    family = call.op if is_composed(call.op) else _subfamily(call, work.family)
     way = " backward" if backward else ""
     dtype = _LIKE.get(rate, rate)
     special = f"{dtype} {_shape_class(call, work.family, rate)}{'by flops' if by_flops else 'by bytes'}"
     general = f"{family}{way}", f"{family}{way} {dtype}", f"{family}{way} {special}"
-    return general if call.op in LAUNCHES else (*general, f"{call.op}{way} {special}")
+    return general if is_composed(call.op) else (*general, f"{call.op}{way} {special}")
 
 
 def _subfamily(call: Call, family: str) -> str:

@@ -22,7 +22,6 @@ from conjoin.cost.seconds import NO_SECONDS, Seconds, Source
 from conjoin.cost.work import (
     ELEMENTWISE,
     FUSED,
-    LAUNCHES,
     CallWork,
     Work,
     is_in_eight_bits,
@@ -169,7 +168,7 @@ class DeviceCosts:
         if known and self.curves.know(classes):
             found = seconds * self.curves.factor(classes, log2(roofline.ideal(*what)))
             return max(found, self._least(*what))
-        seconds += (LAUNCHES.get(call.op, (1, 1))[backward] - 1) * roofline.overhead
+        seconds += (kernel_counts(call)[backward] - 1) * roofline.overhead
         return seconds if known else max(seconds, self._as_measured_elsewhere(call, work, part, backward=backward))
 
     def _as_measured_elsewhere(self, call: Call, work: CallWork, part: Work, *, backward: bool) -> float:

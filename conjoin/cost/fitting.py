@@ -17,7 +17,7 @@ from conjoin.cost.keys import read_key
 from conjoin.cost.measurement import Measurement
 from conjoin.cost.measuring import MAX_BLOCK, block_size
 from conjoin.cost.roofline import Roofline, efficiency_names
-from conjoin.cost.work import LAUNCHES, CallWork, Work, is_in_eight_bits, kernel_counts, work_of
+from conjoin.cost.work import CallWork, Work, is_composed, is_in_eight_bits, kernel_counts, work_of
 from conjoin.machine import DeviceType
 from conjoin.ops import Call
 
@@ -81,7 +81,7 @@ def fit_efficiencies(measurements: Iterable[Measurement], device: DeviceType) ->
     """
     read = [one for one in map(_read, measurements) if one is not None]
     every = [one for one in read if not is_in_eight_bits(one.call)]
-    known = [one for one in every if one.call.op not in LAUNCHES]
+    known = [one for one in every if not is_composed(one.call.op)]
     points = [point for one in known for point in _points(one)]
     bare = Roofline.of(device)
     overhead = _fit_overhead(points, bare)

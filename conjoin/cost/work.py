@@ -9,7 +9,7 @@ The backward of a call is derived from its `terms`, the output as a sum of produ
   the operand.
 - An operand in no term (not linear): the gradients of all operands together take twice the forward's flops, as the
   chain rule multiplies at every step, and all operands are read again. Where autograd takes several kernels for it
-  (`PASSES`), each of them reads and writes.
+  (`backward_passes`), each of them reads and writes.
 - A view gives its gradient back as a view; a part gives it back padded with zeros, an expanded one summed.
 """
 
@@ -21,22 +21,13 @@ from typing import NamedTuple
 import torch
 
 from conjoin.ops import (
-    AGGREGATE,
-    ATTENTION_PEAK,
-    ATTENTION_SUMS,
-    BATCH_MOMENTS,
-    EXPERT_NETWORK,
-    GRAPH_ATTENTION,
     LINEAR_RELU,
-    MEAN_AND_VARIANCE,
-    NORMALIZE_CHANNELS,
-    RING_ATTENTION,
-    ROUTED_EXPERTS,
     SCALED_LINEAR,
     Call,
     OpSpec,
     TensorType,
     bytes_read,
+    find_spec,
     flops,
     output_types,
     space_of,
@@ -112,8 +103,6 @@ def is_product(call: Call, dtype: str) -> bool:
     return work.family == CONTRACTION and work.dtype == dtype
 
 
-LAUNCHES = {BATCH_MOMENTS: (5, 6), MEAN_AND_VARIANCE: (3, 2), NORMALIZE_CHANNELS: (6, 10)}
-"""Kernels of an operator and of its backward, where they are not one: all but one or two of these are tiny."""
 _IN_EIGHT_BITS = (11, 10)
 """Of a product in eight bits: to find each operand's scale four, to cast one each, and the products."""
 FUSED = {LINEAR_RELU: ("linear", "relu")}
@@ -135,7 +124,14 @@ def _fused(call: Call, needs: tuple[int, ...]) -> CallWork:
 
 def kernel_counts(call: Call) -> tuple[int, int]:
     """How many kernels a call is, and its backward."""
-    return _IN_EIGHT_BITS if is_in_eight_bits(call) else LAUNCHES.get(call.op, (1, 1))
+    spec = find_spec(call.op)
+    return _IN_EIGHT_BITS if is_in_eight_bits(call) else (1, 1) if spec is None else spec.num_kernels
+
+
+def is_composed(op: str) -> bool:
+    """Whether an operator is written in many kernels, of which one says nothing."""
+    spec = find_spec(op)
+    return spec is not None and spec.num_kernels != (1, 1)
 
 
 def is_in_eight_bits(call: Call) -> bool:
@@ -184,28 +180,17 @@ def _dtype(call: Call) -> str:
 def _family(spec: OpSpec, call: Call) -> str:
     if spec.view:
         return VIEW
-    named = _NAMED.get(spec.name.partition(".")[0])
-    if named:
-        return named
+    if spec.family:
+        return spec.family
     notation = space_of(spec, call).notation
     multiplies = any(len(words) > 1 or words[0].endswith("*") for words in _terms(spec, call))
     if multiplies and notation.summed():
-        return CONVOLUTION if spec.name.removeprefix("_").startswith("conv") else CONTRACTION
+        return CONTRACTION
     if any(access.addresses for access in notation.operands):
         return LOOKUP
     if spec.flops == 0:
         return MOVEMENT
     return REDUCTION if notation.summed() or notation.whole else ELEMENTWISE
-
-
-_NAMED = {
-    "scaled_dot_product_attention": ATTENTION, "lstm": RECURRENT, "gru": RECURRENT, "rnn_tanh": RECURRENT,
-    "rnn_relu": RECURRENT, "lstm_cell": RECURRENT, "gru_cell": RECURRENT, "rnn_tanh_cell": RECURRENT,
-    "rnn_relu_cell": RECURRENT, NORMALIZE_CHANNELS: ELEMENTWISE, EXPERT_NETWORK: CONTRACTION,
-    ROUTED_EXPERTS: CONTRACTION, RING_ATTENTION: ATTENTION, ATTENTION_PEAK: CONTRACTION, ATTENTION_SUMS: CONTRACTION,
-    AGGREGATE: LOOKUP, GRAPH_ATTENTION: LOOKUP,
-}  # fmt: skip
-"""What notation cannot tell: several products in one kernel; that what is whole is a small part of what is read."""
 
 
 def _terms(spec: OpSpec, call: Call) -> list[list[str]]:
@@ -214,21 +199,12 @@ def _terms(spec: OpSpec, call: Call) -> list[list[str]]:
     return [term.split() for term in declared.split("+") if term.split()]
 
 
-PASSES = {
-    "square": 7, "pow.Tensor_Scalar": 7, "rsqrt": 7, "sqrt": 5, "abs": 5, "log1p": 5, "expm1": 5, "sin": 5, "cos": 7,
-    "erf": 11, "reciprocal": 8, NORMALIZE_CHANNELS: 4,
-}  # fmt: skip
-"""How often tensors are read and written by the gradient of a function that has no kernel of its own for it: that of a
-square is `grad * (2 * x.pow(1))`, three kernels. One kernel would read two tensors and write one. A batch norm's sums
-over gradients and input are one kernel, the gradient of the input another."""
-
-
 def _backward(case: _Case, needs: tuple[int, ...], forward: Work) -> Work:
     names, operands, gradient = case.call.operand_names, case.call.tensors, case.outputs[0].bytes
     terms = _terms(case.spec, case.call)
     if any(not any(_occurs(names[i], words) for words in terms) for i in needs):
-        if case.spec.name in PASSES:
-            return Work(2 * forward.flops, float(PASSES[case.spec.name] * operands[0].bytes))
+        if case.spec.backward_passes:
+            return Work(2 * forward.flops, float(case.spec.backward_passes * operands[0].bytes))
         return Work(2 * forward.flops, forward.bytes + sum(operands[i].bytes for i in needs))
     total = NO_WORK
     for i in needs:

@@ -228,6 +228,14 @@ class OpSpec:
     """Operands that never carry a gradient."""
     by_order: bool = False
     """Whether other kernels run where the channels of its first operand lie last in memory."""
+    family: str = ""
+    """The kind of kernels that run it, where notation cannot tell: several products in one, windows that are
+    convolutions, or that what is taken whole is a small part of what is read."""
+    num_kernels: tuple[int, int] = (1, 1)
+    """Of it and of its backward, where it is written in several of which all but one or two are tiny."""
+    backward_passes: int = 0
+    """How often tensors are read and written by a gradient for which there is no kernel of its own: that of a square is
+    `grad * (2 * x.pow(1))`, three kernels. One kernel would read two tensors and write one."""
 
     @property
     def names(self) -> tuple[str, ...]:

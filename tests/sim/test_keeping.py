@@ -189,8 +189,8 @@ def test_a_loss_takes_as_much_as_all_its_terms(op: str, reduction: int) -> None:
 
 
 def test_attention_that_is_spelled_out_keeps_truth_values_of_what_it_dropped() -> None:
-    """What was alive of such a call at the peak of a step of T5 on an H200 (2026-11-17): scores twice in float32; query,
-    key and value in float32; and a truth value for each score.
+    """What was alive of such a call at the peak of a step of T5 on an H200 (2026-11-17): scores twice in float32;
+    query, key and value in float32; and a truth value for each score.
     """
     x, bias = "bf16[16,12,256,64]", "bf16[16,12,256,256]"
     found = kept(f"scaled_dot_product_attention {x} {x} {x} {bias} 0.1 false 1.0 false | grads 0,1,2,3")

@@ -109,7 +109,8 @@ def _general_sample(rng: Random) -> Args:
 
 
 _conv_spec = partial(
-    OpSpec, flops=_conv_flops, terms="input weight + bias", follows={"groups": "g"}, one_dtype=True, by_order=True
+    OpSpec, flops=_conv_flops, terms="input weight + bias", follows={"groups": "g"}, one_dtype=True, by_order=True,
+    family="convolution",
 )
 
 OPS: tuple[OpSpec, ...] = (

@@ -81,9 +81,10 @@ def _network_sample(rng: Random) -> Args:
 
 
 _of_experts = partial(OpSpec, flops=_flops, one_dtype=True, local=_local)
+_of_network = partial(_of_experts, index=_network, sample=_network_sample, terms="outward", family="contraction")
 
 OPS: tuple[OpSpec, ...] = (
     _of_experts(EXPERT_LINEAR, _linear, _linear_sample, terms="x weight"),
-    _of_experts(ROUTED_EXPERTS, _network, _network_sample, terms="outward", owned={"t": ("inward", "outward")}),
-    _of_experts(EXPERT_NETWORK, _network, _network_sample, terms="outward", expansion=_two_layers),
+    _of_network(ROUTED_EXPERTS, owned={"t": ("inward", "outward")}),
+    _of_network(EXPERT_NETWORK, expansion=_two_layers),
 )

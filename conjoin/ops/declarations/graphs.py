@@ -100,7 +100,9 @@ def _softmax_sample(rng: Random) -> Args:
     return real(e, h), integer(e), v
 
 
-_over_edges = partial(OpSpec, dtype=Dtype.FIRST, flops=_flops, reads=_read, follows={"vertices": "v"}, one_dtype=True)
+_over_edges = partial(
+    OpSpec, dtype=Dtype.FIRST, flops=_flops, reads=_read, follows={"vertices": "v"}, one_dtype=True, family="lookup"
+)
 
 OPS: tuple[OpSpec, ...] = (
     _over_edges(

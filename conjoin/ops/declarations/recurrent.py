@@ -65,8 +65,10 @@ def _layer_sample(gates: int, states: int) -> Sample:
     return sample
 
 
-_cells = partial(OpSpec, index=_cell, flops=_cell_flops, dtype=Dtype.FIRST)
-_layers = partial(OpSpec, index=_layer, flops=_layer_flops, dtype=Dtype.FIRST, rate="dropout")
+_cells = partial(OpSpec, index=_cell, flops=_cell_flops, dtype=Dtype.FIRST, family="recurrent")
+_layers = partial(
+    OpSpec, index=_layer, flops=_layer_flops, dtype=Dtype.FIRST, rate="dropout", family="recurrent"
+)
 
 OPS: tuple[OpSpec, ...] = (
     _cells("lstm_cell", sample=_cell_sample(4, 2)),
