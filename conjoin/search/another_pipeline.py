@@ -102,9 +102,9 @@ def _stages_of(pipeline: Pipeline, graph: Graph) -> list[int]:
     stage_of = {Value(leaf): owners.get(leaf.name, 0) if leaf.kind in _STORED else 0 for leaf in graph.leaves}
     found = []
     for node in graph.nodes:
-        stage = max((stage_of[value] for value in node.inputs), default=0)
-        stage_of.update(dict.fromkeys(node.outputs(), stage))
-        found.append(stage)
+        last = max((stage_of[value] for value in node.inputs), default=0)
+        stage_of.update(dict.fromkeys(node.outputs(), last))
+        found.append(last)
     return found
 
 
