@@ -2,8 +2,8 @@
 
 What one stage sends another travels in channels, one for each pair of owners and direction, in the order in which the
 sender's rows make it. A receiver gets ready for a message some rows before the one that needs it, so that it is under
-way while something else is computed; nothing is ever waited for before it is needed. What was sent is let go of when it is
-there: activations at the latest when their gradient comes, which is made of them.
+way while something else is computed; nothing is ever waited for before it is needed. What was sent is let go of when it
+is there: activations at the latest when their gradient comes, which is made of them.
 
 Where a stage fails, nothing more is computed on its rank, and the rows are gone through to their end all the same: what
 comes is taken, and zeros are sent for what was to be made. So all ranks come to the end of the schedule, where they
