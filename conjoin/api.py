@@ -86,6 +86,7 @@ from conjoin.search import (
     find_plan,
     make_pipeline,
     make_plan,
+    pipeline_alike,
     plan_alike,
     read_request,
     register_strategy,
@@ -316,14 +317,14 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     )  # fmt: skip
 
 
-def _capture_again(plan: Plan, model: nn.Module, batch: Batch, loss: Any) -> Graph:
+def _capture_again(plan: Plan | Pipeline, model: nn.Module, batch: Batch, loss: Any) -> Graph:
     """A model in another shape or mode, in the precision of a plan; whatever autocast the caller is in."""
     asked = _precision(plan.precision or None)
     return _applied(asked, capture_graph(model, batch, loss, None, () if asked is None else asked.autocast))
 
 
-def _decide_alike(plan: Plan, graph: Graph) -> tuple[Plan, str]:
-    made = plan_alike(plan, graph)
+def _decide_alike(plan: Plan | Pipeline, graph: Graph) -> tuple[Plan | Pipeline, str]:
+    made = plan_alike(plan, graph) if isinstance(plan, Plan) else pipeline_alike(plan, graph)
     differs = made.shortened or (made.fresh and graph.training == plan.graph.training)
     return made.plan, f"{made}; a plan of its own may be faster" if differs else ""
 

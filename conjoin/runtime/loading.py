@@ -69,7 +69,7 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
         together(lambda: read_weights(checked, store))
         if communicator.rank == 0:
             tell(checked)
-    others = None if planner is None or isinstance(plan, Pipeline) else OtherPlans(plan, model, planner, loss, path)
+    others = None if planner is None else OtherPlans(plan, model, planner, loss, path)
     module = ParallelModule(plan, store, communicator, exact_seed, others)
     module.compare_every(None)
     if keys is not None and module.draws_alike:

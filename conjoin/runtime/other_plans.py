@@ -11,7 +11,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,13 @@ from conjoin.errors import ConjoinError, PlanError, UsageError
 from conjoin.ir import (
     Graph,
     LeafKind,
+    Pipeline,
     Plan,
     Structure,
     describe_tree,
+    fingerprint_of,
     flatten_tree,
     load_plan,
-    plan_fingerprint,
     unflatten_tree,
 )
 from conjoin.ops import dtype_name
@@ -39,6 +40,7 @@ _one_at_a_time = threading.Lock()
 """Ranks that are threads of one process capture one model."""
 _NARROW = (torch.bfloat16, torch.float16)
 
+AnyPlan = Plan | Pipeline
 Dealt = list[Any]
 """A call: what the model takes by position and by name, then what the loss does."""
 
@@ -47,9 +49,9 @@ Dealt = list[Any]
 class Planner:
     """How another plan is made."""
 
-    capture: Callable[[Plan, nn.Module, Any, Any], Graph]
+    capture: Callable[[AnyPlan, nn.Module, Any, Any], Graph]
     """In the precision of a plan, from a model, a batch and a loss."""
-    decide: Callable[[Plan, Graph], tuple[Plan, str]]
+    decide: Callable[[AnyPlan, Graph], tuple[AnyPlan, str]]
     """A plan for a graph after another plan, and what there is to say of it."""
 
 
@@ -73,7 +75,7 @@ class Key:
 class Made:
     """A plan, what there is to say of it, and where it is to be kept."""
 
-    plan: Plan
+    plan: AnyPlan
     remark: str = ""
     path: Path | None = None
 
@@ -82,7 +84,7 @@ class OtherPlans:
     """The plans of one model for calls of other shapes or in the other mode."""
 
     def __init__(
-        self, plan: Plan, model: nn.Module, planner: Planner, loss: Any = None, path: str | Path | None = None
+        self, plan: AnyPlan, model: nn.Module, planner: Planner, loss: Any = None, path: str | Path | None = None
     ) -> None:
         self.plan, self._planner, self._loss = plan, planner, loss
         self._folder = None if path is None else Path(f"{path}.shapes")
@@ -162,7 +164,7 @@ class OtherPlans:
     def _file(self, key: Key) -> Path | None:
         if self._folder is None:
             return None
-        content = repr((key, plan_fingerprint(self.plan), installed_version()))
+        content = repr((key, fingerprint_of(self.plan), installed_version()))
         return self._folder / f"{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
 
     def _read(self, path: Path | None) -> Made | None:
@@ -171,8 +173,6 @@ class OtherPlans:
             return None
         try:
             plan = load_plan(path)
-            if not isinstance(plan, Plan):
-                return None
             check_stored_alike(self.plan, plan)
         except ConjoinError as error:
             _log.warning("the plan in %s is not used: %s", path, error)
@@ -200,8 +200,37 @@ def bare_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def check_stored_alike(plan: Plan, other: Plan) -> None:
+def check_stored_alike(plan: AnyPlan, other: AnyPlan) -> None:
     """Refuse a plan that stores a parameter or buffer in other pieces: all programs share them."""
+    for mine, its in _pairs(plan, other):
+        _check_pieces(mine, its)
+    if other.mesh != plan.mesh:
+        raise PlanError(
+            f"Another plan of {plan.model.name} was to share its weights. It is for the mesh {other.mesh}, and they "
+            f"lie on {plan.mesh}. Make it after this plan."
+        )
+
+
+def _pairs(plan: AnyPlan, other: AnyPlan) -> Iterator[tuple[Plan, Plan]]:
+    """A plan and the other, stage by stage."""
+    if isinstance(plan, Plan) and isinstance(other, Plan):
+        yield plan, other
+        return
+    mine, its = (() if isinstance(each, Plan) else each.stages for each in (plan, other))
+    if [stage.ranks for stage in mine] != [stage.ranks for stage in its]:
+        raise PlanError(
+            f"Another plan of {plan.model.name} was to share its weights. They lie on {len(mine) or 'no'} stages, and "
+            f"it has {len(its) or 'none'}, or other ranks in them. Make it after this plan."
+        )
+    for stage, same in zip(mine, its, strict=True):
+        yield stage.plan, replace(same.plan, graph=_without(same.plan.graph, same.borrowed))
+
+
+def _without(graph: Graph, names: tuple[str, ...]) -> Graph:
+    return replace(graph, leaves=tuple(leaf for leaf in graph.leaves if leaf.name not in names))
+
+
+def _check_pieces(plan: Plan, other: Plan) -> None:
     kinds = (LeafKind.PARAMETER, LeafKind.BUFFER)
     stored = {leaf.name: leaf.type for leaf in plan.graph.leaves if leaf.kind in kinds}
     for leaf in other.graph.leaves:
@@ -211,11 +240,6 @@ def check_stored_alike(plan: Plan, other: Plan) -> None:
                 f"which is {stored.get(leaf.name, leaf.type.laid_out(()))} here. Make it after this plan, or load it "
                 f"as a module of its own."
             )
-    if other.mesh != plan.mesh:
-        raise PlanError(
-            f"Another plan of {plan.model.name} was to share its weights. It is for the mesh {other.mesh}, and they "
-            f"lie on {plan.mesh}. Make it after this plan."
-        )
 
 
 def _types(graph: Graph) -> Iterator[Any]:

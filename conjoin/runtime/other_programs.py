@@ -19,26 +19,28 @@ import torch
 from torch import Tensor
 
 from conjoin.errors import ConjoinError, RankError
-from conjoin.ir import Leaf, Plan, flatten_tree, plan_fingerprint, unflatten_tree
+from conjoin.ir import Leaf, fingerprint_of, flatten_tree, unflatten_tree
 from conjoin.ops import split_axes
 from conjoin.runtime.agreement import digest
-from conjoin.runtime.other_plans import Dealt, Key, Made, OtherPlans, keep
+from conjoin.runtime.other_plans import AnyPlan, Dealt, Key, Made, OtherPlans, keep
+from conjoin.runtime.pipeline_program import PipelineProgram
 from conjoin.runtime.rank_program import Form, RankProgram
 from conjoin.runtime.torch_private import is_in_backward
 
 _log = logging.getLogger("conjoin")
 MAX_PROGRAMS = 16
+AnyProgram = RankProgram | PipelineProgram
 
 
 class OtherPrograms:
     """Chooses the program for a call, and makes it where there is none."""
 
-    def __init__(self, program: RankProgram, plans: OtherPlans, make: Callable[[Plan], RankProgram]) -> None:
+    def __init__(self, program: AnyProgram, plans: OtherPlans, make: Callable[[AnyPlan], AnyProgram]) -> None:
         self.plans = plans
         self._own, self._make, self._last = program, make, program
         taken = ", ".join(str(leaf.type.laid_out(())) for leaf in program.taken)
         self._own_key = Key(program.plan.graph.training, taken, program.plan.graph.input_structure)
-        self._programs: OrderedDict[Key, RankProgram] = OrderedDict()
+        self._programs: OrderedDict[Key, AnyProgram] = OrderedDict()
         self._communicator, self._store = program.communicator, program.store
         self._every: int | None = 0
         self._draws_alike = program.draws_alike
@@ -51,7 +53,7 @@ class OtherPrograms:
         for program in (self._own, *self._programs.values()):
             program.agreement.every(num_steps)
 
-    def choose(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[RankProgram, list[Tensor]]:
+    def choose(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[AnyProgram, list[Tensor]]:
         """The program for a call, and its input tensors in order."""
         own = self._own
         given = own.calling.match(args, kwargs)
@@ -104,7 +106,7 @@ class OtherPrograms:
         shape = [size * prod(sizes[a] for a in split_axes(layout, dim)) for dim, size in enumerate(x.shape)]
         return torch.empty(shape, dtype=x.dtype, device="meta")
 
-    def _add(self, key: Key, dealt: Dealt) -> RankProgram:
+    def _add(self, key: Key, dealt: Dealt) -> AnyProgram:
         """Plan a call, agree on the plan, and make its program."""
         start = time.perf_counter()
         try:
@@ -113,8 +115,8 @@ class OtherPrograms:
             if self._communicator.mesh.size > 1:
                 self._agree(key, "refused")
             raise
-        self._agree(key, plan_fingerprint(made.plan))
-        self._store.keep_constants(self.plans.model, made.plan.graph)
+        self._agree(key, fingerprint_of(made.plan))
+        self._store.keep_constants(self.plans.model, made.plan)
         program = self._make(made.plan)
         self._draw_alike(program)
         program.agreement.every(self._every)
@@ -130,9 +132,9 @@ class OtherPrograms:
             oldest, _ = self._programs.popitem(last=False)
             self.plans.forget(oldest)
         programs = (self._own, *self._programs.values())
-        self._store.keep_only({leaf for program in programs for leaf in program.plan.graph.leaves})
+        self._store.keep_only({leaf for program in programs for leaf in program.leaves})
 
-    def _go_over(self, program: RankProgram, key: Key) -> None:
+    def _go_over(self, program: AnyProgram, key: Key) -> None:
         """Run a program that is there: if another one ran before, all ranks do."""
         if program is not self._last and not is_in_backward():
             self._agree(key, program.fingerprint)
@@ -157,7 +159,7 @@ class OtherPrograms:
             f"the plan differ, and they would wait for each other. Give all ranks the same, and start again."
         )
 
-    def _draw_alike(self, program: RankProgram) -> None:
+    def _draw_alike(self, program: AnyProgram) -> None:
         """Have all generators in the state of rank 0's before the first program for which that matters."""
         if self._draws_alike or not program.draws_alike:
             return

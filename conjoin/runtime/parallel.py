@@ -22,7 +22,7 @@ from conjoin.runtime.communicator import Communicator, World, uncompiled
 from conjoin.runtime.gradient_pieces import mark_gradients
 from conjoin.runtime.norms import clip_grad_norm
 from conjoin.runtime.other_plans import OtherPlans
-from conjoin.runtime.other_programs import OtherPrograms
+from conjoin.runtime.other_programs import AnyProgram, OtherPrograms
 from conjoin.runtime.passes import Passes
 from conjoin.runtime.pieces import UnmatchedKeys, load_pieces, mark_pieces
 from conjoin.runtime.pipeline_program import PipelineProgram
@@ -55,16 +55,12 @@ class ParallelModule(nn.Module):
         self.training = plan.graph.training
         passes, exact = Passes(communicator), None if exact_seed is None else Stream(exact_seed)
 
-        def make(plan: Plan) -> RankProgram:
-            return RankProgram(plan, store, communicator, passes, exact)
+        def make(plan: Plan | Pipeline) -> AnyProgram:
+            kind = RankProgram if isinstance(plan, Plan) else PipelineProgram
+            return kind(plan, store, communicator, passes, exact)  # type: ignore[arg-type] # each its own
 
-        program: RankProgram | PipelineProgram
-        programs = None
-        if isinstance(plan, Pipeline):
-            program = PipelineProgram(plan, store, communicator, passes, exact)
-        else:
-            program = own = make(plan)
-            programs = None if others is None else OtherPrograms(own, others, make)
+        program = make(plan)
+        programs = None if others is None else OtherPrograms(program, others, make)
         # past `__setattr__`: a submodule of the user's may have any of these names
         self.__dict__.update(
             plan=plan,
@@ -197,8 +193,8 @@ class ParallelModule(nn.Module):
     in every so manieth after it; in the first only (None), as `load` does; or never (0)."""
     communicator: World
     store: Store
-    _program: RankProgram | PipelineProgram
+    _program: AnyProgram
     """Of the plan itself."""
     _others: OtherPrograms | None
     _exact_seed: int | None
-    _choose: Callable[[bool, tuple[Any, ...], dict[str, Any]], tuple[RankProgram, list[Tensor]]] | None
+    _choose: Callable[[bool, tuple[Any, ...], dict[str, Any]], tuple[AnyProgram, list[Tensor]]] | None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import RankError, UsageError
-from conjoin.ir import Leaf, LeafKind, Pipeline, Value, calling_graph
+from conjoin.ir import Leaf, LeafKind, Pipeline, Value, calling_graph, pipeline_fingerprint
 from conjoin.runtime.accumulating import NARROW, Accumulated, Gradients, MicroBatches, Scaling
 from conjoin.runtime.agreement import Agreement
 from conjoin.runtime.calling import Calling, InputPart
@@ -24,7 +24,7 @@ from conjoin.runtime.norms import Group
 from conjoin.runtime.passes import Passes
 from conjoin.runtime.pipeline_draws import Begin, PipelineDraws
 from conjoin.runtime.randomness import Stream
-from conjoin.runtime.rank_program import LocalProgram
+from conjoin.runtime.rank_program import Form, LocalProgram
 from conjoin.runtime.schedule_runs import Links, ScheduleRun
 from conjoin.runtime.stage_runs import StageRun
 from conjoin.runtime.storage import Store
@@ -57,12 +57,25 @@ class PipelineProgram:
             called = calling_graph(called, pipeline.accumulation)
         self.calling = Calling(called)
         self.taken = called.leaves_of(LeafKind.INPUT)
+        self._inputs = self.input_parts()
+        self.fingerprint = pipeline_fingerprint(pipeline)
         self.loans = Loans(pipeline, world)
         self._draws = PipelineDraws(pipeline, exact)
         self._is_narrow = any(type.dtype in NARROW for node in called.nodes for type in node.types)
         self._scalings = {is_exact: Scaling(is_exact) for is_exact in (False, True)}
         self._tensor_cores = TensorCores() if pipeline.graph.rounding.tf32 else None
         self._begin, self._end = uncompiled(self._start), uncompiled(passes.end)
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """All that the programs of this rank's stages read."""
+        return tuple(leaf for program in self.stages.values() for leaf in program.plan.graph.leaves)
+
+    def form_of(self, given: list[Tensor]) -> Form:
+        """How inputs came: as a whole, or in shapes that this program does not take."""
+        parts = zip(given, self.taken, self._inputs, strict=True)
+        same = all(x.dtype == leaf.type.dtype and tuple(x.shape) == part.shape for x, leaf, part in parts)
+        return Form.WHOLE if same else Form.OTHER
 
     def groups(self) -> list[Group]:
         """By stage of this rank, every parameter with its layout, and the ranks that hold it."""
@@ -124,6 +137,7 @@ class PipelineProgram:
                 f"stages had sent each other is still under way, and would be taken for this step's. Start again from "
                 f"the last checkpoint."
             )
+        self._check_given(given)
         self._begin()
         named = dict(zip([leaf.name for leaf in self.taken], given, strict=True))
         inputs = {i: self._cut(i, program, named) for i, program in self.stages.items()}
@@ -158,6 +172,16 @@ class PipelineProgram:
             self._check_device(leaf, given)
         micro = MicroBatches(program.plan, self.plan.accumulation, program.communicator.rank, True, leaves)
         return [dict(zip([leaf.name for leaf in leaves], parts, strict=True)) for parts in micro.of_named(given)]
+
+    def _check_given(self, given: list[Tensor]) -> None:
+        """Refuse a batch of another shape, whichever stage would take it."""
+        for x, leaf, part in zip(given, self.taken, self._inputs, strict=True):
+            if x.dtype != leaf.type.dtype or tuple(x.shape) != part.shape:
+                raise self.calling.refusal(
+                    f"{leaf.name} is {leaf.type.dtype} of shape {part.shape}, and {x.dtype} of shape "
+                    f"{tuple(x.shape)} came; all ranks of a pipeline take whole batches, here of "
+                    f"{self.plan.num_micro_batches} micro-batches"
+                )
 
     def _check_device(self, leaf: Leaf, given: Mapping[str, Tensor]) -> None:
         x, device = given.get(leaf.name), self.store.device

@@ -227,6 +227,11 @@ class RankProgram:
         self._shapes = tuple(self._shapes_of(leaf) for leaf in self.taken)
         self._begin, self._end = uncompiled(self._start), uncompiled(passes.end)
 
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """All that the program reads."""
+        return self.plan.graph.leaves
+
     def groups(self) -> list[Group]:
         """Every parameter with its layout, and the ranks that hold it."""
         return [(self.communicator, list(self.store.parameters()))]

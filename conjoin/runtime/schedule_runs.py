@@ -1,9 +1,9 @@
 """A step of a pipeline on one rank: the rows of its schedule, one after the other, with all that goes between stages.
 
 What one stage sends another travels in channels, one for each pair of owners and direction, in the order in which the
-sender's rows make it. A receiver gets ready for a message one row before the one that needs it, so that it is under way
-while something else is computed; nothing is ever waited for before it is needed. What was sent is let go of when it is
-there: activations at the latest when their gradient comes, which is made of them.
+sender's rows make it. A receiver gets ready for a message some rows before the one that needs it, so that it is under
+way while something else is computed; nothing is ever waited for before it is needed. What was sent is let go of when it
+is there: activations at the latest when their gradient comes, which is made of them.
 
 Where a stage fails, nothing more is computed on its rank, and the rows are gone through to their end all the same: what
 comes is taken, and zeros are sent for what was to be made. So all ranks come to the end of the schedule, where they
@@ -29,8 +29,10 @@ from conjoin.runtime.stage_transfers import Crossing, Expected
 from conjoin.schedules import Kind, Row
 
 T = TypeVar("T")
-AHEAD = 1
-"""How many rows before it is needed a message is expected."""
+AHEAD = 4
+"""How many rows before it is needed a message is expected. Backends send only what is expected: where transfers take
+longer than rows, the next of each direction has to be while the last one comes. On emulated links of 10 Mbit/s
+(2 stages, 2026-11-17) an eager schedule took 603 ms with 4, and 860 ms with 1."""
 
 
 class Way(NamedTuple):

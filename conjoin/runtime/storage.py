@@ -122,10 +122,10 @@ class Store:
                 cuts[id(buffer)] = make_piece(name, buffer)
             self.put_buffer(name, cuts[id(buffer)], persistent=is_persistent(model, name))
 
-    def keep_constants(self, model: nn.Module, graph: Graph | None = None) -> None:
-        """This rank's parts of the constants of a graph, or of the plan's."""
-        for part, rank in _parts_of(self._plan, self._rank):
-            self._keep_constants(model, part.graph if graph is None else graph, part.mesh, rank)
+    def keep_constants(self, model: nn.Module, plan: Plan | Pipeline | None = None) -> None:
+        """This rank's parts of the constants of a plan, or of its own."""
+        for part, rank in _parts_of(self._plan if plan is None else plan, self._rank):
+            self._keep_constants(model, part.graph, part.mesh, rank)
 
     def _keep_constants(self, model: nn.Module, graph: Graph, mesh: Mesh, rank: int) -> None:
         for leaf in graph.leaves_of(LeafKind.CONSTANT):

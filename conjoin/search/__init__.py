@@ -1,6 +1,7 @@
 """How to train a model on a machine: the named strategies, and the searches that choose."""
 
 from conjoin.search.alternatives import Alternative, Why, find_alternatives
+from conjoin.search.another_pipeline import pipeline_alike
 from conjoin.search.another_shape import Alike, plan_alike
 from conjoin.search.baselines import baseline_names, baselines
 from conjoin.search.batch import split_batch, split_sequences
@@ -41,6 +42,6 @@ __all__ = [
     "SearchResult", "Space", "Stopped", "Table", "Tables", "TooSlow", "Why", "Wish", "baseline_names", "baselines",
     "branch_and_bound", "canonical", "check_wish", "compare_plans", "cuts", "find_alternatives", "find_plan", "follow",
     "is_answer", "largest_batches", "least_machines", "make_groups", "make_pipeline", "make_plan", "name_axes",
-    "open_contest", "place_branches", "plan_alike", "propagate", "read_request", "register_strategy", "search_names",
-    "split_batch", "split_sequences", "strategy_names",
+    "open_contest", "pipeline_alike", "place_branches", "plan_alike", "propagate", "read_request", "register_strategy",
+    "search_names", "split_batch", "split_sequences", "strategy_names",
 ]  # fmt: skip

@@ -74,7 +74,7 @@ def make_pipeline(
 ) -> Pipeline:
     """The pipeline that is asked for; `sizes` are the devices of each owner of stages where they are not all alike."""
     request = read_request(strategy)
-    _check_outputs(graph)
+    check_outputs(graph)
     name = request.schedule or "1f1b"
     known = (*SCHEDULES, FOUND)
     if name not in known:
@@ -132,7 +132,7 @@ def _best_schedule(pipeline: Pipeline, machine: Machine, costs: CostModel) -> Sc
     return replace(find_schedule(problem, _STEPS).schedule, name=FOUND)
 
 
-def _check_outputs(graph: Graph) -> None:
+def check_outputs(graph: Graph) -> None:
     """A pipeline gives the loss and nothing else."""
     others = sum(isinstance(value, Value) for value in graph.outputs) - (graph.loss is not None)
     if graph.loss is None or others:

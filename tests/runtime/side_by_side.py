@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.api import _capture_again, _decide_alike
-from conjoin.ir import Graph, Plan, flatten_tree
+from conjoin.ir import Graph, Pipeline, Plan, flatten_tree
 from conjoin.runtime import ParallelModule, Planner, run_ranks
 from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.other_plans import OtherPlans
@@ -21,7 +21,7 @@ SEED = 3
 _graphs: dict[Any, Graph] = {}
 
 
-def _captured_once(plan: Plan, model: nn.Module, batch: Any, loss: Any) -> Graph:
+def _captured_once(plan: Plan | Pipeline, model: nn.Module, batch: Any, loss: Any) -> Graph:
     """A graph depends on shapes and mode, not on plans: the same one serves the plans of all strategies."""
     leaves, spec = flatten_tree(batch)
     key = plan.model.fingerprint, model.training, str(spec), *((tuple(x.shape), x.dtype) for x in leaves), loss
@@ -49,7 +49,7 @@ class Case:
 
     model: nn.Module
     loss: Callable[..., Any] | None
-    plan: Plan
+    plan: Plan | Pipeline
 
 
 def plainly(case: Case, call: Call, model: nn.Module) -> Tensor:

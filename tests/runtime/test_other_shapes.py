@@ -18,14 +18,14 @@ from torch.nn import functional
 
 import conjoin
 from conjoin.errors import PlanError, RankError, UsageError
-from conjoin.ir import Graph, Plan, model_mark, operators_of
-from conjoin.machine import parse_machine
+from conjoin.ir import Graph, LeafKind, Pipeline, Plan, model_mark, operators_of
+from conjoin.machine import Machine, parse_machine
 from conjoin.rules import Index, Library
 from conjoin.runtime import launch, run_ranks
 from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.other_plans import Key, check_stored_alike
 from conjoin.runtime.other_programs import MAX_PROGRAMS
-from conjoin.search import make_plan
+from conjoin.search import make_pipeline, make_plan
 from conjoin.search.contest import make_variant
 from conjoin.search.rewrites import rewritten, ways_of
 from tests.ir.wording import assert_three_sentences
@@ -130,7 +130,7 @@ def test_micro_batches_become_no_larger() -> None:
     check(case, [*TEXT[:3], Call(True, words(6, seed=7)), TEXT[5]])
 
 
-def plan_for(case: Case, batch: tuple[Tensor, Tensor]) -> Plan:
+def plan_for(case: Case, batch: tuple[Tensor, Tensor]) -> Plan | Pipeline:
     dealt = [batch[:1], {}, batch[1:], {}]
     return others_of(case).find(Key.of(True, dealt), dealt).plan
 
@@ -471,3 +471,48 @@ def test_a_model_on_the_meta_device_is_run_in_every_shape_and_saved(tmp_path: Pa
     wanted = word_loss(plain(ids), target).item()
     assert step(ids, target).item() == pytest.approx(wanted, rel=1e-12)
     assert other.eval()(ids, target).item() == pytest.approx(wanted, rel=1e-12)
+
+
+# Pipelines.
+
+
+def pipeline_case(ranks: int, strategy: str) -> Case:
+    model, loss, graph = captured("words without dropout")
+    return Case(model, loss, make_pipeline(graph, Machine("here", 1, ranks, "cpu"), strategy))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [
+        (2, "pipeline:pp=2,micro=4"), (4, "pipeline:pp=2,tp=2,micro=2,schedule=zero-bubble"),
+        (2, "pipeline:pp=2,micro=4,schedule=interleaved"), (3, "pipeline:pp=3,micro=2,schedule=gpipe"),
+    ],
+)  # fmt: skip
+def test_every_shape_and_mode_of_a_pipeline_is_that_of_the_plain_model(ranks: int, strategy: str) -> None:
+    check(pipeline_case(ranks, strategy), TEXT)
+
+
+def test_micro_batches_of_a_pipeline_become_no_larger_and_weights_stay_where_they_lie() -> None:
+    case = pipeline_case(2, "pipeline:pp=2,micro=4,schedule=eager-1f1b")
+    for size, steps in ((12, 6), (6, 3), (5, 5), (2, 1)):
+        found = plan_for(case, words(size))
+        assert isinstance(found, Pipeline) and isinstance(case.plan, Pipeline)
+        assert found.num_micro_batches == found.schedule.num_micro_batches == steps
+        assert found.schedule.name == "eager-1f1b"
+        for mine, other in zip(found.stages, case.plan.stages, strict=True):
+            held = [{leaf for leaf in s.plan.graph.leaves if leaf.kind is LeafKind.PARAMETER} for s in (mine, other)]
+            assert held[0] == held[1] and mine.ranks == other.ranks
+
+
+def test_a_pipeline_says_what_it_takes_where_no_other_can_be_planned() -> None:
+    case = pipeline_case(2, "pipeline:pp=2,micro=4")
+
+    def program(ranks: Communicator) -> str:
+        with pytest.raises(UsageError) as told:
+            module_of(case, None, ranks)(*words(5))
+        return str(told.value)
+
+    for told in run_ranks(case.plan.mesh, program):
+        assert "is torch.int64 of shape (8, 6), and torch.int64 of shape (5, 6) came" in told and "stage 0" not in told
+        assert "here of 4 micro-batches" in told
+        assert_three_sentences(told)
