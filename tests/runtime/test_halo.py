@@ -226,3 +226,7 @@ def test_a_plan_is_verified_saved_and_read_again(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan.save(path)
     assert conjoin.load_plan(path) == plan
+    unseen = zoo.build("gcn:tiny", device="meta")  # its edges are not known, and it is the same model
+    planned = conjoin.plan(unseen.model, unseen.batch, "local:2", loss=unseen.loss, strategy="vertex-parallel")
+    assert planned.model == plan.model
+    assert conjoin.verify_plan(planned, work.model, work.batch, loss=work.loss, num_steps=1).passed
