@@ -1,6 +1,11 @@
 """From a graph or a plan to what runs: generated code on one device, or this rank's part of a plan."""
 
-from conjoin.runtime.calibrating import (
+from conjoin.runtime.data_loader import Loader
+from conjoin.runtime.loading import connect, load
+from conjoin.runtime.parallel import ParallelModule
+from conjoin.runtime.program.captured import CapturedModule, to_module
+from conjoin.runtime.program.other_plans import Planner
+from conjoin.runtime.ranks.calibrating import (
     Communication,
     Concurrency,
     Timed,
@@ -9,9 +14,22 @@ from conjoin.runtime.calibrating import (
     measure_communication,
     time_collectives,
 )
-from conjoin.runtime.capture_check import AgainstModel, check_capture, copied_for_check
-from conjoin.runtime.captured import CapturedModule, to_module
-from conjoin.runtime.checking import (
+from conjoin.runtime.ranks.launching import Site, launch
+from conjoin.runtime.ranks.pacing import Pace, communicator_over, join_ranks
+from conjoin.runtime.ranks.rendezvous import check_world
+from conjoin.runtime.ranks.session import Session
+from conjoin.runtime.ranks.threads import run_ranks
+from conjoin.runtime.recording import COMMUNICATING, COMPUTING, Recorded, record
+from conjoin.runtime.state.checkpoint import has_checkpoint, save_checkpoint
+from conjoin.runtime.state.checkpoint_loading import load_checkpoint
+from conjoin.runtime.state.initialization import check_init
+from conjoin.runtime.state.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
+from conjoin.runtime.state.pieces import Piece, full_state_dict
+from conjoin.runtime.state.weight_export import save_weights
+from conjoin.runtime.state.weight_files import find_weights
+from conjoin.runtime.state.weights import Weights
+from conjoin.runtime.verification.capture_check import AgainstModel, check_capture, copied_for_check
+from conjoin.runtime.verification.checking import (
     Case,
     Verdict,
     check_made_for,
@@ -21,27 +39,9 @@ from conjoin.runtime.checking import (
     verdict,
     verify_in_process,
 )
-from conjoin.runtime.checkpoint import has_checkpoint, save_checkpoint
-from conjoin.runtime.checkpoint_loading import load_checkpoint
-from conjoin.runtime.data_loader import Loader
-from conjoin.runtime.differences import TOLERANCE, Difference
-from conjoin.runtime.initialization import check_init
-from conjoin.runtime.launching import Site, launch
-from conjoin.runtime.loading import connect, load
-from conjoin.runtime.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
-from conjoin.runtime.other_plans import Planner
-from conjoin.runtime.pacing import Pace, communicator_over, join_ranks
-from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.pieces import Piece, full_state_dict
-from conjoin.runtime.plain_model import PlainModel
-from conjoin.runtime.recording import COMMUNICATING, COMPUTING, Recorded, record
-from conjoin.runtime.rendezvous import check_world
-from conjoin.runtime.session import Session
-from conjoin.runtime.steps import Reference
-from conjoin.runtime.threads import run_ranks
-from conjoin.runtime.weight_export import save_weights
-from conjoin.runtime.weight_files import find_weights
-from conjoin.runtime.weights import Weights
+from conjoin.runtime.verification.differences import TOLERANCE, Difference
+from conjoin.runtime.verification.plain_model import PlainModel
+from conjoin.runtime.verification.steps import Reference
 
 __all__ = [
     "COMMUNICATING", "COMPUTING", "TOLERANCE", "AgainstModel", "CapturedModule", "Case", "Communication", "Concurrency",

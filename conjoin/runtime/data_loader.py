@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from conjoin.errors import UsageError
 from conjoin.ir import calling_graph, flatten_tree, unflatten_tree
 from conjoin.ops import drawing
-from conjoin.runtime.calling import Calling, InputPart
 from conjoin.runtime.parallel import ParallelModule
+from conjoin.runtime.program.calling import Calling, InputPart
 
 _STATE = ("seed", "epoch", "samples", "num_samples", "shuffle")
 

@@ -12,15 +12,15 @@ from torch import nn
 
 from conjoin.errors import PlanError
 from conjoin.ir import Pipeline, Plan, check_pipeline, check_plan, fingerprint_of, load_plan, plain_model
-from conjoin.runtime.communicator import World
-from conjoin.runtime.initialization import check_init, initialise
-from conjoin.runtime.joint_action import together
-from conjoin.runtime.other_plans import OtherPlans, Planner
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.rendezvous import KeyStore, agree, check_world, draw_alike, share_values
-from conjoin.runtime.session import Session, asked_device, device_of_rank, shared_session
-from conjoin.runtime.storage import Store, check_model
-from conjoin.runtime.weights import Weights, as_weights, check_weights, read_weights, tell
+from conjoin.runtime.program.other_plans import OtherPlans, Planner
+from conjoin.runtime.ranks.communicator import World
+from conjoin.runtime.ranks.joint_action import together
+from conjoin.runtime.ranks.rendezvous import KeyStore, agree, check_world, draw_alike, share_values
+from conjoin.runtime.ranks.session import Session, asked_device, device_of_rank, shared_session
+from conjoin.runtime.state.initialization import check_init, initialise
+from conjoin.runtime.state.storage import Store, check_model
+from conjoin.runtime.state.weights import Weights, as_weights, check_weights, read_weights, tell
 
 Initialise = Callable[[nn.Module], None]
 

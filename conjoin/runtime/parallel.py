@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from conjoin.errors import UsageError
 from conjoin.ir import LeafKind, Pipeline, Plan
 from conjoin.ops import Layout
-from conjoin.runtime.calling import InputPart
-from conjoin.runtime.communicator import Communicator, World, uncompiled
-from conjoin.runtime.gradient_pieces import mark_gradients
-from conjoin.runtime.norms import clip_grad_norm
-from conjoin.runtime.other_plans import OtherPlans
-from conjoin.runtime.other_programs import AnyProgram, OtherPrograms
-from conjoin.runtime.passes import Passes
-from conjoin.runtime.pieces import UnmatchedKeys, load_pieces, mark_pieces
-from conjoin.runtime.pipeline_program import PipelineProgram
-from conjoin.runtime.randomness import Stream
-from conjoin.runtime.rank_program import RankProgram
-from conjoin.runtime.storage import Store
+from conjoin.runtime.pipelines.pipeline_program import PipelineProgram
+from conjoin.runtime.program.calling import InputPart
+from conjoin.runtime.program.gradient_pieces import mark_gradients
+from conjoin.runtime.program.norms import clip_grad_norm
+from conjoin.runtime.program.other_plans import OtherPlans
+from conjoin.runtime.program.other_programs import AnyProgram, OtherPrograms
+from conjoin.runtime.program.passes import Passes
+from conjoin.runtime.program.randomness import Stream
+from conjoin.runtime.program.rank_program import RankProgram
+from conjoin.runtime.ranks.communicator import Communicator, World, uncompiled
+from conjoin.runtime.state.pieces import UnmatchedKeys, load_pieces, mark_pieces
+from conjoin.runtime.state.storage import Store
 
 _HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 """What a module has in common with the root of its store."""

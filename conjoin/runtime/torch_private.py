@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from conjoin.runtime.rendezvous import KeyStore
+from conjoin.runtime.ranks.rendezvous import KeyStore
 
 
 def default_store(prefix: str, *, for_thread: bool = False) -> KeyStore:

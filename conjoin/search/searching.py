@@ -15,11 +15,12 @@ from conjoin.search.baselines import baselines, least_bytes, stored_otherwise, w
 from conjoin.search.certifying import Certificate, certify
 from conjoin.search.constraints import make_constraints
 from conjoin.search.contest import Contest, Enough, Outcome, Progress, Stopped, Variant, plan_of
-from conjoin.search.descents import descend_everywhere, try_everything
 from conjoin.search.exact.space import OVERLAPS
-from conjoin.search.hierarchy import first_rewrite_then_lay_out, first_rewrite_then_walk, search_in_levels
 from conjoin.search.joint import JointSearch
 from conjoin.search.notes import Notes
+from conjoin.search.papers.descents import descend_everywhere, try_everything
+from conjoin.search.papers.hierarchy import first_rewrite_then_lay_out, first_rewrite_then_walk, search_in_levels
+from conjoin.search.papers.walks import sample, walk_from_all
 from conjoin.search.placing_branches import with_branches_aside
 from conjoin.search.refusing import check_seconds, check_start, nothing_found
 from conjoin.search.relieving import relieve
@@ -27,7 +28,6 @@ from conjoin.search.rewrites import Way, ways_of
 from conjoin.search.stages.entering import enter_pipeline, search_stages
 from conjoin.search.stages.plans import SIMPLER
 from conjoin.search.variants import as_variant, variants_of
-from conjoin.search.walks import sample, walk_from_all
 from conjoin.search.wishing import SearchResult, Wish, check_wish, usable_bytes
 from conjoin.sim import OPTIMIZER_COPIES, MachinePrices, break_down, expected_error
 

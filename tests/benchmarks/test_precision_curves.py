@@ -7,8 +7,8 @@ import pytest
 from benchmarks import precision_curves as curves
 from conjoin.api import capture
 from conjoin.machine import parse_machine
-from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
 from conjoin.search import make_plan
 from tests.runtime.hand_plans import module_on
 from tests.runtime.random_graphs import Sample

@@ -1,10 +1,10 @@
 """A drawn model trained plainly and by plans for 1, 2 and 4 devices: loss, gradients, weights and buffers.
 
 How far apart two right runs may be is measured, not guessed: the plain model is run again with every result of
-arithmetic moved by at most one unit in its last place (`conjoin.runtime.precision`), forward and backward. What a plan
-differs by may be `FACTOR` times what these runs differ by, and `FLOOR` units in the last place of the coarsest dtype of
-the model, relative to the tensor's largest element; a gradient that cancels to nothing is compared with a thousandth of
-the largest gradient and of the loss.
+arithmetic moved by at most one unit in its last place (`conjoin.runtime.verification.precision`), forward and
+backward. What a plan differs by may be `FACTOR` times what these runs differ by, and `FLOOR` units in the last place
+of the coarsest dtype of the model, relative to the tensor's largest element; a gradient that cancels to nothing is
+compared with a thousandth of the largest gradient and of the loss.
 
 More runs never allow less, so they are made only for a plan that is further off than those units. Where one is further
 off than three runs allow, the answer may hang on a rounding: the sign of a sum that is zero but for roundings, say.
@@ -34,9 +34,9 @@ from conjoin.frontends import capture
 from conjoin.ir import Graph, Plan
 from conjoin.machine import DeviceType, Link, Machine, NodeKind
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.precision import Doubled, Rounded
-from conjoin.runtime.storage import Store
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.ranks.threads import run_ranks
+from conjoin.runtime.state.storage import Store
+from conjoin.runtime.verification.precision import Doubled, Rounded
 from conjoin.search import Wish, find_plan, make_plan
 from tests.fuzz.programs import Program
 from tests.fuzz.random_models import draw

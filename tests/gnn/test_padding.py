@@ -10,7 +10,7 @@ import torch
 import zoo
 from conjoin.errors import UsageError
 from conjoin.gnn import UNLABELLED, pad_parts
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.ranks.threads import run_ranks
 from tests.runtime.hand_plans import by_strategy, captured
 from tests.runtime.test_halo import alone, check, sample_of, together
 

@@ -13,8 +13,8 @@ from conjoin.ir import Graph, Plan, check_plan, parse_graph
 from conjoin.ir import Mark as Made
 from conjoin.machine import Mesh, parse_machine
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.storage import Store
-from conjoin.runtime.threads import ThreadRanks, run_ranks
+from conjoin.runtime.ranks.threads import ThreadRanks, run_ranks
+from conjoin.runtime.state.storage import Store
 from conjoin.search import make_plan
 from zoo import Workload, build
 

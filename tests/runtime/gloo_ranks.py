@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from conjoin.machine import Mesh
-from conjoin.runtime.communicator import Communicator, ProcessGroups
+from conjoin.runtime.ranks.communicator import Communicator, ProcessGroups
 from tests.waiting import HUNG_SECONDS
 
 Program = Callable[[Communicator], Any]

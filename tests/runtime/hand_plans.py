@@ -24,9 +24,9 @@ from conjoin.ir import (
 )
 from conjoin.machine import Axis, Machine, Mesh
 from conjoin.ops import make_layout, parse_placement
-from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.storage import Store
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.state.storage import Store
 from conjoin.search import make_plan
 from conjoin.search.drafting import Draft, make_plan_by
 from conjoin.search.facts import Facts

@@ -53,8 +53,8 @@ from conjoin.ops import (
 )
 from conjoin.runtime import to_module
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.storage import Store
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.ranks.threads import run_ranks
+from conjoin.runtime.state.storage import Store
 
 MESHES = tuple(
     Mesh(tuple(Axis(name, size) for name, size in zip("xyz", sizes, strict=False)))

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from conjoin.api import _capture_again, _decide_alike
 from conjoin.ir import Graph, Pipeline, Plan, flatten_tree
 from conjoin.runtime import ParallelModule, Planner, run_ranks
-from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.other_plans import OtherPlans
-from conjoin.runtime.storage import Store
+from conjoin.runtime.program.other_plans import OtherPlans
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.state.storage import Store
 
 SEED = 3
 _graphs: dict[Any, Graph] = {}

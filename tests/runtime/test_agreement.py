@@ -14,10 +14,10 @@ from torch.nn import functional
 
 from conjoin.errors import RankError
 from conjoin.ir import Plan
-from conjoin.runtime.agreement import digest
-from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.ranks.agreement import digest
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import by_strategy, captured, module_on

@@ -13,9 +13,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conjoin.ir import REGATHER, LeafKind, MemoryAction, Plan, region_of, region_shape
-from conjoin.runtime import bundles, to_module
-from conjoin.runtime.communicator import Communicator, Done
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime import to_module
+from conjoin.runtime.movement import bundles
+from conjoin.runtime.ranks.communicator import Communicator, Done
+from conjoin.runtime.ranks.threads import run_ranks
 from tests.runtime.hand_plans import by_strategy, captured, module_on
 from tests.runtime.random_graphs import Sample
 

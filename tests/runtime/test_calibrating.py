@@ -23,8 +23,8 @@ from conjoin.runtime import (
     launch,
     measure_communication,
 )
-from conjoin.runtime.communicator import Axes, Communicator, Done, Work
-from conjoin.runtime.threads import Board, ThreadRanks
+from conjoin.runtime.ranks.communicator import Axes, Communicator, Done, Work
+from conjoin.runtime.ranks.threads import Board, ThreadRanks
 
 
 def test_all_sets_of_few_axes_and_the_telling_ones_of_many() -> None:
@@ -194,7 +194,7 @@ def test_what_was_timed_fits_itself() -> None:
 
 def sent_by_each(rank: int) -> list[int]:
     """What every kind of transfer counts when the busiest rank should send 1200 bytes between three ranks."""
-    from conjoin.runtime.calibrating import _Buffers, _transfer
+    from conjoin.runtime.ranks.calibrating import _Buffers, _transfer
 
     communicator: Communicator = communicator_over(Mesh.of_nodes(1, 3))
     communicator.prepare(("d0",))

@@ -17,7 +17,8 @@ import conjoin
 from conjoin import CaptureError, Verdict, plan, verify_plan
 from conjoin.frontends import capture as captured_unchecked
 from conjoin.frontends import run_plainly
-from conjoin.runtime import PlainModel, capture_check, check_capture
+from conjoin.runtime import PlainModel, check_capture
+from conjoin.runtime.verification import capture_check
 from tests.ir.wording import assert_three_sentences
 
 X, Y = torch.linspace(-1, 1, 48).reshape(8, 6), torch.linspace(0, 1, 48).reshape(8, 6)

@@ -20,9 +20,9 @@ from conjoin.comm import StepKind, backward_route, bytes_sent, dual_layout, resh
 from conjoin.ir import Region, RegionMove, holds, region_of, region_shape
 from conjoin.machine import Axis, Mesh
 from conjoin.ops import At, Copies, Invariant, Layout, Partial, Placement, Split, placement_on
-from conjoin.runtime.carriers import carry_move, carry_reshard
-from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.movement.carriers import carry_move, carry_reshard
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
 from tests.comm.layouts import all_layouts
 from tests.runtime.gloo_ranks import run_processes
 

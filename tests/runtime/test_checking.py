@@ -27,9 +27,9 @@ from conjoin.runtime import (
     verdict,
     verify_in_process,
 )
-from conjoin.runtime.differences import largest_of, relative
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.ranks.threads import run_ranks
+from conjoin.runtime.verification.differences import largest_of, relative
 from conjoin.search import make_plan
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.models import captured, mlp, plan_of

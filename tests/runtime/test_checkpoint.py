@@ -35,15 +35,15 @@ from conjoin.errors import CheckpointError, UsageError
 from conjoin.frontends import capture
 from conjoin.ir import Graph, Plan
 from conjoin.machine import parse_machine
-from conjoin.runtime.checkpoint import INDEX, save_checkpoint
-from conjoin.runtime.checkpoint_index import decode, encode
-from conjoin.runtime.checkpoint_loading import load_checkpoint
-from conjoin.runtime.communicator import Communicator, ProcessGroups
-from conjoin.runtime.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.pieces import Piece, full_state_dict
-from conjoin.runtime.storage import Store
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.ranks.communicator import Communicator, ProcessGroups
+from conjoin.runtime.ranks.threads import run_ranks
+from conjoin.runtime.state.checkpoint import INDEX, save_checkpoint
+from conjoin.runtime.state.checkpoint_index import decode, encode
+from conjoin.runtime.state.checkpoint_loading import load_checkpoint
+from conjoin.runtime.state.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
+from conjoin.runtime.state.pieces import Piece, full_state_dict
+from conjoin.runtime.state.storage import Store
 from conjoin.search import make_plan
 from tests.ir.wording import assert_three_sentences
 from tests.waiting import HUNG_SECONDS

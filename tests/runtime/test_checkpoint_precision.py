@@ -18,11 +18,11 @@ from conjoin.api import capture
 from conjoin.frontends import Precision
 from conjoin.ir import Plan
 from conjoin.machine import parse_machine
-from conjoin.runtime.checkpoint import save_checkpoint
-from conjoin.runtime.checkpoint_loading import load_checkpoint
-from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.pieces import full_state_dict
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.state.checkpoint import save_checkpoint
+from conjoin.runtime.state.checkpoint_loading import load_checkpoint
+from conjoin.runtime.state.pieces import full_state_dict
 from conjoin.search import make_plan
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import module_on

@@ -21,9 +21,9 @@ from conjoin.frontends import capture
 from conjoin.ir import Plan
 from conjoin.machine import parse_machine
 from conjoin.runtime import Loader, full_state_dict, load, load_checkpoint, run_ranks, save_checkpoint
-from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.storage import Store
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.state.storage import Store
 from conjoin.search import make_plan
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.test_checkpoint import in_processes

@@ -18,10 +18,10 @@ from conjoin.api import capture
 from conjoin.ir import Plan
 from conjoin.machine import parse_machine
 from conjoin.report import explain
-from conjoin.runtime.checkpoint import save_checkpoint
-from conjoin.runtime.checkpoint_loading import load_checkpoint
-from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
+from conjoin.runtime.state.checkpoint import save_checkpoint
+from conjoin.runtime.state.checkpoint_loading import load_checkpoint
 from conjoin.search import make_plan
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import module_on

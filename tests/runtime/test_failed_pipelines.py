@@ -20,9 +20,9 @@ from conjoin.frontends import capture
 from conjoin.machine import Machine
 from conjoin.runtime import launch
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.stage_runs import StageRun
-from conjoin.runtime.storage import Store
-from conjoin.runtime.threads import ThreadRanks, run_ranks
+from conjoin.runtime.pipelines.stage_runs import StageRun
+from conjoin.runtime.ranks.threads import ThreadRanks, run_ranks
+from conjoin.runtime.state.storage import Store
 from conjoin.search import make_pipeline
 from tests.runtime.test_pipelines import CASES, pipeline_of, train_plainly
 

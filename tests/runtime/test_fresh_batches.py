@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conjoin.runtime.fresh_batches import Freshness, fresh_batches
+from conjoin.runtime.verification.fresh_batches import Freshness, fresh_batches
 
 KINDS: dict[str, Tensor] = {
     "numbers": torch.randn(8, 5),

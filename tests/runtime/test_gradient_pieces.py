@@ -18,11 +18,11 @@ from torch.nn import functional
 
 from conjoin.errors import UsageError
 from conjoin.ir import Plan
-from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.gradient_pieces import GradientPiece
-from conjoin.runtime.optimizer_trial import try_out
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.program.gradient_pieces import GradientPiece
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
+from conjoin.runtime.state.optimizer_trial import try_out
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import by_hand, by_strategy, captured, module_on

@@ -19,8 +19,8 @@ from conjoin.ir import Plan
 from conjoin.machine import parse_machine
 from conjoin.ops import aggregation
 from conjoin.report import explain
-from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
 from conjoin.search import make_plan
 from conjoin.sim import predict
 from tests.runtime.gloo_ranks import run_processes

@@ -18,12 +18,12 @@ from conjoin.errors import UsageError
 from conjoin.frontends import capture
 from conjoin.ir import Graph, Plan
 from conjoin.machine import parse_machine
-from conjoin.runtime.initialization import initialise
 from conjoin.runtime.loading import load
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.pieces import full_state_dict
-from conjoin.runtime.storage import Store
-from conjoin.runtime.threads import ThreadRanks, run_ranks
+from conjoin.runtime.ranks.threads import ThreadRanks, run_ranks
+from conjoin.runtime.state.initialization import initialise
+from conjoin.runtime.state.pieces import full_state_dict
+from conjoin.runtime.state.storage import Store
 from conjoin.search import make_plan
 from tests.ir.wording import assert_three_sentences
 

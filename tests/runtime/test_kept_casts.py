@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conjoin.frontends import capture
 from conjoin.machine import Machine
-from conjoin.runtime.kept_casts import Copies
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.storage import Store
-from conjoin.runtime.threads import ThreadRanks, run_ranks
+from conjoin.runtime.program.kept_casts import Copies
+from conjoin.runtime.ranks.threads import ThreadRanks, run_ranks
+from conjoin.runtime.state.storage import Store
 from conjoin.search import make_pipeline, make_plan
 
 HALF = torch.bfloat16

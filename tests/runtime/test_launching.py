@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from conjoin.errors import RankError, UsageError
-from conjoin.runtime import Session, launch, launching
-from conjoin.runtime.launching import Site
+from conjoin.runtime import Session, launch
+from conjoin.runtime.ranks import launching
+from conjoin.runtime.ranks.launching import Site
 from tests.ir.wording import assert_three_sentences
 from tests.waiting import HUNG_SECONDS
 

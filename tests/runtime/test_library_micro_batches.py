@@ -18,8 +18,8 @@ from conjoin.frontends import capture
 from conjoin.ir import cut_in_micro_batches
 from conjoin.machine import Machine
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.storage import Store
-from conjoin.runtime.threads import ThreadRanks, run_ranks
+from conjoin.runtime.ranks.threads import ThreadRanks, run_ranks
+from conjoin.runtime.state.storage import Store
 from conjoin.search import make_pipeline, make_plan
 
 transformers = pytest.importorskip("transformers")

@@ -35,10 +35,10 @@ from conjoin.ir import (
 )
 from conjoin.machine import Mesh, parse_machine
 from conjoin.report import explain
-from conjoin.runtime.bundles import make_bundles
-from conjoin.runtime.checking import Case, verify_in_process
-from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.movement.bundles import make_bundles
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
+from conjoin.runtime.verification.checking import Case, verify_in_process
 from conjoin.search import make_plan
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import module_on

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from conjoin.ir import Plan, region_of
-from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.norms import clip_grad_norm
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.program.norms import clip_grad_norm
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import MESH, by_hand, by_strategy, captured, layout_of, module_on
 from tests.runtime.random_graphs import Sample

@@ -18,7 +18,7 @@ from conjoin.frontends import capture
 from conjoin.ir import Plan
 from conjoin.machine import parse_machine
 from conjoin.runtime import ParallelModule, Piece, full_state_dict
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.ranks.threads import run_ranks
 from conjoin.search import make_plan
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.hand_plans import module_on

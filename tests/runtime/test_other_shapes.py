@@ -22,9 +22,9 @@ from conjoin.ir import Graph, LeafKind, Pipeline, Plan, model_mark, operators_of
 from conjoin.machine import Machine, parse_machine
 from conjoin.rules import Index, Library
 from conjoin.runtime import launch, run_ranks
-from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.other_plans import Key, check_stored_alike
-from conjoin.runtime.other_programs import MAX_PROGRAMS
+from conjoin.runtime.program.other_plans import Key, check_stored_alike
+from conjoin.runtime.program.other_programs import MAX_PROGRAMS
+from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.search import make_pipeline, make_plan
 from conjoin.search.contest import make_variant
 from conjoin.search.rewrites import rewritten, ways_of
@@ -305,7 +305,7 @@ def test_a_small_batch_is_no_part_where_it_is_the_first(strategy: str) -> None:
 
 
 def test_few_programs_are_held_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("conjoin.runtime.other_programs.MAX_PROGRAMS", 3)
+    monkeypatch.setattr("conjoin.runtime.program.other_programs.MAX_PROGRAMS", 3)
     assert MAX_PROGRAMS == 16
     case = case_of("words", 1, "single")
 

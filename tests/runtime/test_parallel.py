@@ -18,8 +18,8 @@ from conjoin.frontends import capture
 from conjoin.ir import Plan, Value, flatten_tree, parse_graph
 from conjoin.machine import parse_machine
 from conjoin.runtime import ParallelModule, full_state_dict, load, to_module
-from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
 from conjoin.search import make_plan
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.hand_plans import module_on

@@ -17,7 +17,7 @@ from conjoin.machine import Machine, Mesh
 from conjoin.ops import Call, TensorType
 from conjoin.rules.patterns import Apply, Input
 from conjoin.runtime import launch
-from conjoin.runtime.parcels import pack, unpack
+from conjoin.runtime.ranks.parcels import pack, unpack
 from tests.ir.wording import assert_three_sentences
 
 SCRIPT = '''

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from conjoin.errors import RankError, UsageError
 from conjoin.ir import Plan
-from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import by_strategy, module_on

@@ -17,9 +17,9 @@ from conjoin.frontends import capture
 from conjoin.ir import Pipeline, check_pipeline, cut_in_stages, num_elements, region_of
 from conjoin.machine import Machine
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.schedule_runs import ScheduleRun
-from conjoin.runtime.storage import Store
-from conjoin.runtime.threads import ThreadRanks, run_ranks
+from conjoin.runtime.pipelines.schedule_runs import ScheduleRun
+from conjoin.runtime.ranks.threads import ThreadRanks, run_ranks
+from conjoin.runtime.state.storage import Store
 from conjoin.schedules import read_rows
 from conjoin.search import make_pipeline
 

@@ -38,10 +38,10 @@ from conjoin.ir import (
 )
 from conjoin.ops import At, make_layout
 from conjoin.runtime import to_module
-from conjoin.runtime.checking import Case, verify_in_process
-from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.pieces import Piece, full_state_dict
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
+from conjoin.runtime.state.pieces import Piece, full_state_dict
+from conjoin.runtime.verification.checking import Case, verify_in_process
 from tests.runtime.branch_plans import Towers, branched, towers_batch, with_towers
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import MESH, captured, module_on

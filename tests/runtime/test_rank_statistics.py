@@ -19,8 +19,8 @@ from conjoin.ir import Plan, parse_graph, pieces_of, plan_from_json, plan_to_jso
 from conjoin.machine import parse_machine
 from conjoin.ops import BATCH_NORM_BY_PIECES, Partial
 from conjoin.report import explain
-from conjoin.runtime.checking import Case, verify_in_process
-from conjoin.runtime.communicator import Communicator
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.verification.checking import Case, verify_in_process
 from conjoin.search import make_plan
 from conjoin.sim import predict
 from tests.runtime.gloo_ranks import run_processes

@@ -32,9 +32,9 @@ from conjoin.ir import (
 )
 from conjoin.machine import parse_machine
 from conjoin.report import explain
-from conjoin.runtime.checking import Case, verify_in_process
-from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
+from conjoin.runtime.verification.checking import Case, verify_in_process
 from conjoin.search import make_plan
 from tests.runtime.hand_plans import module_on
 from tests.runtime.random_graphs import Sample

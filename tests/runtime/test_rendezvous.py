@@ -12,7 +12,7 @@ from torch import nn
 
 from conjoin.errors import PlanError, RankError
 from conjoin.runtime import Session, launch, load
-from conjoin.runtime.rendezvous import agree, check_world, compare, digest, share_values
+from conjoin.runtime.ranks.rendezvous import agree, check_world, compare, digest, share_values
 from conjoin.runtime.torch_private import default_store
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.models import mlp, plan_of

@@ -20,9 +20,9 @@ from conjoin.errors import StrategyError
 from conjoin.ir import Plan, cut
 from conjoin.machine import Axis, Mesh, parse_machine
 from conjoin.report import explain
-from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.ring_attention import carry_ring
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.movement.ring_attention import carry_ring
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
 from conjoin.search import make_plan
 from conjoin.sim import predict
 from tests.runtime.gloo_ranks import run_processes

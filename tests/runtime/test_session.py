@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from conjoin.errors import RankError, UsageError
 from conjoin.runtime import Session, launch, load
-from conjoin.runtime.session import check_apart, device_of_rank, open_session
+from conjoin.runtime.ranks.session import check_apart, device_of_rank, open_session
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.models import mlp, plan_of
 

@@ -22,9 +22,10 @@ from conjoin.comm import Step, StepKind
 from conjoin.errors import PlanError, RankError
 from conjoin.ir import LeafKind, Plan, region_of
 from conjoin.ops import Placement
-from conjoin.runtime import carriers, to_module
-from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime import to_module
+from conjoin.runtime.movement import carriers
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import MESH, by_hand, by_strategy, captured, module_on

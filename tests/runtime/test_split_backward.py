@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conjoin.runtime.split_backward import SplitBackward
+from conjoin.runtime.pipelines.split_backward import SplitBackward
 
 
 class Products(TorchDispatchMode):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from conjoin.ir import Plan
-from conjoin.runtime import carriers
-from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.movement import carriers
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import by_strategy, captured, module_on
 from tests.runtime.random_graphs import Sample

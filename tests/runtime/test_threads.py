@@ -10,8 +10,8 @@ import torch
 
 from conjoin.errors import RankError
 from conjoin.machine import Axis, Mesh
-from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
 from tests.ir.wording import assert_three_sentences
 
 MESH = Mesh((Axis("x", 2), Axis("y", 2)))

@@ -38,7 +38,7 @@ from conjoin.frontends import capture
 from conjoin.ir import Plan
 from conjoin.machine import Machine, parse_machine
 from conjoin.report import explain
-from conjoin.runtime.communicator import Communicator
+from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.search import make_plan
 from conjoin.sim import predict
 from tests.runtime.gloo_ranks import run_processes

@@ -15,7 +15,7 @@ import pytest
 
 from conjoin.errors import RankError
 from conjoin.runtime import Session, launch, load
-from conjoin.runtime.progress import (
+from conjoin.runtime.ranks.progress import (
     Eye,
     Passage,
     Report,
@@ -28,7 +28,7 @@ from conjoin.runtime.progress import (
     not_coming,
     where_is,
 )
-from conjoin.runtime.watching import last_words
+from conjoin.runtime.ranks.watching import last_words
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.models import mlp, plan_of
 

@@ -22,14 +22,15 @@ from conjoin.errors import CheckpointError, ConjoinError
 from conjoin.frontends import capture
 from conjoin.ir import Graph, Plan
 from conjoin.machine import parse_machine
-from conjoin.runtime import full_state_dict, load, run_ranks, safetensors_file, save_weights
-from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.initialization import initialise
+from conjoin.runtime import full_state_dict, load, run_ranks, save_weights
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.safetensors_file import Reader, read_header
-from conjoin.runtime.storage import Store
-from conjoin.runtime.weight_files import find_weights
-from conjoin.runtime.weights import Weights, check_weights, read_weights
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.state import safetensors_file
+from conjoin.runtime.state.initialization import initialise
+from conjoin.runtime.state.safetensors_file import Reader, read_header
+from conjoin.runtime.state.storage import Store
+from conjoin.runtime.state.weight_files import find_weights
+from conjoin.runtime.state.weights import Weights, check_weights, read_weights
 from conjoin.search import make_plan
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.test_checkpoint import in_processes
@@ -528,7 +529,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     def full(tensor: Tensor) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("conjoin.runtime.weight_export.data_of", full)
+    monkeypatch.setattr("conjoin.runtime.state.weight_export.data_of", full)
     assert "No space left" in told(lambda: save_weights(tmp_path / "x", step))
     assert sorted(entry.name for entry in (tmp_path / "x").iterdir()) == before
     assert equal(read_by_library(tmp_path / "x"), source())

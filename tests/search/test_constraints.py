@@ -21,7 +21,7 @@ from conjoin.search.exact.problem import Impossible, Problem
 from conjoin.search.exact.space import Objective
 from conjoin.search.exact.tables import Factor, Table
 from conjoin.search.joint import JointSearch
-from conjoin.search.walks import walk_from_all
+from conjoin.search.papers.walks import walk_from_all
 from conjoin.sim import take_graph_apart
 from tests.ir.wording import assert_three_sentences
 from tests.search.exact.exhausting import exhaust

@@ -18,8 +18,8 @@ from conjoin.ir import Graph, LeafKind, Plan
 from conjoin.machine import Machine
 from conjoin.ops import EXPERT_NETWORK, Copies, Partial, Split
 from conjoin.report import explain
-from conjoin.runtime.communicator import Communicator
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
 from conjoin.search import make_plan
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.hand_plans import module_on

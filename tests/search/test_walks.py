@@ -20,24 +20,24 @@ from conjoin.ops import Partial, Split
 from conjoin.rules import Library
 from conjoin.search import SearchResult, Stopped, Wish, find_plan, make_plan
 from conjoin.search.contest import Contest, Enough, make_variant, plan_of
-from conjoin.search.descents import Descent
 from conjoin.search.exact.bounding import TooMany, branch_and_bound
 from conjoin.search.exact.elimination import solve
 from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.settling import settle
 from conjoin.search.exact.tables import Factor, Tables
 from conjoin.search.exact.units import cuts
-from conjoin.search.hierarchy import (
+from conjoin.search.joint import JointSearch
+from conjoin.search.papers.descents import Descent
+from conjoin.search.papers.hierarchy import (
     MIN_PART,
     cut_positions,
     fastest_on_one,
     first_rewrite_then_walk,
     search_in_levels,
 )
-from conjoin.search.joint import JointSearch
+from conjoin.search.papers.walks import propose, sample, walk_from_all
 from conjoin.search.rewrites import ways_of
 from conjoin.search.variants import expanded
-from conjoin.search.walks import propose, sample, walk_from_all
 from conjoin.sim import Layouts
 from tests.cases import each_of
 from tests.search.exact.test_elimination import random_problem

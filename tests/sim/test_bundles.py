@@ -23,9 +23,9 @@ from conjoin.ir import (
 )
 from conjoin.machine import Machine, parse_machine
 from conjoin.report import explain
-from conjoin.runtime.checking import Case, verify_in_process
-from conjoin.runtime.communicator import Axes, Communicator, Work
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.ranks.communicator import Axes, Communicator, Work
+from conjoin.runtime.ranks.threads import run_ranks
+from conjoin.runtime.verification.checking import Case, verify_in_process
 from conjoin.search import make_plan
 from conjoin.sim import Prices, break_down, predict, simulate
 from tests.runtime.hand_plans import captured, module_on, sharded_inside

@@ -20,7 +20,7 @@ from conjoin.frontends import capture
 from conjoin.ir import Plan, Rounding
 from conjoin.machine import parse_machine
 from conjoin.runtime import to_module
-from conjoin.runtime.communicator import Communicator
+from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.search import make_plan
 from conjoin.sim import Prices, measure_memory, simulate
 from tests.runtime.gloo_ranks import run_processes

@@ -14,7 +14,7 @@ from conjoin.frontends import capture
 from conjoin.ir import Choice, Mark, Plan, check_plan, parallelize
 from conjoin.ops import At, Call
 from conjoin.search import make_plan
-from conjoin.search.walks import rule_at
+from conjoin.search.papers.walks import rule_at
 from conjoin.sim import Change, Simulation, make_change, measure_memory, random_change, simulate
 from tests.runtime.branch_plans import Towers, machine_of, towers_batch, with_towers
 from tests.sim.conftest import RoundPrices

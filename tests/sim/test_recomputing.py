@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from conjoin.frontends import capture
 from conjoin.ir import Plan, check_plan, operators_of, recompute_actions, recomputed_segments
 from conjoin.machine import parse_machine
-from conjoin.runtime.communicator import Communicator
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.storage import Store
-from conjoin.runtime.threads import run_ranks
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
+from conjoin.runtime.state.storage import Store
 from conjoin.search import make_plan
 from conjoin.sim import (
     Layouts,

@@ -1,0 +1,127 @@
+"""A stage on one rank: its program run for one micro-batch after the other, forward and backward, whenever asked.
+
+What arrives from other stages is cut off from their autograd graphs; a backward pass starts from the gradients of what
+leaves, and gives those of what arrived. Gradients of parameters are added up; those that all ranks of the stage hold
+are summed over them once, after the last micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from conjoin.ir import Leaf, LeafKind, Stage
+from conjoin.runtime.pipelines.split_backward import SplitBackward
+from conjoin.runtime.program.accumulating import Gradients, add_to, sum_put_off
+from conjoin.runtime.program.rank_program import LocalProgram
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A micro-batch between its forward and its backward pass."""
+
+    arrived: dict[str, Tensor]
+    """Inputs from other stages that a gradient is asked of."""
+    outputs: list[Tensor]
+
+
+@dataclass
+class StageRun:
+    """The passes of one step through a stage."""
+
+    stage: Stage
+    program: LocalProgram
+    lent: Mapping[str, Tensor] = field(default_factory=dict)
+    """The pieces of parameters that are borrowed, as they are in this step."""
+
+    def __post_init__(self) -> None:
+        program = self.program
+        state = {leaf: self._read(leaf) for leaf in program.kept}
+        trained = {leaf: x for leaf, x in state.items() if x is not None and leaf.trainable and x.requires_grad}
+        self.parameters = {leaf: x.detach().requires_grad_() for leaf, x in trained.items()}
+        self.gradients: Gradients = [None] * len(self.parameters)
+        self._passes: dict[int, _Pass] = {}
+        program.forget()  # what is left of a step that failed
+
+    def _read(self, leaf: Leaf) -> Tensor | None:
+        if leaf.name in self.lent and leaf.kind is LeafKind.PARAMETER:
+            return self.lent[leaf.name].requires_grad_(leaf.trainable)
+        return self.program.read(leaf)
+
+    def forward(self, micro_batch: int, inputs: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        """The outputs of a micro-batch on this rank, from its inputs by their names."""
+        arrived: dict[str, Tensor] = {}
+        given: list[Tensor] = []
+        for leaf in self.program.plan.graph.leaves_of(LeafKind.INPUT):
+            x = inputs[leaf.name]
+            if leaf.trainable and torch.is_grad_enabled():
+                x = arrived[leaf.name] = x.detach().requires_grad_()
+            given.append(x)
+        state = [self.parameters[leaf] if leaf in self.parameters else self._read(leaf) for leaf in self.program.kept]
+        outputs = self.program.run(given, state)
+        if torch.is_grad_enabled():
+            self._passes[micro_batch] = _Pass(arrived, outputs)
+        return outputs
+
+    def backward(self, micro_batch: int, incoming: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """The gradients of what arrived, from those of what left by their places among the outputs."""
+        made = self._passes.pop(micro_batch)
+        names, wanted = list(made.arrived), [*self.parameters.values(), *made.arrived.values()]
+        found = self._gradients(made, incoming, wanted)
+        count = len(self.parameters)
+        add_to(self.gradients, found[:count])
+        return self._all_there(made, dict(zip(names, found[count:], strict=True)))
+
+    def input_gradient(self, micro_batch: int, incoming: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        """The gradients of what arrived alone; those of parameters are made later, but for a program that makes
+        something again in its backward pass: what it would make again twice is made once."""
+        if self.program.makes_again:
+            return self.backward(micro_batch, incoming)
+        made = self._passes.pop(micro_batch)
+        ends = self._ends(made, incoming)
+        if not ends:
+            return self._all_there(made, dict.fromkeys(made.arrived))
+        outputs, gradients = zip(*ends, strict=True)
+        split = self._put_off[micro_batch] = SplitBackward(outputs, gradients, list(made.arrived.values()))
+        return self._all_there(made, dict(zip(made.arrived, split.input_gradients(), strict=True)))
+
+    def weight_gradient(self, micro_batch: int) -> None:
+        """The gradients of parameters of a micro-batch whose input gradients are made."""
+        split = self._put_off.pop(micro_batch, None)
+        if split is not None:
+            add_to(self.gradients, split.weight_gradients(list(self.parameters.values())))
+
+    _put_off: dict[int, SplitBackward] = field(default_factory=dict)
+    """By micro-batch, the passes whose weight gradients are still to be made."""
+
+    def _gradients(self, made: _Pass, incoming: Mapping[int, Tensor], wanted: Sequence[Tensor]) -> Gradients:
+        ends = self._ends(made, incoming)
+        if not ends or not wanted:
+            return [None] * len(wanted)
+        outputs, gradients = zip(*ends, strict=True)
+        return list(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
+
+    @staticmethod
+    def _ends(made: _Pass, incoming: Mapping[int, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """What a backward pass starts from, each with its gradient."""
+        ends = [(made.outputs[place], gradient) for place, gradient in incoming.items()]
+        return [(output, gradient.to(output.dtype)) for output, gradient in ends if output.requires_grad]
+
+    @staticmethod
+    def _all_there(made: _Pass, found: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """Who gets no gradient gets zeros: the other end waits for them."""
+        return {name: torch.zeros_like(made.arrived[name]) if x is None else x for name, x in found.items()}
+
+    def abandon(self) -> None:
+        """Let go of all that the step has made here."""
+        self._passes.clear()
+        self._put_off.clear()
+        self.gradients = [None] * len(self.parameters)
+
+    def sum_up(self) -> None:
+        """Sum over the ranks of the stage what was put off."""
+        sum_put_off(self.program.bundles, list(self.parameters), self.gradients)
+        self.program.forget()

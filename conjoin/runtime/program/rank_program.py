@@ -1,0 +1,338 @@
+"""A plan as it runs on one rank: its generated program, over pieces that programs of other shapes may share."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from conjoin.comm import halo_of, recomputed, ring_members, ring_of, routing_of
+from conjoin.errors import UsageError
+from conjoin.ir import (
+    Leaf,
+    LeafKind,
+    Node,
+    Plan,
+    Region,
+    RegionMove,
+    Value,
+    calling_graph,
+    place,
+    plan_fingerprint,
+    regathered_parameters,
+    region_of,
+    region_shape,
+)
+from conjoin.ops import Layout
+from conjoin.runtime.movement.bundles import Bundle, Dropping, make_bundles
+from conjoin.runtime.movement.carriers import carry_move, carry_reshard, prepare_move
+from conjoin.runtime.movement.halo import carry_halo
+from conjoin.runtime.movement.ring_attention import carry_ring
+from conjoin.runtime.movement.routing import carry_routing
+from conjoin.runtime.program.accumulating import Accumulator, MicroBatches
+from conjoin.runtime.program.calling import Calling, InputPart
+from conjoin.runtime.program.emission import emit_program
+from conjoin.runtime.program.functions import Function
+from conjoin.runtime.program.kept_casts import KeptCasts
+from conjoin.runtime.program.norms import Group
+from conjoin.runtime.program.passes import Passes
+from conjoin.runtime.program.programs import Compiled, Program, compile_text
+from conjoin.runtime.program.randomness import Stream, Streams
+from conjoin.runtime.program.recomputing import Again, fold_segments
+from conjoin.runtime.program.tensor_cores import TensorCores
+from conjoin.runtime.ranks.agreement import Agreement
+from conjoin.runtime.ranks.communicator import Communicator, uncompiled
+from conjoin.runtime.state.slots import read_slot
+from conjoin.runtime.state.storage import Store
+
+
+class _RankCarriers:
+    """What the emitter asks for, for one rank of a plan."""
+
+    def __init__(self, plan: Plan, communicator: Communicator, exact: Stream | None, is_stage: bool) -> None:
+        self.mesh, self.rank = communicator.mesh, communicator.rank
+        self._communicator = communicator
+        self.dropping = Dropping() if regathered_parameters(plan) else None
+        self.bundles = make_bundles(plan, communicator, self.dropping)
+        self.streams = Streams(communicator, exact, is_stage=is_stage)
+        self.casts = KeptCasts()
+        self._by_entry = {entry: bundle for bundle in self.bundles for entry in bundle.entries}
+
+    def reshard(self, value: Value, target: Layout) -> Function:
+        return carry_reshard(value.type.shape, value.type.layout, target, self._communicator)
+
+    def move(self, move: RegionMove) -> Function:
+        return carry_move(move, self._communicator)
+
+    def prepare(self, move: RegionMove) -> None:
+        prepare_move(move, self._communicator)
+
+    def among_ranks(self, node: Node) -> Function | None:
+        placed = place(node, self.mesh)
+        ring, routing = ring_of(node, placed, self.mesh), routing_of(node, placed, self.mesh, self.rank)
+        if ring is not None:
+            return carry_ring(ring, ring_members(node, placed, self.mesh, self.rank), self._communicator)
+        if routing is not None:
+            return carry_routing(routing, self._communicator)
+        halo = halo_of(node, placed, self.mesh, self.rank)
+        return None if halo is None else carry_halo(node.op, halo, self._communicator)
+
+    def bundle(self, root: Value, layout: Layout) -> Bundle | None:
+        return self._by_entry.get((root, layout))
+
+    def draw(self, function: Function, axes: tuple[str, ...]) -> Function:
+        return self.streams.draw(function, axes)
+
+    def cast(self, function: Function) -> Function:
+        return self.casts.keep(function)
+
+    def draws_whole(self) -> bool:
+        return self.streams.exact
+
+
+def _compile(carriers: _RankCarriers, program: fx.Graph, name: str) -> tuple[Compiled, str]:
+    """A rank's program and its text; each segment that is run again in the backward pass is a function before it."""
+    texts: list[str] = []
+
+    def compile_segment(number: int, part: fx.Graph) -> Function:
+        function, text = compile_text(part, f"{name} segment {number}")
+        texts.append(f"# segment {number}, which the backward pass runs again\n{text}")
+        return uncompiled(Again(partial(function, None), carriers.streams).__call__)
+
+    compiled, text = compile_text(fold_segments(program, compile_segment), name)
+    return compiled, "\n".join((*texts, text))
+
+
+class LocalProgram:
+    """The generated program of a plan, or of a stage, over this rank's pieces."""
+
+    code: str
+    """The generated forward as Python text."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        communicator: Communicator,
+        exact: Stream | None = None,
+        *,
+        is_stage: bool = False,
+    ) -> None:
+        self.plan, self.store, self.communicator = plan, store, communicator
+        self.carriers = _RankCarriers(plan, communicator, exact, is_stage)
+        self.kept = tuple(leaf for leaf in plan.graph.leaves if leaf.kind is not LeafKind.INPUT)
+        """What is there between steps: parameters, buffers and constants."""
+        self.fingerprint = plan_fingerprint(plan)
+        name = f"{plan.graph.name} {self.fingerprint[:12]} @{communicator.rank}"
+        once = plan.accumulation is None and not is_stage
+        emitted = emit_program(plan.graph, self.kept, self.carriers, recomputed(plan), once=once, apart=is_stage)
+        self._program = Program(emitted, name, partial(_compile, self.carriers))
+        self.code = self._program.code
+        self._slots = {leaf: store.slot(leaf) for leaf in self.kept}
+        buffers = {leaf.name: leaf for leaf in plan.graph.leaves_of(LeafKind.BUFFER)}
+        self._targets = tuple(store.slots_of_buffer(buffers[name]) for name, _ in plan.graph.updates)
+
+    @property
+    def makes_again(self) -> bool:
+        """Whether the backward pass runs operators again, or gathers parameters again."""
+        return bool(recomputed(self.plan) or regathered_parameters(self.plan))
+
+    @property
+    def bundles(self) -> tuple[Bundle, ...]:
+        return self.carriers.bundles
+
+    @property
+    def streams(self) -> Streams:
+        return self.carriers.streams
+
+    def forget(self) -> None:
+        """Of a step in micro-batches that is over, or has failed, let go of what they had in common."""
+        self.carriers.casts.forget()
+        for bundle in self.bundles:
+            bundle.forget_put_off()
+
+    def read(self, leaf: Leaf) -> Tensor | None:
+        """This rank's piece of what is kept between steps."""
+        return self.store.read(self._slots[leaf], self.store.device)
+
+    def state(self) -> list[Tensor | None]:
+        """This rank's pieces of all that is kept between steps."""
+        return [self.read(leaf) for leaf in self.kept]
+
+    def results(self, inputs: list[Tensor], state: list[Tensor | None]) -> tuple[Any, ...]:
+        """The outputs on this rank from its pieces of everything, then the new values of buffers."""
+        with self._dropping():
+            made: tuple[Any, ...] = self._program(self, state, self.store.device, *inputs)
+        return made
+
+    def run(self, inputs: list[Tensor], state: list[Tensor | None]) -> list[Any]:
+        """The outputs on this rank; buffers have their new values."""
+        made, count = self.results(inputs, state), len(self.plan.graph.outputs)
+        self.write_back(made[count:])
+        return list(made[:count])
+
+    def _dropping(self) -> AbstractContextManager[Any]:
+        """Drop gathered parameters after the forward pass where the plan says so; backward gathers them again."""
+        dropping = self.carriers.dropping
+        if dropping is None or not torch.is_grad_enabled():
+            return nullcontext()
+        return dropping.hooks()
+
+    def written(self) -> tuple[Tensor, ...]:
+        """The buffers that a step changes, as they are now."""
+        held = (read_slot(slots[0]) for slots in self._targets)
+        return tuple(buffer for buffer in held if buffer is not None)
+
+    def write_back(self, values: tuple[Tensor, ...]) -> None:
+        """Give buffers their new values, unless written over: as new tensors, as gradients may need the old ones."""
+        for slots, value in zip(self._targets, values, strict=True):
+            if value is read_slot(slots[0]):
+                continue
+            made = value.detach()
+            for module, name in slots:
+                module._buffers[name] = made
+
+
+class Form(Enum):
+    """How the inputs of a step came to a rank."""
+
+    WHOLE = "whole"
+    PARTS = "parts"
+    OTHER = "of another shape"
+
+
+class RankProgram:
+    """What runs the steps of one plan on one rank."""
+
+    def __init__(
+        self, plan: Plan, store: Store, communicator: Communicator, passes: Passes, exact: Stream | None = None
+    ) -> None:
+        self.plan, self.store, self.communicator, self._passes = plan, store, communicator, passes
+        self.local = LocalProgram(plan, store, communicator, exact)
+        self.code, self.fingerprint = self.local.code, self.local.fingerprint
+        self.agreement = Agreement(plan, store, communicator)
+        accumulation, self._accumulator, called = plan.accumulation, None, plan.graph
+        if accumulation is not None:
+            called = calling_graph(plan.graph, accumulation)
+            micro = MicroBatches(plan, accumulation, communicator.rank, in_order=exact is not None)
+            self._accumulator = Accumulator(plan, micro, self.local.bundles, self.local.streams, self.local.forget)
+        self.calling = Calling(called)
+        self.taken = called.leaves_of(LeafKind.INPUT)
+        self._tensor_cores = TensorCores() if plan.graph.rounding.tf32 else None
+        self._regions = tuple(self._region(leaf, leaf.type.shape) for leaf in plan.graph.leaves_of(LeafKind.INPUT))
+        self._shapes = tuple(self._shapes_of(leaf) for leaf in self.taken)
+        self._begin, self._end = uncompiled(self._start), uncompiled(passes.end)
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """All that the program reads."""
+        return self.plan.graph.leaves
+
+    def groups(self) -> list[Group]:
+        """Every parameter with its layout, and the ranks that hold it."""
+        return [(self.communicator, list(self.store.parameters()))]
+
+    def input_parts(self) -> list[InputPart]:
+        """Every input in the order of the call, with the part of it that is enough on this rank."""
+        if self._accumulator is not None:
+            return self._accumulator.micro.parts()
+        taken = zip(self.taken, self._regions, strict=True)
+        return [InputPart(leaf.name, leaf.type.shape, region) for leaf, region in taken]
+
+    def members(self, name: str) -> Communicator:
+        """Who holds a parameter or buffer."""
+        return self.communicator
+
+    def speaker(self, name: str) -> None:
+        """Nobody has to tell others of a parameter: all have part in it."""
+
+    @property
+    def draws_alike(self) -> bool:
+        """Whether some ranks have to draw the same random numbers."""
+        return self.local.streams.must_agree
+
+    def _region(self, leaf: Leaf, shape: tuple[int, ...]) -> Region:
+        return region_of(shape, leaf.type.layout, self.plan.mesh, self.communicator.rank)
+
+    def _shapes_of(self, leaf: Leaf) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """An input of a step as a whole, and this rank's part of it."""
+        accumulation, shape = self.plan.accumulation, leaf.type.shape
+        if accumulation is not None and leaf.name in accumulation.cut:
+            shape = (accumulation.steps * shape[0], *shape[1:])
+        return shape, region_shape(self._region(leaf, shape))
+
+    def form_of(self, given: list[Tensor]) -> Form:
+        """How inputs came: as a whole, in parts, or in shapes that this program does not take."""
+        form = Form.WHOLE
+        for x, leaf, (whole, part) in zip(given, self.taken, self._shapes, strict=True):
+            if x.dtype != leaf.type.dtype or tuple(x.shape) not in (whole, part):
+                return Form.OTHER
+            form = form if tuple(x.shape) == whole else Form.PARTS
+        return form
+
+    def step(self, given: list[Tensor]) -> Any:
+        """One forward pass: what came whole or as this rank's part; the loss is that of the whole."""
+        device = self.store.device
+        self._check_device(given, device)
+        batches = [self._local(given)] if self._accumulator is None else self._accumulator.micro.of(given)
+        self._begin(device)
+        state = self.local.state()
+        if self._tensor_cores is None:
+            outputs = self._compute(batches, state, device)
+        else:
+            with self._tensor_cores.forward():
+                outputs = self._tensor_cores.before_backward(self._compute(batches, state, device))
+        self._end(dict(zip(self.taken, given, strict=True)), outputs, self.plan.graph.loss)
+        return self.calling.results(outputs)
+
+    def _start(self, device: torch.device) -> None:
+        self._passes.begin(self.agreement)
+        self.local.streams.begin(device)
+
+    def _compute(self, batches: list[list[Tensor]], state: list[Tensor | None], device: torch.device) -> list[Any]:
+        if self._accumulator is None:
+            return self.local.run(batches[0], state)
+        return self._accumulate(batches, state, device, self._accumulator)
+
+    def _check_device(self, given: list[Tensor], device: torch.device) -> None:
+        for x, leaf in zip(given, self.taken, strict=True):
+            if x.device.type != device.type or device.index not in (None, x.device.index):
+                raise UsageError(
+                    f"{self.plan.model.name} was called with {leaf.name} on {x.device}. Its weights are on {device}. "
+                    f"Move the batch there, as by {leaf.name}.to({str(device)!r}), or load the plan with "
+                    f"device={str(x.device)!r}."
+                )
+
+    def _accumulate(
+        self, batches: list[list[Tensor]], state: list[Tensor | None], device: torch.device, accumulator: Accumulator
+    ) -> list[Any]:
+        """A step in micro-batches, which is over when its loss is there but for handing out the gradients."""
+        place = self.plan.graph.loss or 0
+
+        def compute(own: list[Tensor | None], inputs: list[Tensor]) -> Tensor:
+            found: Tensor = self.local.results(inputs, own)[place]
+            return found
+
+        kept = dict(zip(self.local.kept, state, strict=True))
+        loss = accumulator.loss(batches, kept, compute, device.type)
+        return [loss if isinstance(value, Value) else value for value in self.plan.graph.outputs]
+
+    def _local(self, inputs: list[Tensor]) -> list[Tensor]:
+        leaves = self.plan.graph.leaves_of(LeafKind.INPUT)
+        return [self._part(x, leaf, region) for x, leaf, region in zip(inputs, leaves, self._regions, strict=True)]
+
+    def _part(self, x: Tensor, leaf: Leaf, region: Region) -> Tensor:
+        """This rank's part of an input that came whole, or as it came when it is the part already."""
+        shape = tuple(x.shape)
+        if x.dtype == leaf.type.dtype and shape == leaf.type.shape:
+            return x[tuple(slice(*span) for span in region)] if region_shape(region) != shape else x
+        if x.dtype == leaf.type.dtype and shape == region_shape(region):
+            return x
+        raise self.calling.refusal(
+            f"{leaf.name} is {leaf.type} as a whole and {region_shape(region)} on rank {self.communicator.rank}, where "
+            f"{x.dtype} of shape {shape} came"
+        )

@@ -1,0 +1,163 @@
+"""Segments of a rank's program of which nothing inside is kept: the backward pass runs them again.
+
+Every segment becomes a function of its own, called through `torch.utils.checkpoint`: what it is given is kept, what it
+makes inside is not, and is made again when the backward pass first asks for any of it. Bundles of parameters are
+brought inside, where they are first used, in the second run too: they know whether that is to gather them again. Random
+operators draw the same numbers again. Values of buffers come out of the first run only. What a plan keeps of a segment
+lies on a shelf: autograd sees the same calls in both runs, and the kernels of these are called in the first alone.
+
+The second run ends where nothing more is needed, which is before the last operator computes, when that keeps only what
+it reads. All ranks have to end between the same two collectives: the last operator is marked by a tensor of no size
+that every rank keeps, and what it sends after it has computed lies outside of the segment.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.checkpoint import checkpoint
+
+from conjoin.runtime.program.randomness import Streams
+from conjoin.runtime.torch_private import DispatchMode
+
+SEGMENT = "segment"
+"""Under this name the nodes of a program say to which segment they belong."""
+Function = Callable[..., Any]
+
+
+class _Mark(torch.autograd.Function):
+    """Keeps a tensor of no size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.new_empty(0))
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise AssertionError("nobody reads a mark")
+
+
+def mark(x: Tensor) -> Tensor:
+    """Have autograd keep something here on every rank."""
+    return _Mark.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Shelf(DispatchMode):  # type: ignore[no-untyped-call]
+    """What the kernels of some calls made in the first run of a segment; in the second run these are not called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: list[Any] = []
+        self._next: int | None = None
+        """Of what was made, in a second run."""
+
+    def again(self) -> None:
+        """A second run begins, or a third."""
+        self._next = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(given.alias_info is not None for given in (*func._schema.returns, *func._schema.arguments)):
+            return func(*args, **(kwargs or {}))  # a view, or a write
+        if self._next is None:
+            made = func(*args, **(kwargs or {}))
+            self._made.append(_detached(made))
+            return made
+        self._next += 1
+        return _detached(self._made[self._next - 1])
+
+
+def _detached(made: Any) -> Any:
+    """What a kernel made, apart from what autograd notes on it."""
+    if isinstance(made, Tensor):
+        return made.detach()
+    return tuple(map(_detached, made)) if isinstance(made, tuple | list) else made
+
+
+_running = threading.local()
+
+
+def keeping(function: Function) -> Function:
+    """A call in a segment whose result is kept: in the second run its kernels are not called."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        shelf = getattr(_running, "shelf", None)
+        with shelf if shelf is not None else nullcontext():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _with_shelf(shelf: _Shelf, function: Function, *args: Any) -> Any:
+    before = getattr(_running, "shelf", None)
+    _running.shelf = shelf
+    try:
+        return function(*args)
+    finally:
+        _running.shelf = before
+
+
+class Again:
+    """A segment as a function: in backward it is run again, with the numbers it drew before."""
+
+    def __init__(self, function: Function, streams: Streams) -> None:
+        self._function, self._streams = function, streams
+
+    def __call__(self, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._function(*args)
+        shelf = _Shelf()
+        drawn, runs = self._streams.states(), iter((partial(_with_shelf, shelf, self._function),))
+
+        def again(*given: Any) -> Any:
+            shelf.again()
+            return _with_shelf(shelf, partial(self._streams.rerun, drawn, self._function), *given)
+
+        # streams know where they stood, on one device alone that of the device's own generator; torch need not
+        return checkpoint(
+            lambda *given: next(runs, again)(*given), *args, use_reentrant=False, preserve_rng_state=False
+        )
+
+
+def fold_segments(program: fx.Graph, make: Callable[[int, fx.Graph], Function]) -> fx.Graph:
+    """The program with every segment as one call of the function that `make` makes of its nodes.
+
+    Nodes that stand among those of a segment without being of it depend on nothing inside: they come before it.
+    """
+    segments: dict[int, list[fx.Node]] = {}
+    for node in program.nodes:
+        if SEGMENT in node.meta:
+            segments.setdefault(node.meta[SEGMENT], []).append(node)
+    if not segments:
+        return program
+    folded, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    lasts = {nodes[-1]: number for number, nodes in segments.items()}
+    for node in program.nodes:
+        if SEGMENT not in node.meta:
+            env[node] = folded.node_copy(node, env.__getitem__)
+        elif node in lasts:
+            _call_segment(folded, env, segments[lasts[node]], partial(make, lasts[node]))
+    return folded
+
+
+def _call_segment(
+    folded: fx.Graph, env: dict[fx.Node, fx.Node], nodes: Sequence[fx.Node], make: Callable[[fx.Graph], Function]
+) -> None:
+    inside = set(nodes)
+    read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
+    made = [node for node in nodes if any(user not in inside for user in node.users)]
+    part = fx.Graph()
+    within = {source: part.placeholder(source.name) for source in read}
+    for node in nodes:
+        within[node] = part.node_copy(node, within.__getitem__)
+    part.output(tuple(within[node] for node in made))
+    called = folded.call_function(make(part), tuple(env[source] for source in read))
+    for i, node in enumerate(made):
+        env[node] = folded.call_function(operator.getitem, (called, i))

@@ -1,0 +1,345 @@
+"""What carries tensors between ranks: process groups of torch.distributed, or threads of one process that play ranks.
+
+Both speak the same four collectives over a set of mesh axes, flat tensors in and out, so that a rank's program is the
+same in training and in a check without a cluster. Members of a group stand in the order of their ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from itertools import count
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conjoin.comm import ring_bytes
+from conjoin.errors import UsageError
+from conjoin.machine import Mesh
+from conjoin.runtime.ranks.rendezvous import compare
+from conjoin.runtime.ranks.swapping import swap
+from conjoin.runtime.torch_private import all_gather, default_store, group_of_members, reduce_scatter
+
+F = TypeVar("F", bound=Callable[..., Any])
+_numbers = count()
+"""Of communicators, which all ranks make in the same order."""
+
+
+def uncompiled(function: F) -> F:
+    """Keep `torch.compile` out of what talks to other ranks: it compiles what stands before and after."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the switch itself loads the compiler, which eager runs do without
+            return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return function(*args, **kwargs)
+
+    return cast(F, call)
+
+
+Axes = tuple[str, ...]
+"""Axis names in the order of the mesh."""
+Sizes = tuple[Sequence[int], Sequence[int]]
+"""How many elements come from each member of a group, and how many go to each."""
+
+
+Messages = Sequence[tuple[int, Tensor]]
+"""Flat tensors, each with the rank at its other end."""
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Return when its result may be read."""
+
+
+class Communicator(Protocol):
+    """The collectives of one rank; each returns at once, the result is there after `wait`."""
+
+    mesh: Mesh
+    rank: int
+    bytes_sent: int
+    """Payload that left this rank so far, counted for the algorithm each collective is known to use."""
+    num_started: int
+    """How many collectives this rank has started so far."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors lie that it carries, unless the caller knows better."""
+
+    def prepare(self, axes: Axes) -> None:
+        """Make ready to communicate over these axes; all ranks prepare the same sets of axes in the same order."""
+
+    def compare(self, text: str) -> Sequence[str]:
+        """What every rank says, asked outside of all collectives; all ranks ask."""
+
+    def all_reduce(self, tensor: Tensor, axes: Axes, largest: bool = False) -> Work:
+        """Sum (or take the largest) over the group, in place."""
+
+    def all_gather(self, output: Tensor, tensor: Tensor, axes: Axes) -> Work:
+        """Everyone's flat tensor, one after the other."""
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, axes: Axes) -> Work:
+        """The sum over the group of the part of a flat tensor that belongs to this rank."""
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, sizes: Sizes, axes: Axes) -> Work:
+        """Parts of a flat tensor to everyone, parts from everyone; sizes received, then sizes sent."""
+
+
+class Parcel(Protocol):
+    """Messages under way."""
+
+    def wait(self) -> object:
+        """Return when they are over."""
+
+    def is_over(self) -> bool:
+        """Whether what is sent may be let go of."""
+
+
+class Channel(Protocol):
+    """Single messages between some ranks; those from one rank to another come in the order they were sent."""
+
+    bytes_sent: int
+
+    def start(self, sends: Messages, receives: Messages) -> Parcel:
+        """Start to send and to receive; both are over after `wait`."""
+
+
+class World(Communicator, Protocol):
+    """The communicator of all ranks, from which those of some are made."""
+
+    def among(self, mesh: Mesh, ranks: tuple[int, ...]) -> Communicator:
+        """This rank on a mesh of some of the ranks, which all make it."""
+
+    def channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
+        """A channel of some ranks, which all make it in the same order."""
+
+
+class Done:
+    """A collective that is over already."""
+
+    def wait(self) -> None:
+        return None
+
+
+class Sum:
+    """An all-to-all under way whose parts are added up at the end."""
+
+    def __init__(self, work: Work, parts: Tensor, output: Tensor) -> None:
+        self._work, self._parts, self._output = work, parts, output
+
+    def wait(self) -> None:
+        self._work.wait()
+        torch.sum(self._parts, 0, out=self._output)
+
+
+class Session(Protocol):
+    """Who makes process groups, and watches over what is done in them."""
+
+    device: torch.device
+    patience_seconds: float
+
+    def look_for(self, ranks: list[int], groups: Sequence[tuple[int, ...]]) -> None: ...
+
+    def group(self, ranks: tuple[int, ...], name: str = "") -> dist.ProcessGroup: ...
+
+    def started(self, ranks: tuple[int, ...], start: Callable[[], Work | None]) -> Work | None: ...
+
+
+def group_device() -> torch.device:
+    """Where tensors lie that this process's group carries: on a GPU of its own, or on the CPU under Gloo.
+
+    Launchers other than torchrun may not number the ranks of a node, or may let each see its own GPU only: then ranks
+    take the GPUs they see in turn.
+    """
+    if not torch.cuda.is_available() or not dist.is_initialized() or dist.get_backend() == dist.Backend.GLOO:
+        return torch.device("cpu")
+    index = dist.get_node_local_rank(dist.get_rank()) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+class _Groups(dict[Axes, dist.ProcessGroup]):
+    """Those that were made, until the session is closed."""
+
+    def __missing__(self, axes: Axes) -> dist.ProcessGroup:
+        raise UsageError(
+            f"Ranks were to communicate over {', '.join(axes)} after their session was closed. They are not connected "
+            f"any more. Open another session and load the plan there."
+        )
+
+
+class ProcessGroups:
+    """The ranks of torch.distributed: one process group for every set of axes that a plan communicates over."""
+
+    def __init__(self, mesh: Mesh, session: Session | None = None, ranks: tuple[int, ...] | None = None) -> None:
+        self.mesh = mesh
+        self.rank = dist.get_rank() if ranks is None else ranks.index(dist.get_rank())
+        self._session = session
+        self._ranks = ranks
+        """Those that the mesh is made up of, where it is not all."""
+        self.bytes_sent = self.num_started = 0
+        self._swaps = dist.get_backend() == dist.Backend.GLOO
+        """Whether single messages are better than the backend's own collectives.
+
+        Gloo's reduce-scatter is an all-reduce that forgets: exchanging and adding moves half the bytes.
+        """
+        self._groups: dict[Axes, dist.ProcessGroup] = _Groups()
+        self._members: dict[Axes, tuple[int, ...]] = {}
+        self._parts: list[ProcessGroups] = []
+        self._number = str(next(_numbers)) if ranks is None else f"of {ranks}"
+        self._num_compared = 0
+
+    @property
+    def device(self) -> torch.device:
+        return group_device() if self._session is None else self._session.device
+
+    def prepare(self, axes: Axes) -> None:
+        if axes not in self._groups:
+            self._groups[axes], self._members[axes] = self._make_group(axes), self._global(axes)
+
+    def _global(self, axes: Axes) -> tuple[int, ...]:
+        """The members of this rank's group."""
+        members = self.mesh.group(self.rank, axes)
+        return members if self._ranks is None else tuple(self._ranks[member] for member in members)
+
+    def close(self) -> None:
+        """Let go of the process groups, which end when nobody holds them."""
+        self._groups.clear()
+        for part in self._parts:
+            part.close()
+
+    def among(self, mesh: Mesh, ranks: tuple[int, ...]) -> ProcessGroups:
+        """This rank on a mesh of some of the ranks."""
+        made = ProcessGroups(mesh, self._session, ranks)
+        self._parts.append(made)
+        return made
+
+    def channel(self, name: str, ranks: tuple[int, ...]) -> ProcessChannel:
+        """Single messages between some of the ranks, in a group of their own."""
+        group = group_of_members(ranks, name) if self._session is None else self._session.group(ranks, name)
+        return ProcessChannel(group, ranks, self._session)
+
+    def _make_group(self, axes: Axes) -> dist.ProcessGroup:
+        if self._ranks is not None:  # others make their own
+            members = self._global(axes)
+            if self._session is None:
+                return group_of_members(members, "stage")
+            return self._session.group(members, "stage")
+        if set(axes) == set(self.mesh.names):
+            assert dist.group.WORLD is not None
+            return dist.group.WORLD
+        mine: Any = None
+        for ranks in self.mesh.groups(axes):
+            # every rank makes every group, in the same order
+            made = dist.new_group(list(ranks)) if self._session is None else self._session.group(tuple(ranks))
+            mine = made if self.rank in ranks else mine
+        assert isinstance(mine, dist.ProcessGroup)
+        return mine
+
+    def compare(self, text: str) -> Sequence[str]:
+        self._num_compared += 1
+        keys = default_store(f"conjoin/compared/{self._number}/{self._num_compared}")
+        what, size, session = "program to go on with", self.mesh.size, self._session
+        if session is None:
+            return list(compare(keys, what, text, self.rank, size).values())
+        look = partial(session.look_for, groups=tuple(self._members.values()))
+        return list(compare(keys, what, text, self.rank, size, session.patience_seconds, look).values())
+
+    def _started(self, axes: Axes, start: Callable[[], Work | None]) -> Work:
+        self.num_started += 1
+        if self._session is None:
+            return start() or Done()
+        return self._session.started(self._members[axes], start) or Done()
+
+    def all_reduce(self, tensor: Tensor, axes: Axes, largest: bool = False) -> Work:
+        group = self._groups[axes]
+        self.bytes_sent += ring_bytes(tensor.nbytes, group.size())
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        return self._started(axes, lambda: dist.all_reduce(tensor, op, group, async_op=True))
+
+    def all_gather(self, output: Tensor, tensor: Tensor, axes: Axes) -> Work:
+        group = self._groups[axes]
+        self.bytes_sent += (group.size() - 1) * tensor.nbytes
+        if self._swaps and group.size() == 2:  # more stand in a ring: words and data go different ways
+            return self._swap("all-gather", axes, output.view(2, -1).unbind(), (tensor.view(-1),) * 2)
+        return self._started(axes, lambda: all_gather(output, tensor, group=group, async_op=True))
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, axes: Axes) -> Work:
+        group = self._groups[axes]
+        self.bytes_sent += (group.size() - 1) * output.nbytes
+        if self._swaps:
+            rows = tensor.view(group.size(), output.numel())
+            parts = torch.empty_like(rows)
+            under_way = self._swap("reduce-scatter", axes, parts.unbind(), rows.unbind())
+            return Sum(under_way, parts, output)
+        return self._started(axes, lambda: reduce_scatter(output, tensor, group=group, async_op=True))
+
+    def all_to_all(self, output: Tensor, tensor: Tensor, sizes: Sizes, axes: Axes) -> Work:
+        group = self._groups[axes]
+        received, sent = list(sizes[0]), list(sizes[1])
+        own = self.mesh.group(self.rank, axes).index(self.rank)
+        self.bytes_sent += (tensor.numel() - sent[own]) * tensor.itemsize
+        if self._swaps:
+            return self._swap("all-to-all", axes, torch.split(output, received), torch.split(tensor, sent))
+        return self._started(axes, lambda: dist.all_to_all_single(output, tensor, received, sent, group, async_op=True))
+
+    def _swap(self, kind: str, axes: Axes, into: Sequence[Tensor], out: Sequence[Tensor]) -> Work:
+        return self._started(axes, lambda: swap(kind, self._groups[axes], into, out))
+
+
+class ProcessChannel:
+    """Single messages in a process group; a backend that has no tags brings those of two ranks in order, too."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], session: Session | None) -> None:
+        self._group, self._ranks, self._session = group, ranks, session
+        self.bytes_sent = 0
+
+    def start(self, sends: Messages, receives: Messages) -> Parcel:
+        self.bytes_sent += sum(tensor.nbytes for _, tensor in sends)
+        made = _Parcel(())
+        if self._session is None:
+            made.works = self._start(sends, receives)
+            return made
+
+        def start() -> Work:
+            made.works = self._start(sends, receives)
+            return All(made.works)
+
+        made.watched = self._session.started(self._ranks, start)
+        return made
+
+    def _start(self, sends: Messages, receives: Messages) -> Sequence[dist.Work]:
+        operations = [dist.P2POp(dist.irecv, tensor, peer, self._group) for peer, tensor in receives]
+        operations += [dist.P2POp(dist.isend, tensor, peer, self._group) for peer, tensor in sends]
+        return dist.batch_isend_irecv(operations) if operations else ()
+
+
+class _Parcel:
+    """Messages of processes."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self.works, self.watched = works, None
+
+    works: Sequence[dist.Work]
+    watched: Work | None
+
+    def wait(self) -> None:
+        (All(self.works) if self.watched is None else self.watched).wait()
+
+    def is_over(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+
+class All:
+    """Several things under way."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()

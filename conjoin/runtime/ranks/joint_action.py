@@ -1,0 +1,58 @@
+"""What all ranks do together: whatever fails on one fails on all, with the same message, so that none waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from conjoin.errors import CheckpointError, ConjoinError
+from conjoin.runtime.ranks.session import waiting_for_all
+
+T = TypeVar("T")
+
+
+def place() -> tuple[int, int]:
+    """This process's rank and how many there are; one alone when torch.distributed is not set up."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def exchange(value: T) -> list[T]:
+    """What every rank has, in the order of ranks."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    with waiting_for_all():
+        dist.all_gather_object(found, value)
+    return found
+
+
+def together(action: Callable[[], T]) -> T:
+    """Do something on every rank; the result when it went well on all."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    result: T | None = None
+    error: BaseException | None = None
+    try:
+        result = action()
+    except (Exception, CheckpointException) as caught:  # torch's own is not an Exception
+        error = caught
+    messages = [message for message in exchange(None if error is None else _message(error)) if message is not None]
+    if error is not None and not isinstance(error, ConjoinError | OSError | CheckpointException):
+        raise error
+    if messages:
+        raise CheckpointError(messages[0]) from None
+    return result  # type: ignore[return-value]  # it is there when there is no message
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, ConjoinError):
+        return str(error)
+    reason: object = error
+    if not isinstance(error, Exception):  # torch's own
+        reason = next((failure[0] for failure in getattr(error, "failures", {}).values()), error)
+    return (
+        f"A checkpoint could not be written or read: {str(reason)[:300]}. An earlier checkpoint is as it was. Look at "
+        f"the file system that holds it."
+    )
