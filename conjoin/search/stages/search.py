@@ -23,7 +23,7 @@ from conjoin.machine import DeviceType, Machine
 from conjoin.search.stage_cuts import node_seconds
 from conjoin.search.stages.cells import Cells, find_cells
 from conjoin.search.stages.parts import Division, Part, divisions
-from conjoin.search.stages.plans import Judged, Model, build, checked, judge
+from conjoin.search.stages.plans import Judged, Model, build, checked, judge, played
 from conjoin.search.stages.programme import Cutting, Programme
 from conjoin.search.stages.tables import BACKWARD, FINISH, FORWARD, KEPT, PEAK, StageTables
 from conjoin.search.stages.ways import Way, ways_on
@@ -34,8 +34,13 @@ _SPACING = 1.4
 _MANY_SAMPLES = 16
 _BUILT = 3
 """Cuttings that are built for real and simulated at a time."""
+_PLAYED = 12
+"""Cuttings of a trial that are played by their figures, with all schedules."""
 _NEAR = 1.05
 """How far above the best a cutting may be by the formula to be built: so far is the timeline from it."""
+_ROUGH = 1.1
+"""How far above what it takes at best a trial can be told to be by two cells in a row: schedules with less of a bubble
+than 1F1B, and cells that take less where they are more."""
 _BINDS = 1.002
 """How much slower than without a limit a cutting is where memory decides."""
 
@@ -95,9 +100,10 @@ class StageSearch:
                 trial = self._priced(trial)
                 heappush(trials, (trial.least, number, trial))
                 continue
-            for cutting in self._solve(trial):
-                if cutting.seconds < _NEAR * self._limit():
-                    cuttings.append((cutting.seconds, trial, cutting))
+            for cutting in self._solve(trial)[:_PLAYED]:
+                seconds = played(cutting, trial.micro, self.model.capacity)
+                if seconds < _NEAR * self._limit():
+                    cuttings.append((seconds, trial, cutting))
             cuttings.sort(key=lambda found: found[0])
             if cuttings and self.best is None:  # anything is better than nothing
                 self._judge(*cuttings.pop(0)[1:])
@@ -114,17 +120,16 @@ class StageSearch:
         if tables.cells.main is None:
             return replace(trial, is_priced=True)
         (cell, count), division, micro = tables.cells.main, trial.division, trial.micro
-        each: dict[Part, float] = {}
+        each: dict[Part, tuple[float, float]] = {}
         for part in division.parts:
             plain = [way for way in ways_on(division.machines[part]) if way.is_plain]
-            each[part] = min(tables.seconds((cell, cell + 2), part, way) for way in plain) / 2
-        shortest = min(each.values())
-        if division.is_even:
-            longest = -(-count // division.count) * shortest
-        else:
-            devices = self.model.machine.num_devices
-            longest = count * min(seconds * part.num_devices for part, seconds in each.items()) / devices
-        return replace(trial, least=max(trial.least, (micro - 1) * longest + count * shortest), is_priced=True)
+            each[part] = min(tables.seconds((cell, cell + 2), part, way) for way in plain)
+        devices = self.model.machine.num_devices
+        longest = count * min(seconds * part.num_devices for part, (seconds, _) in each.items()) / devices
+        if len(each) == 1:
+            longest = -(-count // division.count) * min(each.values())[0]
+        least = (micro - 1) * longest + count * min(seconds for _, seconds in each.values())
+        return replace(trial, least=max(trial.least, least / 2 / _ROUGH), is_priced=True)
 
     def _limit(self) -> float:
         """What a step may take that is any use."""

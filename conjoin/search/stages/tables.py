@@ -49,13 +49,13 @@ class StageTables:
     def num_micro_batches(self) -> int:
         return 1 if self.accumulation is None else self.accumulation.steps
 
-    def seconds(self, row: tuple[int, int], part: Part, way: Way) -> float:
-        """What a micro-batch takes there and back, and its part of what is done once in a step."""
+    def seconds(self, row: tuple[int, int], part: Part, way: Way) -> tuple[float, float]:
+        """What a micro-batch takes there and back, with its part of what is done once in a step, and without."""
         found = self._simulation(row, part, way)
         if found is None:
-            return inf
+            return inf, inf
         forward, backward, finish, start = stage_spans(found)
-        return forward + backward + (start + finish) / self.num_micro_batches
+        return forward + backward + (start + finish) / self.num_micro_batches, forward + backward
 
     def price(self, row: tuple[int, int], part: Part, way: Way) -> Figures:
         """The figures of a row as it is, simulated; not finite where the way cannot be gone."""
