@@ -195,8 +195,8 @@ def test_equal_blocks_are_of_one_kind_and_priced_once() -> None:
 
 def test_a_slower_device_has_fewer_blocks() -> None:
     devices = gpu("fast", 4e13), gpu("slow", 1e13)
-    graph = rows(10, 2048, 64)
-    found = find_plan(graph, cluster("two kinds", devices, 1e11), CostModel(), Wish(budget=600, cpu_budget=10, stages=2)).plan
+    graph, wish = rows(10, 2048, 64), Wish(budget=600, cpu_budget=10, stages=2)
+    found = find_plan(graph, cluster("two kinds", devices, 1e11), CostModel(), wish).plan
     assert isinstance(found, Pipeline)
     layers = [sum(node.op == "linear" for node in stage.plan.graph.nodes) for stage in found.stages]
     assert layers[0] > 2 * layers[1]
