@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -53,6 +53,8 @@ class Model:
     optimizer: str
     capacity: int
     """Bytes that may be used of a device."""
+    check: Callable[[str], None] = lambda doing: None
+    """Called with what is done next; raises when there is no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ def build(model: Model, cells: Cells, accumulation: Accumulation | None, divisio
     graphs = cut_in_stages(cells.graph, cells.stages_of(tuple(slot.cells[0] for slot in cut.slots)))
     stages: list[Stage] = []
     for number, (slot, graph) in enumerate(zip(cut.slots, graphs, strict=True)):
+        model.check(f"stage {number} of {len(cut.slots)}, {micro} micro-batches")
         part = division.machines[slot.part]
         laid_out = lay_out_stage(graph, part, slot.way, cells.graph)
         if laid_out is None:

@@ -273,7 +273,7 @@ class StageSearch:
         if cut is None or len(cut[0]) != len(tables):
             return
         try:
-            pipeline = build(self.model, *cut, trial.division, cutting)
+            pipeline = build(replace(self.model, check=self.check), *cut, trial.division, cutting)
         except StrategyError:
             return
         judged = judge(self.model, pipeline)
