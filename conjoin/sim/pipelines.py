@@ -9,6 +9,7 @@ micro-batch needs, and for every other one in flight what is kept from its forwa
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -17,8 +18,9 @@ import numpy as np
 from conjoin.comm import plan_crossing, stage_grid
 from conjoin.cost import CostModel, Source, messages_seconds
 from conjoin.errors import PlanError
-from conjoin.ir import LeafKind, Pipeline, Stage, Transfer, recomputed_segments, regathered_parameters
+from conjoin.ir import LeafKind, Pipeline, Stage, Transfer, Value, recomputed_segments, regathered_parameters
 from conjoin.machine import Machine, devices_of
+from conjoin.ops import map_tensors
 from conjoin.schedules import Schedule, Timeline, Times, play
 from conjoin.sim.breakdown import Breakdown, break_down
 from conjoin.sim.expected_error import expected_error, is_all_estimated
@@ -162,7 +164,13 @@ def predict_pipeline(
             f"{machine.num_devices} ({machine.mesh}). Their axes must be the same. "
             f"Make the plan for this machine, or name the machine it was made for."
         )
-    found = [_simulated(stage, machine, costs, optimizer) for stage in pipeline.stages]
+    once: dict[Hashable, Simulation] = {}
+    found = []
+    for stage in pipeline.stages:  # those that are alike are simulated once
+        form = _form(stage, machine)
+        if form not in once:
+            once[form] = _simulated(stage, machine, costs, optimizer)
+        found.append(once[form])
     edges = pipeline.schedule.edges
     there, back = (dict.fromkeys(edges, 0.0) for _ in range(2))
     for transfer in pipeline.transfers():
@@ -219,6 +227,23 @@ def _simulated(stage: Stage, machine: Machine, costs: CostModel, optimizer: str)
     drafts.bundle_bytes = plan.bundle_bytes
     again = recomputed_segments(plan)
     return simulate_layouts(skeleton, layouts, drafts, regathered_parameters(plan), again, STAGE_STEPS)
+
+
+def _form(stage: Stage, machine: Machine) -> Hashable:
+    """What stages share that take and hold the same: all but the names of their tensors and the ranks they run on."""
+    plan, graph = stage.plan, stage.plan.graph
+    numbers = {Value(leaf): number for number, leaf in enumerate(graph.leaves)}
+    nodes = []
+    for node in graph.nodes:
+        nodes.append((node.op, repr(map_tensors(node.op, node.args, numbers.__getitem__)), node.types))
+        numbers.update((value, len(numbers)) for value in node.outputs())
+    gathered = regathered_parameters(plan)
+    leaves = tuple((leaf.kind, leaf.type, leaf.trainable, leaf.name in gathered) for leaf in graph.leaves)
+    results = tuple(numbers[value] for value in graph.outputs if isinstance(value, Value))
+    updates = tuple(numbers[value] for _, value in graph.updates)
+    devices = tuple(machine.device_type(rank) for rank in stage.ranks) if len(machine.device_types) > 1 else ()
+    again = tuple((*segment, frozenset(segment.kept)) for segment in recomputed_segments(plan))
+    return tuple(nodes), leaves, results, updates, plan.mesh, devices, again, plan.bundle_bytes, graph.loss
 
 
 def predict_stage(simulation: Simulation, optimizer: str, machine: Machine) -> StagePrediction:

@@ -3,13 +3,12 @@
 Cells are the blocks of a model with what comes before and after them; where it has few blocks also the narrow places
 inside, and where it has none rows of about as many seconds, from one narrow place to the next. Cells with the same
 operators on the same shapes, reading each other alike, are of one *kind*: what is worked out for a row of kinds holds
-for every such row, and for a longer row of one kind it grows by the same with every cell (`run_of`).
+for every such row, and for a longer row of one kind it grows by the same with every cell (`folds.py`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -46,14 +45,6 @@ class Cells:
         return tuple(numbers.setdefault(name, len(numbers)) for name in found)
 
     @cached_property
-    def main(self) -> tuple[int, int] | None:
-        """The first cell of the kind that comes most often, two in a row, and how often it does."""
-        kinds = self.kinds
-        pairs = {kinds[i]: i for i in reversed(range(len(self) - 1)) if kinds[i] == kinds[i + 1]}
-        often = [(count, -pairs[kind]) for kind, count in Counter(kinds).items() if kind in pairs]
-        return (-max(often)[1], max(often)[0]) if often and 2 * max(often)[0] >= len(self) else None
-
-    @cached_property
     def crossing(self) -> np.ndarray:
         """Bytes that go into every cell from those before it."""
         return crossing_bytes(self.graph)[list(self.places)]
@@ -78,8 +69,8 @@ class Cells:
         return cut_in_stages(self.graph, self.stages_of(bounds))[int(begin > 0)]
 
 
-def find_cells(graph: Graph, seconds: np.ndarray) -> Cells:
-    """The cells of the graph of a micro-batch, whose nodes take these seconds."""
+def find_cells(graph: Graph, seconds: np.ndarray, *, blocks_only: bool = False) -> Cells:
+    """The cells of the graph of a micro-batch, whose nodes take these seconds; perhaps no others than its blocks."""
     open_to, crossing = set(open_places(graph)), crossing_bytes(graph)
     anew = made_anew(graph)
     found = set[int]()
@@ -90,7 +81,7 @@ def find_cells(graph: Graph, seconds: np.ndarray) -> Cells:
             found.update({place} & open_to)
     if not found:
         found.update(_even_places(seconds, crossing, open_to))
-    elif len(found) < _FEW:
+    elif len(found) < _FEW and not blocks_only:
         narrow = max(crossing[place] for place in found)
         found.update(place for place in _even_places(seconds, crossing, open_to) if crossing[place] <= narrow)
     return Cells(graph, (0, *sorted(found), len(graph.nodes)))
@@ -103,30 +94,6 @@ def _even_places(seconds: np.ndarray, crossing: np.ndarray, open_to: set[int]) -
         inside = [place for place in sorted(open_to) if parts[place - 1] == part]
         if inside:
             yield min(inside, key=lambda place: (crossing[place], -place))
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A row of cells as a shorter one that is priced, and how much comes on top."""
-
-    row: tuple[int, int]
-    more: tuple[tuple[int, int], ...] = ()
-    """Cells that come two in a row, and how many more of their kind there are."""
-
-
-def run_of(kinds: Sequence[int], begin: int, end: int) -> Run:
-    """A row that begins or ends with several cells of a kind, with one of them, and how many more there are.
-
-    >>> run_of((0, 1, 1, 1, 1, 2), 0, 5), run_of((1, 1, 1, 2), 0, 3), run_of((1, 2), 0, 2)
-    (Run(row=(0, 2), more=((1, 3),)), Run(row=(0, 1), more=((0, 2),)), Run(row=(0, 2), more=()))
-    """
-    head = next((i for i in range(begin, end) if kinds[i] != kinds[begin]), end) - begin
-    tail = end - 1 - next((i for i in range(end - 1, begin - 1, -1) if kinds[i] != kinds[end - 1]), begin - 1)
-    if head == end - begin:
-        return Run((begin, begin + 1), ((begin, head - 1),) if head > 1 else ())
-    first, last = begin + head - 1, end - tail + 1
-    more = [(cell, count - 1) for cell, count in ((begin, head), (last - 1, tail)) if count > 1]
-    return Run((first, last), tuple(more))
 
 
 class _Names:

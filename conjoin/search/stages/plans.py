@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from conjoin.cost import CostModel
 from conjoin.errors import StrategyError
@@ -21,7 +22,17 @@ from conjoin.ir import (
     stage_edges,
 )
 from conjoin.machine import Machine
-from conjoin.schedules import Schedule, chain, eager_one_f_one_b, gpipe, one_f_one_b, zero_bubble
+from conjoin.schedules import (
+    Edge,
+    Schedule,
+    Times,
+    chain,
+    eager_one_f_one_b,
+    gpipe,
+    one_f_one_b,
+    play,
+    zero_bubble,
+)
 from conjoin.search.stages.cells import Cells
 from conjoin.search.stages.parts import Division
 from conjoin.search.stages.programme import Cutting
@@ -42,6 +53,8 @@ class Model:
     optimizer: str
     capacity: int
     """Bytes that may be used of a device."""
+    check: Callable[[str], None] = lambda doing: None
+    """Called with what is done next; raises when there is no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +86,7 @@ def build(model: Model, cells: Cells, accumulation: Accumulation | None, divisio
     graphs = cut_in_stages(cells.graph, cells.stages_of(tuple(slot.cells[0] for slot in cut.slots)))
     stages: list[Stage] = []
     for number, (slot, graph) in enumerate(zip(cut.slots, graphs, strict=True)):
+        model.check(f"stage {number} of {len(cut.slots)}, {micro} micro-batches")
         part = division.machines[slot.part]
         laid_out = lay_out_stage(graph, part, slot.way, cells.graph)
         if laid_out is None:
@@ -112,12 +126,32 @@ def judge(model: Model, pipeline: Pipeline) -> Judged:
 
 
 def _schedules(pipeline: Pipeline) -> Iterator[Schedule]:
-    """Other orders than 1F1B, the simplest first."""
-    stages, micro, edges = len(pipeline.stages), pipeline.num_micro_batches, pipeline.schedule.edges
+    plans = [stage.plan for stage in pipeline.stages]  # of these some make both gradients at once
+    apart = not any(recomputed_segments(plan) or regathered_parameters(plan) for plan in plans)
+    return _others(len(plans), pipeline.num_micro_batches, pipeline.schedule.edges, apart)
+
+
+def _others(stages: int, micro: int, edges: tuple[Edge, ...], apart: bool) -> Iterator[Schedule]:
+    """Other orders than 1F1B, the simplest first; those with input and weight gradients apart where they can be."""
     for made in (gpipe(stages, micro), eager_one_f_one_b(stages, micro)):
         yield replace(made, edges=edges)
-    if not any(recomputed_segments(stage.plan) or regathered_parameters(stage.plan) for stage in pipeline.stages):
-        yield replace(zero_bubble(stages, micro), edges=edges)  # such stages make both gradients at once
+    if apart:
+        yield replace(zero_bubble(stages, micro), edges=edges)
+
+
+def played(cut: Cutting, micro: int, capacity: float) -> float:
+    """What a step takes by the figures of a cutting, by the best of the schedules with which it fits."""
+    stages, edges = len(cut.slots), chain(len(cut.slots))
+    forward, backward, finish, peak, kept = zip(*(slot.figures for slot in cut.slots), strict=True)
+    half, way = tuple(seconds / 2 for seconds in backward), tuple(seconds / 2 for seconds in cut.sent[1:])
+    times, found = Times(forward, half, half, way, way), [inf]
+    apart = not any(slot.way.recompute or "fsdp" in slot.way.strategy for slot in cut.slots)
+    for schedule in (one_f_one_b(stages, micro), *_others(stages, micro, edges, apart)):
+        timeline = play(schedule, times)
+        held = [p + (n - 1) * k for p, n, k in zip(peak, timeline.peaks.in_flight, kept, strict=True)]
+        if max(held) <= capacity:
+            found.append(max(float(ends[-1]) + more for ends, more in zip(timeline.ends, finish, strict=True)))
+    return min(found)
 
 
 def checked(model: Model, judged: Judged) -> Judged:

@@ -2,21 +2,23 @@
 
 A step of m micro-batches through stages that take t of each, and are one after the other, takes about
 
-    sum of all t, and of what goes between stages, + (m - 1) × the longest t
+    sum of all t, and of what goes between stages, + (m - 1) × the longest t + what the first does at the end
 
-(1F1B; Alpa, section 5). For a bound on the longest, with F(s, p, i) for the least sum of the last s stages if they have
-the cells from i and the granules from p on,
+(1F1B; Alpa, section 5). What a stage does once, at the end of a step, counts for the longest by its m-th part. For a
+bound on the longest, with F(s, p, i) for the least sum of the last s stages if they have the cells from i and the
+granules from p on,
 
     F(s, p, i) = min over sizes c and ends j of  t(i..j on c granules from p) + sent(i) + F(s - 1, p + c, j)
 
 where t is the least over all ways that fit: s micro-batches are in flight at the s-th stage from the end, and hold
-their part of its memory (`_Stages.of`). The bound goes through what stages can take, upwards, until the bound alone
-makes it worse than what was found (`solve`).
+their part of its memory (`Programme.of`). The bound goes through what stages can take, upwards, until the bound alone
+makes it worse than what was found (`solve`). Cuttings for all bounds are handed out: a schedule in which the bubble is
+smaller likes balanced ones better than the formula does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -38,6 +40,8 @@ class Slot:
     granules: tuple[int, int]
     part: Part
     way: Way
+    figures: tuple[float, ...] = ()
+    """As its table has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class Cutting:
 
     slots: tuple[Slot, ...]
     seconds: float
+    sent: tuple[float, ...] = ()
+    """Seconds in which what goes into each stage is sent there, and its gradient back."""
 
 
 @dataclass
@@ -62,42 +68,54 @@ class Programme:
     capacity: float
     most: int
     """Stages at most."""
-    _seconds: dict[tuple[Part, int], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    _seconds: dict[tuple[Part, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=dict)
 
-    def of(self, part: Part, in_flight: int) -> tuple[np.ndarray, np.ndarray]:
-        """[begin, end]: the least seconds of a stage with so many micro-batches in flight, and by which way."""
+    def of(self, part: Part, in_flight: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[begin, end]: the least seconds of a stage with so many micro-batches in flight, with its part of the end of
+        a step; what of them is added up; and by which way."""
         key = part, min(in_flight, self.num_micro_batches)
         if key not in self._seconds:
             table = self.tables[part]
             with np.errstate(invalid="ignore"):
                 held = table[..., PEAK] + (key[1] - 1) * table[..., KEPT]
-                taken = table[..., FORWARD] + table[..., BACKWARD] + table[..., FINISH] / self.num_micro_batches
+                finish = table[..., FINISH] / self.num_micro_batches
+                taken = table[..., FORWARD] + table[..., BACKWARD] + finish
             taken = np.where(held <= self.capacity, taken, inf)
-            self._seconds[key] = taken.min(2), taken.argmin(2)
+            chosen = taken.argmin(2)
+            least = taken.min(2)
+            added = least - np.where(np.isfinite(least), np.take_along_axis(finish, chosen[..., None], 2)[..., 0], 0.0)
+            added[0] = least[0]  # the first stage ends last
+            self._seconds[key] = least, added, chosen
         return self._seconds[key]
 
-    def solve(self, is_wanted: int | None = None) -> Iterator[Cutting]:
-        """The best cutting for every number of stages, or for the one that is wanted."""
+    def solve(self, is_wanted: int | None = None) -> list[Cutting]:
+        """Cuttings into every number of stages, or into the one that is wanted: the best for all bounds that can be any
+        good, the best of all first.
+        """
         free = self._fill(inf)
         least = {s: f for s, f in self._sums(free).items() if f < inf and is_wanted in (None, s)}
-        best = {s: self._cutting(free, s, inf) for s in least}
+        best = {s: self._cutting(free, s) for s in least}
+        every = {cutting.slots: cutting for cutting in best.values()}
         for bound in self._bounds(best, least):
-            hopeful = [s for s in least if least[s] + (self.num_micro_batches - 1) * bound < best[s].seconds]
+            hopeful = [s for s in least if least[s] + (self.num_micro_batches - 1) * bound <= best[s].seconds]
             if not hopeful:
                 break
             filled = self._fill(bound)
             for s in hopeful:
                 if self._sums(filled).get(s, inf) < inf:
-                    best[s] = min(best[s], self._cutting(filled, s, bound), key=lambda cutting: cutting.seconds)
-        yield from best.values()
+                    found = self._cutting(filled, s)
+                    every[found.slots] = found
+                    best[s] = min(best[s], found, key=lambda cutting: cutting.seconds)
+        return sorted(every.values(), key=lambda cutting: cutting.seconds)
 
     def _bounds(self, best: Mapping[int, Cutting], least: Mapping[int, float]) -> Sequence[float]:
         """What the longest stage may take, upwards: from what all can keep to, to where it no longer pays."""
-        if not best or self.num_micro_batches == 1:
+        if not best:
             return ()
-        top = max((best[s].seconds - least[s]) / (self.num_micro_batches - 1) for s in best)
-        values = np.unique(np.concatenate([found.ravel() for found, _ in self._seconds.values()]))
-        values = values[values < top]
+        further = max(self.num_micro_batches - 1, 1)
+        top = max((best[s].seconds - least[s]) / further if self.num_micro_batches > 1 else inf for s in best)
+        values = np.unique(np.concatenate([found[0].ravel() for found in self._seconds.values()]))
+        values = values[(values <= top) & (values < inf)]
         low, high = 0, len(values)
         while low < high:  # the least bound that some cutting keeps to
             middle = (low + high) // 2
@@ -132,8 +150,8 @@ class Programme:
             rest = before.get(begin + size)
             if rest is None:
                 continue
-            seconds = self.of(part, s)[0]
-            total = np.where(seconds <= bound, seconds, inf) + rest[None, :]
+            seconds, added, _ = self.of(part, s)
+            total = np.where(seconds <= bound, added, inf) + rest[None, :]
             ends = total.argmin(1)
             least = total[np.arange(len(ends)), ends] + self.sent
             known = level.least.get(begin)
@@ -145,19 +163,21 @@ class Programme:
                 known[better] = least[better]
                 level.chosen[begin][:, better] = np.stack([np.full(len(ends), size), ends])[:, better]
 
-    def _cutting(self, filled: Sequence[_Level], num_stages: int, bound: float) -> Cutting:
+    def _cutting(self, filled: Sequence[_Level], num_stages: int) -> Cutting:
         slots: list[Slot] = []
         cell, granule, longest = 0, 0, 0.0
         for s in range(num_stages, 0, -1):
             size, end = (int(x) for x in filled[s].chosen[granule][:, cell])
             part = next(part for number, part in self.division.moves[granule] if number == size)
-            seconds, chosen = self.of(part, s)
+            seconds, _, chosen = self.of(part, s)
             longest = max(longest, float(seconds[cell, end]))
-            way = self.ways[part][int(chosen[cell, end])]
-            slots.append(Slot((cell, end), (granule, granule + size), part, way))
+            way = int(chosen[cell, end])
+            figures = tuple(map(float, self.tables[part][cell, end, way]))
+            slots.append(Slot((cell, end), (granule, granule + size), part, self.ways[part][way], figures))
             cell, granule = end, granule + size
         total = float(filled[num_stages].least[0][0])
-        return Cutting(tuple(slots), total + (self.num_micro_batches - 1) * longest)
+        sent = tuple(float(self.sent[slot.cells[0]]) for slot in slots)
+        return Cutting(tuple(slots), total + (self.num_micro_batches - 1) * longest, sent)
 
 
 @dataclass

@@ -18,12 +18,13 @@ import numpy as np
 
 from conjoin.cost import messages_seconds
 from conjoin.errors import StrategyError
-from conjoin.ir import Graph, LeafKind, cut_in_micro_batches
+from conjoin.ir import Accumulation, Graph, LeafKind, cut_in_micro_batches
 from conjoin.machine import DeviceType, Machine
 from conjoin.search.stage_cuts import node_seconds
 from conjoin.search.stages.cells import Cells, find_cells
+from conjoin.search.stages.folds import Fold, shorten, stands_for
 from conjoin.search.stages.parts import Division, Part, divisions
-from conjoin.search.stages.plans import Judged, Model, build, checked, judge
+from conjoin.search.stages.plans import Judged, Model, build, checked, judge, played
 from conjoin.search.stages.programme import Cutting, Programme
 from conjoin.search.stages.tables import BACKWARD, FINISH, FORWARD, KEPT, PEAK, StageTables
 from conjoin.search.stages.ways import Way, ways_on
@@ -34,10 +35,19 @@ _SPACING = 1.4
 _MANY_SAMPLES = 16
 _BUILT = 3
 """Cuttings that are built for real and simulated at a time."""
+_PLAYED = 12
+"""Cuttings of a trial that are played by their figures, with all schedules."""
 _NEAR = 1.05
 """How far above the best a cutting may be by the formula to be built: so far is the timeline from it."""
+_ROUGH = 1.1
+"""How far above what it takes at best a trial can be told to be by two cells in a row: schedules with less of a bubble
+than 1F1B, and cells that take less where they are more."""
 _BINDS = 1.002
 """How much slower than without a limit a cutting is where memory decides."""
+
+
+_Cut = tuple[Cells, Accumulation | None]
+"""A model in micro-batches."""
 
 
 class Over(Exception):
@@ -71,9 +81,13 @@ class StageSearch:
     """Called with every pipeline that is better than all before."""
     _tables: dict[int, StageTables | None] = field(default_factory=dict)
     _machines: dict[Part, Machine] = field(default_factory=dict)
+    _short: tuple[Cells, Graph] | None = None
+    _built: dict[int, _Cut | None] = field(default_factory=dict)
+    """By number of micro-batches, the whole model."""
 
     def run(self) -> bool:
         """Look for pipelines as long as there is time; the best is kept. Whether it came to its end."""
+        self._short = self._shorten()
         trials = list(self._trials())
         try:
             self._go_through(trial for trial in trials if trial.division.is_even)
@@ -95,9 +109,10 @@ class StageSearch:
                 trial = self._priced(trial)
                 heappush(trials, (trial.least, number, trial))
                 continue
-            for cutting in self._solve(trial):
-                if cutting.seconds < _NEAR * self._limit():
-                    cuttings.append((cutting.seconds, trial, cutting))
+            for cutting in self._solve(trial)[:_PLAYED]:
+                seconds = played(cutting, trial.micro, self.model.capacity)
+                if seconds < _NEAR * self._limit():
+                    cuttings.append((seconds, trial, cutting))
             cuttings.sort(key=lambda found: found[0])
             if cuttings and self.best is None:  # anything is better than nothing
                 self._judge(*cuttings.pop(0)[1:])
@@ -111,20 +126,19 @@ class StageSearch:
         tables = self._tables_for(trial.micro)
         if tables is None:
             return replace(trial, least=inf, is_priced=True)
-        if tables.cells.main is None:
+        if tables.main is None:
             return replace(trial, is_priced=True)
-        (cell, count), division, micro = tables.cells.main, trial.division, trial.micro
-        each: dict[Part, float] = {}
+        (cell, count), division, micro = tables.main, trial.division, trial.micro
+        each: dict[Part, tuple[float, float]] = {}
         for part in division.parts:
             plain = [way for way in ways_on(division.machines[part]) if way.is_plain]
-            each[part] = min(tables.seconds((cell, cell + 2), part, way) for way in plain) / 2
-        shortest = min(each.values())
-        if division.is_even:
-            longest = -(-count // division.count) * shortest
-        else:
-            devices = self.model.machine.num_devices
-            longest = count * min(seconds * part.num_devices for part, seconds in each.items()) / devices
-        return replace(trial, least=max(trial.least, (micro - 1) * longest + count * shortest), is_priced=True)
+            each[part] = min(tables.seconds((cell, cell + 2), part, way) for way in plain)
+        devices = self.model.machine.num_devices
+        longest = count * min(seconds * part.num_devices for part, (seconds, _) in each.items()) / devices
+        if len(each) == 1:
+            longest = -(-count // division.count) * min(each.values())[0]
+        least = (micro - 1) * longest + count * min(seconds for _, seconds in each.values())
+        return replace(trial, least=max(trial.least, least / 2 / _ROUGH), is_priced=True)
 
     def _limit(self) -> float:
         """What a step may take that is any use."""
@@ -167,9 +181,9 @@ class StageSearch:
 
     def _worth(self, tables: StageTables, part: Part, ways: list[Way]) -> list[Way]:
         """The ways that are not worse in everything than another, for the cells that come most often."""
-        if tables.cells.main is None:
+        if tables.main is None:
             return ways
-        cell = tables.cells.main[0]
+        cell = tables.main[0]
         found = np.stack([tables.price((cell, cell + 1), part, way) for way in ways])
         told = np.stack([found[:, FORWARD] + found[:, BACKWARD] + found[:, FINISH] / tables.num_micro_batches,
                          found[:, PEAK], found[:, KEPT]], axis=1)  # fmt: skip
@@ -186,10 +200,10 @@ class StageSearch:
         """What the programme finds with some ways."""
         if not all(ways.values()):
             return ()
-        count, division = len(tables.cells), trial.division
+        count, division = len(tables), trial.division
         longest = count if not division.is_even else min(count, 3 * -(-count // division.count) + 2)
         filled = {part: tables.fill(part, some, longest) for part, some in ways.items()}
-        sent = self._sent(tables.cells, division.granule)
+        sent = self._sent(tables.crossing, division.granule)
         most = min(division.count, count, MAX_STAGES)
         programme = Programme(division, filled, ways, sent, trial.micro, capacity, most)
         return [cutting for cutting in programme.solve(self.stages) if len(cutting.slots) > 1]
@@ -201,35 +215,65 @@ class StageSearch:
         return self._tables[micro]
 
     def _make_tables(self, micro: int) -> StageTables | None:
-        captured, costs = self.model.captured, self.model.costs
+        short = self._short
+        if short is not None:
+            whole, model = short
+            cut = self._cells(model, micro, blocks_only=True)
+            fold = None if cut is None else stands_for(cut[0], whole)
+            if cut is not None and fold is not None:
+                return self._tables_of(cut, fold, whole.learning)
+            self._short = None
+        cut = self._cells(self.model.captured, micro)
+        return None if cut is None else self._tables_of(cut, Fold(cut[0].kinds, cut[0].kinds), cut[0].learning)
+
+    def _tables_of(self, cut: _Cut, fold: Fold, learning: np.ndarray) -> StageTables:
+        (cells, accumulation), costs = cut, self.model.costs
+        check = lambda: self.check("stages")
+        return StageTables(
+            cells, fold, learning, accumulation, self._machines, costs, self.model.optimizer, check
+        )
+
+    def _cells(self, graph: Graph, micro: int, *, blocks_only: bool = False) -> _Cut | None:
+        """A model in micro-batches and cells; None where it cannot be cut so."""
         try:
-            graph, accumulation = (
-                cut_in_micro_batches(captured, micro, own_statistics=True) if micro > 1 else (captured, None)
+            made, accumulation = (
+                cut_in_micro_batches(graph, micro, own_statistics=True) if micro > 1 else (graph, None)
             )
         except StrategyError:
             return None
-        seconds = node_seconds(graph, costs, self.model.machine.device_type(0))
-        cells = find_cells(graph, seconds)
-        check = lambda: self.check(f"stages, {micro} micro-batches")
-        return StageTables(cells, accumulation, self._machines, costs, self.model.optimizer, check)
+        seconds = node_seconds(made, self.model.costs, self.model.machine.device_type(0))
+        return find_cells(made, seconds, blocks_only=blocks_only), accumulation
 
-    def _sent(self, cells: Cells, granule: int) -> np.ndarray:
+    def _shorten(self) -> tuple[Cells, Graph] | None:
+        """The cells of the model, and a short one that stands for it where blocks repeat."""
+        cut = self._cells(self.model.captured, 1)
+        made = None if cut is None else shorten(cut[0])
+        return None if cut is None or made is None else (cut[0], made)
+
+    def _sent(self, crossing: np.ndarray, granule: int) -> np.ndarray:
         """Seconds in which what goes into every cell is sent from a granule to the next, and its gradient back."""
         found: dict[float, float] = {0.0: 0.0}
-        for num_bytes in map(float, cells.crossing):
+        for num_bytes in map(float, crossing):
             if num_bytes not in found:
                 each = -(-int(num_bytes) // granule)
                 sent = [(rank, rank + granule, each) for rank in range(granule)]
                 found[num_bytes] = 2 * messages_seconds(self.model.machine, sent).value
-        return np.array([found[float(num_bytes)] for num_bytes in cells.crossing])
+        return np.array([found[float(num_bytes)] for num_bytes in crossing])
 
     def _judge(self, trial: Trial, cutting: Cutting) -> None:
         """Build a cutting for real, and keep it where it is the best."""
         tables = self._tables_for(trial.micro)
         assert tables is not None
         self.check(f"{len(cutting.slots)} stages, {trial.micro} micro-batches, built")
+        if trial.micro not in self._built:
+            is_whole = len(tables.cells) == len(tables)
+            mine = tables.cells, tables.accumulation
+            self._built[trial.micro] = mine if is_whole else self._cells(self.model.captured, trial.micro)
+        cut = self._built[trial.micro]
+        if cut is None or len(cut[0]) != len(tables):
+            return
         try:
-            pipeline = build(self.model, tables.cells, tables.accumulation, trial.division, cutting)
+            pipeline = build(replace(self.model, check=self.check), *cut, trial.division, cutting)
         except StrategyError:
             return
         judged = judge(self.model, pipeline)

@@ -1,13 +1,15 @@
 """What rows of cells take and hold as stages: forward, backward, end of step, bytes; by row, devices and way.
 
 Only rows that begin and end with one cell of a kind are simulated, each once for all that are alike; of a longer one
-every further cell adds as much as a second one does to a first (`cells.run_of`, `StageTables.growth`).
+every further cell adds as much as a second one does to a first (`folds.py`, `StageTables.growth`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 
 import numpy as np
@@ -15,7 +17,8 @@ import numpy as np
 from conjoin.cost import CostModel
 from conjoin.ir import Accumulation, StageGraph
 from conjoin.machine import Machine
-from conjoin.search.stages.cells import Cells, Run, run_of
+from conjoin.search.stages.cells import Cells
+from conjoin.search.stages.folds import Fold, Run
 from conjoin.search.stages.parts import Part
 from conjoin.search.stages.ways import Way, lay_out_stage
 from conjoin.sim import Classes, Drafts, MachinePrices, Simulation, predict_stage, stage_spans
@@ -33,6 +36,10 @@ class StageTables:
     """The figures of rows of cells of a model in micro-batches, worked out when they are asked for."""
 
     cells: Cells
+    """Of the model, or of a short one that stands for it."""
+    fold: Fold
+    learning: np.ndarray
+    """Of the whole model, as `Cells.learning`."""
     accumulation: Accumulation | None
     machines: Mapping[Part, Machine]
     costs: CostModel
@@ -49,13 +56,31 @@ class StageTables:
     def num_micro_batches(self) -> int:
         return 1 if self.accumulation is None else self.accumulation.steps
 
-    def seconds(self, row: tuple[int, int], part: Part, way: Way) -> float:
-        """What a micro-batch takes there and back, and its part of what is done once in a step."""
+    def __len__(self) -> int:
+        """How many cells the model has."""
+        return len(self.fold.kinds)
+
+    @property
+    def crossing(self) -> np.ndarray:
+        """Bytes that go into every cell of the model."""
+        return np.array([*(self.cells.crossing[self.fold.cell(i)] for i in range(len(self))), 0.0])
+
+    @cached_property
+    def main(self) -> tuple[int, int] | None:
+        """The cell of the kind that comes most often, two in a row, and how often it does."""
+        kinds = self.cells.kinds
+        often = Counter(kinds[self.fold.cell(i)] for i in range(len(self)))
+        pairs = {kinds[i]: i for i in reversed(range(len(kinds) - 1)) if kinds[i] == kinds[i + 1]}
+        found = [(often[kind], -cell) for kind, cell in pairs.items() if 2 * often[kind] >= len(self)]
+        return (-max(found)[1], max(found)[0]) if found else None
+
+    def seconds(self, row: tuple[int, int], part: Part, way: Way) -> tuple[float, float]:
+        """What a micro-batch takes there and back, with its part of what is done once in a step, and without."""
         found = self._simulation(row, part, way)
         if found is None:
-            return inf
+            return inf, inf
         forward, backward, finish, start = stage_spans(found)
-        return forward + backward + (start + finish) / self.num_micro_batches
+        return forward + backward + (start + finish) / self.num_micro_batches, forward + backward
 
     def price(self, row: tuple[int, int], part: Part, way: Way) -> Figures:
         """The figures of a row as it is, simulated; not finite where the way cannot be gone."""
@@ -102,18 +127,18 @@ class StageTables:
 
     def fill(self, part: Part, ways: Sequence[Way], longest: int) -> np.ndarray:
         """[begin, end, way, figure] for all rows of at most so many cells; not finite where a row is none."""
-        count, learning = len(self.cells), self.cells.learning
+        count, learning = len(self), self.learning
         table = np.full((count + 1, count + 1, len(ways), 5), inf)
         alike: dict[Hashable, np.ndarray] = {}
         for (begin, end), run in self._runs(longest):
             if learning[end] > learning[begin] and end - begin < count:
-                key = self.cells.kinds[slice(*run.row)], tuple(times for _, times in run.more), end - begin
+                key = self.cells.kinds[slice(*run.row)], run.more
                 if key not in alike:
                     alike[key] = np.stack([self.figures(run, part, way) for way in ways])
                 table[begin, end] = alike[key]
         return table
 
     def _runs(self, longest: int) -> Iterator[tuple[tuple[int, int], Run]]:
-        for begin in range(len(self.cells)):
-            for end in range(begin + 1, min(len(self.cells), begin + longest) + 1):
-                yield (begin, end), run_of(self.cells.kinds, begin, end)
+        for begin in range(len(self)):
+            for end in range(begin + 1, min(len(self), begin + longest) + 1):
+                yield (begin, end), self.fold.run(begin, end)
