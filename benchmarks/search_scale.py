@@ -26,11 +26,17 @@ from zoo.tokens import next_token_loss
 
 NAME = "search_scale"
 DEVICES_PER_NODE = 8
-LARGE = {("llama-8b", 64): 60.0, ("llama-8b", 256): 60.0, ("gpt-175b", 1024): 120.0}
+LARGE = {
+    ("llama-8b", 64): 15.0,
+    ("llama-8b", 256): 15.0,
+    ("llama-8b", 1024): 15.0,
+    ("llama-70b", 512): 30.0,
+    ("gpt-175b", 1024): 45.0,
+}
 """Models and devices, and the most seconds of the process that a search may take."""
-ASKED = 0.92
+ASKED = 0.88
 """The part of these that is the search's budget: what was begun is brought to an end."""
-DEVICES_PER_SEQUENCE = {"llama-8b": 1, "gpt-175b": 2}
+DEVICES_PER_SEQUENCE = {"llama-8b": 1, "llama-70b": 2, "gpt-175b": 2}
 LAYERS, DEVICES = "layers", "devices"
 """The two curves."""
 NUM_LAYERS = (2, 4, 8, 16, 32, 64, 96)

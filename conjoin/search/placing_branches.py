@@ -22,6 +22,7 @@ from conjoin.machine import Mesh
 from conjoin.ops import At, Layout, make_layout
 from conjoin.search.branches import Fork, find_forks
 from conjoin.search.contest import Contest, Enough, Entry, Outcome
+from conjoin.search.exact.units import natural_units
 from conjoin.search.variants import as_variant
 from conjoin.sim import Classes, Drafts, Layouts, Skeleton, Ticks, measure_memory, task_numbers, to_seconds
 
@@ -86,8 +87,9 @@ def place_branches(contest: Contest, until: float = 0.0) -> Outcome | None:
         for kind, axes in ((forks, axes) for forks in work.kinds() for axes in work.axes_for(forks[0])):
             if contest.time_left < until:
                 break
-            contest.tell(f"branches along {', '.join(axes)}")
-            work.attempt(kind, axes)
+            if work.is_new(kind, axes):
+                contest.tell(f"branches along {', '.join(axes)}")
+                work.attempt(kind, axes)
     except (Enough, KeyboardInterrupt):
         if work.current is not start:
             contest.judge(work.current.entry, work.current.simulation)
@@ -124,6 +126,10 @@ class _Placing:
         self.numbers = task_numbers(self.skeleton, self.drafts)
         self._ticks: dict[tuple[int, Choice, Places], int] = {}
         """By kind of operator, choice and places: forks hold each other, and layers are alike."""
+        self._entry: Entry | None = None
+        self._alike: dict[str, int] = {}
+        """Of the entry: the axes that all operators treat alike have the same number."""
+        self._failed: set[tuple[tuple[Fork, ...], tuple[tuple[int, int, bool], ...]]] = set()
 
     def kinds(self) -> list[tuple[Fork, ...]]:
         """Forks that are alike in all operators, those with the most seconds first; then all of them together."""
@@ -139,6 +145,19 @@ class _Placing:
         found = sorted(map(tuple, alike.values()), key=lambda forks: -sum(map(self._fork_seconds, forks)))[:MAX_FORKS]
         together = _apart(fork for forks in found for fork in forks)
         return [*([together] if len(found) > 1 and len(together) > 1 else []), *found]
+
+    def is_new(self, forks: tuple[Fork, ...], axes: tuple[str, ...]) -> bool:
+        """Whether nothing was made of dealing these forks out along axes that all operators treat like these."""
+        entry, mesh = self.current.entry, self.contest.machine.mesh
+        if entry is not self._entry:
+            self._entry, self._failed = entry, set()
+            units = natural_units(entry.layouts.choices, mesh)
+            self._alike = {axis: number for number, unit in enumerate(units) for axis in unit.axes}
+        between = {axis.name: axis.between_nodes for axis in mesh.axes}
+        trial = forks, tuple((self._alike[axis], mesh.sizes[axis], between[axis]) for axis in axes)
+        known = trial in self._failed
+        self._failed.add(trial)
+        return not known
 
     def _fork_seconds(self, fork: Fork) -> float:
         return sum(self.seconds(branch, ()) for branch in fork.branches)

@@ -234,6 +234,13 @@ def accumulating(parameters: Sequence[TensorType], drafts: Drafts) -> Fragment:
 
 def copying(count: int, source: torch.dtype, target: torch.dtype, phase: Phase, drafts: Drafts) -> Instruction:
     """Copying so many elements of one dtype into memory of another."""
+    key = count, source, target, phase
+    if key not in drafts.copies:
+        drafts.copies[key] = _copying(count, source, target, phase, drafts)
+    return drafts.copies[key]
+
+
+def _copying(count: int, source: torch.dtype, target: torch.dtype, phase: Phase, drafts: Drafts) -> Instruction:
     flat = TensorType((max(1, count),), source)
     cast = Call(CAST, bind_args(CAST, (flat,), {"dtype": target}))
     cost = drafts.prices.operator(Call("clone", (flat, None)) if source == target else cast, (), 0)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from conjoin.comm import (
@@ -103,6 +104,8 @@ class Drafts:
     prices: Prices
     classes: Classes
     bundle_bytes: int = BUNDLE_BYTES
+    copies: dict[tuple[int, torch.dtype, torch.dtype, Phase], Instruction] = field(default_factory=dict)
+    """What copying elements takes, by how many, from and to which dtype, and when."""
     _nodes: dict[tuple[int, Choice], tuple[Node, Placed]] = field(default_factory=dict)
     _works: dict[tuple[int, Choice], Work] = field(default_factory=dict)
     _routes: dict[tuple[TensorType, Layout, Layout], tuple[Fragment, Fragment]] = field(default_factory=dict)

@@ -129,9 +129,9 @@ def test_scale(tmp_path: Path) -> None:
 
 
 def test_a_slow_search_is_called_slow() -> None:
-    row = Row("llama-8b", "dgx-h100:8", 64, "", devices=64, search_cpu_seconds=59.0)
+    row = Row("llama-8b", "dgx-h100:8", 64, "", devices=64, search_cpu_seconds=14.0)
     assert search_scale.is_quick(row)
-    assert not search_scale.is_quick(Row("llama-8b", "dgx-h100:8", 64, "", devices=64, search_cpu_seconds=61.0))
+    assert not search_scale.is_quick(Row("llama-8b", "dgx-h100:8", 64, "", devices=64, search_cpu_seconds=16.0))
     assert not search_scale.is_quick(Row("gpt-2-layers", "dgx-h100:8", 64, "", error="no plan"))
 
 

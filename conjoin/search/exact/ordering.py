@@ -55,7 +55,7 @@ class _Trial:
     """An elimination without tables."""
 
     def __init__(
-        self, sizes: Sequence[int], scopes: Iterable[tuple[int, ...]], turn: _Turn, kept: Set[int]
+        self, sizes: Sequence[int], scopes: Iterable[tuple[int, ...]], turn: _Turn, kept: Set[int] = frozenset()
     ) -> None:
         self.sizes, self.turn = sizes, turn
         self.rounds = [0] * len(sizes)

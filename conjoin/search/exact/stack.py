@@ -17,6 +17,7 @@ from itertools import pairwise
 
 from conjoin.ir import Leaf
 from conjoin.search.exact.elimination import Contracted, Solution, contract, solve
+from conjoin.search.exact.ordering import find_order
 from conjoin.search.exact.problem import Problem, StoredAs, lay_out
 from conjoin.search.exact.space import Objective, Space
 from conjoin.search.exact.tables import Factor
@@ -66,6 +67,10 @@ class StackProblem:
             raise Uneven
         self._segment: Contracted = found
         self._ends, self._around = ends, sorted(around)
+        self._sizes, self._factors = self._find_whole()
+        scopes = [factor.variables for factor in self._factors]
+        if not all(1 <= len(scope) <= 2 for scope in scopes) and find_order(self._sizes, scopes).num_wide:
+            raise Uneven  # what is large is first made smaller, which is done for tables of two variables
 
     def _find_blocks(self) -> list[int]:
         """For every variable of the short problem the block it belongs to."""
@@ -122,8 +127,8 @@ class StackProblem:
         between = [[size + i * width + k for k in range(width)] for i in range(num_between)]
         return [self._seen, *between, self._ends]
 
-    def solve(self) -> Solution:
-        """The least sum; values are of the variables of the short problem, then of what the other blocks show."""
+    def _find_whole(self) -> tuple[list[int], list[Factor]]:
+        """Variables and tables of the whole problem: those of the short one, then what the other blocks show."""
         copies = self._copies
         sizes = [*self.short.sizes, *(self.short.sizes[v] for _ in copies[1:-1] for v in self._seen)]
         factors = list(self._rest)
@@ -133,7 +138,11 @@ class StackProblem:
                 Factor(tuple(names.get(v, v) for v in factor.variables), factor.table)
                 for factor in self._segment.factors
             ]
-        return solve(sizes, factors, self.short.space.tables)
+        return sizes, factors
+
+    def solve(self) -> Solution:
+        """The least sum; values are of the variables of the short problem, then of what the other blocks show."""
+        return solve(self._sizes, self._factors, self.short.space.tables)
 
     def layouts(self, solution: Solution) -> tuple[Layouts, frozenset[str]]:
         """The layouts of a solution, and the parameters that are gathered again for the backward pass."""
