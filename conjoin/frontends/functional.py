@@ -25,7 +25,7 @@ from conjoin.frontends.torch_private import (
     decomposition_of,
     has_alias_info,
     is_mutable,
-    storages_of,
+    storages_of_node,
     writes_only_self,
 )
 from conjoin.ir import ORDERED_BY_KERNELS
@@ -46,7 +46,7 @@ class _Aliases:
         self._members: dict[int, list[fx.Node]] = {}
 
     def add(self, node: fx.Node) -> None:
-        storages = storages_of(node.meta.get("val"))
+        storages = storages_of_node(node)
         if node.op == "call_function" and _may_share(node):
             storages |= frozenset[int]().union(*(self._storages[read] for read in node.all_input_nodes))
         self._storages[node] = storages
@@ -393,9 +393,9 @@ def hidden_views(program: ExportedProgram) -> dict[OpOverload, Callable[..., Any
     for node in program.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, OpOverload) or has_alias_info(node.target):
             continue
-        reads = frozenset[int]().union(*(storages_of(read.meta.get("val")) for read in node.all_input_nodes))
+        reads = frozenset[int]().union(*map(storages_of_node, node.all_input_nodes))
         consists_of = decomposition_of(node.target)
-        if consists_of is not None and reads & storages_of(node.meta.get("val")):
+        if consists_of is not None and reads & storages_of_node(node):
             found[node.target] = consists_of
     return found
 

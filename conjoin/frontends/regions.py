@@ -28,6 +28,8 @@ from conjoin.frontends.torch_private import (
     autocast_knows,
     decomposition_of,
     is_mutable,
+    set_storages,
+    storages_of_node,
 )
 from conjoin.ops import bind_args, find_spec, operator_name
 
@@ -141,11 +143,16 @@ def _is_marker(walk: _Walk, node: fx.Node) -> bool:
 def _remove_identities(graph: fx.Graph) -> None:
     """Export sees two tensors where a call hands its argument on, though a write to one changes both.
 
-    Nor does such a call end what gradients flow through: inside `no_grad` it gives what it was given.
+    Nor does such a call end what gradients flow through: inside `no_grad` it gives what it was given. What was traced
+    as a view of the result is one of the argument.
     """
+    moved: dict[int, frozenset[int]] = {}
     for node in list(graph.nodes):
+        if moved.keys() & storages_of_node(node):
+            set_storages(node, frozenset[int]().union(*(moved.get(place, {place}) for place in storages_of_node(node))))
         handed = list(_handed_on(node)) if node.op == "call_function" else []
         for made, given in handed:
+            moved.update(dict.fromkeys(storages_of_node(made) - storages_of_node(given), storages_of_node(given)))
             made.replace_all_uses_with(given)
             graph.erase_node(made)
         if handed and node not in dict(handed) and not node.users:

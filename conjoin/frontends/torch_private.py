@@ -59,8 +59,10 @@ __all__ = [
     "pretend_exporting",
     "quiet",
     "replaced_checkpoints",
+    "set_storages",
     "settle_autograd",
     "storages_of",
+    "storages_of_node",
     "tensors_of",
     "unread_left_out",
     "user_lines",
@@ -396,6 +398,20 @@ def storages_of(traced: Any) -> frozenset[int]:
     if isinstance(traced, Tensor):
         return frozenset({traced.untyped_storage()._cdata})
     return frozenset[int]().union(*map(storages_of, traced)) if isinstance(traced, tuple | list) else frozenset()
+
+
+_STORAGES = "conjoin_storages"
+
+
+def storages_of_node(node: fx.Node) -> frozenset[int]:
+    """The memory that the results of a call lie in."""
+    known: frozenset[int] | None = node.meta.get(_STORAGES)
+    return storages_of(node.meta.get("val")) if known is None else known
+
+
+def set_storages(node: fx.Node, storages: frozenset[int]) -> None:
+    """Say where the results of a call lie, where that is not where its traced ones do."""
+    node.meta[_STORAGES] = storages
 
 
 def autocast_knows(op: OpOverload, device: str) -> bool:

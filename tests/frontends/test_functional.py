@@ -200,6 +200,9 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "triu of all": lambda z: z.triu(-9),
     "clone": lambda z: z.clone(),
 }
+VIEWS |= {
+    f"{name} of what is handed on": lambda z, view=view: view(F.dropout(z, 0.5, False)) for name, view in VIEWS.items()
+}
 
 
 class ThroughViews(nn.Module):
@@ -221,7 +224,11 @@ class ThroughViews(nn.Module):
 
 
 @pytest.mark.parametrize("written", ["part", "whole"])
-@pytest.mark.parametrize("views", [tuple(VIEWS), ("einsum",), ("meshgrid",), ("dropout outside of training",)], ids=len)
+@pytest.mark.parametrize(
+    "views",
+    [tuple(VIEWS), ("einsum",), ("meshgrid",), ("dropout outside of training",), ("einsum of what is handed on",)],
+    ids=len,
+)
 def test_writing_through_what_may_be_a_view(views: tuple[str, ...], written: str) -> None:
     """Whether an operator hands out its operand's memory is seen when it runs, not in its schema."""
     model, x = ThroughViews(views, written), torch.randn(3, 4)
