@@ -3,7 +3,7 @@
 A row starts when its owner is free and what it needs has come. Implied transfers start when their row ends and the
 channel is free: one for each ordered pair of owners, on which one transfer follows another. Rows that send and receive
 are played as *started* (they take no time; a transfer begins when both ends have come to theirs) or as *blocking* (both
-owners are taken up by it). There is no queue of events: a schedule is walked in an order in which it can run.
+owners are taken up by it). Where the times tell of links that transfers share, each link takes one after another, too.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 
 from conjoin.errors import ScheduleError
 from conjoin.schedules.check import Peaks, peaks
+from conjoin.schedules.events import play_events
 from conjoin.schedules.fast import play_implied
-from conjoin.schedules.schedule import TRANSFERS, Kind, Row, Schedule
+from conjoin.schedules.schedule import TRANSFERS, Row, Schedule
 from conjoin.schedules.times import Memory, Times
 from conjoin.schedules.walk import Sends, walk
 
 Seconds = NDArray[np.float64]
-Way = tuple[int, int, int]
-"""What goes from a stage to another for a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,11 @@ def play(schedule: Schedule, times: Times, memory: Memory | None = None, blockin
     """Play a schedule; `blocking` says how rows that send and receive are played, and means nothing without them."""
     _check_times(schedule, times)
     if schedule.has_transfers:
-        starts, ends, exposed = _play_rows(schedule, times, blocking)
+        walked = walk(schedule, Sends.RENDEZVOUS if blocking else Sends.STARTED)
+        _refuse_stuck(schedule, [schedule.rows[owner][at] for owner, at in walked.stuck])
+    if schedule.has_transfers or times.links is not None:
+        starts, ends, exposed, stuck = play_events(schedule, times, blocking)
+        _refuse_stuck(schedule, stuck)
     else:
         starts, ends, exposed = play_implied(schedule, times)
     busy, moved = [], 0.0
@@ -88,98 +91,26 @@ def play(schedule: Schedule, times: Times, memory: Memory | None = None, blockin
 def _check_times(schedule: Schedule, times: Times) -> None:
     by_stage = (times.forward, times.input_gradient, times.weight_gradient)
     by_edge = (times.activations, times.gradients)
-    wanted = [schedule.num_stages] * 3 + [len(schedule.edges)] * 2
-    have = [len(each) for each in (*by_stage, *by_edge)]
+    links = (times.links.there, times.links.back) if times.links else by_edge
+    wanted = [schedule.num_stages] * 3 + [len(schedule.edges)] * 4
+    have = [len(each) for each in (*by_stage, *by_edge, *links)]
     if have != wanted:
         raise ScheduleError(
             f"The times are of {have[:3]} stages and {have[3:]} edges. The schedule {schedule.name!r} has "
             f"{schedule.num_stages} stages and {len(schedule.edges)} edges. Give one time for each."
         )
-    worst = min((seconds for each in (*by_stage, *by_edge) for seconds in each), default=0.0)
+    all_seconds = [seconds for each in (*by_stage, *by_edge) for seconds in each]
+    if times.links:
+        all_seconds += [seconds for way in links for taken in way for _, seconds in taken]
+    worst = min(all_seconds, default=0.0)
     if not 0 <= worst < float("inf"):
         raise ScheduleError(f"One of the times is {worst} seconds. No time is less than 0. Correct it.")
 
 
-def _play_rows(
-    schedule: Schedule, times: Times, blocking: bool
-) -> tuple[tuple[Seconds, ...], tuple[Seconds, ...], float]:
-    """Rows one by one in an order in which they can run, those that send and receive among them."""
-    walked = walk(schedule, Sends.RENDEZVOUS if blocking else Sends.STARTED)
-    if walked.stuck:
-        refuse_stuck(schedule, [schedule.rows[owner][at] for owner, at in walked.stuck])
-    starts = tuple(np.zeros(len(rows)) for rows in schedule.rows)
-    ends = tuple(np.zeros(len(rows)) for rows in schedule.rows)
-    clock = _Clock(schedule, times)
-    transfer = clock.meet if blocking else clock.start
-    for owner, at in walked.order:
-        row = schedule.rows[owner][at]
-        starts[owner][at], ends[owner][at] = (transfer if row.kind in TRANSFERS else clock.compute)(owner, row)
-    return starts, ends, clock.exposed
-
-
-class _Clock:
-    """What is known of time while rows run: when owners are free, when things were made, and when they came."""
-
-    def __init__(self, schedule: Schedule, times: Times) -> None:
-        self.schedule, self.times = schedule, times
-        self.free = [0.0] * schedule.num_owners
-        self.exposed = 0.0
-        self.made: dict[tuple[bool, int, int], float] = {}
-        """Outputs (True) and input gradients (False), by stage and micro-batch."""
-        self.arrived: dict[Way, float] = {}
-        self.posted: dict[Way, float] = {}
-        self.met: dict[Way, tuple[float, float]] = {}
-        self.channels: dict[tuple[int, int], float] = {}
-        ways = zip(schedule.edges, times.activations, times.gradients, strict=True)
-        self.carry = {w: s for (i, j), there, back in ways for w, s in (((i, j), there), ((j, i), back))}
-        self.before: list[list[int]] = [[] for _ in schedule.owners]
-        self.after: list[list[int]] = [[] for _ in schedule.owners]
-        for source, target in schedule.edges:
-            self.before[target].append(source)
-            self.after[source].append(target)
-
-    def compute(self, owner: int, row: Row) -> tuple[float, float]:
-        """Run a row that computes: start and end."""
-        stage, m, forward = row.stage, row.micro_batch, row.kind is Kind.FORWARD
-        if row.kind is Kind.WEIGHT_GRADIENT:
-            ready = made = self.made[False, stage, m]
-        else:
-            others = self.before[stage] if forward else self.after[stage]
-            ends = {other: self.made[forward, other, m] for other in others}
-            made = max(ends.values(), default=0.0)
-            ready = max((self.arrived.get((other, stage, m), end) for other, end in ends.items()), default=0.0)
-        start = max(self.free[owner], ready)
-        self.exposed += start - max(self.free[owner], made)
-        end = self.free[owner] = start + self.times.of(row.kind, stage)
-        if row.kind is not Kind.WEIGHT_GRADIENT:
-            self.made[forward, stage, m] = end
-        return start, end
-
-    def start(self, owner: int, row: Row) -> tuple[float, float]:
-        """Start a send or a receive: what comes is waited for where it is used."""
-        now, way = self.free[owner], (row.source, row.target, row.micro_batch)
-        if way in self.posted:
-            channel = self.schedule.owners[row.source], self.schedule.owners[row.target]
-            begin = max(now, self.posted[way], self.channels.get(channel, 0.0))
-            self.arrived[way] = self.channels[channel] = begin + self.carry[row.source, row.target]
-        self.posted[way] = now
-        return now, now
-
-    def meet(self, owner: int, row: Row) -> tuple[float, float]:
-        """Send or receive so that both ends meet, and are taken up until all has come."""
-        way = (row.source, row.target, row.micro_batch)
-        if way not in self.met:
-            other = row.target if row.kind is Kind.SEND else row.source
-            begin = max(self.free[owner], self.free[self.schedule.owners[other]])
-            self.met[way] = begin, begin + self.carry[row.source, row.target]
-            self.exposed += self.carry[row.source, row.target]
-        self.free[owner] = self.met[way][1]
-        return self.met[way]
-
-
-def refuse_stuck(schedule: Schedule, rows: Sequence[object]) -> None:
-    """Say that a schedule cannot be played to its end."""
-    raise ScheduleError(
-        f"The schedule {schedule.name!r} was to be played, and does not come to its end. "
-        f"Owners wait for ever at {', '.join(map(str, rows[:6]))}. Check it first: `check` says what they wait for."
-    )
+def _refuse_stuck(schedule: Schedule, rows: Sequence[Row]) -> None:
+    """Refuse a schedule that cannot be played to its end."""
+    if rows:
+        raise ScheduleError(
+            f"The schedule {schedule.name!r} was to be played, and does not come to its end. "
+            f"Owners wait for ever at {', '.join(map(str, rows[:6]))}. Check it first: `check` says what they wait for."
+        )

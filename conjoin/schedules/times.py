@@ -9,6 +9,18 @@ from math import inf
 from conjoin.schedules.schedule import Edge, Kind, chain
 
 
+Taken = tuple[tuple[int, float], ...]
+"""Numbers of links in the order in which a transfer comes to them, and for how many seconds it takes each up."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLinks:
+    """Links that several transfers take: by edge, there and back."""
+
+    there: tuple[Taken, ...]
+    back: tuple[Taken, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Times:
     """Seconds of each stage's forward, input gradient and weight gradient, and of what each edge carries."""
@@ -20,6 +32,8 @@ class Times:
     """By edge, there."""
     gradients: tuple[float, ...]
     """By edge, and back."""
+    links: SharedLinks | None = None
+    """Without them every ordered pair of owners has a link of its own."""
 
     @classmethod
     def alike(
