@@ -1,6 +1,6 @@
 """Seconds of an operator on a device and of a collective on a machine, always with their source."""
 
-from conjoin.cost.communication import collective_seconds, messages_seconds, point_to_point_seconds
+from conjoin.cost.communication import collective_seconds, messages_seconds, point_to_point_seconds, wire_seconds
 from conjoin.cost.device_costs import OperatorCost
 from conjoin.cost.fitting import Fit, fit_efficiencies
 from conjoin.cost.kernels import ATTENTION, fuses_attention
@@ -24,5 +24,5 @@ __all__ = [
     "collective_seconds", "copy_key", "fit_efficiencies", "fuses_attention", "is_product", "load_profile",
     "local_calls", "mean_outcomes", "measure", "measure_copy", "measure_update", "messages_seconds", "nccl_ways",
     "point_to_point_seconds", "rate_name", "read_key", "save_profile", "shipped_profiles", "update_key", "weakest",
-    "work_of", "write_key",
+    "wire_seconds", "work_of", "write_key",
 ]  # fmt: skip

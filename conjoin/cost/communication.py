@@ -136,6 +136,24 @@ def messages_seconds(machine: Machine, messages: Sequence[tuple[int, int, int]])
     return Seconds(SOFTWARE_SECONDS[machine.device] + latency + max(loads.values()), Source.ESTIMATED)
 
 
+def wire_seconds(machine: Machine, messages: Sequence[tuple[int, int, int]]) -> dict[str, float]:
+    """For how long messages take up each wire that others have to wait for, in the order in which they come to it.
+
+    >>> machine = Machine.preset("piz-daint", nodes=3)
+    >>> list(wire_seconds(machine, [(0, 1, 8_500_000)])) == [link.wire for link in machine.topology.path(0, 1)]
+    True
+    """
+    rate, found = rate_between(machine.device), dict[tuple[int, str], float]()
+    for sender, receiver, num_bytes in messages:
+        for place, link in enumerate(machine.topology.path(sender, receiver)):
+            if link.shared:
+                found[place, link.wire] = found.get((place, link.wire), 0.0) + num_bytes / rate(link)
+    totals: dict[str, float] = {}
+    for (_, wire), seconds in sorted(found.items()):
+        totals[wire] = totals.get(wire, 0.0) + seconds
+    return totals
+
+
 def collective_lines(machine: Machine, kind: str, axes: tuple[str, ...]) -> tuple[Line, ...]:
     """Every way that is considered to carry a collective out, from the links; none for a group of one.
 

@@ -5,7 +5,8 @@ of kinds. Branch and bound takes the row that can end first, and tries in its pl
 could start before that end (Giffler and Thompson 1960: some best schedule is among these where each owner has one
 stage and stages form a chain). What a partial schedule cannot be better than is as in `bounds.py`; of two with the
 same rows done, the one that is nowhere earlier is dropped. The search is deterministic, counts its steps, and says
-whether it proved its result: because it came to its end, or because the result meets the bound.
+whether it proved its result: because it came to its end, or because the result meets the bound. Where transfers share
+links, rows are chosen as if they did not; what comes of it is played with them, and only the bound proves a result.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def find_schedule(problem: Problem, max_steps: int = 10_000) -> FoundSchedule:
     better, ended = search.improve(seconds, max_steps)
     if better is not None:
         best, seconds = better, play(better, problem.times).seconds
-    if ended and problem.owners == one_each(len(problem.owners)) and problem.edges == chain(len(problem.owners)):
+    is_complete = ended and problem.times.links is None
+    if is_complete and problem.owners == one_each(len(problem.owners)) and problem.edges == chain(len(problem.owners)):
         bound = seconds
     return FoundSchedule(best, seconds, bound, seconds <= bound * (1 + CLOSE), search.steps)
 
@@ -103,7 +105,8 @@ def _candidates(problem: Problem) -> Iterator[tuple[Schedule, float]]:
     see.
     """
     times, memory, num_edges = problem.times, problem.memory, len(problem.edges)
-    at_once = replace(problem, times=replace(times, activations=(0.0,) * num_edges, gradients=(0.0,) * num_edges))
+    nothing = (0.0,) * num_edges
+    at_once = replace(problem, times=replace(times, activations=nothing, gradients=nothing, links=None))
     for taste in TASTES:
         schedule = greedy(problem, taste)
         yield schedule, play(schedule, times).seconds
@@ -124,7 +127,8 @@ def _refilled(schedule: Schedule, problem: Problem) -> Iterator[tuple[Schedule, 
     for patience in PATIENCE if problem.apart else ():
         better = refilled(schedule, problem, patience)
         if better is not None:
-            yield better
+            made, seconds = better
+            yield made, seconds if problem.times.links is None else play(made, problem.times).seconds
 
 
 def _known(problem: Problem) -> Sequence[Schedule]:

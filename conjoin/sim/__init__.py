@@ -1,6 +1,7 @@
 """Plan, machine, costs → timeline: when everything runs, where the time goes, how much memory is held."""
 
 from conjoin.sim.breakdown import Breakdown, break_down
+from conjoin.sim.crossings import transfer_seconds
 from conjoin.sim.engine import Instruction, Phase, Ticks, Timeline, rerun, run, to_seconds, to_ticks
 from conjoin.sim.expected_error import ALIKE, Published, expected_error, published_for
 from conjoin.sim.fragments import Drafts
@@ -15,7 +16,6 @@ from conjoin.sim.pipelines import (
     predict_stage,
     rescheduled,
     stage_spans,
-    transfer_seconds,
 )
 from conjoin.sim.prediction import Prediction, predict
 from conjoin.sim.prices import MachinePrices, Prices

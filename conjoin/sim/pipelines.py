@@ -2,8 +2,9 @@
 
 A stage is simulated like a plan in micro-batches: from the middle of these come the seconds of a forward and of a
 backward pass, from the end what is summed up and updated once in a step. The schedule is then played row by row, every
-transfer with its own time on the links between the ranks of its stages. A stage holds what stays and what its fullest
-micro-batch needs, and for every other one in flight what is kept from its forward to its backward pass.
+transfer with its own time on the links between the ranks of its stages, which it may have to wait for. A stage holds
+what stays and what its fullest micro-batch needs, and for every other one in flight what is kept from its forward to
+its backward pass.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from statistics import fmean
 
 import numpy as np
 
-from conjoin.comm import plan_crossing, stage_grid
-from conjoin.cost import CostModel, Source, messages_seconds
+from conjoin.cost import CostModel, Source
 from conjoin.errors import PlanError
-from conjoin.ir import LeafKind, Pipeline, Stage, Transfer, Value, recomputed_segments, regathered_parameters
+from conjoin.ir import LeafKind, Pipeline, Stage, Value, recomputed_segments, regathered_parameters
 from conjoin.machine import Machine, devices_of
 from conjoin.ops import map_tensors
 from conjoin.schedules import Schedule, Timeline, Times, play
 from conjoin.sim.breakdown import Breakdown, break_down
+from conjoin.sim.crossings import Crossings
 from conjoin.sim.expected_error import expected_error, is_all_estimated
 from conjoin.sim.memory import Memory, check_optimizer, measure_memory
 from conjoin.sim.prediction import missing_rates, peak_rate, work_by_rate
@@ -171,19 +172,15 @@ def predict_pipeline(
         if form not in once:
             once[form] = _simulated(stage, machine, costs, optimizer)
         found.append(once[form])
-    edges = pipeline.schedule.edges
-    there, back = (dict.fromkeys(edges, 0.0) for _ in range(2))
-    for transfer in pipeline.transfers():
-        seconds = transfer_seconds(pipeline, transfer, machine)
-        there[transfer.source, transfer.target] += seconds
-        back[transfer.source, transfer.target] += seconds if transfer.has_gradient else 0.0
     spans = [stage_spans(simulation) for simulation in found]
+    crossings = Crossings(pipeline, machine)
     times = Times(
         tuple(span[0] for span in spans),
         tuple(span[1] / 2 for span in spans),
         tuple(span[1] / 2 for span in spans),
-        tuple(there.values()),
-        tuple(back.values()),
+        crossings.activations,
+        crossings.gradients,
+        crossings.links,
     )
     timeline = play(pipeline.schedule, times)
     stages = tuple(
@@ -273,27 +270,6 @@ def _stage(
     middle = 1 + len(found.program.skeleton.operators)
     kept = max(0, memory.curve[middle] - memory.curve[0])
     return StagePrediction(*span, memory, kept, in_flight, break_down(found.timeline).sources)
-
-
-def transfer_seconds(pipeline: Pipeline, transfer: Transfer, machine: Machine) -> float:
-    """How long a tensor takes from the ranks of one stage to those of another: as long as the busiest link, first from
-    the source, then where it is passed on."""
-    plan = plan_crossing(
-        transfer.made.laid_out(()),
-        (transfer.made.layout, stage_grid(pipeline, transfer.source)),
-        (transfer.taken.layout, stage_grid(pipeline, transfer.target)),
-    )
-    itemsize = transfer.made.dtype.itemsize
-    first, later = list[_Sent](), list[_Sent]()
-    for messages in plan.rounds():
-        for message in messages:
-            sent = message.sender, message.receiver, (message.end - message.begin) * itemsize
-            (first if message.after < 0 else later).append(sent)
-    return messages_seconds(machine, first).value + messages_seconds(machine, later).value
-
-
-_Sent = tuple[int, int, int]
-"""Sender, receiver and bytes."""
 
 
 def _num_samples(pipeline: Pipeline) -> int | None:

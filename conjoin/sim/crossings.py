@@ -1,0 +1,70 @@
+"""What goes between the stages of a pipeline: how long it takes, and the links on which it waits for something else.
+
+A stage in the middle sends activations on and gradients back over one and the same uplink, and two streams come to it.
+Links that only one ordered pair of owners uses are left out: what goes from one owner to another has an order already.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from conjoin.comm import plan_crossing, stage_grid
+from conjoin.cost import messages_seconds, wire_seconds
+from conjoin.ir import Pipeline, Transfer
+from conjoin.machine import Machine
+from conjoin.schedules import SharedLinks
+
+_Sent = tuple[int, int, int]
+"""Sender, receiver and bytes."""
+_Way = tuple[int, int]
+
+
+class Crossings:
+    """Seconds of what goes along each edge of a pipeline, and back, and the links that are shared."""
+
+    def __init__(self, pipeline: Pipeline, machine: Machine) -> None:
+        edges, owners = pipeline.schedule.edges, pipeline.schedule.owners
+        seconds: dict[_Way, float] = defaultdict(float)
+        wires: dict[_Way, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for transfer in pipeline.transfers():
+            for back in (False, True) if transfer.has_gradient else (False,):
+                way = (transfer.target, transfer.source) if back else (transfer.source, transfer.target)
+                first, later = _messages(pipeline, transfer, back)
+                seconds[way] += messages_seconds(machine, first).value + messages_seconds(machine, later).value
+                for wire, taken in wire_seconds(machine, (*first, *later)).items():
+                    wires[way][wire] += taken
+        users: dict[str, set[_Way]] = defaultdict(set)
+        for (source, target), taken_by in wires.items():
+            for wire in taken_by if owners[source] != owners[target] else ():
+                users[wire].add((owners[source], owners[target]))
+        numbers = {wire: i for i, wire in enumerate(wire for wire, pairs in users.items() if len(pairs) > 1)}
+        there, back_again = (
+            [tuple((numbers[w], s) for w, s in wires[way].items() if w in numbers) for way in ways]
+            for ways in (edges, [edge[::-1] for edge in edges])
+        )
+        self.activations = tuple(seconds[edge] for edge in edges)
+        self.gradients = tuple(seconds[edge[::-1]] for edge in edges)
+        self.links = SharedLinks(tuple(there), tuple(back_again)) if numbers else None
+
+
+def transfer_seconds(pipeline: Pipeline, transfer: Transfer, machine: Machine) -> float:
+    """How long a tensor takes from the ranks of one stage to those of another: as long as the busiest link, first from
+    the source, then where it is passed on."""
+    first, later = _messages(pipeline, transfer, back=False)
+    return messages_seconds(machine, first).value + messages_seconds(machine, later).value
+
+
+def _messages(pipeline: Pipeline, transfer: Transfer, back: bool) -> tuple[list[_Sent], list[_Sent]]:
+    """What leaves the source, and what is passed on among the ranks of the target; back, they change places."""
+    ends = [
+        (transfer.made.layout, stage_grid(pipeline, transfer.source)),
+        (transfer.taken.layout, stage_grid(pipeline, transfer.target)),
+    ]
+    plan = plan_crossing(transfer.made.laid_out(()), *(reversed(ends) if back else ends))
+    itemsize = transfer.made.dtype.itemsize
+    first, later = list[_Sent](), list[_Sent]()
+    for messages in plan.rounds():
+        for message in messages:
+            sent = message.sender, message.receiver, (message.end - message.begin) * itemsize
+            (first if message.after < 0 else later).append(sent)
+    return first, later
