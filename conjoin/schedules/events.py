@@ -1,137 +1,175 @@
 """Playing a schedule event by event: for transfers that share links, and for rows that send and receive.
 
-A transfer goes through queues, one after the other: that of its channel (one for each ordered pair of owners), then
-those of the links it takes. It comes to the next queue when it begins in the last one: what is sent is passed on while
-it comes. Each queue takes first what comes first; of what comes at once, what the lower owner made. Rows are run in the
-order of their ends, so that whoever looks at a queue knows all that came to it before.
+On a channel, one for each ordered pair of owners, one transfer follows another. Those of several channels that are
+under way on one link at once share its rate, as packets of several connections do: a transfer that alone would take up
+a link for all its seconds goes on at half its rate beside another such one. Links are left to no order of ours, so
+nothing depends on which of two events at one time is looked at first.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
-from conjoin.schedules.schedule import TRANSFERS, Kind, Row, Schedule
-from conjoin.schedules.times import Times
+from conjoin.schedules.fast import CODES
+from conjoin.schedules.schedule import Row, Schedule
+from conjoin.schedules.times import Taken, Times
 
 Seconds = NDArray[np.float64]
-Way = tuple[int, int]
-
-_CODES = {Kind.FORWARD: 0, Kind.BACKWARD: 1, Kind.INPUT_GRADIENT: 1, Kind.WEIGHT_GRADIENT: 2}
 _GOES_ON, _COMES = range(2)
-"""What happens: first owners go on, then transfers come to queues."""
-_NOWHERE = (-1, -1)
+"""What happens: an owner goes on, or a transfer has come."""
+_MOVED = -1
+"""In the place of a cell, for rows that send or receive."""
 
 
 def play_events(
     schedule: Schedule, times: Times, blocking: bool = False
 ) -> tuple[tuple[Seconds, ...], tuple[Seconds, ...], float, list[Row]]:
-    """Starts and ends by owner, the seconds that owners wait for transfers, and where owners stand that wait for ever.
-    """
-    player = _Player(schedule, times, blocking)
+    """Starts and ends by owner, the seconds that owners wait for transfers, and the rows at which they wait for ever."""
+    player = _Player(schedule, times, blocking and schedule.has_transfers)
     player.run()
     stuck = [rows[at] for rows, at in zip(schedule.rows, player.at, strict=True) if at < len(rows)]
     return tuple(map(np.array, player.starts)), tuple(map(np.array, player.ends)), player.exposed, stuck
+
+
+class _Way:
+    """From a stage to another: the cell there (less the micro-batch), seconds, links with the part it wants of each."""
+
+    __slots__ = ("channel", "ends", "seconds", "taker", "wants")
+
+    def __init__(self, ends: tuple[int, int], taker: int, seconds: float, taken: Taken, channel: _Channel) -> None:
+        self.ends, self.taker, self.channel = ends, taker, channel
+        self.seconds = max(seconds, *(each for _, each in taken), 0.0)
+        self.wants = tuple((link, each / self.seconds) for link, each in taken if each > 0)
+
+
+class _Channel:
+    """What goes from an owner to another; the transfer that is under way has so much of its seconds left."""
+
+    __slots__ = ("left", "number", "rate", "since", "turn", "waiting", "wants")
+
+    def __init__(self, number: int) -> None:
+        self.number, self.turn = number, 0
+        self.waiting: deque[tuple[_Way, int]] = deque()
+        """Transfers in order, that under way first."""
+        self.wants: Taken = ()
+        """Of that under way."""
+        self.left = self.rate = self.since = 0.0
 
 
 class _Player:
     """Cells are what rows make for a micro-batch: (code × stages + stage) × micro-batches + micro-batch."""
 
     def __init__(self, schedule: Schedule, times: Times, blocking: bool) -> None:
-        self.schedule, self.rows, self.blocking = schedule, schedule.rows, blocking and schedule.has_transfers
-        self.num, self.num_stages, self.owners = schedule.num_micro_batches, schedule.num_stages, schedule.owners
-        num_cells = 3 * self.num_stages * self.num
+        self.owners, self.blocking, self.implied = schedule.owners, blocking, not schedule.has_transfers
+        self.num, self.num_stages = schedule.num_micro_batches, schedule.num_stages
         self.lacking = [0] * (self.num_stages * self.num) + [1] * (2 * self.num_stages * self.num)
-        self.ready, self.made = [0.0] * num_cells, [0.0] * num_cells
+        """What each cell waits for: forwards for stages before, gradients for their forward and stages after."""
+        self.ready, self.made = [0.0] * len(self.lacking), [0.0] * len(self.lacking)
         self.waits = [-1] * schedule.num_owners
         """The cell of the row that an owner waits to run."""
         self.at, self.free = [0] * schedule.num_owners, [0.0] * schedule.num_owners
         self.starts: list[list[float]] = [[] for _ in schedule.rows]
         self.ends: list[list[float]] = [[] for _ in schedule.rows]
         self.exposed = 0.0
-        self.events: list[tuple[float, int, int, Way, int, int]] = []
-        """When; what happens to which owner; a transfer and its micro-batch; what ended, or the queue it comes to."""
-        self.posted: dict[tuple[Way, int], float] = {}
+        self.events: list[tuple[float, int, int, int]] = []
+        """When; what; which owner and the cell it made, or which channel and its turn."""
+        self.posted: dict[tuple[_Way, int], float] = {}
         """When an end of a transfer came to it last."""
-        self.seconds = {kind: [times.of(kind, stage) for stage in range(self.num_stages)] for kind in _CODES}
         self.keeps: list[list[int]] = [[] for _ in range(3 * self.num_stages)]
-        """By (code, stage), what it gives to rows of its own owner."""
-        self.sends: list[list[Way]] = [[] for _ in range(3 * self.num_stages)]
-        self.takers: dict[Way, int] = {}
-        self.carry: dict[Way, float] = {}
-        self.queues: dict[Way, list[tuple[int, float]]] = {}
-        """By way, the queues it goes through, and for how long it takes each up."""
-        self._connect(times)
+        """By (code, stage), what it gives to rows of its own owner: cells less the micro-batch."""
+        self.sends: list[list[_Way]] = [[] for _ in range(3 * self.num_stages)]
+        self.channels: list[_Channel] = []
+        self.on_link: dict[int, list[_Channel]] = {}
+        self.ways = self._connect(schedule, times)
+        self.rows = schedule.rows
+        self.cells, self.seconds = self._tables(schedule, times)
 
-    def _connect(self, times: Times) -> None:
+    def _connect(self, schedule: Schedule, times: Times) -> dict[tuple[int, int], _Way]:
         stages, num, links = self.num_stages, self.num, times.links
         for stage in range(stages):
-            self.keeps[stage].append(stages + stage)
-            self.keeps[stages + stage].append(2 * stages + stage)
-        channels: dict[Way, int] = {}
-        for e, (source, target) in enumerate(self.schedule.edges):
+            self.keeps[stage].append((stages + stage) * num)
+            self.keeps[stages + stage].append((2 * stages + stage) * num)
+        ways: dict[tuple[int, int], _Way] = {}
+        by_owners: dict[tuple[int, int], _Channel] = {}
+        for e, (source, target) in enumerate(schedule.edges):
             there = (source, target, 0, times.activations[e], links.there[e] if links else ())
             back = (target, source, 1, times.gradients[e], links.back[e] if links else ())
             for giver, taker, code, seconds, taken in (there, back):
-                for cell in range((code * stages + taker) * num, (code * stages + taker + 1) * num):
-                    self.lacking[cell] += 1
+                cell = (code * stages + taker) * num
+                self.lacking[cell : cell + num] = [count + 1 for count in self.lacking[cell : cell + num]]
                 ends = self.owners[giver], self.owners[taker]
                 if ends[0] == ends[1]:
-                    self.keeps[code * stages + giver].append(code * stages + taker)
+                    self.keeps[code * stages + giver].append(cell)
                     continue
-                way = giver, taker
+                channel = by_owners.setdefault(ends, _Channel(len(by_owners)))
+                way = ways[giver, taker] = _Way(ends, cell, seconds, taken, channel)
                 self.sends[code * stages + giver].append(way)
-                self.takers[way], self.carry[way] = code * stages + taker, seconds
-                channel = channels.setdefault(ends, len(channels))
-                self.queues[way] = [(-1 - channel, seconds), *taken]
-        numbers = {queue: i for i, queue in enumerate(dict.fromkeys(q for qs in self.queues.values() for q, _ in qs))}
-        self.queues = {way: [(numbers[queue], s) for queue, s in queues] for way, queues in self.queues.items()}
-        self.until = [0.0] * len(numbers)
-        """By queue, when what is in it has gone."""
+                self.on_link.update((link, []) for link, _ in way.wants)
+        self.channels = list(by_owners.values())
+        return ways
+
+    def _tables(self, schedule: Schedule, times: Times) -> tuple[list[list[int]], list[list[float]]]:
+        """By owner and position: the cell of a row, and what it takes."""
+        known: dict[tuple[str, int], tuple[int, float]] = {}
+        for kind, code in CODES.items():
+            for stage in range(self.num_stages):
+                known[kind.value, stage] = (code * self.num_stages + stage) * self.num, times.of(kind, stage)
+        cells, seconds = [], []
+        for rows in schedule.rows:
+            mine = [(known.get((row.kind.value, row.stage)), row.micro_batch) for row in rows]
+            cells.append([_MOVED if row is None else row[0] + m for row, m in mine])
+            seconds.append([0.0 if row is None else row[1] for row, _ in mine])
+        return cells, seconds
 
     def run(self) -> None:
         """Until nothing happens any more."""
-        events, num = self.events, self.num
-        implied = not self.schedule.has_transfers
-        for owner in range(self.schedule.num_owners):
+        events, num, made_at = self.events, self.num, self.made
+        for owner in range(len(self.cells)):
             self._go_on(owner, 0.0)
         while events:
-            now, event, owner, way, micro_batch, what = heappop(events)
+            now, event, which, made = heappop(events)
             if event == _COMES:
-                self._pass(now, way, micro_batch, what)
+                channel = self.channels[which]
+                if made == channel.turn:
+                    self._come(channel, now)
                 continue
-            if way is _NOWHERE:  # a row that computes has ended
-                for taker in self.keeps[what]:
-                    self._give(taker * num + micro_batch, now, now)
-                for to in self.sends[what]:
-                    cell = self.takers[to] * num + micro_batch
-                    self.made[cell] = max(self.made[cell], now)
-                    if implied:
-                        self._pass(now, to, micro_batch, 0)
-            self.at[owner] += 1
-            self._go_on(owner, now)
+            if made != _MOVED:
+                sort, micro_batch = divmod(made, num)
+                for taker in self.keeps[sort]:
+                    self._give(taker + micro_batch, now, now)
+                for way in self.sends[sort]:
+                    cell = way.taker + micro_batch
+                    if made_at[cell] < now:
+                        made_at[cell] = now
+                    if self.implied:
+                        self._send(way, micro_batch, now)
+            self.at[which] += 1
+            self._go_on(which, now)
 
     def _go_on(self, owner: int, now: float) -> None:
         """Look at the next row of an owner that is free."""
-        rows, at = self.rows[owner], self.at[owner]
+        cells, at = self.cells[owner], self.at[owner]
         self.free[owner] = now
-        while at < len(rows) and rows[at].kind in TRANSFERS:
-            way, micro_batch = (rows[at].source, rows[at].target), rows[at].micro_batch
-            met = (way, micro_batch) in self.posted
-            self.posted[way, micro_batch] = now
+        while at < len(cells) and cells[at] == _MOVED:
+            row = self.rows[owner][at]
+            end = self.ways[row.source, row.target], row.micro_batch
+            met = end in self.posted
+            self.posted[end] = now
             if met:
-                self._pass(now, way, micro_batch, 0)
+                self._send(*end, now)
             if self.blocking:
                 return
             self.starts[owner].append(now)
             self.ends[owner].append(now)
             at += 1
         self.at[owner] = at
-        if at < len(rows):
-            row = rows[at]
-            cell = (_CODES[row.kind] * self.num_stages + row.stage) * self.num + row.micro_batch
+        if at < len(cells):
+            cell = cells[at]
             if self.lacking[cell]:
                 self.waits[owner] = cell
             else:
@@ -139,17 +177,16 @@ class _Player:
 
     def _start(self, owner: int, cell: int) -> None:
         """Run the row that an owner stands at."""
-        row = self.rows[owner][self.at[owner]]
         free, ready, made = self.free[owner], self.ready[cell], self.made[cell]
         start = ready if ready > free else free
         self.exposed += start - (made if made > free else free)
-        end = start + self.seconds[row.kind][row.stage]
+        end = start + self.seconds[owner][self.at[owner]]
         self.starts[owner].append(start)
         self.ends[owner].append(end)
-        heappush(self.events, (end, _GOES_ON, owner, _NOWHERE, row.micro_batch, cell // self.num))
+        heappush(self.events, (end, _GOES_ON, owner, cell))
 
     def _give(self, cell: int, come: float, made: float) -> None:
-        """Something that a row waits for was made, and will have come."""
+        """Something that a row waits for was made, and has come."""
         if come > self.ready[cell]:
             self.ready[cell] = come
         if made > self.made[cell]:
@@ -161,24 +198,59 @@ class _Player:
                 self.waits[owner] = -1
                 self._start(owner, cell)
 
-    def _pass(self, now: float, way: Way, micro_batch: int, which: int) -> None:
-        """A transfer has come to one of its queues: through as many as it begins in at once."""
-        queues, until, begin = self.queues[way], self.until, now
-        while which < len(queues):
-            if begin > now:
-                heappush(self.events, (begin, _COMES, self.owners[way[0]], way, micro_batch, which))
-                return
-            number, seconds = queues[which]
-            begin = until[number] if until[number] > now else now
-            until[number] = begin + seconds
-            which += 1
-        come = begin + self.carry[way]
-        self._give(self.takers[way] * self.num + micro_batch, come, 0.0)
+    def _send(self, way: _Way, micro_batch: int, now: float) -> None:
+        channel = way.channel
+        channel.waiting.append((way, micro_batch))
+        if len(channel.waiting) == 1:
+            self._begin(channel, now)
+
+    def _begin(self, channel: _Channel, now: float) -> None:
+        """Let the first transfer of a channel be under way: those that it finds on its links become slower."""
+        way, _ = channel.waiting[0]
+        channel.wants, channel.left, channel.rate = way.wants, way.seconds, 0.0
+        for link, _ in channel.wants:
+            self.on_link[link].append(channel)
+        self._set_rate(channel, now)
+        self._share_others(channel, now)
+
+    def _share_others(self, channel: _Channel, now: float) -> None:
+        """A transfer has come to its links, or leaves them: the rates of others there change."""
+        for link, _ in channel.wants:
+            for other in self.on_link[link]:
+                if other is not channel:
+                    self._set_rate(other, now)
+
+    def _set_rate(self, channel: _Channel, now: float) -> None:
+        most = 1.0
+        for link, _ in channel.wants:
+            others = self.on_link[link]
+            if len(others) > 1:
+                most = max(most, sum(part for other in others for at, part in other.wants if at == link))
+        rate = 1 / most
+        if rate != channel.rate:
+            if channel.rate:
+                channel.left -= (now - channel.since) * channel.rate
+            channel.rate, channel.since = rate, now
+            channel.turn += 1
+            heappush(self.events, (now + max(channel.left, 0.0) * most, _COMES, channel.number, channel.turn))
+
+    def _come(self, channel: _Channel, now: float) -> None:
+        """The transfer under way is there; the next one of its channel begins."""
+        way, micro_batch = channel.waiting.popleft()
+        for link, _ in channel.wants:
+            self.on_link[link].remove(channel)
+        if channel.waiting:
+            following, _ = channel.waiting[0]
+            if following is not way:
+                self._share_others(channel, now)
+            self._begin(channel, now)
+        else:
+            self._share_others(channel, now)
+        self._give(way.taker + micro_batch, now, 0.0)
         if self.blocking:
             met = self.posted[way, micro_batch]
-            self.exposed += come - met
-            for stage in way:
-                owner = self.owners[stage]
+            self.exposed += now - met
+            for owner in way.ends:
                 self.starts[owner].append(met)
-                self.ends[owner].append(come)
-                heappush(self.events, (come, _GOES_ON, owner, way, micro_batch, 0))
+                self.ends[owner].append(now)
+                heappush(self.events, (now, _GOES_ON, owner, _MOVED))
