@@ -34,6 +34,8 @@ from conjoin.sim import predict_pipeline, wanted_by
 
 RESULT = Path(__file__).parent / "results" / "pipelines_truth.json"
 STAGES = (2, 4)
+MBIT = (5.0, 10.0)
+"""So slow that four ranks on a host of two cores wait for links more than for each other's cores."""
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b")
 BLOCKS, WIDTH, ROWS, MICRO = 8, 256, 64, 8
 _DEVICE = "one rank of the emulated cluster"
@@ -130,7 +132,7 @@ def summary(rows: list[Row]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", nargs="+", type=int, default=list(STAGES))
-    parser.add_argument("--mbit", nargs="+", type=float, default=[50.0, 200.0])
+    parser.add_argument("--mbit", nargs="+", type=float, default=list(MBIT))
     parser.add_argument("--passes", type=int, default=2, help="each times operators, and the steps of all schedules")
     parser.add_argument("--steps", type=int, default=6, help="timed in a pass")
     parser.add_argument("--ahead", action="store_true", help="let the ranks go before other work on this host")

@@ -19,8 +19,9 @@ from conjoin.schedules.times import Memory, Problem, SharedLinks, Times
 from conjoin.schedules.transfers import with_transfers
 
 __all__ = [
-    "Edge", "FoundSchedule", "Kind", "Memory", "Peaks", "Problem", "Row", "Schedule", "SharedLinks", "Taste", "Timeline",
-    "Times", "breadth_first", "chain", "check", "dump_schedule", "eager_one_f_one_b", "find_schedule", "gpipe", "greedy",
-    "interleaved", "least_weight_delay", "load_schedule", "looped", "one_each", "one_f_one_b", "peaks", "play",
-    "read_rows", "there_and_back", "v_shaped", "with_late_weights", "with_transfers", "zero_bubble", "zero_bubble_v",
+    "Edge", "FoundSchedule", "Kind", "Memory", "Peaks", "Problem", "Row", "Schedule", "SharedLinks", "Taste",
+    "Timeline", "Times", "breadth_first", "chain", "check", "dump_schedule", "eager_one_f_one_b", "find_schedule",
+    "gpipe", "greedy", "interleaved", "least_weight_delay", "load_schedule", "looped", "one_each", "one_f_one_b",
+    "peaks", "play", "read_rows", "there_and_back", "v_shaped", "with_late_weights", "with_transfers",
+    "zero_bubble", "zero_bubble_v",
 ]  # fmt: skip

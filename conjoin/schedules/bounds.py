@@ -2,11 +2,14 @@
 
 An owner begins when the first micro-batch can have come (head), runs all its rows, and what it runs last still has to
 go back to the first stage (tail). Weight gradients may run after the last input gradient, but only as many as memory
-holds. And where L micro-batches fit at a stage, the forward of one waits until the one L before it has come back.
+holds. And where L micro-batches fit at a stage, the forward of one waits until the one L before it has come back. Links
+that transfers share have to carry all of them.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from math import inf
 
 from conjoin.schedules.schedule import Kind
@@ -52,6 +55,7 @@ class Bounds:
             self.turn[stage] = max(ways, default=0.0)
         """From the end of a stage's forward to the start of its gradient."""
         self.fit = [self._fit(stage) for stage in stages]
+        self.edges = edges
 
     def _fit(self, stage: int) -> int:
         """How many micro-batches a stage may have in flight at once."""
@@ -63,7 +67,8 @@ class Bounds:
 
     def least(self) -> float:
         """No schedule ends before this."""
-        return max(max(self._of_owner(owner) for owner in set(self.owners)), max(map(self._of_stage, self._stages())))
+        of_owners = (self._of_owner(owner) for owner in set(self.owners))
+        return max(*of_owners, *map(self._of_stage, self._stages()), *self._of_links())
 
     def _stages(self) -> range:
         return range(len(self.owners))
@@ -84,3 +89,21 @@ class Bounds:
         rounds, rest = divmod(self.num - 1, self.fit[stage])
         turns = rounds * (turn + weight) + rest * forward + turn
         return self.head[stage] + max(rows, turns) + self.tail[stage]
+
+    def _of_links(self) -> Iterator[float]:
+        """All that goes over a link, after the first of it can be sent, and before what follows the last of it."""
+        links = self.times.links
+        loads: dict[int, float] = defaultdict(float)
+        before, after = (defaultdict[int, float](lambda: inf) for _ in range(2))
+        for e, (source, target) in enumerate(self.edges if links else ()):
+            assert links is not None
+            if self.owners[source] == self.owners[target]:
+                continue
+            returned = self.times.forward[target] + self.turn[target] + self.inputs[target]
+            there = (self.head[source] + self.times.forward[source], returned + self.tail[target], links.there[e])
+            back = (self.head[target] + returned, self.inputs[source] + self.tail[source], links.back[e])
+            for begin, end, taken in (there, back):
+                for link, seconds in taken:
+                    loads[link] += self.num * seconds
+                    before[link], after[link] = min(before[link], begin), min(after[link], end)
+        yield from (before[link] + load + after[link] for link, load in loads.items())

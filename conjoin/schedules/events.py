@@ -9,7 +9,6 @@ nothing depends on which of two events at one time is looked at first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from heapq import heappop, heappush
 
 import numpy as np
@@ -29,7 +28,7 @@ _MOVED = -1
 def play_events(
     schedule: Schedule, times: Times, blocking: bool = False
 ) -> tuple[tuple[Seconds, ...], tuple[Seconds, ...], float, list[Row]]:
-    """Starts and ends by owner, the seconds that owners wait for transfers, and the rows at which they wait for ever."""
+    """Starts and ends by owner, the seconds that owners wait for transfers, and rows at which they wait for ever."""
     player = _Player(schedule, times, blocking and schedule.has_transfers)
     player.run()
     stuck = [rows[at] for rows, at in zip(schedule.rows, player.at, strict=True) if at < len(rows)]

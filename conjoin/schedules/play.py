@@ -91,8 +91,8 @@ def play(schedule: Schedule, times: Times, memory: Memory | None = None, blockin
 def _check_times(schedule: Schedule, times: Times) -> None:
     by_stage = (times.forward, times.input_gradient, times.weight_gradient)
     by_edge = (times.activations, times.gradients)
-    links = (times.links.there, times.links.back) if times.links else by_edge
-    wanted = [schedule.num_stages] * 3 + [len(schedule.edges)] * 4
+    links = (times.links.there, times.links.back) if times.links else ()
+    wanted = [schedule.num_stages] * 3 + [len(schedule.edges)] * (2 + len(links))
     have = [len(each) for each in (*by_stage, *by_edge, *links)]
     if have != wanted:
         raise ScheduleError(
@@ -100,8 +100,7 @@ def _check_times(schedule: Schedule, times: Times) -> None:
             f"{schedule.num_stages} stages and {len(schedule.edges)} edges. Give one time for each."
         )
     all_seconds = [seconds for each in (*by_stage, *by_edge) for seconds in each]
-    if times.links:
-        all_seconds += [seconds for way in links for taken in way for _, seconds in taken]
+    all_seconds += [seconds for way in links for taken in way for _, seconds in taken]
     worst = min(all_seconds, default=0.0)
     if not 0 <= worst < float("inf"):
         raise ScheduleError(f"One of the times is {worst} seconds. No time is less than 0. Correct it.")

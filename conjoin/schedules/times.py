@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from math import inf
 
 from conjoin.schedules.schedule import Edge, Kind, chain
-
 
 Taken = tuple[tuple[int, float], ...]
 """Numbers of links in the order in which a transfer comes to them, and for how many seconds it takes each up."""
@@ -32,6 +31,7 @@ class Times:
     """By edge, there."""
     gradients: tuple[float, ...]
     """By edge, and back."""
+    _: KW_ONLY
     links: SharedLinks | None = None
     """Without them every ordered pair of owners has a link of its own."""
 

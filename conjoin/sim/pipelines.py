@@ -180,7 +180,7 @@ def predict_pipeline(
         tuple(span[1] / 2 for span in spans),
         crossings.activations,
         crossings.gradients,
-        crossings.links,
+        links=crossings.links,
     )
     timeline = play(pipeline.schedule, times)
     stages = tuple(
