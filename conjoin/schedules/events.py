@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conjoin.schedules.fast import CODES
+from conjoin.schedules.periods import Shortened
 from conjoin.schedules.schedule import Row, Schedule
 from conjoin.schedules.times import Taken, Times
 
@@ -23,16 +24,28 @@ _GOES_ON, _COMES = range(2)
 """What happens: an owner goes on, or a transfer has come."""
 _MOVED = -1
 """In the place of a cell, for rows that send or receive."""
+LONG = 50_000
+"""Rows from which it is worth while to look whether they repeat."""
 
 
 def play_events(
     schedule: Schedule, times: Times, blocking: bool = False
 ) -> tuple[tuple[Seconds, ...], tuple[Seconds, ...], float, list[Row]]:
     """Starts and ends by owner, the seconds that owners wait for transfers, and rows at which they wait for ever."""
+    if not schedule.has_transfers and sum(map(len, schedule.rows)) > LONG:
+        short = Shortened(schedule)
+        if short.schedule is not None:
+            player = _Player(short.schedule, times, blocking=False)
+            player.run()
+            starts, ends, waited = map(player.arrays, (player.starts, player.ends, player.waited))
+            period = None if player.stuck else short.period(starts)
+            if period is not None:
+                exposed = float(sum(each.sum() for each in short.put_back(waited, 0.0)))
+                return short.put_back(starts, period), short.put_back(ends, period), exposed, []
     player = _Player(schedule, times, blocking and schedule.has_transfers)
     player.run()
-    stuck = [rows[at] for rows, at in zip(schedule.rows, player.at, strict=True) if at < len(rows)]
-    return tuple(map(np.array, player.starts)), tuple(map(np.array, player.ends)), player.exposed, stuck
+    exposed = float(sum(each.sum() for each in player.arrays(player.waited)))
+    return player.arrays(player.starts), player.arrays(player.ends), exposed, player.stuck
 
 
 class _Way:
@@ -74,7 +87,8 @@ class _Player:
         self.at, self.free = [0] * schedule.num_owners, [0.0] * schedule.num_owners
         self.starts: list[list[float]] = [[] for _ in schedule.rows]
         self.ends: list[list[float]] = [[] for _ in schedule.rows]
-        self.exposed = 0.0
+        self.waited: list[list[float]] = [[] for _ in schedule.rows]
+        """For transfers, by owner and row."""
         self.events: list[tuple[float, int, int, int]] = []
         """When; what; which owner and the cell it made, or which channel and its turn."""
         self.posted: dict[tuple[_Way, int], float] = {}
@@ -125,6 +139,14 @@ class _Player:
             seconds.append([0.0 if row is None else row[1] for row, _ in mine])
         return cells, seconds
 
+    @property
+    def stuck(self) -> list[Row]:
+        return [rows[at] for rows, at in zip(self.rows, self.at, strict=True) if at < len(rows)]
+
+    @staticmethod
+    def arrays(seconds: list[list[float]]) -> tuple[Seconds, ...]:
+        return tuple(map(np.array, seconds))
+
     def run(self) -> None:
         """Until nothing happens any more."""
         events, num, made_at = self.events, self.num, self.made
@@ -165,6 +187,7 @@ class _Player:
                 return
             self.starts[owner].append(now)
             self.ends[owner].append(now)
+            self.waited[owner].append(0.0)
             at += 1
         self.at[owner] = at
         if at < len(cells):
@@ -178,7 +201,7 @@ class _Player:
         """Run the row that an owner stands at."""
         free, ready, made = self.free[owner], self.ready[cell], self.made[cell]
         start = ready if ready > free else free
-        self.exposed += start - (made if made > free else free)
+        self.waited[owner].append(start - (made if made > free else free))
         end = start + self.seconds[owner][self.at[owner]]
         self.starts[owner].append(start)
         self.ends[owner].append(end)
@@ -248,8 +271,8 @@ class _Player:
         self._give(way.taker + micro_batch, now, 0.0)
         if self.blocking:
             met = self.posted[way, micro_batch]
-            self.exposed += now - met
             for owner in way.ends:
+                self.waited[owner].append((now - met) / 2)
                 self.starts[owner].append(met)
                 self.ends[owner].append(now)
                 heappush(self.events, (now, _GOES_ON, owner, _MOVED))
