@@ -28,6 +28,7 @@ from conjoin.schedules import (
 )
 from conjoin.schedules.bounds import Bounds
 from conjoin.schedules.events import play_events
+from conjoin.schedules.periods import Shortened
 from tests.schedules.fluid_play import fluid_seconds
 from tests.schedules.test_play import played
 
@@ -146,6 +147,9 @@ def test_a_long_schedule_is_played_by_a_short_one_where_it_repeats(
     whole = play(schedule, times)
     monkeypatch.setattr(events, "LONG", 0)
     short = play(schedule, times)
+    left = Shortened(schedule).schedule
+    assert left is not None and left.num_micro_batches < 100, "most of it is taken out"
+    assert (Shortened(schedule).period(play(left, times).starts) is None) == (transfer == 2.0), "or played whole"
     assert short.exposed_seconds == pytest.approx(whole.exposed_seconds)
     for mine, theirs in zip((*short.starts, *short.ends), (*whole.starts, *whole.ends), strict=True):
         assert mine == pytest.approx(theirs)
