@@ -301,6 +301,21 @@ def test_a_small_batch_is_no_part_where_it_is_the_first(strategy: str) -> None:
     check(case, [Call(True, small), Call(True, words(8)), Call(False, small)])
 
 
+def test_parts_that_are_alike_to_warm_up_do_not_tell_how_batches_come() -> None:
+    """All ranks make up the same zeros; what they bring afterwards are parts of a batch, and none of it is left out."""
+    case = case_of("words without dropout", 2, "data-parallel")
+    wanted = word_loss(copy.deepcopy(case.model)(words(8)[0]), words(8)[1]).item()
+
+    def program(ranks: Communicator) -> list[float]:
+        step, half = module_of(case, others_of(case), ranks), slice(ranks.rank * 4, ranks.rank * 4 + 4)
+        for _ in range(2):
+            step(*(torch.zeros_like(x[half]) for x in words(8)))
+        return [step(*(x[half] for x in words(8))).item() for _ in range(2)]
+
+    for found in run_ranks(case.plan.mesh, program):
+        assert found == pytest.approx([wanted, wanted], rel=1e-9)
+
+
 # Limits and refusals.
 
 

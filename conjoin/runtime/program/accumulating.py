@@ -115,6 +115,7 @@ class Run:
     """Lets go of what micro-batches have in common."""
 
     def forward_only(self) -> Tensor:
+        self.forget()  # what is left of a step that failed
         total = functools.reduce(operator.add, (loss() for loss in self.losses))
         self.forget()
         return total
@@ -139,13 +140,15 @@ class Run:
 
 
 def sum_put_off(bundles: Sequence[Bundle], leaves: Sequence[Leaf], gradients: Gradients) -> None:
-    """Sum over the ranks what bundles have put off, and add it to the gradients of some leaves."""
+    """Sum over the ranks what bundles have put off, and add it to the gradients of some leaves; others are frozen."""
     places = {leaf: place for place, leaf in enumerate(leaves)}
     started = [(bundle, bundle.sum_up()) for bundle in bundles if bundle.defers]
     for bundle, found in started:
         if found is not None:
             found[0].wait()
             for leaf, gradient in zip(bundle.leaves, found[1], strict=True):
+                if leaf not in places:
+                    continue
                 more: Gradients = [None] * len(gradients)
                 more[places[leaf]] = gradient
                 add_to(gradients, more)

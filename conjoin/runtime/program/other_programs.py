@@ -45,7 +45,9 @@ class OtherPrograms:
         self._every: int | None = 0
         self._draws_alike = program.draws_alike
         self._in_parts: bool | None = None
-        """Whether batches came as parts so far; None before the first."""
+        """Whether batches came as parts so far; None as long as it is not known."""
+        self._alike: str | None = None
+        """The last batch that all ranks had alike while that was not known."""
 
     def compare_every(self, num_steps: int | None) -> None:
         """For all programs, those to come too."""
@@ -77,14 +79,16 @@ class OtherPrograms:
     def _come_in_parts(self, form: Form, given: list[Tensor]) -> bool | None:
         """Whether what is smaller than the plan's batch are parts: what all ranks have alike is a small batch, whole.
 
-        None where it is neither. All ranks ask, before the first batch that is not as large as the plan's.
+        None where it is neither, or all ranks had the same only once: they have where each makes up its part to warm
+        up. All ranks ask, before every batch that is not as large as the plan's until it is known.
         """
         if self._communicator.mesh.size == 1:
             return False
         mine = json.dumps([form.name, [[str(x.dtype), list(x.shape), digest(x)] for x in given]])
         told = self._communicator.compare(mine)
         if len(set(told)) == 1:
-            return False
+            before, self._alike = self._alike, mine
+            return False if before not in (None, mine) else None
         return True if all(json.loads(text)[0] == Form.PARTS.name for text in told) else None
 
     def _is_own(self, form: Form) -> bool:
