@@ -507,6 +507,27 @@ def test_every_shape_and_mode_of_a_pipeline_is_that_of_the_plain_model(ranks: in
     check(pipeline_case(ranks, strategy), TEXT)
 
 
+class Helped(nn.Module):
+    """Layers, the last of which is there for training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.helper = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x + self.helper(x) if self.training else x
+
+
+def test_a_weight_of_a_later_stage_that_is_not_evaluated_stays_there() -> None:
+    torch.manual_seed(1)
+    model, batch = Helped().double().train(), (torch.randn(8, 4).double(), torch.randn(8, 4).double())
+    graph = conjoin.capture(model, batch, functional.mse_loss)
+    case = Case(model, functional.mse_loss, make_pipeline(graph, Machine("here", 1, 2, "cpu"), "pipeline:pp=2,micro=2"))
+    check(case, [Call(True, batch), Call(False, batch), Call(True, batch)])
+
+
 def test_micro_batches_of_a_pipeline_become_no_larger_and_weights_stay_where_they_lie() -> None:
     case = pipeline_case(2, "pipeline:pp=2,micro=4,schedule=eager-1f1b")
     for size, steps in ((12, 6), (6, 3), (5, 5), (2, 1)):
