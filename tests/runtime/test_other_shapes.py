@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 import conjoin
 from conjoin.errors import PlanError, RankError, UsageError
 from conjoin.ir import Graph, LeafKind, Pipeline, Plan, model_mark, operators_of
 from conjoin.machine import Machine, parse_machine
 from conjoin.rules import Index, Library
-from conjoin.runtime import launch, run_ranks
+from conjoin.runtime import Loader, launch, run_ranks
 from conjoin.runtime.program.other_plans import Key, check_stored_alike
 from conjoin.runtime.program.other_programs import MAX_PROGRAMS
 from conjoin.runtime.ranks.communicator import Communicator
@@ -314,6 +315,27 @@ def test_parts_that_are_alike_to_warm_up_do_not_tell_how_batches_come() -> None:
 
     for found in run_ranks(case.plan.mesh, program):
         assert found == pytest.approx([wanted, wanted], rel=1e-9)
+
+
+def sum_loss(scores: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(scores.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("left", [4, 3])
+def test_what_is_left_of_an_epoch_is_whole_where_batches_came_in_parts(left: int) -> None:
+    """Also where it is as large as a part: no sample counts twice."""
+    model, _, _ = captured("words without dropout")
+    graph = conjoin.capture(model, words(8), sum_loss, check=False)
+    case = Case(model, sum_loss, make_plan(graph, parse_machine("local:2"), "data-parallel"))
+    ids, target = words(8 + left)
+    wanted = [sum_loss(model(ids[part]), target[part]).item() for part in (slice(8), slice(8, None))]
+
+    def program(ranks: Communicator) -> list[float]:
+        step = module_of(case, others_of(case), ranks)
+        return [step(*batch).item() for batch in Loader(TensorDataset(ids, target), step, drop_last=False)]
+
+    for found in run_ranks(case.plan.mesh, program):
+        assert found == pytest.approx(wanted, rel=1e-9)
 
 
 # Limits and refusals.
