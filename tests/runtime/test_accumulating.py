@@ -295,3 +295,15 @@ def test_a_weight_that_is_frozen_later_has_no_gradient_and_others_have_theirs() 
                 torch.testing.assert_close(parameter.grad.detach(), model.get_parameter(name).grad)
 
     run_ranks(plan.mesh, rank)
+
+
+def test_a_part_of_what_every_rank_takes_whole_is_refused_by_its_name() -> None:
+    found = sample("transformer")
+    plan = plan_for(found, "data-parallel", 2)
+
+    def rank(ranks: Communicator) -> None:
+        half = slice(4 * ranks.rank, 4 * ranks.rank + 4)
+        with pytest.raises(UsageError, match=r": target is .* \(8, 5\), as a whole on every rank.* \(4, 5\) came"):
+            module_on(plan, found, ranks)(*(x[half] for x in found.inputs))
+
+    run_ranks(plan.mesh, rank)

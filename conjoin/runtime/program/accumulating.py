@@ -94,8 +94,11 @@ class MicroBatches:
         if x.dtype == leaf.type.dtype and shape == whole:
             return x[step * size : (step + 1) * size][tuple(slice(*span) for span in own)]
         parts = f" or {region_shape(region)}, its part on rank {self._rank}," if self._inside else ""
+        if leaf.name in self._source and region_shape(region) == whole:
+            parts = ", as a whole on every rank, since the loss counts something over all of it,"
+        name = self._source.get(leaf.name, leaf.name)
         raise UsageError(
-            f"The captured {self._plan.model.name} was called with other inputs: {leaf.name} is {leaf.type.dtype} of "
+            f"The captured {self._plan.model.name} was called with other inputs: {name} is {leaf.type.dtype} of "
             f"shape {whole}{parts} and {x.dtype} of shape {shape} came. A plan holds the shapes it was made with, here "
             f"{self._steps} micro-batches. Call it with such a batch, or make the plan again with this one."
         )
