@@ -197,7 +197,9 @@ class _Cutting:
         rules = [rule for rule in self._rules(node) if all(p == Split(0) for p in rule.outputs)]
         rule = next((rule for rule in rules if all(map(self._reads, node.inputs, rule.operands))), None)
         if rule is None or node.types[0].shape[0] != size:
-            raise self._cannot(node, "draws random numbers that all samples share")
+            draws = is_random(node.op, node.args)
+            why = "draws random numbers that all samples share" if draws else "needs all samples at once"
+            raise self._cannot(node, why)
         self._emit(node, rule)
 
     def _can_be_whole(self, node: Node) -> bool:

@@ -37,9 +37,14 @@ class StageGraph:
     """Parameters that belong to an earlier stage."""
 
 
-def cut_in_stages(graph: Graph, stage_of: Sequence[int]) -> tuple[StageGraph, ...]:
-    """The graphs of the stages, given the stage of every node; StrategyError where one reads what a later one makes."""
-    work = _Cutting(graph, stage_of)
+def cut_in_stages(
+    graph: Graph, stage_of: Sequence[int], homes: Mapping[str, int] | None = None
+) -> tuple[StageGraph, ...]:
+    """The graphs of the stages, given the stage of every node; StrategyError where one reads what a later one makes.
+
+    What no node reads lies with the stage that `homes` names, else with the first.
+    """
+    work = _Cutting(graph, stage_of, homes or {})
     return tuple(work.cut(stage) for stage in range(max(stage_of, default=0) + 1))
 
 
@@ -67,8 +72,8 @@ def made_anew(graph: Graph) -> frozenset[Node]:
 class _Cutting:
     """What every stage reads and gives."""
 
-    def __init__(self, graph: Graph, stage_of: Sequence[int]) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, stage_of: Sequence[int], homes: Mapping[str, int]) -> None:
+        self.graph, self._homes = graph, homes
         self.stage_of: Mapping[Node, int] = dict(zip(graph.nodes, stage_of, strict=True))
         self.anew = made_anew(graph)
         self._learned = _with_gradient(graph)
@@ -143,7 +148,7 @@ class _Cutting:
         read = {value.owner for node in nodes for value in node.inputs if isinstance(value.owner, Leaf)}
         updates = [(name, value) for name, value in self.graph.updates if self._writers[name] == stage]
         unread = {leaf for leaf in self.graph.leaves if leaf not in self._owners and leaf.kind is not LeafKind.INPUT}
-        kept = read | {leaf for leaf in unread if self._writers.get(leaf.name, 0) == stage}
+        kept = read | {leaf for leaf in unread if self._writers.get(leaf.name, self._homes.get(leaf.name, 0)) == stage}
         kept |= {value.owner for _, value in updates if isinstance(value.owner, Leaf)}
         for leaf in self.graph.leaves:
             if leaf in kept:

@@ -50,7 +50,7 @@ class Loader:
         self.num_samples = _size_of(dataset)
         self._dataset, self._num_workers, self._collate = dataset, num_workers, collate_fn
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
-        self._parts, self._device = step.input_parts(), step.store.device
+        self._step, self._parts, self._device = step, step.input_parts(), step.store.device
         graph, accumulation = step.plan.graph, step.plan.accumulation
         self._calling = Calling(graph if accumulation is None else calling_graph(graph, accumulation))
         self.batch_size = _batch_size(self._parts)
@@ -88,7 +88,7 @@ class Loader:
         for batch in loader:
             size = min(self.batch_size, self.num_samples - self._samples)
             self._samples += size
-            yield self._part_of(batch) if size == self.batch_size else self._on_device(batch)
+            yield self._part_of(batch) if size == self.batch_size else self._as_whole(batch)
         self.epoch, self._samples = self.epoch + 1, 0
 
     def _batches(self, begin: int) -> Iterator[list[tuple[int, int]]]:
@@ -134,9 +134,11 @@ class Loader:
         rows = slice(first - self._rows.start, last - self._rows.start) if first < last else slice(0, 0)
         return tensor[(rows, *(slice(*span) for span in others))].to(self._device, non_blocking=True)
 
-    def _on_device(self, batch: Any) -> Any:
+    def _as_whole(self, batch: Any) -> Any:
+        """A batch that is not full, which may be as large as a part of a full one."""
         leaves, spec = flatten_tree(batch)
         moved = [x.to(self._device, non_blocking=True) if isinstance(x, Tensor) else x for x in leaves]
+        self._step.note_whole(x for x in moved if isinstance(x, Tensor))
         return unflatten_tree(moved, spec)
 
     def state_dict(self) -> dict[str, Any]:

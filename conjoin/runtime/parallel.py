@@ -7,7 +7,7 @@ over the same pieces, where plans for them can be made.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -89,6 +89,11 @@ class ParallelModule(nn.Module):
     def input_parts(self) -> list[InputPart]:
         """Every input in the order of the call, with the part of it that is enough on this rank."""
         return self._program.input_parts()
+
+    def note_whole(self, tensors: Iterable[Tensor]) -> None:
+        """These inputs come as a whole, also where others come as this rank's part."""
+        if self._others is not None:
+            self._others.note_whole(tensors)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm before it."""

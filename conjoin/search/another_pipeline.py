@@ -7,7 +7,7 @@ than before, and their number has a schedule of the same kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from conjoin.errors import StrategyError
@@ -54,7 +54,8 @@ def pipeline_alike(pipeline: Pipeline, captured: Graph) -> AlikePipeline:
     """The pipeline of another graph of the same model, after one that was found; what is stored lies in both alike."""
     check_outputs(captured)
     graph, accumulation = _in_micro_batches(pipeline, captured)
-    cuts = cut_in_stages(graph, _stages_of(pipeline, graph))
+    homes = _homes(pipeline)
+    cuts = cut_in_stages(graph, _stages_of(homes, graph), homes)
     _check_stored(pipeline, captured, cuts)
     made = [plan_alike(stage.plan, cut.graph) for stage, cut in zip(pipeline.stages, cuts, strict=True)]
     plans = (replace(m.plan, model=stage.plan.model) for m, stage in zip(made, pipeline.stages, strict=True))
@@ -92,14 +93,19 @@ def _in_micro_batches(pipeline: Pipeline, captured: Graph) -> tuple[Graph, Accum
     return cut_in_micro_batches(captured, steps, own_statistics=True)
 
 
-def _stages_of(pipeline: Pipeline, graph: Graph) -> list[int]:
-    """The stage of every operator: that of the weights it reads, or the last of those it reads from."""
-    owners: dict[str, int] = {}
+def _homes(pipeline: Pipeline) -> dict[str, int]:
+    """By weight or buffer, the first stage that holds it."""
+    homes: dict[str, int] = {}
     for number, stage in enumerate(pipeline.stages):
         for leaf in stage.plan.graph.leaves:
             if leaf.kind in _STORED and leaf.name not in stage.borrowed:
-                owners.setdefault(leaf.name, number)
-    stage_of = {Value(leaf): owners.get(leaf.name, 0) if leaf.kind in _STORED else 0 for leaf in graph.leaves}
+                homes.setdefault(leaf.name, number)
+    return homes
+
+
+def _stages_of(homes: Mapping[str, int], graph: Graph) -> list[int]:
+    """The stage of every operator: that of the weights it reads, or the last of those it reads from."""
+    stage_of = {Value(leaf): homes.get(leaf.name, 0) if leaf.kind in _STORED else 0 for leaf in graph.leaves}
     found = []
     for node in graph.nodes:
         last = max((stage_of[value] for value in node.inputs), default=0)

@@ -276,3 +276,34 @@ def test_other_batches_and_other_plans_are_refused() -> None:
     for broken in ({"steps": 1}, {"steps": "2"}, {"cut": ["nobody"]}, {"whole": [{"input": "a", "of": "b"}]}):
         with pytest.raises(PlanError):
             plan_from_json({**data, "accumulate": {**data["accumulate"], **broken}})
+
+
+def test_a_weight_that_is_frozen_later_has_no_gradient_and_others_have_theirs() -> None:
+    found = sample("layers")
+    model = copy.deepcopy(found.model)
+    functional.mse_loss(model(found.inputs[0]), found.inputs[1]).backward()
+    plan = plan_for(found, "data-parallel", 4)
+
+    def rank(ranks: Communicator) -> None:
+        step = module_on(plan, found, ranks)
+        step.get_parameter("0.weight").requires_grad_(False)
+        step(*found.inputs).backward()
+        assert step.get_parameter("0.weight").grad is None
+        for name, parameter in step.named_parameters():
+            if name != "0.weight":
+                assert parameter.grad is not None
+                torch.testing.assert_close(parameter.grad.detach(), model.get_parameter(name).grad)
+
+    run_ranks(plan.mesh, rank)
+
+
+def test_a_part_of_what_every_rank_takes_whole_is_refused_by_its_name() -> None:
+    found = sample("transformer")
+    plan = plan_for(found, "data-parallel", 2)
+
+    def rank(ranks: Communicator) -> None:
+        half = slice(4 * ranks.rank, 4 * ranks.rank + 4)
+        with pytest.raises(UsageError, match=r": target is .* \(8, 5\), as a whole on every rank.* \(4, 5\) came"):
+            module_on(plan, found, ranks)(*(x[half] for x in found.inputs))
+
+    run_ranks(plan.mesh, rank)

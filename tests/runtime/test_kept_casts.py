@@ -99,3 +99,41 @@ def test_every_weight_is_cast_once_in_a_step(strategy: str, monkeypatch: pytest.
     assert all(count >= MICRO * weights for count, weights in anew)
     for mine, other in zip(gradients, wanted, strict=True):
         assert len(mine) == len(other) > 0 and all(map(torch.equal, mine, other))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_nothing_is_kept_of_a_step_that_failed(trains: bool) -> None:
+    """Weights that are written by `data` do not tell that they were."""
+    torch.manual_seed(2)
+    model, batch = Tower().train(), (torch.randn(8, 8), torch.randn(8, 8))
+    with torch.autocast("cpu", HALF):
+        plan = make_plan(
+            capture(model, batch, nn.functional.mse_loss), Machine("here", 1, 2, "cpu"), f"data-parallel+micro={MICRO}"
+        )
+
+    def losses(world: ThreadRanks, fails: bool) -> float:
+        store = Store(plan, world.rank, torch.device("cpu"))
+        store.fill(model)
+        module, calls = ParallelModule(plan, store, world), 0
+        local = module._program.local
+        results = local.results
+
+        def failing(*given: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == MICRO:
+                raise ValueError("a micro-batch that fails")
+            return results(*given)
+
+        if fails:
+            local.results = failing
+            with torch.set_grad_enabled(trains), pytest.raises(ValueError, match="that fails"):
+                module(*batch)
+            local.results = results
+        for parameter in module.parameters():
+            parameter.data.mul_(0.5)
+        with torch.no_grad():
+            return module(*batch).item()
+
+    found, wanted = (run_ranks(plan.mesh, lambda world: losses(world, fails)) for fails in (True, False))  # noqa: B023
+    assert found == wanted

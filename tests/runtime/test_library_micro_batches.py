@@ -198,6 +198,21 @@ def test_what_needs_all_samples_is_refused_with_what_helps() -> None:
         cut_in_micro_batches(graph, 2)
 
 
+def test_what_is_sorted_over_samples_is_not_told_as_random() -> None:
+    class Ranked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.layer(x.sort(0)[0]).pow(2).mean()
+            return made
+
+    graph = capture(Ranked(), {"x": torch.randn(8, 4)}, the_loss)
+    with pytest.raises(StrategyError, match=r"linear .* needs all samples at once"):
+        cut_in_micro_batches(graph, 2)
+
+
 def test_numbers_of_samples_are_no_part_of_one() -> None:
     class Numbered(nn.Module):
         def __init__(self) -> None:

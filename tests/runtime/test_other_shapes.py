@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 import conjoin
 from conjoin.errors import PlanError, RankError, UsageError
 from conjoin.ir import Graph, LeafKind, Pipeline, Plan, model_mark, operators_of
 from conjoin.machine import Machine, parse_machine
 from conjoin.rules import Index, Library
-from conjoin.runtime import launch, run_ranks
+from conjoin.runtime import Loader, launch, run_ranks
 from conjoin.runtime.program.other_plans import Key, check_stored_alike
 from conjoin.runtime.program.other_programs import MAX_PROGRAMS
 from conjoin.runtime.ranks.communicator import Communicator
@@ -301,6 +302,42 @@ def test_a_small_batch_is_no_part_where_it_is_the_first(strategy: str) -> None:
     check(case, [Call(True, small), Call(True, words(8)), Call(False, small)])
 
 
+def test_parts_that_are_alike_to_warm_up_do_not_tell_how_batches_come() -> None:
+    """All ranks make up the same zeros; what they bring afterwards are parts of a batch, and none of it is left out."""
+    case = case_of("words without dropout", 2, "data-parallel")
+    wanted = word_loss(copy.deepcopy(case.model)(words(8)[0]), words(8)[1]).item()
+
+    def program(ranks: Communicator) -> list[float]:
+        step, half = module_of(case, others_of(case), ranks), slice(ranks.rank * 4, ranks.rank * 4 + 4)
+        for _ in range(2):
+            step(*(torch.zeros_like(x[half]) for x in words(8)))
+        return [step(*(x[half] for x in words(8))).item() for _ in range(2)]
+
+    for found in run_ranks(case.plan.mesh, program):
+        assert found == pytest.approx([wanted, wanted], rel=1e-9)
+
+
+def sum_loss(scores: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(scores.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+@pytest.mark.parametrize("left", [4, 3])
+def test_what_is_left_of_an_epoch_is_whole_where_batches_came_in_parts(left: int) -> None:
+    """Also where it is as large as a part: no sample counts twice."""
+    model, _, _ = captured("words without dropout")
+    graph = conjoin.capture(model, words(8), sum_loss, check=False)
+    case = Case(model, sum_loss, make_plan(graph, parse_machine("local:2"), "data-parallel"))
+    ids, target = words(8 + left)
+    wanted = [sum_loss(model(ids[part]), target[part]).item() for part in (slice(8), slice(8, None))]
+
+    def program(ranks: Communicator) -> list[float]:
+        step = module_of(case, others_of(case), ranks)
+        return [step(*batch).item() for batch in Loader(TensorDataset(ids, target), step, drop_last=False)]
+
+    for found in run_ranks(case.plan.mesh, program):
+        assert found == pytest.approx(wanted, rel=1e-9)
+
+
 # Limits and refusals.
 
 
@@ -490,6 +527,27 @@ def pipeline_case(ranks: int, strategy: str) -> Case:
 )  # fmt: skip
 def test_every_shape_and_mode_of_a_pipeline_is_that_of_the_plain_model(ranks: int, strategy: str) -> None:
     check(pipeline_case(ranks, strategy), TEXT)
+
+
+class Helped(nn.Module):
+    """Layers, the last of which is there for training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.helper = nn.ModuleList(nn.Linear(4, 4) for _ in range(4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x + self.helper(x) if self.training else x
+
+
+def test_a_weight_of_a_later_stage_that_is_not_evaluated_stays_there() -> None:
+    torch.manual_seed(1)
+    model, batch = Helped().double().train(), (torch.randn(8, 4).double(), torch.randn(8, 4).double())
+    graph = conjoin.capture(model, batch, functional.mse_loss)
+    case = Case(model, functional.mse_loss, make_pipeline(graph, Machine("here", 1, 2, "cpu"), "pipeline:pp=2,micro=2"))
+    check(case, [Call(True, batch), Call(False, batch), Call(True, batch)])
 
 
 def test_micro_batches_of_a_pipeline_become_no_larger_and_weights_stay_where_they_lie() -> None:

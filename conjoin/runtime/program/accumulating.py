@@ -94,8 +94,11 @@ class MicroBatches:
         if x.dtype == leaf.type.dtype and shape == whole:
             return x[step * size : (step + 1) * size][tuple(slice(*span) for span in own)]
         parts = f" or {region_shape(region)}, its part on rank {self._rank}," if self._inside else ""
+        if leaf.name in self._source and region_shape(region) == whole:
+            parts = ", as a whole on every rank, since the loss counts something over all of it,"
+        name = self._source.get(leaf.name, leaf.name)
         raise UsageError(
-            f"The captured {self._plan.model.name} was called with other inputs: {leaf.name} is {leaf.type.dtype} of "
+            f"The captured {self._plan.model.name} was called with other inputs: {name} is {leaf.type.dtype} of "
             f"shape {whole}{parts} and {x.dtype} of shape {shape} came. A plan holds the shapes it was made with, here "
             f"{self._steps} micro-batches. Call it with such a batch, or make the plan again with this one."
         )
@@ -115,6 +118,7 @@ class Run:
     """Lets go of what micro-batches have in common."""
 
     def forward_only(self) -> Tensor:
+        self.forget()  # what is left of a step that failed
         total = functools.reduce(operator.add, (loss() for loss in self.losses))
         self.forget()
         return total
@@ -139,13 +143,15 @@ class Run:
 
 
 def sum_put_off(bundles: Sequence[Bundle], leaves: Sequence[Leaf], gradients: Gradients) -> None:
-    """Sum over the ranks what bundles have put off, and add it to the gradients of some leaves."""
+    """Sum over the ranks what bundles have put off, and add it to the gradients of some leaves; others are frozen."""
     places = {leaf: place for place, leaf in enumerate(leaves)}
     started = [(bundle, bundle.sum_up()) for bundle in bundles if bundle.defers]
     for bundle, found in started:
         if found is not None:
             found[0].wait()
             for leaf, gradient in zip(bundle.leaves, found[1], strict=True):
+                if leaf not in places:
+                    continue
                 more: Gradients = [None] * len(gradients)
                 more[places[leaf]] = gradient
                 add_to(gradients, more)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
@@ -45,7 +46,10 @@ class OtherPrograms:
         self._every: int | None = 0
         self._draws_alike = program.draws_alike
         self._in_parts: bool | None = None
-        """Whether batches came as parts so far; None before the first."""
+        """Whether batches came as parts so far; None as long as it is not known."""
+        self._alike: str | None = None
+        """The last batch that all ranks had alike while that was not known."""
+        self._noted: list[weakref.ref[Tensor]] = []
 
     def compare_every(self, num_steps: int | None) -> None:
         """For all programs, those to come too."""
@@ -53,18 +57,24 @@ class OtherPrograms:
         for program in (self._own, *self._programs.values()):
             program.agreement.every(num_steps)
 
+    def note_whole(self, tensors: Iterable[Tensor]) -> None:
+        """These come as a whole to all ranks, also where others come in parts."""
+        self._noted = [note for note in self._noted if note() is not None] + [weakref.ref(x) for x in tensors]
+
     def choose(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[AnyProgram, list[Tensor]]:
         """The program for a call, and its input tensors in order."""
         own = self._own
         given = own.calling.match(args, kwargs)
-        form = Form.OTHER if given is None else own.form_of(given)
-        if given is not None and form is not Form.WHOLE and self._in_parts is None:
+        noted = given is not None and any(x is note() for x in given for note in self._noted)
+        form = Form.OTHER if given is None or noted else own.form_of(given)
+        if given is not None and not noted and form is not Form.WHOLE and self._in_parts is None:
             self._in_parts = self._come_in_parts(form, given)
         if given is not None and training == own.plan.graph.training and self._is_own(form):
             self._go_over(own, self._own_key)
             return own, given
         dealt = own.calling.deal(args, kwargs, self.plans.names)
-        whole = self._whole(dealt) if given is not None and self._in_parts and form is not Form.WHOLE else dealt
+        is_part = given is not None and not noted and self._in_parts and form is not Form.WHOLE
+        whole = self._whole(dealt) if is_part else dealt
         key = Key.of(training, whole)
         program = self._programs.get(key)
         if program is None:
@@ -77,14 +87,16 @@ class OtherPrograms:
     def _come_in_parts(self, form: Form, given: list[Tensor]) -> bool | None:
         """Whether what is smaller than the plan's batch are parts: what all ranks have alike is a small batch, whole.
 
-        None where it is neither. All ranks ask, before the first batch that is not as large as the plan's.
+        None where it is neither, or all ranks had the same only once: they have where each makes up its part to warm
+        up. All ranks ask, before every batch that is not as large as the plan's until it is known.
         """
         if self._communicator.mesh.size == 1:
             return False
         mine = json.dumps([form.name, [[str(x.dtype), list(x.shape), digest(x)] for x in given]])
         told = self._communicator.compare(mine)
         if len(set(told)) == 1:
-            return False
+            before, self._alike = self._alike, mine
+            return False if before not in (None, mine) else None
         return True if all(json.loads(text)[0] == Form.PARTS.name for text in told) else None
 
     def _is_own(self, form: Form) -> bool:
