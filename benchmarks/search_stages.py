@@ -79,7 +79,7 @@ class Row:
 
 def graph_of(row: Published) -> Graph:
     """The model, captured in half precision."""
-    config = GptConfig(row.layers, row.width, row.heads, vocabulary=VOCABULARY, length=LENGTH)
+    config = GptConfig(row.layers, row.width, row.heads, vocabulary=VOCABULARY, length=LENGTH, by_head=True)
     with torch.device("meta"):
         model, batch = Gpt(config).to(torch.bfloat16).train(), gpt_batch(row.batch, config)
     return capture(model, batch, next_token_loss)
