@@ -3,19 +3,23 @@
     python -m benchmarks.search_stages                    # writes results/search_stages.json
     python -m benchmarks.search_stages --models 39.1b     # some of them
 
-Models, degrees and batches are those of table 1 of Narayanan et al. (arXiv 2104.04473), on DGX A100; micro-batches are
-of one sequence for each data-parallel rank, blocks are run again as there. Both are predicted on the same machine for
-the same batch. Seconds are of the process, from captured graph to pipeline.
+Models, degrees, batches and rates are those of table 1 of Narayanan et al. (arXiv 2104.04473), on DGX A100, as in
+https://github.com/SotaroKaneda/MLCarbon/blob/69070b28de401b6800d30f435db32996473560e2/data/megatron_table.csv.
+Micro-batches are of one sequence for each data-parallel rank, blocks are run again as there; query, key and value of a
+head stand side by side, as in that code. Both are predicted on the same machine for the same batch; what was measured
+follows from the rate by equation 3 there. Seconds of the search are of the process, from captured graph to pipeline.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
 from dataclasses import asdict, dataclass
 from math import inf
+from os import cpu_count
 from pathlib import Path
-from time import process_time
+from time import process_time, strftime
 
 import torch
 
@@ -45,6 +49,15 @@ class Published:
     pp: int
     gpus: int
     batch: int
+    teraflops: float
+    """A second, on each GPU."""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, as it was measured: from the rate, with blocks that are run again among the operations."""
+        layers = 96 * self.batch * LENGTH * self.layers * self.width**2
+        rest = 1 + LENGTH / (6 * self.width) + VOCABULARY / (16 * self.layers * self.width)
+        return layers * rest / (self.gpus * self.teraflops * 1e12)
 
     @property
     def strategy(self) -> str:
@@ -53,12 +66,12 @@ class Published:
 
 
 TABLE = {
-    "39.1b": Published(48, 8192, 64, 8, 2, 512, 1536),
-    "76.1b": Published(60, 10240, 80, 8, 4, 1024, 1792),
-    "145.6b": Published(80, 12288, 96, 8, 8, 1536, 2304),
-    "310.1b": Published(96, 16384, 128, 8, 16, 1920, 2160),
-    "529.6b": Published(105, 20480, 128, 8, 35, 2520, 2520),
-    "1008b": Published(128, 25600, 160, 8, 64, 3072, 3072),
+    "39.1b": Published(48, 8192, 64, 8, 2, 512, 1536, 138),
+    "76.1b": Published(60, 10240, 80, 8, 4, 1024, 1792, 140),
+    "145.6b": Published(80, 12288, 96, 8, 8, 1536, 2304, 148),
+    "310.1b": Published(96, 16384, 128, 8, 16, 1920, 2160, 155),
+    "529.6b": Published(105, 20480, 128, 8, 35, 2520, 2520, 163),
+    "1008b": Published(128, 25600, 160, 8, 64, 3072, 3072, 163),
 }
 
 
@@ -68,7 +81,9 @@ class Row:
 
     model: str
     published: str
+    measured_seconds: float
     published_seconds: float
+    """As predicted."""
     published_fits: bool
     found: str
     found_seconds: float | None
@@ -79,7 +94,7 @@ class Row:
 
 def graph_of(row: Published) -> Graph:
     """The model, captured in half precision."""
-    config = GptConfig(row.layers, row.width, row.heads, vocabulary=VOCABULARY, length=LENGTH)
+    config = GptConfig(row.layers, row.width, row.heads, vocabulary=VOCABULARY, length=LENGTH, by_head=True)
     with torch.device("meta"):
         model, batch = Gpt(config).to(torch.bfloat16).train(), gpt_batch(row.batch, config)
     return capture(model, batch, next_token_loss)
@@ -100,7 +115,7 @@ def compare(name: str, budget: float) -> Row:
     took, best = process_time() - started, search.best
     theirs = _published(graph, machine, row, costs)
     return Row(
-        name, row.strategy, theirs[0], theirs[1], best.pipeline.strategy if best is not None else "",
+        name, row.strategy, row.seconds, theirs[0], theirs[1], best.pipeline.strategy if best is not None else "",
         None if best is None else best.seconds, took, ended,
     )  # fmt: skip
 
@@ -118,7 +133,12 @@ def main() -> None:
     known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     for name in asked.models:
         row = compare(name, asked.budget)
-        known[name] = asdict(row)
+        known[name] = asdict(row) | {
+            "command": f"python -m benchmarks.search_stages --models {name} --budget {asked.budget:g}",
+            "date": strftime("%Y-%m-%d"),
+            "host": f"{platform.machine()}, {cpu_count()} cores shared with other work; steps are predicted",
+            "torch": torch.__version__,
+        }
         print(row, flush=True)
         RESULTS.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 

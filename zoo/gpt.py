@@ -27,6 +27,9 @@ class GptConfig:
     length: int = 1024
     vocabulary: int = 50257
     dropout: float = 0.1
+    by_head: bool = False
+    """Whether query, key and value of a head stand side by side in their layer, as in Megatron-LM: pieces of the layer
+    are then heads."""
 
 
 class CausalAttention(nn.Module):
@@ -34,14 +37,15 @@ class CausalAttention(nn.Module):
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.heads, self.by_head = config.heads, config.by_head
         self.dropout = config.dropout
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.output = nn.Linear(config.width, config.width)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        qkv_BL3HK = self.qkv(x_BLD).unflatten(2, (3, self.heads, -1))
-        q_BHLK, k_BHLK, v_BHLK = (part.transpose(1, 2) for part in qkv_BL3HK.unbind(dim=2))
+        parts = (self.heads, 3, -1) if self.by_head else (3, self.heads, -1)
+        qkv = self.qkv(x_BLD).unflatten(2, parts).unbind(dim=3 if self.by_head else 2)
+        q_BHLK, k_BHLK, v_BHLK = (part_BLHK.transpose(1, 2) for part_BLHK in qkv)
         mixed_BHLK = F.scaled_dot_product_attention(
             q_BHLK, k_BHLK, v_BHLK, dropout_p=self.dropout if self.training else 0.0, is_causal=True
         )

@@ -91,7 +91,9 @@ def make_pipeline(
     seconds = node_seconds(whole, costs or CostModel(), device)
     cuts = cut_in_stages(whole, cut_rows(whole, seconds, [*sizes] * each, _rate(machine)))
     ranks = [tuple(range(end - size, end)) for size, end in zip(sizes, accumulate(sizes), strict=True)]
-    stages = tuple(_stage(number, cut, machine, ranks[number % len(ranks)], request) for number, cut in enumerate(cuts))
+    stages = tuple(
+        _stage(number, cut, machine, ranks[number % len(ranks)], request, whole) for number, cut in enumerate(cuts)
+    )
     schedule = SCHEDULES[name if name != FOUND else "1f1b"](len(sizes), each, micro)
     edges = tuple(sorted({*chain(len(stages)), *stage_edges(stages)}))
     made = Pipeline(
@@ -185,18 +187,20 @@ def _rate(machine: Machine) -> float:
     return min((link.bandwidth for link in links), default=1e10)
 
 
-def _stage(number: int, cut: StageGraph, whole: Machine, ranks: tuple[int, ...], request: Request) -> Stage:
-    machine = devices_of(whole, ranks)
+def _stage(
+    number: int, cut: StageGraph, cluster: Machine, ranks: tuple[int, ...], request: Request, whole: Graph
+) -> Stage:
+    machine = devices_of(cluster, ranks)
     inner = _inner(machine, request)
     settled = settle_draft(cut.graph, drafter(machine, inner))
     laid_out = lay_out(settled, is_stage=True)
     parallel = parallelize(settled.graph, laid_out.leaves, laid_out.choices, laid_out.outputs)
-    segments = segments_for(request.recompute, settled.graph)
+    segments = segments_for(request.recompute, settled.graph, whole)
     plan = Plan(
         graph=parallel,
         mesh=machine.mesh,
         model=Mark(f"stage {number}", ""),
-        machine=Mark(whole.name, whole.fingerprint()),
+        machine=Mark(cluster.name, cluster.fingerprint()),
         strategy=str(settled.draft.request),
         memory=(*settled.draft.memory, *recompute_actions(parallel, segments)),
         substitutions=settled.substitutions,

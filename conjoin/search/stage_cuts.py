@@ -3,9 +3,10 @@
 Nodes stand in the order they run, and a stage is a row of them. With f(s, p) for the least time of the slowest of the
 first s stages, if these end before node p,
 
-    f(s, p) = min over q < p of max(f(s - 1, q), seconds(q..p) / devices(s) + seconds to send what crosses q)
+    f(s, p) = min over q < p of max(f(s - 1, q), (seconds(q..p) + seconds to send what crosses q) / devices(s))
 
-is filled in stage by stage (`cut_rows`). Only places where least has to be sent are tried.
+is filled in stage by stage (`cut_rows`): every device of a stage has a link of its own, for its part of what is sent.
+Only places where least has to be sent are tried.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def cut_rows(graph: Graph, seconds: np.ndarray, sizes: Sequence[int], bytes_per_
     least[0] = 0.0
     steps: list[np.ndarray] = []
     for size in sizes:
-        spent = (upto[None, :] - upto[:, None]) / size + sending[:, None]
+        spent = (upto[None, :] - upto[:, None] + sending[:, None]) / size
         spent[learned[None, :] <= learned[:, None]] = np.inf  # a stage has something to learn
         worst = np.maximum(least[:, None], spent)
         total = worst + 1e-6 * spent  # of equals the shorter rows

@@ -40,8 +40,9 @@ class Breakdown:
 
 def break_down(timeline: Timeline) -> Breakdown:
     """Where the time goes."""
-    which = int(np.argmax(timeline.end))
-    spans = [(task, _of(start, which, timeline), _of(end, which, timeline)) for task, start, end in timeline.times()]
+    last = timeline.end
+    which, shape = int(np.argmax(last)), np.shape(last)
+    spans = [(task, _of(start, which, shape), _of(end, which, shape)) for task, start, end in timeline.times()]
     computed = _union((start, end) for task, start, end in spans if task.stream == COMPUTE)
     communicated = _union((start, end) for task, start, end in spans if task.stream != COMPUTE)
     either = _union([*computed, *communicated])
@@ -82,11 +83,10 @@ def computing_shares(timeline: Timeline) -> NDArray[np.float64]:
 Span = tuple[Instruction, int, int]
 
 
-def _of(ticks: Ticks, which: int, timeline: Timeline) -> int:
+def _of(ticks: Ticks, which: int, shape: tuple[int, ...]) -> int:
     """The time of one class of devices; an axis along which all have the same time has one entry."""
     if not isinstance(ticks, np.ndarray) or not ticks.ndim:
         return int(ticks)
-    shape = np.shape(timeline.end)
     return int(np.broadcast_to(ticks, shape).flat[which])
 
 
@@ -126,9 +126,9 @@ def _collectives(spans: Sequence[Span]) -> tuple[tuple[str, tuple[str, ...], int
 
 def _held_up(spans: Sequence[Span], busy: Sequence[tuple[int, int]], which: int, timeline: Timeline) -> int:
     """How long a device has nothing to do until its host has launched the next task, or is done."""
-    launched, ends = 0, {timeline.ticks}
+    launched, ends, shape = 0, {timeline.ticks}, np.shape(timeline.end)
     for task, start, _ in spans:
-        launched += _of(task.host, which, timeline)
+        launched += _of(task.host, which, shape)
         if start == launched:
             ends.add(start)
     gaps = zip((0, *(end for _, end in busy)), (*(start for start, _ in busy), timeline.ticks), strict=True)

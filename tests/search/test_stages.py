@@ -17,9 +17,10 @@ from conjoin import Wish, verify_plan
 from conjoin.cost import CostModel
 from conjoin.errors import StrategyError, UsageError
 from conjoin.frontends import capture
-from conjoin.ir import Graph, Pipeline
-from conjoin.machine import DeviceType, Link, Machine, NodeKind, parse_machine
-from conjoin.search import find_plan
+from conjoin.ir import Accumulation, Graph, Pipeline
+from conjoin.machine import DeviceType, Link, Machine, NodeKind, devices_of, parse_machine
+from conjoin.ops import Split
+from conjoin.search import find_plan, make_pipeline
 from conjoin.search.stages.cells import find_cells
 from conjoin.search.stages.folds import shorten, stands_for
 from conjoin.search.stages.parts import Division, Part, divisions
@@ -28,7 +29,9 @@ from conjoin.search.stages.programme import Cutting, Programme, Slot
 from conjoin.search.stages.search import StageSearch, micro_batches
 from conjoin.search.stages.tables import BACKWARD, FINISH, FORWARD, KEPT, PEAK
 from conjoin.search.stages.ways import Way, ways_on
-from conjoin.sim import predict_pipeline
+from conjoin.sim import predict, predict_pipeline
+from zoo.gpt import Gpt, GptConfig, gpt_batch
+from zoo.tokens import next_token_loss
 
 
 class Block(nn.Module):
@@ -265,3 +268,52 @@ def test_pipelines_that_are_found_compute_what_the_model_does(devices: int, stag
     assert len(found.stages) == stages
     verdict = verify_plan(found, model, batch, loss=nn.functional.mse_loss, num_steps=2)
     assert verdict.passed, verdict
+
+
+def _stages_of_gpt() -> tuple[Pipeline, Machine]:
+    config = GptConfig(2, 256, 8, length=32, vocabulary=64, by_head=True)
+    with torch.device("meta"):
+        graph = capture(Gpt(config).train(), gpt_batch(16, config), next_token_loss)
+    machine = parse_machine("dgx-h100:4x4")
+    return make_pipeline(graph, machine, "pipeline:pp=2,tp=4,micro=4"), machine
+
+
+def test_passes_of_a_stage_add_up_to_the_step_of_a_plan_in_as_many_micro_batches() -> None:
+    pipeline, machine = _stages_of_gpt()
+    told = predict_pipeline(pipeline, machine, CostModel())
+    for stage, mine in zip(pipeline.stages, told.stages, strict=True):
+        part = devices_of(machine, stage.ranks)
+        three, four = (
+            predict(replace(stage.plan, accumulation=Accumulation(count, (), ())), part, CostModel()).seconds
+            for count in (3, 4)
+        )
+        assert mine.forward + mine.backward == pytest.approx(four - three, rel=1e-6)
+        assert mine.start + 3 * (mine.forward + mine.backward) + mine.finish == pytest.approx(three, rel=0.01)
+
+
+def test_gradients_of_layers_are_summed_over_nodes_once_in_a_step() -> None:
+    pipeline, machine = _stages_of_gpt()
+    stage = pipeline.stages[0]
+    part = devices_of(machine, stage.ranks)
+    sent = []
+    for count in (3, 4):
+        told = predict(replace(stage.plan, accumulation=Accumulation(count, (), ())), part, CostModel())
+        between = [c for c in told.breakdown.collectives if {axis[0] for axis in c[1]} == {"n"}]
+        sent.append(sum(num_bytes for *_, num_bytes in between))
+    assert sent[1] - sent[0] < 0.01 * sent[0], "what one more micro-batch sends are gradients of biases at most"
+
+
+def test_pieces_of_a_projection_by_head_are_heads() -> None:
+    pipeline, _ = _stages_of_gpt()
+    layouts = {leaf.name: leaf.type.layout for leaf in pipeline.stages[0].plan.graph.leaves}
+    assert dict(layouts["blocks.0.attention.qkv.weight"]) == {"d0": Split(0), "d1": Split(0)}
+    assert not pipeline.stages[0].plan.substitutions
+
+
+def test_what_is_sent_does_not_unbalance_stages_of_many_devices() -> None:
+    config = GptConfig(8, 256, 8, length=32, vocabulary=64)
+    with torch.device("meta"):
+        graph = capture(Gpt(config).train(), gpt_batch(64, config), next_token_loss)
+    pipeline = make_pipeline(graph, parse_machine("dgx-h100:8"), "pipeline:pp=2,micro=2")
+    counts = [sum(node.op == "scaled_dot_product_attention" for node in s.plan.graph.nodes) for s in pipeline.stages]
+    assert counts == [4, 4]

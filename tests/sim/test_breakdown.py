@@ -10,8 +10,8 @@ import pytest
 
 from conjoin.cost import Source
 from conjoin.ir import Plan
-from conjoin.sim import Breakdown, Instruction, Phase, Timeline, break_down, run, simulate, to_ticks
-from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE
+from conjoin.sim import Breakdown, Instruction, Phase, Timeline, break_down, engine, run, simulate, to_ticks
+from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, State, Ticks
 from tests.sim.conftest import RoundPrices
 
 
@@ -120,3 +120,22 @@ def test_the_parts_of_a_plan_add_up(
     assert_adds_up(found, timeline)
     assert min(found.forward, found.backward, found.update) > 0
     assert sum(seconds for _, seconds in found.sources) >= found.step - found.waiting - 1e-12
+
+
+def test_the_end_of_a_timeline_is_not_asked_for_with_every_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes through all events: asked for with every task it takes minutes on a step of many micro-batches."""
+    asked, own = 0, engine._latest
+
+    def latest(times: State) -> Ticks:
+        nonlocal asked
+        asked += 1
+        return own(times)
+
+    monkeypatch.setattr(engine, "_latest", latest)
+    counts = []
+    for length in (5, 50):
+        timeline = run([(compute([2, 3], host=1), send(1))] * length, shape=(2,))
+        asked = 0
+        assert_adds_up(break_down(timeline), timeline)
+        counts.append(asked)
+    assert counts[0] == counts[1]
