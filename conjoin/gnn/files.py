@@ -1,7 +1,7 @@
 """Graphs from files as people have them: `.npz`, lists of edges (text, gz), and OGB's folders. Nothing is unpickled.
 
 An `.npz` holds one of: `indptr` and `indices` (scipy's CSR, `data` are weights); `row` and `col` (scipy's COO, as DGL's
-Reddit); `edge_index` (OGB's raw form); each also with the prefix `adj_`. A row of a scipy matrix is a target, and so it is
+Reddit); `edge_index` (OGB's raw form); each also with the prefix `adj_`. A row of a scipy matrix is a target, also
 where columns are stored (CSC). Features, labels and splits, which are vertices or masks, are taken where they are.
 """
 
