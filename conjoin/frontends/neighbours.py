@@ -113,6 +113,8 @@ def _find_added(node: Node) -> _Added | None:
     reduce = _REDUCED.get(node.call["reduce"]) if node.op == "scatter_reduce.two" else "sum"
     if reduce is None or (reduce != "sum" and node.call["include_self"]):
         return None
+    if reduce == "mean" and not rows.type.dtype.is_floating_point:  # rounded down
+        return None
     fits = rows.type.shape[1:] == shape[1:] and rows.type.dtype == node.types[0].dtype and rows.type.shape
     return _Added(rows, target, shape[0], reduce) if fits and len(target.type.shape) == 1 else None
 
@@ -124,6 +126,8 @@ def _spread_from(value: Value) -> Value | None:
         owner = _made_by(value, "expand", "unsqueeze", "reshape")
         is_rows = value.type.shape[:1] == (count,)
         if owner is None or not is_rows or (owner.op != "expand" and value.type.num_elements != count):
+            return None
+        if owner.op == "expand" and len(owner.args[0].type.shape) != len(value.type.shape):  # of columns, not of rows
             return None
         value = owner.args[0]
     return value if value.type.shape == (count,) else None

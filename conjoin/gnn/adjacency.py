@@ -55,10 +55,10 @@ def from_edges(
     >>> from_edges(3, np.array([2, 0]), np.array([1, 1])).indices.tolist()
     [0, 2]
     """
-    if len(sources) != len(targets):
+    if sources.ndim != 1 or sources.shape != targets.shape:
         raise GraphError(
-            f"A graph was asked for of {len(sources)} sources and {len(targets)} targets. "
-            "Every edge has one of each. Give two arrays of one length."
+            f"A graph was asked for of {sources.size} sources and {targets.size} targets. "
+            "Every edge has one of each. Give two arrays of one length, in one dim."
         )
     for vertices in (sources, targets):
         _check_range(vertices, num_vertices)
@@ -113,7 +113,7 @@ def _check_rows(indptr: Ints, indices: Indices) -> None:
             f"{indices.dtype}{list(indices.shape)}. Rows begin at int64 numbers and list int32 or int64 vertices, both "
             "in one dim. Convert them with astype."
         )
-    if len(indptr) < 2:
+    if indptr.size < 2:
         raise GraphError(
             f"A graph was asked for with {max(len(indptr) - 1, 0)} vertices. Nothing can be learned of none. "
             "Give an indptr of at least two entries."

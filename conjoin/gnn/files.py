@@ -1,29 +1,33 @@
 """Graphs from files as people have them: `.npz`, lists of edges (text, gz), and OGB's folders. Nothing is unpickled.
 
 An `.npz` holds one of: `indptr` and `indices` (scipy's CSR, `data` are weights); `row` and `col` (scipy's COO, as DGL's
-Reddit); `edge_index` (OGB's raw form); each also with the prefix `adj_`. A row of a scipy matrix is a target. Features,
-labels and splits are taken where they are.
+Reddit); `edge_index` (OGB's raw form); each also with the prefix `adj_`. A row of a scipy matrix is a target, also
+where columns are stored (CSC). Features, labels and splits, which are vertices or masks, are taken where they are.
 """
 
 from __future__ import annotations
 
 import gzip
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tokenize import TokenError
 from typing import TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from conjoin.errors import GraphError
-from conjoin.gnn.adjacency import Adjacency, Ints, from_edges, narrow
+from conjoin.gnn.adjacency import Adjacency, Ints, from_edges, narrow, transposed
 
 MAX_BYTES = 64 << 30
 """What a file may unpack to, unless more is allowed: a compressed file of a megabyte can hold a terabyte of zeros."""
 LINES = 1 << 20
 """Lines of text that are read at a time."""
+
+_DAMAGED = ValueError, EOFError, OSError, MemoryError, zlib.error
 
 FEATURES = ("features", "feat", "feature", "x", "node_feat", "attr_matrix")
 LABELS = ("labels", "label", "y", "node_label")
@@ -42,9 +46,10 @@ class GraphData:
     def __post_init__(self) -> None:
         rows = self.adjacency.num_vertices
         for name, values in (("features", self.features), ("labels", self.labels)):
-            if values is not None and len(values) != rows:
+            if values is not None and values.shape[:1] != (rows,):
+                found = values.shape[0] if values.ndim else "no"
                 raise GraphError(
-                    f"A graph of {rows} vertices was asked for with {len(values)} rows of {name}. Each vertex has one. "
+                    f"A graph of {rows} vertices was asked for with {found} rows of {name}. Each vertex has one. "
                     "Give files that belong together."
                 )
         for name, vertices in self.splits.items():
@@ -63,6 +68,16 @@ def load_graph(path: str | Path, num_vertices: int | None = None, max_bytes: int
     path = Path(path)
     if not path.exists():
         raise GraphError(f"A graph was asked for from {path}. There is no such file. Check the path.")
+    try:
+        return _load(path, num_vertices, max_bytes)
+    except MemoryError as error:
+        raise GraphError(
+            f"A graph was asked for from {path}. It does not fit in this computer's memory: {error}. Number vertices "
+            "from 0 on without gaps, or use a larger computer."
+        ) from error
+
+
+def _load(path: Path, num_vertices: int | None, max_bytes: int) -> GraphData:
     if path.is_dir():
         return _load_folder(path, max_bytes)
     if path.suffix == ".npz":
@@ -104,14 +119,14 @@ def _load_tables(raw: Path, max_bytes: int) -> GraphData:
             f"A graph was asked for from the folder {raw}. It has neither data.npz nor edge.csv.gz with "
             "num-node-list.csv.gz. Give the folder that OGB unpacked, or the one named raw in it."
         )
-    nodes = _integers(_table(counts, max_bytes).ravel(), counts)
+    nodes = _one_graph(_integers(_table(counts, max_bytes).ravel(), counts), counts)
     weights = _beside(raw, "edge-weight.csv")
     table = _table(edges, max_bytes)
     if weights is not None:
         table = np.column_stack([table[:, :2], _table(weights, max_bytes)[:, :1]])
     features, labels = _beside(raw, "node-feat.csv"), _beside(raw, "node-label.csv")
     return GraphData(
-        _from_table(table, int(nodes.sum()), edges),
+        _from_table(table, nodes, edges),
         None if features is None else _table(features, max_bytes).astype(np.float32),
         None if labels is None else _labels(_table(labels, max_bytes)),
     )
@@ -128,7 +143,7 @@ def _arrays(path: Path, max_bytes: int) -> dict[str, NDArray[np.generic]]:
             _check_bytes(path, sum(item.file_size for item in archive.infolist()), max_bytes)
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
-    except (ValueError, EOFError, OSError, MemoryError, zipfile.BadZipFile) as error:
+    except (*_DAMAGED, zipfile.BadZipFile, TokenError, SyntaxError) as error:
         raise GraphError(
             f"A graph was asked for from {path}. It cannot be read as arrays of numbers: {error}. "
             "Write it again with numpy.savez; objects are never unpickled."
@@ -137,12 +152,14 @@ def _arrays(path: Path, max_bytes: int) -> dict[str, NDArray[np.generic]]:
 
 def _from_arrays(arrays: Mapping[str, NDArray[np.generic]], path: Path) -> GraphData:
     known = {name.removeprefix("adj_"): values for name, values in arrays.items()}
-    weights = _weights(next((known[name] for name in ("weights", "data", "edge_weight") if name in known), None))
-    count = _num_vertices(known, path)
+    stored = next((known[name] for name in ("weights", "data", "edge_weight") if name in known), None)
+    weights, count = _floats(stored, path), _num_vertices(known, path)
     if {"indptr", "indices"} <= set(known):
         indices = _vertices(known["indices"], path)
         indptr = _vertices(known["indptr"], path)
-        adjacency = Adjacency(indptr, narrow(indices, len(indptr) - 1) if _fits(indices) else indices, weights)
+        adjacency = Adjacency(indptr, narrow(indices, indptr.size - 1) if _fits(indices) else indices, weights)
+        if "format" in known and known["format"].astype(str) == "csc":  # what is stored are columns
+            adjacency = transposed(adjacency)
     elif {"row", "col"} <= set(known):
         adjacency = from_edges(count, _vertices(known["col"], path), _vertices(known["row"], path), weights)
     elif "edge_index" in known and known["edge_index"].ndim == 2 and len(known["edge_index"]) == 2:
@@ -155,23 +172,34 @@ def _from_arrays(arrays: Mapping[str, NDArray[np.generic]], path: Path) -> Graph
         )
     features = next((known[name] for name in FEATURES if name in known), None)
     labels = next((known[name] for name in LABELS if name in known), None)
-    splits = {name.removeprefix("split_"): _vertices(v, path) for name, v in known.items() if name.startswith("split_")}
-    return GraphData(adjacency, _weights(features), None if labels is None else _labels(labels), splits)
+    splits = {name.removeprefix("split_"): _members(v, path) for name, v in known.items() if name.startswith("split_")}
+    return GraphData(adjacency, _floats(features, path), None if labels is None else _labels(labels), splits)
 
 
 def _num_vertices(known: Mapping[str, NDArray[np.generic]], path: Path) -> int:
     """How many vertices an archive says there are, or else what its edges name."""
     for name in ("num_nodes_list", "num_nodes", "num_vertices"):
         if name in known:
-            return int(_vertices(known[name].ravel(), path).sum())
+            return _one_graph(_vertices(known[name].ravel(), path), path)
     if "shape" in known:
         return int(_vertices(known["shape"].ravel(), path).max(initial=0))
     named = [known[name] for name in ("row", "col", "edge_index") if name in known and known[name].size]
     return max((int(_vertices(vertices, path).max()) + 1 for vertices in named), default=0)
 
 
+def _one_graph(counts: Ints, path: Path) -> int:
+    """How many vertices there are: edges of several graphs are numbered anew in each, and would be taken for one's."""
+    if len(counts) != 1 or counts[0] < 0:
+        raise GraphError(
+            f"A graph was asked for from {path}, which says it holds {len(counts)} graphs of {counts[:4].tolist()} "
+            "vertices. There must be one, of a number of vertices. Put several together, each numbered after the one "
+            "before, or give one of them."
+        )
+    return int(counts[0])
+
+
 def _fits(indices: Ints) -> bool:
-    return not len(indices) or -(2**31) <= int(indices.min()) <= int(indices.max()) < 2**31
+    return not indices.size or -(2**31) <= int(indices.min()) <= int(indices.max()) < 2**31
 
 
 def _from_table(table: NDArray[np.float64], num_vertices: int | None, path: Path) -> Adjacency:
@@ -200,7 +228,7 @@ def _table(path: Path, max_bytes: int) -> NDArray[np.float64]:
                 delimiter = "," if "," in lines[0] else None
                 parts.append(np.loadtxt(lines, delimiter=delimiter, ndmin=2, comments=None))
         return np.concatenate(parts) if parts else np.empty((0, 2))
-    except (ValueError, EOFError, OSError, UnicodeDecodeError) as error:
+    except _DAMAGED as error:
         raise GraphError(
             f"A graph was asked for from {path}. It is not a table of numbers, the same count in each line: {error}. "
             "Give a line for each row, its numbers apart by spaces or commas."
@@ -244,14 +272,29 @@ def _integers(values: NDArray[np.float64], path: Path) -> Ints:
 
 
 def _vertices(values: NDArray[np.generic], path: Path) -> Ints:
-    if np.issubdtype(values.dtype, np.unsignedinteger) or np.issubdtype(values.dtype, np.signedinteger):
+    _check_numbers(values, path)
+    if np.issubdtype(values.dtype, np.integer):
         return values.astype(np.int64)
     return _integers(values.astype(np.float64), path)
 
 
-def _weights(values: NDArray[np.generic] | None) -> NDArray[np.floating] | None:
+def _members(values: NDArray[np.generic], path: Path) -> Ints:
+    """Vertices as numbers, or as a mask of all of them."""
+    return np.flatnonzero(values).astype(np.int64) if values.dtype == np.bool_ else _vertices(values, path)
+
+
+def _check_numbers(values: NDArray[np.generic], path: Path) -> None:
+    if values.dtype.kind not in "biuf":
+        raise GraphError(
+            f"A graph was asked for from {path}, in which there is an array of {values.dtype}. Edges, weights and "
+            "features are real numbers. Write it again with arrays of integers and floats."
+        )
+
+
+def _floats(values: NDArray[np.generic] | None, path: Path) -> NDArray[np.floating] | None:
     if values is None:
         return None
+    _check_numbers(values, path)
     return values.astype(np.float64 if values.dtype == np.float64 else np.float32, copy=False)
 
 
@@ -259,6 +302,7 @@ def _labels(values: NDArray[np.generic]) -> NDArray[np.generic]:
     """One number a vertex where there is one, and whole numbers as such; where it is not known (papers100M), -1."""
     flat = values[:, 0] if values.ndim == 2 and values.shape[1] == 1 else values
     if np.issubdtype(flat.dtype, np.floating):
-        known = np.nan_to_num(flat.astype(np.float64), nan=-1.0)
-        return known.astype(np.int64) if (known == np.rint(known)).all() else flat
+        known = np.where(np.isnan(flat), -1.0, flat.astype(np.float64))
+        whole = (known == np.rint(known)) & (np.abs(known) < 2**53)
+        return known.astype(np.int64) if whole.all() else flat
     return flat

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from conjoin.errors import UsageError
 from conjoin.ops.compiled_kernels import is_compiled_for, run_kernel
-from conjoin.ops.edges import Edges, EdgeWindow, Order, edges_of, identity, of_graph
+from conjoin.ops.edges import Edges, EdgeWindow, Order, are_equal, edges_of, identity, of_graph, tells_of_writes
 
 REDUCTIONS = ("sum", "mean", "max")
 _FEW = 1 << 16
@@ -64,10 +65,10 @@ def aggregate_once(  # noqa: PLR0913 - as above
 ) -> Tensor:
     """The same of features that stay as they are: made at the first call, and anew only for others.
 
-    They are others where they lie elsewhere, or were written to. What is to have a gradient is made anew every time.
+    They are others where they lie elsewhere, or were written to, or, where writes are not counted, say something else.
+    What is to have a gradient is made anew every time.
     """
-    changing = [t for t in (x, weight) if t is not None and (t.is_inference() or t.requires_grad)]
-    if x.is_meta or changing:
+    if x.is_meta or any(t is not None and t.requires_grad for t in (x, weight)):
         return aggregate(x, source, target, weight, vertices, reduce, window)
     use = "once", window_of(x, vertices, window), reduce
     kept = of_graph(source, target, use, lambda *_: _Kept())
@@ -79,16 +80,28 @@ class _Kept:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._of: tuple[Tensor | None, ...] = ()
-        self._key: tuple[object, ...] = ()
-        self._made: Tensor | None = None
+        self._of: tuple[tuple[Tensor, tuple[object, ...]], ...] = ()
+        self._made: tuple[Tensor, int] | None = None
+        """With how often it was written to: whoever gets it might."""
 
     def find(self, x: Tensor, weight: Tensor | None, make: Callable[[], Tensor]) -> Tensor:
-        key = (*identity(x), *(() if weight is None else identity(weight)))
+        given = (x,) if weight is None else (x, weight)
         with self._lock:
-            if self._made is None or self._key != key:
-                self._of, self._key, self._made = (x, weight), key, make()
-            return self._made
+            same = len(given) == len(self._of) and all(map(_is_still, given, self._of))
+            if self._made is not None and same and self._made[0]._version == self._made[1]:
+                return self._made[0]
+            with torch.inference_mode(False), torch.no_grad():  # what is made in a test serves training too
+                made = make()
+                held = [tensor if tells_of_writes(tensor) else tensor.clone() for tensor in given]
+            self._of, self._made = tuple((tensor, identity(tensor)) for tensor in held), (made, made._version)
+            return made
+
+
+def _is_still(tensor: Tensor, held: tuple[Tensor, tuple[object, ...]]) -> bool:
+    """Whether a tensor says what one said when it was held."""
+    if tells_of_writes(tensor):
+        return identity(tensor) == held[1]
+    return identity(held[0]) == held[1] and are_equal(tensor, held[0])
 
 
 def edge_softmax(scores: Tensor, target: Tensor, vertices: int) -> Tensor:
@@ -145,6 +158,11 @@ def aggregate_over(edges: Edges, x: Tensor, weight: Tensor | None, reduce: str) 
     if reduce == "max":
         greatest: Tensor = _Greatest.apply(x, edges)  # type: ignore[no-untyped-call]
         return greatest
+    if weight is not None and weight.shape[:1] != (edges.num_edges,):
+        raise UsageError(
+            f"A graph of {edges.num_edges} edges was given with weights of shape {list(weight.shape)}. Every edge has "
+            f"its own, in the order of the edges. Give as many weights as edges."
+        )
     total: Tensor = _Sum.apply(x, weight, edges, False)  # type: ignore[no-untyped-call]
     if reduce == "sum":
         return total
@@ -211,7 +229,7 @@ def _summed(x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
         run_kernel("sum", x, order.first, order.others, weight, None, made, *shape)
         return made
     made = x.new_zeros(num_rows, heads, size // heads)
-    flat = x.reshape(-1, heads, size // heads)
+    flat = x.reshape(x.shape[0], heads, size // heads)
     rows = torch.arange(num_rows, device=x.device).repeat_interleave(order.first.diff())
     at_once = max(_CHUNK // max(size, 1), 1)
     for start in range(0, rows.shape[0], at_once):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from conjoin.environment import cache_directory
+from conjoin.errors import ConjoinError
 
 _log = logging.getLogger("conjoin")
 _SOURCE = Path(__file__).with_name("aggregation.c")
@@ -24,6 +25,7 @@ _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fassociative-math", "-fno
           "-fopenmp", "-shared", "-fPIC")  # fmt: skip
 """Sums may be taken in another order, so that they are taken several at a time; numbers that are none stay none."""
 _SECONDS = 120
+_OTHERS_WRITE = 0o022
 _NAMES = {torch.float32: "float", torch.float64: "double"}
 
 
@@ -34,17 +36,48 @@ def compiled_kernels() -> ctypes.CDLL | None:
     if compiler is None:
         _log.info("There is no C compiler: graphs are aggregated by torch, which takes longer.")
         return None
-    said = "\n".join((_SOURCE.read_text(), compiler, *_FLAGS, platform.platform(), platform.processor()))
-    folder = cache_directory() / "kernels"
-    path = folder / f"aggregation-{hashlib.sha256(said.encode()).hexdigest()[:16]}.so"
     try:
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            _compile(compiler, path)
-        return ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
+        said = "\n".join((_SOURCE.read_text(encoding="utf-8"), compiler, *_FLAGS, platform.platform(), _processor()))
+        folder = cache_directory() / "kernels"
+        _make_closed(folder)
+        return _loaded(compiler, folder / f"aggregation-{hashlib.sha256(said.encode()).hexdigest()[:16]}.so")
+    except (OSError, subprocess.SubprocessError, ConjoinError) as error:
         _log.info("Kernels for graphs could not be compiled, so that torch aggregates, which takes longer. %s", error)
         return None
+
+
+def _processor(told: Path = Path("/proc/cpuinfo")) -> str:
+    """What the processor can do: a home directory may be that of several computers, and the library is for one kind."""
+    if not told.exists():
+        return platform.processor()
+    kinds = ("model name", "flags", "Features", "CPU implementer", "CPU part", "isa")
+    lines = told.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
+
+
+def _make_closed(folder: Path) -> None:
+    """A folder that nobody else writes to: what is loaded from it is run."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if os.name == "posix" and not _is_closed(folder):
+        folder.chmod(folder.stat().st_mode & ~_OTHERS_WRITE)  # refused where it is somebody else's
+        if not _is_closed(folder):
+            raise PermissionError(f"Others may write to {folder}.")
+
+
+def _is_closed(path: Path) -> bool:
+    found = path.stat()
+    return found.st_uid in (0, os.getuid()) and not found.st_mode & _OTHERS_WRITE
+
+
+def _loaded(compiler: str, path: Path) -> ctypes.CDLL:
+    """The library at a place, compiled where there is none that may be trusted and read."""
+    try:
+        if path.exists() and (os.name != "posix" or _is_closed(path)):
+            return ctypes.CDLL(str(path))
+    except OSError as error:
+        _log.info("Kernels for graphs are compiled again. %s", error)
+    _compile(compiler, path)
+    return ctypes.CDLL(str(path))
 
 
 def _compile(compiler: str, path: Path) -> None:
@@ -54,6 +87,7 @@ def _compile(compiler: str, path: Path) -> None:
     try:
         command = [compiler, *_FLAGS, str(_SOURCE), "-o", made]
         subprocess.run(command, check=True, capture_output=True, timeout=_SECONDS)
+        Path(made).chmod(0o700)
         Path(made).replace(path)
     finally:
         Path(made).unlink(missing_ok=True)

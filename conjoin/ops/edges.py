@@ -2,7 +2,8 @@
 
 A graph is two lists, the sources and the targets of its edges. What adds up over them needs the edges of each target
 together, and its gradient those of each source. Both orders are kept for the graphs that were seen last: a graph is the
-same if its lists lie where they did and were not written to since, or else if they say the same.
+same if its lists lie where they did and were not written to since, or else if they say the same. Memory that torch did
+not take itself, as an array of numpy, is written to without its tensors telling: there, what is said is compared.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Order:
 
 
 class Edges:
-    """The edges of one graph that are here, in both orders."""
+    """The edges of one graph that are here, in both orders; what is made of them in a test serves training too."""
 
     def __init__(self, source: Tensor, target: Tensor, window: EdgeWindow) -> None:
         check_ends(source, "source", window.all_sources)
@@ -69,24 +70,28 @@ class Edges:
         self._ends = source, target
 
     @cached_property
+    @torch.inference_mode(False)
     def by_target(self) -> Order:
         """For every target the sources of its edges."""
         source, target = self._ends
         return self._order(target, source, self.window.num_targets)
 
     @cached_property
+    @torch.inference_mode(False)
     def by_source(self) -> Order:
         """For every source the targets of its edges."""
         source, target = self._ends
         return self._order(source, target, self.window.num_sources)
 
     @cached_property
+    @torch.inference_mode(False)
     def targets(self) -> Tensor:
         """The target of each edge in the order of targets."""
         rows = torch.arange(self.window.num_targets, device=self.by_target.first.device)
         return rows.repeat_interleave(self.by_target.first.diff())
 
     @cached_property
+    @torch.inference_mode(False)
     def num_incoming(self) -> Tensor:
         """How many edges come to each target, at least 1."""
         return self.by_target.first.diff().clamp_(min=1)
@@ -130,7 +135,7 @@ class _Seen(NamedTuple):
         return (
             self.use == use
             and self.key == _key(*self.ends, use)
-            and all(map(_are_equal, self.ends, (source, target)))
+            and all(map(are_equal, self.ends, (source, target)))
         )
 
 
@@ -143,17 +148,21 @@ class _Memory:
 
     def find(self, source: Tensor, target: Tensor, use: Hashable, make: Callable[[Tensor, Tensor], Any]) -> Any:
         """What was made of a graph for a use before, or is made now."""
-        if source.is_inference() or target.is_inference():  # these do not tell when they are written to
-            source, target = source.clone(), target.clone()
-        key = _key(source, target, use)
+        tells, key = tells_of_writes(source) and tells_of_writes(target), _key(source, target, use)
         with self._lock:
-            if key in self._seen:
+            if tells and key in self._seen:
                 self._seen.move_to_end(key)
                 return self._seen[key].made
-            known = tuple(self._seen.values())
+            known = tuple(reversed(self._seen.values()))
         same = next((seen for seen in known if seen.says(source, target, use)), None)
-        made = make(source, target) if same is None else same.made
+        with torch.inference_mode(False):  # what is made in a test serves training too
+            if not tells:
+                source, target = (source.clone(), target.clone()) if same is None else same.ends
+                key = _key(source, target, use)
+            made = make(source, target) if same is None else same.made
         with self._lock:
+            if same is not None:  # a model that makes its edges in every step does not leave all of them here
+                self._seen.pop(same.key, None)
             self._seen[key] = _Seen(key, (source, target), use, made)
             while len(self._seen) > self._size:
                 self._seen.popitem(last=False)
@@ -164,13 +173,19 @@ def _key(source: Tensor, target: Tensor, use: Hashable) -> _Key:
     return (*identity(source), *identity(target), use)
 
 
+def tells_of_writes(tensor: Tensor) -> bool:
+    """Whether a tensor counts all writes to it: not in inference mode, nor in memory that torch did not take itself."""
+    return not tensor.is_inference() and tensor.untyped_storage().resizable()
+
+
 def identity(tensor: Tensor) -> _Key:
     """Where a tensor lies and how often that was written to: while it is held, equal only for what says the same."""
     version = -1 if tensor.is_inference() else tensor._version
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, version
 
 
-def _are_equal(one: Tensor, other: Tensor) -> bool:
+def are_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors say the same."""
     alike = one.shape == other.shape and one.device == other.device and one.dtype == other.dtype
     return alike and torch.equal(one, other)
 

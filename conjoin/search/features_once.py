@@ -54,11 +54,17 @@ def _aggregates_constants(graph: Graph, node: Node) -> bool:
     if node.op != AGGREGATE or node.call["reduce"] not in _LINEAR or node.call["window"]:
         return False
     layer = _layer(node)
-    if layer is not None and (graph.users[Value(layer)] != (node,) or len(node.args[0].type.shape) != 2):
+    if layer is not None and (graph.users[Value(layer)] != (node,) or not _is_alike_for_features(node)):
         return False
     features = node.args[0] if layer is None else layer.args[0]
     edges = [arg for arg in node.args[1:4] if isinstance(arg, Value)]
     return isinstance(features.owner, Leaf) and all(_stays(graph, value) for value in (features, *edges))
+
+
+def _is_alike_for_features(node: Node) -> bool:
+    """Whether every feature of a row is aggregated alike: an edge may have a weight, but not one for each feature."""
+    x, weight = node.args[0], node.args[3]
+    return len(x.type.shape) == 2 and (weight is None or len(weight.type.shape) == 1)
 
 
 def _stays(graph: Graph, value: Value) -> bool:

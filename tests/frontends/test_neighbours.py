@@ -30,6 +30,10 @@ def softmax(scores: Tensor, target: Tensor) -> Tensor:
     return powers / scores.new_zeros(V, scores.shape[1]).index_add(0, target, powers)[target]
 
 
+def mean_of(x: Tensor, source: Tensor, target: Tensor) -> Tensor:
+    return torch.zeros_like(x).scatter_reduce(0, spread(target, x[source]), x[source], "mean", include_self=False)
+
+
 KNOWN: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "index_add": lambda x, s, t, w: torch.zeros_like(x).index_add(0, t, x[s]),
     "in place": lambda x, s, t, w: torch.zeros_like(x).index_add_(0, t, x.index_select(0, s) * w[:, None]),
@@ -45,6 +49,8 @@ OTHERS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "of both ends": lambda x, s, t, w: torch.zeros_like(x).index_add(0, t, x[s] + x[t]),
     "not of rows": lambda x, s, t, w: torch.zeros_like(x).index_add(0, t, x[s].relu()),
     "mean with the zero": lambda x, s, t, w: torch.zeros_like(x).scatter_reduce(0, spread(t, x[s]), x[s], "mean"),
+    "by columns": lambda x, s, t, w: torch.zeros_like(x).scatter_add(0, t[:F].expand(F, F), x[s[:F]]),
+    "mean of whole numbers": lambda x, s, t, w: x * mean_of((x.detach() * 8).long(), s, t),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from conjoin.errors import GraphError
 from conjoin.gnn import GraphData, from_edges, load_graph, save_graph
 
 SOURCES, TARGETS = np.array([2, 0, 3, 3]), np.array([0, 1, 0, 3])
-GRAPH = from_edges(5, SOURCES, TARGETS)
+GRAPH, TURNED = from_edges(5, SOURCES, TARGETS), from_edges(5, TARGETS, SOURCES)
 
 
 def same(data: GraphData, num_vertices: int = 5) -> bool:
@@ -37,12 +38,54 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
         {"edge_index": np.stack([SOURCES, TARGETS]), "num_nodes_list": np.array([5])},
         {"adj_indptr": GRAPH.indptr.astype(np.int32), "adj_indices": GRAPH.indices, "adj_shape": np.array([5, 5])},
         {"indptr": GRAPH.indptr, "indices": GRAPH.indices, "x": np.ones((5, 3)), "y": np.zeros(5)},
+        {"indptr": TURNED.indptr, "indices": TURNED.indices, "format": np.array(b"csc"), "shape": np.array([5, 5])},
     ],
-    ids=["coo", "ogb", "adj", "csr"],
+    ids=["coo", "ogb", "adj", "csr", "csc"],
 )
 def test_archives_of_others_are_read(tmp_path: Path, arrays: dict[str, np.ndarray]) -> None:
     np.savez_compressed(tmp_path / "graph.npz", **arrays)
     assert same(load_graph(tmp_path / "graph.npz"))
+
+
+def test_splits_may_be_masks_and_labels_stay_what_they_are(tmp_path: Path) -> None:
+    mask, labels = np.array([True, False, False, True, True]), np.array([np.inf, 1, np.nan, 2, 3])
+    arrays = {"edge_index": np.stack([SOURCES, TARGETS]), "num_nodes": np.array(5), "split_train": mask, "y": labels}
+    np.savez(tmp_path / "graph.npz", **arrays)
+    data = load_graph(tmp_path / "graph.npz")
+    assert data.splits["train"].tolist() == [0, 3, 4]
+    np.testing.assert_array_equal(data.labels, labels)  # no whole number stands for what is infinite
+
+
+EDGES = np.array([[0, 1], [1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"edge_index": EDGES, "num_nodes_list": np.array([2, 2])}, "holds 2 graphs"),
+        ({"edge_index": EDGES.astype(complex)}, "an array of complex128"),
+        ({"edge_index": EDGES.astype(str)}, "real numbers"),
+        ({"edge_index": EDGES, "x": np.array(["a", "b"])}, "real numbers"),
+        ({"edge_index": EDGES, "x": np.array(1.0)}, "no rows of features"),
+        ({"row": EDGES, "col": EDGES}, "in one dim"),
+        ({"indptr": np.array(1), "indices": np.array([0])}, "in one dim"),
+    ],
+)
+def test_arrays_that_are_no_graph_are_refused(tmp_path: Path, arrays: dict[str, np.ndarray], words: str) -> None:
+    np.savez(tmp_path / "graph.npz", **arrays)
+    with pytest.raises(GraphError, match=words):
+        load_graph(tmp_path / "graph.npz")
+
+
+def test_a_damaged_header_and_damaged_bytes_are_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "graph.npz", "w") as archive:
+        archive.writestr("indptr.npy", b"\x93NUMPY\x01\x00\x10\x00{'descr': [[[[[[")
+    packed = bytearray(gzip.compress(bytes(range(256)) * 4))
+    packed[10:30] = b"\xff" * 20
+    (tmp_path / "edges.gz").write_bytes(packed)
+    for name in ("graph.npz", "edges.gz"):
+        with pytest.raises(GraphError, match=r"cannot be read|not a table"):
+            load_graph(tmp_path / name)
 
 
 @pytest.mark.parametrize("separator", [" ", "\t", ",", ", "])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -9,11 +10,13 @@ from torch import Tensor
 from conjoin.errors import UsageError
 from conjoin.ops import (
     AGGREGATE,
+    AGGREGATE_ONCE,
     EDGE_SOFTMAX,
     Call,
     TensorType,
     aggregation,
     bytes_read,
+    edges,
     find_operator,
     find_spec,
     flops,
@@ -81,6 +84,73 @@ def test_a_graph_that_is_written_to_is_another_graph() -> None:
     source[1] = 2
     sums.append(find_operator(AGGREGATE)(x, source, target, None, 3, "sum")[2].item())
     assert sums == [1.0, 2.0]
+
+
+def test_a_graph_in_an_array_that_is_filled_again_is_another_graph() -> None:
+    x, sources = torch.arange(3.0)[:, None], numpy.array([0, 1])
+    sums = []
+    for second in (1, 2):
+        sources[1] = second  # no tensor counts this
+        ends = torch.from_numpy(sources), torch.tensor([2, 2])
+        sums += [find_operator(made)(x, *ends, None, 3, "sum")[2].item() for made in (AGGREGATE, AGGREGATE_ONCE)]
+    assert sums == [1.0, 1.0, 2.0, 2.0]
+
+
+def test_features_in_an_array_and_sums_that_were_written_to_are_made_anew() -> None:
+    features, ends = numpy.ones((3, 1), numpy.float32), torch.tensor([0, 1])
+    sums = []
+    for _ in range(3):
+        made = aggregation.aggregate_once(torch.from_numpy(features), ends, ends, None, 3, "sum")
+        sums.append(float(made.sum()))
+        features *= 2
+        made.add_(1)
+    assert sums == [2.0, 4.0, 8.0]
+    kept = aggregation.aggregate_once(torch.from_numpy(features), ends, ends, None, 3, "sum")
+    assert aggregation.aggregate_once(torch.from_numpy(features), ends, ends, None, 3, "sum") is kept
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "attention"])
+def test_what_is_kept_in_a_test_serves_training(reduce: str) -> None:
+    ends = torch.tensor([3, 0, 1, 1]), torch.tensor([1, 0, 3, 2])
+    weight = torch.ones(4, 2, requires_grad=True)
+
+    def loss() -> Tensor:
+        if reduce == "attention":
+            return aggregation.graph_attention(weight[..., None], weight, weight, *ends, 4, 0.2).square().sum()
+        fixed = aggregation.aggregate_once(torch.ones(4, 2), *ends, None, 4, reduce)
+        return (aggregation.aggregate(fixed * weight, *ends, None, 4, reduce) * fixed).sum()
+
+    with torch.inference_mode():
+        want = loss()
+    made = loss()
+    made.backward()
+    torch.testing.assert_close(made.detach(), want.clone())
+    assert weight.grad is not None and weight.grad.isfinite().all()
+
+
+def test_edges_that_are_made_in_every_step_are_not_all_held() -> None:
+    x, ends = torch.ones(4, 1), torch.tensor([[0, 1, 3], [3, 2, 1]])
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            for _ in range(5):
+                made = ends + 0
+                find_operator(AGGREGATE)(x, made[0], made[1], None, 4, "sum")
+    graphs = [seen for seen in edges._SEEN._seen.values() if torch.equal(seen.ends[0], ends[0])]
+    assert len(graphs) == 1
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("count", [1, 3])
+def test_weights_of_other_edges_are_refused(count: int) -> None:
+    ends = torch.tensor([0, 1])
+    with pytest.raises(UsageError, match=rf"2 edges .* \[{count}\]\. .* as many weights as edges"):
+        find_operator(AGGREGATE)(torch.ones(2, 1), ends, ends, torch.ones(count), 2, "sum")
+
+
+@pytest.mark.usefixtures("way")
+def test_rows_of_no_features() -> None:
+    ends = torch.tensor([0, 1])
+    assert find_operator(AGGREGATE)(torch.ones(2, 0), ends, ends, None, 3, "mean").shape == (3, 0)
 
 
 def test_a_graph_is_ordered_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,22 @@ def test_features_that_are_written_to_are_others() -> None:
     assert sums == [4.0, 4.0, 8.0]
 
 
+class PerFeature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: Tensor, graph: Tensor, weight: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_add(0, graph[1], self.layer(x)[graph[0]] * weight)
+
+
+def test_weights_for_each_feature_are_not_moved_before_the_layer() -> None:
+    inputs = torch.randn(6, 4), edges("random", 6), torch.rand(18, 4)
+    sample = captured(PerFeature(), (*inputs, torch.zeros(6, 4)), nn.functional.mse_loss)
+    with pytest.raises(StrategyError, match="aggregated once"):
+        by_strategy(sample, "vertex-parallel:once", 2)
+
+
 class Dropping(nn.Module):
     def forward(self, x: Tensor, graph: Tensor) -> Tensor:
         rows = nn.functional.dropout(x, 0.5)[graph[0]]
