@@ -143,7 +143,7 @@ def main() -> None:
     }
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     head = json.dumps(about, indent=1)[:-2]
-    RESULT.write_text(f'{head},\n "rows": [\n  {lines}\n ]\n}}\n')
+    RESULT.write_text(f'{head},\n "rows": [\n  {lines}\n ]\n}}\n', encoding="utf-8")
 
 
 if __name__ == "__main__":

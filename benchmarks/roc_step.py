@@ -151,7 +151,7 @@ def main() -> None:
         "date": str(date.today()), "vertices": options.vertices, "edges": options.edges,
         "command": " ".join(("python -m benchmarks.roc_step", *sys.argv[1:])),
     }  # fmt: skip
-    options.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    options.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import argparse
 import json
 import platform
 from dataclasses import asdict, dataclass
-from math import inf
 from os import cpu_count
 from pathlib import Path
 from time import process_time, strftime
@@ -27,9 +26,7 @@ from conjoin.cost import CostModel
 from conjoin.frontends import capture
 from conjoin.ir import Graph
 from conjoin.machine import Machine, parse_machine
-from conjoin.search import make_pipeline
-from conjoin.search.stages.plans import Model
-from conjoin.search.stages.search import Over, StageSearch
+from conjoin.search import Stopped, Wish, find_plan, make_pipeline
 from conjoin.sim import predict_pipeline
 from zoo.gpt import Gpt, GptConfig, gpt_batch
 from zoo.tokens import next_token_loss
@@ -105,18 +102,12 @@ def compare(name: str, budget: float) -> Row:
     row, costs = TABLE[name], CostModel()
     graph, machine = graph_of(row), parse_machine(f"dgx-a100:{row.gpus // 8}")
     started = process_time()
-
-    def check(doing: str) -> None:
-        if process_time() - started > budget:
-            raise Over
-
-    search = StageSearch(Model(graph, machine, costs, "adam", machine.usable_bytes), lambda: inf, check)
-    ended = search.run()
-    took, best = process_time() - started, search.best
+    found = find_plan(graph, machine, costs, Wish(budget=10 * budget, cpu_budget=budget, optimizer="adam"))
+    took = process_time() - started
     theirs = _published(graph, machine, row, costs)
     return Row(
-        name, row.strategy, row.seconds, theirs[0], theirs[1], best.pipeline.strategy if best is not None else "",
-        None if best is None else best.seconds, took, ended,
+        name, row.strategy, row.seconds, theirs[0], theirs[1], found.plan.strategy, found.seconds_per_step, took,
+        found.stopped is Stopped.CONVERGED,
     )  # fmt: skip
 
 

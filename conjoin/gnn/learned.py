@@ -130,9 +130,9 @@ def parse_model(text: str) -> PartitionModel:
 def _check_widths(model: PartitionModel, features: Features) -> None:
     if model.widths != features.widths:
         raise GraphError(
-            f"A model of layers that aggregate rows of widths {model.widths} was asked about a graph's features for "
-            f"widths {features.widths}. The weights of one are not those of the other. Make the features for the "
-            "model's widths."
+            f"A model of layers that aggregate rows of widths {model.widths} was asked about features of a graph that "
+            f"were made for widths {features.widths} instead. The weights of one are not those of the other. Make the "
+            f"features for the model's widths."
         )
 
 

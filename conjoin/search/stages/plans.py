@@ -90,7 +90,10 @@ def build(model: Model, cells: Cells, accumulation: Accumulation | None, divisio
         part = division.machines[slot.part]
         laid_out = lay_out_stage(graph, part, slot.way, cells.graph)
         if laid_out is None:
-            raise StrategyError(f"Stage {number} cannot be run by {slot.way}.")
+            raise StrategyError(
+                f"Stage {number} was to be laid out on {part.num_devices} devices by {slot.way} here. Its operators "
+                f"cannot be split so. Choose another way for it."
+            )
         ranks = range(slot.granules[0] * division.granule, slot.granules[1] * division.granule)
         stages.append(laid_out.stage(number, model.machine, part, tuple(ranks)))
     schedule = one_f_one_b(len(stages), micro)
