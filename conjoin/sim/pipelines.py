@@ -249,8 +249,10 @@ def predict_stage(simulation: Simulation, optimizer: str, machine: Machine) -> S
 
 
 def stage_spans(found: Simulation) -> tuple[float, float, float, float]:
-    """Seconds of a forward and of a backward pass of a micro-batch, of what is done once at the end, and at the
-    start."""
+    """Seconds of a forward and of a backward pass of a micro-batch, of what is done once at the end, and at the start.
+
+    A pass takes the host two launches more, of what comes and of what goes, as in the middle of a pipeline.
+    """
     program, timeline = found.program, found.timeline
     length, operators = len(program.fragments) - 2, len(program.skeleton.operators)
 
@@ -260,7 +262,9 @@ def stage_spans(found: Simulation) -> tuple[float, float, float, float]:
     start = 1 + length
     middle, end = start + operators + 1, start + length
     forward, backward = computed(middle) - computed(start), computed(end) - computed(middle)
-    return forward, backward, max(timeline.seconds - computed(1 + STAGE_STEPS * length), 0.0), computed(1)
+    between = 2 * program.drafts.prices.launch()
+    once = max(timeline.seconds - computed(1 + STAGE_STEPS * length), 0.0)
+    return forward + between, backward + between, once, computed(1)
 
 
 def _stage(

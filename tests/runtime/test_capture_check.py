@@ -142,7 +142,7 @@ def test_what_is_drawn_outside_is_drawn_again_by_the_caller() -> None:
 
 def test_a_lost_write_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The net under the passes: with views told by schemas alone, as torch does, einsum's would be lost."""
-    monkeypatch.setattr("conjoin.frontends.functional.storages_of", lambda traced: frozenset())
+    monkeypatch.setattr("conjoin.frontends.functional.storages_of_node", lambda node: frozenset())
 
     def body(m: Any, h: Tensor) -> Tensor:
         torch.einsum("bs->sb", h).mul_(2)

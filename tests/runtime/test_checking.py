@@ -22,13 +22,12 @@ from conjoin.runtime import (
     Difference,
     Verdict,
     check_made_for,
-    checking,
-    steps,
     verdict,
     verify_in_process,
 )
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.ranks.threads import run_ranks
+from conjoin.runtime.verification import checking, steps
 from conjoin.runtime.verification.differences import largest_of, relative
 from conjoin.search import make_plan
 from tests.ir.wording import assert_three_sentences

@@ -40,7 +40,7 @@ def lines(plan: Plan, sample: Sample, rank: int = 0) -> list[str]:
 
 
 _CALL = re.compile(r" = (?:torch\.ops\.)?([\w.]+)\(")
-_MOVED = re.compile(r"^conjoin_runtime_carriers_moved.*")
+_MOVED = re.compile(r"^conjoin_runtime_movement_carriers_moved.*")
 
 
 def check(plan: Plan, sample: Sample) -> None:

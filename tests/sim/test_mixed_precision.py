@@ -117,7 +117,7 @@ def test_sums_in_half_precision_send_half_and_take_no_longer(strategy: str) -> N
 def test_eight_bits_are_priced_as_products_and_casts() -> None:
     """The judge is arithmetic: at least the flops at the rate of float8, and every byte that casts read and write."""
     costs, device = CostModel(), parse_machine("dgx-h100").device_types[0]
-    for size, faster in ((16384, 1.4), (8192, 1.2)):
+    for size, faster in ((16384, 1.4), (8192, 1.1)):  # an H200 was 1.4 and 1.0 times as fast, forward
         matrix = TensorType((size, size), torch.bfloat16)
         calls = [Call(op, (matrix, matrix, None)) for op in ("linear", SCALED_LINEAR)]
         half, eight = (costs.operator(call, (0, 1), device) for call in calls)

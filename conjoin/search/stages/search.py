@@ -236,9 +236,7 @@ class StageSearch:
     def _cells(self, graph: Graph, micro: int, *, blocks_only: bool = False) -> _Cut | None:
         """A model in micro-batches and cells; None where it cannot be cut so."""
         try:
-            made, accumulation = (
-                cut_in_micro_batches(graph, micro, own_statistics=True) if micro > 1 else (graph, None)
-            )
+            made, accumulation = cut_in_micro_batches(graph, micro) if micro > 1 else (graph, None)
         except StrategyError:
             return None
         seconds = node_seconds(made, self.model.costs, self.model.machine.device_type(0))
@@ -284,11 +282,14 @@ class StageSearch:
 
 
 def micro_batches(graph: Graph) -> list[int]:
-    """Numbers of micro-batches to try: parts of the batch, not too near to each other where it has many."""
+    """Numbers of micro-batches to try: parts of the batch, not too near to each other where it has many.
+
+    One is tried only where the batch is one sample: all stages but one would wait.
+    """
     shapes = [leaf.type.shape for leaf in graph.leaves_of(LeafKind.INPUT) if leaf.type.shape]
     size = Counter(shape[0] for shape in shapes).most_common(1)[0][0] if shapes else 1
     found = [1]
     for parts in range(2, size + 1):
         if size % parts == 0 and (size <= _MANY_SAMPLES or parts >= _SPACING * found[-1]):
             found.append(parts)
-    return found
+    return found[1:] or found
