@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -19,11 +20,18 @@ no end. It reads this when it is first used."""
 
 def pytest_collection_finish() -> None:
     """With thresholds as high, what a test has made is in the young generations, where `gc.collect(1)` finds it."""
+    _have_ctrl_c()
     _leave_logging_to_one()
     _seed_no_absent_devices()
     gc.collect()
     gc.freeze()
     gc.set_threshold(400_000, 50, 100)
+
+
+def _have_ctrl_c() -> None:
+    """Shells start background jobs with Ctrl-C ignored, and that is inherited: a user's terminal has it on."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _seed_no_absent_devices() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -166,12 +165,7 @@ def start(folder: Path) -> Callable[..., subprocess.Popen[str]]:
     def start_there(*arguments: str, out: int = subprocess.PIPE) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "conjoin", *arguments]
-        # Shells start background jobs with Ctrl-C ignored, and that is inherited: a user's terminal has it on.
-        ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            streams = {"stdout": out, "stderr": subprocess.PIPE, "encoding": "utf-8"}
-            return subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **streams)
-        finally:
-            signal.signal(signal.SIGINT, ignored)
+        streams = {"stdout": out, "stderr": subprocess.PIPE, "encoding": "utf-8"}
+        return subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **streams)
 
     return start_there
