@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from conjoin.comm.halo import halo_of
 from conjoin.comm.movement import move_regions
+from conjoin.comm.node_on_mesh import NodeOnMesh
 from conjoin.comm.per_rank import PerRank
 from conjoin.comm.ring import ring_of
 from conjoin.comm.routing import routing_of
@@ -24,11 +25,10 @@ from conjoin.ir import (
     num_elements,
     operand_move,
     output_move,
-    plain_call,
     unlike_axes,
 )
 from conjoin.machine import Mesh
-from conjoin.ops import Call, TensorType, call_cache
+from conjoin.ops import TensorType, call_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +51,16 @@ class NodeExchanges:
     outputs: tuple[ExchangedBytes | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """A node on a mesh; alike are all nodes that make the same call in the same layouts, as equal layers do."""
-
-    call: Call
-    placed: Placed
-    types: tuple[TensorType, ...]
-    mesh: Mesh
-    node: Node = field(compare=False)
-
-
 def node_exchanges(node: Node, placed: Placed, mesh: Mesh) -> NodeExchanges:
     """All exchanges of a node; there are none where all its pieces are alike, or where they go another way."""
     around = any(find(node, placed, mesh) is not None for find in (ring_of, routing_of, halo_of))
     if around or not unlike_axes(node, placed, mesh):
         return NodeExchanges((None,) * len(node.inputs), (None,) * len(node.types))
-    types = (*(value.type for value in node.inputs), *node.types)
-    return _exchanges(_Case(plain_call(node), placed, types, mesh, node))
+    return _exchanges(NodeOnMesh.of(node, placed, mesh))
 
 
 @call_cache(1 << 12)
-def _exchanges(case: _Case) -> NodeExchanges:
+def _exchanges(case: NodeOnMesh) -> NodeExchanges:
     node, placed, mesh = case.node, case.placed, case.mesh
     return NodeExchanges(
         tuple(_count(operand_move, node, i, placed, value.type, mesh) for i, value in enumerate(node.inputs)),

@@ -7,10 +7,11 @@ Without that, edges are taken to come from anywhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from math import exp, log1p, prod
 
+from conjoin.comm.node_on_mesh import NodeOnMesh
 from conjoin.comm.per_rank import PerRank
 from conjoin.ir import Node, Placed, Range, plain_call, region_of, region_shape
 from conjoin.machine import Mesh
@@ -98,25 +99,13 @@ class HaloBytes:
     gradients: PerRank
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """A node on a mesh; alike are all nodes that make the same call in the same layouts, as equal layers do."""
-
-    call: Call
-    placed: Placed
-    types: tuple[TensorType, ...]
-    mesh: Mesh
-    node: Node = field(compare=False)
-
-
 def halo_bytes(node: Node, placed: Placed, mesh: Mesh) -> tuple[HaloBytes, ...]:
     """The bytes of a step, for each of the operands whose rows are sent."""
-    types = (*(value.type for value in node.inputs), *node.types)
-    return _bytes_of(_Case(plain_call(node), placed, types, mesh, node))
+    return _bytes_of(NodeOnMesh.of(node, placed, mesh))
 
 
 @lru_cache(maxsize=1 << 8)
-def _bytes_of(case: _Case) -> tuple[HaloBytes, ...]:
+def _bytes_of(case: NodeOnMesh) -> tuple[HaloBytes, ...]:
     found: dict[int, tuple[list[int], list[int]]] = {}
     for rank in range(case.mesh.size):
         halo = halo_of(case.node, case.placed, case.mesh, rank)

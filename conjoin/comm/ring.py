@@ -11,12 +11,13 @@ results back. Then in every step each device computes with one half of its queri
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 import torch
 
+from conjoin.comm.node_on_mesh import NodeOnMesh
 from conjoin.comm.per_rank import PerRank
 from conjoin.ir import Node, Placed, plain_call, region_of, region_shape
 from conjoin.machine import Mesh
@@ -120,25 +121,13 @@ class RingBytes:
     after: PerRank | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """A node on a mesh; alike are all nodes that make the same call in the same layouts, as equal layers do."""
-
-    call: Call
-    placed: Placed
-    types: tuple[TensorType, ...]
-    mesh: Mesh
-    node: Node = field(compare=False)
-
-
 def ring_bytes_of(node: Node, placed: Placed, mesh: Mesh) -> tuple[RingBytes, RingBytes]:
     """The bytes forward, and backward."""
-    types = (*(value.type for value in node.inputs), *node.types)
-    return _bytes_of(_Case(plain_call(node), placed, types, mesh, node))
+    return _bytes_of(NodeOnMesh.of(node, placed, mesh))
 
 
 @lru_cache(maxsize=1 << 8)
-def _bytes_of(case: _Case) -> tuple[RingBytes, RingBytes]:
+def _bytes_of(case: NodeOnMesh) -> tuple[RingBytes, RingBytes]:
     ring, made = ring_of(case.node, case.placed, case.mesh), case.types[-1].dtype
     assert ring is not None
     q, k, v, out = (_row_bytes(type, case.mesh) for type in case.types)
@@ -158,7 +147,7 @@ def _row_bytes(type: TensorType, mesh: Mesh) -> int:
     return prod(n for dim, n in enumerate(shape) if dim != DIM) * type.dtype.itemsize
 
 
-def _positions(case: _Case) -> list[int]:
+def _positions(case: NodeOnMesh) -> list[int]:
     """Of every rank its position in its ring."""
     found: dict[int, int] = {}
     for group in case.mesh.groups(dict(case.placed.splits)[SEQUENCE]):

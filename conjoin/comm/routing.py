@@ -5,9 +5,10 @@ How many go where is known in the step alone. What is told of it beforehand take
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
+from conjoin.comm.node_on_mesh import NodeOnMesh
 from conjoin.comm.per_rank import PerRank
 from conjoin.ir import Node, Placed, plain_call, region_of, region_shape
 from conjoin.machine import Mesh
@@ -52,25 +53,13 @@ class RoutedBytes:
     answers: PerRank
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """A node on a mesh; alike are all nodes that make the same call in the same layouts, as equal layers do."""
-
-    call: Call
-    placed: Placed
-    types: tuple[TensorType, ...]
-    mesh: Mesh
-    node: Node = field(compare=False)
-
-
 def routed_bytes(node: Node, placed: Placed, mesh: Mesh) -> RoutedBytes:
     """The bytes of a step if all experts are chosen alike."""
-    types = (*(value.type for value in node.inputs), *node.types)
-    return _bytes_of(_Case(plain_call(node), placed, types, mesh, node))
+    return _bytes_of(NodeOnMesh.of(node, placed, mesh))
 
 
 @lru_cache(maxsize=1 << 8)
-def _bytes_of(case: _Case) -> RoutedBytes:
+def _bytes_of(case: NodeOnMesh) -> RoutedBytes:
     counts, rows, answers = [], [], []
     mesh, (x, _, _, expert, made) = case.mesh, case.types
     for rank in range(mesh.size):

@@ -8,7 +8,7 @@ than before, and their number has a schedule of the same kind.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from conjoin.errors import StrategyError
 from conjoin.ir import (
@@ -26,31 +26,13 @@ from conjoin.ir import (
     stage_edges,
 )
 from conjoin.schedules import Kind, Row, Schedule, chain
-from conjoin.search.another_shape import plan_alike
+from conjoin.search.another_shape import Alike, plan_alike
 from conjoin.search.pipelining import SCHEDULES, check_outputs
 
 _STORED = (LeafKind.PARAMETER, LeafKind.BUFFER)
 
 
-@dataclass(frozen=True, slots=True)
-class AlikePipeline:
-    """A pipeline made after another, and how far it is from it."""
-
-    plan: Pipeline
-    num_operators: int
-    shortened: int
-    """Operators that are split over fewer axes, as a dim has become too short."""
-    fresh: int
-    """Operators that their stage has not in the other pipeline."""
-
-    def __str__(self) -> str:
-        return (
-            f"of {self.num_operators} operators {self.shortened} are split over fewer devices than in the plan and "
-            f"{self.fresh} are not in its stage"
-        )
-
-
-def pipeline_alike(pipeline: Pipeline, captured: Graph) -> AlikePipeline:
+def pipeline_alike(pipeline: Pipeline, captured: Graph) -> Alike[Pipeline]:
     """The pipeline of another graph of the same model, after one that was found; what is stored lies in both alike."""
     check_outputs(captured)
     graph, accumulation = _in_micro_batches(pipeline, captured)
@@ -75,7 +57,7 @@ def pipeline_alike(pipeline: Pipeline, captured: Graph) -> AlikePipeline:
         predictions=(),
     )
     sums = (sum(m.num_operators for m in made), sum(m.shortened for m in made), sum(m.fresh for m in made))
-    return AlikePipeline(check_pipeline(found), *sums)
+    return Alike(check_pipeline(found), *sums)
 
 
 def _in_micro_batches(pipeline: Pipeline, captured: Graph) -> tuple[Graph, Accumulation | None]:

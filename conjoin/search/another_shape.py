@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Generic, TypeVar
 
 from conjoin.errors import StrategyError
 from conjoin.ir import (
@@ -24,6 +25,7 @@ from conjoin.ir import (
     LeafKind,
     MemoryAction,
     Node,
+    Pipeline,
     Plan,
     Segment,
     Value,
@@ -64,12 +66,14 @@ from conjoin.search.rank_statistics import STATISTICS
 from conjoin.search.reshard_bytes import moved_bytes, sum_bytes
 from conjoin.search.same_rewrites import rewrite_alike
 
+Planned = TypeVar("Planned", Plan, Pipeline)
+
 
 @dataclass(frozen=True, slots=True)
-class Alike:
+class Alike(Generic[Planned]):
     """A plan made after another, and how far it is from it."""
 
-    plan: Plan
+    plan: Planned
     num_operators: int
     shortened: int
     """Operators that are split over fewer axes, as a dim has become too short."""
@@ -83,7 +87,7 @@ class Alike:
         )
 
 
-def plan_alike(plan: Plan, captured: Graph) -> Alike:
+def plan_alike(plan: Plan, captured: Graph) -> Alike[Plan]:
     """The plan of another graph of the same model, after one that was found; what is stored lies in both alike.
 
     >>> from conjoin.ir import parse_graph
