@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from conjoin.errors import CaptureError
 from conjoin.frontends.asked_segments import follow_segments
@@ -26,6 +27,7 @@ from conjoin.frontends.functional import (
     keep_orders,
     overlapping_writes,
 )
+from conjoin.frontends.known_values import KnownValues
 from conjoin.frontends.problems import MODEL_PREFIX, Problem, find_user_line
 from conjoin.frontends.regions import has_cuda_autocast, make_explicit
 from conjoin.frontends.torch_private import (
@@ -184,6 +186,8 @@ class _Step(nn.Module):
         given = self._rebuild(tensors)
         before, attributes = dict(self.model.named_buffers(remove_duplicate=False)), _plain_attributes(self.model)
         with ExitStack() as regions:
+            if any(is_fake(tensor) for tensor in tensors):
+                regions.enter_context(KnownValues())
             for device, dtype in self._autocast:
                 regions.enter_context(torch.autocast(device, dtype=dtype))
             output = self.model(*given.args, **given.kwargs)
@@ -377,7 +381,7 @@ def _trace(step: _Step, tensors: tuple[Tensor, ...]) -> _Traced:
         return f'File "{place[0]}", line {place[1]}{again}' if place else ""
 
     with ExitStack() as watches:
-        for watch in (_explained(step, tensors), keep_cuda_autocast(), keep_markers(), user_lines(line)):
+        for watch in (_explained(step, tensors), _unchecked(), keep_cuda_autocast(), keep_markers(), user_lines(line)):
             watches.enter_context(watch)
         functions = watches.enter_context(watch_custom_functions())
         segments = watches.enter_context(follow_segments(any(p.requires_grad for p in step.parameters())))
@@ -411,6 +415,17 @@ def _explained(step: _Step, tensors: tuple[Tensor, ...]) -> Iterator[None]:
             yield
     except Exception as error:
         raise explain(error, step, tensors) from error
+
+
+@contextmanager
+def _unchecked() -> Iterator[None]:
+    """Without the checks of torch.distributions, which raise by the values of their arguments and change nothing."""
+    checks = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checks)
 
 
 _HOOK_ADVICE = "a graph would forget it: remove it, or do what it does in forward"

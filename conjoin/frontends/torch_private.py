@@ -47,7 +47,9 @@ __all__ = [
     "autocast_as_on_cuda",
     "autocast_knows",
     "composites_prepared_once",
+    "constant_of",
     "decomposition_of",
+    "disable_current_modes",
     "fake_copy",
     "has_alias_info",
     "is_fake",
@@ -469,6 +471,13 @@ class FollowedCalls(TorchFunctionMode):
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has no values."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def constant_of(tensor: Tensor) -> Tensor | None:
+    """A copy of the values that torch itself knows of a stand-in, such as those of `torch.tensor(2.0)`."""
+    constant = tensor.constant if isinstance(tensor, FakeTensor) else None
+    with disable_current_modes():
+        return None if constant is None else constant.clone()
 
 
 def memory_of(tensor: Tensor) -> int:

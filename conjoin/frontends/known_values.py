@@ -1,0 +1,89 @@
+"""Numbers that forward reads from tensors made of constants alone: known while tracing, the same for every batch."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from conjoin.frontends.torch_private import constant_of, disable_current_modes, is_mutable
+
+_LARGEST = 2**20
+"""Elements of a tensor whose values are kept beside it."""
+_NUMBERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
+_BY_SHAPE = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
+_UNSET = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+
+
+class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the values of small tensors beside the stand-ins export traces with, where only constants are in them.
+
+    torch.nn.Transformer asks of a mask whether it is causal, losses ask of a constant whether it is negative: such a
+    branch is the same for every batch, while one that depends on an input is refused as before.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._known: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        values = [self._value(tensor) for tensor in given]
+        known = isinstance(func, OpOverload) and (_name(func) in _BY_SHAPE or all(v is not None for v in values))
+        if func in _NUMBERS and (value := values[0]) is not None:
+            with disable_current_modes():
+                return value.item()
+        result = func(*args, **kwargs)
+        if known and _is_constant(func, result):
+            self._note(func, args, kwargs, result)
+        else:
+            self._forget(func, values)
+        return result
+
+    def _value(self, tensor: Tensor) -> Tensor | None:
+        if tensor not in self._known and (constant := constant_of(tensor)) is not None:
+            self._known[tensor] = constant  # a copy: what writes to a constant is done to both
+        return self._known.get(tensor)
+
+    def _note(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
+        """Do for the values what was done for their stand-ins, on the host."""
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": "cpu"}
+        with disable_current_modes(), torch.no_grad():
+            args, kwargs = tree_map_only(Tensor, self._value_or_shape, (args, kwargs))
+            done = func(*args, **kwargs)
+        for stand_in, value in zip(tree_leaves(result), tree_leaves(done), strict=True):
+            if isinstance(stand_in, Tensor):
+                self._known[stand_in] = value
+
+    def _value_or_shape(self, tensor: Tensor) -> Tensor:
+        value = self._value(tensor)
+        return torch.empty(tensor.shape, dtype=tensor.dtype) if value is None else value
+
+    def _forget(self, func: Any, values: list[Tensor | None]) -> None:
+        """What something unknown is written into is no longer known, nor are its views."""
+        if not isinstance(func, OpOverload) or is_mutable(func):
+            lost = {value.untyped_storage().data_ptr() for value in values if value is not None}
+            for stand_in, value in list(self._known.items()):
+                if value.untyped_storage().data_ptr() in lost:
+                    del self._known[stand_in]
+
+
+def _is_constant(func: OpOverload, result: Any) -> bool:
+    """Whether what a call gives follows from what it is given, and is small."""
+    drawn = torch.Tag.nondeterministic_seeded in func.tags or _name(func) in _UNSET
+    made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    return not drawn and bool(made) and all(tensor.numel() <= _LARGEST for tensor in made)
+
+
+def _name(func: OpOverload) -> str:
+    return str(func.overloadpacket.__name__)

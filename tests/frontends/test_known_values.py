@@ -1,0 +1,96 @@
+"""Branches on tensors made of constants alone are taken while tracing; those on inputs are refused as ever."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Normal, kl_divergence
+from torch.nn import functional as F
+
+from conjoin.errors import CaptureError
+from conjoin.frontends import capture
+from conjoin.runtime import to_module
+
+
+class Translator(nn.Module):
+    """torch's own encoder-decoder, which asks of a mask whether it is causal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Transformer(16, 4, 1, 1, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
+        return (self.body(source, target, tgt_mask=mask) - target).square().mean()
+
+
+class Branching(nn.Module):
+    """Reads a number, made in some way, and goes on by it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(6, 6)
+        self.register_buffer("limit", torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.arange(6.0)
+        if self.how == "written in a view":
+            made[2:].mul_(3)
+        elif self.how == "written twice":
+            made = torch.tensor(5.0).add_(1).add_(6).reshape(1)
+        elif self.how == "an input is written in":
+            made[3:].copy_(x[0, 3:])
+        elif self.how == "a draw is written in":
+            made.normal_()
+        elif self.how == "a buffer":
+            made = made + self.limit
+        elif self.how == "not set":
+            made = torch.empty(6)
+        elif self.how == "a shape":
+            made = torch.full((x.shape[0],), 4.0)
+        scale = 2.0 if made.sum() > 12 else -1.0
+        return (self.linear(x) * scale).mean() + made.max().item() + F.gaussian_nll_loss(x, x, torch.ones_like(x))
+
+
+def test_an_encoder_decoder_of_torch_is_captured() -> None:
+    torch.manual_seed(0)
+    model, batch = Translator(), (torch.randn(4, 5, 16), torch.randn(4, 6, 16))
+    planned = to_module(capture(model, batch), model)
+    for _ in range(2):
+        batch = tuple(torch.randn_like(x) for x in batch)
+        torch.testing.assert_close(planned(*batch), model(*batch))
+
+
+class Density(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        mean, spread = self.linear(x).unbind(-1)
+        found = Normal(mean, F.softplus(spread) + 0.1)
+        return kl_divergence(found, Normal(0.0, 1.0)).mean() - found.log_prob(y).mean()
+
+
+def test_a_distribution_is_captured_without_its_checks() -> None:
+    model = Density()
+    planned = to_module(capture(model, (torch.randn(4, 6), torch.randn(4))), model)
+    x, y = torch.randn(4, 6), torch.randn(4)
+    torch.testing.assert_close(planned(x, y), model(x, y))
+    with pytest.raises(ValueError, match="invalid values"):
+        Normal(0.0, -1.0)
+
+
+@pytest.mark.parametrize("how", ["", "written in a view", "written twice", "a shape"])
+def test_a_branch_on_constants_is_taken_as_the_model_takes_it(how: str) -> None:
+    model = Branching(how)
+    planned = to_module(capture(model, (torch.randn(3, 6),)), model)
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(planned(x), model(x))
+
+
+@pytest.mark.parametrize("how", ["an input is written in", "a draw is written in", "a buffer", "not set"])
+def test_what_may_differ_from_batch_to_batch_is_refused(how: str) -> None:
+    with pytest.raises(CaptureError, match="depends on tensor values"):
+        capture(Branching(how), (torch.randn(3, 6),))
