@@ -76,3 +76,14 @@ def _shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("CONJOIN_TESTS_SHARED", str(shared))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ranks_with_pytest() -> Iterator[None]:
+    """What forks ranks has imported pytest already: programs stand in modules of tests, and each rank imports those."""
+    from conjoin.runtime.ranks import fork_server
+
+    own = fork_server._own_modules
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(fork_server, "_own_modules", lambda: [*own(), "pytest"])
+        yield

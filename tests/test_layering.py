@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -78,7 +79,13 @@ def public_names(room: str, root: Path) -> frozenset[str]:
     package, module = root / "conjoin" / room / "__init__.py", root / "conjoin" / f"{room}.py"
     if not package.exists() and not module.exists():
         return frozenset()
-    tree = ast.parse((package if package.exists() else module).read_text())
+    return names_in((package if package.exists() else module).read_text())
+
+
+@cache
+def names_in(source: str) -> frozenset[str]:
+    """The names that a file lists in `__all__`, else those it defines."""
+    tree = ast.parse(source)
     for node in tree.body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets):
             return frozenset(ast.literal_eval(node.value))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Callable
+from functools import cache
 from io import TextIOWrapper
 from typing import Annotated
 
@@ -84,10 +86,16 @@ def main(arguments: list[str] | None = None) -> int:
     return code
 
 
+@cache
+def _commands() -> Callable[..., object]:
+    """All commands with their flags: typer reads them anew from every function whenever the app is called."""
+    return typer.main.get_command(app)
+
+
 def _run(arguments: list[str] | None) -> int:
     try:
         try:
-            app(args=arguments)
+            _commands()(args=arguments)
         finally:
             if sys.stdout is not None:  # it is None after >&- in a shell
                 sys.stdout.flush()

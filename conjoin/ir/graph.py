@@ -61,6 +61,11 @@ class Graph:
         return Graph, tuple(getattr(self, part.name) for part in fields(self))
 
     def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
+        """Every rank of a process asks for it, in what it compares with others."""
         return print_graph(self)
 
     def leaves_of(self, kind: LeafKind) -> tuple[Leaf, ...]:

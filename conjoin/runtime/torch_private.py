@@ -61,8 +61,12 @@ def at_end_of_backward(act: Callable[[], None]) -> None:
 
 
 def import_compiler() -> None:
-    """Import what torch itself imports when it is first needed, also where nothing is compiled; it takes a while."""
+    """Import what torch itself imports when it is first needed, also where nothing is compiled; it takes a while.
+
+    The second is what it captures models with, and almost every program of ranks captures one.
+    """
     importlib.import_module("torch._dynamo")
+    importlib.import_module("torch.export._trace")
 
 
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

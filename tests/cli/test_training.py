@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import get_scheduler
 
 import conjoin
 from conjoin.cli.recipe import Schedule
@@ -140,6 +139,8 @@ AROUND = ("--accumulate", "2", "--eval-data", "eval.bin", "--seed", "5", "--json
 
 def by_hand(folder: Path, num_steps: int, evaluated: tuple[int, ...]) -> tuple[list[float], list[float], nn.Module]:
     """Losses of the steps and of evaluation: what somebody would write with torch and transformers' schedules."""
+    from transformers import get_scheduler
+
     names: dict[str, Any] = {}
     exec(NETS, names)
     torch.manual_seed(5)
@@ -301,6 +302,8 @@ def test_what_cannot_be_trained_on(run: Run, plan: Plans, folder: Path, options:
 
 
 def test_schedules_are_those_of_transformers() -> None:
+    from transformers import get_scheduler
+
     for name in ("constant", "linear", "cosine"):
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
         theirs = get_scheduler(

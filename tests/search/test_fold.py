@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from random import Random
@@ -103,8 +104,9 @@ def check_drafts(graph: Graph) -> None:
             assert set(short.draft.memory) == set(full.draft.memory), name
 
 
-@pytest.mark.parametrize("graph", [gpt(7), llama(7)], ids=["gpt", "llama"])
-def test_strategies_decide_the_same_on_few_blocks(graph: Graph) -> None:
+@pytest.mark.parametrize("model", [gpt, llama])
+def test_strategies_decide_the_same_on_few_blocks(model: Callable[[int], Graph]) -> None:
+    graph = model(7)
     found = fold(graph)
     assert found is not None and found.stretch.count >= 6 and len(found.short.nodes) < 0.75 * len(graph.nodes)
     check_drafts(graph)
@@ -149,8 +151,9 @@ def test_the_power_of_a_block_has_the_least_sum_of_all_blocks(seed: int) -> None
     assert sum_of(skeleton, space, objective, *power.layouts(solution)) == pytest.approx(whole.total, rel=1e-9)
 
 
-@pytest.mark.parametrize("graph", [gpt(6), llama(6)], ids=["gpt", "llama"])
-def test_layouts_of_a_model_are_those_of_all_its_blocks(graph: Graph) -> None:
+@pytest.mark.parametrize("model", [gpt, llama])
+def test_layouts_of_a_model_are_those_of_all_its_blocks(model: Callable[[int], Graph]) -> None:
+    graph = model(6)
     contest = open_contest(graph, MACHINE, CostModel(), Wish(budget=inf))
     search = JointSearch(contest, variants_of(graph, ()))
     units, objective = search.cuts()[1], search.objective(0.6)
