@@ -7,6 +7,7 @@ a model would make, with their casts and gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from math import log2
 from random import Random
 from typing import NamedTuple
@@ -40,7 +41,7 @@ def sweep() -> Iterator[Case]:
     """All cases."""
     parts = (
         _elementwise, _movement, _reductions, _norms, _products, _convolutions, _attention, _lookups,
-        _drawn_convolutions, _channels_last,
+        _drawn_convolutions, _channels_last, _dilated, _narrow, _factored, _scattered,
     )  # fmt: skip
     for part in parts:
         yield from part()
@@ -209,6 +210,59 @@ def _drawn_convolutions() -> Iterator[Case]:
             yield Case(_conv(3, stride, groups), (wide, (group * groups, group, 3, 3)))
         if inner * outer <= 2**18:
             yield Case(_conv(3, kernel[1]), (x, (outer, inner, 3, 3)))
+
+
+def _spread(kernel: int, dilation: int, groups: int = 1) -> Callable[..., Tensor]:
+    return lambda x, w: F.conv2d(x, w, None, 1, dilation * (kernel // 2), dilation, groups)
+
+
+def _dilated() -> Iterator[Case]:
+    """Convolutions whose windows have gaps, as networks that label every pixel or sample have."""
+    rng = Random(1)
+    for _ in range(56):
+        batch, pixels = rng.choice((4, 6, 12, 24)), rng.choice((14, 24, 28, 33, 40, 48, 65))
+        inner, outer = (rng.choice((48, 64, 96, 128, 192, 256, 320, 512, 768, 1024, 2048)) for _ in range(2))
+        dilation = rng.choice((2, 2, 3, 4, 6, 12, 18))
+        if inner * outer <= 2**20 and batch * max(inner, outer) * pixels**2 <= 2**26:
+            x = (batch, inner, pixels, pixels)
+            yield Case(_spread(3, dilation), (x, (outer, inner, 3, 3)))
+            kernel = rng.choice((3, 3, 5))
+            yield Case(_spread(kernel, dilation, inner), (x, (inner, 1, kernel, kernel)))
+    for width, length, dilation in product((64, 256), (500, 2000), (2, 8, 64)):
+        yield Case(
+            lambda x, w, d=dilation: F.conv1d(x, w, None, 1, d, d), ((12, width, length), (width, width, 3))
+        )
+
+
+def _narrow() -> Iterator[Case]:
+    """Convolutions to few channels, as networks have whose layers all add some to what those before them made."""
+    rng = Random(2)
+    for _ in range(48):
+        batch, pixels = rng.choice((12, 24, 48, 96)), rng.choice((8, 14, 28, 48, 56))
+        inner, outer = 16 * rng.choice((2, 3, 4, 6, 8, 10, 12, 16)), 8 * rng.choice((1, 2, 3, 4, 5, 6))
+        yield Case(_conv(3), ((batch, inner, pixels, pixels), (outer, inner, 3, 3)))
+        wide = 16 * rng.choice((5, 7, 9, 11, 14, 18, 24, 34, 44, 60))
+        yield Case(_conv(1), ((batch, wide, pixels, pixels), (inner, wide, 1, 1)))
+
+
+def _factored() -> Iterator[Case]:
+    """Convolutions of films along space, and along time."""
+    for channels, frames, pixels in ((64, 8, 56), (96, 16, 28), (192, 8, 28), (256, 4, 14), (480, 8, 14)):
+        for outer, kernel in product((channels, 2 * channels), ((1, 3, 3), (3, 1, 1))):
+            pad = tuple(n // 2 for n in kernel)
+            shapes = (4, channels, frames, pixels, pixels), (outer, channels, *kernel)
+            yield Case(lambda x, w, pad=pad: F.conv3d(x, w, None, 1, pad), shapes)
+
+
+def _scattered() -> Iterator[Case]:
+    """What is picked out by an index for every element, norms of parts, and copies side by side."""
+    for size in SIZES:
+        x = (size // 1024, 1024)
+        yield Case(lambda x: x.gather(-1, torch.zeros(x.shape, dtype=torch.long, device=x.device)), (x,))
+        yield Case(lambda x: torch.linalg.vector_norm(x, 2, -1, keepdim=True), (x,))
+        yield Case(lambda x: torch.linalg.vector_norm(x, 2, (1, 2), keepdim=True), ((size // 2**14, 16, 16, 64),))
+        yield Case(lambda x: x.repeat(2, 1), (x,))
+        yield Case(F.hardtanh, (x,))
 
 
 def _channels_last() -> Iterator[Case]:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_map
 
 
 class Public(NamedTuple):
@@ -38,6 +39,17 @@ class Images(NamedTuple):
     name: str
     shape: tuple[int, ...]
     options: Mapping[str, Any] = {}
+
+
+class Features(NamedTuple):
+    """A model of transformers on numbers: what they are called, their shape and that of the labels."""
+
+    kind: str
+    config: str
+    name: str
+    shape: tuple[int, ...]
+    labels: tuple[int, ...]
+    sizes: Mapping[str, Any]
 
 
 _WIDE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
@@ -100,7 +112,65 @@ IMAGES: dict[str, Images] = {
     "r3d-18": Images("video.r3d_18", (8, 3, 16, 112, 112)),
 }
 
+OTHER_TEXTS: dict[str, Text] = {
+    "deberta-v2": Text("DebertaV2ForMaskedLM", "DebertaV2Config", (16, 256), {
+        **_BASE, "vocab_size": 128100, "relative_attention": True, "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 256, "share_att_key": True, "norm_rel_ebd": "layer_norm", "type_vocab_size": 0,
+    }),
+    "xlnet-base": Text("XLNetLMHeadModel", "XLNetConfig", (16, 256), {
+        "d_model": 768, "n_layer": 12, "n_head": 12, "d_inner": 3072,
+    }),
+    "albert-base": Text("AlbertForMaskedLM", "AlbertConfig", (32, 128), _BASE),
+    "mpnet-base": Text("MPNetForMaskedLM", "MPNetConfig", (32, 128), _BASE),
+    "longformer": Text("LongformerForMaskedLM", "LongformerConfig", (4, 1024), {
+        **_BASE, "attention_window": [256] * 12, "max_position_embeddings": 1026,
+    }),
+    "fnet-base": Text("FNetForMaskedLM", "FNetConfig", (16, 512), {"hidden_size": 768, "num_hidden_layers": 12}),
+    "gpt-neo-125m": Text("GPTNeoForCausalLM", "GPTNeoConfig", (8, 512), {
+        "hidden_size": 768, "num_layers": 12, "num_heads": 12, "attention_types": [[["global", "local"], 6]],
+    }),
+    "gemma-300m": Text("GemmaForCausalLM", "GemmaConfig", (4, 1024), {
+        "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 1,
+        "head_dim": 256, "intermediate_size": 4096, "vocab_size": 64000,
+    }),
+}  # fmt: skip
+
+OTHER_IMAGES: dict[str, Images] = {
+    "deeplab-v3": Images("segmentation.deeplabv3_resnet50", (8, 3, 256, 256), {"weights_backbone": None}),
+    "lraspp": Images("segmentation.lraspp_mobilenet_v3_large", (16, 3, 320, 320), {"weights_backbone": None}),
+    "efficientnet-v2": Images("efficientnet_v2_s", (48, 3, 288, 288)),
+    "regnet-x-3gf": Images("regnet_x_3_2gf", (96, 3, 224, 224)),
+    "maxvit-t": Images("maxvit_t", (32, 3, 224, 224)),
+    "swin-v2-t": Images("swin_v2_t", (32, 3, 256, 256)),
+    "mobilenet-v2": Images("mobilenet_v2", (96, 3, 224, 224)),
+    "resnet-18": Images("resnet18", (256, 3, 224, 224)),
+    "s3d": Images("video.s3d", (8, 3, 16, 224, 224)),
+}
+
+FEATURES: dict[str, Features] = {
+    "whisper-base": Features("WhisperForConditionalGeneration", "WhisperConfig", "input_features", (8, 80, 3000), (8, 128), {
+        "d_model": 512, "encoder_layers": 6, "decoder_layers": 6, "encoder_attention_heads": 8,
+        "decoder_attention_heads": 8, "encoder_ffn_dim": 2048, "decoder_ffn_dim": 2048, "use_cache": False,
+    }),
+    "segformer-b1": Features("SegformerForSemanticSegmentation", "SegformerConfig", "pixel_values", (8, 3, 512, 512), (8, 512, 512), {
+        "hidden_sizes": [64, 128, 320, 512], "num_labels": 150,
+    }),
+    "convnextv2-t": Features("ConvNextV2ForImageClassification", "ConvNextV2Config", "pixel_values", (32, 3, 224, 224), (32,), {
+        "num_labels": 100,
+    }),
+    "dinov2-s": Features("Dinov2ForImageClassification", "Dinov2Config", "pixel_values", (48, 3, 224, 224), (48,), {
+        "hidden_size": 384, "num_attention_heads": 6, "num_hidden_layers": 12, "num_labels": 100, "image_size": 224,
+    }),
+    "mobilevit-s": Features("MobileViTForImageClassification", "MobileViTConfig", "pixel_values", (48, 3, 256, 256), (48,), {
+        "num_labels": 100,
+    }),
+    "wav2vec2": Features("Wav2Vec2ForCTC", "Wav2Vec2Config", "input_values", (8, 80000), (8, 40), {
+        "mask_time_prob": 0.0, "layerdrop": 0.0,
+    }),
+}  # fmt: skip
+
 NAMES = (*TEXTS, *IMAGES)
+OTHERS = (*OTHER_TEXTS, *OTHER_IMAGES, *FEATURES)
 
 
 def _library(name: str) -> Any:
@@ -114,6 +184,12 @@ def _build_text(text: Text) -> Public:
     model = getattr(hf, text.kind)(getattr(hf, text.config)(**text.sizes, use_cache=False))
     ids = torch.randint(3, 1000, text.shape)
     return Public(model, {"input_ids": ids, "labels": ids.clone()}, None)
+
+
+def _build_features(of: Features) -> Public:
+    hf = _library("transformers")
+    model = getattr(hf, of.kind)(getattr(hf, of.config)(**of.sizes))
+    return Public(model, {of.name: torch.randn(of.shape), "labels": torch.randint(1, 30, of.labels)}, None)
 
 
 def _pixels_loss(made: dict[str, Tensor], labels: Tensor) -> Tensor:
@@ -135,9 +211,10 @@ def _build_images(images: Images) -> Public:
 def build(name: str, device: str) -> Public:
     """A model of the list on a device, ready to train; on the meta device it takes no memory."""
     torch.manual_seed(0)
-    if name in IMAGES:  # small, and some compute their widths with tensors
-        model, batch, loss = _build_images(IMAGES[name])
-        return Public(model.to(device).train(), tuple(x.to(device) for x in batch), loss)
-    with torch.device(device):
-        model, batch, loss = _build_text(TEXTS[name])
-    return Public(model.train(), batch, loss)
+    images, texts = IMAGES | OTHER_IMAGES, TEXTS | OTHER_TEXTS
+    if name in texts:
+        with torch.device(device):
+            model, batch, loss = _build_text(texts[name])
+    else:  # small, and some compute their widths with tensors
+        model, batch, loss = _build_images(images[name]) if name in images else _build_features(FEATURES[name])
+    return Public(model.to(device).train(), tree_map(lambda x: x.to(device), batch), loss)

@@ -69,14 +69,15 @@ def _is_odd(call: Call) -> bool:
 
 def _convolution(call: Call) -> str:
     groups, channels, kernel = call["groups"] or 1, call.tensors[0].shape[1], call.tensors[1].shape[2:]
-    order = "channels last " if call.channels_last else ""
+    how = "channels last " if call.channels_last else ""
+    how += "dilated " if any(step > 1 < n for step, n in zip(call["dilation"], kernel, strict=False)) else ""
     if groups == channels > 1:
-        return f"{order}depthwise "
+        return f"{how}depthwise "
     if groups > 1:
-        return f"{order}grouped "
+        return f"{how}grouped "
     if channels <= _FEW_CHANNELS:
-        return f"{order}of few channels "
-    return f"{order}pointwise " if all(n == 1 for n in kernel) else order
+        return f"{how}of few channels "
+    return f"{how}pointwise " if all(n == 1 for n in kernel) else how
 
 
 def _attention(call: Call) -> str:

@@ -16,6 +16,8 @@ from conjoin.machine import Mesh
 from conjoin.ops import Layout, TensorType
 from conjoin.runtime.state.slots import Slot, find_constant, read_slot
 
+_IMAGE_RANK = 4
+
 
 @dataclass(frozen=True, slots=True)
 class _Home:
@@ -80,10 +82,14 @@ class Store:
         return region_of(shape, home.leaf.type.layout, home.mesh, home.rank)
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a whole tensor, as a tensor of its own on this rank's device."""
+        """This rank's part of a whole tensor, as a tensor of its own on this rank's device; channels that lie last in
+        memory stay there.
+        """
         region = self.region(name, tuple(whole.shape))
         part = whole.detach()[tuple(slice(*span) for span in region)]
-        return part.to(self.device, copy=True, memory_format=torch.contiguous_format)
+        last = part.dim() == _IMAGE_RANK and part.is_contiguous(memory_format=torch.channels_last)
+        order = torch.channels_last if last and not part.is_contiguous() else torch.contiguous_format
+        return part.to(self.device, copy=True, memory_format=order)
 
     def shape(self, name: str, local: Tensor) -> tuple[int, ...]:
         """The whole shape of a parameter or buffer of which this rank holds `local`."""
