@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from conjoin.comm import GradientFlow, changes_places_between
+from conjoin.comm import ROWS, Chunking, GradientFlow, changes_places_between, is_product
 from conjoin.ir import (
     Graph,
     Leaf,
@@ -56,6 +56,7 @@ from conjoin.ops import (
 )
 from conjoin.runtime.movement.absence import find_leaving, is_confined, join
 from conjoin.runtime.movement.bundles import Bundle
+from conjoin.runtime.program.chunk_places import ChunkPlaces
 from conjoin.runtime.program.functions import (
     BATCH_NORM,
     Function,
@@ -101,6 +102,10 @@ class Carriers(Protocol):
     def cast(self, function: Function) -> Function:
         """A cast of a parameter, in a program that runs several times in a step."""
 
+    def chunked(self, node: Node, chunking: Chunking, layouts: tuple[Layout | None, Layout | None]) -> Function:
+        """A product in chunks, from its rows in their own layout, its matrix and what is added to what is made, in
+        another layout, and the rows; a layout that does not change is None."""
+
     def draws_whole(self) -> bool:
         """Whether every rank draws the randomness of the whole tensor and takes its part, as one device would."""
 
@@ -145,6 +150,7 @@ class Emitter:
         """Whether ranks speak with each other inside the segment."""
         self._shelved: frozenset[Node] = frozenset()
         """Calls in segments whose results are kept."""
+        self._chunk_places: ChunkPlaces | None = None
 
     def begin(self) -> fx.Node:
         """Start a program with its state, which is given back, and its device."""
@@ -235,6 +241,10 @@ class Emitter:
         """What these calls make is kept where their segments are run again."""
         self._shelved = frozenset(nodes)
 
+    def chunk(self, places: ChunkPlaces) -> None:
+        """Products go in chunks with the collectives next to them, as is told of each."""
+        self._chunk_places = places
+
     def enter(self, segment: int, last: Node) -> None:
         """What is emitted from here up to a node is to be run again in the backward pass."""
         self._segment, self._last, self._communicates = segment, last, False
@@ -262,6 +272,8 @@ class Emitter:
             return
         if self.carriers is not None and self._passes_by(node, self.carriers):
             return
+        if self._emit_in_chunks(node):
+            return
         function = self._function_of(node)
         if self.carriers is not None and is_random(node.op, node.args):
             outputs = self._emit_draw(node, function, self.carriers)
@@ -274,6 +286,33 @@ class Emitter:
             self.computed(node, value, made)
         for value in node.outputs():
             self.send(value)
+
+    def _emit_in_chunks(self, node: Node) -> bool:
+        """Emit a product with what is sent before and after it, where that goes in chunks; whether it did."""
+        if self._chunk_places is None or self.carriers is None or not is_product(node):
+            return False
+        read = node.inputs[ROWS[node.op]]
+        root, wanted = origin(read), read.type.layout
+        is_there = (root, wanted) in self.values or self.carriers.bundle(root, wanted) is not None
+        found = self._chunk_places.find(node, None if is_there else root.type.layout)
+        if found is None:
+            return False
+        chunking, target = found
+        own = root.type.layout if chunking.operand is not None else None
+        rows = self.find(read if own is None else root)
+        others = [self.find(value) for value in node.inputs if value is not read]
+        weight, *bias = reversed(others) if node.op == "addmm" else others
+        given = [self._as_written(made) if node.pinned else made for made in (rows, weight, *bias)]
+        self._communicates = True
+        made = self.call(self.carriers.chunked(node, chunking, (own, target)), *given)
+        result = self.call(operator.getitem, made, 0)
+        if own is not None:
+            self.values[root, wanted] = self.call(operator.getitem, made, 1)
+        if target is None:
+            self.computed(node, Value(node), result)
+        else:
+            self.values[Value(node), target] = result
+        return True
 
     def _function_of(self, node: Node) -> Function:
         """What runs a call: torch's own function of the operator, but for batch norm if nobody reads what it saves."""
@@ -430,11 +469,13 @@ def emit_program(
     *,
     once: bool = True,
     apart: bool = False,
+    chunks: int = 1,
 ) -> Emitted:
     """A graph as FX, over the leaves that are its state.
 
     Nodes of segments to be run `again` in the backward pass are marked as such. A program that runs `once` in a
     step may write over running statistics. Kept `apart`, parameters of one bundle may get their gradients one by one.
+    Products next to collectives go in some `chunks`.
     """
     check_registered(graph)
     emitter = Emitter(graph, carriers, runs_again=bool(again), once=once, apart=apart)
@@ -442,6 +483,8 @@ def emit_program(
     operators = operators_of(graph)
     starts = {operators[first]: (i, operators[last]) for i, (first, last) in enumerate(again)}
     emitter.shelve(operators[place] for segment in again for place in segment.kept)
+    if carriers is not None and chunks > 1 and not is_confined(graph):
+        emitter.chunk(ChunkPlaces(graph, carriers.mesh, chunks, again))
     stored = emitter.begin()
     for i, leaf in enumerate(graph.leaves_of(LeafKind.INPUT)):
         emitter.set(Value(leaf), emitter.program.placeholder(f"input_{i}"))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from conjoin.comm import halo_of, recomputed, ring_members, ring_of, routing_of
+from conjoin.comm import ROWS, Chunking, halo_of, recomputed, ring_members, ring_of, routing_of
 from conjoin.errors import UsageError
 from conjoin.ir import (
     Leaf,
@@ -21,15 +21,17 @@ from conjoin.ir import (
     RegionMove,
     Value,
     calling_graph,
+    origin,
     place,
     plan_fingerprint,
     regathered_parameters,
     region_of,
     region_shape,
 )
-from conjoin.ops import Layout
+from conjoin.ops import Layout, find_function
 from conjoin.runtime.movement.bundles import Bundle, Dropping, make_bundles
 from conjoin.runtime.movement.carriers import carry_move, carry_reshard, prepare_move
+from conjoin.runtime.movement.chunked_products import Product, carry_chunked
 from conjoin.runtime.movement.halo import carry_halo
 from conjoin.runtime.movement.ring_attention import carry_ring
 from conjoin.runtime.movement.routing import carry_routing
@@ -90,6 +92,13 @@ class _RankCarriers:
     def cast(self, function: Function) -> Function:
         return self.casts.keep(function)
 
+    def chunked(self, node: Node, chunking: Chunking, layouts: tuple[Layout | None, Layout | None]) -> Function:
+        (own, target), read, made = layouts, node.inputs[ROWS[node.op]], Value(node)
+        before = None if own is None else self.reshard(origin(read), read.type.layout)
+        after = None if target is None else self.reshard(made, target)
+        product = Product(node.op, find_function(node.op))
+        return carry_chunked(product, chunking, (before, after), self._communicator, node.pinned)
+
     def draws_whole(self) -> bool:
         return self.streams.exact
 
@@ -129,7 +138,10 @@ class LocalProgram:
         self.fingerprint = plan_fingerprint(plan)
         name = f"{plan.graph.name} {self.fingerprint[:12]} @{communicator.rank}"
         once = plan.accumulation is None and not is_stage
-        emitted = emit_program(plan.graph, self.kept, self.carriers, recomputed(plan), once=once, apart=is_stage)
+        again, chunks = recomputed(plan), plan.chunks
+        emitted = emit_program(
+            plan.graph, self.kept, self.carriers, again, once=once, apart=is_stage, chunks=chunks
+        )
         self._program = Program(emitted, name, partial(_compile, self.carriers))
         self.code = self._program.code
         self._slots = {leaf: store.slot(leaf) for leaf in self.kept}
