@@ -11,6 +11,7 @@ from conjoin.comm.bundling import (
     flights_forward,
     sent_bytes,
 )
+from conjoin.comm.chunk_places import ChunkPlaces
 from conjoin.comm.chunking import ROWS, Chunking, ChunkMove, chunking_of, is_product
 from conjoin.comm.cross_mesh import (
     CHUNKS,
@@ -51,12 +52,14 @@ from conjoin.comm.unit_tasks import Grid
 from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 
 __all__ = [
-    "AGREEMENT_BYTES", "BACKWARD", "CHUNKS", "EXCHANGE", "FORWARD", "OVER_EDGES", "RING", "ROWS",
-    "SENDER_WAYS", "Assignment", "Atomic", "Block", "BundleKind", "BundleSizes", "ChunkMove", "Chunking", "Collective", "Entry", "ExchangedBytes", "Form",
+    "AGREEMENT_BYTES", "BACKWARD", "CHUNKS", "EXCHANGE", "FORWARD", "OVER_EDGES", "RING", "ROWS", "SENDER_WAYS",
+    "Assignment", "Atomic", "Block", "BundleKind", "BundleSizes", "ChunkMove", "ChunkPlaces", "Chunking",
+    "Collective", "Entry", "ExchangedBytes", "Form",
     "GradientFlow", "Grid", "Halo", "HaloBytes", "Message", "Movement", "NodeExchanges", "ParameterBundle",
     "PerRank", "Ring", "RingBytes", "Route", "RoutedBytes", "Routing", "Step", "StepKind", "Traffic", "Transfer",
     "TransferPlan", "Use", "WholeSlices", "backward_route", "best_chunks", "bundle_parameters", "bytes_sent",
-    "changes_places", "changes_places_between", "chunking_of", "common_places", "dual_layout", "find_bundles", "flights_backward",
+    "changes_places", "changes_places_between", "chunking_of", "common_places", "dual_layout", "find_bundles",
+    "flights_backward",
     "flights_forward", "form_seconds", "halo_bytes", "halo_call", "halo_of", "has_places", "held_bytes", "is_product",
     "leaves_early", "move_regions", "movement", "moves_fewer_rows", "node_exchanges", "num_devices",
     "plan_crossing", "plan_transfer", "recomputed", "reduced_for_transfer", "reshard", "ring_bytes",

@@ -37,7 +37,7 @@ _ACTIONS = (REGATHER, RECOMPUTE)
 BUNDLE_BYTES = 25 * 2**20
 """Of a bundle where nobody knows better: as DistributedDataParallel's (torch documentation, `bucket_cap_mb`)."""
 _MAX_BUNDLE_BYTES = 2**40
-_MAX_CHUNKS = 64
+MAX_CHUNKS = 64
 _MAX_RANKS = 2**20
 _SHOWN = 8
 
@@ -113,7 +113,7 @@ class Plan:
     bundle_bytes: int = BUNDLE_BYTES
     """How many bytes of parameters, as they are used, at least travel in the same collectives."""
     chunks: int = 1
-    """In how many chunks of rows a product goes that a collective is next to, if it can: others go while it computes."""
+    """In how many chunks of its rows a product goes that a collective is next to: one is sent while others compute."""
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file."""
@@ -338,8 +338,8 @@ def _bundle_bytes(entry: Any) -> int:
 
 
 def _chunks(entry: Any) -> int:
-    if type(entry) is not int or not 1 <= entry <= _MAX_CHUNKS:
-        raise ValueError(f"products in {str(entry)[:40]} chunks are none; a number from 1 to {_MAX_CHUNKS} is")
+    if type(entry) is not int or not 1 <= entry <= MAX_CHUNKS:
+        raise ValueError(f"products in {str(entry)[:40]} chunks are none; a number from 1 to {MAX_CHUNKS} is")
     return entry
 
 

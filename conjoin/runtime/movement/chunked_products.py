@@ -122,7 +122,7 @@ class ChunkedProduct:
         dim, count, pieces = self._chunking.dim, self._chunking.count, self._chunking.pieces
         if pieces == 1:
             return [lambda part=part: part for part in x.tensor_split(count, dim)]  # type: ignore[misc]
-        parts = x.unflatten(dim, (pieces, -1)).tensor_split(count, dim + 1)
+        parts = torch.unflatten(x, dim, (pieces, -1)).tensor_split(count, dim + 1)
         return [lambda part=part: part.flatten(dim, dim + 1) for part in parts]  # type: ignore[misc]
 
     def _joined(self, parts: Sequence[Tensor], is_moved: bool = False) -> Tensor:
@@ -130,7 +130,7 @@ class ChunkedProduct:
         dim, pieces = self._chunking.dim, 1 if is_moved else self._chunking.pieces
         if pieces == 1:
             return torch.cat(list(parts), dim)
-        return torch.cat([part.unflatten(dim, (pieces, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
+        return torch.cat([torch.unflatten(part, dim, (pieces, -1)) for part in parts], dim + 1).flatten(dim, dim + 1)
 
     def _gathered(self, move: ChunkMove | None, x: Tensor) -> list[Finish]:
         """Start to gather chunks of this rank's own rows, one after the other."""
@@ -154,7 +154,7 @@ class ChunkedProduct:
         if move is None:
             return lambda: part
         dim, dtype = move.dim, part.dtype
-        packed = part if dim is None else part.unflatten(dim, (move.size, -1)).movedim(dim, 0)
+        packed = part if dim is None else torch.unflatten(part, dim, (move.size, -1)).movedim(dim, 0)
         packed, shape = to_add(packed), packed.shape if dim is None else packed.shape[1:]
         if dim is None:
             work, total = self._communicator.all_reduce(packed, move.axes), packed

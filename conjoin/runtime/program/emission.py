@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from conjoin.comm import ROWS, Chunking, GradientFlow, changes_places_between, is_product
+from conjoin.comm import ROWS, Chunking, ChunkPlaces, GradientFlow, changes_places_between, is_product
 from conjoin.ir import (
     Graph,
     Leaf,
@@ -56,7 +56,6 @@ from conjoin.ops import (
 )
 from conjoin.runtime.movement.absence import find_leaving, is_confined, join
 from conjoin.runtime.movement.bundles import Bundle
-from conjoin.runtime.program.chunk_places import ChunkPlaces
 from conjoin.runtime.program.functions import (
     BATCH_NORM,
     Function,
@@ -79,6 +78,8 @@ class Carriers(Protocol):
     mesh: Mesh
     rank: int
     bundles: tuple[Bundle, ...]
+    chunks: int
+    """In how many chunks products go that collectives are next to."""
 
     def reshard(self, value: Value, target: Layout) -> Function:
         """From the layout of a value to another; differentiable."""
@@ -469,13 +470,11 @@ def emit_program(
     *,
     once: bool = True,
     apart: bool = False,
-    chunks: int = 1,
 ) -> Emitted:
     """A graph as FX, over the leaves that are its state.
 
     Nodes of segments to be run `again` in the backward pass are marked as such. A program that runs `once` in a
     step may write over running statistics. Kept `apart`, parameters of one bundle may get their gradients one by one.
-    Products next to collectives go in some `chunks`.
     """
     check_registered(graph)
     emitter = Emitter(graph, carriers, runs_again=bool(again), once=once, apart=apart)
@@ -483,8 +482,8 @@ def emit_program(
     operators = operators_of(graph)
     starts = {operators[first]: (i, operators[last]) for i, (first, last) in enumerate(again)}
     emitter.shelve(operators[place] for segment in again for place in segment.kept)
-    if carriers is not None and chunks > 1 and not is_confined(graph):
-        emitter.chunk(ChunkPlaces(graph, carriers.mesh, chunks, again))
+    if carriers is not None and carriers.chunks > 1 and not is_confined(graph):
+        emitter.chunk(ChunkPlaces(graph, carriers.mesh, carriers.chunks, again))
     stored = emitter.begin()
     for i, leaf in enumerate(graph.leaves_of(LeafKind.INPUT)):
         emitter.set(Value(leaf), emitter.program.placeholder(f"input_{i}"))

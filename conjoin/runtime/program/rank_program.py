@@ -57,7 +57,7 @@ class _RankCarriers:
 
     def __init__(self, plan: Plan, communicator: Communicator, exact: Stream | None, is_stage: bool) -> None:
         self.mesh, self.rank = communicator.mesh, communicator.rank
-        self._communicator = communicator
+        self._communicator, self.chunks = communicator, plan.chunks
         self.dropping = Dropping() if regathered_parameters(plan) else None
         self.bundles = make_bundles(plan, communicator, self.dropping)
         self.streams = Streams(communicator, exact, is_stage=is_stage)
@@ -138,10 +138,7 @@ class LocalProgram:
         self.fingerprint = plan_fingerprint(plan)
         name = f"{plan.graph.name} {self.fingerprint[:12]} @{communicator.rank}"
         once = plan.accumulation is None and not is_stage
-        again, chunks = recomputed(plan), plan.chunks
-        emitted = emit_program(
-            plan.graph, self.kept, self.carriers, again, once=once, apart=is_stage, chunks=chunks
-        )
+        emitted = emit_program(plan.graph, self.kept, self.carriers, recomputed(plan), once=once, apart=is_stage)
         self._program = Program(emitted, name, partial(_compile, self.carriers))
         self.code = self._program.code
         self._slots = {leaf: store.slot(leaf) for leaf in self.kept}

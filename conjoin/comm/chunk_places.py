@@ -1,15 +1,15 @@
 """Which products of a program go in chunks with the collectives next to them.
 
-What a product makes is summed up with it where everyone reads the sum, in one layout, and the first of them stands in the
-same segment, or in none as the product does: what is sent once must not be sent again.
+What a product makes is summed up with it where everyone reads the sum, in one layout, and the first of them stands in
+the same segment, or in none as the product does: what is sent once must not be sent again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from conjoin.comm import Chunking, chunking_of
-from conjoin.ir import Graph, Node, Segment, Value, is_parallel, operators_of, origin, place
+from conjoin.comm.chunking import Chunking, chunking_of, is_product
+from conjoin.ir import Graph, Node, Segment, Value, operators_of, origin, place
 from conjoin.machine import Mesh
 from conjoin.ops import Layout
 
@@ -36,7 +36,7 @@ class ChunkPlaces:
     def find(self, node: Node, own: Layout | None) -> tuple[Chunking, Layout | None] | None:
         """How a product goes in chunks whose rows come from their own layout (None: they are there), and into which
         layout what it makes goes with it; None where it goes at once."""
-        if node not in self._candidates or is_parallel(node):
+        if node not in self._candidates or not is_product(node):
             return None
         placed, target = place(node, self._mesh), self._target(node)
         if target is not None and chunking_of(node, placed, self._mesh, self._chunks, None, target) is None:
