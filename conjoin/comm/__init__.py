@@ -24,6 +24,7 @@ from conjoin.comm.cross_mesh import (
 from conjoin.comm.exchanges import ExchangedBytes, NodeExchanges, node_exchanges
 from conjoin.comm.gradients import Entry, GradientFlow
 from conjoin.comm.halo import OVER_EDGES, Halo, HaloBytes, halo_bytes, halo_call, halo_of
+from conjoin.comm.made_once import MadeOnce, find_made_once
 from conjoin.comm.movement import Movement, move_regions, movement
 from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
 from conjoin.comm.pieces import held_bytes, num_devices, splits_evenly
@@ -55,11 +56,11 @@ __all__ = [
     "AGREEMENT_BYTES", "BACKWARD", "CHUNKS", "EXCHANGE", "FORWARD", "OVER_EDGES", "RING", "ROWS", "SENDER_WAYS",
     "Assignment", "Atomic", "Block", "BundleKind", "BundleSizes", "ChunkMove", "ChunkPlaces", "Chunking",
     "Collective", "Entry", "ExchangedBytes", "Form",
-    "GradientFlow", "Grid", "Halo", "HaloBytes", "Message", "Movement", "NodeExchanges", "ParameterBundle",
+    "GradientFlow", "Grid", "Halo", "HaloBytes", "MadeOnce", "Message", "Movement", "NodeExchanges", "ParameterBundle",
     "PerRank", "Ring", "RingBytes", "Route", "RoutedBytes", "Routing", "Step", "StepKind", "Traffic", "Transfer",
     "TransferPlan", "Use", "WholeSlices", "backward_route", "best_chunks", "bundle_parameters", "bytes_sent",
     "changes_places", "changes_places_between", "chunking_of", "common_places", "dual_layout", "find_bundles",
-    "flights_backward",
+    "find_made_once", "flights_backward",
     "flights_forward", "form_seconds", "halo_bytes", "halo_call", "halo_of", "has_places", "held_bytes", "is_product",
     "leaves_early", "move_regions", "movement", "moves_fewer_rows", "node_exchanges", "num_devices",
     "plan_crossing", "plan_transfer", "recomputed", "reduced_for_transfer", "reshard", "ring_bytes",

@@ -35,16 +35,16 @@ from conjoin.runtime.movement.chunked_products import Product, carry_chunked
 from conjoin.runtime.movement.halo import carry_halo
 from conjoin.runtime.movement.ring_attention import carry_ring
 from conjoin.runtime.movement.routing import carry_routing
-from conjoin.runtime.program.accumulating import Accumulator, MicroBatches
+from conjoin.runtime.program.accumulating import Accumulator, Computing, MicroBatches
 from conjoin.runtime.program.calling import Calling, InputPart
 from conjoin.runtime.program.emission import emit_program
 from conjoin.runtime.program.functions import Function
-from conjoin.runtime.program.kept_casts import KeptCasts
 from conjoin.runtime.program.norms import Group
 from conjoin.runtime.program.passes import Passes
-from conjoin.runtime.program.programs import Compiled, Program, compile_text
+from conjoin.runtime.program.programs import Compiled, Emitted, Program, compile_text
 from conjoin.runtime.program.randomness import Stream, Streams
 from conjoin.runtime.program.recomputing import Again, fold_segments
+from conjoin.runtime.program.step_values import StepValues
 from conjoin.runtime.program.tensor_cores import TensorCores
 from conjoin.runtime.ranks.agreement import Agreement
 from conjoin.runtime.ranks.communicator import Communicator, uncompiled
@@ -58,10 +58,10 @@ class _RankCarriers:
     def __init__(self, plan: Plan, communicator: Communicator, exact: Stream | None, is_stage: bool) -> None:
         self.mesh, self.rank = communicator.mesh, communicator.rank
         self._communicator, self.chunks = communicator, plan.chunks
-        self.dropping = Dropping() if regathered_parameters(plan) else None
+        self.regathered = regathered_parameters(plan)
+        self.dropping = Dropping() if self.regathered else None
         self.bundles = make_bundles(plan, communicator, self.dropping)
         self.streams = Streams(communicator, exact, is_stage=is_stage)
-        self.casts = KeptCasts()
         self._by_entry = {entry: bundle for bundle in self.bundles for entry in bundle.entries}
 
     def reshard(self, value: Value, target: Layout) -> Function:
@@ -88,9 +88,6 @@ class _RankCarriers:
 
     def draw(self, function: Function, axes: tuple[str, ...]) -> Function:
         return self.streams.draw(function, axes)
-
-    def cast(self, function: Function) -> Function:
-        return self.casts.keep(function)
 
     def chunked(self, node: Node, chunking: Chunking, layouts: tuple[Layout | None, Layout | None]) -> Function:
         (own, target), read, made = layouts, node.inputs[ROWS[node.op]], Value(node)
@@ -140,6 +137,8 @@ class LocalProgram:
         once = plan.accumulation is None and not is_stage
         emitted = emit_program(plan.graph, self.kept, self.carriers, recomputed(plan), once=once, apart=is_stage)
         self._program = Program(emitted, name, partial(_compile, self.carriers))
+        self._making = None if emitted.once is None else Program(Emitted(emitted.once, None), f"{name} once a step")
+        self._casts = emitted.casts
         self.code = self._program.code
         self._slots = {leaf: store.slot(leaf) for leaf in self.kept}
         buffers = {leaf.name: leaf for leaf in plan.graph.leaves_of(LeafKind.BUFFER)}
@@ -160,7 +159,6 @@ class LocalProgram:
 
     def forget(self) -> None:
         """Of a step in micro-batches that is over, or has failed, let go of what they had in common."""
-        self.carriers.casts.forget()
         for bundle in self.bundles:
             bundle.forget_put_off()
 
@@ -171,6 +169,14 @@ class LocalProgram:
     def state(self) -> list[Tensor | None]:
         """This rank's pieces of all that is kept between steps."""
         return [self.read(leaf) for leaf in self.kept]
+
+    def make_once(self, state: list[Tensor | None]) -> StepValues:
+        """What is made of parameters alone, from this rank's pieces; it stands after them in the state of a run."""
+        if self._making is None:
+            return StepValues()
+        made = self._making(self, state, self.store.device)
+        count = len(made) - len(self._casts)
+        return StepValues(made[:count], dict(zip(self._casts, made[count:], strict=True)))
 
     def results(self, inputs: list[Tensor], state: list[Tensor | None]) -> tuple[Any, ...]:
         """The outputs on this rank from its pieces of everything, then the new values of buffers."""
@@ -327,7 +333,7 @@ class RankProgram:
             return found
 
         kept = dict(zip(self.local.kept, state, strict=True))
-        loss = accumulator.loss(batches, kept, compute, device.type)
+        loss = accumulator.loss(batches, kept, Computing(self.local.make_once, compute), device.type)
         return [loss if isinstance(value, Value) else value for value in self.plan.graph.outputs]
 
     def _local(self, inputs: list[Tensor]) -> list[Tensor]:
