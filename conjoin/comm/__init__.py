@@ -11,6 +11,8 @@ from conjoin.comm.bundling import (
     flights_forward,
     sent_bytes,
 )
+from conjoin.comm.chunk_places import ChunkPlaces
+from conjoin.comm.chunking import ROWS, Chunking, ChunkMove, chunking_of, is_product
 from conjoin.comm.cross_mesh import (
     CHUNKS,
     Message,
@@ -22,6 +24,7 @@ from conjoin.comm.cross_mesh import (
 from conjoin.comm.exchanges import ExchangedBytes, NodeExchanges, node_exchanges
 from conjoin.comm.gradients import Entry, GradientFlow
 from conjoin.comm.halo import OVER_EDGES, Halo, HaloBytes, halo_bytes, halo_call, halo_of
+from conjoin.comm.made_once import MadeOnce, find_made_once
 from conjoin.comm.movement import Movement, move_regions, movement
 from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
 from conjoin.comm.pieces import held_bytes, num_devices, splits_evenly
@@ -50,13 +53,15 @@ from conjoin.comm.unit_tasks import Grid
 from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 
 __all__ = [
-    "AGREEMENT_BYTES", "BACKWARD", "CHUNKS", "EXCHANGE", "FORWARD", "OVER_EDGES", "RING", "SENDER_WAYS",
-    "Assignment", "Atomic", "Block", "BundleKind", "BundleSizes", "Collective", "Entry", "ExchangedBytes", "Form",
-    "GradientFlow", "Grid", "Halo", "HaloBytes", "Message", "Movement", "NodeExchanges", "ParameterBundle",
+    "AGREEMENT_BYTES", "BACKWARD", "CHUNKS", "EXCHANGE", "FORWARD", "OVER_EDGES", "RING", "ROWS", "SENDER_WAYS",
+    "Assignment", "Atomic", "Block", "BundleKind", "BundleSizes", "ChunkMove", "ChunkPlaces", "Chunking",
+    "Collective", "Entry", "ExchangedBytes", "Form",
+    "GradientFlow", "Grid", "Halo", "HaloBytes", "MadeOnce", "Message", "Movement", "NodeExchanges", "ParameterBundle",
     "PerRank", "Ring", "RingBytes", "Route", "RoutedBytes", "Routing", "Step", "StepKind", "Traffic", "Transfer",
     "TransferPlan", "Use", "WholeSlices", "backward_route", "best_chunks", "bundle_parameters", "bytes_sent",
-    "changes_places", "changes_places_between", "common_places", "dual_layout", "find_bundles", "flights_backward",
-    "flights_forward", "form_seconds", "halo_bytes", "halo_call", "halo_of", "has_places", "held_bytes",
+    "changes_places", "changes_places_between", "chunking_of", "common_places", "dual_layout", "find_bundles",
+    "find_made_once", "flights_backward",
+    "flights_forward", "form_seconds", "halo_bytes", "halo_call", "halo_of", "has_places", "held_bytes", "is_product",
     "leaves_early", "move_regions", "movement", "moves_fewer_rows", "node_exchanges", "num_devices",
     "plan_crossing", "plan_transfer", "recomputed", "reduced_for_transfer", "reshard", "ring_bytes",
     "ring_bytes_of", "ring_members", "ring_of", "route_bytes", "routed_bytes", "routed_call", "routing_of",

@@ -41,6 +41,7 @@ from conjoin.ir.placing import Placed, layout_fault, place, plain_call, rules_fo
 from conjoin.ir.plain_model import plain_model
 from conjoin.ir.plan import (
     BUNDLE_BYTES,
+    MAX_CHUNKS,
     RECOMPUTE,
     REGATHER,
     Mark,
@@ -104,6 +105,7 @@ __all__ = [
     "EXACT",
     "LEAF",
     "LIBRARY",
+    "MAX_CHUNKS",
     "MAX_CONSTANT_BYTES",
     "ORDERED_BY_KERNELS",
     "RECOMPUTE",

@@ -37,6 +37,7 @@ _ACTIONS = (REGATHER, RECOMPUTE)
 BUNDLE_BYTES = 25 * 2**20
 """Of a bundle where nobody knows better: as DistributedDataParallel's (torch documentation, `bucket_cap_mb`)."""
 _MAX_BUNDLE_BYTES = 2**40
+MAX_CHUNKS = 64
 _MAX_RANKS = 2**20
 _SHOWN = 8
 
@@ -111,6 +112,8 @@ class Plan:
     """In which precision the model was captured, as `bf16-mixed@cuda`; empty where it was as it is."""
     bundle_bytes: int = BUNDLE_BYTES
     """How many bytes of parameters, as they are used, at least travel in the same collectives."""
+    chunks: int = 1
+    """In how many chunks of its rows a product goes that a collective is next to: one is sent while others compute."""
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file."""
@@ -154,6 +157,7 @@ def decisions_to_json(plan: Plan) -> dict[str, Any]:
         "substitutions": [{"name": s.name, "where": s.where, "proof": s.proof} for s in plan.substitutions],
         "computes": plan.computes,
         **({"bundle_bytes": plan.bundle_bytes} if plan.bundle_bytes != BUNDLE_BYTES else {}),
+        **({"chunks": plan.chunks} if plan.chunks != 1 else {}),
     }
 
 
@@ -266,6 +270,7 @@ def read_plan(data: Any, load: Callable[[dict[str, Any]], T]) -> T:
 KEYS = frozenset({
     "format", "version", "strategy", "model", "machine", "mesh", "stages", "schedule", "memory", "substitutions",
     "predictions", "graph", "accumulate", "operators", "computes", "precision", "bundle_bytes",
+    "chunks",
 })  # fmt: skip
 
 
@@ -281,6 +286,7 @@ def _load(data: dict[str, Any]) -> Plan:
         predictions=figures_from_json(data["predictions"]),
         accumulation=accumulation_from_json(data["accumulate"], plan.graph) if "accumulate" in data else None,
         precision=line_from_json(data.get("precision", ""), "its precision"),
+        chunks=_chunks(data.get("chunks", 1)),
     )
 
 
@@ -328,6 +334,12 @@ def check_declared(graph: Graph, undeclared: Mapping[str, str]) -> None:
 def _bundle_bytes(entry: Any) -> int:
     if type(entry) is not int or not 1 <= entry <= _MAX_BUNDLE_BYTES:
         raise ValueError(f"bundles of {str(entry)[:40]} bytes are none; a number from 1 to {_MAX_BUNDLE_BYTES:,} is")
+    return entry
+
+
+def _chunks(entry: Any) -> int:
+    if type(entry) is not int or not 1 <= entry <= MAX_CHUNKS:
+        raise ValueError(f"products in {str(entry)[:40]} chunks are none; a number from 1 to {MAX_CHUNKS} is")
     return entry
 
 

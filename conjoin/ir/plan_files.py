@@ -36,7 +36,7 @@ from conjoin.schedules import Schedule, chain, read_rows
 _STAGE_KEYS = frozenset({
     "ranks", "mesh", "strategy", "takes", "borrows", "memory", "substitutions", "computes", "bundle_bytes", "graph",
 })  # fmt: skip
-_PIPELINE_KEYS = KEYS - {"memory", "substitutions", "computes", "bundle_bytes"}
+_PIPELINE_KEYS = KEYS - {"memory", "substitutions", "computes", "bundle_bytes", "chunks"}
 _MAX_STAGES = 4096
 
 

@@ -128,6 +128,8 @@ class Entry:
     """Where there is one already."""
     objective: Objective | None = None
     """What the exact core counted when it found the layouts, where it did."""
+    chunks: int = 1
+    """In how many chunks products go that collectives are next to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +211,7 @@ class Contest:
     """Whether a part of the search ended because its share of the time was over: more of it may be found."""
     started: float = field(default_factory=perf_counter)
     cpu_started: float = field(default_factory=process_time)
-    _drafts: dict[tuple[Classes, int], Drafts] = field(default_factory=dict)
+    _drafts: dict[tuple[Classes, int, int], Drafts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.steps_given = self.steps_left
@@ -309,7 +311,8 @@ class Contest:
         skeleton, layouts, mesh = entry.variant.skeleton, entry.layouts, self.machine.mesh
         drafts = new_drafts(skeleton, layouts, mesh, self.prices)
         drafts.bundle_bytes = self.bundle_bytes if entry.plan is None else entry.plan.bundle_bytes
-        drafts = self._drafts.setdefault((drafts.classes, drafts.bundle_bytes), drafts)
+        drafts.chunks = entry.chunks if entry.plan is None else entry.plan.chunks
+        drafts = self._drafts.setdefault((drafts.classes, drafts.bundle_bytes, drafts.chunks), drafts)
         return simulate_layouts(skeleton, layouts, drafts, entry.regathered, entry.segments, entry.variant.steps)
 
     def enter(self, entry: Entry) -> Outcome:
@@ -399,5 +402,6 @@ def plan_of(outcome: Outcome, captured: Graph, machine: Machine) -> Plan:
         predictions=predictions,
         computes=computation_digest(graph, entry.variant.accumulation),
         bundle_bytes=choose_bundle_bytes(captured, machine),
+        chunks=entry.chunks,
     )
     return check_plan(plan)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from conjoin.comm import ROWS, ChunkPlaces, is_product, recomputed
+from conjoin.errors import StrategyError
 from conjoin.ir import (
     Choice,
     Graph,
@@ -22,6 +24,7 @@ from conjoin.ir import (
     expand,
     has_parts,
     model_mark,
+    origin,
     parallelize,
     plain_call,
     recompute_actions,
@@ -150,8 +153,23 @@ def make_plan_by(captured: Graph, machine: Machine, strategy: Callable[[Facts], 
         substitutions=settled.substitutions,
         accumulation=accumulation,
         bundle_bytes=choose_bundle_bytes(captured, machine),
+        chunks=draft.request.chunks,
     )
-    return check_plan(plan)
+    return _check_chunks(check_plan(plan))
+
+
+def _check_chunks(plan: Plan) -> Plan:
+    """The plan itself; StrategyError where chunks were asked for and no product can go in any."""
+    places = ChunkPlaces(plan.graph, plan.mesh, plan.chunks, recomputed(plan))
+    products = [node for node in plan.graph.nodes if is_product(node)]
+    owns = [origin(node.inputs[ROWS[node.op]]).type.layout for node in products]
+    if plan.chunks == 1 or any(places.find(node, own) is not None for node, own in zip(products, owns, strict=True)):
+        return plan
+    raise StrategyError(
+        f"The products of {plan.model.name} were to go in {plan.chunks} chunks beside the collectives next to them. "
+        f"None of its {len(products)} products reads rows that are gathered in even pieces, or makes some that are "
+        f"summed up, on these {plan.mesh.size} devices. Leave chunks out, or have layers split by megatron:tp=2,sp."
+    )
 
 
 def substitution_of(graph: Graph, node: Node) -> Substitution:

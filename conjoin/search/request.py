@@ -2,8 +2,9 @@
 
 Degrees have names (`tp=2`) or stand in the order of the strategy's keys. What is asked of the batch and of Megatron
 becomes one request: `fsdp+megatron:tp=2` is `megatron:tp=2,fsdp`. What is run again in the backward pass
-(`recompute=`), how many micro-batches make up a step (`micro=`) and of what batch norm takes its statistics
-(`statistics=`) may be asked of every strategy, by a part or among its keys.
+(`recompute=`), how many micro-batches make up a step (`micro=`), of what batch norm takes its statistics
+(`statistics=`) and in how many chunks products go that collectives are next to (`chunks=`) may be asked of every
+strategy, by a part or among its keys.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 
 from conjoin.errors import UsageError
+from conjoin.ir import MAX_CHUNKS
 from conjoin.machine import Mesh
 
 _MAX_DIGITS = 7
 _MODES = ("none", "selective", "full", "every-2")
 _STATISTICS = ("all", "rank")
-OPTIONS = ("recompute", "micro", "statistics")
+OPTIONS = ("recompute", "micro", "statistics", "chunks")
 _EVERY = re.compile(r"every-[1-9]\d{0,3}")
 
 
@@ -46,6 +48,8 @@ class Request:
     """Whether their number was said, be it one."""
     schedule: str = ""
     """In which order the stages of a pipeline run them."""
+    chunks: int = 1
+    """In how many chunks products go that collectives are next to."""
 
     def __str__(self) -> str:
         words = [f"{key}={degree}" for key, degree in self.degrees.items()] + sorted(self.flags)
@@ -53,8 +57,9 @@ class Request:
         again = f"+recompute={self.recompute}" if self.recompute else ""
         parts = f"+micro={self.micro}" if self.micro > 1 else ""
         own = f"+statistics={self.statistics}" if self.statistics != "all" else ""
+        cut = f"+chunks={self.chunks}" if self.chunks > 1 else ""
         where = f"@{','.join(self.order)}" if self.order else ""
-        return f"{self.name}{':' if words else ''}{','.join(words)}{again}{parts}{own}{where}"
+        return f"{self.name}{':' if words else ''}{','.join(words)}{again}{parts}{own}{cut}{where}"
 
     def filled(self, degrees: Mapping[str, int]) -> Request:
         """The same with every degree."""
@@ -105,6 +110,7 @@ def parse_request(text: str, known: Mapping[str, Keys], aliases: Mapping[str, st
     _check_once(made.name, "recompute", sum(bool(part.recompute) for part in parts))
     _check_once(made.name, "micro", sum(part.micro > 1 for part in parts))
     _check_once(made.name, "statistics", sum(part.statistics != "all" for part in parts))
+    _check_once(made.name, "chunks", sum(part.chunks > 1 for part in parts))
     return replace(
         made,
         order=max(part.order for part in parts),
@@ -112,6 +118,7 @@ def parse_request(text: str, known: Mapping[str, Keys], aliases: Mapping[str, st
         micro=max(part.micro for part in parts),
         asks_micro=any(part.asks_micro for part in parts),
         statistics=max(part.statistics for part in parts),
+        chunks=max(part.chunks for part in parts),
     )
 
 
@@ -144,6 +151,9 @@ def _with_word(request: Request, word: str, keys: Keys) -> Request:
     if key == "statistics" and equals:
         _check_once(name, key, 1 + (request.statistics != "all"))
         return replace(request, statistics=_parse_statistics(name, given))
+    if key == "chunks" and equals:
+        _check_once(name, key, 1 + (request.chunks > 1))
+        return replace(request, chunks=_parse_chunks(name, given))
     if key == "schedule" and equals and "pp" in keys.degrees:
         _check_once(name, key, 1 + bool(request.schedule))
         return replace(request, schedule=given)
@@ -221,6 +231,15 @@ def _parse_mode(name: str, mode: str) -> str:
     raise UsageError(
         f"The strategy {name} was given recompute={mode[:40]!r}. What is run again in the backward pass is none, "
         f"selective, full, or every so many blocks one, as every-2. {nearest(mode, _MODES)}"
+    )
+
+
+def _parse_chunks(name: str, given: str) -> int:
+    if given.isascii() and given.isdigit() and len(given) <= _MAX_DIGITS and 1 <= int(given) <= MAX_CHUNKS:
+        return int(given)
+    raise UsageError(
+        f"The strategy {name} was given chunks={given[:40]!r}. Products go with the collectives next to them in a "
+        f"whole number of chunks from 1 to {MAX_CHUNKS}. Write chunks=4."
     )
 
 

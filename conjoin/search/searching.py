@@ -13,6 +13,7 @@ from conjoin.machine import Machine
 from conjoin.rules import Library
 from conjoin.search.baselines import baselines, least_bytes, stored_otherwise, with_blocks_again
 from conjoin.search.certifying import Certificate, certify
+from conjoin.search.chunk_count import try_chunks
 from conjoin.search.constraints import make_constraints
 from conjoin.search.contest import Contest, Enough, Outcome, Progress, Stopped, Variant, plan_of
 from conjoin.search.exact.space import OVERLAPS
@@ -133,6 +134,8 @@ def search_on(
         stopped = Stopped.OUT_OF_TIME if contest.steps_left is None else Stopped.OUT_OF_STEPS
     if stopped is not Stopped.INTERRUPTED and not _relieve_last(contest):
         stopped = Stopped.INTERRUPTED
+    if stopped is Stopped.CONVERGED and wish.search != "named":
+        stopped = _chunk_last(contest)
     if contest.least_seconds == inf:
         raise nothing_found(contest, len(starts), wish.stages)
     result = _result(contest, stopped)
@@ -172,6 +175,17 @@ def _relieve_last(contest: Contest) -> bool:
             raise
         return False
     return True
+
+
+def _chunk_last(contest: Contest) -> Stopped:
+    """Have products of the best plan go in chunks, where that is faster; why that came to its end."""
+    try:
+        try_chunks(contest)
+    except Enough as end:
+        return end.reason
+    except KeyboardInterrupt:
+        return Stopped.INTERRUPTED
+    return Stopped.CONVERGED
 
 
 def _begin(contest: Contest, begin: Beginning, starts: list[Outcome], costs: CostModel) -> None:

@@ -40,7 +40,8 @@ def as_variant(outcome: Outcome) -> Outcome:
     entry = outcome.entry
     if entry.plan is None:
         return outcome
-    return replace(outcome, entry=replace(entry, variant=sequential_variant(entry.plan), plan=None))
+    made = replace(entry, variant=sequential_variant(entry.plan), plan=None, chunks=entry.plan.chunks)
+    return replace(outcome, entry=made)
 
 
 def sequential_variant(plan: Plan) -> Variant:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import numpy as np
 import torch
@@ -12,16 +13,20 @@ from numpy.typing import NDArray
 from conjoin.comm import (
     EXCHANGE,
     RING,
+    ROWS,
+    Chunking,
     ExchangedBytes,
     PerRank,
     Ring,
     Route,
     StepKind,
     backward_route,
+    chunking_of,
     common_places,
     halo_bytes,
     halo_call,
     halo_of,
+    is_product,
     node_exchanges,
     reshard,
     ring_bytes_of,
@@ -49,6 +54,7 @@ from conjoin.ir import (
 )
 from conjoin.machine import Mesh
 from conjoin.ops import Call, Layout, TensorType, map_tensors, space_of, spec_for
+from conjoin.sim.chunk_calls import beside_each_other, chunk_call
 from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, Phase, Ticks, to_ticks
 from conjoin.sim.keeping import Kept, kept_by
 from conjoin.sim.prices import Prices
@@ -104,6 +110,8 @@ class Drafts:
     prices: Prices
     classes: Classes
     bundle_bytes: int = BUNDLE_BYTES
+    chunks: int = 1
+    """In how many chunks products go that collectives are next to."""
     copies: dict[tuple[int, torch.dtype, torch.dtype, Phase], Instruction] = field(default_factory=dict)
     """What copying elements takes, by how many, from and to which dtype, and when."""
     _nodes: dict[tuple[int, Choice], tuple[Node, Placed]] = field(default_factory=dict)
@@ -124,10 +132,21 @@ class Drafts:
         return found
 
     def fragments(
-        self, number: int, choice: Choice, supplies: tuple[Supply, ...], departures: tuple[Departure, ...] = ()
+        self,
+        number: int,
+        choice: Choice,
+        supplies: tuple[Supply, ...],
+        departures: tuple[Departure, ...] = (),
+        *,
+        is_whole: bool = True,
     ) -> tuple[Fragment, Fragment]:
-        """An operator forward and backward; the backward is empty where it gives nobody a gradient."""
-        key = number, choice, supplies, departures
+        """An operator forward and backward; the backward is empty where it gives nobody a gradient. One that need not
+        run as a `is_whole` may go in chunks with what is sent before and after it."""
+        key = number, choice, supplies, departures, is_whole
+        if key not in self._made and not is_whole:
+            made = self._in_chunks(number, choice, supplies, departures)
+            if made is not None:
+                self._made[key] = made
         if key not in self._made:
             there, back = self._make(number, choice, supplies)
             if departures:
@@ -138,6 +157,81 @@ class Drafts:
                 there, back = ordered([*there, *away]), ordered([*home, *back])
             self._made[key] = there, back
         return self._made[key]
+
+    def sums_in_chunks(self, number: int, choice: Choice, target: Layout) -> bool:
+        """Whether what a product makes can be summed up in chunks into a layout."""
+        if self.chunks == 1:
+            return False
+        return chunking_of(*self.node(number, choice), self.mesh, self.chunks, None, target) is not None
+
+    def _in_chunks(
+        self, number: int, choice: Choice, supplies: tuple[Supply, ...], departures: tuple[Departure, ...]
+    ) -> tuple[Fragment, Fragment] | None:
+        """A product in chunks; None where it goes at once."""
+        node, placed = self.node(number, choice)
+        if self.chunks == 1 or not is_product(node):
+            return None
+        supply, target = supplies[ROWS[node.op]], departures[0].target if departures else None
+        own = supply.own if supply.arrives else None
+        chunking = chunking_of(node, placed, self.mesh, self.chunks, own, target)
+        if chunking is None:
+            return None
+        task, rows, count = self._tasks[number], ROWS[node.op], chunking.count
+        others = [i for i in range(len(supplies)) if i != rows or chunking.operand is None]
+        there, after = self._brought(task, choice, supplies, others)
+        none: tuple[Fragment, Fragment] = ((), ())
+        read = self.route(task.call.tensors[rows], supply.own, choice.operands[rows]) if chunking.operand else none
+        made = self.route(task.types[0], choice.outputs[0], target) if target is not None and chunking.output else none
+        coming, going = self._parts(read[0], count), self._parts(made[0], count)
+        products = self._products(task.call, placed, chunking if coming or going else None, task.needs)
+        forward = beside_each_other(coming, [p[0] for p in products], going, _waits)
+        joined = [self._copied(node.types[0])] if coming else []
+        if not task.needs:
+            return (*ordered(there), *forward, *joined, *_waits(going)), ()
+        coming = self._parts(made[1], count) if departures and departures[0].back else []
+        going = self._parts(read[1], count) if supply.back else []
+        products = self._products(task.call, placed, chunking if coming or going else None, task.needs)
+        added = [self._addition(node.inputs[rows].type)] if supply.adds and chunking.operand else []
+        of_rows = beside_each_other(coming, [p[1] for p in products], going, _waits)
+        backward = (*added, *of_rows, *products[0][2], *_waits(going), *ordered(after))
+        return (*ordered(there), *forward, *joined, *_waits(made[0])), backward
+
+    def _brought(
+        self, task: Task, choice: Choice, supplies: tuple[Supply, ...], some: Iterable[int]
+    ) -> tuple[list[Instruction], list[Instruction]]:
+        """How some operands come to an operator whose pieces line up, and their gradients back."""
+        there: list[Instruction] = []
+        after: list[Instruction] = []
+        for i in some:
+            type, supply = task.call.tensors[i], supplies[i]
+            forward, backward = self.route(type, supply.own, choice.operands[i]) if supply.arrives else ((), ())
+            there += forward
+            after += [self._addition(type.laid_out(choice.operands[i]))] if supply.adds else []
+            after += backward if supply.back else ()
+        return there, after
+
+    def _parts(self, moved: Fragment, count: int) -> list[Instruction]:
+        """A collective as many of them, each of a part."""
+        return [self.collective(m.name, m.axes, -(-m.sent // count), m.phase) for m in moved for _ in range(count)]
+
+    def _products(
+        self, call: Call, placed: Placed, chunking: Chunking | None, needs: tuple[int, ...]
+    ) -> list[tuple[Instruction, Instruction, Fragment]]:
+        """A product forward, the gradient of its rows, and those of the others: chunk by chunk, or at once; the last
+        of all rows at once."""
+        rows, (local, *_) = ROWS[call.op], _calls_on(call, placed, needs, self.mesh, 0)
+        part = local.call if chunking is None else chunk_call(local.call, chunking)
+        own, others = tuple(i for i in needs if i == rows), tuple(i for i in needs if i != rows)
+        cost, rest = self._costs_of(part, own), self._costs_of(local.call, others)
+        last = (_computed(call.op, Phase.BACKWARD, rest.backward, rest),) if others else ()
+        both = [_computed(call.op, phase, seconds, cost) for phase, seconds in _phases(cost)]
+        return [(both[0], both[1], last)] * (1 if chunking is None else chunking.count)
+
+    def _copied(self, type: TensorType) -> Instruction:
+        """Putting chunks of what was made together."""
+        flat = TensorType((prod(local_shape(type, self.mesh)),), type.dtype)
+        cost = self.prices.operator(Call("clone", (flat, None)), (), 0)
+        return _computed("pack", Phase.FORWARD, cost.forward, cost)
 
     def node(self, number: int, choice: Choice) -> tuple[Node, Placed]:
         """The operator in its layouts on tensors from nowhere, and how it lies on the mesh."""
@@ -369,6 +463,10 @@ def _compute(
 def _computed(name: str, phase: Phase, seconds: Seconds, cost: OperatorCost) -> Instruction:
     host = cost.host_forward if phase is Phase.FORWARD else cost.host_backward
     return _compute(name, phase, to_ticks(seconds.value), to_ticks(host), seconds.source)
+
+
+def _phases(cost: OperatorCost) -> tuple[tuple[Phase, Seconds], ...]:
+    return (Phase.FORWARD, cost.forward), (Phase.BACKWARD, cost.backward)
 
 
 def _summed(costs: Iterable[OperatorCost]) -> Work:

@@ -171,7 +171,7 @@ class Program:
             arrives = wanted[i] not in seen
             seen.add(wanted[i])
             back = arrives and any(b and w == wanted[i] for b, w in zip(backs, wanted, strict=True))
-            if arrives and leaves_early(own, wanted[i]):
+            if arrives and (leaves_early(own, wanted[i]) or self._is_summed_with(root, wanted)):
                 leaving[wanted[i]] = back
                 arrives = back = False
             adds = backs[i] and readers[i] != last_back
@@ -181,6 +181,21 @@ class Program:
                 self.supplies[position] = (*found[:operand], supply, *found[operand + 1 :])
                 changed.add(position)
         return changed | self._leave(root, tuple(leaving.items()))
+
+    def _is_summed_with(self, root: int, wanted: Sequence[Layout]) -> bool:
+        """Whether a tensor is summed up in chunks with the product that makes it: everyone reads it in one layout, the
+        first of them in the same segment."""
+        maker = self.skeleton.roots[root].maker
+        if self.drafts.chunks == 1 or maker < 0 or len(set(wanted)) > 1 or root in self.skeleton.results:
+            return False
+        if self._is_whole(maker) or self.segment_of(maker) != self.segment_of(self.skeleton.readers[root][0][0]):
+            return False
+        return self.drafts.sums_in_chunks(self.numbers[maker], self.choices[maker], wanted[0])
+
+    def _is_whole(self, position: int) -> bool:
+        """Whether an operator goes at once: it ends a segment, or what it makes is kept of one."""
+        segment = self._segment_of.get(position)
+        return segment is not None and (position == segment[1] or position in segment.kept)
 
     def _leave(self, root: int, leaving: tuple[tuple[Layout, bool], ...]) -> set[int]:
         """Take note of where a tensor is sent when it is made; its maker where that is new."""
@@ -215,7 +230,8 @@ class Program:
         makes = self.skeleton.operators[position].makes
         departures = tuple(Departure(i, *way) for i, root in enumerate(makes) for way in self.departures.get(root, ()))
         number, choice = self.numbers[position], self.choices[position]
-        return self.drafts.fragments(number, choice, self.supplies[position], departures)
+        is_whole = self._is_whole(position)
+        return self.drafts.fragments(number, choice, self.supplies[position], departures, is_whole=is_whole)
 
     def is_cast_once(self, position: int) -> bool:
         """Whether an operator casts a parameter as it is stored: that is done once, for all micro-batches."""

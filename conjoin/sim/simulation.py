@@ -53,7 +53,7 @@ def simulate(plan: Plan, prices: Prices, *, unfold: bool = False) -> Simulation:
     """Time one training step of a plan; `unfold` tells all devices apart, also where they behave alike."""
     skeleton, layouts = take_apart(plan)
     drafts = new_drafts(skeleton, layouts, plan.mesh, prices, unfold)
-    drafts.bundle_bytes = plan.bundle_bytes
+    drafts.bundle_bytes, drafts.chunks = plan.bundle_bytes, plan.chunks
     steps = plan.accumulation.steps if plan.accumulation is not None else 1
     return simulate_layouts(skeleton, layouts, drafts, regathered_parameters(plan), recomputed_segments(plan), steps)
 

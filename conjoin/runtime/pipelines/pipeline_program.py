@@ -19,12 +19,13 @@ from conjoin.runtime.pipelines.loans import Loans
 from conjoin.runtime.pipelines.pipeline_draws import Begin, PipelineDraws
 from conjoin.runtime.pipelines.schedule_runs import Links, ScheduleRun
 from conjoin.runtime.pipelines.stage_runs import StageRun
-from conjoin.runtime.program.accumulating import NARROW, Accumulated, Gradients, MicroBatches, Scaling
+from conjoin.runtime.program.accumulating import NARROW, Accumulated, MicroBatches, Scaling
 from conjoin.runtime.program.calling import Calling, InputPart
 from conjoin.runtime.program.norms import Group
 from conjoin.runtime.program.passes import Passes
 from conjoin.runtime.program.randomness import Stream
 from conjoin.runtime.program.rank_program import Form, LocalProgram
+from conjoin.runtime.program.step_values import Gradients
 from conjoin.runtime.program.tensor_cores import TensorCores
 from conjoin.runtime.ranks.agreement import Agreement
 from conjoin.runtime.ranks.communicator import Communicator, World, uncompiled

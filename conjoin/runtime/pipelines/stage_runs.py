@@ -15,8 +15,9 @@ from torch import Tensor
 
 from conjoin.ir import Leaf, LeafKind, Stage
 from conjoin.runtime.pipelines.split_backward import SplitBackward
-from conjoin.runtime.program.accumulating import Gradients, add_to, sum_put_off
+from conjoin.runtime.program.accumulating import add_to, sum_put_off
 from conjoin.runtime.program.rank_program import LocalProgram
+from conjoin.runtime.program.step_values import Gradients, StepValues
 
 
 @dataclass(slots=True)
@@ -44,6 +45,7 @@ class StageRun:
         self.parameters = {leaf: x.detach().requires_grad_() for leaf, x in trained.items()}
         self.gradients: Gradients = [None] * len(self.parameters)
         self._passes: dict[int, _Pass] = {}
+        self._values: StepValues | None = None
         program.forget()  # what is left of a step that failed
 
     def _read(self, leaf: Leaf) -> Tensor | None:
@@ -61,7 +63,9 @@ class StageRun:
                 x = arrived[leaf.name] = x.detach().requires_grad_()
             given.append(x)
         state = [self.parameters[leaf] if leaf in self.parameters else self._read(leaf) for leaf in self.program.kept]
-        outputs = self.program.run(given, state)
+        if self._values is None:
+            self._values = self.program.make_once(state)
+        outputs = self.program.run(given, [*state, *self._values.read()])
         if torch.is_grad_enabled():
             self._passes[micro_batch] = _Pass(arrived, outputs)
         return outputs
@@ -69,11 +73,21 @@ class StageRun:
     def backward(self, micro_batch: int, incoming: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """The gradients of what arrived, from those of what left by their places among the outputs."""
         made = self._passes.pop(micro_batch)
-        names, wanted = list(made.arrived), [*self.parameters.values(), *made.arrived.values()]
-        found = self._gradients(made, incoming, wanted)
+        names, weights = list(made.arrived), self._weights()
+        found = self._gradients(made, incoming, [*weights, *made.arrived.values()])
+        self._add(found[: len(weights)])
+        return self._all_there(made, dict(zip(names, found[len(weights) :], strict=True)))
+
+    def _weights(self) -> list[Tensor]:
+        """What a backward pass gives gradients to besides what arrived: parameters, and what is made of them."""
+        return [*self.parameters.values(), *(self._values.trained if self._values is not None else ())]
+
+    def _add(self, found: Gradients) -> None:
+        """Add gradients of a micro-batch up."""
         count = len(self.parameters)
         add_to(self.gradients, found[:count])
-        return self._all_there(made, dict(zip(names, found[count:], strict=True)))
+        if self._values is not None:
+            self._values.add(found[count:])
 
     def input_gradient(self, micro_batch: int, incoming: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """The gradients of what arrived alone; those of parameters are made later, but for a program that makes
@@ -92,7 +106,7 @@ class StageRun:
         """The gradients of parameters of a micro-batch whose input gradients are made."""
         split = self._put_off.pop(micro_batch, None)
         if split is not None:
-            add_to(self.gradients, split.weight_gradients(list(self.parameters.values())))
+            self._add(split.weight_gradients(self._weights()))
 
     _put_off: dict[int, SplitBackward] = field(default_factory=dict)
     """By micro-batch, the passes whose weight gradients are still to be made."""
@@ -119,9 +133,12 @@ class StageRun:
         """Let go of all that the step has made here."""
         self._passes.clear()
         self._put_off.clear()
-        self.gradients = [None] * len(self.parameters)
+        self.gradients, self._values = [None] * len(self.parameters), None
 
     def sum_up(self) -> None:
-        """Sum over the ranks of the stage what was put off."""
+        """Sum over the ranks of the stage what was put off, and take back what came to what is made of parameters."""
+        if self._values is not None:
+            add_to(self.gradients, self._values.take_back(list(self.parameters.values())))
+            self._values = None
         sum_put_off(self.program.bundles, list(self.parameters), self.gradients)
         self.program.forget()

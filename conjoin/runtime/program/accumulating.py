@@ -25,8 +25,8 @@ from conjoin.ops import split_axes
 from conjoin.runtime.movement.bundles import Bundle
 from conjoin.runtime.program.calling import InputPart
 from conjoin.runtime.program.randomness import Streams
+from conjoin.runtime.program.step_values import Gradients, StepValues
 
-Gradients = list[Tensor | None]
 NARROW = frozenset({torch.float16, torch.float8_e4m3fn, torch.float8_e5m2})
 """Dtypes in which gradients are scaled because they would vanish."""
 
@@ -104,12 +104,28 @@ class MicroBatches:
         )
 
 
+State = list[Tensor | None]
+"""What is kept between steps, leaf by leaf; then what was made of it for a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computing:
+    """What a rank does in a step in micro-batches."""
+
+    make_once: Callable[[State], StepValues]
+    """What is made of parameters alone."""
+    loss: Callable[[State, list[Tensor]], Tensor]
+    """Of a micro-batch, from the state and what was made of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """What one micro-batch after the other does: the loss of the batch, and the gradients of the parameters."""
 
-    losses: Sequence[Callable[[], Tensor]]
-    """For every micro-batch what computes its loss."""
+    computing: Computing
+    batches: Sequence[list[Tensor]]
+    """The inputs of every micro-batch."""
+    state: State
     parameters: Mapping[Leaf, Tensor]
     bundles: Sequence[Bundle]
     again: Callable[[Callable[[], Any]], Any]
@@ -119,7 +135,8 @@ class Run:
 
     def forward_only(self) -> Tensor:
         self.forget()  # what is left of a step that failed
-        total = functools.reduce(operator.add, (loss() for loss in self.losses))
+        state = [*self.state, *self.computing.make_once(self.state).read()]
+        total = functools.reduce(operator.add, (self.computing.loss(state, inputs) for inputs in self.batches))
         self.forget()
         return total
 
@@ -127,16 +144,19 @@ class Run:
         """The loss, and the gradients of the scaled loss: what is scaled only after it was rounded is lost."""
         self.forget()  # what is left of a step that failed
         total: Tensor | None = None
-        gradients: Gradients = [None] * len(self.parameters)
-        for compute in self.losses:
-            loss = compute()
+        parameters, made = list(self.parameters.values()), self.computing.make_once(self.state)
+        gradients: Gradients = [None] * len(parameters)
+        for inputs in self.batches:
+            loss = self.computing.loss([*self.state, *made.read()], inputs)
             total = loss.detach() if total is None else total + loss.detach()
             found = torch.autograd.grad(
-                loss, tuple(self.parameters.values()), torch.full_like(loss, scale), allow_unused=True
+                loss, (*parameters, *made.trained), torch.full_like(loss, scale), allow_unused=True
             )
-            add_to(gradients, list(found))
+            add_to(gradients, list(found[: len(parameters)]))
+            made.add(found[len(parameters) :])
             del loss, found
         assert total is not None
+        add_to(gradients, made.take_back(parameters))
         sum_put_off(self.bundles, list(self.parameters), gradients)
         self.forget()
         return total, gradients
@@ -236,15 +256,15 @@ class Accumulator:
         self,
         batches: Sequence[list[Tensor]],
         state: Mapping[Leaf, Tensor | None],
-        compute: Callable[[list[Tensor | None], list[Tensor]], Tensor],
+        computing: Computing,
         kind: str,
     ) -> Tensor:
         """The loss of a step on a kind of device; its backward pass gives the parameters their gradients."""
         parameters = {leaf: x for leaf, x in state.items() if x is not None and x.requires_grad}
         # micro-batches have gradients of aliases: hooks of the parameters are for those of the step
         own = {leaf: x.detach().requires_grad_() for leaf, x in parameters.items()}
-        losses = [partial(compute, [*{**state, **own}.values()], inputs) for inputs in batches]
-        run = Run(losses, own, self._bundles, self._as_now(tuple(parameters.values()), kind), self._forget)
+        again, kept = self._as_now(tuple(parameters.values()), kind), [*{**state, **own}.values()]
+        run = Run(computing, batches, kept, own, self._bundles, again, self._forget)
         if not torch.is_grad_enabled() or not parameters:
             return run.forward_only()
         casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) in NARROW

@@ -14,7 +14,17 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from conjoin.comm import GradientFlow, changes_places_between
+from conjoin.comm import (
+    ROWS,
+    Chunking,
+    ChunkPlaces,
+    Entry,
+    GradientFlow,
+    MadeOnce,
+    changes_places_between,
+    find_made_once,
+    is_product,
+)
 from conjoin.ir import (
     Graph,
     Leaf,
@@ -65,7 +75,6 @@ from conjoin.runtime.program.functions import (
     update_batch_norm,
     updates_in_place,
 )
-from conjoin.runtime.program.kept_casts import casts_parameter
 from conjoin.runtime.program.programs import Emitted
 from conjoin.runtime.program.recomputing import SEGMENT, keeping, mark
 from conjoin.runtime.ranks.communicator import uncompiled
@@ -78,6 +87,10 @@ class Carriers(Protocol):
     mesh: Mesh
     rank: int
     bundles: tuple[Bundle, ...]
+    regathered: frozenset[str]
+    """Parameters that are gathered again for the backward pass."""
+    chunks: int
+    """In how many chunks products go that collectives are next to."""
 
     def reshard(self, value: Value, target: Layout) -> Function:
         """From the layout of a value to another; differentiable."""
@@ -98,8 +111,9 @@ class Carriers(Protocol):
     def draw(self, function: Function, axes: tuple[str, ...]) -> Function:
         """A random operator whose draws differ along the axes that split its output, and nowhere else."""
 
-    def cast(self, function: Function) -> Function:
-        """A cast of a parameter, in a program that runs several times in a step."""
+    def chunked(self, node: Node, chunking: Chunking, layouts: tuple[Layout | None, Layout | None]) -> Function:
+        """A product in chunks, from its rows in their own layout, its matrix and what is added to what is made, in
+        another layout, and the rows; a layout that does not change is None."""
 
     def draws_whole(self) -> bool:
         """Whether every rank draws the randomness of the whole tensor and takes its part, as one device would."""
@@ -145,6 +159,9 @@ class Emitter:
         """Whether ranks speak with each other inside the segment."""
         self._shelved: frozenset[Node] = frozenset()
         """Calls in segments whose results are kept."""
+        self._chunk_places: ChunkPlaces | None = None
+        self._made_once: frozenset[Node] = frozenset()
+        """What is made before the program runs, for all its runs in a step."""
 
     def begin(self) -> fx.Node:
         """Start a program with its state, which is given back, and its device."""
@@ -169,8 +186,11 @@ class Emitter:
 
     def find(self, value: Value) -> fx.Node:
         """A value in its layout, resharded from where its chain of reshards starts when it is not there yet."""
-        self._bring(value)
-        root, layout = origin(value), value.type.layout
+        return self.find_in(origin(value), value.type.layout)
+
+    def find_in(self, root: Value, layout: Layout) -> fx.Node:
+        """What a leaf or a node has made, in a layout."""
+        self._bring(root, layout)
         if (root, layout) not in self.values:
             assert self.carriers is not None
             shape = region_shape(region_of(root.type.shape, layout, self.carriers.mesh, self.carriers.rank))
@@ -178,9 +198,8 @@ class Emitter:
             self.values[root, layout] = self.call(join, shape, root.type.dtype, self.device, *operands)
         return self.values[root, layout]
 
-    def _bring(self, value: Value) -> None:
+    def _bring(self, root: Value, layout: Layout) -> None:
         """Reshard a value that is not there yet; of what this rank has nothing before and after, nothing is made."""
-        root, layout = origin(value), value.type.layout
         if (root, layout) in self.values or (root, layout) in self._absent:
             return
         assert self.carriers is not None, "a program on one device has no reshards"
@@ -205,7 +224,7 @@ class Emitter:
     def send(self, value: Value) -> None:
         """Bring a value that was just made to the places that read it."""
         for reading in self._leaving.get(value, ()):
-            self._bring(reading)
+            self._bring(origin(reading), reading.type.layout)
 
     def hold(self, bundle: Bundle) -> None:
         """Take the parameters of a bundle at the start of the program."""
@@ -235,6 +254,20 @@ class Emitter:
         """What these calls make is kept where their segments are run again."""
         self._shelved = frozenset(nodes)
 
+    def take_made(self, once: MadeOnce, stored: fx.Node, start: int) -> None:
+        """What is made of parameters alone stands among the state, from a place on."""
+        self._made_once = once.nodes
+        for i, (root, layout) in enumerate(once.entries, start):
+            made = self.call(operator.getitem, stored, i)
+            if isinstance(root.owner, Node) and layout == root.type.layout:
+                self.computed(root.owner, root, made)
+            else:
+                self.values[root, layout] = made
+
+    def chunk(self, places: ChunkPlaces) -> None:
+        """Products go in chunks with the collectives next to them, as is told of each."""
+        self._chunk_places = places
+
     def enter(self, segment: int, last: Node) -> None:
         """What is emitted from here up to a node is to be run again in the backward pass."""
         self._segment, self._last, self._communicates = segment, last, False
@@ -257,10 +290,12 @@ class Emitter:
         """One node in its local form; reshards wait until somebody reads them."""
         if is_parallel(node):
             return
-        if node in self._cast_by_bundles:
+        if node in self._cast_by_bundles or node in self._made_once:
             self._leave(node)
             return
         if self.carriers is not None and self._passes_by(node, self.carriers):
+            return
+        if self._emit_in_chunks(node):
             return
         function = self._function_of(node)
         if self.carriers is not None and is_random(node.op, node.args):
@@ -275,10 +310,35 @@ class Emitter:
         for value in node.outputs():
             self.send(value)
 
+    def _emit_in_chunks(self, node: Node) -> bool:
+        """Emit a product with what is sent before and after it, where that goes in chunks; whether it did."""
+        if self._chunk_places is None or self.carriers is None or not is_product(node):
+            return False
+        read = node.inputs[ROWS[node.op]]
+        root, wanted = origin(read), read.type.layout
+        is_there = (root, wanted) in self.values or self.carriers.bundle(root, wanted) is not None
+        found = self._chunk_places.find(node, None if is_there else root.type.layout)
+        if found is None:
+            return False
+        chunking, target = found
+        own = root.type.layout if chunking.operand is not None else None
+        rows = self.find(read if own is None else root)
+        others = [self.find(value) for value in node.inputs if value is not read]
+        weight, *bias = reversed(others) if node.op == "addmm" else others
+        given = [self._as_written(made) if node.pinned else made for made in (rows, weight, *bias)]
+        self._communicates = True
+        made = self.call(self.carriers.chunked(node, chunking, (own, target)), *given)
+        result = self.call(operator.getitem, made, 0)
+        if own is not None:
+            self.values[root, wanted] = self.call(operator.getitem, made, 1)
+        if target is None:
+            self.computed(node, Value(node), result)
+        else:
+            self.values[Value(node), target] = result
+        return True
+
     def _function_of(self, node: Node) -> Function:
         """What runs a call: torch's own function of the operator, but for batch norm if nobody reads what it saves."""
-        if self.carriers is not None and not self._once and casts_parameter(node):
-            return self.carriers.cast(find_function(node.op))
         if node.op != BATCH_NORM or not self.read.isdisjoint(tuple(node.outputs())[1:3]):
             return find_function(node.op)
         return (
@@ -301,7 +361,7 @@ class Emitter:
         acting = mesh.rank_at({**mesh.coordinates(rank), **dict(placed.at)})
         operands: list[tuple[fx.Node, ...]] = []
         for i, value in enumerate(node.inputs):
-            self._bring(value)
+            self._bring(origin(value), value.type.layout)
             self._prepare(operand_move(node, i, placed, mesh, acting), carriers)
             operands.append(self._operands_of(origin(value), value.type.layout))
         for i, value in enumerate(node.outputs()):
@@ -439,14 +499,18 @@ def emit_program(
     check_registered(graph)
     emitter = Emitter(graph, carriers, runs_again=bool(again), once=once, apart=apart)
     kept, values = _kept_between_steps(graph, carriers)
+    made = _made_once(graph, None if once else carriers)
     operators = operators_of(graph)
     starts = {operators[first]: (i, operators[last]) for i, (first, last) in enumerate(again)}
     emitter.shelve(operators[place] for segment in again for place in segment.kept)
+    if carriers is not None and carriers.chunks > 1 and not is_confined(graph):
+        emitter.chunk(ChunkPlaces(graph, carriers.mesh, carriers.chunks, again))
     stored = emitter.begin()
     for i, leaf in enumerate(graph.leaves_of(LeafKind.INPUT)):
         emitter.set(Value(leaf), emitter.program.placeholder(f"input_{i}"))
     emitter.take(stored, state)
-    for i, value in enumerate(values, len(state)):
+    emitter.take_made(made, stored, len(state))
+    for i, value in enumerate(values, len(state) + len(made.entries)):
         assert isinstance(value.owner, Node)
         emitter.computed(value.owner, value, emitter.call(operator.getitem, stored, i))
     for bundle in carriers.bundles if carriers else ():
@@ -460,7 +524,20 @@ def emit_program(
             emitter.emit_node(node)
     results = [emitter.find(output) if isinstance(output, Value) else output for output in graph.outputs]
     emitter.program.output((*results, *(emitter.find(value) for _, value in graph.updates)))
-    return Emitted(emitter.program, _emit_fixed(graph, state, values, carriers) if values else None)
+    fixed = _emit_apart(graph, state, [(value, value.type.layout) for value in values], carriers) if values else None
+    if not made.entries or carriers is None:
+        return Emitted(emitter.program, fixed)
+    casts = made.casts(carriers.mesh)
+    making = _emit_apart(graph, state, (*made.entries, *casts.values()), carriers)
+    return Emitted(emitter.program, fixed, making, tuple(casts))
+
+
+def _made_once(graph: Graph, carriers: Carriers | None) -> MadeOnce:
+    """What a program that runs several times in a step is given; nothing where branches run at places."""
+    if carriers is None or is_confined(graph):
+        return MadeOnce(frozenset(), ())
+    bundled = {entry for bundle in carriers.bundles for entry in bundle.entries}
+    return find_made_once(graph, bundled, carriers.regathered)
 
 
 def _kept_between_steps(graph: Graph, carriers: Carriers | None) -> tuple[Mapping[Node, None], tuple[Value, ...]]:
@@ -481,9 +558,9 @@ def _moves(node: Node, carriers: Carriers) -> bool:
     return any(move is not None for move in (*operands, *outputs))
 
 
-def _emit_fixed(graph: Graph, state: Sequence[Leaf], values: Sequence[Value], carriers: Carriers | None) -> fx.Graph:
-    """What makes some values that depend on constants only."""
-    needed, waiting = set[Node](), [value.owner for value in values]
+def _emit_apart(graph: Graph, state: Sequence[Leaf], entries: Sequence[Entry], carriers: Carriers | None) -> fx.Graph:
+    """What makes some values, each in a layout, of the state alone."""
+    needed, waiting = set[Node](), [root.owner for root, _ in entries]
     while waiting:
         owner = waiting.pop()
         if isinstance(owner, Node) and owner not in needed:
@@ -494,5 +571,5 @@ def _emit_fixed(graph: Graph, state: Sequence[Leaf], values: Sequence[Value], ca
     for node in graph.nodes:
         if node in needed:
             emitter.emit_node(node)
-    emitter.program.output(tuple(emitter.find(value) for value in values))
+    emitter.program.output(tuple(emitter.find_in(*entry) for entry in entries))
     return emitter.program

@@ -26,6 +26,11 @@ class Emitted:
     the leaves and then what is fixed."""
     fixed: fx.Graph | None
     """`forward(self, state, device)` gives what is the same in every step."""
+    once: fx.Graph | None = None
+    """`forward(self, state, device)` gives what is the same for all runs of a step, and then what some of it is cast
+    from; it stands after the leaves in the state of the program, before what is fixed."""
+    casts: tuple[int, ...] = ()
+    """By place, which of it are casts."""
 
 
 def compile_text(program: fx.Graph, name: str) -> tuple[Compiled, str]:

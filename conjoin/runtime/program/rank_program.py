@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from conjoin.comm import halo_of, recomputed, ring_members, ring_of, routing_of
+from conjoin.comm import ROWS, Chunking, halo_of, recomputed, ring_members, ring_of, routing_of
 from conjoin.errors import UsageError
 from conjoin.ir import (
     Leaf,
@@ -21,28 +21,30 @@ from conjoin.ir import (
     RegionMove,
     Value,
     calling_graph,
+    origin,
     place,
     plan_fingerprint,
     regathered_parameters,
     region_of,
     region_shape,
 )
-from conjoin.ops import Layout
+from conjoin.ops import Layout, find_function
 from conjoin.runtime.movement.bundles import Bundle, Dropping, make_bundles
 from conjoin.runtime.movement.carriers import carry_move, carry_reshard, prepare_move
+from conjoin.runtime.movement.chunked_products import Product, carry_chunked
 from conjoin.runtime.movement.halo import carry_halo
 from conjoin.runtime.movement.ring_attention import carry_ring
 from conjoin.runtime.movement.routing import carry_routing
-from conjoin.runtime.program.accumulating import Accumulator, MicroBatches
+from conjoin.runtime.program.accumulating import Accumulator, Computing, MicroBatches
 from conjoin.runtime.program.calling import Calling, InputPart
 from conjoin.runtime.program.emission import emit_program
 from conjoin.runtime.program.functions import Function
-from conjoin.runtime.program.kept_casts import KeptCasts
 from conjoin.runtime.program.norms import Group
 from conjoin.runtime.program.passes import Passes
-from conjoin.runtime.program.programs import Compiled, Program, compile_text
+from conjoin.runtime.program.programs import Compiled, Emitted, Program, compile_text
 from conjoin.runtime.program.randomness import Stream, Streams
 from conjoin.runtime.program.recomputing import Again, fold_segments
+from conjoin.runtime.program.step_values import StepValues
 from conjoin.runtime.program.tensor_cores import TensorCores
 from conjoin.runtime.ranks.agreement import Agreement
 from conjoin.runtime.ranks.communicator import Communicator, uncompiled
@@ -55,11 +57,11 @@ class _RankCarriers:
 
     def __init__(self, plan: Plan, communicator: Communicator, exact: Stream | None, is_stage: bool) -> None:
         self.mesh, self.rank = communicator.mesh, communicator.rank
-        self._communicator = communicator
-        self.dropping = Dropping() if regathered_parameters(plan) else None
+        self._communicator, self.chunks = communicator, plan.chunks
+        self.regathered = regathered_parameters(plan)
+        self.dropping = Dropping() if self.regathered else None
         self.bundles = make_bundles(plan, communicator, self.dropping)
         self.streams = Streams(communicator, exact, is_stage=is_stage)
-        self.casts = KeptCasts()
         self._by_entry = {entry: bundle for bundle in self.bundles for entry in bundle.entries}
 
     def reshard(self, value: Value, target: Layout) -> Function:
@@ -87,8 +89,12 @@ class _RankCarriers:
     def draw(self, function: Function, axes: tuple[str, ...]) -> Function:
         return self.streams.draw(function, axes)
 
-    def cast(self, function: Function) -> Function:
-        return self.casts.keep(function)
+    def chunked(self, node: Node, chunking: Chunking, layouts: tuple[Layout | None, Layout | None]) -> Function:
+        (own, target), read, made = layouts, node.inputs[ROWS[node.op]], Value(node)
+        before = None if own is None else self.reshard(origin(read), read.type.layout)
+        after = None if target is None else self.reshard(made, target)
+        product = Product(node.op, find_function(node.op))
+        return carry_chunked(product, chunking, (before, after), self._communicator, node.pinned)
 
     def draws_whole(self) -> bool:
         return self.streams.exact
@@ -131,6 +137,8 @@ class LocalProgram:
         once = plan.accumulation is None and not is_stage
         emitted = emit_program(plan.graph, self.kept, self.carriers, recomputed(plan), once=once, apart=is_stage)
         self._program = Program(emitted, name, partial(_compile, self.carriers))
+        self._making = None if emitted.once is None else Program(Emitted(emitted.once, None), f"{name} once a step")
+        self._casts = emitted.casts
         self.code = self._program.code
         self._slots = {leaf: store.slot(leaf) for leaf in self.kept}
         buffers = {leaf.name: leaf for leaf in plan.graph.leaves_of(LeafKind.BUFFER)}
@@ -151,7 +159,6 @@ class LocalProgram:
 
     def forget(self) -> None:
         """Of a step in micro-batches that is over, or has failed, let go of what they had in common."""
-        self.carriers.casts.forget()
         for bundle in self.bundles:
             bundle.forget_put_off()
 
@@ -162,6 +169,14 @@ class LocalProgram:
     def state(self) -> list[Tensor | None]:
         """This rank's pieces of all that is kept between steps."""
         return [self.read(leaf) for leaf in self.kept]
+
+    def make_once(self, state: list[Tensor | None]) -> StepValues:
+        """What is made of parameters alone, from this rank's pieces; it stands after them in the state of a run."""
+        if self._making is None:
+            return StepValues()
+        made = self._making(self, state, self.store.device)
+        count = len(made) - len(self._casts)
+        return StepValues(made[:count], dict(zip(self._casts, made[count:], strict=True)))
 
     def results(self, inputs: list[Tensor], state: list[Tensor | None]) -> tuple[Any, ...]:
         """The outputs on this rank from its pieces of everything, then the new values of buffers."""
@@ -318,7 +333,7 @@ class RankProgram:
             return found
 
         kept = dict(zip(self.local.kept, state, strict=True))
-        loss = accumulator.loss(batches, kept, compute, device.type)
+        loss = accumulator.loss(batches, kept, Computing(self.local.make_once, compute), device.type)
         return [loss if isinstance(value, Value) else value for value in self.plan.graph.outputs]
 
     def _local(self, inputs: list[Tensor]) -> list[Tensor]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from conjoin.comm import ROWS
 from conjoin.ir import Node, Value
 from conjoin.ops import Partial, Placement, ShardingRule, Split
 from conjoin.search.facts import Facts, NodeFacts
@@ -62,6 +63,8 @@ class ColumnsThenRows:
     left: frozenset[Node] = frozenset()
     sequence: bool = False
     vocabulary: frozenset[Node] = frozenset()
+    at_once: bool = False
+    """Whether what a layer split by rows makes is summed up where it is made: then that may go beside its product."""
 
     def __call__(self, facts: NodeFacts, arriving: tuple[Placement, ...], legal: Rules) -> Rules:
         """The ways considered at a node."""
@@ -71,6 +74,8 @@ class ColumnsThenRows:
             return legal_of(facts.experts, legal) or follow(facts, arriving, legal)
         if facts.lookup is not None and facts.node in self.vocabulary:
             return legal_of(facts.lookup.rows, legal) or follow(facts, arriving, legal)
+        if self.at_once and not self.sequence and _reads_layer(facts, arriving):
+            return legal[:1]
         if self.sequence and Partial() in arriving:
             return _scatter(facts, arriving, legal) or follow(facts, arriving, legal)
         return follow(facts, arriving, legal)
@@ -90,6 +95,12 @@ class ColumnsThenRows:
             if columns:
                 return columns
         return legal[:1] if is_split else follow(facts, arriving, legal)
+
+
+def _reads_layer(facts: NodeFacts, arriving: tuple[Placement, ...]) -> bool:
+    """Whether a node reads a partial sum as a layer has made it."""
+    pairs = zip(facts.inputs, arriving, strict=True)
+    return any(p == Partial() and isinstance(v.owner, Node) and v.owner.op in ROWS for v, p in pairs)
 
 
 def _scatter(facts: NodeFacts, arriving: tuple[Placement, ...], legal: Rules) -> Rules:

@@ -123,7 +123,9 @@ def _sharding(mesh: Mesh, groups: Mapping[str, Group]) -> Group:
 
 
 def _tensor_flow(facts: Facts, group: Group, request: Request, earlier: tuple[Flow, ...]) -> Flow:
-    policy = ColumnsThenRows(sequence="sp" in request.flags, vocabulary=embedding_nodes(facts))
+    policy = ColumnsThenRows(
+        sequence="sp" in request.flags, vocabulary=embedding_nodes(facts), at_once=request.chunks > 1
+    )
     flow = settle_columns(facts, group, policy, earlier)
     gathered = {node for node in policy.vocabulary if _is_gathered(facts, flow, node)}
     if not gathered:

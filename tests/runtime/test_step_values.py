@@ -1,0 +1,91 @@
+"""What is made of parameters alone is made once in a step, and its gradients go back once: as on one device."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from conjoin.comm import MadeOnce, find_bundles, find_made_once
+from conjoin.frontends import capture
+from conjoin.ir import Plan
+from conjoin.machine import parse_machine
+from conjoin.runtime.program import emission
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
+from conjoin.runtime.verification.checking import Case, verify_in_process
+from conjoin.search import make_pipeline, make_plan
+from tests.runtime.hand_plans import module_on
+from tests.runtime.random_graphs import Sample
+from zoo import build
+
+
+class Normed(nn.Module):
+    """Layers whose weights are made of others: normed, transposed and tied, scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = parametrizations.weight_norm(nn.Linear(8, 16))
+        self.down, self.scale = nn.Linear(16, 8), nn.Parameter(torch.rand(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(x))
+        back = nn.functional.linear(self.down(hidden), (self.down.weight * self.scale).T)
+        return nn.functional.linear(torch.tanh(back), self.down.weight.softmax(0))
+
+
+@cache
+def sample(name: str) -> Sample:
+    torch.manual_seed(4)
+    if name == "normed":
+        model, inputs = Normed().train(), (torch.randn(8, 8), torch.randn(8, 8))
+        return Sample(capture(model, inputs, nn.functional.mse_loss), model, inputs)
+    made = build(f"{name}:tiny", batch_size=4, seed=1)
+    for module in made.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return Sample(capture(made.model.train(), made.batch, made.loss), made.model, made.batch)
+
+
+def plan_for(name: str, strategy: str, ranks: int) -> Plan:
+    make = make_pipeline if strategy.startswith("pipeline") else make_plan
+    return make(sample(name).graph, parse_machine(f"local:{ranks}"), strategy)
+
+
+CASES = [
+    ("gpt-1.3b", "megatron:tp=2+micro=2", 2), ("gpt-1.3b", "megatron:tp=2,dp=2,sp+micro=2+recompute=full", 4),
+    ("normed", "data-parallel+micro=4", 2), ("normed", "fsdp+micro=2", 2), ("normed", "zero1+micro=2", 2),
+    ("gpt-1.3b", "pipeline:pp=2,tp=2,micro=2", 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "strategy", "ranks"), CASES)
+def test_training_is_as_on_one_device(name: str, strategy: str, ranks: int) -> None:
+    found = sample(name)
+    plan = plan_for(name, strategy, ranks)
+    assert verify_in_process(Case(plan, found.graph, found.model, found.inputs), 2).passed
+
+
+def sent_in_a_step(plan: Plan, found: Sample) -> tuple[int, list[Tensor]]:
+    def program(communicator: Communicator) -> tuple[int, list[Tensor]]:
+        module = module_on(plan, found, communicator)
+        module(*found.inputs).backward()
+        return communicator.bytes_sent, [p.grad for p in module.parameters()]
+
+    return run_ranks(plan.mesh, program)[0]
+
+
+def test_a_fused_layer_is_cut_and_its_gradient_summed_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = sample("gpt-1.3b")
+    plan = plan_for("gpt-1.3b", "megatron:tp=2+micro=2", 2)
+    once = find_made_once(plan.graph, {entry for bundle in find_bundles(plan) for entry in bundle.entries})
+    assert any("slice" in node.op or "split" in node.op or "chunk" in node.op for node in once.nodes)
+    sent, gradients = sent_in_a_step(plan, found)
+    monkeypatch.setattr(emission, "find_made_once", lambda *given: MadeOnce(frozenset(), ()))
+    anew, wanted = sent_in_a_step(plan, found)
+    torch.testing.assert_close(gradients, wanted)
+    whole = sum(leaf.type.bytes for leaf in plan.graph.leaves if "qkv" in leaf.name or "attention.0" in leaf.name)
+    assert sent < anew, whole
