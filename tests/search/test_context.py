@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import conjoin
 from conjoin.errors import StrategyError
@@ -25,6 +24,8 @@ BATCH, LENGTH, WIDTH, HEADS, LAYERS = 4, 8, 16, 4, 2
 
 
 def llama(**options: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": LAYERS}
     config = LlamaConfig(**sizes, num_attention_heads=HEADS, num_key_value_heads=2, use_cache=False, **options)
