@@ -16,6 +16,7 @@ from conjoin.comm.bundling import ParameterBundle, find_bundles, sent_bytes
 from conjoin.comm.exchanges import ExchangedBytes, node_exchanges
 from conjoin.comm.gradients import Entry, GradientFlow
 from conjoin.comm.halo import halo_bytes, halo_of
+from conjoin.comm.made_once import find_made_once
 from conjoin.comm.per_rank import PerRank, ring_bytes
 from conjoin.comm.pieces import num_devices, splits_evenly
 from conjoin.comm.places import changes_places
@@ -34,6 +35,7 @@ from conjoin.ir import (
     operators_of,
     origin,
     place,
+    regathered_parameters,
 )
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, TensorType
@@ -70,6 +72,8 @@ class Transfer:
     collectives: tuple[Collective, ...]
     bundled: bool = False
     """Whether it is a bundle of parameters."""
+    once: bool = False
+    """Whether it moves once for all micro-batches of a step."""
 
 
 class Traffic:
@@ -81,6 +85,9 @@ class Traffic:
         self._bundles = {entry: bundle for bundle in find_bundles(plan) for entry in bundle.entries}
         self._there: set[Entry] = set()
         self._steps = plan.accumulation.steps if plan.accumulation is not None else 1
+        made = find_made_once(plan.graph, self._bundles, regathered_parameters(plan)) if self._steps > 1 else None
+        self._made_once: frozenset[Node] = made.nodes if made is not None else frozenset()
+        self._brought_once: frozenset[Entry] = frozenset(made.entries if made is not None else ())
         operators, spans = operators_of(plan.graph), recomputed(plan, self._gradients)
         self._again = {node for first, last in spans for node in operators[first : last + 1]}
         """What the backward pass runs again."""
@@ -97,23 +104,27 @@ class Traffic:
 
     def before(self, value: Value) -> list[Transfer]:
         """What moves so that a value is there in its layout."""
+        return [self._repeated(transfer) for transfer in self._brought(value)]
+
+    def _brought(self, value: Value) -> list[Transfer]:
+        """The same of one micro-batch."""
         root, layout = origin(value), value.type.layout
         if root.type.layout == layout or (root, layout) in self._there:
             return []
         bundle = self._bundles.get((root, layout))
         self._there.update(((root, layout),) if bundle is None else bundle.entries)
         moved = self._reshard(root, layout) if bundle is None else self._bundle(bundle)
-        return [self._repeated(moved)] if moved.collectives else []
+        return [replace(moved, once=(root, layout) in self._brought_once)] if moved.collectives else []
 
     def before_node(self, node: Node, placed: Placed) -> list[Transfer]:
         """What moves so that a node can read its operands."""
         found: list[Transfer] = []
         moves = node_exchanges(node, placed, self._mesh)
         for i, value in enumerate(node.inputs):
-            found += self.before(value)
+            found += self._brought(value)
             found += self._exchange(value, moves.operands[i], self._gradients.reach_operand(node, i))
         found += self._ring(node, placed) + self._routed(node, placed) + self._halo(node, placed)
-        return [_twice(transfer) for transfer in found] if node in self._again else found
+        return self._in_step(node, found, node in self._again)
 
     def after_node(self, node: Node, placed: Placed) -> list[Transfer]:
         """What moves so that the outputs of a node lie as stated."""
@@ -123,7 +134,14 @@ class Traffic:
             for i, value in enumerate(node.outputs())
             for transfer in self._exchange(value, moves.outputs[i], self._gradients.reach(value))
         ]
-        return [_twice(transfer) for transfer in found] if node in self._again - self._lasts else found
+        return self._in_step(node, found, node in self._again - self._lasts)
+
+    def _in_step(self, node: Node, found: Iterable[Transfer], again: bool) -> list[Transfer]:
+        """What a node moves in all of a step: for every micro-batch, and twice where it is run again."""
+        if node in self._made_once:
+            return [replace(transfer, once=True) for transfer in found]
+        every = [self._repeated(transfer) for transfer in found]
+        return [_twice(transfer) for transfer in every] if again else every
 
     def _reshard(self, root: Value, layout: Layout) -> Transfer:
         there = reshard(root.type.shape, root.type.layout, layout, self._mesh)
@@ -166,7 +184,7 @@ class Traffic:
             for direction, sent in ways
             if sent.largest
         ]
-        return [self._repeated(Transfer((origin(value),), None, tuple(found)))] if found else []
+        return [Transfer((origin(value),), None, tuple(found))] if found else []
 
     def _ring(self, node: Node, placed: Placed) -> list[Transfer]:
         """Keys and values that go around, swapped before and after; the other way with their gradients."""
@@ -181,7 +199,7 @@ class Traffic:
             parts = [(swap, sent.before), *((RING, step) for step in sent.steps), (swap, sent.after)]
             made = ((kind, some) for kind, some in parts if some is not None and some.largest)
             found += [Collective(kind, axes, direction, direction == BACKWARD, some) for kind, some in made]
-        return [self._repeated(Transfer((origin(node.inputs[1]),), None, tuple(found)))]
+        return [Transfer((origin(node.inputs[1]),), None, tuple(found))]
 
     def _routed(self, node: Node, placed: Placed) -> list[Transfer]:
         """Rows that go to their experts and answers that come back, if all experts are chosen alike."""
@@ -193,7 +211,7 @@ class Traffic:
         found = [Collective(kind, routing.axes, FORWARD, False, s) for s in (sent.counts, sent.rows, sent.answers)]
         if back:
             found += [Collective(kind, routing.axes, BACKWARD, True, s) for s in (sent.answers, sent.rows)]
-        return [self._repeated(Transfer((origin(node.inputs[0]),), None, tuple(found)))]
+        return [Transfer((origin(node.inputs[0]),), None, tuple(found))]
 
     def _halo(self, node: Node, placed: Placed) -> list[Transfer]:
         """Rows that edges read from other ranks, and their gradients the other way."""
@@ -205,12 +223,12 @@ class Traffic:
             moved = [Collective(kind, halo.axes, FORWARD, False, sent.rows)]
             if self._gradients.reach_operand(node, operand):
                 moved.append(Collective(kind, halo.axes, BACKWARD, True, sent.gradients))
-            found.append(self._repeated(Transfer((origin(node.inputs[operand]),), None, tuple(moved))))
+            found.append(Transfer((origin(node.inputs[operand]),), None, tuple(moved)))
         return found
 
     def _repeated(self, transfer: Transfer) -> Transfer:
         """What moves as often as there are micro-batches; bundles are all-reduced after the last."""
-        if self._steps == 1:
+        if self._steps == 1 or transfer.once:
             return transfer
         once = StepKind.ALL_REDUCE.value if transfer.bundled else None
         every = (c if c.kind == once else replace(c, sent=c.sent * self._steps) for c in transfer.collectives)
@@ -219,7 +237,7 @@ class Traffic:
 
 def _twice(transfer: Transfer) -> Transfer:
     """What moves forward moves again in the backward pass; parameters in bundles come from outside."""
-    if transfer.bundled:
+    if transfer.bundled or transfer.once:
         return transfer
     again = (replace(c, direction=BACKWARD) for c in transfer.collectives if c.direction == FORWARD)
     return replace(transfer, collectives=(*transfer.collectives, *again))

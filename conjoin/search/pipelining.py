@@ -83,6 +83,11 @@ def make_pipeline(
             f"The strategy pipeline was given schedule={name[:40]!r}. The schedules are {', '.join(known)}. "
             f"Did you mean {near[0]}?"
         )
+    if request.chunks > 1:
+        raise UsageError(
+            f"The strategy pipeline was given chunks={request.chunks}. Its stages may make gradients of inputs and of "
+            f"weights apart, which products in chunks make together. Leave chunks out, or take megatron alone."
+        )
     sizes = _sizes(machine, request, sizes)
     each = request.degrees.get("v", _VIRTUAL) if name == "interleaved" else 1
     micro = request.micro if request.asks_micro else _micro_batches(graph, sizes, request.degrees.get("tp", 1))

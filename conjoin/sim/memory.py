@@ -157,14 +157,14 @@ class _Walk:
         if self.program.steps > 1:  # the gradients so far, and the other micro-batches
             self.heap.allocate(trained)
             totals[LeafKind.INPUT] += self._other_batches()
-            self._cast_for_all()
+            self._make_for_all()
         others = totals[LeafKind.BUFFER] + totals[LeafKind.CONSTANT]
         return totals[LeafKind.PARAMETER], others, state, totals[LeafKind.INPUT]
 
-    def _cast_for_all(self) -> None:
-        """Parameters in the dtypes of their use, where those are made once for all micro-batches."""
-        positions = filter(self.program.is_cast_once, range(len(self.skeleton.operators)))
-        found = [self._versions(position)[1][0] for position in positions]
+    def _make_for_all(self) -> None:
+        """What is made of parameters alone, once for all micro-batches, but for views of them."""
+        made = ((zip(self._versions(p)[1], self._kept_by(p).views, strict=True)) for p in sorted(self.program.once))
+        found = [version for pairs in made for version, shared in pairs if shared < 0]
         kinds = ((used, used.bundle.kind) for used in self.program.bundles)
         found += [v for used, k in kinds if not k.gathered and k.dtype != k.stored for v in used.versions]
         self.copies = {version: self.heap.allocate(self._held(*version)) for version in found}

@@ -22,13 +22,13 @@ from conjoin.comm import (
     run_again,
     splits_evenly,
 )
-from conjoin.ir import Choice, Segment, Value, make_leaf, make_node
+from conjoin.ir import Choice, LeafKind, Segment, Value, make_leaf, make_node
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, TensorType
 from conjoin.sim.bundles import accumulating, schedule_bundles
 from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, Phase
 from conjoin.sim.fragments import Departure, Drafts, Supply, local_shape, ordered
-from conjoin.sim.skeleton import Layouts, Skeleton
+from conjoin.sim.skeleton import Layouts, Operator, Skeleton
 
 _NOT_SUPPLIED = Supply((), False, False, False)
 
@@ -82,8 +82,7 @@ class Program:
         self.choices, self.leaves, self.results = list(layouts.choices), dict(layouts.leaves), layouts.results
         self.numbers = task_numbers(skeleton, drafts)
         self._cast_from = skeleton.casts
-        self._casting = dict.fromkeys(skeleton.roots[root].maker for root in self._cast_from)
-        """The operators that cast parameters, in order."""
+        self._may_run_once = steps > 1 and any(map(self._reads_stored, skeleton.operators))
         self._uses = {root: self._find_uses(root) for root in (*skeleton.parameters, *self._cast_from)}
         self._bundle()
         self.supplies: list[tuple[Supply, ...]] = [(_NOT_SUPPLIED,) * len(op.reads) for op in skeleton.operators]
@@ -136,6 +135,8 @@ class Program:
         after.supplies, after.fragments = list(self.supplies), list(self.fragments)
         after.departures = dict(self.departures)
         after.choices[change.operator] = change.choice
+        if self._may_run_once:
+            return after._anew(self)
         operator = self.skeleton.operators[change.operator]
         touched = {change.operator, *after._bundle_again(self, operator.reads)}
         for root in {*operator.reads, *operator.makes, *change.leaves}:
@@ -143,8 +144,7 @@ class Program:
         touched |= after._rerunning(touched)
         for position in touched:
             after._make(position)
-        casts = after._casts_at_start() != self._casts_at_start()
-        if change.operator in self.skeleton.draws or casts or after._leave_at_start() != self._leave_at_start():
+        if change.operator in self.skeleton.draws or after._leave_at_start() != self._leave_at_start():
             after._start()
         if {*operator.makes, *operator.reads} & {*self.skeleton.results}:
             after._middle()
@@ -153,6 +153,17 @@ class Program:
         frame = (0, len(self.skeleton.operators) + 1, len(self.fragments) - 2, len(self.fragments) - 1)
         positions = {*frame, *map(self.forward_position, touched), *map(self.backward_position, touched)}
         return after, sorted(p for p in positions if after.fragments[p] is not self.fragments[p])
+
+    def _anew(self, before: Program) -> tuple[Program, list[int]]:
+        """The program in its layouts made from the beginning, with the fragments that are as before: what runs once for
+        all micro-batches is tied to the whole step."""
+        layouts = Layouts(leaves=self.leaves, choices=tuple(self.choices), results=self.results)
+        made = Program(self.skeleton, layouts, self.drafts, self.regathered, self.segments, self.steps)
+        pairs = enumerate(zip(made.fragments, before.fragments, strict=True))
+        changed = [position for position, (new, old) in pairs if new is not old and new != old]
+        for position in set(range(len(made.fragments))) - set(changed):
+            made.fragments[position] = before.fragments[position]
+        return made, changed
 
     def layout_of(self, root: int) -> Layout:
         """The layout in which a tensor is made or stored."""
@@ -171,7 +182,8 @@ class Program:
             arrives = wanted[i] not in seen
             seen.add(wanted[i])
             back = arrives and any(b and w == wanted[i] for b, w in zip(backs, wanted, strict=True))
-            if arrives and (leaves_early(own, wanted[i]) or self._is_summed_with(root, wanted)):
+            early = leaves_early(own, wanted[i]) or self._is_brought_once(root, position)
+            if arrives and (early or self._is_summed_with(root, wanted)):
                 leaving[wanted[i]] = back
                 arrives = back = False
             adds = backs[i] and readers[i] != last_back
@@ -181,6 +193,49 @@ class Program:
                 self.supplies[position] = (*found[:operand], supply, *found[operand + 1 :])
                 changed.add(position)
         return changed | self._leave(root, tuple(leaving.items()))
+
+    def _find_once(self) -> frozenset[int]:
+        """The operators that make something of parameters alone, which is done once for all micro-batches; not those
+        that read what comes in bundles, or is gathered whenever it is used."""
+        if not self._may_run_once:
+            return frozenset()
+        updated, once, depending = {name for name, _ in self.skeleton.graph.updates}, set[int](), set[int]()
+        for position, operator in enumerate(self.skeleton.operators):
+            if position in self.cast_by_bundles or position in self.skeleton.draws or not operator.reads:
+                continue
+            wanted = zip(operator.reads, self.choices[position].operands, strict=True)
+            if all(self._is_held(root, layout, once, updated) for root, layout in wanted):
+                once.add(position)
+                if any(self._is_of_parameters(root, depending) for root in operator.reads):
+                    depending.add(position)
+        return frozenset(depending)
+
+    def _reads_stored(self, operator: Operator) -> bool:
+        """Whether an operator reads parameters and nothing but what is stored."""
+        leaves = [self.skeleton.roots[root].leaf for root in operator.reads]
+        kinds = {None if leaf is None else leaf.kind for leaf in leaves}
+        return LeafKind.PARAMETER in kinds and not kinds & {None, LeafKind.INPUT}
+
+    def _is_held(self, root: int, layout: Layout, once: set[int], updated: set[str]) -> bool:
+        maker, leaf = self.skeleton.roots[root].maker, self.skeleton.roots[root].leaf
+        if leaf is None:
+            return maker in once
+        moves = layout != self.layout_of(root)
+        is_stored = leaf.kind is not LeafKind.INPUT and not (leaf.kind is LeafKind.BUFFER and leaf.name in updated)
+        return is_stored and not (moves and (layout in self._bundled.get(root, ()) or leaf.name in self.regathered))
+
+    def _is_of_parameters(self, root: int, depending: set[int]) -> bool:
+        leaf = self.skeleton.roots[root].leaf
+        return self.skeleton.roots[root].maker in depending if leaf is None else leaf.kind is LeafKind.PARAMETER
+
+    def _is_brought_once(self, root: int, reader: int) -> bool:
+        """Whether what comes to a reader in another layout does so once for all micro-batches."""
+        if self.steps == 1 or reader in self.once:
+            return False
+        leaf = self.skeleton.roots[root].leaf
+        if leaf is None:
+            return self.skeleton.roots[root].maker in self.once
+        return leaf.kind is LeafKind.PARAMETER and leaf.name not in self.regathered
 
     def _is_summed_with(self, root: int, wanted: Sequence[Layout]) -> bool:
         """Whether a tensor is summed up in chunks with the product that makes it: everyone reads it in one layout, the
@@ -220,10 +275,9 @@ class Program:
         )
 
     def _fragments(self, position: int) -> tuple[Fragment, Fragment]:
-        if position in self.cast_by_bundles:
+        if position in self.cast_by_bundles or position in self.once:
             return (), ()
-        forward, backward = self._own_fragments(position)
-        return () if self.is_cast_once(position) else forward, backward
+        return self._own_fragments(position)
 
     def _own_fragments(self, position: int) -> tuple[Fragment, Fragment]:
         """An operator forward and backward, wherever in the step that is."""
@@ -233,16 +287,31 @@ class Program:
         is_whole = self._is_whole(position)
         return self.drafts.fragments(number, choice, self.supplies[position], departures, is_whole=is_whole)
 
-    def is_cast_once(self, position: int) -> bool:
-        """Whether an operator casts a parameter as it is stored: that is done once, for all micro-batches."""
-        if self.steps == 1 or position not in self._casting or position in self.cast_by_bundles:
-            return False
-        return self.choices[position].operands[0] == self.layout_of(self.skeleton.operators[position].reads[0])
-
-    def _casts_at_start(self) -> tuple[Fragment, ...]:
-        """What is cast before the first micro-batch."""
-        once = (self._own_fragments(position)[0] for position in self._casting if self.is_cast_once(position))
+    def _made_at_start(self) -> tuple[Fragment, ...]:
+        """What is made before the first micro-batch, for all of them."""
+        once = (self._own_fragments(position)[0] for position in sorted(self.once))
         return (self._around.at_start, *once) if self.steps > 1 else ()
+
+    def _taken_back(self) -> list[Instruction]:
+        """The way back of what was made for all micro-batches, when they are over."""
+        backwards = (self._own_fragments(position)[1] for position in sorted(self.once, reverse=True))
+        return [instruction for fragment in backwards for instruction in fragment]
+
+    def _added_up(self) -> list[TensorType]:
+        """Of what gradients of micro-batches are added up: parameters, and what is made of them."""
+        found: list[TensorType] = []
+        for i, root in enumerate(self.skeleton.roots):
+            readers, backs = self.skeleton.readers[i], self.skeleton.backs[i]
+            wanted = [
+                self.choices[position].operands[operand]
+                for (position, operand), back in zip(readers, backs, strict=True)
+                if back and position not in self.once
+            ]
+            if root.leaf is not None and root.leaf.is_trained and wanted:
+                found.append(root.type.laid_out(self.leaves[i]))
+            elif root.leaf is None and root.maker in self.once:
+                found += (root.type.laid_out(layout) for layout in dict.fromkeys(wanted))
+        return found
 
     def _rerunning(self, positions: Iterable[int]) -> set[int]:
         """The operators before whose backward a segment is run again that has one of some operators."""
@@ -263,7 +332,7 @@ class Program:
 
     def _rerun_last(self, position: int) -> Fragment:
         """Of the last operator of a segment, and of those that are not run again: their operands arrive."""
-        if position in self.cast_by_bundles or self.is_cast_once(position):
+        if position in self.cast_by_bundles or position in self.once:
             return ()
         forward = self._fragments(position)[0]
         computes = next(i for i, task in enumerate(forward) if task.stream == COMPUTE)
@@ -300,6 +369,8 @@ class Program:
             self.skeleton.roots[root].maker for root in self._cast_from if self._is_only_bundled(root)
         )
         """Operators that cast a parameter which nobody reads but through bundles: those cast on the way."""
+        self.once = self._find_once()
+        """Operators that run once for all micro-batches."""
         self._around = schedule_bundles(bundles, self.again, self.drafts, defers=self.steps > 1)
 
     def _is_only_bundled(self, root: int) -> bool:
@@ -366,15 +437,15 @@ class Program:
         return casts | {p for a, b in pairs for p in {*a, *b} if a.get(p) != b.get(p)}
 
     def _start(self) -> None:
-        """Ranks that have to draw alike make sure that they do; what is stored leaves for places, or is cast for all
-        micro-batches."""
+        """Ranks that have to draw alike make sure that they do; what is stored leaves for places; what is made of
+        parameters alone is made for all micro-batches."""
         mesh, axes = self.drafts.mesh, set(self.drafts.mesh.names)
         away = [
             instruction
             for root, own, target, _ in self._leave_at_start()
             for instruction in self.drafts.route(self.skeleton.roots[root].type, own, target)[0]
         ]
-        away += (instruction for fragment in self._casts_at_start() for instruction in fragment)
+        away += (instruction for fragment in self._made_at_start() for instruction in fragment)
         placed = (self.drafts.node(self.numbers[i], self.choices[i])[1] for i in self.skeleton.draws)
         if all(set(found.axes) == axes for found in placed):
             self.fragments[0] = ordered(away)
@@ -408,7 +479,7 @@ class Program:
         ]
         drafts, mesh = self.drafts, self.drafts.mesh
         several = self.steps > 1
-        self.fragments[-2] = (*self._around.after_all, *(accumulating(stored, drafts) if several else ()))
+        self.fragments[-2] = (*self._around.after_all, *(accumulating(self._added_up(), drafts) if several else ()))
         wait = Instruction("wait", COMPUTE, 0, waits=(INSIDE, BETWEEN), phase=Phase.BACKWARD)
         home = [
             instruction
@@ -422,7 +493,7 @@ class Program:
             tuple(stored), lambda rank: drafts.prices.update(pieces.on(rank), rank), alike
         )
         update = Instruction("update", COMPUTE, ticks, phase=Phase.UPDATE, source=source)
-        self.fragments[-1] = (*ordered(home), *self._around.at_end, wait, update)
+        self.fragments[-1] = (*ordered([*self._taken_back(), *home]), *self._around.at_end, wait, update)
 
 
 class _Pieces:

@@ -18,7 +18,7 @@ from conjoin.machine import parse_machine
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
 from conjoin.runtime.verification.checking import Case, verify_in_process
-from conjoin.search import make_plan
+from conjoin.search import make_pipeline, make_plan
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import module_on
 from tests.runtime.random_graphs import Sample
@@ -113,3 +113,5 @@ def test_what_cannot_go_in_chunks_is_told() -> None:
     assert data["chunks"] == 2
     with pytest.raises(PlanError, match="products in 0 chunks are none"):
         plan_from_json({**data, "chunks": 0})
+    with pytest.raises(UsageError, match="strategy pipeline was given chunks=2"):
+        make_pipeline(found.graph, parse_machine("local:4"), "pipeline:pp=2,tp=2,chunks=2")
