@@ -49,9 +49,8 @@ class Leaf:
         return f"{self.kind.value}:{self.name}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        facts = {"aliases": self.aliases, "data": self.data, "channels_last": self.channels_last}
-        make = partial(make_leaf, trainable=self.trainable, **facts)
-        return make, (self.kind, self.name, self.type)
+        make = partial(make_leaf, trainable=self.trainable, aliases=self.aliases, data=self.data)
+        return partial(make, channels_last=self.channels_last), (self.kind, self.name, self.type)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, weakref_slot=True)
