@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from conjoin.cost.fitting import Fit
 from conjoin.cost.work import CONVOLUTION, RECURRENT, is_composed
 from conjoin.machine import PRESET_DEVICES, DeviceType, architecture_of, nearest_device, preset_name
+from conjoin.ops import find_spec
 
 SUSTAINED = {"Hopper": 0.60, "Blackwell": 0.60, "CDNA 3": 0.60, "Ampere": 0.89, "Ada": 0.89}
 """Of what calls bound by flops in half precision reach on their own, by the nearest device's shares."""
@@ -41,7 +42,9 @@ class Basis:
 
     def carries_over(self, op: str, family: str) -> bool:
         """Whether the fit says something of calls of an operator."""
-        return not self.is_foreign or not (family in _OF_AN_ARCHITECTURE or is_composed(op) or "batch_norm" in op)
+        spec = find_spec(op)
+        by_blocks = spec is not None and spec.blocks is not None
+        return not self.is_foreign or not (family in _OF_AN_ARCHITECTURE or is_composed(op) or by_blocks)
 
 
 def borrow(device: DeviceType, fits: Mapping[str, Fit]) -> Basis:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from conjoin.cost.roofline import AS_HALVES
 from conjoin.cost.work import ATTENTION, CONTRACTION, CONVOLUTION, REDUCTION, CallWork, is_composed
-from conjoin.ops import Call, output_types, spec_for
+from conjoin.ops import Call, find_spec, output_types, spec_for
 
 _ALIGNED_BYTES = 16
 """Rows that begin at a multiple of it are what tensor cores read; a product with others runs without them."""
 _FEW_CHANNELS = 4
+_MANY_BLOCKS = 256
+"""More than any GPU runs at a time of those that fill a multiprocessor."""
 _USUAL_HEADS = (32, 64, 96, 128, 192, 256)
 _LIKE = {"float16": "bfloat16", **AS_HALVES}
 """Dtypes that kernels treat alike."""
@@ -25,7 +27,9 @@ def classes_of(call: Call, work: CallWork, rate: str, *, backward: bool, by_flop
     >>> classes_of(call, work_of(call, ()), "bfloat16", backward=False, by_flops=True)[2:]
     ('contraction bfloat16 odd by flops', 'linear bfloat16 odd by flops')
     """
-    family = call.op if is_composed(call.op) else _subfamily(call, work.family)
+    spec = find_spec(call.op)
+    kernels = spec.kernels if spec and work.family == REDUCTION else ""
+    family = call.op if is_composed(call.op) else kernels or work.family
     way = " backward" if backward else ""
     dtype = _LIKE.get(rate, rate)
     special = f"{dtype} {_shape_class(call, work.family, rate)}{'by flops' if by_flops else 'by bytes'}"
@@ -33,31 +37,17 @@ def classes_of(call: Call, work: CallWork, rate: str, *, backward: bool, by_flop
     return general if is_composed(call.op) else (*general, f"{call.op}{way} {special}")
 
 
-def _subfamily(call: Call, family: str) -> str:
-    """Reductions are of several kinds: each has kernels of its own."""
-    found = (kind for kind, words in _REDUCTIONS if any(word in call.op for word in words))
-    return next(found, family) if family == REDUCTION else family
-
-
-_REDUCTIONS = (
-    ("batch norm", ("batch_norm",)), ("norm", ("layer_norm", "rms_norm", "group_norm", "instance_norm")),
-    ("softmax", ("softmax", "entropy", "logsumexp")), ("pool", ("pool",)), ("scan", ("cum",)),
-)  # fmt: skip
-
-
 def _shape_class(call: Call, family: str, rate: str) -> str:
     if family == CONTRACTION:
         return "odd " if rate != "float32" and _is_odd(call) else ""
     if family == CONVOLUTION:
         return _convolution(call)
-    if "batch_norm" in call.op:
-        return _channels(call)
-    return _attention(call) if family == ATTENTION else ""
-
-
-def _channels(call: Call) -> str:
-    """A batch norm has as many blocks as channels: few of them leave most of a GPU idle."""
-    return f"of {min(2 ** max(call.tensors[0].shape[1] - 1, 0).bit_length(), 256)} channels "
+    if family == ATTENTION:
+        return _attention(call)
+    spec = find_spec(call.op)
+    if spec is None or spec.blocks is None:
+        return ""
+    return f"of {min(2 ** max(spec.blocks(call) - 1, 0).bit_length(), _MANY_BLOCKS)} blocks "
 
 
 def _is_odd(call: Call) -> bool:

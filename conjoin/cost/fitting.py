@@ -121,7 +121,7 @@ def join_fits(before: Fit, own: Fit) -> Fit:
 def _head(name: str) -> str:
     """The family or operator that an efficiency or a class is of.
 
-    >>> _head("batch norm backward bfloat16 of 64 channels by bytes")
+    >>> _head("batch norm backward bfloat16 of 64 blocks by bytes")
     'batch norm'
     """
     return re.split(r" (?:backward|b?float\d+|complex\d+)\b", name)[0]

@@ -33,9 +33,9 @@ def kernels_of(call: Call, needs: tuple[int, ...]) -> tuple[Asked, ...]:
     if call.op == ATTENTION:
         shapes = tuple(tensor.shape for tensor in call.tensors)
         return () if fuses_attention(call, shapes, needs, "cuda") else tuple(_spelled_out(call, needs))
-    if call.op in _CONVOLUTIONS and call["bias"] is not None:
-        return _then_bias(call, needs)
-    return ()
+    spec = spec_for(call)
+    biased = spec is not None and spec.family == "convolution" and call["bias"] is not None
+    return _then_bias(call, needs) if biased else ()
 
 
 CAST_FLOPS = 335.0
@@ -70,9 +70,6 @@ def largest_of(tensor: TensorType) -> tuple[Call, ...]:
     flat, number = TensorType((tensor.num_elements,), tensor.dtype), TensorType((), torch.float32)
     tiny = Call("mul.Tensor", bind_args("mul.Tensor", (number, number), {}))
     return Call("amax", bind_args("amax", (flat, (0,)), {})), tiny, tiny, tiny
-
-
-_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 
 
 def _then_bias(call: Call, needs: tuple[int, ...]) -> tuple[Asked, ...]:

@@ -230,15 +230,11 @@ def _view_backward(call: Call, outputs: tuple[TensorType, ...]) -> Work:
     return NO_WORK if gradients == operand.bytes else Work(0.0, float(gradients + operand.bytes))
 
 
-_AS_IT_IS = ("add.Tensor", "sub.Tensor", "broadcast_tensors")
-"""Functions whose first operand's gradient is the output's own; that of a second one, where nothing is multiplied."""
-
-
 def _added_backward(case: _Case, i: int) -> Work:
     """The gradient of an operand that is only added: the output's own, spread, summed or put back."""
     operand, output = case.call.tensors[i], case.outputs[0]
     same_size = operand.num_elements == output.num_elements and operand.dtype == output.dtype
-    if same_size and (case.family in (CONTRACTION, CONVOLUTION) or _hands_on(case.call, i)):
+    if same_size and (case.family in (CONTRACTION, CONVOLUTION) or _hands_on(case, i)):
         return NO_WORK
     if case.family == REDUCTION and operand.num_elements > output.num_elements and not _averages(case):
         return NO_WORK  # the gradient of a sum is the output's, expanded without a copy
@@ -246,10 +242,9 @@ def _added_backward(case: _Case, i: int) -> Work:
     return Work(summed, float(sum(each.bytes for each in case.outputs) + operand.bytes))
 
 
-def _hands_on(call: Call, i: int) -> bool:
-    if call.op not in _AS_IT_IS:
-        return False
-    return i == 0 or (call.op == "add.Tensor" and call["alpha"] in (None, 1))
+def _hands_on(case: _Case, i: int) -> bool:
+    name = case.call.operand_names[i]
+    return name in case.spec.hands_on and (name == "self" or case.call["alpha"] in (None, 1))
 
 
 def _averages(case: _Case) -> bool:

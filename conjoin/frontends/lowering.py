@@ -39,9 +39,16 @@ _CHECKS = (
     "_assert_scalar",
     "sym_constrain_range_for_size",
 )
+_IMAGE_RANK = 4
 _UPDATES = "_native_batch_norm_legit_functional"
 """Batch norm in training, which gives its buffers anew."""
 _NORM = "linalg_vector_norm"
+
+
+def has_channels_last(tensor: Tensor) -> bool:
+    """Whether the channels of images lie last in memory, and nothing else can be said of them."""
+    last = tensor.dim() == _IMAGE_RANK and tensor.is_contiguous(memory_format=torch.channels_last)
+    return last and not tensor.is_contiguous()
 
 
 def tensor_type(value: Any) -> TensorType:
@@ -94,9 +101,12 @@ class Lowering:
                 case InputKind.PARAMETER | InputKind.BUFFER | InputKind.CONSTANT_TENSOR:
                     self.values[node] = self._constant_leaf(str(spec.target), node)
                 case InputKind.USER_INPUT:
-                    self.values[node] = self._add(LeafKind.INPUT, next(tensors), tensor_type(node.meta["val"]))
+                    self.values[node] = self._add_input(next(tensors), node.meta["val"])
                 case _:
                     self._problem(f"input of kind {spec.kind.name.lower()}", None, "only tensors can be captured")
+
+    def _add_input(self, name: str, tensor: Any) -> Value:
+        return self._add(LeafKind.INPUT, name, tensor_type(tensor), channels_last=has_channels_last(tensor))
 
     def _add(self, kind: LeafKind, name: str, type: TensorType, **facts: Any) -> Value:
         leaf = make_leaf(kind, name, type, **facts)
@@ -113,6 +123,7 @@ class Lowering:
             tensor_type(tensor),
             trainable=parameter and tensor.requires_grad,
             aliases=tuple(aliases),
+            channels_last=has_channels_last(tensor),
         )
 
     def _constant_leaf(self, target: str, node: fx.Node) -> Value:

@@ -21,7 +21,7 @@ from conjoin.ir.memory_order import (
     strides_in,
 )
 from conjoin.ir.micro_batches import Accumulation, calling_graph, cut_in_micro_batches
-from conjoin.ir.nodes import Leaf, LeafKind, Node, Source, Value, in_one_line, make_leaf, make_node
+from conjoin.ir.nodes import Leaf, LeafKind, Node, Source, Value, in_one_line, make_leaf, make_node, retype
 from conjoin.ir.parallel_verifier import find_layout_faults, node_fault
 from conjoin.ir.parallelize import Choice, choose, parallelize, sequential
 from conjoin.ir.parser import parse_graph
@@ -225,6 +225,7 @@ __all__ = [
     "region_of",
     "region_shape",
     "reshard_chain",
+    "retype",
     "rules_for",
     "save_graph",
     "segment_text",

@@ -45,8 +45,8 @@ ORDERED_BY_KERNELS = frozenset((
 
 @call_cache(32)
 def strides_in(graph: Graph, channels_last: bool = False) -> Mapping[Value, Strides]:
-    """The strides of all values. Leaves lie as usual, or the images among them with their channels last."""
-    found = {Value(leaf): _usual(leaf.type, channels_last) for leaf in graph.leaves}
+    """The strides of all values. Leaves lie as they did when captured, or all images with their channels last."""
+    found = {Value(leaf): _usual(leaf.type, channels_last or leaf.channels_last) for leaf in graph.leaves}
     add_strides(found, graph.nodes)
     return found
 
@@ -67,7 +67,7 @@ def calls_as_they_lie(graph: Graph) -> dict[Node, Call]:
     """
     calls = {node: plain_call(node) for node in graph.nodes if not is_parallel(node)}
     by_order = [node for node in calls if node.spec is not None and node.spec.by_order]
-    if by_order and any(_turns(node) for node in calls):
+    if by_order and (any(map(_turns, calls)) or any(leaf.channels_last for leaf in graph.leaves)):
         strides = strides_in(graph)
         for node in by_order:
             if _has_channels_last(node.inputs[0].type.shape, strides[node.inputs[0]]):

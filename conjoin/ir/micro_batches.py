@@ -23,7 +23,7 @@ from conjoin.errors import StrategyError
 from conjoin.ir.builder import GraphBuilder, is_random
 from conjoin.ir.expanding import can_expand, drop_unused, expand
 from conjoin.ir.graph import Graph
-from conjoin.ir.nodes import Leaf, LeafKind, Node, Value, make_leaf, make_node
+from conjoin.ir.nodes import Leaf, LeafKind, Node, Value, make_leaf, make_node, retype
 from conjoin.ir.placing import plain_call, rules_for
 from conjoin.ir.structure import LEAF
 from conjoin.ops import (
@@ -167,9 +167,9 @@ class _Cutting:
         if leaf not in self.cut:
             self._wholes[Value(leaf)] = self._builder.add_leaf(leaf)
             return
-        part = make_leaf(leaf.kind, leaf.name, _shrunk(leaf, self.steps))
+        part = retype(leaf, _shrunk(leaf, self.steps))
         self._parts[Value(leaf)], self._placed[Value(leaf)] = self._builder.add_leaf(part), Split(0)
-        whole = make_leaf(leaf.kind, leaf.name + WHOLE, leaf.type)
+        whole = make_leaf(leaf.kind, leaf.name + WHOLE, leaf.type, channels_last=leaf.channels_last)
         self._whole_leaves[leaf], self._wholes[Value(leaf)] = whole, Value(whole)
 
     def _add(self, node: Node) -> None:

@@ -37,6 +37,8 @@ class Leaf:
     aliases: tuple[str, ...] = ()
     data: bytes | None = None
     """The values of a constant, row by row, where they are known."""
+    channels_last: bool = False
+    """Whether it is images, or windows over them, whose channels lie last in memory."""
 
     @property
     def is_trained(self) -> bool:
@@ -48,7 +50,7 @@ class Leaf:
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = partial(make_leaf, trainable=self.trainable, aliases=self.aliases, data=self.data)
-        return make, (self.kind, self.name, self.type)
+        return partial(make, channels_last=self.channels_last), (self.kind, self.name, self.type)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, weakref_slot=True)
@@ -164,7 +166,7 @@ def typed_key(value: Any) -> Any:
     return type(value), repr(value) if isinstance(value, float | complex) else value
 
 
-def make_leaf(
+def make_leaf(  # noqa: PLR0913 – all that a leaf is
     kind: LeafKind,
     name: str,
     type: TensorType,
@@ -172,10 +174,19 @@ def make_leaf(
     trainable: bool = False,
     aliases: tuple[str, ...] = (),
     data: bytes | None = None,
+    channels_last: bool = False,
 ) -> Leaf:
     """The leaf with these properties; the same object every time."""
-    key = (kind, name, type, trainable, aliases, data)
-    return _interned.setdefault(key, Leaf(kind, name, type, trainable, aliases, data))  # type: ignore[no-any-return]
+    key = (kind, name, type, trainable, aliases, data, channels_last)
+    return _interned.setdefault(key, Leaf(*key))  # type: ignore[no-any-return]
+
+
+def retype(leaf: Leaf, type: TensorType) -> Leaf:
+    """The leaf with another type."""
+    return make_leaf(
+        leaf.kind, leaf.name, type, trainable=leaf.trainable, aliases=leaf.aliases, data=leaf.data,
+        channels_last=leaf.channels_last,
+    )  # fmt: skip
 
 
 def make_node(op: str, args: Args, types: tuple[TensorType, ...], *, occurrence: int = 0, pinned: bool = False) -> Node:

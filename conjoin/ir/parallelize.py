@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from conjoin.ir.graph import Graph
-from conjoin.ir.nodes import Leaf, LeafKind, Node, Source, Value, make_leaf, make_node
+from conjoin.ir.nodes import Leaf, LeafKind, Node, Source, Value, make_node, retype
 from conjoin.ir.reshards import is_parallel, reshard_chain
 from conjoin.ir.rewriting import Rewriting
 from conjoin.ops import Layout, ShardingRule, make_layout, map_tensors
@@ -94,6 +94,4 @@ def sequential(graph: Graph) -> Graph:
 
 
 def _laid_out(leaf: Leaf, layout: Layout) -> Leaf:
-    return make_leaf(
-        leaf.kind, leaf.name, leaf.type.laid_out(layout), trainable=leaf.trainable, aliases=leaf.aliases, data=leaf.data
-    )
+    return retype(leaf, leaf.type.laid_out(layout))

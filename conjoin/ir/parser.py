@@ -26,7 +26,7 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _NAME = re.compile(r"(\w+)=")
 _LEAF = re.compile(
     rf"(input|param|buffer|const):(?:([\w.]+)|({_STRING.pattern})) ({_TYPE})"
-    rf"( trainable)?((?: also {_STRING.pattern})*)(?: = b64:(\S*))?"
+    rf"( trainable)?( channels-last)?((?: also {_STRING.pattern})*)(?: = b64:(\S*))?"
 )
 _OUTPUT = re.compile(rf"%({_NUMBER}): ({_TYPE})")
 _NODE = re.compile(rf"(%{_NUMBER}: {_TYPE}(?:, %{_NUMBER}: {_TYPE})*) = ([\w:.]+)\(")
@@ -195,16 +195,18 @@ def _read_leaf(reader: _Reader, line: str) -> None:
     found = _LEAF.fullmatch(line)
     if not found:
         raise _Malformed("this is not a leaf: expected kind:name dtype[shape]")
-    kind, plain, quoted, type_text, trainable, also, data = found.groups()
+    kind, plain, quoted, type_text, trainable, last, also, data = found.groups()
     name = plain if plain is not None else json.loads(quoted)
     aliases = tuple(json.loads(alias) for alias in _STRING.findall(also))
     leaf_type = parse_type(type_text)
     values = None if data is None else check_constant(base64.b64decode(data, validate=True), leaf_type)
     if reader.builder.leaf(f"{kind}:{name}") is not None:
         raise _Malformed(f"there is a {kind}:{name} already")
-    reader.builder.add_leaf(
-        make_leaf(LeafKind(kind), name, leaf_type, trainable=trainable is not None, aliases=aliases, data=values)
-    )
+    leaf = make_leaf(
+        LeafKind(kind), name, leaf_type, trainable=trainable is not None, aliases=aliases, data=values,
+        channels_last=last is not None,
+    )  # fmt: skip
+    reader.builder.add_leaf(leaf)
 
 
 def _read_node(reader: _Reader, line: str) -> None:

@@ -80,6 +80,7 @@ def node_text(node: Node, numbers: Mapping[Value, int], source: Source | None = 
 def _leaf_line(leaf: Leaf) -> str:
     parts = [leaf_text(leaf), str(leaf.type)]
     parts += ["trainable"] if leaf.trainable else []
+    parts += ["channels-last"] if leaf.channels_last else []
     parts += [f"also {json.dumps(alias)}" for alias in leaf.aliases]
     parts += [f"= b64:{base64.b64encode(leaf.data).decode()}"] if leaf.data is not None else []
     return " ".join(parts)

@@ -22,6 +22,21 @@ if TYPE_CHECKING:
 Args = tuple[Any, ...]
 """Arguments in the order of the signature: tensors (or what stands for them), None, or literals; lists are tuples."""
 
+Shapes = tuple[tuple[int, ...], ...]
+"""Of a call's operands, as a rank holds them."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelBytes:
+    """Memory that a kernel takes besides its operands, its outputs and their gradients."""
+
+    kept: int
+    """For the backward pass; without one it is gone after the call."""
+    workspace: int = 0
+    """During the forward pass, and again during the backward pass."""
+    keeps_operands: bool = False
+    """Whether it keeps all that it reads, and not what meta would."""
+
 
 @dataclass(frozen=True, slots=True)
 class Indexed:
@@ -236,6 +251,14 @@ class OpSpec:
     backward_passes: int = 0
     """How often tensors are read and written by a gradient for which there is no kernel of its own: that of a square is
     `grad * (2 * x.pow(1))`, three kernels. One kernel would read two tensors and write one."""
+    hands_on: tuple[str, ...] = ()
+    """Operands whose gradient is the output's own where they are as large; what `alpha` scales is not."""
+    kernels: str = ""
+    """What its kernels are called together with those of its kind, where reductions of that kind have their own."""
+    blocks: Callable[[Call], int] | None = None
+    """In how many parts a GPU's kernel does a call at a time, where few of them leave most of the GPU idle."""
+    gpu_bytes: Callable[[Call, Shapes], KernelBytes | None] | None = None
+    """What a GPU's own kernel takes for operands of these shapes, where torch on meta runs another form of it."""
 
     @property
     def names(self) -> tuple[str, ...]:

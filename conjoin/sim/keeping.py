@@ -13,8 +13,19 @@ from conjoin.comm import halo_call, halo_of, ring_of, routed_call, routing_of
 from conjoin.cost import ATTENTION, fuses_attention
 from conjoin.ir import Node, Placed, plain_call, region_of, region_shape, wanted_region
 from conjoin.machine import Mesh
-from conjoin.ops import Call, TensorType, call_cache, execute, map_tensors, run_local, space_of, spec_for
-from conjoin.sim.gpu_kernels import KernelBytes, Shapes, attention_workspace, kernel_bytes, numbers_not_kept
+from conjoin.ops import (
+    Call,
+    KernelBytes,
+    Shapes,
+    TensorType,
+    call_cache,
+    execute,
+    map_tensors,
+    run_local,
+    space_of,
+    spec_for,
+)
+from conjoin.sim.gpu_kernels import attention_workspace, kernel_bytes, numbers_not_kept
 from conjoin.sim.losses import storage_bytes
 from conjoin.sim.torch_private import NewStorages, storage_of
 

@@ -22,7 +22,7 @@ from conjoin.comm import (
     run_again,
     splits_evenly,
 )
-from conjoin.ir import Choice, LeafKind, Segment, Value, make_leaf, make_node
+from conjoin.ir import Choice, LeafKind, Segment, Value, make_leaf, make_node, retype
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, TensorType
 from conjoin.sim.bundles import accumulating, schedule_bundles
@@ -412,8 +412,7 @@ class Program:
             return Value(make_node(node.op, args, types, occurrence=node.occurrence))
         leaf = self.skeleton.roots[root].leaf
         assert leaf is not None
-        type = leaf.type.laid_out(layout)
-        return Value(make_leaf(leaf.kind, leaf.name, type, trainable=leaf.trainable, aliases=leaf.aliases))
+        return Value(retype(leaf, leaf.type.laid_out(layout)))
 
     def _bundle_again(self, before: Program, reads: tuple[int, ...]) -> set[int]:
         """Find the bundles again where a change concerns a parameter; the operators around which they then differ."""

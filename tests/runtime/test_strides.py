@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from conjoin.ir import Plan
+from conjoin.ir import Plan, calls_as_they_lie, parse_graph
 from conjoin.runtime.movement import carriers
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
@@ -55,8 +55,19 @@ def case(view: str) -> Sample:
 
 
 @cache
+def images() -> Sample:
+    """Convolutions of images whose channels lie last in memory, as those of the weights do."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3, groups=2), nn.Flatten())
+    batch = torch.randn(8, 3, 7, 7).to(memory_format=torch.channels_last)
+    return captured(model.to(memory_format=torch.channels_last), (batch, torch.randn(4)), loss)
+
+
+@cache
 def cases() -> list[tuple[Sample, Plan]]:
-    return [(case(view), by_strategy(case(view), strategy, 2)) for view in VIEWS for strategy in STRATEGIES]
+    found = [(case(view), strategy) for view in VIEWS for strategy in STRATEGIES]
+    found += [(images(), strategy) for strategy in ("data-parallel", "fsdp")]
+    return [(sample, by_strategy(sample, strategy, 2)) for sample, strategy in found]
 
 
 def trained(communicator: Communicator, sample: Sample, plan: Plan) -> tuple[float, float]:
@@ -84,6 +95,22 @@ def test_whatever_the_strides_it_trains_as_on_one_device(ranks: str, tmp_path: P
     for found in run_ranks(mesh, program) if ranks == "threads" else run_processes(mesh, program, tmp_path):
         for (sample, plan), got in zip(cases(), found, strict=True):
             assert got == pytest.approx(alone(sample), rel=1e-9), str(plan.graph)
+
+
+def test_channels_that_lie_last_stay_so() -> None:
+    """In the pieces of both ranks, in their gradients, and in what the price is of."""
+    sample = images()
+
+    def lies(communicator: Communicator) -> list[bool]:
+        step = module_on(by_strategy(sample, "data-parallel", 2), sample, communicator)
+        step(*sample.inputs).backward()
+        windows = [p for p in step.parameters() if p.dim() == 4]
+        return [x.is_contiguous(memory_format=torch.channels_last) for p in windows for x in (p, p.grad)]
+
+    plan = by_strategy(sample, "data-parallel", 2)
+    assert run_ranks(plan.mesh, lies) == [[True] * 4] * 2
+    assert [call.channels_last for call in calls_as_they_lie(sample.graph).values() if "conv" in call.op] == [True] * 2
+    assert str(parse_graph(str(sample.graph))) == str(sample.graph) and "channels-last" in str(sample.graph)
 
 
 def test_threads_refuse_what_gloo_would(monkeypatch: pytest.MonkeyPatch) -> None:

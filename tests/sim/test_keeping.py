@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from conjoin.cost import fuses_attention, read_key
-from conjoin.ops import Call, OpSpec, TensorType, all_ops, random_call, run_whole
-from conjoin.sim.gpu_kernels import KernelBytes, kernel_bytes
+from conjoin.ops import Call, KernelBytes, OpSpec, TensorType, all_ops, random_call, run_whole
+from conjoin.sim.gpu_kernels import kernel_bytes
 from conjoin.sim.keeping import Kept, kept_of
 from conjoin.sim.losses import SHRINKING
 

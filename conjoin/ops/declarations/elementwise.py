@@ -95,7 +95,9 @@ def _divided(call: Call) -> Dtype:
 
 _SCALED = {"other": (1.5, 2)}
 _ARITHMETIC = (
-    *_named("add.Tensor sub.Tensor rsub.Tensor subtract.Tensor", _binary("", terms="self + other")),
+    _binary("add.Tensor", terms="self + other", hands_on=("self", "other")),
+    *_named("sub.Tensor subtract.Tensor", _binary("", terms="self + other", hands_on=("self",))),
+    _binary("rsub.Tensor", terms="self + other", hands_on=("other",)),
     *_named("mul.Tensor multiply.Tensor", _binary("", terms="self other")),
     *_named(
         "div.Tensor divide.Tensor true_divide.Tensor", _binary("", dtype=Dtype.FLOAT, terms="self", domain=POSITIVE)

@@ -117,5 +117,5 @@ OPS: tuple[OpSpec, ...] = (
         GRAPH_ATTENTION, _attention, _attention_sample, terms="x", owned={"v": ("x", "by_source")}, local=_local,
         expansion=_one_by_one,
     ),
-    OpSpec(EDGE_SOFTMAX, _softmax, _softmax_sample, dtype=Dtype.FIRST, flops=5),
+    OpSpec(EDGE_SOFTMAX, _softmax, _softmax_sample, dtype=Dtype.FIRST, flops=5, kernels="softmax"),
 )  # fmt: skip

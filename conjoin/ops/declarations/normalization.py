@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from random import Random
 from typing import Any
+
+import torch
 
 from conjoin.ops.aten import CAST
 from conjoin.ops.composites import BATCH_MOMENTS, BATCH_NORM_BY_PIECES, MEAN_AND_VARIANCE, NORMALIZE_CHANNELS
@@ -13,7 +16,7 @@ from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm, local_sizes
 from conjoin.ops.notation import NotationError
 from conjoin.ops.sampling import Sample, real
-from conjoin.ops.spec import Args, Call, Indexed, OpSpec, output_types
+from conjoin.ops.spec import Args, Call, Indexed, KernelBytes, OpSpec, Shapes, output_types
 
 
 def _uses_batch(call: Call) -> bool:
@@ -211,12 +214,21 @@ def _weight_norm_sample(rng: Random) -> Args:
     return real(*shape), real(*(n if i == dim else 1 for i, n in enumerate(shape))), dim
 
 
+def _rms_bytes(call: Call, shapes: Shapes) -> KernelBytes:
+    """One number for each row; meta runs it spelled out, and keeps a copy of the rows in float32."""
+    rows = prod(shapes[0]) // max(prod(call["normalized_shape"]), 1)
+    return KernelBytes(rows * torch.float32.itemsize, keeps_operands=True)
+
+
 _STATISTICS = ("running_mean", "running_var")
 _THREE = (Dtype.FIRST,) * 3
 _FIVE = (*_THREE, Dtype.LAST, Dtype.LAST)
 """The new running statistics are as wide as the old ones, which come last."""
-_batch = partial(OpSpec, flops=8, domain=(0.1, 2.0), constants=_STATISTICS)
-_norm = partial(OpSpec, dtype=Dtype.FIRST, flops=8)
+_batch = partial(
+    OpSpec, flops=8, domain=(0.1, 2.0), constants=_STATISTICS, kernels="batch norm",
+    blocks=lambda call: call.tensors[0].shape[1],
+)  # fmt: skip
+_norm = partial(OpSpec, dtype=Dtype.FIRST, flops=8, kernels="norm")
 _of_features = partial(_norm, by_parts=norm_by_parts)
 
 OPS: tuple[OpSpec, ...] = (
@@ -232,15 +244,15 @@ OPS: tuple[OpSpec, ...] = (
     OpSpec(MEAN_AND_VARIANCE, "m! c -> m! c", lambda rng: (real(2, rng.randint(1, 5)),), dtype=Dtype.FIRST, flops=2,
            num_kernels=(3, 2)),
     _norm(NORMALIZE_CHANNELS, _normalize, _normalize_sample, terms=_affine_terms, flops=4, domain=(0.1, 2.0),
-          family="elementwise", num_kernels=(6, 10), backward_passes=4),
+          family="elementwise", num_kernels=(6, 10), backward_passes=4, kernels=""),
     _of_features("layer_norm", _trailing, _layer_norm_sample(2), terms=_affine_terms),
     _of_features("native_layer_norm", lambda call: _trailing(call, "{x}, {stats}, {stats}"),
                  _layer_norm_sample(2, True)),
-    _of_features("rms_norm", _trailing, _layer_norm_sample(1), terms="weight", flops=6),
+    _of_features("rms_norm", _trailing, _layer_norm_sample(1), terms="weight", flops=6, gpu_bytes=_rms_bytes),
     _of_features("_fused_rms_norm", lambda call: _trailing(call, "{x}, {stats}"), _layer_norm_sample(1), flops=6,
                  dtype=(Dtype.FIRST, Dtype.WIDE)),
     _norm("group_norm", _group_norm, _group_norm_sample, follows={"num_groups": "g"}, terms=_affine_terms),
     _norm("native_group_norm", _group_norm, _native_group_sample, local=_local_native_group),
     _norm("instance_norm", _instance_norm, _instance_norm_sample, terms=_affine_terms),
-    _norm("_weight_norm", _weight_norm, _weight_norm_sample, terms="g", flops=4),
+    _norm("_weight_norm", _weight_norm, _weight_norm_sample, terms="g", flops=4, kernels=""),
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 from conjoin.ops.declarations.convolution import KERNEL, OUT, each_dim
@@ -126,14 +127,15 @@ def _unpool(call: Call) -> Indexed:
 
 _PAIR = (Dtype.FIRST, Dtype.INT64)
 _LOWEST = float("-inf")
+_pooling = partial(OpSpec, kernels="pool")
 
 OPS: tuple[OpSpec, ...] = (
-    *(OpSpec(f"max_pool{n}d", _pool, _pool_sample(n, True), pad_value=_LOWEST) for n in (1, 2, 3)),
-    *(OpSpec(f"max_pool{n}d_with_indices", _pool, _pool_sample(n, True), dtype=_PAIR) for n in (1, 2, 3)),
-    *(OpSpec(f"avg_pool{n}d", _pool, _pool_sample(n, False), terms="self") for n in (1, 2, 3)),
-    *(OpSpec(f"adaptive_avg_pool{n}d", _adaptive(1), _adaptive_sample(n), terms="self") for n in (1, 2, 3)),
-    *(OpSpec(f"_adaptive_avg_pool{n}d", _adaptive(1), _adaptive_sample(n), terms="self") for n in (2, 3)),
-    *(OpSpec(f"adaptive_max_pool{n}d", _adaptive(2), _adaptive_sample(n), dtype=_PAIR) for n in (1, 2, 3)),
+    *(_pooling(f"max_pool{n}d", _pool, _pool_sample(n, True), pad_value=_LOWEST) for n in (1, 2, 3)),
+    *(_pooling(f"max_pool{n}d_with_indices", _pool, _pool_sample(n, True), dtype=_PAIR) for n in (1, 2, 3)),
+    *(_pooling(f"avg_pool{n}d", _pool, _pool_sample(n, False), terms="self") for n in (1, 2, 3)),
+    *(_pooling(f"adaptive_avg_pool{n}d", _adaptive(1), _adaptive_sample(n), terms="self") for n in (1, 2, 3)),
+    *(_pooling(f"_adaptive_avg_pool{n}d", _adaptive(1), _adaptive_sample(n), terms="self") for n in (2, 3)),
+    *(_pooling(f"adaptive_max_pool{n}d", _adaptive(2), _adaptive_sample(n), dtype=_PAIR) for n in (1, 2, 3)),
     OpSpec("max_unpool2d", _unpool, lambda rng: (real(2, 3, 2, 2), integer(2, 3, 2, 2), (4, 4)), terms="self", flops=0),
     OpSpec("im2col", _im2col, _im2col_sample, terms="self", flops=0),
     OpSpec("col2im", _col2im, _col2im_sample, terms="self"),

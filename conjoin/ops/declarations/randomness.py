@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from random import Random
 
 from conjoin.ops.declarations.creation import SIZED, like_sample, shape_sample, sized
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.sampling import random_shape, real
-from conjoin.ops.spec import Args, Call, Indexed, OpSpec
+from conjoin.ops.spec import Args, Call, Indexed, KernelBytes, OpSpec, Shapes
 
 
 def _multinomial(call: Call) -> Indexed:
@@ -31,6 +32,12 @@ def _features(call: Call) -> str:
 def _noise(*names: str) -> Callable[[Random], Args]:
     """A tensor to be shaped like, then numbers of the law."""
     return lambda rng: (real(*random_shape(rng)), *(float(name) for name in names))
+
+
+def _dropped_bytes(call: Call, shapes: Shapes) -> KernelBytes | None:
+    """A truth value for every element; meta would keep a number."""
+    return KernelBytes(prod(shapes[0])) if call["train"] and 0 < call["p"] < 1 else None
+
 
 
 _draw = partial(OpSpec, flops=0, smooth=False, random=True, dtype=Dtype.FIRST)
@@ -64,7 +71,7 @@ OPS: tuple[OpSpec, ...] = (
     _draw("normal.Tensor_float", "... -> ...", {"std": (0.5,)}, dtype=Dtype.FLOAT),
     _draw("multinomial", _multinomial, lambda rng: (real(*rng.choice(((5,), (3, 5)))), 2), dtype=Dtype.INT64,
           domain=(0.1, 1.0)),
-    _drop("dropout", "... -> ...", _TRAINING, flops=2),
+    _drop("dropout", "... -> ...", _TRAINING, flops=2, gpu_bytes=_dropped_bytes),
     _drop("native_dropout", "... -> ..., ...", _TRAINING, dtype=(Dtype.FIRST, Dtype.BOOL), flops=2),
     _drop("alpha_dropout", "... -> ...", _TRAINING, flops=4),
     _drop("feature_dropout", _features, _features_sample, overloads=("feature_alpha_dropout",), flops=2),

@@ -113,6 +113,11 @@ def _of_each(flops: float) -> Callable[[Call, Mapping[str, int]], float]:
     return lambda call, sizes: flops * prod(size for name, size in sizes.items() if name[0] not in "se")
 
 
+def _blocks(call: Call) -> int:
+    """A thread makes one pixel of all images, one after the other; 1024 threads are a block."""
+    return -(-prod(size for _, size in _upsample(call).sizes) // 1024)
+
+
 _gridded = partial(OpSpec, index=_grid, terms="input", domain=(-0.9, 0.9))
 _moved = partial(OpSpec, flops=0, terms="self")
 _resized = partial(OpSpec, flops=0, terms="input")
@@ -122,8 +127,10 @@ _NEAREST = ("upsample_nearest", "_upsample_nearest_exact")
 OPS: tuple[OpSpec, ...] = (
     *(_resized(f"{name}{n}d.vec", _upsample, _vec_sample(n)) for name in _NEAREST for n in (1, 2, 3)),
     *(_moved(f"{name}{n}d", _upsample, _size_sample(n)) for name in _NEAREST for n in (1, 2, 3)),
-    *(_resized(f"upsample_{name}.vec", _upsample, _vec_sample(n, False), flops=_of_each(f)) for name, n, f in _SMOOTH),
-    *(_moved(f"upsample_{name}", _upsample, _size_sample(n, False), flops=_of_each(f)) for name, n, f in _SMOOTH),
+    *(_resized(f"upsample_{name}.vec", _upsample, _vec_sample(n, False), flops=_of_each(f), blocks=_blocks)
+      for name, n, f in _SMOOTH),
+    *(_moved(f"upsample_{name}", _upsample, _size_sample(n, False), flops=_of_each(f), blocks=_blocks)
+      for name, n, f in _SMOOTH),
     _resized("_upsample_bilinear2d_aa.vec", _upsample, _vec_sample(2, False), flops=_of_each(16)),
     _resized("_upsample_bicubic2d_aa.vec", _upsample, _vec_sample(2, False), flops=_of_each(48)),
     _moved("pixel_shuffle", _pixel_shuffle, lambda rng: (real(*rng.choice(((2,), ())), 8, 3, 3), 2)),
