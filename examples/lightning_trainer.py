@@ -86,13 +86,14 @@ def plan_steps(module: L.LightningModule, batch: Any, machine: Any, **wishes: An
     return conjoin.plan(_Steps(module), (batch, "training_step"), machine, **wishes)
 
 
-class ConjoinStrategy(SingleDeviceStrategy):  # type: ignore[misc]
+class ConjoinStrategy(SingleDeviceStrategy):
     """Every rank is given whole batches and has whole results: to the trainer it is alone, but for files."""
 
     def __init__(self, plan: Any) -> None:
         here = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
         super().__init__(here)
-        self._plan, self._step, self._from = plan, None, Path()
+        self._plan, self._from = plan, Path()
+        self._step: Any = None
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -205,7 +206,7 @@ def _hold_pieces(module: L.LightningModule, step: conjoin.ParallelModule) -> Non
                 held[name] = pieces.get(f"{path}.{name}" if path else name)
 
 
-class Classifier(L.LightningModule):  # type: ignore[misc]
+class Classifier(L.LightningModule):
     """A module as its author wrote it."""
 
     def __init__(self) -> None:
@@ -234,7 +235,7 @@ class Classifier(L.LightningModule):  # type: ignore[misc]
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class Losses(L.Callback):  # type: ignore[misc]
+class Losses(L.Callback):
     """What was logged after every batch."""
 
     def __init__(self) -> None:
