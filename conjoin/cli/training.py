@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from conjoin.api import load
+from conjoin.cli.folder_hold import FolderHold
 from conjoin.cli.models import capture_model
 from conjoin.cli.recipe import Recipe
 from conjoin.cli.training_data import make_dataset
@@ -124,13 +125,22 @@ class _Trainer:
         self._scaler = torch.amp.GradScaler(step.store.device.type, enabled=is_half)
         self._batches = self._endless()
         self._is_first = step.communicator.rank == 0
+        self._hold = FolderHold(self._files.checkpoint) if self._is_first and self._files.checkpoint else None
         self._log = self._make_log()
         self._done = 0
 
     def __enter__(self) -> _Trainer:
+        if not gathered(self._hold is None or self._hold.take())[0]:
+            raise CheckpointError(
+                f"The training was to keep its checkpoints in {self._files.checkpoint}. Another one that is running "
+                f"keeps its own there, and each would go on from what the other wrote. Wait for it, or name another "
+                f"folder."
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._hold is not None:
+            self._hold.let_go()
         if self._log.file is not None:
             self._log.file.close()
 

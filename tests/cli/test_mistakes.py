@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from conjoin.cli.folder_hold import FolderHold
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]
@@ -338,6 +339,18 @@ def test_a_rank_that_is_killed_is_named_and_training_goes_on(plan: Path, run: Ru
     assert "Rank 1" in killed and "Start again from the last checkpoint" in killed
     rest = run(*command, "--data", "mine.py:Samples", "--json")
     assert rest.code == 0 and len(json.loads(rest.out)["losses"]) == 2
+
+
+def test_a_second_training_into_a_folder_is_refused_while_the_first_one_runs(
+    single: str, run: Run, folder: Path
+) -> None:
+    command = ["run", single, GOOD, "--checkpoint", "kept", "--resume", "--json", "--steps", "1"]
+    first = FolderHold(str(folder / "kept"))
+    assert first.take() and not FolderHold(str(folder / "kept")).take()
+    assert "Another one that is running" in run(*command).refused()
+    first.let_go()
+    assert run(*command).code == 0
+    assert sorted(path.name for path in folder.iterdir() if "kept" in path.name) == ["kept"], "nothing is left over"
 
 
 def test_a_folder_that_may_not_be_written_to(single: str, run: Run) -> None:

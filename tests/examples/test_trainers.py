@@ -87,6 +87,66 @@ def test_hugging_faces_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert LlamaForCausalLM.from_pretrained("two/checkpoint-8").config.hidden_size == 16
 
 
+def train_with_lightning(rank: int, folder: str) -> Any:
+    made = example("lightning_trainer")
+    return made.train(folder, made.on_a_plan)
+
+
+def as_numbers(logged: list[dict[str, float]]) -> list[float]:
+    """The loss and the share of right answers after every batch."""
+    return [entry[name] for entry in logged for name in ("loss", "right")]
+
+
+def test_lightnings_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lightning", reason="it is what is tried")
+    monkeypatch.chdir(tmp_path)
+    made = example("lightning_trainer")
+    plain, evaluated = made.train("plain", lambda *_: "auto")
+    two = launch(2, train_with_lightning, "two")
+    assert two[0] == two[1]
+    alone = made.train("alone", made.on_a_plan, "two/epoch=2.ckpt")  # what two ranks kept, on one
+    assert len(plain) == 18 and len(alone[0]) == 9
+    for logged, last in (two[0], alone):
+        assert as_numbers(logged) == pytest.approx(as_numbers(plain[-len(logged) :]), rel=1e-9)
+        assert last == pytest.approx(evaluated, rel=1e-9)
+    expected = torch.load("plain/epoch=5.ckpt")["state_dict"]
+    found = made.Classifier().double()
+    found.load_state_dict(load_file("two/epoch=5.ckpt/model.safetensors"))
+    assert all(torch.allclose(found.state_dict()[name], x, rtol=1e-9, atol=1e-12) for name, x in expected.items())
+
+
+def test_lightning_in_the_precision_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lightning", reason="it is what is tried")
+    monkeypatch.chdir(tmp_path)
+    made = example("lightning_trainer")
+    plain, _ = made.train("plain", lambda *_: "auto", dtype=torch.float32, precision="bf16-mixed", max_steps=4)
+    planned = lambda *given: made.on_a_plan(*given, precision="bf16-mixed")
+    found, _ = made.train("planned", planned, dtype=torch.float32, max_steps=4)
+    full, _ = made.train("full", lambda *_: "auto", dtype=torch.float32, max_steps=4)
+    assert as_numbers(found) == pytest.approx(as_numbers(plain), rel=1e-3)
+    assert as_numbers(found) != pytest.approx(as_numbers(full), rel=1e-5)
+    with pytest.raises(conjoin.UsageError, match="Casts are part of the plan"):
+        made.train("twice", planned, dtype=torch.float32, precision="bf16-mixed")
+
+
+def test_a_lightning_step_that_reads_what_a_plan_would_fix_is_refused() -> None:
+    pytest.importorskip("lightning", reason="it is what is tried")
+    made = example("lightning_trainer")
+
+    class Counting(made.Classifier):  # type: ignore[misc, name-defined]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * (2 if batch_idx % 2 else 1)
+
+    class Epochs(made.Classifier):  # type: ignore[misc, name-defined]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * self.current_epoch
+
+    batch = [torch.randn(8, 8), torch.zeros(8, dtype=torch.int64)]
+    for kind, name in ((Counting, "batch_idx"), (Epochs, "the trainer")):
+        with pytest.raises(conjoin.ConjoinError, match=f"reads {name}"):
+            made.plan_steps(kind(), batch, "local:1", strategy="single")
+
+
 def test_a_loop_with_accelerate() -> None:
     pytest.importorskip("accelerate", reason="it is what is tried")
     first, second = launch(2, loop_with_accelerate)

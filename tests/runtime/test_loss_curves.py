@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def make_gpt() -> nn.Module:
 class Writing:
     """As nanoGPT does: groups, warmup and cosine, two batches a step, clipping, an evaluation of another size."""
 
-    strategies = {1: "single", 2: "fsdp", 4: "megatron:tp=2,dp=2"}
+    strategies: ClassVar = {1: "single", 2: "fsdp", 4: "megatron:tp=2,dp=2"}
     loss = staticmethod(next_token_loss)
     make = staticmethod(make_gpt)
 
@@ -113,7 +113,7 @@ def pictures(step: int, size: int) -> tuple[Tensor, Tensor]:
 class Seeing:
     """As people train a ResNet: momentum, steps of the rate, an average of the weights, which is what is evaluated."""
 
-    strategies = {1: "single", 2: "data-parallel", 4: "fsdp"}
+    strategies: ClassVar = {1: "single", 2: "data-parallel", 4: "fsdp"}
     loss = staticmethod(nn.functional.cross_entropy)
     make = staticmethod(make_residual)
 
