@@ -27,6 +27,7 @@ from conjoin.ir.nodes import Leaf, LeafKind, Node, Value, make_leaf, make_node
 from conjoin.ir.placing import plain_call, rules_for
 from conjoin.ir.structure import LEAF
 from conjoin.ops import (
+    PIPELINE,
     Call,
     Copies,
     Invariant,
@@ -72,9 +73,9 @@ def cut_in_micro_batches(graph: Graph, steps: int, *, own_statistics: bool = Fal
     _check(graph, steps, own_statistics)
     expandable = {node for node in graph.nodes if can_expand(node) and not (own_statistics and _has_statistics(node))}
     expanded = expand(graph, expandable)
-    work = _Cutting(expanded, steps, 0)
+    work = Cutting(expanded, steps, 0)
     made = work.run()
-    last = _Cutting(expanded, steps, steps - 1).run()
+    last = Cutting(expanded, steps, steps - 1).run()
     if last != made:
         why = f"{_first_other(made, last)} is not the same for every part of a batch"
         raise _refusal(graph, steps, why, _OTHERWISE)
@@ -126,13 +127,13 @@ def _cut_inputs(graph: Graph, steps: int) -> tuple[Leaf, ...]:
     return tuple(leaf for leaf in inputs if leaf.type.shape[0] == size)
 
 
-class _Cutting:
-    """The graph of one micro-batch as far as it is built."""
+class Cutting:
+    """The graph of one micro-batch as far as it is built; or, `inside` of one, a part of it that runs in some."""
 
-    def __init__(self, graph: Graph, steps: int, number: int) -> None:
-        self.graph, self.steps, self.number = graph, steps, number
+    def __init__(self, graph: Graph, steps: int, number: int, *, inside: bool = False) -> None:
+        self.graph, self.steps, self.number, self._inside = graph, steps, number, inside
         self.cut = _cut_inputs(graph, steps)
-        self._builder = GraphBuilder()
+        self.builder = self._builder = GraphBuilder()
         self._placed: dict[Value, Placement] = {}
         """Along the axis of time."""
         self._parts: dict[Value, Value] = {}
@@ -167,17 +168,54 @@ class _Cutting:
         if leaf not in self.cut:
             self._wholes[Value(leaf)] = self._builder.add_leaf(leaf)
             return
+        if self._inside:
+            whole = self._wholes[Value(leaf)] = self._builder.add_leaf(leaf)
+            self._parts[Value(leaf)] = self._call(None, PIPELINE, whole, 0, self.steps)
+            self._placed[Value(leaf)] = Split(0)
+            return
         part = make_leaf(leaf.kind, leaf.name, _shrunk(leaf, self.steps))
         self._parts[Value(leaf)], self._placed[Value(leaf)] = self._builder.add_leaf(part), Split(0)
-        whole = make_leaf(leaf.kind, leaf.name + WHOLE, leaf.type)
-        self._whole_leaves[leaf], self._wholes[Value(leaf)] = whole, Value(whole)
+        apart = make_leaf(leaf.kind, leaf.name + WHOLE, leaf.type)
+        self._whole_leaves[leaf], self._wholes[Value(leaf)] = apart, Value(apart)
+
+    def add_whole(self, node: Node, wholes: Mapping[Value, Value]) -> None:
+        """Add a node as it is, of what is there as a whole."""
+        args = map_tensors(node.op, node.args, wholes.__getitem__)
+        whole = make_node(node.op, args, node.types, occurrence=node.occurrence, pinned=node.pinned)
+        self._builder.add_node(whole, self.graph.source_of(node))
+        self._wholes.update(zip(node.outputs(), whole.outputs(), strict=True))
+
+    def add_apart(self, node: Node) -> bool:
+        """Add a node for a micro-batch, or as it is where nothing of one is in it; False if it needs all samples."""
+        if self._can_be_whole(node):
+            self.add_whole(node, self._wholes)
+        if not any(value in self._placed for value in node.inputs):
+            return all(value in self._wholes for value in node.outputs())
+        rule = self._rule(node)
+        if rule is None or any(not isinstance(p, Split) for p in rule.outputs):
+            return all(value in self._wholes for value in node.outputs())
+        try:
+            self._emit(node, rule)
+        except StrategyError:
+            return False
+        return True
+
+    def part(self, value: Value) -> tuple[Value, Placement] | None:
+        """What a micro-batch has of a value, and how; None where it is not made in micro-batches."""
+        return (self._parts[value], self._placed[value]) if value in self._placed else None
+
+    def whole(self, value: Value) -> Value | None:
+        """A value as a whole, where it is there."""
+        return self._wholes.get(value)
+
+    def call(self, op: str, *given: Any) -> Value:
+        """Add a call of an operator that is declared."""
+        made: Value = self._call(None, op, *given)
+        return made
 
     def _add(self, node: Node) -> None:
         if self._can_be_whole(node):
-            args = map_tensors(node.op, node.args, self._wholes.__getitem__)
-            whole = make_node(node.op, args, node.types, occurrence=node.occurrence, pinned=node.pinned)
-            self._builder.add_node(whole, self.graph.source_of(node))
-            self._wholes.update(zip(node.outputs(), whole.outputs(), strict=True))
+            self.add_whole(node, self._wholes)
         if not any(value in self._placed for value in node.inputs):
             if any(value not in self._wholes for value in node.outputs()):
                 self._draw(node)

@@ -21,6 +21,7 @@ from conjoin.ir import (
     choose,
     computation_digest,
     cut_in_micro_batches,
+    cut_part_in_micro_batches,
     expand,
     has_parts,
     model_mark,
@@ -136,9 +137,13 @@ def lay_out(settled: Settled, *, is_stage: bool = False) -> LaidOut:
     return LaidOut(_leaf_layouts(graph, draft), _choices(graph, draft), _output_layouts(graph, draft, is_stage))
 
 
-def make_plan_by(captured: Graph, machine: Machine, strategy: Callable[[Facts], Draft], micro: int = 1) -> Plan:
-    """The plan that a strategy makes for a step of some micro-batches, checked."""
+def make_plan_by(
+    captured: Graph, machine: Machine, strategy: Callable[[Facts], Draft], micro: int = 1, *, part: int = 1
+) -> Plan:
+    """The plan that a strategy makes for a step of some micro-batches, or of which a part runs in some, checked."""
     whole, accumulation = cut_in_micro_batches(captured, micro) if micro > 1 else (captured, None)
+    if part > 1:
+        whole = cut_part_in_micro_batches(whole, part)
     settled = settle_draft(whole, strategy)
     graph, draft, laid_out = settled.graph, settled.draft, lay_out(settled)
     parallel = parallelize(graph, laid_out.leaves, laid_out.choices, laid_out.outputs)
