@@ -5,7 +5,7 @@
     %2: f32[8,9] = conjoin::batch(%1, dim=0, count=4)              the batch together again
 
 A micro-batch has every n-th sample, so that a piece of a split batch has its part of every one, and nothing is sent to
-cut it. What depends on a `pipeline` and is not behind a `batch` is a part; where one leads to another, there are several.
+cut it. What depends on a `pipeline` and is not behind a `batch` is a part; where one leads to another, there are more.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def cut_part_in_micro_batches(graph: Graph, count: int) -> Graph:
     inside = {node for part in micro_batched_parts(made) for node in part.nodes}
     if not any(leaf.trainable for node in inside for leaf in _leaves_read(node)):
         raise StrategyError(
-            f"A part of {graph.name} was to run in {count} micro-batches. From its inputs on nothing that it learns works "
-            f"on samples apart from others. Do without part={count}."
+            f"A part of {graph.name} was to run in {count} micro-batches. From its inputs on nothing that it learns "
+            f"works on samples apart from others. Do without part={count}."
         )
     return made
 

@@ -15,6 +15,7 @@ from conjoin.ir import (
     MemoryAction,
     Node,
     Plan,
+    Segment,
     Substitution,
     can_expand,
     check_plan,
@@ -24,7 +25,9 @@ from conjoin.ir import (
     cut_part_in_micro_batches,
     expand,
     has_parts,
+    micro_batched_parts,
     model_mark,
+    operators_of,
     origin,
     parallelize,
     plain_call,
@@ -154,7 +157,7 @@ def make_plan_by(
         model=model_mark(captured),
         machine=Mark(machine.name, machine.fingerprint()),
         strategy=str(draft.request),
-        memory=(*draft.memory, *recompute_actions(parallel, segments_for(draft.request.recompute, graph))),
+        memory=(*draft.memory, *recompute_actions(parallel, _run_again(draft.request.recompute, graph))),
         substitutions=settled.substitutions,
         accumulation=accumulation,
         bundle_bytes=choose_bundle_bytes(captured, machine),
@@ -175,6 +178,13 @@ def _check_chunks(plan: Plan) -> Plan:
         f"None of its {len(products)} products reads rows that are gathered in even pieces, or makes some that are "
         f"summed up, on these {plan.mesh.size} devices. Leave chunks out, or have layers split by megatron:tp=2,sp."
     )
+
+
+def _run_again(mode: str, graph: Graph) -> list[Segment]:
+    """The segments that are run again; what runs in micro-batches is in any case."""
+    inside = {node for part in micro_batched_parts(graph) for node in part.nodes}
+    operators = operators_of(graph)
+    return [s for s in segments_for(mode, graph) if inside.isdisjoint(operators[s[0] : s[1] + 1])]
 
 
 def substitution_of(graph: Graph, node: Node) -> Substitution:
