@@ -152,7 +152,7 @@ class _Walk:
         latest = 0
         for node in graph.nodes:
             part, level = self._add(node)
-            if part is not None and part[0] < latest:
+            if part is not None and node.op != BATCH and part[0] < latest:
                 raise self._fault(node, "stands behind what the micro-batches before it are needed for")
             latest = max(latest, level)
         kept = (*graph.outputs, *(value for _, value in graph.updates))

@@ -45,11 +45,13 @@ from conjoin.ops import (
 
 WHOLE = " (whole)"
 """What the name of an input ends with that is there as a whole beside its part."""
+_ADDING = ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar")
 _BATCH_NORM = "_native_batch_norm_legit_functional"
 _FEWER = "Use fewer micro-batches, or none"
 _OTHERWISE = (
     "Take what needs them out of the loss, or do without micro-batches: strategies that split the batch over devices "
-    "only, as fsdp, do"
+    "only, as fsdp, do; and with part= in the place of micro= what works on samples apart runs in micro-batches, and "
+    "the rest on the whole batch"
 )
 
 
@@ -192,6 +194,8 @@ class Cutting:
         if not any(value in self._placed for value in node.inputs):
             return all(value in self._wholes for value in node.outputs())
         rule = self._rule(node)
+        if rule is None and self._take_rows(node):
+            return True
         if rule is None or any(not isinstance(p, Split) for p in rule.outputs):
             return all(value in self._wholes for value in node.outputs())
         try:
@@ -226,8 +230,36 @@ class Cutting:
         rule = self._rule(node)
         if rule is not None:
             self._emit(node, rule)
+        elif self._take_rows(node) or self._add_share(node):
+            return
         elif any(value not in self._wholes for value in node.outputs()):
             raise self._cannot(node, "needs all samples at once")
+
+    def _add_share(self, node: Node) -> bool:
+        """A number that is added to a sum over samples, as to a loss: every micro-batch adds an equal share."""
+        if node.op not in _ADDING or not all(self._placed.get(value) == Partial() for value in node.inputs):
+            return False
+        if len(node.inputs) != 1 or isinstance(node.args[1], Value) or not node.types[0].dtype.is_floating_point:
+            return False
+        made = self._call(node, node.op, self._parts[node.inputs[0]], node.args[1] / self.steps, *node.args[2:])
+        self._parts[Value(node)], self._placed[Value(node)] = made, Partial()
+        return True
+
+    def _take_rows(self, node: Node) -> bool:
+        """`x[arange(batch), places]`, one row of every sample: a micro-batch takes those of its samples."""
+        if node.op != "index.Tensor" or len(node.args[1]) != 2 or not _counts_up(node.args[1][0]):
+            return False
+        x, (count, places) = node.args[0], node.args[1]
+        both = isinstance(places, Value) and self._placed.get(x) == self._placed.get(places) == Split(0)
+        if not both or len(places.type.shape) != 1 or count.type.shape[0] != x.type.shape[0]:
+            return False
+        part, rest = self._parts[x], x.type.shape[2:]
+        rows = self._call(node, "remainder.Scalar", self._parts[places], x.type.shape[1])  # counted from the end, too
+        rows = self._call(node, "reshape", rows, (part.type.shape[0], 1, *(1 for _ in rest)))
+        rows = self._call(node, "expand", rows, (part.type.shape[0], 1, *rest))
+        taken = self._call(node, "gather", part, 1, rows)
+        self._parts[Value(node)], self._placed[Value(node)] = self._call(node, "squeeze.dim", taken, 1), Split(0)
+        return True
 
     def _draw(self, node: Node) -> None:
         """Random numbers of which every sample has its own: a micro-batch draws those of its samples."""
@@ -386,6 +418,15 @@ class Cutting:
         if not isinstance(value, Value):
             return value
         return self._parts.get(value, self._wholes[value])
+
+
+def _counts_up(value: Any) -> bool:
+    """Whether something is 0, 1, 2, ..."""
+    owner = value.owner if isinstance(value, Value) else None
+    if not isinstance(owner, Node) or owner.op not in ("arange", "arange.start", "arange.start_step"):
+        return False
+    step = owner.args[2] if owner.op == "arange.start_step" else 1
+    return bool(step == 1 and (owner.op == "arange" or owner.args[0] == 0))
 
 
 def _shrunk(leaf: Leaf, steps: int) -> Any:

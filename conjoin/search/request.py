@@ -2,9 +2,9 @@
 
 Degrees have names (`tp=2`) or stand in the order of the strategy's keys. What is asked of the batch and of Megatron
 becomes one request: `fsdp+megatron:tp=2` is `megatron:tp=2,fsdp`. What is run again in the backward pass
-(`recompute=`), how many micro-batches make up a step (`micro=`), of what batch norm takes its statistics
-(`statistics=`) and in how many chunks products go that collectives are next to (`chunks=`) may be asked of every
-strategy, by a part or among its keys.
+(`recompute=`), how many micro-batches make up a step (`micro=`) or a part of it (`part=`), of what batch norm takes its
+statistics (`statistics=`) and in how many chunks products go that collectives are next to (`chunks=`) may be asked of
+every strategy, by a part or among its keys.
 """
 
 from __future__ import annotations
@@ -115,6 +115,11 @@ def parse_request(text: str, known: Mapping[str, Keys], aliases: Mapping[str, st
     _check_once(made.name, "part", sum(part.part > 1 for part in parts))
     _check_once(made.name, "statistics", sum(part.statistics != "all" for part in parts))
     _check_once(made.name, "chunks", sum(part.chunks > 1 for part in parts))
+    if any(part.part > 1 for part in parts) and any(part.micro > 1 for part in parts):
+        raise UsageError(
+            f"The strategy {text[:60]!r} was asked for. It takes all of a step in micro-batches by micro=, and a part "
+            f"of it in some by part=. Leave one of them out."
+        )
     return replace(
         made,
         order=max(part.order for part in parts),

@@ -22,7 +22,7 @@ from conjoin.report import explain
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
 from conjoin.runtime.verification.checking import Case, verify_in_process
-from conjoin.search import make_plan
+from conjoin.search import make_pipeline, make_plan
 from conjoin.sim import predict
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import module_on
@@ -56,11 +56,13 @@ def batch_of(rows: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randint(11, (rows, 3)), torch.randn(rows, 5).double()
 
 
-def made_for(strategy: str, ranks: int, rate: float = 0.0, machine: str = "local") -> tuple[Plan, nn.Module, Any]:
+def made_for(
+    strategy: str, ranks: int, rate: float = 0.0, machine: str = "local", rows: int = 8
+) -> tuple[Plan, nn.Module, Any]:
     """A plan as its file has it, the model and its graph."""
     torch.manual_seed(0)
     model = Contrastive(rate).double().train()
-    graph = capture(model, batch_of(), itself)
+    graph = capture(model, batch_of(rows), itself)
     plan = make_plan(graph, parse_machine(f"{machine}:{ranks}"), strategy)
     return plan_from_json(plan_to_json(plan)), model, graph
 
@@ -136,18 +138,18 @@ class Elements(TorchDispatchMode):
 
 
 def test_a_micro_batch_is_as_small_as_it_is_priced() -> None:
-    """What towers make is four times smaller, and gone before the loss: less memory, for running them again."""
+    """What towers make is half as large, and gone before the loss: less memory, for running them again."""
     sizes, peaks, seconds = [], [], []
-    machine = parse_machine("dgx-h100:1")
-    for strategy in ("data-parallel", "data-parallel+part=4"):
-        plan, model, _ = made_for(strategy, 1, machine="dgx-h100")
+    machine = parse_machine("k80-cluster:1")
+    for strategy in ("data-parallel", "data-parallel+part=2"):
+        plan, model, _ = made_for(strategy, 1, machine="k80-cluster", rows=256)
         with Elements() as counted:
-            on_ranks(plan, model)
+            on_ranks(plan, model, lambda: batch_of(256))
         sizes.append(counted.most)
         told = predict(plan, machine, CostModel(), "sgd")
-        peaks.append(told.memory.peak - sum((told.memory.parameters, told.memory.gradients)))
+        peaks.append(told.memory.peak)
         seconds.append(told.simulation.seconds)
-    assert sizes[0] == 4 * sizes[1]
+    assert sizes[0] == 2 * sizes[1]
     assert peaks[1] < peaks[0] and seconds[1] > seconds[0]
 
 
@@ -159,7 +161,7 @@ def test_a_plan_may_be_edited_and_a_wrong_edit_is_refused() -> None:
     assert any(f"{PIPELINE}(input:tokens" in line for line in lines)
     places = [i for i, line in enumerate(lines) if BATCH in line]
     without = [line.replace("count=4", "count=2") if i == places[0] else line for i, line in enumerate(lines)]
-    with pytest.raises(PlanError, match="not legal|cannot"):
+    with pytest.raises(PlanError, match="is not legal"):
         check_plan(plan_from_json({**text, "graph": without}))
     wanted = model(*batch_of()).detach()
     (found,) = on_ranks(plan_from_json(text), model)
@@ -173,5 +175,9 @@ def test_nothing_to_cut_is_said() -> None:
         make_plan(graph, parse_machine("local:1"), "data-parallel+part=4")
     with pytest.raises(UsageError, match="part"):
         make_plan(graph, parse_machine("local:1"), "data-parallel+part=2+part=4")
+    with pytest.raises(UsageError, match="Leave one of them out"):
+        make_plan(graph, parse_machine("local:1"), "data-parallel+part=2+micro=4")
+    with pytest.raises(UsageError, match="none has the batch as a whole"):
+        make_pipeline(graph, parse_machine("local:2"), "pipeline:pp=2+part=2")
     with pytest.raises(StrategyError, match="5 micro-batches"):
         made_for("data-parallel+part=5", 1)
