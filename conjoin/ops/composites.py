@@ -118,8 +118,7 @@ def pipeline(x: Tensor, dim: int, count: int) -> Tensor:
 
     What is made of it runs for each of them in turn, up to `batch`.
     """
-    dim %= x.dim()
-    return x.unflatten(dim, (-1, count)).select(dim + 1, 0)
+    return x[(slice(None),) * (dim % x.dim()) + (slice(0, None, count),)]
 
 
 def batch(x: Tensor, dim: int, count: int) -> Tensor:
