@@ -75,12 +75,13 @@ def test_a_loss_in_micro_batches_is_that_of_the_batch(name: str) -> None:
     model = model_of(LOSSES[name])
     graph = capture(model, batch_of(), lambda loss: loss)
     plan = make_plan(graph, parse_machine("local:2"), "data-parallel+micro=2")
-    wanted = model(*batch_of())
+    batch = batch_of()
+    wanted = model(*batch)
     gradients = torch.autograd.grad(wanted, list(model.parameters()))
 
     def program(communicator: Communicator) -> list[Tensor]:
-        module = module_on(plan, Sample(graph, model, batch_of()), communicator)
-        loss = module(*batch_of())
+        module = module_on(plan, Sample(graph, model, batch), communicator)
+        loss = module(*batch)
         loss.backward()
         return [loss.detach(), *(p.grad for p in module.parameters())]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +66,13 @@ def made_for(
     return plan_from_json(plan_to_json(plan)), model, graph
 
 
-def on_ranks(plan: Plan, model: nn.Module, give: Callable[[], Any] = batch_of) -> list[list[Tensor]]:
+def on_ranks(plan: Plan, model: nn.Module, rows: int = 8) -> list[list[Tensor]]:
     """Loss and gradients on every rank that holds its parameters whole."""
+    batch = batch_of(rows)
 
     def program(communicator: Communicator) -> list[Tensor]:
-        module = module_on(plan, Sample(plan.graph, model, batch_of()), communicator)
-        loss = module(*give())
+        module = module_on(plan, Sample(plan.graph, model, batch), communicator)
+        loss = module(*batch)
         loss.backward()
         return [loss.detach(), *(p.grad for p in module.parameters())]
 
@@ -102,10 +102,11 @@ def test_training_is_as_on_one_device(strategy: str, ranks: int, rate: float) ->
 
 def test_two_processes_train_as_one_device(tmp_path: Path) -> None:
     plan, model, graph = made_for("fsdp+part=2", 2)
-    wanted = model(*batch_of()).detach()
+    batch = batch_of()
+    wanted = model(*batch).detach()
 
     def program(communicator: Communicator) -> Tensor:
-        return module_on(plan, Sample(graph, model, batch_of()), communicator)(*batch_of()).detach()
+        return module_on(plan, Sample(graph, model, batch), communicator)(*batch).detach()
 
     for loss in run_processes(plan.mesh, program, tmp_path):
         torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
@@ -114,9 +115,10 @@ def test_two_processes_train_as_one_device(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["data-parallel+part=2", "megatron:tp=2+part=4", "fsdp+part=4"])
 def test_what_is_sent_is_told(strategy: str) -> None:
     plan, model, graph = made_for(strategy, 2)
+    batch = batch_of()
 
     def program(communicator: Communicator) -> int:
-        module_on(plan, Sample(graph, model, batch_of()), communicator)(*batch_of()).backward()
+        module_on(plan, Sample(graph, model, batch), communicator)(*batch).backward()
         return communicator.bytes_sent
 
     told = explain(plan)
@@ -144,7 +146,7 @@ def test_a_micro_batch_is_as_small_as_it_is_priced() -> None:
     for strategy in ("data-parallel", "data-parallel+part=2"):
         plan, model, _ = made_for(strategy, 1, machine="k80-cluster", rows=256)
         with Elements() as counted:
-            on_ranks(plan, model, lambda: batch_of(256))
+            on_ranks(plan, model, 256)
         sizes.append(counted.most)
         told = predict(plan, machine, CostModel(), "sgd")
         peaks.append(told.memory.peak)

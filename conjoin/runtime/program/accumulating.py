@@ -191,11 +191,13 @@ class Accumulated(torch.autograd.Function):
             gradients = None  # gone before the others are made
             with torch.enable_grad():
                 _, gradients = ctx.run.again(partial(ctx.run.forward_and_backward, scale))
-        if not ctx.scaling.is_exact and not (incoming[0].device.type == "cpu" and incoming[0] == 1):
-            for gradient in gradients:
-                if gradient is not None:
-                    gradient.mul_(incoming[0])  # nobody else has it
-        return None, None, *gradients
+        if ctx.scaling.is_exact or (incoming[0].device.type == "cpu" and incoming[0] == 1):
+            return None, None, *gradients
+        made: Gradients = []
+        while gradients:  # one after the other, so that not all are there twice
+            gradient = gradients.pop(0)
+            made.append(None if gradient is None else gradient * incoming[0])
+        return None, None, *made
 
 
 class Scaling:

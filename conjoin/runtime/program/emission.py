@@ -218,6 +218,15 @@ class Emitter:
         """The part in micro-batches that something is made in."""
         return None if isinstance(owner, Leaf) or owner.op == BATCH else self._parts.get(owner)
 
+    def _enter_part(self, node: Node) -> None:
+        """A node of a part runs in micro-batches, but for what cuts them and joins them."""
+        if self._parts:
+            self._segment = None if node.op == PIPELINE else self._part_of(node)
+
+    def _mark_part(self, node: Node, outputs: Sequence[fx.Node]) -> None:
+        if node in self._parts and node.op in (PIPELINE, BATCH):
+            outputs[0].meta[PART] = self._parts[node], node.op == PIPELINE, *node.args[1:]
+
     def _reshard(self, root: Value, layout: Layout) -> None:
         """Of what this rank has nothing before and after, nothing is made."""
         assert self.carriers is not None, "a program on one device has no reshards"
@@ -313,8 +322,7 @@ class Emitter:
             return
         if self.carriers is not None and self._passes_by(node, self.carriers):
             return
-        if self._parts:
-            self._segment = None if node.op == PIPELINE else self._part_of(node)
+        self._enter_part(node)
         if self._emit_in_chunks(node):
             return
         function = self._function_of(node)
@@ -325,8 +333,7 @@ class Emitter:
         else:
             outputs = self._emit_local(node, function, self.carriers)
         self._leave(node)
-        if node.op in (PIPELINE, BATCH):
-            outputs[0].meta[PART] = self._parts[node], node.op == PIPELINE, *node.args[1:]
+        self._mark_part(node, outputs)
         for value, made in zip(node.outputs(), outputs, strict=True):
             self.computed(node, value, made)
         for value in node.outputs():
