@@ -4,7 +4,8 @@
 
 Both run in the same processes, in turns, so that whatever else the host does meets both. A step is forward and backward
 of all micro-batches and an update by SGD; it is timed from a barrier to the end of the slowest rank. Losses of both are
-compared. The ratio is ours to torch's, of the medians.
+compared. The ratio is ours to torch's, of the medians; and beside it that of the seconds that processors worked, all
+ranks together, which does not know how long a rank had to wait for one.
 """
 
 from __future__ import annotations
@@ -70,14 +71,20 @@ class Row:
     theirs_ms: float
     ours_steps_ms: list[float]
     theirs_steps_ms: list[float]
+    processor_ratio: float
+    """Of the seconds that processors worked."""
 
     @property
     def ratio(self) -> float:
         return self.ours_ms / self.theirs_ms
 
 
-def measure(rank: int, path: str, schedule: str, steps: int) -> tuple[list[float], list[float], list[float]]:
-    """On one rank: seconds of our steps, of theirs, and both first losses as far as they are known here."""
+Measured = tuple[list[list[float]], list[list[float]], list[float]]
+
+
+def measure(rank: int, path: str, schedule: str, steps: int) -> Measured:
+    """On one rank: seconds of our steps and of theirs, those of its processors, and both first losses as far as they
+    are known here."""
     torch.set_num_threads(1)
     plan = load_plan(path)
     assert isinstance(plan, Pipeline)
@@ -95,14 +102,16 @@ def measure(rank: int, path: str, schedule: str, steps: int) -> tuple[list[float
 
     their_step = theirs(rank, plan, schedule, batch)
     told = [our_step(), their_step()]  # also what is set up in the first
-    seconds: tuple[list[float], list[float]] = ([], [])
+    seconds: list[list[float]] = [[], []]
+    worked: list[list[float]] = [[], []]
     for _ in range(steps):
-        for step, mine in zip((our_step, their_step), seconds, strict=True):
+        for which, step in enumerate((our_step, their_step)):
             dist.barrier()
-            start = time.perf_counter()
+            start, before = time.perf_counter(), time.process_time()
             step()
-            mine.append(time.perf_counter() - start)
-    return *seconds, told
+            seconds[which].append(time.perf_counter() - start)
+            worked[which].append(time.process_time() - before)
+    return seconds, worked, told
 
 
 def theirs(rank: int, plan: Pipeline, schedule: str, batch: tuple[Tensor, Tensor]) -> Callable[[], float]:
@@ -133,21 +142,23 @@ def theirs(rank: int, plan: Pipeline, schedule: str, batch: tuple[Tensor, Tensor
 
 def compare(schedule: str, ranks: int, micro: int, steps: int) -> Row:
     graph = capture(model_of().train(), batch_of(micro), nn.functional.mse_loss)
-    each = ",v=2" if schedule == "interleaved" else ""
-    strategy = f"pipeline:pp={ranks}{each},micro={micro},schedule={schedule}"
+    virtual = ",v=2" if schedule == "interleaved" else ""
+    strategy = f"pipeline:pp={ranks}{virtual},micro={micro},schedule={schedule}"
     plan = make_pipeline(graph, Machine("here", 1, ranks, "cpu"), strategy)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         plan.save(path)
         answers = launch(ranks, measure, str(path), schedule, steps)
-    ours, others = (
-        [max(seconds) for seconds in zip(*(answer[which] for answer in answers), strict=True)] for which in (0, 1)
-    )
+    ours, others = ([max(each) for each in zip(*(a[0][which] for a in answers), strict=True)] for which in (0, 1))
+    worked = [[sum(each) for each in zip(*(a[1][which] for a in answers), strict=True)] for which in (0, 1)]
+    processors = statistics.median(worked[0]) / statistics.median(worked[1])
     losses = answers[plan.stages[-1].ranks[0]][2]
     assert abs(losses[0] - losses[1]) < 1e-5 * abs(losses[1]), f"losses differ: {losses}"
     medians = (round(1e3 * statistics.median(seconds), 2) for seconds in (ours, others))
-    row = Row(schedule, ranks, micro, *medians, *([round(1e3 * x, 1) for x in seconds] for seconds in (ours, others)))
-    print(f"{schedule:<12} {ranks} ranks  ours {row.ours_ms:7.1f} ms  torch {row.theirs_ms:7.1f} ms  {row.ratio:.2f}")
+    each = ([round(1e3 * x, 1) for x in seconds] for seconds in (ours, others))
+    row = Row(schedule, ranks, micro, *medians, *each, round(processors, 3))
+    told = f"ours {row.ours_ms:7.1f} ms  torch {row.theirs_ms:7.1f} ms  {row.ratio:.2f}, of processors {processors:.2f}"
+    print(f"{schedule:<12} {ranks} ranks  {told}", flush=True)
     return row
 
 

@@ -27,18 +27,20 @@ from conjoin.comm.routing import routed_bytes, routing_of
 from conjoin.comm.steps import Route, Step, StepKind
 from conjoin.comm.volume import bytes_received, bytes_sent
 from conjoin.ir import (
+    Leaf,
     Node,
     Placed,
     Plan,
     Value,
     is_random,
+    micro_batched_parts,
     operators_of,
     origin,
     place,
     regathered_parameters,
 )
 from conjoin.machine import Mesh
-from conjoin.ops import Layout, TensorType
+from conjoin.ops import BATCH, Layout, TensorType
 
 FORWARD, BACKWARD = "forward", "backward"
 EXCHANGE = "exchange"
@@ -92,6 +94,9 @@ class Traffic:
         self._again = {node for first, last in spans for node in operators[first : last + 1]}
         """What the backward pass runs again."""
         self._lasts = {operators[last] for _, last in spans}
+        parts = micro_batched_parts(plan.graph)
+        self._parts = {node: part.count for part in parts for node in part.nodes if node.op != BATCH}
+        """How often what runs in micro-batches of its own does, in the forward pass and again in the backward."""
 
     def at_start(self, nodes: Iterable[Node]) -> list[Transfer]:
         """What all ranks exchange before anything runs."""
@@ -114,7 +119,17 @@ class Traffic:
         bundle = self._bundles.get((root, layout))
         self._there.update(((root, layout),) if bundle is None else bundle.entries)
         moved = self._reshard(root, layout) if bundle is None else self._bundle(bundle)
-        return [replace(moved, once=(root, layout) in self._brought_once)] if moved.collectives else []
+        if not moved.collectives:
+            return []
+        return [self._in_part(root.owner, replace(moved, once=(root, layout) in self._brought_once))]
+
+    def _in_part(self, owner: Node | Leaf, transfer: Transfer) -> Transfer:
+        """What moves inside a part moves for each of its micro-batches, and forward once more before the backward."""
+        count = 0 if isinstance(owner, Leaf) else self._parts.get(owner, 0)
+        if not count:
+            return transfer
+        every = (replace(c, sent=c.sent * count) for c in _twice(transfer).collectives)
+        return replace(transfer, collectives=tuple(every))
 
     def before_node(self, node: Node, placed: Placed) -> list[Transfer]:
         """What moves so that a node can read its operands."""
@@ -122,15 +137,17 @@ class Traffic:
         moves = node_exchanges(node, placed, self._mesh)
         for i, value in enumerate(node.inputs):
             found += self._brought(value)
-            found += self._exchange(value, moves.operands[i], self._gradients.reach_operand(node, i))
-        found += self._ring(node, placed) + self._routed(node, placed) + self._halo(node, placed)
+            exchanged = self._exchange(value, moves.operands[i], self._gradients.reach_operand(node, i))
+            found += [self._in_part(node, transfer) for transfer in exchanged]
+        among = self._ring(node, placed) + self._routed(node, placed) + self._halo(node, placed)
+        found += [self._in_part(node, transfer) for transfer in among]
         return self._in_step(node, found, node in self._again)
 
     def after_node(self, node: Node, placed: Placed) -> list[Transfer]:
         """What moves so that the outputs of a node lie as stated."""
         moves = node_exchanges(node, placed, self._mesh)
         found = [
-            transfer
+            self._in_part(node, transfer)
             for i, value in enumerate(node.outputs())
             for transfer in self._exchange(value, moves.outputs[i], self._gradients.reach(value))
         ]

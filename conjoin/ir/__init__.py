@@ -20,6 +20,7 @@ from conjoin.ir.memory_order import (
     orders_looked_at,
     strides_in,
 )
+from conjoin.ir.micro_batched_parts import MicroBatchedPart, cut_part_in_micro_batches, micro_batched_parts
 from conjoin.ir.micro_batches import Accumulation, calling_graph, cut_in_micro_batches
 from conjoin.ir.nodes import Leaf, LeafKind, Node, Source, Value, in_one_line, make_leaf, make_node, retype
 from conjoin.ir.parallel_verifier import find_layout_faults, node_fault
@@ -123,6 +124,7 @@ __all__ = [
     "LeafKind",
     "Mark",
     "MemoryAction",
+    "MicroBatchedPart",
     "Node",
     "Pipeline",
     "Placed",
@@ -159,6 +161,7 @@ __all__ = [
     "cut_along",
     "cut_in_micro_batches",
     "cut_in_stages",
+    "cut_part_in_micro_batches",
     "declared_in",
     "describe_tree",
     "drawn_strides",
@@ -189,6 +192,7 @@ __all__ = [
     "made_region",
     "make_leaf",
     "make_node",
+    "micro_batched_parts",
     "model_mark",
     "node_fault",
     "node_text",

@@ -27,6 +27,7 @@ from conjoin.ir.nodes import Leaf, LeafKind, Node, Value, make_leaf, make_node, 
 from conjoin.ir.placing import plain_call, rules_for
 from conjoin.ir.structure import LEAF
 from conjoin.ops import (
+    PIPELINE,
     Call,
     Copies,
     Invariant,
@@ -44,11 +45,13 @@ from conjoin.ops import (
 
 WHOLE = " (whole)"
 """What the name of an input ends with that is there as a whole beside its part."""
+_ADDING = ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar")
 _BATCH_NORM = "_native_batch_norm_legit_functional"
 _FEWER = "Use fewer micro-batches, or none"
 _OTHERWISE = (
     "Take what needs them out of the loss, or do without micro-batches: strategies that split the batch over devices "
-    "only, as fsdp, do"
+    "only, as fsdp, do; and with part= in the place of micro= what works on samples apart runs in micro-batches, and "
+    "the rest on the whole batch"
 )
 
 
@@ -72,9 +75,9 @@ def cut_in_micro_batches(graph: Graph, steps: int, *, own_statistics: bool = Fal
     _check(graph, steps, own_statistics)
     expandable = {node for node in graph.nodes if can_expand(node) and not (own_statistics and _has_statistics(node))}
     expanded = expand(graph, expandable)
-    work = _Cutting(expanded, steps, 0)
+    work = Cutting(expanded, steps, 0)
     made = work.run()
-    last = _Cutting(expanded, steps, steps - 1).run()
+    last = Cutting(expanded, steps, steps - 1).run()
     if last != made:
         why = f"{_first_other(made, last)} is not the same for every part of a batch"
         raise _refusal(graph, steps, why, _OTHERWISE)
@@ -126,13 +129,13 @@ def _cut_inputs(graph: Graph, steps: int) -> tuple[Leaf, ...]:
     return tuple(leaf for leaf in inputs if leaf.type.shape[0] == size)
 
 
-class _Cutting:
-    """The graph of one micro-batch as far as it is built."""
+class Cutting:
+    """The graph of one micro-batch as far as it is built; or, `inside` of one, a part of it that runs in some."""
 
-    def __init__(self, graph: Graph, steps: int, number: int) -> None:
-        self.graph, self.steps, self.number = graph, steps, number
+    def __init__(self, graph: Graph, steps: int, number: int, *, inside: bool = False) -> None:
+        self.graph, self.steps, self.number, self._inside = graph, steps, number, inside
         self.cut = _cut_inputs(graph, steps)
-        self._builder = GraphBuilder()
+        self.builder = self._builder = GraphBuilder()
         self._placed: dict[Value, Placement] = {}
         """Along the axis of time."""
         self._parts: dict[Value, Value] = {}
@@ -167,17 +170,56 @@ class _Cutting:
         if leaf not in self.cut:
             self._wholes[Value(leaf)] = self._builder.add_leaf(leaf)
             return
+        if self._inside:
+            whole = self._wholes[Value(leaf)] = self._builder.add_leaf(leaf)
+            self._parts[Value(leaf)] = self._call(None, PIPELINE, whole, 0, self.steps)
+            self._placed[Value(leaf)] = Split(0)
+            return
         part = retype(leaf, _shrunk(leaf, self.steps))
         self._parts[Value(leaf)], self._placed[Value(leaf)] = self._builder.add_leaf(part), Split(0)
-        whole = make_leaf(leaf.kind, leaf.name + WHOLE, leaf.type, channels_last=leaf.channels_last)
-        self._whole_leaves[leaf], self._wholes[Value(leaf)] = whole, Value(whole)
+        apart = make_leaf(leaf.kind, leaf.name + WHOLE, leaf.type, channels_last=leaf.channels_last)
+        self._whole_leaves[leaf], self._wholes[Value(leaf)] = apart, Value(apart)
+
+    def add_whole(self, node: Node, wholes: Mapping[Value, Value]) -> None:
+        """Add a node as it is, of what is there as a whole."""
+        args = map_tensors(node.op, node.args, wholes.__getitem__)
+        whole = make_node(node.op, args, node.types, occurrence=node.occurrence, pinned=node.pinned)
+        self._builder.add_node(whole, self.graph.source_of(node))
+        self._wholes.update(zip(node.outputs(), whole.outputs(), strict=True))
+
+    def add_apart(self, node: Node) -> bool:
+        """Add a node for a micro-batch, or as it is where nothing of one is in it; False if it needs all samples."""
+        if self._can_be_whole(node):
+            self.add_whole(node, self._wholes)
+        if not any(value in self._placed for value in node.inputs):
+            return all(value in self._wholes for value in node.outputs())
+        rule = self._rule(node)
+        if rule is None and self._take_rows(node):
+            return True
+        if rule is None or any(not isinstance(p, Split) for p in rule.outputs):
+            return all(value in self._wholes for value in node.outputs())
+        try:
+            self._emit(node, rule)
+        except StrategyError:
+            return False
+        return True
+
+    def part(self, value: Value) -> tuple[Value, Placement] | None:
+        """What a micro-batch has of a value, and how; None where it is not made in micro-batches."""
+        return (self._parts[value], self._placed[value]) if value in self._placed else None
+
+    def whole(self, value: Value) -> Value | None:
+        """A value as a whole, where it is there."""
+        return self._wholes.get(value)
+
+    def call(self, op: str, *given: Any) -> Value:
+        """Add a call of an operator that is declared."""
+        made: Value = self._call(None, op, *given)
+        return made
 
     def _add(self, node: Node) -> None:
         if self._can_be_whole(node):
-            args = map_tensors(node.op, node.args, self._wholes.__getitem__)
-            whole = make_node(node.op, args, node.types, occurrence=node.occurrence, pinned=node.pinned)
-            self._builder.add_node(whole, self.graph.source_of(node))
-            self._wholes.update(zip(node.outputs(), whole.outputs(), strict=True))
+            self.add_whole(node, self._wholes)
         if not any(value in self._placed for value in node.inputs):
             if any(value not in self._wholes for value in node.outputs()):
                 self._draw(node)
@@ -188,8 +230,36 @@ class _Cutting:
         rule = self._rule(node)
         if rule is not None:
             self._emit(node, rule)
+        elif self._take_rows(node) or self._add_share(node):
+            return
         elif any(value not in self._wholes for value in node.outputs()):
             raise self._cannot(node, "needs all samples at once")
+
+    def _add_share(self, node: Node) -> bool:
+        """A number that is added to a sum over samples, as to a loss: every micro-batch adds an equal share."""
+        if node.op not in _ADDING or not all(self._placed.get(value) == Partial() for value in node.inputs):
+            return False
+        if len(node.inputs) != 1 or isinstance(node.args[1], Value) or not node.types[0].dtype.is_floating_point:
+            return False
+        made = self._call(node, node.op, self._parts[node.inputs[0]], node.args[1] / self.steps, *node.args[2:])
+        self._parts[Value(node)], self._placed[Value(node)] = made, Partial()
+        return True
+
+    def _take_rows(self, node: Node) -> bool:
+        """`x[arange(batch), places]`, one row of every sample: a micro-batch takes those of its samples."""
+        if node.op != "index.Tensor" or len(node.args[1]) != 2 or not _counts_up(node.args[1][0]):
+            return False
+        x, (count, places) = node.args[0], node.args[1]
+        both = isinstance(places, Value) and self._placed.get(x) == self._placed.get(places) == Split(0)
+        if not both or len(places.type.shape) != 1 or count.type.shape[0] != x.type.shape[0]:
+            return False
+        part, rest = self._parts[x], x.type.shape[2:]
+        rows = self._call(node, "remainder.Scalar", self._parts[places], x.type.shape[1])  # counted from the end, too
+        rows = self._call(node, "reshape", rows, (part.type.shape[0], 1, *(1 for _ in rest)))
+        rows = self._call(node, "expand", rows, (part.type.shape[0], 1, *rest))
+        taken = self._call(node, "gather", part, 1, rows)
+        self._parts[Value(node)], self._placed[Value(node)] = self._call(node, "squeeze.dim", taken, 1), Split(0)
+        return True
 
     def _draw(self, node: Node) -> None:
         """Random numbers of which every sample has its own: a micro-batch draws those of its samples."""
@@ -348,6 +418,15 @@ class _Cutting:
         if not isinstance(value, Value):
             return value
         return self._parts.get(value, self._wholes[value])
+
+
+def _counts_up(value: Any) -> bool:
+    """Whether something is 0, 1, 2, ..."""
+    owner = value.owner if isinstance(value, Value) else None
+    if not isinstance(owner, Node) or owner.op not in ("arange", "arange.start", "arange.start_step"):
+        return False
+    step = owner.args[2] if owner.op == "arange.start_step" else 1
+    return bool(step == 1 and (owner.op == "arange" or owner.args[0] == 0))
 
 
 def _shrunk(leaf: Leaf, steps: int) -> Any:

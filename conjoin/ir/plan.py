@@ -17,11 +17,12 @@ from conjoin.ir.graph import Graph
 from conjoin.ir.graph_file import fingerprint
 from conjoin.ir.library_stamps import is_held_for_true, is_own
 from conjoin.ir.limits import MAX_ITEMS
+from conjoin.ir.micro_batched_parts import micro_batched_parts
 from conjoin.ir.micro_batches import Accumulation, check_accumulation
 from conjoin.ir.nodes import LeafKind
 from conjoin.ir.parallel_verifier import find_layout_faults
 from conjoin.ir.parser import parse_graph
-from conjoin.ir.segments import Segment, parse_segments, segment_text
+from conjoin.ir.segments import Segment, operators_of, parse_segments, segment_text
 from conjoin.ir.verifier import find_faults
 from conjoin.machine import Axis, Mesh
 from conjoin.ops import At
@@ -202,8 +203,15 @@ def _check_memory(plan: Plan) -> None:
         segments = recomputed_segments(plan)
         if plan.accumulation is not None:
             check_accumulation(plan.graph, plan.accumulation)
+        parts = micro_batched_parts(plan.graph)
+        inside = {node for part in parts for node in part.nodes}
+        operators = operators_of(plan.graph)
+        if any(node in inside for first, last in segments for node in operators[first : last + 1]):
+            raise ValueError("what runs in micro-batches is run again, one by one, without being asked to")
+        if parts and plan.accumulation is not None:
+            raise ValueError("a part of it runs in micro-batches of its own")
         places = [p for node in plan.graph.nodes for type in node.types for _, p in type.layout if isinstance(p, At)]
-        if places and (segments or plan.accumulation is not None):
+        if places and (segments or parts or plan.accumulation is not None):
             raise ValueError(f"{len(places)} tensors are made at one place of an axis only, and others would wait")
     except ValueError as error:
         raise PlanError(

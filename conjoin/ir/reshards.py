@@ -5,7 +5,6 @@
     Reduce(axes)        P -> I                                                    Assign(axes)      I -> P
     Greatest(axes)      P(max) -> I
     Confine(k, axes)    I -> At(k)                                                Share(k, axes)    At(k) -> I
-    Pipeline(d, n), Batch(d, n)   leave the layout as it is
 """
 
 from __future__ import annotations
@@ -17,14 +16,12 @@ from typing import Any
 from conjoin.ir.nodes import Leaf, LeafKind, Node, Value
 from conjoin.ops import (
     ASSIGN,
-    BATCH,
     CAST,
     COMBINE,
     CONFINE,
     GREATEST,
     PARALLEL_OPS,
     PARTITION,
-    PIPELINE,
     REDUCE,
     REPLICATE,
     SHARE,
@@ -69,8 +66,6 @@ class Elementary:
 
     def apply(self, layout: Layout) -> Layout:
         """The layout after it; LayoutError when it does not fit."""
-        if self.op in (PIPELINE, BATCH):
-            return layout
         axes = self.attributes[-1]
         if not isinstance(axes, tuple) or not axes or not all(isinstance(axis, str) for axis in axes):
             raise LayoutError(f"{self.op} needs the names of axes, not {axes!r}")

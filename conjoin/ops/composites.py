@@ -113,9 +113,17 @@ def reshard_at(x: Tensor, place: int, axes: tuple[str, ...]) -> Tensor:
     return x
 
 
-def in_micro_batches(x: Tensor, dim: int, count: int) -> Tensor:
-    """Pipeline and Batch: the value stays, only how many pieces of it are under way changes."""
-    return x
+def pipeline(x: Tensor, dim: int, count: int) -> Tensor:
+    """The first of so many micro-batches of a dim: every `count`-th entry of it, so that pieces of it have their own.
+
+    What is made of it runs for each of them in turn, up to `batch`.
+    """
+    return x[(slice(None),) * (dim % x.dim()) + (slice(0, None, count),)]
+
+
+def batch(x: Tensor, dim: int, count: int) -> Tensor:
+    """Micro-batches together again, as if all were as this one."""
+    return x.repeat_interleave(count, dim)
 
 
 PARTITION, COMBINE = "conjoin::partition", "conjoin::combine"
@@ -124,10 +132,10 @@ UNIFY, ASSIGN = "conjoin::unify", "conjoin::assign"
 CONFINE, SHARE = "conjoin::confine", "conjoin::share"
 GREATEST = "conjoin::greatest"
 PIPELINE, BATCH = "conjoin::pipeline", "conjoin::batch"
-PARALLEL_OPS = (PARTITION, COMBINE, REPLICATE, REDUCE, UNIFY, ASSIGN, GREATEST, CONFINE, SHARE, PIPELINE, BATCH)
+PARALLEL_OPS = (PARTITION, COMBINE, REPLICATE, REDUCE, UNIFY, ASSIGN, GREATEST, CONFINE, SHARE)
 """Unity's parallelization operators (its section 3.1), with those that close the table: B -> I (unify) and I -> P
 (assign); P(max) -> I (greatest); I -> At(k) (confine) and At(k) -> I (share), for what only a part of the devices
-holds."""
+holds. Pipeline and Batch are no reshards: what stands between them is as large as a micro-batch."""
 
 COMPOSITES: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     LINEAR_RELU: linear_relu,
@@ -163,6 +171,6 @@ COMPOSITES: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     GREATEST: reshard_whole,
     CONFINE: reshard_at,
     SHARE: reshard_at,
-    PIPELINE: in_micro_batches,
-    BATCH: in_micro_batches,
+    PIPELINE: pipeline,
+    BATCH: batch,
 }

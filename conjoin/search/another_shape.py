@@ -33,9 +33,11 @@ from conjoin.ir import (
     choose,
     computation_digest,
     cut_in_micro_batches,
+    cut_part_in_micro_batches,
     layout_fault,
     make_leaf,
     make_node,
+    micro_batched_parts,
     model_mark,
     node_fault,
     norm_by_pieces,
@@ -129,6 +131,12 @@ def plan_alike(plan: Plan, captured: Graph) -> Alike[Plan]:
 
 def _in_micro_batches(plan: Plan, captured: Graph) -> tuple[Graph, Accumulation | None]:
     """The graph of a micro-batch that is no larger than the plan's; the whole where it cannot be cut."""
+    parts = micro_batched_parts(plan.graph)
+    if parts and captured.training:
+        try:
+            return cut_part_in_micro_batches(captured, parts[0].count), None
+        except StrategyError:  # as where a batch has no such parts
+            return captured, None
     if plan.accumulation is None or not captured.training or captured.loss is None:
         return captured, None
     sizes = {leaf.name: leaf.type.shape[0] for leaf in captured.leaves_of(LeafKind.INPUT) if leaf.type.shape}

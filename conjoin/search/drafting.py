@@ -15,15 +15,19 @@ from conjoin.ir import (
     MemoryAction,
     Node,
     Plan,
+    Segment,
     Substitution,
     can_expand,
     check_plan,
     choose,
     computation_digest,
     cut_in_micro_batches,
+    cut_part_in_micro_batches,
     expand,
     has_parts,
+    micro_batched_parts,
     model_mark,
+    operators_of,
     origin,
     parallelize,
     plain_call,
@@ -136,9 +140,13 @@ def lay_out(settled: Settled, *, is_stage: bool = False) -> LaidOut:
     return LaidOut(_leaf_layouts(graph, draft), _choices(graph, draft), _output_layouts(graph, draft, is_stage))
 
 
-def make_plan_by(captured: Graph, machine: Machine, strategy: Callable[[Facts], Draft], micro: int = 1) -> Plan:
-    """The plan that a strategy makes for a step of some micro-batches, checked."""
+def make_plan_by(
+    captured: Graph, machine: Machine, strategy: Callable[[Facts], Draft], micro: int = 1, *, part: int = 1
+) -> Plan:
+    """The plan that a strategy makes for a step of some micro-batches, or of which a part runs in some, checked."""
     whole, accumulation = cut_in_micro_batches(captured, micro) if micro > 1 else (captured, None)
+    if part > 1:
+        whole = cut_part_in_micro_batches(whole, part)
     settled = settle_draft(whole, strategy)
     graph, draft, laid_out = settled.graph, settled.draft, lay_out(settled)
     parallel = parallelize(graph, laid_out.leaves, laid_out.choices, laid_out.outputs)
@@ -149,7 +157,7 @@ def make_plan_by(captured: Graph, machine: Machine, strategy: Callable[[Facts], 
         model=model_mark(captured),
         machine=Mark(machine.name, machine.fingerprint()),
         strategy=str(draft.request),
-        memory=(*draft.memory, *recompute_actions(parallel, segments_for(draft.request.recompute, graph))),
+        memory=(*draft.memory, *recompute_actions(parallel, _run_again(draft.request.recompute, graph))),
         substitutions=settled.substitutions,
         accumulation=accumulation,
         bundle_bytes=choose_bundle_bytes(captured, machine),
@@ -170,6 +178,13 @@ def _check_chunks(plan: Plan) -> Plan:
         f"None of its {len(products)} products reads rows that are gathered in even pieces, or makes some that are "
         f"summed up, on these {plan.mesh.size} devices. Leave chunks out, or have layers split by megatron:tp=2,sp."
     )
+
+
+def _run_again(mode: str, graph: Graph) -> list[Segment]:
+    """The segments that are run again; what runs in micro-batches is in any case."""
+    inside = {node for part in micro_batched_parts(graph) for node in part.nodes}
+    operators = operators_of(graph)
+    return [s for s in segments_for(mode, graph) if inside.isdisjoint(operators[s[0] : s[1] + 1])]
 
 
 def substitution_of(graph: Graph, node: Node) -> Substitution:

@@ -88,6 +88,11 @@ def make_pipeline(
             f"The strategy pipeline was given chunks={request.chunks}. Its stages may make gradients of inputs and of "
             f"weights apart, which products in chunks make together. Leave chunks out, or take megatron alone."
         )
+    if request.part > 1:
+        raise UsageError(
+            f"The strategy pipeline was given part={request.part}. Its stages take whole steps of micro-batches one by "
+            f"one, and none has the batch as a whole. Use micro={request.part}, or part= with another strategy."
+        )
     sizes = _sizes(machine, request, sizes)
     each = request.degrees.get("v", _VIRTUAL) if name == "interleaved" else 1
     micro = request.micro if request.asks_micro else _micro_batches(graph, sizes, request.degrees.get("tp", 1))

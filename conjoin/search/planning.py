@@ -53,7 +53,7 @@ def make_plan(graph: Graph, machine: Machine, strategy: str) -> Plan:
             f"here; plan, compare and make_pipeline take a pipeline."
         )
     try:
-        return make_plan_by(graph, machine, drafter(machine, request), request.micro)
+        return make_plan_by(graph, machine, drafter(machine, request), request.micro, part=request.part)
     except PlanError as error:
         if request.name in STRATEGIES:
             raise

@@ -2,9 +2,9 @@
 
 Degrees have names (`tp=2`) or stand in the order of the strategy's keys. What is asked of the batch and of Megatron
 becomes one request: `fsdp+megatron:tp=2` is `megatron:tp=2,fsdp`. What is run again in the backward pass
-(`recompute=`), how many micro-batches make up a step (`micro=`), of what batch norm takes its statistics
-(`statistics=`) and in how many chunks products go that collectives are next to (`chunks=`) may be asked of every
-strategy, by a part or among its keys.
+(`recompute=`), how many micro-batches make up a step (`micro=`) or a part of it (`part=`), of what batch norm takes its
+statistics (`statistics=`) and in how many chunks products go that collectives are next to (`chunks=`) may be asked of
+every strategy, by a part or among its keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from conjoin.machine import Mesh
 _MAX_DIGITS = 7
 _MODES = ("none", "selective", "full", "every-2")
 _STATISTICS = ("all", "rank")
-OPTIONS = ("recompute", "micro", "statistics", "chunks")
+OPTIONS = ("recompute", "micro", "part", "statistics", "chunks")
 _EVERY = re.compile(r"every-[1-9]\d{0,3}")
 
 
@@ -42,6 +42,8 @@ class Request:
     """Which blocks are run again in the backward pass: none, selective, full, every-2, ...; empty as the model asks."""
     micro: int = 1
     """Micro-batches of a step."""
+    part: int = 1
+    """Micro-batches of what works on samples apart, where the rest of a step takes the batch as a whole."""
     statistics: str = "all"
     """Of what batch norm takes its statistics: of the batch on all ranks, or of the piece of it on each rank."""
     asks_micro: bool = field(default=False, compare=False)
@@ -56,6 +58,7 @@ class Request:
         words += [f"schedule={self.schedule}"] if self.schedule else []
         again = f"+recompute={self.recompute}" if self.recompute else ""
         parts = f"+micro={self.micro}" if self.micro > 1 else ""
+        parts += f"+part={self.part}" if self.part > 1 else ""
         own = f"+statistics={self.statistics}" if self.statistics != "all" else ""
         cut = f"+chunks={self.chunks}" if self.chunks > 1 else ""
         where = f"@{','.join(self.order)}" if self.order else ""
@@ -109,13 +112,20 @@ def parse_request(text: str, known: Mapping[str, Keys], aliases: Mapping[str, st
     _check_once(made.name, "axes", sum(bool(part.order) for part in parts))
     _check_once(made.name, "recompute", sum(bool(part.recompute) for part in parts))
     _check_once(made.name, "micro", sum(part.micro > 1 for part in parts))
+    _check_once(made.name, "part", sum(part.part > 1 for part in parts))
     _check_once(made.name, "statistics", sum(part.statistics != "all" for part in parts))
     _check_once(made.name, "chunks", sum(part.chunks > 1 for part in parts))
+    if any(part.part > 1 for part in parts) and any(part.micro > 1 for part in parts):
+        raise UsageError(
+            f"The strategy {text[:60]!r} was asked for. It takes all of a step in micro-batches by micro=, and a part "
+            f"of it in some by part=. Leave one of them out."
+        )
     return replace(
         made,
         order=max(part.order for part in parts),
         recompute=max(part.recompute for part in parts),
         micro=max(part.micro for part in parts),
+        part=max(part.part for part in parts),
         asks_micro=any(part.asks_micro for part in parts),
         statistics=max(part.statistics for part in parts),
         chunks=max(part.chunks for part in parts),
@@ -148,6 +158,9 @@ def _with_word(request: Request, word: str, keys: Keys) -> Request:
     if key == "micro" and equals:
         _check_once(name, key, 1 + (request.micro > 1))
         return replace(request, micro=_parse_degree(name, key, given), asks_micro=True)
+    if key == "part" and equals:
+        _check_once(name, key, 1 + (request.part > 1))
+        return replace(request, part=_parse_degree(name, key, given))
     if key == "statistics" and equals:
         _check_once(name, key, 1 + (request.statistics != "all"))
         return replace(request, statistics=_parse_statistics(name, given))

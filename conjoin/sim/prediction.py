@@ -14,6 +14,7 @@ from conjoin.ops import flops, spec_for
 from conjoin.sim.breakdown import Breakdown, break_down, computing_shares
 from conjoin.sim.expected_error import expected_error, is_all_estimated
 from conjoin.sim.memory import Memory, check_optimizer, measure_memory
+from conjoin.sim.parts import part_spans
 from conjoin.sim.prices import MachinePrices
 from conjoin.sim.simulation import Simulation, simulate
 from conjoin.sim.skeleton import Skeleton
@@ -98,7 +99,8 @@ def work_by_rate(skeleton: Skeleton, steps: int) -> dict[str, float]:
     A backward pass is counted as once the forward for each operand that gets a gradient, at most two.
     """
     by_rate: dict[str, float] = {}
-    for operator in skeleton.operators:
+    often = {place: part.times for part in part_spans(skeleton.graph) for place in range(part.first, part.last + 1)}
+    for place, operator in enumerate(skeleton.operators):
         spec = spec_for(operator.call)
         if spec is not None and operator.call.tensors:
             kernel = work_of(operator.call, ())
@@ -106,7 +108,7 @@ def work_by_rate(skeleton: Skeleton, steps: int) -> dict[str, float]:
             if skeleton.graph.rounding.tf32 and is_product(operator.call, "float32"):
                 rate = "tfloat32"
             work = flops(spec, operator.call) * (1 + min(2, len(operator.needs)))
-            by_rate[rate] = by_rate.get(rate, 0.0) + steps * work
+            by_rate[rate] = by_rate.get(rate, 0.0) + steps * often.get(place, 1) * work
     return by_rate
 
 

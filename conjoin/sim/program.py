@@ -22,12 +22,13 @@ from conjoin.comm import (
     run_again,
     splits_evenly,
 )
-from conjoin.ir import Choice, LeafKind, Segment, Value, make_leaf, make_node, retype
+from conjoin.ir import Choice, LeafKind, Segment, Value, make_node, retype
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, TensorType
 from conjoin.sim.bundles import accumulating, schedule_bundles
 from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, Phase
 from conjoin.sim.fragments import Departure, Drafts, Supply, local_shape, ordered
+from conjoin.sim.parts import part_spans
 from conjoin.sim.skeleton import Layouts, Operator, Skeleton
 
 _NOT_SUPPLIED = Supply((), False, False, False)
@@ -75,6 +76,9 @@ class Program:
     ) -> None:
         self.steps = steps
         """Micro-batches one after the other, of which the operators here are one."""
+        self.parts = part_spans(skeleton.graph)
+        """Operators that run in micro-batches of their own."""
+        segments = (*segments, *(part.segment for part in self.parts))
         self.skeleton, self.drafts, self.regathered, self.segments = skeleton, drafts, regathered, segments
         self.again = run_again(segments, [operator.remembers for operator in skeleton.operators])
         """What the backward pass runs again of each segment."""
@@ -99,12 +103,17 @@ class Program:
 
     def unrolled(self) -> Sequence[Fragment]:
         """The fragments in the order they run: those of a micro-batch as often as there are micro-batches."""
+        if self.parts:
+            return [self.fragments[place] for place in self._order()]
         if self.steps == 1:
             return self.fragments
         return (self.fragments[0], *self.fragments[1:-1] * self.steps, self.fragments[-1])
 
     def positions_of(self, fragments: Iterable[int]) -> list[int]:
         """Where fragments stand in the order they run, in ascending order."""
+        if self.parts:
+            wanted = set(fragments)
+            return [position for position, place in enumerate(self._order()) if place in wanted]
         length, last = len(self.fragments) - 2, len(self.fragments) - 1
         found: list[int] = []
         for position in fragments:
@@ -112,6 +121,19 @@ class Program:
             found += [position + i * length for i in range(self.steps)] if repeated else []
             found += [] if repeated else [position if position == 0 else 1 + self.steps * length]
         return sorted(found)
+
+    def _order(self) -> list[int]:
+        """The places of fragments in the order they run: those of a part as often as it has micro-batches."""
+        spans = {}
+        for part in self.parts:
+            spans[self.forward_position(part.first)] = self.forward_position(part.last), part.times
+            spans[self.backward_position(part.last)] = self.backward_position(part.first), part.times
+        found, place = list[int](), 0
+        while place < len(self.fragments):
+            last, count = spans.get(place, (place, 1))
+            found += [*range(place, last + 1)] * count
+            place = last + 1
+        return found
 
     def segment_of(self, position: int) -> Segment | None:
         """The segment to run again that an operator stands in."""

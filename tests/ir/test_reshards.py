@@ -10,10 +10,8 @@ import pytest
 from conjoin.ir import Elementary, LayoutError, Value, elementary, is_parallel, origin, reshard_chain
 from conjoin.ops import (
     ASSIGN,
-    BATCH,
     COMBINE,
     PARTITION,
-    PIPELINE,
     REDUCE,
     REPLICATE,
     UNIFY,
@@ -70,12 +68,6 @@ def test_a_chain_reads_as_it_is_meant() -> None:
 def test_a_partition_cuts_inside_what_is_cut_already() -> None:
     after = Elementary(PARTITION, (0, ("x", "y"))).apply((("z", Split(0)),))
     assert split_axes(after, 0) == ("z", "x", "y")
-
-
-@pytest.mark.parametrize("op", [PIPELINE, BATCH])
-def test_micro_batches_leave_the_layout(op: str) -> None:
-    layout = make_layout([("x", Split(0))])
-    assert Elementary(op, (0, 4)).apply(layout) == layout
 
 
 REFUSALS: list[tuple[str, tuple[Any, ...], str]] = [

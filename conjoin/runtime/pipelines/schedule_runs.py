@@ -60,6 +60,7 @@ class Route:
     def __init__(self, pipeline: Pipeline) -> None:
         self.transfers = tuple(pipeline.transfers())
         self.schedule = pipeline.schedule
+        self._known: dict[tuple[Row, bool], tuple[Item, ...]] = {}
         self.order: dict[Way, list[Item]] = {}
         """By way, what is sent in the order of the sender's rows."""
         for rows in self.schedule.rows:
@@ -72,13 +73,19 @@ class Route:
         ends = owners[transfer.source], owners[transfer.target]
         return Way(*(ends[::-1] if item.is_gradient else ends), item.is_gradient)
 
-    def sent_after(self, row: Row) -> Iterator[Item]:
+    def sent_after(self, row: Row) -> tuple[Item, ...]:
         """What a row makes for other stages."""
-        return self._items(row, makes=True)
+        return self._noted(row, makes=True)
 
-    def needed_by(self, row: Row) -> Iterator[Item]:
+    def needed_by(self, row: Row) -> tuple[Item, ...]:
         """What a row takes from other stages."""
-        return self._items(row, makes=False)
+        return self._noted(row, makes=False)
+
+    def _noted(self, row: Row, *, makes: bool) -> tuple[Item, ...]:
+        """Found once: every step asks the same."""
+        if (row, makes) not in self._known:
+            self._known[row, makes] = tuple(self._items(row, makes=makes))
+        return self._known[row, makes]
 
     def _items(self, row: Row, *, makes: bool) -> Iterator[Item]:
         """What a row makes or takes: a forward pass activations, a backward pass gradients, which go the other way."""
@@ -140,7 +147,7 @@ class ScheduleRun:
     def run(self, rows: Sequence[Row], begin: Callable[[int, int], None], scale: float) -> None:
         """Run rows; `begin` is told of stage and micro-batch before a forward pass."""
         for i, row in enumerate(rows):
-            for soon in rows[i : i + 1 + AHEAD]:
+            for soon in rows[i + AHEAD : i + AHEAD + 1] if i else rows[: AHEAD + 1]:
                 self._expect(self._links.route.needed_by(soon))
             self._under_way = [parcel for parcel in self._under_way if not parcel.is_over()]
             stage, number = self._stages.get(row.stage), row.micro_batch
@@ -175,7 +182,7 @@ class ScheduleRun:
                 stage.abandon()
             return None
 
-    def _expect(self, items: Iterator[Item]) -> None:
+    def _expect(self, items: Sequence[Item]) -> None:
         """Get ready for messages, and for those of the same way that come before them."""
         route = self._links.route
         for item in items:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from conjoin.runtime.program.gradient_sums import add_gradients
+
 Edge = tuple[Node, int]
 """A node, and which of its gradients comes over the edge."""
 
@@ -57,8 +59,8 @@ class SplitBackward:
             return []
         return [child for child, _ in node.next_functions if child is not None and child in self._inner]
 
-    def weight_gradients(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of parameters."""
+    def add_weight_gradients(self, parameters: Sequence[Tensor], others: Sequence[Tensor] = ()) -> None:
+        """Add the gradients of parameters to those they have, and let others have theirs."""
         found: dict[Edge, Tensor] = {}
         for edge, gradient in self._ends:
             if edge.node not in self._inner:
@@ -77,10 +79,9 @@ class SplitBackward:
             for place, gradient in zip(outer, made, strict=True):
                 if gradient is not None:
                     _add(found, place, gradient)
-        if not found:
-            return [None] * len(parameters)
-        starts = [GradientEdge(n, k) for n, k in found]
-        return list(torch.autograd.grad(starts, parameters, list(found.values()), allow_unused=True))
+        if found and (parameters or others):
+            starts = [GradientEdge(n, k) for n, k in found]
+            add_gradients(starts, list(found.values()), parameters, others)
 
 
 class _Note:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from conjoin.ir import Leaf, LeafKind, Stage
 from conjoin.runtime.pipelines.split_backward import SplitBackward
-from conjoin.runtime.program.accumulating import add_to, sum_put_off
+from conjoin.runtime.program.accumulating import sum_put_off
+from conjoin.runtime.program.gradient_sums import add_gradients, add_to, take_gradients
 from conjoin.runtime.program.rank_program import LocalProgram
 from conjoin.runtime.program.step_values import Gradients, StepValues
 
@@ -43,7 +44,9 @@ class StageRun:
         state = {leaf: self._read(leaf) for leaf in program.kept}
         trained = {leaf: x for leaf, x in state.items() if x is not None and leaf.trainable and x.requires_grad}
         self.parameters = {leaf: x.detach().requires_grad_() for leaf, x in trained.items()}
-        self.gradients: Gradients = [None] * len(self.parameters)
+        """Aliases of this step alone, in whose `grad` the gradients of its micro-batches are added up."""
+        self.gradients: Gradients = []
+        """Of the parameters, when the step has come to its end."""
         self._passes: dict[int, _Pass] = {}
         self._values: StepValues | None = None
         program.forget()  # what is left of a step that failed
@@ -73,21 +76,22 @@ class StageRun:
     def backward(self, micro_batch: int, incoming: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """The gradients of what arrived, from those of what left by their places among the outputs."""
         made = self._passes.pop(micro_batch)
-        names, weights = list(made.arrived), self._weights()
-        found = self._gradients(made, incoming, [*weights, *made.arrived.values()])
-        self._add(found[: len(weights)])
-        return self._all_there(made, dict(zip(names, found[len(weights) :], strict=True)))
+        parameters, arrived = list(self.parameters.values()), list(made.arrived.values())
+        values = self._made_once()
+        ends = self._ends(made, incoming)
+        if ends and (parameters or values or arrived):
+            outputs, gradients = zip(*ends, strict=True)
+            add_gradients(outputs, gradients, parameters, [*values, *arrived])
+            self._add_made_once()
+        return self._all_there(made, dict(zip(made.arrived, take_gradients(arrived), strict=True)))
 
-    def _weights(self) -> list[Tensor]:
-        """What a backward pass gives gradients to besides what arrived: parameters, and what is made of them."""
-        return [*self.parameters.values(), *(self._values.trained if self._values is not None else ())]
+    def _made_once(self) -> list[Tensor]:
+        """What is made of parameters, and given gradients as they are."""
+        return [] if self._values is None else self._values.trained
 
-    def _add(self, found: Gradients) -> None:
-        """Add gradients of a micro-batch up."""
-        count = len(self.parameters)
-        add_to(self.gradients, found[:count])
+    def _add_made_once(self) -> None:
         if self._values is not None:
-            self._values.add(found[count:])
+            self._values.add(take_gradients(self._values.trained))
 
     def input_gradient(self, micro_batch: int, incoming: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """The gradients of what arrived alone; those of parameters are made later, but for a program that makes
@@ -106,17 +110,11 @@ class StageRun:
         """The gradients of parameters of a micro-batch whose input gradients are made."""
         split = self._put_off.pop(micro_batch, None)
         if split is not None:
-            self._add(split.weight_gradients(self._weights()))
+            split.add_weight_gradients(list(self.parameters.values()), self._made_once())
+            self._add_made_once()
 
     _put_off: dict[int, SplitBackward] = field(default_factory=dict)
     """By micro-batch, the passes whose weight gradients are still to be made."""
-
-    def _gradients(self, made: _Pass, incoming: Mapping[int, Tensor], wanted: Sequence[Tensor]) -> Gradients:
-        ends = self._ends(made, incoming)
-        if not ends or not wanted:
-            return [None] * len(wanted)
-        outputs, gradients = zip(*ends, strict=True)
-        return list(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
 
     @staticmethod
     def _ends(made: _Pass, incoming: Mapping[int, Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -133,12 +131,15 @@ class StageRun:
         """Let go of all that the step has made here."""
         self._passes.clear()
         self._put_off.clear()
-        self.gradients, self._values = [None] * len(self.parameters), None
+        take_gradients(self.parameters.values())
+        self._values = None
 
     def sum_up(self) -> None:
         """Sum over the ranks of the stage what was put off, and take back what came to what is made of parameters."""
         if self._values is not None:
-            add_to(self.gradients, self._values.take_back(list(self.parameters.values())))
+            parameters = list(self.parameters.values())
+            add_to(parameters, self._values.take_back(parameters))
             self._values = None
-        sum_put_off(self.program.bundles, list(self.parameters), self.gradients)
+        sum_put_off(self.program.bundles, self.parameters)
+        self.gradients = take_gradients(self.parameters.values())
         self.program.forget()

@@ -24,6 +24,7 @@ from conjoin.ir import Accumulation, Leaf, LeafKind, Plan, region_of, region_sha
 from conjoin.ops import split_axes
 from conjoin.runtime.movement.bundles import Bundle
 from conjoin.runtime.program.calling import InputPart
+from conjoin.runtime.program.gradient_sums import add_gradients, add_to, take_gradients
 from conjoin.runtime.program.randomness import Streams
 from conjoin.runtime.program.step_values import Gradients, StepValues
 
@@ -144,45 +145,31 @@ class Run:
         """The loss, and the gradients of the scaled loss: what is scaled only after it was rounded is lost."""
         self.forget()  # what is left of a step that failed
         total: Tensor | None = None
-        parameters, made = list(self.parameters.values()), self.computing.make_once(self.state)
-        gradients: Gradients = [None] * len(parameters)
+        own, made = list(self.parameters.values()), self.computing.make_once(self.state)
+        take_gradients(own)  # what is left of a step that failed
         for inputs in self.batches:
             loss = self.computing.loss([*self.state, *made.read()], inputs)
             total = loss.detach() if total is None else total + loss.detach()
-            found = torch.autograd.grad(
-                loss, (*parameters, *made.trained), torch.full_like(loss, scale), allow_unused=True
-            )
-            add_to(gradients, list(found[: len(parameters)]))
-            made.add(found[len(parameters) :])
-            del loss, found
+            add_gradients((loss,), (torch.full_like(loss, scale),), own, made.trained)
+            made.add(take_gradients(made.trained))
+            del loss
         assert total is not None
-        add_to(gradients, made.take_back(parameters))
-        sum_put_off(self.bundles, list(self.parameters), gradients)
+        add_to(own, made.take_back(own))
+        sum_put_off(self.bundles, self.parameters)
         self.forget()
-        return total, gradients
+        return total, take_gradients(own)
 
 
-def sum_put_off(bundles: Sequence[Bundle], leaves: Sequence[Leaf], gradients: Gradients) -> None:
-    """Sum over the ranks what bundles have put off, and add it to the gradients of some leaves; others are frozen."""
-    places = {leaf: place for place, leaf in enumerate(leaves)}
+def sum_put_off(bundles: Sequence[Bundle], parameters: Mapping[Leaf, Tensor]) -> None:
+    """Sum over the ranks what bundles have put off, and add it to the gradients of parameters; others are frozen."""
     started = [(bundle, bundle.sum_up()) for bundle in bundles if bundle.defers]
     for bundle, found in started:
         if found is not None:
             found[0].wait()
             for leaf, gradient in zip(bundle.leaves, found[1], strict=True):
-                if leaf not in places:
-                    continue
-                more: Gradients = [None] * len(gradients)
-                more[places[leaf]] = gradient
-                add_to(gradients, more)
-
-
-def add_to(gradients: Gradients, more: Gradients) -> None:
-    """Add gradients up, each gone when it is added; what autograd gave out is not written to: others may see it."""
-    for i in range(len(more)):
-        mine, other, more[i] = gradients[i], more[i], None
-        if other is not None:
-            gradients[i] = other if mine is None else mine + other
+                if leaf in parameters:
+                    own = parameters[leaf]
+                    own.grad = gradient if own.grad is None else own.grad + gradient
 
 
 class Accumulated(torch.autograd.Function):
@@ -204,11 +191,12 @@ class Accumulated(torch.autograd.Function):
             gradients = None  # gone before the others are made
             with torch.enable_grad():
                 _, gradients = ctx.run.again(partial(ctx.run.forward_and_backward, scale))
+        if ctx.scaling.is_exact or (incoming[0].device.type == "cpu" and incoming[0] == 1):
+            return None, None, *gradients
         made: Gradients = []
         while gradients:  # one after the other, so that not all are there twice
             gradient = gradients.pop(0)
-            exact = gradient is None or ctx.scaling.is_exact
-            made.append(gradient if exact else gradient * incoming[0])
+            made.append(None if gradient is None else gradient * incoming[0])
         return None, None, *made
 
 

@@ -40,6 +40,7 @@ from conjoin.ir import (
     is_parallel,
     is_random,
     kept_between_steps,
+    micro_batched_parts,
     operand_move,
     operators_of,
     origin,
@@ -51,6 +52,8 @@ from conjoin.ir import (
 )
 from conjoin.machine import Mesh
 from conjoin.ops import (
+    BATCH,
+    PIPELINE,
     At,
     Copies,
     Layout,
@@ -76,7 +79,7 @@ from conjoin.runtime.program.functions import (
     updates_in_place,
 )
 from conjoin.runtime.program.programs import Emitted
-from conjoin.runtime.program.recomputing import SEGMENT, keeping, mark
+from conjoin.runtime.program.recomputing import PART, SEGMENT, keeping, mark
 from conjoin.runtime.ranks.communicator import uncompiled
 from conjoin.runtime.verification.strides import in_strides
 
@@ -162,6 +165,9 @@ class Emitter:
         self._chunk_places: ChunkPlaces | None = None
         self._made_once: frozenset[Node] = frozenset()
         """What is made before the program runs, for all its runs in a step."""
+        parts = enumerate(micro_batched_parts(graph))
+        self._parts = {node: -1 - number for number, part in parts for node in part.nodes}
+        """Of what runs in micro-batches, the number of the part, which is that of a segment."""
 
     def begin(self) -> fx.Node:
         """Start a program with its state, which is given back, and its device."""
@@ -199,9 +205,30 @@ class Emitter:
         return self.values[root, layout]
 
     def _bring(self, root: Value, layout: Layout) -> None:
-        """Reshard a value that is not there yet; of what this rank has nothing before and after, nothing is made."""
+        """Reshard a value that is not there yet; what micro-batches read as it is for all of them comes before them."""
         if (root, layout) in self.values or (root, layout) in self._absent:
             return
+        segment = self._segment
+        if self._parts:
+            self._segment = self._part_of(root.owner)
+        self._reshard(root, layout)
+        self._segment = segment
+
+    def _part_of(self, owner: Node | Leaf) -> int | None:
+        """The part in micro-batches that something is made in."""
+        return None if isinstance(owner, Leaf) or owner.op == BATCH else self._parts.get(owner)
+
+    def _enter_part(self, node: Node) -> None:
+        """A node of a part runs in micro-batches, but for what cuts them and joins them."""
+        if self._parts:
+            self._segment = None if node.op == PIPELINE else self._part_of(node)
+
+    def _mark_part(self, node: Node, outputs: Sequence[fx.Node]) -> None:
+        if node in self._parts and node.op in (PIPELINE, BATCH):
+            outputs[0].meta[PART] = self._parts[node], node.op == PIPELINE, *node.args[1:]
+
+    def _reshard(self, root: Value, layout: Layout) -> None:
+        """Of what this rank has nothing before and after, nothing is made."""
         assert self.carriers is not None, "a program on one device has no reshards"
         bundle = self.carriers.bundle(root, layout)
         if bundle is not None:
@@ -295,6 +322,7 @@ class Emitter:
             return
         if self.carriers is not None and self._passes_by(node, self.carriers):
             return
+        self._enter_part(node)
         if self._emit_in_chunks(node):
             return
         function = self._function_of(node)
@@ -305,6 +333,7 @@ class Emitter:
         else:
             outputs = self._emit_local(node, function, self.carriers)
         self._leave(node)
+        self._mark_part(node, outputs)
         for value, made in zip(node.outputs(), outputs, strict=True):
             self.computed(node, value, made)
         for value in node.outputs():

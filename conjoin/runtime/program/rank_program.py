@@ -40,10 +40,11 @@ from conjoin.runtime.program.calling import Calling, InputPart
 from conjoin.runtime.program.emission import emit_program
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.program.norms import Group
+from conjoin.runtime.program.part_runs import InMicroBatches
 from conjoin.runtime.program.passes import Passes
 from conjoin.runtime.program.programs import Compiled, Emitted, Program, compile_text
 from conjoin.runtime.program.randomness import Stream, Streams
-from conjoin.runtime.program.recomputing import Again, fold_segments
+from conjoin.runtime.program.recomputing import Again, Fold, fold_segments
 from conjoin.runtime.program.step_values import StepValues
 from conjoin.runtime.program.tensor_cores import TensorCores
 from conjoin.runtime.ranks.agreement import Agreement
@@ -104,9 +105,14 @@ def _compile(carriers: _RankCarriers, program: fx.Graph, name: str) -> tuple[Com
     """A rank's program and its text; each segment that is run again in the backward pass is a function before it."""
     texts: list[str] = []
 
-    def compile_segment(number: int, part: fx.Graph) -> Function:
-        function, text = compile_text(part, f"{name} segment {number}")
-        texts.append(f"# segment {number}, which the backward pass runs again\n{text}")
+    def compile_segment(fold: Fold) -> Function:
+        if fold.number < 0:
+            function, text = compile_text(fold.program, f"{name} part {-fold.number}")
+            texts.append(f"# part {-fold.number}, which runs in {fold.count} micro-batches\n{text}")
+            part = InMicroBatches(partial(function, None), carriers.streams, fold.count, fold.cut, fold.joined)
+            return uncompiled(part.__call__)
+        function, text = compile_text(fold.program, f"{name} segment {fold.number}")
+        texts.append(f"# segment {fold.number}, which the backward pass runs again\n{text}")
         return uncompiled(Again(partial(function, None), carriers.streams).__call__)
 
     compiled, text = compile_text(fold_segments(program, compile_segment), name)

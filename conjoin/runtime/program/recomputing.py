@@ -17,6 +17,7 @@ import operator
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,8 @@ from conjoin.runtime.torch_private import DispatchMode
 
 SEGMENT = "segment"
 """Under this name the nodes of a program say to which segment they belong."""
+PART = "part"
+"""Under this name nodes say that they cut micro-batches, or join them: the part, which of both, the dim, how many."""
 Function = Callable[..., Any]
 
 
@@ -126,10 +129,26 @@ class Again:
         )
 
 
-def fold_segments(program: fx.Graph, make: Callable[[int, fx.Graph], Function]) -> fx.Graph:
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """A segment of a program, of its own nodes."""
+
+    number: int
+    """From 0 on for what is run again in the backward pass, below for parts that run in micro-batches."""
+    program: fx.Graph
+    count: int = 1
+    """Of micro-batches."""
+    cut: tuple[int | None, ...] = ()
+    """By what it reads the dim along which micro-batches are cut; None where all read the same."""
+    joined: tuple[int, ...] = ()
+    """By what it makes the dim along which they are joined."""
+
+
+def fold_segments(program: fx.Graph, make: Callable[[Fold], Function]) -> fx.Graph:
     """The program with every segment as one call of the function that `make` makes of its nodes.
 
-    Nodes that stand among those of a segment without being of it depend on nothing inside: they come before it.
+    Nodes that stand among those of a segment without being of it depend on nothing inside: they come before it. What
+    cuts micro-batches and joins them is part of the call.
     """
     segments: dict[int, list[fx.Node]] = {}
     for node in program.nodes:
@@ -140,24 +159,72 @@ def fold_segments(program: fx.Graph, make: Callable[[int, fx.Graph], Function]) 
     folded, env = fx.Graph(), dict[fx.Node, fx.Node]()
     lasts = {nodes[-1]: number for number, nodes in segments.items()}
     for node in program.nodes:
-        if SEGMENT not in node.meta:
+        if node in lasts:
+            call = _call_segment if lasts[node] >= 0 else _call_part
+            call(folded, env, lasts[node], segments[lasts[node]], make)
+        elif SEGMENT not in node.meta and PART not in node.meta:
             env[node] = folded.node_copy(node, env.__getitem__)
-        elif node in lasts:
-            _call_segment(folded, env, segments[lasts[node]], partial(make, lasts[node]))
     return folded
 
 
-def _call_segment(
-    folded: fx.Graph, env: dict[fx.Node, fx.Node], nodes: Sequence[fx.Node], make: Callable[[fx.Graph], Function]
-) -> None:
+def _read_by(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     inside = set(nodes)
-    read = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
-    made = [node for node in nodes if any(user not in inside for user in node.users)]
+    return list(dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside))
+
+
+def _program_of(nodes: Sequence[fx.Node], read: Sequence[fx.Node], made: Sequence[fx.Node]) -> fx.Graph:
     part = fx.Graph()
     within = {source: part.placeholder(source.name) for source in read}
     for node in nodes:
         within[node] = part.node_copy(node, within.__getitem__)
     part.output(tuple(within[node] for node in made))
-    called = folded.call_function(make(part), tuple(env[source] for source in read))
+    return part
+
+
+def _call_segment(
+    folded: fx.Graph,
+    env: dict[fx.Node, fx.Node],
+    number: int,
+    nodes: Sequence[fx.Node],
+    make: Callable[[Fold], Function],
+) -> None:
+    inside, read = set(nodes), _read_by(nodes)
+    made = [node for node in nodes if any(user not in inside for user in node.users)]
+    function = make(Fold(number, _program_of(nodes, read, made)))
+    called = folded.call_function(function, tuple(env[source] for source in read))
     for i, node in enumerate(made):
         env[node] = folded.call_function(operator.getitem, (called, i))
+
+
+def _call_part(
+    folded: fx.Graph,
+    env: dict[fx.Node, fx.Node],
+    number: int,
+    nodes: Sequence[fx.Node],
+    make: Callable[[Fold], Function],
+) -> None:
+    """What cuts and joins is not called: it says which dims of what is given and made are those of micro-batches."""
+    read = _read_by(nodes)
+    marks = [source.meta[PART] if source.meta.get(PART, (0, False))[1] else None for source in read]
+    joins = [node for node in _after(nodes) if PART in node.meta and node.meta[PART][0] == number]
+    made = [_source(node) for node in joins]
+    count = joins[0].meta[PART][3]
+    cut = tuple(None if mark is None else mark[2] for mark in marks)
+    fold = Fold(number, _program_of(nodes, read, made), count, cut, tuple(node.meta[PART][2] for node in joins))
+    sources = [source if mark is None else _source(source) for source, mark in zip(read, marks, strict=True)]
+    called = folded.call_function(make(fold), tuple(env[source] for source in sources))
+    for i, node in enumerate(joins):
+        env[node] = folded.call_function(operator.getitem, (called, i))
+
+
+def _after(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Who reads nodes, each once."""
+    inside = set(nodes)
+    return list(dict.fromkeys(user for node in nodes for user in node.users if user not in inside))
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What is cut in micro-batches, or joined of them."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source

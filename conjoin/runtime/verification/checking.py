@@ -24,6 +24,7 @@ from conjoin.ir import (
     Plan,
     flatten_tree,
     is_random,
+    micro_batched_parts,
     model_mark,
     norm_by_pieces,
     pieces_of,
@@ -172,7 +173,8 @@ def _takes_parts(plan: Plan | Pipeline) -> bool:
 
 
 def _draws_for_each_micro_batch(plan: Plan) -> bool:
-    return plan.accumulation is not None and any(is_random(node.op, node.args) for node in plan.graph.nodes)
+    draws = any(is_random(node.op, node.args) for node in plan.graph.nodes)
+    return draws and (plan.accumulation is not None or bool(micro_batched_parts(plan.graph)))
 
 
 def _alone(case: Case, device: torch.device) -> nn.Module:
