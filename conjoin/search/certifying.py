@@ -93,14 +93,15 @@ def _known_first(contest: Contest, natural: Units) -> list[Units]:
 def _certify_on(contest: Contest, outcome: Outcome, units: Units, objective: Objective) -> Certificate | None:
     tables, entry = JointSearch(contest, ()), outcome.entry
     space, skeleton = tables.space(units), entry.variant.skeleton
-    own = sum_of(skeleton, space, objective, entry.layouts, entry.regathered)
+    told = entry.layouts, entry.regathered, entry.segments
+    own = sum_of(skeleton, space, objective, *told)
     bound = _bound(tables, outcome, units, objective) if own is not None else None
     if own is None or bound is None or bound.least <= 0:
         return None
     price = objective.seconds_per_byte
     if price <= _MIN_PRICE:
         return Certificate(shown(units), objective.overlap, own, bound.least, bound.is_exact)
-    dearer = sum_of(skeleton, space, replace(objective, seconds_per_byte=2 * price), entry.layouts, entry.regathered)
+    dearer = sum_of(skeleton, space, replace(objective, seconds_per_byte=2 * price), *told)
     assert dearer is not None, "the price of a byte changes no layout"
     priced = dearer - own
     memory = max(contest.capacity, round(priced / price))

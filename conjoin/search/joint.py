@@ -41,7 +41,7 @@ from conjoin.search.exact.units import Units, cuts, kinds_text, natural_units, n
 from conjoin.search.fold import fold
 from conjoin.search.micro_batches import enter_strategies, micro_variants
 from conjoin.search.placing_branches import without_places
-from conjoin.search.relieving import relieve
+from conjoin.search.relieving import relieve, run_fewer
 from conjoin.search.rewrites import Way
 from conjoin.search.substituting import substitute, substitute_alone
 from conjoin.search.variants import as_variant
@@ -159,8 +159,10 @@ class JointSearch:
         problem = self.stacked(variant, units, self.objective(OVERLAPS[0], self.price))
         if problem is None:
             return None
-        layouts, regathered = problem.layouts(problem.solve())
-        return self.contest.enter(Entry(_name(units, variant), variant, layouts, regathered))
+        solution = problem.solve()
+        layouts, regathered = problem.layouts(solution)
+        again = problem.segments(solution)
+        return self.contest.enter(Entry(_name(units, variant), variant, layouts, regathered, again))
 
     def _go_through(self, some: Iterable[Units], overlaps: Sequence[float], fresh: Variant | None = None) -> bool:
         """Try units that were not tried, with all variants or a fresh one; whether anything better was found."""
@@ -269,7 +271,8 @@ class JointSearch:
         if total > _HOPELESS * least:
             return None
         layouts, regathered = problem.layouts(solution)
-        entry = Entry(_name(units, variant), variant, layouts, regathered, objective=objective)
+        again = problem.segments(solution)
+        entry = Entry(_name(units, variant), variant, layouts, regathered, again, objective=objective)
         outcome = self.contest.enter(entry)
         if _peak(outcome) > self.contest.capacity:
             self._heavy.append(outcome)
@@ -328,7 +331,8 @@ class JointSearch:
         prices = self.contest.prices
         many = TensorType((1 << 26,), torch.float32)
         update = prices.update([many], 0).value / many.bytes
-        return Objective(overlap, seconds_per_byte, 2 + OPTIMIZER_COPIES[self.contest.optimizer], update)
+        copies = 2 + OPTIMIZER_COPIES[self.contest.optimizer]
+        return Objective(overlap, seconds_per_byte, copies, update, self.contest.machine.device)
 
     def space(self, units: Units) -> Space:
         """The tables on units, made once."""
@@ -353,6 +357,9 @@ class JointSearch:
             found = [outcome for outcomes in tried.values() for outcome in outcomes]
             candidates = sorted(candidates, key=lambda units: min(map(_peak, tried[units]), default=inf))[:3]
             if any(_peak(outcome) <= contest.capacity for outcome in found):
+                best = contest.best
+                if best is not None and best.entry.segments and any(outcome is best for outcome in found):
+                    run_fewer(contest, best, contest.share(_FIRST_RELIEF))
                 if low == 0.0 or price < 1.5 * low:
                     return
                 price = (price * low) ** 0.5

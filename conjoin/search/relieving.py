@@ -56,6 +56,15 @@ def relieve(contest: Contest, outcome: Outcome, left: Callable[[], float] = lamb
             _enter_fewest(contest, entry, worth, guess, left)
 
 
+def run_fewer(contest: Contest, outcome: Outcome, left: Callable[[], float] = lambda: 1.0) -> None:
+    """Enter a plan that fits again with as few as possible of the segments that it runs again."""
+    segments, program = outcome.entry.segments, outcome.simulation.program
+    gains = {segment: gain_of(program, segment, contest.machine.device) for segment in segments}
+    worth = sorted(segments, key=lambda s: -gains[s].num_bytes / max(gains[s].seconds, 1e-12))
+    contest.tell(f"fewer of {len(segments)} segments run again, {outcome.entry.name}")
+    _enter_fewest(contest, replace(outcome.entry, segments=()), worth, len(worth) // 2, left)
+
+
 def _enter_fewest(
     contest: Contest, entry: Entry, segments: Sequence[Segment], guess: int, left: Callable[[], float]
 ) -> None:

@@ -1,8 +1,9 @@
 """A training step as variables and tables: which choice of every operator, which storage of every parameter.
 
 Variables are the operators, the parameters, and a *hub* for every tensor that several operators read: it stands for the
-layout to which the tensor is brought once for all of them. Tables are the seconds of operators, of storing (update and
-memory) and of reshards; see `elimination.py` for what is done with them.
+layout to which the tensor is brought once for all of them. Where memory counts, every block has one more: what of it is
+run again (`recompute.py`). Tables are the seconds of operators, of storing (update and memory) and of reshards; see
+`elimination.py` for what is done with them.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
-from conjoin.ir import Choice, LeafKind, choose
+from conjoin.ir import Choice, LeafKind, Segment, choose
 from conjoin.ops import Copies, Layout, Partial, Split, TensorType, make_layout, placement_on
 from conjoin.search.exact.choices import Choices
 from conjoin.search.exact.elimination import Solution, solve
 from conjoin.search.exact.kinds import Kind, is_given, is_shared, is_stored, kept_split, kinds_of
-from conjoin.search.exact.layout_codes import code_on, layout_of
+from conjoin.search.exact.layout_codes import Codes, code_on, layout_of
 from conjoin.search.exact.reshard_seconds import Array
 from conjoin.search.exact.sharing import MANY, Shared, share
 from conjoin.search.exact.space import Objective, Space
@@ -45,11 +46,12 @@ class Problem:
     ) -> None:
         """`near` narrows choices to those like given layouts; `fixed` gives tensors a layout, by their numbers."""
         self.skeleton, self.space, self.objective = skeleton, space, objective
+        self.recompute = objective.recompute(skeleton)
         self.fixed = fixed or {}
         self._made: dict[tuple[int, int], Choice] = {}
         self._codes = self._code_fixed()
         self.num_operators = len(skeleton.operators)
-        kinds = kinds_of(skeleton)
+        kinds = kinds_of(skeleton, self.recompute.held if self.recompute is not None else None)
         self._kinds, self._is_near = kinds, near is not None
         self.kinds: list[Hashable] = [(kind, with_dominated) for kind in kinds]
         self.choices = [space.pruned(kind, objective, with_dominated) for kind in kinds]
@@ -65,9 +67,13 @@ class Problem:
         self.variable = {root: self.num_operators + n for n, root in enumerate([*self.stored, *self.hubs])}
         self.shared = {root: self._bring(root, with_dominated) for root in self.stored if is_shared(skeleton, root)}
         self.sizes = [len(found) for found in self.choices]
+        first = self.num_operators + len(self.variable)
+        blocks = () if self.recompute is None else self.recompute.blocks
+        self.modes = {number: first + number for number in range(len(blocks))}
+        """By block, the variable that says what of it is run again."""
         self.factors: list[Factor] = []
         for position in range(self.num_operators):
-            self._put((position,), ("unary", self.kinds[position], objective), self.choices[position].seconds)
+            self._operate(position)
         for root in self.stored:
             self._store(root)
         for root in self.hubs:
@@ -77,6 +83,35 @@ class Problem:
                 self._connect(root)
             elif root not in self.variable and root in self._codes:
                 self._give(root)
+        if self.recompute is not None:
+            self.sizes += [len(modes) for modes in self.recompute.modes]
+
+    def _mode(self, position: int) -> int | None:
+        """The variable of what is run again of the block that an operator is in."""
+        found = None if self.recompute is None else self.recompute.block_of.get(position)
+        return None if found is None else self.modes[found]
+
+    def _operate(self, position: int) -> None:
+        kind, mode, choices = self._kinds[position], self._mode(position), self.choices[position]
+        name = "unary", self.kinds[position], self.objective
+        if mode is None:
+            self._put((position,), name, choices.seconds)
+        else:
+            known = self.space.tables.find(name)
+            values = known.values if known else self.space.by_mode(kind, choices, self.objective)
+            self._put((position, mode), name, values)
+
+    def _pass(self, variables: tuple[int, int], at: int, name: Hashable, type: TensorType, back: bool,
+              codes: tuple[Codes, Codes]) -> None:  # fmt: skip
+        """A tensor comes from one variable to another, in each of two layouts; again with the operator at a place."""
+        known, mode = self.space.tables.find(name), self._mode(at)
+        again = [held.again for held in self._kinds[at].held] if mode is not None else [False]
+        if known is not None:
+            values = known.values
+        else:
+            each = [self.space.between(type, back, one)[codes[0][:, None], codes[1][None]] for one in again]
+            values = np.stack(each, axis=2) if any(again) else each[0]
+        self._put((*variables, mode) if mode is not None and any(again) else variables, name, values)
 
     def _code_fixed(self) -> dict[int, int]:
         """The numbers of the fixed layouts; Impossible where these units cannot tell them."""
@@ -162,15 +197,15 @@ class Problem:
         self.sizes.append(len(codes))
         back = any(i in self.skeleton.operators[p].needs for p, i in readers)
         name = type, codes.tobytes()
-        self._put((maker, variable), ("to hub", *name, back, self.kinds[maker], output, self.objective),
-                  self.space.between(type, back)[made[:, None], codes[None]])  # fmt: skip
+        key: Hashable = "to hub", *name, back, self.kinds[maker], output, self.objective
+        self._pass((maker, variable), maker, key, type, back, (made, codes))
         for position, operand in readers:
             needs = operand in self.skeleton.operators[position].needs
-            values = self.space.between(type, needs)[codes[:, None], self.choices[position].operands[operand][None]]
             key = "from hub", *name, needs, self.kinds[position], operand, self.objective
-            self._put((variable, position), key, values)
+            read = self.choices[position].operands[operand]
+            self._pass((variable, position), position, key, type, needs, (codes, read))
 
-    def _lying(self, root: int) -> Array:
+    def _lying(self, root: int) -> Codes:
         """The layouts of a hub: all in which someone could make or read the tensor.
 
         Those of dominated choices are among them: what dominates a choice costs no more as long as the tensor comes to
@@ -189,10 +224,8 @@ class Problem:
         maker, output = self._maker(root)
         back = operand in self.skeleton.operators[position].needs
         name = "edge", type, back, self.kinds[maker], output, self.kinds[position], operand, self.objective
-        table = self.space.tables.find(name)
-        rows, columns = self.choices[maker].outputs[output], self.choices[position].operands[operand]
-        values = table.values if table else self.space.between(type, back)[rows[:, None], columns[None]]
-        self._put((maker, position), name, values)
+        codes = self.choices[maker].outputs[output], self.choices[position].operands[operand]
+        self._pass((maker, position), position, name, type, back, codes)
 
     def _maker(self, root: int) -> tuple[int, int]:
         maker = self.skeleton.roots[root].maker
@@ -203,6 +236,13 @@ class Problem:
         choices = [self.choice(position, solution.values[position]) for position in range(self.num_operators)]
         stored = {root: self.stored_as(root, solution.values[self.variable[root]]) for root in self.stored}
         return lay_out(self.skeleton, self.space.units, choices, stored, self.fixed)
+
+    def segments(self, solution: Solution) -> tuple[Segment, ...]:
+        """What a solution runs again in the backward pass."""
+        if self.recompute is None:
+            return ()
+        chosen = zip(self.recompute.modes, self.modes.values(), strict=True)
+        return tuple(segment for modes, variable in chosen for segment in modes[solution.values[variable]])
 
     def stored_as(self, root: int, value: int) -> StoredAs:
         """What a value of a parameter's variable stands for."""

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 
-from conjoin.ir import Leaf
+from conjoin.ir import Leaf, Segment
 from conjoin.search.exact.elimination import Contracted, Solution, contract, solve
 from conjoin.search.exact.ordering import find_order
 from conjoin.search.exact.problem import Problem, StoredAs, lay_out
@@ -87,7 +87,15 @@ class StackProblem:
                 raise Uneven
             blocks.append(readers.pop() if readers else _OUTSIDE)
         blocks += [block_at(skeleton.roots[root].maker) for root in self.short.hubs]
+        if self.short.recompute is not None:
+            blocks += [block_at(segment[0]) for segment in self.short.recompute.blocks]
         return blocks
+
+    @cached_property
+    def _modes(self) -> dict[int, int]:
+        """By the first operator of a block that may be run again, the variable of what of it is."""
+        recompute = self.short.recompute
+        return {recompute.blocks[i][0]: variable for i, variable in self.short.modes.items()} if recompute else {}
 
     def _find_next(self) -> dict[int, int]:
         """For every variable of the block before what is left out that of the block after it."""
@@ -97,6 +105,11 @@ class StackProblem:
         for after, before in self._fold.middle[1]:
             if numbers[before] in variable:
                 found[variable[numbers[before]]] = variable[numbers[after]]
+        for place, variable_of in self._modes.items():
+            if self._block[variable_of] == _BEFORE:
+                if place + self._length not in self._modes:
+                    raise Uneven
+                found[variable_of] = self._modes[place + self._length]
         for root in self.short.hubs:
             maker = skeleton.roots[root].maker
             if self._block[maker] == _BEFORE:
@@ -167,6 +180,21 @@ class StackProblem:
                 values: Mapping[int, int] | Sequence[int] = blocks.get(block, solution.values)
                 stored[root] = short.stored_as(number, values[short.variable[number]])
         return lay_out(self.skeleton, short.space.units, choices, stored, {})
+
+    def segments(self, solution: Solution) -> tuple[Segment, ...]:
+        """What a solution runs again in the backward pass."""
+        every = self.short.objective.recompute(self.skeleton)
+        if every is None:
+            return ()
+        stretch, blocks, found = self._fold.stretch, self._values_by_block(solution), list[Segment]()
+        for (first, _), modes in zip(every.blocks, every.modes, strict=True):
+            block = (first - stretch.start) // self._length if first >= stretch.start else _OUTSIDE
+            if block in blocks:
+                value = blocks[block][self._modes[stretch.seam + (first - stretch.start) % self._length]]
+            else:
+                value = solution.values[self._modes[self._fold.place(first)]]
+            found += modes[value]
+        return tuple(found)
 
     @cached_property
     def _owned(self) -> dict[Leaf, tuple[Leaf, int]]:
