@@ -19,13 +19,9 @@ are solved exactly, the best variant is found together with its best layouts, ne
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 
-import torch
-
-from conjoin.ops import TensorType
 from conjoin.search.constraints import refined
 from conjoin.search.contest import Contest, Entry, Outcome, Variant, digest
 from conjoin.search.exact.choices import OperatorSeconds
@@ -35,17 +31,16 @@ from conjoin.search.exact.counted.problem import CountedProblem
 from conjoin.search.exact.counted.space import CountedSpace, axes_are_alike
 from conjoin.search.exact.problem import Impossible, Problem
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
-from conjoin.search.exact.space import OVERLAPS, Objective, Space
-from conjoin.search.exact.stack import StackProblem, Uneven
+from conjoin.search.exact.space import OVERLAPS, Objective, Space, objective_on
+from conjoin.search.exact.stack import StackProblem, folded_problem
 from conjoin.search.exact.units import Units, cuts, kinds_text, natural_units, neighbours, shown, splits
-from conjoin.search.fold import fold
 from conjoin.search.micro_batches import enter_strategies, micro_variants
 from conjoin.search.placing_branches import without_places
 from conjoin.search.relieving import relieve, run_fewer
 from conjoin.search.rewrites import Way
 from conjoin.search.substituting import substitute, substitute_alone
 from conjoin.search.variants import as_variant
-from conjoin.sim import OPTIMIZER_COPIES, Layouts
+from conjoin.sim import Layouts
 
 _MORE_OVERLAPS = (0.8, 0.3, 0.9, 1.0)
 """Tried where it looks best."""
@@ -306,11 +301,9 @@ class JointSearch:
 
     def stacked(self, variant: Variant, units: Units, objective: Objective) -> Problem | StackProblem | None:
         """The same, with blocks that are equal worked out once where the model has a stack of them."""
-        found = None if self.contest.constraints.fixed else fold(variant.graph)
-        if found is not None and len(variant.skeleton.operators) == len(variant.graph.nodes):
-            with suppress(Uneven):
-                return StackProblem(variant.skeleton, found, self.space(units), objective)
-        return self.problem(variant, units, objective)
+        if self.contest.constraints.fixed:
+            return self.problem(variant, units, objective)
+        return folded_problem(variant.skeleton, self.space(units), objective)
 
     def cuts(self, num_units: int = 2) -> list[Units]:
         """The cuts of the axes that may be used, such that fixed layouts can be told on their units."""
@@ -328,11 +321,8 @@ class JointSearch:
 
     def objective(self, overlap: float, seconds_per_byte: float = 0.0) -> Objective:
         """What is counted, with the optimizer of the contest."""
-        prices = self.contest.prices
-        many = TensorType((1 << 26,), torch.float32)
-        update = prices.update([many], 0).value / many.bytes
-        copies = 2 + OPTIMIZER_COPIES[self.contest.optimizer]
-        return Objective(overlap, seconds_per_byte, copies, update, self.contest.machine.device)
+        contest = self.contest
+        return objective_on(contest.machine, contest.prices, contest.optimizer, overlap, seconds_per_byte)
 
     def space(self, units: Units) -> Space:
         """The tables on units, made once."""

@@ -62,10 +62,12 @@ def _kind_of(
     return Kind(task, sources, results, passed, shared, held)
 
 
-def kinds_of(skeleton: Skeleton, held: Sequence[tuple[Held, ...]] | None = None) -> list[Kind]:
-    """The kind of every operator; where memory counts with what each holds."""
+def kinds_of(
+    skeleton: Skeleton, held: Sequence[tuple[Held, ...]] | None = None, *, is_stage: bool = False
+) -> list[Kind]:
+    """The kind of every operator of a model, or of a stage of one; where memory counts with what each holds."""
     fed = {i for i, root in enumerate(skeleton.roots) if root.leaf is not None and root.leaf.kind is LeafKind.INPUT}
-    whole = {root for root, kept in zip(skeleton.results, kept_split(skeleton), strict=True) if not kept}
+    whole = {root for root, kept in zip(skeleton.results, kept_split(skeleton, is_stage), strict=True) if not kept}
     once: dict[Kind, Kind] = {}  # what is the same object need not be compared
     kinds = []
     for operator, mine in zip(skeleton.operators, held or [()] * len(skeleton.operators), strict=True):
@@ -99,11 +101,11 @@ def is_shared(skeleton: Skeleton, root: int) -> bool:
     return leaf is not None and is_stored(leaf.kind) and len(skeleton.readers[root]) > 1
 
 
-def kept_split(skeleton: Skeleton) -> list[bool]:
-    """Which results may stay split: outputs of a model with a loss, but for the loss itself."""
+def kept_split(skeleton: Skeleton, is_stage: bool = False) -> list[bool]:
+    """Which results may stay split: outputs of a model with a loss, or of a stage, but for the loss itself."""
     graph = skeleton.graph
     outputs = [i for i, value in enumerate(graph.outputs) if isinstance(value, Value)]
-    of_outputs = [graph.loss is not None and i != graph.loss for i in outputs]
+    of_outputs = [(is_stage or graph.loss is not None) and i != graph.loss for i in outputs]
     makers = [skeleton.roots[root].maker for root in skeleton.results]
     return [
         kept and maker >= 0 for kept, maker in zip([*of_outputs, *(False for _ in graph.updates)], makers, strict=True)

@@ -51,7 +51,8 @@ class Problem:
         self._made: dict[tuple[int, int], Choice] = {}
         self._codes = self._code_fixed()
         self.num_operators = len(skeleton.operators)
-        kinds = kinds_of(skeleton, self.recompute.held if self.recompute is not None else None)
+        held = self.recompute.held if self.recompute is not None else None
+        kinds = kinds_of(skeleton, held, is_stage=objective.is_stage)
         self._kinds, self._is_near = kinds, near is not None
         self.kinds: list[Hashable] = [(kind, with_dominated) for kind in kinds]
         self.choices = [space.pruned(kind, objective, with_dominated) for kind in kinds]
@@ -235,7 +236,7 @@ class Problem:
         """The layouts of a solution, and the parameters that are gathered again for the backward pass."""
         choices = [self.choice(position, solution.values[position]) for position in range(self.num_operators)]
         stored = {root: self.stored_as(root, solution.values[self.variable[root]]) for root in self.stored}
-        return lay_out(self.skeleton, self.space.units, choices, stored, self.fixed)
+        return lay_out(self.skeleton, self.space.units, choices, stored, self.fixed, self.objective.is_stage)
 
     def segments(self, solution: Solution) -> tuple[Segment, ...]:
         """What a solution runs again in the backward pass."""
@@ -290,6 +291,7 @@ def lay_out(
     choices: Sequence[Choice],
     stored: Mapping[int, StoredAs],
     fixed: Mapping[int, Layout],
+    is_stage: bool,
 ) -> tuple[Layouts, frozenset[str]]:
     """Layouts for everything, from what is chosen for operators and parameters; and what is gathered again."""
     leaves: dict[int, Layout] = {}
@@ -309,7 +311,7 @@ def lay_out(
             made[key] = layout_of(code, len(root.type.shape), units, list(first))
         leaves[number] = fixed.get(number, made[key])
         regathered |= {root.leaf.name} if again else set()
-    return Layouts(leaves, tuple(choices), result_layouts(skeleton, choices)), frozenset(regathered)
+    return Layouts(leaves, tuple(choices), result_layouts(skeleton, choices, is_stage)), frozenset(regathered)
 
 
 def given_layout(wanted: Sequence[Layout]) -> Layout:
@@ -318,10 +320,10 @@ def given_layout(wanted: Sequence[Layout]) -> Layout:
     return kept.pop() if len(kept) == 1 else ()
 
 
-def result_layouts(skeleton: Skeleton, choices: Sequence[Choice]) -> tuple[Layout, ...]:
+def result_layouts(skeleton: Skeleton, choices: Sequence[Choice], is_stage: bool = False) -> tuple[Layout, ...]:
     """The loss and new values of buffers come out whole, other outputs as they are made, but for copies and sums."""
     found: list[Layout] = []
-    for root, kept in zip(skeleton.results, kept_split(skeleton), strict=True):
+    for root, kept in zip(skeleton.results, kept_split(skeleton, is_stage), strict=True):
         maker = skeleton.roots[root].maker
         made = choices[maker].outputs[skeleton.operators[maker].makes.index(root)] if kept else ()
         found.append(make_layout((a, p) for a, p in made if not isinstance(p, Copies | Partial)))

@@ -131,7 +131,8 @@ def _runs_outside(block_of: dict[int, int], count: int) -> Iterator[list[int]]:
 
 
 @lru_cache(16)
-def find_recompute(skeleton: Skeleton, kind: str) -> Recompute:
+def find_recompute(skeleton: Skeleton, kind: str, blocks: tuple[Segment, ...] | None = None) -> Recompute:
     """The blocks of a model that may be run again; none where the model itself says what is."""
     graph = skeleton.graph
-    return Recompute(skeleton, kind, () if asked_segments(graph) else block_segments(graph))
+    found = block_segments(graph) if blocks is None else blocks
+    return Recompute(skeleton, kind, () if asked_segments(graph) else found)

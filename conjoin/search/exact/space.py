@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from conjoin.machine import Mesh
+from conjoin.ir import Segment
+from conjoin.machine import Machine, Mesh
 from conjoin.ops import TensorType
 from conjoin.search.exact.choices import Choices, OperatorSeconds, Task, forward_seconds, group_axes, make_choices
 from conjoin.search.exact.dominance import Change, looked_up, undominated
@@ -22,7 +24,7 @@ from conjoin.search.exact.sharing import Rows, best_sources, shared_excess, sour
 from conjoin.search.exact.storage import Carried, Storages, goes_in_bundle, latency_share, make_storages
 from conjoin.search.exact.tables import Tables
 from conjoin.search.exact.units import Units
-from conjoin.sim import Skeleton
+from conjoin.sim import OPTIMIZER_COPIES, Prices, Skeleton
 
 _FEW = 64
 """Choices up to which all are considered, also near a given solution."""
@@ -44,10 +46,24 @@ class Objective:
     """Of the optimizer, for a stored byte."""
     device: str = "cuda"
     """The kind of devices, which decides what autograd keeps."""
+    is_stage: bool = False
+    """Whether it is a stage of a model that is looked at: what it makes may stay as it is."""
+
+    blocks: tuple[Segment, ...] | None = None
+    """What may be run again, where the graph itself does not tell its blocks."""
 
     def recompute(self, skeleton: Skeleton) -> Recompute | None:
         """What is held of a step for its backward pass, and may be run again, where memory is worth anything."""
-        return find_recompute(skeleton, self.device) if self.seconds_per_byte else None
+        return find_recompute(skeleton, self.device, self.blocks) if self.seconds_per_byte else None
+
+
+def objective_on(
+    machine: Machine, prices: Prices, optimizer: str, overlap: float, seconds_per_byte: float
+) -> Objective:
+    """What is counted on the devices of a machine."""
+    many = TensorType((1 << 26,), torch.float32)
+    update = prices.update([many], 0).value / many.bytes
+    return Objective(overlap, seconds_per_byte, 2 + OPTIMIZER_COPIES[optimizer], update, machine.device)
 
 
 Made = tuple[tuple[int, int], ...]

@@ -12,6 +12,8 @@ once, and the whole problem is the short one with as many of them one after the 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -21,7 +23,7 @@ from conjoin.search.exact.ordering import find_order
 from conjoin.search.exact.problem import Problem, StoredAs, lay_out
 from conjoin.search.exact.space import Objective, Space
 from conjoin.search.exact.tables import Factor
-from conjoin.search.fold import FIRST, LAST, Fold
+from conjoin.search.fold import FIRST, LAST, Fold, fold
 from conjoin.sim import Layouts, Skeleton
 
 _BEFORE, _AFTER = FIRST - 1, FIRST
@@ -39,7 +41,9 @@ class StackProblem:
     def __init__(self, skeleton: Skeleton, fold: Fold, space: Space, objective: Objective) -> None:
         """Uneven where blocks are not told by one of them."""
         self.skeleton, self._fold = skeleton, fold
-        self.short = Problem(fold.skeleton, space, objective)
+        self._every = objective.recompute(skeleton)
+        blocks = None if self._every is None else _blocks_left(fold, self._every.blocks)
+        self.short = Problem(fold.skeleton, space, replace(objective, blocks=blocks))
         self._length = fold.stretch.length
         self._block = self._find_blocks()
         self._next = self._find_next()
@@ -179,11 +183,11 @@ class StackProblem:
             if number in short.variable:
                 values: Mapping[int, int] | Sequence[int] = blocks.get(block, solution.values)
                 stored[root] = short.stored_as(number, values[short.variable[number]])
-        return lay_out(self.skeleton, short.space.units, choices, stored, {})
+        return lay_out(self.skeleton, short.space.units, choices, stored, {}, short.objective.is_stage)
 
     def segments(self, solution: Solution) -> tuple[Segment, ...]:
         """What a solution runs again in the backward pass."""
-        every = self.short.objective.recompute(self.skeleton)
+        every = self._every
         if every is None:
             return ()
         stretch, blocks, found = self._fold.stretch, self._values_by_block(solution), list[Segment]()
@@ -220,3 +224,20 @@ class StackProblem:
                 made[key] = self._segment.restore(dict(zip(names, key, strict=True)))
             found[_BEFORE + 1 + i] = made[key]
         return found
+
+
+def _blocks_left(fold: Fold, blocks: Sequence[Segment]) -> tuple[Segment, ...]:
+    """The blocks of the short graph: what one that begins before the seam has behind it, the one behind it has too."""
+    seam, dropped = fold.stretch.seam, fold.stretch.num_dropped
+    before = [Segment(first, last) for first, last in blocks if first < seam]
+    after = [Segment(first - dropped, last - dropped) for first, last in blocks if first >= seam + dropped]
+    return (*before, *after)
+
+
+def folded_problem(skeleton: Skeleton, space: Space, objective: Objective) -> Problem | StackProblem:
+    """The tables of a training step, with blocks that are equal worked out once where it has a stack of them."""
+    found = fold(skeleton.graph)
+    if found is not None and len(skeleton.operators) == len(skeleton.graph.nodes):
+        with suppress(Uneven):
+            return StackProblem(skeleton, found, space, objective)
+    return Problem(skeleton, space, objective)
