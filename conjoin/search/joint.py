@@ -36,7 +36,7 @@ from conjoin.search.exact.stack import StackProblem, folded_problem
 from conjoin.search.exact.units import Units, cuts, kinds_text, natural_units, neighbours, shown, splits
 from conjoin.search.micro_batches import enter_strategies, micro_variants
 from conjoin.search.placing_branches import without_places
-from conjoin.search.relieving import relieve, run_fewer
+from conjoin.search.relieving import mix, relieve
 from conjoin.search.rewrites import Way
 from conjoin.search.substituting import substitute, substitute_alone
 from conjoin.search.variants import as_variant
@@ -55,6 +55,8 @@ _FIRST_RELIEF = 0.2
 """The part of the time for which named strategies that do not fit are relieved, before others are looked for."""
 _FIRST_PRICE = 0.01
 """Of a byte, in steps for a device's memory."""
+_LOWEST_PRICE = 1e-3
+"""Of the first: what fits for less is not priced."""
 
 
 @dataclass
@@ -88,6 +90,7 @@ class JointSearch:
         """Go through all levels; Enough when there is no time left."""
         mesh = self.contest.mesh
         self._hold_heavy(self.starts)
+        heavy = list(self._heavy)
         self._relieve(_FIRST_RELIEF)
         if mesh.size == 1:
             self._accumulate()
@@ -102,6 +105,10 @@ class JointSearch:
         if self.contest.best is None and not tight:  # only now something was found that keeps to the constraints
             self._fit(self.cuts())
         self._climb()
+        best, heavy = self.contest.best, [*heavy, *self._heavy]
+        if best is not None and any(outcome.seconds < best.seconds for outcome in heavy):
+            self._mix(heavy)  # memory decides, though something fits without a price
+            self._fit(self.promising()[:2])
         self._relieve()
         self._go_through(self.promising()[:2], _MORE_OVERLAPS)
         fresh = substitute(self)
@@ -333,31 +340,44 @@ class JointSearch:
         return spaces[units]
 
     def _fit(self, candidates: list[Units]) -> None:
-        """Raise the price of a byte until a plan fits; then find the lowest price at which one still does.
+        """Raise the price of a byte until a plan fits; then find the lowest price at which one still does, and what
+        lies between that plan and the one for a little less, which does not fit.
 
         After every price the units go on that came nearest to fitting.
         """
         contest = self.contest
         if contest.smallest is None:
             return
-        price, low = _FIRST_PRICE * contest.smallest.seconds / contest.capacity, 0.0
-        peaks: list[int] = []
+        first = price = _FIRST_PRICE * contest.smallest.seconds / contest.capacity
+        low, high, peaks, heavy = 0.0, inf, list[int](), list[Outcome]()
         for _ in range(_MEMORY_STEPS):
             tried = {units: self._try_all(units, self.objective(OVERLAPS[0], price)) for units in candidates}
             found = [outcome for outcomes in tried.values() for outcome in outcomes]
             candidates = sorted(candidates, key=lambda units: min(map(_peak, tried[units]), default=inf))[:3]
+            heavy += [outcome for outcome in found if _peak(outcome) > contest.capacity]
             if any(_peak(outcome) <= contest.capacity for outcome in found):
-                best = contest.best
-                if best is not None and best.entry.segments and any(outcome is best for outcome in found):
-                    run_fewer(contest, best, contest.share(_FIRST_RELIEF))
-                if low == 0.0 or price < 1.5 * low:
-                    return
-                price = (price * low) ** 0.5
+                high = price
+                if price < 1.5 * low or price < _LOWEST_PRICE * first:
+                    break
+                price = (price * low) ** 0.5 if low else price / 4
             else:
                 peaks.append(min(map(_peak, found), default=0))
                 if len(peaks) > 2 and peaks[-1] >= peaks[-3]:
-                    return
-                low, price = price, 4 * price
+                    break
+                low, price = price, (price * high) ** 0.5 if high < inf else 4 * price
+        self._mix(heavy)
+
+    def _mix(self, heavy: Sequence[Outcome]) -> None:
+        """Enter what lies between the best plan and faster ones that do not fit."""
+        best, left = self.contest.best, self.contest.share(_FIRST_RELIEF)
+        if best is None:
+            return
+        light = as_variant(best)
+        graph = light.entry.variant.graph
+        alike = [outcome for outcome in map(as_variant, heavy) if outcome.entry.variant.graph is graph]
+        for outcome in sorted(alike, key=_seconds)[:_RELIEVED]:
+            if outcome.seconds < self.contest.least_seconds:
+                mix(self.contest, light, outcome, left)
 
     def promising(self) -> list[Units]:
         """Units by the best entry that was found on them."""

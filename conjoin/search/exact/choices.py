@@ -88,6 +88,7 @@ class OperatorSeconds:
 
     prices: Prices
     _known: dict[tuple[Task, Ways], tuple[float, float]] = field(default_factory=dict)
+    _waits: dict[Task, float] = field(default_factory=dict)
     _halos: dict[tuple[Task, Ways], int] = field(default_factory=dict)
 
     def seconds(self, task: Task, ways: Ways) -> float:
@@ -97,6 +98,10 @@ class OperatorSeconds:
     def forward(self, task: Task, ways: Ways) -> float:
         """Computing forward alone, as where it is run again."""
         return self._both(task, ways)[0]
+
+    def waiting(self, task: Task) -> float:
+        """The most that a device waits for its host in any way that was asked for: a timeline may hide it."""
+        return self._waits.get(task, 0.0)
 
     def _both(self, task: Task, ways: Ways) -> tuple[float, float]:
         key = task, ways
@@ -111,6 +116,8 @@ class OperatorSeconds:
                 costs = [self.prices.operator(local.call, local.needs, 0) for local in calls]
             busy = [_busy(cost) for cost in costs]
             self._known[key] = sum(forward for forward, _ in busy), sum(backward for _, backward in busy)
+            computed = sum(cost.forward.value + cost.backward.value for cost in costs)
+            self._waits[task] = max(self._waits.get(task, 0.0), sum(self._known[key]) - computed)
         return self._known[key]
 
     def halo_bytes(self, task: Task, ways: Ways) -> int:

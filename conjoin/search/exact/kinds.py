@@ -29,6 +29,8 @@ class Kind:
     sources: tuple[Source, ...]
     results: tuple[int, ...]
     """Outputs that have to come out whole."""
+    left: tuple[int, ...]
+    """Outputs that come out as they are made, but for copies and sums."""
     passed: tuple[bool, ...]
     """Through which outputs a gradient comes."""
     shared: tuple[bool, ...]
@@ -39,7 +41,7 @@ class Kind:
     """Worked out once: kinds are asked for all the time."""
 
     def __post_init__(self) -> None:
-        told = self.task, self.sources, self.results, self.passed, self.shared, self.held
+        told = self.task, self.sources, self.results, self.left, self.passed, self.shared, self.held
         object.__setattr__(self, "_hash", hash(told))
 
     def __hash__(self) -> int:
@@ -47,19 +49,19 @@ class Kind:
 
 
 def _kind_of(
-    skeleton: Skeleton, operator: Operator, of_weights: bool, whole: Set[int], held: tuple[Held, ...]
+    skeleton: Skeleton, operator: Operator, of_weights: bool, out: tuple[Set[int], Set[int]], held: tuple[Held, ...]
 ) -> Kind:
     roots = [skeleton.roots[root] for root in operator.reads]
     sources = tuple(_source_of(root.leaf) for root in roots)
     types = tuple(type.laid_out(()) for type in operator.node.types)
     task = Task(operator.call, types, operator.needs, tuple(root.leaf is not None for root in roots), of_weights)
-    results = tuple(i for i, root in enumerate(operator.makes) if root in whole)
+    results, left = (tuple(i for i, root in enumerate(operator.makes) if root in some) for some in out)
     passed = tuple(
         any(operand in skeleton.operators[position].needs for position, operand in skeleton.readers[root])
         for root in operator.makes
     )
     shared = tuple(is_shared(skeleton, root) for root in operator.reads)
-    return Kind(task, sources, results, passed, shared, held)
+    return Kind(task, sources, results, left, passed, shared, held)
 
 
 def kinds_of(
@@ -67,13 +69,15 @@ def kinds_of(
 ) -> list[Kind]:
     """The kind of every operator of a model, or of a stage of one; where memory counts with what each holds."""
     fed = {i for i, root in enumerate(skeleton.roots) if root.leaf is not None and root.leaf.kind is LeafKind.INPUT}
-    whole = {root for root, kept in zip(skeleton.results, kept_split(skeleton, is_stage), strict=True) if not kept}
+    results = list(zip(skeleton.results, kept_split(skeleton, is_stage), strict=True))
+    whole = {root for root, kept in results if not kept}
+    left = {root for root, kept in results if kept} if is_stage else set[int]()
     once: dict[Kind, Kind] = {}  # what is the same object need not be compared
     kinds = []
     for operator, mine in zip(skeleton.operators, held or [()] * len(skeleton.operators), strict=True):
         of_inputs = not fed.isdisjoint(operator.reads)
         fed.update(operator.makes if of_inputs else ())
-        kind = _kind_of(skeleton, operator, not of_inputs, whole, mine)
+        kind = _kind_of(skeleton, operator, not of_inputs, (whole, left), mine)
         kinds.append(once.setdefault(kind, kind))
     return kinds
 

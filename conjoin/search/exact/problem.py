@@ -17,11 +17,11 @@ from conjoin.ops import Copies, Layout, Partial, Split, TensorType, make_layout,
 from conjoin.search.exact.choices import Choices
 from conjoin.search.exact.elimination import Solution, solve
 from conjoin.search.exact.kinds import Kind, is_given, is_shared, is_stored, kept_split, kinds_of
-from conjoin.search.exact.layout_codes import Codes, code_on, layout_of
+from conjoin.search.exact.layout_codes import Codes, all_digits, code_on, layout_of
 from conjoin.search.exact.reshard_seconds import Array
 from conjoin.search.exact.sharing import MANY, Shared, share
 from conjoin.search.exact.space import Objective, Space
-from conjoin.search.exact.storage import Storages
+from conjoin.search.exact.storage import Storages, pieces_of
 from conjoin.search.exact.tables import Factor
 from conjoin.search.exact.units import Units
 from conjoin.sim import Layouts, Skeleton
@@ -65,7 +65,10 @@ class Problem:
             i for i, root in enumerate(skeleton.roots) if root.leaf is not None and is_stored(root.leaf.kind)
         ]
         self.hubs = [i for i, root in enumerate(skeleton.roots) if root.maker >= 0 and len(skeleton.readers[i]) > 1]
-        self.variable = {root: self.num_operators + n for n, root in enumerate([*self.stored, *self.hubs])}
+        self.arrivals = [i for i in range(len(skeleton.roots)) if objective.is_stage and self._arrives(i)]
+        """What comes from another stage, to which its gradient goes back."""
+        roots = (*self.stored, *self.hubs, *self.arrivals)
+        self.variable = {root: self.num_operators + n for n, root in enumerate(roots)}
         self.shared = {root: self._bring(root, with_dominated) for root in self.stored if is_shared(skeleton, root)}
         self.sizes = [len(found) for found in self.choices]
         first = self.num_operators + len(self.variable)
@@ -77,7 +80,7 @@ class Problem:
             self._operate(position)
         for root in self.stored:
             self._store(root)
-        for root in self.hubs:
+        for root in (*self.hubs, *self.arrivals):
             self._share(root)
         for root in range(len(skeleton.roots)):
             if root not in self.variable and skeleton.roots[root].maker >= 0 and skeleton.readers[root]:
@@ -192,19 +195,30 @@ class Problem:
     def _share(self, root: int) -> None:
         """The hub of a tensor: brought there once, and from there to everyone who reads it."""
         readers, type, variable = self.skeleton.readers[root], self.skeleton.roots[root].type, self.variable[root]
-        maker, output = self._maker(root)
-        made = self.choices[maker].outputs[output]
-        codes = self._lying(root)
+        is_made = self.skeleton.roots[root].maker >= 0
+        codes = self._lying(root) if is_made else self._arriving(root)
         self.sizes.append(len(codes))
         back = any(i in self.skeleton.operators[p].needs for p, i in readers)
         name = type, codes.tobytes()
-        key: Hashable = "to hub", *name, back, self.kinds[maker], output, self.objective
-        self._pass((maker, variable), maker, key, type, back, (made, codes))
+        if is_made:
+            maker, output = self._maker(root)
+            key: Hashable = "to hub", *name, back, self.kinds[maker], output, self.objective
+            self._pass((maker, variable), maker, key, type, back, (self.choices[maker].outputs[output], codes))
         for position, operand in readers:
             needs = operand in self.skeleton.operators[position].needs
             key = "from hub", *name, needs, self.kinds[position], operand, self.objective
             read = self.choices[position].operands[operand]
             self._pass((variable, position), position, key, type, needs, (codes, read))
+
+    def _arrives(self, root: int) -> bool:
+        leaf, readers = self.skeleton.roots[root].leaf, self.skeleton.readers[root]
+        return is_given(leaf) and any(i in self.skeleton.operators[p].needs for p, i in readers)
+
+    def _arriving(self, root: int) -> Codes:
+        """The layouts in which a tensor may come from another stage."""
+        type, units = self.skeleton.roots[root].type, self.space.units
+        digits = all_digits(len(type.shape), len(units))
+        return np.flatnonzero(pieces_of(type, digits, np.array(self.space.degrees))[0])
 
     def _lying(self, root: int) -> Codes:
         """The layouts of a hub: all in which someone could make or read the tensor.
@@ -236,7 +250,16 @@ class Problem:
         """The layouts of a solution, and the parameters that are gathered again for the backward pass."""
         choices = [self.choice(position, solution.values[position]) for position in range(self.num_operators)]
         stored = {root: self.stored_as(root, solution.values[self.variable[root]]) for root in self.stored}
-        return lay_out(self.skeleton, self.space.units, choices, stored, self.fixed, self.objective.is_stage)
+        given = {**self.fixed, **self.arriving(solution.values)}
+        return lay_out(self.skeleton, self.space.units, choices, stored, given, self.objective.is_stage)
+
+    def arriving(self, values: Sequence[int]) -> dict[int, Layout]:
+        """The layouts of what comes from another stage, for values of the variables."""
+        found = {}
+        for root in self.arrivals:
+            code, rank = self._arriving(root)[values[self.variable[root]]], len(self.skeleton.roots[root].type.shape)
+            found[root] = layout_of(int(code), rank, self.space.units, [])
+        return found
 
     def segments(self, solution: Solution) -> tuple[Segment, ...]:
         """What a solution runs again in the backward pass."""

@@ -17,7 +17,7 @@ from conjoin.ops import TensorType
 from conjoin.search.exact.choices import Choices, OperatorSeconds, Task, forward_seconds, group_axes, make_choices
 from conjoin.search.exact.dominance import Change, looked_up, undominated
 from conjoin.search.exact.kinds import Kind, Source
-from conjoin.search.exact.layout_codes import Codes
+from conjoin.search.exact.layout_codes import WHOLE, Codes, S, all_digits, join
 from conjoin.search.exact.recompute import Recompute, find_recompute
 from conjoin.search.exact.reshard_seconds import Array, Excess, ReshardSeconds, excess, held_share
 from conjoin.search.exact.sharing import Rows, best_sources, shared_excess, sources_as_used
@@ -182,6 +182,10 @@ class Space:
         seconds = np.zeros(len(choices))
         for i in kind.results:
             seconds += self.between(kind.task.types[i], False)[choices.outputs[i], 0]
+        for i in kind.left:
+            codes, rank = choices.outputs[i], len(kind.task.types[i].shape)
+            digits = all_digits(rank, len(self.units))[codes]
+            seconds += self.between(kind.task.types[i], True)[codes, join(np.where(digits >= S, digits, WHOLE), rank)]
         if not objective.seconds_per_byte or not kind.held:
             return seconds
         held, price = kind.held[mode], objective.seconds_per_byte

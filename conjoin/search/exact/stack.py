@@ -42,8 +42,8 @@ class StackProblem:
         """Uneven where blocks are not told by one of them."""
         self.skeleton, self._fold = skeleton, fold
         self._every = objective.recompute(skeleton)
-        blocks = None if self._every is None else _blocks_left(fold, self._every.blocks)
-        self.short = Problem(fold.skeleton, space, replace(objective, blocks=blocks))
+        left = None if self._every is None else _blocks_left(fold, self._every.blocks)
+        self.short = Problem(fold.skeleton, space, replace(objective, blocks=left))
         self._length = fold.stretch.length
         self._block = self._find_blocks()
         self._next = self._find_next()
@@ -90,7 +90,7 @@ class StackProblem:
             if len(readers) > 1 and readers != {_OUTSIDE}:
                 raise Uneven
             blocks.append(readers.pop() if readers else _OUTSIDE)
-        blocks += [block_at(skeleton.roots[root].maker) for root in self.short.hubs]
+        blocks += [block_at(skeleton.roots[root].maker) for root in (*self.short.hubs, *self.short.arrivals)]
         if self.short.recompute is not None:
             blocks += [block_at(segment[0]) for segment in self.short.recompute.blocks]
         return blocks
@@ -183,7 +183,9 @@ class StackProblem:
             if number in short.variable:
                 values: Mapping[int, int] | Sequence[int] = blocks.get(block, solution.values)
                 stored[root] = short.stored_as(number, values[short.variable[number]])
-        return lay_out(self.skeleton, short.space.units, choices, stored, {}, short.objective.is_stage)
+        places = {leaf: i for i, leaf in enumerate(self.skeleton.graph.leaves)}
+        given = {places[short.skeleton.graph.leaves[i]]: x for i, x in short.arriving(solution.values).items()}
+        return lay_out(self.skeleton, short.space.units, choices, stored, given, short.objective.is_stage)
 
     def segments(self, solution: Solution) -> tuple[Segment, ...]:
         """What a solution runs again in the backward pass."""

@@ -67,7 +67,7 @@ class _Sum:
 
     def total(self) -> float:
         """Operators, then what is stored, then what is passed on."""
-        kinds = kinds_of(self.skeleton, self.held)
+        kinds = kinds_of(self.skeleton, self.held, is_stage=self.objective.is_stage)
         seconds = sum(self._operator(position, kind) for position, kind in enumerate(kinds))
         for number, root in enumerate(self.skeleton.roots):
             if root.maker >= 0:

@@ -256,7 +256,8 @@ class StageSearch:
 
     def _tables_of(self, cut: _Cut, fold: Fold, learning: np.ndarray) -> StageTables:
         check = lambda: self.check("stages")
-        return StageTables(cut[0], fold, learning, cut[1], self._machines, self._solver, check)
+        solver = replace(self._solver, micro=1 if cut[1] is None else cut[1].steps)
+        return StageTables(cut[0], fold, learning, cut[1], self._machines, solver, check)
 
     def _cells(self, graph: Graph, micro: int, *, blocks_only: bool = False) -> _Cut | None:
         """A model in micro-batches and cells; None where it cannot be cut so."""
@@ -298,7 +299,7 @@ class StageSearch:
         model = replace(self.model, check=self.check)
         for _ in range(1 + _MORE_BLOCKS):
             try:
-                judged = judge(self.model, build(model, self._solver, *cut, trial.division, cutting))
+                judged = judge(self.model, build(model, tables.solver, *cut, trial.division, cutting))
             except StrategyError:
                 return
             self.num_judged += 1

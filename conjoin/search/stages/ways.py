@@ -88,6 +88,8 @@ class Solver:
 
     costs: CostModel
     optimizer: str
+    micro: int = 1
+    """Micro-batches in a step, which share what is done once in it."""
     _spaces: dict[tuple[Machine, Units], Space] = field(default_factory=dict)
 
     def solve(self, skeleton: Skeleton, near: Layouts, machine: Machine) -> tuple[Layouts, frozenset[str]] | None:
@@ -99,8 +101,9 @@ class Solver:
         if (machine, units) not in self._spaces:
             made = Space(units, machine.mesh, ReshardSeconds(units, machine.mesh, prices), OperatorSeconds(prices))
             self._spaces[machine, units] = made
-        objective = objective_on(machine, prices, self.optimizer, OVERLAPS[0], 0.0)
-        problem = folded_problem(skeleton, self._spaces[machine, units], replace(objective, is_stage=True))
+        told = objective_on(machine, prices, self.optimizer, 1 - (1 - OVERLAPS[0]) / self.micro, 0.0)
+        objective = replace(told, is_stage=True, update_seconds=told.update_seconds / self.micro)
+        problem = folded_problem(skeleton, self._spaces[machine, units], objective)
         return problem.layouts(problem.solve())
 
 

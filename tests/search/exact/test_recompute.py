@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from conjoin.cost import CostModel
 from conjoin.frontends import capture
 from conjoin.machine import devices_of, parse_machine
 from conjoin.search import Wish
+from conjoin.search.certifying import certify
 from conjoin.search.contest import Contest, Entry, Variant, make_variant
+from conjoin.search.exact.elimination import Solution
 from conjoin.search.exact.stack import StackProblem
 from conjoin.search.exact.summing import sum_of
 from conjoin.search.joint import JointSearch
@@ -102,3 +105,21 @@ def test_bytes_are_those_of_the_simulator() -> None:
     assert sums[0] is not None and sums[1] is not None
     gain = gain_of(program, recompute.modes[1][2][0], "cuda")
     assert sums[0] - sums[1] == pytest.approx(gain.num_bytes, rel=1e-6)
+
+
+def test_no_plan_takes_less_than_nothing_can_hide() -> None:
+    contest, variant = contest_of(1, samples=1 << 17)
+    search = JointSearch(contest, [variant])
+    (units,) = search.cuts()
+    problem = search.problem(variant, units, search.objective(0.0), with_dominated=True)
+    assert problem is not None
+    sizes = [1 if v >= problem.num_operators + len(problem.stored) else n for v, n in enumerate(problem.sizes)]
+    outcomes = []
+    for values in product(*map(range, sizes)):
+        layouts, regathered = problem.layouts(Solution(values, 0.0, is_exact=True))
+        outcomes.append(contest.enter(Entry("some", variant, layouts, regathered)))
+    assert len(outcomes) > 100
+    best = min(outcomes, key=lambda outcome: outcome.seconds)
+    told = certify(contest, best)
+    assert told is not None and told.step == best.seconds
+    assert 0.5 * best.seconds < told.least_step <= best.seconds
