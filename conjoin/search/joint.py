@@ -55,8 +55,8 @@ _FIRST_RELIEF = 0.2
 """The part of the time for which named strategies that do not fit are relieved, before others are looked for."""
 _FIRST_PRICE = 0.01
 """Of a byte, in steps for a device's memory."""
-_LOWEST_PRICE = 1e-3
-"""Of the first: what fits for less is not priced."""
+_LOWEST_PRICE, _HIGHEST_PRICE = 1e-3, 1e4
+"""Of the first: what fits for less is not priced, and where a device's memory is worth a hundred steps nothing does."""
 
 
 @dataclass
@@ -362,9 +362,10 @@ class JointSearch:
                 price = (price * low) ** 0.5 if low else price / 4
             else:
                 peaks.append(min(map(_peak, found), default=0))
-                if len(peaks) > 2 and peaks[-1] >= peaks[-3]:
+                if price > _HIGHEST_PRICE * first:
                     break
-                low, price = price, (price * high) ** 0.5 if high < inf else 4 * price
+                further = 16 if len(peaks) > 1 and peaks[-1] >= peaks[-2] else 4
+                low, price = price, (price * high) ** 0.5 if high < inf else further * price
         self._mix(heavy)
 
     def _mix(self, heavy: Sequence[Outcome]) -> None:
