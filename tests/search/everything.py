@@ -1,7 +1,7 @@
 """The search against trying everything: layouts, storage, what is run again, stages, micro-batches and schedules.
 
-    python -m benchmarks.search_exhaustive                # 200 small models, machines and limits of memory
-    python -m benchmarks.search_exhaustive --seeds 0 20   # those of some seeds; rows are added to the results
+    python -m tests.search.everything                # 200 small models, machines and limits of memory
+    python -m tests.search.everything --seeds 0 20   # those of some seeds; rows are added to the results
 
 Two devices, of one kind or two, with a link of some rate; one or two blocks of a layer or two; a limit of memory from
 where nothing fits to where all does. In one stage every choice of every operator, every storage of every parameter and
@@ -44,7 +44,7 @@ from conjoin.search.stages.search import micro_batches
 from conjoin.search.stages.ways import RECOMPUTE, Solver, Way
 from conjoin.sim import measure_memory
 
-RESULTS = Path(__file__).parent / "results" / "search_exhaustive.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "search_exhaustive.json"
 ALIKE = 1.005
 MAX_COMBINATIONS = 20_000
 _PRICED = 1e-21
@@ -187,7 +187,7 @@ def compare(seed: int, budget: float) -> Row | None:
 
 def _write(rows: list[dict[str, object]]) -> None:
     told = {
-        "command": "python -m benchmarks.search_exhaustive",
+        "command": "python -m tests.search.everything",
         "date": strftime("%Y-%m-%d"),
         "torch": torch.__version__,
     }
