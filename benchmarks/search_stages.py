@@ -26,8 +26,8 @@ from conjoin.cost import CostModel
 from conjoin.frontends import capture
 from conjoin.ir import Graph
 from conjoin.machine import Machine, parse_machine
-from conjoin.search import Stopped, Wish, find_plan, make_pipeline
-from conjoin.sim import predict_pipeline
+from conjoin.search import Stopped, Wish, find_plan, make_pipeline, make_plan
+from conjoin.sim import predict, predict_pipeline
 from zoo.gpt import Gpt, GptConfig, gpt_batch
 from zoo.tokens import next_token_loss
 
@@ -37,7 +37,7 @@ RESULTS = Path(__file__).parent / "results" / "search_stages.json"
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A row of the table that has stages."""
+    """A row of the table."""
 
     layers: int
     width: int
@@ -59,10 +59,17 @@ class Published:
     @property
     def strategy(self) -> str:
         dp = self.gpus // self.tp // self.pp
-        return f"pipeline:pp={self.pp},tp={self.tp},micro={self.batch // dp}+recompute=full"
+        if self.pp > 1:
+            return f"pipeline:pp={self.pp},tp={self.tp},micro={self.batch // dp}+recompute=full"
+        inside = f"megatron:tp={self.tp},dp={dp}" if self.tp > 1 else f"data-parallel:dp={dp}"
+        return f"{inside}+recompute=full+micro={self.batch // dp}"
 
 
 TABLE = {
+    "1.7b": Published(24, 2304, 24, 1, 1, 32, 512, 137),
+    "3.6b": Published(30, 3072, 32, 2, 1, 64, 512, 138),
+    "7.5b": Published(36, 4096, 32, 4, 1, 128, 512, 142),
+    "18.4b": Published(40, 6144, 48, 8, 1, 256, 1024, 135),
     "39.1b": Published(48, 8192, 64, 8, 2, 512, 1536, 138),
     "76.1b": Published(60, 10240, 80, 8, 4, 1024, 1792, 140),
     "145.6b": Published(80, 12288, 96, 8, 8, 1536, 2304, 148),
@@ -112,7 +119,10 @@ def compare(name: str, budget: float) -> Row:
 
 
 def _published(graph: Graph, machine: Machine, row: Published, costs: CostModel) -> tuple[float, bool]:
-    told = predict_pipeline(make_pipeline(graph, machine, row.strategy, costs), machine, costs)
+    if row.pp > 1:
+        several = predict_pipeline(make_pipeline(graph, machine, row.strategy, costs), machine, costs)
+        return several.seconds, several.fits
+    told = predict(make_plan(graph, machine, row.strategy), machine, costs, "adam")
     return told.seconds, told.fits
 
 

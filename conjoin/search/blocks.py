@@ -49,9 +49,7 @@ def segments_for(recompute: str, graph: Graph, whole: Graph | None = None) -> tu
         case "full":
             return blocks
         case "selective":
-            facts = study(graph)
-            nodes = [facts.by_node[node] for node in operators_of(graph)]
-            return tuple(part for block in blocks for part in _cheap_parts(nodes, block))
+            return tuple(part for parts in cheap_parts(graph, blocks) for part in parts)
     every = int(recompute.removeprefix("every-"))
     if every > len(blocks):
         raise StrategyError(
@@ -59,6 +57,13 @@ def segments_for(recompute: str, graph: Graph, whole: Graph | None = None) -> tu
             f"It has {len(blocks)} blocks. Write every-{len(blocks)} or a lower number, or full."
         )
     return blocks[every - 1 :: every]
+
+
+def cheap_parts(graph: Graph, blocks: Sequence[Segment]) -> list[tuple[Segment, ...]]:
+    """Of every block what is cheap to run again for its bytes."""
+    facts = study(graph)
+    nodes = [facts.by_node[node] for node in operators_of(graph)]
+    return [tuple(_cheap_parts(nodes, block)) for block in blocks]
 
 
 def block_segments(graph: Graph, whole: Graph | None = None) -> tuple[Segment, ...]:

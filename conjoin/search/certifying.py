@@ -6,8 +6,13 @@ elimination would be too large (`exact/relaxing.py`). With a price l of a byte a
 
     least over all that need at most m  >=  (least of seconds + l · bytes) - l · m          (weak duality)
 
-What is bounded is the sum on these units and this variant of the graph. The timeline, in which things overlap, other
-units, other rewrites, and memory beyond what tables count are not.
+What is bounded so is the sum on these units and this variant of the graph. The timeline, in which things overlap, is
+bounded by what nothing can hide: devices compute, and wait for the reshards of activations, one after the other,
+
+    step  >=  least over all of (computing + reshards + update) - what devices wait for hosts in it at most
+
+which is the least sum with all of the parameters' communication hidden (`_least_step`). It is far below where links are
+busier than devices. Other units, other rewrites, and memory beyond what tables count are not bounded.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from conjoin.search.contest import Contest, Outcome
+from conjoin.search.exact.kinds import kinds_of
 from conjoin.search.exact.relaxing import Bound, lower_bound
 from conjoin.search.exact.space import OVERLAPS, Objective
 from conjoin.search.exact.stack import StackProblem
@@ -24,6 +30,8 @@ from conjoin.search.joint import JointSearch
 from conjoin.search.variants import as_variant
 
 _MAX_UNITS = 3
+_FAR = 0.05
+"""A gap of the step that is told with a reason."""
 _MIN_PRICE = 1e-21
 """Of a byte: counts for nothing, but tables have parameters gathered twice only where a byte has a price."""
 
@@ -43,6 +51,10 @@ class Certificate:
     """Whether some plan has the least sum; else it is only known that none has less."""
     memory: int | None = None
     """The bound holds for plans that need at most so many bytes, as tables count them; None where it holds for all."""
+    step: float = 0.0
+    """Seconds of the plan by the timeline."""
+    least_step: float = 0.0
+    """Seconds that no plan on these units takes less than, by the timeline; 0 where that is not known."""
 
     @property
     def gap(self) -> float:
@@ -53,12 +65,23 @@ class Certificate:
         """
         return max(0.0, self.seconds / self.least - 1) if self.least > 0 else float("inf")
 
+    @property
+    def step_gap(self) -> float:
+        """By which part of its bound the step can at most be lowered."""
+        return max(0.0, self.step / self.least_step - 1) if self.least_step > 0 else float("inf")
+
     def __str__(self) -> str:
         among = "" if self.memory is None else f" in {self.memory / 2**30:.3g} GiB"
         return (
             f"the sum of seconds is within {self.gap:.1%} of the least on units of {self.units}{among}, "
-            f"{self.hidden:.0%} of the parameters' communication not counted"
+            f"{self.hidden:.0%} of the parameters' communication not counted{self._of_step()}"
         )
+
+    def _of_step(self) -> str:
+        if self.least_step <= 0:
+            return "; how much of the step nothing can hide is not known, since tables would be too large"
+        why = ", since links are busy while devices wait" if self.step_gap > _FAR else ""
+        return f"; the step is within {self.step_gap:.1%} of what nothing can hide{why}"
 
 
 def certify(contest: Contest, best: Outcome) -> Certificate | None:
@@ -93,21 +116,34 @@ def _known_first(contest: Contest, natural: Units) -> list[Units]:
 def _certify_on(contest: Contest, outcome: Outcome, units: Units, objective: Objective) -> Certificate | None:
     tables, entry = JointSearch(contest, ()), outcome.entry
     space, skeleton = tables.space(units), entry.variant.skeleton
-    own = sum_of(skeleton, space, objective, entry.layouts, entry.regathered)
+    told = entry.layouts, entry.regathered, entry.segments
+    own = sum_of(skeleton, space, objective, *told)
     bound = _bound(tables, outcome, units, objective) if own is not None else None
     if own is None or bound is None or bound.least <= 0:
         return None
     price = objective.seconds_per_byte
+    steps = outcome.seconds, _least_step(tables, outcome, units, objective)
     if price <= _MIN_PRICE:
-        return Certificate(shown(units), objective.overlap, own, bound.least, bound.is_exact)
-    dearer = sum_of(skeleton, space, replace(objective, seconds_per_byte=2 * price), entry.layouts, entry.regathered)
+        return Certificate(shown(units), objective.overlap, own, bound.least, bound.is_exact, None, *steps)
+    dearer = sum_of(skeleton, space, replace(objective, seconds_per_byte=2 * price), *told)
     assert dearer is not None, "the price of a byte changes no layout"
     priced = dearer - own
     memory = max(contest.capacity, round(priced / price))
     least = bound.least - price * memory
     if least <= 0:  # true, and says nothing
         return None
-    return Certificate(shown(units), objective.overlap, own - priced, least, bound.is_exact, memory)
+    return Certificate(shown(units), objective.overlap, own - priced, least, bound.is_exact, memory, *steps)
+
+
+def _least_step(tables: JointSearch, outcome: Outcome, units: Units, objective: Objective) -> float:
+    """Seconds of a step that nothing hides, on units; 0 where that is not found."""
+    variant, steps = outcome.entry.variant, outcome.entry.variant.steps
+    once = objective.update_seconds if steps == 1 else 0.0
+    bound = _bound(tables, outcome, units, replace(objective, overlap=1.0, seconds_per_byte=0.0, update_seconds=once))
+    if bound is None:
+        return 0.0
+    waits = sum(tables.operators.waiting(kind.task) for kind in kinds_of(variant.skeleton))
+    return max(0.0, steps * (bound.least - waits))
 
 
 def _bound(tables: JointSearch, outcome: Outcome, units: Units, objective: Objective) -> Bound | None:

@@ -19,13 +19,9 @@ are solved exactly, the best variant is found together with its best layouts, ne
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 
-import torch
-
-from conjoin.ops import TensorType
 from conjoin.search.constraints import refined
 from conjoin.search.contest import Contest, Entry, Outcome, Variant, digest
 from conjoin.search.exact.choices import OperatorSeconds
@@ -35,17 +31,16 @@ from conjoin.search.exact.counted.problem import CountedProblem
 from conjoin.search.exact.counted.space import CountedSpace, axes_are_alike
 from conjoin.search.exact.problem import Impossible, Problem
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
-from conjoin.search.exact.space import OVERLAPS, Objective, Space
-from conjoin.search.exact.stack import StackProblem, Uneven
+from conjoin.search.exact.space import OVERLAPS, Objective, Space, objective_on
+from conjoin.search.exact.stack import StackProblem, folded_problem
 from conjoin.search.exact.units import Units, cuts, kinds_text, natural_units, neighbours, shown, splits
-from conjoin.search.fold import fold
 from conjoin.search.micro_batches import enter_strategies, micro_variants
 from conjoin.search.placing_branches import without_places
-from conjoin.search.relieving import relieve
+from conjoin.search.relieving import mix, relieve
 from conjoin.search.rewrites import Way
 from conjoin.search.substituting import substitute, substitute_alone
 from conjoin.search.variants import as_variant
-from conjoin.sim import OPTIMIZER_COPIES, Layouts
+from conjoin.sim import Layouts
 
 _MORE_OVERLAPS = (0.8, 0.3, 0.9, 1.0)
 """Tried where it looks best."""
@@ -60,6 +55,8 @@ _FIRST_RELIEF = 0.2
 """The part of the time for which named strategies that do not fit are relieved, before others are looked for."""
 _FIRST_PRICE = 0.01
 """Of a byte, in steps for a device's memory."""
+_LOWEST_PRICE, _HIGHEST_PRICE = 1e-3, 1e4
+"""Of the first: what fits for less is not priced, and where a device's memory is worth a hundred steps nothing does."""
 
 
 @dataclass
@@ -93,6 +90,7 @@ class JointSearch:
         """Go through all levels; Enough when there is no time left."""
         mesh = self.contest.mesh
         self._hold_heavy(self.starts)
+        heavy = list(self._heavy)
         self._relieve(_FIRST_RELIEF)
         if mesh.size == 1:
             self._accumulate()
@@ -107,6 +105,10 @@ class JointSearch:
         if self.contest.best is None and not tight:  # only now something was found that keeps to the constraints
             self._fit(self.cuts())
         self._climb()
+        best, heavy = self.contest.best, [*heavy, *self._heavy]
+        if best is not None and any(outcome.seconds < best.seconds for outcome in heavy):
+            self._mix(heavy)  # memory decides, though something fits without a price
+            self._fit(self.promising()[:2])
         self._relieve()
         self._go_through(self.promising()[:2], _MORE_OVERLAPS)
         fresh = substitute(self)
@@ -159,8 +161,10 @@ class JointSearch:
         problem = self.stacked(variant, units, self.objective(OVERLAPS[0], self.price))
         if problem is None:
             return None
-        layouts, regathered = problem.layouts(problem.solve())
-        return self.contest.enter(Entry(_name(units, variant), variant, layouts, regathered))
+        solution = problem.solve()
+        layouts, regathered = problem.layouts(solution)
+        again = problem.segments(solution)
+        return self.contest.enter(Entry(_name(units, variant), variant, layouts, regathered, again))
 
     def _go_through(self, some: Iterable[Units], overlaps: Sequence[float], fresh: Variant | None = None) -> bool:
         """Try units that were not tried, with all variants or a fresh one; whether anything better was found."""
@@ -269,7 +273,8 @@ class JointSearch:
         if total > _HOPELESS * least:
             return None
         layouts, regathered = problem.layouts(solution)
-        entry = Entry(_name(units, variant), variant, layouts, regathered, objective=objective)
+        again = problem.segments(solution)
+        entry = Entry(_name(units, variant), variant, layouts, regathered, again, objective=objective)
         outcome = self.contest.enter(entry)
         if _peak(outcome) > self.contest.capacity:
             self._heavy.append(outcome)
@@ -303,11 +308,9 @@ class JointSearch:
 
     def stacked(self, variant: Variant, units: Units, objective: Objective) -> Problem | StackProblem | None:
         """The same, with blocks that are equal worked out once where the model has a stack of them."""
-        found = None if self.contest.constraints.fixed else fold(variant.graph)
-        if found is not None and len(variant.skeleton.operators) == len(variant.graph.nodes):
-            with suppress(Uneven):
-                return StackProblem(variant.skeleton, found, self.space(units), objective)
-        return self.problem(variant, units, objective)
+        if self.contest.constraints.fixed:
+            return self.problem(variant, units, objective)
+        return folded_problem(variant.skeleton, self.space(units), objective)
 
     def cuts(self, num_units: int = 2) -> list[Units]:
         """The cuts of the axes that may be used, such that fixed layouts can be told on their units."""
@@ -325,10 +328,8 @@ class JointSearch:
 
     def objective(self, overlap: float, seconds_per_byte: float = 0.0) -> Objective:
         """What is counted, with the optimizer of the contest."""
-        prices = self.contest.prices
-        many = TensorType((1 << 26,), torch.float32)
-        update = prices.update([many], 0).value / many.bytes
-        return Objective(overlap, seconds_per_byte, 2 + OPTIMIZER_COPIES[self.contest.optimizer], update)
+        contest = self.contest
+        return objective_on(contest.machine, contest.prices, contest.optimizer, overlap, seconds_per_byte)
 
     def space(self, units: Units) -> Space:
         """The tables on units, made once."""
@@ -339,28 +340,45 @@ class JointSearch:
         return spaces[units]
 
     def _fit(self, candidates: list[Units]) -> None:
-        """Raise the price of a byte until a plan fits; then find the lowest price at which one still does.
+        """Raise the price of a byte until a plan fits; then find the lowest price at which one still does, and what
+        lies between that plan and the one for a little less, which does not fit.
 
         After every price the units go on that came nearest to fitting.
         """
         contest = self.contest
         if contest.smallest is None:
             return
-        price, low = _FIRST_PRICE * contest.smallest.seconds / contest.capacity, 0.0
-        peaks: list[int] = []
+        first = price = _FIRST_PRICE * contest.smallest.seconds / contest.capacity
+        low, high, peaks, heavy = 0.0, inf, list[int](), list[Outcome]()
         for _ in range(_MEMORY_STEPS):
             tried = {units: self._try_all(units, self.objective(OVERLAPS[0], price)) for units in candidates}
             found = [outcome for outcomes in tried.values() for outcome in outcomes]
             candidates = sorted(candidates, key=lambda units: min(map(_peak, tried[units]), default=inf))[:3]
+            heavy += [outcome for outcome in found if _peak(outcome) > contest.capacity]
             if any(_peak(outcome) <= contest.capacity for outcome in found):
-                if low == 0.0 or price < 1.5 * low:
-                    return
-                price = (price * low) ** 0.5
+                high = price
+                if price < 1.5 * low or price < _LOWEST_PRICE * first:
+                    break
+                price = (price * low) ** 0.5 if low else price / 4
             else:
                 peaks.append(min(map(_peak, found), default=0))
-                if len(peaks) > 2 and peaks[-1] >= peaks[-3]:
-                    return
-                low, price = price, 4 * price
+                if price > _HIGHEST_PRICE * first:
+                    break
+                further = 16 if len(peaks) > 1 and peaks[-1] >= peaks[-2] else 4
+                low, price = price, (price * high) ** 0.5 if high < inf else further * price
+        self._mix(heavy)
+
+    def _mix(self, heavy: Sequence[Outcome]) -> None:
+        """Enter what lies between the best plan and faster ones that do not fit."""
+        best, left = self.contest.best, self.contest.share(_FIRST_RELIEF)
+        if best is None:
+            return
+        light = as_variant(best)
+        graph = light.entry.variant.graph
+        alike = [outcome for outcome in map(as_variant, heavy) if outcome.entry.variant.graph is graph]
+        for outcome in sorted(alike, key=_seconds)[:_RELIEVED]:
+            if outcome.seconds < self.contest.least_seconds:
+                mix(self.contest, light, outcome, left)
 
     def promising(self) -> list[Units]:
         """Units by the best entry that was found on them."""

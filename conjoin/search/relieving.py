@@ -19,7 +19,7 @@ from conjoin.ir import Segment
 from conjoin.search.contest import Contest, Entry, Outcome
 from conjoin.search.placing_branches import without_places
 from conjoin.search.variants import as_variant
-from conjoin.sim import Skeleton, gain_of, measure_memory
+from conjoin.sim import Layouts, Skeleton, gain_of, measure_memory
 
 _MAX_PARTS = 128
 """Into how many segments a model is cut at most."""
@@ -56,6 +56,36 @@ def relieve(contest: Contest, outcome: Outcome, left: Callable[[], float] = lamb
             _enter_fewest(contest, entry, worth, guess, left)
 
 
+def mix(contest: Contest, light: Outcome, heavy: Outcome, left: Callable[[], float] = lambda: 1.0) -> None:
+    """Enter what lies between a plan that fits and a faster one that does not: operators are as in the second up to
+    one of them, and from there on as in the first; as many as fit.
+
+    A price of a byte alone does not find such a plan: where two parts of a model are alike, it has them do the same.
+    """
+    fits, too_many = 0, len(light.entry.layouts.choices)
+    if light.entry.variant.graph is not heavy.entry.variant.graph or len(without_places([light, heavy])) < 2:
+        return
+    while too_many - fits > 1 and left() > 0:
+        tried = (fits + too_many) // 2
+        contest.tell(f"between {light.entry.name} and what does not fit")
+        _, peak = _judged(contest, _between(light.entry, heavy.entry, tried))
+        fits, too_many = (tried, too_many) if peak <= contest.capacity else (fits, tried)
+
+
+def _between(light: Entry, heavy: Entry, count: int) -> Entry:
+    """A plan whose first operators are those of a heavy one, and the others those of a light one."""
+    skeleton, one, other = light.variant.skeleton, heavy.layouts, light.layouts
+    first = [min((position for position, _ in readers), default=count) < count for readers in skeleton.readers]
+    leaves = {root: (one if first[root] else other).leaves[root] for root in other.leaves}
+    makers = [skeleton.roots[root].maker < count for root in skeleton.results]
+    results = tuple(a if is_first else b for is_first, a, b in zip(makers, one.results, other.results, strict=True))
+    names = {skeleton.roots[root].leaf.name: first[root] for root in leaves if skeleton.roots[root].leaf is not None}  # type: ignore[union-attr]
+    again = {name for name, is_first in names.items() if name in (heavy if is_first else light).regathered}
+    segments = [*(s for s in heavy.segments if s[1] < count), *(s for s in light.segments if s[0] >= count)]
+    layouts = Layouts(leaves, (*one.choices[:count], *other.choices[count:]), results)
+    return replace(light, layouts=layouts, regathered=frozenset(again), segments=tuple(segments))
+
+
 def _enter_fewest(
     contest: Contest, entry: Entry, segments: Sequence[Segment], guess: int, left: Callable[[], float]
 ) -> None:
@@ -76,7 +106,11 @@ def _enter_fewest(
 def _enter(contest: Contest, entry: Entry, segments: Sequence[Segment]) -> tuple[float, int]:
     """Seconds and bytes of an entry with some segments run again; it is judged, so that the best is kept."""
     name = f"{entry.name}, {len(segments)} segment{'s' if len(segments) > 1 else ''} run again"
-    made = replace(entry, name=name, segments=tuple(sorted(segments)))
+    return _judged(contest, replace(entry, name=name, segments=tuple(sorted(segments))))
+
+
+def _judged(contest: Contest, made: Entry) -> tuple[float, int]:
+    """Seconds and bytes of an entry that was judged."""
     simulation = contest.simulate(made)
     found = contest.judge(made, simulation)
     peak = found.peak_bytes

@@ -45,7 +45,7 @@ from conjoin.search.wishing import SEARCH_VERSION, SearchResult, Wish
 
 _log = logging.getLogger(__name__)
 _FORMAT = "conjoin.found"
-_VERSION = 5
+_VERSION = 6
 _WHOLE = ("peak_bytes", "num_plans", "steps", "baseline_devices")
 _NUMBERS = ("seconds_per_step", "baseline_seconds_per_step", "search_seconds", "cpu_seconds", "error", *_WHOLE)
 
@@ -142,6 +142,6 @@ def _number(value: Any, kind: type[int] | type[float]) -> float:
 def _certificate(data: Any) -> Certificate | None:
     if data is None:
         return None
-    numbers = {name: _number(data[name], float) for name in ("hidden", "seconds", "least")}
+    numbers = {name: _number(data[name], float) for name in ("hidden", "seconds", "least", "step", "least_step")}
     memory = None if data["memory"] is None else int(_number(data["memory"], int))
     return Certificate(str(data["units"]), **numbers, is_exact=bool(data["is_exact"]), memory=memory)

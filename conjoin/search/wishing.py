@@ -15,7 +15,7 @@ from conjoin.search.notes import Notes
 from conjoin.sim import OPTIMIZER_COPIES
 
 DEFAULT_BUDGET = 60.0
-SEARCH_VERSION = 6
+SEARCH_VERSION = 7
 """Raised when searches find other plans than before: what was found by an earlier one is then not remembered."""
 OBJECTIVES = ("time", "cost")
 

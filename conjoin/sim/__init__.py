@@ -6,6 +6,7 @@ from conjoin.sim.engine import Instruction, Phase, Ticks, Timeline, rerun, run, 
 from conjoin.sim.expected_error import ALIKE, Published, expected_error, published_for
 from conjoin.sim.fragments import Drafts
 from conjoin.sim.gains import Gain, gain_of
+from conjoin.sim.keeping import Kept, kept_of
 from conjoin.sim.memory import OPTIMIZER_COPIES, Memory, measure_memory
 from conjoin.sim.moves import make_change, random_change
 from conjoin.sim.pipelines import (
@@ -27,9 +28,9 @@ from conjoin.sim.wanted import Wanted, measure_wanted, wanted_by
 
 __all__ = [
     "ALIKE", "OPTIMIZER_COPIES", "STAGE_STEPS", "Breakdown", "Change", "Classes", "Drafts", "Gain", "Instruction",
-    "Layouts", "MachinePrices", "Memory", "Operator", "Phase", "PipelinePrediction", "Prediction", "Prices",
+    "Kept", "Layouts", "MachinePrices", "Memory", "Operator", "Phase", "PipelinePrediction", "Prediction", "Prices",
     "Program", "Published", "Simulation", "Skeleton", "StagePrediction", "Ticks", "Timeline", "Wanted", "break_down",
-    "expected_error", "gain_of", "make_change", "measure_memory", "measure_wanted", "new_drafts", "predict",
+    "expected_error", "gain_of", "kept_of", "make_change", "measure_memory", "measure_wanted", "new_drafts", "predict",
     "predict_pipeline", "predict_stage", "published_for", "random_change", "rerun", "rescheduled", "run", "simulate",
     "simulate_layouts", "stage_spans", "take_apart", "take_graph_apart", "task_numbers", "to_seconds", "to_ticks",
     "transfer_seconds", "wanted_by",

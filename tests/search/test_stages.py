@@ -21,6 +21,8 @@ from conjoin.ir import Accumulation, Graph, Pipeline
 from conjoin.machine import DeviceType, Link, Machine, NodeKind, devices_of, parse_machine
 from conjoin.ops import Split
 from conjoin.search import find_plan, make_pipeline
+from conjoin.search.exact.space import OVERLAPS, objective_on
+from conjoin.search.exact.summing import sum_of
 from conjoin.search.stages.cells import find_cells
 from conjoin.search.stages.folds import shorten, stands_for
 from conjoin.search.stages.parts import Division, Part, divisions
@@ -28,8 +30,8 @@ from conjoin.search.stages.plans import Model, build, judge
 from conjoin.search.stages.programme import Cutting, Programme, Slot
 from conjoin.search.stages.search import StageSearch, micro_batches
 from conjoin.search.stages.tables import BACKWARD, FINISH, FORWARD, KEPT, PEAK
-from conjoin.search.stages.ways import Way, ways_on
-from conjoin.sim import predict, predict_pipeline
+from conjoin.search.stages.ways import Solver, Way, lay_out_stage, ways_on
+from conjoin.sim import MachinePrices, predict, predict_pipeline
 from zoo.gpt import Gpt, GptConfig, gpt_batch
 from zoo.tokens import next_token_loss
 
@@ -148,6 +150,7 @@ def _all_of(model: Model, cells, accumulation, division: Division, sizes: tuple[
     parts = [dict(division.moves[begin]).get(size) for begin, size in zip(begins, sizes, strict=True)]
     if len(sizes) < 2 or None in parts:
         return
+    solver = Solver(model.costs, model.optimizer)
     for bounds in combinations(range(1, len(cells)), len(sizes) - 1):
         edges = (0, *bounds, len(cells))
         for ways in product(*(list(ways_on(division.machines[part])) for part in parts if part is not None)):
@@ -157,7 +160,7 @@ def _all_of(model: Model, cells, accumulation, division: Division, sizes: tuple[
                 if part is not None
             )
             try:
-                found = judge(model, build(model, cells, accumulation, division, Cutting(slots, 0.0)))
+                found = judge(model, build(model, solver, cells, accumulation, division, Cutting(slots, 0.0)))
             except StrategyError:
                 continue
             if found.fits:
@@ -194,6 +197,50 @@ def test_equal_blocks_are_of_one_kind_and_priced_once() -> None:
         search.run()
         priced.append(sum(tables.num_priced for tables in search._tables.values() if tables is not None))
     assert priced[1] <= priced[0] + 4, "more of the same blocks are priced once"
+
+
+def test_as_few_blocks_are_run_again_as_are_enough() -> None:
+    parts, ways = Part((1, 1, ())), [Way("some"), Way("some", "full")]
+    division = Division(1, 2, (((1, parts),), ((1, parts),)), {})
+    table = np.full((9, 9, 2, 5), inf)
+    for begin, end in combinations(range(9), 2):
+        table[begin, end, 0] = (end - begin) * np.array([1.0, 2.0, 0.0, 10.0, 10.0])
+        table[begin, end, 1] = (end - begin) * np.array([1.0, 3.0, 0.0, 2.0, 2.0])
+    best = Programme(division, {parts: table}, {parts: ways}, np.zeros(9), 4, 60.0, 2).solve(2)[0]
+    assert [slot.cells for slot in best.slots] == [(0, 4), (4, 8)]
+    assert 2 * (3 * 10 + 2) > 60 >= 2 * (2 * 10 + 2 * 2), "two micro-batches in flight, bytes by cell"
+    assert [slot.way.blocks for slot in best.slots] == [2, None]
+    assert best.slots[0].figures == (4.0, 10.0, 0.0, 24.0, 24.0)
+
+
+def test_some_blocks_of_a_stage_are_run_again() -> None:
+    graph, machine = rows(4, 1024, 512), parse_machine("dgx-h100:1x2")
+    model = machine_of(graph, machine)
+    solver, cells = Solver(model.costs, model.optimizer), find_cells(graph, np.ones(len(graph.nodes)))
+    held = []
+    for blocks in (1, 2, None):
+        way = Way("single", "full", blocks)
+        laid_out = lay_out_stage(cells.row(0, 4), devices_of(machine, range(1)), way, graph, solver)
+        assert laid_out is not None
+        held.append(len(laid_out.segments))
+    assert held == [1, 2, 3]
+
+
+def test_layouts_of_a_stage_are_solved() -> None:
+    graph, machine = rows(4, 1024, 512), parse_machine("dgx-h100:1")
+    model, way = machine_of(graph, machine), Way("data-parallel")
+    solver, cells = Solver(model.costs, model.optimizer), find_cells(graph, np.ones(len(graph.nodes)))
+    prices, sums = MachinePrices.of(graph, machine, model.costs, "adam"), []
+    for some in (replace(way, is_solved=True), way, Way("megatron:tp=8")):
+        laid_out = lay_out_stage(cells.row(1, 3), machine, some, graph, solver)
+        assert laid_out is not None
+        laid_out.simulate(machine, prices, {})
+        objective = replace(objective_on(machine, prices, "adam", OVERLAPS[0], 0.0), is_stage=True)
+        space = next(iter(solver._spaces.values()))
+        told = sum_of(laid_out.skeleton, space, objective, laid_out.layouts, laid_out.regathered)
+        assert told is not None
+        sums.append(told)
+    assert sums[0] < min(sums[1:]), "the least sum is below those of strategies, in the same space"
 
 
 def test_a_slower_device_has_fewer_blocks() -> None:

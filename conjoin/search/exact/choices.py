@@ -87,11 +87,23 @@ class OperatorSeconds:
     """Seconds of operators split in some ways, found once for each; kept over all units that are tried."""
 
     prices: Prices
-    _known: dict[tuple[Task, Ways], float] = field(default_factory=dict)
+    _known: dict[tuple[Task, Ways], tuple[float, float]] = field(default_factory=dict)
+    _waits: dict[Task, float] = field(default_factory=dict)
     _halos: dict[tuple[Task, Ways], int] = field(default_factory=dict)
 
     def seconds(self, task: Task, ways: Ways) -> float:
         """Computing forward and backward on the device with the largest pieces."""
+        return sum(self._both(task, ways))
+
+    def forward(self, task: Task, ways: Ways) -> float:
+        """Computing forward alone, as where it is run again."""
+        return self._both(task, ways)[0]
+
+    def waiting(self, task: Task) -> float:
+        """The most that a device waits for its host in any way that was asked for: a timeline may hide it."""
+        return self._waits.get(task, 0.0)
+
+    def _both(self, task: Task, ways: Ways) -> tuple[float, float]:
         key = task, ways
         if key not in self._known:
             spec = spec_for(task.call)
@@ -102,7 +114,10 @@ class OperatorSeconds:
                 pieces = tuple((index, (0, ceil(sizes[index] / n))) for index, n in ways)
                 calls = local_calls(task.call, pieces, task.needs)
                 costs = [self.prices.operator(local.call, local.needs, 0) for local in calls]
-            self._known[key] = sum(map(_busy, costs))
+            busy = [_busy(cost) for cost in costs]
+            self._known[key] = sum(forward for forward, _ in busy), sum(backward for _, backward in busy)
+            computed = sum(cost.forward.value + cost.backward.value for cost in costs)
+            self._waits[task] = max(self._waits.get(task, 0.0), sum(self._known[key]) - computed)
         return self._known[key]
 
     def halo_bytes(self, task: Task, ways: Ways) -> int:
@@ -113,10 +128,10 @@ class OperatorSeconds:
         return self._halos[key]
 
 
-def _busy(cost: OperatorCost) -> float:
-    """How long a device is taken: it waits where the host launches more slowly."""
+def _busy(cost: OperatorCost) -> tuple[float, float]:
+    """How long a device is taken forward and backward: it waits where the host launches more slowly."""
     forward, backward = cost.forward.value, cost.backward.value
-    return max(forward, cost.host_forward) + max(backward, cost.host_backward)
+    return max(forward, cost.host_forward), max(backward, cost.host_backward)
 
 
 def _halo_bytes(task: Task, ways: Mapping[str, int]) -> int:
@@ -166,10 +181,9 @@ def make_choices(
     indices, ways = split_ways(rules, picks, units)
     fits = fitting(task, indices, ways)
     picks, ways = picks[fits], ways[fits]
-    distinct, inverse = np.unique(ways, axis=0, return_inverse=True)
-    found = [tuple((i, int(n)) for i, n in zip(indices, row, strict=True) if n > 1) for row in distinct]
-    seconds = np.array([prices.seconds(task, row) for row in found])[inverse.reshape(-1)]
-    halos = np.array([prices.halo_bytes(task, row) for row in found])[inverse.reshape(-1)]
+    found, inverse = _distinct(indices, ways)
+    seconds = np.array([prices.seconds(task, row) for row in found])[inverse]
+    halos = np.array([prices.halo_bytes(task, row) for row in found])[inverse]
     seconds = seconds + _exchanging(task, rules, picks, halos, mesh_axes, prices.prices)
     shapes = [len(type.shape) for type in task.call.tensors], [len(type.shape) for type in task.types]
     return Choices(
@@ -179,6 +193,19 @@ def make_choices(
         tuple(_codes([rule.operands[i] for rule in rules], picks, rank) for i, rank in enumerate(shapes[0])),
         tuple(_codes([rule.outputs[i] for rule in rules], picks, rank) for i, rank in enumerate(shapes[1])),
     )
+
+
+def _distinct(indices: Sequence[str], ways: NDArray[np.int64]) -> tuple[list[Ways], NDArray[np.intp]]:
+    """The different ways to split, and for every choice which it is."""
+    distinct, inverse = np.unique(ways, axis=0, return_inverse=True)
+    found = [tuple((i, int(n)) for i, n in zip(indices, row, strict=True) if n > 1) for row in distinct]
+    return found, inverse.reshape(-1)
+
+
+def forward_seconds(task: Task, choices: Choices, units: Units, prices: OperatorSeconds) -> Array:
+    """Of computing forward, by choice."""
+    found, inverse = _distinct(*split_ways(choices.rules, choices.picks, units))
+    return np.array([prices.forward(task, row) for row in found])[inverse]
 
 
 def rules_of(task: Task) -> tuple[ShardingRule, ...]:

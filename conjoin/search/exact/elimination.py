@@ -72,7 +72,7 @@ def solve(
     """
     made, kept = tables or Tables(), list(factors)
     order = find_order(sizes, [factor.variables for factor in kept])
-    if not order.num_wide:
+    if not order.num_wide or any(len(factor.variables) > 2 for factor in kept):
         return _Elimination(sizes, kept, made, max_entries).run(order)
     reduced = reduce(sizes, kept, made)
     order = find_order(reduced.sizes, [factor.variables for factor in reduced.factors])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
 from conjoin.ir import Leaf, LeafKind, Value
 from conjoin.search.exact.choices import Task
+from conjoin.search.exact.recompute import Held
 from conjoin.sim import Operator, Skeleton
 
 
@@ -28,43 +29,55 @@ class Kind:
     sources: tuple[Source, ...]
     results: tuple[int, ...]
     """Outputs that have to come out whole."""
+    left: tuple[int, ...]
+    """Outputs that come out as they are made, but for copies and sums."""
     passed: tuple[bool, ...]
     """Through which outputs a gradient comes."""
     shared: tuple[bool, ...]
     """Which operands are parameters that others read too."""
+    held: tuple[Held, ...]
+    """What is held for the backward pass in every mode of its block; none where memory does not count."""
     _hash: int = field(init=False, compare=False, repr=False)
     """Worked out once: kinds are asked for all the time."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.task, self.sources, self.results, self.passed, self.shared)))
+        told = self.task, self.sources, self.results, self.left, self.passed, self.shared, self.held
+        object.__setattr__(self, "_hash", hash(told))
 
     def __hash__(self) -> int:
         return self._hash
 
 
-def _kind_of(skeleton: Skeleton, operator: Operator, of_weights: bool, whole: Set[int]) -> Kind:
+def _kind_of(
+    skeleton: Skeleton, operator: Operator, of_weights: bool, out: tuple[Set[int], Set[int]], held: tuple[Held, ...]
+) -> Kind:
     roots = [skeleton.roots[root] for root in operator.reads]
     sources = tuple(_source_of(root.leaf) for root in roots)
     types = tuple(type.laid_out(()) for type in operator.node.types)
     task = Task(operator.call, types, operator.needs, tuple(root.leaf is not None for root in roots), of_weights)
-    results = tuple(i for i, root in enumerate(operator.makes) if root in whole)
+    results, left = (tuple(i for i, root in enumerate(operator.makes) if root in some) for some in out)
     passed = tuple(
         any(operand in skeleton.operators[position].needs for position, operand in skeleton.readers[root])
         for root in operator.makes
     )
-    return Kind(task, sources, results, passed, tuple(is_shared(skeleton, root) for root in operator.reads))
+    shared = tuple(is_shared(skeleton, root) for root in operator.reads)
+    return Kind(task, sources, results, left, passed, shared, held)
 
 
-def kinds_of(skeleton: Skeleton) -> list[Kind]:
-    """The kind of every operator."""
+def kinds_of(
+    skeleton: Skeleton, held: Sequence[tuple[Held, ...]] | None = None, *, is_stage: bool = False
+) -> list[Kind]:
+    """The kind of every operator of a model, or of a stage of one; where memory counts with what each holds."""
     fed = {i for i, root in enumerate(skeleton.roots) if root.leaf is not None and root.leaf.kind is LeafKind.INPUT}
-    whole = {root for root, kept in zip(skeleton.results, kept_split(skeleton), strict=True) if not kept}
+    results = list(zip(skeleton.results, kept_split(skeleton, is_stage), strict=True))
+    whole = {root for root, kept in results if not kept}
+    left = {root for root, kept in results if kept} if is_stage else set[int]()
     once: dict[Kind, Kind] = {}  # what is the same object need not be compared
     kinds = []
-    for operator in skeleton.operators:
+    for operator, mine in zip(skeleton.operators, held or [()] * len(skeleton.operators), strict=True):
         of_inputs = not fed.isdisjoint(operator.reads)
         fed.update(operator.makes if of_inputs else ())
-        kind = _kind_of(skeleton, operator, not of_inputs, whole)
+        kind = _kind_of(skeleton, operator, not of_inputs, (whole, left), mine)
         kinds.append(once.setdefault(kind, kind))
     return kinds
 
@@ -92,11 +105,11 @@ def is_shared(skeleton: Skeleton, root: int) -> bool:
     return leaf is not None and is_stored(leaf.kind) and len(skeleton.readers[root]) > 1
 
 
-def kept_split(skeleton: Skeleton) -> list[bool]:
-    """Which results may stay split: outputs of a model with a loss, but for the loss itself."""
+def kept_split(skeleton: Skeleton, is_stage: bool = False) -> list[bool]:
+    """Which results may stay split: outputs of a model with a loss, or of a stage, but for the loss itself."""
     graph = skeleton.graph
     outputs = [i for i, value in enumerate(graph.outputs) if isinstance(value, Value)]
-    of_outputs = [graph.loss is not None and i != graph.loss for i in outputs]
+    of_outputs = [(is_stage or graph.loss is not None) and i != graph.loss for i in outputs]
     makers = [skeleton.roots[root].maker for root in skeleton.results]
     return [
         kept and maker >= 0 for kept, maker in zip([*of_outputs, *(False for _ in graph.updates)], makers, strict=True)

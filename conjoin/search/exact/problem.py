@@ -1,8 +1,9 @@
 """A training step as variables and tables: which choice of every operator, which storage of every parameter.
 
 Variables are the operators, the parameters, and a *hub* for every tensor that several operators read: it stands for the
-layout to which the tensor is brought once for all of them. Tables are the seconds of operators, of storing (update and
-memory) and of reshards; see `elimination.py` for what is done with them.
+layout to which the tensor is brought once for all of them. Where memory counts, every block has one more: what of it is
+run again (`recompute.py`). Tables are the seconds of operators, of storing (update and memory) and of reshards; see
+`elimination.py` for what is done with them.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 
-from conjoin.ir import Choice, LeafKind, choose
+from conjoin.ir import Choice, LeafKind, Segment, choose
 from conjoin.ops import Copies, Layout, Partial, Split, TensorType, make_layout, placement_on
 from conjoin.search.exact.choices import Choices
 from conjoin.search.exact.elimination import Solution, solve
 from conjoin.search.exact.kinds import Kind, is_given, is_shared, is_stored, kept_split, kinds_of
-from conjoin.search.exact.layout_codes import code_on, layout_of
+from conjoin.search.exact.layout_codes import Codes, all_digits, code_on, layout_of
 from conjoin.search.exact.reshard_seconds import Array
 from conjoin.search.exact.sharing import MANY, Shared, share
 from conjoin.search.exact.space import Objective, Space
-from conjoin.search.exact.storage import Storages
+from conjoin.search.exact.storage import Storages, pieces_of
 from conjoin.search.exact.tables import Factor
 from conjoin.search.exact.units import Units
 from conjoin.sim import Layouts, Skeleton
@@ -45,11 +46,13 @@ class Problem:
     ) -> None:
         """`near` narrows choices to those like given layouts; `fixed` gives tensors a layout, by their numbers."""
         self.skeleton, self.space, self.objective = skeleton, space, objective
+        self.recompute = objective.recompute(skeleton)
         self.fixed = fixed or {}
         self._made: dict[tuple[int, int], Choice] = {}
         self._codes = self._code_fixed()
         self.num_operators = len(skeleton.operators)
-        kinds = kinds_of(skeleton)
+        held = self.recompute.held if self.recompute is not None else None
+        kinds = kinds_of(skeleton, held, is_stage=objective.is_stage)
         self._kinds, self._is_near = kinds, near is not None
         self.kinds: list[Hashable] = [(kind, with_dominated) for kind in kinds]
         self.choices = [space.pruned(kind, objective, with_dominated) for kind in kinds]
@@ -62,21 +65,57 @@ class Problem:
             i for i, root in enumerate(skeleton.roots) if root.leaf is not None and is_stored(root.leaf.kind)
         ]
         self.hubs = [i for i, root in enumerate(skeleton.roots) if root.maker >= 0 and len(skeleton.readers[i]) > 1]
-        self.variable = {root: self.num_operators + n for n, root in enumerate([*self.stored, *self.hubs])}
+        self.arrivals = [i for i in range(len(skeleton.roots)) if objective.is_stage and self._arrives(i)]
+        """What comes from another stage, to which its gradient goes back."""
+        roots = (*self.stored, *self.hubs, *self.arrivals)
+        self.variable = {root: self.num_operators + n for n, root in enumerate(roots)}
         self.shared = {root: self._bring(root, with_dominated) for root in self.stored if is_shared(skeleton, root)}
         self.sizes = [len(found) for found in self.choices]
+        first = self.num_operators + len(self.variable)
+        blocks = () if self.recompute is None else self.recompute.blocks
+        self.modes = {number: first + number for number in range(len(blocks))}
+        """By block, the variable that says what of it is run again."""
         self.factors: list[Factor] = []
         for position in range(self.num_operators):
-            self._put((position,), ("unary", self.kinds[position], objective), self.choices[position].seconds)
+            self._operate(position)
         for root in self.stored:
             self._store(root)
-        for root in self.hubs:
+        for root in (*self.hubs, *self.arrivals):
             self._share(root)
         for root in range(len(skeleton.roots)):
             if root not in self.variable and skeleton.roots[root].maker >= 0 and skeleton.readers[root]:
                 self._connect(root)
             elif root not in self.variable and root in self._codes:
                 self._give(root)
+        if self.recompute is not None:
+            self.sizes += [len(modes) for modes in self.recompute.modes]
+
+    def _mode(self, position: int) -> int | None:
+        """The variable of what is run again of the block that an operator is in."""
+        found = None if self.recompute is None else self.recompute.block_of.get(position)
+        return None if found is None else self.modes[found]
+
+    def _operate(self, position: int) -> None:
+        kind, mode, choices = self._kinds[position], self._mode(position), self.choices[position]
+        name = "unary", self.kinds[position], self.objective
+        if mode is None:
+            self._put((position,), name, choices.seconds)
+        else:
+            known = self.space.tables.find(name)
+            values = known.values if known else self.space.by_mode(kind, choices, self.objective)
+            self._put((position, mode), name, values)
+
+    def _pass(self, variables: tuple[int, int], at: int, name: Hashable, type: TensorType, back: bool,
+              codes: tuple[Codes, Codes]) -> None:  # fmt: skip
+        """A tensor comes from one variable to another, in each of two layouts; again with the operator at a place."""
+        known, mode = self.space.tables.find(name), self._mode(at)
+        again = [held.again for held in self._kinds[at].held] if mode is not None else [False]
+        if known is not None:
+            values = known.values
+        else:
+            each = [self.space.between(type, back, one)[codes[0][:, None], codes[1][None]] for one in again]
+            values = np.stack(each, axis=2) if any(again) else each[0]
+        self._put((*variables, mode) if mode is not None and any(again) else variables, name, values)
 
     def _code_fixed(self) -> dict[int, int]:
         """The numbers of the fixed layouts; Impossible where these units cannot tell them."""
@@ -156,21 +195,32 @@ class Problem:
     def _share(self, root: int) -> None:
         """The hub of a tensor: brought there once, and from there to everyone who reads it."""
         readers, type, variable = self.skeleton.readers[root], self.skeleton.roots[root].type, self.variable[root]
-        maker, output = self._maker(root)
-        made = self.choices[maker].outputs[output]
-        codes = self._lying(root)
+        is_made = self.skeleton.roots[root].maker >= 0
+        codes = self._lying(root) if is_made else self._arriving(root)
         self.sizes.append(len(codes))
         back = any(i in self.skeleton.operators[p].needs for p, i in readers)
         name = type, codes.tobytes()
-        self._put((maker, variable), ("to hub", *name, back, self.kinds[maker], output, self.objective),
-                  self.space.between(type, back)[made[:, None], codes[None]])  # fmt: skip
+        if is_made:
+            maker, output = self._maker(root)
+            key: Hashable = "to hub", *name, back, self.kinds[maker], output, self.objective
+            self._pass((maker, variable), maker, key, type, back, (self.choices[maker].outputs[output], codes))
         for position, operand in readers:
             needs = operand in self.skeleton.operators[position].needs
-            values = self.space.between(type, needs)[codes[:, None], self.choices[position].operands[operand][None]]
             key = "from hub", *name, needs, self.kinds[position], operand, self.objective
-            self._put((variable, position), key, values)
+            read = self.choices[position].operands[operand]
+            self._pass((variable, position), position, key, type, needs, (codes, read))
 
-    def _lying(self, root: int) -> Array:
+    def _arrives(self, root: int) -> bool:
+        leaf, readers = self.skeleton.roots[root].leaf, self.skeleton.readers[root]
+        return is_given(leaf) and any(i in self.skeleton.operators[p].needs for p, i in readers)
+
+    def _arriving(self, root: int) -> Codes:
+        """The layouts in which a tensor may come from another stage."""
+        type, units = self.skeleton.roots[root].type, self.space.units
+        digits = all_digits(len(type.shape), len(units))
+        return np.flatnonzero(pieces_of(type, digits, np.array(self.space.degrees))[0])
+
+    def _lying(self, root: int) -> Codes:
         """The layouts of a hub: all in which someone could make or read the tensor.
 
         Those of dominated choices are among them: what dominates a choice costs no more as long as the tensor comes to
@@ -189,10 +239,8 @@ class Problem:
         maker, output = self._maker(root)
         back = operand in self.skeleton.operators[position].needs
         name = "edge", type, back, self.kinds[maker], output, self.kinds[position], operand, self.objective
-        table = self.space.tables.find(name)
-        rows, columns = self.choices[maker].outputs[output], self.choices[position].operands[operand]
-        values = table.values if table else self.space.between(type, back)[rows[:, None], columns[None]]
-        self._put((maker, position), name, values)
+        codes = self.choices[maker].outputs[output], self.choices[position].operands[operand]
+        self._pass((maker, position), position, name, type, back, codes)
 
     def _maker(self, root: int) -> tuple[int, int]:
         maker = self.skeleton.roots[root].maker
@@ -202,7 +250,23 @@ class Problem:
         """The layouts of a solution, and the parameters that are gathered again for the backward pass."""
         choices = [self.choice(position, solution.values[position]) for position in range(self.num_operators)]
         stored = {root: self.stored_as(root, solution.values[self.variable[root]]) for root in self.stored}
-        return lay_out(self.skeleton, self.space.units, choices, stored, self.fixed)
+        given = {**self.fixed, **self.arriving(solution.values)}
+        return lay_out(self.skeleton, self.space.units, choices, stored, given, self.objective.is_stage)
+
+    def arriving(self, values: Sequence[int]) -> dict[int, Layout]:
+        """The layouts of what comes from another stage, for values of the variables."""
+        found = {}
+        for root in self.arrivals:
+            code, rank = self._arriving(root)[values[self.variable[root]]], len(self.skeleton.roots[root].type.shape)
+            found[root] = layout_of(int(code), rank, self.space.units, [])
+        return found
+
+    def segments(self, solution: Solution) -> tuple[Segment, ...]:
+        """What a solution runs again in the backward pass."""
+        if self.recompute is None:
+            return ()
+        chosen = zip(self.recompute.modes, self.modes.values(), strict=True)
+        return tuple(segment for modes, variable in chosen for segment in modes[solution.values[variable]])
 
     def stored_as(self, root: int, value: int) -> StoredAs:
         """What a value of a parameter's variable stands for."""
@@ -250,6 +314,7 @@ def lay_out(
     choices: Sequence[Choice],
     stored: Mapping[int, StoredAs],
     fixed: Mapping[int, Layout],
+    is_stage: bool,
 ) -> tuple[Layouts, frozenset[str]]:
     """Layouts for everything, from what is chosen for operators and parameters; and what is gathered again."""
     leaves: dict[int, Layout] = {}
@@ -269,7 +334,7 @@ def lay_out(
             made[key] = layout_of(code, len(root.type.shape), units, list(first))
         leaves[number] = fixed.get(number, made[key])
         regathered |= {root.leaf.name} if again else set()
-    return Layouts(leaves, tuple(choices), result_layouts(skeleton, choices)), frozenset(regathered)
+    return Layouts(leaves, tuple(choices), result_layouts(skeleton, choices, is_stage)), frozenset(regathered)
 
 
 def given_layout(wanted: Sequence[Layout]) -> Layout:
@@ -278,10 +343,10 @@ def given_layout(wanted: Sequence[Layout]) -> Layout:
     return kept.pop() if len(kept) == 1 else ()
 
 
-def result_layouts(skeleton: Skeleton, choices: Sequence[Choice]) -> tuple[Layout, ...]:
+def result_layouts(skeleton: Skeleton, choices: Sequence[Choice], is_stage: bool = False) -> tuple[Layout, ...]:
     """The loss and new values of buffers come out whole, other outputs as they are made, but for copies and sums."""
     found: list[Layout] = []
-    for root, kept in zip(skeleton.results, kept_split(skeleton), strict=True):
+    for root, kept in zip(skeleton.results, kept_split(skeleton, is_stage), strict=True):
         maker = skeleton.roots[root].maker
         made = choices[maker].outputs[skeleton.operators[maker].makes.index(root)] if kept else ()
         found.append(make_layout((a, p) for a, p in made if not isinstance(p, Copies | Partial)))

@@ -8,17 +8,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from conjoin.machine import Mesh
+from conjoin.ir import Segment
+from conjoin.machine import Machine, Mesh
 from conjoin.ops import TensorType
-from conjoin.search.exact.choices import Choices, OperatorSeconds, Task, group_axes, make_choices
+from conjoin.search.exact.choices import Choices, OperatorSeconds, Task, forward_seconds, group_axes, make_choices
 from conjoin.search.exact.dominance import Change, looked_up, undominated
 from conjoin.search.exact.kinds import Kind, Source
+from conjoin.search.exact.layout_codes import WHOLE, Codes, S, all_digits, join
+from conjoin.search.exact.recompute import Recompute, find_recompute
 from conjoin.search.exact.reshard_seconds import Array, Excess, ReshardSeconds, excess, held_share
 from conjoin.search.exact.sharing import Rows, best_sources, shared_excess, sources_as_used
 from conjoin.search.exact.storage import Carried, Storages, goes_in_bundle, latency_share, make_storages
 from conjoin.search.exact.tables import Tables
 from conjoin.search.exact.units import Units
+from conjoin.sim import OPTIMIZER_COPIES, Prices, Skeleton
 
 _FEW = 64
 """Choices up to which all are considered, also near a given solution."""
@@ -38,6 +44,26 @@ class Objective:
     """Tensors stored for a parameter: itself, its gradient, what the optimizer remembers."""
     update_seconds: float = 0.0
     """Of the optimizer, for a stored byte."""
+    device: str = "cuda"
+    """The kind of devices, which decides what autograd keeps."""
+    is_stage: bool = False
+    """Whether it is a stage of a model that is looked at: what it makes may stay as it is."""
+
+    blocks: tuple[Segment, ...] | None = None
+    """What may be run again, where the graph itself does not tell its blocks."""
+
+    def recompute(self, skeleton: Skeleton) -> Recompute | None:
+        """What is held of a step for its backward pass, and may be run again, where memory is worth anything."""
+        return find_recompute(skeleton, self.device, self.blocks) if self.seconds_per_byte else None
+
+
+def objective_on(
+    machine: Machine, prices: Prices, optimizer: str, overlap: float, seconds_per_byte: float
+) -> Objective:
+    """What is counted on the devices of a machine."""
+    many = TensorType((1 << 26,), torch.float32)
+    update = prices.update([many], 0).value / many.bytes
+    return Objective(overlap, seconds_per_byte, 2 + OPTIMIZER_COPIES[optimizer], update, machine.device)
 
 
 Made = tuple[tuple[int, int], ...]
@@ -59,7 +85,7 @@ class Space:
     _storages: dict[tuple[TensorType, bool, Objective, int | None], Storages] = field(default_factory=dict)
     _readings: dict[tuple[TensorType, bool, bool, Objective, int | None], Array] = field(default_factory=dict)
     _stored: dict[tuple[TensorType, bool, bool, Objective, bool], Array] = field(default_factory=dict)
-    _excess: dict[tuple[int, int, bool, bool], Excess] = field(default_factory=dict)
+    _excess: dict[tuple[int, int, bool, bool, bool], Excess] = field(default_factory=dict)
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -73,15 +99,16 @@ class Space:
             self._choices[key] = make_choices(task, self.units, groups, self.operators, every_rule=every_rule)
         return self._choices[key]
 
-    def between(self, type: TensorType, with_gradient: bool) -> Array:
-        """Seconds of the reshards of an activation."""
-        return self.reshards.table(len(type.shape), type.bytes, with_gradient)
+    def between(self, type: TensorType, with_gradient: bool, again: bool = False) -> Array:
+        """Seconds of the reshards of an activation, perhaps once more for the backward pass."""
+        found = self.reshards.table(len(type.shape), type.bytes, with_gradient)
+        return found + self.reshards.table(len(type.shape), type.bytes, False) if again else found
 
-    def excess(self, type: TensorType, with_gradient: bool, is_read: bool) -> Excess:
+    def excess(self, type: TensorType, with_gradient: bool, is_read: bool, again: bool = False) -> Excess:
         """How much more it can cost to read, or to have made, an activation in one layout than in another."""
-        key = len(type.shape), type.bytes, with_gradient, is_read
+        key = len(type.shape), type.bytes, with_gradient, is_read, again
         if key not in self._excess:
-            table = self.between(type, with_gradient)
+            table = self.between(type, with_gradient, again)
             self._excess[key] = Excess(table if is_read else table.T)
         return self._excess[key]
 
@@ -124,10 +151,7 @@ class Space:
         if key not in self._pruned:
             found = self._making(kind.task, made) if made else self.choices(kind.task)
             seconds = found.seconds + self.alone(kind, found, objective)
-            if with_dominated:
-                kept = np.arange(len(found))
-            else:
-                kept = undominated(seconds, self._tensors(kind, found, objective))
+            kept = np.arange(len(found)) if with_dominated else self._undominated(kind, found, objective)
             part = found.only(kept)
             self._pruned[key] = Choices(part.rules, part.picks, seconds[kept], part.operands, part.outputs)
         return self._pruned[key]
@@ -140,28 +164,62 @@ class Space:
             self._near[key] = found.only((found.picks == np.array(rules)).any(axis=1)) if len(found) > _FEW else found
         return self._near[key]
 
-    def alone(self, kind: Kind, choices: Choices, objective: Objective) -> Array:
-        """Bringing out results, and the memory of what is made and kept for the backward pass."""
+    def _undominated(self, kind: Kind, found: Choices, objective: Objective) -> NDArray[np.int64]:
+        """The choices that are not dominated in some mode of the block, whatever the modes of those that read."""
+        if len(kind.held) < 2:
+            seconds = found.seconds + self.alone(kind, found, objective)
+            return undominated(seconds, self._tensors(kind, found, objective))
+        kept = [
+            undominated(found.seconds + self.alone(kind, found, objective, mode),
+                        self._tensors(kind, found, objective, kind.held[mode].again, read_again))
+            for mode in range(len(kind.held))
+            for read_again in (False, True)
+        ]  # fmt: skip
+        return np.unique(np.concatenate(kept))
+
+    def alone(self, kind: Kind, choices: Choices, objective: Objective, mode: int = 0) -> Array:
+        """Bringing out results, what is held for the backward pass in a mode of the block, and running again."""
         seconds = np.zeros(len(choices))
         for i in kind.results:
             seconds += self.between(kind.task.types[i], False)[choices.outputs[i], 0]
-        if objective.seconds_per_byte and kind.task.needs:
-            for i, type in enumerate(kind.task.types):
-                held = held_share(len(type.shape), self.degrees)[choices.outputs[i]] * type.bytes
-                seconds += objective.seconds_per_byte * held
-        return seconds
+        for i in kind.left:
+            codes, rank = choices.outputs[i], len(kind.task.types[i].shape)
+            digits = all_digits(rank, len(self.units))[codes]
+            seconds += self.between(kind.task.types[i], True)[codes, join(np.where(digits >= S, digits, WHOLE), rank)]
+        if not objective.seconds_per_byte or not kind.held:
+            return seconds
+        held, price = kind.held[mode], objective.seconds_per_byte
+        for i in held.operands:
+            seconds += price * self._bytes(kind.task.call.tensors[i], choices.operands[i])
+        for i in held.outputs:
+            seconds += price * self._bytes(kind.task.types[i], choices.outputs[i])
+        if held.extra:
+            type, codes = kind.task.types[0], choices.outputs[0]
+            seconds += price * held.extra * held_share(len(type.shape), self.degrees)[codes]
+        return seconds + forward_seconds(kind.task, choices, self.units, self.operators) if held.again else seconds
 
-    def _tensors(self, kind: Kind, choices: Choices, objective: Objective) -> list[Change]:
+    def by_mode(self, kind: Kind, choices: Choices, objective: Objective) -> Array:
+        """[choice, mode]: the seconds of choices that were pruned, for every mode of the block."""
+        each = [self.alone(kind, choices, objective, mode) for mode in range(len(kind.held))]
+        return choices.seconds[:, None] + np.stack([other - each[0] for other in each], axis=1)
+
+    def _bytes(self, type: TensorType, codes: Codes) -> Array:
+        found: Array = held_share(len(type.shape), self.degrees)[codes] * type.bytes
+        return found
+
+    def _tensors(
+        self, kind: Kind, choices: Choices, objective: Objective, again: bool = False, read_again: bool = False
+    ) -> list[Change]:
         found: list[Change] = []
         for i, (type, source) in enumerate(zip(kind.task.call.tensors, kind.sources, strict=True)):
             back = i in kind.task.needs
             if source is Source.MADE:
-                found.append((choices.operands[i], self.excess(type, back, True)))
+                found.append((choices.operands[i], self.excess(type, back, True, again)))
             elif source is not Source.GIVEN:
                 more = self._stored_excess(type, source is Source.TRAINED, back, objective, kind.shared[i])
                 found.append((choices.operands[i], looked_up(more)))
         for i, type in enumerate(kind.task.types):
-            found.append((choices.outputs[i], self.excess(type, kind.passed[i], False)))
+            found.append((choices.outputs[i], self.excess(type, kind.passed[i], False, read_again)))
         return found
 
     def _stored_excess(self, type: TensorType, trained: bool, back: bool, objective: Objective, shared: bool) -> Array:

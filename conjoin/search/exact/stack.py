@@ -12,16 +12,18 @@ once, and the whole problem is the short one with as many of them one after the 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 
-from conjoin.ir import Leaf
+from conjoin.ir import Leaf, Segment
 from conjoin.search.exact.elimination import Contracted, Solution, contract, solve
 from conjoin.search.exact.ordering import find_order
 from conjoin.search.exact.problem import Problem, StoredAs, lay_out
 from conjoin.search.exact.space import Objective, Space
 from conjoin.search.exact.tables import Factor
-from conjoin.search.fold import FIRST, LAST, Fold
+from conjoin.search.fold import FIRST, LAST, Fold, fold
 from conjoin.sim import Layouts, Skeleton
 
 _BEFORE, _AFTER = FIRST - 1, FIRST
@@ -39,7 +41,9 @@ class StackProblem:
     def __init__(self, skeleton: Skeleton, fold: Fold, space: Space, objective: Objective) -> None:
         """Uneven where blocks are not told by one of them."""
         self.skeleton, self._fold = skeleton, fold
-        self.short = Problem(fold.skeleton, space, objective)
+        self._every = objective.recompute(skeleton)
+        left = None if self._every is None else _blocks_left(fold, self._every.blocks)
+        self.short = Problem(fold.skeleton, space, replace(objective, blocks=left))
         self._length = fold.stretch.length
         self._block = self._find_blocks()
         self._next = self._find_next()
@@ -86,8 +90,16 @@ class StackProblem:
             if len(readers) > 1 and readers != {_OUTSIDE}:
                 raise Uneven
             blocks.append(readers.pop() if readers else _OUTSIDE)
-        blocks += [block_at(skeleton.roots[root].maker) for root in self.short.hubs]
+        blocks += [block_at(skeleton.roots[root].maker) for root in (*self.short.hubs, *self.short.arrivals)]
+        if self.short.recompute is not None:
+            blocks += [block_at(segment[0]) for segment in self.short.recompute.blocks]
         return blocks
+
+    @cached_property
+    def _modes(self) -> dict[int, int]:
+        """By the first operator of a block that may be run again, the variable of what of it is."""
+        recompute = self.short.recompute
+        return {recompute.blocks[i][0]: variable for i, variable in self.short.modes.items()} if recompute else {}
 
     def _find_next(self) -> dict[int, int]:
         """For every variable of the block before what is left out that of the block after it."""
@@ -97,6 +109,11 @@ class StackProblem:
         for after, before in self._fold.middle[1]:
             if numbers[before] in variable:
                 found[variable[numbers[before]]] = variable[numbers[after]]
+        for place, variable_of in self._modes.items():
+            if self._block[variable_of] == _BEFORE:
+                if place + self._length not in self._modes:
+                    raise Uneven
+                found[variable_of] = self._modes[place + self._length]
         for root in self.short.hubs:
             maker = skeleton.roots[root].maker
             if self._block[maker] == _BEFORE:
@@ -166,7 +183,24 @@ class StackProblem:
             if number in short.variable:
                 values: Mapping[int, int] | Sequence[int] = blocks.get(block, solution.values)
                 stored[root] = short.stored_as(number, values[short.variable[number]])
-        return lay_out(self.skeleton, short.space.units, choices, stored, {})
+        places = {leaf: i for i, leaf in enumerate(self.skeleton.graph.leaves)}
+        given = {places[short.skeleton.graph.leaves[i]]: x for i, x in short.arriving(solution.values).items()}
+        return lay_out(self.skeleton, short.space.units, choices, stored, given, short.objective.is_stage)
+
+    def segments(self, solution: Solution) -> tuple[Segment, ...]:
+        """What a solution runs again in the backward pass."""
+        every = self._every
+        if every is None:
+            return ()
+        stretch, blocks, found = self._fold.stretch, self._values_by_block(solution), list[Segment]()
+        for (first, _), modes in zip(every.blocks, every.modes, strict=True):
+            block = (first - stretch.start) // self._length if first >= stretch.start else _OUTSIDE
+            if block in blocks:
+                value = blocks[block][self._modes[stretch.seam + (first - stretch.start) % self._length]]
+            else:
+                value = solution.values[self._modes[self._fold.place(first)]]
+            found += modes[value]
+        return tuple(found)
 
     @cached_property
     def _owned(self) -> dict[Leaf, tuple[Leaf, int]]:
@@ -192,3 +226,20 @@ class StackProblem:
                 made[key] = self._segment.restore(dict(zip(names, key, strict=True)))
             found[_BEFORE + 1 + i] = made[key]
         return found
+
+
+def _blocks_left(fold: Fold, blocks: Sequence[Segment]) -> tuple[Segment, ...]:
+    """The blocks of the short graph: what one that begins before the seam has behind it, the one behind it has too."""
+    seam, dropped = fold.stretch.seam, fold.stretch.num_dropped
+    before = [Segment(first, last) for first, last in blocks if first < seam]
+    after = [Segment(first - dropped, last - dropped) for first, last in blocks if first >= seam + dropped]
+    return (*before, *after)
+
+
+def folded_problem(skeleton: Skeleton, space: Space, objective: Objective) -> Problem | StackProblem:
+    """The tables of a training step, with blocks that are equal worked out once where it has a stack of them."""
+    found = fold(skeleton.graph)
+    if found is not None and len(skeleton.operators) == len(skeleton.graph.nodes):
+        with suppress(Uneven):
+            return StackProblem(skeleton, found, space, objective)
+    return Problem(skeleton, space, objective)

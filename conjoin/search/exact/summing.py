@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from conjoin.ir import Choice
+from conjoin.ir import Choice, Segment
 from conjoin.ops import placement_on
 from conjoin.search.exact.choices import Choices
 from conjoin.search.exact.kinds import Kind, is_shared, is_stored, kinds_of
 from conjoin.search.exact.layout_codes import code_on
+from conjoin.search.exact.recompute import Held, Recompute
 from conjoin.search.exact.sharing import MANY
 from conjoin.search.exact.space import Objective, Space
 from conjoin.search.exact.units import Units
@@ -23,13 +24,31 @@ class _NotThere(Exception):
 
 
 def sum_of(
-    skeleton: Skeleton, space: Space, objective: Objective, layouts: Layouts, regathered: Collection[str] = ()
+    skeleton: Skeleton,
+    space: Space,
+    objective: Objective,
+    layouts: Layouts,
+    regathered: Collection[str] = (),
+    segments: Sequence[Segment] = (),
 ) -> float | None:
     """The sum of all tables at some layouts; None where the units cannot tell them, or the tables leave them out."""
     try:
-        return _Sum(skeleton, space, objective, layouts, regathered).total()
+        held = _held(objective.recompute(skeleton), segments)
+        return _Sum(skeleton, space, objective, layouts, regathered, held).total()
     except _NotThere:
         return None
+
+
+def _held(recompute: Recompute | None, segments: Sequence[Segment]) -> list[tuple[Held, ...]] | None:
+    """What operators hold where some segments are run again."""
+    if recompute is None:
+        return None
+    modes = [recompute.mode_of(block, frozenset(segments)) for block in range(len(recompute.blocks))]
+    told = sum(len(recompute.modes[block][mode]) for block, mode in enumerate(modes) if mode is not None)
+    if None in modes or told != len(segments):
+        raise _NotThere
+    chosen = ((held, recompute.block_of.get(place)) for place, held in enumerate(recompute.held))
+    return [held if block is None else (held[modes[block] or 0],) for held, block in chosen]
 
 
 @dataclass
@@ -41,13 +60,15 @@ class _Sum:
     objective: Objective
     layouts: Layouts
     regathered: Collection[str]
+    held: Sequence[tuple[Held, ...]] | None
     _read: dict[tuple[int, int], int] = field(default_factory=dict)
     """The layout in which an operator reads an operand, by its number."""
     _made: dict[int, int] = field(default_factory=dict)
 
     def total(self) -> float:
         """Operators, then what is stored, then what is passed on."""
-        seconds = sum(self._operator(position, kind) for position, kind in enumerate(kinds_of(self.skeleton)))
+        kinds = kinds_of(self.skeleton, self.held, is_stage=self.objective.is_stage)
+        seconds = sum(self._operator(position, kind) for position, kind in enumerate(kinds))
         for number, root in enumerate(self.skeleton.roots):
             if root.maker >= 0:
                 seconds += self._passing(number)
@@ -77,14 +98,18 @@ class _Sum:
         readers, type, made = self.skeleton.readers[root], self.skeleton.roots[root].type, self._made[root]
         backs = [operand in self.skeleton.operators[position].needs for position, operand in readers]
         wanted = [self._read[reader] for reader in readers]
+        again = [self._is_again(position) for position, _ in readers]
         if len(readers) < 2:
-            pairs = zip(wanted, backs, strict=True)
-            return sum(float(self.space.between(type, back)[made, code]) for code, back in pairs)
+            each = zip(wanted, backs, again, strict=True)
+            return sum(float(self.space.between(type, back, more)[made, code]) for code, back, more in each)
         ways = np.unique([made, *wanted])
-        sums = self.space.between(type, any(backs))[made, ways].copy()
-        for code, back in zip(wanted, backs, strict=True):
-            sums += self.space.between(type, back)[ways, code]
+        sums = self.space.between(type, any(backs), self._is_again(self.skeleton.roots[root].maker))[made, ways].copy()
+        for code, back, more in zip(wanted, backs, again, strict=True):
+            sums += self.space.between(type, back, more)[ways, code]
         return float(sums.min())
+
+    def _is_again(self, position: int) -> bool:
+        return self.held is not None and self.held[position][0].again
 
     def _storing(self, root: int) -> float:
         leaf, type, objective = self.skeleton.roots[root].leaf, self.skeleton.roots[root].type, self.objective

@@ -36,7 +36,7 @@ from conjoin.schedules import (
 from conjoin.search.stages.cells import Cells
 from conjoin.search.stages.parts import Division
 from conjoin.search.stages.programme import Cutting
-from conjoin.search.stages.ways import lay_out_stage
+from conjoin.search.stages.ways import Solver, lay_out_stage
 from conjoin.sim import PipelinePrediction, predict_pipeline, rescheduled
 
 SIMPLER = 1.005
@@ -80,7 +80,9 @@ class Judged:
         return replace(self.pipeline, predictions=predictions)
 
 
-def build(model: Model, cells: Cells, accumulation: Accumulation | None, division: Division, cut: Cutting) -> Pipeline:
+def build(
+    model: Model, solver: Solver, cells: Cells, accumulation: Accumulation | None, division: Division, cut: Cutting
+) -> Pipeline:
     """The pipeline of some stages, in the order of 1F1B; StrategyError where one of them cannot be made."""
     micro = 1 if accumulation is None else accumulation.steps
     graphs = cut_in_stages(cells.graph, cells.stages_of(tuple(slot.cells[0] for slot in cut.slots)))
@@ -88,7 +90,7 @@ def build(model: Model, cells: Cells, accumulation: Accumulation | None, divisio
     for number, (slot, graph) in enumerate(zip(cut.slots, graphs, strict=True)):
         model.check(f"stage {number} of {len(cut.slots)}, {micro} micro-batches")
         part = division.machines[slot.part]
-        laid_out = lay_out_stage(graph, part, slot.way, cells.graph)
+        laid_out = lay_out_stage(graph, part, slot.way, cells.graph, solver)
         if laid_out is None:
             raise StrategyError(
                 f"Stage {number} was to be laid out on {part.num_devices} devices by {slot.way} here. Its operators "

@@ -11,15 +11,16 @@ granules from p on,
     F(s, p, i) = min over sizes c and ends j of  t(i..j on c granules from p) + sent(i) + F(s - 1, p + c, j)
 
 where t is the least over all ways that fit: s micro-batches are in flight at the s-th stage from the end, and hold
-their part of its memory (`Programme.of`). The bound goes through what stages can take, upwards, until the bound alone
-makes it worse than what was found (`solve`). Cuttings for all bounds are handed out: a schedule in which the bubble is
-smaller likes balanced ones better than the formula does.
+their part of its memory (`Programme.of`). Where a way fits only with its blocks run again, as few of them are as are
+enough: seconds and bytes go from those with none to those with all in a straight line (`_Mixed`). The bound goes
+through what stages can take, upwards, until the bound alone makes it worse than what was found (`solve`). Cuttings for
+all bounds are handed out: a schedule in which the bubble is smaller likes balanced ones better than the formula does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import numpy as np
@@ -69,6 +70,7 @@ class Programme:
     most: int
     """Stages at most."""
     _seconds: dict[tuple[Part, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=dict)
+    _mixed: dict[tuple[Part, int], list[_Mixed]] = field(default_factory=dict)
 
     def of(self, part: Part, in_flight: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[begin, end]: the least seconds of a stage with so many micro-batches in flight, with its part of the end of
@@ -80,13 +82,43 @@ class Programme:
                 held = table[..., PEAK] + (key[1] - 1) * table[..., KEPT]
                 finish = table[..., FINISH] / self.num_micro_batches
                 taken = table[..., FORWARD] + table[..., BACKWARD] + finish
-            taken = np.where(held <= self.capacity, taken, inf)
+            mixed = [self._mix(pair, taken, held) for pair in self._pairs(part)]
+            with np.errstate(invalid="ignore"):
+                finish = np.concatenate([finish, *(m.between(finish)[..., None] for m in mixed)], axis=2)
+                between = [np.where(m.is_some, m.between(taken), inf)[..., None] for m in mixed]
+            taken = np.concatenate([np.where(held <= self.capacity, taken, inf), *between], axis=2)
+            self._mixed[key] = mixed
             chosen = taken.argmin(2)
             least = taken.min(2)
             added = least - np.where(np.isfinite(least), np.take_along_axis(finish, chosen[..., None], 2)[..., 0], 0.0)
             added[0] = least[0]  # the first stage ends last
             self._seconds[key] = least, added, chosen
         return self._seconds[key]
+
+    def _pairs(self, part: Part) -> list[tuple[int, int]]:
+        """Ways that differ in what they run again, by their numbers: nothing, and something."""
+        numbers = {way: i for i, way in enumerate(self.ways[part])}
+        plain = ((i, numbers.get(replace(way, recompute=""))) for way, i in numbers.items() if way.recompute)
+        return [(without, again) for again, without in plain if without is not None]
+
+    def _mix(self, pair: tuple[int, int], taken: np.ndarray, held: np.ndarray) -> _Mixed:
+        without, again = (held[..., number] for number in pair)
+        cells = np.maximum(np.arange(len(held))[None, :] - np.arange(len(held))[:, None], 1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            is_some = (without > self.capacity) & (again <= self.capacity) & np.isfinite(without)
+            part = np.where(is_some, (without - self.capacity) / (without - again), 1.0)
+        blocks = np.clip(np.ceil(part * cells - 1e-9), 1, cells)
+        return _Mixed(pair, is_some & (blocks < cells), blocks / cells, blocks.astype(int))
+
+    def _way(self, part: Part, in_flight: int, row: tuple[int, int], number: int) -> tuple[Way, np.ndarray]:
+        """A way by its number, those with some blocks run again after the others; and what the row takes by it."""
+        ways, table = self.ways[part], self.tables[part]
+        if number < len(ways):
+            return ways[number], table[(*row, number)]
+        mixed = self._mixed[part, min(in_flight, self.num_micro_batches)][number - len(ways)]
+        without, again = (table[(*row, way)] for way in mixed.pair)
+        way = replace(ways[mixed.pair[1]], blocks=int(mixed.blocks[row]))
+        return way, without + mixed.part[row] * (again - without)
 
     def solve(self, is_wanted: int | None = None) -> list[Cutting]:
         """Cuttings into every number of stages, or into the one that is wanted: the best for all bounds that can be any
@@ -171,13 +203,29 @@ class Programme:
             part = next(part for number, part in self.division.moves[granule] if number == size)
             seconds, _, chosen = self.of(part, s)
             longest = max(longest, float(seconds[cell, end]))
-            way = int(chosen[cell, end])
-            figures = tuple(map(float, self.tables[part][cell, end, way]))
-            slots.append(Slot((cell, end), (granule, granule + size), part, self.ways[part][way], figures))
+            way, figures = self._way(part, s, (cell, end), int(chosen[cell, end]))
+            slots.append(Slot((cell, end), (granule, granule + size), part, way, tuple(map(float, figures))))
             cell, granule = end, granule + size
         total = float(filled[num_stages].least[0][0])
         sent = tuple(float(self.sent[slot.cells[0]]) for slot in slots)
         return Cutting(tuple(slots), total + (self.num_micro_batches - 1) * longest, sent)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mixed:
+    """Two ways that differ in what they run again, and by row how many blocks have to be."""
+
+    pair: tuple[int, int]
+    is_some: np.ndarray
+    """Where it fits neither without, nor needs all."""
+    part: np.ndarray
+    blocks: np.ndarray
+
+    def between(self, figures: np.ndarray) -> np.ndarray:
+        """What lies between the two."""
+        without, again = (figures[..., number] for number in self.pair)
+        found: np.ndarray = without + self.part * (again - without)
+        return found
 
 
 @dataclass

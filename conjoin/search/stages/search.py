@@ -25,9 +25,9 @@ from conjoin.search.stages.cells import Cells, find_cells
 from conjoin.search.stages.folds import Fold, shorten, stands_for
 from conjoin.search.stages.parts import Division, Part, divisions
 from conjoin.search.stages.plans import Judged, Model, build, checked, judge, played
-from conjoin.search.stages.programme import Cutting, Programme
+from conjoin.search.stages.programme import Cutting, Programme, Slot
 from conjoin.search.stages.tables import BACKWARD, FINISH, FORWARD, KEPT, PEAK, StageTables
-from conjoin.search.stages.ways import Way, ways_on
+from conjoin.search.stages.ways import RECOMPUTE, Solver, Way, ways_on
 
 MAX_STAGES = 64
 _SPACING = 1.4
@@ -42,6 +42,12 @@ _NEAR = 1.05
 _ROUGH = 1.1
 """How far above what it takes at best a trial can be told to be by two cells in a row: schedules with less of a bubble
 than 1F1B, and cells that take less where they are more."""
+_SOLVED = 2
+"""Ways on each part whose layouts are solved."""
+_FASTER = 0.002
+"""By how much solved layouts have to be faster than the best of named strategies."""
+_MORE_BLOCKS = 2
+"""How often blocks are added to what is run again where a pipeline does not quite fit."""
 _BINDS = 1.002
 """How much slower than without a limit a cutting is where memory decides."""
 
@@ -82,8 +88,12 @@ class StageSearch:
     _tables: dict[int, StageTables | None] = field(default_factory=dict)
     _machines: dict[Part, Machine] = field(default_factory=dict)
     _short: tuple[Cells, Graph] | None = None
+    _solver: Solver = field(init=False)
     _built: dict[int, _Cut | None] = field(default_factory=dict)
     """By number of micro-batches, the whole model."""
+
+    def __post_init__(self) -> None:
+        self._solver = Solver(self.model.costs, self.model.optimizer)
 
     def run(self) -> bool:
         """Look for pipelines as long as there is time; the best is kept. Whether it came to its end."""
@@ -170,14 +180,32 @@ class StageSearch:
         parts = trial.division.parts
         plain = {part: [way for way in ways_on(trial.division.machines[part]) if way.is_plain] for part in parts}
         free = self._cuttings(trial, tables, plain, inf)
-        least = min((cutting.seconds for cutting in free), default=inf)
-        if least >= _NEAR * self._limit():
+        if min((cutting.seconds for cutting in free), default=inf) >= _NEAR * self._limit():
             return ()
+        solved = {part: self._solved(tables, part, plain[part]) for part in parts}
+        if any(solved.values()):
+            plain = {part: [*plain[part], *solved[part]] for part in parts}
+            free = self._cuttings(trial, tables, plain, inf)
+        least = min((cutting.seconds for cutting in free), default=inf)
         fitting = self._cuttings(trial, tables, plain, self.model.capacity)
         if free and min((cutting.seconds for cutting in fitting), default=inf) <= _BINDS * least:
             return fitting
-        every = {part: self._worth(tables, part, list(ways_on(trial.division.machines[part]))) for part in parts}
+        every = {part: list(ways_on(trial.division.machines[part])) for part in parts}
+        for part in parts:
+            again = [replace(way, recompute=mode) for way in solved[part] for mode in RECOMPUTE]
+            every[part] = self._worth(tables, part, [*every[part], *again])
         return self._cuttings(trial, tables, every, self.model.capacity)
+
+    def _solved(self, tables: StageTables, part: Part, plain: Sequence[Way]) -> list[Way]:
+        """The best of some ways with layouts that are solved on their units, where these are any faster."""
+        twins = [replace(way, is_solved=True) for way in plain]
+        if tables.main is None:
+            return twins
+        row = tables.main[0], tables.main[0] + 2
+        before = {way: tables.seconds(row, part, way)[0] for way in plain}
+        best = sorted(range(len(plain)), key=lambda number: before[plain[number]])[:_SOLVED]
+        limit = min(before.values(), default=inf) * (1 - _FASTER)
+        return [twins[number] for number in best if tables.seconds(row, part, twins[number])[0] < limit]
 
     def _worth(self, tables: StageTables, part: Part, ways: list[Way]) -> list[Way]:
         """The ways that are not worse in everything than another, for the cells that come most often."""
@@ -227,11 +255,9 @@ class StageSearch:
         return None if cut is None else self._tables_of(cut, Fold(cut[0].kinds, cut[0].kinds), cut[0].learning)
 
     def _tables_of(self, cut: _Cut, fold: Fold, learning: np.ndarray) -> StageTables:
-        (cells, accumulation), costs = cut, self.model.costs
         check = lambda: self.check("stages")
-        return StageTables(
-            cells, fold, learning, accumulation, self._machines, costs, self.model.optimizer, check
-        )
+        solver = replace(self._solver, micro=1 if cut[1] is None else cut[1].steps)
+        return StageTables(cut[0], fold, learning, cut[1], self._machines, solver, check)
 
     def _cells(self, graph: Graph, micro: int, *, blocks_only: bool = False) -> _Cut | None:
         """A model in micro-batches and cells; None where it cannot be cut so."""
@@ -270,15 +296,25 @@ class StageSearch:
         cut = self._built[trial.micro]
         if cut is None or len(cut[0]) != len(tables):
             return
-        try:
-            pipeline = build(replace(self.model, check=self.check), *cut, trial.division, cutting)
-        except StrategyError:
-            return
-        judged = judge(self.model, pipeline)
-        self.num_judged += 1
+        model = replace(self.model, check=self.check)
+        for _ in range(1 + _MORE_BLOCKS):
+            try:
+                judged = judge(self.model, build(model, tables.solver, *cut, trial.division, cutting))
+            except StrategyError:
+                return
+            self.num_judged += 1
+            if judged.fits or all(slot.way.blocks is None for slot in cutting.slots):
+                break
+            cutting = replace(cutting, slots=tuple(_with_more_blocks(slot) for slot in cutting.slots))
         if judged.fits and (self.best is None or judged.seconds < self.best.seconds):
             self.best = checked(self.model, judged)
             self.found(self.best)
+
+
+def _with_more_blocks(slot: Slot) -> Slot:
+    """A stage that runs one more of its blocks again, where it runs some."""
+    way = slot.way
+    return slot if way.blocks is None else replace(slot, way=replace(way, blocks=way.blocks + 1))
 
 
 def micro_batches(graph: Graph) -> list[int]:

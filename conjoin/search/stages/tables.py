@@ -14,13 +14,12 @@ from math import inf
 
 import numpy as np
 
-from conjoin.cost import CostModel
 from conjoin.ir import Accumulation, StageGraph
 from conjoin.machine import Machine
 from conjoin.search.stages.cells import Cells
 from conjoin.search.stages.folds import Fold, Run
 from conjoin.search.stages.parts import Part
-from conjoin.search.stages.ways import Way, lay_out_stage
+from conjoin.search.stages.ways import Solver, Way, lay_out_stage
 from conjoin.sim import Classes, Drafts, MachinePrices, Simulation, predict_stage, stage_spans
 
 FORWARD, BACKWARD, FINISH, PEAK, KEPT = range(5)
@@ -42,8 +41,7 @@ class StageTables:
     """Of the whole model, as `Cells.learning`."""
     accumulation: Accumulation | None
     machines: Mapping[Part, Machine]
-    costs: CostModel
-    optimizer: str
+    solver: Solver
     check: Callable[[], None] = lambda: None
     """Called before every simulation: raises when there is no time."""
     num_priced: int = 0
@@ -91,7 +89,7 @@ class StageTables:
         return self._priced[key]
 
     def _measure(self, simulation: Simulation, machine: Machine) -> Figures:
-        found = predict_stage(simulation, self.optimizer, machine)
+        found = predict_stage(simulation, self.solver.optimizer, machine)
         return np.array([found.forward, found.backward, found.start + found.finish, found.memory.peak, found.kept])
 
     def _simulation(self, row: tuple[int, int], part: Part, way: Way) -> Simulation | None:
@@ -105,11 +103,11 @@ class StageTables:
         kinds, machine = self.cells.kinds[slice(*row)], self.machines[part]
         if kinds not in self._cuts:
             self._cuts[kinds] = self.cells.row(*row)
-        laid_out = lay_out_stage(self._cuts[kinds], machine, way, self.cells.graph)
+        laid_out = lay_out_stage(self._cuts[kinds], machine, way, self.cells.graph, self.solver)
         if laid_out is None or (way.recompute and not laid_out.segments):
             return None
         self.num_priced += 1
-        prices = MachinePrices.of(laid_out.graph, machine, self.costs, self.optimizer)
+        prices = MachinePrices.of(laid_out.graph, machine, self.solver.costs, self.solver.optimizer)
         return laid_out.simulate(machine, prices, self._drafts.setdefault(part, {}))
 
     def figures(self, run: Run, part: Part, way: Way) -> Figures:

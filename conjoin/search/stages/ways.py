@@ -1,14 +1,17 @@
 """Ways to run a stage: how its devices share its work and what it stores, and what of it is run again.
 
-A way is a named strategy and a mode of recomputing. Laid out on the graph of a stage, for devices of a machine, it says
-all that a simulation needs, and all that a plan of the stage is made of.
+A way is a named strategy and a mode of recomputing, for all blocks or some. Its layouts are those of the strategy, or
+*solved*: those with the least sum of seconds on the strategy's units, by the exact core (`exact/`). Laid out on the
+graph of a stage, for devices of a machine, it says all that a simulation needs, and all that a plan of the stage is
+made of.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from conjoin.cost import CostModel
 from conjoin.errors import StrategyError
 from conjoin.ir import (
     REGATHER,
@@ -27,9 +30,14 @@ from conjoin.ir import (
 )
 from conjoin.machine import Machine
 from conjoin.search.baselines import layouts_by
-from conjoin.search.blocks import segments_for
+from conjoin.search.blocks import block_segments, segments_for
 from conjoin.search.bundle_size import choose_bundle_bytes
 from conjoin.search.drafting import settle_draft
+from conjoin.search.exact.choices import OperatorSeconds
+from conjoin.search.exact.reshard_seconds import ReshardSeconds
+from conjoin.search.exact.space import OVERLAPS, Space, objective_on
+from conjoin.search.exact.stack import folded_problem
+from conjoin.search.exact.units import Units, natural_units
 from conjoin.search.groups import products
 from conjoin.search.planning import drafter
 from conjoin.search.strategies import read_request
@@ -38,6 +46,7 @@ from conjoin.sim import (
     Classes,
     Drafts,
     Layouts,
+    MachinePrices,
     Prices,
     Simulation,
     Skeleton,
@@ -47,6 +56,7 @@ from conjoin.sim import (
 )
 
 STORED = ("", "zero1", "fsdp")
+_MAX_UNITS = 2
 RECOMPUTE = ("", "selective", "full")
 """What is run again: what the model asks for, what is cheap for its bytes, all blocks."""
 
@@ -57,14 +67,44 @@ class Way:
 
     strategy: str
     recompute: str = ""
+    blocks: int | None = None
+    """Of how many blocks, the first ones; None is all."""
+    is_solved: bool = False
 
     def __str__(self) -> str:
-        return f"{self.strategy}+recompute={self.recompute}" if self.recompute else self.strategy
+        base = f"{'joint search near ' if self.is_solved else ''}{self.strategy}"
+        some = "" if self.blocks is None else f" of {self.blocks} blocks"
+        return f"{base}+recompute={self.recompute}{some}" if self.recompute else base
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing of it only saves memory."""
         return not self.recompute and not any(flag in self.strategy for flag in STORED[1:])
+
+
+@dataclass
+class Solver:
+    """The exact core for stages of a model on parts of a machine; tables are made once."""
+
+    costs: CostModel
+    optimizer: str
+    micro: int = 1
+    """Micro-batches in a step, which share what is done once in it."""
+    _spaces: dict[tuple[Machine, Units], Space] = field(default_factory=dict)
+
+    def solve(self, skeleton: Skeleton, near: Layouts, machine: Machine) -> tuple[Layouts, frozenset[str]] | None:
+        """The layouts with the least sum on the units of given ones; None where these have none, or many."""
+        units = natural_units(near.choices, machine.mesh)
+        if not units or len(units) > _MAX_UNITS:
+            return None
+        prices = MachinePrices.of(skeleton.graph, machine, self.costs, self.optimizer)
+        if (machine, units) not in self._spaces:
+            made = Space(units, machine.mesh, ReshardSeconds(units, machine.mesh, prices), OperatorSeconds(prices))
+            self._spaces[machine, units] = made
+        told = objective_on(machine, prices, self.optimizer, 1 - (1 - OVERLAPS[0]) / self.micro, 0.0)
+        objective = replace(told, is_stage=True, update_seconds=told.update_seconds / self.micro)
+        problem = folded_problem(skeleton, self._spaces[machine, units], objective)
+        return problem.layouts(problem.solve())
 
 
 def ways_on(machine: Machine) -> Iterator[Way]:
@@ -133,16 +173,30 @@ class LaidOut:
         return Stage(plan, ranks, self.cut.arrivals, self.cut.borrowed)
 
 
-def lay_out_stage(cut: StageGraph, machine: Machine, way: Way, whole: Graph) -> LaidOut | None:
+def lay_out_stage(cut: StageGraph, machine: Machine, way: Way, whole: Graph, solver: Solver) -> LaidOut | None:
     """A stage of a whole model laid out by a way on the devices of a machine; None where that cannot be."""
     try:
         settled = settle_draft(cut.graph, drafter(machine, read_request(way.strategy)))
-        segments = segments_for(way.recompute, settled.graph, whole)
+        segments = _segments(way, settled.graph, whole)
     except StrategyError:
         return None
     skeleton = take_graph_apart(settled.graph)[0]
     layouts, regathered = layouts_by(settled, skeleton, is_stage=True)
+    if way.is_solved:
+        solved = solver.solve(skeleton, layouts, machine)
+        if solved is None:
+            return None
+        layouts, regathered = solved
     size = choose_bundle_bytes(cut.graph, machine)
     return LaidOut(
         way, cut, settled.graph, skeleton, layouts, regathered, segments, settled.substitutions, size
     )
+
+
+def _segments(way: Way, graph: Graph, whole: Graph) -> tuple[Segment, ...]:
+    """What a way runs again of a stage."""
+    found = segments_for(way.recompute, graph, whole)
+    if way.blocks is None:
+        return found
+    last = max((block[1] for block in block_segments(graph, whole)[: way.blocks]), default=-1)
+    return tuple(segment for segment in found if segment[1] <= last)

@@ -60,14 +60,22 @@ class Link:
 class CountedProblem:
     """The variables and tables of a training step, for one objective."""
 
-    def __init__(self, skeleton: Skeleton, space: CountedSpace, objective: Objective, upper: float = inf) -> None:
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        space: CountedSpace,
+        objective: Objective,
+        upper: float = inf,
+    ) -> None:
         """`upper` is the sum of some solution, or infinite; TooMany where there is too much to go through."""
         self.skeleton, self.space, self.objective = skeleton, space, objective
         self.num_operators, roots = len(skeleton.operators), skeleton.roots
         self.stored = [i for i, root in enumerate(roots) if root.leaf is not None and is_stored(root.leaf.kind)]
         self.hubs = [i for i, root in enumerate(roots) if root.maker >= 0 and len(skeleton.readers[i]) > 1]
         self.variable = {root: self.num_operators + n for n, root in enumerate([*self.stored, *self.hubs])}
-        kinds, storages = kinds_of(skeleton), [self.storages(root) for root in self.stored]
+        again = objective.recompute(skeleton)  # of which nothing is
+        held = None if again is None else [modes[:1] for modes in again.held]
+        kinds, storages = kinds_of(skeleton, held), [self.storages(root) for root in self.stored]
         least = sum(space.least(kind.task) for kind in kinds) + sum(float(s.seconds.min()) for s in storages)
         self.slack = upper - least + _ROUNDING * abs(upper) if upper < inf else inf
         self.choices: list[Choices] = [space.choices(kind, objective, self.slack) for kind in kinds]

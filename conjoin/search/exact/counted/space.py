@@ -182,14 +182,20 @@ class CountedSpace:
         return seconds
 
     def _alone(self, kind: Kind, choices: Choices, objective: Objective) -> Array:
-        """Bringing out results, and the memory of what is made and kept for the backward pass."""
+        """Bringing out results, and the memory of what is held for the backward pass."""
         seconds = np.zeros(len(choices))
         whole = counted(np.full((1, self.num_axes), WHOLE))
         for i in kind.results:
             seconds += self.edge(kind.task.types[i], False, choices.outputs[i], whole)[:, 0]
-        if objective.seconds_per_byte and kind.task.needs:
-            for i, type in enumerate(kind.task.types):
-                seconds += objective.seconds_per_byte * self.held(type, choices.outputs[i])
+        if not objective.seconds_per_byte or not kind.held:
+            return seconds
+        task, held = kind.task, kind.held[0]
+        for type, codes in (*((task.call.tensors[i], choices.operands[i]) for i in held.operands),
+                            *((task.types[i], choices.outputs[i]) for i in held.outputs)):  # fmt: skip
+            seconds += objective.seconds_per_byte * self.held(type, codes)
+        if held.extra:
+            part = self.held(task.types[0], choices.outputs[0]) / max(task.types[0].bytes, 1)
+            seconds += objective.seconds_per_byte * held.extra * part
         return seconds
 
     def held(self, type: TensorType, codes: Codes) -> Array:
