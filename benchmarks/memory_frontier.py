@@ -184,7 +184,7 @@ def measure_torch(name: str, budget: float | None, graph: Graph) -> Row:
 def measure_all(folder: Path, minutes: float, budgets: list[float]) -> Iterator[Row]:
     """Every plan, then torch's own ways, while there is time."""
     end = time.perf_counter() + 60 * minutes
-    rows = [Row(**row) for row in json.loads((folder / "told.json").read_text())]
+    rows = [Row(**row) for row in json.loads((folder / "told.json").read_text(encoding="utf-8"))]
     graphs = {name: load_graph(folder / f"{name}.graph.json") for name in dict.fromkeys(row.model for row in rows)}
     jobs: list[Callable[[], Row]] = []
     for name, graph in graphs.items():
@@ -224,7 +224,7 @@ def main() -> int:
     for row in rows:
         found.append(asdict(row))
         print(json.dumps(found[-1]), flush=True)
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
