@@ -45,7 +45,7 @@ from conjoin.search import (
     cuts,
     name_axes,
 )
-from conjoin.sim import Skeleton, take_graph_apart
+from conjoin.sim import HostLink, Skeleton, take_graph_apart
 
 RESULT = Path(__file__).parent / "results" / "autoddl_exact.json"
 SIZES = (32768, 16384, 4096, 2048, 512)
@@ -82,6 +82,9 @@ class Bytes:
 
     def slowed(self) -> int:
         return 0
+
+    def host_link(self) -> HostLink:
+        return HostLink("cpu", 0, lambda size: Seconds(float(size), Source.ESTIMATED))
 
     def unlike_axes(self) -> tuple[str, ...]:
         return ()

@@ -26,6 +26,7 @@ from conjoin.comm.gradients import Entry, GradientFlow
 from conjoin.comm.halo import OVER_EDGES, Halo, HaloBytes, halo_bytes, halo_call, halo_of
 from conjoin.comm.made_once import MadeOnce, find_made_once
 from conjoin.comm.movement import Movement, move_regions, movement
+from conjoin.comm.offloads import num_ahead, updated_together
 from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
 from conjoin.comm.pieces import held_bytes, num_devices, splits_evenly
 from conjoin.comm.places import changes_places, changes_places_between, common_places, has_places, leaves_early
@@ -62,9 +63,9 @@ __all__ = [
     "changes_places", "changes_places_between", "chunking_of", "common_places", "dual_layout", "find_bundles",
     "find_made_once", "flights_backward",
     "flights_forward", "form_seconds", "halo_bytes", "halo_call", "halo_of", "has_places", "held_bytes", "is_product",
-    "leaves_early", "move_regions", "movement", "moves_fewer_rows", "node_exchanges", "num_devices",
+    "leaves_early", "move_regions", "movement", "moves_fewer_rows", "node_exchanges", "num_ahead", "num_devices",
     "plan_crossing", "plan_transfer", "recomputed", "reduced_for_transfer", "reshard", "ring_bytes",
     "ring_bytes_of", "ring_members", "ring_of", "route_bytes", "routed_bytes", "routed_call", "routing_of",
     "run_again", "sent_bytes", "splits_evenly", "stage_grid", "step_bytes", "step_load", "sum_per_rank",
-    "total_bytes",
+    "total_bytes", "updated_together",
 ]  # fmt: skip

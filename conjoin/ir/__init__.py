@@ -23,6 +23,7 @@ from conjoin.ir.memory_order import (
 from conjoin.ir.micro_batched_parts import MicroBatchedPart, cut_part_in_micro_batches, micro_batched_parts
 from conjoin.ir.micro_batches import Accumulation, calling_graph, cut_in_micro_batches
 from conjoin.ir.nodes import Leaf, LeafKind, Node, Source, Value, in_one_line, make_leaf, make_node, retype
+from conjoin.ir.offloads import Made
 from conjoin.ir.parallel_verifier import find_layout_faults, node_fault
 from conjoin.ir.parallelize import Choice, choose, parallelize, sequential
 from conjoin.ir.parser import parse_graph
@@ -43,6 +44,8 @@ from conjoin.ir.plain_model import plain_model
 from conjoin.ir.plan import (
     BUNDLE_BYTES,
     MAX_CHUNKS,
+    OFFLOAD,
+    OFFLOAD_STATE,
     RECOMPUTE,
     REGATHER,
     Mark,
@@ -51,6 +54,9 @@ from conjoin.ir.plan import (
     Substitution,
     check_plan,
     model_mark,
+    offload_actions,
+    offloaded_states,
+    offloaded_tensors,
     plan_fingerprint,
     plan_from_json,
     plan_to_json,
@@ -108,6 +114,8 @@ __all__ = [
     "LIBRARY",
     "MAX_CHUNKS",
     "MAX_CONSTANT_BYTES",
+    "OFFLOAD",
+    "OFFLOAD_STATE",
     "ORDERED_BY_KERNELS",
     "RECOMPUTE",
     "REGATHER",
@@ -122,6 +130,7 @@ __all__ = [
     "LayoutError",
     "Leaf",
     "LeafKind",
+    "Made",
     "Mark",
     "MemoryAction",
     "MicroBatchedPart",
@@ -199,6 +208,9 @@ __all__ = [
     "norm_by_pieces",
     "nothing",
     "num_elements",
+    "offload_actions",
+    "offloaded_states",
+    "offloaded_tensors",
     "operand_move",
     "operators_of",
     "orders_looked_at",

@@ -20,6 +20,7 @@ from conjoin.ir.limits import MAX_ITEMS
 from conjoin.ir.micro_batched_parts import micro_batched_parts
 from conjoin.ir.micro_batches import Accumulation, check_accumulation
 from conjoin.ir.nodes import LeafKind
+from conjoin.ir.offloads import Made, check_offloads, parse_tensors, tensor_text
 from conjoin.ir.parallel_verifier import find_layout_faults
 from conjoin.ir.parser import parse_graph
 from conjoin.ir.segments import Segment, operators_of, parse_segments, segment_text
@@ -34,7 +35,11 @@ REGATHER = "regather"
 RECOMPUTE = "recompute"
 """Memory action: of consecutive operators, `%3..%7`, only what they read from outside is kept for the backward pass,
 which runs them again; and of `%3..%7 but %5` what makes %5, which is not."""
-_ACTIONS = (REGATHER, RECOMPUTE)
+OFFLOAD = "offload"
+"""Memory action: a tensor, `%12`, is copied to the host when it is made and brought back for the backward pass."""
+OFFLOAD_STATE = "offload-state"
+"""Memory action: what the optimizer remembers of a parameter lies on the host and is brought for its update."""
+_ACTIONS = (REGATHER, RECOMPUTE, OFFLOAD, OFFLOAD_STATE)
 BUNDLE_BYTES = 25 * 2**20
 """Of a bundle where nobody knows better: as DistributedDataParallel's (torch documentation, `bucket_cap_mb`)."""
 _MAX_BUNDLE_BYTES = 2**40
@@ -72,6 +77,24 @@ def recompute_actions(graph: Graph, segments: Iterable[tuple[int, int]]) -> tupl
 def recomputed_segments(plan: Plan) -> tuple[Segment, ...]:
     """The segments that the backward pass runs again, in order; ValueError where an action names none."""
     return parse_segments(plan.graph, (action.tensor for action in plan.memory if action.action == RECOMPUTE))
+
+
+def offload_actions(
+    graph: Graph, tensors: Iterable[Made], states: Iterable[str] = ()
+) -> tuple[MemoryAction, ...]:
+    """The memory actions by which tensors of a graph, and optimizer state of parameters, lie on the host."""
+    made = (MemoryAction(OFFLOAD, tensor_text(graph, tensor)) for tensor in sorted(tensors))
+    return (*made, *(MemoryAction(OFFLOAD_STATE, name) for name in sorted(states)))
+
+
+def offloaded_tensors(plan: Plan) -> tuple[Made, ...]:
+    """The tensors that lie on the host between forward and backward; ValueError where an action names none."""
+    return parse_tensors(plan.graph, (action.tensor for action in plan.memory if action.action == OFFLOAD))
+
+
+def offloaded_states(plan: Plan) -> frozenset[str]:
+    """The parameters whose optimizer state lies on the host."""
+    return frozenset(action.tensor for action in plan.memory if action.action == OFFLOAD_STATE)
 
 
 def regathered_parameters(plan: Plan) -> frozenset[str]:
@@ -200,7 +223,8 @@ def check_plan(plan: Plan) -> Plan:
 
 def _check_memory(plan: Plan) -> None:
     try:
-        segments = recomputed_segments(plan)
+        segments, offloads = recomputed_segments(plan), offloaded_tensors(plan)
+        check_offloads(plan.graph, offloads, segments)
         if plan.accumulation is not None:
             check_accumulation(plan.graph, plan.accumulation)
         parts = micro_batched_parts(plan.graph)
@@ -211,7 +235,9 @@ def _check_memory(plan: Plan) -> None:
         if parts and plan.accumulation is not None:
             raise ValueError("a part of it runs in micro-batches of its own")
         places = [p for node in plan.graph.nodes for type in node.types for _, p in type.layout if isinstance(p, At)]
-        if places and (segments or parts or plan.accumulation is not None):
+        if parts and offloads:
+            raise ValueError("what runs in micro-batches keeps nothing that could lie on the host")
+        if places and (segments or parts or offloads or plan.accumulation is not None):
             raise ValueError(f"{len(places)} tensors are made at one place of an axis only, and others would wait")
     except ValueError as error:
         raise PlanError(
@@ -425,10 +451,12 @@ def _actions(entries: list[Any], graph: Graph) -> tuple[MemoryAction, ...]:
     for made in read:
         if made.action not in _ACTIONS:
             raise ValueError(f"there is no memory action {made.action[:40]!r}; known are {', '.join(_ACTIONS)}")
-        if made.action == REGATHER and made.tensor not in parameters:
+        if made.action in (REGATHER, OFFLOAD_STATE) and made.tensor not in parameters:
             raise ValueError(f"{made.action} names {made.tensor[:60]!r}, which is no parameter")
     segments = parse_segments(graph, (made.tensor for made in read if made.action == RECOMPUTE), as_read=True)
-    return (*(made for made in read if made.action != RECOMPUTE), *recompute_actions(graph, segments))
+    tensors = parse_tensors(graph, (made.tensor for made in read if made.action == OFFLOAD), as_read=True)
+    others = (made for made in read if made.action not in (RECOMPUTE, OFFLOAD))
+    return (*others, *recompute_actions(graph, segments), *offload_actions(graph, tensors))
 
 
 def figures_from_json(entry: Any) -> tuple[tuple[str, float], ...]:

@@ -11,7 +11,16 @@ import torch
 from conjoin.ir.builder import GraphBuilder
 from conjoin.ir.graph import Graph, Result
 from conjoin.ir.nodes import Leaf, Node, Source, Value, make_leaf, make_node
-from conjoin.ir.plan import RECOMPUTE, Plan, recompute_actions, recomputed_segments
+from conjoin.ir.offloads import Made
+from conjoin.ir.plan import (
+    OFFLOAD,
+    RECOMPUTE,
+    Plan,
+    offload_actions,
+    offloaded_tensors,
+    recompute_actions,
+    recomputed_segments,
+)
 from conjoin.ir.segments import Segment, operators_of
 from conjoin.ops import CAST, Args, TensorType, bind_args, signature
 
@@ -121,12 +130,19 @@ def widen_plan(plan: Plan) -> Plan:
         assert isinstance(owner, Node)
         return places[owner]
 
+    def made_as(value: Value) -> Made:
+        owner = values[value].owner
+        assert isinstance(owner, Node)
+        return places[owner], values[value].index
+
     segments = [
         Segment(place_of(segment[0] - 1) + 1 if segment[0] else 0, place_of(segment[1]), map(place_of, segment.kept))
         for segment in recomputed_segments(plan)
     ]
-    kept = tuple(action for action in plan.memory if action.action != RECOMPUTE)
-    return replace(plan, graph=graph, memory=(*kept, *recompute_actions(graph, segments)))
+    offloads = [made_as(tuple(old[place].outputs())[i]) for place, i in offloaded_tensors(plan)]
+    kept = tuple(action for action in plan.memory if action.action not in (RECOMPUTE, OFFLOAD))
+    memory = (*kept, *recompute_actions(graph, segments), *offload_actions(graph, offloads))
+    return replace(plan, graph=graph, memory=memory)
 
 
 def _widen(graph: Graph) -> tuple[Graph, Mapping[Value, Value]]:

@@ -14,11 +14,13 @@ from difflib import SequenceMatcher, unified_diff
 from typing import Any
 
 from conjoin.ir import (
+    OFFLOAD,
     RECOMPUTE,
     Graph,
     LeafKind,
     Node,
     Plan,
+    offloaded_tensors,
     operators_of,
     plan_to_json,
     plan_to_text,
@@ -154,7 +156,9 @@ def _memory(plan: Plan) -> list[str]:
     segments = recomputed_segments(plan)
     places = [tuple(_called(operators[i], plan.graph) for i in segment) for segment in segments]
     kept = [f" but {len(segment.kept)}" if segment.kept else "" for segment in segments]
-    others = [f"{action.action} {action.tensor}" for action in plan.memory if action.action != RECOMPUTE]
+    placed = (RECOMPUTE, OFFLOAD)
+    others = [f"{action.action} {action.tensor}" for action in plan.memory if action.action not in placed]
+    others += [f"{OFFLOAD} {_called(operators[place], plan.graph)}" for place, _ in offloaded_tensors(plan)]
     return [*others, *(f"{RECOMPUTE} {first} to {last}{but}" for (first, last), but in zip(places, kept, strict=True))]
 
 

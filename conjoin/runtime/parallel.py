@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import UsageError
-from conjoin.ir import LeafKind, Pipeline, Plan
+from conjoin.ir import LeafKind, Pipeline, Plan, offloaded_states
 from conjoin.ops import Layout
 from conjoin.runtime.pipelines.pipeline_program import PipelineProgram
 from conjoin.runtime.program.calling import InputPart
@@ -27,6 +27,7 @@ from conjoin.runtime.program.passes import Passes
 from conjoin.runtime.program.randomness import Stream
 from conjoin.runtime.program.rank_program import RankProgram
 from conjoin.runtime.ranks.communicator import Communicator, World, uncompiled
+from conjoin.runtime.state.offloaded_state import offload_states
 from conjoin.runtime.state.pieces import UnmatchedKeys, load_pieces, mark_pieces
 from conjoin.runtime.state.storage import Store
 
@@ -77,6 +78,9 @@ class ParallelModule(nn.Module):
             self.__dict__[name] = store.root.__dict__[name]
         for members, pieces in program.groups():
             mark_gradients(pieces, members, communicator if members is not communicator else None)
+        plans = [plan] if isinstance(plan, Plan) else [stage.plan for stage in plan.stages]
+        states = frozenset[str]().union(*map(offloaded_states, plans))
+        offload_states(p for name, p in store.root.named_parameters() if name in states)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass: the batch whole or this rank's part of it; the loss is that of the whole."""

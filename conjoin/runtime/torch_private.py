@@ -177,3 +177,8 @@ def flash_attention_backward(given: tuple[Tensor, ...], causal: bool, scale: flo
     return aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
         *given, *lengths, 0.0, causal, *drawn, scale=scale
     )
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the user has hooks around an optimizer's steps."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

@@ -19,6 +19,9 @@ from conjoin.ir import (
     Plan,
     Value,
     check_plan,
+    offload_actions,
+    offloaded_states,
+    offloaded_tensors,
     origin,
     parallelize,
     plain_call,
@@ -93,7 +96,8 @@ def _edited(plan: Plan, layouts: Layouts) -> Plan:
     values = [i for i, value in enumerate(skeleton.graph.outputs) if isinstance(value, Value)]
     graph = parallelize(skeleton.graph, leaves, choices, dict(zip(values, layouts.results, strict=False)))
     regathered = tuple(action for action in plan.memory if action.action == REGATHER)
-    memory = (*regathered, *recompute_actions(graph, segments))
+    offloads = offload_actions(graph, offloaded_tensors(plan), offloaded_states(plan))
+    memory = (*regathered, *recompute_actions(graph, segments), *offloads)
     return check_plan(replace(plan, graph=graph, memory=memory, predictions=()))
 
 

@@ -41,6 +41,9 @@ from conjoin.ir import (
     model_mark,
     node_fault,
     norm_by_pieces,
+    offload_actions,
+    offloaded_states,
+    offloaded_tensors,
     operators_of,
     parallelize,
     pieces_of,
@@ -121,7 +124,11 @@ def plan_alike(plan: Plan, captured: Graph) -> Alike[Plan]:
         graph=parallel,
         computes=computation_digest(graph, accumulation),
         model=model_mark(captured),
-        memory=(*_regathered(plan, graph), *recompute_actions(parallel, _segments(plan, graph, known))),
+        memory=(
+            *_regathered(plan, graph),
+            *recompute_actions(parallel, _segments(plan, graph, known)),
+            *_offloads(plan, graph, parallel, known),
+        ),
         substitutions=substitutions,
         predictions=(),
         accumulation=accumulation,
@@ -156,6 +163,20 @@ def _in_micro_batches(plan: Plan, captured: Graph) -> tuple[Graph, Accumulation 
 def _regathered(plan: Plan, graph: Graph) -> Iterable[MemoryAction]:
     names = {leaf.name for leaf in graph.leaves_of(LeafKind.PARAMETER)}
     return (action for action in plan.memory if action.action == REGATHER and action.tensor in names)
+
+
+def _offloads(plan: Plan, graph: Graph, parallel: Graph, known: Mapping[Node, Node]) -> tuple[MemoryAction, ...]:
+    """What lies on the host: what has a counterpart there."""
+    operators, there = operators_of(plan.graph), {*offloaded_tensors(plan)}
+    places = {node: place for place, node in enumerate(operators)}
+    made = [
+        (i, output)
+        for i, node in enumerate(graph.nodes)
+        for output in range(len(node.types))
+        if node in known and (places[known[node]], output) in there
+    ]
+    names = {leaf.name for leaf in graph.leaves_of(LeafKind.PARAMETER)}
+    return offload_actions(parallel, made, offloaded_states(plan) & names)
 
 
 def _segments(plan: Plan, graph: Graph, known: Mapping[Node, Node]) -> list[Segment]:

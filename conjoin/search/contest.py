@@ -29,6 +29,7 @@ from conjoin.ir import (
     computation_digest,
     fingerprint,
     model_mark,
+    offload_actions,
     parallelize,
     recompute_actions,
     recomputed_segments,
@@ -45,12 +46,14 @@ from conjoin.sim import (
     Classes,
     Drafts,
     Layouts,
+    Offloads,
     PipelinePrediction,
     Prices,
     Simulation,
     Skeleton,
     measure_memory,
     new_drafts,
+    offloads_of,
     simulate_layouts,
     take_apart,
     take_graph_apart,
@@ -114,6 +117,9 @@ def digest(variant: Variant, layouts: Layouts | None = None) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+NOTHING_OFFLOADED = Offloads()
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A plan as it takes part: a variant in layouts."""
@@ -124,6 +130,8 @@ class Entry:
     regathered: frozenset[str] = frozenset()
     segments: tuple[Segment, ...] = ()
     """What the backward pass runs again."""
+    offloads: Offloads = NOTHING_OFFLOADED
+    """What lies on the host."""
     plan: Plan | None = None
     """Where there is one already."""
     objective: Objective | None = None
@@ -313,7 +321,9 @@ class Contest:
         drafts.bundle_bytes = self.bundle_bytes if entry.plan is None else entry.plan.bundle_bytes
         drafts.chunks = entry.chunks if entry.plan is None else entry.plan.chunks
         drafts = self._drafts.setdefault((drafts.classes, drafts.bundle_bytes, drafts.chunks), drafts)
-        return simulate_layouts(skeleton, layouts, drafts, entry.regathered, entry.segments, entry.variant.steps)
+        return simulate_layouts(
+            skeleton, layouts, drafts, entry.regathered, entry.segments, entry.variant.steps, entry.offloads
+        )
 
     def enter(self, entry: Entry) -> Outcome:
         """Judge an entry; it becomes the best where it fits and is faster."""
@@ -358,7 +368,8 @@ class Contest:
         """Judge a plan that somebody made; one that was found before need not count as a step."""
         skeleton, layouts = take_apart(plan)
         variant = Variant(plan.graph, skeleton, plan.substitutions, plan.accumulation)
-        entry = Entry(plan.strategy, variant, layouts, regathered_parameters(plan), recomputed_segments(plan), plan)
+        segments, regathered = recomputed_segments(plan), regathered_parameters(plan)
+        entry = Entry(plan.strategy, variant, layouts, regathered, segments, offloads_of(plan), plan)
         return self.enter(entry) if is_counted else self.judge(entry, self.simulate(entry))
 
 
@@ -396,7 +407,11 @@ def plan_of(outcome: Outcome, captured: Graph, machine: Machine) -> Plan:
         model=model_mark(captured),
         machine=mark,
         strategy=entry.name,
-        memory=(*regathered, *recompute_actions(graph, entry.segments)),
+        memory=(
+            *regathered,
+            *recompute_actions(graph, entry.segments),
+            *offload_actions(graph, entry.offloads.tensors, entry.offloads.states),
+        ),
         substitutions=entry.variant.substitutions,
         accumulation=entry.variant.accumulation,
         predictions=predictions,

@@ -40,6 +40,7 @@ from conjoin.search.blocks import segments_for
 from conjoin.search.bundle_size import choose_bundle_bytes
 from conjoin.search.facts import Facts, study, where_in
 from conjoin.search.features_once import with_features_once
+from conjoin.search.offloads import with_offloads
 from conjoin.search.propagation import Flow, output_placements
 from conjoin.search.rank_statistics import check_rank_statistics, with_rank_statistics
 from conjoin.search.request import Request
@@ -163,7 +164,7 @@ def make_plan_by(
         bundle_bytes=choose_bundle_bytes(captured, machine),
         chunks=draft.request.chunks,
     )
-    return _check_chunks(check_plan(plan))
+    return with_offloads(_check_chunks(check_plan(plan)), draft.request.offload, machine.device)
 
 
 def _check_chunks(plan: Plan) -> Plan:

@@ -43,6 +43,7 @@ from conjoin.schedules import (
 from conjoin.search.blocks import segments_for
 from conjoin.search.bundle_size import choose_bundle_bytes
 from conjoin.search.drafting import lay_out, settle_draft
+from conjoin.search.offloads import with_offloads
 from conjoin.search.planning import drafter
 from conjoin.search.request import Request
 from conjoin.search.stage_cuts import cut_rows, node_seconds
@@ -217,7 +218,7 @@ def _stage(
         computes=computation_digest(settled.graph),
         bundle_bytes=choose_bundle_bytes(cut.graph, machine),
     )
-    return Stage(plan, ranks, cut.arrivals, cut.borrowed)
+    return Stage(with_offloads(plan, request.offload, machine.device), ranks, cut.arrivals, cut.borrowed)
 
 
 def _inner(machine: Machine, request: Request) -> Request:

@@ -5,7 +5,7 @@ the blocks of a convolutional network. Segments go from one narrow place to anot
 the model: short ones keep much between them, long ones make much anew at once; so several lengths are tried, and of
 each as many segments as are needed, those first that save the most bytes for a second. How many that may be is guessed
 from what all of a length save; only memory as it is measured decides. A length with which the step would be much slower
-than the best is left.
+than the best is left. On GPUs what segments make may lie on the host instead (`memory_chain.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from itertools import accumulate
 
 from conjoin.ir import Segment
 from conjoin.search.contest import Contest, Entry, Outcome
+from conjoin.search.memory_chain import relieve_by_chains
 from conjoin.search.placing_branches import without_places
 from conjoin.search.variants import as_variant
 from conjoin.sim import Layouts, Skeleton, gain_of, measure_memory
@@ -35,7 +36,10 @@ def relieve(contest: Contest, outcome: Outcome, left: Callable[[], float] = lamb
     entry = replace(start.entry, segments=())
     program = outcome.simulation.program
     peak = measure_memory(program, contest.optimizer, contest.machine.device).peak
-    for segments in segmentations(entry.variant.skeleton):
+    ways = segmentations(entry.variant.skeleton)
+    if contest.mesh.size == 1:
+        relieve_by_chains(contest, entry, program, ways, left)
+    for segments in ways:
         if left() <= 0:
             contest.cut_short = True
             return
@@ -54,6 +58,8 @@ def relieve(contest: Contest, outcome: Outcome, left: Callable[[], float] = lamb
         expected = outcome.seconds + guess / len(worth) * (seconds - outcome.seconds)
         if contest.best is None or expected < _SLOWER * contest.best.seconds:
             _enter_fewest(contest, entry, worth, guess, left)
+    if contest.mesh.size > 1:
+        relieve_by_chains(contest, entry, program, ways, left)
 
 
 def mix(contest: Contest, light: Outcome, heavy: Outcome, left: Callable[[], float] = lambda: 1.0) -> None:

@@ -2,9 +2,9 @@
 
 Degrees have names (`tp=2`) or stand in the order of the strategy's keys. What is asked of the batch and of Megatron
 becomes one request: `fsdp+megatron:tp=2` is `megatron:tp=2,fsdp`. What is run again in the backward pass
-(`recompute=`), how many micro-batches make up a step (`micro=`) or a part of it (`part=`), of what batch norm takes its
-statistics (`statistics=`) and in how many chunks products go that collectives are next to (`chunks=`) may be asked of
-every strategy, by a part or among its keys.
+(`recompute=`), what lies on the host (`offload=`), how many micro-batches make up a step (`micro=`) or a part of it
+(`part=`), of what batch norm takes its statistics (`statistics=`) and in how many chunks products go that collectives
+are next to (`chunks=`) may be asked of every strategy, by a part or among its keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from conjoin.machine import Mesh
 _MAX_DIGITS = 7
 _MODES = ("none", "selective", "full", "every-2")
 _STATISTICS = ("all", "rank")
-OPTIONS = ("recompute", "micro", "part", "statistics", "chunks")
+OFFLOADS = ("activations", "optimizer", "both")
+OPTIONS = ("recompute", "offload", "micro", "part", "statistics", "chunks")
 _EVERY = re.compile(r"every-[1-9]\d{0,3}")
 
 
@@ -40,6 +41,8 @@ class Request:
     """The axes of the mesh from the outermost to the innermost, as degrees are dealt; empty as the machine has them."""
     recompute: str = ""
     """Which blocks are run again in the backward pass: none, selective, full, every-2, ...; empty as the model asks."""
+    offload: str = ""
+    """What lies on the host: activations for the backward pass, optimizer state, or both; empty for nothing."""
     micro: int = 1
     """Micro-batches of a step."""
     part: int = 1
@@ -57,6 +60,7 @@ class Request:
         words = [f"{key}={degree}" for key, degree in self.degrees.items()] + sorted(self.flags)
         words += [f"schedule={self.schedule}"] if self.schedule else []
         again = f"+recompute={self.recompute}" if self.recompute else ""
+        again += f"+offload={self.offload}" if self.offload else ""
         parts = f"+micro={self.micro}" if self.micro > 1 else ""
         parts += f"+part={self.part}" if self.part > 1 else ""
         own = f"+statistics={self.statistics}" if self.statistics != "all" else ""
@@ -111,19 +115,22 @@ def parse_request(text: str, known: Mapping[str, Keys], aliases: Mapping[str, st
     made = named[0] if len(named) == 1 else _together(named, known)
     _check_once(made.name, "axes", sum(bool(part.order) for part in parts))
     _check_once(made.name, "recompute", sum(bool(part.recompute) for part in parts))
+    _check_once(made.name, "offload", sum(bool(part.offload) for part in parts))
     _check_once(made.name, "micro", sum(part.micro > 1 for part in parts))
     _check_once(made.name, "part", sum(part.part > 1 for part in parts))
     _check_once(made.name, "statistics", sum(part.statistics != "all" for part in parts))
     _check_once(made.name, "chunks", sum(part.chunks > 1 for part in parts))
-    if any(part.part > 1 for part in parts) and any(part.micro > 1 for part in parts):
+    asked = [f"{name}=" for name in ("micro", "offload", "chunks") if any(_asks(part, name) for part in parts)]
+    if asked and any(part.part > 1 for part in parts):
         raise UsageError(
-            f"The strategy {text[:60]!r} was asked for. It takes all of a step in micro-batches by micro=, and a part "
-            f"of it in some by part=. Leave one of them out."
+            f"The strategy {text[:60]!r} was asked for. What runs in micro-batches by part= goes one by one, keeps only "
+            f"what it was given, and cannot be combined with {' and '.join(asked)}. Leave one of them out."
         )
     return replace(
         made,
         order=max(part.order for part in parts),
         recompute=max(part.recompute for part in parts),
+        offload=max(part.offload for part in parts),
         micro=max(part.micro for part in parts),
         part=max(part.part for part in parts),
         asks_micro=any(part.asks_micro for part in parts),
@@ -155,6 +162,9 @@ def _with_word(request: Request, word: str, keys: Keys) -> Request:
     if key == "recompute" and equals:
         _check_once(name, key, 1 + bool(request.recompute))
         return replace(request, recompute=_parse_mode(name, given))
+    if key == "offload" and equals:
+        _check_once(name, key, 1 + bool(request.offload))
+        return replace(request, offload=_parse_offload(name, given))
     if key == "micro" and equals:
         _check_once(name, key, 1 + (request.micro > 1))
         return replace(request, micro=_parse_degree(name, key, given), asks_micro=True)
@@ -177,6 +187,10 @@ def _with_word(request: Request, word: str, keys: Keys) -> Request:
     if equals:
         return request.filled({**request.degrees, key: _parse_degree(name, key, given)})
     return replace(request, flags=request.flags | {key})
+
+
+def _asks(part: Request, option: str) -> bool:
+    return bool(getattr(part, option) != getattr(Request("", {}), option))
 
 
 def _check_once(name: str, key: str, times: int) -> None:
@@ -253,6 +267,15 @@ def _parse_chunks(name: str, given: str) -> int:
     raise UsageError(
         f"The strategy {name} was given chunks={given[:40]!r}. Products go with the collectives next to them in a "
         f"whole number of chunks from 1 to {MAX_CHUNKS}. Write chunks=4."
+    )
+
+
+def _parse_offload(name: str, given: str) -> str:
+    if given in OFFLOADS:
+        return given
+    raise UsageError(
+        f"The strategy {name} was given offload={given[:40]!r}. What can lie on the host are activations, the state of "
+        f"the optimizer, or both. {nearest(given, OFFLOADS)}"
     )
 
 

@@ -2,13 +2,14 @@
 
 from conjoin.sim.breakdown import Breakdown, break_down
 from conjoin.sim.crossings import transfer_seconds
-from conjoin.sim.engine import Instruction, Phase, Ticks, Timeline, rerun, run, to_seconds, to_ticks
+from conjoin.sim.engine import COMPUTE, Instruction, Phase, Ticks, Timeline, rerun, run, to_seconds, to_ticks
 from conjoin.sim.expected_error import ALIKE, Published, expected_error, published_for
 from conjoin.sim.fragments import Drafts
 from conjoin.sim.gains import Gain, gain_of
 from conjoin.sim.keeping import Kept, kept_of
-from conjoin.sim.memory import OPTIMIZER_COPIES, Memory, measure_memory
+from conjoin.sim.memory import Memory, kept_tensors, measure_memory
 from conjoin.sim.moves import make_change, random_change
+from conjoin.sim.offloads import Offloads, OnHost
 from conjoin.sim.pipelines import (
     STAGE_STEPS,
     PipelinePrediction,
@@ -19,19 +20,20 @@ from conjoin.sim.pipelines import (
     stage_spans,
 )
 from conjoin.sim.prediction import Prediction, predict
-from conjoin.sim.prices import MachinePrices, Prices
+from conjoin.sim.prices import OPTIMIZER_COPIES, HostLink, MachinePrices, Prices
 from conjoin.sim.program import Change, Program, task_numbers
-from conjoin.sim.simulation import Simulation, new_drafts, simulate, simulate_layouts
+from conjoin.sim.simulation import Simulation, new_drafts, offloads_of, simulate, simulate_layouts
 from conjoin.sim.skeleton import Layouts, Operator, Skeleton, take_apart, take_graph_apart
 from conjoin.sim.symmetry import Classes
 from conjoin.sim.wanted import Wanted, measure_wanted, wanted_by
 
 __all__ = [
-    "ALIKE", "OPTIMIZER_COPIES", "STAGE_STEPS", "Breakdown", "Change", "Classes", "Drafts", "Gain", "Instruction",
-    "Kept", "Layouts", "MachinePrices", "Memory", "Operator", "Phase", "PipelinePrediction", "Prediction", "Prices",
-    "Program", "Published", "Simulation", "Skeleton", "StagePrediction", "Ticks", "Timeline", "Wanted", "break_down",
-    "expected_error", "gain_of", "kept_of", "make_change", "measure_memory", "measure_wanted", "new_drafts", "predict",
-    "predict_pipeline", "predict_stage", "published_for", "random_change", "rerun", "rescheduled", "run", "simulate",
-    "simulate_layouts", "stage_spans", "take_apart", "take_graph_apart", "task_numbers", "to_seconds", "to_ticks",
-    "transfer_seconds", "wanted_by",
+    "ALIKE", "COMPUTE", "OPTIMIZER_COPIES",
+    "STAGE_STEPS", "Breakdown", "Change", "Classes", "Drafts", "Gain", "HostLink",
+    "Instruction", "Kept", "Layouts", "MachinePrices", "Memory", "Offloads", "OnHost", "Operator", "Phase",
+    "PipelinePrediction", "Prediction", "Prices", "Program", "Published", "Simulation", "Skeleton", "StagePrediction",
+    "Ticks", "Timeline", "Wanted", "break_down", "expected_error", "gain_of", "kept_of", "kept_tensors", "make_change",
+    "measure_memory", "measure_wanted", "new_drafts", "offloads_of", "predict", "predict_pipeline", "predict_stage",
+    "published_for", "random_change", "rerun", "rescheduled", "run", "simulate", "simulate_layouts", "stage_spans",
+    "take_apart", "take_graph_apart", "task_numbers", "to_seconds", "to_ticks", "transfer_seconds", "wanted_by",
 ]  # fmt: skip

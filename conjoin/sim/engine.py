@@ -30,9 +30,10 @@ from conjoin.errors import UsageError
 TICKS_PER_SECOND = 10**12
 MAX_TICKS = 2**63 - 1
 """What an array of times can hold: 107 days."""
-HOST, COMPUTE, INSIDE, BETWEEN = range(4)
-"""The streams of a device: who launches, who computes, and the links inside a node and between nodes."""
-NUM_STREAMS = 4
+HOST, COMPUTE, INSIDE, BETWEEN, TO_HOST, FROM_HOST = range(6)
+"""The streams of a device: who launches, who computes, the links inside a node and between nodes, and the copies to the
+memory of its host and back."""
+NUM_STREAMS = 6
 
 
 class Phase(Enum):

@@ -12,20 +12,27 @@ counted (cuBLAS: about 70 MB on an H200, once in a process), nor what convolutio
 from __future__ import annotations
 
 from collections import Counter
+from copy import copy
 from dataclasses import dataclass
 
-from conjoin.comm import BundleKind, backward_route, flights_backward, flights_forward, held_bytes, reshard
+from conjoin.comm import (
+    BundleKind,
+    backward_route,
+    flights_backward,
+    flights_forward,
+    held_bytes,
+    reshard,
+    updated_together,
+)
 from conjoin.errors import UsageError
 from conjoin.ir import LeafKind, Segment
 from conjoin.ops import At, Layout
 from conjoin.sim.carrying import SHARING, carrying_bytes
 from conjoin.sim.heap import Heap
 from conjoin.sim.keeping import Kept, nothing_kept
+from conjoin.sim.offloads import Hosts, Log, Offloads, OnHost, there
+from conjoin.sim.prices import OPTIMIZER_COPIES
 from conjoin.sim.program import Program, UsedBundle, Version
-
-_COPIES = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
-OPTIMIZER_COPIES = {**_COPIES, **{f"{name}-fused": copies for name, copies in _COPIES.items()}}
-"""How many tensors like each parameter an optimizer remembers."""
 
 
 def check_optimizer(name: str) -> None:
@@ -52,11 +59,34 @@ class Memory:
     """The fragment in which the peak is reached."""
     curve: tuple[int, ...]
     """The largest number of bytes held during each fragment."""
+    on_host: int = 0
+    """What lies in the memory of the host, for this device."""
 
     @property
     def activations(self) -> int:
         """What is there at the peak besides what stays."""
         return self.peak - self.parameters - self.buffers - self.optimizer_state - self.inputs
+
+
+def follow_offloads(program: Program, kind: str) -> Log:
+    """When tensors that lie on the host go and come, on devices of a kind."""
+    return _followed(program, kind).hosts.log
+
+
+def _followed(program: Program, kind: str) -> _Walk:
+    walk = _Walk(program, "sgd", kind, 0)
+    walk.run()
+    return walk
+
+
+def kept_tensors(program: Program, kind: str) -> list[OnHost]:
+    """All that operators make and devices of a kind keep for the backward pass, in the order it is made."""
+    inside = {position for first, last in program.again for position in range(first, last)}
+    operators = enumerate(program.skeleton.operators)
+    made = tuple((p, i) for p, op in operators if p not in inside and not op.is_kept for i in range(len(op.makes)))
+    asking = copy(program)
+    asking.offloads = Offloads(made)
+    return [tensor for tensor in _followed(asking, kind).hosts.numbered if tensor.asked >= 0]
 
 
 def measure_memory(program: Program, optimizer: str = "adam", kind: str = "cuda") -> Memory:
@@ -78,7 +108,7 @@ class _Walk:
         self.blocks: dict[Version, int] = {}
         """Where every tensor that is there has its memory, by layout."""
         self.grads: dict[Version, int] = {}
-        self.kept: list[list[int]] = [[] for _ in self.skeleton.operators]
+        self.kept: list[list[int | OnHost]] = [[] for _ in self.skeleton.operators]
         self.unread = self._count_reads()
         self.num_reads = self.unread.copy()
         self.bundle_of = {version: bundle for bundle in program.bundles for version in bundle.versions}
@@ -105,26 +135,35 @@ class _Walk:
         self.starts = {segment[0]: segment for segment in program.again}
         self.lasts = {segment[1]: segment for segment in program.again}
         self.inside = {position for first, last in program.again for position in range(first, last + 1)}
-        self.given: dict[Segment, dict[Version, int]] = {}
+        self.given: dict[Segment, dict[Version, int | OnHost]] = {}
         """What is kept of each segment that is run again."""
         self.shelved: dict[int, list[int]] = {}
         """What operators of such a segment made that are not run again."""
+        self.offloaded: dict[int, list[int]] = {}
+        """By operator which of its outputs are to lie on the host; of a segment by its last."""
+        for place, i in program.offloads.tensors:
+            self.offloaded.setdefault(place, []).append(i)
+        self.hosts = Hosts(self.heap)
 
     def run(self) -> Memory:
         stays = self._settle()
+        self.hosts.untouched |= {*self.blocks.values()}
         operators = range(len(self.skeleton.operators))
         for root in self.program.leaves:
             self._depart(root)
         curve = [self.heap.take_peak()]
         for position in operators:
+            self.hosts.fragment = len(curve)
             self._enter(position)
             self._forward(position, keeps=position not in self.inside)
             self._shelve(position)
             self._leave(position)
+            self._offload(position)
             curve.append(self.heap.take_peak())
         self._start_gradients()
         curve.append(self.heap.take_peak())
         for position in reversed(operators):
+            self.hosts.fragment = len(curve)
             self._backward(position)
             curve.append(self.heap.take_peak())
         for root, layout in self.program.leaves.items():
@@ -136,7 +175,16 @@ class _Walk:
         self.heap.pass_by(self._update_bytes())
         curve.append(self.heap.take_peak())
         peak = max(curve)
-        return Memory(*stays, gradients, peak, curve.index(peak), tuple(curve))
+        on_host = sum(tensor.num_bytes for tensor in self.hosts.numbered) + sum(self._states()) * self._copies
+        return Memory(*stays, gradients, peak, curve.index(peak), tuple(curve), on_host)
+
+    @property
+    def _copies(self) -> int:
+        return OPTIMIZER_COPIES[self.optimizer] if self.skeleton.graph.training else 0
+
+    def _states(self) -> list[int]:
+        """Bytes of every parameter whose optimizer state lies on the host."""
+        return [self._held(i, self.program.leaves[i]) for i in self.program.offloaded_states]
 
     def _held(self, root: int, layout: Layout) -> int:
         return held_bytes(self.skeleton.roots[root].type.laid_out(layout), self.mesh)[self.rank]
@@ -152,7 +200,7 @@ class _Walk:
             self.blocks[root, layout] = self.heap.hold(self.heap.allocate(num_bytes))
             totals[leaf.kind] += num_bytes
             trained += num_bytes if leaf.is_trained else 0
-        state = OPTIMIZER_COPIES[self.optimizer] * trained if self.skeleton.graph.training else 0
+        state = self._copies * (trained - sum(self._states()))
         self.heap.allocate(state)
         if self.program.steps > 1:  # the gradients so far, and the other micro-batches
             self.heap.allocate(trained)
@@ -276,7 +324,7 @@ class _Walk:
         if position not in self.starts:
             return
         given = self._given(self.starts[position])
-        self.given[self.starts[position]] = {read: self.heap.hold(self.blocks[read]) for read in given}
+        self.given[self.starts[position]] = {read: self.hosts.keep(self.blocks[read]) for read in given}
 
     def _shelve(self, position: int) -> None:
         """Keep what an operator made that is not run again."""
@@ -295,7 +343,7 @@ class _Walk:
         """After the forward pass of a segment parameters are dropped that are gathered again."""
         given = self.given.get(self.lasts[position], {}) if position in self.lasts else {}
         for read, held in given.items():
-            if self._is_dropped(read):
+            if self._is_dropped(read) and isinstance(held, int):
                 self.heap.drop(held)
                 given[read] = self.heap.allocate(0)
 
@@ -318,7 +366,8 @@ class _Walk:
 
     def _rerun(self, segment: Segment) -> None:
         """Run a segment again, and keep what autograd then keeps; what comes out of it is there until the end."""
-        blocks, unread, given = self.blocks, self.unread, self.given[segment]
+        blocks, unread = self.blocks, self.unread
+        given = {read: there(held) for read, held in self.given[segment].items()}
         self.blocks, self.unread = dict(given), self._reads_inside(segment)
         out = {made for made, count in self.unread.items() if count < self.num_reads[made]} - given.keys()
         self.unread.update([*given, *out])
@@ -355,7 +404,7 @@ class _Walk:
         if keeps:
             held = [self.blocks[reads[i]] for i in kept.operands if not self._is_dropped(reads[i])]
             held += [self.blocks[makes[i]] for i in kept.outputs if computes or shelved]
-            self.kept[position] = [self.heap.hold(block) for block in held]
+            self.kept[position] = [self.hosts.keep(block) for block in dict.fromkeys(held)]
             if kept.extra and not shelved:
                 self.kept[position].append(self.heap.allocate(kept.extra))
         for read in reads:
@@ -365,6 +414,18 @@ class _Walk:
                 self.heap.drop(self.blocks[made])
         for root, _ in makes:
             self._depart(root)
+
+    def _offload(self, position: int) -> None:
+        """After an operator, or the segment that it ends, copy to the host what it made."""
+        segment = self.program.segment_of(position)
+        if segment is not None and position < segment[1]:
+            return
+        for place in range(position if segment is None else segment[0], position + 1):
+            makes = self._versions(place)[1] if place not in self.program.cast_by_bundles else []
+            for i in self.offloaded.get(place, ()) if makes else ():
+                is_view = any(shared >= 0 for shared in self._kept_by(place).views)
+                kept = self.kept[0 if is_view else place : place + 1]
+                self.hosts.send(self.blocks[makes[i]], (place, i), kept)
 
     def _is_dropped(self, version: Version) -> bool:
         used = self.bundle_of.get(version)
@@ -385,18 +446,21 @@ class _Walk:
             self._come_home(root, own)
         self._gather_again(position)
         if position in self.lasts:
+            given = self.given[self.lasts[position]].values()
+            self.hosts.ask(given)
             self._rerun(self.lasts[position])
+            self.hosts.answered(given)
+        self.hosts.ask(self.kept[position])
         self._give_gradients(position, reads, makes)
         for made in makes:
             self._forget(made)
-        for block in self.kept[position]:
-            self.heap.drop(block)
+        self.hosts.answered(self.kept[position])
+        self.hosts.drop(self.kept[position])
         for (root, layout), supply in zip(reads, self.program.supplies[position], strict=True):
             if supply.back and (root, layout) in self.grads:
                 self._carry_back(root, supply.own, layout)
-        given = self.given.pop(self.starts[position], {}) if position in self.starts else {}
-        for held in (*given.values(), *self.shelved.pop(position, ())):
-            self.heap.drop(held)
+        over = self.given.pop(self.starts[position], {}) if position in self.starts else {}
+        self.hosts.drop((*over.values(), *self.shelved.pop(position, ())))
         for used in self._reduced_after.get(position, ()):
             self._reduce(used)
 
@@ -481,10 +545,23 @@ class _Walk:
         return num_bytes if self.kind == "cpu" else 0
 
     def _update_bytes(self) -> int:
-        """What Adam's root and quotient need besides: two for one parameter after the other, on a GPU one for all."""
-        if not self.skeleton.graph.training or self.optimizer not in ("adam", "adamw"):
+        """What the update needs besides: of state that lies on the host what is updated, comes and goes, and of Adam's
+        root and quotient two for one parameter after the other, on a GPU one for all that are updated at once."""
+        if not self.skeleton.graph.training:
             return 0
         roots = self.skeleton.roots
         trained = [i for i, root in enumerate(roots) if root.leaf is not None and root.leaf.is_trained]
-        sizes = [self._held(root, self.program.leaves[root]) for root in trained]
+        moved = {*self.program.offloaded_states}
+        sizes = [self._held(root, self.program.leaves[root]) for root in trained if root not in moved]
+        states, largest = self._states(), 0
+        parts = updated_together([self._copies * size for size in states])
+        for k, part in enumerate(parts):
+            near = range(parts[max(k - 1, 0)].start, parts[min(k + 1, len(parts) - 1)].stop)
+            updated = [states[i] for i in part] + (sizes if k == len(parts) - 1 else [])
+            largest = max(largest, self._copies * sum(states[i] for i in near) + self._passing(updated))
+        return max(largest, self._passing(sizes)) if parts else self._passing(sizes)
+
+    def _passing(self, sizes: list[int]) -> int:
+        if self.optimizer not in ("adam", "adamw"):
+            return 0
         return sum(sizes) if self.kind == "cuda" else 2 * max(sizes, default=0)

@@ -28,7 +28,7 @@ from conjoin.sim.expected_error import expected_error, is_all_estimated
 from conjoin.sim.memory import Memory, check_optimizer, measure_memory
 from conjoin.sim.prediction import missing_rates, peak_rate, work_by_rate
 from conjoin.sim.prices import MachinePrices
-from conjoin.sim.simulation import Simulation, new_drafts, simulate_layouts
+from conjoin.sim.simulation import Simulation, new_drafts, offloads_of, simulate_layouts
 from conjoin.sim.skeleton import take_apart
 
 STAGE_STEPS = 3
@@ -223,7 +223,8 @@ def _simulated(stage: Stage, machine: Machine, costs: CostModel, optimizer: str)
     drafts = new_drafts(skeleton, layouts, plan.mesh, prices)
     drafts.bundle_bytes = plan.bundle_bytes
     again = recomputed_segments(plan)
-    return simulate_layouts(skeleton, layouts, drafts, regathered_parameters(plan), again, STAGE_STEPS)
+    regathered, offloads = regathered_parameters(plan), offloads_of(plan)
+    return simulate_layouts(skeleton, layouts, drafts, regathered, again, STAGE_STEPS, offloads)
 
 
 def _form(stage: Stage, machine: Machine) -> Hashable:
@@ -234,13 +235,17 @@ def _form(stage: Stage, machine: Machine) -> Hashable:
     for node in graph.nodes:
         nodes.append((node.op, repr(map_tensors(node.op, node.args, numbers.__getitem__)), node.types))
         numbers.update((value, len(numbers)) for value in node.outputs())
-    gathered = regathered_parameters(plan)
-    leaves = tuple((leaf.kind, leaf.type, leaf.trainable, leaf.name in gathered) for leaf in graph.leaves)
+    gathered, offloads = regathered_parameters(plan), offloads_of(plan)
+    leaves = tuple(
+        (leaf.kind, leaf.type, leaf.trainable, leaf.name in gathered, leaf.name in offloads.states)
+        for leaf in graph.leaves
+    )
     results = tuple(numbers[value] for value in graph.outputs if isinstance(value, Value))
     updates = tuple(numbers[value] for _, value in graph.updates)
     devices = tuple(machine.device_type(rank) for rank in stage.ranks) if len(machine.device_types) > 1 else ()
     again = tuple((*segment, frozenset(segment.kept)) for segment in recomputed_segments(plan))
-    return tuple(nodes), leaves, results, updates, plan.mesh, devices, again, plan.bundle_bytes, graph.loss
+    how = again, offloads.tensors, plan.bundle_bytes
+    return tuple(nodes), leaves, results, updates, plan.mesh, devices, how, graph.loss
 
 
 def predict_stage(simulation: Simulation, optimizer: str, machine: Machine) -> StagePrediction:

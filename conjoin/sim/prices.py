@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -17,6 +17,25 @@ SLOWED = {"cuda": 19}
 of their processors and of their memory's rate. The mean over models, strategies and four kinds of GPUs in Lee et al.,
 "Characterizing Compute-Communication Overlap in GPU-Accelerated Distributed Deep Learning" (arXiv 2507.03114). What
 CPUs lose nobody tells."""
+
+
+_COPIES = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
+OPTIMIZER_COPIES = {**_COPIES, **{f"{name}-fused": copies for name, copies in _COPIES.items()}}
+"""How many tensors like each parameter an optimizer remembers."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostLink:
+    """Between a device and the memory of its host."""
+
+    kind: str
+    """Of the device."""
+    remembered: int
+    """How many tensors like each parameter the optimizer remembers."""
+    seconds: Callable[[int], Seconds]
+    """Of a copy of so many bytes, in either direction."""
+    launch: float = 0.0
+    """Seconds of the host for each."""
 
 
 class Prices(Protocol):
@@ -36,6 +55,9 @@ class Prices(Protocol):
 
     def update(self, parameters: Sequence[TensorType], rank: int) -> Seconds:
         """The optimizer's step on what a rank stores."""
+
+    def host_link(self) -> HostLink:
+        """What copies to the host and back take."""
 
     def unlike_axes(self) -> tuple[str, ...]:
         """The axes of the mesh along which devices are of different types."""
@@ -68,6 +90,11 @@ class MachinePrices:
 
     def update(self, parameters: Sequence[TensorType], rank: int) -> Seconds:
         return self.costs.update(parameters, self.optimizer, self.machine.device_type(rank))
+
+    def host_link(self) -> HostLink:
+        device = self.machine.device_type(0)
+        remembered, launch = OPTIMIZER_COPIES[self.optimizer], self.launch()
+        return HostLink(device.kind, remembered, lambda size: self.costs.copy(size, device), launch)
 
     def unlike_axes(self) -> tuple[str, ...]:
         return self._unlike_axes

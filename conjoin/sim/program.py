@@ -17,6 +17,7 @@ from conjoin.comm import (
     ParameterBundle,
     Use,
     bundle_parameters,
+    held_bytes,
     leaves_early,
     ring_bytes,
     run_again,
@@ -26,11 +27,13 @@ from conjoin.ir import Choice, LeafKind, Segment, Value, make_node, retype
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, TensorType
 from conjoin.sim.bundles import accumulating, schedule_bundles
-from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, Phase
+from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, NUM_STREAMS, Fragment, Instruction, Phase
 from conjoin.sim.fragments import Departure, Drafts, Supply, local_shape, ordered
+from conjoin.sim.offloads import Copies, Offloads, update_by_parts
 from conjoin.sim.parts import part_spans
 from conjoin.sim.skeleton import Layouts, Operator, Skeleton
 
+NOTHING_OFFLOADED = Offloads()
 _NOT_SUPPLIED = Supply((), False, False, False)
 
 
@@ -65,7 +68,7 @@ _ParameterUse = tuple[tuple[int, int], int, Entry, Use]
 class Program:
     """The fragments of a training step, and what they were made from."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 – what may be chosen of a step
         self,
         skeleton: Skeleton,
         layouts: Layouts,
@@ -73,7 +76,10 @@ class Program:
         regathered: frozenset[str] = frozenset(),
         segments: tuple[Segment, ...] = (),
         steps: int = 1,
+        offloads: Offloads = NOTHING_OFFLOADED,
     ) -> None:
+        self.offloads, self.copies = offloads, Copies({}, {}, 0)
+        """What lies on the host, and the copies of it beside the fragments."""
         self.steps = steps
         """Micro-batches one after the other, of which the operators here are one."""
         self.parts = part_spans(skeleton.graph)
@@ -105,9 +111,10 @@ class Program:
         """The fragments in the order they run: those of a micro-batch as often as there are micro-batches."""
         if self.parts:
             return [self.fragments[place] for place in self._order()]
+        fragments = self.copies.around(self.fragments) if self.offloads.tensors else self.fragments
         if self.steps == 1:
-            return self.fragments
-        return (self.fragments[0], *self.fragments[1:-1] * self.steps, self.fragments[-1])
+            return fragments
+        return (fragments[0], *fragments[1:-1] * self.steps, fragments[-1])
 
     def positions_of(self, fragments: Iterable[int]) -> list[int]:
         """Where fragments stand in the order they run, in ascending order."""
@@ -141,7 +148,18 @@ class Program:
 
     @property
     def num_events(self) -> int:
-        return self._around.num_events
+        return self._around.num_events + self.copies.num_events
+
+    @property
+    def first_copy_event(self) -> int:
+        """The first event that is none of a bundle."""
+        return NUM_STREAMS + self._around.num_events
+
+    @property
+    def offloaded_states(self) -> list[int]:
+        """The parameters whose optimizer state lies on the host, by their numbers."""
+        leaves = ((i, root.leaf) for i, root in enumerate(self.skeleton.roots))
+        return [i for i, leaf in leaves if leaf is not None and leaf.is_trained and leaf.name in self.offloads.states]
 
     def forward_position(self, operator: int) -> int:
         """Where the forward fragment of an operator stands."""
@@ -514,7 +532,16 @@ class Program:
             tuple(stored), lambda rank: drafts.prices.update(pieces.on(rank), rank), alike
         )
         update = Instruction("update", COMPUTE, ticks, phase=Phase.UPDATE, source=source)
-        self.fragments[-1] = (*ordered([*self._taken_back(), *home]), *self._around.at_end, wait, update)
+        updates = self._updates(update, stored) if self.offloads.states else (update,)
+        self.fragments[-1] = (*ordered([*self._taken_back(), *home]), *self._around.at_end, wait, *updates)
+
+    def _updates(self, update: Instruction, stored: Sequence[TensorType]) -> Fragment:
+        """The update where optimizer state lies on the host."""
+        mesh, roots = self.drafts.mesh, self.skeleton.roots
+        trained = [i for i, root in enumerate(roots) if root.leaf is not None and root.leaf.is_trained]
+        moved = [trained.index(i) for i in self.offloaded_states]
+        held = [held_bytes(type, mesh)[0] for type in stored]
+        return update_by_parts(update, held, moved, self.drafts.prices.host_link())
 
 
 class _Pieces:

@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from conjoin.ir import Plan, Segment, recomputed_segments, regathered_parameters
+from conjoin.ir import (
+    Plan,
+    Segment,
+    offloaded_states,
+    offloaded_tensors,
+    recomputed_segments,
+    regathered_parameters,
+)
 from conjoin.machine import Mesh
 from conjoin.ops import At, Layout, split_axes
 from conjoin.sim.engine import Timeline, rerun, run
 from conjoin.sim.fragments import Drafts
+from conjoin.sim.memory import follow_offloads
+from conjoin.sim.offloads import Offloads, make_copies
 from conjoin.sim.prices import Prices
-from conjoin.sim.program import Change, Program, task_numbers
+from conjoin.sim.program import NOTHING_OFFLOADED, Change, Program, task_numbers
 from conjoin.sim.skeleton import Layouts, Skeleton, take_apart
 from conjoin.sim.symmetry import Classes
 
@@ -44,7 +53,7 @@ class Simulation:
         with all devices told apart (`unfold`).
         """
         program, changed = self.program.changed(change)
-        if program.num_events != self.program.num_events:
+        if program.num_events != self.program.num_events or program.offloads.tensors:
             return _simulated(program)
         return Simulation(program, rerun(self.timeline, program.unrolled(), program.positions_of(changed)))
 
@@ -55,23 +64,33 @@ def simulate(plan: Plan, prices: Prices, *, unfold: bool = False) -> Simulation:
     drafts = new_drafts(skeleton, layouts, plan.mesh, prices, unfold)
     drafts.bundle_bytes, drafts.chunks = plan.bundle_bytes, plan.chunks
     steps = plan.accumulation.steps if plan.accumulation is not None else 1
-    return simulate_layouts(skeleton, layouts, drafts, regathered_parameters(plan), recomputed_segments(plan), steps)
+    segments, regathered = recomputed_segments(plan), regathered_parameters(plan)
+    return simulate_layouts(skeleton, layouts, drafts, regathered, segments, steps, offloads_of(plan))
 
 
-def simulate_layouts(
+def offloads_of(plan: Plan) -> Offloads:
+    """What a plan has on the host."""
+    return Offloads(offloaded_tensors(plan), offloaded_states(plan))
+
+
+def simulate_layouts(  # noqa: PLR0913 – what may be chosen of a step
     skeleton: Skeleton,
     layouts: Layouts,
     drafts: Drafts,
     regathered: frozenset[str],
     segments: tuple[Segment, ...] = (),
     steps: int = 1,
+    offloads: Offloads = NOTHING_OFFLOADED,
 ) -> Simulation:
-    """Time a training step in given layouts: some segments are run again in the backward pass, and there are some
-    micro-batches one after the other."""
-    return _simulated(Program(skeleton, layouts, drafts, regathered, segments, steps))
+    """Time a training step in given layouts: some segments are run again in the backward pass, there are some
+    micro-batches one after the other, and something lies on the host."""
+    return _simulated(Program(skeleton, layouts, drafts, regathered, segments, steps, offloads))
 
 
 def _simulated(program: Program) -> Simulation:
+    if program.offloads.tensors:
+        link = program.drafts.prices.host_link()
+        program.copies = make_copies(follow_offloads(program, link.kind), link, program.first_copy_event)
     shape, slowed = program.drafts.classes.shape, program.drafts.prices.slowed()
     return Simulation(program, run(program.unrolled(), program.num_events, shape, slowed))
 

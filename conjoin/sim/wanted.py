@@ -12,6 +12,7 @@ import torch
 from conjoin.cost import NO_SECONDS, OperatorCost, Outcome, Seconds, measure, measure_update
 from conjoin.ir import Plan
 from conjoin.ops import Call, TensorType
+from conjoin.sim.prices import HostLink
 from conjoin.sim.simulation import simulate
 
 
@@ -40,6 +41,9 @@ class Wanted:
 
     def slowed(self) -> int:
         return 0
+
+    def host_link(self) -> HostLink:
+        return HostLink("cpu", 0, lambda _: NO_SECONDS)
 
     def unlike_axes(self) -> tuple[str, ...]:
         return ()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from conjoin.cost import OperatorCost, Seconds, Source
 from conjoin.ops import Call, TensorType, bytes_read, bytes_written, flops, spec_for
+from conjoin.sim import HostLink
 
 
 @dataclass
@@ -39,6 +40,9 @@ class SlowDevices:
 
     def slowed(self) -> int:
         return 0
+
+    def host_link(self) -> HostLink:
+        return HostLink("cpu", 2, lambda size: Seconds(size / 1e7, Source.ESTIMATED))
 
     def unlike_axes(self) -> tuple[str, ...]:
         return ()

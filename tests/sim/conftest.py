@@ -12,6 +12,7 @@ from conjoin.ir import Graph, Plan
 from conjoin.machine import parse_machine
 from conjoin.ops import Call, TensorType, bytes_read, bytes_written, flops, spec_for
 from conjoin.search import make_plan
+from conjoin.sim import HostLink
 from tests.zoo.graphs import captured
 
 
@@ -44,6 +45,9 @@ class RoundPrices:
 
     def slowed(self) -> int:
         return 0
+
+    def host_link(self) -> HostLink:
+        return HostLink("cpu", 2, lambda size: Seconds(size / 1e10, Source.ESTIMATED))
 
     def unlike_axes(self) -> tuple[str, ...]:
         return ()

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -245,6 +245,14 @@ class _Dropped:
     """Size, stride and offset."""
 
 
+class Keeping(Protocol):
+    """How autograd keeps what is not dropped."""
+
+    def pack(self, tensor: Tensor) -> Any: ...
+
+    def unpack(self, kept: Any) -> Tensor: ...
+
+
 class Dropping:
     """What autograd keeps for the backward pass: gathered parameters are dropped, and gathered again when needed."""
 
@@ -252,10 +260,20 @@ class Dropping:
         self._alive: dict[int, tuple[weakref.ref[Tensor], Bundle, int]] = {}
         """By the address of its memory, every gathered parameter of this forward pass."""
 
-    def hooks(self) -> AbstractContextManager[Any]:
-        """For one forward pass."""
+    def hooks(self, others: Keeping | None = None) -> AbstractContextManager[Any]:
+        """For one forward pass; what is not dropped is kept as others keep it."""
         self._alive.clear()
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        if others is None:
+            return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+        def pack(tensor: Tensor) -> Any:
+            kept = self.pack(tensor)
+            return others.pack(tensor) if isinstance(kept, Tensor) else kept
+
+        def unpack(kept: Any) -> Tensor:
+            return self.unpack(kept) if isinstance(kept, _Dropped) else others.unpack(kept)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def note(self, bundle: Bundle) -> None:
         """The parameters of a bundle were just gathered."""

@@ -94,6 +94,8 @@ class Carriers(Protocol):
     """Parameters that are gathered again for the backward pass."""
     chunks: int
     """In how many chunks products go that collectives are next to."""
+    offloaded: dict[Value, Function]
+    """What tells of each tensor that is to lie on the host."""
 
     def reshard(self, value: Value, target: Layout) -> Function:
         """From the layout of a value to another; differentiable."""
@@ -168,6 +170,8 @@ class Emitter:
         parts = enumerate(micro_batched_parts(graph))
         self._parts = {node: -1 - number for number, part in parts for node in part.nodes}
         """Of what runs in micro-batches, the number of the part, which is that of a segment."""
+        self._untold: list[Value] = []
+        """What lies on the host, of a segment that has not ended."""
 
     def begin(self) -> fx.Node:
         """Start a program with its state, which is given back, and its device."""
@@ -324,6 +328,7 @@ class Emitter:
             return
         self._enter_part(node)
         if self._emit_in_chunks(node):
+            self._tell(node)
             return
         function = self._function_of(node)
         if self.carriers is not None and is_random(node.op, node.args):
@@ -338,6 +343,16 @@ class Emitter:
             self.computed(node, value, made)
         for value in node.outputs():
             self.send(value)
+        self._tell(node)
+
+    def _tell(self, node: Node) -> None:
+        """Tell of what lies on the host; of a segment when it is over: it may be run again."""
+        offloaded = {} if self.carriers is None else self.carriers.offloaded
+        there = (value for value in node.outputs() if (value, value.type.layout) in self.values)
+        self._untold += (value for value in there if value in offloaded)
+        while self._untold and self._segment is None:
+            value = self._untold.pop(0)
+            self.call(offloaded[value], self.find(value))
 
     def _emit_in_chunks(self, node: Node) -> bool:
         """Emit a product with what is sent before and after it, where that goes in chunks; whether it did."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -21,6 +22,8 @@ from conjoin.ir import (
     RegionMove,
     Value,
     calling_graph,
+    offloaded_tensors,
+    operators_of,
     origin,
     place,
     plan_fingerprint,
@@ -40,6 +43,7 @@ from conjoin.runtime.program.calling import Calling, InputPart
 from conjoin.runtime.program.emission import emit_program
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.program.norms import Group
+from conjoin.runtime.program.offloading import Offloading
 from conjoin.runtime.program.part_runs import InMicroBatches
 from conjoin.runtime.program.passes import Passes
 from conjoin.runtime.program.programs import Compiled, Emitted, Program, compile_text
@@ -56,13 +60,22 @@ from conjoin.runtime.state.storage import Store
 class _RankCarriers:
     """What the emitter asks for, for one rank of a plan."""
 
-    def __init__(self, plan: Plan, communicator: Communicator, exact: Stream | None, is_stage: bool) -> None:
+    def __init__(
+        self, plan: Plan, communicator: Communicator, exact: Stream | None, device: torch.device, *, is_stage: bool
+    ) -> None:
         self.mesh, self.rank = communicator.mesh, communicator.rank
         self._communicator, self.chunks = communicator, plan.chunks
         self.regathered = regathered_parameters(plan)
         self.dropping = Dropping() if self.regathered else None
         self.bundles = make_bundles(plan, communicator, self.dropping)
         self.streams = Streams(communicator, exact, is_stage=is_stage)
+        operators, tensors = operators_of(plan.graph), offloaded_tensors(plan)
+        self.offloading = Offloading(device) if tensors else None
+        self.offloaded: dict[Value, Function] = {}
+        """What tells of each tensor that is to lie on the host."""
+        if self.offloading is not None:
+            tell = uncompiled(self.offloading.note)
+            self.offloaded = {tuple(operators[place].outputs())[i]: tell for place, i in tensors}
         self._by_entry = {entry: bundle for bundle in self.bundles for entry in bundle.entries}
 
     def reshard(self, value: Value, target: Layout) -> Function:
@@ -113,7 +126,7 @@ def _compile(carriers: _RankCarriers, program: fx.Graph, name: str) -> tuple[Com
             return uncompiled(part.__call__)
         function, text = compile_text(fold.program, f"{name} segment {fold.number}")
         texts.append(f"# segment {fold.number}, which the backward pass runs again\n{text}")
-        return uncompiled(Again(partial(function, None), carriers.streams).__call__)
+        return uncompiled(Again(partial(function, None), carriers.streams, carriers.offloading).__call__)
 
     compiled, text = compile_text(fold_segments(program, compile_segment), name)
     return compiled, "\n".join((*texts, text))
@@ -135,7 +148,7 @@ class LocalProgram:
         is_stage: bool = False,
     ) -> None:
         self.plan, self.store, self.communicator = plan, store, communicator
-        self.carriers = _RankCarriers(plan, communicator, exact, is_stage)
+        self.carriers = _RankCarriers(plan, communicator, exact, store.device, is_stage=is_stage)
         self.kept = tuple(leaf for leaf in plan.graph.leaves if leaf.kind is not LeafKind.INPUT)
         """What is there between steps: parameters, buffers and constants."""
         self.fingerprint = plan_fingerprint(plan)
@@ -152,8 +165,8 @@ class LocalProgram:
 
     @property
     def makes_again(self) -> bool:
-        """Whether the backward pass runs operators again, or gathers parameters again."""
-        return bool(recomputed(self.plan) or regathered_parameters(self.plan))
+        """Whether the backward pass runs operators again, gathers parameters again, or brings tensors from the host."""
+        return bool(recomputed(self.plan) or regathered_parameters(self.plan) or self.carriers.offloaded)
 
     @property
     def bundles(self) -> tuple[Bundle, ...]:
@@ -186,7 +199,7 @@ class LocalProgram:
 
     def results(self, inputs: list[Tensor], state: list[Tensor | None]) -> tuple[Any, ...]:
         """The outputs on this rank from its pieces of everything, then the new values of buffers."""
-        with self._dropping():
+        with self._keeping([*state, *inputs]):
             made: tuple[Any, ...] = self._program(self, state, self.store.device, *inputs)
         return made
 
@@ -196,12 +209,18 @@ class LocalProgram:
         self.write_back(made[count:])
         return list(made[:count])
 
-    def _dropping(self) -> AbstractContextManager[Any]:
-        """Drop gathered parameters after the forward pass where the plan says so; backward gathers them again."""
-        dropping = self.carriers.dropping
-        if dropping is None or not torch.is_grad_enabled():
-            return nullcontext()
-        return dropping.hooks()
+    @contextmanager
+    def _keeping(self, given: Sequence[Tensor | None]) -> Iterator[None]:
+        """Of what autograd keeps, drop gathered parameters where the plan says so: backward gathers them again; and
+        have on the host what the plan says."""
+        dropping, offloading = self.carriers.dropping, self.carriers.offloading
+        with ExitStack() as stack:
+            if torch.is_grad_enabled() and offloading is not None:
+                stack.enter_context(offloading.running(given))
+                stack.enter_context(dropping.hooks(offloading) if dropping is not None else offloading.hooks())
+            elif torch.is_grad_enabled() and dropping is not None:
+                stack.enter_context(dropping.hooks())
+            yield
 
     def written(self) -> tuple[Tensor, ...]:
         """The buffers that a step changes, as they are now."""

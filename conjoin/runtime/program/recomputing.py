@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
+from conjoin.runtime.program.offloading import GivenAgain, Offloading
 from conjoin.runtime.program.randomness import Streams
 from conjoin.runtime.torch_private import DispatchMode
 
@@ -110,23 +111,24 @@ def _with_shelf(shelf: _Shelf, function: Function, *args: Any) -> Any:
 class Again:
     """A segment as a function: in backward it is run again, with the numbers it drew before."""
 
-    def __init__(self, function: Function, streams: Streams) -> None:
-        self._function, self._streams = function, streams
+    def __init__(self, function: Function, streams: Streams, offloading: Offloading | None = None) -> None:
+        self._function, self._streams, self._offloading = function, streams, offloading
 
     def __call__(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._function(*args)
-        shelf = _Shelf()
-        drawn, runs = self._streams.states(), iter((partial(_with_shelf, shelf, self._function),))
+        shelf, drawn, first = _Shelf(), self._streams.states(), [args]
+        kept = args if self._offloading is None else tuple(map(self._offloading.keep, args))
 
-        def again(*given: Any) -> Any:
+        def run(*given: Any) -> Any:
+            if first:
+                return _with_shelf(shelf, self._function, *first.pop())
             shelf.again()
-            return _with_shelf(shelf, partial(self._streams.rerun, drawn, self._function), *given)
+            there = (x.tensor() if isinstance(x, GivenAgain) else x for x in given)
+            return _with_shelf(shelf, partial(self._streams.rerun, drawn, self._function), *there)
 
         # streams know where they stood, on one device alone that of the device's own generator; torch need not
-        return checkpoint(
-            lambda *given: next(runs, again)(*given), *args, use_reentrant=False, preserve_rng_state=False
-        )
+        return checkpoint(run, *kept, use_reentrant=False, preserve_rng_state=False)
 
 
 @dataclass(frozen=True, slots=True)

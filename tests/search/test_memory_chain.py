@@ -1,0 +1,46 @@
+"""Steps that do not fit a GPU: what is chosen for every segment fits, and is no slower than running all again."""
+
+from __future__ import annotations
+
+from conjoin.cost import CostModel
+from conjoin.ir import Plan, offloaded_tensors, recomputed_segments
+from conjoin.machine import Machine, NodeKind, parse_machine
+from conjoin.search import Wish, find_plan, make_plan
+from conjoin.search.memory_chain import _Chain
+from conjoin.search.relieving import segmentations
+from conjoin.sim import MachinePrices, predict, simulate
+from tests.zoo.graphs import captured
+
+
+def one_gpu() -> Machine:
+    device = parse_machine("dgx-h200").device_type(0)
+    return Machine(device.name, 1, 1, "cuda", nodes=(NodeKind("node", 1, (device,)),))
+
+
+def test_what_is_found_fits_and_is_no_slower_than_running_blocks_again() -> None:
+    graph, machine, costs = captured("gpt-125m", 32), one_gpu(), CostModel()
+    whole = predict(make_plan(graph, machine, "single"), machine, costs, "adam").memory
+    limit = whole.peak - whole.activations // 4
+    found = find_plan(graph, machine, costs, Wish("joint", 5.0, "adam", limit)).plan
+    assert isinstance(found, Plan)
+    told = predict(found, machine, costs, "adam")
+    assert told.memory.peak <= limit
+    assert recomputed_segments(found) or offloaded_tensors(found) or found.accumulation
+    again = predict(make_plan(graph, machine, "single+recompute=full"), machine, costs, "adam")
+    assert again.memory.peak > limit or told.seconds <= again.seconds
+
+
+def test_a_chain_counts_all_that_is_kept_once() -> None:
+    graph, machine = captured("gpt-125m", 32), one_gpu()
+    plan = make_plan(graph, machine, "single")
+    program = simulate(plan, MachinePrices.of(graph, machine, CostModel())).program
+    chain = _Chain(program, "cuda")
+    for segments in segmentations(program.skeleton):
+        links, room = chain.asked(segments, 0)
+        inside = {place for first, last in segments for place in range(first, last + 1)}
+        inside |= {*range(segments[-1][1] + 1, len(program.skeleton.operators))}
+        assert room == sum(tensor.num_bytes for tensor in chain.tensors if tensor.made[0] in inside)
+        for link in links[:-1]:
+            kept, again, host = link.options[:3]
+            assert again.kept_bytes <= kept.kept_bytes == host.copied_bytes and host.kept_bytes == 0
+            assert again.again_seconds == link.forward
