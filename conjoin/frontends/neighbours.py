@@ -265,7 +265,8 @@ def _with_halos(graph: Graph, known: Known) -> Graph:
 
 
 def count_halos(source: Tensor, target: Tensor, sources: int, targets: int) -> tuple[int, ...]:
-    """For every number of parts the number, how many rows each part sends to others, and how many it gets."""
+    """For every number of parts the number, how many rows each part sends to others, and how many it gets; and so of
+    edges that are cut into as many pieces, which go to other parts than their own."""
     found: list[int] = []
     source, target = source.cpu(), target.cpu()
     for name, some, size in (("source", source, sources), ("target", target, targets)):
@@ -279,8 +280,17 @@ def count_halos(source: Tensor, target: Tensor, sources: int, targets: int) -> t
         owner = torch.searchsorted(ends[0], torch.arange(sources), right=True)
         reads[owner, torch.arange(sources)] = False
         sent = torch.zeros(len(ends[0]), dtype=torch.int64).index_add(0, owner, reads.sum(0))
-        found += (len(ends[0]), *sent.tolist(), *reads.sum(1).tolist())
+        found += (len(ends[0]), *sent.tolist(), *reads.sum(1).tolist(), *_moved_edges(target, ends[1], factors))
     return tuple(found)
+
+
+def _moved_edges(target: Tensor, ends: Tensor, factors: tuple[int, ...]) -> Iterator[int]:
+    """Of every piece of the edges those that go to other parts, then of every part those from other pieces."""
+    pieces = torch.tensor([stop for _, stop in nested(len(target), factors)])
+    lies = torch.searchsorted(pieces, torch.arange(len(target)), right=True)
+    goes = torch.searchsorted(ends, target, right=True)
+    for part in (lies, goes):
+        yield from torch.bincount(part[lies != goes], minlength=len(ends)).tolist()
 
 
 def _check_ends(name: str, ends: Tensor, size: int) -> None:

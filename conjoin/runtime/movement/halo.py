@@ -1,14 +1,13 @@
 """Rows of neighbours to the ranks whose edges read them, each once, and gradients back to the ranks that have the rows.
 
-All ranks know all edges, so that each sees for itself what the others read of its rows, and nobody asks. What goes
-where is found once for each graph.
+Where all ranks know all edges each sees for itself what the others read of its rows, and nobody asks; where each has a
+piece of them they tell each other (`dealt_edges.py`). What goes where is found once for each graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -17,22 +16,10 @@ from torch import Tensor
 from conjoin.comm import Halo
 from conjoin.ir import Range
 from conjoin.ops import GRAPH_ATTENTION, Edges, EdgeWindow, aggregate_over, attend_over, check_ends, of_graph
+from conjoin.runtime.movement.dealt_edges import DealtEdges, Exchange, Part, Route, Sent
+from conjoin.runtime.movement.layer_clock import clock_now, paused
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.ranks.communicator import Communicator, uncompiled
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What a rank has to do with a graph of which it has a part."""
-
-    edges: Edges
-    """Those that come to its vertices, from its own rows and then from those that it got."""
-    kept: Tensor
-    """Which of all edges they are."""
-    rows: Tensor
-    """Which of its rows it sends, to one member after the other."""
-    sent: Sequence[int]
-    received: Sequence[int]
 
 
 def part_of(source: Tensor, target: Tensor, halo: Halo, limits: tuple[int, int]) -> Part:
@@ -56,7 +43,8 @@ def part_of(source: Tensor, target: Tensor, halo: Halo, limits: tuple[int, int])
         rows.append(asked - start)
     first, last = halo.made[own]
     window = EdgeWindow(0, count, 0, last - first, count, last - first)
-    return Part(Edges(places[read], target[kept] - first, window), kept, torch.cat(rows), sent, received)
+    edges = Edges(places[read], target[kept] - first, window)
+    return Part(edges, Route(torch.cat(rows), sent, received), None, kept)
 
 
 def _distinct(values: Tensor) -> Tensor:
@@ -72,48 +60,69 @@ class _Brought(torch.autograd.Function):
     """The rows that others have, behind those here; their gradients go back and are added up."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, part: Part, send: Function) -> Tensor:
-        ctx.way, ctx.num_rows = (part, send), x.shape[0]
-        arrived: Tensor = send(x.index_select(0, part.rows), part.sent, part.received)
+    def forward(ctx: Any, x: Tensor, route: Route, send: Function) -> Tensor:
+        ctx.way, ctx.num_rows, ctx.clock = (route, send), x.shape[0], clock_now()
+        ctx.layer = None if ctx.clock is None else ctx.clock.layer
+        rows = x.index_select(0, route.rows)
+        with paused(ctx.clock):
+            arrived: Tensor = send(rows, route.sent, route.received)
         return torch.cat((x, arrived))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        part, send = ctx.way
+        route, send = ctx.way
         own, others = gradients[0][: ctx.num_rows], gradients[0][ctx.num_rows :]
-        arrived = send(others, part.received, part.sent)
-        return own.clone().index_add_(0, part.rows, arrived), None, None
+        with paused(ctx.clock):
+            arrived = send(others, route.received, route.sent)
+        if ctx.clock is not None:
+            ctx.clock.leave(ctx.layer)
+        return own.clone().index_add_(0, route.rows, arrived), None, None
 
 
-def carry_halo(op: str, halo: Halo, communicator: Communicator) -> Function:
-    """An operator over edges as a function of this rank's rows and of all edges."""
-    communicator.prepare(halo.axes)
+class HaloCarrier:
+    """Operators over edges as functions of a rank's rows, and of all edges or of a piece of them."""
 
-    def send(rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """So many rows to each member, so many from each."""
-        width = rows[:1].numel() if len(rows) else rows.new_empty(1, *rows.shape[1:]).numel()
-        arrived = rows.new_empty(sum(received), *rows.shape[1:])
-        sizes = [width * count for count in received], [width * count for count in sent]
-        communicator.all_to_all(arrived.view(-1), rows.contiguous().view(-1), sizes, halo.axes).wait()
-        return arrived
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._dealt: dict[Halo, DealtEdges] = {}
+        """Layers share what was made of a graph."""
 
-    def find_part(source: Tensor, target: Tensor, vertices: int) -> Part:
-        limits = max(stop for _, stop in halo.read), vertices
-        return of_graph(source, target, halo, partial(part_of, halo=halo, limits=limits))
+    def carry(self, op: str, halo: Halo) -> Function:
+        """An operator whose vertices are split."""
+        exchange = Exchange(self._communicator, halo.axes)
+        dealt = self._dealt.setdefault(halo, DealtEdges(halo, exchange)) if halo.is_dealt else None
 
-    def brought(x: Tensor, part: Part) -> Tensor:
-        rows: Tensor = _Brought.apply(x, part, send)  # type: ignore[no-untyped-call]
-        return rows
+        def find_part(source: Tensor, target: Tensor, vertices: int) -> Part:
+            if dealt is not None:
+                return dealt.find(source, target, vertices)
+            limits = max(stop for _, stop in halo.read), vertices
+            return of_graph(source, target, halo, partial(part_of, halo=halo, limits=limits))
 
-    @uncompiled
-    def aggregated(x: Tensor, source: Tensor, target: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
-        part = find_part(source, target, rest[0])
-        here = None if weight is None else weight.index_select(0, part.kept)
-        return aggregate_over(part.edges, brought(x, part), here, rest[1])
+        def begun(x: Tensor) -> None:
+            clock = clock_now()
+            if clock is not None:
+                clock.enter(prod(x.shape[1:]))
 
-    @uncompiled
-    def attended(x: Tensor, by_source: Tensor, by_target: Tensor, source: Tensor, target: Tensor, *rest: Any) -> Tensor:
-        part = find_part(source, target, rest[0])
-        return attend_over(part.edges, brought(x, part), brought(by_source, part), by_target, rest[1])
+        def brought(x: Tensor, part: Part) -> Tensor:
+            rows: Tensor = _Brought.apply(x, part.halo, exchange.send)  # type: ignore[no-untyped-call]
+            return rows
 
-    return attended if op == GRAPH_ATTENTION else aggregated
+        def weights(weight: Tensor | None, part: Part) -> Tensor | None:
+            if weight is None or part.weights is None:
+                return weight if weight is None or part.kept is None else weight.index_select(0, part.kept)
+            arrived: Tensor = Sent.apply(weight, part.weights, exchange.send)  # type: ignore[no-untyped-call]
+            return arrived
+
+        @uncompiled
+        def aggregated(x: Tensor, source: Tensor, target: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
+            begun(x)
+            part = find_part(source, target, rest[0])
+            return aggregate_over(part.edges, brought(x, part), weights(weight, part), rest[1])
+
+        @uncompiled
+        def attended(x: Tensor, ours: Tensor, theirs: Tensor, source: Tensor, target: Tensor, *rest: Any) -> Tensor:
+            begun(x)
+            part = find_part(source, target, rest[0])
+            return attend_over(part.edges, brought(x, part), brought(ours, part), theirs, rest[1])
+
+        return attended if op == GRAPH_ATTENTION else aggregated
