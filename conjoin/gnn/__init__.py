@@ -4,15 +4,14 @@ from conjoin.gnn.adjacency import Adjacency, from_edges, reordered, transposed
 from conjoin.gnn.cuts import Load, balanced_cuts, equal_edges, equal_vertices
 from conjoin.gnn.features import NAMES, Features, Halos, count_halos, vertex_features
 from conjoin.gnn.files import GraphData, load_graph, save_graph
+from conjoin.gnn.grading import UNLABELLED, Graded
 from conjoin.gnn.learned import PartitionModel, TimeModel, parse_model, write_model
 from conjoin.gnn.online import EpochTold, OnlineParts
 from conjoin.gnn.order import breadth_first_order, community_order, metis_order, metis_parts
-from conjoin.gnn.padding import UNLABELLED, Padding, pad_parts
 from conjoin.gnn.parts import GraphPart, PartSizes, WholeGraph
 from conjoin.gnn.repartition import Repartition, moved_rows, propose_cuts
 from conjoin.gnn.roles import BatchRoles, Role, find_roles
 from conjoin.gnn.summary import PartitionSummary, halo_of, summarize
-from conjoin.gnn.vertex_loss import VertexLoss
 
 __all__ = [
     "NAMES",
@@ -21,19 +20,18 @@ __all__ = [
     "BatchRoles",
     "EpochTold",
     "Features",
+    "Graded",
     "GraphData",
     "GraphPart",
     "Halos",
     "Load",
     "OnlineParts",
-    "Padding",
     "PartSizes",
     "PartitionModel",
     "PartitionSummary",
     "Repartition",
     "Role",
     "TimeModel",
-    "VertexLoss",
     "WholeGraph",
     "balanced_cuts",
     "breadth_first_order",
@@ -48,7 +46,6 @@ __all__ = [
     "metis_order",
     "metis_parts",
     "moved_rows",
-    "pad_parts",
     "parse_model",
     "propose_cuts",
     "reordered",

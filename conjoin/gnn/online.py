@@ -18,6 +18,7 @@ import json
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from torch import Tensor
@@ -28,7 +29,7 @@ from conjoin.gnn.features import NAMES, Features, vertex_features
 from conjoin.gnn.learned import PartitionModel
 from conjoin.gnn.parts import GraphPart, PartSizes, WholeGraph
 from conjoin.gnn.repartition import Repartition, propose_cuts
-from conjoin.ir import Plan
+from conjoin.ir import Plan, Value
 from conjoin.ops import split_axes
 from conjoin.runtime import Exchange, LayerClock, ParallelModule, timed_layers
 
@@ -53,14 +54,14 @@ class EpochTold:
 class OnlineParts:
     """This rank's part of a graph, as long as it trains."""
 
-    def __init__(self, whole: WholeGraph, cuts: Ints, step: ParallelModule, real: bool = False) -> None:
-        """Keep this rank's part; with `real`, the batch ends with what tells rows of vertices from others."""
+    def __init__(self, whole: WholeGraph, cuts: Ints, step: ParallelModule) -> None:
+        """Keep this rank's part of a graph, and have the plan cut there."""
         began = time.perf_counter()
-        self._step, self._device, self._has_mask = step, step.store.device, real
-        axes, own = _place_of(step, whole, len(cuts) - 1)
-        self._exchange = Exchange(step.communicator, axes)
+        self._step, self._device = step, step.store.device
+        self._axes, own = _place_of(step, whole, len(cuts) - 1)
+        self._exchange = Exchange(step.communicator, self._axes)
         self.part: GraphPart = whole.part(cuts, own)
-        self.batch: tuple[Tensor, ...] = self._make_batch()
+        self.batch: tuple[Tensor, ...] = self._cut_out()
         self._learner = None
         if step.communicator.rank == 0:
             seconds = (time.perf_counter() - began) / max(whole.roles.num_vertices, 1)
@@ -68,13 +69,9 @@ class OnlineParts:
         self._clock: LayerClock | None = None
         self._epoch_began = began
 
-    def _make_batch(self) -> tuple[Tensor, ...]:
-        made = self.part.batch()
-        if self._has_mask:
-            kinds = zip(made, self.part.roles.roles, strict=True)
-            dtype = next(x.dtype for x, role in kinds if role.kind == "vertices" and x.is_floating_point())
-            made = (*made, self.part.real(dtype))
-        return tuple(tensor.to(self._device) for tensor in made)
+    def _cut_out(self) -> tuple[Tensor, ...]:
+        self._step.cut_anew(self.part.sizes.on(self._axes))
+        return tuple(tensor.to(self._device) for tensor in self.part.tensors)
 
     def timed(self) -> AbstractContextManager[LayerClock]:
         """Time the step inside, layer by layer."""
@@ -112,7 +109,7 @@ class OnlineParts:
         sent = self._exchange.bytes_sent
         self.part = self.part.moved(sizes, self._exchange)
         self._exchange.bytes_sent = sent  # a move is no part of a step
-        self.batch = self._make_batch()
+        self.batch = self._cut_out()
 
     def note(self, clock: LayerClock) -> None:
         """The clock of the last step."""
@@ -185,14 +182,14 @@ def _place_of(step: ParallelModule, whole: WholeGraph, num_parts: int) -> tuple[
     """The axes of a plan over which vertices are split, and which part is this rank's."""
     plan = step.plan
     at = next(i for i, role in enumerate(whole.roles.roles) if role.kind == "vertices")
-    taken = step.input_parts()[at]
-    rows, (start, stop) = taken.shape[0], taken.region[0]
-    if not isinstance(plan, Plan) or rows % num_parts or stop - start != rows // num_parts:
+    leaf = [value.owner for value in plan.graph.inputs if isinstance(value, Value)][at]
+    axes = split_axes(leaf.type.layout, 0)
+    if not isinstance(plan, Plan) or prod(plan.mesh.sizes[axis] for axis in axes) != num_parts:
         raise UsageError(
-            f"A graph in {num_parts} parts was to be trained by the {plan}. It has {rows} rows of vertices, and gives "
-            f"this rank those from {start} to {stop}. Plan with the shapes of the parts (GraphPart.shapes) and "
-            f"vertex-parallel:parts={num_parts}."
+            f"A graph in {num_parts} parts was to be trained by the {plan}. It splits vertices over "
+            f"{', '.join(axes) or 'no axis'}, and a device has one part. Plan with vertex-parallel:parts={num_parts}."
         )
-    leaf = [value.owner for value in plan.graph.inputs][at]
-    axes = plan.mesh.in_order(set(split_axes(leaf.type.layout, 0)))  # type: ignore[union-attr]
-    return axes, start // (stop - start)
+    places, own = plan.mesh.coordinates(step.communicator.rank), 0
+    for axis in axes:
+        own = own * plan.mesh.sizes[axis] + places[axis]
+    return axes, own

@@ -1,15 +1,14 @@
 """The part of a graph that a rank has: rows of a range of vertices, and the edges that come to them.
 
 Vertices stand in one order, and edges in that of their targets, so that a part is a range of both, a cut is P + 1
-numbers, and what goes from one rank to another when the graph is cut anew are ranges again. A plan has even pieces:
-`batch` fills up to the largest part with rows that belong to no vertex, and with edges from the last of them to itself.
+numbers, and what goes from one rank to another when the graph is cut anew are ranges again. A plan is told where its
+dims of vertices and edges are cut (`PartSizes.on`): its pieces are the parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from conjoin.errors import GraphError, UsageError
 from conjoin.gnn.adjacency import Adjacency, Ints, from_edges, places_of
 from conjoin.gnn.roles import BatchRoles, Role
+from conjoin.machine import Cut
 from conjoin.runtime import Exchange
 
 
@@ -28,17 +28,9 @@ class PartSizes:
     cuts: tuple[int, ...]
     edge_cuts: tuple[int, ...]
 
-    @property
-    def num_edges(self) -> int:
-        """Of each part, with those that are none; at least one, for no piece is empty."""
-        return max(1, *(stop - start for start, stop in pairwise(self.edge_cuts)))
-
-    @property
-    def num_rows(self) -> int:
-        """Of each part, with those that are of no vertex: edges that are none need one."""
-        most = max(stop - start for start, stop in pairwise(self.cuts))
-        is_even = all(stop - start == self.num_edges for start, stop in pairwise(self.edge_cuts))
-        return most if is_even else most + 1
+    def on(self, axes: tuple[str, ...]) -> tuple[Cut, ...]:
+        """What a mesh is told whose axes split vertices and edges; of as many of both, how vertices are cut."""
+        return tuple(Cut(cuts[-1], axes, cuts) for cuts in (self.cuts, self.edge_cuts))
 
     def of(self, role: Role) -> tuple[int, ...]:
         """The cuts of what is said of vertices, or of edges."""
@@ -57,12 +49,6 @@ class WholeGraph:
     def of(cls, roles: BatchRoles, batch: Sequence[Tensor], order: Ints | None = None) -> WholeGraph:
         """Bring a batch in order: that of the vertices is theirs unless another is given."""
         _check_batch(roles, batch)
-        if roles.mixes is not None:
-            raise UsageError(
-                f"A graph was to be cut into parts of unequal sizes. The model makes one thing of all vertices and "
-                f"uses it for each ({roles.mixes}), which would count rows that belong to no vertex. Train it with "
-                f"the plan as it is, whose parts are even, or with layer norms."
-            )
         places = None if order is None else torch.from_numpy(places_of(order, roles.num_vertices))
         source, target = (_ends(batch, at) for at in (roles.source, roles.target))
         if places is not None:
@@ -107,26 +93,6 @@ class GraphPart:
         """How many there are."""
         return len(self.sizes.cuts) - 1
 
-    def batch(self) -> tuple[Tensor, ...]:
-        """This rank's pieces of the inputs of a plan, all parts filled up to one size."""
-        return tuple(map(self._filled, self.tensors, self.roles.roles))
-
-    def real(self, dtype: torch.dtype) -> Tensor:
-        """1 for every row that is of a vertex, and 0 for the others."""
-        count = self.sizes.cuts[self.own + 1] - self.sizes.cuts[self.own]
-        return (torch.arange(self.sizes.num_rows) < count).to(dtype)
-
-    def shapes(self) -> tuple[Tensor, ...]:
-        """The inputs of a plan for all parts together, without values, to plan with."""
-        sizes = {"vertices": self.sizes.num_rows, "edges": self.sizes.num_edges, "ends": self.sizes.num_edges}
-        made = []
-        for tensor, role in zip(self.tensors, self.roles.roles, strict=True):
-            shape = list(tensor.shape)
-            if role.kind != "other":
-                shape[role.dim] = self.num_parts * sizes[role.kind]
-            made.append(torch.empty(shape, dtype=tensor.dtype, device="meta"))
-        return tuple(made)
-
     def moved(self, sizes: PartSizes, exchange: Exchange) -> GraphPart:
         """The part of the same number after another cut: rows and edges go between ranks, who all call it."""
         held = []
@@ -140,23 +106,6 @@ class GraphPart:
             received = [_shared(before, other, after, self.own) for other in range(self.num_parts)]
             held.append(exchange.send(rows, sent, received).transpose(0, role.dim).contiguous())
         return replace(self, sizes=sizes, tensors=tuple(held))
-
-    def _filled(self, tensor: Tensor, role: Role) -> Tensor:
-        if role.kind == "other":
-            return tensor
-        wanted = self.sizes.num_rows if role.kind == "vertices" else self.sizes.num_edges
-        missing, fill = list(tensor.shape), role.fill
-        missing[role.dim] = wanted - tensor.shape[role.dim]
-        if role.kind == "ends":
-            tensor = self._renumbered(tensor)
-            fill = (self.own + 1) * self.sizes.num_rows - 1
-        return torch.cat((tensor, tensor.new_full(missing, fill)), role.dim)
-
-    def _renumbered(self, ends: Tensor) -> Tensor:
-        """Vertices as rows: those of each part begin where the piece of a plan does."""
-        cuts = torch.tensor(self.sizes.cuts, device=ends.device)
-        part = torch.searchsorted(cuts[1:], ends.contiguous(), right=True)
-        return ends - cuts[part] + part * self.sizes.num_rows
 
 
 def _shared(before: Sequence[int], giver: int, after: Sequence[int], taker: int) -> int:
