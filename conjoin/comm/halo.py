@@ -134,8 +134,8 @@ def _bytes_of(case: NodeOnMesh) -> tuple[HaloBytes, ...]:
             there, back = found.setdefault(operand, ([], []))
             there.append(rows.sent * bytes)
             back.append(rows.received * bytes)
-    sent = ((operand, *(PerRank(tuple(some), case.mesh.size) for some in each)) for operand, each in found.items())
-    return tuple(HaloBytes(*each) for each in sent)
+    size = case.mesh.size
+    return tuple(HaloBytes(i, PerRank(tuple(a), size), PerRank(tuple(b), size)) for i, (a, b) in found.items())
 
 
 def _sent_operands(node: Node, halo: Halo) -> list[tuple[int, HaloRows]]:

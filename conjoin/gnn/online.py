@@ -182,8 +182,7 @@ def _place_of(step: ParallelModule, whole: WholeGraph, num_parts: int) -> tuple[
     """The axes of a plan over which vertices are split, and which part is this rank's."""
     plan = step.plan
     at = next(i for i, role in enumerate(whole.roles.roles) if role.kind == "vertices")
-    leaf = [value.owner for value in plan.graph.inputs if isinstance(value, Value)][at]
-    axes = split_axes(leaf.type.layout, 0)
+    axes = split_axes([value.type.layout for value in plan.graph.inputs if isinstance(value, Value)][at], 0)
     if not isinstance(plan, Plan) or prod(plan.mesh.sizes[axis] for axis in axes) != num_parts:
         raise UsageError(
             f"A graph in {num_parts} parts was to be trained by the {plan}. It splits vertices over "

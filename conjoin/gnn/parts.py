@@ -53,7 +53,8 @@ class WholeGraph:
         source, target = (_ends(batch, at) for at in (roles.source, roles.target))
         if places is not None:
             source, target = places[source.cpu()], places[target.cpu()]
-        adjacency = from_edges(roles.num_vertices, *(ends.cpu().numpy().astype(np.int64) for ends in (source, target)))
+        numbers = [ends.cpu().numpy().astype(np.int64) for ends in (source, target)]
+        adjacency = from_edges(roles.num_vertices, numbers[0], numbers[1])
         sorted_edges = target.sort(stable=True).indices
         back = None if order is None else torch.from_numpy(order)
         pairs = zip(batch, roles.roles, strict=True)

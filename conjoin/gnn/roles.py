@@ -35,7 +35,7 @@ class BatchRoles:
 
 def find_roles(graph: Graph) -> BatchRoles:
     """Read off a captured graph what its inputs say of the vertices and edges of theirs."""
-    leaves = [value.owner for value in graph.inputs if isinstance(value, Value)]
+    leaves = [v.owner for v in graph.inputs if isinstance(v, Value) and isinstance(v.owner, Leaf)]
     given = [each for each in edge_inputs(graph) if each.leaf in leaves]
     ends = {use: next((each for each in given if each.use == use), None) for use in ("source", "target")}
     source, target = ends["source"], ends["target"]

@@ -226,3 +226,37 @@ def test_what_cannot_be_cut_is_told() -> None:
         WholeGraph.of(roles, (batch[0][:-1], *batch[1:]))
     with pytest.raises(GraphError, match="names vertex 17"):
         WholeGraph.of(roles, (batch[0], batch[1] + 17 - batch[1].max(), *batch[2:]))
+
+
+@pytest.mark.parametrize("name", ["gcn", "gat"])
+def test_any_graph_in_any_parts_has_the_loss_and_gradients_of_the_whole(name: str) -> None:
+    """Random edges, cut at random, one after the other on the same ranks: empty parts and vertices are among them."""
+    model, batch, loss, roles = workload(name)
+    plan, random = planned(name, 4), np.random.default_rng(5)
+    cases = []
+    for _ in range(12):
+        edges = torch.from_numpy((VERTICES * random.random((2, 40)) ** random.integers(1, 4)).astype(np.int64))
+        cuts = np.array([0, *sorted(random.integers(VERTICES + 1, size=3)), VERTICES])
+        cases.append((WholeGraph.of(roles, (batch[0], edges, *batch[2:]), random.permutation(VERTICES)), cuts, edges))
+
+    def go(ranks: Communicator) -> list[tuple[float, dict[str, Tensor]]]:
+        store = Store(plan, ranks.rank, torch.device("cpu"))
+        store.fill(model)
+        step, found = ParallelModule(plan, store, ranks), []
+        for whole, cuts, _ in cases:
+            step.zero_grad()
+            made = step(*OnlineParts(whole, cuts, step).batch)
+            made["loss"].backward()
+            gradients = {key: p.grad.as_subclass(Tensor).clone() for key, p in step.named_parameters()}  # type: ignore[union-attr]
+            found.append((made["loss"].item(), gradients))
+        return found
+
+    results = run_ranks(plan.mesh, go)
+    for i, (_, _, edges) in enumerate(cases):
+        plain = copy.deepcopy(model)
+        wanted = loss(plain(batch[0], edges, *batch[2:-1]), batch[-1])
+        wanted.backward()
+        for theirs in results:
+            assert theirs[i][0] == pytest.approx(wanted.item(), rel=1e-9)
+            gradients = {key: p.grad for key, p in plain.named_parameters()}
+            torch.testing.assert_close(theirs[i][1], gradients, rtol=1e-9, atol=1e-12)
