@@ -182,11 +182,9 @@ def _find_softmax(node: Node) -> _Found | None:
     if node.op != "div.Tensor" or not all(isinstance(arg, Value) for arg in node.args):
         return None
     powers, total = node.args
-    plus = _made_by(total, "add.Tensor", "add.Scalar")
-    if plus is not None and isinstance(plus.args[1], float) and abs(plus.args[1]) < _NEGLIGIBLE:
-        total = plus.args[0]
+    total = _without_negligible(total)
     read, power = _find_read(total), _made_by(powers, "exp")
-    maker = None if read is None else read[0].owner
+    maker = None if read is None else _without_negligible(read[0]).owner
     added = _find_added(maker) if isinstance(maker, Node) else None
     if read is None or added is None or power is None:
         return None
@@ -205,11 +203,19 @@ def _find_softmax(node: Node) -> _Found | None:
     return _Found(EDGE_SOFTMAX, (scores, added.target, added.vertices)) if is_own else None
 
 
+def _without_negligible(value: Value) -> Value:
+    """A sum of at least 1 without what keeps it from 0."""
+    plus = _made_by(value, "add.Tensor", "add.Scalar")
+    is_it = plus is not None and isinstance(plus.args[1], float) and abs(plus.args[1]) < _NEGLIGIBLE
+    return plus.args[0] if plus is not None and is_it else value
+
+
 def _find_attention(node: Node) -> _Found | None:
     if node.op != AGGREGATE or node.call["reduce"] != "sum" or len(node.call["x"].shape) < 2:
         return None
     x, source, target, weight, vertices = node.args[:5]
-    softmax = _made_by(weight, EDGE_SOFTMAX)
+    flat = _made_by(weight, "reshape")  # of a single head
+    softmax = _made_by(weight if flat is None else flat.args[0], EDGE_SOFTMAX)
     leaky = _made_by(softmax.args[0], "leaky_relu") if softmax is not None else None
     both = _made_by(leaky.args[0], "add.Tensor") if leaky is not None else None
     if softmax is None or leaky is None or both is None or both.call["alpha"] != 1 or softmax.args[1] != target:
