@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from conjoin.errors import UsageError
 from conjoin.ir import Range
 from conjoin.ops import Edges, EdgeWindow, are_equal, check_ends, identity, tells_of_writes
 from conjoin.runtime.program.functions import Function
-from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.communicator import Communicator, Work
 
 _KEPT = 4
 """Graphs that are remembered: those of training and of evaluation, and of two more."""
@@ -35,18 +37,62 @@ class Route:
     received: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Part:
     """What a rank has to do with a graph of which it has a part."""
 
-    edges: Edges
-    """Those that come to its vertices, from its own rows and then from those that it got."""
+    ends: tuple[Tensor, Tensor]
+    """Of the edges that come to its vertices, from its own rows and then from those that it got."""
+    sizes: tuple[int, int, int]
+    """How many rows are its own, how many it then has, and how many vertices."""
     halo: Route
     """Of rows of vertices."""
     weights: Route | None
     """Of the edges' weights; None where every edge lies with its target."""
     kept: Tensor | None = None
     """Which of the edges that are here they are; None where that are all of them."""
+
+    @cached_property
+    @torch.inference_mode(False)
+    def edges(self) -> Edges:
+        """All of them."""
+        return self._from(0, self.sizes[1])
+
+    @cached_property
+    @torch.inference_mode(False)
+    def from_own(self) -> Edges:
+        """Those from its own rows."""
+        return self._from(0, self.sizes[0])
+
+    @cached_property
+    @torch.inference_mode(False)
+    def from_others(self) -> Edges:
+        """Those from the rows that it got, which are counted from 0 here."""
+        return self._from(self.sizes[0], self.sizes[1])
+
+    @cached_property
+    @torch.inference_mode(False)
+    def num_incoming(self) -> Tensor:
+        """How many edges come to each vertex, at least 1."""
+        return torch.bincount(self.ends[1], minlength=self.sizes[2]).clamp_(min=1)
+
+    def _from(self, first: int, last: int) -> Edges:
+        _, count, vertices = self.sizes
+        return Edges(*self.ends, EdgeWindow(first, last - first, 0, vertices, count, vertices))
+
+
+@dataclass(frozen=True, slots=True)
+class OnTheWay:
+    """Rows that are being sent, which are held as long, and where others arrive."""
+
+    work: Work
+    rows: Tensor
+    arrived: Tensor
+
+    def wait(self) -> Tensor:
+        """What arrived."""
+        self.work.wait()
+        return self.arrived
 
 
 class Exchange:
@@ -58,11 +104,15 @@ class Exchange:
 
     def send(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """So many rows to each member, so many from each."""
-        width = rows[:1].numel() if len(rows) else rows.new_empty(1, *rows.shape[1:]).numel()
-        arrived = rows.new_empty(sum(received), *rows.shape[1:])
+        return self.start(rows, sent, received).wait()
+
+    def start(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> OnTheWay:
+        """The same, to be waited for later."""
+        width = prod(rows.shape[1:])
+        arrived, rows = rows.new_empty(sum(received), *rows.shape[1:]), rows.contiguous()
         sizes = [width * count for count in received], [width * count for count in sent]
-        self._communicator.all_to_all(arrived.view(-1), rows.contiguous().view(-1), sizes, self._axes).wait()
-        return arrived
+        work = self._communicator.all_to_all(arrived.view(-1), rows.view(-1), sizes, self._axes)
+        return OnTheWay(work, rows, arrived)
 
     def route(self, rows: Tensor, sent: Sequence[int]) -> Route:
         """The same, with what the others say that they send."""
@@ -154,9 +204,9 @@ def part_of_piece(source: Tensor, target: Tensor, halo: Halo, exchange: Exchange
     places[start:stop] = torch.arange(stop - start, device=source.device)
     count = stop - start + len(wanted)
     places[wanted] = torch.arange(stop - start, count, device=source.device)
-    window = EdgeWindow(0, count, 0, last - first, count, last - first)
-    edges = Edges(places[source], target - first, window)
-    return Part(edges, Route(rows, answer.received, asked), moved if is_moved else None)
+    sizes = stop - start, count, last - first
+    route = Route(rows, answer.received, asked)
+    return Part((places[source], target - first), sizes, route, moved if is_moved else None)
 
 
 def _is_outside(ends: Tensor, limit: int) -> bool:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from conjoin.comm import Halo
 from conjoin.ir import Range
-from conjoin.ops import GRAPH_ATTENTION, Edges, EdgeWindow, aggregate_over, attend_over, check_ends, of_graph
-from conjoin.runtime.movement.dealt_edges import DealtEdges, Exchange, Part, Route, Sent
+from conjoin.ops import GRAPH_ATTENTION, aggregate_over, attend_over, check_ends, of_graph
+from conjoin.runtime.movement.dealt_edges import DealtEdges, Exchange, OnTheWay, Part, Route, Sent
 from conjoin.runtime.movement.layer_clock import clock_now, paused
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.ranks.communicator import Communicator, uncompiled
@@ -42,9 +42,12 @@ def part_of(source: Tensor, target: Tensor, halo: Halo, limits: tuple[int, int])
         sent.append(len(asked))
         rows.append(asked - start)
     first, last = halo.made[own]
-    window = EdgeWindow(0, count, 0, last - first, count, last - first)
-    edges = Edges(places[read], target[kept] - first, window)
-    return Part(edges, Route(torch.cat(rows), sent, received), None, kept)
+    sizes = stop - start, count, last - first
+    return Part((places[read], target[kept] - first), sizes, Route(torch.cat(rows), sent, received), None, kept)
+
+
+def _as_column(counts: Tensor, rows: Tensor) -> Tensor:
+    return counts.to(rows.dtype).view(-1, *(1,) * (rows.dim() - 1))
 
 
 def _distinct(values: Tensor) -> Tensor:
@@ -79,6 +82,91 @@ class _Brought(torch.autograd.Function):
         return own.clone().index_add_(0, route.rows, arrived), None, None
 
 
+class _Passage:
+    """The rows of one call on their way to others, and then their gradients on the way back."""
+
+    def __init__(self, route: Route, exchange: Exchange) -> None:
+        self.route, self.exchange, self.clock = route, exchange, clock_now()
+        self.layer = None if self.clock is None else self.clock.layer
+        self.sent: OnTheWay | None = None
+
+    def wait(self) -> Tensor:
+        assert self.sent is not None, "it is begun before"
+        with paused(self.clock):
+            arrived = self.sent.wait()
+        self.sent = None
+        return arrived
+
+
+class _Begun(torch.autograd.Function):
+    """Rows begin to be sent; in the backward pass their gradients have arrived when all else is done."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, passage: _Passage) -> Tensor:
+        route, ctx.passage, ctx.shape = passage.route, passage, x.shape
+        passage.sent = passage.exchange.start(x.index_select(0, route.rows), route.sent, route.received)
+        return passage.sent.arrived
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        passage: _Passage = ctx.passage
+        arrived = passage.wait()
+        if passage.clock is not None and passage.layer is not None:
+            passage.clock.leave(passage.layer)
+        return arrived.new_zeros(ctx.shape).index_add_(0, passage.route.rows, arrived), None
+
+
+class _Arrived(torch.autograd.Function):
+    """Rows have come; in the backward pass their gradients begin to be sent."""
+
+    @staticmethod
+    def forward(ctx: Any, arriving: Tensor, passage: _Passage) -> Tensor:
+        ctx.passage = passage
+        return passage.wait().view_as(arriving)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        passage: _Passage = ctx.passage
+        passage.sent = passage.exchange.start(gradients[0], passage.route.received, passage.route.sent)
+        return gradients[0], None
+
+
+def _added_meanwhile(part: Part, x: Tensor, weight: Tensor | None, exchange: Exchange) -> Tensor:
+    """Weighted sums over edges, first those from rows that are here, while the others come.
+
+    The backward pass goes the other way round: gradients of the others' rows are sent first, for autograd goes back
+    through what was computed last.
+    """
+    passage = _Passage(part.halo, exchange)
+    arriving: Tensor = _Begun.apply(x, passage)  # type: ignore[no-untyped-call]
+    own = aggregate_over(part.from_own, x, weight, "sum")
+    others: Tensor = _Arrived.apply(arriving, passage)  # type: ignore[no-untyped-call]
+    return own + aggregate_over(part.from_others, others, weight, "sum")
+
+
+def _note_layer(x: Tensor) -> None:
+    """Another layer begins, if a step is being timed."""
+    clock = clock_now()
+    if clock is not None:
+        clock.enter(prod(x.shape[1:]))
+
+
+def _bring(x: Tensor, part: Part, exchange: Exchange) -> Tensor:
+    """Rows that are here, and those that others have behind them."""
+    rows: Tensor = _Brought.apply(x, part.halo, exchange.send)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def _weights_here(weight: Tensor | None, part: Part, exchange: Exchange) -> Tensor | None:
+    """Those of the edges that come to this rank's vertices."""
+    if weight is None:
+        return None
+    if part.weights is None:
+        return weight if part.kept is None else weight.index_select(0, part.kept)
+    arrived: Tensor = Sent.apply(weight, part.weights, exchange.send)  # type: ignore[no-untyped-call]
+    return arrived
+
+
 class HaloCarrier:
     """Operators over edges as functions of a rank's rows, and of all edges or of a piece of them."""
 
@@ -98,31 +186,20 @@ class HaloCarrier:
             limits = max(stop for _, stop in halo.read), vertices
             return of_graph(source, target, halo, partial(part_of, halo=halo, limits=limits))
 
-        def begun(x: Tensor) -> None:
-            clock = clock_now()
-            if clock is not None:
-                clock.enter(prod(x.shape[1:]))
-
-        def brought(x: Tensor, part: Part) -> Tensor:
-            rows: Tensor = _Brought.apply(x, part.halo, exchange.send)  # type: ignore[no-untyped-call]
-            return rows
-
-        def weights(weight: Tensor | None, part: Part) -> Tensor | None:
-            if weight is None or part.weights is None:
-                return weight if weight is None or part.kept is None else weight.index_select(0, part.kept)
-            arrived: Tensor = Sent.apply(weight, part.weights, exchange.send)  # type: ignore[no-untyped-call]
-            return arrived
-
         @uncompiled
         def aggregated(x: Tensor, source: Tensor, target: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
-            begun(x)
-            part = find_part(source, target, rest[0])
-            return aggregate_over(part.edges, brought(x, part), weights(weight, part), rest[1])
+            _note_layer(x)
+            part, reduce = find_part(source, target, rest[0]), rest[1]
+            if reduce == "max":
+                return aggregate_over(part.edges, _bring(x, part, exchange), None, reduce)
+            made = _added_meanwhile(part, x, _weights_here(weight, part, exchange), exchange)
+            return made if reduce == "sum" else made / _as_column(part.num_incoming, made)
 
         @uncompiled
         def attended(x: Tensor, ours: Tensor, theirs: Tensor, source: Tensor, target: Tensor, *rest: Any) -> Tensor:
-            begun(x)
+            _note_layer(x)
             part = find_part(source, target, rest[0])
-            return attend_over(part.edges, brought(x, part), brought(ours, part), theirs, rest[1])
+            x, ours = _bring(x, part, exchange), _bring(ours, part, exchange)
+            return attend_over(part.edges, x, ours, theirs, rest[1])
 
         return attended if op == GRAPH_ATTENTION else aggregated
