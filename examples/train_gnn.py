@@ -1,12 +1,13 @@
 """A graph network on a whole graph over many devices: `torchrun --nproc-per-node 2 examples/train_gnn.py`."""
 
+import copy
 import os
 
 import torch
 from torch import Tensor, nn
 
 import conjoin
-from conjoin.gnn import UNLABELLED, pad_parts
+from conjoin.gnn import Graded, OnlineParts, WholeGraph, equal_edges, find_roles
 
 
 class Sage(nn.Module):
@@ -39,22 +40,27 @@ near = (source + torch.randint(-20, 21, (4000,))).clamp(0, vertices - 1)
 target = torch.where(torch.rand(4000) < 0.8, near, torch.randint(vertices, (4000,)))
 x = nn.functional.one_hot(labels, classes) + 2 * torch.randn(vertices, classes)  # says little of its label
 
-cuts = [vertices * part // ranks for part in range(ranks + 1)]  # or those of a partition
-padding = pad_parts(cuts)
-batch = padding.spread(x), padding.renumber(torch.stack((source, target))), padding.spread(labels, UNLABELLED)
-model = Network(classes, classes)
+model, loss = Network(classes, classes), Graded(nn.functional.cross_entropy)
+batch = x, torch.stack((source, target)), labels
 strategy = "vertex-parallel" if ranks > 1 else "single"
-plan = conjoin.plan(model, batch, f"local:{ranks}", loss=nn.functional.cross_entropy, strategy=strategy)
-step = conjoin.load(plan, model)
-batch = tuple(tensor.to(step.store.device) for tensor in batch)
+graph = conjoin.capture(model, batch, loss)
+whole = WholeGraph.of(find_roles(graph), batch)  # edges in the order of their targets
+without = tuple(torch.empty_like(tensor, device="meta") for tensor in batch)  # a plan needs shapes
+plan = conjoin.plan(copy.deepcopy(model).to("meta"), without, f"local:{ranks}", loss=loss, strategy=strategy)
+step = conjoin.load(plan, model, loss=loss)
+parts = OnlineParts(whole, equal_edges(whole.adjacency, ranks), step)  # this rank's vertices and edges
 optimizer = torch.optim.Adam(step.parameters(), lr=0.02)
 
 for epoch in range(30):
     optimizer.zero_grad()
-    loss = step(*batch)
-    loss.backward()
+    with parts.timed() as clock:
+        made = step(*parts.batch)
+        clock.turn()
+        made["loss"].backward()
     optimizer.step()
-    if step.communicator.rank == 0 and epoch % 10 == 9:
-        print(f"epoch {epoch + 1}   loss {loss.item():.4f}")
+    told = parts.learn(epochs_left=29 - epoch)  # and cut anew where that pays
+    if step.communicator.rank == 0 and (epoch % 10 == 9 or told.moved):
+        right = made["correct"].item() / made["counted"].item()
+        print(f"epoch {epoch + 1}   loss {made['loss'].item():.4f}   accuracy {right:.2f}   {told.moved or ''}")
 
 conjoin.save_checkpoint("checkpoint", step, optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,6 +15,7 @@ from torch.utils.data import default_collate
 
 from conjoin.api import load
 from conjoin.cli.folder_hold import FolderHold
+from conjoin.cli.graph_training import GraphParts, graded_plan, is_on_a_graph, share_of_right
 from conjoin.cli.models import capture_model
 from conjoin.cli.recipe import Recipe
 from conjoin.cli.training_data import make_dataset
@@ -21,7 +23,7 @@ from conjoin.cli.training_log import Foretold, Trained, TrainingLog
 from conjoin.cli.workload import Asked, gathered
 from conjoin.errors import CheckpointError, UsageError
 from conjoin.frontends import Precision
-from conjoin.ir import flatten_tree, unflatten_tree
+from conjoin.ir import Pipeline, Plan, flatten_tree, unflatten_tree
 from conjoin.runtime import (
     Loader,
     ParallelModule,
@@ -92,9 +94,14 @@ def train(rank: int, training: Training) -> Done:
     graph = capture_model(model, batch, loss, precision=plan.precision or None)
     check_made_for(plan, graph)
     datasets = [None if name is None else make_dataset(name, batch, graph) for name in (files.data, files.eval_data)]
+    chosen: Plan | Pipeline | str = asked.plan
+    is_graph = loss is not None and files.data is None and is_on_a_graph(graph)
+    if is_graph and isinstance(plan, Plan):
+        chosen, loss = graded_plan(plan, model, batch, loss)
     torch.manual_seed(recipe.seed)
-    step = load(asked.plan, model, loss=loss, weights=files.weights, seed=recipe.seed)
+    step = load(chosen, model, loss=loss, weights=files.weights, seed=recipe.seed)
     del model
+    parts = GraphParts.of(step, graph, batch) if is_graph else None
     precision = Precision.parse(plan.precision) if plan.precision else None
 
     def collated(samples: list[Any]) -> Any:
@@ -107,7 +114,8 @@ def train(rank: int, training: Training) -> Done:
         )
         for is_eval, dataset in enumerate(datasets)
     ]  # fmt: skip
-    trainer = _Trainer(training, step, _on_device(batch, step.store.device), loaders[0], loaders[1])
+    given = parts if parts is not None else _on_device(batch, step.store.device)
+    trainer = _Trainer(training, step, given, loaders[0], loaders[1])
     with trainer:
         return trainer.run()
 
@@ -120,6 +128,8 @@ class _Trainer:
     ) -> None:
         self._training, self._recipe, self._files = training, training.recipe, training.files
         self._step, self._batch, self._data, self._eval_data = step, batch, data, eval_data
+        self._parts = batch if isinstance(batch, GraphParts) else None
+        self._accuracy: float | None = None
         self._optimizer = self._recipe.make_optimizer(step)
         is_half = step.plan.precision.startswith("fp16")
         self._scaler = torch.amp.GradScaler(step.store.device.type, enabled=is_half)
@@ -164,7 +174,8 @@ class _Trainer:
             self._done += 1
             losses.append(loss)
             seconds.append(time.perf_counter() - start)
-            self._log.step(Trained(self._done, loss, self._learning_rate(self._done - 1), norm, seconds[-1]))
+            rate = self._learning_rate(self._done - 1)
+            self._log.step(Trained(self._done, loss, rate, norm, seconds[-1], self._accuracy))
             self._between()
         if self._files.output is not None:
             save_weights(self._files.output, self._step)
@@ -173,7 +184,9 @@ class _Trainer:
         return Done(losses, seconds, recorded, self._log.samples_per_step)
 
     def _between(self) -> None:
-        """Evaluate and save where it is time to."""
+        """Learn from what parts of a graph took; evaluate and save where it is time to."""
+        if self._parts is not None:
+            self._log.learned(self._done, self._parts.learn(self._recipe.num_steps - self._done))
         if self._eval_data is not None and self._is_due(self._files.eval_every):
             start = time.perf_counter()
             self._log.evaluated(self._done, self._evaluate(self._eval_data), time.perf_counter() - start)
@@ -212,7 +225,7 @@ class _Trainer:
         """One batch after the other, epoch after epoch."""
         while True:
             if self._data is None:
-                yield self._batch
+                yield self._batch if self._parts is None else self._parts.batch
             else:
                 yield from self._data
 
@@ -229,9 +242,11 @@ class _Trainer:
             group["lr"] = self._learning_rate(self._done)
         self._optimizer.zero_grad()
         for _ in range(recipe.accumulate):
-            loss = self._loss_of(next(self._batches)) / recipe.accumulate
-            self._check(loss)
-            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            with nullcontext() if self._parts is None else self._parts.timed() as turn:
+                loss = self._loss_of(next(self._batches)) / recipe.accumulate
+                self._check(loss)
+                _ = None if turn is None else turn()
+                self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         norm = None
         if recipe.clip is not None:
@@ -265,6 +280,7 @@ class _Trainer:
         index = self._step.plan.graph.loss
         assert index is not None
         outputs = self._step(*batch) if isinstance(batch, tuple | list) else self._step(batch)
+        self._accuracy = share_of_right(outputs)
         found: Tensor = flatten_tree(outputs)[0][index]
         return found
 

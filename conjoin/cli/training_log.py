@@ -8,11 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite
 from statistics import median
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
 from conjoin.errors import UsageError
+
+if TYPE_CHECKING:
+    from conjoin.gnn import EpochTold
 
 _ALL_LINES = 100
 """Trainings of so many steps have a line for each; longer ones one a second."""
@@ -38,6 +41,8 @@ class Trained:
     norm: float | None
     """Of all gradients, before they were clipped."""
     seconds: float
+    accuracy: float | None = None
+    """The share of vertices of a graph that are told rightly, before the step."""
 
 
 @dataclass(slots=True)
@@ -68,17 +73,36 @@ class TrainingLog:
         self._write(
             kind="step", step=done.step, loss=done.loss, lr=done.learning_rate, norm=done.norm, seconds=done.seconds,
             samples_per_second=rate, mfu=self._utilization(done.seconds),
+            **({} if done.accuracy is None else {"accuracy": done.accuracy}),
         )  # fmt: skip
         is_due = time.monotonic() - self._last_line > 1.0 or done.step in (1, self.num_steps)
         if not self.is_told or not (is_due or self.num_steps <= _ALL_LINES):
             return
         self._last_line = time.monotonic()
         words = [f"step {done.step:>4}   loss {done.loss:.6f}   {1e3 * done.seconds:9.1f} ms"]
+        words += [] if done.accuracy is None else [f"accuracy {done.accuracy:.4f}"]
         words += [f"lr {done.learning_rate:.2e}"]
         words += [] if done.norm is None else [f"norm {done.norm:.4g}"]
         words += [] if rate is None else [f"{rate:.4g} samples/s"]
         words += [] if done.step == self.num_steps else [f"{_clock(self._left(done.step))} left"]
         typer.echo("   ".join(words))
+
+    def learned(self, step: int, told: EpochTold) -> None:
+        """What the parts of a graph took, what is predicted of that, and whether they were cut anew."""
+        moved = None if told.moved is None else str(told.moved)
+        self._write(
+            kind="parts", step=step, seconds=told.seconds, predicted=told.predicted, weights=told.weights, moved=moved
+        )  # fmt: skip
+        if not self.is_told or not (self.num_steps <= _ALL_LINES or moved is not None or step == self.num_steps):
+            return
+        seen, spread = max(told.seconds), max(told.seconds) * len(told.seconds) / max(sum(told.seconds), 1e-9)
+        words = f"parts{step:>4}   slowest {1e3 * seen:.4g} ms, {spread:.3f} times the mean"
+        if told.predicted is not None and told.weights is not None:
+            costs = ", ".join(f"{name} {1e9 * weight:.3g}" for name, weight in told.weights.items())
+            words += f"; learned {1e3 * max(told.predicted):.4g} ms (ns: {costs})"
+        typer.echo(words)
+        if moved is not None:
+            typer.echo(f"{'':9}   {moved}")
 
     def evaluated(self, step: int, loss: float, seconds: float) -> None:
         self._write(kind="eval", step=step, loss=loss, seconds=seconds)

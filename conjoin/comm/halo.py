@@ -1,8 +1,13 @@
 """Rows of neighbours that lie with other ranks: where vertices are split, each rank gets those that its edges read.
 
 A row goes to a rank once, however many edges of that rank read it. Which rows those are only the edges say; how many
-there are is said of a call in its `halos`, for some numbers of parts: the number, what each part sends, what it gets.
-Without that, edges are taken to come from anywhere.
+there are is said of a call in its `halos`, for some numbers of parts: the number, the rows that each part sends and
+those that it gets, and, if edges are cut into as many even pieces, the edges of each piece that go to other parts and
+those that come to each part from other pieces. Without that, edges are taken to come from anywhere, and to lie with
+their targets.
+
+Edges may be split with the vertices: each rank then has a piece of them. Those that lie elsewhere than their targets go
+there when the graph is first seen; what is sent in every step of them is their weights.
 """
 
 from __future__ import annotations
@@ -32,6 +37,8 @@ class Halo:
     """This rank among them."""
     owned: tuple[int, ...]
     """The operands whose rows are sent."""
+    is_dealt: bool = False
+    """Whether each has a piece of the edges, too; else each has all of them."""
 
 
 def halo_of(node: Node, placed: Placed, mesh: Mesh, rank: int = 0) -> Halo | None:
@@ -43,13 +50,17 @@ def halo_of(node: Node, placed: Placed, mesh: Mesh, rank: int = 0) -> Halo | Non
     owners = [_split_axes(node.inputs[i].type) for i in owned]
     if not owners[0] or any(axes != owners[0] or not axes <= split for axes in owners):
         return None
+    dealt = [_split_axes(value.type) for name, value in zip(plain_call(node).operand_names, node.inputs, strict=True)
+             if name in _OF_EDGES]  # fmt: skip
+    if any(axes not in (set(), owners[0]) or axes != dealt[0] for axes in dealt):
+        return None
     axes = mesh.in_order(owners[0])
     members = sorted(mesh.group(rank, axes))
     x, made = node.inputs[0].type, node.types[0]
     read, targets = (
         tuple(region_of(type.shape, type.layout, mesh, member)[0] for member in members) for type in (x, made)
     )
-    return Halo(axes, read, targets, members.index(rank), owned)
+    return Halo(axes, read, targets, members.index(rank), owned, bool(dealt[0]))
 
 
 def owned_operands(node: Node) -> tuple[int, ...]:
@@ -82,12 +93,18 @@ def halo_rows(node: Node, halo: Halo) -> HaloRows:
     return HaloRows(round(read * (parts - 1) * (stop - start) / rows), round(read * others / rows))
 
 
+def moved_edges(halos: tuple[int, ...], parts: int, own: int) -> HaloRows:
+    """How many edges of a rank's piece go to other ranks, and come from them; none where nothing was counted."""
+    counted = _counted(halos, parts)
+    return HaloRows(0, 0) if counted is None else HaloRows(counted[2 * parts + own], counted[3 * parts + own])
+
+
 def _counted(halos: tuple[int, ...], parts: int) -> tuple[int, ...] | None:
     at = 0
     while at < len(halos):
         if halos[at] == parts:
-            return halos[at + 1 : at + 1 + 2 * parts]
-        at += 1 + 2 * halos[at]
+            return halos[at + 1 : at + 1 + 4 * parts]
+        at += 1 + 4 * halos[at]
     return None
 
 
@@ -95,6 +112,7 @@ def _counted(halos: tuple[int, ...], parts: int) -> tuple[int, ...] | None:
 class HaloBytes:
     """What every rank sends of an operand: its rows, and the gradients of the rows that it got."""
 
+    operand: int
     rows: PerRank
     gradients: PerRank
 
@@ -110,14 +128,24 @@ def _bytes_of(case: NodeOnMesh) -> tuple[HaloBytes, ...]:
     for rank in range(case.mesh.size):
         halo = halo_of(case.node, case.placed, case.mesh, rank)
         assert halo is not None
-        rows = halo_rows(case.node, halo)
-        for operand in halo.owned:
+        for operand, rows in _sent_operands(case.node, halo):
             type = case.types[operand]
             bytes = prod(_local(type, case.mesh, rank)[1:]) * type.dtype.itemsize
             there, back = found.setdefault(operand, ([], []))
             there.append(rows.sent * bytes)
             back.append(rows.received * bytes)
-    return tuple(HaloBytes(*(PerRank(tuple(some), case.mesh.size) for some in each)) for each in found.values())
+    size = case.mesh.size
+    return tuple(HaloBytes(i, PerRank(tuple(a), size), PerRank(tuple(b), size)) for i, (a, b) in found.items())
+
+
+def _sent_operands(node: Node, halo: Halo) -> list[tuple[int, HaloRows]]:
+    """Rows of vertices for all operands that have them, and weights where edges lie elsewhere than their targets."""
+    call = plain_call(node)
+    found, parts = [(operand, halo_rows(node, halo)) for operand in halo.owned], len(halo.read)
+    moved = [moved_edges(call["halos"] or (), parts, rank) for rank in range(parts)]
+    if halo.is_dealt and "weight" in call.operand_names and any(each.sent for each in moved):
+        found.append((call.operand_names.index("weight"), moved[halo.own]))
+    return found
 
 
 def _local(type: TensorType, mesh: Mesh, rank: int) -> tuple[int, ...]:
@@ -135,7 +163,7 @@ def halo_call(node: Node, placed: Placed, mesh: Mesh, rank: int) -> Call:
         if i in halo.owned:
             local[i][0] += received
         elif name in _OF_EDGES:
-            local[i][0] = round(local[i][0] * vertices / node.types[0].shape[0])
+            local[i][0] = round(whole.tensors[i].shape[0] * vertices / node.types[0].shape[0])
     types = iter(TensorType(tuple(shape), v.type.dtype) for shape, v in zip(local, node.inputs, strict=True))
     args = [next(types) if isinstance(arg, TensorType) else arg for arg in whole.args]
     for name, value in (("vertices", vertices), ("window", ()), ("halos", ())):

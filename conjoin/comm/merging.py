@@ -46,12 +46,13 @@ def merge_axes(problem: Problem) -> Merged:
     """The problem with runs of axes of the same fate as one axis, named after the first of the run."""
     runs: list[list[str]] = []
     for axis in _in_runs(problem):
-        run = next((run for run in runs if _follows(problem, run[-1], axis)), None)
+        alike = () if problem.mesh.cuts else runs  # where pieces are cut is said of axes as they are
+        run = next((run for run in alike if _follows(problem, run[-1], axis)), None)
         if run is None:
             runs.append([axis])
         else:
             run.append(axis)
-    mesh = Mesh(tuple(Axis(run[0], num_devices(run, problem.mesh)) for run in runs))
+    mesh = Mesh(tuple(Axis(run[0], num_devices(run, problem.mesh)) for run in runs), problem.mesh.cuts)
     first = frozenset(mesh.names)
 
     def merged(spread: Spread) -> Spread:

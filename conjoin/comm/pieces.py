@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 
 from conjoin.comm.per_rank import PerRank
-from conjoin.ir import Range, Region, cut, holds, nothing, num_elements, region_of
+from conjoin.ir import Range, Region, cut, holds, is_cut_evenly, nothing, num_elements, region_of
 from conjoin.machine import Mesh
 from conjoin.ops import At, Layout, TensorType, split_axes
 
@@ -29,7 +30,7 @@ def num_devices(axes: Iterable[str], mesh: Mesh) -> int:
 
 def is_even(shape: tuple[int, ...], splits: Splits, mesh: Mesh) -> bool:
     """Whether all pieces have the same shape."""
-    return all(size % num_devices(axes, mesh) == 0 for size, axes in zip(shape, splits, strict=True))
+    return all(is_cut_evenly(size, axes, mesh) for size, axes in zip(shape, splits, strict=True))
 
 
 def splits_evenly(shape: tuple[int, ...], layout: Layout, mesh: Mesh) -> bool:
@@ -75,6 +76,12 @@ def pieces(size: int, parts: tuple[int, ...]) -> tuple[Range, ...]:
     return ranges
 
 
+def pieces_along(size: int, split: tuple[str, ...], mesh: Mesh) -> tuple[Range, ...]:
+    """All pieces of a dim that axes split, the last running fastest."""
+    bounds = mesh.bounds_of(size, split) if mesh.cuts else None
+    return pieces(size, tuple(mesh.sizes[axis] for axis in split)) if bounds is None else tuple(pairwise(bounds))
+
+
 def piece_numbers(split: Sequence[str], axes: Sequence[str], mesh: Mesh) -> list[int]:
     """Which piece of a split dim is held at each place along the given axes, the last axis given running fastest."""
     weights = {axis: num_devices(split[i + 1 :], mesh) for i, axis in enumerate(split)}
@@ -87,7 +94,7 @@ def piece_numbers(split: Sequence[str], axes: Sequence[str], mesh: Mesh) -> list
 
 def ranges_along(size: int, split: tuple[str, ...], axes: Sequence[str], mesh: Mesh) -> list[Range]:
     """The range of a dim held at each place along the given axes; axes of the split that are not given stand at 0."""
-    ranges = pieces(size, tuple(mesh.sizes[axis] for axis in split))
+    ranges = pieces_along(size, split, mesh)
     return [ranges[number] for number in piece_numbers(split, axes, mesh)]
 
 
@@ -119,7 +126,7 @@ def kept_elements(shape: tuple[int, ...], have: Splits, want: Splits, mesh: Mesh
     for size, had, wanted in zip(shape, have, want, strict=True):
         finer = max(had, wanted, key=len)
         nested = common_outer(had, wanted) == min(len(had), len(wanted))
-        if nested and size % num_devices(finer, mesh) == 0:
+        if nested and is_cut_evenly(size, finer, mesh):
             total *= size // num_devices(finer, mesh)
         else:
             coupled.append((size, had, wanted))

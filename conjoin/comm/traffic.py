@@ -236,7 +236,8 @@ class Traffic:
         if halo is None:
             return []
         kind, found = StepKind.ALL_TO_ALL.value, []
-        for operand, sent in zip(halo.owned, halo_bytes(node, placed, self._mesh), strict=True):
+        for sent in halo_bytes(node, placed, self._mesh):
+            operand = sent.operand
             moved = [Collective(kind, halo.axes, FORWARD, False, sent.rows)]
             if self._gradients.reach_operand(node, operand):
                 moved.append(Collective(kind, halo.axes, BACKWARD, True, sent.gradients))

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conjoin.comm.per_rank import ring_bytes
-from conjoin.comm.pieces import Splits, all_regions, held_regions, is_even, num_devices, pieces, splits_of, tails
+from conjoin.comm.pieces import Splits, all_regions, held_regions, is_even, num_devices, pieces_along, splits_of, tails
 from conjoin.comm.places import changes_places, has_places
 from conjoin.comm.steps import Route, Step, StepKind
 from conjoin.ir import Range, Region, holds, num_elements, overlap
@@ -94,7 +94,7 @@ def _wanted_ranges(dim: int, holdings: _Holdings, rank: int) -> list[Range]:
     mesh, along, split = holdings.mesh, holdings.step.axes, holdings.want[dim]
     here = mesh.coordinates(rank)
     places = [range(mesh.sizes[axis]) if axis in along else (here[axis],) for axis in split]
-    ranges = pieces(holdings.shape[dim], tuple(mesh.sizes[axis] for axis in split))
+    ranges = pieces_along(holdings.shape[dim], split, mesh)
     weights = [num_devices(split[i + 1 :], mesh) for i in range(len(split))]
     return [ranges[sum(w * p for w, p in zip(weights, place, strict=True))] for place in product(*places)]
 

@@ -30,6 +30,7 @@ from conjoin.frontends.functional import (
 from conjoin.frontends.known_values import KnownValues
 from conjoin.frontends.problems import MODEL_PREFIX, Problem, find_user_line
 from conjoin.frontends.regions import has_cuda_autocast, make_explicit
+from conjoin.frontends.self_loops import loops_of_fixed_shape
 from conjoin.frontends.torch_private import (
     ExportedProgram,
     FollowedCalls,
@@ -383,6 +384,7 @@ def _trace(step: _Step, tensors: tuple[Tensor, ...]) -> _Traced:
     with ExitStack() as watches:
         for watch in (_explained(step, tensors), _unchecked(), keep_cuda_autocast(), keep_markers(), user_lines(line)):
             watches.enter_context(watch)
+        watches.enter_context(loops_of_fixed_shape())
         functions = watches.enter_context(watch_custom_functions())
         segments = watches.enter_context(follow_segments(any(p.requires_grad for p in step.parameters())))
         watches.enter_context(FollowedCalls(note_hook))

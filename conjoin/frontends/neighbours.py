@@ -182,11 +182,9 @@ def _find_softmax(node: Node) -> _Found | None:
     if node.op != "div.Tensor" or not all(isinstance(arg, Value) for arg in node.args):
         return None
     powers, total = node.args
-    plus = _made_by(total, "add.Tensor", "add.Scalar")
-    if plus is not None and isinstance(plus.args[1], float) and abs(plus.args[1]) < _NEGLIGIBLE:
-        total = plus.args[0]
+    total = _without_negligible(total)
     read, power = _find_read(total), _made_by(powers, "exp")
-    maker = None if read is None else read[0].owner
+    maker = None if read is None else _without_negligible(read[0]).owner
     added = _find_added(maker) if isinstance(maker, Node) else None
     if read is None or added is None or power is None:
         return None
@@ -205,11 +203,19 @@ def _find_softmax(node: Node) -> _Found | None:
     return _Found(EDGE_SOFTMAX, (scores, added.target, added.vertices)) if is_own else None
 
 
+def _without_negligible(value: Value) -> Value:
+    """A sum of at least 1 without what keeps it from 0."""
+    plus = _made_by(value, "add.Tensor", "add.Scalar")
+    is_it = plus is not None and isinstance(plus.args[1], float) and abs(plus.args[1]) < _NEGLIGIBLE
+    return plus.args[0] if plus is not None and is_it else value
+
+
 def _find_attention(node: Node) -> _Found | None:
     if node.op != AGGREGATE or node.call["reduce"] != "sum" or len(node.call["x"].shape) < 2:
         return None
     x, source, target, weight, vertices = node.args[:5]
-    softmax = _made_by(weight, EDGE_SOFTMAX)
+    flat = _made_by(weight, "reshape")  # of a single head
+    softmax = _made_by(weight if flat is None else flat.args[0], EDGE_SOFTMAX)
     leaky = _made_by(softmax.args[0], "leaky_relu") if softmax is not None else None
     both = _made_by(leaky.args[0], "add.Tensor") if leaky is not None else None
     if softmax is None or leaky is None or both is None or both.call["alpha"] != 1 or softmax.args[1] != target:
@@ -265,7 +271,8 @@ def _with_halos(graph: Graph, known: Known) -> Graph:
 
 
 def count_halos(source: Tensor, target: Tensor, sources: int, targets: int) -> tuple[int, ...]:
-    """For every number of parts the number, how many rows each part sends to others, and how many it gets."""
+    """For every number of parts the number, how many rows each part sends to others, and how many it gets; and so of
+    edges that are cut into as many pieces, which go to other parts than their own."""
     found: list[int] = []
     source, target = source.cpu(), target.cpu()
     for name, some, size in (("source", source, sources), ("target", target, targets)):
@@ -279,8 +286,17 @@ def count_halos(source: Tensor, target: Tensor, sources: int, targets: int) -> t
         owner = torch.searchsorted(ends[0], torch.arange(sources), right=True)
         reads[owner, torch.arange(sources)] = False
         sent = torch.zeros(len(ends[0]), dtype=torch.int64).index_add(0, owner, reads.sum(0))
-        found += (len(ends[0]), *sent.tolist(), *reads.sum(1).tolist())
+        found += (len(ends[0]), *sent.tolist(), *reads.sum(1).tolist(), *_moved_edges(target, ends[1], factors))
     return tuple(found)
+
+
+def _moved_edges(target: Tensor, ends: Tensor, factors: tuple[int, ...]) -> Iterator[int]:
+    """Of every piece of the edges those that go to other parts, then of every part those from other pieces."""
+    pieces = torch.tensor([stop for _, stop in nested(len(target), factors)])
+    lies = torch.searchsorted(pieces, torch.arange(len(target)), right=True)
+    goes = torch.searchsorted(ends, target, right=True)
+    for part in (lies, goes):
+        yield from torch.bincount(part[lies != goes], minlength=len(ends)).tolist()
 
 
 def _check_ends(name: str, ends: Tensor, size: int) -> None:

@@ -48,12 +48,19 @@ class Repartition:
         )
 
 
-def propose_cuts(
-    model: PartitionModel, features: Features, cuts: Ints, seconds: Floats, epochs_left: int, seconds_per_row: float
+def propose_cuts(  # noqa: PLR0913 - what a move costs is two numbers
+    model: PartitionModel,
+    features: Features,
+    cuts: Ints,
+    seconds: Floats,
+    epochs_left: int,
+    seconds_per_row: float,
+    once_seconds: float = 0.0,
 ) -> Repartition:
     """Return the best cuts that a model knows of, against those in use, whose last epoch took `seconds[layer, part]`.
 
-    `seconds_per_row` is what moving a vertex takes: its features, activations, edges and optimizer state over the link.
+    `seconds_per_row` is what moving a vertex takes: its features, activations, edges and optimizer state over the link;
+    `once_seconds` what any move does, as to plan for parts of other sizes.
     """
     load = model.load(features)
     found = balanced_cuts(load, len(cuts) - 1)
@@ -66,7 +73,7 @@ def propose_cuts(
         float(load.of_parts(found).max()),
         missed,
         rows,
-        rows * seconds_per_row,
+        rows * seconds_per_row + once_seconds,
         epochs_left,
     )
 

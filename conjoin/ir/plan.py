@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from conjoin.ir.parallel_verifier import find_layout_faults
 from conjoin.ir.parser import parse_graph
 from conjoin.ir.segments import Segment, operators_of, parse_segments, segment_text
 from conjoin.ir.verifier import find_faults
-from conjoin.machine import Axis, Mesh
+from conjoin.machine import Axis, Cut, Mesh
 from conjoin.ops import At
 
 FORMAT = "conjoin.plan"
@@ -158,6 +159,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "model": {"name": plan.model.name, "fingerprint": plan.model.fingerprint},
         "machine": {"name": plan.machine.name, "fingerprint": plan.machine.fingerprint},
         "mesh": mesh_to_json(plan.mesh),
+        **({"cuts": [[cut.size, cut.axes, cut.bounds] for cut in plan.mesh.cuts]} if plan.mesh.cuts else {}),
         "stages": [],
         "schedule": None,
         **decisions_to_json(plan),
@@ -303,8 +305,7 @@ def read_plan(data: Any, load: Callable[[dict[str, Any]], T]) -> T:
 
 KEYS = frozenset({
     "format", "version", "strategy", "model", "machine", "mesh", "stages", "schedule", "memory", "substitutions",
-    "predictions", "graph", "accumulate", "operators", "computes", "precision", "bundle_bytes",
-    "chunks",
+    "predictions", "graph", "accumulate", "operators", "computes", "precision", "bundle_bytes", "chunks", "cuts",
 })  # fmt: skip
 
 
@@ -341,7 +342,7 @@ def read_decisions(data: Mapping[str, Any], model: Mark, machine: Mark) -> Plan:
     graph = graph_from_json(data)
     return Plan(
         graph=graph,
-        mesh=mesh_from_json(items_of(data, "mesh")),
+        mesh=_with_cuts(mesh_from_json(items_of(data, "mesh")), items_of(data, "cuts") if "cuts" in data else []),
         model=model,
         machine=machine,
         strategy=line_from_json(data["strategy"], "strategy"),
@@ -443,6 +444,24 @@ def mesh_from_json(entries: list[Any]) -> Mesh:
     if len({axis.name for axis in axes}) < len(axes) or len(axes) > 20 or mesh.size > _MAX_RANKS:
         raise ValueError(f"the mesh has an axis twice, or more than {_MAX_RANKS:,} ranks")
     return mesh
+
+
+def _with_cuts(mesh: Mesh, entries: list[Any]) -> Mesh:
+    """A mesh with what is said of where dims are cut."""
+    cuts = []
+    for entry in entries:
+        match entry:
+            case [int(size), [*axes], [*bounds]] if (
+                all(type(bound) is int for bound in bounds)
+                and set(axes) <= set(mesh.names)
+                and len(bounds) == 1 + prod(mesh.sizes[axis] for axis in axes)
+                and bounds == sorted(bounds)
+                and (bounds[0], bounds[-1]) == (0, size)
+            ):
+                cuts.append(Cut(size, tuple(axes), tuple(bounds)))
+            case _:
+                raise ValueError(f"{str(entry)[:60]} is not a cut of a dim")
+    return Mesh(mesh.axes, tuple(cuts))
 
 
 def _actions(entries: list[Any], graph: Graph) -> tuple[MemoryAction, ...]:

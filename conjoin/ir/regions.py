@@ -38,10 +38,21 @@ def cut(whole: Range, parts: int, part: int) -> Range:
 def cut_along(size: int, axes: tuple[str, ...], mesh: Mesh, rank: int) -> Range:
     """What a rank has of `size` positions that axes split one inside the other."""
     coordinates = mesh.coordinates(rank)
+    bounds = mesh.bounds_of(size, axes) if mesh.cuts else None
+    if bounds is not None:
+        number = 0
+        for axis in axes:
+            number = number * mesh.sizes[axis] + coordinates[axis]
+        return bounds[number], bounds[number + 1]
     piece = (0, size)
     for axis in axes:
         piece = cut(piece, mesh.sizes[axis], coordinates[axis])
     return piece
+
+
+def is_cut_evenly(size: int, axes: tuple[str, ...], mesh: Mesh) -> bool:
+    """Whether axes split a dim into pieces of one size."""
+    return size % prod(mesh.sizes[axis] for axis in axes) == 0 and (not mesh.cuts or not mesh.bounds_of(size, axes))
 
 
 @lru_cache(maxsize=1 << 16)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from conjoin.ir.nodes import Node
 from conjoin.ir.placing import Placed, plain_call
-from conjoin.ir.regions import Range, Region, nothing, region_of
+from conjoin.ir.regions import Range, Region, is_cut_evenly, nothing, region_of
 from conjoin.machine import Mesh
 from conjoin.ops import (
     Call,
@@ -123,7 +122,7 @@ def _unlike_axes(call: Call, placed: Placed, mesh: Mesh) -> frozenset[str]:
     lacking = {*windowed, *spec.reaches, *spec.owned}
     found: set[str] = set()
     for index, axes in placed.splits:
-        if index in lacking or space.sizes[index] % prod(mesh.sizes[axis] for axis in axes):
+        if index in lacking or not is_cut_evenly(space.sizes[index], axes, mesh):
             found.update(axes)
     return frozenset(found)
 

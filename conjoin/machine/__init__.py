@@ -12,7 +12,7 @@ from conjoin.machine.fitting import (
 )
 from conjoin.machine.links import NETWORK, Link, NodeKind
 from conjoin.machine.machine import Machine
-from conjoin.machine.mesh import Axis, Mesh, prime_factors
+from conjoin.machine.mesh import Axis, Cut, Mesh, prime_factors
 from conjoin.machine.naming import find_machine_files, parse_machine
 from conjoin.machine.parts import devices_of, part_of, parts_of
 from conjoin.machine.preset_devices import PRESET_DEVICES, architecture_of, nearest_device, preset_name
@@ -23,9 +23,9 @@ from conjoin.machine.topology import Topology
 from conjoin.machine.wiring import DirectedLink, Route
 
 __all__ = [
-    "COLLECTIVE_KINDS", "NETWORK", "PRESET_DEVICES", "Axis", "CollectiveFit", "DeviceType", "DirectedLink", "LineFit",
-    "Link", "Machine", "Mesh", "NodeKind", "Route", "Topology", "architecture_of", "devices_of", "find_machine_files",
-    "fit_collective", "fit_line", "machine_file_problems", "nearest_device", "parse_machine", "part_of", "parts_of",
-    "place_of", "preset_name", "preset_names", "prime_factors", "reason_of", "reduce_repeats", "register_machine",
-    "registered_names", "write_aside",
+    "COLLECTIVE_KINDS", "NETWORK", "PRESET_DEVICES", "Axis", "CollectiveFit", "Cut", "DeviceType", "DirectedLink",
+    "LineFit", "Link", "Machine", "Mesh", "NodeKind", "Route", "Topology", "architecture_of", "devices_of",
+    "find_machine_files", "fit_collective", "fit_line", "machine_file_problems", "nearest_device", "parse_machine",
+    "part_of", "parts_of", "place_of", "preset_name", "preset_names", "prime_factors", "reason_of",
+    "reduce_repeats", "register_machine", "registered_names", "write_aside",
 ]  # fmt: skip

@@ -37,6 +37,19 @@ def prime_factors(number: int) -> tuple[int, ...]:
     return (*factors, number) if number > 1 else tuple(factors)
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where dims of a size are cut that some axes split, the last running fastest, if not as evenly as can be.
+
+    A partition of a graph is one of its vertices and one of its edges. Pieces may be empty.
+    """
+
+    size: int
+    axes: tuple[str, ...]
+    bounds: tuple[int, ...]
+    """The piece p goes from `bounds[p]` to `bounds[p + 1]`."""
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Axes from the slowest to the fastest: rank 0, 1, 2 … run along the last axis first.
@@ -49,6 +62,7 @@ class Mesh:
     """
 
     axes: tuple[Axis, ...]
+    cuts: tuple[Cut, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -56,11 +70,11 @@ class Mesh:
     @cached_property
     def _hash(self) -> int:
         """Kept, since what is found of a mesh is looked up often."""
-        return hash(self.axes)
+        return hash((self.axes, self.cuts))
 
-    def __reduce__(self) -> tuple[type[Mesh], tuple[tuple[Axis, ...]]]:
+    def __reduce__(self) -> tuple[type[Mesh], tuple[tuple[Axis, ...], tuple[Cut, ...]]]:
         """Without what is kept: hashes are other ones in another process."""
-        return Mesh, (self.axes,)
+        return Mesh, (self.axes, self.cuts)
 
     @classmethod
     def of_nodes(cls, num_nodes: int, devices_per_node: int) -> Mesh:
@@ -113,3 +127,16 @@ class Mesh:
         """Axis names in the order of the mesh."""
         wanted = set(names)
         return tuple(name for name in self.names if name in wanted)
+
+    def bounds_of(self, size: int, axes: tuple[str, ...]) -> tuple[int, ...] | None:
+        """Where a dim is cut that these axes split, if that was said of them, or of others that nest inside them.
+
+        >>> mesh = Mesh.of_nodes(1, 4)
+        >>> mesh = Mesh(mesh.axes, (Cut(7, ("d0", "d1"), (0, 1, 3, 3, 7)),))
+        >>> mesh.bounds_of(7, ("d0", "d1")), mesh.bounds_of(7, ("d0",)), mesh.bounds_of(8, ("d0",))
+        ((0, 1, 3, 3, 7), (0, 3, 7), None)
+        """
+        for cut in self.cuts:
+            if axes and cut.size == size and cut.axes[: len(axes)] == axes:
+                return cut.bounds[:: prod(self.sizes[axis] for axis in cut.axes[len(axes) :])]
+        return None

@@ -70,7 +70,7 @@ from conjoin.ops.composites import (
 from conjoin.ops.direct import find_function
 from conjoin.ops.drawing import drawing
 from conjoin.ops.dtypes import Dtype, under_autocast
-from conjoin.ops.edges import Edges, EdgeWindow, check_ends, of_graph
+from conjoin.ops.edges import Edges, EdgeWindow, are_equal, check_ends, identity, of_graph, tells_of_writes
 from conjoin.ops.experts import expert_network, take_rows
 from conjoin.ops.local import Emit, LocalForm, Pieces, Span, operand_spans, output_spans, run_local
 from conjoin.ops.measures import bytes_read, bytes_written, flops
@@ -183,6 +183,7 @@ __all__ = [
     "Window",
     "aggregate_over",
     "all_ops",
+    "are_equal",
     "attend_over",
     "bind_args",
     "bytes_read",
@@ -203,6 +204,7 @@ __all__ = [
     "find_operator",
     "find_spec",
     "flops",
+    "identity",
     "is_custom",
     "make_layout",
     "map_tensors",
@@ -235,6 +237,7 @@ __all__ = [
     "spread_args",
     "state_signature",
     "take_rows",
+    "tells_of_writes",
     "types_on_meta",
     "under_autocast",
     "walk_tensors",

@@ -242,8 +242,9 @@ def _crop(form: LocalForm, output: Any) -> Any:
 
 
 def _scale(form: LocalForm, output: Any) -> Any:
-    """A mean over a piece counts for as much as the piece is of the whole."""
+    """A mean over a piece counts for as much as the piece is of the whole; over nothing it is none, and counts 0."""
     for index, (lo, hi) in form.pieces.items():
         if index in form.space.notation.averaged:
+            output = form.emit("nan_to_num", output, 0.0) if hi == lo else output
             output = form.emit("mul.Tensor", output, (hi - lo) / form.space.sizes[index])
     return output

@@ -162,13 +162,17 @@ def sharding_rules(spec: OpSpec, call: Call) -> tuple[ShardingRule, ...]:
 
 
 def _owning_rules(spec: OpSpec, call: Call, space: Space, index: str) -> list[ShardingRule]:
-    """The rule of a split index with the operands that are owned then split, too."""
+    """The rules of a split index with the operands that are owned then split, too, and with those that are dealt."""
     rule = _split_rule(spec, call, space, index) if index in splittable(space) else None
-    owned = [name in spec.owned[index] for name in call.operand_names]
-    if rule is None or any(call.tensors[i].shape[0] < 2 for i, is_owned in enumerate(owned) if is_owned):
-        return []
-    pairs = zip(rule.operands, owned, strict=True)
-    return [ShardingRule(index, tuple(Split(0) if is_owned else p for p, is_owned in pairs), rule.outputs)]
+    owned, dealt = spec.owned[index], spec.dealt.get(index, ())
+    found = []
+    for split in (owned, (*owned, *dealt)) if dealt else (owned,):
+        sizes = [t.shape[0] for name, t in zip(call.operand_names, call.tensors, strict=True) if name in split]
+        if rule is not None and min(sizes) > 1:
+            placed = zip(call.operand_names, rule.operands, strict=True)
+            operands = tuple(Split(0) if name in split else placement for name, placement in placed)
+            found.append(ShardingRule(index, operands, rule.outputs))
+    return found
 
 
 def replicated_rules(num_operands: int, num_outputs: int) -> tuple[ShardingRule, ...]:

@@ -222,6 +222,8 @@ class OpSpec:
     owned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By index, operands without it that may lie split along their first dim where it is split: every device then owns
     a part of them, and what needs it goes there."""
+    dealt: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By index, operands that may lie split so beside the owned ones: each of their rows goes where it is used."""
     local: Callable[[LocalForm], Any] | None = None
     """How a piece is computed where the operator on the pieces of its operands is not the piece of its output."""
     expansion: Callable[[LocalForm], Any] | None = None

@@ -2,6 +2,8 @@
 
 from conjoin.runtime.data_loader import Loader
 from conjoin.runtime.loading import connect, load
+from conjoin.runtime.movement.dealt_edges import Exchange
+from conjoin.runtime.movement.layer_clock import LayerClock, timed_layers
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.program.captured import CapturedModule, to_module
 from conjoin.runtime.program.other_plans import Planner
@@ -44,12 +46,12 @@ from conjoin.runtime.verification.plain_model import PlainModel
 from conjoin.runtime.verification.steps import Reference
 
 __all__ = [
-    "COMMUNICATING", "COMPUTING", "TOLERANCE", "AgainstModel", "CapturedModule", "Case", "Communication", "Concurrency",
-    "Difference", "Loader", "Pace", "ParallelModule", "Piece", "PlainModel", "Planner", "Recorded", "Reference",
-    "Session", "Site", "Timed", "Verdict", "Weights", "axis_sets", "calibrate_collectives", "check_capture",
-    "check_init", "check_made_for", "check_world", "communicator_over", "compare_rank", "compare_with_model", "connect",
-    "copied_for_check", "find_weights", "full_state_dict", "has_checkpoint", "join_ranks", "launch", "load",
-    "load_checkpoint", "load_optimizer_state_dict", "measure_communication", "optimizer_state_dict", "record",
-    "run_ranks", "save_checkpoint", "save_weights", "time_collectives", "to_module", "train_alone", "verdict",
-    "verify_in_process",
+    "COMMUNICATING", "COMPUTING", "TOLERANCE", "AgainstModel", "CapturedModule", "Case", "Communication",
+    "Concurrency", "Difference", "Exchange", "LayerClock", "Loader", "Pace", "ParallelModule", "Piece",
+    "PlainModel", "Planner", "Recorded", "Reference", "Session", "Site", "Timed", "Verdict", "Weights", "axis_sets",
+    "calibrate_collectives", "check_capture", "check_init", "check_made_for", "check_world", "communicator_over",
+    "compare_rank", "compare_with_model", "connect", "copied_for_check", "find_weights", "full_state_dict",
+    "has_checkpoint", "join_ranks", "launch", "load", "load_checkpoint", "load_optimizer_state_dict",
+    "measure_communication", "optimizer_state_dict", "record", "run_ranks", "save_checkpoint", "save_weights",
+    "time_collectives", "timed_layers", "to_module", "train_alone", "verdict", "verify_in_process",
 ]  # fmt: skip

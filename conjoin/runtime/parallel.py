@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 from conjoin.errors import UsageError
 from conjoin.ir import LeafKind, Pipeline, Plan, offloaded_states
-from conjoin.ops import Layout
+from conjoin.machine import Cut, Mesh
+from conjoin.ops import Layout, Split
 from conjoin.runtime.pipelines.pipeline_program import PipelineProgram
 from conjoin.runtime.program.calling import InputPart
 from conjoin.runtime.program.gradient_pieces import mark_gradients
@@ -54,7 +56,21 @@ class ParallelModule(nn.Module):
     ) -> None:
         super().__init__()
         self.training = plan.graph.training
-        passes, exact = Passes(communicator), None if exact_seed is None else Stream(exact_seed)
+        # past `__setattr__`: a submodule of the user's may have any of these names
+        self.__dict__.update(communicator=communicator, store=store, _exact_seed=exact_seed)
+        for name in _HELD:
+            self.__dict__[name] = store.root.__dict__[name]
+        self._make_programs(plan, others)
+        for members, pieces in self._program.groups():
+            mark_gradients(pieces, members, communicator if members is not communicator else None)
+        plans = [plan] if isinstance(plan, Plan) else [stage.plan for stage in plan.stages]
+        states = frozenset[str]().union(*map(offloaded_states, plans))
+        offload_states(p for name, p in store.root.named_parameters() if name in states)
+
+    def _make_programs(self, plan: Plan | Pipeline, others: OtherPlans | None) -> None:
+        """All that follows from a plan over what is stored."""
+        store, communicator = self.store, self.communicator
+        passes, exact = Passes(communicator), None if self._exact_seed is None else Stream(self._exact_seed)
 
         def make(plan: Plan | Pipeline) -> AnyProgram:
             kind = RankProgram if isinstance(plan, Plan) else PipelineProgram
@@ -62,25 +78,35 @@ class ParallelModule(nn.Module):
 
         program = make(plan)
         programs = None if others is None else OtherPrograms(program, others, make)
-        # past `__setattr__`: a submodule of the user's may have any of these names
         self.__dict__.update(
             plan=plan,
-            communicator=communicator,
-            store=store,
             code=program.code,
             compare_every=program.agreement.every if programs is None else programs.compare_every,
             _program=program,
             _others=programs,
-            _exact_seed=exact_seed,
             _choose=None if programs is None else uncompiled(programs.choose),
         )
-        for name in _HELD:
-            self.__dict__[name] = store.root.__dict__[name]
-        for members, pieces in program.groups():
-            mark_gradients(pieces, members, communicator if members is not communicator else None)
-        plans = [plan] if isinstance(plan, Plan) else [stage.plan for stage in plan.stages]
-        states = frozenset[str]().union(*map(offloaded_states, plans))
-        offload_states(p for name, p in store.root.named_parameters() if name in states)
+
+    def cut_anew(self, cuts: tuple[Cut, ...]) -> None:
+        """Have dims of some sizes cut elsewhere from now on: all ranks call it, between two steps.
+
+        What is stored stays as it is; batches come in the new parts, or whole.
+        """
+        mesh = Mesh(self.plan.mesh.axes, cuts)
+        stored = (leaf for leaf in self.plan.graph.leaves if leaf.kind is not LeafKind.INPUT)
+        split = [leaf.name for leaf in stored if any(isinstance(placement, Split) for _, placement in leaf.type.layout)]
+        if not isinstance(self.plan, Plan) or split:
+            what = f"{split[0]}, which is stored in pieces" if split else "stages, each with ranks of its own"
+            raise UsageError(
+                f"The {self.plan} was to have dims cut elsewhere. It has {what}, and only what comes with every batch "
+                f"is cut anew. Plan with vertex-parallel, which stores parameters whole."
+            )
+        self.communicator.mesh = mesh
+        others = None if self._others is None else self._others.plans
+        plan = replace(self.plan, mesh=mesh)
+        if others is not None:
+            others.go_over(plan)
+        self._make_programs(plan, others)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass: the batch whole or this rank's part of it; the loss is that of the whole."""

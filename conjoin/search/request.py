@@ -123,8 +123,8 @@ def parse_request(text: str, known: Mapping[str, Keys], aliases: Mapping[str, st
     asked = [f"{name}=" for name in ("micro", "offload", "chunks") if any(_asks(part, name) for part in parts)]
     if asked and any(part.part > 1 for part in parts):
         raise UsageError(
-            f"The strategy {text[:60]!r} was asked for. What runs in micro-batches by part= goes one by one, keeps only "
-            f"what it was given, and cannot be combined with {' and '.join(asked)}. Leave one of them out."
+            f"The strategy {text[:60]!r} was asked for. What runs in micro-batches by part= goes one by one, keeps "
+            f"only what it was given, and cannot be combined with {' and '.join(asked)}. Leave one of them out."
         )
     return replace(
         made,

@@ -359,9 +359,9 @@ class Drafts:
             after = [*self._sent(routing.axes, Phase.BACKWARD, moved.rows), *after]
         halo = halo_of(node, placed, self.mesh)
         if halo is not None:
-            rows = list(zip(halo.owned, halo_bytes(node, placed, self.mesh), strict=True))
-            there += self._sent(halo.axes, Phase.FORWARD, *(sent.rows for _, sent in rows))
-            sent_back = (sent.gradients for operand, sent in rows if operand in needs)
+            rows = halo_bytes(node, placed, self.mesh)
+            there += self._sent(halo.axes, Phase.FORWARD, *(sent.rows for sent in rows))
+            sent_back = (sent.gradients for sent in rows if sent.operand in needs)
             after = [*self._sent(halo.axes, Phase.BACKWARD, *sent_back), *after]
         forward_work = work.forward, work.host_forward, work.source, where
         there.append(_compute(node.op, Phase.FORWARD, *forward_work))

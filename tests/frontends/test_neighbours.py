@@ -121,7 +121,12 @@ def test_rows_between_parts_are_counted_once() -> None:
         moved = {(s, part[t]) for s, t in zip(source.tolist(), target.tolist(), strict=True) if part[s] != part[t]}
         sent = [sum(part[s] == p for s, _ in moved) for p in range(len(pieces))]
         received = [sum(to == p for _, to in moved) for p in range(len(pieces))]
-        assert [counted.pop(0) for _ in range(1 + 2 * len(pieces))] == [len(pieces), *sent, *received]
+        lies = [p for p, (start, stop) in enumerate(nested(E, factors)) for _ in range(start, stop)]
+        edges = [(p, part[t]) for p, t in zip(lies, target.tolist(), strict=True) if p != part[t]]
+        leave = [sum(here == p for here, _ in edges) for p in range(len(pieces))]
+        arrive = [sum(there == p for _, there in edges) for p in range(len(pieces))]
+        told = [counted.pop(0) for _ in range(1 + 4 * len(pieces))]
+        assert told == [len(pieces), *sent, *received, *leave, *arrive]
     assert counted == []
 
 

@@ -100,13 +100,14 @@ def _softmax_sample(rng: Random) -> Args:
     return real(e, h), integer(e), v
 
 
+_OF_EDGES = ("source", "target", "weight")
 _over_edges = partial(
     OpSpec, dtype=Dtype.FIRST, flops=_flops, reads=_read, follows={"vertices": "v"}, one_dtype=True, family="lookup"
 )
 
 OPS: tuple[OpSpec, ...] = (
     _over_edges(
-        AGGREGATE, _aggregate, _aggregate_sample, owned={"v": ("x",)}, local=_local,
+        AGGREGATE, _aggregate, _aggregate_sample, owned={"v": ("x",)}, dealt={"v": _OF_EDGES}, local=_local,
         terms=lambda call: "" if call["reduce"] == "max" else "x weight",
     ),
     _over_edges(
@@ -114,8 +115,8 @@ OPS: tuple[OpSpec, ...] = (
         terms=lambda call: "" if call["reduce"] == "max" else "x weight",
     ),
     _over_edges(
-        GRAPH_ATTENTION, _attention, _attention_sample, terms="x", owned={"v": ("x", "by_source")}, local=_local,
-        expansion=_one_by_one,
+        GRAPH_ATTENTION, _attention, _attention_sample, terms="x", owned={"v": ("x", "by_source")},
+        dealt={"v": _OF_EDGES}, local=_local, expansion=_one_by_one,
     ),
     OpSpec(EDGE_SOFTMAX, _softmax, _softmax_sample, dtype=Dtype.FIRST, flops=5, kernels="softmax"),
 )  # fmt: skip

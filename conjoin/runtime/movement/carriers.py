@@ -20,7 +20,7 @@ from conjoin.comm import (
     movement,
     reshard,
 )
-from conjoin.ir import Region, RegionMove, holds, num_elements, region_of, region_shape
+from conjoin.ir import Region, RegionMove, holds, nothing, num_elements, region_of, region_shape
 from conjoin.machine import Mesh
 from conjoin.ops import Greatest, Layout, placement_on
 from conjoin.runtime.ranks.communicator import Axes, Communicator, Sizes, uncompiled
@@ -128,8 +128,8 @@ class ReduceScatter:
         self._axes, self._communicator = axes, communicator
         self._have, self._want = table.have, table.want
         order = sorted(range(len(table.group)), key=lambda place: table.group[place])
-        found = dict(table.sends)
-        self._parts = [found[place] for place in order]
+        found, nothing_of_it = dict(table.sends), nothing(len(table.have))
+        self._parts = [found.get(place, nothing_of_it) for place in order]
         self._even = len({num_elements(part) for part in self._parts}) == 1
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,14 +1,13 @@
 """Rows of neighbours to the ranks whose edges read them, each once, and gradients back to the ranks that have the rows.
 
-All ranks know all edges, so that each sees for itself what the others read of its rows, and nobody asks. What goes
-where is found once for each graph.
+Where all ranks know all edges each sees for itself what the others read of its rows, and nobody asks; where each has a
+piece of them they tell each other (`dealt_edges.py`). What goes where is found once for each graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -16,23 +15,11 @@ from torch import Tensor
 
 from conjoin.comm import Halo
 from conjoin.ir import Range
-from conjoin.ops import GRAPH_ATTENTION, Edges, EdgeWindow, aggregate_over, attend_over, check_ends, of_graph
+from conjoin.ops import GRAPH_ATTENTION, aggregate_over, attend_over, check_ends, of_graph
+from conjoin.runtime.movement.dealt_edges import DealtEdges, Exchange, OnTheWay, Part, Route, Sent
+from conjoin.runtime.movement.layer_clock import clock_now, paused
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.ranks.communicator import Communicator, uncompiled
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What a rank has to do with a graph of which it has a part."""
-
-    edges: Edges
-    """Those that come to its vertices, from its own rows and then from those that it got."""
-    kept: Tensor
-    """Which of all edges they are."""
-    rows: Tensor
-    """Which of its rows it sends, to one member after the other."""
-    sent: Sequence[int]
-    received: Sequence[int]
 
 
 def part_of(source: Tensor, target: Tensor, halo: Halo, limits: tuple[int, int]) -> Part:
@@ -55,8 +42,12 @@ def part_of(source: Tensor, target: Tensor, halo: Halo, limits: tuple[int, int])
         sent.append(len(asked))
         rows.append(asked - start)
     first, last = halo.made[own]
-    window = EdgeWindow(0, count, 0, last - first, count, last - first)
-    return Part(Edges(places[read], target[kept] - first, window), kept, torch.cat(rows), sent, received)
+    sizes = stop - start, count, last - first
+    return Part((places[read], target[kept] - first), sizes, Route(torch.cat(rows), sent, received), None, kept)
+
+
+def _as_column(counts: Tensor, rows: Tensor) -> Tensor:
+    return counts.to(rows.dtype).view(-1, *(1,) * (rows.dim() - 1))
 
 
 def _distinct(values: Tensor) -> Tensor:
@@ -72,48 +63,143 @@ class _Brought(torch.autograd.Function):
     """The rows that others have, behind those here; their gradients go back and are added up."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, part: Part, send: Function) -> Tensor:
-        ctx.way, ctx.num_rows = (part, send), x.shape[0]
-        arrived: Tensor = send(x.index_select(0, part.rows), part.sent, part.received)
+    def forward(ctx: Any, x: Tensor, route: Route, send: Function) -> Tensor:
+        ctx.way, ctx.num_rows, ctx.clock = (route, send), x.shape[0], clock_now()
+        ctx.layer = None if ctx.clock is None else ctx.clock.layer
+        rows = x.index_select(0, route.rows)
+        with paused(ctx.clock):
+            arrived: Tensor = send(rows, route.sent, route.received)
         return torch.cat((x, arrived))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        part, send = ctx.way
+        route, send = ctx.way
         own, others = gradients[0][: ctx.num_rows], gradients[0][ctx.num_rows :]
-        arrived = send(others, part.received, part.sent)
-        return own.clone().index_add_(0, part.rows, arrived), None, None
+        with paused(ctx.clock):
+            arrived = send(others, route.received, route.sent)
+        if ctx.clock is not None:
+            ctx.clock.leave(ctx.layer)
+        return own.clone().index_add_(0, route.rows, arrived), None, None
 
 
-def carry_halo(op: str, halo: Halo, communicator: Communicator) -> Function:
-    """An operator over edges as a function of this rank's rows and of all edges."""
-    communicator.prepare(halo.axes)
+class _Passage:
+    """The rows of one call on their way to others, and then their gradients on the way back."""
 
-    def send(rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """So many rows to each member, so many from each."""
-        width = rows[:1].numel() if len(rows) else rows.new_empty(1, *rows.shape[1:]).numel()
-        arrived = rows.new_empty(sum(received), *rows.shape[1:])
-        sizes = [width * count for count in received], [width * count for count in sent]
-        communicator.all_to_all(arrived.view(-1), rows.contiguous().view(-1), sizes, halo.axes).wait()
+    def __init__(self, route: Route, exchange: Exchange) -> None:
+        self.route, self.exchange, self.clock = route, exchange, clock_now()
+        self.layer = None if self.clock is None else self.clock.layer
+        self.sent: OnTheWay | None = None
+
+    def wait(self) -> Tensor:
+        assert self.sent is not None, "it is begun before"
+        with paused(self.clock):
+            arrived = self.sent.wait()
+        self.sent = None
         return arrived
 
-    def find_part(source: Tensor, target: Tensor, vertices: int) -> Part:
-        limits = max(stop for _, stop in halo.read), vertices
-        return of_graph(source, target, halo, partial(part_of, halo=halo, limits=limits))
 
-    def brought(x: Tensor, part: Part) -> Tensor:
-        rows: Tensor = _Brought.apply(x, part, send)  # type: ignore[no-untyped-call]
-        return rows
+class _Begun(torch.autograd.Function):
+    """Rows begin to be sent; in the backward pass their gradients have arrived when all else is done."""
 
-    @uncompiled
-    def aggregated(x: Tensor, source: Tensor, target: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
-        part = find_part(source, target, rest[0])
-        here = None if weight is None else weight.index_select(0, part.kept)
-        return aggregate_over(part.edges, brought(x, part), here, rest[1])
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, passage: _Passage) -> Tensor:
+        route, ctx.passage, ctx.shape = passage.route, passage, x.shape
+        passage.sent = passage.exchange.start(x.index_select(0, route.rows), route.sent, route.received)
+        return passage.sent.arrived
 
-    @uncompiled
-    def attended(x: Tensor, by_source: Tensor, by_target: Tensor, source: Tensor, target: Tensor, *rest: Any) -> Tensor:
-        part = find_part(source, target, rest[0])
-        return attend_over(part.edges, brought(x, part), brought(by_source, part), by_target, rest[1])
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        passage: _Passage = ctx.passage
+        arrived = passage.wait()
+        if passage.clock is not None and passage.layer is not None:
+            passage.clock.leave(passage.layer)
+        return arrived.new_zeros(ctx.shape).index_add_(0, passage.route.rows, arrived), None
 
-    return attended if op == GRAPH_ATTENTION else aggregated
+
+class _Arrived(torch.autograd.Function):
+    """Rows have come; in the backward pass their gradients begin to be sent."""
+
+    @staticmethod
+    def forward(ctx: Any, arriving: Tensor, passage: _Passage) -> Tensor:
+        ctx.passage = passage
+        return passage.wait().view_as(arriving)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        passage: _Passage = ctx.passage
+        passage.sent = passage.exchange.start(gradients[0], passage.route.received, passage.route.sent)
+        return gradients[0], None
+
+
+def _added_meanwhile(part: Part, x: Tensor, weight: Tensor | None, exchange: Exchange) -> Tensor:
+    """Weighted sums over edges, first those from rows that are here, while the others come.
+
+    The backward pass goes the other way round: gradients of the others' rows are sent first, for autograd goes back
+    through what was computed last.
+    """
+    passage = _Passage(part.halo, exchange)
+    arriving: Tensor = _Begun.apply(x, passage)  # type: ignore[no-untyped-call]
+    own = aggregate_over(part.from_own, x, weight, "sum")
+    others: Tensor = _Arrived.apply(arriving, passage)  # type: ignore[no-untyped-call]
+    return own + aggregate_over(part.from_others, others, weight, "sum")
+
+
+def _note_layer(x: Tensor) -> None:
+    """Another layer begins, if a step is being timed."""
+    clock = clock_now()
+    if clock is not None:
+        clock.enter(prod(x.shape[1:]))
+
+
+def _bring(x: Tensor, part: Part, exchange: Exchange) -> Tensor:
+    """Rows that are here, and those that others have behind them."""
+    rows: Tensor = _Brought.apply(x, part.halo, exchange.send)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def _weights_here(weight: Tensor | None, part: Part, exchange: Exchange) -> Tensor | None:
+    """Those of the edges that come to this rank's vertices."""
+    if weight is None:
+        return None
+    if part.weights is None:
+        return weight if part.kept is None else weight.index_select(0, part.kept)
+    arrived: Tensor = Sent.apply(weight, part.weights, exchange.send)  # type: ignore[no-untyped-call]
+    return arrived
+
+
+class HaloCarrier:
+    """Operators over edges as functions of a rank's rows, and of all edges or of a piece of them."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._dealt: dict[Halo, DealtEdges] = {}
+        """Layers share what was made of a graph."""
+
+    def carry(self, op: str, halo: Halo) -> Function:
+        """An operator whose vertices are split."""
+        exchange = Exchange(self._communicator, halo.axes)
+        dealt = self._dealt.setdefault(halo, DealtEdges(halo, exchange)) if halo.is_dealt else None
+
+        def find_part(source: Tensor, target: Tensor, vertices: int) -> Part:
+            if dealt is not None:
+                return dealt.find(source, target, vertices)
+            limits = max(stop for _, stop in halo.read), vertices
+            return of_graph(source, target, halo, partial(part_of, halo=halo, limits=limits))
+
+        @uncompiled
+        def aggregated(x: Tensor, source: Tensor, target: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
+            _note_layer(x)
+            part, reduce = find_part(source, target, rest[0]), rest[1]
+            if reduce == "max":
+                return aggregate_over(part.edges, _bring(x, part, exchange), None, reduce)
+            made = _added_meanwhile(part, x, _weights_here(weight, part, exchange), exchange)
+            return made if reduce == "sum" else made / _as_column(part.num_incoming, made)
+
+        @uncompiled
+        def attended(x: Tensor, ours: Tensor, theirs: Tensor, source: Tensor, target: Tensor, *rest: Any) -> Tensor:
+            _note_layer(x)
+            part = find_part(source, target, rest[0])
+            x, ours = _bring(x, part, exchange), _bring(ours, part, exchange)
+            return attend_over(part.edges, x, ours, theirs, rest[1])
+
+        return attended if op == GRAPH_ATTENTION else aggregated

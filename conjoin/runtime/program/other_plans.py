@@ -112,6 +112,11 @@ class OtherPlans:
                 self._made[key] = self._read(path) or self._make(key, dealt, path)
             return self._made[key]
 
+    def go_over(self, plan: AnyPlan) -> None:
+        """Make plans after another one from now on."""
+        self.plan, self._folder = plan, None
+        self._made.clear()
+
     def forget(self, key: Key) -> None:
         """Let go of a plan that was not used for long."""
         self._made.pop(key, None)

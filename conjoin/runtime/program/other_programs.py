@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from conjoin.errors import ConjoinError, RankError
-from conjoin.ir import Leaf, fingerprint_of, flatten_tree, unflatten_tree
+from conjoin.ir import Leaf, fingerprint_of, flatten_tree, region_of, region_shape, unflatten_tree
 from conjoin.ops import split_axes
 from conjoin.runtime.pipelines.pipeline_program import PipelineProgram
 from conjoin.runtime.program.other_plans import AnyPlan, Dealt, Key, Made, OtherPlans, keep
@@ -114,7 +114,9 @@ class OtherPrograms:
         return list(unflatten_tree(wide, spec))
 
     def _widened(self, x: Tensor, leaf: Leaf) -> Tensor:
-        sizes, layout = self._communicator.mesh.sizes, leaf.type.layout
+        sizes, layout, mesh = self._communicator.mesh.sizes, leaf.type.layout, self._communicator.mesh
+        if tuple(x.shape) == region_shape(region_of(leaf.type.shape, layout, mesh, self._communicator.rank)):
+            return torch.empty(leaf.type.shape, dtype=x.dtype, device="meta")
         shape = [size * prod(sizes[a] for a in split_axes(layout, dim)) for dim, size in enumerate(x.shape)]
         return torch.empty(shape, dtype=x.dtype, device="meta")
 

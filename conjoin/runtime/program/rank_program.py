@@ -35,7 +35,7 @@ from conjoin.ops import Layout, find_function
 from conjoin.runtime.movement.bundles import Bundle, Dropping, make_bundles
 from conjoin.runtime.movement.carriers import carry_move, carry_reshard, prepare_move
 from conjoin.runtime.movement.chunked_products import Product, carry_chunked
-from conjoin.runtime.movement.halo import carry_halo
+from conjoin.runtime.movement.halo import HaloCarrier
 from conjoin.runtime.movement.ring_attention import carry_ring
 from conjoin.runtime.movement.routing import carry_routing
 from conjoin.runtime.program.accumulating import Accumulator, Computing, MicroBatches
@@ -65,6 +65,7 @@ class _RankCarriers:
     ) -> None:
         self.mesh, self.rank = communicator.mesh, communicator.rank
         self._communicator, self.chunks = communicator, plan.chunks
+        self._halos = HaloCarrier(communicator)
         self.regathered = regathered_parameters(plan)
         self.dropping = Dropping() if self.regathered else None
         self.bundles = make_bundles(plan, communicator, self.dropping)
@@ -95,7 +96,7 @@ class _RankCarriers:
         if routing is not None:
             return carry_routing(routing, self._communicator)
         halo = halo_of(node, placed, self.mesh, self.rank)
-        return None if halo is None else carry_halo(node.op, halo, self._communicator)
+        return None if halo is None else self._halos.carry(node.op, halo)
 
     def bundle(self, root: Value, layout: Layout) -> Bundle | None:
         return self._by_entry.get((root, layout))

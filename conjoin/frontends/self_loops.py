@@ -1,0 +1,99 @@
+"""Layers of PyTorch Geometric that give every vertex an edge to itself, traced with shapes that no edge decides.
+
+They take the loops that a graph has out of its edges and put one in for each vertex, and so have as many edges as the
+values say. While a model is traced, the loops that it has stay where they are and count for nothing: their weight is 0,
+or, where a softmax goes over the edges, their score is that of no edge at all. What comes out is the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_GCN, _GAT = "torch_geometric.nn.conv.gcn_conv", "torch_geometric.nn.conv.gat_conv"
+
+
+@contextmanager
+def loops_of_fixed_shape() -> Iterator[None]:
+    """Trace such layers inside so; whoever has not imported them has none."""
+    changed: list[tuple[Any, str, Any]] = []
+    for name, replaced in ((_GCN, _for_gcn), (_GAT, _for_gat)):
+        module = sys.modules.get(name)
+        for attribute, made in ({} if module is None else replaced(module)).items():
+            changed.append((module, attribute, getattr(module, attribute)))
+            setattr(module, attribute, made)
+    try:
+        yield
+    finally:
+        for module, attribute, plain in changed:
+            setattr(module, attribute, plain)
+
+
+def _is_plain(edge_index: Any) -> bool:
+    """Whether edges are two rows of vertices, and not one of the library's own classes."""
+    is_own = type(edge_index).__module__.startswith("torch_geometric")
+    return isinstance(edge_index, Tensor) and edge_index.layout is torch.strided and not is_own
+
+
+def _with_loops(edges_2E: Tensor, count: int) -> Tensor:
+    loops = torch.arange(count, dtype=edges_2E.dtype, device=edges_2E.device)
+    return torch.cat((edges_2E, torch.stack((loops, loops))), dim=1)
+
+
+def _for_gcn(module: Any) -> dict[str, Callable[..., Any]]:
+    plain = module.gcn_norm
+
+    def gcn_norm(  # noqa: PLR0913 - as the library has it
+        edge_index: Any,
+        edge_weight: Any = None,
+        num_nodes: Any = None,
+        improved: bool = False,
+        add_self_loops: bool = True,
+        flow: str = "source_to_target",
+        dtype: Any = None,
+    ) -> Any:
+        rest = num_nodes, improved
+        if not _is_plain(edge_index) or not add_self_loops or num_nodes is None:
+            return plain(edge_index, edge_weight, *rest, add_self_loops, flow, dtype)
+        source, target = edge_index[0], edge_index[1]
+        ones = torch.ones(edge_index.shape[1], dtype=dtype, device=edge_index.device)
+        weight, is_loop = ones if edge_weight is None else edge_weight, source == target
+        own = weight.new_full((num_nodes + 1,), 2.0 if improved and edge_weight is not None else 1.0)
+        own = own.scatter(0, torch.where(is_loop, source, num_nodes), weight)[:num_nodes]
+        weights = torch.cat((torch.where(is_loop, 0.0, weight), own))
+        return plain(_with_loops(edge_index, num_nodes), weights, *rest, False, flow, dtype)
+
+    return {"gcn_norm": gcn_norm}
+
+
+def _for_gat(module: Any) -> dict[str, Callable[..., Any]]:
+    remove, add, plain = module.remove_self_loops, module.add_self_loops, module.softmax
+    kept: list[Tensor] = []
+    """Which edges count, of the layer that is being traced."""
+
+    def remove_self_loops(edge_index: Any, edge_attr: Any = None) -> Any:
+        kept.clear()
+        if not _is_plain(edge_index) or edge_attr is not None:
+            return remove(edge_index, edge_attr)
+        kept.append(edge_index[0] != edge_index[1])
+        return edge_index, None
+
+    def add_self_loops(edge_index: Any, edge_attr: Any = None, fill_value: Any = None, num_nodes: Any = None) -> Any:
+        if not kept:
+            return add(edge_index, edge_attr, fill_value, num_nodes)
+        loops = torch.ones(num_nodes, dtype=torch.bool, device=edge_index.device)
+        kept.append(torch.cat((kept.pop(), loops)))
+        return _with_loops(edge_index, num_nodes), None
+
+    def softmax(src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if kept and kept[0].shape[0] == src.shape[0]:
+            src = src.masked_fill(~kept.pop().view(-1, *(1,) * (src.dim() - 1)), -torch.inf)
+        found: Tensor = plain(src, *args, **kwargs)
+        return found
+
+    return {"remove_self_loops": remove_self_loops, "add_self_loops": add_self_loops, "softmax": softmax}

@@ -1,0 +1,99 @@
+"""Layers of PyTorch Geometric as they are, captured and with vertices split: the library's own model is the judge."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conjoin.ops import AGGREGATE, GRAPH_ATTENTION
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
+from tests.runtime.hand_plans import by_strategy, captured, module_on
+from tests.runtime.random_graphs import Sample
+
+geometric = pytest.importorskip("torch_geometric.nn")
+VERTICES, EDGES = 11, 34
+
+
+class Network(nn.Module):
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor, edges: Tensor, *weight: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x, edges, *weight)), edges, *weight)
+
+
+class Weighted(Network):
+    def forward(self, x: Tensor, edges: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, edges, weight)
+
+
+class Plain(Network):
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, edges)
+
+
+def layers(*widths: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(*widths[:2]), nn.ReLU(), nn.Linear(*widths[1:]))
+
+
+def convolutions(kind: Callable[..., nn.Module], **options: Any) -> Network:
+    return Plain(kind(5, 8, **options), kind(8, 3, **options))
+
+
+MODELS: dict[str, Callable[[], Network]] = {
+    "GCN": lambda: convolutions(geometric.GCNConv),
+    "GCN improved": lambda: convolutions(geometric.GCNConv, improved=True),
+    "GCN without loops": lambda: convolutions(geometric.GCNConv, add_self_loops=False),
+    "GCN with weights": lambda: Weighted(geometric.GCNConv(5, 8), geometric.GCNConv(8, 3, improved=True)),
+    "SAGE": lambda: convolutions(geometric.SAGEConv),
+    "SAGE of the greatest": lambda: convolutions(geometric.SAGEConv, aggr="max"),
+    "GIN": lambda: Plain(geometric.GINConv(layers(5, 6, 8)), geometric.GINConv(layers(8, 6, 3), train_eps=True)),
+    "GAT": lambda: Plain(geometric.GATConv(5, 4, heads=2), geometric.GATConv(8, 3)),
+    "GAT without loops": lambda: Plain(
+        geometric.GATConv(5, 4, heads=2, add_self_loops=False), geometric.GATConv(8, 3, add_self_loops=False)
+    ),
+}
+
+
+def sample_of(name: str) -> Sample:
+    torch.manual_seed(2)
+    edges = torch.randint(VERTICES - 1, (2, EDGES))
+    assert (edges[0] == edges[1]).any(), "some vertices have an edge to themselves"
+    model = MODELS[name]()
+    loop_once = torch.cat((edges[:, edges[0] != edges[1]], torch.tensor([[3], [3]])), dim=1)
+    weighted = isinstance(model, Weighted)  # of two loops of one vertex the library takes any weight
+    graph = loop_once if weighted else edges
+    weights = (torch.rand(graph.shape[1]),) if weighted else ()
+    batch = torch.randn(VERTICES, 5), graph, *weights, torch.randint(3, (VERTICES,))
+    return captured(model, batch, nn.functional.cross_entropy)
+
+
+def step_of(plan: Any, sample: Sample, ranks: Communicator) -> tuple[float, dict[str, Tensor]]:
+    module = module_on(plan, sample, ranks)
+    loss = module(*sample.inputs)
+    loss.backward()
+    return loss.item(), {name: p.grad.as_subclass(Tensor) for name, p in module.named_parameters()}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_are_captured_as_they_are_and_vertices_split(name: str) -> None:
+    sample = sample_of(name)
+    ops = [node.op for node in sample.graph.nodes]
+    assert ops.count(AGGREGATE) + ops.count(GRAPH_ATTENTION) == 2
+    assert ops.count(GRAPH_ATTENTION) == 2 * (name == "GAT without loops")
+    plain = copy.deepcopy(sample.model)
+    loss = nn.functional.cross_entropy(plain(*sample.inputs[:-1]), sample.inputs[-1])
+    loss.backward()
+    gradients = {key: p.grad for key, p in plain.named_parameters()}
+    plan = by_strategy(sample, "vertex-parallel", 3)
+    for theirs in run_ranks(plan.mesh, partial(step_of, plan, sample)):
+        assert theirs[0] == pytest.approx(loss.item(), rel=1e-9)
+        torch.testing.assert_close(theirs[1], gradients, rtol=1e-9, atol=1e-12)
