@@ -143,16 +143,17 @@ def _zoo_captured_once() -> Iterator[None]:
     """
     make, capture, said = models._from_zoo, models.capture_model, logging.getLogger("conjoin")
     names: WeakKeyDictionary[nn.Module, tuple[Any, ...]] = WeakKeyDictionary()
+    losses: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
     graphs: dict[tuple[Any, ...], Graph] = {}
 
     def from_zoo(model: str, batch_size: int | None, sizes: Mapping[str, int], device: str = "meta") -> Any:
         made = make(model, batch_size, sizes, device)
-        names[made[0]] = (model, batch_size, device, *sizes.items())
+        names[made[0]], losses[made[0]] = (model, batch_size, device, *sizes.items()), made[2]
         return made
 
     def capture_model(model: nn.Module, batch: Any, loss: Any, *, check: bool = False, precision: Any = None) -> Graph:
-        key = (*names.get(model, ()), model.training, check, repr(precision))
-        if model in names and key in graphs:
+        key, is_known = (*names.get(model, ()), model.training, check, repr(precision)), model in names
+        if is_known and loss is losses[model] and key in graphs:
             return graphs[key]
         records: list[logging.LogRecord] = []
         listening = logging.Handler()
@@ -162,7 +163,7 @@ def _zoo_captured_once() -> Iterator[None]:
             graph = capture(model, batch, loss, check=check, precision=precision)
         finally:
             said.removeHandler(listening)
-        if model in names and not records:
+        if is_known and loss is losses[model] and not records:
             graphs[key] = graph
         return graph
 
