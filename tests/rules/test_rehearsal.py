@@ -160,3 +160,11 @@ def test_the_change_of_a_match_is_what_is_rehearsed() -> None:
     for right, reason in (("bias[act=relu](linear(x, y), z)", ""), ("bias(linear(x, y), z)", "off")):
         (match,) = find_matches(graph, parse_rule("r", "relu(bias(linear(x, y), z))", right))
         assert reason in rehearse(change_of(match)) and bool(rehearse(change_of(match))) == bool(reason)
+
+
+def test_what_is_replaced_may_be_made_again_by_the_new_calls() -> None:
+    calls = "%0: f32[64,32] = t(input:x)\n%1: f32[64,32] = relu(%0)\n%2: f32[32,64] = t(%0)\n%3: f32[64,32] = t(%2)"
+    given, read, back, again = graph_of(f"input:x f32[32,64]\n{calls}", "%3").nodes
+    kept = Change((read,), (given, back, again), ((Value(given), Value(again)),))
+    assert rehearse(kept) == ""
+    assert "result is off" in rehearse(Change((read,), (given, read), ((Value(given), Value(read)),)))

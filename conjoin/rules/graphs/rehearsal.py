@@ -74,8 +74,20 @@ def _plain(change: Change) -> Change:
         now.update(zip(node.outputs(), made.outputs(), strict=True))
         return made
 
-    old, new = (tuple(dict.fromkeys(map(rebuilt, nodes))) for nodes in (change.old, change.new))
+    old, new = (tuple(dict.fromkeys(map(rebuilt, nodes))) for nodes in (_with_makers(change), change.new))
     return Change(old, new, tuple((value(one), value(other)) for one, other in change.outputs))
+
+
+def _with_makers(change: Change) -> tuple[Node, ...]:
+    """The old calls, and before them what makes their operands where the new calls make it, too."""
+    old = dict.fromkeys(change.old)
+    wanted = {*(value for node in old for value in node.inputs), *(one for one, _ in change.outputs)}
+    makers: list[Node] = []
+    for node in reversed(change.new):
+        if node not in old and not wanted.isdisjoint(node.outputs()):
+            makers.append(node)
+            wanted.update(node.inputs)
+    return (*reversed(makers), *old)
 
 
 @lru_cache(maxsize=1 << 12)
