@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution
 
 from conjoin.errors import CaptureError
 from conjoin.frontends.asked_segments import follow_segments
@@ -382,7 +381,7 @@ def _trace(step: _Step, tensors: tuple[Tensor, ...]) -> _Traced:
         return f'File "{place[0]}", line {place[1]}{again}' if place else ""
 
     with ExitStack() as watches:
-        for watch in (_explained(step, tensors), _unchecked(), keep_cuda_autocast(), keep_markers(), user_lines(line)):
+        for watch in (_explained(step, tensors), keep_cuda_autocast(), keep_markers(), user_lines(line)):
             watches.enter_context(watch)
         watches.enter_context(loops_of_fixed_shape())
         functions = watches.enter_context(watch_custom_functions())
@@ -417,17 +416,6 @@ def _explained(step: _Step, tensors: tuple[Tensor, ...]) -> Iterator[None]:
             yield
     except Exception as error:
         raise explain(error, step, tensors) from error
-
-
-@contextmanager
-def _unchecked() -> Iterator[None]:
-    """Without the checks of torch.distributions, which raise by the values of their arguments and change nothing."""
-    checks = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(checks)
 
 
 _HOOK_ADVICE = "a graph would forget it: remove it, or do what it does in forward"

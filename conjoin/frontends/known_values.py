@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import MutableMapping
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.distributions import distribution
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from conjoin.frontends.problems import HIDDEN
 from conjoin.frontends.torch_private import constant_of, disable_current_modes, is_mutable
 
 _LARGEST = 2**20
@@ -25,7 +29,8 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the values of small tensors beside the stand-ins export traces with, where only constants are in them.
 
     torch.nn.Transformer asks of a mask whether it is causal, losses ask of a constant whether it is negative: such a
-    branch is the same for every batch, while one that depends on an input is refused as before.
+    branch is the same for every batch, while one that depends on an input is refused as before. Where
+    torch.distributions asks whether its arguments are valid, to raise if not, they are taken to be.
     """
 
     supports_higher_order_operators = True
@@ -42,6 +47,8 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _NUMBERS and (value := values[0]) is not None:
             with disable_current_modes():
                 return value.item()
+        if func in _NUMBERS and _is_asked_by_a_check(sys._getframe(1)):
+            return True
         result = func(*args, **kwargs)
         if known and _is_constant(func, result):
             self._note(func, args, kwargs, result)
@@ -87,3 +94,11 @@ def _is_constant(func: OpOverload, result: Any) -> bool:
 
 def _name(func: OpOverload) -> str:
     return str(func.overloadpacket.__name__)
+
+
+def _is_asked_by_a_check(frame: FrameType | None) -> bool:
+    while frame is not None and (file := frame.f_code.co_filename).startswith(HIDDEN):
+        if file == distribution.__file__:
+            return True
+        frame = frame.f_back
+    return False

@@ -82,9 +82,10 @@ def test_a_graph_trains_on_two_processes_as_on_one(
     with torch.random.fork_rng(devices=[]):
         _be_graph_script(0)
     alone = capfd.readouterr()
-    assert together.err == alone.err == "" and len(alone.out.splitlines()) == 3
-    assert float(alone.out.split()[-1]) < 0.5 * float(alone.out.split()[3]), "it learns"
-    assert together.out == alone.out
+    assert together.err == alone.err == ""
+    ours, plain = (re.findall(r"epoch \d+   loss (\S+)   accuracy (\S+)", run.out) for run in (together, alone))
+    assert len(plain) == 3 and float(plain[-1][0]) < 0.5 * float(plain[0][0]), "it learns"
+    assert ours == plain  # when parts moved is told beside it, and is up to the clock
 
 
 def test_a_training_loop_is_short() -> None:

@@ -78,8 +78,6 @@ def test_a_distribution_is_captured_without_its_checks() -> None:
     planned = to_module(capture(model, (torch.randn(4, 6), torch.randn(4))), model)
     x, y = torch.randn(4, 6), torch.randn(4)
     torch.testing.assert_close(planned(x, y), model(x, y))
-    with pytest.raises(ValueError, match="invalid values"):
-        Normal(0.0, -1.0)
 
 
 @pytest.mark.parametrize("how", ["", "written in a view", "written twice", "a shape"])
