@@ -160,6 +160,13 @@ class ConjoinStrategy(SingleDeviceStrategy):
             dist.broadcast_object_list(held, src, device=self.root_device)
         return held[0]
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        held = [decision]
+        if dist.is_initialized():
+            held = [False] * dist.get_world_size()
+            dist.all_gather_object(held, decision)
+        return sum(held) == len(held) if all else any(held)
+
     restore_checkpoint_after_setup = True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

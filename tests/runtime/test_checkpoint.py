@@ -209,6 +209,27 @@ def test_other_processes_go_on(saved: Path, tmp_path: Path, name: str, strategy:
         assert_goes_on(losses)
 
 
+def test_ranks_that_mean_different_checkpoints_are_told(saved: Path, tmp_path: Path) -> None:
+    plan = plan_for("fsdp", 2)
+
+    def program() -> Any:
+        step, own = part_of(plan, ProcessGroups(plan.mesh), seed=5), dist.get_rank()
+        told = []
+        for call in (
+            lambda: save_checkpoint(tmp_path / f"by-{own}", step),
+            lambda: load_checkpoint(saved / ("dp4", "fsdp3")[own], step),
+        ):
+            with pytest.raises(CheckpointError) as caught:
+                call()
+            assert_three_sentences(caught.value)
+            told.append(str(caught.value))
+        return told
+
+    first, second = in_processes(2, tmp_path / "ranks", program)
+    assert first[0] == second[0] and "by-1 by rank 1" in first[0] and "Rank 1 has another one" in first[1]
+    assert not list(tmp_path.glob("*by-*"))
+
+
 @pytest.mark.parametrize("name", ["dp4", "fsdp3"])
 @pytest.mark.parametrize(("strategy", "num_ranks"), [("data-parallel", 1), ("fsdp", 4), ("fsdp", 3), ("megatron", 2)])
 def test_every_plan_goes_on(saved: Path, name: str, strategy: str, num_ranks: int) -> None:

@@ -59,6 +59,7 @@ def save_checkpoint(
     A checkpoint that is already there is replaced when the new one is complete.
     """
     target = Path(os.path.abspath(path))
+    _check_alike(exchange(str(target)))
     draft, state = together(lambda: _draft(target, step, optimizer, extra))
     partial = target.with_name(exchange(f".{target.name}.partial-{uuid.uuid4().hex}")[0])
     try:
@@ -90,6 +91,15 @@ def _draft(
         if tensors:
             state["optimizer"] = {STATE: tensors}
     return Index(fingerprint_of(step.plan), {}, {}, saved, _plain(extra or {})), state
+
+
+def _check_alike(targets: list[str]) -> None:
+    other = next((rank for rank, target in enumerate(targets) if target != targets[0]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"A checkpoint was to be saved as {targets[0]} by rank 0, and as {targets[other]} by rank {other}. All "
+            f"ranks write their parts of one checkpoint. Give all the same path, for instance that of rank 0."
+        )
 
 
 def _check_ranks(step: ParallelModule) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +15,16 @@ from torch.optim import Optimizer
 from conjoin.errors import CheckpointError
 from conjoin.ir import read_json
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.ranks.joint_action import place, together
+from conjoin.runtime.ranks.joint_action import exchange, place, together
 from conjoin.runtime.state.checkpoint import INDEX, digest_of, previous_of
-from conjoin.runtime.state.checkpoint_index import Index, SavedOptimizer, as_metadata, index_from_json, state_key
+from conjoin.runtime.state.checkpoint_index import (
+    Index,
+    SavedOptimizer,
+    as_metadata,
+    index_from_json,
+    index_to_text,
+    state_key,
+)
 from conjoin.runtime.state.optimizer_state import (
     GROUPS,
     PARAMS,
@@ -46,8 +54,18 @@ def load_checkpoint(path: str | Path, step: ParallelModule, optimizer: Optimizer
     """
     target = Path(os.path.abspath(path))
     checked = together(lambda: _check(target, step, optimizer))
+    _check_alike(target, exchange(hashlib.sha256(index_to_text(checked.index).encode()).hexdigest()))
     together(lambda: _read(checked, step, optimizer))
     return checked.index.extra
+
+
+def _check_alike(target: Path, indices: list[str]) -> None:
+    other = next((rank for rank, index in enumerate(indices) if index != indices[0]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"The checkpoint {target} was to be loaded. Rank {other} has another one than rank 0 there. Give all ranks "
+            f"the same checkpoint, or a copy of it."
+        )
 
 
 def _check(target: Path, step: ParallelModule, optimizer: Optimizer | None) -> _Checked:
