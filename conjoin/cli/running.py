@@ -13,6 +13,7 @@ from conjoin.cli.options import ImportOption, LengthOption, SizeOption
 from conjoin.cli.output import check_directory, check_output, print_json
 from conjoin.cli.quantities import parse_sizes
 from conjoin.cli.recipe import OPTIMIZERS, SCHEDULES, Recipe, Schedule
+from conjoin.cli.stop_request import STOPPED
 from conjoin.cli.training_log import Foretold, usual_seconds
 from conjoin.cli.workload import Asked, BatchOption, ModelArgument, PlanArgument, StepsOption, gathered, is_first_rank
 from conjoin.environment import machines_directory
@@ -85,12 +86,24 @@ def run_command(
     if rooms.dist.is_torchelastic_launched() or found.mesh.size == 1:
         ranks = gathered(rooms.training.train(0, training))
     else:
-        ranks = rooms.runtime.launch(found.mesh.size, rooms.training.train, training)
+        ranks = rooms.runtime.launch(found.mesh.size, rooms.training.train, training, may_finish=True)
+    after = ranks[0].stopped_after
     if not is_first_rank():
-        return
-    if trace is not None:
+        raise typer.Exit(0 if after is None else STOPPED)
+    if trace is not None and after is None:
         rooms.report.save_trace(_recorded_events(ranks), trace)
-    _tell(ranks[0], foretold, accumulate, _text(trace), as_json)
+    _tell(ranks[0], foretold, accumulate, _text(trace) if after is None else None, as_json)
+    if after is not None:
+        typer.echo(_how_to_go_on(after, steps, files), err=True)
+        raise typer.Exit(STOPPED)
+
+
+def _how_to_go_on(after: int, steps: int, files: Files) -> str:
+    """The line of a training that was asked to stop."""
+    if files.checkpoint is None:
+        return f"stopped after step {after} of {steps}; nothing is kept, for want of --checkpoint FOLDER"
+    again = "the same command" if files.resume else "the same command with --resume"
+    return f"stopped after step {after} of {steps}, kept in {files.checkpoint}; {again} goes on"
 
 
 def _text(path: Path | None) -> str | None:

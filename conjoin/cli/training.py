@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,7 +19,8 @@ from conjoin.cli.folder_hold import FolderHold
 from conjoin.cli.graph_training import GraphParts, graded_plan, is_on_a_graph, share_of_right
 from conjoin.cli.models import capture_model
 from conjoin.cli.recipe import Recipe
-from conjoin.cli.training_data import make_dataset
+from conjoin.cli.stop_request import StopRequest
+from conjoin.cli.training_data import digest_of_tokens, make_dataset
 from conjoin.cli.training_log import Foretold, Trained, TrainingLog
 from conjoin.cli.workload import Asked, gathered
 from conjoin.errors import CheckpointError, UsageError
@@ -31,6 +33,7 @@ from conjoin.runtime import (
     check_init,
     check_made_for,
     has_checkpoint,
+    is_any,
     load_checkpoint,
     record,
     save_checkpoint,
@@ -82,6 +85,8 @@ class Done:
     recorded: list[Recorded]
     """What it did in one more step, where that was asked for."""
     samples_per_step: int | None
+    stopped_after: int | None = None
+    """The last step of a training that was asked to stop before its end."""
 
 
 def train(rank: int, training: Training) -> Done:
@@ -116,8 +121,8 @@ def train(rank: int, training: Training) -> Done:
     ]  # fmt: skip
     given = parts if parts is not None else _on_device(batch, step.store.device)
     trainer = _Trainer(training, step, given, loaders[0], loaders[1])
-    with trainer:
-        return trainer.run()
+    with StopRequest() as stop, trainer:
+        return trainer.run(stop)
 
 
 class _Trainer:
@@ -138,6 +143,9 @@ class _Trainer:
         self._hold = FolderHold(self._files.checkpoint) if self._is_first and self._files.checkpoint else None
         self._log = self._make_log()
         self._done = 0
+        self._kept: int | None = None
+        """After which step the checkpoint that is there was saved."""
+        self._tokens = None if self._files.data is None else digest_of_tokens(self._files.data)
 
     def __enter__(self) -> _Trainer:
         if not gathered(self._hold is None or self._hold.take())[0]:
@@ -163,8 +171,8 @@ class _Trainer:
         is_told = self._is_first and not training.is_quiet
         return TrainingLog(self._recipe.num_steps, times * sizes[0] if sizes else None, whole, is_told, file)
 
-    def run(self) -> Done:
-        """All steps that are left, and what is done between them."""
+    def run(self, stop: StopRequest) -> Done:
+        """All steps that are left, and what is done between them; fewer where any rank is asked to stop."""
         self._resume()
         self._log.begin(str(self._step.plan), self._done, self._step.communicator.mesh.size)
         losses, seconds = [], []
@@ -177,7 +185,10 @@ class _Trainer:
             rate = self._learning_rate(self._done - 1)
             self._log.step(Trained(self._done, loss, rate, norm, seconds[-1], self._accuracy))
             self._between()
+            if self._done < self._recipe.num_steps and is_any(stop.is_made, self._step.store.device):
+                return self._stopped(losses, seconds)
         if self._files.output is not None:
+            self._check_weights()
             save_weights(self._files.output, self._step)
         self._log.end(self._done)
         recorded = record(lambda: self._train_once()[0]) if self._training.is_traced else []
@@ -191,14 +202,27 @@ class _Trainer:
             start = time.perf_counter()
             self._log.evaluated(self._done, self._evaluate(self._eval_data), time.perf_counter() - start)
         if self._files.checkpoint is not None and self._is_due(self._files.save_every):
-            start, path = time.perf_counter(), self._files.checkpoint
-            state = {
-                "step": self._done,
-                "data": None if self._data is None else self._data.state_dict(),
-                "scaler": self._scaler.state_dict(),
-            }
-            save_checkpoint(path, self._step, self._optimizer, extra={"conjoin run": state})
-            self._log.saved(self._done, path, time.perf_counter() - start)
+            self._save(self._files.checkpoint)
+
+    def _stopped(self, losses: list[float], seconds: list[float]) -> Done:
+        """Keep what was done, where it is not kept already."""
+        if self._files.checkpoint is not None and not self._is_due(self._files.save_every):
+            self._save(self._files.checkpoint)
+        self._log.stopped(self._done)
+        return Done(losses, seconds, [], self._log.samples_per_step, self._done)
+
+    def _save(self, path: str) -> None:
+        self._check_weights()
+        start = time.perf_counter()
+        state = {
+            "step": self._done,
+            "data": None if self._data is None else self._data.state_dict(),
+            "scaler": self._scaler.state_dict(),
+            "tokens": self._tokens,
+        }
+        save_checkpoint(path, self._step, self._optimizer, extra={"conjoin run": state})
+        self._kept = self._done
+        self._log.saved(self._done, path, time.perf_counter() - start)
 
     def _is_due(self, every: int | None) -> bool:
         return self._done == self._recipe.num_steps or (every is not None and self._done % every == 0)
@@ -215,11 +239,30 @@ class _Trainer:
                 f"The training was to go on from {path}. It has {has}, and this one was asked for "
                 f"{'without' if self._data is None else 'with'} --data. Go on as it began, or begin with its weights."
             )
-        self._done = int(kept["step"])
+        self._done = self._kept = int(kept["step"])
+        self._check_same(path, data or {}, kept.get("tokens"))
         if self._data is not None and data is not None:
             self._data.load_state_dict(data)
         if kept["scaler"] and self._scaler.is_enabled():
             self._scaler.load_state_dict(kept["scaler"])
+
+    def _check_same(self, path: str, data: Mapping[str, Any], tokens: str | None) -> None:
+        """Refuse to go on with what would be another training."""
+        recipe, name = self._recipe, self._files.data
+        differing = ""
+        if self._done > recipe.num_steps:
+            differing = f"It has done {self._done} steps already, and {recipe.num_steps} were asked for"
+        elif data and data.get("seed") != recipe.seed:
+            differing = f"It began with --seed {data.get('seed')}, and {recipe.seed} was asked for"
+        elif self._data is not None and data.get("num_samples") != self._data.num_samples:
+            differing = f"It began with {data.get('num_samples')} samples, and {name} has {self._data.num_samples}"
+        elif tokens is not None and tokens != self._tokens:
+            differing = f"The tokens in {name} are not those that it began with"
+        if differing:
+            raise CheckpointError(
+                f"The training was to go on from {path}. {differing}: it would be no training that can be made again. "
+                f"Go on as it began, or begin another one, with its weights if you like (-o, --weights)."
+            )
 
     def _endless(self) -> Iterator[Any]:
         """One batch after the other, epoch after epoch."""
@@ -252,6 +295,7 @@ class _Trainer:
         if recipe.clip is not None:
             self._scaler.unscale_(self._optimizer)
             norm = float(self._step.clip_grad_norm_(recipe.clip))
+        self._check_finite(total, norm)
         self._scaler.step(self._optimizer)
         self._scaler.update()
         return total, norm
@@ -263,6 +307,33 @@ class _Trainer:
                 f"gradient: it is detached, or computed under no_grad. Let the gradient through, and make the plan "
                 f"again."
             )
+
+    def _check_finite(self, loss: float, norm: float | None) -> None:
+        """Stop before a step that no weight would survive; half precision leaves some out by itself."""
+        if isfinite(loss) and (norm is None or isfinite(norm)):
+            return
+        if self._scaler.is_enabled() and self._scaler.get_scale() >= 1.0:
+            return
+        what, value = ("loss", loss) if norm is None or not isfinite(loss) else ("norm of the gradients", norm)
+        raise UsageError(
+            f"The {what} of step {self._done + 1} is {value}. No weight would be a number after it, so the training "
+            f"ended before it; {self._kept_words()}. Lower --lr, give --clip or a schedule with a warmup, or look at the data of this step."
+        )
+
+    def _check_weights(self) -> None:
+        """Keep nothing that no training can go on from, over what is good."""
+        is_wrong = any(not x.isfinite().all() for x in self._step.parameters() if x.requires_grad)
+        if is_any(is_wrong, self._step.store.device):
+            raise UsageError(
+                f"The weights after step {self._done} are not all numbers: a gradient was infinite, or the steps were "
+                f"too large. They were not kept; {self._kept_words()}. Lower --lr, or give --clip, which tells the "
+                f"step in which it begins."
+            )
+
+    def _kept_words(self) -> str:
+        if self._kept is None:
+            return "nothing is kept"
+        return f"{self._files.checkpoint} has what was there after step {self._kept}"
 
     def _evaluate(self, data: Loader) -> float:
         """The mean loss over all samples, without dropout and the like."""

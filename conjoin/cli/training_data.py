@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from conjoin.errors import UsageError
 from conjoin.ir import Graph, Leaf, LeafKind
 
 _FORMS = "a .txt, .bin or .npy file of tokens, or file.py:function that returns a dataset"
+_NUM_BLOCKS, _BLOCK = 256, 1024
+"""Of how many places of a file of tokens, and how many tokens at each, a digest is made."""
 
 
 def make_dataset(name: str, batch: Any, graph: Graph) -> Dataset[Any]:
@@ -62,6 +65,17 @@ def read_tokens(name: str) -> np.ndarray[Any, Any]:
             f"the path, or write the tokens with numpy.save."
         ) from None
     return found
+
+
+def digest_of_tokens(name: str) -> str | None:
+    """What tells a file of tokens from another: its length, and what stands in many places; None of other datasets."""
+    if ":" in name and not Path(name).exists():
+        return None
+    tokens = read_tokens(name)
+    found = hashlib.sha256(f"{tokens.dtype} {len(tokens)}".encode())
+    for start in range(0, len(tokens), max(_BLOCK, len(tokens) // _NUM_BLOCKS)):
+        found.update(tokens[start : start + _BLOCK].tobytes())
+    return found.hexdigest()
 
 
 class Tokens(Dataset[Any]):

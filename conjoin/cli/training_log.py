@@ -63,7 +63,7 @@ class TrainingLog:
         if self.is_told:
             typer.echo(title)
             if step:
-                typer.echo(f"goes on after step {step}")
+                typer.echo(f"goes on after step {step}" if step < self.num_steps else f"all {step} steps are done")
         predicted = None if self.foretold is None else self.foretold.seconds
         self._write(kind="start", plan=title, ranks=num_ranks, step=step, steps=self.num_steps, predicted=predicted)
 
@@ -113,6 +113,10 @@ class TrainingLog:
         self._write(kind="checkpoint", step=step, path=path, seconds=seconds)
         if self.is_told:
             typer.echo(f"kept {step:>4}   {path}")
+
+    def stopped(self, step: int) -> None:
+        """It was asked to stop after this step."""
+        self._write(kind="stopped", step=step)
 
     def end(self, step: int) -> None:
         usual = usual_seconds(self._seconds) if self._seconds else None

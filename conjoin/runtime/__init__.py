@@ -16,6 +16,7 @@ from conjoin.runtime.ranks.calibrating import (
     measure_communication,
     time_collectives,
 )
+from conjoin.runtime.ranks.joint_action import is_any
 from conjoin.runtime.ranks.launching import Site, launch
 from conjoin.runtime.ranks.pacing import Pace, communicator_over, join_ranks
 from conjoin.runtime.ranks.rendezvous import check_world
@@ -51,7 +52,7 @@ __all__ = [
     "PlainModel", "Planner", "Recorded", "Reference", "Session", "Site", "Timed", "Verdict", "Weights", "axis_sets",
     "calibrate_collectives", "check_capture", "check_init", "check_made_for", "check_world", "communicator_over",
     "compare_rank", "compare_with_model", "connect", "copied_for_check", "find_weights", "full_state_dict",
-    "has_checkpoint", "join_ranks", "launch", "load", "load_checkpoint", "load_optimizer_state_dict",
+    "has_checkpoint", "is_any", "join_ranks", "launch", "load", "load_checkpoint", "load_optimizer_state_dict",
     "measure_communication", "optimizer_state_dict", "record", "run_ranks", "save_checkpoint", "save_weights",
     "time_collectives", "timed_layers", "to_module", "train_alone", "verdict", "verify_in_process",
 ]  # fmt: skip

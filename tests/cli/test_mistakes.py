@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from conjoin.cli import stop_request
 from conjoin.cli.folder_hold import FolderHold
+from conjoin.cli.stop_request import StopRequest
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]
@@ -118,6 +121,35 @@ class Deadly(Samples):
 class Stopping(Samples):
     def __getitem__(self, index):
         signal.raise_signal(signal.SIGINT)
+
+
+class Holed(Samples):
+    num_read = 0
+
+    def __getitem__(self, index):
+        self.num_read += 1
+        return torch.full((4,), float("nan") if self.num_read > 9 else 1.0), torch.zeros(3)
+
+
+def steep():
+    model, (x, y), _ = good()
+    return model, (x, y), lambda out, y: nn.functional.mse_loss(out, y) + (0 * out.sum()).sqrt()
+
+
+def rows():
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    return nn.Embedding(256, 256), (tokens, tokens), lambda out, y: nn.functional.cross_entropy(out.mT, y)
+
+
+class Ending(Samples):
+    num_read = 0
+
+    def __getitem__(self, index):
+        self.num_read += 1
+        if self.num_read == 3 and os.environ.get("RANK", "1") == "1":
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)  # once more at once: that of a scheduler, and of whoever started it
+        return super().__getitem__(index)
 """
 GOOD = "mine.py:good"
 
@@ -356,6 +388,76 @@ def test_a_second_training_into_a_folder_is_refused_while_the_first_one_runs(
 def test_a_folder_that_may_not_be_written_to(single: str, run: Run) -> None:
     for option in (["--checkpoint", "/proc/kept"], ["-o", "/proc/weights"], ["--log", "/proc/log"]):
         assert "/proc" in run("run", single, GOOD, "--json", *option).refused()
+
+
+def test_a_loss_that_is_no_number_ends_a_training_at_once(single: str, run: Run, folder: Path) -> None:
+    command = ("run", single, GOOD, "--steps", "4", "--json", "--checkpoint", "kept", "--save-every", "1", "--resume")
+    message = run(*command, "--data", "mine.py:Holed").refused()
+    assert "The loss of step 3 is nan" in message and "kept has what was there after step 2" in message
+    rest = json.loads(run(*command, "--data", "mine.py:Samples").out)["losses"]
+    assert len(rest) == 2 and all(loss == loss for loss in rest)
+
+
+def test_weights_that_are_no_numbers_are_not_kept(plan: Path, run: Run, folder: Path) -> None:
+    run("plan", "mine.py:steep", "--machine", "local:1", "--strategy", "single", "-o", "steep.json")
+    command = ("run", "steep.json", "mine.py:steep", "--steps", "1", "--json")
+    for option in (["--checkpoint", "kept"], ["-o", "weights.pt"]):
+        assert "weights after step 1 are not all numbers" in run(*command, *option).refused()
+        assert not (folder / option[1]).exists()
+    assert "norm of the gradients of step 1 is nan" in run(*command, "--clip", "1.0").refused()
+
+
+def test_another_training_than_the_one_that_was_kept(plan: Path, run: Run, folder: Path) -> None:
+    run("plan", "mine.py:rows", "--machine", "local:1", "--strategy", "single", "-o", "rows.json")
+    (folder / "book.txt").write_text("abcdefghijklmnopqrstuvwxyz")
+    command = ("run", "rows.json", "mine.py:rows", "--data", "book.txt", "--json", "--checkpoint", "kept", "--resume")
+    assert run(*command, "--steps", "3").code == 0
+    again = run(*command, "--steps", "3")
+    assert again.code == 0 and json.loads(again.out)["losses"] == [], "a job that was done is done"
+    assert "has done 3 steps already, and 2 were asked for" in run(*command, "--steps", "2").refused()
+    assert "began with --seed 0, and 1 was" in run(*command, "--steps", "4", "--seed", "1").refused()
+    (folder / "book.txt").write_text("abcdefghijklmnopqrstuvwxyZ")
+    assert "The tokens in book.txt are not those" in run(*command, "--steps", "4").refused()
+    (folder / "book.txt").write_text("abcdefghijklmn")
+    assert "began with 6 samples, and book.txt has 3" in run(*command, "--steps", "4").refused()
+
+
+# SIGTERM.
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_training_that_is_told_to_end_keeps_what_it_did(
+    plan: Path, single: str, run: Run, folder: Path, ranks: int
+) -> None:
+    command = ("run", single if ranks == 1 else str(plan), GOOD, "--steps", "4", "--json", "--data")
+    before, whole = signal.getsignal(signal.SIGTERM), json.loads(run(*command, "mine.py:Samples").out)["losses"]
+    keeping = ("--checkpoint", "kept", "--resume", "--log", "log.jsonl")
+    ended = run(*command, "mine.py:Ending", *keeping)
+    done = json.loads(ended.out)["losses"]
+    said = f"stopped after step {len(done)} of 4, kept in kept; the same command goes on\n"
+    assert (ended.code, ended.err) == (143, said) and 1 <= len(done) < 4
+    kinds = [json.loads(line)["kind"] for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert kinds[-2:] == ["checkpoint", "stopped"] and signal.getsignal(signal.SIGTERM) == before
+    rest = run(*command, "mine.py:Samples", *keeping)
+    assert rest.code == 0 and done + json.loads(rest.out)["losses"] == pytest.approx(whole, rel=1e-6)
+
+
+def test_a_training_that_keeps_nothing_says_so(single: str, run: Run) -> None:
+    ended = run("run", single, GOOD, "--steps", "4", "--data", "mine.py:Ending", "--json")
+    assert (ended.code, ended.err) == (
+        143, "stopped after step 1 of 4; nothing is kept, for want of --checkpoint FOLDER\n"
+    )  # fmt: skip
+
+
+def test_a_second_request_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda process, number: sent.append(number))
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.is_made and not sent
+        monkeypatch.setattr(stop_request, "_SAME_SECONDS", -1.0)
+        signal.raise_signal(signal.SIGTERM)
+        assert sent == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 # Ctrl-C.

@@ -205,6 +205,35 @@ def test_no_rank_is_left_when_the_launcher_is_told_to_end(
         signal.signal(signal.SIGINT, before)
 
 
+def test_ranks_that_may_finish_are_told_to_end_and_do_so(heard: Path) -> None:
+    def finish(rank: int, launcher: int) -> str:
+        told: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+        _be_there(rank, heard)
+        if rank == 0:
+            os.kill(launcher, signal.SIGTERM)
+            os.kill(os.getppid(), signal.SIGTERM)  # who forks for it gets it too, where it goes to a whole job
+        while not told:
+            time.sleep(0.01)
+        dist.barrier()
+        return "done"
+
+    assert launch(2, finish, os.getpid(), may_finish=True) == ["done", "done"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_ranks_that_may_finish_and_do_not_are_gone_as_well(heard: Path) -> None:
+    def stay(rank: int, launcher: int) -> None:
+        _be_there(rank, heard)
+        if rank == 0:
+            os.kill(launcher, signal.SIGTERM)
+        time.sleep(60)
+
+    with pytest.raises(SystemExit) as raised:
+        launch(2, stay, os.getpid(), may_finish=True)
+    assert raised.value.code == 128 + signal.SIGTERM
+
+
 def test_no_rank_is_left_when_the_launcher_or_the_server_is_killed(heard: Path) -> None:
     """The launcher is a rank itself, with a server of its own."""
 

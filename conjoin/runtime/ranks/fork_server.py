@@ -41,8 +41,9 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         self._socket, self._lock = ours, threading.Lock()
         begin = (
-            # The process that starts this one decides on Ctrl-C, for children too, and while this one still imports.
-            "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)",
+            # The process that starts this one decides on Ctrl-C, for children too, and while this one still imports;
+            # and on SIGTERM, which a scheduler sends to all processes of a job.
+            "import signal; [signal.signal(x, signal.SIG_IGN) for x in (signal.SIGINT, signal.SIGTERM)]",
             f"import sys; sys.path[:] = {sys.path!r}",
             f"import {', '.join(_own_modules())}",
             f"from {__name__} import serve; from {entry.__module__} import {entry.__name__} as entry",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from conjoin.errors import CheckpointError, ConjoinError
@@ -26,6 +27,16 @@ def exchange(value: T) -> list[T]:
     with waiting_for_all():
         dist.all_gather_object(found, value)
     return found
+
+
+def is_any(mine: bool, device: torch.device) -> bool:
+    """Whether it is so on any rank, by one small collective."""
+    if not dist.is_initialized():
+        return mine
+    flag = torch.tensor(int(mine), dtype=torch.int32, device=device)
+    with waiting_for_all():
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag.item())
 
 
 def together(action: Callable[[], T]) -> T:

@@ -12,11 +12,12 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
+from types import FrameType
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ _END_SECONDS = 2.0
 _LOOK_SECONDS = 1.0
 """How often a rank looks whether the process that forked it is still there."""
 _PAUSE_SECONDS = 0.005
+_SAME_SECONDS = 2.0
+"""A second SIGTERM that comes later than this after the first ends what may finish."""
 _TERMINATED = 128 + signal.SIGTERM
 _PROGRAM = "What the ranks are to run"
 
@@ -70,14 +73,20 @@ class _Run:
 
 
 def launch(
-    num_ranks: int, program: Program, *args: Any, site: Site | None = None, device: str | None = None
+    num_ranks: int,
+    program: Program,
+    *args: Any,
+    site: Site | None = None,
+    device: str | None = None,
+    may_finish: bool = False,
 ) -> list[Any]:
     """Run `program(rank, *args)` on processes of this host that form a process group; what each returned.
 
     Each is a fresh process with this one's folder, environment and search path; program and arguments are copied to it.
     With `device="cuda"` every rank has a GPU of its own, with "cpu" none; by default GPUs are used where there are
     enough. The first rank that fails ends the run: its own message is raised here, and every process is gone. No rank
-    outlives this process, however it ends.
+    outlives this process, however it ends. SIGTERM ends them with it; where they `may_finish` it is passed on to them,
+    which end as they like, and a second one ends them.
     """
     if not 1 <= num_ranks <= MAX_LOCAL_RANKS:
         raise UsageError(
@@ -88,7 +97,8 @@ def launch(
     here = (os.getcwd(), sys.path, sys.argv, whole_environment())
     run = _Run(num_ranks, on_gpus, *here, pack("A site", site), pack(_PROGRAM, (program, args)))
     processes: list[_Child] = []
-    with _exiting_when_terminated(), tempfile.TemporaryFile() as told:
+    ending = _Ending(processes, num_ranks + 1 if may_finish else None)
+    with ending, tempfile.TemporaryFile() as told:
         pickle.dump(run, told)
         told.flush()
         server = server_for(_begin)
@@ -98,6 +108,10 @@ def launch(
             for rank in range(num_ranks):
                 processes.append(_Child(server, told.fileno(), (rank, port)))
             return _collect(processes[1:], None if site is None else site.timeout_seconds)
+        except RankError:
+            if ending.is_passed_on:  # it came before they could finish anything
+                sys.exit(_TERMINATED)
+            raise
         finally:
             for process in reversed(processes):
                 process.end()
@@ -121,17 +135,38 @@ def _have_gpus(num_ranks: int, device: str | None) -> bool:
     return False
 
 
-@contextmanager
-def _exiting_when_terminated() -> Iterator[None]:
-    """Let SIGTERM end this process as an exit does, so that its ranks are ended first; a program's own way stays."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+class _Ending:
+    """Lets SIGTERM end this process as an exit does, so that its ranks are ended first; a program's own way stays."""
+
+    def __init__(self, processes: list[_Child], num_finishing: int | None) -> None:
+        self._processes, self._num_finishing = processes, num_finishing
+        self._first: float | None = None
+        self._is_set = False
+
+    @property
+    def is_passed_on(self) -> bool:
+        return self._first is not None
+
+    def __enter__(self) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._end)
+            self._is_set = True
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_set:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        if len(self._processes) != self._num_finishing:
+            sys.exit(_TERMINATED)
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+            for child in self._processes[1:]:
+                child.ask_to_end()
+        elif now - self._first > _SAME_SECONDS:
+            sys.exit(_TERMINATED)
 
 
 class _Child:
@@ -143,7 +178,7 @@ class _Child:
         with theirs:
             self.process = server.fork([told, theirs.fileno(), 1, 2])
         self._code: int | None = None
-        self._has_spoken = False
+        self._has_spoken = place is None  # the store ends with the line
         self.line.send(place)
 
     def read(self) -> tuple[str, Any]:
@@ -155,6 +190,12 @@ class _Child:
             code = self._exit_code(5.0)
             return "silent" if code == SILENT_EXIT else "died", code
         return kind, content
+
+    def ask_to_end(self) -> None:
+        """Pass SIGTERM on to it."""
+        if self._code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.process, signal.SIGTERM)
 
     def end(self) -> None:
         """End it; a rank that has said its last may end by itself."""
@@ -210,10 +251,12 @@ def _begin(files: list[int]) -> None:
 
 
 def _hold_store(address: str, line: Connection) -> None:
-    """Where the ranks meet, in a process of its own: it is there for as long as any of them."""
+    """Where the ranks meet, in a process of its own: it is there for as long as any of them, whoever is told to end."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     line.send(store.port)
-    threading.Event().wait()  # until it is ended
+    with suppress(EOFError):
+        line.recv()  # until it is closed
 
 
 def _end_with(parent: int) -> None:
