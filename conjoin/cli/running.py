@@ -129,6 +129,7 @@ def _check_files(files: Files, is_pipeline: bool) -> None:
         )
     if files.checkpoint is not None:
         check_directory(Path(files.checkpoint).parent, "checkpoint")
+        rooms.runtime.check_target(files.checkpoint)
         if not files.resume and rooms.runtime.has_checkpoint(files.checkpoint):
             raise UsageError(
                 f"A training was to begin that keeps its checkpoints in {files.checkpoint}. There is one already, "

@@ -317,7 +317,8 @@ class _Trainer:
         what, value = ("loss", loss) if norm is None or not isfinite(loss) else ("norm of the gradients", norm)
         raise UsageError(
             f"The {what} of step {self._done + 1} is {value}. No weight would be a number after it, so the training "
-            f"ended before it; {self._kept_words()}. Lower --lr, give --clip or a warmup, or look at the data of this step."
+            f"ended before it; {self._kept_words()}. Lower --lr, give --clip or a warmup, or look at the data of this "
+            f"step."
         )
 
     def _check_weights(self) -> None:

@@ -23,7 +23,7 @@ from conjoin.runtime.ranks.rendezvous import check_world
 from conjoin.runtime.ranks.session import Session
 from conjoin.runtime.ranks.threads import run_ranks
 from conjoin.runtime.recording import COMMUNICATING, COMPUTING, Recorded, record
-from conjoin.runtime.state.checkpoint import has_checkpoint, save_checkpoint
+from conjoin.runtime.state.checkpoint import check_target, has_checkpoint, save_checkpoint
 from conjoin.runtime.state.checkpoint_loading import load_checkpoint
 from conjoin.runtime.state.initialization import check_init
 from conjoin.runtime.state.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
@@ -50,8 +50,8 @@ __all__ = [
     "COMMUNICATING", "COMPUTING", "TOLERANCE", "AgainstModel", "CapturedModule", "Case", "Communication",
     "Concurrency", "Difference", "Exchange", "LayerClock", "Loader", "Pace", "ParallelModule", "Piece",
     "PlainModel", "Planner", "Recorded", "Reference", "Session", "Site", "Timed", "Verdict", "Weights", "axis_sets",
-    "calibrate_collectives", "check_capture", "check_init", "check_made_for", "check_world", "communicator_over",
-    "compare_rank", "compare_with_model", "connect", "copied_for_check", "find_weights", "full_state_dict",
+    "calibrate_collectives", "check_capture", "check_init", "check_made_for", "check_target", "check_world",
+    "communicator_over", "compare_rank", "compare_with_model", "connect", "copied_for_check", "find_weights", "full_state_dict",
     "has_checkpoint", "is_any", "join_ranks", "launch", "load", "load_checkpoint", "load_optimizer_state_dict",
     "measure_communication", "optimizer_state_dict", "record", "run_ranks", "save_checkpoint", "save_weights",
     "time_collectives", "timed_layers", "to_module", "train_alone", "verdict", "verify_in_process",

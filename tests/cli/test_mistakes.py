@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -383,6 +384,20 @@ def test_a_second_training_into_a_folder_is_refused_while_the_first_one_runs(
     first.let_go()
     assert run(*command).code == 0
     assert sorted(path.name for path in folder.iterdir() if "kept" in path.name) == ["kept"], "nothing is left over"
+
+
+def test_a_folder_that_is_none_or_empty(single: str, run: Run, folder: Path) -> None:
+    command = ("run", single, GOOD, "--json", "--steps", "1", "--checkpoint")
+    (folder / "file").write_text("mine")
+    (folder / "full").mkdir()
+    (folder / "full" / "photo.jpg").write_text("mine")
+    for name, option in itertools.product(("file", "full"), ((), ("--resume",))):
+        assert "is not a checkpoint, or holds other files" in run(*command, name, *option).refused()
+    assert (folder / "file").read_text() == (folder / "full" / "photo.jpg").read_text() == "mine"
+    for option in ((), ("--resume",)):
+        (folder / f"empty{len(option)}").mkdir()
+        assert run(*command, f"empty{len(option)}", *option).code == 0
+        assert (folder / f"empty{len(option)}" / "conjoin.json").exists()
 
 
 def test_a_folder_that_may_not_be_written_to(single: str, run: Run) -> None:

@@ -83,7 +83,7 @@ def _draft(
 ) -> tuple[Index, dict[str, Any]]:
     """The index as far as it is known before the tensors are written, and the tensors."""
     _check_ranks(step)
-    _check_target(target)
+    check_target(target)
     state: dict[str, Any] = {"model": step.state_dict()}
     saved = None
     if optimizer is not None:
@@ -111,7 +111,9 @@ def _check_ranks(step: ParallelModule) -> None:
         )
 
 
-def _check_target(target: Path) -> None:
+def check_target(path: str | Path) -> None:
+    """Refuse a path that no checkpoint may be saved as."""
+    target = Path(os.path.abspath(path))
     if not target.parent.is_dir():
         raise CheckpointError(
             f"A checkpoint was to be saved as {target}. There is no directory {target.parent}. Make it first."
@@ -256,7 +258,8 @@ def _check_readable(target: Path, partial: Path, index: Index) -> None:
 def has_checkpoint(path: str | Path) -> bool:
     """Whether `load_checkpoint` would find one there, also where a save was killed that was about to replace it."""
     target = Path(os.path.abspath(path))
-    return target.exists() or previous_of(target).exists()
+    is_empty = target.is_dir() and not any(target.iterdir())
+    return (target.exists() and not is_empty) or previous_of(target).exists()
 
 
 def previous_of(target: Path) -> Path:
