@@ -48,11 +48,12 @@ from conjoin.runtime.verification.steps import Reference
 
 __all__ = [
     "COMMUNICATING", "COMPUTING", "TOLERANCE", "AgainstModel", "CapturedModule", "Case", "Communication",
-    "Concurrency", "Difference", "Exchange", "LayerClock", "Loader", "Pace", "ParallelModule", "Piece",
-    "PlainModel", "Planner", "Recorded", "Reference", "Session", "Site", "Timed", "Verdict", "Weights", "axis_sets",
+    "Concurrency", "Difference", "Exchange", "LayerClock", "Loader", "Pace", "ParallelModule", "Piece", "PlainModel",
+    "Planner", "Recorded", "Reference", "Session", "Site", "Timed", "Verdict", "Weights", "axis_sets",
     "calibrate_collectives", "check_capture", "check_init", "check_made_for", "check_target", "check_world",
     "communicator_over", "compare_rank", "compare_with_model", "connect", "copied_for_check", "find_weights",
-    "full_state_dict", "has_checkpoint", "is_any", "join_ranks", "launch", "load", "load_checkpoint", "load_optimizer_state_dict",
-    "measure_communication", "optimizer_state_dict", "record", "run_ranks", "save_checkpoint", "save_weights",
-    "time_collectives", "timed_layers", "to_module", "train_alone", "verdict", "verify_in_process",
+    "full_state_dict", "has_checkpoint", "is_any", "join_ranks", "launch", "load", "load_checkpoint",
+    "load_optimizer_state_dict", "measure_communication", "optimizer_state_dict", "record", "run_ranks",
+    "save_checkpoint", "save_weights", "time_collectives", "timed_layers", "to_module", "train_alone", "verdict",
+    "verify_in_process",
 ]  # fmt: skip

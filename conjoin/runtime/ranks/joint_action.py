@@ -63,7 +63,10 @@ def _message(error: BaseException) -> str:
     reason: object = error
     if not isinstance(error, Exception):  # torch's own
         reason = next((failure[0] for failure in getattr(error, "failures", {}).values()), error)
+    told = str(reason)[:300]
+    if "inline_container" in told:  # torch's file format says so little of a full disk
+        told = "a file ends too early, as on a disk that is full"
     return (
-        f"A checkpoint could not be written or read: {str(reason)[:300]}. An earlier checkpoint is as it was. Look at "
+        f"A checkpoint could not be written or read: {told}. An earlier checkpoint is as it was. Look at "
         f"the file system that holds it."
     )
