@@ -198,6 +198,8 @@ def test_a_step_that_fails_leaves_the_optimizer_whole(failing: int, monkeypatch:
         if offloads:
             offloaded_state.offload_states(weights[1:])
         optimizer = torch.optim.Adam(weights, lr=0.1)
+        kept = optimizer.state_dict()
+        before = list[Tensor]()
         for step in range(4):
             for i, weight in enumerate(weights):
                 weight.grad = torch.full_like(weight, i + step)
