@@ -9,6 +9,7 @@ from conjoin.errors import StrategyError
 from conjoin.ir import cut_in_micro_batches
 from conjoin.search.baselines import baselines
 from conjoin.search.contest import Contest, Outcome, Variant, make_variant
+from conjoin.search.named_relief import relieve_by_name
 
 MAX_STEPS = 64
 """Micro-batches of a step that are tried at most."""
@@ -27,7 +28,7 @@ def micro_variants(contest: Contest) -> Iterator[Variant]:
 
 
 def enter_strategies(contest: Contest, variant: Variant) -> list[Outcome]:
-    """The named strategies for micro-batches, judged."""
+    """The named strategies for micro-batches, judged; those that do not fit also relieved."""
     found = []
     for _, entry in baselines(variant.graph, contest.machine):
         if entry is None:
@@ -35,4 +36,5 @@ def enter_strategies(contest: Contest, variant: Variant) -> list[Outcome]:
         name, made = f"{entry.name}+micro={variant.steps}", replace(entry.variant, accumulation=variant.accumulation)
         contest.check(name)
         found.append(contest.enter(replace(entry, name=name, variant=made)))
+    relieve_by_name(contest, found)
     return found

@@ -64,8 +64,8 @@ def _nothing_fits(contest: Contest, smallest: Outcome, need: int) -> StrategyErr
     change = "Use a smaller batch, more devices," if contest.without is None else "Lift that constraint,"
     return StrategyError(
         f"No plan of {contest.captured.name} was found that fits {contest.machine.name}: the smallest "
-        f"({smallest.entry.name}) needs {_size(need)} of a device, and {_size(contest.capacity)} may be used. "
-        f"{hint} {change} {_longer(contest)}or allow {_size(need)}."
+        f"({smallest.entry.name}) needs {_size(need)} of a device for its tensors, and {_size(contest.capacity)} may "
+        f"be used. {hint} {change} {_longer(contest)}or allow {_size(need)}."
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from conjoin.ir import Segment
-from conjoin.search.contest import Contest, Entry, Outcome
+from conjoin.search.contest import NOTHING_OFFLOADED, Contest, Entry, Outcome
 from conjoin.search.memory_chain import relieve_by_chains
 from conjoin.search.placing_branches import without_places
 from conjoin.search.variants import as_variant
@@ -33,7 +33,7 @@ def relieve(contest: Contest, outcome: Outcome, left: Callable[[], float] = lamb
     start = as_variant(outcome)
     if not without_places([start]):  # who does not run an operator would not run its segment again
         return
-    entry = replace(start.entry, segments=())
+    entry = replace(start.entry, segments=(), offloads=NOTHING_OFFLOADED)
     program = outcome.simulation.program
     peak = measure_memory(program, contest.optimizer, contest.machine.device).peak
     ways = segmentations(entry.variant.skeleton)
@@ -70,6 +70,8 @@ def mix(contest: Contest, light: Outcome, heavy: Outcome, left: Callable[[], flo
     """
     fits, too_many = 0, len(light.entry.layouts.choices)
     if light.entry.variant.graph is not heavy.entry.variant.graph or len(without_places([light, heavy])) < 2:
+        return
+    if {light.entry.offloads, heavy.entry.offloads} != {NOTHING_OFFLOADED}:  # what is on the host, segments may make
         return
     while too_many - fits > 1 and left() > 0:
         tried = (fits + too_many) // 2

@@ -11,13 +11,14 @@ from conjoin.cost import CostModel
 from conjoin.ir import Graph, Pipeline, Plan
 from conjoin.machine import Machine
 from conjoin.rules import Library
-from conjoin.search.baselines import baselines, least_bytes, stored_otherwise, with_blocks_again
+from conjoin.search.baselines import baselines, least_bytes, stored_otherwise
 from conjoin.search.certifying import Certificate, certify
 from conjoin.search.chunk_count import try_chunks
 from conjoin.search.constraints import make_constraints
 from conjoin.search.contest import Contest, Enough, Outcome, Progress, Stopped, Variant, plan_of
 from conjoin.search.exact.space import OVERLAPS
 from conjoin.search.joint import JointSearch
+from conjoin.search.named_relief import relieve_by_name
 from conjoin.search.notes import Notes
 from conjoin.search.papers.descents import descend_everywhere, try_everything
 from conjoin.search.papers.hierarchy import first_rewrite_then_lay_out, first_rewrite_then_walk, search_in_levels
@@ -38,9 +39,6 @@ _FOR_NAMED = 0.5
 """The part of the time that is left to the search where no named strategy fits."""
 _SLOW = 1.3
 """How much slower than the best a named strategy is that is not tried again with its parameters stored otherwise."""
-
-_RUN_AGAIN = 3
-"""Named strategies that are tried with their blocks run again where none fits without."""
 
 Search = Callable[[Contest, Sequence[Outcome], Wish], None]
 
@@ -215,26 +213,13 @@ def _begin(contest: Contest, begin: Beginning, starts: list[Outcome], costs: Cos
                 raise Enough(Stopped.OUT_OF_TIME)
             if known and contest.best is None and contest.time_left_of_given < _FOR_NAMED:
                 return  # memory decides, for which named strategies know less than the search
-        if contest.best is None:
-            starts += _with_blocks_again(contest, [known[name] for name in known if least(name) <= contest.capacity])
-            contest.baseline = contest.best
+        starts += relieve_by_name(contest, [known[name] for name in known if least(name) <= contest.capacity])
+        contest.baseline = contest.best
     finally:  # what an earlier search has found is not lost, however little may be spent now
         if isinstance(before, Plan):
             starts.insert(0, contest.enter_plan(before, is_counted=False))
         elif before is not None:
             enter_pipeline(contest, before, costs)
-
-
-def _with_blocks_again(contest: Contest, outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Named strategies that do not fit, the fastest first, with parts of their blocks run again, or with all."""
-    found, smallest = list[Outcome](), contest.smallest
-    for outcome in sorted(outcomes, key=lambda outcome: outcome.seconds)[:_RUN_AGAIN]:
-        for mode in ("selective", "full"):
-            if contest.best is None or outcome.seconds < contest.best.seconds:
-                entry = with_blocks_again(outcome.entry, mode)
-                found += [] if entry is None else [contest.enter(entry)]
-    contest.smallest = smallest  # what is relieved otherwise are the strategies themselves
-    return found
 
 
 def _least_bytes(contest: Contest, name: str) -> float:

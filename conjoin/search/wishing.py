@@ -29,7 +29,8 @@ class Wish:
     """Seconds; a search with none still returns the best named strategy."""
     optimizer: str = "adam"
     memory: int | None = None
-    """Bytes of each device that may be used; None is all it has."""
+    """Bytes that tensors may take of each device, beside which a GPU has a context and workspaces; None is all it has
+    but a reserve for these."""
     seed: int = 0
     steps: int | None = None
     """Plans that may be simulated, and sums worked out for substitutions; None is as many as there is time for."""

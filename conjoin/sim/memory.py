@@ -12,6 +12,7 @@ counted (cuBLAS: about 70 MB on an H200, once in a process), nor what convolutio
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
 
@@ -213,6 +214,7 @@ class _Walk:
         """What is made of parameters alone, once for all micro-batches, but for views of them."""
         made = ((zip(self._versions(p)[1], self._kept_by(p).views, strict=True)) for p in sorted(self.program.once))
         found = [version for pairs in made for version, shared in pairs if shared < 0]
+        found += self._departing(version for p in sorted(self.program.once) for version in self._versions(p)[1])
         kinds = ((used, used.bundle.kind) for used in self.program.bundles)
         found += [v for used, k in kinds if not k.gathered and k.dtype != k.stored for v in used.versions]
         self.copies = {version: self.heap.allocate(self._held(*version)) for version in found}
@@ -254,7 +256,9 @@ class _Walk:
             self._bring(bundle)
             return
         route = reshard(self.skeleton.roots[root].type.shape, own, layout, self.mesh)
-        if all(step.kind in SHARING for step in route.steps) and self._held(root, layout):
+        if (root, layout) in self.copies:
+            self.blocks[root, layout] = self.heap.hold(self.copies[root, layout])
+        elif all(step.kind in SHARING for step in route.steps) and self._held(root, layout):
             self.blocks[root, layout] = self.heap.hold(self.blocks[root, own])
         else:
             type = self.skeleton.roots[root].type
@@ -266,6 +270,10 @@ class _Walk:
         """A tensor is sent to places as soon as it is there."""
         for layout, _ in self.program.departures.get(root, ()):
             self._arrive(root, layout)
+
+    def _departing(self, makes: Iterable[Version]) -> list[Version]:
+        """The layouts in which what an operator makes is sent on at once."""
+        return [(root, layout) for root, _ in makes for layout, _ in self.program.departures.get(root, ())]
 
     def _bring(self, used: UsedBundle) -> None:
         """The parameters of a bundle as they are used: those stored, cast from them, or what was gathered."""
@@ -361,7 +369,7 @@ class _Walk:
                 source = (read[0], supply.own) if supply.arrives else read
                 found.update({} if source in inside else {source: None})
                 inside.add(read)
-            inside.update(makes)
+            inside.update((*makes, *self._departing(makes)))
         return list(found)
 
     def _rerun(self, segment: Segment) -> None:
@@ -385,6 +393,7 @@ class _Walk:
             for read, supply in zip(reads, self.program.supplies[position], strict=True):
                 found.update([read, (read[0], supply.own)] if supply.arrives else [read])
             found.update(dict.fromkeys(makes, 0))
+            found.update((root, self.program.layout_of(root)) for root, _ in self._departing(makes))
         return found
 
     def _forward(self, position: int, keeps: bool = True, computes: bool = True) -> None:

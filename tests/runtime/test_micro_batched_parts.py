@@ -80,13 +80,19 @@ def on_ranks(plan: Plan, model: nn.Module, rows: int = 8) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("data-parallel+part=4", 1), ("data-parallel+part=2", 2), ("data-parallel+part=4", 2)]
+    ("strategy", "ranks", "rows"),
+    [
+        ("data-parallel+part=4", 1, 8),
+        ("data-parallel+part=2", 2, 8),
+        ("data-parallel+part=4", 2, 8),
+        ("data-parallel+part=2", 2, 6),  # of three samples in a micro-batch one device has two
+    ],
 )
-def test_a_loss_over_all_pairs_is_that_of_the_whole_batch(strategy: str, ranks: int) -> None:
-    plan, model, _ = made_for(strategy, ranks)
-    wanted = model(*batch_of())
+def test_a_loss_over_all_pairs_is_that_of_the_whole_batch(strategy: str, ranks: int, rows: int) -> None:
+    plan, model, _ = made_for(strategy, ranks, rows=rows)
+    wanted = model(*batch_of(rows))
     gradients = torch.autograd.grad(wanted, list(model.parameters()))
-    for loss, *found in on_ranks(plan, model):
+    for loss, *found in on_ranks(plan, model, rows):
         torch.testing.assert_close(loss, wanted.detach(), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found, list(gradients), rtol=1e-10, atol=1e-12)
 

@@ -187,6 +187,42 @@ def test_weights_are_the_same_where_state_lies_on_the_host(name: str, monkeypatc
         torch.testing.assert_close(again, plain, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("failing", [0, -1])
+def test_a_step_that_fails_leaves_the_optimizer_whole(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its groups have all parameters, and the next step is that of an optimizer that has all state on the device."""
+    monkeypatch.setattr(offloaded_state, "updated_together", partial(updated_together, limit=1))
+
+    def train(offloads: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        weights = [nn.Parameter(torch.randn(3, 4)) for _ in range(4)]
+        if offloads:
+            offloaded_state.offload_states(weights[1:])
+        optimizer = torch.optim.Adam(weights, lr=0.1)
+        kept = optimizer.state_dict()
+        before = list[Tensor]()
+        for step in range(4):
+            for i, weight in enumerate(weights):
+                weight.grad = torch.full_like(weight, i + step)
+            if step == 2:
+                weights[failing].grad = torch.eye(3, 4).to_sparse()
+                with pytest.raises(RuntimeError, match="sparse"):
+                    optimizer.step()
+                assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], weights, strict=True))
+                optimizer.load_state_dict(copy.deepcopy(kept))
+            else:
+                optimizer.step()
+            kept = copy.deepcopy(optimizer.state_dict())
+            now = [weight.detach().clone() for weight in weights]
+            if step == 1:
+                before = now
+            elif step == 2:
+                for weight, value in zip(weights, before, strict=True):
+                    weight.data.copy_(value)
+        return now
+
+    torch.testing.assert_close(train(True), train(False), rtol=0, atol=0)
+
+
 def test_what_lies_on_the_host_is_told() -> None:
     graph = sample("transformer").graph
     plain, moved = (make_plan(graph, parse_machine("local:1"), f"single{more}") for more in ("", "+offload=both"))

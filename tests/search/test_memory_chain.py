@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import product
+
+import pytest
+
 from conjoin.cost import CostModel
 from conjoin.ir import Plan, offloaded_tensors, recomputed_segments
 from conjoin.machine import Machine, NodeKind, parse_machine
@@ -28,6 +32,24 @@ def test_what_is_found_fits_and_is_no_slower_than_running_blocks_again() -> None
     assert recomputed_segments(found) or offloaded_tensors(found) or found.accumulation
     again = predict(make_plan(graph, machine, "single+recompute=full"), machine, costs, "adam")
     assert again.memory.peak > limit or told.seconds <= again.seconds
+
+
+@pytest.mark.parametrize(("name", "bases", "part"), [
+    ("dgx-h200:1x1", ["single"], 0.05), ("dgx-h200:1x1", ["single"], 0.5), ("dgx-h200:1x1", ["single"], 0.9),
+    ("dgx-h200:1x2", ["ddp", "fsdp", "zero1"], 0.4),
+])  # fmt: skip
+def test_no_strategy_that_somebody_would_name_is_faster(name: str, bases: list[str], part: float) -> None:
+    """Under every limit that some of them keep to, the search begins with the fastest of those."""
+    graph, machine, costs = captured("gpt-125m", 32), parse_machine(name), CostModel()
+    again = ("", "+recompute=selective", "+recompute=every-2", "+recompute=full")
+    hosts = ("", "+offload=optimizer", "+offload=both") if bases == ["single"] else ("",)
+    names = ["".join(parts) for parts in product(bases, again, hosts)]
+    told = [predict(make_plan(graph, machine, each), machine, costs, "adam") for each in names]
+    peaks = [each.memory.peak for each in told]
+    limit = int(min(peaks) + part * (max(peaks) - min(peaks)))
+    found = find_plan(graph, machine, costs, Wish("named", 120.0, "adam", limit, stages=1))
+    assert found.peak_bytes <= limit
+    assert found.seconds_per_step <= min(each.seconds for each in told if each.memory.peak <= limit) * (1 + 1e-9)
 
 
 def test_a_chain_counts_all_that_is_kept_once() -> None:

@@ -74,7 +74,7 @@ def test_what_fits_nowhere_gets_a_plan_by_running_some_of_it_again(monkeypatch: 
     assert_predicted(found)
     assert predict(found.plan, parse_machine(MACHINE), CostModel(), "sgd").breakdown.recompute > 0
     assert verify_in_process(Case(found.plan, sample.graph, sample.model, sample.inputs), 2).passed
-    monkeypatch.setattr("conjoin.search.searching.with_blocks_again", lambda *_: None)
+    monkeypatch.setattr("conjoin.search.named_relief.with_blocks_again", lambda *_: None)
     monkeypatch.setattr("conjoin.search.joint.relieve", lambda *_: None)
     monkeypatch.setattr("conjoin.search.searching.relieve", lambda *_: None)
     monkeypatch.setattr("conjoin.search.joint.micro_variants", lambda _: iter(()))

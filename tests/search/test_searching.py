@@ -91,7 +91,7 @@ def test_a_plan_of_the_users_is_a_start() -> None:
 
 
 def test_what_does_not_fit_is_told_with_what_takes_most() -> None:
-    with pytest.raises(StrategyError, match=r"needs .*iB of a device, and 1.95 KiB may be used. Most of it"):
+    with pytest.raises(StrategyError, match=r"needs .*iB of a device for its tensors, and 1.95 KiB may be used. Most"):
         search("bert-base", memory=2000, budget=3.0)
 
 

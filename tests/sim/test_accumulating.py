@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from conjoin.frontends import capture
 from conjoin.ir import Graph, Plan, check_plan, cut_in_micro_batches, model_mark, operators_of, recompute_actions
@@ -115,3 +116,27 @@ def test_one_device_holds_what_was_predicted(steps: int, narrow: bool, prices: P
     measured = measured_peak(plan, model, batch)
     assert predicted.peak == pytest.approx(measured, rel=0.1)
     assert measured < 0.8 * whole.peak
+
+
+class FusedBlock(nn.Module):
+    """Queries, keys and values of one product: split by heads, its weight is rearranged, once in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        seen = nn.functional.scaled_dot_product_attention(q, k, v)
+        made: Tensor = x + self.out(seen.transpose(1, 2).flatten(2))
+        return made
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_what_is_made_once_is_held_beside_segments_that_are_run_again(mode: str, prices: Prices) -> None:
+    model, batch = nn.Sequential(*(FusedBlock() for _ in range(3))), (torch.randn(16, 24, 64), torch.randn(16, 24, 64))
+    graph = capture(model.train(), batch, nn.functional.mse_loss)
+    plan = make_plan(graph, parse_machine("local:2"), f"megatron:tp=2+recompute={mode}+micro=2")
+    program = simulate(plan, prices).program
+    assert program.once, "of parameters alone"
+    assert measure_memory(program, "adam", "cpu").peak == pytest.approx(measured_peak(plan, model, batch), rel=0.1)

@@ -227,9 +227,10 @@ class Emitter:
         if self._parts:
             self._segment = None if node.op == PIPELINE else self._part_of(node)
 
-    def _mark_part(self, node: Node, outputs: Sequence[fx.Node]) -> None:
+    def _mark_part(self, node: Node, made: fx.Node) -> None:
+        """The call that cuts micro-batches or joins them; what is moved for it comes before or after."""
         if node in self._parts and node.op in (PIPELINE, BATCH):
-            outputs[0].meta[PART] = self._parts[node], node.op == PIPELINE, *node.args[1:]
+            made.meta[PART] = self._parts[node], node.op == PIPELINE, *node.args[1:]
 
     def _reshard(self, root: Value, layout: Layout) -> None:
         """Of what this rank has nothing before and after, nothing is made."""
@@ -338,7 +339,6 @@ class Emitter:
         else:
             outputs = self._emit_local(node, function, self.carriers)
         self._leave(node)
-        self._mark_part(node, outputs)
         for value, made in zip(node.outputs(), outputs, strict=True):
             self.computed(node, value, made)
         for value in node.outputs():
@@ -441,6 +441,7 @@ class Emitter:
         positional, keywords = spread_args(op, args, None if any(map(_holds_node, args)) else self.device)
         function = keeping(function) if node in self._shelved and op == node.op else function
         made = self.call(pinned(function) if node.pinned else function, *positional, **keywords)
+        self._mark_part(node, made)
         if known.num_outputs == 1 and not known.returns_list:
             return (made,)
         count = len(node.types) if op == node.op else known.num_outputs

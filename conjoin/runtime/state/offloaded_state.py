@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -102,7 +103,8 @@ class _Home:
         """Groups of which some are updated, with all of their parameters."""
 
     def update(self, parameters: Sequence[nn.Parameter], step: Callable[[Optimizer], Any]) -> None:
-        """Update parameters some at a time; the last of them, and all others, are left to the step itself."""
+        """Update parameters some at a time, the last of them with all others; to the step itself nothing is left, so
+        that it cannot fail while groups have only some of their parameters."""
         optimizer = self._of()
         parts = [[parameters[i] for i in part] for part in updated_together([self._size(p) for p in parameters])]
         others = [p for group in optimizer.param_groups for p in group["params"] if not _is_watched(p)]
@@ -110,17 +112,18 @@ class _Home:
         leaving: Leaving = ([], None)
         try:
             self.bring(parts[0])
-            for i, part in enumerate(parts):
+            for part, following in pairwise(parts):
                 self.engines_wait()
-                if i + 1 < len(parts):
-                    self.bring(parts[i + 1])
-                    self._restrict(part)
-                    step(optimizer)
-                    self._engines.wait(leaving[1])
-                    leaving = self._send(part)
+                self.bring(following)
+                self._restrict(part)
+                step(optimizer)
+                self._engines.wait(leaving[1])
+                leaving = self._send(part)
+            self.engines_wait()
             self._engines.wait(leaving[1])
             self._restrict([*others, *parts[-1]])
-            self._here = parts[-1]
+            step(optimizer)
+            self._restrict(())
         except BaseException:
             self.restore()
             raise

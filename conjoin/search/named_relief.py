@@ -1,0 +1,57 @@
+"""Named strategies that do not fit, relieved as people write it: `recompute=`, and on a GPU `offload=`.
+
+They are candidates beside what searches choose for every segment (`relieving.py`, `memory_chain.py`), so that no plan
+is found that is slower than one that somebody would name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from conjoin.search.baselines import with_blocks_again
+from conjoin.search.contest import Contest, Entry, Outcome
+from conjoin.sim import Offloads, Simulation, kept_tensors
+
+_STRATEGIES = 3
+"""How many are tried, the fastest first."""
+_MODES = ("selective", "every-2", "full")
+
+
+def relieve_by_name(contest: Contest, outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Enter those that do not fit again, with blocks run again and with tensors on the host; what came of the first.
+
+    Several devices have less of a step each: there nothing lies on the host where something fits without.
+    """
+    found, smallest = list[Outcome](), contest.smallest
+    heavy = [outcome for outcome in outcomes if (outcome.peak_bytes or 0) > contest.capacity]
+    for outcome in sorted(heavy, key=lambda outcome: outcome.seconds)[:_STRATEGIES]:
+        entries = (with_blocks_again(outcome.entry, mode) for mode in _MODES)
+        again = [contest.enter(entry) for entry in entries if entry is not None and _may_win(contest, outcome)]
+        found += again
+        for relieved in (outcome, *again) if contest.mesh.size == 1 or contest.best is None else ():
+            moved = _with_offloads(relieved.entry, relieved.simulation, contest.machine.device)
+            for entry in moved:
+                if _may_win(contest, relieved):
+                    contest.enter(entry)
+    contest.smallest = smallest  # what is relieved otherwise are the strategies themselves
+    return found
+
+
+def _may_win(contest: Contest, outcome: Outcome) -> bool:
+    """Whether a plan that is slower than another may be the best, and there is time to see."""
+    return contest.best is None or (outcome.seconds < contest.best.seconds and contest.time_left > 0)
+
+
+def _with_offloads(entry: Entry, simulation: Simulation, kind: str) -> Iterator[Entry]:
+    """An entry with what autograd keeps, what the optimizer remembers, or both on the host."""
+    if kind != "cuda":  # the host's memory is the device's
+        return
+    tensors = tuple(sorted(tensor.made for tensor in kept_tensors(simulation.program, kind)))
+    states = frozenset(leaf.name for leaf in entry.variant.skeleton.graph.leaves if leaf.is_trained)
+    for name, offloads in (
+        ("activations", Offloads(tensors, frozenset())),
+        ("optimizer", Offloads((), states)),
+        ("both", Offloads(tensors, states)),
+    ):
+        yield replace(entry, name=f"{entry.name}+offload={name}", offloads=offloads)
