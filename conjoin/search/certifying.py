@@ -41,7 +41,7 @@ class Certificate:
     """A plan's sum of seconds by the tables, and one that no plan on the same units is below."""
 
     units: str
-    """The degrees of the units."""
+    """The degrees of the units; in how many micro-batches a step is taken, of which no other number is bounded."""
     hidden: float
     """The part of the parameters' communication that is not counted."""
     seconds: float
@@ -116,6 +116,7 @@ def _known_first(contest: Contest, natural: Units) -> list[Units]:
 def _certify_on(contest: Contest, outcome: Outcome, units: Units, objective: Objective) -> Certificate | None:
     tables, entry = JointSearch(contest, ()), outcome.entry
     space, skeleton = tables.space(units), entry.variant.skeleton
+    among = shown(units) + (f" in {entry.variant.steps} micro-batches" if entry.variant.steps > 1 else "")
     told = entry.layouts, entry.regathered, entry.segments
     own = sum_of(skeleton, space, objective, *told)
     bound = _bound(tables, outcome, units, objective) if own is not None else None
@@ -124,7 +125,7 @@ def _certify_on(contest: Contest, outcome: Outcome, units: Units, objective: Obj
     price = objective.seconds_per_byte
     steps = outcome.seconds, _least_step(tables, outcome, units, objective)
     if price <= _MIN_PRICE:
-        return Certificate(shown(units), objective.overlap, own, bound.least, bound.is_exact, None, *steps)
+        return Certificate(among, objective.overlap, own, bound.least, bound.is_exact, None, *steps)
     dearer = sum_of(skeleton, space, replace(objective, seconds_per_byte=2 * price), *told)
     assert dearer is not None, "the price of a byte changes no layout"
     priced = dearer - own
@@ -132,7 +133,7 @@ def _certify_on(contest: Contest, outcome: Outcome, units: Units, objective: Obj
     least = bound.least - price * memory
     if least <= 0:  # true, and says nothing
         return None
-    return Certificate(shown(units), objective.overlap, own - priced, least, bound.is_exact, memory, *steps)
+    return Certificate(among, objective.overlap, own - priced, least, bound.is_exact, memory, *steps)
 
 
 def _least_step(tables: JointSearch, outcome: Outcome, units: Units, objective: Objective) -> float:

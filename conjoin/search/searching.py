@@ -46,8 +46,9 @@ Search = Callable[[Contest, Sequence[Outcome], Wish], None]
 def _joint(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None:
     search = JointSearch(contest, _variants(contest, starts), [as_variant(o) for o in starts], _ways(wish))
     with_branches_aside(contest, search.run)
-    if contest.best is not None:  # what only a timeline sees, such as overlap; also far from what sums prefer
-        walk_from_all(contest, [contest.best, *starts], wish.seed)
+    best = contest.best or contest.smallest  # what only a timeline sees, such as overlap and peaks of memory
+    if best is not None:
+        walk_from_all(contest, [best, *starts], wish.seed)
 
 
 def _named_only(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None:

@@ -91,12 +91,13 @@ class Row:
     found_seconds: float
     found: str
     gap: float | None
-    """As the search tells it."""
+    """Of the sum, as the search tells it: it bounds neither the timeline nor other numbers of micro-batches, and so
+    excuses nothing."""
     cpu_seconds: tuple[float, float]
 
     @property
     def is_as_good(self) -> bool:
-        return self.found_seconds <= max(ALIKE, 1 + (self.gap or 0.0)) * self.exhaustive_seconds
+        return self.found_seconds <= ALIKE * self.exhaustive_seconds
 
 
 def model_of(draw: Random) -> tuple[Graph, str]:

@@ -2,9 +2,10 @@
 
 A block has *modes*: nothing of it is run again, what is cheap for its bytes, or all (`blocks.py`). Each says of every
 operator whether it is run again, and which tensors it holds: as the simulator counts them, views are free, and what
-several keep is held once (`conjoin.sim`). A mode is a variable of its block beside the choices of its operators, so
-that what is run again is decided together with layouts and storage; eliminating it takes, entry by entry, the least of
-the block's tables for all its modes.
+several keep is held once (`conjoin.sim`). The batch is there from the beginning to the end of a step, split as it is
+read: whoever reads a tensor of it first holds it. A mode is a variable of its block beside the choices of its
+operators, so that what is run again is decided together with layouts and storage; eliminating it takes, entry by entry,
+the least of the block's tables for all its modes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from conjoin.comm import run_again
-from conjoin.ir import Segment, asked_segments
+from conjoin.ir import LeafKind, Segment, asked_segments
 from conjoin.search.blocks import block_segments, cheap_parts
 from conjoin.sim import Kept, Skeleton, kept_of
 
@@ -85,6 +86,13 @@ class Recompute:
                     found[made] = found.get(op.reads[shared], op.reads[shared])
         return found
 
+    @cached_property
+    def _first_readers(self) -> dict[int, tuple[int, int]]:
+        """For every tensor of the batch the operator that reads it first, and as which operand."""
+        leaves = enumerate(root.leaf for root in self.skeleton.roots)
+        fed = [i for i, leaf in leaves if leaf is not None and leaf.kind is LeafKind.INPUT]
+        return {i: min(self.skeleton.readers[i]) for i in fed if self.skeleton.readers[i]}
+
     def _hold(self, places: Sequence[int], segments: Sequence[Segment]) -> list[Held]:
         """What operators in a row hold where segments of them are run again; each tensor the first that needs it."""
         operators, roots = self.skeleton.operators, self.skeleton.roots
@@ -108,6 +116,7 @@ class Recompute:
                     if roots[tensors[i]].leaf is None and tensors[i] not in known:
                         known.add(tensors[i])
                         into.append(i)
+            mine += [i for i, root in enumerate(op.reads) if self._first_readers.get(root) == (place, i)]
             extra = kept.extra if kept is not None and span is None else 0
             found.append(Held(span is not None and place not in span.kept, tuple(mine), tuple(own), extra))
         return found

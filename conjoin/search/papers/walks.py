@@ -30,8 +30,8 @@ MAX_STARTS = 4
 COLDNESS = 100.0
 """Beta times the seconds of the plan that a walk begins with; the thesis prints no value. A plan that is slower by a
 hundredth of these is accepted once in e times."""
-MIN_PROPOSALS = 10
-"""For each operator, before a walk may end because nothing better is found."""
+MIN_PROPOSALS, FEW_PROPOSALS = 10, 100
+"""For each operator, and for a model of few, before a walk may end because nothing better is found."""
 NUM_SAMPLES = 1000
 """Of random search."""
 AT_PLACE = 0.05
@@ -78,7 +78,8 @@ class _Walk:
     def go(self) -> None:
         """Until its time is over, or the second half of the proposals brought nothing better."""
         proposed, found_at = 0, 0
-        least = MIN_PROPOSALS * len(self.current.simulation.program.skeleton.operators)
+        count = len(self.current.simulation.program.skeleton.operators)
+        least = max(FEW_PROPOSALS, MIN_PROPOSALS * count) if count else 0
         while proposed < max(least, 2 * found_at) and self.contest.left > self.until:
             self.contest.check(f"random changes from {self.name}")
             proposed += 1

@@ -137,7 +137,7 @@ class StageSearch:
         if tables is None:
             return replace(trial, least=inf, is_priced=True)
         if tables.main is None:
-            return replace(trial, is_priced=True)
+            return replace(trial, least=max(trial.least, self._least_of_cells(trial, tables)), is_priced=True)
         (cell, count), division, micro = tables.main, trial.division, trial.micro
         each: dict[Part, tuple[float, float]] = {}
         for part in division.parts:
@@ -149,6 +149,19 @@ class StageSearch:
             longest = -(-count // division.count) * min(each.values())[0]
         least = (micro - 1) * longest + count * min(seconds for _, seconds in each.values())
         return replace(trial, least=max(trial.least, least / 2 / _ROUGH), is_priced=True)
+
+    def _least_of_cells(self, trial: Trial, tables: StageTables) -> float:
+        """What a step takes at best by the price of each cell alone: a micro-batch takes its time however small it is.
+
+        Cells in a row may take less than one by one, by half at most.
+        """
+        division, total = trial.division, 0.0
+        plain = [(part, way) for part in division.parts for way in ways_on(division.machines[part]) if way.is_plain]
+        for cell in np.flatnonzero(np.diff(tables.learning) > 0).tolist():
+            row = cell, cell + 1
+            each = [part.num_devices * tables.seconds(row, part, way)[0] for part, way in plain]
+            total += min((seconds for seconds in each if seconds < inf), default=0.0)
+        return trial.micro * total / self.model.machine.num_devices / 2
 
     def _limit(self) -> float:
         """What a step may take that is any use."""
