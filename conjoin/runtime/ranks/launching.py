@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -113,8 +113,9 @@ def launch(
                 sys.exit(_TERMINATED)
             raise
         finally:
+            signals = (signal.SIGKILL,) if may_finish else (signal.SIGTERM, signal.SIGKILL)
             for process in reversed(processes):
-                process.end()
+                process.end(signals)
 
 
 def _have_gpus(num_ranks: int, device: str | None) -> bool:
@@ -197,13 +198,13 @@ class _Child:
             with suppress(ProcessLookupError):
                 os.kill(self.process, signal.SIGTERM)
 
-    def end(self) -> None:
-        """End it; a rank that has said its last may end by itself."""
+    def end(self, signals: Sequence[signal.Signals]) -> None:
+        """End it by these; a rank that has said its last may end by itself."""
         self.line.close()
         if not self._server.is_alive:
             return  # it ends by itself
         self._exit_code(_END_SECONDS if self._has_spoken else 0.0)
-        for number in (signal.SIGTERM, signal.SIGKILL):
+        for number in signals:
             if self._exit_code(0.0) is None:
                 os.kill(self.process, number)  # its id cannot be another's: the server keeps it until asked
                 self._exit_code(_END_SECONDS)
