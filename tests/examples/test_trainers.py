@@ -60,7 +60,6 @@ def loop_with_accelerate(rank: int) -> list[float]:
 
 
 def test_hugging_faces_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("accelerate", reason="the trainer of transformers needs it")
     monkeypatch.chdir(tmp_path)
     made = example("huggingface_trainer")
     torch.manual_seed(0)
@@ -98,7 +97,6 @@ def as_numbers(logged: list[dict[str, float]]) -> list[float]:
 
 
 def test_lightnings_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("lightning", reason="it is what is tried")
     monkeypatch.chdir(tmp_path)
     made = example("lightning_trainer")
     plain, evaluated = made.train("plain", lambda *_: "auto")
@@ -116,7 +114,6 @@ def test_lightnings_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_lightning_in_the_precision_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("lightning", reason="it is what is tried")
     monkeypatch.chdir(tmp_path)
     made = example("lightning_trainer")
     plain, _ = made.train("plain", lambda *_: "auto", dtype=torch.float32, precision="bf16-mixed", max_steps=4)
@@ -130,7 +127,6 @@ def test_lightning_in_the_precision_of_the_plan(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_lightning_step_that_reads_what_a_plan_would_fix_is_refused() -> None:
-    pytest.importorskip("lightning", reason="it is what is tried")
     made = example("lightning_trainer")
 
     class Counting(made.Classifier):  # type: ignore[misc, name-defined]
@@ -148,7 +144,6 @@ def test_a_lightning_step_that_reads_what_a_plan_would_fix_is_refused() -> None:
 
 
 def test_a_loop_with_accelerate() -> None:
-    pytest.importorskip("accelerate", reason="it is what is tried")
     first, second = launch(2, loop_with_accelerate)
     torch.manual_seed(0)
     model, data = nn.Linear(4, 1).double(), torch.randn(24, 4).double()
