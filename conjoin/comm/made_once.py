@@ -50,12 +50,13 @@ def find_made_once(graph: Graph, bundled: Collection[Entry], regathered: Collect
 
     def holds(value: Value) -> bool:
         root = origin(value)
-        owner = root.owner
+        owner, moves = root.owner, value.type.layout != root.type.layout
+        if moves and (root, value.type.layout) in bundled:
+            return False
         if isinstance(owner, Node):
             return owner in once
         is_stored = owner.kind is not LeafKind.INPUT and not (owner.kind is LeafKind.BUFFER and owner.name in updated)
-        moves = value.type.layout != root.type.layout
-        return is_stored and not (moves and ((root, value.type.layout) in bundled or owner.name in regathered))
+        return is_stored and not (moves and owner.name in regathered)
 
     def depends(value: Value) -> bool:
         owner = origin(value).owner

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -20,6 +20,7 @@ from conjoin.frontends.torch_private import constant_of, disable_current_modes, 
 
 _LARGEST = 2**20
 """Elements of a tensor whose values are kept beside it."""
+_DEVICE = torch.ops.prim.device.default
 _NUMBERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 _BY_SHAPE = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
 _UNSET = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
@@ -41,8 +42,9 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        values = [self._value(tensor) for tensor in given]
+        if func is _DEVICE:  # asked of stand-ins several times a call
+            return func(*args)
+        values = [self._value(tensor) for tensor in _tensors((*args, *kwargs.values()))]
         known = isinstance(func, OpOverload) and (_name(func) in _BY_SHAPE or all(v is not None for v in values))
         if func in _NUMBERS and (value := values[0]) is not None:
             with disable_current_modes():
@@ -57,9 +59,10 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _value(self, tensor: Tensor) -> Tensor | None:
-        if tensor not in self._known and (constant := constant_of(tensor)) is not None:
-            self._known[tensor] = constant  # a copy: what writes to a constant is done to both
-        return self._known.get(tensor)
+        known = self._known.get(tensor) if self._known else None
+        if known is None and (known := constant_of(tensor)) is not None:
+            self._known[tensor] = known  # a copy: what writes to a constant is done to both
+        return known
 
     def _note(self, func: OpOverload, args: Any, kwargs: Any, result: Any) -> None:
         """Do for the values what was done for their stand-ins, on the host."""
@@ -90,6 +93,15 @@ def _is_constant(func: OpOverload, result: Any) -> bool:
     drawn = torch.Tag.nondeterministic_seeded in func.tags or _name(func) in _UNSET
     made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     return not drawn and bool(made) and all(tensor.numel() <= _LARGEST for tensor in made)
+
+
+def _tensors(arguments: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments of an operator, which nests them in lists alone."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _tensors(argument)
 
 
 def _name(func: OpOverload) -> str:

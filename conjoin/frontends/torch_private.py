@@ -476,8 +476,10 @@ def is_fake(tensor: Tensor) -> bool:
 def constant_of(tensor: Tensor) -> Tensor | None:
     """A copy of the values that torch itself knows of a stand-in, such as those of `torch.tensor(2.0)`."""
     constant = tensor.constant if isinstance(tensor, FakeTensor) else None
+    if constant is None:
+        return None
     with disable_current_modes():
-        return None if constant is None else constant.clone()
+        return constant.clone()
 
 
 def memory_of(tensor: Tensor) -> int:

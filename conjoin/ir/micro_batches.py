@@ -150,8 +150,11 @@ class Cutting:
             self._add_leaf(leaf)
 
     def run(self) -> Graph:
+        results = (*self.graph.outputs, *(value for _, value in self.graph.updates))
+        read = {value for node in self.graph.nodes for value in node.inputs}.union(results)
         for node in self.graph.nodes:
-            self._add(node)
+            if not is_random(node.op, node.args) or not read.isdisjoint(node.outputs()):
+                self._add(node)  # what is drawn for nothing is left: every micro-batch draws from a stream of its own
         loss = next(value for value in self.graph.outputs if isinstance(value, Value))
         if not self._reads(loss, Partial()):
             raise _refusal(self.graph, self.steps, "its loss is not a sum over the samples of a batch", _OTHERWISE)

@@ -38,11 +38,25 @@ class Normed(nn.Module):
         return nn.functional.linear(torch.tanh(back), self.down.weight.softmax(0))
 
 
+class Widened(nn.Module):
+    """Parameters that are cast and then made into something, as decays of state-space models and gains of norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.gains = nn.ParameterList(torch.rand(8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, gain in zip(self.layers, self.gains, strict=True):
+            x = torch.tanh(layer(x) * (1 + gain.double().exp()).to(x.dtype))
+        return x
+
+
 @cache
 def sample(name: str) -> Sample:
     torch.manual_seed(4)
-    if name == "normed":
-        model, inputs = Normed().train(), (torch.randn(8, 8), torch.randn(8, 8))
+    if name in ("normed", "widened"):
+        model, inputs = Normed() if name == "normed" else Widened(), (torch.randn(8, 8), torch.randn(8, 8))
         return Sample(capture(model, inputs, nn.functional.mse_loss), model, inputs)
     made = build(f"{name}:tiny", batch_size=4, seed=1)
     for module in made.model.modules():
@@ -59,7 +73,8 @@ def plan_for(name: str, strategy: str, ranks: int) -> Plan:
 CASES = [
     ("gpt-1.3b", "megatron:tp=2+micro=2", 2), ("gpt-1.3b", "megatron:tp=2,dp=2,sp+micro=2+recompute=full", 4),
     ("normed", "data-parallel+micro=4", 2), ("normed", "fsdp+micro=2", 2), ("normed", "zero1+micro=2", 2),
-    ("gpt-1.3b", "pipeline:pp=2,tp=2,micro=2", 4),
+    ("gpt-1.3b", "pipeline:pp=2,tp=2,micro=2", 4), ("widened", "pipeline:pp=2,dp=2,micro=2", 4),
+    ("widened", "fsdp+micro=2", 2),
 ]  # fmt: skip
 
 
