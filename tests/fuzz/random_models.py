@@ -164,6 +164,12 @@ def _is_made(tensor: Tensor) -> bool:
         return False
 
 
+MADE_OF = (
+    "(1 + {}.float()).to({})", "{}.double().tanh().to({})", "(-{}.exp()).to({})", "({}.to(torch.bfloat16)).to({})",
+)  # fmt: skip
+"""What models make of a parameter before they use it."""
+
+
 def parameter_like(d: Drawing, x: Tensor) -> str:
     """A new parameter, or rarely a buffer, that broadcasts with a tensor."""
     shape = list(x.shape[d.rng.choice((0, 0, -1)) :]) if x.dim() else []
@@ -171,7 +177,8 @@ def parameter_like(d: Drawing, x: Tensor) -> str:
     made = f"torch.randn({shape_text(shape)}, dtype={x.dtype})" if shape else f"torch.randn((), dtype={x.dtype})"
     if d.rng.random() < 0.15:
         return d.init("b", f"self.register_buffer('{{}}', {made})")
-    return d.init("p", f"nn.Parameter({made})")
+    stored = d.init("p", f"nn.Parameter({made})")
+    return d.rng.choice(MADE_OF).format(stored, x.dtype) if d.rng.random() < 0.25 else stored
 
 
 def by_pattern(d: Drawing) -> None:
