@@ -71,6 +71,14 @@ def _margins(call: Call) -> str:
     return f"{batch} c!, {batch}{weight} -> {batch if _reduction(call) == _NONE else ''}"
 
 
+def _aligned(call: Call) -> str:
+    """Scores t n c of all steps, padded targets n s, and the lengths of both; targets one after the other are whole."""
+    if len(call["log_probs"].shape) != 3 or len(call["targets"].shape) != 2:
+        raise NotationError(f"{call.op} is declared for scores of 3 dims and targets of 2, one row a sample")
+    sample = "n~" if _reduction(call) == _MEAN else "n"
+    return f"t! {sample} c!, {sample} s!, {sample}, {sample} -> {sample if _reduction(call) == _NONE else ''}"
+
+
 def classified_expansion(form: LocalForm) -> Any:
     """The mean as a sum over the samples that count, divided by their number: both sums may be partial."""
     emit, call, dtype = form.emit, form.call, form.call.tensors[0].dtype
@@ -160,6 +168,11 @@ def _cosine_sample(rng: Random) -> Args:
     return real(n, x), real(n, x), real(n), 0.1, rng.randrange(3)
 
 
+def _aligned_sample(rng: Random) -> Args:
+    n, c = rng.randint(1, 4), rng.randint(3, 5)
+    return real(6, n, c), integer(n, 3), integer(n), integer(n), 0, rng.randrange(3), True
+
+
 _PROBABILITY = (0.1, 0.9)
 _loss = partial(OpSpec, dtype=Dtype.PROMOTE)
 _classes = partial(OpSpec, dtype=Dtype.FIRST, constants=("weight",), flops=4)
@@ -189,5 +202,6 @@ OPS: tuple[OpSpec, ...] = (
     _likelihood(TOKEN_LIKELIHOOD, _of_tokens, _token_sample),
     _classes(TOKEN_ENTROPY, _of_tokens, lambda rng: (*_token_sample(rng), rng.choice((0.0, 0.1))),
              expansion=classified_expansion, domain=_PROBABILITY, by_parts=entropy_by_parts, kernels="softmax"),
+    _loss("ctc_loss.Tensor", _aligned, _aligned_sample, flops=30, dtype=Dtype.FIRST),
     _classes("multi_margin_loss", _margins, _multi_margin_sample),
 )  # fmt: skip
