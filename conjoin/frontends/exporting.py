@@ -25,6 +25,7 @@ from conjoin.frontends.functional import (
     hidden_views,
     keep_orders,
     overlapping_writes,
+    put_in_real_parts,
 )
 from conjoin.frontends.known_values import KnownValues
 from conjoin.frontends.problems import MODEL_PREFIX, Problem, find_user_line
@@ -404,6 +405,7 @@ def _settle(
             orders = drawn_orders(program.graph)
             with keep_draws(), composites_prepared_once():
                 program, updates = program.run_decompositions(hidden_views(program)), ()
+            put_in_real_parts(program.graph)
             keep_orders(program.graph, orders)
     return program, updates, (*traced.problems, *problems), idle
 

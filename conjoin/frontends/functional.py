@@ -203,11 +203,41 @@ def _put_back(graph: fx.Graph, part: fx.Node, value: fx.Node) -> fx.Node:
     """The whole with a new value in place of one of its parts."""
     while part.target in _SCATTERS:
         whole: Any = part.args[0]
-        scatter = _SCATTERS[part.target]
-        made = graph.call_function(scatter, (whole, value, *part.args[1:]), dict(part.kwargs))
+        made = graph.call_function(_SCATTERS[part.target], (whole, value, *part.args[1:]), dict(part.kwargs))
         made.meta = {**value.meta, "val": whole.meta["val"]}
-        part, value = whole, made
+        with graph.inserting_after(made):
+            part, value = whole, _in_real_parts(graph, made)
     return value
+
+
+def _in_real_parts(graph: fx.Graph, put: fx.Node) -> fx.Node:
+    """What puts a part into a complex tensor, by real and imaginary parts: torch has no gradient for it as it is."""
+    if not put.meta["val"].is_complex() or put.kwargs:
+        return put
+    whole, value, dim, *rest = (*put.args, 0) if len(put.args) == 2 else put.args
+
+    def call(function: Any, *args: Any) -> fx.Node:
+        return _insert(graph, put, function, args, _evaluate(function, put, args))
+
+    with graph.inserting_before(put):
+        resolved = [call(torch.ops.aten.resolve_conj.default, x) if _is_conjugate(x) else x for x in (whole, value)]
+        parts = [call(torch.ops.aten.view_as_real.default, x) for x in resolved]
+        made = call(put.target, *parts, dim % put.meta["val"].dim(), *rest)
+        result = call(torch.ops.aten.view_as_complex.default, made)
+    put.replace_all_uses_with(result)
+    graph.erase_node(put)
+    return result
+
+
+def _is_conjugate(node: Any) -> bool:
+    return bool(node.meta["val"].is_conj())
+
+
+def put_in_real_parts(graph: fx.Graph) -> None:
+    """As `functionalize` does it, where torch has made the graph functional."""
+    for node in list(graph.nodes):
+        if node.target in _SCATTERS.values():
+            _in_real_parts(graph, node)
 
 
 def functionalize(program: ExportedProgram) -> Updates | None:

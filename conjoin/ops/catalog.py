@@ -28,6 +28,7 @@ from conjoin.ops.declarations import (
     reductions,
     resampling,
     scattering,
+    spectral,
     views,
 )
 from conjoin.ops.notation import NotationError
@@ -37,7 +38,7 @@ from conjoin.plugins import load_plugins
 
 _FAMILIES = (
     contraction, convolution, pooling, normalization, attention, recurrent, experts, graphs, lookup, scattering,
-    elementwise, reductions, joining, movement, resampling, views, creation, randomness, losses, parallel,
+    elementwise, reductions, joining, movement, resampling, spectral, views, creation, randomness, losses, parallel,
 )  # fmt: skip
 
 
