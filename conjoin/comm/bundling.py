@@ -244,6 +244,11 @@ def _enough(bundles: Sequence[ParameterBundle], stretches: Sequence[tuple[int, .
 
 def sent_bytes(types: Iterable[TensorType], axes: tuple[str, ...], mesh: Mesh) -> PerRank:
     """What a rank sends to one other of its group when some tensors are gathered over axes: as much as any there."""
+    return _sent_bytes(tuple(types), axes, mesh)
+
+
+@lru_cache(maxsize=1 << 12)  # layers that are equal send alike
+def _sent_bytes(types: tuple[TensorType, ...], axes: tuple[str, ...], mesh: Mesh) -> PerRank:
     held = sum_per_rank((held_bytes(type, mesh) for type in types), mesh.size)
     if len(held.values) == 1:
         return held

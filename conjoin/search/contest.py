@@ -240,6 +240,12 @@ class Contest:
         return left if self.cpu_budget == inf else min(left, self.cpu_budget - self.cpu_elapsed)
 
     @property
+    def time_spent(self) -> float:
+        """Seconds of the budget that has less left, on the wall or of the process."""
+        elapsed, cpu_elapsed = self.elapsed, self.cpu_elapsed
+        return elapsed if self.budget - elapsed <= self.cpu_budget - cpu_elapsed else cpu_elapsed
+
+    @property
     def time_left_of_given(self) -> float:
         """The part that is left of the time on the wall or of the seconds of the process, whichever is scarcer."""
         left = 1 - self.elapsed / self.budget if self.budget > 0 else 0.0

@@ -34,7 +34,7 @@ from conjoin.search.wishing import SearchResult, Wish, check_wish, usable_bytes
 from conjoin.sim import OPTIMIZER_COPIES, MachinePrices, break_down, expected_error
 
 _GRACE_SECONDS = 1.0
-"""How long after its time a search may still judge named strategies."""
+"""How long after its time a search may still judge named strategies, as far as can be told."""
 _FOR_NAMED = 0.5
 """The part of the time that is left to the search where no named strategy fits."""
 _SLOW = 1.3
@@ -210,8 +210,8 @@ def _begin(contest: Contest, begin: Beginning, starts: list[Outcome], costs: Cos
                 known[name] = contest.enter(found)
                 starts.append(known[name])
                 contest.baseline = contest.best
-            if known and contest.time_left < -_GRACE_SECONDS:
-                raise Enough(Stopped.OUT_OF_TIME)
+            if known and contest.time_left < contest.time_spent / len(known) - _GRACE_SECONDS:
+                raise Enough(Stopped.OUT_OF_TIME)  # the next may take as long as those so far
             if known and contest.best is None and contest.time_left_of_given < _FOR_NAMED:
                 return  # memory decides, for which named strategies know less than the search
         starts += relieve_by_name(contest, [known[name] for name in known if least(name) <= contest.capacity])

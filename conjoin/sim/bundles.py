@@ -24,7 +24,6 @@ from conjoin.comm import (
     num_devices,
     ring_bytes,
     sent_bytes,
-    sum_per_rank,
 )
 from conjoin.ir import Segment
 from conjoin.ops import CAST, Call, TensorType, bind_args
@@ -149,7 +148,7 @@ class _Bundle:
         self._sent = sent_bytes((root.type for root, _ in bundle.entries), kind.gathered, mesh).largest
         self._count = self._sent // kind.dtype.itemsize
         """How many elements each member sends to another: those of the one that has most."""
-        self._held = max(1, sum_per_rank((held_bytes(type, mesh) for type in stored), mesh.size).largest)
+        self._held = max(1, sent_bytes(stored, (), mesh).largest)
         self._is_flat = bundle.is_flat
         self._places = common_places(*(root.type.layout for root, _ in bundle.entries))
 

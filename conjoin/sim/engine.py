@@ -142,7 +142,7 @@ class Timeline:
     @property
     def end(self) -> Ticks:
         """When the last stream of each class of devices is done."""
-        end: Ticks = _larger(_latest(self.states[-1][COMPUTE:]) + int(self.shifts[-1]), _number(self.hosts[-1]))
+        end: Ticks = larger(_latest(self.states[-1][COMPUTE:]) + int(self.shifts[-1]), _number(self.hosts[-1]))
         return end
 
     @property
@@ -177,15 +177,13 @@ def run(
     >>> run([(work, send, work), (work,)], slowed=50).ticks
     16
     """
-    free: Ticks = np.zeros(shape, np.int64) if shape else 0
-    state: State = (0, *(free,) * (NUM_STREAMS + num_events - 1))
-    advance = _advance_many if shape else _advance_one
+    state = start_state(num_events, shape)
     states, spans, count = [state], [], 0
     if shape:  # sums of arrays would begin anew at the other end, those of numbers do not
         total = sum(_longest(task.ticks) + _longest(task.host) for fragment in fragments for task in fragment)
         _check_total(total * (100 + slowed) // 100)
     for fragment in fragments:
-        state, found = advance(state, fragment, slowed)
+        state, found = advance(state, fragment, slowed, shape)
         spans.append(found)
         states.append(state)
         count += len(fragment)
@@ -193,6 +191,19 @@ def run(
         _check_total(max(int(ticks) for ticks in state))
     hosts, computed = (_rows([state[stream] for state in states], shape) for stream in (HOST, COMPUTE))
     return Timeline(fragments, spans, states, np.zeros(len(states), np.int64), hosts, computed, count, slowed)
+
+
+def start_state(num_events: int, shape: tuple[int, ...]) -> State:
+    """All streams free, and no event yet."""
+    free: Ticks = np.zeros(shape, np.int64) if shape else 0
+    return (0, *(free,) * (NUM_STREAMS + num_events - 1))
+
+
+def advance(
+    state: State, fragment: Fragment, slowed: int, shape: tuple[int, ...]
+) -> tuple[State, tuple[Span, ...]]:
+    """The streams after a fragment, and when its instructions ran, on classes of devices in an array of this shape."""
+    return _advance_many(state, fragment, slowed) if shape else _advance_one(state, fragment, slowed)
 
 
 def rerun(before: Timeline, fragments: Sequence[Fragment], changed: Sequence[int]) -> Timeline:
@@ -306,7 +317,7 @@ def _advance_one(state: State, fragment: Fragment, slowed: int) -> tuple[State, 
             start = max(start, rows[other])
         end = start + instruction.ticks
         if slowed and instruction.stream == COMPUTE and (beside := max(rows[INSIDE], rows[BETWEEN]) - start) > 0:
-            end += min(_part(instruction.ticks, slowed, 100), _part(beside, slowed, 100 + slowed))
+            end += min(part_of(instruction.ticks, slowed, 100), part_of(beside, slowed, 100 + slowed))
         rows[instruction.stream] = end
         if instruction.event >= 0:
             rows[instruction.event] = end
@@ -314,7 +325,7 @@ def _advance_one(state: State, fragment: Fragment, slowed: int) -> tuple[State, 
     return tuple(rows), tuple(spans)
 
 
-def _part(ticks: Any, part: int, whole: int) -> Any:
+def part_of(ticks: Any, part: int, whole: int) -> Any:
     """So many parts of a whole, rounded down; nothing on the way is larger than what it is a part of."""
     return ticks // whole * part + ticks % whole * part // whole
 
@@ -333,7 +344,7 @@ def _advance_many(state: State, fragment: Fragment, slowed: int) -> tuple[State,
         end = start + instruction.ticks
         if slowed and instruction.stream == COMPUTE:
             beside = np.maximum(np.maximum(rows[INSIDE], rows[BETWEEN]) - start, 0)
-            end = end + np.minimum(_part(instruction.ticks, slowed, 100), _part(beside, slowed, 100 + slowed))
+            end = end + np.minimum(part_of(instruction.ticks, slowed, 100), part_of(beside, slowed, 100 + slowed))
         here = instruction.where
         if here is not None:  # elsewhere nothing happens, and takes no time when the devices there are free
             spans.append((np.where(here, start, rows[COMPUTE]), np.where(here, end, rows[COMPUTE])))
@@ -357,7 +368,7 @@ def _shift_between(old: State, new: State) -> int | None:
     for was, now in zip(old[INSIDE:], new[INSIDE:], strict=True):
         if was is now and shift == 0:
             continue
-        if _differ(_larger(now, new_floor) - _larger(was, old_floor), shift):
+        if _differ(larger(now, new_floor) - larger(was, old_floor), shift):
             return None
     return shift
 
@@ -380,7 +391,7 @@ def _number(ticks: Any) -> Ticks:
     return number
 
 
-def _larger(one: Any, other: Any) -> Any:
+def larger(one: Any, other: Any) -> Any:
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return np.maximum(one, other)
     return max(one, other)
@@ -401,5 +412,5 @@ def _differ(ticks: Any, number: int) -> bool:
 def _latest(state: State) -> Any:
     latest: Any = state[0]
     for row in state[1:]:
-        latest = _larger(latest, row)
+        latest = larger(latest, row)
     return latest

@@ -6,7 +6,7 @@ operator itself, of operators that read the same tensors or what it makes, and o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -23,6 +23,7 @@ from conjoin.comm import (
     run_again,
     splits_evenly,
 )
+from conjoin.cost import Seconds
 from conjoin.ir import Choice, LeafKind, Segment, Value, make_node, retype
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, TensorType
@@ -31,6 +32,7 @@ from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, NUM_STREAMS, Fragment, 
 from conjoin.sim.fragments import Departure, Drafts, Supply, local_shape, ordered
 from conjoin.sim.offloads import Copies, Offloads, update_by_parts
 from conjoin.sim.parts import part_spans
+from conjoin.sim.prices import Prices
 from conjoin.sim.skeleton import Layouts, Operator, Skeleton
 
 NOTHING_OFFLOADED = Offloads()
@@ -528,9 +530,7 @@ class Program:
         ]
         pieces = _Pieces(stored, mesh)
         alike = not drafts.prices.unlike_axes() and pieces.are_even
-        ticks, source = drafts.per_class(
-            tuple(stored), lambda rank: drafts.prices.update(pieces.on(rank), rank), alike
-        )
+        ticks, source = drafts.per_class(tuple(stored), _UpdatePrices(pieces, drafts.prices).on, alike)
         update = Instruction("update", COMPUTE, ticks, phase=Phase.UPDATE, source=source)
         updates = self._updates(update, stored) if self.offloads.states else (update,)
         self.fragments[-1] = (*ordered([*self._taken_back(), *home]), *self._around.at_end, wait, *updates)
@@ -555,17 +555,36 @@ class _Pieces:
             if splits_evenly(type.shape, type.layout, mesh)
         }
         self._same = [self._even.get(type) for type in types]
+        self._uneven = tuple(type for type in dict.fromkeys(types) if type not in self._even)
 
     @property
     def are_even(self) -> bool:
         return all(self._same)
 
+    def uneven_on(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """What a rank has of each type that is not split evenly."""
+        return tuple(local_shape(type, self._mesh, rank) for type in self._uneven)
+
     def on(self, rank: int) -> list[TensorType]:
         """The pieces of a rank; of some tensors it may have nothing."""
-        uneven = [type for type, same in zip(self._types, self._same, strict=True) if same is None]
-        found = {type: TensorType(local_shape(type, self._mesh, rank), type.dtype) for type in dict.fromkeys(uneven)}
+        shapes = zip(self._uneven, self.uneven_on(rank), strict=True)
+        found = {type: TensorType(shape, type.dtype) for type, shape in shapes}
         pieces = ((type, same or found[type]) for type, same in zip(self._types, self._same, strict=True))
         return [piece for type, piece in pieces if piece.num_elements or not type.num_elements]
+
+
+class _UpdatePrices:
+    """Seconds of the update on ranks; those with equal pieces are asked once where devices are alike."""
+
+    def __init__(self, pieces: _Pieces, prices: Prices) -> None:
+        self._pieces, self._prices, self._are_alike = pieces, prices, not prices.unlike_axes()
+        self._known: dict[Hashable, Seconds] = {}
+
+    def on(self, rank: int) -> Seconds:
+        key = self._pieces.uneven_on(rank), 0 if self._are_alike else rank
+        if key not in self._known:
+            self._known[key] = self._prices.update(self._pieces.on(rank), rank)
+        return self._known[key]
 
 
 def task_numbers(skeleton: Skeleton, drafts: Drafts) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from conjoin.ir import (
     Plan,
@@ -15,31 +16,48 @@ from conjoin.ir import (
 )
 from conjoin.machine import Mesh
 from conjoin.ops import At, Layout, split_axes
-from conjoin.sim.engine import Timeline, rerun, run
+from conjoin.sim.engine import Timeline, rerun, run, to_seconds
 from conjoin.sim.fragments import Drafts
 from conjoin.sim.memory import follow_offloads
 from conjoin.sim.offloads import Offloads, make_copies
+from conjoin.sim.periods import last_tick
 from conjoin.sim.prices import Prices
 from conjoin.sim.program import NOTHING_OFFLOADED, Change, Program, task_numbers
 from conjoin.sim.skeleton import Layouts, Skeleton, take_apart
 from conjoin.sim.symmetry import Classes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Simulation:
-    """A training step and its timeline."""
+    """A training step and how long it takes; when each of its tasks runs is worked out for those who ask."""
 
     program: Program
-    timeline: Timeline
+    known: Timeline | None = None
+    """The timeline, where it was made from an earlier one."""
 
     @property
     def classes(self) -> Classes:
         return self.program.drafts.classes
 
+    @cached_property
+    def timeline(self) -> Timeline:
+        """When every instruction runs."""
+        shape, slowed = self.classes.shape, self.program.drafts.prices.slowed()
+        return self.known or run(self.program.unrolled(), self.program.num_events, shape, slowed)
+
+    @cached_property
+    def ticks(self) -> int:
+        """How long a step takes: what comes again and again is timed a few times only."""
+        if self.known is not None or "timeline" in self.__dict__:
+            return self.timeline.ticks
+        shape, slowed = self.classes.shape, self.program.drafts.prices.slowed()
+        found = last_tick(self.program.unrolled(), self.program.num_events, shape, slowed)
+        return self.timeline.ticks if found is None else found
+
     @property
     def seconds(self) -> float:
         """How long a step takes."""
-        return self.timeline.seconds
+        return to_seconds(self.ticks)
 
     @property
     def num_tasks(self) -> int:
@@ -91,8 +109,9 @@ def _simulated(program: Program) -> Simulation:
     if program.offloads.tensors:
         link = program.drafts.prices.host_link()
         program.copies = make_copies(follow_offloads(program, link.kind), link, program.first_copy_event)
-    shape, slowed = program.drafts.classes.shape, program.drafts.prices.slowed()
-    return Simulation(program, run(program.unrolled(), program.num_events, shape, slowed))
+    found = Simulation(program)
+    found.ticks  # noqa: B018 – a step that is longer than times can tell is refused here
+    return found
 
 
 def new_drafts(skeleton: Skeleton, layouts: Layouts, mesh: Mesh, prices: Prices, unfold: bool = False) -> Drafts:
