@@ -22,7 +22,7 @@ from conjoin.rules.trials.references import Misfit
 
 CHOICES: dict[str, tuple[Parameter, ...]] = {
     "axis": ("a", -1), "part": (0, 1), "stride": (1, 2), "pad": ("same", "valid", 1), "act": ("none",),
-    "groups": ("?", 1, 2), "kernel": (2, 3), "mesh": (2,), "parts": (2, 3),
+    "groups": ("?", 1, 2), "kernel": (2, 3), "mesh": (2,), "parts": (2, 3), "vertices": (2, 3),
 }  # fmt: skip
 LARGEST = 4
 
@@ -77,7 +77,7 @@ def test_sizes_fit_where_torch_runs(op: RuleOp) -> None:
                 shapes[str(arg)] = shape
                 for size, number in zip(shaping.sizes[arg], shape, strict=True):
                     shaping.puzzle.learn(size, number)
-            if op.name.startswith("embedding"):
+            if op.name.startswith(("embedding", "aggregate")):
                 shapes["x0"] = (LARGEST, *shapes["x0"][1:])  # rows that the indices, all 1, have
             thought = shape_that_is_thought(shaping, expr, random)
             assert thought == shape_that_torch_gives(shaping, expr, shapes), f"{expr} of {shapes}"
