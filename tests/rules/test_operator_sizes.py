@@ -72,8 +72,9 @@ def test_sizes_fit_where_torch_runs(op: RuleOp) -> None:
             for arg in expr.args:
                 shaping.add(arg)
                 shape = tuple(random.randint(1, LARGEST) for _ in shaping.sizes[arg])
-                if random.random() < 0.6 and arg is not expr.args[0] and len(shape) == len(shapes["x0"]):
-                    shape = shapes["x0"]  # or else they would never fit
+                alike = [other for other in shapes.values() if len(other) == len(shape)]
+                if random.random() < 0.6 and alike:
+                    shape = alike[0]  # or else they would never fit
                 shapes[str(arg)] = shape
                 for size, number in zip(shaping.sizes[arg], shape, strict=True):
                     shaping.puzzle.learn(size, number)
