@@ -1,12 +1,13 @@
 """A full-graph step of a two-layer GCN on one host, against torch's own sparse product: CPU seconds, taken in turn.
 
-    python -m benchmarks.roc_step [--vertices 233000] [--edges 11500000] [--rounds 3] [--output FILE]
+    python -m benchmarks.roc_step [--vertices 233000] [--edges 11500000] [--rounds 3] [--device cuda] [--output FILE]
 
 602 features, 128 hidden, 41 classes, as ROC's on Reddit with a tenth of the edges; the graph is symmetric, weighted,
 and has communities. `torch CSR` multiplies with a CSR matrix and is given its backward by hand: the same product once
 more, since the matrix is symmetric. `torch CSR, autograd` transposes it in every step, as torch does. `ours` is what
 `conjoin.capture` makes of a model in gather-scatter form; `ours, A·X once` the same with the first layer the other way
-round, (A·X)·W, where A·X of constant features is made before the first step. Seconds are those of all threads.
+round, (A·X)·W, where A·X of constant features is made before the first step. Seconds are those of all threads; on a GPU
+those on the wall, with the most bytes that a step allocates beside what is there before it, the graph of every way.
 """
 
 from __future__ import annotations
@@ -85,23 +86,31 @@ class LateGcn(nn.Module):
         return self.product(second.layer(x)) + second.bias  # type: ignore[operator, arg-type]
 
 
-def cpu_seconds(step: Callable[[], Tensor], model: nn.Module) -> tuple[float, float]:
-    """Of a step, forward and backward, and its loss."""
+def seconds_of(step: Callable[[], Tensor], model: nn.Module, device: str) -> tuple[float, float, int]:
+    """Of a step, forward and backward; its loss, and on a GPU the bytes that it allocates."""
     model.zero_grad()
-    start = time.process_time()
+    if device == "cpu":
+        start = time.process_time()
+        loss = step()
+        loss.backward()
+        return time.process_time() - start, loss.item(), 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, start = torch.cuda.memory_allocated(), time.perf_counter()
     loss = step()
     loss.backward()
-    return time.process_time() - start, loss.item()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, loss.item(), torch.cuda.max_memory_allocated() - before
 
 
-def ways(vertices: int, edges: int) -> dict[str, tuple[Callable[[], Tensor], nn.Module]]:
+def ways(vertices: int, edges: int, device: str) -> dict[str, tuple[Callable[[], Tensor], nn.Module]]:
     """A step of every way on the same graph."""
-    graph = community_graph(vertices, edges)
+    graph = community_graph(vertices, edges).to(device)
     weight = symmetric_weights(graph, vertices)
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(vertices, FEATURES, generator=generator)
-    labels = torch.randint(CLASSES, (vertices,), generator=generator)
-    model = Gcn(GnnConfig(FEATURES, CLASSES, 0, HIDDEN))
+    x = torch.randn(vertices, FEATURES, generator=generator).to(device)
+    labels = torch.randint(CLASSES, (vertices,), generator=generator).to(device)
+    model = Gcn(GnnConfig(FEATURES, CLASSES, 0, HIDDEN)).to(device)
     matrix = torch.sparse_coo_tensor(graph.flip(0), weight, (vertices, vertices)).coalesce().to_sparse_csr()
     batch = (x, graph, weight, labels)
     ours = to_module(conjoin.capture(model, batch, F.cross_entropy), model)
@@ -129,25 +138,31 @@ def main() -> None:
     parser.add_argument("--vertices", type=int, default=233_000)
     parser.add_argument("--edges", type=int, default=11_500_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/roc_step.json"))
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="Sparse")
-    steps = ways(options.vertices, options.edges)
+    steps = ways(options.vertices, options.edges, options.device)
     losses: dict[str, float] = {}
+    held: dict[str, int] = {}
     found: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(options.rounds + 1):
         for name, (step, model) in steps.items():
-            seconds, losses[name] = cpu_seconds(step, model)
+            seconds, losses[name], held[name] = seconds_of(step, model, options.device)
             found[name] += [seconds] if turn else []  # the first round makes what is kept
     medians = {name: statistics.median(seconds) for name, seconds in found.items()}
-    rows = [
-        {"way": name, "cpu_seconds": round(s, 3), "ratio": round(s / medians["torch CSR"], 3), "loss": losses[name]}
+    kind = "cpu_seconds" if options.device == "cpu" else "seconds"
+    rows: list[dict[str, Any]] = [
+        {"way": name, kind: round(s, 4), "ratio": round(s / medians["torch CSR"], 3), "loss": losses[name]}
+        | ({"step_gib": round(held[name] / 2**30, 3)} if options.device == "cuda" else {})
         for name, s in medians.items()
     ]
     for row in rows:
-        print(f"{row['way']:<22} {row['cpu_seconds']:>8} s  {row['ratio']:>6}  loss {row['loss']:.6f}")
+        more = f"  {row['step_gib']} GiB" if options.device == "cuda" else ""
+        print(f"{row['way']:<22} {row[kind]:>8} s  {row['ratio']:>6}  loss {row['loss']:.6f}{more}")
     about = {
-        "machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "machine": platform.machine() if options.device == "cpu" else torch.cuda.get_device_name(),
+        "threads": torch.get_num_threads(), "torch": torch.__version__,
         "date": str(date.today()), "vertices": options.vertices, "edges": options.edges,
         "command": " ".join(("python -m benchmarks.roc_step", *sys.argv[1:])),
     }  # fmt: skip

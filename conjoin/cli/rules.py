@@ -197,7 +197,9 @@ def generate_command(
     check_output(output, "library")
     check_directory(state, "state of the enumeration")
     start = time.perf_counter()
-    made = rooms.rules.make_library(directory=state, workers=workers, progress=lambda line: typer.echo(line, err=True))
+    made = rooms.rules.make_library(
+        directory=state, workers=workers, progress=lambda line: typer.echo(line, err=True), more=rooms.rules.exchanges()
+    )
     made.library.save(output)
     if as_json:
         print_json(_made_facts(made, output, time.perf_counter() - start))

@@ -58,6 +58,15 @@ def _places_that_depend_on_values(step: nn.Module, tensors: tuple[Tensor, ...]) 
     return list(watch.places)
 
 
+_SPARSE = ("SparseTensorImpl", "SparseCsr", "compressed tensor instance")
+DENSE_ALONE = "A graph names dense tensors alone, and how many numbers a sparse one has depends on its values."
+AS_EDGES = (
+    "Give the edges of such a matrix A as row, column and weight, and write A @ h as "
+    "`h.new_zeros(len(A), h.shape[1]).index_add(0, row, h[column] * weight[:, None])`, which runs as one product."
+)
+"""What to write instead of a product with a sparse matrix."""
+
+
 def explain(error: Exception, step: nn.Module, tensors: tuple[Tensor, ...]) -> CaptureError:
     """What export said, in three sentences and with the user's lines."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(HIDDEN)]
@@ -69,6 +78,11 @@ def explain(error: Exception, step: nn.Module, tensors: tuple[Tensor, ...]) -> C
             "Capture needs one program for every batch, but the model's control flow or a shape depends on tensor "
             "values. Such a branch would be frozen to what this batch happened to take. Compute both sides and choose "
             "with torch.where, use fixed shapes (masks, capacities), or move the decision out of forward."
+            + "".join(map(_shown, places))
+        )
+    if any(sign in text for sign in _SPARSE):
+        return CaptureError(
+            f"The model could not be captured: it makes a sparse tensor. {DENSE_ALONE} {AS_EDGES}"
             + "".join(map(_shown, places))
         )
     first = next((part.strip() for part in str(error).splitlines() if part.strip()), "no message")

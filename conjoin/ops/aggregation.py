@@ -11,6 +11,7 @@ many rows parts of the graph send each other (`conjoin/comm/halo.py`), and chang
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from math import prod
 from threading import Lock
@@ -30,6 +31,7 @@ _FEW = 1 << 16
 """Numbers that are aggregated by torch just as quickly."""
 _CHUNK = 1 << 24
 """Numbers that torch gathers at once."""
+_MOST_IN_32_BITS = 1 << 31
 
 
 def aggregate(  # noqa: PLR0913 - a graph is two tensors, and a part of it four numbers
@@ -228,6 +230,8 @@ def _summed(x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
         shape = num_rows, heads, size // heads
         run_kernel("sum", x, order.first, order.others, weight, None, made, *shape)
         return made
+    if x.is_cuda and heads == 1 and _is_sparse_product(x, order, weight):
+        return _sparse_product(x, order, weight)
     made = x.new_zeros(num_rows, heads, size // heads)
     flat = x.reshape(x.shape[0], heads, size // heads)
     rows = torch.arange(num_rows, device=x.device).repeat_interleave(order.first.diff())
@@ -239,6 +243,23 @@ def _summed(x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
             taken = taken * weight.reshape(-1, heads, 1)[some]
         made.index_add_(0, rows[some], taken.to(made.dtype))
     return made.view(num_rows, *x.shape[1:])
+
+
+def _is_sparse_product(x: Tensor, order: Order, weight: Tensor | None) -> bool:
+    """Whether it is what a product with a sparse matrix gives, which GPUs have a kernel for."""
+    same = weight is None or weight.dtype == x.dtype
+    return same and x.dtype in (torch.float32, torch.float64) and 0 < order.others.shape[0] < _MOST_IN_32_BITS
+
+
+def _sparse_product(x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
+    """The same by torch's product with a matrix that has a row for every row: edges are in its order already."""
+    count, size = order.others.shape[0], prod(x.shape[1:])
+    values = x.new_ones(count) if weight is None else weight.reshape(count)
+    shape = order.first.shape[0] - 1, x.shape[0]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support")  # is new, which torch tells once
+        matrix = torch.sparse_csr_tensor(order.first.int(), order.others, values, shape, check_invariants=False)
+    return (matrix @ x.reshape(x.shape[0], size)).view(shape[0], *x.shape[1:])
 
 
 def _products(x: Tensor, edges: Edges, gradient: Tensor, heads: int) -> Tensor:

@@ -6,7 +6,7 @@
     factor    = number | "(" size ")" | ("half" | "first part" | "second part") "of" factor
               | "groups(" size "," size ")"                      how many groups channels make by so many of a kernel
               | "windows(" size "," size "," size "," size ")"   of a dim by kernel, stride and padding
-              | ["kernel" | "parts" | "groups"] name             a named number, or the devices along a mesh axis
+              | ["kernel" | "parts" | "groups" | "vertices"] name  a named number, or the devices along a mesh axis
               | tensor "." dim                                   `x.1`, `x.-1`, `x.a`; a tensor may be any expression
               | "dims of" tensor ["before" number] ("but" dim)*  all others
 
@@ -164,7 +164,7 @@ class _Parser:
             return Made(text.split()[0], (self._factor(),))
         if text in ("groups", "windows") and self._peek() == ("sign", "("):
             return Made(text, self._arguments())
-        if text in ("kernel", "parts", "groups"):
+        if text in ("kernel", "parts", "groups", "vertices"):
             kind, text = self._take()
             return Number(int(text)) if kind == "number" else Named(text)
         if kind == "name":

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from conjoin.ops import EMBEDDING_BAG
+from conjoin.ops import AGGREGATE, EMBEDDING_BAG
 from conjoin.rules.definitions import constants, functions, left_open, over_devices
 from conjoin.rules.definitions.calls import Call, Define, Tensor
 from conjoin.rules.definitions.declarations import Declared
@@ -41,6 +41,7 @@ FUNCTIONS = ("relu", "gelu", "silu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", 
 """Functions of one number, of which proofs know little but their names: see `functions.py`."""
 
 _ALONG = (("dim", "place"),)
+_VERTICES = (("vertices", "vertices"),)
 _POOL = (("kernel_size", "kernel"), ("stride", "stride"), ("padding", "pad"))
 DECLARED: Mapping[str, Declared] = {
     **{name: Declared(name) for name in FUNCTIONS},
@@ -69,6 +70,9 @@ DECLARED: Mapping[str, Declared] = {
     "softmax": Declared("softmax.int", _ALONG),
     "embedding": Declared("embedding"),
     "embedding_bag": Declared(EMBEDDING_BAG, fixed=(("mode", "sum"),), flattened="b"),
+    "aggregate": Declared(AGGREGATE, _VERTICES, (("reduce", "sum"),)),
+    "aggregate_weighted": Declared(AGGREGATE, _VERTICES, (("reduce", "sum"),)),
+    "aggregate_mean": Declared(AGGREGATE, _VERTICES, (("reduce", "mean"),)),
 }
 """Operators by what declares them."""
 
@@ -79,6 +83,7 @@ LEFT_OPEN: Mapping[str, Open] = {
     "split": left_open.piece,  # the same
     "softmax": left_open.normalisation,  # whole along its dim, and not linear
     "max_pool": left_open.maximum,  # over a window, and not linear
+    "aggregate_mean": left_open.mean_over_edges,  # over the edges of each vertex, of which there are any number
 }
 """What the declarations of some operators leave open."""
 
@@ -126,6 +131,7 @@ _WINDOW: Parameters = (("stride", 1), ("pad", "same"))
 _KERNEL: Parameters = (("kernel", ""),)
 _ACT: Parameters = (("act", "none"),)
 _AXIS: Parameters = (("axis", ""),)
+_MADE: Parameters = (("vertices", ""),)
 _MESH: Parameters = (("mesh", "m"),)
 
 OPS: tuple[RuleOp, ...] = (
@@ -155,6 +161,9 @@ OPS: tuple[RuleOp, ...] = (
     _op("softmax", 1, "same", "exponents over their sum along a dim", _AXIS),
     _op("embedding", 2, "embedding", "rows of a table"),
     _op("embedding_bag", 2, "bag", "sums of rows of a table"),
+    _op("aggregate", 3, "edges", "rows at the sources of edges, added up at their targets", _MADE),
+    _op("aggregate_weighted", 4, "edges", "the same, each row by the weight of its edge", _MADE),
+    _op("aggregate_mean", 3, "edges", "the same, averaged over the edges of a vertex; 0 where it has none", _MADE),
     _op("ones", 0, "constant", "1 everywhere"),
     _op("identity", 0, "identity", "the identity matrix"),
     _op("identity_kernel", 0, "image", "the kernel that changes nothing", _KERNEL),

@@ -25,7 +25,9 @@ MAX_SIZE = 400
 MAX_NAME = 200
 MAX_NUMBER = 10**6
 _TOKEN = re.compile(r"\s*(?:(?P<name>[A-Za-z_][A-Za-z0-9_]*)|(?P<number>-?[0-9]+)|(?P<sign>[\[\](),;=?]))")
-_LEAST: Mapping[str, int] = {"stride": 1, "pad": 0, "groups": 1, "kernel": 1, "part": 0, "mesh": 2, "parts": 1}
+_LEAST: Mapping[str, int] = {
+    "stride": 1, "pad": 0, "groups": 1, "kernel": 1, "part": 0, "mesh": 2, "parts": 1, "vertices": 1,
+}  # fmt: skip
 """The smallest number a parameter may be; one that is not here and is not an axis has to be a name."""
 
 

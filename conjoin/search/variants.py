@@ -9,17 +9,22 @@ from conjoin.ir import Graph, Node, Plan, Substitution, expand, sequential
 from conjoin.search.contest import Outcome, Variant, make_variant, name_of
 from conjoin.search.drafting import substitution_of
 from conjoin.search.facts import study
+from conjoin.search.features_once import with_constants_once
 
 _MAX_VARIANTS = 4
 
 
 def variants_of(graph: Graph, starts: Iterable[Outcome]) -> tuple[Variant, ...]:
-    """The graph as it is, with everything expanded, and as the entries to start from have it; each once."""
+    """The graph as it is, with everything expanded, and as the entries to start from have it; each once.
+
+    Also with features that belong to the model, and are no others in any step, aggregated at the first alone.
+    """
     found: dict[str, Variant] = {}
     whole = expanded(graph)
     entered = {v.graph: v for v in (as_variant(outcome).entry.variant for outcome in starts)}.values()
     rewritten = [expanded(v.graph, v.substitutions) for v in entered if v.substitutions and v.steps == 1]
-    for other, substitutions in ((graph, ()), whole, *rewritten):
+    once = with_constants_once(graph)
+    for other, substitutions in ((graph, ()), whole, once, *rewritten):
         name = name_of(other)
         if name not in found and len(found) < _MAX_VARIANTS:
             found[name] = make_variant(other, substitutions)

@@ -85,6 +85,42 @@ def test_something_else_than_a_batch(batch: Any, why: str) -> None:
     assert why in refused(nn.Linear(4, 4), batch)
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_matrix_of_a_model_is_told_with_what_to_write(layout: torch.layout) -> None:
+    """And what is written so is its product."""
+
+    class Neighbours(nn.Module):
+        def __init__(self, matrix: Tensor) -> None:
+            super().__init__()
+            self.register_buffer("matrix", matrix)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(self.matrix, x)
+
+    dense = torch.tensor([[0.0, 2.0, 0.0], [0.5, 0.0, 3.0], [0.0, 0.0, 0.0]])
+    text = refused(Neighbours(dense.to_sparse(layout=layout)))
+    assert "tensor matrix of shape (3, 3) is sparse" in text and text.count(". ") == 2
+    A, h = dense, X
+    (row, column), weight = A.to_sparse().indices(), A.to_sparse().values()
+    written = text.split("`")[1]
+    given = {"A": A, "h": h, "row": row, "column": column, "weight": weight}
+    assert torch.allclose(eval(written, {}, given), A @ h)
+
+
+@pytest.mark.parametrize("made", ["coo", "csr"])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_matrix_that_is_made_on_the_way_is_told(made: str) -> None:
+    class Neighbours(nn.Module):
+        def forward(self, x: Tensor, ends: Tensor, column: Tensor) -> Tensor:
+            if made == "coo":
+                return torch.sparse_coo_tensor(torch.stack((ends[:3], column)), x[:, 0], (3, 3)) @ x
+            return torch.sparse.mm(torch.sparse_csr_tensor(ends, column, x[:, 0], (3, 3)), x)
+
+    text = refused(Neighbours(), (X, torch.arange(4), torch.tensor([2, 0, 1])))
+    assert "it makes a sparse tensor" in text and "index_add(0, row, h[column] * weight[:, None])" in text
+
+
 ARGUMENTS: dict[str, tuple[Any, str]] = {
     "too many": ((X, X), "TypeError"),
     "another name": ({"y": X}, "TypeError"),

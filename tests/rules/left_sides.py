@@ -16,7 +16,17 @@ from typing import Any
 import torch
 
 from conjoin.ir import LEAF, Graph, GraphBuilder, LeafKind, Structure, Value, make_leaf
-from conjoin.ops import EMBEDDING_BAG, Call, NotationError, TensorType, bind_args, map_tensors, output_types, spec_for
+from conjoin.ops import (
+    AGGREGATE,
+    EMBEDDING_BAG,
+    Call,
+    NotationError,
+    TensorType,
+    bind_args,
+    map_tensors,
+    output_types,
+    spec_for,
+)
 from conjoin.rules.parameters import is_any, parameters
 from conjoin.rules.patterns import Apply, Expr, Input, Rule, walk
 
@@ -65,9 +75,11 @@ def windows(whole: Size, kernel: Size, stride: int, pad: int | str) -> Size:
 Shape = tuple[Size, ...]
 
 
+OVER_EDGES = ("aggregate", "aggregate_weighted", "aggregate_mean")
 LEAST_RANKS = {
     "bias": 1, "gain": 1, "linear": 1, "matmul": 2, "transpose": 2, "swap": 3, "flatten": 1, "unflatten": 2,
     "embedding": 1, "embedding_bag": 1, "identity": 2,
+    **dict.fromkeys(OVER_EDGES, 2),
 }  # fmt: skip
 IMAGES = ("conv", "enlarge", "avg_pool", "max_pool", "identity_kernel", "pool_kernel")
 
@@ -173,6 +185,11 @@ class Shapes:
             return [self._regrouped(expr, shape)]
         if op == "identity":
             self.equal(shape[-1], shape[-2])
+        if op in OVER_EDGES:
+            if rank != 2:
+                raise Unfit
+            self.equal(shape[0], fixed(self.param(expr, "vertices", (3, 4))))
+            return [(Size(), shape[1]), *[(Size(),)] * (len(expr.args) - 1)]
         return _with_second(op, shape) or [shape] * len(expr.args)
 
     def _regrouped(self, expr: Apply, shape: Shape) -> Shape:
@@ -346,6 +363,13 @@ class LeftSide:
             return self._along(expr, args, shape, self.shapes.axes[expr])
         if op in ("add", "mul", "sub", "div", "scale", "bias", "gain"):
             return self._elementwise(expr, args)
+        if op in OVER_EDGES:
+            weight = args[3] if len(args) > 3 else None
+            return self.call(AGGREGATE, *args[:3], weight, shape[0], "mean" if op.endswith("mean") else "sum")
+        return self._rest(op, args, shape)
+
+    def _rest(self, op: str, args: list[Value], shape: tuple[int, ...]) -> Value:
+        pick = self.rng.choice
         match op:
             case "transpose" | "swap":
                 return self._turned(op, args[0])
@@ -438,7 +462,8 @@ def draw_left_side(
     shapes = draw_shapes(rule, rng, ("none", "all", "some")[seed % 3])
     if shapes is None:
         return None
-    lookups = [e.args[1] for e in walk(*rule.left) if isinstance(e, Apply) and e.op.startswith("embedding")]
+    tables = [e for e in walk(*rule.left) if isinstance(e, Apply) and e.op.startswith(("embedding", "aggregate"))]
+    lookups = [arg for e in tables for arg in e.args[1:3]]
     rows = {e.name for e in walk(*lookups) if isinstance(e, Input)}
     names = [e.name for e in walk(*rule.left) if isinstance(e, Input)]
     dtypes = dict.fromkeys(rows, torch.int64)

@@ -12,7 +12,21 @@ from random import Random
 import pytest
 import torch
 
-from conjoin.rules import OPS, Apply, Entry, Input, Rule, Verdict, Vocabulary, certify, make_library, making, parse_rule
+from conjoin.rules import (
+    OPS,
+    Apply,
+    Entry,
+    Input,
+    Rule,
+    Verdict,
+    Vocabulary,
+    certify,
+    exchanges,
+    make_library,
+    making,
+    operators_in,
+    parse_rule,
+)
 from conjoin.rules.definitions.proving import prove
 from conjoin.rules.generator.forking import forked
 from conjoin.rules.generator.vocabulary import Typed, choose
@@ -38,6 +52,7 @@ def quiet(line: str) -> None:
 def test_every_operator_is_in_a_vocabulary() -> None:
     used = {choice.op for vocabulary, _ in SIZES for choice in vocabulary.choices}
     used |= {constant.expr.op for vocabulary, _ in SIZES for constant in vocabulary.constants}
+    used |= {expr.op for rule in exchanges() for expr in operators_in(*rule.outputs)}
     assert {op.name for op in OPS if not op.parallel} - used == UNUSED
 
 

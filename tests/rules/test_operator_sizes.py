@@ -22,7 +22,7 @@ from conjoin.rules.trials.references import Misfit
 
 CHOICES: dict[str, tuple[Parameter, ...]] = {
     "axis": ("a", -1), "part": (0, 1), "stride": (1, 2), "pad": ("same", "valid", 1), "act": ("none",),
-    "groups": ("?", 1, 2), "kernel": (2, 3), "mesh": (2,), "parts": (2, 3),
+    "groups": ("?", 1, 2), "kernel": (2, 3), "mesh": (2,), "parts": (2, 3), "vertices": (2, 3),
 }  # fmt: skip
 LARGEST = 4
 
@@ -72,12 +72,13 @@ def test_sizes_fit_where_torch_runs(op: RuleOp) -> None:
             for arg in expr.args:
                 shaping.add(arg)
                 shape = tuple(random.randint(1, LARGEST) for _ in shaping.sizes[arg])
-                if random.random() < 0.6 and arg is not expr.args[0] and len(shape) == len(shapes["x0"]):
-                    shape = shapes["x0"]  # or else they would never fit
+                alike = [other for other in shapes.values() if len(other) == len(shape)]
+                if random.random() < 0.6 and alike:
+                    shape = alike[0]  # or else they would never fit
                 shapes[str(arg)] = shape
                 for size, number in zip(shaping.sizes[arg], shape, strict=True):
                     shaping.puzzle.learn(size, number)
-            if op.name.startswith("embedding"):
+            if op.name.startswith(("embedding", "aggregate")):
                 shapes["x0"] = (LARGEST, *shapes["x0"][1:])  # rows that the indices, all 1, have
             thought = shape_that_is_thought(shaping, expr, random)
             assert thought == shape_that_torch_gives(shaping, expr, shapes), f"{expr} of {shapes}"

@@ -35,6 +35,7 @@ CHOICES: Mapping[str, tuple[Parameter, ...]] = {
     "kernel": ("k", 3),
     "mesh": ("m",),
     "parts": ("h", 2),
+    "vertices": ("v", 3),
 }
 INSTANCES = 5
 POSITIONS = 24
@@ -92,6 +93,8 @@ class Interpreter:
                 return float(self.of(index, known) == self.of(row, known))
             case Function("one over", (arg,)):
                 return 1 / self.of(arg, known)
+            case Function("at least one", (arg,)):
+                return max(1.0, self.of(arg, known))
             case Function(name, (arg,)):
                 chosen = self.functions.get(name, name)
                 value = torch.tensor(self.of(arg, known), dtype=torch.float64)

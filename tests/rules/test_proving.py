@@ -42,6 +42,17 @@ TRUE = {
         "embedding(concat[axis=1](x, y), i)", "concat[axis=-1](embedding(x, i), embedding(y, i))",
     ),
     "a bag is a sum": ("embedding_bag(x, i)", "sum[axis=-2](embedding(x, i))"),
+    "aggregation after a layer": (
+        "linear(aggregate_weighted[vertices=n](x, s, t, a), w)",
+        "aggregate_weighted[vertices=n](linear(x, w), s, t, a)",
+    ),
+    "means over edges after a layer": (
+        "linear(aggregate_mean[vertices=n](x, s, t), w)", "aggregate_mean[vertices=n](linear(x, w), s, t)",
+    ),
+    "two layers between aggregations": (
+        "aggregate[vertices=n](linear(linear(aggregate[vertices=n](x, s, t), w), v), s, t)",
+        "linear(aggregate[vertices=n](aggregate[vertices=n](linear(x, w), s, t), s, t), v)",
+    ),
     "softmax along another dim": (
         "softmax[axis=b](concat[axis=a](x, y))", "concat[axis=a](softmax[axis=b](x), softmax[axis=b](y))",
     ),
@@ -75,6 +86,10 @@ TRUE = {
     "a sum over two devices": ("add(x, y)", "reduce[mesh=2](partition[axis=a, mesh=2](concat[axis=a](x, y)))"),
 }  # fmt: skip
 FALSE = {
+    "a bias before aggregation": ("aggregate[vertices=n](bias(x, y), s, t)", "bias(aggregate[vertices=n](x, s, t), y)"),
+    "a function before": ("aggregate[vertices=n](relu(x), s, t)", "relu(aggregate[vertices=n](x, s, t))"),
+    "edges the other way": ("aggregate[vertices=n](x, s, t)", "aggregate[vertices=n](x, t, s)"),
+    "weights beside means": ("aggregate_mean[vertices=n](x, s, t)", "aggregate[vertices=n](x, s, t)"),
     "matmul commutes": ("matmul(a, b)", "matmul(b, a)"),
     "another function of a part": ("relu(concat[axis=a](x, y))", "concat[axis=a](relu(x), gelu(y))"),
     "features of groups": (

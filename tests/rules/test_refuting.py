@@ -48,6 +48,8 @@ FALSE = {
     "gelu(add(x, y))": "add(gelu(x), gelu(y))",
     "softmax[axis=a](concat[axis=a](x, y))": "concat[axis=a](softmax[axis=a](x), softmax[axis=a](y))",
     "embedding_bag(t, i)": "mean[axis=-2](embedding(t, i))",
+    "aggregate[vertices=n](bias(x, y), s, t)": "bias(aggregate[vertices=n](x, s, t), y)",
+    "aggregate_mean[vertices=n](x, s, t)": "aggregate[vertices=n](x, s, t)",
     "mul(x, identity)": "x",
     "split[axis=a, part=0](x)": "split[axis=a, part=1](x)",
     "div(x, add(y, z))": "add(div(x, y), div(x, z))",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from conjoin.comm import offloads, updated_together
 from conjoin.errors import PlanError
+from conjoin.frontends import capture
 from conjoin.ir import (
     OFFLOAD,
     Graph,
@@ -38,6 +39,7 @@ from conjoin.search import make_pipeline, make_plan
 from tests.runtime.hand_plans import module_on
 from tests.runtime.random_graphs import Sample
 from tests.runtime.test_recomputing import sample
+from zoo.gnn import DeepGcn, GnnConfig
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +75,18 @@ def test_training_is_as_on_one_device(name: str, strategy: str) -> None:
     found = sample(name)
     _, moved = offloading(found.graph, strategy)
     assert verify_in_process(Case(moved, found.graph, found.model, found.inputs), 2).passed
+
+
+@pytest.mark.parametrize("strategy", ["single", "vertex-parallel:parts=3"])
+def test_a_graph_network_trains_as_on_one_device(strategy: str) -> None:
+    torch.manual_seed(0)
+    model = DeepGcn(GnnConfig(features=4, classes=3, degree=2, hidden=8, layers=3)).double()
+    edges, weight = torch.randint(12, (2, 30)), torch.rand(30, dtype=torch.float64)
+    batch = (torch.randn(12, 4, dtype=torch.float64), edges, weight, torch.randint(3, (12,)))
+    graph = capture(model, batch, torch.nn.functional.cross_entropy)
+    _, moved = offloading(graph, strategy, 1 if strategy == "single" else 3)
+    assert any(action.action == "offload" for action in moved.memory)
+    assert verify_in_process(Case(moved, graph, model, batch), 2).passed
 
 
 def test_stages_train_as_one_device() -> None:

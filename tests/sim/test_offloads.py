@@ -23,6 +23,7 @@ from conjoin.sim import Prices, measure_memory, simulate
 from tests.runtime.hand_plans import module_on
 from tests.runtime.random_graphs import Sample
 from tests.sim.test_memory import Storages, convolutions, residual
+from zoo.gnn import DeepGcn, GnnConfig
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,15 @@ def moved(plan: Plan, *, states: bool = False) -> Plan:
     made = [(place, i) for place, node in nodes if place not in again for i, _ in enumerate(node.outputs())]
     names = [leaf.name for leaf in plan.graph.leaves_of(LeafKind.PARAMETER)] if states else []
     return check_plan(replace(plan, memory=(*plan.memory, *offload_actions(plan.graph, made, names))))
+
+
+def neighbours() -> tuple[nn.Module, Any, Any]:
+    """A deep network on a graph whose edges are few beside what it makes of its vertices."""
+    torch.manual_seed(0)
+    model = DeepGcn(GnnConfig(features=8, classes=5, degree=3, hidden=64, layers=6))
+    edges = torch.stack((torch.randint(400, (1200,)), torch.arange(400).repeat_interleave(3)))
+    batch = (torch.randn(400, 8), edges, torch.rand(1200), torch.randint(5, (400,)))
+    return model, batch, nn.functional.cross_entropy
 
 
 def held(plan: Plan, found: Sample) -> int:
@@ -82,6 +92,7 @@ def held(plan: Plan, found: Sample) -> int:
         (residual, "single", True),
         (residual, "single+recompute=full", False),
         (convolutions, "single", False),
+        (neighbours, "single", False),
     ],
 )
 def test_a_device_holds_what_was_predicted(
@@ -93,7 +104,7 @@ def test_a_device_holds_what_was_predicted(
     plan = moved(plain, states=states)
     before, predicted = (measure_memory(simulate(p, prices).program, "adam", "cpu") for p in (plain, plan))
     seen = held(plan, Sample(graph, model, batch))
-    assert predicted.peak == pytest.approx(seen, rel=0.05)
+    assert predicted.peak == pytest.approx(seen, rel=0.1 if make is neighbours else 0.05)
     assert before.on_host == 0 < predicted.on_host
-    if strategy == "single" and make is residual:  # where the two that come ahead are not all there is
+    if strategy == "single" and make is not convolutions:  # where the two that come ahead are not all there is
         assert predicted.peak < 0.8 * before.peak

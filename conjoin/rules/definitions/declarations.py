@@ -37,11 +37,11 @@ from conjoin.ops import Call as OpCall
 from conjoin.rules.definitions.calls import Call
 from conjoin.rules.definitions.dims import NotCovered
 
-MARKS: Mapping[str, int] = {"stride": 11, "pad": 13, "groups": 17, "kernel": 29, "parts": 37}
+MARKS: Mapping[str, int] = {"stride": 11, "pad": 13, "groups": 17, "kernel": 29, "parts": 37, "vertices": 41}
 """Numbers that stand for parameters of rules in calls that are only asked about: primes that no notation has itself."""
 _OF_EACH_DIM = ("stride", "pad", "kernel")
 """Parameters that rules have one of for both dims of an image."""
-_SMALL: Mapping[str, int] = {"stride": 1, "pad": 0, "groups": 1, "parts": 3}
+_SMALL: Mapping[str, int] = {"stride": 1, "pad": 0, "groups": 1, "parts": 3, "vertices": 1}
 """Parameters of calls that are run, on tensors as large as one window."""
 _LARGEST_DENOMINATOR = 1000
 """Of weights, which are found as floats; -1 and 1 are what there is."""

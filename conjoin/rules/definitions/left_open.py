@@ -9,7 +9,7 @@ from __future__ import annotations
 from conjoin.rules.definitions.calls import Devices
 from conjoin.rules.definitions.dims import NotCovered
 from conjoin.rules.definitions.reading import Element, Places, Reading
-from conjoin.rules.definitions.sums import ALWAYS, Function, Largest, Sum, below, between, choose, of
+from conjoin.rules.definitions.sums import ALWAYS, Function, Largest, Sum, access, below, between, choose, of
 from conjoin.rules.patterns import Input
 
 
@@ -93,6 +93,27 @@ def normalisation(reading: Reading) -> Element:
         more, bound, guard = reading.every((k,))
         total = exponent({**places, **more}).over(bound, guard)
         return exponent(places) * of(Function("one over", (total,)))
+
+    return element
+
+
+def mean_over_edges(reading: Reading) -> Element:
+    """Σ_u,e x[u] [source[e] = u] [target[e] = v] over how many edges have the target v, or over 1 where none has."""
+    source, target = reading.said.notation.operands[1:]
+    (edge,), from_vertex, vertex = source.indices(), source.addresses or "", target.addresses or ""
+
+    def is_row(operand: int, vertex: str, places: Places, devices: Devices) -> Sum:
+        row = access("#", (reading.row(vertex, places),))
+        return of(Function("is row", (reading.at(operand, places, devices), row)))
+
+    def element(places: Places, devices: Devices) -> Sum:
+        more, bound, guard = reading.every((from_vertex, edge))
+        here = {**places, **more}
+        ends = is_row(1, from_vertex, here, devices) * is_row(2, vertex, here, devices)
+        total = (reading.at(0, here, devices) * ends).over(bound, guard)
+        more, bound, guard = reading.every((edge,))
+        count = is_row(2, vertex, {**places, **more}, devices).over(bound, guard)
+        return total * of(Function("one over", (of(Function("at least one", (count,))),)))
 
     return element
 

@@ -149,7 +149,7 @@ class Frame:
         return tuple(self.dims.new(word, is_made_up=is_made_up) for word in words)
 
     def _apply(self, expr: Apply) -> Tensor:
-        for name in ("kernel", "groups", "parts"):
+        for name in ("kernel", "groups", "parts", "vertices"):
             if expr.param(name) not in ("", "?"):
                 self._named(f"{name} {expr.param(name)}")
         if BY_NAME[expr.op].parallel:

@@ -94,9 +94,10 @@ class Ranks:
             case "matrix" | "identity" | "cube" as kind:
                 self._demand(expr, Rank(least=3 if kind == "cube" else 2))
                 self.same(expr, *expr.args)
-            case "image":
-                for one in (expr, *expr.args):
-                    self._demand(one, Rank(exact=4))
+            case "image" | "edges" as kind:
+                exact = (4, 4, 4) if kind == "image" else (2, 2, 1, 1, 1)
+                for one, rank in zip((expr, *expr.args), exact, strict=False):
+                    self._demand(one, Rank(exact=rank))
             case "scale" | "bias" | "linear" as kind:
                 self._with_second(expr, {"scale": 0, "bias": 1, "linear": 2}[kind])
             case "reduce" | "flat" | "unflat" as kind:

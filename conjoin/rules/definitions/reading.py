@@ -37,7 +37,7 @@ class Reading:
         """Dims that operands have, by the indices they are made of."""
         self._offsets: dict[Window, Callable[[], Affine]] = {}
         for name, size in said.sizes.items():
-            for parameter in ("groups", "kernel", "parts"):
+            for parameter in ("groups", "kernel", "parts", "vertices"):
                 if size == MARKS[parameter]:
                     self.dims[name] = self._named(parameter)
         for operand, arg in zip(said.notation.operands, call.args, strict=True):

@@ -31,6 +31,9 @@ class Maker(Protocol):
     def call(self, op: str, *args: Any, output: int = 0) -> Value:
         """An output of a call of an operator of graphs."""
 
+    def said(self, op: str, attribute: str) -> Any:
+        """What the calls that are replaced say of something that rules have no word for, where all say the same."""
+
     def value(self, term: Term) -> Value:
         """A term as a value; what is inside of another call is computed on its own."""
 

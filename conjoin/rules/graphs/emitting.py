@@ -126,6 +126,11 @@ class Emitter:
                 self._values[term] = self.value(made)
         return self._values[term]
 
+    def said(self, op: str, attribute: str) -> Any:
+        """What the calls that are replaced say of something that rules have no word for, where all say the same."""
+        found = {node.call[attribute] for node in self.match.nodes if node.op == op}
+        return found.pop() if len(found) == 1 else None
+
     def call(self, op: str, *args: Any, output: int = 0) -> Value:
         """An output of a call, with types as the declarations say."""
         bound = bind_args(op, args, {})

@@ -246,6 +246,7 @@ _MOVES = frozenset(
     {"transpose", "swap", "flatten", "unflatten", "concat", "split", "embedding", "partition", "combine", "replicate"}
 )
 """Operators whose results are elements of their first operands as they are, whatever numbers these are."""
+_LOOKUPS = frozenset({"embedding", "embedding_bag", "aggregate", "aggregate_weighted", "aggregate_mean"})
 _REALS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 """Dtypes in which torch computes with real numbers, to rounding."""
 
@@ -258,9 +259,9 @@ def _computes(rule: Rule) -> bool:
 
 @lru_cache(maxsize=4096)
 def _addresses(rule: Rule) -> frozenset[Expr]:
-    """The expressions that say which rows of a table are meant."""
-    lookups = (expr for expr in walk(*rule.outputs) if isinstance(expr, Apply) and expr.op.startswith("embedding"))
-    return frozenset(walk(*(expr.args[1] for expr in lookups)))
+    """The expressions that say which rows of a table, or of a result, are meant."""
+    lookups = (expr for expr in walk(*rule.outputs) if isinstance(expr, Apply) and expr.op in _LOOKUPS)
+    return frozenset(walk(*(arg for expr in lookups for arg in expr.args[1:3])))
 
 
 def _check_dtypes(rule: Rule, terms: Mapping[Expr, Term]) -> None:

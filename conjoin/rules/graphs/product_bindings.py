@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from conjoin.ir import Node
-from conjoin.ops import COMBINE, EMBEDDING_BAG, PARTITION, REDUCE, REPLICATE
+from conjoin.ops import AGGREGATE, COMBINE, EMBEDDING_BAG, PARTITION, REDUCE, REPLICATE
 from conjoin.rules.graphs.binding import Binding, Maker, Seen, make_call
 from conjoin.rules.graphs.terms import Miss, Reading, Shape, Term, Virtual, argument, rank_of, shape_of, with_shape
 
@@ -178,6 +178,31 @@ def _embedding_bag(node: Node, index: int) -> Iterator[Seen]:
         yield Reading("embedding_bag", (), (table, indices))
 
 
+_OVER_EDGES = {
+    ("sum", False): "aggregate", ("sum", True): "aggregate_weighted", ("mean", False): "aggregate_mean",
+}  # fmt: skip
+"""By what is made of the edges of a vertex, and whether these have weights."""
+
+
+def _aggregated(op: str, node: Node, index: int) -> Iterator[Seen]:
+    x, source, target, weight, vertices, reduce, window, *_ = node.args
+    if rank_of(x) != 2 or (weight is not None and rank_of(weight) != 1):
+        yield Miss(op, "has rows of several dims, or a weight for each, and rules are for rows of numbers")
+    elif window or (reduce, weight is not None) not in _OVER_EDGES:
+        yield Miss(op, f"is of some vertices, or a {reduce}, and rules are for sums, and means without weights")
+    elif _OVER_EDGES[reduce, weight is not None] == op:
+        operands = (x, source, target) if weight is None else (x, source, target, weight)
+        yield Reading(op, (("vertices", vertices),), operands)
+
+
+def _make_aggregated(op: str, maker: Maker, args: tuple[Term, ...], vertices: int) -> Term:
+    """As many rows are sent between parts of the graph as before, whatever is in them."""
+    x, source, target, *weight = map(maker.value, args)
+    reduce = next(reduce for (reduce, _), name in _OVER_EDGES.items() if name == op)
+    halos = maker.said(AGGREGATE, "halos") or ()
+    return maker.call(AGGREGATE, x, source, target, weight[0] if weight else None, vertices, reduce, (), halos)
+
+
 # Over devices.
 
 
@@ -218,5 +243,6 @@ BINDINGS: tuple[Binding, ...] = (
     Binding("softmax", dict.fromkeys(("softmax.int", "_softmax"), _softmax), _make_softmax),
     Binding("embedding", {"embedding": _embedding}, partial(make_call, "embedding")),
     Binding("embedding_bag", {EMBEDDING_BAG: _embedding_bag}, _make_embedding_bag),
+    *(Binding(op, {AGGREGATE: partial(_aggregated, op)}, partial(_make_aggregated, op)) for op in _OVER_EDGES.values()),
     *(Binding(op, {name: partial(_along_axes, op)}, partial(_make_along_axes, name)) for op, name in _AXES.items()),
 )

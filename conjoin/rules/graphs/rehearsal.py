@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from conjoin.ir import LeafKind, Node, Value, make_leaf, make_node
-from conjoin.ops import execute, map_tensors
+from conjoin.ops import AGGREGATE, execute, map_tensors
 from conjoin.rules.graphs.scaling import Scaling, TooTight
 
 _SIZES = ((2, 3, 5, 7, 4), (5, 2, 4, 3, 7), (3, 4, 2, 5, 6))
@@ -158,8 +158,9 @@ class _Rehearsal:
         if dtype.is_floating_point or dtype.is_complex:
             drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64)
             return (drawn.abs() + 0.25 if self.is_positive else drawn).to(dtype)
-        tables = [node.inputs[0] for node in self.nodes if "embedding" in node.op]
-        most = min((self.scaling.shape(table)[0] for table in tables), default=100)
+        tables = [node.inputs[0] for node in self.nodes if "embedding" in node.op or node.op == AGGREGATE]
+        made = [Value(node) for node in self.nodes if node.op == AGGREGATE]
+        most = min((self.scaling.shape(table)[0] for table in (*tables, *made)), default=100)
         return torch.randint(0, most, shape, generator=self.generator).to(dtype)
 
     def _results(

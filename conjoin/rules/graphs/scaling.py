@@ -14,7 +14,7 @@ from math import gcd, prod
 from typing import Any
 
 from conjoin.ir import Node, Value
-from conjoin.ops import Args, Factors, NotationError, Spread, Window, space_of
+from conjoin.ops import AGGREGATE, Args, Factors, NotationError, Spread, Window, space_of
 
 Key = tuple[Value | Node, int | str]
 """A dim of a value, or an index of a call."""
@@ -191,6 +191,8 @@ class Scaling:
             return op, (made, *args[1:])
         if op in _FILLED_LIKE:
             return op, (args[0], made, *args[2:])
+        if op == AGGREGATE:
+            return op, (*args[:4], made[0], *args[5:])
         if op.startswith("eye"):
             return op, (*made[: 1 + (op == "eye.m")], *args[1 + (op == "eye.m") :])
         return op, args

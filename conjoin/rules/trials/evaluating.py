@@ -102,7 +102,7 @@ def _numbers(expr: Apply, values: Mapping[Expr, Value], setting: Setting) -> Par
     """The parameters of an application with names replaced by what they stand for."""
     found = {name: expr.param(name, default) for name, default in BY_NAME[expr.op].params}
     for name, value in found.items():
-        if name in ("stride", "pad", "kernel", "groups", "parts"):
+        if name in ("stride", "pad", "kernel", "groups", "parts", "vertices"):
             found[name] = setting.numbers.get(str(value), value)
         elif name == "act":
             found[name] = setting.functions.get(str(value), value)

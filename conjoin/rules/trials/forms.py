@@ -18,6 +18,8 @@ _COUNTED: Mapping[str, int] = {"matrix": 2, "identity": 2, "cube": 3, "bias": 1,
 """Dims at the end that operators of some kinds tell apart."""
 _SECOND: Mapping[str, int] = {"scale": 0, "bias": 1, "linear": 2}
 """Ranks of second operands."""
+_FIXED: Mapping[str, tuple[int, ...]] = {"image": (4, 4, 4), "edges": (2, 2, 1, 1, 1)}
+"""Ranks of the result and of all operands."""
 _MOST_OTHERS = 2
 """Dims that no operator tells apart."""
 _ROUNDS = 50
@@ -103,9 +105,9 @@ class Forms:
         elif kind == "unflat":
             self._count(expr.args[0], 1)
             self._one_less(expr.args[0], expr, -1)
-        elif kind == "image":
-            for one in (expr, *expr.args):
-                self._fix(one, 4)
+        elif kind in _FIXED:
+            for one, rank in zip((expr, *expr.args), _FIXED[kind], strict=False):
+                self._fix(one, rank)
         elif kind == "embedding":
             self._fix(expr.args[0], 2)
             self._one_less(expr.args[1], expr, -1)
@@ -150,6 +152,8 @@ class Forms:
         self._parents: dict[Expr, Expr] = {expr: expr for expr in self.exprs}
         for expr in self.applied:
             kind = BY_NAME[expr.op].kind
+            if kind == "edges":  # all of a fixed rank
+                continue
             args = expr.args[1:] if kind in ("embedding", "bag") else expr.args[:1] if kind in _SECOND else expr.args
             for arg in args:
                 self._join(expr, arg)

@@ -16,6 +16,7 @@ from random import Random
 import torch
 
 from conjoin.rules.conditions import ONE_GROUP, parse_conditions
+from conjoin.rules.operators import BY_NAME
 from conjoin.rules.parameters import is_any, with_groups
 from conjoin.rules.patterns import Apply, Expr, Input, Rule, inputs_of, operators_in, walk
 from conjoin.rules.trials.condition_sizes import post
@@ -229,14 +230,24 @@ class Sampler:
 
 
 def _rows(rule: Rule, shapes: Mapping[Expr, Shape]) -> Mapping[str, int]:
-    """The inputs that are rows of a table, and how many rows there are."""
+    """The inputs that are rows of a table, or of a result, and how many rows there are."""
     found: dict[str, int] = {}
     for expr in operators_in(*rule.outputs):
-        if expr.op in ("embedding", "embedding_bag") and expr.args[0] in shapes:
-            count = shapes[expr.args[0]][0]
-            for name in _moved(expr.args[1]):
-                found[name] = min(count, found.get(name, count))
+        for addressing, rows in _addressed(expr):
+            if rows in shapes:
+                count = shapes[rows][0]
+                for name in _moved(addressing):
+                    found[name] = min(count, found.get(name, count))
     return found
+
+
+def _addressed(expr: Apply) -> Iterator[tuple[Expr, Expr]]:
+    """Operands that say which rows are meant, and whose rows those are."""
+    if expr.op in ("embedding", "embedding_bag"):
+        yield expr.args[1], expr.args[0]
+    elif BY_NAME[expr.op].kind == "edges":
+        yield expr.args[1], expr.args[0]
+        yield expr.args[2], expr
 
 
 def _moved(expr: Expr) -> Iterator[str]:

@@ -219,6 +219,12 @@ def _bag(shaping: Shaping, expr: Apply, args: list[Sizes]) -> Sizes:
     return (*args[1][:-1], args[0][1])
 
 
+def _aggregate(shaping: Shaping, expr: Apply, args: list[Sizes]) -> Sizes:
+    for others in args[2:]:
+        shaping.same(args[1], others)
+    return shaping.number(expr, "vertices"), args[0][1]
+
+
 def _constant(shaping: Shaping, expr: Apply, args: list[Sizes]) -> Sizes:
     """As large as it has to be."""
     sizes = tuple(shaping.puzzle.new() for _ in range(shaping.ranks.rank(expr)))
@@ -274,6 +280,7 @@ _OPERATORS: Mapping[str, Callable[[Shaping, Apply, list[Sizes]], Sizes]] = {
     "mean": _reduce_dim,
     "embedding": _embedding,
     "embedding_bag": _bag,
+    **dict.fromkeys(("aggregate", "aggregate_weighted", "aggregate_mean"), _aggregate),
     **dict.fromkeys(("ones", "identity", "identity_kernel", "pool_kernel"), _constant),
     "partition": _partition,
     "combine": _combine,

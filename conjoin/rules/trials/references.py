@@ -158,6 +158,24 @@ def _embedding_bag(table: Tensor, indices: Tensor) -> Tensor:
     return functional.embedding_bag(bags, table, mode="sum").reshape(*indices.shape[:-1], table.shape[1])
 
 
+def _aggregate(params: Params, args: tuple[Tensor, ...], shape: Shape) -> Tensor:
+    """As people write it: a row for every edge, put together at its target."""
+    rows, (x, source, target, *weight) = int(params["vertices"]), args
+    _need(source.shape == target.shape and all(w.shape == target.shape for w in weight), "edges of different numbers")
+    source, target = _whole(source), _whole(target)
+    for indices, most in ((source, x.shape[0]), (target, rows)):
+        _need(bool(((indices >= 0) & (indices < most)).all()), "edges of vertices that do not exist")
+    messages = x[source]
+    for each in weight:
+        messages = messages * each[:, None]
+    return x.new_zeros(rows, x.shape[1]).index_add(0, target, messages)
+
+
+def _aggregate_mean(params: Params, args: tuple[Tensor, ...], shape: Shape) -> Tensor:
+    total = _aggregate(params, args, shape)
+    return total / torch.bincount(_whole(args[2]), minlength=len(total)).clamp(min=1)[:, None]
+
+
 def _whole(indices: Tensor) -> Tensor:
     _need(bool((indices == indices.round()).all()), "rows are looked up by numbers that are not whole")
     return indices.long()
@@ -219,6 +237,9 @@ _REFERENCES: Mapping[str, Reference] = {
     "softmax": _over_axis(torch.softmax),
     "embedding": _plain(_embedding),
     "embedding_bag": _plain(_embedding_bag),
+    "aggregate": _aggregate,
+    "aggregate_weighted": _aggregate,
+    "aggregate_mean": _aggregate_mean,
     "ones": lambda params, args, shape: torch.ones(shape, dtype=torch.float64),
     "identity": _identity,
     "identity_kernel": _identity_kernel,

@@ -1,0 +1,178 @@
+"""A graph network whose step needs several times the memory that it is given: what it holds, and what that costs.
+
+    python -m benchmarks.roc_larger_than_memory [--device cuda] [--vertices N] [--degree N] [--layers N] [--share 0.333]
+
+The zoo's deep residual GCN on a random graph is trained as it is; then with a share of the memory that this took,
+which is all that torch gives out on a GPU (`torch.cuda.set_per_process_memory_fraction`). The plan is what a search
+finds for that limit: tensors are kept, made again, or lie on the host between forward and backward. On a CPU, where the
+host's memory is the device's, it is `single+offload=activations`, and bytes are those told before the run. Losses of
+both must be the same. Features and edges, which every step reads, stay on the device, and count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import conjoin
+from conjoin.cost import CostModel
+from conjoin.ir import Graph, Plan
+from conjoin.machine import Machine, parse_machine
+from conjoin.search import Wish, find_plan, make_plan
+from conjoin.sim import Wanted, measure_memory, predict, simulate
+from zoo.gnn import DeepGcn, GnnConfig, symmetric_weights
+
+FEATURES, CLASSES = 128, 41
+_OUTSIDE = 0.05
+"""Of the limit is for what is no tensor of the step: the kept order of edges is counted besides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of the graph and the model."""
+
+    vertices: int
+    degree: int
+    hidden: int
+    layers: int
+
+    def model(self) -> DeepGcn:
+        torch.manual_seed(0)
+        return DeepGcn(GnnConfig(FEATURES, CLASSES, self.degree, self.hidden, self.layers))
+
+    def batch(self, device: str) -> tuple[Tensor, ...]:
+        """Features, edges in the order of their targets, weights and labels; the same on every device."""
+        generator = torch.Generator().manual_seed(0)
+        targets = torch.arange(self.vertices).repeat_interleave(self.degree)
+        edges = torch.stack((torch.randint(self.vertices, targets.shape, generator=generator), targets))
+        x = torch.randn(self.vertices, FEATURES, generator=generator)
+        labels = torch.randint(CLASSES, (self.vertices,), generator=generator)
+        given = (x, edges, symmetric_weights(edges, self.vertices), labels)
+        return tuple(tensor.to(device) for tensor in given)
+
+    def order_bytes(self) -> int:
+        """What is kept of the order of edges: by targets, by sources, and of weights."""
+        edges = self.vertices * self.degree
+        return edges * (4 + 4 + 8 + 4) + 2 * 8 * (self.vertices + 1)
+
+
+def captured(sizes: Sizes) -> Graph:
+    """The step, without values."""
+    batch = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for tensor in sizes.batch("cpu"))
+    with torch.device("meta"):
+        model = sizes.model()
+    return conjoin.capture(model, batch, F.cross_entropy)
+
+
+def trained(plan: Plan, sizes: Sizes, device: str, steps: int) -> tuple[list[float], float, int]:
+    """The losses of some steps, the median of their seconds, and on a GPU the most bytes allocated."""
+    module = conjoin.load(plan, sizes.model(), device=device)
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
+    batch, losses, taken = sizes.batch(device), [], []
+    wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for _ in range(steps):
+        wait()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = module(*batch)
+        loss.backward()
+        optimizer.step()
+        wait()
+        taken.append(time.perf_counter() - start)
+        losses.append(loss.item())
+    return losses, statistics.median(taken[1:]), torch.cuda.max_memory_allocated() if device == "cuda" else 0
+
+
+def fresh(limit: int | None) -> None:
+    """Nothing on the GPU, and no more than the limit from now on."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(1.0 if limit is None else limit / total)
+
+
+def plan_within(graph: Graph, machine: Machine, memory: int, seconds: float) -> Plan:
+    """What a search finds for so many bytes of tensors; without speeds of devices all activations on the host."""
+    if machine.device != "cuda":
+        return make_plan(graph, machine, "single+offload=activations")
+    found = find_plan(graph, machine, CostModel(), Wish("joint", seconds, "adam", memory)).plan
+    assert isinstance(found, Plan)
+    return found
+
+
+def run(sizes: Sizes, device: str, machine: Machine, share: float, options: Any) -> dict[str, Any]:
+    """Both trainings, and what was told of them."""
+    graph = captured(sizes)
+    plain = make_plan(graph, machine, "single")
+    if device == "cuda":
+        fresh(None)
+    losses, seconds, peak = trained(plain, sizes, device, options.steps)
+    told = _told(plain, machine)
+    limit = int(share * (peak or told + sizes.order_bytes()))
+    plan = plan_within(graph, machine, int((1 - _OUTSIDE) * limit) - sizes.order_bytes(), options.seconds)
+    if device == "cuda":
+        fresh(limit)
+    small_losses, small_seconds, small_peak = trained(plan, sizes, device, options.steps)
+    gib = 2**30
+    return {
+        "unlimited_gib": round(peak / gib, 4), "unlimited_told_gib": round(told / gib, 4),
+        "limit_gib": round(limit / gib, 4), "peak_gib": round(small_peak / gib, 4),
+        "told_gib": round(_told(plan, machine) / gib, 4), "is_kept": small_peak <= limit if small_peak else None,
+        "strategy": plan.strategy, "offloaded": sum(action.action == "offload" for action in plan.memory),
+        "unlimited_seconds": round(seconds, 4), "seconds": round(small_seconds, 4),
+        "slow_down": round(small_seconds / seconds, 3), "losses": losses, "losses_within_limit": small_losses,
+        "largest_difference": max(abs(a - b) for a, b in zip(losses, small_losses, strict=True)),
+    }  # fmt: skip
+
+
+def _told(plan: Plan, machine: Machine) -> int:
+    """The bytes of tensors that are predicted."""
+    if machine.device == "cuda":
+        return predict(plan, machine, CostModel(), "adam").memory.peak
+    return measure_memory(simulate(plan, Wanted()).program, "adam", "cpu").peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--machine", help="a machine whose first device this is")
+    parser.add_argument("--vertices", type=int, default=4_000)
+    parser.add_argument("--degree", type=int, default=10)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--share", type=float, default=1 / 3, help="of the memory that it takes without a limit")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of the search")
+    parser.add_argument("--output", type=Path, help="Write the figures here, as .json.")
+    options = parser.parse_args()
+    sizes = Sizes(options.vertices, options.degree, options.hidden, options.layers)
+    machine = parse_machine(options.machine or ("local:1" if options.device == "cpu" else "dgx-h200:1x1"))
+    found = run(sizes, options.device, machine, options.share, options)
+    for name, value in found.items():
+        print(f"{name:<22} {value}")
+    about = {
+        "command": " ".join(("python -m benchmarks.roc_larger_than_memory", *sys.argv[1:])),
+        "date": str(date.today()), "torch": torch.__version__,
+        "machine": platform.machine() if options.device == "cpu" else torch.cuda.get_device_name(),
+    }  # fmt: skip
+    if options.output is not None:
+        options.output.write_text(json.dumps({**about, **found}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
