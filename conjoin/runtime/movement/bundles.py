@@ -147,6 +147,12 @@ class Bundle:
         self._put_off = None
         self._copies.forget()
 
+    def drop(self) -> None:
+        """What is under way, of a step that ranks have left together: nobody waits for it any more."""
+        self.ticket, self._scattered, self._put_off = _Ticket(), None, None
+        self._copies.forget()
+        self.mover.drop()
+
     def sum_up(self) -> tuple[Work, tuple[Tensor, ...]] | None:
         """Start to sum up what was put off; None where there is nothing."""
         self._put_off_more()
