@@ -207,6 +207,8 @@ class Bundle:
         if self.defers:
             self._put_off_more()
             self._scattered = scattered
+            if not self.kind.gathered:  # there is nothing to wait for
+                self._put_off_more()
             return (None,) * len(gradients)
         ticket.sums.append(_Sum(self.mover, *scattered))
         return self.mover.pieces(ticket.sums[-1].result)
