@@ -47,6 +47,7 @@ from conjoin.comm.traffic import (
     Collective,
     Traffic,
     Transfer,
+    exchanges_in_passes,
     step_bytes,
     step_load,
 )
@@ -56,16 +57,16 @@ from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 
 __all__ = [
     "AGREEMENT_BYTES", "BACKWARD", "CHUNKS", "EXCHANGE", "FORWARD", "OVER_EDGES", "RING", "ROWS", "SENDER_WAYS",
-    "Assignment", "Atomic", "Block", "BundleKind", "BundleSizes", "ChunkMove", "ChunkPlaces", "Chunking",
-    "Collective", "EdgeInput", "Entry", "ExchangedBytes", "Form", "GradientFlow", "Grid", "Halo", "HaloBytes",
-    "MadeOnce", "Message", "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Ring", "RingBytes", "Route",
-    "RoutedBytes", "Routing", "Step", "StepKind", "Traffic", "Transfer", "TransferPlan", "Use", "WholeSlices",
-    "backward_route", "best_chunks", "bundle_parameters", "bytes_sent", "changes_places", "changes_places_between",
-    "chunking_of", "common_places", "dual_layout", "edge_inputs", "find_bundles", "find_made_once", "flights_backward",
+    "Assignment", "Atomic", "Block", "BundleKind", "BundleSizes", "ChunkMove", "ChunkPlaces", "Chunking", "Collective",
+    "EdgeInput", "Entry", "ExchangedBytes", "Form", "GradientFlow", "Grid", "Halo", "HaloBytes", "MadeOnce", "Message",
+    "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Ring", "RingBytes", "Route", "RoutedBytes", "Routing",
+    "Step", "StepKind", "Traffic", "Transfer", "TransferPlan", "Use", "WholeSlices", "backward_route", "best_chunks",
+    "bundle_parameters", "bytes_sent", "changes_places", "changes_places_between", "chunking_of", "common_places",
+    "dual_layout", "edge_inputs", "exchanges_in_passes", "find_bundles", "find_made_once", "flights_backward",
     "flights_forward", "form_seconds", "halo_bytes", "halo_call", "halo_of", "has_places", "held_bytes", "is_product",
     "leaves_early", "move_regions", "moved_edges", "movement", "moves_fewer_rows", "node_exchanges", "num_ahead",
     "num_devices", "plan_crossing", "plan_transfer", "recomputed", "reduced_for_transfer", "reshard", "ring_bytes",
-    "ring_bytes_of", "ring_members", "ring_of", "route_bytes", "routed_bytes", "routed_call", "routing_of", "run_again",
-    "sent_bytes", "splits_evenly", "stage_grid", "step_bytes", "step_load", "sum_per_rank", "total_bytes",
+    "ring_bytes_of", "ring_members", "ring_of", "route_bytes", "routed_bytes", "routed_call", "routing_of",
+    "run_again", "sent_bytes", "splits_evenly", "stage_grid", "step_bytes", "step_load", "sum_per_rank", "total_bytes",
     "updated_together",
 ]  # fmt: skip

@@ -32,6 +32,7 @@ from conjoin.ir import (
     Placed,
     Plan,
     Value,
+    is_parallel,
     is_random,
     micro_batched_parts,
     operators_of,
@@ -251,6 +252,20 @@ class Traffic:
         once = StepKind.ALL_REDUCE.value if transfer.bundled else None
         every = (c if c.kind == once else replace(c, sent=c.sent * self._steps) for c in transfer.collectives)
         return replace(transfer, collectives=tuple(every))
+
+
+def exchanges_in_passes(plan: Plan) -> bool:
+    """Whether ranks exchange anything in a pass of one micro-batch: more than sums that are put off to the last."""
+    traffic, graph = Traffic(plan), plan.graph
+    nodes = [node for node in graph.nodes if not is_parallel(node)]
+    found = traffic.at_start(nodes)
+    for node in nodes:
+        placed = place(node, plan.mesh)
+        found += traffic.before_node(node, placed) + traffic.after_node(node, placed)
+    for value in (*graph.outputs, *(value for _, value in graph.updates)):
+        found += traffic.before(value) if isinstance(value, Value) else []
+    put_off = StepKind.ALL_REDUCE.value
+    return any(not t.bundled or c.kind != put_off for t in found for c in t.collectives)
 
 
 def _twice(transfer: Transfer) -> Transfer:

@@ -55,6 +55,26 @@ def group_of_members(ranks: tuple[int, ...], name: str, timeout: timedelta | Non
     return made
 
 
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Have all that is under way in a group of Gloo fail, here and where others wait for this rank.
+
+    Gloo closes all connections of a group when somebody has waited for a message for longer than he would. This one
+    nobody sends.
+    """
+    for member in range(group.size()):
+        if member == group.rank():
+            continue
+        try:
+            awaited = dist.irecv(torch.empty(1), group=group, tag=_NEVER_SENT, group_src=member)
+            assert awaited is not None, "this rank is a member of the group"
+            awaited.wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            pass  # closed
+
+
+_NEVER_SENT = 0x5AC
+
+
 def at_end_of_backward(act: Callable[[], None]) -> None:
     """Have something done when the backward pass that is running has ended; not where it fails."""
     Variable._execution_engine.queue_callback(act)

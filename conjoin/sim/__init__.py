@@ -1,7 +1,7 @@
 """Plan, machine, costs → timeline: when everything runs, where the time goes, how much memory is held."""
 
 from conjoin.sim.breakdown import Breakdown, break_down
-from conjoin.sim.crossings import transfer_seconds
+from conjoin.sim.crossings import Crossing, Crossings, transfer_seconds
 from conjoin.sim.engine import COMPUTE, Instruction, Phase, Ticks, Timeline, rerun, run, to_seconds, to_ticks
 from conjoin.sim.expected_error import ALIKE, Published, expected_error, published_for
 from conjoin.sim.fragments import Drafts
@@ -29,7 +29,7 @@ from conjoin.sim.wanted import Wanted, measure_wanted, wanted_by
 
 __all__ = [
     "ALIKE", "COMPUTE", "OPTIMIZER_COPIES",
-    "STAGE_STEPS", "Breakdown", "Change", "Classes", "Drafts", "Gain", "HostLink",
+    "STAGE_STEPS", "Breakdown", "Change", "Classes", "Crossing", "Crossings", "Drafts", "Gain", "HostLink",
     "Instruction", "Kept", "Layouts", "MachinePrices", "Memory", "Offloads", "OnHost", "Operator", "Phase",
     "PipelinePrediction", "Prediction", "Prices", "Program", "Published", "Simulation", "Skeleton", "StagePrediction",
     "Ticks", "Timeline", "Wanted", "break_down", "expected_error", "gain_of", "kept_of", "kept_tensors", "make_change",

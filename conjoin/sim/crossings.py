@@ -7,32 +7,33 @@ Links that only one ordered pair of owners uses are left out: what goes from one
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
 from conjoin.comm import plan_crossing, stage_grid
 from conjoin.cost import messages_seconds, wire_seconds
 from conjoin.ir import Pipeline, Transfer
 from conjoin.machine import Machine
-from conjoin.schedules import SharedLinks
+from conjoin.schedules import Edge, SharedLinks
 
-_Sent = tuple[int, int, int]
+Sent = tuple[int, int, int]
 """Sender, receiver and bytes."""
 _Way = tuple[int, int]
+Crossing = tuple[_Way, Sequence[Sent], Sequence[Sent]]
+"""From a stage to another: what leaves the source, and what is passed on among the ranks of the target."""
 
 
 class Crossings:
     """Seconds of what goes along each edge of a pipeline, and back, and the links that are shared."""
 
-    def __init__(self, pipeline: Pipeline, machine: Machine) -> None:
-        edges, owners = pipeline.schedule.edges, pipeline.schedule.owners
+    def __init__(
+        self, edges: Sequence[Edge], owners: Sequence[int], sent: Iterable[Crossing], machine: Machine
+    ) -> None:
         seconds: dict[_Way, float] = defaultdict(float)
         wires: dict[_Way, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for transfer in pipeline.transfers():
-            for back in (False, True) if transfer.has_gradient else (False,):
-                way = (transfer.target, transfer.source) if back else (transfer.source, transfer.target)
-                first, later = _messages(pipeline, transfer, back)
-                seconds[way] += messages_seconds(machine, first).value + messages_seconds(machine, later).value
-                for wire, taken in wire_seconds(machine, (*first, *later)).items():
-                    wires[way][wire] += taken
+        for way, first, later in sent:
+            seconds[way] += messages_seconds(machine, first).value + messages_seconds(machine, later).value
+            for wire, taken in wire_seconds(machine, (*first, *later)).items():
+                wires[way][wire] += taken
         users: dict[str, set[_Way]] = defaultdict(set)
         for (source, target), taken_by in wires.items():
             for wire in taken_by if owners[source] != owners[target] else ():
@@ -46,6 +47,18 @@ class Crossings:
         self.gradients = tuple(seconds[edge[::-1]] for edge in edges)
         self.links = SharedLinks(tuple(there), tuple(back_again)) if numbers else None
 
+    @classmethod
+    def of(cls, pipeline: Pipeline, machine: Machine) -> Crossings:
+        """All that goes between the stages of a pipeline for a micro-batch."""
+        return cls(pipeline.schedule.edges, pipeline.schedule.owners, _all_sent(pipeline), machine)
+
+
+def _all_sent(pipeline: Pipeline) -> Iterator[Crossing]:
+    for transfer in pipeline.transfers():
+        for back in (False, True) if transfer.has_gradient else (False,):
+            way = (transfer.target, transfer.source) if back else (transfer.source, transfer.target)
+            yield way, *_messages(pipeline, transfer, back)
+
 
 def transfer_seconds(pipeline: Pipeline, transfer: Transfer, machine: Machine) -> float:
     """How long a tensor takes from the ranks of one stage to those of another: as long as the busiest link, first from
@@ -54,7 +67,7 @@ def transfer_seconds(pipeline: Pipeline, transfer: Transfer, machine: Machine) -
     return messages_seconds(machine, first).value + messages_seconds(machine, later).value
 
 
-def _messages(pipeline: Pipeline, transfer: Transfer, back: bool) -> tuple[list[_Sent], list[_Sent]]:
+def _messages(pipeline: Pipeline, transfer: Transfer, back: bool) -> tuple[list[Sent], list[Sent]]:
     """What leaves the source, and what is passed on among the ranks of the target; back, they change places."""
     ends = [
         (transfer.made.layout, stage_grid(pipeline, transfer.source)),
@@ -62,7 +75,7 @@ def _messages(pipeline: Pipeline, transfer: Transfer, back: bool) -> tuple[list[
     ]
     plan = plan_crossing(transfer.made.laid_out(()), *(reversed(ends) if back else ends))
     itemsize = transfer.made.dtype.itemsize
-    first, later = list[_Sent](), list[_Sent]()
+    first, later = list[Sent](), list[Sent]()
     for messages in plan.rounds():
         for message in messages:
             sent = message.sender, message.receiver, (message.end - message.begin) * itemsize

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 
 from conjoin.comm import (
     BundleKind,
@@ -102,6 +103,9 @@ def measure_memory(program: Program, optimizer: str = "adam", kind: str = "cuda"
 class _Walk:
     """One pass over a program on a rank: forward, backward, update."""
 
+    added_up = -1
+    """The block of the gradients of earlier micro-batches, where there are several."""
+
     def __init__(self, program: Program, optimizer: str, kind: str, rank: int) -> None:
         self.program, self.skeleton, self.mesh = program, program.skeleton, program.drafts.mesh
         self.optimizer, self.kind, self.rank = optimizer, kind, rank
@@ -133,6 +137,8 @@ class _Walk:
         """Parameters that are cast for all micro-batches, which stay for the step."""
         self.scattering: dict[BundleKind, list[int]] = {}
         """Packed gradients that may not have been sent yet."""
+        self.put_off: dict[BundleKind, list[int]] = {}
+        """Gradients that may not have been added to those of earlier micro-batches yet."""
         self.starts = {segment[0]: segment for segment in program.again}
         self.lasts = {segment[1]: segment for segment in program.again}
         self.inside = {position for first, last in program.again for position in range(first, last + 1)}
@@ -169,10 +175,15 @@ class _Walk:
             curve.append(self.heap.take_peak())
         for root, layout in self.program.leaves.items():
             self._come_home(root, layout)
-        for packed in self.scattering.values():
+        for packed in (*self.scattering.values(), *self.put_off.values()):
             self._let_go(packed, 0)
         curve.append(self.heap.take_peak())
         gradients = sum(self.heap.sizes[block] for block in set(self.grads.values()))
+        if self.program.steps > 1:  # they are added to what is there
+            gradients = self.heap.sizes[self.added_up]
+            for version in list(self.grads):
+                self._forget(version)
+            self.heap.take_peak()
         self.heap.pass_by(self._update_bytes())
         curve.append(self.heap.take_peak())
         peak = max(curve)
@@ -204,7 +215,7 @@ class _Walk:
         state = self._copies * (trained - sum(self._states()))
         self.heap.allocate(state)
         if self.program.steps > 1:  # the gradients so far, and the other micro-batches
-            self.heap.allocate(trained)
+            self.added_up = self.heap.allocate(trained)
             totals[LeafKind.INPUT] += self._other_batches()
             self._make_for_all()
         others = totals[LeafKind.BUFFER] + totals[LeafKind.CONSTANT]
@@ -472,6 +483,21 @@ class _Walk:
         self.hosts.drop((*over.values(), *self.shelved.pop(position, ())))
         for used in self._reduced_after.get(position, ()):
             self._reduce(used)
+        if self.program.steps > 1:
+            self._add_up(position, reads)
+
+    @cached_property
+    def bundled(self) -> frozenset[int]:
+        """Parameters that travel in bundles."""
+        return frozenset(root for root, _ in self.bundle_of)
+
+    def _add_up(self, position: int, reads: list[Version]) -> None:
+        """Gradients of parameters that are complete are added to those of earlier micro-batches; of bundles whose
+        sums are put off when those of the next one come, of others at the end of the pass."""
+        for root, _ in reads:
+            is_alone = self.skeleton.roots[root].leaf is not None and root not in self.bundled
+            if is_alone and position == min(self.skeleton.readers[root])[0]:
+                self._forget((root, self.program.layout_of(root)))
 
     def _gather_again(self, position: int) -> None:
         """Parameters that the backward of an operator needs and that were dropped."""
@@ -534,9 +560,15 @@ class _Walk:
         result = self.heap.allocate(held) if is_own else packed
         narrow = held * kind.added.itemsize // kind.stored.itemsize if kind.added != kind.stored else 0
         self.heap.pass_by(self._scattering(whole) + narrow if kind.gathered else 0)
+        puts_off = self.program.steps > 1 and bool(kind.summed)
         for version, own in zip(used.versions, used.stored, strict=True):
             self._forget(version)
-            self.grads[own] = self.heap.hold(result)
+            if not puts_off:
+                self.grads[own] = self.heap.hold(result)
+        if puts_off and kind.gathered:
+            last = self.put_off.setdefault(kind, [])
+            self._let_go(last, 0)
+            last.append(self.heap.hold(result))
         if kind.gathered:
             under_way.append(packed)
         else:

@@ -173,7 +173,7 @@ def predict_pipeline(
             once[form] = _simulated(stage, machine, costs, optimizer)
         found.append(once[form])
     spans = [stage_spans(simulation) for simulation in found]
-    crossings = Crossings(pipeline, machine)
+    crossings = Crossings.of(pipeline, machine)
     times = Times(
         tuple(span[0] for span in spans),
         tuple(span[1] / 2 for span in spans),

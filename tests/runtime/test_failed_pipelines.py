@@ -99,7 +99,7 @@ def test_after_a_failed_pass_the_same_step_may_be_taken_again(
     assert failing.failed == [micro_batch], "it failed once"
     for number, text in enumerate(told):
         assert text.startswith("MemoryError" if number == where else "RankError"), text
-        assert number == where or f"it failed on rank {where}." in text
+        assert number == where or f"it failed on rank {where} (MemoryError: there is no more)." in text
 
 
 def test_the_draws_of_a_failed_step_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_processes_go_on_after_a_failed_step_and_name_the_one_that_was_killed(tm
     with pytest.raises(RankError, match="ank 1"):
         launch(2, failing_then_killed, str(plan))
     told, losses, lost = (tmp_path / "seen by 0").read_text().split("\n", 2)
-    assert "it failed on rank 1." in told and "ank 1" in lost
+    assert "it failed on rank 1 (MemoryError)." in told and "ank 1" in lost
     optimizer, wanted = torch.optim.SGD(model.parameters(), lr=0.1), []
     for _ in range(2):
         optimizer.zero_grad()

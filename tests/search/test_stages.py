@@ -26,7 +26,7 @@ from conjoin.search.exact.summing import sum_of
 from conjoin.search.stages.cells import find_cells
 from conjoin.search.stages.folds import shorten, stands_for
 from conjoin.search.stages.parts import Division, Part, divisions
-from conjoin.search.stages.plans import Model, build, judge
+from conjoin.search.stages.plans import Model, build, judge, played
 from conjoin.search.stages.programme import Cutting, Programme, Slot
 from conjoin.search.stages.search import StageSearch, micro_batches
 from conjoin.search.stages.tables import BACKWARD, FINISH, FORWARD, KEPT, PEAK
@@ -178,6 +178,31 @@ def test_a_search_is_as_good_as_brute_force(seed: int) -> None:
     assert search.run()
     assert search.best is not None
     assert search.best.seconds <= 1.01 * min(every_pipeline(model))
+
+
+@pytest.mark.parametrize("bandwidth", [1e9, 1e6])
+def test_a_cutting_takes_by_its_figures_what_its_pipeline_does(bandwidth: float) -> None:
+    """Also where activations and gradients of one stage wait for each other on its uplink."""
+    model = machine_of(rows(8, 256, 64), cluster("four", (gpu("gpu", 1e12),) * 4, bandwidth))
+    search = StageSearch(model, lambda: inf, lambda doing: None, stages=4)
+    search._short = search._shorten()
+    compared = 0
+    for trial in search._trials():
+        if not trial.division.is_even or trial.micro not in (4, 16):
+            continue
+        cutting = search._solve(trial)[0]
+        tables, crossings = search._tables_for(trial.micro), search._crossings(trial, cutting)
+        cut = search._cells(model.captured, trial.micro)
+        assert tables is not None and cut is not None and crossings.links is not None
+        found = played(cutting, trial.micro, model.capacity, crossings)
+        wanted = judge(model, build(model, search._solver, *cut, trial.division, cutting))
+        assert wanted.prediction.times.links is not None
+        assert found == pytest.approx(wanted.seconds, rel=0.03)
+        crossings.links = None
+        if bandwidth < 1e7:
+            assert played(cutting, trial.micro, model.capacity, crossings) < 0.9 * found, "nothing waits"
+        compared += 1
+    assert compared == 2
 
 
 def test_equal_blocks_are_of_one_kind_and_priced_once() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -26,8 +27,9 @@ from conjoin.sim import (
     simulate,
     simulate_layouts,
 )
+from tests.runtime.random_graphs import Sample
 from tests.sim.conftest import tiny_graph
-from tests.sim.test_memory import residual
+from tests.sim.test_memory import held_by_ranks, residual
 from tests.sim.test_recomputing import measured_peak
 from tests.sim.test_simulation import assert_same
 
@@ -116,6 +118,31 @@ def test_one_device_holds_what_was_predicted(steps: int, narrow: bool, prices: P
     measured = measured_peak(plan, model, batch)
     assert predicted.peak == pytest.approx(measured, rel=0.1)
     assert measured < 0.8 * whole.peak
+
+
+def weighty() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """More parameters than activations."""
+    layers = [nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)) for _ in range(3)]
+    return nn.Sequential(*layers, nn.Linear(64, 1)), (torch.randn(16, 64), torch.randn(16, 1))
+
+
+def test_gradients_of_a_micro_batch_are_not_held_beside_their_sums(prices: Prices) -> None:
+    model, batch = weighty()
+    graph, machine = capture(model.train(), batch, nn.functional.mse_loss), parse_machine("local:1")
+    whole, parts = (make_plan(graph, machine, f"single{more}") for more in ("", "+micro=4"))
+    predicted, plain = (measure_memory(simulate(plan, prices).program, "adam", "cpu") for plan in (parts, whole))
+    assert predicted.peak == pytest.approx(measured_peak(parts, model, batch), rel=0.01)
+    assert predicted.peak == pytest.approx(plain.peak, rel=0.01) and predicted.gradients == plain.gradients
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("data-parallel", 2), ("fsdp", 2), ("hsdp", 4)])
+def test_ranks_hold_what_was_predicted(strategy: str, ranks: int, prices: Prices, tmp_path: Path) -> None:
+    model, batch = weighty()
+    graph = capture(model.train(), batch, nn.functional.mse_loss)
+    plan = make_plan(graph, parse_machine(f"local:{ranks}"), f"{strategy}+micro=4")
+    predicted = measure_memory(simulate(plan, prices).program, "sgd", "cpu")
+    held = held_by_ranks(plan, Sample(graph, model, batch), tmp_path)
+    assert predicted.peak - predicted.inputs == pytest.approx(held, rel=0.02)
 
 
 class FusedBlock(nn.Module):

@@ -147,6 +147,12 @@ class Bundle:
         self._put_off = None
         self._copies.forget()
 
+    def drop(self) -> None:
+        """What is under way, of a step that ranks have left together: nobody waits for it any more."""
+        self.ticket, self._scattered, self._put_off = _Ticket(), None, None
+        self._copies.forget()
+        self.mover.drop()
+
     def sum_up(self) -> tuple[Work, tuple[Tensor, ...]] | None:
         """Start to sum up what was put off; None where there is nothing."""
         self._put_off_more()
@@ -201,6 +207,8 @@ class Bundle:
         if self.defers:
             self._put_off_more()
             self._scattered = scattered
+            if not self.kind.gathered:  # there is nothing to wait for
+                self._put_off_more()
             return (None,) * len(gradients)
         ticket.sums.append(_Sum(self.mover, *scattered))
         return self.mover.pieces(ticket.sums[-1].result)

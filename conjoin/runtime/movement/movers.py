@@ -132,6 +132,10 @@ class Mover:
             self._under_way[0].wait()
         self._under_way = None
 
+    def drop(self) -> None:
+        """What was started will not come."""
+        self._under_way = None
+
     def scatter(self, gradients: Sequence[Tensor], defers: bool) -> tuple[Work, Tensor]:
         """Start to sum gradients up over the axes they were gathered over; this rank's pieces, one after the other.
 

@@ -49,9 +49,11 @@ class Loans:
                     self._loans.append(_Loan(number, borrower, have, want, there, back, channel))
 
     def take(self, stages: Mapping[int, LocalProgram]) -> dict[int, dict[str, Tensor]]:
-        """By stage, this rank's pieces of what it borrows for a step."""
+        """By stage, this rank's pieces of what it borrows for a step, which begins."""
         coming, sent = [], []
         for loan in self._loans:
+            loan.there.begin()
+            loan.back.begin()
             if loan.borrower in stages:
                 coming.append((loan, loan.there.expect(loan.channel, stages[loan.borrower].store.device)))
             if loan.lender in stages:

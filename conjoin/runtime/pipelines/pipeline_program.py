@@ -6,31 +6,30 @@ draws are those of streams that start anew for every stage and micro-batch, from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from conjoin.errors import RankError, UsageError
 from conjoin.ir import Leaf, LeafKind, Pipeline, Value, calling_graph, pipeline_fingerprint
 from conjoin.runtime.pipelines.loans import Loans
-from conjoin.runtime.pipelines.pipeline_draws import Begin, PipelineDraws
-from conjoin.runtime.pipelines.schedule_runs import Links, ScheduleRun
-from conjoin.runtime.pipelines.stage_runs import StageRun
+from conjoin.runtime.pipelines.pipeline_draws import PipelineDraws
+from conjoin.runtime.pipelines.schedule_runs import Links
+from conjoin.runtime.pipelines.step_ends import StepEnd
+from conjoin.runtime.pipelines.step_runs import StepRun
 from conjoin.runtime.program.accumulating import NARROW, Accumulated, MicroBatches, Scaling
 from conjoin.runtime.program.calling import Calling, InputPart
 from conjoin.runtime.program.norms import Group
 from conjoin.runtime.program.passes import Passes
 from conjoin.runtime.program.randomness import Stream
 from conjoin.runtime.program.rank_program import Form, LocalProgram
-from conjoin.runtime.program.step_values import Gradients
 from conjoin.runtime.program.tensor_cores import TensorCores
 from conjoin.runtime.ranks.agreement import Agreement
 from conjoin.runtime.ranks.communicator import Communicator, World, uncompiled
 from conjoin.runtime.state.storage import Store
-from conjoin.schedules import Kind
 
 
 class PipelineProgram:
@@ -61,6 +60,7 @@ class PipelineProgram:
         self._inputs = self.input_parts()
         self.fingerprint = pipeline_fingerprint(pipeline)
         self.loans = Loans(pipeline, world)
+        self.end = StepEnd(pipeline, world, self.stages, store.device)
         self._draws = PipelineDraws(pipeline, exact)
         self._is_narrow = any(type.dtype in NARROW for node in called.nodes for type in node.types)
         self._scalings = {is_exact: Scaling(is_exact) for is_exact in (False, True)}
@@ -119,9 +119,6 @@ class PipelineProgram:
         """The first stage that holds a parameter or buffer; what nobody reads lies with the first of all."""
         return next((i for i in range(len(self.plan.stages)) if name in _held(self.plan, i)), 0)
 
-    is_under_way = False
-    """Whether a schedule has begun and not come to its end."""
-
     @property
     def draws_alike(self) -> bool:
         """Whether some ranks have to draw the same random numbers: all take the number they start from."""
@@ -132,7 +129,7 @@ class PipelineProgram:
 
     def step(self, given: list[Tensor]) -> Any:
         """A step by the schedule: forward and backward where gradients are wanted; the loss is that of the batch."""
-        if self.is_under_way:
+        if self.end.is_under_way:
             raise RankError(
                 f"A step of the pipeline of {self.plan.model.name} was begun after one that failed in its middle. What "
                 f"stages had sent each other is still under way, and would be taken for this step's. Start again from "
@@ -144,7 +141,7 @@ class PipelineProgram:
         inputs = {i: self._cut(i, program, named) for i, program in self.stages.items()}
         parameters = [parameter for parameter, _ in self.store.parameters() if parameter.requires_grad]
         before = self._draws.place
-        run = _StepRun(self, inputs, self._draws.begin(self.stages), parameters)
+        run = StepRun(self, inputs, self._draws.begin(self.stages), parameters)
         try:
             loss = self._loss(run, parameters)
         except Exception:  # nothing of the step is left
@@ -155,7 +152,7 @@ class PipelineProgram:
         self._end(dict(zip(self.taken, given, strict=True)), outputs, self.plan.graph.loss)
         return self.calling.results(outputs)
 
-    def _loss(self, run: _StepRun, parameters: Sequence[Tensor]) -> Tensor:
+    def _loss(self, run: StepRun, parameters: Sequence[Tensor]) -> Tensor:
         graph = self.plan.graph
         if not torch.is_grad_enabled() or not graph.training or not any(leaf.trainable for leaf in graph.leaves):
             return run.forward_only()
@@ -200,108 +197,3 @@ def _held(pipeline: Pipeline, stage: int) -> frozenset[str]:
     kinds = (LeafKind.PARAMETER, LeafKind.BUFFER)
     leaves = (leaf for leaf in found.plan.graph.leaves if leaf.kind in kinds and leaf.name not in found.borrowed)
     return frozenset(name for leaf in leaves for name in (leaf.name, *leaf.aliases))
-
-
-class _StepRun:
-    """One step on this rank, which may be run again: with another scale, or for a second backward pass."""
-
-    def __init__(
-        self,
-        program: PipelineProgram,
-        inputs: Mapping[int, list[dict[str, Tensor]]],
-        begin: Begin,
-        parameters: Sequence[nn.Parameter],
-    ) -> None:
-        self._program, self._parameters, self._begin = program, parameters, begin
-        count = program.plan.num_micro_batches
-        self._inputs = [{stage: parts[m] for stage, parts in inputs.items()} for m in range(count)]
-        self._versions = [parameter._version for parameter in parameters]
-        kind = program.store.device.type
-        self._autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        self.casts = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        """What products are rounded to where autocast says so."""
-        self.written = program.written()
-        """The buffers that the step changes, as they were before it."""
-
-    def again(self, action: Callable[[], Any]) -> Any:
-        """Call something as the step was called at first; draws begin anew by themselves, and buffers that it changes
-        are afterwards what they were."""
-        if self._versions != [parameter._version for parameter in self._parameters]:
-            raise RuntimeError(
-                "A parameter was changed between a step of a pipeline and a backward pass that runs it again. The "
-                "gradient would be that of another model. Call backward before the optimizer's step."
-            )
-        now = self._program.written()
-        self._program.write_back(self.written)
-        try:
-            with self._autocast:
-                return action()
-        finally:
-            self._program.write_back(now)
-
-    def forward_only(self) -> Tensor:
-        with torch.no_grad():
-            total, runs = self._run(1.0, forward_only=True)
-        for run in runs.values():
-            run.program.forget()
-        return total
-
-    def forward_and_backward(self, scale: float) -> tuple[Tensor, Gradients]:
-        total, runs = self._run(scale, forward_only=False)
-        programs = self._program.stages
-        found: dict[int, Tensor | None] = {}
-        for i, run in sorted(runs.items()):
-            run.sum_up()
-            for leaf, gradient in zip(run.parameters, run.gradients, strict=True):
-                if leaf.name not in run.stage.borrowed:
-                    found[id(programs[i].read(leaf))] = gradient
-        for parameter, gradient in self._program.loans.give_back(runs):
-            own = found.get(id(parameter))
-            found[id(parameter)] = gradient if own is None else own + gradient
-        return total, [found.get(id(parameter)) for parameter in self._parameters] or [None]
-
-    def _run(self, scale: float, *, forward_only: bool) -> tuple[Tensor, dict[int, StageRun]]:
-        program = self._program
-        program.is_under_way = True
-        lent = program.loans.take(program.stages)
-        runs = {i: StageRun(program.plan.stages[i], local, lent.get(i, {})) for i, local in program.stages.items()}
-        run = ScheduleRun(program.links, runs, self._inputs)
-        rows = program.plan.schedule.rows[program.links.owner]
-        if forward_only:
-            rows = tuple(row for row in rows if row.kind is Kind.FORWARD)
-        run.run(rows, self._begin, scale)
-        total = self._share(run.loss, run.error)
-        program.is_under_way = False
-        return total, runs
-
-    def _share(self, loss: Tensor | None, error: Exception | None) -> Tensor:
-        """The loss, which one stage has, on all ranks; where one of them has failed, all give the step up."""
-        world, stage = self._program.communicator, self._program.plan.stages[self._program.plan.loss_stage]
-        output = stage.plan.graph.outputs[stage.plan.graph.loss or 0]
-        assert isinstance(output, Value), "a loss is a tensor"
-        mine = loss is not None and world.rank == stage.ranks[0]
-        told, sent = torch.zeros(1 + world.mesh.size, dtype=torch.float64), world.bytes_sent
-        told[1 + world.rank] = error is not None
-        told = told.to(self._program.store.device)
-        if loss is not None and mine:
-            told[0] = loss.double()
-        world.all_reduce(told, world.mesh.names).wait()
-        world.bytes_sent = sent  # what is counted is what the plan says
-        self._check(told[1:], error)
-        return told[0].reshape(output.type.shape).to(output.type.dtype)
-
-    def _check(self, failed: Tensor, error: Exception | None) -> None:
-        """Raise on all ranks what one of them has failed with; nothing is under way any more."""
-        program, ranks = self._program, failed.nonzero().flatten().tolist()
-        if not ranks:
-            return
-        program.is_under_way = False
-        for local in program.stages.values():
-            local.forget()
-        if error is not None:
-            raise error
-        raise RankError(
-            f"A step of the pipeline of {program.plan.model.name} was given up: it failed on rank "
-            f"{', '.join(map(str, ranks[:8]))}. All ranks have left it, and nothing of it is left. See the error "
-            f"there; the step may be taken again, or the next one."
-        )

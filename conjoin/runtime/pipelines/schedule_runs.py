@@ -5,9 +5,10 @@ sender's rows make it. A receiver gets ready for a message some rows before the 
 way while something else is computed; nothing is ever waited for before it is needed. What was sent is let go of when it
 is there: activations at the latest when their gradient comes, which is made of them.
 
-Where a stage fails, nothing more is computed on its rank, and the rows are gone through to their end all the same: what
-comes is taken, and zeros are sent for what was to be made. So all ranks come to the end of the schedule, where they
-learn of it, and no message is left under way that a later step would take for its own.
+Where a stage fails, and no other rank has part in it, nothing more is computed, and the rows are gone through to their
+end all the same: what comes is taken, and zeros are sent for what was to be made. So all ranks come to the end of the
+schedule, where they learn of it, and no message is left under way that a later step would take for its own. Else the
+ranks leave the step (`step_ends.py`).
 """
 
 from __future__ import annotations
@@ -122,6 +123,12 @@ class Links:
         crossings = [_both_ways(pipeline, transfer, rank) for transfer in route.transfers]
         return cls(route, owner, crossings, channels)
 
+    def begin(self) -> None:
+        """A step begins."""
+        for there, back in self.crossings:
+            there.begin()
+            back.begin()
+
 
 def _both_ways(pipeline: Pipeline, transfer: Transfer, rank: int) -> tuple[Crossing, Crossing]:
     source = transfer.made.layout, stage_grid(pipeline, transfer.source)
@@ -133,9 +140,14 @@ class ScheduleRun:
     """One step."""
 
     def __init__(
-        self, links: Links, stages: Mapping[int, StageRun], inputs: Sequence[Mapping[int, Mapping[str, Tensor]]]
+        self,
+        links: Links,
+        stages: Mapping[int, StageRun],
+        inputs: Sequence[Mapping[int, Mapping[str, Tensor]]],
+        goes_through: Callable[[], bool],
     ) -> None:
-        self._links, self._stages, self._inputs = links, stages, inputs
+        """`goes_through` tells, when a stage has failed, whether its rows are gone through all the same."""
+        self._links, self.stages, self._inputs, self._goes_through = links, stages, inputs, goes_through
         self._expected: dict[Item, Expected] = {}
         self._under_way: list[Parcel] = []
         self._next = dict.fromkeys(links.route.order, 0)
@@ -150,7 +162,7 @@ class ScheduleRun:
             for soon in rows[i + AHEAD : i + AHEAD + 1] if i else rows[: AHEAD + 1]:
                 self._expect(self._links.route.needed_by(soon))
             self._under_way = [parcel for parcel in self._under_way if not parcel.is_over()]
-            stage, number = self._stages.get(row.stage), row.micro_batch
+            stage, number = self.stages.get(row.stage), row.micro_batch
             match row.kind:
                 case Kind.FORWARD:
                     self._forward(row, begin)
@@ -176,9 +188,11 @@ class ScheduleRun:
         except RankError:  # there is nobody to go on with
             raise
         except Exception as error:
+            if not self._goes_through():
+                raise
             traceback.clear_frames(error.__traceback__)  # memory may be what it lacked
             self.error = error
-            for stage in self._stages.values():
+            for stage in self.stages.values():
                 stage.abandon()
             return None
 
@@ -196,7 +210,7 @@ class ScheduleRun:
 
     @property
     def _device(self) -> torch.device:
-        return next(iter(self._stages.values())).program.store.device
+        return next(iter(self.stages.values())).program.store.device
 
     def _send(self, item: Item, piece: Tensor | None) -> None:
         """Send a piece, or zeros where there is none."""
@@ -206,7 +220,7 @@ class ScheduleRun:
         self._under_way.append(channel.start(crossing.messages_of(piece), ()))
 
     def _forward(self, row: Row, begin: Callable[[int, int], None]) -> None:
-        stage, route = self._stages[row.stage], self._links.route
+        stage, route = self.stages[row.stage], self._links.route
         inputs = dict(self._inputs[row.micro_batch][row.stage])
         for item in route.needed_by(row):
             inputs[route.transfers[item.transfer].input] = self._expected.pop(item).wait()
@@ -226,7 +240,7 @@ class ScheduleRun:
     def _incoming(self, row: Row, scale: float) -> dict[int, Tensor]:
         """The gradients of what a stage made: of the loss, and what comes back from those who read it."""
         route, found = self._links.route, dict[int, Tensor]()
-        graph = self._stages[row.stage].stage.plan.graph
+        graph = self.stages[row.stage].stage.plan.graph
         if graph.loss is not None:
             type = graph.outputs[graph.loss].type  # type: ignore[union-attr] # the loss is a tensor
             found[graph.loss] = torch.full(type.shape, scale, dtype=type.dtype, device=self._device)

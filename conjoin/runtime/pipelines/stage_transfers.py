@@ -44,6 +44,10 @@ class Crossing:
                 self._later.append((sent, [message for message in later if message.receiver == rank]))
         self._first = first
         self._needs_rounds = bool(len(plan.spread.sender)) or plan.longest_chain > 1
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins: nothing is under way, whatever a step that failed has left."""
         self._sent, self._expected = count(), count()
         self._own: dict[int, list[Tensor]] = {}
         """What this rank keeps of what it has, by number for every one under way: they come in the order in which they

@@ -182,6 +182,11 @@ class LocalProgram:
         for bundle in self.bundles:
             bundle.forget_put_off()
 
+    def drop(self) -> None:
+        """Of a step that ranks have left together, let go of what is under way, too."""
+        for bundle in self.bundles:
+            bundle.drop()
+
     def read(self, leaf: Leaf) -> Tensor | None:
         """This rank's piece of what is kept between steps."""
         return self.store.read(self._slots[leaf], self.store.device)

@@ -117,6 +117,20 @@ class World(Communicator, Protocol):
     def channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
         """A channel of some ranks, which all make it in the same order."""
 
+    @property
+    def can_break_off(self) -> bool:
+        """Whether this rank can leave what is under way among some of the ranks, and go on later."""
+
+    def break_off(self) -> None:
+        """Leave what is under way in channels and among ranks of other meshes; who waits there for this rank is told
+        by a `BrokenOff`, also when it comes later. What all ranks do together goes on."""
+
+    def renew(self) -> None:
+        """After some have broken off, connect anew; all ranks do."""
+
+    def fail(self, error: BaseException) -> None:
+        """Where it cannot break off: have those end who wait for this rank."""
+
 
 class Done:
     """A collective that is over already."""
@@ -146,7 +160,15 @@ class Session(Protocol):
 
     def group(self, ranks: tuple[int, ...], name: str = "") -> dist.ProcessGroup: ...
 
-    def started(self, ranks: tuple[int, ...], start: Callable[[], Work | None]) -> Work | None: ...
+    def started(
+        self, ranks: tuple[int, ...], start: Callable[[], Work | None], may_break: bool = False
+    ) -> Work | None: ...
+
+    def break_off(self) -> None: ...
+
+    def renew(self) -> None: ...
+
+    def fail(self, error: BaseException) -> None: ...
 
 
 def group_device() -> torch.device:
@@ -190,6 +212,7 @@ class ProcessGroups:
         self._groups: dict[Axes, dist.ProcessGroup] = _Groups()
         self._members: dict[Axes, tuple[int, ...]] = {}
         self._parts: list[ProcessGroups] = []
+        self._channels: list[ProcessChannel] = []
         self._number = str(next(_numbers)) if ranks is None else f"of {ranks}"
         self._num_compared = 0
 
@@ -221,7 +244,33 @@ class ProcessGroups:
     def channel(self, name: str, ranks: tuple[int, ...]) -> ProcessChannel:
         """Single messages between some of the ranks, in a group of their own."""
         group = group_of_members(ranks, name) if self._session is None else self._session.group(ranks, name)
-        return ProcessChannel(group, ranks, self._session)
+        made = ProcessChannel(group, ranks, self._session, name)
+        self._channels.append(made)
+        return made
+
+    @property
+    def can_break_off(self) -> bool:
+        return self._session is not None and dist.get_backend() == dist.Backend.GLOO
+
+    def break_off(self) -> None:
+        assert self._session is not None, "there is one that it can be broken off with"
+        self._session.break_off()
+
+    def renew(self) -> None:
+        assert self._session is not None, "there is one that it can be broken off with"
+        self._session.renew()
+
+    def fail(self, error: BaseException) -> None:
+        if self._session is not None:
+            self._session.fail(error)
+
+    def reconnect(self) -> None:
+        """Take the groups that were made anew."""
+        for part in self._parts:
+            for axes in part._groups:
+                part._groups[axes] = part._make_group(axes)
+        for channel in self._channels:
+            channel.reconnect()
 
     def _make_group(self, axes: Axes) -> dist.ProcessGroup:
         if self._ranks is not None:  # others make their own
@@ -253,7 +302,7 @@ class ProcessGroups:
         self.num_started += 1
         if self._session is None:
             return start() or Done()
-        return self._session.started(self._members[axes], start) or Done()
+        return self._session.started(self._members[axes], start, self._ranks is not None) or Done()
 
     def all_reduce(self, tensor: Tensor, axes: Axes, largest: bool = False) -> Work:
         group = self._groups[axes]
@@ -294,9 +343,16 @@ class ProcessGroups:
 class ProcessChannel:
     """Single messages in a process group; a backend that has no tags brings those of two ranks in order, too."""
 
-    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], session: Session | None) -> None:
-        self._group, self._ranks, self._session = group, ranks, session
+    def __init__(
+        self, group: dist.ProcessGroup, ranks: tuple[int, ...], session: Session | None, name: str = ""
+    ) -> None:
+        self._group, self._ranks, self._session, self._name = group, ranks, session, name
         self.bytes_sent = 0
+
+    def reconnect(self) -> None:
+        """Take the group that was made anew."""
+        if self._session is not None:
+            self._group = self._session.group(self._ranks, self._name)
 
     def start(self, sends: Messages, receives: Messages) -> Parcel:
         self.bytes_sent += sum(tensor.nbytes for _, tensor in sends)
@@ -309,7 +365,7 @@ class ProcessChannel:
             made.works = self._start(sends, receives)
             return All(made.works)
 
-        made.watched = self._session.started(self._ranks, start)
+        made.watched = self._session.started(self._ranks, start, may_break=True)
         return made
 
     def _start(self, sends: Messages, receives: Messages) -> Sequence[dist.Work]:

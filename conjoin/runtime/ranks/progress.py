@@ -22,6 +22,12 @@ class Passage:
     members: tuple[int, ...]
     group: str
     number: int
+    may_break: bool = False
+    """Whether a rank may leave it, and go on later."""
+
+
+class BrokenOff(RankError):
+    """What a rank is told that waits for one which has left what they were to do together, and goes on later."""
 
 
 @cache

@@ -27,7 +27,7 @@ from conjoin.runtime.ranks.progress import Passage, first_line
 from conjoin.runtime.ranks.rendezvous import KeyStore, all_connected, compare
 from conjoin.runtime.ranks.threads import alone
 from conjoin.runtime.ranks.watching import PATIENCE_SECONDS, Watch
-from conjoin.runtime.torch_private import default_store, group_of_members
+from conjoin.runtime.torch_private import close_connections, default_store, group_of_members
 
 Device = torch.device | str | None
 _TIMES_PATIENCE = 3
@@ -56,7 +56,7 @@ class Session:
         self.is_open, self.process = True, os.getpid()
         self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
         self._communicators: WeakSet[ProcessGroups] = WeakSet()
-        self._num_keys = 0
+        self._num_keys = self._num_renewed = 0
         self._watch: Watch | None = None
         if self.world is not None:
             self._prefix = f"conjoin/{default_store('conjoin').add(f'sessions/{self.rank}', 1)}"
@@ -122,25 +122,56 @@ class Session:
         """The process group of some ranks, made once; all ranks ask for all groups in the same order, but for those
         with a name, for which only their members ask."""
         if (ranks, name) not in self._groups:
-            if name:
-                made = group_of_members(ranks, f"{self._prefix} {name}", self._timeout)
-            else:
-                made = dist.new_group(list(ranks), timeout=self._timeout)
-            self._groups[ranks, name] = made
-            if self.rank in ranks:
-                members = ",".join(map(str, ranks))
-                all_connected(default_store(f"{self._prefix}/group/{name}/{members}"), ranks, self.rank)
+            self._groups[ranks, name] = self._make_group(ranks, name)
         group: dist.ProcessGroup = self._groups[ranks, name]
         return group
+
+    def _make_group(self, ranks: tuple[int, ...], name: str) -> Any:
+        if name:
+            made: Any = group_of_members(ranks, f"{self._prefix} {name}", self._timeout)
+        else:
+            made = dist.new_group(list(ranks), timeout=self._timeout)
+        if self.rank in ranks:
+            place = f"{self._prefix}/group/{name}/{','.join(map(str, ranks))}/{self._num_renewed}"
+            all_connected(default_store(place), ranks, self.rank)
+        return made
+
+    def break_off(self) -> None:
+        """Leave all that is under way in groups with names, so that nobody waits there for this rank."""
+        assert self._watch is not None, "an open session of several ranks has one"
+        self._watch.break_off()
+        for (_, name), group in self._groups.items():
+            if name:
+                close_connections(group)
+
+    def renew(self) -> None:
+        """Make the groups with names anew, in the order in which they were made; all ranks do, and wait for nothing."""
+        assert self._watch is not None, "an open session of several ranks has one"
+        self._watch.renew()
+        self._num_renewed += 1
+        for (ranks, name), group in self._groups.items():
+            if name:
+                close_connections(group)
+                dist.destroy_process_group(group)
+                self._groups[ranks, name] = self._make_group(ranks, name)
+        for communicator in self._communicators:
+            communicator.reconnect()
+
+    def fail(self, error: BaseException) -> None:
+        """Say that this rank cannot go on: those who wait for it end."""
+        if self._watch is not None:
+            self._watch.fail(error)
 
     def waiting(self, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
         """Around what some ranks do together without our communicator."""
         return nullcontext() if self._watch is None else self._watch.waiting(self._watch.enter(ranks))
 
-    def started(self, ranks: tuple[int, ...], start: Callable[[], Work | None]) -> Work | None:
-        """Start a collective of some ranks, and watch over it."""
+    def started(
+        self, ranks: tuple[int, ...], start: Callable[[], Work | None], may_break: bool = False
+    ) -> Work | None:
+        """Start a collective of some ranks, which one of them may leave, and watch over it."""
         assert self._watch is not None, "an open session of several ranks has one"
-        passage = self._watch.enter(ranks)
+        passage = self._watch.enter(ranks, may_break)
         try:
             work = start()
         except RuntimeError as error:

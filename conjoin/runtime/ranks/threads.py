@@ -23,10 +23,13 @@ from conjoin.comm import ring_bytes
 from conjoin.errors import RankError
 from conjoin.machine import Mesh
 from conjoin.runtime.ranks.communicator import Axes, Messages, Sizes
+from conjoin.runtime.ranks.progress import BrokenOff
 from conjoin.runtime.ranks.wire import CARRIED
 
 T = TypeVar("T")
 Group = tuple[int, ...]
+_Kind = tuple[Group, bool]
+"""A group, and whether its members may leave its collectives."""
 
 
 def _version(tensor: Tensor) -> int:
@@ -68,8 +71,8 @@ class _Part:
 class _Collective:
     """One collective of a group: what its members bring, and what each gets."""
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, may_break: bool) -> None:
+        self.group, self.may_break = group, may_break
         self.parts: dict[int, _Part] = {}
         self.is_started = False
         """Whether all members have come, and have carried out all they started before."""
@@ -120,6 +123,8 @@ def _carried_out(parts: Sequence[_Part]) -> list[Tensor]:
 
 class _Message:
     """What one rank sends to another: neither end is over with it before both have come, and it is read late."""
+
+    may_break = True
 
     def __init__(self, route: tuple[int, int]) -> None:
         self.group = route
@@ -172,9 +177,9 @@ class Board:
     failed: bool = False
     _prepared: dict[Group, list[Axes]] = field(default_factory=dict)
     """By the ranks of a mesh, in the order in which all of them make their groups."""
-    _open: dict[tuple[Group, int], _Collective] = field(default_factory=dict)
+    _open: dict[tuple[_Kind, int], _Collective] = field(default_factory=dict)
     """By group and number, those for which not all members have come."""
-    _counts: dict[tuple[Group, int], int] = field(default_factory=dict)
+    _counts: dict[tuple[_Kind, int], int] = field(default_factory=dict)
     """By group and rank, how many it has started."""
     _queues: dict[int, deque[_Collective]] = field(default_factory=dict)
     """By rank, what it has started and not yet carried out, in order."""
@@ -182,6 +187,8 @@ class Board:
     _mail: dict[tuple[str, int, int], deque[_Message]] = field(default_factory=dict)
     """By channel, sender and receiver, what only one of the two has come for."""
     _left: set[int] = field(default_factory=set)
+    _broken_off: set[int] = field(default_factory=set)
+    """Who has left all but what all ranks do together."""
     _said: list[list[str]] = field(init=False)
     """By rank, what it said in every comparison."""
 
@@ -196,16 +203,18 @@ class Board:
                 prepared.append(axes)
             assert prepared[number] == axes, f"groups over {axes} where others make {prepared[number]}"
 
-    def start(self, group: Group, rank: int, part: _Part) -> _Collective:
-        """Come to the next collective of a group."""
+    def start(self, group: Group, rank: int, part: _Part, may_break: bool) -> _Collective:
+        """Come to the next collective of a group, which a member may leave."""
         with self.changed:
-            number = self._counts.get((group, rank), 0)
-            self._counts[group, rank] = number + 1
-            made = self._open.setdefault((group, number), _Collective(group))
+            kind = group, may_break
+            number = self._counts.get((kind, rank), 0)
+            made = self._open.setdefault((kind, number), _Collective(group, may_break))
+            self._check_there(made, rank)
+            self._counts[kind, rank] = number + 1
             made.parts[rank] = part
             self._queues.setdefault(rank, deque()).append(made)
             if len(made.parts) == len(group):
-                del self._open[group, number]
+                del self._open[kind, number]
                 fault = made.mismatch()
                 if fault is not None:
                     self.fail()
@@ -240,6 +249,9 @@ class Board:
         self._waiting[rank] = made
         self._look_for_deadlock()
         while not made.is_started:
+            if self._is_left(made):
+                del self._waiting[rank]
+                self._check_there(made, rank)
             if self.failed or not self.changed.wait(deadline - time.monotonic()):
                 self.fail()
                 raise RankError(
@@ -251,6 +263,7 @@ class Board:
     def post(self, channel: str, route: tuple[int, int], rank: int, tensor: Tensor) -> _Message:
         """Come as the sender or the receiver of the next message of a channel from one rank to another."""
         with self.changed:
+            self._check_there(_Message(route), rank)
             waiting, is_sender = self._mail.setdefault((channel, *route), deque()), rank == route[0]
             if waiting and waiting[0].lacks(is_sender):
                 made = waiting.popleft()
@@ -267,6 +280,37 @@ class Board:
         with self.changed:
             self._wait_for(made, rank)
             made.deliver()
+
+    def break_off(self, rank: int) -> None:
+        """A rank leaves all but what all ranks do together."""
+        with self.changed:
+            self._broken_off.add(rank)
+            for queue in self._queues.values():
+                left = [made for made in queue if not self._is_left(made)]
+                queue.clear()
+                queue.extend(left)
+            self.changed.notify_all()
+            for queue in list(self._queues.values()):
+                if queue:
+                    self._carry_on(queue[0].group)
+
+    def _is_left(self, made: _Collective | _Message) -> bool:
+        return made.may_break and not self._broken_off.isdisjoint(made.group)
+
+    def _check_there(self, made: _Collective | _Message, rank: int) -> None:
+        if self._is_left(made):
+            raise BrokenOff(
+                f"Rank {rank} waited for another in the middle of a step. Rank "
+                f"{min(self._broken_off.intersection(made.group))} has left it. All leave it together."
+            )
+
+    def renew(self) -> None:
+        """Forget what is left of what was under way; one rank does, while the others wait."""
+        with self.changed:
+            self._broken_off.clear()
+            self._mail.clear()
+            self._open = {key: made for key, made in self._open.items() if not made.may_break}
+            self._counts = {(kind, rank): count for (kind, rank), count in self._counts.items() if not kind[1]}
 
     def compare(self, rank: int, text: str) -> list[str]:
         """What every rank says in the same comparison."""
@@ -292,7 +336,7 @@ class Board:
 
     def _look_for_deadlock(self) -> None:
         """Fail where every rank waits for one that waits."""
-        stuck = {rank for rank, made in self._waiting.items() if not made.is_started}
+        stuck = {rank for rank, made in self._waiting.items() if not made.is_started and not self._is_left(made)}
         fewest = min(map(len, self._said))
         comparing = {rank for rank, said in enumerate(self._said) if len(said) > fewest}
         if stuck and len(stuck | comparing | self._left) == self.num_ranks and not self.failed:
@@ -371,7 +415,7 @@ class ThreadRanks:
 
     def __init__(self, mesh: Mesh, rank: int, board: Board, ranks: Group | None = None) -> None:
         self.mesh, self.rank, self._board = mesh, rank, board
-        self._ranks = tuple(range(mesh.size)) if ranks is None else ranks
+        self._ranks, self._may_break = tuple(range(mesh.size)) if ranks is None else ranks, ranks is not None
         self.bytes_sent = self.num_started = 0
         self.device = torch.device("cpu")
         self._prepared: set[Axes] = set()
@@ -392,11 +436,26 @@ class ThreadRanks:
     def compare(self, text: str) -> list[str]:
         return self._board.compare(self.rank, text)
 
+    can_break_off = True
+
+    def break_off(self) -> None:
+        self._board.break_off(self.rank)
+
+    def renew(self) -> None:
+        self.compare("all have left")
+        if self.rank == 0:
+            self._board.renew()
+        self.compare("all is new")
+
+    def fail(self, error: BaseException) -> None:
+        self._board.fail()
+
     def _start(self, kind: str, tensor: Tensor, output: Tensor, axes: Axes, sizes: Sizes) -> ThreadWork:
         assert axes in self._prepared, f"{kind} over {axes}, for which no group was made"
         group = tuple(self._ranks[member] for member in self.mesh.group(self.rank, axes))
         self.num_started += 1
-        made = self._board.start(group, self._ranks[self.rank], _Part.of(kind, tensor, output, sizes))
+        part = _Part.of(kind, tensor, output, sizes)
+        made = self._board.start(group, self._ranks[self.rank], part, self._may_break)
         return ThreadWork(self._board, made, self._ranks[self.rank])
 
     def all_reduce(self, tensor: Tensor, axes: Axes, largest: bool = False) -> ThreadWork:

@@ -25,6 +25,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 from conjoin.errors import RankError
 from conjoin.runtime.ranks.progress import (
+    BrokenOff,
     Eye,
     Passage,
     Report,
@@ -80,18 +81,36 @@ class Watch:
         self._probes: dict[str, tuple[Passage, Work]] = {}
         """By group, a collective of those that a device carries out in order: it is looked at now and then."""
         self._is_told = False
+        self._failure = ""
+        self._num_renewed = 0
+        """How often ranks have left what was under way, and connected anew."""
         self._eye = Eye(self._beat_seconds)
         self._stop = threading.Event()
         self._tell()
         self._thread = threading.Thread(target=self._run, name="conjoin-watch", daemon=True)
         self._thread.start()
 
-    def enter(self, members: tuple[int, ...]) -> Passage:
-        """Note that this rank enters a collective."""
+    def enter(self, members: tuple[int, ...], may_break: bool = False) -> Passage:
+        """Note that this rank enters a collective, which somebody may leave."""
         name = name_of(members)
         self._moves += 1
         self._entered[name] = number = self._entered.get(name, 0) + 1
-        return Passage(members, name, number)
+        return Passage(members, name, number, may_break)
+
+    def break_off(self) -> None:
+        """Say that this rank leaves what is under way, before others see that it is gone from there."""
+        self._quietly(lambda: self._store.set(f"broken off/{self._num_renewed}", str(self._rank)))
+
+    def renew(self) -> None:
+        """What ranks have entered is counted anew: they have left it at different points, and all are through."""
+        self._num_renewed += 1
+        self._entered.clear()
+
+    def fail(self, error: BaseException) -> None:
+        """Say that this rank cannot go on, to those who wait for it; it says so itself to its caller."""
+        self._is_told = True
+        self._failure = f"{type(error).__name__}: {first_line(error)}"
+        self._tell()
 
     def probe(self, passage: Passage, work: Work) -> None:
         """Look at a collective for which the host does not wait."""
@@ -110,7 +129,14 @@ class Watch:
             del self._waiting[id(passage)]
 
     def explain(self, error: BaseException, passage: Passage) -> RankError:
-        """Which rank was lost, after a collective failed."""
+        """Which rank was lost, after a collective failed; or that one has left it."""
+        left = f"broken off/{self._num_renewed}"
+        if passage.may_break and self._quietly(lambda: self._store.check([left])):
+            rank = self._quietly(lambda: self._store.get(left).decode())
+            return BrokenOff(
+                f"Rank {self._rank} waited for another in the middle of a step. Rank {rank} has left it. All leave it "
+                f"together."
+            )
         self._is_told = True
         verdict = self._verdict() or self._find_lost(passage)
         if verdict is None:
@@ -233,7 +259,8 @@ class Watch:
         self._beat += 1
         where = "" if has_ended else where_is(self._worker)
         waits = bool(self._waiting or self._probes)
-        report = Report(self._beat, self._moves, dict(self._entered), waits, has_ended, failure, where)
+        said = failure or self._failure
+        report = Report(self._beat, self._moves, dict(self._entered), waits, has_ended, said, where)
         self._quietly(lambda: self._store.set(f"report/{self._rank}", json.dumps(asdict(report))))
 
     def _reports(self, ranks: Iterable[int]) -> dict[int, Report] | None:

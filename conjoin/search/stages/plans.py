@@ -37,7 +37,7 @@ from conjoin.search.stages.cells import Cells
 from conjoin.search.stages.parts import Division
 from conjoin.search.stages.programme import Cutting
 from conjoin.search.stages.ways import Solver, lay_out_stage
-from conjoin.sim import PipelinePrediction, predict_pipeline, rescheduled
+from conjoin.sim import Crossing, Crossings, PipelinePrediction, predict_pipeline, rescheduled
 
 SIMPLER = 1.005
 """How much faster a schedule has to be than a simpler one."""
@@ -144,12 +144,25 @@ def _others(stages: int, micro: int, edges: tuple[Edge, ...], apart: bool) -> It
         yield replace(zero_bubble(stages, micro), edges=edges)
 
 
-def played(cut: Cutting, micro: int, capacity: float) -> float:
+def crossings_of(cut: Cutting, sent: Sequence[float], granule: int, machine: Machine) -> Crossings:
+    """What goes into every stage but the first, of some bytes each, in even pieces from the granule before it; and its
+    gradient back."""
+    found: list[Crossing] = []
+    for i, (slot, num_bytes) in enumerate(zip(cut.slots[1:], sent, strict=True)):
+        begin, each = slot.granules[0] * granule, -(-int(num_bytes) // granule)
+        ranks = range(begin, begin + granule) if each else ()
+        found.append(((i, i + 1), [(rank - granule, rank, each) for rank in ranks], ()))
+        found.append(((i + 1, i), [(rank, rank - granule, each) for rank in ranks], ()))
+    return Crossings(chain(len(cut.slots)), range(len(cut.slots)), found, machine)
+
+
+def played(cut: Cutting, micro: int, capacity: float, crossings: Crossings) -> float:
     """What a step takes by the figures of a cutting, by the best of the schedules with which it fits."""
     stages, edges = len(cut.slots), chain(len(cut.slots))
     forward, backward, finish, peak, kept = zip(*(slot.figures for slot in cut.slots), strict=True)
-    half, way = tuple(seconds / 2 for seconds in backward), tuple(seconds / 2 for seconds in cut.sent[1:])
-    times, found = Times(forward, half, half, way, way), [inf]
+    half = tuple(seconds / 2 for seconds in backward)
+    times = Times(forward, half, half, crossings.activations, crossings.gradients, links=crossings.links)
+    found = [inf]
     apart = not any(slot.way.recompute or "fsdp" in slot.way.strategy for slot in cut.slots)
     for schedule in (one_f_one_b(stages, micro), *_others(stages, micro, edges, apart)):
         timeline = play(schedule, times)

@@ -51,8 +51,6 @@ class Cutting:
 
     slots: tuple[Slot, ...]
     seconds: float
-    sent: tuple[float, ...] = ()
-    """Seconds in which what goes into each stage is sent there, and its gradient back."""
 
 
 @dataclass
@@ -207,8 +205,7 @@ class Programme:
             slots.append(Slot((cell, end), (granule, granule + size), part, way, tuple(map(float, figures))))
             cell, granule = end, granule + size
         total = float(filled[num_stages].least[0][0])
-        sent = tuple(float(self.sent[slot.cells[0]]) for slot in slots)
-        return Cutting(tuple(slots), total + (self.num_micro_batches - 1) * longest, sent)
+        return Cutting(tuple(slots), total + (self.num_micro_batches - 1) * longest)
 
 
 @dataclass(frozen=True, slots=True)

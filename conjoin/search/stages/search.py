@@ -24,10 +24,11 @@ from conjoin.search.stage_cuts import node_seconds
 from conjoin.search.stages.cells import Cells, find_cells
 from conjoin.search.stages.folds import Fold, shorten, stands_for
 from conjoin.search.stages.parts import Division, Part, divisions
-from conjoin.search.stages.plans import Judged, Model, build, checked, judge, played
+from conjoin.search.stages.plans import Judged, Model, build, checked, crossings_of, judge, played
 from conjoin.search.stages.programme import Cutting, Programme, Slot
 from conjoin.search.stages.tables import BACKWARD, FINISH, FORWARD, KEPT, PEAK, StageTables
 from conjoin.search.stages.ways import RECOMPUTE, Solver, Way, ways_on
+from conjoin.sim import Crossings
 
 MAX_STAGES = 64
 _SPACING = 1.4
@@ -120,7 +121,8 @@ class StageSearch:
                 heappush(trials, (trial.least, number, trial))
                 continue
             for cutting in self._solve(trial)[:_PLAYED]:
-                seconds = played(cutting, trial.micro, self.model.capacity)
+                crossings = self._crossings(trial, cutting)
+                seconds = played(cutting, trial.micro, self.model.capacity, crossings)
                 if seconds < _NEAR * self._limit():
                     cuttings.append((seconds, trial, cutting))
             cuttings.sort(key=lambda found: found[0])
@@ -296,6 +298,13 @@ class StageSearch:
                 sent = [(rank, rank + granule, each) for rank in range(granule)]
                 found[num_bytes] = 2 * messages_seconds(self.model.machine, sent).value
         return np.array([found[float(num_bytes)] for num_bytes in crossing])
+
+    def _crossings(self, trial: Trial, cutting: Cutting) -> Crossings:
+        """What goes between the stages of a cutting."""
+        tables = self._tables_for(trial.micro)
+        assert tables is not None, "it was solved by them"
+        sent = [float(tables.crossing[slot.cells[0]]) for slot in cutting.slots[1:]]
+        return crossings_of(cutting, sent, trial.division.granule, self.model.machine)
 
     def _judge(self, trial: Trial, cutting: Cutting) -> None:
         """Build a cutting for real, and keep it where it is the best."""
