@@ -11,7 +11,7 @@ from torch.nn import functional
 from conjoin.ops.aggregation import aggregate, aggregate_once, edge_softmax, graph_attention
 from conjoin.ops.attention_sums import attention_peak, attention_sums
 from conjoin.ops.batch_statistics import batch_moments, batch_norm_by_pieces, mean_and_variance, normalize_channels
-from conjoin.ops.experts import expert_linear, expert_network
+from conjoin.ops.experts import expert_linear, expert_network, routed_experts
 from conjoin.ops.fused_layer import linear_relu
 from conjoin.ops.scaled_layer import scaled_linear
 from conjoin.ops.writes import overwrite, strided_view, strided_write
@@ -142,7 +142,7 @@ COMPOSITES: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     SCALED_LINEAR: scaled_linear,
     EXPERT_LINEAR: expert_linear,
     EXPERT_NETWORK: expert_network,
-    ROUTED_EXPERTS: expert_network,
+    ROUTED_EXPERTS: routed_experts,
     AGGREGATE: aggregate,
     AGGREGATE_ONCE: aggregate_once,
     EDGE_SOFTMAX: edge_softmax,
