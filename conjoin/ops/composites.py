@@ -89,12 +89,18 @@ def peak(x: Tensor, dim: tuple[int, ...]) -> Tensor:
     return x.detach().amax(dim, keepdim=True).clamp(finite.min, finite.max)
 
 
-def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, enable_gqa: bool
+def ring_attention(  # noqa: PLR0913 - what ATen asks for
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention of a sequence to itself; where that is split, its keys and values go around between the devices."""
     return functional.scaled_dot_product_attention(
-        query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
 
