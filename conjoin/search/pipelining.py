@@ -89,6 +89,11 @@ def make_pipeline(
             f"The strategy pipeline was given chunks={request.chunks}. Its stages may make gradients of inputs and of "
             f"weights apart, which products in chunks make together. Leave chunks out, or take megatron alone."
         )
+    if request.keep:
+        raise UsageError(
+            f"The strategy pipeline was given keep={request.keep}. Its stages go from one micro-batch to the next and "
+            f"back, and gather for each pass. Leave keep out, or write pipeline:pp=2,zero1, which gathers once a step."
+        )
     if request.part > 1:
         raise UsageError(
             f"The strategy pipeline was given part={request.part}. Its stages take whole steps of micro-batches one by "
