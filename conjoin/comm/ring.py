@@ -6,6 +6,8 @@ and others come. In the backward pass they go around once more, and their gradie
 Under a causal mask the device of the last piece would have as much to do as all others together. So pieces are swapped
 first: of 2n halves of pieces a device takes the one of its own number and the one as far from the end, and gives its
 results back. Then in every step each device computes with one half of its queries, or of the keys that came.
+
+A mask does not go around: every device has the rows of its own queries, for all keys.
 """
 
 from __future__ import annotations
@@ -130,7 +132,7 @@ def ring_bytes_of(node: Node, placed: Placed, mesh: Mesh) -> tuple[RingBytes, Ri
 def _bytes_of(case: NodeOnMesh) -> tuple[RingBytes, RingBytes]:
     ring, made = ring_of(case.node, case.placed, case.mesh), case.types[-1].dtype
     assert ring is not None
-    q, k, v, out = (_row_bytes(type, case.mesh) for type in case.types)
+    q, k, v, out = (_row_bytes(type, case.mesh) for type in (*case.types[:3], case.types[-1]))
     wide = (k + v) // made.itemsize * torch.promote_types(made, torch.float32).itemsize
     positions = _positions(case)
     keys = [_at_step(ring, positions, step, k + v) for step in range(ring.size - 1)]

@@ -14,6 +14,8 @@ from conjoin.ir import Node, Placed, plain_call, region_of, region_shape
 from conjoin.machine import Mesh
 from conjoin.ops import EXPERT_NETWORK, ROUTED_EXPERTS, Call, Split, TensorType
 
+_STACK = 3
+"""Dims of the matrices of all experts."""
 _COUNT_BYTES = 8
 """Of how many rows there are for an expert."""
 
@@ -31,11 +33,10 @@ def routing_of(node: Node, placed: Placed, mesh: Mesh, rank: int = 0) -> Routing
     """Where the rows of a rank go; None where experts are not owned by ranks that have other rows, or not alike."""
     if node.op != ROUTED_EXPERTS or placed.at:
         return None
-    owners = [_split_axes(node.inputs[i].type) & set(dict(placed.splits).get("t", ())) for i in (1, 2)]
-    if not owners[0] or owners[0] != owners[1]:
+    type, *others = (value.type for value in node.inputs if len(value.type.shape) == _STACK)
+    axes = mesh.in_order(_split_axes(type) & set(dict(placed.splits).get("t", ())))
+    if not axes or any(_split_axes(other) != _split_axes(type) for other in others):
         return None
-    axes = mesh.in_order(owners[0])
-    type = node.inputs[1].type
     regions = (region_of(type.shape, type.layout, mesh, member)[0] for member in sorted(mesh.group(rank, axes)))
     return Routing(axes, tuple(regions))
 
@@ -61,7 +62,7 @@ def routed_bytes(node: Node, placed: Placed, mesh: Mesh) -> RoutedBytes:
 @lru_cache(maxsize=1 << 8)
 def _bytes_of(case: NodeOnMesh) -> RoutedBytes:
     counts, rows, answers = [], [], []
-    mesh, (x, _, _, expert, made) = case.mesh, case.types
+    mesh, (x, _, _, expert, *_, made) = case.mesh, case.types
     for rank in range(mesh.size):
         routing = routing_of(case.node, case.placed, mesh, rank)
         assert routing is not None
@@ -86,7 +87,8 @@ def routed_call(node: Node, mesh: Mesh, rank: int) -> Call:
     """What a rank computes if all experts are chosen alike: as many rows as it has, with the experts that it has."""
     whole = plain_call(node)
     local = [TensorType(_local(value.type, mesh, rank), value.type.dtype) for value in node.inputs]
-    return Call(EXPERT_NETWORK, (*local, local[1].shape[0], whole["activation"]))
+    here = (*local[:4], local[1].shape[0], whole["activation"])
+    return Call(EXPERT_NETWORK, here) if whole["gate"] is None else Call(ROUTED_EXPERTS, (*here, local[4]))
 
 
 def moves_fewer_rows(node: Node, degree: int) -> bool:

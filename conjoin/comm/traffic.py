@@ -225,7 +225,7 @@ class Traffic:
         if routing is None:
             return []
         sent, kind = routed_bytes(node, placed, self._mesh), StepKind.ALL_TO_ALL.value
-        back = any(self._gradients.reach_operand(node, i) for i in range(3))
+        back = any(self._gradients.reach_operand(node, i) for i in range(len(node.inputs)))
         found = [Collective(kind, routing.axes, FORWARD, False, s) for s in (sent.counts, sent.rows, sent.answers)]
         if back:
             found += [Collective(kind, routing.axes, BACKWARD, True, s) for s in (sent.answers, sent.rows)]

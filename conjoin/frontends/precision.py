@@ -111,6 +111,13 @@ class Precision:
         """The model and its batch with all floating-point tensors as they are to be; a copy, unless they are so."""
         dtype = torch.float32 if self.autocast else self.dtype
         tensors = (*model.parameters(), *model.buffers())
+        for name, parameter in model.named_parameters() if self.dtype != torch.float32 else ():
+            if parameter.is_complex():
+                raise UsageError(
+                    f"The precision {self.title} was asked for. The parameter {name} is of {parameter.dtype}, and of "
+                    f"complex numbers torch has none in {self.dtype}. Leave the precision out: then the model is "
+                    f"trained as it is."
+                )
         if any(x.is_floating_point() and x.dtype != dtype for x in tensors):
             model = copy.deepcopy(model).to(dtype)
         return model, tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, batch)

@@ -71,7 +71,7 @@ from conjoin.ops.direct import find_function
 from conjoin.ops.drawing import drawing
 from conjoin.ops.dtypes import Dtype, under_autocast
 from conjoin.ops.edges import Edges, EdgeWindow, are_equal, check_ends, identity, of_graph, tells_of_writes
-from conjoin.ops.experts import expert_network, take_rows
+from conjoin.ops.experts import routed_experts, take_rows
 from conjoin.ops.local import Emit, LocalForm, Pieces, Span, operand_spans, output_spans, run_local
 from conjoin.ops.measures import bytes_read, bytes_written, flops
 from conjoin.ops.notation import Access, Factors, Notation, NotationError, Spread, Window
@@ -199,7 +199,6 @@ __all__ = [
     "dtype_name",
     "dual",
     "execute",
-    "expert_network",
     "find_function",
     "find_operator",
     "find_spec",
@@ -226,6 +225,7 @@ __all__ = [
     "registered_signature",
     "registering_module",
     "replicated_rules",
+    "routed_experts",
     "run_local",
     "run_whole",
     "sharding_rules",

@@ -214,7 +214,11 @@ def _composite_signature(name: str, function: Callable[..., Any]) -> Signature:
     """Read the parameters off a Python function whose annotations name tensors as `Tensor` or `Tensor | None`."""
     parameters = tuple(
         Parameter(
-            parameter.name, Kind.TENSOR if "Tensor" in str(parameter.annotation) else Kind.ATTRIBUTE, None, False, False
+            parameter.name,
+            Kind.TENSOR if "Tensor" in str(parameter.annotation) else Kind.ATTRIBUTE,
+            None if parameter.default is inspect.Parameter.empty else parameter.default,
+            parameter.default is not inspect.Parameter.empty,
+            False,
         )
         for parameter in inspect.signature(function).parameters.values()
     )

@@ -11,7 +11,7 @@ from torch.nn import functional
 from conjoin.ops.aggregation import aggregate, aggregate_once, edge_softmax, graph_attention
 from conjoin.ops.attention_sums import attention_peak, attention_sums
 from conjoin.ops.batch_statistics import batch_moments, batch_norm_by_pieces, mean_and_variance, normalize_channels
-from conjoin.ops.experts import expert_linear, expert_network
+from conjoin.ops.experts import expert_linear, expert_network, routed_experts
 from conjoin.ops.fused_layer import linear_relu
 from conjoin.ops.scaled_layer import scaled_linear
 from conjoin.ops.writes import overwrite, strided_view, strided_write
@@ -89,12 +89,18 @@ def peak(x: Tensor, dim: tuple[int, ...]) -> Tensor:
     return x.detach().amax(dim, keepdim=True).clamp(finite.min, finite.max)
 
 
-def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, enable_gqa: bool
+def ring_attention(  # noqa: PLR0913 - what ATen asks for
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    attn_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention of a sequence to itself; where that is split, its keys and values go around between the devices."""
     return functional.scaled_dot_product_attention(
-        query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
 
 
@@ -142,7 +148,7 @@ COMPOSITES: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     SCALED_LINEAR: scaled_linear,
     EXPERT_LINEAR: expert_linear,
     EXPERT_NETWORK: expert_network,
-    ROUTED_EXPERTS: expert_network,
+    ROUTED_EXPERTS: routed_experts,
     AGGREGATE: aggregate,
     AGGREGATE_ONCE: aggregate_once,
     EDGE_SOFTMAX: edge_softmax,

@@ -2,6 +2,7 @@
 
     expert_linear(x, weight, expert)[i] = x[i // c] @ weight[expert[i]]             c rows for each row of x
     expert_network(x, inward, outward, expert)[i] = f(x[i // c] @ inward[e]) @ outward[e]     with e = expert[i]
+    routed_experts(x, inward, outward, expert, gate)[i] = (f(y @ gate[e]) * (y @ inward[e])) @ outward[e]  y = x[i // c]
 
 Rows are brought into the order of their experts, multiplied group by group, and put back; sorting is stable, so that
 equal calls add up in the same order. `experts` says how many there are in all: where the weights are those of a part of
@@ -52,6 +53,25 @@ def expert_network(x: Tensor, inward: Tensor, outward: Tensor, expert: Tensor, e
     with _plain(x):
         h = groups.times(groups.rows_of(x), inward)
         return groups.put_back(groups.times(_activated(h, outward.shape[1], activation), outward))
+
+
+def routed_experts(  # noqa: PLR0913 - as a network has them, and the gate
+    x: Tensor,
+    inward: Tensor,
+    outward: Tensor,
+    expert: Tensor,
+    experts: int,
+    activation: str,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """The same, with what gates in a matrix of its own where it is given: then features of an expert may be split."""
+    if gate is None:
+        return expert_network(x, inward, outward, expert, experts, activation)
+    groups = _Groups.of(expert, inward.shape[0], experts)
+    with _plain(x):
+        rows = groups.rows_of(x)
+        h = ACTIVATIONS[activation](groups.times(rows, gate)) * groups.times(rows, inward)
+        return groups.put_back(groups.times(h, outward))
 
 
 def _activated(h: Tensor, width: int, activation: str) -> Tensor:

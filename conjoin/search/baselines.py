@@ -29,7 +29,7 @@ _PLAIN = (
 def baseline_names(mesh: Mesh) -> tuple[str, ...]:
     """What is tried on a mesh: every strategy as it deals degrees itself, Megatron with every degree inside a node,
     or every degree where a node has one device. Where there are several nodes of several devices, parameters are also
-    split inside a node only.
+    split inside a node only. Experts are dealt to devices alone, and beside tensor parallelism.
 
     >>> baseline_names(Mesh.of_nodes(1, 2))[:5]
     ('data-parallel', 'fsdp', 'zero1', 'megatron:tp=2', 'megatron:tp=2,sp')
@@ -41,10 +41,11 @@ def baseline_names(mesh: Mesh) -> tuple[str, ...]:
     node = [axis.size for axis in mesh.axes if not axis.between_nodes]
     inside = node or [axis.size for axis in mesh.axes]
     tensor = [f"megatron:tp={degree}{flags}" for degree, flags in product(products(inside)[1:], _FLAGS)]
+    joined = [f"megatron:tp={degree},sp,expert,fsdp" for degree in products(inside)[1:] if degree < mesh.size]
     if mesh.size == prod(inside):
-        return (*_PLAIN[:3], *tensor, *_PLAIN[3:])
+        return (*_PLAIN[:3], *tensor, *_PLAIN[3:], *joined)
     hybrid = [f"megatron:tp={degree},sp,hsdp" for degree in products(inside)[1:-1]]
-    return (*_PLAIN[:3], "hsdp", *tensor, *hybrid, *_PLAIN[3:])
+    return (*_PLAIN[:3], "hsdp", *tensor, *hybrid, *_PLAIN[3:], *joined)
 
 
 def least_bytes(name: str, graph: Graph, mesh: Mesh, copies: int) -> float:
@@ -58,7 +59,7 @@ def least_bytes(name: str, graph: Graph, mesh: Mesh, copies: int) -> float:
     [1024.0, 640.0, 512.0, 512.0]
     """
     request = read_request(name)
-    if request.name not in ("data-parallel", "fsdp", "zero1", "hsdp", "megatron"):
+    if request.name not in ("data-parallel", "fsdp", "zero1", "hsdp", "megatron") or "expert" in request.flags:
         return 0.0
     trained, degree = sum(leaf.type.bytes for leaf in graph.leaves if leaf.is_trained), request.degrees.get("tp", 1)
     told = request.flags | {request.name}

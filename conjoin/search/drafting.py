@@ -40,6 +40,7 @@ from conjoin.search.blocks import segments_for
 from conjoin.search.bundle_size import choose_bundle_bytes
 from conjoin.search.facts import Facts, study, where_in
 from conjoin.search.features_once import with_features_once
+from conjoin.search.kept_parameters import without_kept
 from conjoin.search.offloads import with_offloads
 from conjoin.search.propagation import Flow, output_placements
 from conjoin.search.rank_statistics import check_rank_statistics, with_rank_statistics
@@ -158,7 +159,10 @@ def make_plan_by(
         model=model_mark(captured),
         machine=Mark(machine.name, machine.fingerprint()),
         strategy=str(draft.request),
-        memory=(*draft.memory, *recompute_actions(parallel, _run_again(draft.request.recompute, graph))),
+        memory=(
+            *without_kept(draft.memory, draft.request.keep, graph),
+            *recompute_actions(parallel, _run_again(draft.request.recompute, graph)),
+        ),
         substitutions=settled.substitutions,
         accumulation=accumulation,
         bundle_bytes=choose_bundle_bytes(captured, machine),

@@ -78,6 +78,8 @@ class NodeFacts:
     lookup: Lookup | None
     experts: tuple[ShardingRule, ...]
     """Ways to split weights that are stacked, one for each expert; none where they are not."""
+    inside: tuple[ShardingRule, ...]
+    """Ways to split every expert's weights where rows are sent to them: data B, weights S, output P."""
     expandable: bool
     """Whether it can be replaced by a composition of others."""
     has_parts: bool
@@ -167,6 +169,22 @@ def _find_experts(call: Call, num_outputs: int, weights: tuple[bool, ...]) -> tu
 
 
 @call_cache()
+def _find_inside(call: Call, num_outputs: int, weights: tuple[bool, ...]) -> tuple[ShardingRule, ...]:
+    """The ways to split features between the layers of experts that devices own."""
+    spec = spec_for(call)
+    if spec is None or not spec.owned or not _find_experts(call, num_outputs, weights):
+        return ()
+    wanted = [Split if of_weights else Copies for of_weights in weights]
+    return tuple(
+        rule
+        for rule in rules_for(call, num_outputs)
+        if all(isinstance(placement, kind) for placement, kind in zip(rule.operands, wanted, strict=True))
+        and Split(0) not in rule.operands
+        and rule.outputs == (Partial(),)
+    )
+
+
+@call_cache()
 def _expands(call: Call, parts: bool) -> bool:
     """Whether a call expands to another composition: some forms of an operator expand to themselves."""
     spec = spec_for(call)
@@ -244,6 +262,7 @@ class Facts:
             layer,
             _find_lookup(call, num_outputs, weights) if mixed and tables and not (layer or experts) else None,
             experts,
+            _find_inside(call, num_outputs, weights) if experts else (),
             _expands(call, parts=False),
             _expands(call, parts=True),
         )

@@ -69,6 +69,9 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "zero-bubble": lambda owners, each, micro: zero_bubble(owners, micro),
 }
 
+_IN_TWO = ("zero-bubble", FOUND)
+"""Schedules in which a backward pass may be in two parts."""
+
 
 def make_pipeline(
     graph: Graph, machine: Machine, strategy: str, costs: CostModel | None = None, sizes: Sequence[int] = ()
@@ -84,10 +87,21 @@ def make_pipeline(
             f"The strategy pipeline was given schedule={name[:40]!r}. The schedules are {', '.join(known)}. "
             f"Did you mean {near[0]}?"
         )
-    if request.chunks > 1:
+    if request.chunks > 1 and request.degrees.get("tp", 1) == 1:
         raise UsageError(
-            f"The strategy pipeline was given chunks={request.chunks}. Its stages may make gradients of inputs and of "
-            f"weights apart, which products in chunks make together. Leave chunks out, or take megatron alone."
+            f"The strategy pipeline was given chunks={request.chunks}. Inside a stage no product has a collective next "
+            f"to it unless layers are split, and tp is 1. Leave chunks out, or write pipeline:pp=2,tp=2,sp,chunks=2."
+        )
+    if request.chunks > 1 and name in _IN_TWO:
+        raise UsageError(
+            f"The strategy pipeline was given chunks={request.chunks} and schedule={name}. By it stages make gradients "
+            f"of inputs and of weights apart, which products in chunks make together. Leave chunks out, or take "
+            f"schedule=1f1b."
+        )
+    if request.keep:
+        raise UsageError(
+            f"The strategy pipeline was given keep={request.keep}. Its stages go from one micro-batch to the next and "
+            f"back, and gather for each pass. Leave keep out, or write pipeline:pp=2,zero1, which gathers once a step."
         )
     if request.part > 1:
         raise UsageError(
@@ -217,6 +231,7 @@ def _stage(
         substitutions=settled.substitutions,
         computes=computation_digest(settled.graph),
         bundle_bytes=choose_bundle_bytes(cut.graph, machine),
+        chunks=inner.chunks,
     )
     return Stage(with_offloads(plan, request.offload, machine.device), ranks, cut.arrivals, cut.borrowed)
 
@@ -241,4 +256,4 @@ def _inner(machine: Machine, request: Request) -> Request:
     if tp == 1:
         stored = [flag for flag in flags if flag in ("zero1", "fsdp", "hsdp")]
         return read_request(f"{stored[0] if stored else 'data-parallel'}")
-    return read_request(f"megatron:{','.join([f'tp={tp}', f'dp={size // tp}', *flags])}")
+    return read_request(f"megatron:{','.join([f'tp={tp}', f'dp={size // tp}', *flags])},chunks={request.chunks}")

@@ -24,6 +24,8 @@ from conjoin.search.groups import Group
 from conjoin.search.reshard_bytes import step_bytes, sum_bytes
 
 Rules = Sequence[ShardingRule]
+_STACK = 3
+"""Dims of the matrices of all experts: too large to be stored whole by all, they are where pieces must change dims."""
 
 
 class Policy(Protocol):
@@ -242,10 +244,13 @@ class Propagation:
         node = self.facts.by_node[value.owner]
         legal = self.legal(node)
         best, fewest = legal[0], self._step_bytes(value, Invariant(), wanted)
+        is_stack = len(value.type.shape) == _STACK and isinstance(wanted, Split)
         for rule in legal:
-            if rule.outputs[value.index] == wanted:
+            made = rule.outputs[value.index]
+            if made == wanted or (is_stack and isinstance(made, Split)):
                 pairs = zip(node.inputs, rule.operands, strict=True)
                 moved = sum(self._read_bytes(*pair).weights for pair in pairs)
+                moved += 0 if made == wanted else self._step_bytes(value, made, wanted)
                 if moved <= fewest:
                     best, fewest = rule, moved
         return best, fewest

@@ -2,9 +2,10 @@
 
 Degrees have names (`tp=2`) or stand in the order of the strategy's keys. What is asked of the batch and of Megatron
 becomes one request: `fsdp+megatron:tp=2` is `megatron:tp=2,fsdp`. What is run again in the backward pass
-(`recompute=`), what lies on the host (`offload=`), how many micro-batches make up a step (`micro=`) or a part of it
-(`part=`), of what batch norm takes its statistics (`statistics=`) and in how many chunks products go that collectives
-are next to (`chunks=`) may be asked of every strategy, by a part or among its keys.
+(`recompute=`), of which blocks parameters stay gathered for it (`keep=`), what lies on the host (`offload=`), how many
+micro-batches make up a step (`micro=`) or a part of it (`part=`), of what batch norm takes its statistics
+(`statistics=`) and in how many chunks products go that collectives are next to (`chunks=`) may be asked of every
+strategy, by a part or among its keys.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from typing import Any
 
 from conjoin.errors import UsageError
 from conjoin.ir import MAX_CHUNKS
@@ -22,8 +24,8 @@ _MAX_DIGITS = 7
 _MODES = ("none", "selective", "full", "every-2")
 _STATISTICS = ("all", "rank")
 OFFLOADS = ("activations", "optimizer", "both")
-OPTIONS = ("recompute", "offload", "micro", "part", "statistics", "chunks")
-_EVERY = re.compile(r"every-[1-9]\d{0,3}")
+OPTIONS = ("recompute", "keep", "offload", "micro", "part", "statistics", "chunks")
+_EVERY, _KEPT = re.compile(r"every-[1-9]\d{0,3}"), re.compile(r"(every-)?[1-9]\d{0,3}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class Request:
     """The axes of the mesh from the outermost to the innermost, as degrees are dealt; empty as the machine has them."""
     recompute: str = ""
     """Which blocks are run again in the backward pass: none, selective, full, every-2, ...; empty as the model asks."""
+    keep: str = ""
+    """Of which blocks parameters stay gathered between passes: the last so many, or every-2, ...; empty for none."""
     offload: str = ""
     """What lies on the host: activations for the backward pass, optimizer state, or both; empty for nothing."""
     micro: int = 1
@@ -60,6 +64,7 @@ class Request:
         words = [f"{key}={degree}" for key, degree in self.degrees.items()] + sorted(self.flags)
         words += [f"schedule={self.schedule}"] if self.schedule else []
         again = f"+recompute={self.recompute}" if self.recompute else ""
+        again += f"+keep={self.keep}" if self.keep else ""
         again += f"+offload={self.offload}" if self.offload else ""
         parts = f"+micro={self.micro}" if self.micro > 1 else ""
         parts += f"+part={self.part}" if self.part > 1 else ""
@@ -114,12 +119,8 @@ def parse_request(text: str, known: Mapping[str, Keys], aliases: Mapping[str, st
         )
     made = named[0] if len(named) == 1 else _together(named, known)
     _check_once(made.name, "axes", sum(bool(part.order) for part in parts))
-    _check_once(made.name, "recompute", sum(bool(part.recompute) for part in parts))
-    _check_once(made.name, "offload", sum(bool(part.offload) for part in parts))
-    _check_once(made.name, "micro", sum(part.micro > 1 for part in parts))
-    _check_once(made.name, "part", sum(part.part > 1 for part in parts))
-    _check_once(made.name, "statistics", sum(part.statistics != "all" for part in parts))
-    _check_once(made.name, "chunks", sum(part.chunks > 1 for part in parts))
+    for option in OPTIONS:
+        _check_once(made.name, option, sum(_asks(part, option) for part in parts))
     asked = [f"{name}=" for name in ("micro", "offload", "chunks") if any(_asks(part, name) for part in parts)]
     if asked and any(part.part > 1 for part in parts):
         raise UsageError(
@@ -129,13 +130,8 @@ def parse_request(text: str, known: Mapping[str, Keys], aliases: Mapping[str, st
     return replace(
         made,
         order=max(part.order for part in parts),
-        recompute=max(part.recompute for part in parts),
-        offload=max(part.offload for part in parts),
-        micro=max(part.micro for part in parts),
-        part=max(part.part for part in parts),
         asks_micro=any(part.asks_micro for part in parts),
-        statistics=max(part.statistics for part in parts),
-        chunks=max(part.chunks for part in parts),
+        **{option: max(getattr(part, option) for part in parts) for option in OPTIONS},
     )
 
 
@@ -159,24 +155,10 @@ def _parse_part(text: str, known: Mapping[str, Keys], aliases: Mapping[str, str]
 def _with_word(request: Request, word: str, keys: Keys) -> Request:
     """The request with one more key; a number alone is the first degree that is not given yet."""
     name, (key, equals, given) = request.name or "option", (part.strip() for part in word.partition("="))
-    if key == "recompute" and equals:
-        _check_once(name, key, 1 + bool(request.recompute))
-        return replace(request, recompute=_parse_mode(name, given))
-    if key == "offload" and equals:
-        _check_once(name, key, 1 + bool(request.offload))
-        return replace(request, offload=_parse_offload(name, given))
-    if key == "micro" and equals:
-        _check_once(name, key, 1 + (request.micro > 1))
-        return replace(request, micro=_parse_degree(name, key, given), asks_micro=True)
-    if key == "part" and equals:
-        _check_once(name, key, 1 + (request.part > 1))
-        return replace(request, part=_parse_degree(name, key, given))
-    if key == "statistics" and equals:
-        _check_once(name, key, 1 + (request.statistics != "all"))
-        return replace(request, statistics=_parse_statistics(name, given))
-    if key == "chunks" and equals:
-        _check_once(name, key, 1 + (request.chunks > 1))
-        return replace(request, chunks=_parse_chunks(name, given))
+    if equals and key in OPTIONS:
+        _check_once(name, key, 1 + _asks(request, key))
+        asks_micro = request.asks_micro or key == "micro"
+        return replace(request, asks_micro=asks_micro, **{key: _parse_option(name, key, given)})
     if key == "schedule" and equals and "pp" in keys.degrees:
         _check_once(name, key, 1 + bool(request.schedule))
         return replace(request, schedule=given)
@@ -243,6 +225,21 @@ def _check_key(name: str, key: str, is_degree: bool, keys: Keys) -> None:
     raise UsageError(f"The strategy {name} was given an unknown key {key[:40]!r}. {listed} {hint}")
 
 
+def _parse_option(name: str, key: str, given: str) -> Any:
+    match key:
+        case "recompute":
+            return _parse_mode(name, given)
+        case "keep":
+            return _parse_keep(name, given)
+        case "offload":
+            return _parse_offload(name, given)
+        case "statistics":
+            return _parse_statistics(name, given)
+        case "chunks":
+            return _parse_chunks(name, given)
+    return _parse_degree(name, key, given)
+
+
 def _parse_degree(name: str, key: str, number: str) -> int:
     if number.isascii() and number.isdigit() and len(number) <= _MAX_DIGITS and int(number) > 0:
         return int(number)
@@ -258,6 +255,15 @@ def _parse_mode(name: str, mode: str) -> str:
     raise UsageError(
         f"The strategy {name} was given recompute={mode[:40]!r}. What is run again in the backward pass is none, "
         f"selective, full, or every so many blocks one, as every-2. {nearest(mode, _MODES)}"
+    )
+
+
+def _parse_keep(name: str, given: str) -> str:
+    if _KEPT.fullmatch(given):
+        return given
+    raise UsageError(
+        f"The strategy {name} was given keep={given[:40]!r}. Parameters of the last so many blocks may stay gathered "
+        f"between the passes, or those of every so many blocks one. Write keep=2, or keep=every-2."
     )
 
 

@@ -27,9 +27,9 @@ def with_rings(graph: Graph, flows: Sequence[Flow]) -> tuple[Graph, tuple[Substi
         if node not in split:
             work.keep(node)
             continue
-        tensors = (work.values[value] for value in node.inputs)
+        query, key, value, *mask = (work.values[value] for value in node.inputs)
         attributes = (node.call[name] for name in ("is_causal", "scale", "enable_gqa"))
-        work.values[Value(node)] = work.emit(node, RING_ATTENTION, *tensors, *attributes)
+        work.values[Value(node)] = work.emit(node, RING_ATTENTION, query, key, value, *attributes, *mask)
     told = tuple(Substitution(f"ring-{node.op}", where_in(graph, node), _WHY) for node in split)
     return drop_unused(work.finish()), told
 
@@ -37,10 +37,8 @@ def with_rings(graph: Graph, flows: Sequence[Flow]) -> tuple[Graph, tuple[Substi
 def _check(graph: Graph, node: Node) -> None:
     query, key, *_ = (value.type.shape for value in node.inputs)
     why = ""
-    if node.call["attn_mask"] is not None:
-        why = f"It has a mask of {node.call['attn_mask'].shape}, of which no piece goes around"
-    elif node.call["dropout_p"]:
-        why = f"It drops {node.call['dropout_p']:g} of its weights, others on every device"
+    if node.call["dropout_p"]:
+        why = f"It drops {node.call['dropout_p']:g} of its weights, and one device would draw other ones than several"
     elif len(query) != 4 or query[2] != key[2]:
         why = f"It looks from {query} at {key}, which is not one sequence of heads"
     if why:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from conjoin.comm import moves_fewer_rows
-from conjoin.ir import Graph, Rewriting, Substitution, Value, drop_unused
+from conjoin.ir import Graph, Node, Rewriting, Substitution, Value, drop_unused
 from conjoin.ops import EXPERT_NETWORK, ROUTED_EXPERTS
 from conjoin.search.facts import where_in
 from conjoin.search.request import Request
@@ -12,12 +12,11 @@ _WHY = "the same networks; rows go to the device that has their expert, and back
 
 
 def with_routes(graph: Graph, request: Request) -> tuple[Graph, tuple[Substitution, ...]]:
-    """The graph with experts that are owned by devices, and how that is told in a plan; beside tensor parallelism,
-    which splits experts itself, they stay as they are."""
-    degree = request.degrees.get("ep", 1)
-    if request.degrees.get("tp", 1) > 1:
-        return graph, ()
-    routed = [node for node in graph.nodes if node.op == EXPERT_NETWORK and moves_fewer_rows(node, degree)]
+    """The graph with experts that are owned by devices, and how that is told in a plan; beside tensor parallelism the
+    features of each are split, so what gates them is cut off."""
+    degree, inside = (request.degrees.get(role, 1) for role in ("ep", "tp"))
+    networks = [node for node in graph.nodes if node.op == EXPERT_NETWORK]
+    routed = [node for node in networks if moves_fewer_rows(node, degree) or _num_experts(node) < degree * inside]
     if not routed:
         return graph, ()
     work = Rewriting(graph)
@@ -25,7 +24,14 @@ def with_routes(graph: Graph, request: Request) -> tuple[Graph, tuple[Substituti
         if node not in routed:
             work.keep(node)
             continue
-        args = (work.values[arg] if isinstance(arg, Value) else arg for arg in node.args)
-        work.values[Value(node)] = work.emit(node, ROUTED_EXPERTS, *args)
+        x, inward, *others = (work.values[arg] if isinstance(arg, Value) else arg for arg in node.args)
+        width, gate = node.call["outward"].shape[1], None
+        if inside > 1 and inward.type.shape[2] != width:
+            gate, inward = work.emit(node, "split_with_sizes", inward, (width, width), 2)
+        work.values[Value(node)] = work.emit(node, ROUTED_EXPERTS, x, inward, *others, gate)
     told = tuple(Substitution(f"route-{node.op}", where_in(graph, node), _WHY) for node in routed)
     return drop_unused(work.finish()), told
+
+
+def _num_experts(node: Node) -> int:
+    return int(node.call["experts"])

@@ -18,6 +18,7 @@ from conjoin.search.constraints import make_constraints
 from conjoin.search.contest import Contest, Enough, Outcome, Progress, Stopped, Variant, plan_of
 from conjoin.search.exact.space import OVERLAPS
 from conjoin.search.joint import JointSearch
+from conjoin.search.kept_count import try_keeping
 from conjoin.search.named_relief import relieve_by_name
 from conjoin.search.notes import Notes
 from conjoin.search.papers.descents import descend_everywhere, try_everything
@@ -134,7 +135,7 @@ def search_on(
     if stopped is not Stopped.INTERRUPTED and not _relieve_last(contest):
         stopped = Stopped.INTERRUPTED
     if stopped is Stopped.CONVERGED and wish.search != "named":
-        stopped = _chunk_last(contest)
+        stopped = _finish_best(contest)
     if contest.least_seconds == inf:
         raise nothing_found(contest, len(starts), wish.stages)
     result = _result(contest, stopped)
@@ -176,9 +177,11 @@ def _relieve_last(contest: Contest) -> bool:
     return True
 
 
-def _chunk_last(contest: Contest) -> Stopped:
-    """Have products of the best plan go in chunks, where that is faster; why that came to its end."""
+def _finish_best(contest: Contest) -> Stopped:
+    """Have parameters of the best plan stay gathered and its products go in chunks, where that is faster; why that
+    came to its end."""
     try:
+        try_keeping(contest)
         try_chunks(contest)
     except Enough as end:
         return end.reason

@@ -71,7 +71,8 @@ def kept_by(node: Node, placed: Placed, needs: tuple[int, ...], mesh: Mesh, rank
         return kept_of(halo_call(node, placed, mesh, rank), made, needs, kind)
     if ring_of(node, placed, mesh) is not None:
         local = tuple(region_shape(region_of(v.type.shape, v.type.layout, mesh, rank)) for v in node.inputs)
-        return _kept_by_attention(local, call, needs)
+        found = _kept_by_attention(local, call, needs)
+        return found if call["attn_mask"] is None else _with_scores(found, local)
     pieces = placed.pieces(space_of(spec, call).sizes, mesh, rank)
     shapes = tuple(region_shape(wanted_region(node, i, placed, mesh, rank)) for i in range(len(call.tensors)))
     return _kept(call, shapes, tuple(pieces.items()), node.types, needs, kind)
@@ -121,6 +122,13 @@ def _kept_by_attention(shapes: Shapes, call: Call, needs: tuple[int, ...]) -> Ke
     rows = TensorType(query[:-1], torch.float32).bytes
     gradients, passing = _own_gradients(shapes, call, needs), attention_workspace(shapes)
     return Kept(tuple(range(len(shapes))), (0,), rows, (-1,), (output,), 0, gradients, passing)
+
+
+def _with_scores(found: Kept, shapes: Shapes) -> Kept:
+    """Under a mask a ring writes out the scores of a step, and in the backward pass their gradients too."""
+    query, key = shapes[:2]
+    scores = TensorType((*query[:-1], key[-2]), torch.float32).bytes
+    return replace(found, passing=found.passing + scores, passing_back=found.passing_back + 2 * scores)
 
 
 def _own_gradients(shapes: Shapes, call: Call, needs: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

@@ -221,7 +221,7 @@ def _simulated(stage: Stage, machine: Machine, costs: CostModel, optimizer: str)
     prices = MachinePrices.of(plan.graph, part, costs, optimizer)
     skeleton, layouts = take_apart(plan)
     drafts = new_drafts(skeleton, layouts, plan.mesh, prices)
-    drafts.bundle_bytes = plan.bundle_bytes
+    drafts.bundle_bytes, drafts.chunks = plan.bundle_bytes, plan.chunks
     again = recomputed_segments(plan)
     regathered, offloads = regathered_parameters(plan), offloads_of(plan)
     return simulate_layouts(skeleton, layouts, drafts, regathered, again, STAGE_STEPS, offloads)
@@ -244,7 +244,7 @@ def _form(stage: Stage, machine: Machine) -> Hashable:
     updates = tuple(numbers[value] for _, value in graph.updates)
     devices = tuple(machine.device_type(rank) for rank in stage.ranks) if len(machine.device_types) > 1 else ()
     again = tuple((*segment, frozenset(segment.kept)) for segment in recomputed_segments(plan))
-    how = again, offloads.tensors, plan.bundle_bytes
+    how = again, offloads.tensors, plan.bundle_bytes, plan.chunks
     return tuple(nodes), leaves, results, updates, plan.mesh, devices, how, graph.loss
 
 

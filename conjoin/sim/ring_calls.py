@@ -15,10 +15,11 @@ def ring_calls(node: Node, ring: Ring, mesh: Mesh) -> Iterator[Call]:
     """The calls of all steps: with its own keys, then with those of every other piece, or half of them."""
     whole = plain_call(node)
     shapes = [region_shape(region_of(v.type.shape, v.type.layout, mesh, 0)) for v in node.inputs]
-    query, key, value = (TensorType(shape, v.type.dtype) for shape, v in zip(shapes, node.inputs, strict=True))
+    query, key, value, *masks = (TensorType(shape, v.type.dtype) for shape, v in zip(shapes, node.inputs, strict=True))
+    mask = TensorType((*masks[0].shape[:-1], min(masks[0].shape[-1], key.shape[2])), masks[0].dtype) if masks else None
     rest = whole["scale"], whole["enable_gqa"]
-    yield Call(ATTENTION, (query, key, value, None, 0.0, ring.is_causal, *rest))
+    yield Call(ATTENTION, (query, key, value, mask, 0.0, ring.is_causal, *rest))
     seen = ring.lengths[0] // 2 if ring.swaps else ring.lengths[0]
     key, value = (TensorType((*x.shape[:2], seen, x.shape[3]), x.dtype) for x in (key, value))
     for _ in range(ring.size - 1):
-        yield Call(ATTENTION, (query, key, value, None, 0.0, False, *rest))
+        yield Call(ATTENTION, (query, key, value, mask, 0.0, False, *rest))

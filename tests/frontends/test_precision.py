@@ -146,3 +146,11 @@ def test_a_wrong_one_is_told_with_the_nearest(text: str, told: str) -> None:
 def test_one_is_read_back_as_written(text: str) -> None:
     assert str(Precision.parse(text)) == text
     assert Precision.parse("bf16-mixed,reduce=float32") == Precision.parse("bf16-mixed")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed", "fp16-mixed"])
+def test_complex_parameters_are_not_left_as_they_are_in_silence(precision: str) -> None:
+    model, batch = torch.nn.Linear(8, 4, dtype=torch.complex64), (torch.randn(4, 8, dtype=torch.complex64),)
+    with pytest.raises(UsageError, match=r"The parameter weight is of torch\.complex64") as told:
+        conjoin.plan(model, batch, "local:2", loss=lambda y: y.abs().mean(), strategy="fsdp", precision=precision)
+    assert_three_sentences(told.value)

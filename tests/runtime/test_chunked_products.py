@@ -11,14 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from conjoin.comm import ROWS, ChunkPlaces, is_product
 from conjoin.errors import PlanError, StrategyError, UsageError
 from conjoin.frontends import capture
-from conjoin.ir import Plan, plan_from_json, plan_to_json
+from conjoin.ir import Plan, origin, plan_from_json, plan_to_json
 from conjoin.machine import parse_machine
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
 from conjoin.runtime.verification.checking import Case, verify_in_process
 from conjoin.search import make_pipeline, make_plan
+from tests.ir.wording import assert_three_sentences
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import module_on
 from tests.runtime.random_graphs import Sample
@@ -113,5 +115,25 @@ def test_what_cannot_go_in_chunks_is_told() -> None:
     assert data["chunks"] == 2
     with pytest.raises(PlanError, match="products in 0 chunks are none"):
         plan_from_json({**data, "chunks": 0})
-    with pytest.raises(UsageError, match="strategy pipeline was given chunks=2"):
-        make_pipeline(found.graph, parse_machine("local:4"), "pipeline:pp=2,tp=2,chunks=2")
+    for strategy in ("pipeline:pp=2,tp=2,chunks=2,schedule=zero-bubble", "pipeline:pp=2,chunks=2"):
+        with pytest.raises(UsageError, match="strategy pipeline was given chunks=2") as error:
+            make_pipeline(found.graph, parse_machine("local:4"), strategy)
+        assert_three_sentences(error.value)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_stages_of_pipelines_train_as_one_device(schedule: str) -> None:
+    found = sample("llama-8b", 4)
+    pipeline = make_pipeline(
+        found.graph, parse_machine("local:4"), f"pipeline:pp=2,tp=2,sp,micro=2,chunks=2,schedule={schedule}"
+    )
+    assert {stage.plan.chunks for stage in pipeline.stages} == {2}
+    products = [stage.plan for stage in pipeline.stages if has_chunks(stage.plan)]
+    assert products, "some products do go in chunks"
+    assert verify_in_process(Case(pipeline, found.graph, found.model, found.inputs), 2).passed
+
+
+def has_chunks(plan: Plan) -> bool:
+    places = ChunkPlaces(plan.graph, plan.mesh, plan.chunks, ())
+    products = (node for node in plan.graph.nodes if is_product(node))
+    return any(places.find(node, origin(node.inputs[ROWS[node.op]]).type.layout) is not None for node in products)

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,16 +14,18 @@ from torch.nn import functional
 
 import conjoin
 from conjoin.comm import Ring
-from conjoin.cost import CostModel
+from conjoin.cost import ATTENTION, CostModel
 from conjoin.errors import StrategyError
 from conjoin.ir import Plan, cut
 from conjoin.machine import Axis, Mesh, parse_machine
+from conjoin.ops import RING_ATTENTION
 from conjoin.report import explain
 from conjoin.runtime.movement.ring_attention import carry_ring
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
 from conjoin.search import make_plan
 from conjoin.sim import predict
+from tests.ir.wording import assert_three_sentences
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import by_strategy, captured, module_on
 from tests.runtime.random_graphs import Sample
@@ -174,12 +175,79 @@ def test_keys_that_are_split_are_not_gathered_for_queries_that_are_not() -> None
     assert conjoin.verify_plan(plan, model, batch, loss=functional.cross_entropy, num_steps=2).passed
 
 
-@pytest.mark.parametrize(
-    ("options", "masked", "says"), [({"dropout": 0.5}, False, "drops 0.5"), ({}, True, "a mask of")]
-)
-def test_what_does_not_go_around_is_told(options: dict[str, Any], masked: bool, says: str) -> None:
+def test_what_does_not_go_around_is_told() -> None:
     x = torch.randn(2, 8, 16)
-    batch = (x, torch.zeros(8, 8, requires_grad=True), x) if masked else (x, x)
-    graph = conjoin.capture(Tower(**options), batch, functional.mse_loss, check=False)
-    with pytest.raises(StrategyError, match=says):
+    graph = conjoin.capture(Tower(dropout=0.5), (x, x), functional.mse_loss, check=False)
+    with pytest.raises(StrategyError, match=r"drops 0.5") as error:
         make_plan(graph, parse_machine("local:2"), "context:cp=2,ring")
+    assert_three_sentences(error.value)
+
+
+LENGTH = 7
+MASKS: dict[str, Callable[[], Tensor]] = {
+    "padding": lambda: (torch.arange(LENGTH) < torch.tensor([[4], [7]]))[:, None, None],
+    "window": lambda: torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().triu(-2),
+    "nothing seen": lambda: torch.arange(LENGTH)[:, None].expand(-1, LENGTH) % 3 > 0,
+    "distance": lambda: (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs() * -torch.rand(4, 1, 1).double(),
+    "added": lambda: torch.randn(2, 1, LENGTH, LENGTH, dtype=torch.float64),
+    "of keys": lambda: torch.randn(4, 1, LENGTH, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("ways", [2, 3])
+def test_a_mask_stays_while_keys_go_around(kind: str, ways: int) -> None:
+    """Values and gradients, also of what is added to scores, as torch's own attention on one device has them."""
+    torch.manual_seed(ways)
+    mask = MASKS[kind]()
+    tensors = [heads(4, LENGTH, 4), heads(2, LENGTH, 4), heads(2, LENGTH, 3)]
+    gradient, is_added = heads(4, LENGTH, 3), mask.is_floating_point()
+    attention = partial(functional.scaled_dot_product_attention, enable_gqa=True)
+    run = attention if is_added else partial(attention, attn_mask=mask)
+    want = with_gradients(run, [*tensors, mask] if is_added else tensors, gradient)
+    spans = [cut((0, LENGTH), ways, i) for i in range(ways)]
+    ring = Ring(("x",), tuple(stop - start for start, stop in spans), False)
+
+    def program(ranks: Communicator) -> list[Tensor]:
+        function = carry_ring(ring, range(ways), ranks)
+        rows = slice(*spans[ranks.rank])
+        q, k, v, out = (x[:, :, rows] for x in (*tensors, gradient))
+        mine = mask if mask.shape[-2] == 1 else mask[..., rows, :]
+        if is_added:
+            return with_gradients(lambda a, b, c, d: function(a, b, c, False, None, True, d), [q, k, v, mine], out)
+        return with_gradients(lambda a, b, c: function(a, b, c, False, None, True, mine), [q, k, v], out)
+
+    found = [list(parts) for parts in zip(*run_ranks(Mesh((Axis("x", ways),)), program), strict=True)]
+    whole = [torch.cat(parts, 2) for parts in found[:4]]
+    if is_added:
+        whole.append(sum(found[4][1:], found[4][0]) if mask.shape[-2] == 1 else torch.cat(found[4], -2))
+    torch.testing.assert_close(whole, want, rtol=1e-9, atol=1e-12)
+
+
+class Masked(nn.Module):
+    """Attention with what is padded hidden, and a learned number for every distance added, as in T5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.bias = Tower(), nn.Embedding(2 * LENGTH, 4)
+
+    def forward(self, x: Tensor, padded: Tensor, target: Tensor) -> Tensor:
+        places = torch.arange(LENGTH)
+        added = self.bias(places - places[:, None] + LENGTH).permute(2, 0, 1)[None]
+        mask = added.masked_fill(padded[:, None, None], -torch.inf)
+        return functional.mse_loss(self.tower(x, mask), target)
+
+
+@pytest.mark.parametrize(("strategy", "num_devices"), [("context:cp=2,dp=2,ring", 4), ("context:cp=3,ring", 3)])
+def test_a_model_with_learned_distances_and_padding_trains_as_on_one_device(strategy: str, num_devices: int) -> None:
+    torch.manual_seed(3)
+    padded = torch.arange(LENGTH) >= torch.tensor([[5], [7]])
+    model, batch = Masked(), (torch.randn(2, LENGTH, 16), padded, torch.randn(2, LENGTH, 16))
+    plan = conjoin.plan(model, batch, f"local:{num_devices}", strategy=strategy)
+    ops = {node.op for node in plan.graph.nodes}
+    assert RING_ATTENTION in ops and ATTENTION not in ops
+    assert "ring" in {total.kind for total in explain(plan).totals}
+    assert conjoin.verify_plan(plan, model, batch, num_steps=2).passed
+    machine = parse_machine(f"dgx-h100:1x{num_devices}")
+    told = conjoin.plan(model, batch, machine, strategy=strategy)
+    assert predict(told, machine, CostModel()).seconds > 0

@@ -6,22 +6,27 @@ import copy
 import warnings
 from collections import Counter
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from conjoin.cost import CostModel
 from conjoin.errors import StrategyError
 from conjoin.frontends import capture
 from conjoin.ir import Graph, LeafKind, Plan
-from conjoin.machine import Machine
-from conjoin.ops import EXPERT_NETWORK, Copies, Partial, Split
+from conjoin.machine import Machine, parse_machine
+from conjoin.ops import EXPERT_NETWORK, ROUTED_EXPERTS, Copies, Partial, Split
 from conjoin.report import explain
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
 from conjoin.search import make_plan
+from conjoin.search.baselines import baselines
+from conjoin.sim import predict
 from tests.ir.wording import assert_three_sentences
+from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import module_on
 from tests.runtime.random_graphs import Sample
 from tests.search.models import captured, compared, reshards
@@ -40,12 +45,16 @@ MODELS = {
     "Mixtral": {"num_local_experts": 4},
     "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     "Qwen3Moe": {"num_experts": 6, "moe_intermediate_size": 16, "head_dim": 4},
-}
+    "Mixtral, one expert": {"num_local_experts": 4, "num_experts_per_tok": 1},
+    "Qwen2Moe, one expert": {
+        "num_experts": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32, "num_experts_per_tok": 1,
+    },
+}  # fmt: skip
 
 
 @cache
 def built(name: str) -> tuple[Graph, nn.Module, dict[str, Any]]:
-    cls = getattr(hf, f"{name}ForCausalLM")
+    cls = getattr(hf, f"{name.partition(',')[0]}ForCausalLM")
     torch.manual_seed(0)
     model = cls(cls.config_class(**{**SMALL, **MODELS[name]})).train()
     ids = torch.randint(0, 64, (4, 8))
@@ -71,6 +80,95 @@ def test_plans_train_like_one_device(name: str, num_devices: int, strategies: tu
     for strategy in strategies:
         plan = plan_of(graph, num_devices, strategy)
         assert compared(plan, graph, model, batch).passed, plan.strategy
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices", "strategies"),
+    [
+        ("Mixtral", 8, ("expert:ep=4+megatron:tp=2", "fsdp+expert:ep=4,dp=1+megatron:tp=2,sp")),
+        ("Mixtral, one expert", 4, ("expert:ep=2+megatron:tp=2", "zero1+expert:ep=2+megatron:tp=2,sp")),
+        ("Mixtral, one expert", 8, ("hsdp:shard=2,replicate=1+expert:ep=2+megatron:tp=2,sp",)),
+        ("Qwen2Moe, one expert", 6, ("fsdp+expert:ep=2+megatron:tp=3",)),  # 16 features on three devices
+    ],
+)
+def test_experts_split_inside_train_like_one_device(name: str, num_devices: int, strategies: tuple[str, ...]) -> None:
+    graph, model, batch = built(name)
+    for strategy in strategies:
+        plan = plan_of(graph, num_devices, strategy)
+        assert "route-conjoin::expert_network" in {substitution.name for substitution in plan.substitutions}
+        (node,) = (node for node in plan.graph.nodes if node.op == ROUTED_EXPERTS)
+        innermost = plan.mesh.names[-1]
+        inside = [dict(value.type.layout)[innermost] for value in node.inputs]
+        assert inside == [Copies(), Split(2), Split(1), Copies(), Split(2)], "features, of what gates them too"
+        assert compared(plan, graph, model, batch).passed, plan.strategy
+
+
+def test_on_processes_experts_split_inside_train_like_the_library(tmp_path: Path) -> None:
+    graph, model, batch = built("Mixtral, one expert")
+    plan = plan_of(graph, 4, "fsdp+expert:ep=2+megatron:tp=2,sp")
+    want = copy.deepcopy(model)
+    loss = want(**batch).loss
+    loss.backward()
+    norms = {name: p.grad.norm().item() for name, p in want.named_parameters()}
+    sample = Sample(plan.graph, model, ())
+
+    def program(ranks: Communicator) -> tuple[float, dict[str, float]]:
+        module = module_on(plan, sample, ranks)
+        found = module(**batch).loss
+        found.backward()
+        return found.item(), {name: p.grad.norm().item() for name, p in module.named_parameters()}
+
+    for found, gradients in run_processes(plan.mesh, program, tmp_path):
+        assert found == pytest.approx(loss.item(), rel=1e-6)
+        assert gradients == pytest.approx(norms, rel=1e-4, abs=1e-8), "gradients know that they are pieces"
+
+
+def test_matrices_of_experts_are_stored_in_pieces_on_all_devices() -> None:
+    """What gates lies beside what is gated in one parameter, whose pieces are those of neither: each changes dims."""
+    graph = built("Mixtral")[0]
+    plan = plan_of(graph, 8, "expert:ep=4,dp=1+megatron:tp=2")
+    stored = {leaf.name: leaf.type for leaf in plan.graph.leaves_of(LeafKind.PARAMETER) if "experts" in leaf.name}
+    assert [len(type.layout) for type in stored.values()] == [3, 3]
+    kinds = Counter((c.kind, c.direction) for c in explain(plan).collectives if c.axes == ("d2",))
+    assert kinds["all-to-all", "forward"] == kinds["all-to-all", "backward"] == 2, "the gate, and what it gates"
+    assert ("all-gather", "forward") not in kinds
+
+
+def test_searches_begin_with_experts_beside_tensor_parallelism() -> None:
+    machine = parse_machine("dgx-h100:1x8")
+    found = dict(baselines(built("Mixtral")[0], machine, lambda name: "expert,fsdp" not in name))
+    assert [name for name, entry in found.items() if entry is not None] == [
+        "megatron:tp=2,sp,expert,fsdp", "megatron:tp=4,sp,expert,fsdp",
+    ]  # fmt: skip
+    plan = make_plan(built("Mixtral")[0], machine, "megatron:tp=2,sp,expert,fsdp")
+    assert plan.strategy == "megatron:tp=2,ep=4,dp=1,fsdp,sp"
+    told = predict(plan, machine, CostModel())
+    assert 0 < told.seconds < 1 and told.memory.peak > 0
+    assert not any(entry for _, entry in baselines(captured("mlp"), machine, lambda name: "expert" not in name))
+
+
+def test_experts_split_inside_send_what_is_told() -> None:
+    """Rows and answers go between devices that have other experts; counted by the library's own router."""
+    graph, model, batch = built("Mixtral, one expert")
+    chosen = model(**batch, output_router_logits=True).router_logits[0].argmax(-1)
+    plan = plan_of(graph, 4, "expert:ep=2,dp=1+megatron:tp=2")
+    sample = Sample(plan.graph, model, ())
+
+    def program(ranks: Communicator) -> int:
+        module = module_on(plan, sample, ranks)
+        ranks.bytes_sent = 0
+        with torch.no_grad():
+            module(**batch)
+        return ranks.bytes_sent
+
+    sent = run_ranks(plan.mesh, program)
+    way = "all-to-all", "forward", ("d0",)
+    routed = [c for c in explain(plan).collectives if (c.kind, c.direction, c.axes) == way]
+    for rank, mine in enumerate(chosen.view(2, -1).repeat_interleave(2, 0)):
+        own = chosen // 2 == rank // 2
+        leaving, arriving = int((mine // 2 != rank // 2).sum()), int(own.sum() - (mine // 2 == rank // 2).sum())
+        others = sum(c.sent[rank] for c in explain(plan).collectives if c.direction == "forward" and c not in routed)
+        assert sent[rank] == others + 8 * 2 + 4 * 16 * (leaving + arriving)
 
 
 def test_data_parallel_gathers_no_rows() -> None:

@@ -66,18 +66,19 @@ def _sums(call: Call) -> Indexed:
 
 
 def _ring(call: Call) -> Indexed:
-    """A sequence and itself: queries, keys and values are split alike."""
+    """A sequence and itself: queries, keys and values are split alike, and a mask by its rows."""
     q, k, v = (call[name].shape for name in ("query", "key", "value"))
     if not len(q) == len(k) == len(v) == 4 or not q[2] == k[2] == v[2]:
         raise NotationError(f"{call.op} is called for {q}, {k} and {v}, which are not one sequence of heads")
-    if not call["enable_gqa"]:
-        return Indexed("b h t e!, b h t e!, b h t f! -> b h t f!")
-    return Indexed("b (h r) t e!, b h t e!, b h t f! -> b (h r) t f!", (("r", q[1] // k[1]),))
+    heads, sizes = ("(h r)", (("r", q[1] // k[1]),)) if call["enable_gqa"] else ("h", ())
+    mask = call["attn_mask"]
+    masked = "" if mask is None else f", {broadcast_names(['b', heads, 't', 's!'], mask.shape, (*q[:3], k[2]))}"
+    return Indexed(f"b {heads} t e!, b h t e!, b h t f!{masked} -> b {heads} t f!", sizes)
 
 
 def _keys_reached(call: Call, operand: str, piece: tuple[int, int]) -> tuple[int, int]:
     """Queries look at all keys, or under a causal mask at those up to their own."""
-    if operand == "query":
+    if operand in ("query", "attn_mask"):
         return piece
     return 0, piece[1] if call["is_causal"] else call["key"].shape[2]
 
@@ -87,7 +88,7 @@ def _local_ring(form: LocalForm) -> Any:
     sequence = form.pieces.get("t")
     if sequence is None:
         return form.run()
-    query, mask, (first, last) = form["query"], None, sequence
+    query, mask, (first, last) = form["query"], form["attn_mask"], sequence
     if form.call["is_causal"]:
         ones = form.emit("new_ones", query, (last - first, last), torch.bool)
         mask = form.emit("tril", ones, first)
@@ -99,7 +100,11 @@ def _ring_sample(rng: Random) -> Args:
     b, h, g, e, f = (rng.randint(1, 3) for _ in range(5))
     length, gqa = rng.randint(2, 6), rng.random() < 0.4
     query = real(b, h * g if gqa else h, length, e)
-    return query, real(b, h, length, e), real(b, h, length, f), rng.random() < 0.6, rng.choice((None, 0.3)), gqa
+    shapes = (length, length), (b, 1, 1, length), (1, query.shape[1], length, length), (b, 1, length, length)
+    kind = rng.choice(("plain", "causal", "causal", "bool", "bias"))
+    mask = {"bias": real, "bool": boolean}[kind](*rng.choice(shapes)) if kind in ("bias", "bool") else None
+    keys = real(b, h, length, e), real(b, h, length, f)
+    return query, *keys, kind == "causal", rng.choice((None, 0.3)), gqa, mask
 
 
 def _ring_flops(call: Call, sizes: Mapping[str, int]) -> float:

@@ -1,7 +1,8 @@
 """Layers of experts: a row addresses the matrices of its expert, as a word addresses its row of a table.
 
 Split by rows they are data parallel; split by experts every device does the rows of its own, which gives a partial sum.
-Routed, they are split by rows and experts at once: rows go to the device that has their expert, and back.
+Routed, they are split by rows and experts at once: rows go to the device that has their expert, and back. Features
+between the two layers may be split where what gates them is a matrix of its own.
 """
 
 from __future__ import annotations
@@ -43,6 +44,15 @@ def _network(call: Call) -> Indexed:
     return Indexed("t k!, e k! h!, e f! n, (t c)@e -> (t c) n", _choices(call))
 
 
+def _routed(call: Call) -> Indexed:
+    """Where features come one for one out of every matrix, those of an expert may be split."""
+    as_one = _network(call)
+    if call["gate"] is None and call["inward"].shape[2] != call["outward"].shape[1]:
+        return as_one
+    gate = "" if call["gate"] is None else ", e k! f"
+    return Indexed(f"t k!, e k! f, e f n, (t c)@e{gate} -> (t c) n", _choices(call))
+
+
 def _flops(call: Call, sizes: Mapping[str, int]) -> float:
     """A row meets one expert; of the rows of a part of the experts as many are theirs as if all were chosen alike."""
     matrices = [tensor.shape for tensor in call.tensors if len(tensor.shape) == 3]
@@ -74,6 +84,12 @@ def _linear_sample(rng: Random) -> Args:
     return real(t, k), real(e, k, n), integer(t * c), e
 
 
+def _routed_sample(rng: Random) -> Args:
+    x, inward, outward, *others = _network_sample(rng)
+    is_one = inward.shape[2] == outward.shape[1]
+    return x, inward, outward, *others, rng.choice((None, real(*inward.shape))) if is_one else None
+
+
 def _network_sample(rng: Random) -> Args:
     t, c, e, k, f, n = (rng.randint(1, 4) for _ in range(6))
     activation, ways = rng.choice(tuple(ACTIVATIONS)), rng.choice((1, 2))
@@ -81,10 +97,10 @@ def _network_sample(rng: Random) -> Args:
 
 
 _of_experts = partial(OpSpec, flops=_flops, one_dtype=True, local=_local)
-_of_network = partial(_of_experts, index=_network, sample=_network_sample, terms="outward", family="contraction")
+_of_network = partial(_of_experts, terms="outward", family="contraction")
 
 OPS: tuple[OpSpec, ...] = (
     _of_experts(EXPERT_LINEAR, _linear, _linear_sample, terms="x weight"),
-    _of_network(ROUTED_EXPERTS, owned={"t": ("inward", "outward")}),
-    _of_network(EXPERT_NETWORK, expansion=_two_layers),
+    _of_network(ROUTED_EXPERTS, _routed, _routed_sample, owned={"t": ("inward", "outward", "gate")}),
+    _of_network(EXPERT_NETWORK, _network, _network_sample, expansion=_two_layers),
 )

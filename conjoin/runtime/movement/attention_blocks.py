@@ -33,7 +33,8 @@ class Mixed:
         """Put in what some of the queries have seen."""
         before, mean = self.lse[:, :, rows], self.out[:, :, rows]
         total = torch.logaddexp(before, lse.to(before.dtype))
-        mean.mul_((before - total).exp_().unsqueeze(-1)).add_(out * (lse - total).exp_().unsqueeze(-1))
+        known = _finite(total)
+        mean.mul_((before - known).exp_().unsqueeze(-1)).add_(out * (lse - known).exp_().unsqueeze(-1))
         before.copy_(total)
 
 
@@ -45,41 +46,53 @@ class Attending:
     repeats: int
     """Heads of queries for each of keys."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-        """What queries see of some keys, and the logarithms of their sums."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """What queries see of some keys, and the logarithms of their sums; where they see none, nothing and -inf."""
         key, value = self._spread(key), self._spread(value)
-        if _has_kernel(query, value):
+        if mask is None and _has_kernel(query, value):
             return flash_attention(query, key, value, causal, self.scale)
-        scores = self._scores(query, key, causal)
+        scores = self._scores(query, key, causal, mask)
         lse = scores.logsumexp(-1)
-        return (scores - lse.unsqueeze(-1)).exp_() @ value.to(scores.dtype), lse
+        return (scores - _finite(lse).unsqueeze(-1)).exp_() @ value.to(scores.dtype), lse
 
     def backward(
-        self, gradient: Tensor, query: Tensor, pair: tuple[Tensor, Tensor], mixed: tuple[Tensor, Tensor], causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values, where `mixed` is what the queries have seen of all keys."""
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        pair: tuple[Tensor, Tensor],
+        mixed: tuple[Tensor, Tensor],
+        causal: bool,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Gradients of queries, keys and values, and of a mask that is added; `mixed` is what the queries have seen of
+        all keys."""
         key, value = (self._spread(x) for x in pair)
         out, lse = mixed
-        if _has_kernel(query, value):
+        if mask is None and _has_kernel(query, value):
             given = gradient, query, key, value, out.to(query.dtype), lse
-            found = flash_attention_backward(given, causal, self.scale)
+            found: tuple[Tensor, ...] = flash_attention_backward(given, causal, self.scale)
         else:
-            found = self._written_out(gradient, query, key, value, out, lse, causal)
-        return found[0], self._gathered(found[1]), self._gathered(found[2])
+            weights = (self._scores(query, key, causal, mask) - _finite(lse).unsqueeze(-1)).exp_()
+            found = self._written_out(gradient, (query, key, value), out, weights)
+        return found[0], self._gathered(found[1]), self._gathered(found[2]), *found[3:]
 
-    def _written_out(  # noqa: PLR0913 - what kernels take
-        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _written_out(
+        self, gradient: Tensor, tensors: tuple[Tensor, ...], out: Tensor, weights: Tensor
+    ) -> tuple[Tensor, ...]:
         """With p for weights: D(v) = p^T D(out), D(scores) = p (D(out) v^T - sum(D(out) out))."""
-        weights = (self._scores(query, key, causal) - lse.unsqueeze(-1)).exp_()
         gradient, wide = gradient.to(weights.dtype), weights.dtype
+        query, key, value = (x.to(wide) for x in tensors)
         shared = (gradient * out).sum(-1, keepdim=True)
-        scores = (gradient @ value.to(wide).mT - shared) * weights * self.scale
-        return scores @ key.to(wide), scores.mT @ query.to(wide), weights.mT @ gradient
+        scores = (gradient @ value.mT - shared) * weights
+        return scores @ key * self.scale, scores.mT @ query * self.scale, weights.mT @ gradient, scores
 
-    def _scores(self, query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    def _scores(self, query: Tensor, key: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
         scores = query.to(wide) @ key.to(wide).mT * self.scale
+        if mask is not None:
+            return scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores.add_(mask)
         if not causal:
             return scores
         kept = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -93,6 +106,11 @@ class Attending:
             return gradient
         batch, heads, *rest = gradient.shape
         return gradient.view(batch, heads // self.repeats, self.repeats, *rest).sum(2)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """What is taken off before exponentials: nothing where no key is seen."""
+    return lse.masked_fill(lse == -torch.inf, 0)
 
 
 def _has_kernel(query: Tensor, value: Tensor) -> bool:

@@ -90,7 +90,16 @@ class Circle:
         rows = [parts[len(tensors) * order.index(h) :][: len(tensors)] for h in wanted]
         return [torch.cat(pieces, _DIM) for pieces in zip(*rows, strict=True)]
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attending: Attending) -> Mixed:
+    def columns(self, mask: Tensor | None, step: int) -> Tensor | None:
+        """What of a mask, whose rows are those of the queries here, is about the keys that are here in a step."""
+        if mask is None or not mask.dim() or mask.shape[-1] == 1:
+            return mask
+        source = (self.position - step) % self.ring.size
+        return mask.narrow(-1, sum(self.ring.lengths[:source]), self.ring.lengths[source])
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attending: Attending, mask: Tensor | None = None
+    ) -> Mixed:
         """What the queries see of all keys."""
         ring, mixed = self.ring, Mixed.nothing(query, value.shape[-1])
         for step in range(ring.size):
@@ -100,15 +109,25 @@ class Circle:
             block = ring.block(self.position, step)
             if block is not None:
                 seen = key[:, :, block.keys], value[:, :, block.keys]
-                mixed.add(block.queries, *attending.forward(query[:, :, block.queries], *seen, block.is_causal))
+                made = attending.forward(
+                    query[:, :, block.queries], *seen, block.is_causal, self.columns(mask, step)
+                )
+                mixed.add(block.queries, *made)
             if coming is not None:
                 key, value = coming.wait()
         return mixed
 
     def backward(
-        self, gradient: Tensor, tensors: tuple[Tensor, ...], mixed: tuple[Tensor, Tensor], attending: Attending
+        self,
+        gradient: Tensor,
+        tensors: tuple[Tensor, ...],
+        mixed: tuple[Tensor, Tensor],
+        attending: Attending,
+        mask: Tensor | None = None,
+        g_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values; those of keys and values go around with them, and one further."""
+        """Gradients of queries, keys and values; those of keys and values go around with them, and one further. That
+        of a mask is added to `g_mask`."""
         (query, key, value), ring, (out, lse) = tensors, self.ring, mixed
         wide = out.dtype
         g_query = torch.zeros(query.shape, dtype=wide, device=query.device)
@@ -124,10 +143,13 @@ class Circle:
                 rows, keys = block.queries, block.keys
                 found = attending.backward(
                     gradient[:, :, rows], query[:, :, rows], (key[:, :, keys], value[:, :, keys]),
-                    (out[:, :, rows], lse[:, :, rows]), block.is_causal,
+                    (out[:, :, rows], lse[:, :, rows]), block.is_causal, self.columns(mask, step),
                 )  # fmt: skip
-                for into, some, part in zip((g_query, *made), (rows, keys, keys), found, strict=True):
+                for into, some, part in zip((g_query, *made), (rows, keys, keys), found[:3], strict=True):
                     into[:, :, some].add_(part)
+                of_mask = self.columns(g_mask, step)
+                if of_mask is not None:
+                    of_mask.add_(found[3].sum_to_size(of_mask.shape))
             arrived = coming.wait()
             if held:
                 key, value = arrived[len(own) :]
@@ -139,22 +161,32 @@ class Circle:
 
 class _Around(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, circle: Circle, attending: Attending) -> Tensor:
+    def forward(  # noqa: PLR0913 - what attention takes
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        circle: Circle,
+        attending: Attending,
+    ) -> Tensor:
         if circle.ring.swaps:
             query, key, value = circle.swap((query, key, value))
-        mixed = circle.forward(query, key, value, attending)
+        mixed = circle.forward(query, key, value, attending, mask)
         out = mixed.out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, mixed.lse)
+        ctx.save_for_backward(query, key, value, out, mixed.lse, mask)
         ctx.around = circle, attending
         return circle.swap([out], back=True)[0] if circle.ring.swaps else out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         circle, attending = ctx.around
-        *tensors, out, lse = ctx.saved_tensors
+        *tensors, out, lse, mask = ctx.saved_tensors
         gradient = circle.swap(gradients)[0] if circle.ring.swaps else gradients[0]
-        found = circle.backward(gradient, tuple(tensors), (out.to(lse.dtype), lse), attending)
-        return *(circle.swap(found, back=True) if circle.ring.swaps else found), None, None
+        g_mask = torch.zeros(mask.shape, dtype=lse.dtype, device=lse.device) if ctx.needs_input_grad[3] else None
+        found = circle.backward(gradient, tuple(tensors), (out.to(lse.dtype), lse), attending, mask, g_mask)
+        of_mask = None if g_mask is None else g_mask.to(mask.dtype)
+        return *(circle.swap(found, back=True) if circle.ring.swaps else found), of_mask, None, None
 
 
 def carry_ring(ring: Ring, members: Sequence[int], communicator: Communicator) -> Function:
@@ -163,8 +195,16 @@ def carry_ring(ring: Ring, members: Sequence[int], communicator: Communicator) -
     circle = Circle(ring, members, communicator)
 
     @uncompiled
-    def around(query: Tensor, key: Tensor, value: Tensor, _: bool, scale: float | None, __: bool) -> Tensor:
+    def around(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        _: bool,
+        scale: float | None,
+        __: bool,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         attending = Attending(1 / sqrt(query.shape[-1]) if scale is None else scale, query.shape[1] // key.shape[1])
-        return _Around.apply(query, key, value, circle, attending)  # type: ignore[no-any-return, no-untyped-call]
+        return _Around.apply(query, key, value, mask, circle, attending)  # type: ignore[no-any-return, no-untyped-call]
 
     return around

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from conjoin.comm import Routing
-from conjoin.ops import expert_network, take_rows
+from conjoin.ops import routed_experts, take_rows
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.ranks.communicator import Communicator, uncompiled
 
@@ -68,7 +68,15 @@ def carry_routing(routing: Routing, communicator: Communicator) -> Function:
     roads = Roads(routing, communicator)
 
     @uncompiled
-    def routed(x: Tensor, inward: Tensor, outward: Tensor, expert: Tensor, experts: int, activation: str) -> Tensor:
+    def routed(  # noqa: PLR0913 - as the operator has them
+        x: Tensor,
+        inward: Tensor,
+        outward: Tensor,
+        expert: Tensor,
+        experts: int,
+        activation: str,
+        gate: Tensor | None = None,
+    ) -> Tensor:
         ids, order = expert.sort(stable=True)
         with torch.no_grad():
             counts = torch.bincount(ids, minlength=experts)
@@ -77,7 +85,7 @@ def carry_routing(routing: Routing, communicator: Communicator) -> Function:
         received: list[int] = coming.sum(1).tolist()
         rows = _Sent.apply(take_rows(x, order, expert.shape[0]), roads, sent, received)  # type: ignore[no-untyped-call]
         here = torch.arange(roads.num_here, device=x.device).repeat(len(sent)).repeat_interleave(coming.view(-1))
-        answers = expert_network(rows, inward, outward, here, roads.num_here, activation)
+        answers = routed_experts(rows, inward, outward, here, roads.num_here, activation, gate)
         back = _Sent.apply(answers, roads, received, sent)  # type: ignore[no-untyped-call]
         return back.new_zeros(expert.shape[0], back.shape[1]).index_copy(0, order, back)  # type: ignore[no-any-return]
 

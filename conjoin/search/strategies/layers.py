@@ -58,7 +58,8 @@ def as_stored(facts: NodeFacts, arriving: tuple[Placement, ...], some: Rules) ->
 class ColumnsThenRows:
     """Megatron's policy (Shoeybi et al., 2019); with `sequence`, sums are scattered along the sequence between blocks
     (Korthikanti et al., 2022); the tables of the lookups in `vocabulary` are split by
-    rows. Networks of experts are split by experts, whose sum is what a layer split by rows gives."""
+    rows. Networks of experts are split by experts, whose sum is what a layer split by rows gives; those that rows are
+    sent to are split inside, by the features between their layers."""
 
     left: frozenset[Node] = frozenset()
     sequence: bool = False
@@ -71,7 +72,7 @@ class ColumnsThenRows:
         if facts.layer is not None:
             return self._layer(facts, arriving, legal)
         if facts.experts:
-            return legal_of(facts.experts, legal) or follow(facts, arriving, legal)
+            return legal_of(facts.inside or facts.experts, legal) or follow(facts, arriving, legal)
         if facts.lookup is not None and facts.node in self.vocabulary:
             return legal_of(facts.lookup.rows, legal) or follow(facts, arriving, legal)
         if self.at_once and not self.sequence and _reads_layer(facts, arriving):
