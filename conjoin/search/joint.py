@@ -375,11 +375,16 @@ class JointSearch:
             self._fit_by_host(candidates, host)
         self._mix(heavy)
 
-    def _price(self, candidates: Sequence[Units], prices: _Prices, host: float = inf) -> list[Outcome]:
-        """Look for the lowest price at which something fits; what was found on the way that does not."""
-        contest, price = self.contest, prices.first
+    def _price(
+        self, candidates: Sequence[Units], prices: _Prices, host: float = inf, part: float = 1.0
+    ) -> list[Outcome]:
+        """Look for the lowest price at which something fits, for a part of the time left; what was found on the way
+        that does not fit."""
+        contest, price, left = self.contest, prices.first, self.contest.share(part)
         low, high, peaks, heavy = 0.0, inf, list[int](), list[Outcome]()
         for _ in range(_MEMORY_STEPS):
+            if left() <= 0:
+                break
             objective = replace(self.objective(OVERLAPS[0], price), host_seconds_per_byte=host)
             tried = {units: self._try_all(units, objective) for units in candidates}
             found = [outcome for outcomes in tried.values() for outcome in outcomes]
@@ -404,7 +409,8 @@ class JointSearch:
         contest, left = self.contest, self.contest.share(_FIRST_RELIEF)
         if host == inf:
             return
-        heavy = self._price(candidates[:1], _Prices(_ABOVE * host, _ABOVE * host, _HIGHEST_PRICE * host), host)
+        prices = _Prices(_ABOVE * host, _ABOVE * host, _HIGHEST_PRICE * host)
+        heavy = self._price(candidates[:1], prices, host, _FIRST_RELIEF / 2)
         best = [contest.best] if contest.best is not None and contest.best.entry.offloads else []
         for outcome in (*best, *_unlike(sorted(heavy, key=_peak))[:_RELIEVED]):
             if contest.best is None or outcome.seconds <= contest.best.seconds:

@@ -26,6 +26,8 @@ from conjoin.sim import Layouts, Skeleton, gain_of, measure_memory
 
 _MAX_PARTS = 128
 """Into how many segments a model is cut at most."""
+_FOR_HOST = 0.1
+"""The part of the time left in which single tensors and states are put on the host."""
 _SLOWER = 1.05
 """What is expected to be slower than the best by more than this is not tried."""
 
@@ -63,7 +65,7 @@ def relieve(contest: Contest, outcome: Outcome, left: Callable[[], float] = lamb
     if contest.mesh.size > 1:
         relieve_by_chains(contest, entry, program, ways, left)
     if contest.best is None or outcome.seconds < contest.best.seconds:
-        relieve_by_host(contest, entry, program, left)
+        relieve_by_host(contest, entry, program, contest.share(_FOR_HOST))
 
 
 def mix(contest: Contest, light: Outcome, heavy: Outcome, left: Callable[[], float] = lambda: 1.0) -> None:
