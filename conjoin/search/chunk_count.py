@@ -10,20 +10,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from conjoin.search.contest import Contest
-from conjoin.search.variants import as_variant
+from conjoin.search.variants import without_plan
 
-_COUNTS = (2, 4, 8)
+COUNTS = (2, 4, 8)
 """More are tried only where fewer were better than none."""
+_NEAR = 1.1
+"""How much slower than the best a plan may be to be tried in chunks."""
 
 
 def try_chunks(contest: Contest) -> None:
-    """Enter the best plan again with its products in chunks, in more of them as long as that is better."""
+    """Enter the best plan, and those near it, again with their products in chunks, in more of them as long as that is
+    better: another plan may win by more."""
     best = contest.best
-    if best is None or as_variant(best).entry.chunks > 1:
+    if best is None:
         return
-    start = replace(as_variant(best).entry, plan=None)
-    for count in _COUNTS:
-        contest.check(f"products in {count} chunks")
-        found = contest.enter(replace(start, name=f"{start.name}, {count} chunks", chunks=count))
-        if contest.best is not found:
-            return
+    near = [entry for seconds, entry in contest.fastest if best.seconds <= seconds < _NEAR * best.seconds]
+    for entry in (best.entry, *near):
+        start = without_plan(entry)
+        for count in COUNTS if start.chunks == 1 else ():
+            contest.check(f"products in {count} chunks")
+            found = contest.enter(replace(start, name=f"{start.name}, {count} chunks", chunks=count))
+            if contest.best is not found:
+                break

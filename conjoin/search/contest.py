@@ -63,6 +63,9 @@ _FOR_FITTING = 0.3
 """The part of its time that a search without a plan that fits keeps for running segments again."""
 
 
+_FASTEST = 12
+
+
 class Stopped(Enum):
     """Why a search ended."""
 
@@ -195,6 +198,8 @@ class Contest:
     """Seconds on the wall."""
     progress: Callable[[Progress], None] | None = None
     best: Outcome | None = None
+    fastest: list[tuple[float, Entry]] = field(default_factory=list)
+    """The fastest entries, whether they fit or not."""
     smallest: Outcome | None = None
     """The entry that needs the least memory of those that do not fit, while none does."""
     baseline: Outcome | None = None
@@ -349,6 +354,7 @@ class Contest:
         """The same where the entry was simulated already."""
         self.num_entries += 1
         seconds, allowed = simulation.seconds, self.allows(entry)
+        self._keep_near(entry, seconds, allowed)
         rival = self.best if allowed else self.without
         if rival is not None and seconds >= rival.seconds:
             return Outcome(entry, simulation, seconds, None)
@@ -362,6 +368,13 @@ class Contest:
         elif self.smallest is None or self.smallest.peak_bytes is None or peak < self.smallest.peak_bytes:
             self.smallest = outcome
         return outcome
+
+    def _keep_near(self, entry: Entry, seconds: float, allowed: bool) -> None:
+        """Keep an entry where it is among the fastest; of those laid out alike the first."""
+        is_slow = len(self.fastest) == _FASTEST and seconds >= self.fastest[-1][0]
+        known = any(seconds == other and entry.layouts == its.layouts for other, its in self.fastest)
+        if allowed and not is_slow and not known:
+            self.fastest = sorted([*self.fastest, (seconds, entry)], key=lambda found: found[0])[:_FASTEST]
 
     def enter_pipeline(self, found: PipelinePrediction) -> None:
         """Keep a pipeline where it fits and is faster than those before."""

@@ -18,12 +18,13 @@ are solved exactly, the best variant is found together with its best layouts, ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
+from typing import NamedTuple
 
 from conjoin.search.constraints import refined
-from conjoin.search.contest import Contest, Entry, Outcome, Variant, digest
+from conjoin.search.contest import NOTHING_OFFLOADED, Contest, Entry, Outcome, Variant, digest
 from conjoin.search.exact.choices import OperatorSeconds
 from conjoin.search.exact.counted.alignments import TooMany
 from conjoin.search.exact.counted.naming import name_axes
@@ -31,9 +32,10 @@ from conjoin.search.exact.counted.problem import CountedProblem
 from conjoin.search.exact.counted.space import CountedSpace, axes_are_alike
 from conjoin.search.exact.problem import Impossible, Problem
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
-from conjoin.search.exact.space import OVERLAPS, Objective, Space, objective_on
+from conjoin.search.exact.space import OVERLAPS, Objective, Space, host_seconds_per_byte, objective_on
 from conjoin.search.exact.stack import StackProblem, folded_problem
 from conjoin.search.exact.units import Units, cuts, kinds_text, natural_units, neighbours, shown, splits
+from conjoin.search.host_relief import relieve_by_host, states_on_host
 from conjoin.search.micro_batches import enter_strategies, micro_variants
 from conjoin.search.placing_branches import without_places
 from conjoin.search.relieving import mix, relieve
@@ -49,14 +51,26 @@ _HOPELESS = 1.3
 _TAKEN_UP = 24
 """How many of the entries on two units are taken up on three, as long as there is time."""
 _MEMORY_STEPS = 12
+_ABOVE = 1.01
+"""The price of a byte where what the optimizer remembers goes to the host, in prices of doing so."""
 _RELIEVED = 3
 """How many entries that do not fit are relieved at a time."""
 _FIRST_RELIEF = 0.2
 """The part of the time for which named strategies that do not fit are relieved, before others are looked for."""
+_FOR_MICRO_BATCHES = 0.6
+"""The part of the time in which micro-batches are made smaller, before a byte is given a price."""
 _FIRST_PRICE = 0.01
 """Of a byte, in steps for a device's memory."""
 _LOWEST_PRICE, _HIGHEST_PRICE = 1e-3, 1e4
 """Of the first: what fits for less is not priced, and where a device's memory is worth a hundred steps nothing does."""
+
+
+class _Prices(NamedTuple):
+    """Of a byte: the one to begin with, and how low and how high others may be."""
+
+    first: float
+    lowest: float
+    highest: float
 
 
 @dataclass
@@ -78,12 +92,15 @@ class JointSearch:
     """The fastest entry of every variant on units, of those that were found by this search and no earlier one."""
     _heavy: list[Outcome] = field(default_factory=list)
     """What does not fit, and was not relieved."""
+    _smaller: Iterator[Variant] = field(init=False)
+    """In more micro-batches than were tried."""
     price: float = 0.0
     """Of a byte, for which the best entry was found."""
 
     def __post_init__(self) -> None:
         known = (space.operators for space in self.contest.spaces.values())
         self.operators = next(known, OperatorSeconds(self.contest.prices))
+        self._smaller = micro_variants(self.contest)
         self.price = self.contest.notes.sums.get(f"{self.contest.machine.name}: price", 0.0)
 
     def run(self) -> None:
@@ -98,8 +115,9 @@ class JointSearch:
             return
         tight = self.contest.smallest is not None
         if tight and (self.contest.best is None or self.contest.best.entry.segments):
-            self._accumulate()
+            self._accumulate(_FOR_MICRO_BATCHES)
             self._fit(self.cuts())
+            self._accumulate()
             self._relieve()
         self._go_through(self.cuts(), OVERLAPS)
         if self.contest.best is None and not tight:  # only now something was found that keeps to the constraints
@@ -128,19 +146,20 @@ class JointSearch:
         """
         best, left = self.contest.best, self.contest.share(part)
         heavy = [outcome for outcome in self._heavy if best is None or outcome.seconds < best.seconds]
-        by_seconds, by_peak = sorted(heavy, key=_seconds), sorted(heavy, key=_peak)
+        by_seconds, by_peak = _unlike(sorted(heavy, key=_seconds)), sorted(heavy, key=_peak)
         self._heavy = []
-        for outcome in {id(o): o for o in (*by_seconds[:_RELIEVED], *by_peak[:1])}.values():
+        for outcome in _unlike((*by_seconds[:_RELIEVED], *by_peak[:1])):
             if self.contest.best is None or outcome.seconds < self.contest.best.seconds:
                 self.contest.check(f"{outcome.entry.name}, some of it run again")
                 relieve(self.contest, outcome, left)
 
-    def _accumulate(self) -> None:
-        """Where memory is short, take the step in more and more micro-batches, as long as one of them is any faster."""
-        best = self.contest.best
+    def _accumulate(self, part: float = 1.0) -> None:
+        """Where memory is short, take the step in more and more micro-batches, as long as one of them is any faster,
+        for a part of the time left; from those on that were tried."""
+        best, left = self.contest.best, self.contest.share(part)
         if best is not None and not best.entry.segments:
             return
-        for variant in micro_variants(self.contest):
+        while left() > 0 and (variant := next(self._smaller, None)) is not None:
             solved = (self._solve(variant, units) for units in self.cuts())
             found = [outcome for outcome in solved if outcome is not None]
             self._hold_heavy(found)
@@ -150,7 +169,7 @@ class JointSearch:
             self._relieve()
             found += known
             if all(outcome.peak_bytes is None for outcome in found):
-                return
+                self._smaller = iter(())
 
     def _hold_heavy(self, found: Iterable[Outcome]) -> None:
         self._heavy += [outcome for outcome in found if _peak(outcome) > self.contest.capacity]
@@ -274,7 +293,8 @@ class JointSearch:
             return None
         layouts, regathered = problem.layouts(solution)
         again = problem.segments(solution)
-        entry = Entry(_name(units, variant), variant, layouts, regathered, again, objective=objective)
+        moved = states_on_host(variant) if objective.has_states_on_host else NOTHING_OFFLOADED
+        entry = Entry(_name(units, variant), variant, layouts, regathered, again, moved, objective=objective)
         outcome = self.contest.enter(entry)
         if _peak(outcome) > self.contest.capacity:
             self._heavy.append(outcome)
@@ -348,25 +368,54 @@ class JointSearch:
         contest = self.contest
         if contest.smallest is None:
             return
-        first = price = _FIRST_PRICE * contest.smallest.seconds / contest.capacity
+        first = _FIRST_PRICE * contest.smallest.seconds / contest.capacity
+        heavy = self._price(candidates, _Prices(first, _LOWEST_PRICE * first, _HIGHEST_PRICE * first))
+        host = host_seconds_per_byte(contest.machine, contest.prices)
+        if contest.best is None or any(outcome.seconds < contest.best.seconds for outcome in heavy):
+            self._fit_by_host(candidates, host)
+        self._mix(heavy)
+
+    def _price(
+        self, candidates: Sequence[Units], prices: _Prices, host: float = inf, part: float = 1.0
+    ) -> list[Outcome]:
+        """Look for the lowest price at which something fits, for a part of the time left; what was found on the way
+        that does not fit."""
+        contest, price, left = self.contest, prices.first, self.contest.share(part)
         low, high, peaks, heavy = 0.0, inf, list[int](), list[Outcome]()
         for _ in range(_MEMORY_STEPS):
-            tried = {units: self._try_all(units, self.objective(OVERLAPS[0], price)) for units in candidates}
+            if left() <= 0:
+                break
+            objective = replace(self.objective(OVERLAPS[0], price), host_seconds_per_byte=host)
+            tried = {units: self._try_all(units, objective) for units in candidates}
             found = [outcome for outcomes in tried.values() for outcome in outcomes]
             candidates = sorted(candidates, key=lambda units: min(map(_peak, tried[units]), default=inf))[:3]
             heavy += [outcome for outcome in found if _peak(outcome) > contest.capacity]
             if any(_peak(outcome) <= contest.capacity for outcome in found):
                 high = price
-                if price < 1.5 * low or price < _LOWEST_PRICE * first:
+                if price < 1.5 * low or price <= prices.lowest:
                     break
-                price = (price * low) ** 0.5 if low else price / 4
+                price = max((price * low) ** 0.5 if low else price / 4, prices.lowest)
             else:
                 peaks.append(min(map(_peak, found), default=0))
-                if price > _HIGHEST_PRICE * first:
+                if price > prices.highest:
                     break
                 further = 16 if len(peaks) > 1 and peaks[-1] >= peaks[-2] else 4
                 low, price = price, (price * high) ** 0.5 if high < inf else further * price
-        self._mix(heavy)
+        return heavy
+
+    def _fit_by_host(self, candidates: Sequence[Units], host: float) -> None:
+        """The same with what the optimizer remembers on the host, for prices above what that takes; of what is found as
+        little is left there as is enough."""
+        contest, left = self.contest, self.contest.share(_FIRST_RELIEF)
+        if host == inf:
+            return
+        prices = _Prices(_ABOVE * host, _ABOVE * host, _HIGHEST_PRICE * host)
+        heavy = self._price(candidates[:1], prices, host, _FIRST_RELIEF / 2)
+        best = [contest.best] if contest.best is not None and contest.best.entry.offloads else []
+        for outcome in (*best, *_unlike(sorted(heavy, key=_peak))[:_RELIEVED]):
+            if contest.best is None or outcome.seconds <= contest.best.seconds:
+                plain = replace(outcome.entry, offloads=NOTHING_OFFLOADED)
+                relieve_by_host(contest, plain, outcome.simulation.program, left)
 
     def _mix(self, heavy: Sequence[Outcome]) -> None:
         """Enter what lies between the best plan and faster ones that do not fit."""
@@ -392,6 +441,11 @@ def _seconds(outcome: Outcome) -> float:
 def _peak(outcome: Outcome) -> int:
     """Bytes at the peak; none where they were not asked: such an entry is slower than one that fits."""
     return outcome.peak_bytes or 0
+
+
+def _unlike(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Those of which no earlier one takes as many seconds and bytes."""
+    return list({(outcome.seconds, outcome.peak_bytes): outcome for outcome in reversed([*outcomes])}.values())[::-1]
 
 
 def _name(units: Units, variant: Variant) -> str:

@@ -16,6 +16,8 @@ from conjoin.sim import Offloads, Simulation, kept_tensors
 _STRATEGIES = 3
 """How many are tried, the fastest first."""
 _MODES = ("selective", "every-2", "full")
+_FOR_OTHERS = 0.3
+"""The part of the time that is left to other ways to fit, where none of these do."""
 
 
 def relieve_by_name(contest: Contest, outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -40,7 +42,9 @@ def relieve_by_name(contest: Contest, outcomes: Sequence[Outcome]) -> list[Outco
 
 def _may_win(contest: Contest, outcome: Outcome) -> bool:
     """Whether a plan that is slower than another may be the best, and there is time to see."""
-    return contest.best is None or (outcome.seconds < contest.best.seconds and contest.time_left > 0)
+    if contest.best is None:
+        return contest.time_left_of_given > _FOR_OTHERS
+    return outcome.seconds < contest.best.seconds and contest.time_left > 0
 
 
 def _with_offloads(entry: Entry, simulation: Simulation, kind: str) -> Iterator[Entry]:

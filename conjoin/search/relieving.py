@@ -5,7 +5,8 @@ the blocks of a convolutional network. Segments go from one narrow place to anot
 the model: short ones keep much between them, long ones make much anew at once; so several lengths are tried, and of
 each as many segments as are needed, those first that save the most bytes for a second. How many that may be is guessed
 from what all of a length save; only memory as it is measured decides. A length with which the step would be much slower
-than the best is left. On GPUs what segments make may lie on the host instead (`memory_chain.py`).
+than the best is left. On GPUs what segments make may lie on the host instead (`memory_chain.py`), or single tensors and
+optimizer states (`host_relief.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from itertools import accumulate
 
 from conjoin.ir import Segment
 from conjoin.search.contest import NOTHING_OFFLOADED, Contest, Entry, Outcome
+from conjoin.search.host_relief import relieve_by_host
 from conjoin.search.memory_chain import relieve_by_chains
 from conjoin.search.placing_branches import without_places
 from conjoin.search.variants import as_variant
@@ -24,6 +26,8 @@ from conjoin.sim import Layouts, Skeleton, gain_of, measure_memory
 
 _MAX_PARTS = 128
 """Into how many segments a model is cut at most."""
+_FOR_HOST = 0.1
+"""The part of the time left in which single tensors and states are put on the host."""
 _SLOWER = 1.05
 """What is expected to be slower than the best by more than this is not tried."""
 
@@ -60,6 +64,8 @@ def relieve(contest: Contest, outcome: Outcome, left: Callable[[], float] = lamb
             _enter_fewest(contest, entry, worth, guess, left)
     if contest.mesh.size > 1:
         relieve_by_chains(contest, entry, program, ways, left)
+    if contest.best is None or outcome.seconds < contest.best.seconds:
+        relieve_by_host(contest, entry, program, contest.share(_FOR_HOST))
 
 
 def mix(contest: Contest, light: Outcome, heavy: Outcome, left: Callable[[], float] = lambda: 1.0) -> None:

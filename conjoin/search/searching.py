@@ -216,7 +216,7 @@ def _begin(contest: Contest, begin: Beginning, starts: list[Outcome], costs: Cos
             if known and contest.time_left < contest.time_spent / len(known) - _GRACE_SECONDS:
                 raise Enough(Stopped.OUT_OF_TIME)  # the next may take as long as those so far
             if known and contest.best is None and contest.time_left_of_given < _FOR_NAMED:
-                return  # memory decides, for which named strategies know less than the search
+                break  # memory decides, for which named strategies know less than the search
         starts += relieve_by_name(contest, [known[name] for name in known if least(name) <= contest.capacity])
         contest.baseline = contest.best
     finally:  # what an earlier search has found is not lost, however little may be spent now

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from conjoin.ir import Graph, Node, Plan, Substitution, expand, sequential
-from conjoin.search.contest import Outcome, Variant, make_variant, name_of
+from conjoin.search.contest import Entry, Outcome, Variant, make_variant, name_of
 from conjoin.search.drafting import substitution_of
 from conjoin.search.facts import study
 from conjoin.search.features_once import with_constants_once
@@ -42,11 +42,15 @@ def expanded(graph: Graph, before: tuple[Substitution, ...] = ()) -> tuple[Graph
 
 def as_variant(outcome: Outcome) -> Outcome:
     """The outcome of a plan as one of its graph without layouts, which can be laid out anew."""
-    entry = outcome.entry
+    entry = without_plan(outcome.entry)
+    return outcome if entry is outcome.entry else replace(outcome, entry=entry)
+
+
+def without_plan(entry: Entry) -> Entry:
+    """The same of an entry."""
     if entry.plan is None:
-        return outcome
-    made = replace(entry, variant=sequential_variant(entry.plan), plan=None, chunks=entry.plan.chunks)
-    return replace(outcome, entry=made)
+        return entry
+    return replace(entry, variant=sequential_variant(entry.plan), plan=None, chunks=entry.plan.chunks)
 
 
 def sequential_variant(plan: Plan) -> Variant:

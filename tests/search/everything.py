@@ -3,24 +3,27 @@
     python -m tests.search.everything                # 200 small models, machines and limits of memory
     python -m tests.search.everything --seeds 0 20   # those of some seeds; rows are added to the results
 
-Two devices, of one kind or two, with a link of some rate; one or two blocks of a layer or two; a limit of memory from
-where nothing fits to where all does. In one stage every choice of every operator, every storage of every parameter and
-every mode of every block is simulated; in two stages every cut, number of blocks that are run again, number of
-micro-batches and schedule. A plan as fast as the best of all, to half a per cent, is as good: of plans so near to each
-other the search takes the simplest.
+Two devices (seeds below 100), three (below 150) or four, of one kind or two, with links of some rate; one or two blocks
+of a layer or two; a limit of memory from where nothing fits to where all does. In one stage every choice of every
+operator, every storage of every parameter and every mode of every block is simulated, the fastest that fit again in
+chunks, and those that do not fit but are faster again with whatever of it on the host. In several stages every number
+of them, part of the machine for each, cut, number of blocks that are run again, number of micro-batches and schedule
+is; stages on several devices are laid out by every named strategy and by the exact core, not by everything. A plan as
+fast as the best of all, to half a per cent, is as good: of plans so near to each other the search takes the simplest.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from itertools import combinations, product
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations, pairwise, product
 from math import inf, prod
 from pathlib import Path
 from random import Random
 from time import process_time, strftime
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,24 +34,35 @@ from conjoin.frontends import capture
 from conjoin.ir import Graph, cut_in_micro_batches
 from conjoin.machine import DeviceType, Link, Machine, NodeKind
 from conjoin.search import Wish, find_plan
+from conjoin.search.chunk_count import COUNTS
 from conjoin.search.contest import Contest, Entry, make_variant
 from conjoin.search.exact.elimination import Solution
 from conjoin.search.joint import JointSearch
 from conjoin.search.searching import open_contest
 from conjoin.search.stage_cuts import node_seconds
 from conjoin.search.stages.cells import find_cells
-from conjoin.search.stages.parts import divisions
+from conjoin.search.stages.parts import Division, Part, divisions
 from conjoin.search.stages.plans import Model, build, judge
 from conjoin.search.stages.programme import Cutting, Slot
 from conjoin.search.stages.search import micro_batches
-from conjoin.search.stages.ways import RECOMPUTE, Solver, Way
-from conjoin.sim import measure_memory
+from conjoin.search.stages.ways import RECOMPUTE, Solver, Way, ways_on
+from conjoin.sim import Offloads, kept_tensors, measure_memory
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "search_exhaustive.json"
 ALIKE = 1.005
-MAX_COMBINATIONS = 20_000
+MAX_COMBINATIONS = 5_000
+MICRO_BATCHES = 1, 2
+"""Of plans in one stage."""
+MOST_IN_A_PIPELINE = 16
+"""Micro-batches of a pipeline; more are the search's own to find."""
+IN_CHUNKS = 20
+"""Plans that are tried in chunks too."""
 _PRICED = 1e-21
 """Of a byte: counts for nothing, but has storages that are gathered twice, and modes of blocks."""
+
+
+class TooMany(Exception):
+    """There are more combinations than are tried."""
 
 
 class Block(nn.Module):
@@ -85,6 +99,7 @@ class Row:
     """What both found for a seed; infinite where nothing fits."""
 
     seed: int
+    devices: int
     model: str
     plans: int
     exhaustive_seconds: float
@@ -100,9 +115,9 @@ class Row:
         return self.found_seconds <= ALIKE * self.exhaustive_seconds
 
 
-def model_of(draw: Random) -> tuple[Graph, str]:
-    depth, width = draw.choice([1, 2, 2]), draw.choice([64, 512, 2048])
-    samples, has_sine = draw.choice([4, 64, 1024]), depth == 1 and draw.random() < 0.5
+def model_of(draw: Random, devices: int) -> tuple[Graph, str]:
+    depth, width = draw.choice([1, 2, 2]) if devices < 4 else 1, draw.choice([64, 512, 2048])
+    samples, has_sine = draw.choice([4, 64, 1024]), devices < 4 and depth == 1 and draw.random() < 0.5
     with torch.device("meta"):
         model, batch = (
             Blocks(depth, width, has_sine).train(),
@@ -111,17 +126,29 @@ def model_of(draw: Random) -> tuple[Graph, str]:
     return capture(model, batch, loss), f"{depth} blocks of {width}{' and sine' if has_sine else ''}, {samples} samples"
 
 
-def machine_of(draw: Random) -> Machine:
+def num_devices_of(seed: int) -> int:
+    return 2 if seed < 100 else 3 if seed < 150 else 4
+
+
+def machine_of(draw: Random, count: int) -> Machine:
     fast, rate = draw.choice([1e12, 3e13, 3e14]), draw.choice([1e9, 2e10, 4e11])
-    speeds = (fast, fast if draw.random() < 0.7 else fast / 2)
+    speeds = (*(fast for _ in range(count - 1)), fast if draw.random() < 0.7 else fast / 2)
     devices = tuple(DeviceType(f"gpu {s:g}", "cuda", 2**36, s / 100, (("float32", s),)) for s in speeds)
-    links = tuple(Link((str(i), "bus"), rate, 1e-6) for i in range(2))
-    return Machine("two", 1, 2, "cuda", nodes=(NodeKind("node", 1, devices, switches=("bus",), links=links),))
+    links = tuple(Link((str(i), "bus"), rate, 1e-6) for i in range(count))
+    return Machine("small", 1, count, "cuda", nodes=(NodeKind("node", 1, devices, switches=("bus",), links=links),))
 
 
-def plans_of_one_stage(contest: Contest, micro: int) -> Iterator[tuple[float, int]]:
-    """Seconds and bytes of everything in one stage, in some micro-batches."""
-    graph, accumulation = cut_in_micro_batches(contest.captured, micro) if micro > 1 else (contest.captured, None)
+_T = TypeVar("_T")
+Tried = tuple[float, int, Entry]
+"""Seconds, bytes, and of what."""
+
+
+def plans_of_one_stage(contest: Contest, micro: int) -> Iterator[Tried]:
+    """Everything in one stage, in some micro-batches."""
+    try:
+        graph, accumulation = cut_in_micro_batches(contest.captured, micro) if micro > 1 else (contest.captured, None)
+    except StrategyError:
+        return
     variant = make_variant(graph, (), accumulation)
     search = JointSearch(contest, [variant])
     (units,) = search.cuts()
@@ -130,51 +157,125 @@ def plans_of_one_stage(contest: Contest, micro: int) -> Iterator[tuple[float, in
     hubs = {problem.variable[root] for root in problem.hubs}
     sizes = [1 if variable in hubs else size for variable, size in enumerate(problem.sizes)]
     if prod(sizes) > MAX_COMBINATIONS:
-        raise StrategyError(f"{prod(sizes):,} combinations were to be tried. That takes too long. Take fewer.")
+        raise TooMany
     for values in product(*map(range, sizes)):
         solution = Solution(values, 0.0, is_exact=True)
         layouts, regathered = problem.layouts(solution)
-        simulation = contest.simulate(Entry("", variant, layouts, regathered, problem.segments(solution)))
-        yield simulation.seconds, measure_memory(simulation.program, contest.optimizer, contest.machine.device).peak
+        yield _tried(contest, Entry("", variant, layouts, regathered, problem.segments(solution)))
 
 
-def pipelines(model: Model) -> Iterator[tuple[float, int]]:
-    """Seconds and bytes of everything in two stages: `judge` goes through the schedules."""
+def _tried(contest: Contest, entry: Entry) -> Tried:
+    simulation = contest.simulate(entry)
+    peak = measure_memory(simulation.program, contest.optimizer, contest.machine.device).peak
+    return simulation.seconds, peak, entry
+
+
+def in_chunks(contest: Contest, plans: Iterable[Tried], limit: int) -> Iterator[Tried]:
+    """The fastest of some plans that fit, with their products in chunks."""
+    for _, _, entry in sorted((plan for plan in plans if plan[1] <= limit), key=lambda plan: plan[0])[:IN_CHUNKS]:
+        yield from (_tried(contest, replace(entry, chunks=count)) for count in COUNTS)
+
+
+def on_host(contest: Contest, plans: Iterable[Tried], limit: int, best: float) -> Iterator[Tried]:
+    """Plans that do not fit but are faster than the best that does, with every set of tensors and of optimizer states
+    on the host: what is copied there makes nothing faster."""
+    for seconds, peak, entry in sorted(plans, key=lambda plan: plan[0]):
+        if seconds >= best:
+            return
+        if peak <= limit or entry.segments:
+            continue
+        program = contest.simulate(entry).program
+        tensors = sorted(tensor.made for tensor in kept_tensors(program, contest.machine.device))
+        states = [leaf.name for leaf in entry.variant.skeleton.graph.leaves if leaf.is_trained]
+        if _tried(contest, replace(entry, offloads=Offloads(tuple(tensors), frozenset(states))))[1] > limit:
+            continue
+        for some, other in product(_subsets(tensors), _subsets(states)):
+            tried = _tried(contest, replace(entry, offloads=Offloads(some, frozenset(other))))
+            yield tried
+            best = min(best, tried[0] if tried[1] <= limit else inf)
+
+
+def _subsets(some: Sequence[_T]) -> Iterator[tuple[_T, ...]]:
+    return (found for count in range(len(some) + 1) for found in combinations(some, count))
+
+
+def dealt_out(division: Division, begin: int = 0) -> Iterator[tuple[tuple[tuple[int, int], Part], ...]]:
+    """Every way to go through the granules of a machine in stages."""
+    if begin == division.count:
+        yield ()
+        return
+    for size, part in division.moves[begin]:
+        for rest in dealt_out(division, begin + size):
+            yield (((begin, begin + size), part), *rest)
+
+
+def ways_to_run(machine: Machine) -> list[Way]:
+    """Every way for a stage; of those that run something again also with some blocks only."""
+    named = [way for way in ways_on(machine) if not way.recompute]
+    every = named if machine.num_devices == 1 else [*named, *(replace(w, is_solved=True) for w in named if w.is_plain)]
+    again = [replace(way, recompute=mode, blocks=n) for way in every for mode in RECOMPUTE[1:] for n in (1, 2)]
+    return [*every, *again] if machine.num_devices == 1 else every
+
+
+def pipelines(model: Model, best: float) -> Iterator[tuple[float, int]]:
+    """Seconds and bytes of everything in several stages that may beat the best: `judge` goes through the schedules."""
+    count = model.machine.num_devices
     solver = Solver(model.costs, model.optimizer)
-    (division,) = divisions(model.machine, 2)
-    parts = [move[0][1] for move in division.moves]
+    fastest = max(model.machine.device_types, key=lambda device: device.memory_bandwidth)
     for micro in micro_batches(model.captured):
+        if micro > MOST_IN_A_PIPELINE:
+            return
         try:
             graph, accumulation = cut_in_micro_batches(model.captured, micro) if micro > 1 else (model.captured, None)
         except StrategyError:
             continue
-        cells = find_cells(graph, node_seconds(graph, model.costs, model.machine.device_type(0)))
-        ways = [Way("single"), *(Way("single", mode, n) for mode in RECOMPUTE[1:] for n in (1, 2))]
-        for (cut,), some in product(combinations(range(1, len(cells)), 1), product(ways, ways)):
-            rows = (0, cut), (cut, len(cells))
-            slots = tuple(Slot(rows[i], (i, i + 1), parts[i], some[i]) for i in range(2))
-            try:
-                found = judge(model, build(model, solver, cells, accumulation, division, Cutting(slots, 0.0)))
-            except StrategyError:
-                continue
-            if found.fits:
-                yield found.seconds, found.peak_bytes
+        seconds = node_seconds(graph, model.costs, fastest)
+        cells = find_cells(graph, seconds)
+        for division in divisions(model.machine, count):
+            for slots in (slots for places in dealt_out(division) for slots in _slots(division, places, len(cells))):
+                rows = [(cells.places[slot.cells[0]], cells.places[slot.cells[1]]) for slot in slots]
+                each = [seconds[a:b].sum() / s.part.num_devices for (a, b), s in zip(rows, slots, strict=True)]
+                if micro * max(each) >= best:
+                    continue
+                try:
+                    found = judge(model, build(model, solver, cells, accumulation, division, Cutting(slots, 0.0)))
+                except StrategyError:
+                    continue
+                if found.fits:
+                    best = min(best, found.seconds)
+                    yield found.seconds, found.peak_bytes
+
+
+def _slots(
+    division: Division, places: tuple[tuple[tuple[int, int], Part], ...], num_cells: int
+) -> Iterator[tuple[Slot, ...]]:
+    """Every cut and every way for stages on given devices; at least two."""
+    if len(places) < 2:
+        return
+    ways = [ways_to_run(division.machines[part]) for _, part in places]
+    for cut, some in product(combinations(range(1, num_cells), len(places) - 1), product(*ways)):
+        rows = pairwise((0, *cut, num_cells))
+        yield tuple(Slot(row, at, part, way) for row, (at, part), way in zip(rows, places, some, strict=True))
 
 
 def compare(seed: int, budget: float) -> Row | None:
     """Everything, and what the search finds; None where there is too much to try."""
     draw, costs = Random(seed), CostModel()
-    (graph, told), machine = model_of(draw), machine_of(draw)
+    (graph, told), machine = model_of(draw, devices := num_devices_of(seed)), machine_of(draw, devices)
     began = process_time()
     contest = open_contest(graph, machine, costs, Wish(optimizer="adam"))
     try:
-        every = [plan for micro in (1, 2) for plan in plans_of_one_stage(contest, micro)]
-    except StrategyError:
+        every = [plan for micro in MICRO_BATCHES for plan in plans_of_one_stage(contest, micro)]
+    except TooMany:
         return None
-    peaks = sorted(peak for _, peak in every)
+    peaks = sorted(peak for _, peak, _ in every)
     limit = int(draw.uniform(0.9 * peaks[0], 1.1 * peaks[len(peaks) // 2]))
-    several = list(pipelines(Model(graph, machine, costs, "adam", limit)))
-    best = min((seconds for seconds, peak in (*every, *several) if peak <= limit), default=inf)
+    chunked = list(in_chunks(contest, every, limit))
+    best = min((seconds for seconds, peak, _ in (*every, *chunked) if peak <= limit), default=inf)
+    moved = list(on_host(contest, every, limit, best))
+    best = min((best, *(seconds for seconds, peak, _ in moved if peak <= limit)))
+    several = list(pipelines(Model(graph, machine, costs, "adam", limit), best))
+    best = min((best, *(seconds for seconds, _ in several)))
     middle, name, seconds, gap = process_time(), "", inf, None
     try:
         found = find_plan(graph, machine, costs, Wish(budget=inf, cpu_budget=budget, optimizer="adam", memory=limit))
@@ -183,7 +284,8 @@ def compare(seed: int, budget: float) -> Row | None:
     except ConjoinError as error:
         name = str(error).split(".")[0]
     taken = middle - began, process_time() - middle
-    return Row(seed, told, len(every) + len(several), best, seconds, name, gap, taken)
+    tried = len(every) + len(chunked) + len(moved) + len(several)
+    return Row(seed, devices, told, tried, best, seconds, name, gap, taken)
 
 
 def _write(rows: list[dict[str, object]]) -> None:

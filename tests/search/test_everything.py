@@ -7,7 +7,7 @@ import pytest
 from tests.search.everything import compare
 
 
-@pytest.mark.parametrize("seed", [1, 2, 10])  # in the last only plans with the batch in pieces fit and are fast
+@pytest.mark.parametrize("seed", [2, 3, 10])  # chunks of the second best win; states on the host; the batch in pieces
 def test_nothing_is_faster_than_what_is_found(seed: int) -> None:
     row = compare(seed, budget=3.0)
     assert row is not None and row.plans > 300

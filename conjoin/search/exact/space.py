@@ -6,6 +6,7 @@ They are made once for all problems on these units, whatever graph or objective 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 import torch
@@ -51,10 +52,29 @@ class Objective:
 
     blocks: tuple[Segment, ...] | None = None
     """What may be run again, where the graph itself does not tell its blocks."""
+    host_seconds_per_byte: float = inf
+    """Of bringing what the optimizer remembers from the host and back; infinite where it does not lie there."""
+
+    @property
+    def has_states_on_host(self) -> bool:
+        """Whether what the optimizer remembers is worth more on a device than it takes to bring it there."""
+        return self.seconds_per_byte > self.host_seconds_per_byte
+
+    def storing_seconds(self, is_trained: bool) -> float:
+        """What is stored for a byte of a parameter is worth: with its gradient, and what the optimizer remembers on the
+        device or on the host, whichever is less."""
+        price = self.seconds_per_byte
+        return 2 * price + (self.copies - 2) * min(price, self.host_seconds_per_byte) if is_trained else price
 
     def recompute(self, skeleton: Skeleton) -> Recompute | None:
         """What is held of a step for its backward pass, and may be run again, where memory is worth anything."""
         return find_recompute(skeleton, self.device, self.blocks) if self.seconds_per_byte else None
+
+
+def host_seconds_per_byte(machine: Machine, prices: Prices) -> float:
+    """Of bringing a byte from the host while another goes back; infinite where the host's memory is the device's."""
+    many = 1 << 26
+    return prices.host_link().seconds(many).value / many if machine.device == "cuda" else inf
 
 
 def objective_on(
@@ -136,8 +156,8 @@ class Space:
         """Every way to store a parameter, or those in one layout."""
         key = type, trained, objective, only
         if key not in self._storages:
-            copies, update = (objective.copies, objective.update_seconds) if trained else (1, 0.0)
-            self._storages[key] = make_storages(type, self.units, copies, update, objective.seconds_per_byte, only)
+            update = objective.update_seconds if trained else 0.0
+            self._storages[key] = make_storages(type, self.units, objective.storing_seconds(trained), update, only)
         return self._storages[key]
 
     def _making(self, task: Task, made: Made) -> Choices:

@@ -31,22 +31,21 @@ class Storages:
 def make_storages(
     type: TensorType,
     units: Units,
-    copies: int,
+    storing_seconds: float,
     update_seconds: float,
-    seconds_per_byte: float,
     only: int | None = None,
 ) -> Storages:
     """Every layout of I and splits with little waste, or a given one; where memory counts also gathered twice.
 
-    `copies` tensors are stored for it, and for a byte of it an update takes `update_seconds`.
+    For a byte of it all that is stored is worth `storing_seconds`, and an update takes `update_seconds`.
     """
     digits = all_digits(len(type.shape), len(units))
     degrees = np.array([unit.degree for unit in units])
     legal, share = pieces_of(type, digits, degrees)
     codes = np.flatnonzero(legal if only is None else np.arange(len(digits)) == only)
     held = type.bytes * share[codes]
-    seconds = held * copies * seconds_per_byte + held * update_seconds
-    split = np.flatnonzero((share < 1)[codes]) if seconds_per_byte else np.zeros(0, np.intp)
+    seconds = held * storing_seconds + held * update_seconds
+    split = np.flatnonzero((share < 1)[codes]) if storing_seconds else np.zeros(0, np.intp)
     return Storages(
         np.concatenate([codes, codes[split]]),
         np.concatenate([np.zeros(len(codes), bool), np.ones(len(split), bool)]),

@@ -216,7 +216,7 @@ class CountedSpace:
         digits = ascending((WHOLE, *range(S, S + rank)), self.num_axes)
         legal, share = pieces_of(type, digits, degrees)
         digits, held = digits[legal], type.bytes * share[legal]
-        seconds = held * (objective.copies if trained else 1) * objective.seconds_per_byte
+        seconds = held * objective.storing_seconds(trained)
         seconds = seconds + (held * objective.update_seconds if trained else 0.0)
         twice = np.flatnonzero(held < type.bytes) if objective.seconds_per_byte else np.zeros(0, np.intp)
         rows = np.concatenate([np.arange(len(digits)), twice])
