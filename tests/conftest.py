@@ -13,6 +13,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+gc.disable()
+"""What is imported and collected stays: it is not looked through while it grows, but once (`pytest_collection_finish`).
+"""
+
 os.environ.setdefault("MKL_DISABLE_FAST_MM", "1")
 """Tests fork ranks after threads have multiplied matrices: in a process so forked MKL's own lists of buffers may have
 no end. It reads this when it is first used."""
@@ -26,6 +30,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(400_000, 50, 100)
+    gc.enable()
 
 
 def _have_ctrl_c() -> None:

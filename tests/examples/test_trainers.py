@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import conjoin
 from conjoin.runtime import launch
@@ -60,6 +59,8 @@ def loop_with_accelerate(rank: int) -> list[float]:
 
 
 def test_hugging_faces_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaForCausalLM
+
     monkeypatch.chdir(tmp_path)
     made = example("huggingface_trainer")
     torch.manual_seed(0)
@@ -162,6 +163,7 @@ def test_a_loop_with_accelerate() -> None:
 
 def lora_by_peft() -> Any:
     from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
