@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,7 +21,18 @@ else:
             self._name = name
 
         def __getattr__(self, attribute: str) -> Any:
-            return getattr(import_module(self._name), attribute)
+            return getattr(_load(self._name), attribute)
+
+    def _load(name: str) -> ModuleType:
+        """Import without looking for garbage meanwhile, nor ever again in what was imported, which stays."""
+        if name in sys.modules or not gc.isenabled():
+            return import_module(name)
+        gc.disable()
+        try:
+            return import_module(name)
+        finally:
+            gc.freeze()
+            gc.enable()
 
     torch, dist = _Later("torch"), _Later("torch.distributed")
     api, cost, frontends, ir, machine, report = (

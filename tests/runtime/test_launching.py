@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -52,6 +53,15 @@ def test_ranks_start_beside_threads() -> None:
 
 def test_ranks_are_forked_where_there_are_no_threads() -> None:
     assert launch(1, lambda rank: len(os.listdir(f"/proc/{os.getppid()}/task"))) == [1]
+
+
+def _looks_for_garbage(rank: int) -> bool:
+    return gc.isenabled()
+
+
+def test_ranks_look_for_garbage() -> None:
+    """What they are forked from does not while it imports."""
+    assert launch(1, _looks_for_garbage) == [True]
 
 
 def test_ranks_have_the_surroundings_of_their_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
