@@ -152,6 +152,7 @@ class LocalProgram:
         self.carriers = _RankCarriers(plan, communicator, exact, store.device, is_stage=is_stage)
         self.kept = tuple(leaf for leaf in plan.graph.leaves if leaf.kind is not LeafKind.INPUT)
         """What is there between steps: parameters, buffers and constants."""
+        self._frozen = [leaf for leaf in plan.graph.leaves_of(LeafKind.PARAMETER) if not leaf.trainable]
         self.fingerprint = plan_fingerprint(plan)
         name = f"{plan.graph.name} {self.fingerprint[:12]} @{communicator.rank}"
         once = plan.accumulation is None and not is_stage
@@ -188,6 +189,14 @@ class LocalProgram:
 
     def state(self) -> list[Tensor | None]:
         """This rank's pieces of all that is kept between steps."""
+        for leaf in self._frozen if torch.is_grad_enabled() else ():
+            held = self.read(leaf)
+            if held is not None and held.requires_grad:
+                raise UsageError(
+                    f"{leaf.name} is to be trained, and was frozen when the plan was made. A plan has no gradients "
+                    f"for what is frozen, so that it would stay as it is. Make a plan of the model with "
+                    f"requires_grad=True there, load it, and go on from a checkpoint of this one."
+                )
         return [self.read(leaf) for leaf in self.kept]
 
     def make_once(self, state: list[Tensor | None]) -> StepValues:
