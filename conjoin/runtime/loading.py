@@ -86,9 +86,9 @@ def _check_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if has_gradient_hooks(parameter):
             raise UsageError(
-                f"The plan was to be loaded with a model in which {name} has a hook on its gradient. Ranks train "
-                f"pieces of their own, on which the hook would never run. Register it after conjoin.load, on the parameters "
-                f"of what that gave."
+                f"A plan was loaded with a model in which {name} has a hook on its gradient. Ranks train pieces of "
+                f"their own, on which the hook would never run. Register it after conjoin.load, on the parameters of what "
+                f"that gave."
             )
 
 

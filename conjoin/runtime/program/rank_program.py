@@ -49,6 +49,7 @@ from conjoin.runtime.program.passes import Passes
 from conjoin.runtime.program.programs import Compiled, Emitted, Program, compile_text
 from conjoin.runtime.program.randomness import Stream, Streams
 from conjoin.runtime.program.recomputing import Again, Fold, fold_segments
+from conjoin.runtime.program.split_outputs import SplitOutputs
 from conjoin.runtime.program.step_values import StepValues
 from conjoin.runtime.program.tensor_cores import TensorCores
 from conjoin.runtime.ranks.agreement import Agreement
@@ -276,6 +277,8 @@ class RankProgram:
         self._regions = tuple(self._region(leaf, leaf.type.shape) for leaf in plan.graph.leaves_of(LeafKind.INPUT))
         self._shapes = tuple(self._shapes_of(leaf) for leaf in self.taken)
         self._begin, self._end = uncompiled(self._start), uncompiled(passes.end)
+        self._split_outputs = SplitOutputs(plan.graph, communicator)
+        self._mark = uncompiled(self._split_outputs.mark)
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -337,7 +340,8 @@ class RankProgram:
             with self._tensor_cores.forward():
                 outputs = self._tensor_cores.before_backward(self._compute(batches, state, device))
         self._end(dict(zip(self.taken, given, strict=True)), outputs, self.plan.graph.loss)
-        return self.calling.results(outputs)
+        came_whole = all(tuple(x.shape) == whole for x, (whole, _) in zip(given, self._shapes, strict=True))
+        return self.calling.results(self._mark(outputs) if self._split_outputs and came_whole else outputs)
 
     def _start(self, device: torch.device) -> None:
         self._passes.begin(self.agreement)
