@@ -87,8 +87,8 @@ def _check_hooks(model: nn.Module) -> None:
         if has_gradient_hooks(parameter):
             raise UsageError(
                 f"A plan was loaded with a model in which {name} has a hook on its gradient. Ranks train pieces of "
-                f"their own, on which the hook would never run. Register it after conjoin.load, on the parameters of what "
-                f"that gave."
+                f"their own, on which the hook would never run. Register it on the parameters of what conjoin.load "
+                f"gave."
             )
 
 

@@ -1,4 +1,4 @@
-"""Outputs beside the loss that lie in pieces are whole to whoever gave the whole batch; the plain model is the judge."""
+"""Outputs beside the loss that lie in pieces are whole to whoever gave the whole batch, as of the plain model."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_scores_are_copied_and_saved_as_wholes_and_of_parts_they_are_parts() -> 
         module = module_on(plan, sample, ranks)
         before = ranks.bytes_sent  # type: ignore[attr-defined]
         made = module(X, Y)["scores"]
-        assert isinstance(made, SplitOutput) and made.dtype is torch.float64
+        assert isinstance(made, SplitOutput) and made.dtype is torch.float64 and made.shape == (8, 4)
         assert ranks.bytes_sent < before + 4 * 4 * 8, "nothing but the loss is sent until somebody looks"  # type: ignore[attr-defined]
         buffer = io.BytesIO()
         torch.save(copy.deepcopy(made), buffer)

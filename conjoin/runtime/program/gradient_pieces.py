@@ -67,8 +67,10 @@ def _still_pieces(result: Any, args: Sequence[Any]) -> Any:
     first = args[0] if args else None
     if isinstance(result, list | tuple) and isinstance(first, list | tuple) and len(result) == len(first):
         return type(result)(map(_still_piece, result, first)) if type(result) in (list, tuple) else result
-    piece = next((arg for arg in args if isinstance(arg, GradientPiece)), None)
-    return _still_piece(result, piece)
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if isinstance(result, Tensor) and result.dtype is torch.bool and len(tensors) > 1:
+        return result  # compared with what this rank has
+    return _still_piece(result, next((x for x in tensors if isinstance(x, GradientPiece)), None))
 
 
 def _still_piece(result: Any, source: Any) -> Any:

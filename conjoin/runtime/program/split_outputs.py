@@ -24,6 +24,7 @@ from conjoin.runtime.torch_private import as_plain_tensors
 class SplitOutput(Tensor):
     """This rank's piece of an output, which is used as the whole."""
 
+    whole_shape: tuple[int, ...]
     gather: Function
     """From the piece to the whole."""
     whole: dict[bool, Tensor]
@@ -31,9 +32,11 @@ class SplitOutput(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _OF_THE_PIECE:
+        if func in _OF_THE_PIECE or func in _OF_THE_SHAPE:
             with as_plain_tensors():
-                return func(*args, **(kwargs or {}))
+                piece = args[0]
+                known = piece if func in _OF_THE_PIECE else torch.empty(piece.whole_shape, device="meta")
+                return func(known, *args[1:], **(kwargs or {}))
         return func(*_gathered(args), **{key: _gathered(value) for key, value in (kwargs or {}).items()})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -43,11 +46,15 @@ class SplitOutput(Tensor):
         return _gathered(self).detach().clone()
 
 
-_OF_THE_PIECE = frozenset(
-    getattr(Tensor, name).__get__
-    for name in ("dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "is_cuda", "is_sparse")
-)
-"""What is known without the rest."""
+_OF_THE_PIECE = {
+    Tensor.as_subclass,
+    *(getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout")),
+}
+_OF_THE_SHAPE = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__),
+}
+"""What is known without the rest; `as_subclass(torch.Tensor)` is this rank's piece."""
 
 
 def _gathered(value: Any) -> Any:
@@ -84,5 +91,6 @@ class SplitOutputs:
     def _marked(self, i: int, x: Tensor) -> Tensor:
         shape, layout = self._split[i]
         made = x.as_subclass(SplitOutput)
-        made.gather, made.whole = carry_reshard(shape, layout, (), self._communicator), {}
+        made.whole_shape, made.whole = shape, {}
+        made.gather = carry_reshard(shape, layout, (), self._communicator)
         return made
