@@ -116,7 +116,7 @@ def test_a_state_of_pieces_is_saved_by_torch_and_loaded_on_the_same_rank_only() 
             for parameter in step.parameters():
                 parameter.zero_()
         file.seek(0)
-        state = torch.load(file, weights_only=False)
+        state = torch.load(file)
         step.load_state_dict(state)
         with pytest.raises(RuntimeError, match="was called on a piece of a tensor"):
             classifier().load_state_dict(state)
