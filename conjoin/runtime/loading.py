@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from conjoin.errors import PlanError
+from conjoin.errors import PlanError, UsageError
 from conjoin.ir import Pipeline, Plan, check_pipeline, check_plan, fingerprint_of, load_plan, plain_model
 from conjoin.runtime.parallel import ParallelModule
+from conjoin.runtime.program.optimizer_watch import note_originals
 from conjoin.runtime.program.other_plans import OtherPlans, Planner
 from conjoin.runtime.ranks.communicator import World
 from conjoin.runtime.ranks.joint_action import together
@@ -21,6 +22,7 @@ from conjoin.runtime.ranks.session import Session, asked_device, device_of_rank,
 from conjoin.runtime.state.initialization import check_init, initialise
 from conjoin.runtime.state.storage import Store, check_model
 from conjoin.runtime.state.weights import Weights, as_weights, check_weights, read_weights, tell
+from conjoin.runtime.torch_private import has_gradient_hooks
 
 Initialise = Callable[[nn.Module], None]
 
@@ -51,6 +53,7 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     model, path = plain_model(model), None if isinstance(plan, Plan | Pipeline) else plan
     plan = _checked(plan)
     check_model(plan, model)
+    _check_hooks(model)
     asked = None if weights is None else as_weights(weights)
     is_meta = any(x.is_meta for x in model.parameters())
     if asked is None:
@@ -72,9 +75,21 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     others = None if planner is None else OtherPlans(plan, model, planner, loss, path)
     module = ParallelModule(plan, store, communicator, exact_seed, others)
     module.compare_every(None)
+    note_originals(model)
     if keys is not None and module.draws_alike:
         draw_alike(keys, session.rank, session.num_ranks)
     return module
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """Refuse hooks that would be left behind."""
+    for name, parameter in model.named_parameters():
+        if has_gradient_hooks(parameter):
+            raise UsageError(
+                f"A plan was loaded with a model in which {name} has a hook on its gradient. Ranks train pieces of "
+                f"their own, on which the hook would never run. Register it on the parameters of what conjoin.load "
+                f"gave."
+            )
 
 
 def _checked(plan: Plan | Pipeline | str | Path) -> Plan | Pipeline:

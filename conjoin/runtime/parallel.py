@@ -30,7 +30,7 @@ from conjoin.runtime.program.randomness import Stream
 from conjoin.runtime.program.rank_program import RankProgram
 from conjoin.runtime.ranks.communicator import Communicator, World, uncompiled
 from conjoin.runtime.state.offloaded_state import offload_states
-from conjoin.runtime.state.pieces import UnmatchedKeys, load_pieces, mark_pieces
+from conjoin.runtime.state.pieces import Piece, UnmatchedKeys, load_pieces, mark_pieces
 from conjoin.runtime.state.storage import Store
 
 _HELD = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -60,6 +60,7 @@ class ParallelModule(nn.Module):
         self.__dict__.update(communicator=communicator, store=store, _exact_seed=exact_seed)
         for name in _HELD:
             self.__dict__[name] = store.root.__dict__[name]
+        torch.serialization.add_safe_globals([Piece])  # what state_dict has, for torch.load
         self._make_programs(plan, others)
         for members, pieces in self._program.groups():
             mark_gradients(pieces, members, communicator if members is not communicator else None)
@@ -211,6 +212,15 @@ class ParallelModule(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.store.device = fn(torch.empty(0, device=self.store.device)).device
         return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> ParallelModule:
+        """Refused: there are no layers to be initialised here."""
+        raise UsageError(
+            f"The plan of {self.plan.model.name} was asked to apply {getattr(fn, '__name__', fn)} to its layers. It "
+            f"has pieces of their parameters, which it would not know by their classes, and random numbers drawn on "
+            f"pieces are not those of the whole. Apply it to the model before conjoin.load, or pass init= for a "
+            f"model on the meta device."
+        )
 
     def train(self, mode: bool = True) -> ParallelModule:
         """Training or evaluation: in another mode than the plan's its steps are planned when they are first called."""

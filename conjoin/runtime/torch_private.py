@@ -202,3 +202,8 @@ def flash_attention_backward(given: tuple[Tensor, ...], causal: bool, scale: flo
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the user has hooks around an optimizer's steps."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether something is called with a parameter's gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

@@ -488,11 +488,12 @@ def _outcome(module: nn.Module, results: Any) -> Outcome:
     outputs = results if isinstance(results, tuple) else (results,)
     if outputs[0].requires_grad:
         outputs[0].backward()  # type: ignore[no-untyped-call]
-    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    found = {name: parameter.grad for name, parameter in module.named_parameters()}
+    gradients = {name: None if x is None else x.as_subclass(Tensor) for name, x in found.items()}
     for parameter in module.parameters():
         parameter.grad = None
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    return Outcome(tuple(output.detach() for output in outputs), gradients, buffers)
+    return Outcome(tuple(output.as_subclass(Tensor).detach() for output in outputs), gradients, buffers)
 
 
 def on_one_device(sample: Sample) -> Outcome:

@@ -58,6 +58,15 @@ CALLS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "clip_grad_value_": lambda ps: nn.utils.clip_grad_value_(ps, 0.01),
     "torch.norm": lambda ps: torch.stack([torch.norm(p.grad) for p in ps]).norm(),
     "by hand": total_by_hand,
+    "squares by hand": lambda ps: sum((p.grad**2).sum() for p in ps) ** 0.5,
+    "sums": lambda ps: [torch.sum(p.grad.flatten()).item() for p in ps],
+    "means": lambda ps: [p.grad.abs().mean().item() for p in ps],
+    "largest": lambda ps: [p.grad.max().item() for p in ps] + [torch.amax(p.grad.abs()).item() for p in ps],
+    "smallest": lambda ps: [torch.min(p.grad).item() for p in ps],
+    "of two": lambda ps: [torch.max(p.grad, -p.grad).sum().item() for p in ps],
+    "any": lambda ps: [bool((p.grad > 0.1).any()) for p in ps] + [bool(torch.isnan(p.grad).any()) for p in ps],
+    "all": lambda ps: [bool(torch.isfinite(p.grad).all()) for p in ps] + [bool(torch.all(p.grad.t() > 0)) for p in ps],
+    "counted": lambda ps: [int((p.grad > 0).sum()) for p in ps] + [int(torch.count_nonzero(p.grad > 0)) for p in ps],
     "after a factor": lambda ps: [torch.linalg.vector_norm(p.grad.detach().mul(2).float()).item() for p in ps],
 }  # fmt: skip
 
@@ -177,9 +186,19 @@ def test_pieces_know_that_they_are(tmp_path: Path) -> None:
         torch.save(gradient, buffer)
         buffer.seek(0)
         assert torch.equal(torch.load(buffer, weights_only=True), gradient)
-        with pytest.raises(UsageError) as told:
-            gradient.norm(dim=-1)
-        assert_three_sentences(told.value)
+        for asked in (
+            lambda: gradient.norm(dim=-1),
+            lambda: gradient.sum(0),
+            lambda: gradient.square().mean(dim=1),
+            lambda: gradient.std(),
+            lambda: torch.dot(gradient.flatten(), gradient.flatten()),
+            lambda: torch.cat([p.grad.flatten() for p in step.parameters() if p.grad is not None]).norm(),
+        ):
+            with pytest.raises(UsageError) as told:
+                asked()  # type: ignore[no-untyped-call]
+            assert_three_sentences(told.value)
+        both = torch.cat([gradient.flatten(), 2 * gradient.flatten()]).norm()  # of parts along the same axes
+        torch.testing.assert_close(both, 5**0.5 * gradient.norm())
 
     run_ranks(plan.mesh, program)
 
@@ -239,7 +258,6 @@ def test_optimizers_that_look_at_more_than_an_element_are_refused_on_parts(name:
                 loss.backward()
                 return loss
 
-            closure()
             try:
                 for _ in range(2):
                     optimizer.step(closure)

@@ -169,3 +169,18 @@ def test_generators_that_part_later_are_found_out() -> None:
 def test_captured_graph_is_what_the_plan_was_made_from() -> None:
     model, batch = mlp()
     assert plan_of(model, batch, 2).model.name == captured(model, batch).name
+
+
+def test_what_would_never_run_or_train_is_refused() -> None:
+    """Ranks train pieces: hooks on the model's own parameters, and optimizers of these, would be left behind."""
+    model, batch = mlp()
+    plan = plan_of(model, batch, 1, "single")
+    hook = model.up.weight.register_hook(lambda gradient: 2 * gradient)
+    assert "up.weight has a hook on its gradient" in message_of(lambda: load(plan, model, device="cpu"))
+    hook.remove()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = load(plan, model, device="cpu")
+    step(batch).backward()
+    assert "Make the optimizer of step.parameters()" in message_of(optimizer.step)
+    nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
+    optimizer.step()  # the plain model by itself is trained as ever

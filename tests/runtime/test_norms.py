@@ -27,7 +27,7 @@ def norms(plan: Plan, sample: Sample, norm_type: float, max_norm: float) -> tupl
         step = module_on(plan, sample, communicator)
         step(*sample.inputs).backward()
         norm = step.clip_grad_norm_(max_norm, norm_type)
-        return norm, {name: p.grad for name, p in step.named_parameters()}
+        return norm, {name: p.grad.as_subclass(Tensor) for name, p in step.named_parameters() if p.grad is not None}
 
     found = run_ranks(plan.mesh, program)
     model = sample.model

@@ -116,7 +116,7 @@ def test_a_state_of_pieces_is_saved_by_torch_and_loaded_on_the_same_rank_only() 
             for parameter in step.parameters():
                 parameter.zero_()
         file.seek(0)
-        state = torch.load(file, weights_only=False)
+        state = torch.load(file)
         step.load_state_dict(state)
         with pytest.raises(RuntimeError, match="was called on a piece of a tensor"):
             classifier().load_state_dict(state)
@@ -195,3 +195,40 @@ def test_adapters_alone_learn_and_are_taken_out_by_name(strategy: str) -> None:
     again = adapted()
     again.load_state_dict(trained, strict=False)
     assert all(torch.allclose(x, again.state_dict()[name], rtol=1e-9) for name, x in plain.state_dict().items())
+
+
+def test_layers_of_the_module_are_not_there_to_be_called() -> None:
+    """Each would do nothing, and nobody would know."""
+
+    def use(module: ParallelModule) -> None:
+        layer = module.get_submodule("0")
+        for call in (
+            lambda: module.apply(lambda layer: None),
+            lambda: layer.register_forward_hook(lambda layer, given, made: None),
+            lambda: layer.register_full_backward_hook(lambda layer, given, made: None),
+            lambda: layer(torch.randn(8, 6)),
+            lambda: layer[1],
+        ):
+            with pytest.raises(UsageError) as told:
+                call()
+            assert_three_sentences(told.value)
+
+    on_ranks(use)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "data-parallel"])
+def test_what_was_frozen_in_the_plan_is_not_trained_in_silence(strategy: str) -> None:
+    model = classifier()
+    model[0].requires_grad_(False)
+
+    def use(module: ParallelModule) -> None:
+        x, y = batches()[0]
+        module(x, y).backward()
+        module.get_parameter("0.weight").requires_grad_(True)
+        with torch.no_grad():
+            module(x, y)
+        with pytest.raises(UsageError) as told:
+            module(x, y)
+        assert_three_sentences(told.value)
+
+    on_ranks(use, strategy, model)

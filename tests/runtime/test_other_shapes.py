@@ -154,6 +154,26 @@ def test_batch_norm_and_dropout_between_training_and_evaluation(ranks: int, stra
     check(case_of("pictures", ranks, strategy), calls)
 
 
+def test_a_shape_may_first_come_in_inference_mode_and_be_trained_then() -> None:
+    case = case_of("pictures", 2, "data-parallel")
+    others, model = others_of(case), copy.deepcopy(case.model)
+    with torch.inference_mode():
+        given = pictures(6, seed=4)  # tensors that autograd does not take
+        wanted = functional.cross_entropy(model.eval()(given[0]), given[1]).item()
+
+    def program(ranks: Communicator) -> list[float]:
+        step = module_of(case, others, ranks)
+        step.eval()
+        with torch.inference_mode():
+            found = step(*given).item()
+        again = step(*pictures(6, seed=4))
+        again.backward()
+        return [found, again.item()]
+
+    for found in run_ranks(case.plan.mesh, program):
+        assert found == pytest.approx([wanted, wanted], rel=1e-9)
+
+
 def test_a_plan_in_evaluation_mode_trains() -> None:
     model, loss, _ = captured("pictures")
     model = copy.deepcopy(model).eval()

@@ -216,6 +216,7 @@ def draw_masks(communicator: Communicator) -> dict[str, Tensor]:
         torch.manual_seed(5)
         found[f"{name}, again"] = module(*sample.inputs)
         found[f"{name}, state"] = torch.get_rng_state()
+    found = {name: tensor.as_subclass(Tensor) for name, tensor in found.items()}  # this rank's pieces
     return {name: tensor != 0 if "state" not in name else tensor for name, tensor in found.items()}
 
 

@@ -1,28 +1,25 @@
 """Gradients of split parameters, which know that they are pieces: torch's own calls on them see the whole gradient.
 
-`torch.nn.utils.clip_grad_norm_` and `get_total_norm`, `GradScaler.unscale_` and a norm taken by hand ask for the norm
-of a gradient or whether it is finite. On a piece every rank would get another answer. A piece answers for all ranks, so
-all ranks have to ask; all else is done with this rank's part. An optimizer whose update is not made element by element
-would look at a part as if it were the whole: it is found out when it first makes a step, by a trial on a small matrix.
+`torch.nn.utils.clip_grad_norm_` and `get_total_norm`, `GradScaler.unscale_` and what is taken by hand ask for the norm
+of a gradient, its sum or largest element, or whether it is finite. On a piece every rank would get another answer, and
+decide otherwise than the rest. A piece answers for all ranks, so all ranks have to ask; what is asked of rows of it is
+refused, and all else is done with this rank's part.
 """
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from conjoin.errors import UsageError
 from conjoin.ops import Layout, Split
-from conjoin.runtime.program.norms import norms_of, parted_axes
+from conjoin.runtime.program.norms import norms_of, over_ranks, parted_axes
+from conjoin.runtime.program.optimizer_watch import note_part
 from conjoin.runtime.ranks.communicator import Axes, Communicator
-from conjoin.runtime.state.optimizer_trial import Tried, try_out
 from conjoin.runtime.torch_private import as_plain_tensors, check_and_unscale, foreach_norm
 
 
@@ -31,8 +28,6 @@ class GradientPiece(Tensor):
 
     axes: Axes
     """Along which ranks hold other parts."""
-    is_split: bool
-    """Whether there is no rank that holds all of it."""
     communicator: Communicator
     world: Communicator | None
     """In a pipeline all ranks: other stages have other parameters."""
@@ -62,34 +57,42 @@ _COPIES = frozenset(
 def _marked(tensor: Tensor, like: GradientPiece) -> GradientPiece:
     with as_plain_tensors():
         made = tensor.as_subclass(GradientPiece)
-    made.axes, made.is_split, made.communicator, made.world = like.axes, like.is_split, like.communicator, like.world
+    made.axes, made.communicator, made.world = like.axes, like.communicator, like.world
     return made
 
 
 def _still_pieces(result: Any, args: Sequence[Any]) -> Any:
-    """What is made of a piece element by element is a piece: through views, casts and factors a norm stays right."""
+    """What is made of a piece element by element is a piece: through views, casts and factors a norm stays right; and
+    so are pieces behind each other."""
     first = args[0] if args else None
     if isinstance(result, list | tuple) and isinstance(first, list | tuple) and len(result) == len(first):
         return type(result)(map(_still_piece, result, first)) if type(result) in (list, tuple) else result
-    piece = next((arg for arg in args if isinstance(arg, GradientPiece)), None)
-    return _still_piece(result, piece)
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if isinstance(result, Tensor) and result.dtype is torch.bool and len(tensors) > 1:
+        return result  # compared with what this rank has
+    return _still_piece(result, next((x for x in tensors if isinstance(x, GradientPiece)), None))
 
 
 def _still_piece(result: Any, source: Any) -> Any:
-    if type(result) is not Tensor or not isinstance(source, GradientPiece) or not result.is_floating_point():
+    if type(result) is not Tensor or not isinstance(source, GradientPiece):
         return result
-    return _marked(result, source) if result.shape == source.shape else result
+    is_kept = result.is_floating_point() or result.dtype is torch.bool
+    return _marked(result, source) if is_kept and result.numel() == source.numel() else result
 
 
-def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
-    """The norm of each gradient as a whole, in the dtype torch would give, but at least in single precision."""
-    piece = next(x for x in tensors if isinstance(x, GradientPiece))
+def _of_all_stages(piece: GradientPiece) -> GradientPiece:
     if piece.world is not None:
         raise UsageError(
             "The norm of gradients of a pipeline was asked for by torch's own call. This rank has the parameters of "
             "its stages only, and each would clip by another norm. Call clip_grad_norm_ of what conjoin.load "
             "gave, which takes it over all stages."
         )
+    return piece
+
+
+def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """The norm of each gradient as a whole, in the dtype torch would give, but at least in single precision."""
+    piece = _of_all_stages(next(x for x in tensors if isinstance(x, GradientPiece)))
     held = [(x, x.axes if isinstance(x, GradientPiece) else ()) for x in tensors]
     norms = norms_of(held, float(order), piece.communicator, piece.device)
     return [
@@ -130,7 +133,70 @@ def _check_and_unscale(func: Any, tensors: Sequence[Tensor], found: Tensor, scal
     communicator.all_reduce(found, communicator.mesh.names, largest=True).wait()
 
 
+def _no_rows(func: Any, x: Tensor) -> UsageError:
+    return UsageError(
+        f"{func.__name__} of parts of a gradient was asked for, and this rank holds a part of shape {tuple(x.shape)} "
+        f"of it. Other ranks hold the rest, and each would have another answer. Ask for its norm, sum, mean, max, min, "
+        f"any or all as a whole, on every rank, or take this rank's part by .as_subclass(torch.Tensor)."
+    )
+
+
+def _whole(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """A sum, mean, largest or smallest element over all ranks, and whether any or all are true."""
+    others = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
+    if others:  # of two tensors: element by element
+        return _still_pieces(func(x, *args, **kwargs), (x, *others))
+    if args or kwargs.get("dim") is not None or kwargs.get("keepdim") or x.is_complex():
+        raise _no_rows(func, x)
+    piece, name = _of_all_stages(x), func.__name__
+    order, of_none = _ORDERS[name]
+    found = func(x) if x.numel() else func(x.new_zeros(1)).fill_(of_none)
+    mine = x.double().sum() if name == "mean" else found.double()
+    held = torch.stack([mine, mine.new_tensor(float(x.numel()))])
+    total = over_ranks(held, piece.axes, order, piece.communicator) if piece.axes else held
+    answer = total[0] / total[1] if name == "mean" else total[0]
+    return answer.to(kwargs.get("dtype") or found.dtype)
+
+
+def _refused(func: Any, *args: Any, **kwargs: Any) -> Any:
+    raise _no_rows(func, next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, GradientPiece)))
+
+
+def _joined(func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Pieces behind each other, if their other parts lie along the same axes: then norms stay right."""
+    if len({x.axes if isinstance(x, GradientPiece) else () for x in tensors}) > 1:
+        raise UsageError(
+            f"{func.__name__} of {len(tensors)} gradients was asked for, of which this rank holds parts. They are "
+            f"split along different axes of the mesh, so nobody could tell the norm of what comes out. Take the norm "
+            f"of each, or call torch.nn.utils.clip_grad_norm_ or get_total_norm with all of them."
+        )
+    return _marked(func(tensors, *args, **kwargs), next(x for x in tensors if isinstance(x, GradientPiece)))
+
+
+_ORDERS = {
+    "sum": (1.0, 0.0), "mean": (1.0, 0.0), "count_nonzero": (1.0, 0.0), "max": (inf, -inf), "amax": (inf, -inf),
+    "any": (inf, 0.0), "min": (-inf, inf), "amin": (-inf, inf), "all": (-inf, 1.0),
+}  # fmt: skip
+"""How answers of ranks are put together: summed up, or the largest or smallest of them; and that for no elements."""
+_OF_ROWS = (
+    "argmax", "argmin", "std", "var", "median", "nanmedian", "quantile", "nanquantile", "histc", "prod", "logsumexp",
+    "aminmax", "nansum", "nanmean", "topk", "kthvalue", "mode", "dot", "vdot", "inner", "mv", "mm", "matmul",
+    "cosine_similarity",
+)  # fmt: skip
+"""What looks at more than an element, and is not put together here."""
+_JOINING = (torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack)
+
+
+def _both(names: Iterable[str], answer: Callable[..., Any]) -> dict[Any, Callable[..., Any]]:
+    """As a function of torch and as a method."""
+    found = (getattr(home, name, None) for home in (torch, Tensor) for name in names)
+    return {func: answer for func in found if func is not None}
+
+
 _ANSWERS: dict[Any, Callable[..., Any]] = {
+    **_both(_ORDERS, _whole),
+    **_both(_OF_ROWS, _refused),
+    **dict.fromkeys(_JOINING, _joined),
     torch.linalg.vector_norm: _vector_norm,
     torch.linalg.norm: _vector_norm,
     torch.norm: _norm,
@@ -149,55 +215,19 @@ def mark_gradients(
         axes = parted_axes(layout, communicator.mesh)
         if (axes or world is not None) and parameter.requires_grad:
             is_split = any(isinstance(placement, Split) for _, placement in layout)
-            mark = _Marker(axes, is_split, communicator, world)
+            mark = _Marker(axes, communicator, world)
             parameter.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
-            _watch_optimizers()
+            if axes:
+                note_part(parameter, is_split=is_split)
 
 
 class _Marker:
-    def __init__(self, axes: Axes, is_split: bool, communicator: Communicator, world: Communicator | None) -> None:
-        self._axes, self._is_split, self._communicator, self._world = axes, is_split, communicator, world
+    def __init__(self, axes: Axes, communicator: Communicator, world: Communicator | None) -> None:
+        self._axes, self._communicator, self._world = axes, communicator, world
 
     def __call__(self, parameter: Tensor) -> None:
         gradient = parameter.grad
         if type(gradient) is Tensor:
             made = gradient.as_subclass(GradientPiece)
-            made.axes, made.is_split = self._axes, self._is_split
-            made.communicator, made.world = self._communicator, self._world
+            made.axes, made.communicator, made.world = self._axes, self._communicator, self._world
             parameter.grad = made
-
-
-@cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_check_optimizer)
-
-
-_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-
-def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse an optimizer that would take parts of weights for the whole, at its first step."""
-    if optimizer in _checked:
-        return
-    for group in optimizer.param_groups:
-        pieces = [p.grad for p in group["params"] if isinstance(p.grad, GradientPiece) and p.grad.axes]
-        if pieces:
-            _judge(optimizer, try_out(optimizer, group), next((x for x in pieces if x.is_split), pieces[0]))
-    _checked.add(optimizer)
-
-
-def _judge(optimizer: Optimizer, tried: Tried, piece: GradientPiece) -> None:
-    name = type(optimizer).__name__
-    off = max(tried.between_parts if piece.is_split else 0.0, tried.between_tensors)
-    if tried.error is not None:
-        warnings.warn(
-            f"{name} updates weights of which this rank has parts, and could not be tried out ({tried.error}). It is "
-            f"right only if it works element by element. Compare a few steps with one device.",
-            stacklevel=4,
-        )
-    elif off > 0:
-        raise UsageError(
-            f"{name} was to update a weight of which this rank holds a part of shape {tuple(piece.shape)}. It does not "
-            f"work element by element: on a small matrix, updating the parts differs from updating the whole by "
-            f"{off:.1%}. Use one that does (SGD, Adam, AdamW), or a plan that keeps weights whole (data-parallel)."
-        )

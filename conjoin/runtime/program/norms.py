@@ -78,7 +78,7 @@ def _over_stages(norm: Tensor, groups: Sequence[Group], order: float, communicat
     mine = norm.double().to(communicator.device).view(1) if speaks else _power(None, order, communicator.device).view(1)
     if speaks and abs(order) != inf and order:
         mine = mine**order
-    total = _over_ranks(mine, communicator.mesh.names, order, communicator)[0]
+    total = over_ranks(mine, communicator.mesh.names, order, communicator)[0]
     return total if abs(order) == inf or not order else total ** (1.0 / order)
 
 
@@ -98,7 +98,7 @@ def norms_of(held: Sequence[Held], order: float, communicator: Communicator, dev
     norms = [_power(tensor, order, device) for tensor, _ in held]
     for axes in sorted({axes for _, axes in held if axes}):
         chosen = [i for i, (_, other) in enumerate(held) if other == axes]
-        totals = _over_ranks(torch.stack([norms[i] for i in chosen]), axes, order, communicator)
+        totals = over_ranks(torch.stack([norms[i] for i in chosen]), axes, order, communicator)
         for i, total in zip(chosen, totals, strict=True):
             norms[i] = total
     return norms if abs(order) == inf or not order else [norm ** (1.0 / order) for norm in norms]
@@ -114,7 +114,8 @@ def _power(tensor: Tensor | None, order: float, device: torch.device) -> Tensor:
     return powered
 
 
-def _over_ranks(norms: Tensor, axes: Axes, order: float, communicator: Communicator) -> Tensor:
+def over_ranks(norms: Tensor, axes: Axes, order: float, communicator: Communicator) -> Tensor:
+    """Numbers of all ranks summed up, or for the orders of infinity the largest or smallest of them."""
     communicator.prepare(axes)
     if abs(order) != inf:
         communicator.all_reduce(norms, axes).wait()

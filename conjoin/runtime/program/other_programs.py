@@ -121,7 +121,11 @@ class OtherPrograms:
         return torch.empty(shape, dtype=x.dtype, device="meta")
 
     def _add(self, key: Key, dealt: Dealt) -> AnyProgram:
-        """Plan a call, agree on the plan, and make its program."""
+        """Plan a call, agree on the plan, and make its program; training may come to it after `inference_mode`."""
+        with torch.inference_mode(False):
+            return self._add_normally(key, _out_of_inference(dealt))
+
+    def _add_normally(self, key: Key, dealt: Dealt) -> AnyProgram:
         start = time.perf_counter()
         try:
             made = self.plans.find(key, dealt)
@@ -180,6 +184,12 @@ class OtherPrograms:
         states = self._communicator.compare(torch.get_rng_state().numpy().tobytes().hex())
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(states[0]), dtype=torch.uint8))
         self._draws_alike = True
+
+
+def _out_of_inference(dealt: Dealt) -> Dealt:
+    """A call with tensors that autograd takes."""
+    leaves, spec = flatten_tree(dealt)
+    return list(unflatten_tree([x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in leaves], spec))
 
 
 def _tell(made: Made, key: Key, seconds: float) -> None:

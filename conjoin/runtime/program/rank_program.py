@@ -49,6 +49,7 @@ from conjoin.runtime.program.passes import Passes
 from conjoin.runtime.program.programs import Compiled, Emitted, Program, compile_text
 from conjoin.runtime.program.randomness import Stream, Streams
 from conjoin.runtime.program.recomputing import Again, Fold, fold_segments
+from conjoin.runtime.program.split_outputs import SplitOutputs
 from conjoin.runtime.program.step_values import StepValues
 from conjoin.runtime.program.tensor_cores import TensorCores
 from conjoin.runtime.ranks.agreement import Agreement
@@ -152,6 +153,7 @@ class LocalProgram:
         self.carriers = _RankCarriers(plan, communicator, exact, store.device, is_stage=is_stage)
         self.kept = tuple(leaf for leaf in plan.graph.leaves if leaf.kind is not LeafKind.INPUT)
         """What is there between steps: parameters, buffers and constants."""
+        self._frozen = [leaf for leaf in plan.graph.leaves_of(LeafKind.PARAMETER) if not leaf.trainable]
         self.fingerprint = plan_fingerprint(plan)
         name = f"{plan.graph.name} {self.fingerprint[:12]} @{communicator.rank}"
         once = plan.accumulation is None and not is_stage
@@ -193,6 +195,14 @@ class LocalProgram:
 
     def state(self) -> list[Tensor | None]:
         """This rank's pieces of all that is kept between steps."""
+        for leaf in self._frozen if torch.is_grad_enabled() else ():
+            held = self.read(leaf)
+            if held is not None and held.requires_grad:
+                raise UsageError(
+                    f"{leaf.name} is to be trained, and was frozen when the plan was made. A plan has no gradients "
+                    f"for what is frozen, so that it would stay as it is. Make a plan of the model with "
+                    f"requires_grad=True there, load it, and go on from a checkpoint of this one."
+                )
         return [self.read(leaf) for leaf in self.kept]
 
     def make_once(self, state: list[Tensor | None]) -> StepValues:
@@ -272,6 +282,8 @@ class RankProgram:
         self._regions = tuple(self._region(leaf, leaf.type.shape) for leaf in plan.graph.leaves_of(LeafKind.INPUT))
         self._shapes = tuple(self._shapes_of(leaf) for leaf in self.taken)
         self._begin, self._end = uncompiled(self._start), uncompiled(passes.end)
+        self._split_outputs = SplitOutputs(plan.graph, communicator)
+        self._mark = uncompiled(self._split_outputs.mark)
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -333,7 +345,8 @@ class RankProgram:
             with self._tensor_cores.forward():
                 outputs = self._tensor_cores.before_backward(self._compute(batches, state, device))
         self._end(dict(zip(self.taken, given, strict=True)), outputs, self.plan.graph.loss)
-        return self.calling.results(outputs)
+        came_whole = all(tuple(x.shape) == whole for x, (whole, _) in zip(given, self._shapes, strict=True))
+        return self.calling.results(self._mark(outputs) if self._split_outputs and came_whole else outputs)
 
     def _start(self, device: torch.device) -> None:
         self._passes.begin(self.agreement)

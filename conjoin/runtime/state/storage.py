@@ -14,6 +14,7 @@ from conjoin.errors import PlanError, UsageError
 from conjoin.ir import Graph, Leaf, LeafKind, Pipeline, Plan, Region, region_of
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, TensorType
+from conjoin.runtime.state.holders import PiecesOfLayer
 from conjoin.runtime.state.slots import Slot, find_constant, read_slot
 
 _IMAGE_RANK = 4
@@ -168,7 +169,7 @@ class Store:
         module = self.root
         for part in path.split(".") if path else ():
             if part not in module._modules:
-                module.add_module(part, nn.Module())
+                module.add_module(part, PiecesOfLayer())
             child = module._modules[part]
             assert child is not None
             module = child

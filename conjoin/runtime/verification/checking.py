@@ -207,7 +207,9 @@ def compare_rank(case: Case, reference: Reference, communicator: World) -> Compa
 
     for batch, loss, gradients in zip(reference.batches, reference.losses, reference.gradients, strict=True):
         losses.append(step(lambda given: spread(module, given), optimizer, moved(batch, device), plan.graph.loss))
-        mine = {n: p.grad for n, p in module.named_parameters(remove_duplicate=False)}
+        held: dict[str, Any] = {n: p.grad for n, p in module.named_parameters(remove_duplicate=False)}
+        # each rank compares by itself
+        mine = {n: x.as_subclass(Tensor) if isinstance(x, Tensor) else x for n, x in held.items()}
         held = {name: gradient for name, gradient in gradients.items() if store.holds(name)}
         found += differences_of_step((losses[-1], mine), (loss, held), rank, cut)
         update(optimizer)
