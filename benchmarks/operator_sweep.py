@@ -310,7 +310,6 @@ def _resized() -> Iterator[Case]:
 
             shape = (batch, channels, pixels, pixels)
             yield Case(function, (shape,))
-            yield Case(_turned(function), (shape,))
 
 
 def _attention() -> Iterator[Case]:

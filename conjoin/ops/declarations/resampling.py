@@ -127,9 +127,9 @@ _NEAREST = ("upsample_nearest", "_upsample_nearest_exact")
 OPS: tuple[OpSpec, ...] = (
     *(_resized(f"{name}{n}d.vec", _upsample, _vec_sample(n)) for name in _NEAREST for n in (1, 2, 3)),
     *(_moved(f"{name}{n}d", _upsample, _size_sample(n)) for name in _NEAREST for n in (1, 2, 3)),
-    *(_resized(f"upsample_{name}.vec", _upsample, _vec_sample(n, False), flops=_of_each(f), blocks=_blocks,
-               by_order=True) for name, n, f in _SMOOTH),
-    *(_moved(f"upsample_{name}", _upsample, _size_sample(n, False), flops=_of_each(f), blocks=_blocks, by_order=True)
+    *(_resized(f"upsample_{name}.vec", _upsample, _vec_sample(n, False), flops=_of_each(f), blocks=_blocks)
+      for name, n, f in _SMOOTH),
+    *(_moved(f"upsample_{name}", _upsample, _size_sample(n, False), flops=_of_each(f), blocks=_blocks)
       for name, n, f in _SMOOTH),
     _resized("_upsample_bilinear2d_aa.vec", _upsample, _vec_sample(2, False), flops=_of_each(16)),
     _resized("_upsample_bicubic2d_aa.vec", _upsample, _vec_sample(2, False), flops=_of_each(48)),
