@@ -20,7 +20,8 @@ CPUs lose nobody tells."""
 
 _IN_A_MODEL = 1.2
 """How much longer the host takes for a call among all the others of a model than for calls of one kind in a row, whose
-code and data its caches hold: the median over the passes of eight models on an H200's host (2026-11-18)."""
+code and data its caches hold: the median over the passes of eight models on an H200's host (2026-11-18), which range
+from 0.8 to 1.7, as the speed of that host changed meanwhile."""
 _COPIES = {"sgd": 0, "sgd-momentum": 1, "adam": 2, "adamw": 2}
 OPTIMIZER_COPIES = {**_COPIES, **{f"{name}-fused": copies for name, copies in _COPIES.items()}}
 """How many tensors like each parameter an optimizer remembers."""
