@@ -41,7 +41,7 @@ def sweep() -> Iterator[Case]:
     """All cases."""
     parts = (
         _elementwise, _movement, _reductions, _norms, _products, _convolutions, _attention, _lookups,
-        _drawn_convolutions, _channels_last, _dilated, _narrow, _factored, _scattered,
+        _drawn_convolutions, _channels_last, _dilated, _narrow, _factored, _scattered, _channels_last_beside, _resized,
     )  # fmt: skip
     for part in parts:
         yield from part()
@@ -270,16 +270,46 @@ def _channels_last() -> Iterator[Case]:
     batch of the models that predictions are judged by.
     """
 
-    def turned(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda x, w: function(x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), w)
-
     every = [*_convolutions(), *_drawn_convolutions()]
     for case in [case for case in every if len(case.shapes[0]) == _IMAGE_RANK and case.shapes[0][0] != _JUDGED][::2]:
-        yield Case(turned(case.function), case.shapes)
+        yield Case(_turned(case.function), case.shapes)
     for batch, channels, pixels in ((16, 80, 56), (32, 128, 56), (128, 160, 28), (32, 320, 14), (16, 512, 14)):
         x = (batch, channels, pixels, pixels)
-        yield Case(turned(_conv(2, 2, padding=0)), (x, (2 * channels, channels, 2, 2)))
-        yield Case(turned(_conv(7, 1, channels)), (x, (channels, 1, 7, 7)))
+        yield Case(_turned(_conv(2, 2, padding=0)), (x, (2 * channels, channels, 2, 2)))
+        yield Case(_turned(_conv(7, 1, channels)), (x, (channels, 1, 7, 7)))
+
+
+def _turned(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function of images whose channels lie last."""
+    return lambda x, *more: function(x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), *more)
+
+
+def _channels_last_beside() -> Iterator[Case]:
+    """What stands between convolutions, of such images: norms and pools."""
+    stages = ((16, 112), (32, 112), (64, 112), (64, 56), (128, 28), (256, 56), (512, 28), (1024, 14), (2048, 7))
+    for channels, pixels in stages:
+        for batch in (8, 32, 128):
+            x = (batch, channels, pixels, pixels)
+            yield Case(_turned(_batch_norm), (x, (channels,), (channels,)))
+            yield Case(_turned(lambda x: F.max_pool2d(x, 3, 2, 1)), (x,))
+            yield Case(_turned(lambda x: F.avg_pool2d(x, 2, 2)), (x,))
+            yield Case(_turned(lambda x: F.adaptive_avg_pool2d(x, 1)), (x,))
+
+
+def _resized() -> Iterator[Case]:
+    """Smooth upsampling: what it takes hangs on the pixels that it makes, and back on how many are made of one."""
+    rng = Random(3)
+    for _ in range(48):
+        batch, channels = rng.choice((2, 4, 12, 24)), rng.choice((16, 21, 64, 150, 256, 512))
+        pixels, factor = rng.choice((7, 12, 16, 28, 32, 64, 80, 128)), rng.choice((2, 2, 4, 8, 16))
+        if batch * channels * (pixels * factor) ** 2 <= 2**26:
+            size = (pixels * factor,) * 2
+
+            def function(x: Tensor, size: tuple[int, int] = size) -> Tensor:
+                return F.interpolate(x, size, mode="bilinear")
+
+            shape = (batch, channels, pixels, pixels)
+            yield Case(function, (shape,))
 
 
 def _attention() -> Iterator[Case]:

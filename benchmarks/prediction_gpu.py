@@ -8,8 +8,8 @@
 Two lists of models: `zoo`, whose operators the shipped profile holds, and `public`, which nothing was fitted on
 (`public_models.py`; needs torchvision and transformers). `measure` times whole training steps with AdamW, of the plain
 module, of `to_module` and of `load` in turn; with a store it first times every operator of the models on its own, once
-for each distinct call. Before each model it takes the host's speed by some small calls, as `conjoin calibrate` does.
-`predict` simulates the steps from operators alone, on a host of that speed (the median of all readings), and compares.
+for each distinct call. Between the steps it reads the host's speed by some small calls, as `conjoin calibrate` does.
+`predict` simulates the steps from operators alone, on a host of that speed, and compares.
 Without a store the operators are those of the shipped profile; without `--measured` the steps are those in the results,
 whose predictions are made anew; of lists that were not measured the rows in the results are kept. `capture` writes the
 models' graphs to files, so that neither has to. Beside them stands the line through the profile's copies between host
@@ -75,7 +75,8 @@ class Measured:
     loaded_over_plain: float
     peak_bytes: int
     host_factor: float
-    """How much longer the host took for small calls, just before, than the profile's did."""
+    """How much longer the host took for small calls than the profile's did; the median of readings between steps."""
+    host_readings: int
 
 
 class Case(NamedTuple):
@@ -156,12 +157,12 @@ def host_calls() -> list[Call]:
     return [Call(op, bind_args(op, args, {})) for op, args in given]
 
 
-def measure_host(device: DeviceType) -> float:
+def measure_host(device: DeviceType, costs: CostModel) -> float:
     """How much longer this host takes for calls and their backwards than the profile says; the median of some."""
-    costs, ratios = CostModel(), []
+    ratios = []
     for call in host_calls():
         needs = tuple(range(len(call.tensors)))
-        found, priced = measure(call, needs, "cuda", seconds=0.02), costs.operator(call, needs, device)
+        found, priced = measure(call, needs, "cuda", seconds=0.0), costs.operator(call, needs, device)
         if isinstance(found, Measurement):
             ratios.append((found.host_forward + found.host_backward) / (priced.host_forward + priced.host_backward))
     return statistics.median(ratios)
@@ -202,11 +203,12 @@ def milliseconds(step: Callable[[], None]) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def time_steps(model_list: str, name: str, dtype: str, case: Case, before: int, host_factor: float) -> Measured:
+def time_steps(model_list: str, name: str, dtype: str, case: Case, before: int, device: DeviceType) -> Measured:
     """Steps in turn, the order turned each round; memory of the captured module alone, without what was there before.
 
-    The captured module and the plain one share weights and optimizer; the loaded plan has its own. Python's collector
-    is kept from running in some steps and not in others.
+    The host's speed is read between the rounds: it changes by half within a minute. The captured module and the plain
+    one share weights and optimizer; the loaded plan has its own. Python's collector is kept from running in some steps
+    and not in others.
     """
     captured = to_module(case.graph, case.model)
     optimizer = torch.optim.AdamW(captured.parameters(), lr=1e-5)
@@ -221,9 +223,12 @@ def time_steps(model_list: str, name: str, dtype: str, case: Case, before: int, 
     loaded = stepper(torch.optim.AdamW(module.parameters(), lr=1e-5), lambda: case.by(module))
     steps = [ours, loaded, stepper(optimizer, case.plain)]
     rounds: list[list[float]] = []
+    readings: list[float] = []
+    costs = CostModel()
     gc.collect()
     gc.disable()
     for i in range(_WARMUP + _ROUNDS):
+        readings.append(measure_host(device, costs))
         taken = [0.0] * len(steps)
         for k in range(len(steps)):
             which = (i + k) % len(steps)
@@ -233,7 +238,8 @@ def time_steps(model_list: str, name: str, dtype: str, case: Case, before: int, 
     kept = rounds[_WARMUP:]
     step_ms, loaded_ms, plain_ms = (statistics.median(taken) for taken in zip(*kept, strict=True))
     ratios = [statistics.median(taken[i] / taken[2] for taken in kept) for i in range(2)]
-    return Measured(model_list, name, dtype, step_ms, loaded_ms, plain_ms, *ratios, peak_bytes, host_factor)
+    speed = statistics.median(readings), len(readings)
+    return Measured(model_list, name, dtype, step_ms, loaded_ms, plain_ms, *ratios, peak_bytes, *speed)
 
 
 def measure_all(arguments: argparse.Namespace) -> int:
@@ -251,7 +257,7 @@ def measure_all(arguments: argparse.Namespace) -> int:
                 if arguments.store:
                     with Store(arguments.store) as store:
                         time_operators(case.graph, machine, store, arguments.seconds_each)
-                rows.append(time_steps(of, name, label, case, before, measure_host(machine.device_type(0))))
+                rows.append(time_steps(of, name, label, case, before, machine.device_type(0)))
                 print(f"{time.perf_counter() - start:.0f} s: {rows[-1]}", flush=True)
             except Exception as error:
                 print(f"{name} {label}: {type(error).__name__}: {str(error)[:200]}", flush=True)
@@ -312,9 +318,11 @@ def graph_of(name: str, dtype: torch.dtype, graphs: Path | None) -> Graph:
     return load_graph(path) if path is not None and path.exists() else build(name, dtype, "meta").graph
 
 
-def host_factor(rows: list[dict[str, Any]], of: str) -> float:
-    """The median of all readings of a list; 1 where none were taken."""
-    readings = [row["host_factor"] for row in rows if row["list"] == of and "host_factor" in row]
+def host_factor(row: dict[str, Any], rows: list[dict[str, Any]]) -> float:
+    """How fast the host was between a row's steps; where it was read once, before them, the median over the list."""
+    if row.get("host_readings", 1) > 1:
+        return float(row["host_factor"])
+    readings = [other["host_factor"] for other in rows if other["list"] == row["list"] and "host_factor" in other]
     return statistics.median(readings) if readings else 1.0
 
 
@@ -331,11 +339,10 @@ def predict_all(arguments: argparse.Namespace) -> int:
     kept = [row for row in before if row["list"] not in lists]
     measured["rows"] = [*kept, *measured["rows"]]
     costs = CostModel([Store(arguments.store)] if arguments.store else [])
-    factors = {of: host_factor(measured["rows"], of) for of in LISTS}
     rows = []
     for row in measured["rows"]:
         graph = graph_of(row["model"], DTYPES[row["dtype"]], arguments.graphs)
-        here = with_host(machine, factors[row["list"]])
+        here = with_host(machine, host_factor(row, measured["rows"]))
         found = predict(make_plan(graph, here, "single"), here, costs, OPTIMIZER)
         error, memory = 1e3 * found.seconds / row["step_ms"] - 1, found.memory.peak / row["peak_bytes"] - 1
         sources = {source.value: round(seconds, 6) for source, seconds in found.breakdown.sources}

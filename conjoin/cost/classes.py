@@ -44,10 +44,10 @@ def _shape_class(call: Call, family: str, rate: str) -> str:
         return _convolution(call)
     if family == ATTENTION:
         return _attention(call)
-    spec = find_spec(call.op)
+    spec, how = find_spec(call.op), "channels last " if call.channels_last else ""
     if spec is None or spec.blocks is None:
-        return ""
-    return f"of {min(2 ** max(spec.blocks(call) - 1, 0).bit_length(), _MANY_BLOCKS)} blocks "
+        return how
+    return f"{how}of {min(2 ** max(spec.blocks(call) - 1, 0).bit_length(), _MANY_BLOCKS)} blocks "
 
 
 def _is_odd(call: Call) -> bool:

@@ -219,7 +219,7 @@ def update_by_parts(update: Instruction, stored: Sequence[int], moved: Sequence[
         found.append(Instruction(Act.ASK.value, COMPUTE, 0, waits=(FROM_HOST,), phase=Phase.UPDATE))
         found += bring[k + 1 : k + 2]
         mine = sum(stored[moved[i]] for i in part) + (rest if k == len(parts) - 1 else 0)
-        found.append(replace(update, ticks=update.ticks * mine // total))
+        found.append(replace(update, ticks=update.ticks * mine // total, host=update.host * mine // total))
         sent = copying(link, sum(remembered[i] for i in part), Phase.FORWARD)
         found.append(replace(sent, phase=Phase.UPDATE))
     return (*found, Instruction(Act.LEAVE.value, COMPUTE, 0, waits=(TO_HOST,), phase=Phase.UPDATE))

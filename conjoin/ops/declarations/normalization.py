@@ -225,7 +225,7 @@ _THREE = (Dtype.FIRST,) * 3
 _FIVE = (*_THREE, Dtype.LAST, Dtype.LAST)
 """The new running statistics are as wide as the old ones, which come last."""
 _batch = partial(
-    OpSpec, flops=8, domain=(0.1, 2.0), constants=_STATISTICS, kernels="batch norm",
+    OpSpec, flops=8, domain=(0.1, 2.0), constants=_STATISTICS, kernels="batch norm", by_order=True,
     blocks=lambda call: call.tensors[0].shape[1],
 )  # fmt: skip
 _norm = partial(OpSpec, dtype=Dtype.FIRST, flops=8, kernels="norm")

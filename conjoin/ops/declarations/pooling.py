@@ -127,7 +127,7 @@ def _unpool(call: Call) -> Indexed:
 
 _PAIR = (Dtype.FIRST, Dtype.INT64)
 _LOWEST = float("-inf")
-_pooling = partial(OpSpec, kernels="pool")
+_pooling = partial(OpSpec, kernels="pool", by_order=True)
 
 OPS: tuple[OpSpec, ...] = (
     *(_pooling(f"max_pool{n}d", _pool, _pool_sample(n, True), pad_value=_LOWEST) for n in (1, 2, 3)),
