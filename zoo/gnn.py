@@ -191,8 +191,8 @@ def random_edges(count: int, config: GnnConfig) -> Tensor:
 
 def symmetric_weights(edge_index_2E: Tensor, count: int) -> Tensor:
     """1 / sqrt(degree of source * degree of target), as graph convolutions weigh edges."""
-    ones_E = torch.ones(edge_index_2E.shape[1])
-    roots_V = torch.zeros(count).index_add(0, edge_index_2E[1], ones_E).rsqrt()
+    ones_E = torch.ones(edge_index_2E.shape[1], device=edge_index_2E.device)
+    roots_V = ones_E.new_zeros(count).index_add(0, edge_index_2E[1], ones_E).rsqrt()
     return roots_V[edge_index_2E[0]] * roots_V[edge_index_2E[1]]
 
 
