@@ -178,8 +178,9 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, edges: Edges, in_order: bool) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.edges, ctx.in_order, ctx.shape = edges, in_order, x.shape
-        ordered = weight if weight is None or in_order else edges.by_target.of_edges(weight)
-        return _summed(x, edges.by_target, ordered)
+        if weight is not None and not in_order:
+            weight = edges.by_target.of_edges(weight, stay=not ctx.needs_input_grad[1])
+        return _summed(x, edges.by_target, weight)
 
     @staticmethod
     @once_differentiable
@@ -189,7 +190,8 @@ class _Sum(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             if weight is not None and ctx.in_order:
                 weight = edges.by_target.to_edges(weight, edges.num_edges)
-            ordered = None if weight is None else edges.by_source.of_edges(weight)
+            stay = not ctx.needs_input_grad[1] and not ctx.in_order
+            ordered = None if weight is None else edges.by_source.of_edges(weight, stay=stay)
             found = _summed(gradient, edges.by_source, ordered)
         if not ctx.needs_input_grad[1]:
             return found, None, None, None

@@ -8,9 +8,10 @@ not take itself, as an array of numpy, is written to without its tensors telling
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
@@ -33,6 +34,27 @@ class EdgeWindow(NamedTuple):
     all_targets: int
 
 
+class _Last:
+    """What was made last of a tensor, while its memory is held by others and not written to."""
+
+    def __init__(self) -> None:
+        self._held: tuple[weakref.ref[Any], _Key, Tensor] | None = None
+
+    def find(self, tensor: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        held, memory, key = self._held, tensor.untyped_storage(), identity(tensor)
+        if held is not None and held[0]() is memory and held[1] == key:
+            return held[2]
+        with torch.inference_mode(False):  # what is made in a test serves training too
+            made = make()
+        self._held = weakref.ref(memory, self._drop), key, made
+        return made
+
+    def _drop(self, gone: weakref.ref[Any]) -> None:
+        held = self._held
+        if held is not None and held[0] is gone:
+            self._held = None
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """The edges of each row together."""
@@ -43,10 +65,14 @@ class Order:
     """The row at the other end of each edge, in 32 bits."""
     edges: Tensor | None
     """Which edge of the graph each one is; None where they are all of them and as they were."""
+    _last: _Last = field(default_factory=_Last)
 
-    def of_edges(self, values: Tensor) -> Tensor:
-        """What was said of every edge of the graph, in this order."""
-        return (values if self.edges is None else values.index_select(0, self.edges)).contiguous()
+    def of_edges(self, values: Tensor, *, stay: bool = False) -> Tensor:
+        """What was said of every edge of the graph, in this order; kept where it is likely to `stay` the same."""
+        if self.edges is None:
+            return values.contiguous()
+        make = partial(values.index_select, 0, self.edges)
+        return self._last.find(values, make) if stay and tells_of_writes(values) else make()
 
     def to_edges(self, values: Tensor, num_edges: int) -> Tensor:
         """What is said in this order, of every edge of the graph; of those that are not here, 0."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy
 import pytest
 import torch
@@ -21,7 +23,9 @@ from conjoin.ops import (
     find_spec,
     flops,
 )
+from conjoin.ops.aggregation import window_of
 from conjoin.ops.compiled_kernels import compiled_kernels
+from conjoin.ops.edges import edges_of
 
 REDUCED = {"sum": "sum", "mean": "mean", "max": "amax"}
 GRAPHS = {
@@ -84,6 +88,25 @@ def test_a_graph_that_is_written_to_is_another_graph() -> None:
     source[1] = 2
     sums.append(find_operator(AGGREGATE)(x, source, target, None, 3, "sum")[2].item())
     assert sums == [1.0, 2.0]
+
+
+def test_weights_are_ordered_once_while_they_stay_the_same() -> None:
+    source, target, x = torch.tensor([2, 0, 1, 2]), torch.tensor([1, 2, 0, 0]), drawn(5, 3)
+    order, weight = edges_of(source, target, window_of(x, 5, ())).by_target, torch.rand(4).double()
+
+    def summed(weight: Tensor) -> Tensor:
+        made = find_operator(AGGREGATE)(x, source, target, weight, 5, "sum")
+        same(made, scattered(x, source, target, weight, "sum"), x)
+        return order.of_edges(weight, stay=True)
+
+    first = summed(weight)
+    assert summed(weight) is first and summed(weight[:]) is first
+    weight.mul_(2)
+    second = summed(weight)
+    assert second is not first and summed(weight.clone()) is not second
+    gone = weakref.ref(summed(weight))
+    del weight
+    assert gone() is None  # held by nobody else, it is not held here
 
 
 def test_a_graph_in_an_array_that_is_filled_again_is_another_graph() -> None:
