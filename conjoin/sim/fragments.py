@@ -450,8 +450,11 @@ def _calls_on(call: Call, placed: Placed, needs: tuple[int, ...], mesh: Mesh, ra
     spec = spec_for(call)
     if spec is None or not placed.splits:
         return (LocalCall(call, needs),)
-    pieces = placed.pieces(space_of(spec, call).sizes, mesh, rank)
-    return local_calls(call, tuple(pieces.items()), needs)
+    space = space_of(spec, call)
+    addressed = {access.addresses for access in space.notation.operands}
+    pieces = placed.pieces(space.sizes, mesh, rank)
+    alike = {name: (0, end - start) if name in addressed else (start, end) for name, (start, end) in pieces.items()}
+    return local_calls(call, tuple(alike.items()), needs)  # which rows of a table are here changes no cost
 
 
 def _compute(
