@@ -38,7 +38,7 @@ from zoo.gnn import DeepGcn, GnnConfig, symmetric_weights
 
 FEATURES, CLASSES = 128, 41
 _OUTSIDE = 0.05
-"""Of the limit is for what is no tensor of the step: the kept order of edges is counted besides."""
+"""Of the limit is for holes between tensors and for libraries; the kept order of edges is counted besides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class Sizes:
         return tuple(tensor.to(device) for tensor in given)
 
     def order_bytes(self) -> int:
-        """What is kept of the order of edges: by targets, by sources, and of weights."""
+        """What is kept of the order of edges: their ends, by targets, by sources, and of weights."""
         edges = self.vertices * self.degree
-        return edges * (4 + 4 + 8 + 4) + 2 * 8 * (self.vertices + 1)
+        return edges * (2 * 8 + 4 + 4 + 8 + 4) + 2 * 8 * (self.vertices + 1)
 
 
 def captured(sizes: Sizes) -> Graph:
@@ -78,8 +78,8 @@ def captured(sizes: Sizes) -> Graph:
     return conjoin.capture(model, batch, F.cross_entropy)
 
 
-def trained(plan: Plan, sizes: Sizes, device: str, steps: int) -> tuple[list[float], float, int]:
-    """The losses of some steps, the median of their seconds, and on a GPU the most bytes allocated."""
+def trained(plan: Plan, sizes: Sizes, device: str, steps: int) -> tuple[list[float], float, int, int]:
+    """The losses of some steps, the median of their seconds, and on a GPU the most bytes allocated, and reserved."""
     module = conjoin.load(plan, sizes.model(), device=device)
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
     batch, losses, taken = sizes.batch(device), [], []
@@ -94,7 +94,8 @@ def trained(plan: Plan, sizes: Sizes, device: str, steps: int) -> tuple[list[flo
         wait()
         taken.append(time.perf_counter() - start)
         losses.append(loss.item())
-    return losses, statistics.median(taken[1:]), torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    most = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if device == "cuda" else (0, 0)
+    return losses, statistics.median(taken[1:]), *most
 
 
 def fresh(limit: int | None) -> None:
@@ -121,17 +122,18 @@ def run(sizes: Sizes, device: str, machine: Machine, share: float, options: Any)
     plain = make_plan(graph, machine, "single")
     if device == "cuda":
         fresh(None)
-    losses, seconds, peak = trained(plain, sizes, device, options.steps)
+    losses, seconds, peak, _ = trained(plain, sizes, device, options.steps)
     told = _told(plain, machine)
     limit = int(share * (peak or told + sizes.order_bytes()))
     plan = plan_within(graph, machine, int((1 - _OUTSIDE) * limit) - sizes.order_bytes(), options.seconds)
     if device == "cuda":
         fresh(limit)
-    small_losses, small_seconds, small_peak = trained(plan, sizes, device, options.steps)
+    small_losses, small_seconds, small_peak, reserved = trained(plan, sizes, device, options.steps)
     gib = 2**30
     return {
         "unlimited_gib": round(peak / gib, 4), "unlimited_told_gib": round(told / gib, 4),
         "limit_gib": round(limit / gib, 4), "peak_gib": round(small_peak / gib, 4),
+        "reserved_gib": round(reserved / gib, 4),
         "told_gib": round(_told(plan, machine) / gib, 4), "is_kept": small_peak <= limit if small_peak else None,
         "strategy": plan.strategy, "offloaded": sum(action.action == "offload" for action in plan.memory),
         "unlimited_seconds": round(seconds, 4), "seconds": round(small_seconds, 4),

@@ -50,8 +50,6 @@ def aggregate(  # noqa: PLR0913 - a graph is two tensors, and a part of it four 
     >>> [aggregate(x, source, target, None, 3, reduce).flatten().tolist() for reduce in REDUCTIONS]
     [[0.0, 3.0, 2.0], [0.0, 1.5, 2.0], [0.0, 2.0, 2.0]]
     """
-    if x.is_meta:
-        return x.new_empty(vertices, *x.shape[1:])
     edges = edges_of(source, target, window_of(x, vertices, window))
     return aggregate_over(edges, x, weight, reduce)
 
@@ -112,8 +110,6 @@ def edge_softmax(scores: Tensor, target: Tensor, vertices: int) -> Tensor:
     >>> edge_softmax(torch.zeros(3), torch.tensor([0, 1, 1]), 2).tolist()
     [1.0, 0.5, 0.5]
     """
-    if scores.is_meta:
-        return torch.empty_like(scores)
     rows = _like_rows(target, scores)
     peaks = scores.new_zeros(vertices, *scores.shape[1:])
     peaks = peaks.scatter_reduce(0, rows, scores.detach(), "amax", include_self=False)
@@ -134,8 +130,6 @@ def graph_attention(  # noqa: PLR0913 - a graph is two tensors, and a part of it
     halos: tuple[int, ...] = (),
 ) -> Tensor:
     """Each vertex adds the rows of its neighbours up, weighted by the softmax of leaky scores made of both ends."""
-    if x.is_meta:
-        return x.new_empty(vertices, *x.shape[1:])
     return attend_over(edges_of(source, target, window_of(x, vertices, window)), x, by_source, by_target, slope)
 
 
@@ -226,6 +220,8 @@ def _summed(x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
     """The rows at the other ends of the edges of each row, added up."""
     num_rows, heads = order.first.shape[0] - 1, 1 if weight is None else prod(weight.shape[1:])
     size = prod(x.shape[1:])
+    if x.is_meta:
+        return x.new_empty(num_rows, *x.shape[1:])
     if _is_quick(x, order) and (weight is None or weight.dtype == x.dtype):
         x, weight = x.contiguous(), None if weight is None else weight.contiguous()
         made = x.new_empty(num_rows, *x.shape[1:])
@@ -261,12 +257,16 @@ def _sparse_product(x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support")  # is new, which torch tells once
         matrix = torch.sparse_csr_tensor(order.first.int(), order.others, values, shape, check_invariants=False)
-    return (matrix @ x.reshape(x.shape[0], size)).view(shape[0], *x.shape[1:])
+    made = x.new_zeros(shape[0], size)
+    torch.addmm(made, matrix, x.reshape(x.shape[0], size), beta=0, out=made)  # `@` would hold two of its size
+    return made.view(shape[0], *x.shape[1:])
 
 
 def _products(x: Tensor, edges: Edges, gradient: Tensor, heads: int) -> Tensor:
     """For every edge, in the order of targets, the product of the row it comes from and the gradient it goes to."""
     order, width = edges.by_target, prod(x.shape[1:]) // heads
+    if x.is_meta:
+        return x.new_empty(order.others.shape[0], heads)
     if _is_quick(x, order) and gradient.dtype == x.dtype:
         made = x.new_empty(order.others.shape[0], heads)
         rows = order.first.shape[0] - 1
@@ -280,9 +280,10 @@ def _greatest(x: Tensor, edges: Edges) -> tuple[Tensor, Tensor]:
     """The greatest of each target's rows, and how many are as great."""
     order = edges.by_target
     num_rows, size = order.first.shape[0] - 1, prod(x.shape[1:])
-    if _is_quick(x, order):
+    if x.is_meta or _is_quick(x, order):
         made, ties = x.new_empty(num_rows, *x.shape[1:]), x.new_empty(num_rows, *x.shape[1:])
-        run_kernel("greatest", x, order.first, order.others, made, ties, num_rows, size)
+        if not x.is_meta:
+            run_kernel("greatest", x, order.first, order.others, made, ties, num_rows, size)
         return made, ties
     taken, rows = x.index_select(0, order.others), _like_rows(edges.targets, x)
     made = x.new_zeros(num_rows, *x.shape[1:])
@@ -294,6 +295,8 @@ def _greatest(x: Tensor, edges: Edges) -> tuple[Tensor, Tensor]:
 def _shares(x: Tensor, edges: Edges, greatest: Tensor, shared: Tensor) -> Tensor:
     """What each row gets of the gradients of those whose greatest it is."""
     order, made = edges.by_source, torch.zeros_like(x)
+    if x.is_meta:
+        return made
     if _is_quick(x, order):
         num_rows, size = x.shape[0], prod(x.shape[1:])
         run_kernel("shares", x, order.first, order.others, greatest, shared, made, num_rows, size)

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from math import ceil
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
@@ -133,6 +134,23 @@ class Edges:
         return Order(first, others.contiguous(), edges)
 
 
+class EdgesOnMeta(Edges):
+    """Edges whose ends nobody knows: as many are here as if all vertices had as many, in neither order."""
+
+    def __init__(self, source: Tensor, window: EdgeWindow) -> None:
+        self.window, self.num_edges = window, source.shape[0]
+        parts = window.num_sources * window.num_targets / max(window.all_sources * window.all_targets, 1)
+        here = source[: ceil(self.num_edges * parts)]
+        self._ends = here, here
+
+    @property
+    def targets(self) -> Tensor:
+        return self._ends[1]
+
+    def _order(self, rows: Tensor, others: Tensor, num_rows: int) -> Order:
+        return Order(rows.new_empty(num_rows + 1), others.to(torch.int32), rows)
+
+
 def check_ends(ends: Tensor, name: str, limit: int) -> None:
     """Refuse edges from or to vertices that do not exist."""
     if not ends.numel():
@@ -228,4 +246,6 @@ def of_graph(source: Tensor, target: Tensor, use: Hashable, make: Callable[[Tens
 
 def edges_of(source: Tensor, target: Tensor, window: EdgeWindow) -> Edges:
     """The edges of a graph in both orders, made at first use."""
+    if source.is_meta:
+        return EdgesOnMeta(source, window)
     return of_graph(source, target, window, partial(Edges, window=window))

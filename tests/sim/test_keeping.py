@@ -9,7 +9,21 @@ import torch
 from torch import Tensor
 
 from conjoin.cost import fuses_attention, read_key
-from conjoin.ops import Call, KernelBytes, OpSpec, TensorType, all_ops, random_call, run_whole
+from conjoin.ops import (
+    AGGREGATE,
+    EDGE_SOFTMAX,
+    GRAPH_ATTENTION,
+    Call,
+    KernelBytes,
+    OpSpec,
+    TensorType,
+    all_ops,
+    bind_args,
+    execute,
+    map_tensors,
+    random_call,
+    run_whole,
+)
 from conjoin.sim.gpu_kernels import kernel_bytes
 from conjoin.sim.keeping import Kept, kept_of
 from conjoin.sim.losses import SHRINKING
@@ -195,3 +209,39 @@ def test_attention_that_is_spelled_out_keeps_truth_values_of_what_it_dropped() -
     x, bias = "bf16[16,12,256,64]", "bf16[16,12,256,256]"
     found = kept(f"scaled_dot_product_attention {x} {x} {x} {bias} 0.1 false 1.0 false | grads 0,1,2,3")
     assert found.extra == 2 * 50_331_648 + 4 * 12_582_912
+
+
+ROWS, SIDES, ENDS = (TensorType(shape, SINGLE) for shape in ((40, 4, 8), (40, 4), (200, 4)))
+INDEX = TensorType((200,), torch.int64)
+ON_EDGES = {
+    "sum": (AGGREGATE, (ROWS, INDEX, INDEX, ENDS, 40, "sum"), (0,)),
+    "sum with trained weights": (AGGREGATE, (ROWS, INDEX, INDEX, ENDS, 40, "sum"), (0, 3)),
+    "mean": (AGGREGATE, (ROWS, INDEX, INDEX, None, 40, "mean"), (0,)),
+    "max": (AGGREGATE, (ROWS, INDEX, INDEX, None, 40, "max"), (0,)),
+    "attention": (GRAPH_ATTENTION, (ROWS, SIDES, SIDES, INDEX, INDEX, 40, 0.2), (0, 1, 2)),
+    "softmax": (EDGE_SOFTMAX, (ENDS, INDEX, 40), (0,)),
+}
+
+
+@pytest.mark.parametrize("case", ON_EDGES)
+def test_operators_over_edges_keep_and_give_back_what_they_do_with_values(case: str) -> None:
+    """What is told without values, against what autograd keeps and gives back on a graph."""
+    op, args, needs = ON_EDGES[case]
+    call = Call(op, bind_args(op, args, {}))
+    told = kept_of(call, (), needs, "cpu")
+    parts = [torch.rand(t.shape) if t.dtype.is_floating_point else torch.randint(40, t.shape) for t in call.tensors]
+    for i in needs:
+        parts[i].requires_grad_()
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    feed = iter(parts)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        made = execute(call.op, *map_tensors(call.op, call.args, lambda _: next(feed)))
+    given = torch.autograd.grad(made, [parts[i] for i in needs], torch.ones_like(made))
+    assert told.gradients == tuple((gradient.untyped_storage().nbytes(), -1) for gradient in given)
+    held = [call.tensors[i].bytes for i in told.operands] + [made.untyped_storage().nbytes() for _ in told.outputs]
+    assert sum(held) + told.extra == pytest.approx(sum(saved.values()), rel=0.02)
