@@ -255,7 +255,7 @@ def _sparse_product(x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
     values = x.new_ones(count) if weight is None else weight.reshape(count)
     shape = order.first.shape[0] - 1, x.shape[0]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support")  # is new, which torch tells once
+        warnings.filterwarnings("ignore", message="Sparse (CSR tensor support|invariant checks)")  # torch tells once
         matrix = torch.sparse_csr_tensor(order.first.int(), order.others, values, shape, check_invariants=False)
     made = x.new_zeros(shape[0], size)
     torch.addmm(made, matrix, x.reshape(x.shape[0], size), beta=0, out=made)  # `@` would hold two of its size

@@ -209,3 +209,14 @@ def test_work_is_that_of_the_edges_here() -> None:
     half = Call(AGGREGATE, (TensorType((20, 8), torch.float32), ends, ends, None, 10, "sum", (0, 20, 10, 20), ()))
     assert (flops(spec, whole), flops(spec, half)) == (1600, 800)
     assert (bytes_read(spec, whole), bytes_read(spec, half)) == (100 * (8 * 4 + 4), 50 * (8 * 4 + 4))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_are_products_with_a_sparse_matrix(weighted: bool) -> None:
+    """As on a GPU, whose kernel is not judged here."""
+    x, weight = drawn(6, 4).detach(), drawn(9).detach() if weighted else None
+    source, target = torch.randint(6, (9,)), torch.randint(5, (9,))
+    order = edges.edges_of(source, target, edges.EdgeWindow(0, 6, 0, 5, 6, 5)).by_target
+    ordered = None if weight is None else order.of_edges(weight)
+    made = aggregation._sparse_product(x, order, ordered)
+    torch.testing.assert_close(made, scattered(x, source, target, weight, "sum"))
