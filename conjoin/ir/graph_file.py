@@ -19,7 +19,7 @@ from conjoin.ir.parser import parse_graph
 FORMAT = "conjoin.graph"
 VERSION = 2
 _KEYS = {"format", "version", "graph", "operators"}
-_DATA = re.compile(r" = b64:\S*$|(?<= halos=)\[[\d, ]*\]", re.MULTILINE)
+_DATA = re.compile(r" = b64:\S*$|, halos=\[[\d, ]*\]", re.MULTILINE)
 """Values of constants, and what was counted of the edges of a graph: the meta device has neither."""
 
 
