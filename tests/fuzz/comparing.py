@@ -128,7 +128,9 @@ def _steps(module: nn.Module, batches: Batches) -> dict[str, Tensor | None]:
         loss.backward()
         found[f"loss of step {step}"] = loss.detach()
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            found[f"gradient of {name} in step {step}"] = None if parameter.grad is None else parameter.grad.clone()
+            found[f"gradient of {name} in step {step}"] = (
+                None if parameter.grad is None else parameter.grad.as_subclass(Tensor).clone()
+            )
         optimizer.step()
     found |= {name: p.detach() for name, p in module.named_parameters(remove_duplicate=False)}
     return found | {name: b.detach() for name, b in module.named_buffers(remove_duplicate=False)}

@@ -67,6 +67,11 @@ CALLS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "any": lambda ps: [bool((p.grad > 0.1).any()) for p in ps] + [bool(torch.isnan(p.grad).any()) for p in ps],
     "all": lambda ps: [bool(torch.isfinite(p.grad).all()) for p in ps] + [bool(torch.all(p.grad.t() > 0)) for p in ps],
     "counted": lambda ps: [int((p.grad > 0).sum()) for p in ps] + [int(torch.count_nonzero(p.grad > 0)) for p in ps],
+    "against numbers of all": lambda ps: [int((p.grad > p.grad.mean()).int().sum()) for p in ps]
+    + [bool((p.grad > torch.tensor(0.1)).any()) for p in ps],
+    "copies": lambda ps: [p.grad.clone().norm().item() + copy.deepcopy(p.grad).sum().item() for p in ps],
+    "by name": lambda ps: [torch.linalg.norm(p.grad, "fro" if p.dim() > 1 else inf).item() for p in ps],
+    "written by a mask": lambda ps: [p.grad.__setitem__(p.grad.abs() > 0.1, 0.0) or p.grad.norm().item() for p in ps],
     "after a factor": lambda ps: [torch.linalg.vector_norm(p.grad.detach().mul(2).float()).item() for p in ps],
 }  # fmt: skip
 
@@ -132,7 +137,7 @@ def scaled(communicator: Communicator) -> list[list[Any]]:
         def overflow(i: int, step: nn.Module = step, first: bool = communicator.rank == 0) -> None:
             weight = step.get_parameter("0.weight").grad
             if i == 1 and first and weight is not None:
-                weight[0, 0] = inf
+                weight.as_subclass(Tensor)[0, 0] = inf
 
         scales = scaled_steps(step, lambda step, sample=sample: step(*sample.inputs), overflow)
         whole = {name: parameter.detach() for name, parameter in step.named_parameters()}
@@ -181,7 +186,7 @@ def test_pieces_know_that_they_are(tmp_path: Path) -> None:
         parted = {name for name, p in step.named_parameters() if isinstance(p.grad, GradientPiece)}
         assert parted == set(STORED)
         gradient = step.get_parameter("0.weight").grad
-        assert isinstance(gradient, GradientPiece) and not isinstance(copy.deepcopy(gradient), GradientPiece)
+        assert isinstance(gradient, GradientPiece)
         buffer = io.BytesIO()
         torch.save(gradient, buffer)
         buffer.seek(0)
@@ -192,11 +197,24 @@ def test_pieces_know_that_they_are(tmp_path: Path) -> None:
             lambda: gradient.square().mean(dim=1),
             lambda: gradient.std(),
             lambda: torch.dot(gradient.flatten(), gradient.flatten()),
+            lambda: torch.linalg.norm(gradient, 2),  # the largest singular value
+            lambda: torch.linalg.svdvals(gradient),
+            lambda: gradient.flatten().sort(),
+            lambda: torch.einsum("ij,ij->", gradient, gradient),
+            lambda: functional.mse_loss(gradient, torch.zeros_like(gradient)),
+            lambda: gradient[0].sum(),
+            lambda: gradient[gradient > 0].mean(),
+            lambda: [row.norm() for row in gradient],
+            lambda: gradient.__setitem__(0, 0.0),
+            lambda: gradient[:1].zero_(),
             lambda: torch.cat([p.grad.flatten() for p in step.parameters() if p.grad is not None]).norm(),
         ):
             with pytest.raises(UsageError) as told:
                 asked()  # type: ignore[no-untyped-call]
             assert_three_sentences(told.value)
+        with pytest.warns(UserWarning, match="part of shape"):
+            gradient.numpy()
+        assert not isinstance(gradient.new_zeros(1), GradientPiece) and len(gradient[:1].tolist()) == 1
         both = torch.cat([gradient.flatten(), 2 * gradient.flatten()]).norm()  # of parts along the same axes
         torch.testing.assert_close(both, 5**0.5 * gradient.norm())
 

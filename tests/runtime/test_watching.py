@@ -20,6 +20,7 @@ from conjoin.runtime.ranks.progress import (
     Passage,
     Report,
     Verdict,
+    at_odds,
     ended_early,
     failed,
     gone_on,
@@ -141,6 +142,22 @@ def _train_slowly(rank: int, plan: Any, batch: Any, model: Any, seconds: float) 
     return loss.item()
 
 
+def _ask_alone(rank: int, plan: Any, batch: Any, model: Any) -> None:
+    step = load(plan, model, session=Session(patience_seconds=2.0))
+    for _ in range(3):
+        step(batch).backward()
+        if rank == 1:
+            step.clip_grad_norm_(1.0)
+
+
+def test_a_norm_that_one_rank_asks_for_is_told() -> None:
+    model, batch = mlp()
+    plan = plan_of(model, batch, 2, "fsdp")
+    with pytest.raises(RankError, match=r"rank 1 at .*test_watching.py:\d+ in _ask_alone.* on every rank") as told:
+        launch(2, _ask_alone, plan, batch, model)
+    assert_three_sentences(told.value)
+
+
 def test_a_slow_rank_is_not_taken_for_lost() -> None:
     """More than the patience in all, also while it holds Python's lock; and at the end, when nobody waits for it."""
     model, batch = mlp()
@@ -174,6 +191,21 @@ def test_who_is_judged_and_when(quiet: float, still: float, waits: bool, said: s
     assert (found is None) == (said is None)
     if found is not None and said is not None:
         assert found.ranks == [1] and said in str(found.error(2)) and found.error(2).ranks == (1,)
+
+
+@pytest.mark.parametrize(
+    ("still", "waits", "is_told"), [(24.9, True, False), (25.0, False, False), (25.0, True, True)]
+)
+def test_who_waits_together_in_what_does_not_end_has_asked_for_different_things(
+    still: float, waits: bool, is_told: bool
+) -> None:
+    there = {0: Report(waits=True, where="a.py:3 in log"), 2: Report(waits=waits, where="a.py:9 in train")}
+    found = at_odds(there, {0: 30.0, 2: still}, 10.0)
+    assert (found is not None) == is_told
+    if found is not None:
+        told = found.error(2)
+        assert "rank 0 at a.py:3 in log and rank 2 at a.py:9 in train" in str(told) and told.ranks == (0, 2)
+        assert_three_sentences(told)
 
 
 def test_an_end_counts_only_before_the_collective() -> None:

@@ -137,6 +137,26 @@ def held_up(
     return None
 
 
+_TIMES_TOGETHER = 2.5
+"""So many times as long as a rank has: whoever holds up the others in a known way is named before."""
+
+
+def at_odds(there: Mapping[int, Report], still: Mapping[int, float], patience: float) -> Verdict | None:
+    """Of ranks that all have come and all wait, in what does not end: they were not asked for the same.
+
+    So it is where a norm, or an output in pieces, is asked for on some ranks only: they wait for the next collective of
+    the others, which is another one.
+    """
+    longest = _TIMES_TOGETHER * patience
+    if not all(report.waits and still[rank] >= longest for rank, report in there.items()):
+        return None
+    places = {report.where: rank for rank, report in sorted(there.items(), reverse=True) if report.where}
+    where = " and ".join(f"rank {rank} at {place}" for place, rank in [*places.items()][:-4:-1]) or "places unknown"
+    what = f"has come to a collective which all of them wait in and which has not ended for {longest:g} s"
+    why = f". They have asked for different things: {where}. Ask for norms, sums and outputs in pieces on every rank."
+    return Verdict(sorted(there), what, why)
+
+
 @dataclass(slots=True)
 class _Seen:
     """The last report of a rank that is waited for, and since when it says so."""
@@ -185,7 +205,8 @@ def where_is(thread: int) -> str:
     return "" if found is None else f"{found.f_code.co_filename}:{found.f_lineno} in {found.f_code.co_name}"
 
 
-_NOT_THE_USERS = (f"{os.sep}torch{os.sep}", os.path.dirname(__file__))
+_NOT_THE_USERS = (f"{os.sep}torch{os.sep}", "<conjoin ", os.path.join(os.path.abspath(f"{__file__}/../../.."), ""))
+"""Nor is anything of this package, or of programs that it has written."""
 
 
 def first_line(error: BaseException) -> str:

@@ -30,6 +30,7 @@ from conjoin.runtime.ranks.progress import (
     Passage,
     Report,
     Verdict,
+    at_odds,
     ended_early,
     failed,
     first_line,
@@ -85,6 +86,8 @@ class Watch:
         self._num_renewed = 0
         """How often ranks have left what was under way, and connected anew."""
         self._eye = Eye(self._beat_seconds)
+        self._eye_on_all = Eye(self._beat_seconds)
+        """Also on those who have come."""
         self._stop = threading.Event()
         self._tell()
         self._thread = threading.Thread(target=self._run, name="conjoin-watch", daemon=True)
@@ -192,6 +195,7 @@ class Watch:
         judged: float | None = None
         while not self._stop.wait(self._beat_seconds):
             now = self._eye.tick()
+            self._eye_on_all.tick()
             self._tell()
             awaited = self._awaited()
             verdict = self._verdict()
@@ -202,6 +206,7 @@ class Watch:
                     self._end(verdict)
             elif awaited is None:
                 self._eye.close()
+                self._eye_on_all.close()
             elif now - looked >= self._patience / _LOOKS:
                 looked = now
                 found = self._judge(awaited)
@@ -219,15 +224,17 @@ class Watch:
 
     def _judge(self, passage: Passage) -> Verdict | None:
         """Who holds up a collective, if that is certain by now."""
-        reports = self._reports(rank for rank in passage.members if rank != self._rank)
-        if reports is None:
+        everyone = self._reports(passage.members)
+        if everyone is None:
             return None
+        reports = {rank: report for rank, report in everyone.items() if rank != self._rank}
         late = {rank: report for rank, report in reports.items() if report.lags(passage)}
         found = failed(late) or ended_early(late, passage)
         if found is not None:
             return found
         quiet, still = self._eye.look(late)
-        return held_up(late, quiet, still, self._patience)
+        together = self._eye_on_all.look(everyone)[1]
+        return held_up(late, quiet, still, self._patience) if late else at_odds(everyone, together, self._patience)
 
     def _agreed(self, found: Verdict) -> Verdict:
         """The first verdict of any rank."""
