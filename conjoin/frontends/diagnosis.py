@@ -59,12 +59,16 @@ def _places_that_depend_on_values(step: nn.Module, tensors: tuple[Tensor, ...]) 
 
 
 _SPARSE = ("SparseTensorImpl", "SparseCsr", "compressed tensor instance")
-DENSE_ALONE = "A graph names dense tensors alone, and how many numbers a sparse one has depends on its values."
-AS_EDGES = (
-    "Give the edges of such a matrix A as row, column and weight, and write A @ h as "
-    "`h.new_zeros(len(A), h.shape[1]).index_add(0, row, h[column] * weight[:, None])`, which runs as one product."
-)
-"""What to write instead of a product with a sparse matrix."""
+
+
+def refuse_sparse(what: str, where: str = "") -> CaptureError:
+    """Of something that is sparse, with what to write instead of a product with a sparse matrix."""
+    return CaptureError(
+        f"{what} is sparse. A graph names dense tensors alone, and how many numbers a sparse one has depends on its "
+        f"values. Give the edges of such a matrix A as row, column and weight, and write A @ h as "
+        f"`h.new_zeros(len(A), h.shape[1]).index_add(0, row, h[column] * weight[:, None])`, which runs as one product; "
+        f"or, where it is small, call .to_dense() on it." + where
+    )
 
 
 def explain(error: Exception, step: nn.Module, tensors: tuple[Tensor, ...]) -> CaptureError:
@@ -81,10 +85,7 @@ def explain(error: Exception, step: nn.Module, tensors: tuple[Tensor, ...]) -> C
             + "".join(map(_shown, places))
         )
     if any(sign in text for sign in _SPARSE):
-        return CaptureError(
-            f"The model could not be captured: it makes a sparse tensor. {DENSE_ALONE} {AS_EDGES}"
-            + "".join(map(_shown, places))
-        )
+        return refuse_sparse("A tensor that the model makes", "".join(map(_shown, places)))
     first = next((part.strip() for part in str(error).splitlines() if part.strip()), "no message")
     return CaptureError(
         f"The model could not be captured on this batch: {type(error).__name__}: {first[:_LONGEST].rstrip('.')}. "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from conjoin.errors import CaptureError
 from conjoin.frontends.asked_segments import follow_segments
 from conjoin.frontends.custom_functions import watch_custom_functions
-from conjoin.frontends.diagnosis import AS_EDGES, DENSE_ALONE, explain
+from conjoin.frontends.diagnosis import explain, refuse_sparse
 from conjoin.frontends.functional import (
     Updates,
     doubtful_writes,
@@ -338,19 +338,14 @@ def _check_batch(leaves: list[Any], tensors: list[Tensor]) -> None:
         )
     sparse = [tuple(tensor.shape) for tensor in tensors if tensor.layout != torch.strided]
     if sparse:
-        raise CaptureError(
-            f"The batch holds a sparse tensor of shape {sparse[0]}. {DENSE_ALONE} "
-            f"{AS_EDGES} Where it is small, call .to_dense() on it."
-        )
+        raise refuse_sparse(f"A tensor of the batch, of shape {sparse[0]},")
 
 
 def _check_state(model: nn.Module) -> None:
     """A sparse matrix of neighbours among the model's own tensors is told as what it is."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout != torch.strided:
-            raise CaptureError(
-                f"The model's tensor {name} of shape {tuple(tensor.shape)} is sparse. {DENSE_ALONE} {AS_EDGES}"
-            )
+            raise refuse_sparse(f"The model's tensor {name}, of shape {tuple(tensor.shape)},")
 
 
 def _plain(outputs: tuple[Any, ...], structure: Structure) -> tuple[tuple[Any, ...], tuple[str, ...]]:

@@ -74,8 +74,8 @@ BATCHES: dict[str, tuple[Any, str]] = {
     "tuple without tensors": ((1, None), "2 value(s) without any tensor"),
     "numpy array inside": ((X, np.zeros(3)), "values of type ndarray"),
     "object inside": ({"x": X, "y": [object()]}, "values of type object"),
-    "sparse": (X.to_sparse(), "a sparse tensor of shape (3, 4)"),
-    "sparse inside": ((X, X.to_sparse()), "a sparse tensor of shape (3, 4)"),
+    "sparse": (X.to_sparse(), "of shape (3, 4), is sparse"),
+    "sparse inside": ((X, X.to_sparse()), "of shape (3, 4), is sparse"),
     "keys that are no words": ((X, {(1, 2): X}), "keys"),
 }  # fmt: skip
 
@@ -100,7 +100,7 @@ def test_a_sparse_matrix_of_a_model_is_told_with_what_to_write(layout: torch.lay
 
     dense = torch.tensor([[0.0, 2.0, 0.0], [0.5, 0.0, 3.0], [0.0, 0.0, 0.0]])
     text = refused(Neighbours(dense.to_sparse(layout=layout)))
-    assert "tensor matrix of shape (3, 3) is sparse" in text and text.count(". ") == 2
+    assert "tensor matrix, of shape (3, 3), is sparse" in text and text.count(". ") == 2
     A, h = dense, X
     (row, column), weight = A.to_sparse().indices(), A.to_sparse().values()
     written = text.split("`")[1]
@@ -118,7 +118,7 @@ def test_a_sparse_matrix_that_is_made_on_the_way_is_told(made: str) -> None:
             return torch.sparse.mm(torch.sparse_csr_tensor(ends, column, x[:, 0], (3, 3)), x)
 
     text = refused(Neighbours(), (X, torch.arange(4), torch.tensor([2, 0, 1])))
-    assert "it makes a sparse tensor" in text and "index_add(0, row, h[column] * weight[:, None])" in text
+    assert "that the model makes is sparse" in text and "index_add(0, row, h[column] * weight[:, None])" in text
 
 
 ARGUMENTS: dict[str, tuple[Any, str]] = {

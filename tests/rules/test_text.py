@@ -38,6 +38,7 @@ VALUES: dict[str, st.SearchStrategy[Parameter]] = {
     "kernel": st.integers(1, 9) | NAMES,
     "mesh": NAMES,
     "parts": st.integers(1, 9) | NAMES,
+    "vertices": st.integers(1, 9) | NAMES,
 }
 
 
