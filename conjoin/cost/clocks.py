@@ -178,8 +178,8 @@ class Edges(NamedTuple):
 def within_model(seconds: float, num_ends: float, num_leaves: float, edges: Edges) -> float:
     """What a backward takes of the host without its edges; no less than a tenth of what was measured.
 
-    >>> within_model(40e-6, 1, 2, Edges(10e-6, 5e-6)) == 40e-6 - 20e-6
-    True
+    >>> round(within_model(40e-6, 1, 2, Edges(10e-6, 5e-6)) * 1e6)
+    20
     """
     if not seconds:
         return 0.0

@@ -18,6 +18,7 @@ busier than devices. Other units, other rewrites, and memory beyond what tables 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import isclose
 
 from conjoin.search.contest import Contest, Outcome
 from conjoin.search.exact.kinds import kinds_of
@@ -125,7 +126,8 @@ def _certify_on(contest: Contest, outcome: Outcome, units: Units, objective: Obj
     price = objective.seconds_per_byte
     steps = outcome.seconds, _least_step(tables, outcome, units, objective)
     if price <= _MIN_PRICE:
-        return Certificate(among, objective.overlap, own, bound.least, bound.is_exact, None, *steps)
+        least = own if isclose(own, bound.least, rel_tol=1e-12) else bound.least  # the same, summed in another order
+        return Certificate(among, objective.overlap, own, least, bound.is_exact, None, *steps)
     dearer = sum_of(skeleton, space, replace(objective, seconds_per_byte=2 * price), *told)
     assert dearer is not None, "the price of a byte changes no layout"
     priced = dearer - own
