@@ -18,25 +18,15 @@ from numpy.typing import NDArray
 
 from conjoin.ir import Graph, Leaf, LeafKind, Node, Result, Value, make_node
 from conjoin.ops import call_cache, map_tensors
-from conjoin.sim import Skeleton, take_graph_apart
+from conjoin.sim import Skeleton, Stretch, take_graph_apart
 
 FIRST, LAST = 2, 2
 """Blocks that are left at the beginning of a stretch and at its end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Equal blocks one after the other, by the places of their nodes."""
-
-    start: int
-    length: int
-    """Nodes of a block."""
-    count: int
-    """Blocks."""
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length * self.count
+class Blocks(Stretch):
+    """Equal blocks one after the other, by the places of their nodes, of which those in the middle are left out."""
 
     @property
     def num_dropped(self) -> int:
@@ -55,7 +45,7 @@ class Fold:
 
     graph: Graph
     short: Graph
-    stretch: Stretch
+    stretch: Blocks
     leaf_before: Mapping[Leaf, Leaf]
     """For a leaf of a block, that of the block before."""
 
@@ -145,12 +135,12 @@ def _numbers(keys: Sequence[object]) -> NDArray[np.int64]:
     return np.array([known.setdefault(key, len(known)) for key in keys], np.int64)
 
 
-def _candidates(numbers: NDArray[np.int64]) -> list[Stretch]:
+def _candidates(numbers: NDArray[np.int64]) -> list[Blocks]:
     """Stretches in which the calls are the same again and again, those that leave out the most first."""
     found = []
     for length in range(1, len(numbers) // (FIRST + LAST + 1) + 1):
         for start, end in _runs(numbers[:-length] == numbers[length:]):
-            stretch = Stretch(start, length, (end - start) // length + 1)
+            stretch = Blocks(start, length, (end - start) // length + 1)
             found += [stretch] if stretch.num_dropped else []
     return sorted(found, key=lambda stretch: (-stretch.num_dropped, stretch.length))[:8]
 
@@ -165,8 +155,8 @@ def _runs(same: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
 
 
 def _verified(
-    graph: Graph, stretch: Stretch, refs: Sequence[tuple[int | Leaf, ...]], readers: Mapping[Leaf, list[int]]
-) -> tuple[Stretch, dict[Leaf, Leaf]] | None:
+    graph: Graph, stretch: Blocks, refs: Sequence[tuple[int | Leaf, ...]], readers: Mapping[Leaf, list[int]]
+) -> tuple[Blocks, dict[Leaf, Leaf]] | None:
     """The part of a stretch in which blocks read alike too, and which leaf of the block before is like which."""
     length = stretch.length
     alike = [
@@ -175,7 +165,7 @@ def _verified(
     ]
     for start, end in _runs(np.array(alike, bool)):
         first = stretch.start + start
-        kept = Stretch(first, length, (end - start) // length + 1)
+        kept = Blocks(first, length, (end - start) // length + 1)
         before: dict[Leaf, Leaf] = {}
         for p in range(kept.start, kept.end - length):
             pairs = zip(refs[p], refs[p + length], strict=True)
@@ -186,7 +176,7 @@ def _verified(
     return None
 
 
-def _is_like(stretch: Stretch, before: Mapping[Leaf, Leaf], readers: Mapping[Leaf, list[int]]) -> bool:
+def _is_like(stretch: Blocks, before: Mapping[Leaf, Leaf], readers: Mapping[Leaf, list[int]]) -> bool:
     """Whether leaves of blocks are read inside of these alone, each in the same places as the one before."""
     inside = range(stretch.start, stretch.end)
     own = {*before, *before.values()}
@@ -209,7 +199,7 @@ def _is_alike(one: int | Leaf, other: int | Leaf, length: int, start: int) -> bo
 
 
 def _is_read_outside(
-    graph: Graph, stretch: Stretch, refs: Sequence[tuple[int | Leaf, ...]], inner: range
+    graph: Graph, stretch: Blocks, refs: Sequence[tuple[int | Leaf, ...]], inner: range
 ) -> bool:
     """Whether something behind the stretch, or the caller, reads from another block than the last; or a block from
     further back than the one before."""
@@ -230,7 +220,7 @@ def _is_read_outside(
     )
 
 
-def _shortened(graph: Graph, stretch: Stretch) -> Graph:
+def _shortened(graph: Graph, stretch: Blocks) -> Graph:
     """The graph without the blocks in the middle of a stretch."""
     seam, dropped = stretch.seam, stretch.num_dropped
     values = {value: value for node in graph.nodes[:seam] for value in node.outputs()}

@@ -10,6 +10,7 @@ from conjoin.sim.keeping import Kept, kept_of
 from conjoin.sim.memory import Memory, kept_tensors, measure_memory
 from conjoin.sim.moves import make_change, random_change
 from conjoin.sim.offloads import Offloads, OnHost
+from conjoin.sim.periods import Stretch
 from conjoin.sim.pipelines import (
     STAGE_STEPS,
     PipelinePrediction,
@@ -32,8 +33,8 @@ __all__ = [
     "STAGE_STEPS", "Breakdown", "Change", "Classes", "Crossing", "Crossings", "Drafts", "Gain", "HostLink",
     "Instruction", "Kept", "Layouts", "MachinePrices", "Memory", "Offloads", "OnHost", "Operator", "Phase",
     "PipelinePrediction", "Prediction", "Prices", "Program", "Published", "Simulation", "Skeleton", "StagePrediction",
-    "Ticks", "Timeline", "Wanted", "break_down", "expected_error", "gain_of", "kept_of", "kept_tensors", "make_change",
-    "measure_memory", "measure_wanted", "new_drafts", "offloads_of", "predict", "predict_pipeline", "predict_stage",
+    "Stretch", "Ticks", "Timeline", "Wanted", "break_down", "expected_error", "gain_of", "kept_of", "kept_tensors",
+    "make_change", "measure_memory", "measure_wanted", "new_drafts", "offloads_of", "predict", "predict_pipeline", "predict_stage",
     "published_for", "random_change", "rerun", "rescheduled", "run", "simulate", "simulate_layouts", "stage_spans",
     "take_apart", "take_graph_apart", "task_numbers", "to_seconds", "to_ticks", "transfer_seconds", "wanted_by",
 ]  # fmt: skip

@@ -43,11 +43,13 @@ _ALIKE = 3
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Periods one after the other, in fragments."""
+    """Equal parts one after the other."""
 
     start: int
     length: int
+    """Of a part."""
     count: int
+    """Parts."""
 
     @property
     def end(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -147,11 +148,8 @@ def test_searches_begin_with_experts_beside_tensor_parallelism() -> None:
     assert not any(entry for _, entry in baselines(captured("mlp"), machine, lambda name: "expert" not in name))
 
 
-def test_experts_split_inside_send_what_is_told() -> None:
-    """Rows and answers go between devices that have other experts; counted by the library's own router."""
-    graph, model, batch = built("Mixtral, one expert")
-    chosen = model(**batch, output_router_logits=True).router_logits[0].argmax(-1)
-    plan = plan_of(graph, 4, "expert:ep=2,dp=1+megatron:tp=2")
+def sent_forward(plan: Plan, model: nn.Module, batch: Mapping[str, Any]) -> list[int]:
+    """The bytes that each rank sends in a forward pass."""
     sample = Sample(plan.graph, model, ())
 
     def program(ranks: Communicator) -> int:
@@ -161,7 +159,15 @@ def test_experts_split_inside_send_what_is_told() -> None:
             module(**batch)
         return ranks.bytes_sent
 
-    sent = run_ranks(plan.mesh, program)
+    return run_ranks(plan.mesh, program)
+
+
+def test_experts_split_inside_send_what_is_told() -> None:
+    """Rows and answers go between devices that have other experts; counted by the library's own router."""
+    graph, model, batch = built("Mixtral, one expert")
+    chosen = model(**batch, output_router_logits=True).router_logits[0].argmax(-1)
+    plan = plan_of(graph, 4, "expert:ep=2,dp=1+megatron:tp=2")
+    sent = sent_forward(plan, model, batch)
     way = "all-to-all", "forward", ("d0",)
     routed = [c for c in explain(plan).collectives if (c.kind, c.direction, c.axes) == way]
     for rank, mine in enumerate(chosen.view(2, -1).repeat_interleave(2, 0)):
@@ -218,16 +224,7 @@ def test_bytes_are_those_of_rows_whose_expert_is_elsewhere(skewed: bool) -> None
             model.get_submodule("model.layers.0.mlp.gate").weight.zero_()
     chosen = model(**batch, output_router_logits=True).router_logits[0].topk(2, -1).indices
     plan = plan_of(graph, 4, "expert:ep=4,dp=1")
-    sample = Sample(plan.graph, model, ())
-
-    def program(ranks: Communicator) -> int:
-        module = module_on(plan, sample, ranks)
-        ranks.bytes_sent = 0
-        with torch.no_grad():
-            module(**batch)
-        return ranks.bytes_sent
-
-    sent = run_ranks(plan.mesh, program)
+    sent = sent_forward(plan, model, batch)
     counts = 8 * 3
     others = [explain_other(plan, rank) for rank in range(4)]
     for rank, mine in enumerate(chosen.view(4, -1)):
