@@ -29,12 +29,12 @@ from conjoin.sim.symmetry import Classes
 from conjoin.sim.wanted import Wanted, measure_wanted, wanted_by
 
 __all__ = [
-    "ALIKE", "COMPUTE", "OPTIMIZER_COPIES",
-    "STAGE_STEPS", "Breakdown", "Change", "Classes", "Crossing", "Crossings", "Drafts", "Gain", "HostLink",
-    "Instruction", "Kept", "Layouts", "MachinePrices", "Memory", "Offloads", "OnHost", "Operator", "Phase",
-    "PipelinePrediction", "Prediction", "Prices", "Program", "Published", "Simulation", "Skeleton", "StagePrediction",
-    "Stretch", "Ticks", "Timeline", "Wanted", "break_down", "expected_error", "gain_of", "kept_of", "kept_tensors",
-    "make_change", "measure_memory", "measure_wanted", "new_drafts", "offloads_of", "predict", "predict_pipeline", "predict_stage",
-    "published_for", "random_change", "rerun", "rescheduled", "run", "simulate", "simulate_layouts", "stage_spans",
-    "take_apart", "take_graph_apart", "task_numbers", "to_seconds", "to_ticks", "transfer_seconds", "wanted_by",
+    "ALIKE", "COMPUTE", "OPTIMIZER_COPIES", "STAGE_STEPS", "Breakdown", "Change", "Classes", "Crossing",
+    "Crossings", "Drafts", "Gain", "HostLink", "Instruction", "Kept", "Layouts", "MachinePrices", "Memory",
+    "Offloads", "OnHost", "Operator", "Phase", "PipelinePrediction", "Prediction", "Prices", "Program", "Published",
+    "Simulation", "Skeleton", "StagePrediction", "Stretch", "Ticks", "Timeline", "Wanted", "break_down",
+    "expected_error", "gain_of", "kept_of", "kept_tensors", "make_change", "measure_memory", "measure_wanted",
+    "new_drafts", "offloads_of", "predict", "predict_pipeline", "predict_stage", "published_for", "random_change",
+    "rerun", "rescheduled", "run", "simulate", "simulate_layouts", "stage_spans", "take_apart", "take_graph_apart",
+    "task_numbers", "to_seconds", "to_ticks", "transfer_seconds", "wanted_by",
 ]  # fmt: skip
