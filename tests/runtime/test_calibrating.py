@@ -23,8 +23,9 @@ from conjoin.runtime import (
     launch,
     measure_communication,
 )
+from conjoin.runtime.ranks.board import Board
 from conjoin.runtime.ranks.communicator import Axes, Communicator, Done, Work
-from conjoin.runtime.ranks.threads import Board, ThreadRanks
+from conjoin.runtime.ranks.threads import ThreadRanks
 
 
 def test_all_sets_of_few_axes_and_the_telling_ones_of_many() -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from conjoin.ir import LayoutError, Mark, Plan, parse_graph
-from conjoin.runtime.ranks.threads import Board, ThreadRanks, run_ranks
+from conjoin.runtime.ranks.board import Board
+from conjoin.runtime.ranks.threads import ThreadRanks, run_ranks
 from conjoin.runtime.verification.strides import in_strides
 from tests.runtime.hand_plans import MESH, by_hand, captured, module_on
 from tests.runtime.random_graphs import Sample, differences, on_one_device, on_ranks
