@@ -102,9 +102,8 @@ def _sized(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) 
 
 
 def _broadcast_together(args: tuple[Any, ...], types: tuple[TensorType, ...], node: fx.Node) -> Canonical:
-    """Tensors of one shape and several dtypes, as a loss has them under autocast, are handed on."""
-    shapes, dtypes = ({getattr(value.type, what) for value in args[0]} for what in ("shape", "dtype"))
-    handed_on = len(shapes) == 1 and len(dtypes) > 1
+    """Tensors of one shape, as losses broadcast them, are handed on."""
+    handed_on = len({value.type.shape for value in args[0]}) == 1
     return (IDENTITY, (tuple(args[0]),), types) if handed_on else ("broadcast_tensors", args, types)
 
 

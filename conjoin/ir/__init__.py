@@ -22,7 +22,7 @@ from conjoin.ir.memory_order import (
 )
 from conjoin.ir.micro_batched_parts import MicroBatchedPart, cut_part_in_micro_batches, micro_batched_parts
 from conjoin.ir.micro_batches import Accumulation, calling_graph, cut_in_micro_batches
-from conjoin.ir.nodes import Leaf, LeafKind, Node, Source, Value, in_one_line, make_leaf, make_node, retype
+from conjoin.ir.nodes import Leaf, LeafKind, Node, Source, Value, in_one_line, make_leaf, make_node, permutation, retype
 from conjoin.ir.offloads import Made
 from conjoin.ir.parallel_verifier import find_layout_faults, node_fault
 from conjoin.ir.parallelize import Choice, choose, parallelize, sequential
@@ -225,6 +225,7 @@ __all__ = [
     "parse_layout",
     "parse_segments",
     "parse_type",
+    "permutation",
     "pieces_of",
     "pipeline_fingerprint",
     "pipeline_from_json",

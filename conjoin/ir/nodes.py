@@ -193,3 +193,15 @@ def make_node(op: str, args: Args, types: tuple[TensorType, ...], *, occurrence:
     """The node with these properties; the same object every time."""
     key = (op, typed_key(args), types, occurrence, pinned)
     return _interned.setdefault(key, Node(op, args, types, occurrence, pinned))  # type: ignore[no-any-return]
+
+
+def permutation(node: Node) -> tuple[int, ...] | None:
+    """Which dim of what it reads each dim is that a node makes; None where it does more than turn dims."""
+    if node.op == "permute":
+        return node.call.dims("dims")
+    if node.op == "transpose.int":
+        order = list(range(len(node.types[0].shape)))
+        one, other = node.call.dim("dim0"), node.call.dim("dim1")
+        order[one], order[other] = other, one
+        return tuple(order)
+    return None

@@ -22,6 +22,7 @@ class Dtype(Enum):
     TOTAL = "that of the first operand, integers becoming int64"
     FIRST = "that of the first operand"
     LAST = "that of the last operand"
+    EACH = "of every output that of its own operand"
     REAL = "that of the real part of the first operand"
     WIDE = "that of the first operand, at least float32"
     COMPLEX = "complex, as wide as the first operand"
@@ -71,7 +72,7 @@ def output_dtype(
             return default if _integral(promoted) else promoted
         case Dtype.LAST:
             return operands[-1].dtype
-        case Dtype.FIRST | Dtype.REAL | Dtype.WIDE | Dtype.COMPLEX | Dtype.TOTAL:
+        case Dtype.FIRST | Dtype.EACH | Dtype.REAL | Dtype.WIDE | Dtype.COMPLEX | Dtype.TOTAL:
             first = operands[0].dtype if operands else default
             return _changed(rule, first)
         case _:

@@ -351,5 +351,6 @@ def output_types(spec: OpSpec, call: Call, default: torch.dtype = torch.float32)
     numbers = _numbers(call)
     if isinstance(call["dtype"], torch.dtype):
         return tuple(TensorType(shape, call["dtype"]) for shape in shapes)
-    pairs = zip(shapes, rules, strict=True)
-    return tuple(TensorType(shape, output_dtype(rule, call.tensors, numbers, default)) for shape, rule in pairs)
+    operands = [call.tensors[i if rule is Dtype.EACH else 0 :] for i, rule in enumerate(rules)]
+    dtypes = (output_dtype(rule, given, numbers, default) for rule, given in zip(rules, operands, strict=True))
+    return tuple(map(TensorType, shapes, dtypes))

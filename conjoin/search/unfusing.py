@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from conjoin.ir import Graph, Node, Rewriting, Value, drop_unused
+from conjoin.ir import Graph, Node, Rewriting, Value, drop_unused, permutation
 from conjoin.ops import SCALED_LINEAR, Args, signature
 
 _FEATURE_DIMS = {
@@ -26,7 +26,7 @@ _FEATURE_DIMS = {
 """Operands whose dim named here is the last dim of the output; the others do not have it."""
 _VIEWS = {"reshape": "shape", "view": "size", "_unsafe_view": "size"}
 _CUTS = ("unbind.int", "split.Tensor", "split_with_sizes", "split.sizes", "chunk")
-_SLICE = "slice.Tensor"
+_SLICE, _SELECT = "slice.Tensor", "select.int"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,10 @@ def find_fused(graph: Graph, layer: Node) -> Fused | None:
         node = view = users[0]
         users = _users(graph, view)
     moves: list[tuple[int, ...]] = []
-    while len(users) == 1 and (move := _permutation(users[0])) is not None:
+    while len(users) == 1 and (move := permutation(users[0])) is not None:
         moves.append(move)
+        node, users = users[0], _users(graph, users[0])
+    while len(users) == 1 and users[0].op == "contiguous":
         node, users = users[0], _users(graph, users[0])
     dim, pieces = _find_cut(users, node.types[0].shape)
     for move in reversed(moves):
@@ -91,6 +93,12 @@ def _find_cut(users: tuple[Node, ...], shape: tuple[int, ...]) -> tuple[int, tup
     if len(users) == 1 and users[0].op in _CUTS:
         dim, drops = users[0].call.dim(), users[0].op == "unbind.int"
         return dim, tuple((value, 1 if drops else value.type.shape[dim]) for value in users[0].outputs())
+    if len(users) > 1 and all(node.op == _SELECT for node in users):
+        at = {(node.call.dim(), int(node.call["index"]) % shape[node.call.dim()]): node for node in users}
+        dim = users[0].call.dim()
+        whole = [(dim, place) for place in range(shape[dim])]
+        is_cut = len(at) == len(users) and sorted(at) == whole
+        return (dim, tuple((Value(at[place]), 1) for place in whole)) if is_cut else (0, ())
     if len(users) < 2 or any(node.op != _SLICE for node in users):
         return 0, ()
     dim, end, parts = users[0].call.dim(), 0, []
@@ -101,18 +109,6 @@ def _find_cut(users: tuple[Node, ...], shape: tuple[int, ...]) -> tuple[int, tup
         parts.append((Value(node), size))
         end += size
     return (dim, tuple(parts)) if end == shape[dim] else (0, ())
-
-
-def _permutation(node: Node) -> tuple[int, ...] | None:
-    rank = len(node.types[0].shape) if node.types else 0
-    if node.op == "permute":
-        return node.call.dims("dims")
-    if node.op == "transpose.int":
-        order = list(range(rank))
-        one, other = node.call.dim("dim0"), node.call.dim("dim1")
-        order[one], order[other] = other, one
-        return tuple(order)
-    return None
 
 
 class _Unfuser:
@@ -128,10 +124,11 @@ class _Unfuser:
         layer, emit = fused.layer, self.work.emit
         for (value, size), args in zip(fused.pieces, self._piece_args(fused), strict=True):
             piece = emit(layer, layer.op, *args)
-            if fused.view is not None or fused.drops_dim:
-                piece = emit(layer, fused.view.op if fused.view else "reshape", piece, _piece_shape(fused, size))
+            shape = _piece_shape(fused, size)
+            if piece.type.shape != shape:
+                piece = emit(layer, fused.view.op if fused.view else "reshape", piece, shape)
             for move in _piece_moves(fused):
-                piece = emit(layer, "permute", piece, move)
+                piece = emit(layer, "permute", piece, move) if list(move) != sorted(move) else piece
             self.work.values[value] = piece
 
     def _piece_args(self, fused: Fused) -> list[Args]:
@@ -175,14 +172,13 @@ def _piece_moves(fused: Fused) -> list[tuple[int, ...]]:
 def unfuse(graph: Graph, layers: Collection[Node]) -> Graph:
     """The graph with each of the fused layers taken apart where its output is cut."""
     found = [fused for layer in layers if (fused := find_fused(graph, layer)) is not None]
-    by_cut = {fused.pieces[0][0].owner: fused for fused in found}
-    cuts = {value.owner for fused in found for value, _ in fused.pieces}
-    if not by_cut:
+    cuts = {value.owner: fused for fused in found for value, _ in fused.pieces}
+    if not cuts:
         return graph
     unfuser = _Unfuser(graph)
     for node in graph.nodes:
-        if node in by_cut:
-            unfuser.take_apart(by_cut[node])
-        elif node not in cuts:
+        if node not in cuts:
             unfuser.work.keep(node)
+        elif not any(value in unfuser.work.values for value, _ in cuts[node].pieces):
+            unfuser.take_apart(cuts[node])
     return drop_unused(unfuser.work.finish())

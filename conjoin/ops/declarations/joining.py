@@ -9,7 +9,7 @@ from random import Random
 from conjoin.ops.declarations.movement import spell
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.notation import NotationError, broadcast_names, broadcast_shape
-from conjoin.ops.sampling import Sample, random_shape, real
+from conjoin.ops.sampling import Sample, integer, random_shape, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 
 
@@ -102,12 +102,14 @@ def _meshgrid(call: Call) -> str:
 
 def _broadcast(call: Call) -> str:
     """Every output has the shape that all broadcast to."""
-    if len({tensor.dtype for tensor in call.tensors}) > 1:
-        raise NotationError("broadcast_tensors keeps the dtype of each of its tensors")
     full = broadcast_shape(tensor.shape for tensor in call.tensors)
     names = [f"d{i}" for i in range(len(full))]
     left = ", ".join(broadcast_names(names, tensor.shape, full) for tensor in call.tensors)
     return f"{left} -> {', '.join([' '.join(names)] * len(call.tensors))}"
+
+
+def _broadcast_sample(rng: Random) -> Args:
+    return (tuple(rng.sample((real(2, 1), real(3), integer(2, 3)), rng.randint(1, 3))),)
 
 
 def _list_sample(*rest: object, rank: int = 1) -> Sample:
@@ -163,8 +165,7 @@ OPS: tuple[OpSpec, ...] = (
     _join("block_diag", _block_diag, lambda rng: ((real(2, 3), real(rng.randint(1, 3), 2)),)),
     _join("meshgrid", _meshgrid, lambda rng: ((real(2), real(3), real(4))[: rng.randint(1, 3)],), view=True),
     _join("meshgrid.indexing", _meshgrid, lambda rng: ((real(2), real(3)), rng.choice(("ij", "xy"))), view=True),
-    _join("broadcast_tensors", _broadcast, lambda rng: ((real(2, 1), real(3), real(2, 3))[: rng.randint(1, 3)],),
-          view=True, dtype=Dtype.FIRST),
+    _join("broadcast_tensors", _broadcast, _broadcast_sample, view=True, dtype=Dtype.EACH),
     _part("split.Tensor", _split, _split_sample, overloads=("chunk", "unsafe_split.Tensor", "unsafe_chunk")),
     _part("split_with_sizes", _split, _sizes_sample, overloads=("split.sizes", "unsafe_split_with_sizes")),
     _part("tensor_split.sections", _split, _split_sample),

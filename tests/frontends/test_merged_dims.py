@@ -1,0 +1,129 @@
+"""Dims that torch's own attention puts together for a while do not stand in the way of any split."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import conjoin
+from conjoin.ir import Graph
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder of torch's own layers, with padding and a causal mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 16)
+        self.layers = nn.Transformer(16, 2, 1, 1, 24, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(16, 20)
+        self.double()
+
+    def forward(self, source: Tensor, target: Tensor, wanted: Tensor) -> Tensor:
+        mask, padding = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64), source == 0
+        h = self.layers(
+            self.words(source), self.words(target), tgt_mask=mask, tgt_is_causal=True, src_key_padding_mask=padding,
+            memory_key_padding_mask=padding,
+        )  # fmt: skip
+        return F.cross_entropy(self.head(h).flatten(0, 1), wanted.flatten())
+
+
+class Queries(nn.Module):
+    """Learned queries that read a set, as detectors and resamplers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Parameter(torch.randn(1, 3, 16))
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = nn.Linear(48, 1)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        read, weights = self.attention(self.queries.expand(x.shape[0], -1, -1), x, x)
+        return self.head(read.flatten(1)).square().mean() + weights.square().sum()
+
+
+def _words(*shape: int) -> Tensor:
+    return torch.randint(0, 20, shape)
+
+
+CASES: dict[str, tuple[type[nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
+    "translator": (Translator, lambda: (_words(8, 7).index_fill(1, torch.tensor([0]), 3), _words(8, 5), _words(8, 5))),
+    "queries": (Queries, lambda: (torch.randn(8, 6, 16, dtype=torch.float64),)),
+}
+
+
+@pytest.mark.parametrize("strategy", ["data-parallel+micro=2", "fsdp+micro=2", "pipeline:pp=2,micro=2", "megatron"])
+@pytest.mark.parametrize("case", CASES)
+def test_torchs_attention_trains_exactly_in_micro_batches_stages_and_by_heads(case: str, strategy: str) -> None:
+    torch.manual_seed(0)
+    make, batch = CASES[case]
+    model, given = make(), batch()
+    plan = conjoin.plan(model, given, "local:2", strategy=strategy)
+    assert conjoin.verify_plan(plan, model, given, num_steps=2).passed
+
+
+def _moved(graph: Graph) -> Counter[str]:
+    return Counter(node.op.removeprefix("conjoin::") for node in graph.nodes if node.op.startswith("conjoin::"))
+
+
+def test_data_parallelism_moves_no_activations_of_torchs_layers() -> None:
+    torch.manual_seed(0)
+    plan = conjoin.plan(Translator(), CASES["translator"][1](), "local:2", strategy="data-parallel")
+    assert set(_moved(plan.graph)) == {"replicate", "reduce"}  # copies of weights, and the loss
+
+
+def test_heads_of_torchs_layers_are_split_as_in_megatron() -> None:
+    """Each block, of attention or of two products, is summed up once; no tensor is gathered."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+    x = torch.randn(4, 6, 16)
+    plan = conjoin.plan(model, x, "local:2", strategy="megatron", loss=lambda out: out.square().mean())
+    moved = _moved(plan.graph)
+    assert (moved["reduce"], moved["combine"]) == (4, 0)
+    attention = [node for node in plan.graph.nodes if node.op == "scaled_dot_product_attention"]
+    assert [str(node.types[0]) for node in attention] == ["f32[4,2,6,8]{d0:S(1)}"] * 2
+
+
+class Views(nn.Module):
+    """One chain of views of a product."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Linear(12, 12)
+        self.view = view
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.view(self.weight(x))
+        return (y * torch.arange(float(y.numel())).view(y.shape)).sin().mean()
+
+
+THREE = ["reshape", "transpose.int", "reshape"]
+VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
+    "heads behind samples": (lambda x: x.reshape(2, 10, 6).transpose(0, 1).reshape(5, 2, 2, 6), ["reshape", "permute"]),
+    "turned twice": (
+        lambda x: x.reshape(2, 10, 6).transpose(0, 1).transpose(1, 2).reshape(5, 2, 6, 2), ["reshape", "permute"],
+    ),
+    "a dim that comes and goes": (lambda x: x.unsqueeze(0).transpose(0, 2).squeeze(2), ["permute"]),
+    "another dim goes": (lambda x: x[:, :1].unsqueeze(0).squeeze(2), ["slice.Tensor", "unsqueeze", "squeeze.dim"]),
+    "other parts": (lambda x: x.reshape(2, 12, 5).transpose(0, 1).reshape(4, 3, 2, 5), THREE),
+    "put together still": (lambda x: x.reshape(10, 12).transpose(0, 1).reshape(3, 40), THREE),
+    "no dims to part": (lambda x: x.reshape(2, 60).transpose(0, 1).reshape(60, 1, 2), THREE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_give_the_same_numbers_in_fewer_steps(view: str) -> None:
+    torch.manual_seed(0)
+    function, expected = VIEWS[view]
+    model, x = Views(function), torch.randn(2, 5, 12)
+    graph = conjoin.capture(model, x)
+    ops: list[Any] = [node.op for node in graph.nodes]
+    assert ops[1 : 1 + len(expected)] == expected and ops[1 + len(expected)] in ("arange", "mul.Tensor")
+    assert torch.equal(conjoin.to_module(graph, model)(x), model(x))
