@@ -42,6 +42,7 @@ from conjoin.search.facts import Facts, study, where_in
 from conjoin.search.features_once import with_features_once
 from conjoin.search.kept_parameters import without_kept
 from conjoin.search.offloads import with_offloads
+from conjoin.search.parting import find_parted, part_dims
 from conjoin.search.propagation import Flow, output_placements
 from conjoin.search.rank_statistics import check_rank_statistics, with_rank_statistics
 from conjoin.search.request import Request
@@ -52,6 +53,7 @@ from conjoin.search.unfusing import unfuse
 
 _EXPANDED = "expansion checked against the operator, forward and backward"
 _UNFLATTENED = "a loss adds up over tokens, in whatever dims they stand"
+_PARTED = "dims that are put together and parted again are those that they were"
 _UNFUSED = "an output feature of a layer depends on its own weights alone"
 
 
@@ -119,11 +121,14 @@ def open_up(graph: Graph, stuck: frozenset[Node]) -> tuple[tuple[Substitution, .
     facts = study(graph)
     flattened = {node for node in stuck if find_flattened(graph, node) is not None}
     by_parts = {node for node in stuck if facts.by_node[node].has_parts and not facts.by_node[node].expandable}
-    fused = {node for node in stuck if not can_expand(node)} - by_parts - flattened
-    taken = flattened or fused or set(stuck) - by_parts or by_parts
+    merged = {node for node in stuck if find_parted(graph, node)} - flattened
+    fused = {node for node in stuck if not can_expand(node)} - by_parts - flattened - merged
+    taken = flattened or merged or fused or set(stuck) - by_parts or by_parts
     told = tuple(substitution_of(graph, node) for node in graph.nodes if node in taken)
     if taken is flattened:
         return told, unflatten(graph, flattened)
+    if taken is merged:
+        return told, part_dims(graph, merged)
     return told, unfuse(graph, fused) if fused else expand(graph, taken, parts=taken is by_parts)
 
 
@@ -198,6 +203,8 @@ def substitution_of(graph: Graph, node: Node) -> Substitution:
         return Substitution(f"expand-{node.op}", where_in(graph, node), _EXPANDED)
     if find_flattened(graph, node) is not None:
         return Substitution(f"unflatten-{node.op}", where_in(graph, node), _UNFLATTENED)
+    if find_parted(graph, node):
+        return Substitution(f"part-{node.op}", where_in(graph, node), _PARTED)
     return Substitution(f"unfuse-{node.op}", where_in(graph, node), _UNFUSED)
 
 

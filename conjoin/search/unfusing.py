@@ -68,9 +68,10 @@ def find_fused(graph: Graph, layer: Node) -> Fused | None:
         node = view = users[0]
         users = _users(graph, view)
     moves: list[tuple[int, ...]] = []
-    while len(users) == 1 and (move := permutation(users[0])) is not None:
+    while len(users) == 1 and (found := _next_move(graph, users[0])) is not None:
+        move, node = found
         moves.append(move)
-        node, users = users[0], _users(graph, users[0])
+        users = _users(graph, node)
     while len(users) == 1 and users[0].op == "contiguous":
         node, users = users[0], _users(graph, users[0])
     dim, pieces = _find_cut(users, node.types[0].shape)
@@ -78,14 +79,28 @@ def find_fused(graph: Graph, layer: Node) -> Fused | None:
         dim = move[dim]
     if len(pieces) < 2:
         return None
-    found = Fused(layer, view, tuple(moves), pieces, dim)
+    fused = Fused(layer, view, tuple(moves), pieces, dim)
     *lead, width = layer.types[0].shape
-    return found if prod(found.shape[:dim]) == prod(lead) and sum(found.num_features) == width else None
+    return fused if prod(fused.shape[:dim]) == prod(lead) and sum(fused.num_features) == width else None
 
 
 def _users(graph: Graph, node: Node) -> tuple[Node, ...]:
     """The nodes that read the output of a node; none where the caller reads it too."""
     return () if Value(node) in graph.outputs else graph.users.get(Value(node), ())
+
+
+def _next_move(graph: Graph, node: Node) -> tuple[tuple[int, ...], Node] | None:
+    """How a node turns dims, or nodes from it on that add a dim and drop it again, and the last of them."""
+    if node.op != "unsqueeze":
+        move = permutation(node)
+        return None if move is None else (move, node)
+    order, users = tuple(range(len(node.types[0].shape))), _users(graph, node)
+    gone = node.call.dim(rank=len(order))
+    while len(users) == 1 and (turned := permutation(users[0])) is not None:
+        order, users = tuple(order[place] for place in turned), _users(graph, users[0])
+    if len(users) != 1 or users[0].op != "squeeze.dim" or order[users[0].call.dim()] != gone:
+        return None
+    return tuple(place - (place > gone) for place in order if place != gone), users[0]
 
 
 def _find_cut(users: tuple[Node, ...], shape: tuple[int, ...]) -> tuple[int, tuple[tuple[Value, int], ...]]:

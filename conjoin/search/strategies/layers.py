@@ -17,6 +17,7 @@ from conjoin.ir import Node, Value
 from conjoin.ops import Partial, Placement, ShardingRule, Split
 from conjoin.search.facts import Facts, NodeFacts
 from conjoin.search.groups import Group
+from conjoin.search.parting import find_parted
 from conjoin.search.propagation import Flow, Policy, Propagation, Rules, follow
 from conjoin.search.unfusing import find_fused
 
@@ -117,7 +118,8 @@ def settle_columns(facts: Facts, group: Group, policy: LayerPolicy, earlier: Seq
     """Run the group through the graph; where the split of a column-split layer would be gathered, go back and leave
     that layer.
 
-    Layers that are left because several were computed as one are noted as stuck: taken apart, they may be split.
+    Layers that are left because several were computed as one are noted as stuck: taken apart, they may be split. So are
+    reshapes that put the split dim behind another one for a while.
     """
     work = Propagation(facts, group, tuple(earlier))
     work.start({})
@@ -131,6 +133,7 @@ def settle_columns(facts: Facts, group: Group, policy: LayerPolicy, earlier: Seq
             node = facts.nodes[len(work.marks)]
             work.lay_out(node, policy)
             gathered = _carry(facts, node, work, carried) - left
+            fused.update({node.node: None} if gathered and find_parted(facts.graph, node.node) else {})
         gathered = gathered or _carried_out(facts, carried) - left
         if not gathered:
             flow = work.finish()
