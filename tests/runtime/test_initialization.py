@@ -393,3 +393,32 @@ def test_who_would_not_be_initialised_is_told_by_plan_and_before_ranks_meet(capl
     assert_three_sentences(caught.value)
     assert "forgotten (Blank) with values" in str(caught.value) and "\n  blank" not in str(caught.value)
     assert all(tensor.is_meta for tensor in model.parameters())
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+def test_torchs_attention_is_initialised_as_torch_makes_it(strategy: str) -> None:
+    def make() -> nn.Module:
+        return nn.TransformerEncoderLayer(8, 2, 8, batch_first=True, dropout=0.0)
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, nn.MultiheadAttention):
+            module._reset_parameters()
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    with torch.device("meta"):
+        model = make()
+    plan = make_plan(capture(model, torch.zeros(4, 3, 8), lambda y: y.sum()), parse_machine("local:2"), strategy)
+
+    def program(communicator: ThreadRanks) -> dict[str, Tensor]:
+        store = Store(plan, communicator.rank, CPU)
+        initialise(store, model, seed=3)
+        return full_state_dict(ParallelModule(plan, store, communicator), everywhere=True)
+
+    found = run_ranks(plan.mesh, program)[0]
+    plain = make()
+    torch.manual_seed(3)
+    wanted = plain.apply(init).state_dict()
+    assert found.keys() == wanted.keys() and not wanted["self_attn.out_proj.bias"].any()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name

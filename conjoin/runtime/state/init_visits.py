@@ -48,13 +48,29 @@ def own_reset(module: nn.Module) -> Initialise | None:
 def _with_own_init(module: nn.Module, outer: Initialise | None = None) -> Iterator[tuple[nn.Module, Initialise | None]]:
     """Modules in the order of `nn.Module.apply`: children first, one that stands in two places twice.
 
-    With each the `_init_weights` of the innermost module around it that has one for its modules.
+    With each the `_init_weights` of the innermost module around it that has one for its modules, after what torch does
+    when it makes the module, where that is a method of its own.
     """
     found = getattr(module, "_init_weights", None)
     mine = found if callable(found) and _takes_one(found) else outer
     for child in module.children():
         yield from _with_own_init(child, mine)
-    yield module, mine
+    yield module, _after_making(module, mine)
+
+
+def _after_making(module: nn.Module, init: Initialise | None) -> Initialise | None:
+    """What initialises a module after its `_reset_parameters`, as torch calls it in attention, which also writes to
+    tensors of others."""
+    made = getattr(type(module), "_reset_parameters", None)
+    if own_reset(module) is not None or not callable(made) or not _takes_one(made):
+        return init
+
+    def both(module: nn.Module) -> None:
+        made(module)
+        if init is not None:
+            init(module)
+
+    return both
 
 
 def _takes_one(function: Callable[..., object]) -> bool:
