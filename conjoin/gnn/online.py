@@ -71,7 +71,8 @@ class OnlineParts:
 
     def _cut_out(self) -> tuple[Tensor, ...]:
         self._step.cut_anew(self.part.sizes.on(self._axes))
-        return tuple(tensor.to(self._device) for tensor in self.part.tensors)
+        placed: tuple[Tensor, ...] = self._step.placed(self.part.tensors)
+        return placed
 
     def timed(self) -> AbstractContextManager[LayerClock]:
         """Time the step inside, layer by layer."""
