@@ -80,6 +80,7 @@ from conjoin.ops.edges import (
     identity,
     of_graph,
     tells_of_writes,
+    with_loops,
 )
 from conjoin.ops.experts import routed_experts, take_rows
 from conjoin.ops.local import Emit, LocalForm, Pieces, Span, operand_spans, output_spans, run_local
@@ -256,4 +257,5 @@ __all__ = [
     "walk_tensors",
     "why_opaque",
     "window_of",
+    "with_loops",
 ]

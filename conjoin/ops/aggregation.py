@@ -128,9 +128,14 @@ def graph_attention(  # noqa: PLR0913 - a graph is two tensors, and a part of it
     slope: float,
     window: tuple[int, ...] = (),
     halos: tuple[int, ...] = (),
+    loops: bool = False,
 ) -> Tensor:
-    """Each vertex adds the rows of its neighbours up, weighted by the softmax of leaky scores made of both ends."""
-    return attend_over(edges_of(source, target, window_of(x, vertices, window)), x, by_source, by_target, slope)
+    """Each vertex adds the rows of its neighbours up, weighted by the softmax of leaky scores made of both ends.
+
+    With `loops` each is its own neighbour, once, whatever edges it has to itself.
+    """
+    edges = edges_of(source, target, window_of(x, vertices, window), loops=loops)
+    return attend_over(edges, x, by_source, by_target, slope)
 
 
 def attend_over(edges: Edges, x: Tensor, by_source: Tensor, by_target: Tensor, slope: float) -> Tensor:
