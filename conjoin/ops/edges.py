@@ -251,7 +251,7 @@ def edges_of(source: Tensor, target: Tensor, window: EdgeWindow, *, loops: bool 
         return EdgesOnMeta(source.new_empty(source.shape[0] + loops * window.all_targets), window)
     if not loops:
         return of_graph(source, target, window, partial(Edges, window=window))
-    return of_graph(source, target, ("loops", window), lambda *ends: Edges(*with_loops(*ends, window), window))
+    return of_graph(source, target, ("loops", window), lambda u, v: Edges(*with_loops(u, v, window), window))
 
 
 def with_loops(source: Tensor, target: Tensor, window: EdgeWindow) -> tuple[Tensor, Tensor]:

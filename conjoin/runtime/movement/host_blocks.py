@@ -119,7 +119,7 @@ class _OverRows(torch.autograd.Function):
         kind, dtype, enabled = ctx.autocast
 
         def run(span: Range, here: list[Tensor]) -> None:
-            given = [None if other is None else other.detach() for other in others]
+            given: list[Any] = [None if other is None else other.detach() for other in others]
             wanted = [given[i].requires_grad_() for i in needed]
             with torch.enable_grad(), torch.autocast(kind, dtype, enabled, cache_enabled=False):
                 piece = call.piece(span, here, given)
