@@ -82,7 +82,7 @@ def trained(plan: Plan, sizes: Sizes, device: str, steps: int) -> tuple[list[flo
     """The losses of some steps, the median of their seconds, and on a GPU the most bytes allocated, and reserved."""
     module = conjoin.load(plan, sizes.model(), device=device)
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
-    batch, losses, taken = sizes.batch(device), [], []
+    batch, losses, taken = module.placed(sizes.batch("cpu")), [], []
     wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else lambda: None
     for _ in range(steps):
         wait()

@@ -54,7 +54,7 @@ _STRATEGY_HELP = (
     "NAME or NAME:degrees, as megatron:tp=2,sp. Names: single, data-parallel (ddp), zero1 (zero2), fsdp (zero3), hsdp, "
     "megatron, context, expert, one-weird-trick, table-parallel, spatial, vertex-parallel, reduction, pipeline, sbp3d. "
     "Joined by +, as in hsdp:shard=8,replicate=4+megatron:tp=8+recompute=full+micro=4; recompute: none, selective, "
-    "full, every-2; offload: activations, optimizer, both; statistics: all, rank."
+    "full, every-2; offload: activations, optimizer, both, inputs; statistics: all, rank."
 )
 _STRATEGIES_HELP = "Compare this one, as plan takes it; may be given several times. Then --search says which searches."
 _RULES_HELP = "Substitutions of your own (docs/rules.md), to search with; they are proven first."

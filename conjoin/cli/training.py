@@ -25,7 +25,7 @@ from conjoin.cli.training_log import Foretold, Trained, TrainingLog
 from conjoin.cli.workload import Asked, gathered
 from conjoin.errors import CheckpointError, UsageError
 from conjoin.frontends import Precision
-from conjoin.ir import Pipeline, Plan, flatten_tree, unflatten_tree
+from conjoin.ir import Pipeline, Plan, flatten_tree
 from conjoin.runtime import (
     Loader,
     ParallelModule,
@@ -119,7 +119,7 @@ def train(rank: int, training: Training) -> Done:
         )
         for is_eval, dataset in enumerate(datasets)
     ]  # fmt: skip
-    given = parts if parts is not None else _on_device(batch, step.store.device)
+    given = parts if parts is not None else step.placed(batch)
     trainer = _Trainer(training, step, given, loaders[0], loaders[1])
     with StopRequest() as stop, trainer:
         return trainer.run(stop)
@@ -364,8 +364,3 @@ def _appending(path: str) -> TextIO:
         raise UsageError(
             f"The log {path} could not be opened: {error.strerror}. Nothing was trained yet. Name another file."
         ) from None
-
-
-def _on_device(batch: Any, device: torch.device) -> Any:
-    leaves, spec = flatten_tree(batch)
-    return unflatten_tree([x.to(device) if isinstance(x, Tensor) else x for x in leaves], spec)

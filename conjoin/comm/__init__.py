@@ -27,7 +27,15 @@ from conjoin.comm.gradients import Entry, GradientFlow
 from conjoin.comm.halo import OVER_EDGES, Halo, HaloBytes, halo_bytes, halo_call, halo_of, moved_edges
 from conjoin.comm.made_once import MadeOnce, find_made_once
 from conjoin.comm.movement import Movement, move_regions, movement
-from conjoin.comm.offloads import num_ahead, updated_together
+from conjoin.comm.offloads import (
+    EDGE_BYTES,
+    FIRST_BYTES,
+    cut_blocks,
+    held_in_blocks,
+    num_ahead,
+    num_blocks,
+    updated_together,
+)
 from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
 from conjoin.comm.pieces import held_bytes, num_devices, splits_evenly
 from conjoin.comm.places import changes_places, changes_places_between, common_places, has_places, leaves_early
@@ -56,17 +64,17 @@ from conjoin.comm.unit_tasks import Grid
 from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 
 __all__ = [
-    "AGREEMENT_BYTES", "BACKWARD", "CHUNKS", "EXCHANGE", "FORWARD", "OVER_EDGES", "RING", "ROWS", "SENDER_WAYS",
-    "Assignment", "Atomic", "Block", "BundleKind", "BundleSizes", "ChunkMove", "ChunkPlaces", "Chunking", "Collective",
-    "EdgeInput", "Entry", "ExchangedBytes", "Form", "GradientFlow", "Grid", "Halo", "HaloBytes", "MadeOnce", "Message",
-    "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Ring", "RingBytes", "Route", "RoutedBytes", "Routing",
-    "Step", "StepKind", "Traffic", "Transfer", "TransferPlan", "Use", "WholeSlices", "backward_route", "best_chunks",
-    "bundle_parameters", "bytes_sent", "changes_places", "changes_places_between", "chunking_of", "common_places",
-    "dual_layout", "edge_inputs", "exchanges_in_passes", "find_bundles", "find_made_once", "flights_backward",
-    "flights_forward", "form_seconds", "halo_bytes", "halo_call", "halo_of", "has_places", "held_bytes", "is_product",
-    "leaves_early", "move_regions", "moved_edges", "movement", "moves_fewer_rows", "node_exchanges", "num_ahead",
-    "num_devices", "plan_crossing", "plan_transfer", "recomputed", "reduced_for_transfer", "reshard", "ring_bytes",
-    "ring_bytes_of", "ring_members", "ring_of", "route_bytes", "routed_bytes", "routed_call", "routing_of",
-    "run_again", "sent_bytes", "splits_evenly", "stage_grid", "step_bytes", "step_load", "sum_per_rank", "total_bytes",
-    "updated_together",
+    "AGREEMENT_BYTES", "BACKWARD", "CHUNKS", "EDGE_BYTES", "EXCHANGE", "FIRST_BYTES", "FORWARD", "OVER_EDGES", "RING",
+    "ROWS", "SENDER_WAYS", "Assignment", "Atomic", "Block", "BundleKind", "BundleSizes", "ChunkMove", "ChunkPlaces",
+    "Chunking", "Collective", "EdgeInput", "Entry", "ExchangedBytes", "Form", "GradientFlow", "Grid", "Halo",
+    "HaloBytes", "MadeOnce", "Message", "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Ring", "RingBytes",
+    "Route", "RoutedBytes", "Routing", "Step", "StepKind", "Traffic", "Transfer", "TransferPlan", "Use", "WholeSlices",
+    "backward_route", "best_chunks", "bundle_parameters", "bytes_sent", "changes_places", "changes_places_between",
+    "chunking_of", "common_places", "cut_blocks", "dual_layout", "edge_inputs", "exchanges_in_passes", "find_bundles",
+    "find_made_once", "flights_backward", "flights_forward", "form_seconds", "halo_bytes", "halo_call", "halo_of",
+    "has_places", "held_bytes", "held_in_blocks", "is_product", "leaves_early", "move_regions", "moved_edges",
+    "movement", "moves_fewer_rows", "node_exchanges", "num_ahead", "num_blocks", "num_devices", "plan_crossing",
+    "plan_transfer", "recomputed", "reduced_for_transfer", "reshard", "ring_bytes", "ring_bytes_of", "ring_members",
+    "ring_of", "route_bytes", "routed_bytes", "routed_call", "routing_of", "run_again", "sent_bytes", "splits_evenly",
+    "stage_grid", "step_bytes", "step_load", "sum_per_rank", "total_bytes", "updated_together",
 ]  # fmt: skip

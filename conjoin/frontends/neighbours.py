@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -216,7 +217,9 @@ def _find_attention(node: Node) -> _Found | None:
     x, source, target, weight, vertices = node.args[:5]
     flat = _made_by(weight, "reshape")  # of a single head
     softmax = _made_by(weight if flat is None else flat.args[0], EDGE_SOFTMAX)
-    leaky = _made_by(softmax.args[0], "leaky_relu") if softmax is not None else None
+    looped = _find_loops(softmax.args[0], source, target, vertices) if softmax is not None else None
+    scores = None if softmax is None else softmax.args[0] if looped is None else looped.scores
+    leaky = _made_by(scores, "leaky_relu")
     both = _made_by(leaky.args[0], "add.Tensor") if leaky is not None else None
     if softmax is None or leaky is None or both is None or both.call["alpha"] != 1 or softmax.args[1] != target:
         return None
@@ -225,9 +228,57 @@ def _find_attention(node: Node) -> _Found | None:
         if one is None or other is None or (one[1], other[1]) != (source, target):
             continue
         if one[0].type.shape == x.type.shape[:2] and other[0].type.shape == (vertices, x.type.shape[1]):
-            args = (x, one[0], other[0], source, target, vertices, leaky.call["negative_slope"], (), ())
-            return _Found(GRAPH_ATTENTION, args)
+            ends = (source, target) if looped is None else looped.ends
+            slope, loops = leaky.call["negative_slope"], looped is not None
+            return _Found(GRAPH_ATTENTION, (x, one[0], other[0], *ends, vertices, slope, (), (), loops))
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Looped:
+    """Edges to which one from every vertex to itself was added, and the scores of all, before those count for nothing
+    that were there before."""
+
+    scores: Value
+    ends: tuple[Value, Value]
+    """Of the edges without these."""
+
+
+def _find_loops(scores: Value, source: Value, target: Value, vertices: int) -> _Looped | None:
+    masked = _made_by(scores, "masked_fill.Scalar")
+    none = _made_by(masked.args[1], "bitwise_not", "logical_not") if masked is not None else None
+    shaped = _made_by(none.args[0], "reshape", "unsqueeze") if none is not None else None
+    joined = _made_by(shaped.args[0], "cat") if shaped is not None else None
+    if masked is None or joined is None or masked.call["value"] != -inf or len(joined.args[0]) != 2:
+        return None
+    differ, ones = _made_by(joined.args[0][0], "ne.Tensor"), _made_by(joined.args[0][1], "ones")
+    if differ is None or ones is None or ones.types[0].shape != (vertices,):
+        return None
+    ends: tuple[Value, Value] = differ.args[:2]
+    edges = [_edges_with_loops(end, vertices, at) for at, end in enumerate((source, target))]
+    read = [_selected(end) for end in ends]
+    same = edges[0] is not None and read == [(edges[0], 0), (edges[0], 1)] and edges[0] == edges[1]
+    return _Looped(masked.args[0], ends) if same else None
+
+
+def _edges_with_loops(ends: Value, vertices: int, at: int) -> Value | None:
+    """The two rows of edges behind which one from every vertex to itself was put, of which these are the one `at`."""
+    chosen = _selected(ends)
+    joined = _made_by(chosen[0], "cat") if chosen is not None and chosen[1] == at else None
+    if joined is None or joined.call.dim() != 1 or len(joined.args[0]) != 2:
+        return None
+    stacked = _made_by(joined.args[0][1], "stack")
+    if stacked is None or stacked.call["dim"] or len(stacked.args[0]) != 2:
+        return None
+    rows = [_made_by(row, "arange") for row in stacked.args[0]]
+    found: Value = joined.args[0][0]
+    return found if all(row is not None and row.types[0].shape == (vertices,) for row in rows) else None
+
+
+def _selected(value: Value) -> tuple[Value, int] | None:
+    """Of what a value is a row, and which."""
+    node = _made_by(value, "select.int")
+    return (node.args[0], node.call["index"]) if node is not None and node.call.dim() == 0 else None
 
 
 def _values(exported: Exported, model: nn.Module) -> Known:

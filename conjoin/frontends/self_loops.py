@@ -2,7 +2,9 @@
 
 They take the loops that a graph has out of its edges and put one in for each vertex, and so have as many edges as the
 values say. While a model is traced, the loops that it has stay where they are and count for nothing: their weight is 0,
-or, where a softmax goes over the edges, their score is that of no edge at all. What comes out is the same.
+or, where a softmax goes over the edges, their score is that of no edge at all. Where edges have no weights, GCN's sums
+go along the edges as they are, and the loops are put right for every vertex by itself: it adds its own row, less as
+often as it came along an edge. What comes out is the same.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ def loops_of_fixed_shape() -> Iterator[None]:
     changed: list[tuple[Any, str, Any]] = []
     for name, replaced in ((_GCN, _for_gcn), (_GAT, _for_gat)):
         module = sys.modules.get(name)
-        for attribute, made in ({} if module is None else replaced(module)).items():
-            changed.append((module, attribute, getattr(module, attribute)))
-            setattr(module, attribute, made)
+        for (owner, attribute), made in ({} if module is None else replaced(module)).items():
+            changed.append((owner, attribute, getattr(owner, attribute)))
+            setattr(owner, attribute, made)
     try:
         yield
     finally:
-        for module, attribute, plain in changed:
-            setattr(module, attribute, plain)
+        for owner, attribute, plain in changed:
+            setattr(owner, attribute, plain)
 
 
 def _is_plain(edge_index: Any) -> bool:
@@ -45,8 +47,13 @@ def _with_loops(edges_2E: Tensor, count: int) -> Tensor:
     return torch.cat((edges_2E, torch.stack((loops, loops))), dim=1)
 
 
-def _for_gcn(module: Any) -> dict[str, Callable[..., Any]]:
-    plain = module.gcn_norm
+_Replaced = dict[tuple[Any, str], Callable[..., Any]]
+"""By what has it, and its name there."""
+
+
+def _for_gcn(module: Any) -> _Replaced:
+    plain, layer = module.gcn_norm, module.GCNConv
+    forward, message = layer.forward, layer.message
 
     def gcn_norm(  # noqa: PLR0913 - as the library has it
         edge_index: Any,
@@ -68,10 +75,25 @@ def _for_gcn(module: Any) -> dict[str, Callable[..., Any]]:
         weights = torch.cat((torch.where(is_loop, 0.0, weight), own))
         return plain(_with_loops(edge_index, num_nodes), weights, *rest, False, flow, dtype)
 
-    return {"gcn_norm": gcn_norm}
+    def forward_apart(self: Any, x: Any, edge_index: Any, edge_weight: Any = None) -> Any:
+        as_it_is = type(self).message is message and (self.flow, self.aggr) == ("source_to_target", "add")
+        adds_loops = self.normalize and self.add_self_loops and not self.cached and edge_weight is None
+        if not as_it_is or not adds_loops or not _is_plain(edge_index) or not isinstance(x, Tensor) or x.dim() != 2:
+            return forward(self, x, edge_index, edge_weight)
+        x_VF = self.lin(x)
+        is_loop_E, none_V = (edge_index[0] == edge_index[1]).to(x_VF.dtype), x_VF.new_zeros(x_VF.shape[0])
+        loops_V = none_V.index_add(0, edge_index[1], is_loop_E)
+        degree_V = none_V.index_add(0, edge_index[1], 1 - is_loop_E) + 1
+        scale_V1 = degree_V.pow(-0.5).unsqueeze(-1)
+        x_VF = x_VF * scale_V1
+        made_VF = self.propagate(edge_index, x=x_VF, edge_weight=None) + (1 - loops_V).unsqueeze(-1) * x_VF
+        made_VF = made_VF * scale_V1
+        return made_VF if self.bias is None else made_VF + self.bias
+
+    return {(module, "gcn_norm"): gcn_norm, (layer, "forward"): forward_apart}
 
 
-def _for_gat(module: Any) -> dict[str, Callable[..., Any]]:
+def _for_gat(module: Any) -> _Replaced:
     remove, add, plain = module.remove_self_loops, module.add_self_loops, module.softmax
     kept: list[Tensor] = []
     """Which edges count, of the layer that is being traced."""
@@ -96,4 +118,5 @@ def _for_gat(module: Any) -> dict[str, Callable[..., Any]]:
         found: Tensor = plain(src, *args, **kwargs)
         return found
 
-    return {"remove_self_loops": remove_self_loops, "add_self_loops": add_self_loops, "softmax": softmax}
+    made = (("remove_self_loops", remove_self_loops), ("add_self_loops", add_self_loops), ("softmax", softmax))
+    return {(module, name): function for name, function in made}

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from conjoin.errors import UsageError
 from conjoin.gnn.adjacency import Adjacency, Floats, Ints
+from conjoin.gnn.cuts import balanced_cuts, equal_edges
 from conjoin.gnn.features import NAMES, Features, vertex_features
 from conjoin.gnn.learned import PartitionModel
 from conjoin.gnn.parts import GraphPart, PartSizes, WholeGraph
@@ -71,7 +72,8 @@ class OnlineParts:
 
     def _cut_out(self) -> tuple[Tensor, ...]:
         self._step.cut_anew(self.part.sizes.on(self._axes))
-        return tuple(tensor.to(self._device) for tensor in self.part.tensors)
+        placed: tuple[Tensor, ...] = self._step.placed(self.part.tensors)
+        return placed
 
     def timed(self) -> AbstractContextManager[LayerClock]:
         """Time the step inside, layer by layer."""
@@ -111,6 +113,12 @@ class OnlineParts:
         self._exchange.bytes_sent = sent  # a move is no part of a step
         self.batch = self._cut_out()
 
+    def cuts_of(self, adjacency: Adjacency) -> Ints:
+        """How a graph that was never run is cut for a forward pass, by what was learned of this one; before anything
+        was, by its edges. All ranks call it."""
+        found = None if self._learner is None else self._learner.cuts_of(adjacency, self.part.num_parts).tolist()
+        return np.array(json.loads(self._step.communicator.compare(json.dumps(found))[0]))
+
     def note(self, clock: LayerClock) -> None:
         """The clock of the last step."""
         self._clock = clock
@@ -145,6 +153,14 @@ class _Learner:
     def edge_cuts(self, cuts: Ints) -> list[int]:
         found: list[int] = self._adjacency.indptr[cuts].tolist()
         return found
+
+    def cuts_of(self, adjacency: Adjacency, num_parts: int) -> Ints:
+        """The cuts of another graph, for the forward pass of every layer."""
+        if self._model is None or not all(layer.count for layer in self._model.layers):
+            return equal_edges(adjacency, num_parts)
+        count = len(self._model.layers) // 2
+        forward = PartitionModel(self._model.layers[:count], self._model.widths[:count])
+        return balanced_cuts(forward.load(vertex_features(adjacency, forward.widths)), num_parts)
 
     def observe(
         self, widths: tuple[int, ...], seconds: Floats, epochs_left: int, taken: float, moved: Repartition | None

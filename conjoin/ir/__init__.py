@@ -8,6 +8,7 @@ from conjoin.ir.files import read_json, write_file
 from conjoin.ir.fixed import fixed_nodes, kept_between_steps
 from conjoin.ir.graph import Graph, Result, Scalar
 from conjoin.ir.graph_file import fingerprint, load_graph, save_graph
+from conjoin.ir.host_inputs import HostReader, host_readers, streamable_inputs
 from conjoin.ir.library_stamps import LIBRARY, STAMPED, library_digest, own_proof
 from conjoin.ir.limits import MAX_CONSTANT_BYTES
 from conjoin.ir.literals import is_literal
@@ -48,11 +49,13 @@ from conjoin.ir.plan import (
     OFFLOAD_STATE,
     RECOMPUTE,
     REGATHER,
+    STREAM,
     Mark,
     MemoryAction,
     Plan,
     Substitution,
     check_plan,
+    host_inputs,
     model_mark,
     offload_actions,
     offloaded_states,
@@ -121,6 +124,7 @@ __all__ = [
     "RECOMPUTE",
     "REGATHER",
     "STAMPED",
+    "STREAM",
     "Accumulation",
     "Arrival",
     "Choice",
@@ -128,6 +132,7 @@ __all__ = [
     "Fault",
     "Graph",
     "GraphBuilder",
+    "HostReader",
     "LayoutError",
     "Leaf",
     "LeafKind",
@@ -187,6 +192,8 @@ __all__ = [
     "flatten_tree",
     "has_parts",
     "holds",
+    "host_inputs",
+    "host_readers",
     "import_operators",
     "in_one_line",
     "is_cut_evenly",
@@ -252,6 +259,7 @@ __all__ = [
     "spec_of",
     "stage_edges",
     "stored_leaf",
+    "streamable_inputs",
     "strides_in",
     "unflatten_tree",
     "unlike_axes",

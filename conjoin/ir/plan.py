@@ -16,6 +16,7 @@ from conjoin.ir.custom_operators import read_statements, statements_to_json
 from conjoin.ir.files import write_file
 from conjoin.ir.graph import Graph
 from conjoin.ir.graph_file import fingerprint
+from conjoin.ir.host_inputs import host_readers
 from conjoin.ir.library_stamps import is_held_for_true, is_own
 from conjoin.ir.limits import MAX_ITEMS
 from conjoin.ir.micro_batched_parts import micro_batched_parts
@@ -40,7 +41,9 @@ OFFLOAD = "offload"
 """Memory action: a tensor, `%12`, is copied to the host when it is made and brought back for the backward pass."""
 OFFLOAD_STATE = "offload-state"
 """Memory action: what the optimizer remembers of a parameter lies on the host and is brought for its update."""
-_ACTIONS = (REGATHER, RECOMPUTE, OFFLOAD, OFFLOAD_STATE)
+STREAM = "stream"
+"""Memory action: an input lies on the host during the step, and who reads it gets it block by block."""
+_ACTIONS = (REGATHER, RECOMPUTE, OFFLOAD, OFFLOAD_STATE, STREAM)
 BUNDLE_BYTES = 25 * 2**20
 """Of a bundle where nobody knows better: as DistributedDataParallel's (torch documentation, `bucket_cap_mb`)."""
 _MAX_BUNDLE_BYTES = 2**40
@@ -81,11 +84,12 @@ def recomputed_segments(plan: Plan) -> tuple[Segment, ...]:
 
 
 def offload_actions(
-    graph: Graph, tensors: Iterable[Made], states: Iterable[str] = ()
+    graph: Graph, tensors: Iterable[Made], states: Iterable[str] = (), inputs: Iterable[str] = ()
 ) -> tuple[MemoryAction, ...]:
-    """The memory actions by which tensors of a graph, and optimizer state of parameters, lie on the host."""
+    """The memory actions by which tensors of a graph, optimizer state of parameters, and inputs lie on the host."""
     made = (MemoryAction(OFFLOAD, tensor_text(graph, tensor)) for tensor in sorted(tensors))
-    return (*made, *(MemoryAction(OFFLOAD_STATE, name) for name in sorted(states)))
+    others = [MemoryAction(OFFLOAD_STATE, name) for name in sorted(states)]
+    return (*made, *others, *(MemoryAction(STREAM, name) for name in sorted(inputs)))
 
 
 def offloaded_tensors(plan: Plan) -> tuple[Made, ...]:
@@ -96,6 +100,11 @@ def offloaded_tensors(plan: Plan) -> tuple[Made, ...]:
 def offloaded_states(plan: Plan) -> frozenset[str]:
     """The parameters whose optimizer state lies on the host."""
     return frozenset(action.tensor for action in plan.memory if action.action == OFFLOAD_STATE)
+
+
+def host_inputs(plan: Plan) -> frozenset[str]:
+    """The inputs that lie on the host during a step."""
+    return frozenset(action.tensor for action in plan.memory if action.action == STREAM)
 
 
 def regathered_parameters(plan: Plan) -> frozenset[str]:
@@ -227,6 +236,8 @@ def _check_memory(plan: Plan) -> None:
     try:
         segments, offloads = recomputed_segments(plan), offloaded_tensors(plan)
         check_offloads(plan.graph, offloads, segments)
+        streamed = host_inputs(plan)
+        host_readers(plan.graph, streamed)
         if plan.accumulation is not None:
             check_accumulation(plan.graph, plan.accumulation)
         parts = micro_batched_parts(plan.graph)
@@ -239,6 +250,8 @@ def _check_memory(plan: Plan) -> None:
         places = [p for node in plan.graph.nodes for type in node.types for _, p in type.layout if isinstance(p, At)]
         if parts and offloads:
             raise ValueError("what runs in micro-batches keeps nothing that could lie on the host")
+        if streamed and (parts or places or plan.accumulation is not None):
+            raise ValueError("inputs are to lie on the host during the step, and a part of them is read at a time")
         if places and (segments or parts or offloads or plan.accumulation is not None):
             raise ValueError(f"{len(places)} tensors are made at one place of an axis only, and others would wait")
     except ValueError as error:

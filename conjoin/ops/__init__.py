@@ -1,6 +1,6 @@
 """What an operator is, declared once: index notation, torch reference, algebraic facts; the rest is derived."""
 
-from conjoin.ops.aggregation import aggregate_over, attend_over
+from conjoin.ops.aggregation import aggregate_over, attend_over, sum_along, window_of
 from conjoin.ops.aten import (
     CAST,
     OPAQUE,
@@ -70,7 +70,18 @@ from conjoin.ops.composites import (
 from conjoin.ops.direct import find_function
 from conjoin.ops.drawing import drawing
 from conjoin.ops.dtypes import Dtype, under_autocast
-from conjoin.ops.edges import Edges, EdgeWindow, are_equal, check_ends, identity, of_graph, tells_of_writes
+from conjoin.ops.edges import (
+    Edges,
+    EdgeWindow,
+    Order,
+    are_equal,
+    check_ends,
+    edges_of,
+    identity,
+    of_graph,
+    tells_of_writes,
+    with_loops,
+)
 from conjoin.ops.experts import routed_experts, take_rows
 from conjoin.ops.local import Emit, LocalForm, Pieces, Span, operand_spans, output_spans, run_local
 from conjoin.ops.measures import bytes_read, bytes_written, flops
@@ -167,6 +178,7 @@ __all__ = [
     "Notation",
     "NotationError",
     "OpSpec",
+    "Order",
     "Parameter",
     "Partial",
     "Pieces",
@@ -198,6 +210,7 @@ __all__ = [
     "drawing",
     "dtype_name",
     "dual",
+    "edges_of",
     "execute",
     "find_function",
     "find_operator",
@@ -236,10 +249,13 @@ __all__ = [
     "splittable",
     "spread_args",
     "state_signature",
+    "sum_along",
     "take_rows",
     "tells_of_writes",
     "types_on_meta",
     "under_autocast",
     "walk_tensors",
     "why_opaque",
+    "window_of",
+    "with_loops",
 ]

@@ -128,9 +128,14 @@ def graph_attention(  # noqa: PLR0913 - a graph is two tensors, and a part of it
     slope: float,
     window: tuple[int, ...] = (),
     halos: tuple[int, ...] = (),
+    loops: bool = False,
 ) -> Tensor:
-    """Each vertex adds the rows of its neighbours up, weighted by the softmax of leaky scores made of both ends."""
-    return attend_over(edges_of(source, target, window_of(x, vertices, window)), x, by_source, by_target, slope)
+    """Each vertex adds the rows of its neighbours up, weighted by the softmax of leaky scores made of both ends.
+
+    With `loops` each is its own neighbour, once, whatever edges it has to itself.
+    """
+    edges = edges_of(source, target, window_of(x, vertices, window), loops=loops)
+    return attend_over(edges, x, by_source, by_target, slope)
 
 
 def attend_over(edges: Edges, x: Tensor, by_source: Tensor, by_target: Tensor, slope: float) -> Tensor:
@@ -174,7 +179,7 @@ class _Sum(torch.autograd.Function):
         ctx.edges, ctx.in_order, ctx.shape = edges, in_order, x.shape
         if weight is not None and not in_order:
             weight = edges.by_target.of_edges(weight, stay=not ctx.needs_input_grad[1])
-        return _summed(x, edges.by_target, weight)
+        return sum_along(x, edges.by_target, weight)
 
     @staticmethod
     @once_differentiable
@@ -186,7 +191,7 @@ class _Sum(torch.autograd.Function):
                 weight = edges.by_target.to_edges(weight, edges.num_edges)
             stay = not ctx.needs_input_grad[1] and not ctx.in_order
             ordered = None if weight is None else edges.by_source.of_edges(weight, stay=stay)
-            found = _summed(gradient, edges.by_source, ordered)
+            found = sum_along(gradient, edges.by_source, ordered)
         if not ctx.needs_input_grad[1]:
             return found, None, None, None
         dots = _products(x, edges, gradient, prod(weight.shape[1:]))
@@ -216,7 +221,7 @@ def _is_quick(x: Tensor, order: Order) -> bool:
     return order.others.shape[0] * prod(x.shape[1:]) >= _FEW and is_compiled_for(x)
 
 
-def _summed(x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
+def sum_along(x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
     """The rows at the other ends of the edges of each row, added up."""
     num_rows, heads = order.first.shape[0] - 1, 1 if weight is None else prod(weight.shape[1:])
     size = prod(x.shape[1:])

@@ -244,8 +244,22 @@ def of_graph(source: Tensor, target: Tensor, use: Hashable, make: Callable[[Tens
     return made
 
 
-def edges_of(source: Tensor, target: Tensor, window: EdgeWindow) -> Edges:
-    """The edges of a graph in both orders, made at first use."""
+def edges_of(source: Tensor, target: Tensor, window: EdgeWindow, *, loops: bool = False) -> Edges:
+    """The edges of a graph in both orders, made at first use; with `loops` one from each vertex to itself instead of
+    those that it has."""
     if source.is_meta:
-        return EdgesOnMeta(source, window)
-    return of_graph(source, target, window, partial(Edges, window=window))
+        return EdgesOnMeta(source.new_empty(source.shape[0] + loops * window.all_targets), window)
+    if not loops:
+        return of_graph(source, target, window, partial(Edges, window=window))
+    return of_graph(source, target, ("loops", window), lambda u, v: Edges(*with_loops(u, v, window), window))
+
+
+def with_loops(source: Tensor, target: Tensor, window: EdgeWindow) -> tuple[Tensor, Tensor]:
+    """Both ends of the edges between different vertices, and of one from each vertex to itself.
+
+    >>> ends = torch.tensor([0, 1, 1]), torch.tensor([1, 1, 1])
+    >>> [some.tolist() for some in with_loops(*ends, EdgeWindow(0, 3, 0, 3, 3, 3))]
+    [[0, 0, 1, 2], [1, 0, 1, 2]]
+    """
+    own, kept = torch.arange(window.all_targets, dtype=source.dtype, device=source.device), source != target
+    return torch.cat((source[kept], own)), torch.cat((target[kept], own))

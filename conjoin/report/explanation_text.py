@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 
 from conjoin.comm import BACKWARD, Collective, PerRank
-from conjoin.ir import OFFLOAD, OFFLOAD_STATE, RECOMPUTE, Source, in_one_line
+from conjoin.ir import OFFLOAD, OFFLOAD_STATE, RECOMPUTE, STREAM, Source, in_one_line
 from conjoin.ops import At, Partial, Split, placement_on
 from conjoin.report.explanation import Explanation, Operator, Shipment, layout_text
 from conjoin.report.text import format_bytes
@@ -49,6 +49,8 @@ def _memory_text(action: str, asked: int, found: Explanation) -> str:
         return f"{asked} tensor{'s' if asked > 1 else ''} on the host between forward and backward"
     if action == OFFLOAD_STATE:
         return f"optimizer state of {asked} parameter{'s' if asked > 1 else ''} on the host between updates"
+    if action == STREAM:
+        return f"{asked} input{'s' if asked > 1 else ''} on the host during the step, read block by block"
     done = found.num_regathered
     parameters = f"{asked} parameter{'s' if asked > 1 else ''}"
     return parameters if done == asked else f"{parameters} asked for, {done} gathered again"

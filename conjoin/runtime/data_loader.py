@@ -132,7 +132,8 @@ class Loader:
     def _cut(self, tensor: Tensor, part: InputPart) -> Tensor:
         (first, last), *others = part.region
         rows = slice(first - self._rows.start, last - self._rows.start) if first < last else slice(0, 0)
-        return tensor[(rows, *(slice(*span) for span in others))].to(self._device, non_blocking=True)
+        cut = tensor[(rows, *(slice(*span) for span in others))]
+        return cut if part.on_host else cut.to(self._device, non_blocking=True)
 
     def _as_whole(self, batch: Any) -> Any:
         """A batch that is not full, which may be as large as a part of a full one."""

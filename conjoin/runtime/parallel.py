@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import UsageError
-from conjoin.ir import LeafKind, Pipeline, Plan, offloaded_states
+from conjoin.ir import LeafKind, Pipeline, Plan, flatten_tree, offloaded_states, unflatten_tree
 from conjoin.machine import Cut, Mesh
 from conjoin.ops import Layout, Split
 from conjoin.runtime.pipelines.pipeline_program import PipelineProgram
@@ -120,6 +120,15 @@ class ParallelModule(nn.Module):
     def input_parts(self) -> list[InputPart]:
         """Every input in the order of the call, with the part of it that is enough on this rank."""
         return self._program.input_parts()
+
+    def placed(self, batch: Any) -> Any:
+        """A batch, as a tuple of arguments or one object, on this rank's device, but for what stays on the host."""
+        given = self._program.calling.arrange(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
+        stay = {id(x) for x, part in zip(given, self.input_parts(), strict=True) if part.on_host}
+        leaves, spec = flatten_tree(batch)
+        moves = (isinstance(x, Tensor) and id(x) not in stay for x in leaves)
+        placed = [x.to(self.store.device) if is_moved else x for x, is_moved in zip(leaves, moves, strict=True)]
+        return unflatten_tree(placed, spec)
 
     def note_whole(self, tensors: Iterable[Tensor]) -> None:
         """These inputs come as a whole, also where others come as this rank's part."""

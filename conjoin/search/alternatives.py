@@ -19,6 +19,7 @@ from conjoin.ir import (
     Plan,
     Value,
     check_plan,
+    host_inputs,
     offload_actions,
     offloaded_states,
     offloaded_tensors,
@@ -96,7 +97,7 @@ def _edited(plan: Plan, layouts: Layouts) -> Plan:
     values = [i for i, value in enumerate(skeleton.graph.outputs) if isinstance(value, Value)]
     graph = parallelize(skeleton.graph, leaves, choices, dict(zip(values, layouts.results, strict=False)))
     regathered = tuple(action for action in plan.memory if action.action == REGATHER)
-    offloads = offload_actions(graph, offloaded_tensors(plan), offloaded_states(plan))
+    offloads = offload_actions(graph, offloaded_tensors(plan), offloaded_states(plan), host_inputs(plan))
     memory = (*regathered, *recompute_actions(graph, segments), *offloads)
     return check_plan(replace(plan, graph=graph, memory=memory, predictions=()))
 

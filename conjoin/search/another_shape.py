@@ -34,6 +34,7 @@ from conjoin.ir import (
     computation_digest,
     cut_in_micro_batches,
     cut_part_in_micro_batches,
+    host_inputs,
     layout_fault,
     make_leaf,
     make_node,
@@ -51,6 +52,7 @@ from conjoin.ir import (
     recompute_actions,
     recomputed_segments,
     rules_for,
+    streamable_inputs,
 )
 from conjoin.machine import Mesh
 from conjoin.ops import (
@@ -176,7 +178,8 @@ def _offloads(plan: Plan, graph: Graph, parallel: Graph, known: Mapping[Node, No
         if node in known and (places[known[node]], output) in there
     ]
     names = {leaf.name for leaf in graph.leaves_of(LeafKind.PARAMETER)}
-    return offload_actions(parallel, made, offloaded_states(plan) & names)
+    possible = {name for group in streamable_inputs(parallel) for name in group}
+    return offload_actions(parallel, made, offloaded_states(plan) & names, host_inputs(plan) & possible)
 
 
 def _segments(plan: Plan, graph: Graph, known: Mapping[Node, Node]) -> list[Segment]:

@@ -429,7 +429,7 @@ def plan_of(outcome: Outcome, captured: Graph, machine: Machine) -> Plan:
         memory=(
             *regathered,
             *recompute_actions(graph, entry.segments),
-            *offload_actions(graph, entry.offloads.tensors, entry.offloads.states),
+            *offload_actions(graph, entry.offloads.tensors, entry.offloads.states, entry.offloads.inputs),
         ),
         substitutions=entry.variant.substitutions,
         accumulation=entry.variant.accumulation,

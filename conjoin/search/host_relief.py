@@ -64,4 +64,4 @@ def _with(entry: Entry, items: Sequence[_Item]) -> Entry:
     tensors = tuple(sorted(item for item in items if not isinstance(item, str)))
     told = [f"{len(states)} states"] * bool(states) + [f"{len(tensors)} tensors"] * bool(tensors)
     name = f"{entry.name}, {' and '.join(told)} on the host"
-    return replace(entry, name=name, offloads=Offloads(tensors, states))
+    return replace(entry, name=name, offloads=replace(entry.offloads, tensors=tensors, states=states))

@@ -16,7 +16,7 @@ import numpy as np
 from conjoin.ir import Segment
 from conjoin.memory import Choice, Link, Option, find_choice
 from conjoin.search.contest import Contest, Entry
-from conjoin.sim import COMPUTE, Offloads, OnHost, Program, kept_tensors, measure_memory, to_seconds
+from conjoin.sim import COMPUTE, OnHost, Program, kept_tensors, measure_memory, to_seconds
 
 _TRIES = 4
 """How often the chain is asked again: each time for what the simulation found too much, which is little after two."""
@@ -36,7 +36,7 @@ def relieve_by_chains(
     states = frozenset(leaf.name for leaf in entry.variant.skeleton.graph.leaves if leaf.is_trained)
     for moved in (frozenset[str](), states):
         free = contest.capacity - peak + (chain.state_bytes(contest.optimizer) if moved else 0)
-        tried = replace(entry, offloads=Offloads((), moved))
+        tried = replace(entry, offloads=replace(entry.offloads, tensors=(), states=moved))
         found: list[tuple[float, int, tuple[Segment, ...]]] = []
         for segments in ways:
             if len(segments) in _SEGMENTS and left() > 0:

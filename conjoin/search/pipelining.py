@@ -87,6 +87,11 @@ def make_pipeline(
             f"The strategy pipeline was given schedule={name[:40]!r}. The schedules are {', '.join(known)}. "
             f"Did you mean {near[0]}?"
         )
+    if request.offload == "inputs":
+        raise UsageError(
+            "The strategy pipeline was given offload=inputs. Stages read what other stages sent, micro-batch by "
+            "micro-batch, and a batch that is cut need not lie on the host. Leave it out, or take offload=activations."
+        )
     if request.chunks > 1 and request.degrees.get("tp", 1) == 1:
         raise UsageError(
             f"The strategy pipeline was given chunks={request.chunks}. Inside a stage no product has a collective next "

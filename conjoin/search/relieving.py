@@ -6,7 +6,7 @@ the model: short ones keep much between them, long ones make much anew at once; 
 each as many segments as are needed, those first that save the most bytes for a second. How many that may be is guessed
 from what all of a length save; only memory as it is measured decides. A length with which the step would be much slower
 than the best is left. On GPUs what segments make may lie on the host instead (`memory_chain.py`), or single tensors and
-optimizer states (`host_relief.py`).
+optimizer states (`host_relief.py`), or inputs (`input_relief.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from itertools import accumulate
 from conjoin.ir import Segment
 from conjoin.search.contest import NOTHING_OFFLOADED, Contest, Entry, Outcome
 from conjoin.search.host_relief import relieve_by_host
+from conjoin.search.input_relief import relieve_by_inputs
 from conjoin.search.memory_chain import relieve_by_chains
 from conjoin.search.placing_branches import without_places
 from conjoin.search.variants import as_variant
@@ -38,6 +39,14 @@ def relieve(contest: Contest, outcome: Outcome, left: Callable[[], float] = lamb
     if not without_places([start]):  # who does not run an operator would not run its segment again
         return
     entry = replace(start.entry, segments=(), offloads=NOTHING_OFFLOADED)
+    heavy = relieve_by_inputs(contest, entry, left) if not start.entry.offloads.inputs else []
+    _relieve_further(contest, entry, outcome, left)
+    for streamed in heavy:
+        if contest.best is None or streamed.seconds < contest.best.seconds:
+            _relieve_further(contest, streamed.entry, streamed, left)
+
+
+def _relieve_further(contest: Contest, entry: Entry, outcome: Outcome, left: Callable[[], float]) -> None:
     program = outcome.simulation.program
     peak = measure_memory(program, contest.optimizer, contest.machine.device).peak
     ways = segmentations(entry.variant.skeleton)

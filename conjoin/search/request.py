@@ -23,7 +23,7 @@ from conjoin.machine import Mesh
 _MAX_DIGITS = 7
 _MODES = ("none", "selective", "full", "every-2")
 _STATISTICS = ("all", "rank")
-OFFLOADS = ("activations", "optimizer", "both")
+OFFLOADS = ("activations", "optimizer", "both", "inputs")
 OPTIONS = ("recompute", "keep", "offload", "micro", "part", "statistics", "chunks")
 _EVERY, _KEPT = re.compile(r"every-[1-9]\d{0,3}"), re.compile(r"(every-)?[1-9]\d{0,3}")
 
@@ -281,7 +281,7 @@ def _parse_offload(name: str, given: str) -> str:
         return given
     raise UsageError(
         f"The strategy {name} was given offload={given[:40]!r}. What can lie on the host are activations, the state of "
-        f"the optimizer, or both. {nearest(given, OFFLOADS)}"
+        f"the optimizer, both of these, or inputs. {nearest(given, OFFLOADS)}"
     )
 
 

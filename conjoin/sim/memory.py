@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from conjoin.comm import (
@@ -32,7 +32,7 @@ from conjoin.ops import At, Layout
 from conjoin.sim.carrying import SHARING, carrying_bytes
 from conjoin.sim.heap import Heap
 from conjoin.sim.keeping import Kept, nothing_kept
-from conjoin.sim.offloads import Hosts, Log, Offloads, OnHost, there
+from conjoin.sim.offloads import Hosts, Log, OnHost, there
 from conjoin.sim.prices import OPTIMIZER_COPIES
 from conjoin.sim.program import Program, UsedBundle, Version
 
@@ -87,7 +87,7 @@ def kept_tensors(program: Program, kind: str) -> list[OnHost]:
     operators = enumerate(program.skeleton.operators)
     made = tuple((p, i) for p, op in operators if p not in inside and not op.is_kept for i in range(len(op.makes)))
     asking = copy(program)
-    asking.offloads = Offloads(made)
+    asking.offloads = replace(program.offloads, tensors=made)
     return [tensor for tensor in _followed(asking, kind).hosts.numbered if tensor.asked >= 0]
 
 
@@ -188,6 +188,7 @@ class _Walk:
         curve.append(self.heap.take_peak())
         peak = max(curve)
         on_host = sum(tensor.num_bytes for tensor in self.hosts.numbered) + sum(self._states()) * self._copies
+        on_host += sum(self._held(root, self.program.leaves[root]) for root in self.program.roots_on_host)
         return Memory(*stays, gradients, peak, curve.index(peak), tuple(curve), on_host)
 
     @property
@@ -208,7 +209,7 @@ class _Walk:
         for root, layout in self.program.leaves.items():
             leaf = self.skeleton.roots[root].leaf
             assert leaf is not None
-            num_bytes = self._held(root, layout)
+            num_bytes = 0 if leaf.name in self.program.offloads.inputs else self._held(root, layout)
             self.blocks[root, layout] = self.heap.hold(self.heap.allocate(num_bytes))
             totals[leaf.kind] += num_bytes
             trained += num_bytes if leaf.is_trained else 0
@@ -329,7 +330,11 @@ class _Walk:
         if not program.drafts.node(number, choice)[1].runs_on(self.mesh, self.rank):
             needs = self.skeleton.operators[position].needs
             return nothing_kept(len(choice.outputs), len(needs))
-        return program.drafts.kept(number, choice, self.kind)
+        kept, streaming = program.drafts.kept(number, choice, self.kind), program.streaming(position)
+        if streaming is None:
+            return kept
+        passing, back = streaming.forward_held, streaming.backward_held
+        return replace(kept, operands=streaming.keeps, outputs=(), extra=0, passing=passing, passing_back=back)
 
     def _versions(self, position: int) -> tuple[list[Version], list[Version]]:
         """What an operator reads and makes, each in its layout."""

@@ -20,13 +20,15 @@ from conjoin.sim.prices import HostLink
 
 @dataclass(frozen=True, slots=True)
 class Offloads:
-    """Tensors that lie on the host between forward and backward, and parameters whose optimizer state does."""
+    """Tensors that lie on the host between forward and backward, parameters whose optimizer state does, and inputs that
+    do during the step."""
 
     tensors: tuple[Made, ...] = ()
     states: frozenset[str] = frozenset()
+    inputs: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
-        return bool(self.tensors or self.states)
+        return bool(self.tensors or self.states or self.inputs)
 
 
 class Act(Enum):

@@ -24,12 +24,13 @@ from conjoin.comm import (
     splits_evenly,
 )
 from conjoin.cost import Seconds
-from conjoin.ir import Choice, LeafKind, Segment, Value, make_node, retype
+from conjoin.ir import Choice, LeafKind, Segment, Value, host_readers, make_node, retype
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, TensorType
 from conjoin.sim.bundles import accumulating, schedule_bundles
 from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, NUM_STREAMS, Fragment, Instruction, Phase, to_ticks
 from conjoin.sim.fragments import Departure, Drafts, Supply, local_shape, ordered
+from conjoin.sim.host_inputs import Streaming, in_blocks, streaming_of
 from conjoin.sim.offloads import Copies, Offloads, update_by_parts
 from conjoin.sim.parts import part_spans
 from conjoin.sim.prices import Prices
@@ -85,6 +86,9 @@ class Program:
     ) -> None:
         self.offloads, self.copies = offloads, Copies({}, {}, 0)
         """What lies on the host, and the copies of it beside the fragments."""
+        readers = host_readers(skeleton.graph, offloads.inputs) if offloads.inputs else {}
+        self._host_readers = {i: readers[op.node] for i, op in enumerate(skeleton.operators) if op.node in readers}
+        """Operators that read inputs from the host."""
         self.steps = steps
         """Micro-batches one after the other, of which the operators here are one."""
         self.parts = part_spans(skeleton.graph)
@@ -165,6 +169,25 @@ class Program:
         """The parameters whose optimizer state lies on the host, by their numbers."""
         leaves = ((i, root.leaf) for i, root in enumerate(self.skeleton.roots))
         return [i for i, leaf in leaves if leaf is not None and leaf.is_trained and leaf.name in self.offloads.states]
+
+    @property
+    def roots_on_host(self) -> list[int]:
+        """The inputs that lie on the host during a step, by their numbers."""
+        leaves = ((i, root.leaf) for i, root in enumerate(self.skeleton.roots))
+        return [i for i, leaf in leaves if leaf is not None and leaf.name in self.offloads.inputs]
+
+    def streaming(self, position: int) -> Streaming | None:
+        """What an operator has copied from the host block by block."""
+        reader = self._host_readers.get(position)
+        if reader is None:
+            return None
+        operator, operands = self.skeleton.operators[position], self.choices[position].operands
+        types = tuple(self.skeleton.roots[root].type for root in operator.reads)
+
+        def held(i: int) -> int:
+            return held_bytes(types[i].laid_out(operands[i]), self.drafts.mesh)[0]
+
+        return streaming_of(operator, reader, types, held)
 
     def forward_position(self, operator: int) -> int:
         """Where the forward fragment of an operator stands."""
@@ -330,7 +353,16 @@ class Program:
         departures = tuple(Departure(i, *way) for i, root in enumerate(makes) for way in self.departures.get(root, ()))
         number, choice = self.numbers[position], self.choices[position]
         is_whole = self._is_whole(position)
-        return self.drafts.fragments(number, choice, self.supplies[position], departures, is_whole=is_whole)
+        made = self.drafts.fragments(number, choice, self.supplies[position], departures, is_whole=is_whole)
+        streaming = self.streaming(position)
+        if streaming is None:
+            return made
+        (forward, backward), link = made, self.drafts.prices.host_link()
+        again = forward if streaming.runs_again else ()
+        return (
+            in_blocks(forward, streaming.forward_bytes, link, Phase.FORWARD),
+            in_blocks(backward, streaming.backward_bytes, link, Phase.BACKWARD, again),
+        )
 
     def _made_at_start(self) -> tuple[Fragment, ...]:
         """What is made before the first micro-batch, for all of them."""

@@ -9,6 +9,7 @@ from functools import cached_property
 from conjoin.ir import (
     Plan,
     Segment,
+    host_inputs,
     offloaded_states,
     offloaded_tensors,
     recomputed_segments,
@@ -88,7 +89,7 @@ def simulate(plan: Plan, prices: Prices, *, unfold: bool = False) -> Simulation:
 
 def offloads_of(plan: Plan) -> Offloads:
     """What a plan has on the host."""
-    return Offloads(offloaded_tensors(plan), offloaded_states(plan))
+    return Offloads(offloaded_tensors(plan), offloaded_states(plan), host_inputs(plan))
 
 
 def simulate_layouts(  # noqa: PLR0913 – what may be chosen of a step

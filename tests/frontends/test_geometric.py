@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conjoin.ops import AGGREGATE, GRAPH_ATTENTION
+from conjoin.ops import AGGREGATE, GRAPH_ATTENTION, Split
+from conjoin.runtime.movement.dealt_edges import DealtEdges, Part
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
 from tests.runtime.hand_plans import by_strategy, captured, module_on
@@ -92,12 +93,40 @@ def test_layers_are_captured_as_they_are_and_vertices_split(name: str) -> None:
     sample = sample_of(name)
     ops = [node.op for node in sample.graph.nodes]
     assert ops.count(AGGREGATE) + ops.count(GRAPH_ATTENTION) == 2
-    assert ops.count(GRAPH_ATTENTION) == 2 * (name == "GAT without loops")
+    assert ops.count(GRAPH_ATTENTION) == 2 * name.startswith("GAT")
+    loss, gradients = step_of_plain(sample)
+    plan = by_strategy(sample, "vertex-parallel", 3)
+    for theirs in run_ranks(plan.mesh, partial(step_of, plan, sample)):
+        assert theirs[0] == pytest.approx(loss, rel=1e-9)
+        torch.testing.assert_close(theirs[1], gradients, rtol=1e-9, atol=1e-12)
+
+
+def step_of_plain(sample: Sample) -> tuple[float, dict[str, Tensor | None]]:
+    """The library's own model."""
     plain = copy.deepcopy(sample.model)
     loss = nn.functional.cross_entropy(plain(*sample.inputs[:-1]), sample.inputs[-1])
     loss.backward()
-    gradients = {key: p.grad for key, p in plain.named_parameters()}
-    plan = by_strategy(sample, "vertex-parallel", 3)
+    return loss.item(), {key: p.grad for key, p in plain.named_parameters()}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["GCN", "GCN improved", "GAT", "GAT without loops"])
+def test_a_rank_has_its_vertices_edges_and_no_others(name: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops are put in where the vertices are, so that edges are split as they come."""
+    parts: list[Part] = []
+
+    def find(dealt: DealtEdges, *ends: Any) -> Part:
+        parts.append(found(dealt, *ends))
+        return parts[-1]
+
+    found = DealtEdges.find
+    monkeypatch.setattr(DealtEdges, "find", find)
+    sample = sample_of(name)
+    plan = by_strategy(sample, f"vertex-parallel:parts={ranks}", ranks)
+    edges = next(leaf for leaf in plan.graph.leaves if leaf.type.shape == (2, EDGES))
+    assert {placement for _, placement in edges.type.layout} == {Split(1)}
+    loss, gradients = step_of_plain(sample)
     for theirs in run_ranks(plan.mesh, partial(step_of, plan, sample)):
-        assert theirs[0] == pytest.approx(loss.item(), rel=1e-9)
+        assert theirs[0] == pytest.approx(loss, rel=1e-9)
         torch.testing.assert_close(theirs[1], gradients, rtol=1e-9, atol=1e-12)
+    assert sum(len(part.ends[0]) for part in parts) == 2 * EDGES  # of two layers; each edge is on one rank

@@ -169,6 +169,18 @@ class Slow(nn.Module):
         return self.second(torch.zeros_like(made).index_add(0, edges[1], made[edges[0]]))
 
 
+def trained_by(model: nn.Module, batch: Any, loss: Any, losses: list[float]) -> nn.Module:
+    """The plain model after as many steps, whose losses must be these."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for wanted in losses:
+        optimizer.zero_grad()
+        here = loss(model(*batch[:-1]), batch[-1])
+        here.backward()
+        optimizer.step()
+        assert here.item() == pytest.approx(wanted, rel=1e-5)
+    return model
+
+
 def test_parts_that_take_longer_give_vertices_away_and_the_curve_stays() -> None:
     """All edges come to few vertices: equal edges leave one rank with nearly all vertices, and most of the work."""
     torch.manual_seed(0)
@@ -177,12 +189,10 @@ def test_parts_that_take_longer_give_vertices_away_and_the_curve_stays() -> None
     model, loss = Slow(), nn.functional.cross_entropy
     batch = torch.randn(count, 64), edges, torch.randint(3, (count,))
     roles = find_roles(capture(model, batch, loss))
-    whole = WholeGraph.of(roles, batch)
+    whole, made = WholeGraph.of(roles, batch), Graded(loss)
     cuts = equal_edges(whole.adjacency, 2)
     assert cuts[1] < 20
-    made = Graded(loss)
-    graph = capture(model, batch, made)
-    plan = make_plan(graph, Machine("many", 1, 2, "cpu"), "vertex-parallel")
+    plan = make_plan(capture(model, batch, made), Machine("many", 1, 2, "cpu"), "vertex-parallel")
 
     def program(ranks: Communicator) -> Any:
         store = Store(plan, ranks.rank, torch.device("cpu"))
@@ -199,17 +209,18 @@ def test_parts_that_take_longer_give_vertices_away_and_the_curve_stays() -> None
             told.append(parts.learn(10_000 - epoch))
             losses.append(found["loss"].item())
             optimizer.step()
-        return losses, told, parts.part.sizes
+        cuts_of_unseen = parts.cuts_of(unseen.adjacency)
+        with torch.no_grad():
+            inferred = step(*OnlineParts(unseen, cuts_of_unseen, step).batch)["loss"].item()
+        return losses, told, parts.part.sizes, cuts_of_unseen.tolist(), inferred
 
-    (losses, told, sizes), (_, heard, theirs) = run_ranks(plan.mesh, program)
-    plain, optimizer = copy.deepcopy(model), None
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for wanted in losses:
-        optimizer.zero_grad()
-        here = loss(plain(*batch[:-1]), batch[-1])
-        here.backward()
-        optimizer.step()
-        assert here.item() == pytest.approx(wanted, rel=1e-5)
+    others = torch.randn(count, 64), torch.stack((edges[0].flip(0), count - 1 - edges[1])), batch[-1].flip(0)
+    unseen = WholeGraph.of(roles, others)
+    (losses, told, sizes, learned, inferred), (_, heard, theirs, *same) = run_ranks(plan.mesh, program)
+    plain = trained_by(copy.deepcopy(model), batch, loss, losses)
+    assert loss(plain(*others[:-1]), others[-1]).item() == pytest.approx(inferred, rel=1e-5)
+    assert same == [learned, inferred] and equal_edges(unseen.adjacency, 2)[1] > count - 20
+    assert 700 < learned[1] < 2300, "a graph that was never run is cut by what was learned"
     moved = [each.moved for each in told if each.moved is not None]
     assert moved and "cut anew" in str(moved[0]) and sizes == theirs
     assert 700 < sizes.cuts[1] < 2300, "vertices, not edges, are what takes time"

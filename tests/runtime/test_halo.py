@@ -109,10 +109,17 @@ def test_vertices_without_edges_and_parts_without_any(name: str, kind: str) -> N
     check(plan, alone(sample, loss), run_ranks(plan.mesh, partial(together, plan, sample, 1)))
 
 
-def test_on_processes_it_trains_like_the_plain_model(tmp_path: Path) -> None:
-    sample, loss = sample_of("gat")
-    plan = by_strategy(sample, "vertex-parallel", 3)
-    check(plan, alone(sample, loss), run_processes(plan.mesh, partial(together, plan, sample, 1), tmp_path))
+def all_together(plans: list[Plan], samples: list[Sample], communicator: Communicator) -> list[tuple[Any, ...]]:
+    return [together(plan, sample, 1, communicator) for plan, sample in zip(plans, samples, strict=True)]
+
+
+def test_on_eight_processes_all_train_like_the_plain_models(tmp_path: Path) -> None:
+    samples = [sample_of(name) for name in MODELS]
+    plans = [by_strategy(sample, "vertex-parallel", 8) for sample, _ in samples]
+    program = partial(all_together, plans, [sample for sample, _ in samples])
+    results = run_processes(plans[0].mesh, program, tmp_path)
+    for i, (sample, loss) in enumerate(samples):
+        check(plans[i], alone(sample, loss), [steps[i] for steps in results])
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from math import prod
+from math import inf, prod
 from random import Random
 from typing import Any
 
@@ -35,6 +35,8 @@ def _aggregate(call: Call) -> Indexed:
 
 def _attention(call: Call) -> Indexed:
     width = " ".join(f"d{i}" for i in range(2, len(call["x"].shape)))
+    if call["loops"] and call["x"].shape[0] != call["vertices"]:
+        raise NotationError(f"{call['x'].shape[0]} vertices are not the {call['vertices']} that edges come to")
     return Indexed(f"u! h {width}, u! h, v h, e!@u, e!@v -> v h {width}", (("v", call["vertices"]),))
 
 
@@ -76,8 +78,14 @@ def _local(form: LocalForm) -> Any:
 def _one_by_one(form: LocalForm) -> Any:
     """Attention as scores of edges, their softmax, and a weighted sum."""
     emit, source, target = form.emit, form["source"], form["target"]
+    if form["loops"]:
+        own = emit("arange", form["vertices"], form.call["source"].dtype)
+        is_loop = emit("cat", (emit("eq.Tensor", source, target), emit("ne.Tensor", own, own)), 0)
+        source, target = (emit("cat", (ends, own), 0) for ends in (source, target))
     sides = (emit("index_select", form[name], 0, at) for name, at in (("by_source", source), ("by_target", target)))
     scores = emit("leaky_relu", emit("add.Tensor", *sides, 1), form["slope"])
+    if form["loops"]:
+        scores = emit("masked_fill.Scalar", scores, emit("unsqueeze", is_loop, 1), -inf)
     weight = emit(EDGE_SOFTMAX, scores, target, form["vertices"])
     return emit(AGGREGATE, form["x"], source, target, weight, form["vertices"], "sum", (), form["halos"])
 
@@ -92,7 +100,9 @@ def _aggregate_sample(rng: Random) -> Args:
 
 def _attention_sample(rng: Random) -> Args:
     u, v, e, h, f = (rng.randint(1, 5) for _ in range(5))
-    return real(u, h, f), real(u, h), real(v, h), integer(e), integer(e), v, 0.2
+    loops = rng.random() < 0.4
+    v = u if loops else v
+    return real(u, h, f), real(u, h), real(v, h), integer(e), integer(e), v, 0.2, (), (), loops
 
 
 def _softmax_sample(rng: Random) -> Args:

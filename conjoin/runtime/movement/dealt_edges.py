@@ -20,7 +20,7 @@ from torch import Tensor
 from conjoin.comm import Halo
 from conjoin.errors import UsageError
 from conjoin.ir import Range
-from conjoin.ops import Edges, EdgeWindow, are_equal, check_ends, identity, tells_of_writes
+from conjoin.ops import Edges, EdgeWindow, are_equal, check_ends, identity, tells_of_writes, with_loops
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.ranks.communicator import Communicator, Work
 
@@ -57,6 +57,15 @@ class Part:
     def edges(self) -> Edges:
         """All of them."""
         return self._from(0, self.sizes[1])
+
+    @cached_property
+    @torch.inference_mode(False)
+    def with_loops(self) -> Edges:
+        """The same, with an edge from each vertex to itself instead of those that it has."""
+        own, count, vertices = self.sizes
+        assert own == vertices, "rows are read of the vertices for which they are made"
+        window = EdgeWindow(0, count, 0, vertices, count, vertices)
+        return Edges(*with_loops(*self.ends, window), window)
 
     @cached_property
     @torch.inference_mode(False)

@@ -200,6 +200,6 @@ class HaloCarrier:
             _note_layer(x)
             part = find_part(source, target, rest[0])
             x, ours = _bring(x, part, exchange), _bring(ours, part, exchange)
-            return attend_over(part.edges, x, ours, theirs, rest[1])
+            return attend_over(part.with_loops if rest[4] else part.edges, x, ours, theirs, rest[1])
 
         return attended if op == GRAPH_ATTENTION else aggregated

@@ -22,6 +22,8 @@ class InputPart:
     """Of the whole."""
     region: Region
     """The part of it that a rank takes."""
+    on_host: bool = False
+    """Whether it stays there during the step."""
 
 
 def _takes_tensors(graph: Graph) -> bool:

@@ -87,6 +87,8 @@ class Carriers(Protocol):
     """In how many chunks products go that collectives are next to."""
     offloaded: dict[Value, Function]
     """What tells of each tensor that is to lie on the host."""
+    streamed: dict[Node, Function]
+    """What runs each operator that reads inputs from the host."""
 
     def reshard(self, value: Value, target: Layout) -> Function:
         """From the layout of a value to another; differentiable."""
@@ -373,7 +375,10 @@ class Emitter:
         return True
 
     def _function_of(self, node: Node) -> Function:
-        """What runs a call: torch's own function of the operator, but for batch norm if nobody reads what it saves."""
+        """What runs a call: torch's own function of the operator, but for batch norm if nobody reads what it saves, and
+        for what reads inputs from the host."""
+        if self.carriers is not None and node in self.carriers.streamed:
+            return self.carriers.streamed[node]
         if node.op != BATCH_NORM or not self.read.isdisjoint(tuple(node.outputs())[1:3]):
             return find_function(node.op)
         return (

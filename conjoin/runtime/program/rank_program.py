@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from conjoin.comm import ROWS, Chunking, halo_of, recomputed, ring_members, ring_of, routing_of
 from conjoin.errors import UsageError
 from conjoin.ir import (
+    HostReader,
     Leaf,
     LeafKind,
     Node,
@@ -22,6 +23,8 @@ from conjoin.ir import (
     RegionMove,
     Value,
     calling_graph,
+    host_inputs,
+    host_readers,
     offloaded_tensors,
     operators_of,
     origin,
@@ -36,6 +39,8 @@ from conjoin.runtime.movement.bundles import Bundle, Dropping, make_bundles
 from conjoin.runtime.movement.carriers import carry_move, carry_reshard, prepare_move
 from conjoin.runtime.movement.chunked_products import Product, carry_chunked
 from conjoin.runtime.movement.halo import HaloCarrier
+from conjoin.runtime.movement.host_blocks import EdgeCall, RowCall
+from conjoin.runtime.movement.host_copies import Engines
 from conjoin.runtime.movement.ring_attention import carry_ring
 from conjoin.runtime.movement.routing import carry_routing
 from conjoin.runtime.program.accumulating import Accumulator, Computing, MicroBatches
@@ -78,6 +83,10 @@ class _RankCarriers:
         if self.offloading is not None:
             tell = uncompiled(self.offloading.note)
             self.offloaded = {tuple(operators[place].outputs())[i]: tell for place, i in tensors}
+        readers = host_readers(plan.graph, host_inputs(plan))
+        engines = Engines(device) if readers else None
+        self.streamed = {node: _read_by_blocks(node, reader, engines) for node, reader in readers.items() if engines}
+        """What runs each operator that reads inputs from the host."""
         self._by_entry = {entry: bundle for bundle in self.bundles for entry in bundle.entries}
 
     def reshard(self, value: Value, target: Layout) -> Function:
@@ -114,6 +123,12 @@ class _RankCarriers:
 
     def draws_whole(self) -> bool:
         return self.streams.exact
+
+
+def _read_by_blocks(node: Node, reader: HostReader, engines: Engines) -> Function:
+    """What runs an operator that reads inputs from the host."""
+    call = EdgeCall(engines) if reader.is_by_edges else RowCall(find_function(node.op), reader, engines)
+    return uncompiled(call.__call__)
 
 
 def _compile(carriers: _RankCarriers, program: fx.Graph, name: str) -> tuple[Compiled, str]:
@@ -276,7 +291,7 @@ class RankProgram:
             called = calling_graph(plan.graph, accumulation)
             micro = MicroBatches(plan, accumulation, communicator.rank, in_order=exact is not None)
             self._accumulator = Accumulator(plan, micro, self.local.bundles, self.local.streams, self.local.forget)
-        self.calling = Calling(called)
+        self.calling, self._on_host = Calling(called), host_inputs(plan)
         self.taken = called.leaves_of(LeafKind.INPUT)
         self._tensor_cores = TensorCores() if plan.graph.rounding.tf32 else None
         self._regions = tuple(self._region(leaf, leaf.type.shape) for leaf in plan.graph.leaves_of(LeafKind.INPUT))
@@ -299,7 +314,7 @@ class RankProgram:
         if self._accumulator is not None:
             return self._accumulator.micro.parts()
         taken = zip(self.taken, self._regions, strict=True)
-        return [InputPart(leaf.name, leaf.type.shape, region) for leaf, region in taken]
+        return [InputPart(leaf.name, leaf.type.shape, region, leaf.name in self._on_host) for leaf, region in taken]
 
     def members(self, name: str) -> Communicator:
         """Who holds a parameter or buffer."""
@@ -359,6 +374,14 @@ class RankProgram:
 
     def _check_device(self, given: list[Tensor], device: torch.device) -> None:
         for x, leaf in zip(given, self.taken, strict=True):
+            if leaf.name in self._on_host:
+                if x.device.type != "cpu":
+                    raise UsageError(
+                        f"{self.plan.model.name} was called with {leaf.name} on {x.device}. Its plan has it on the "
+                        f"host during the step: {x.nbytes:,} bytes, for which there is no room on the device. Give it "
+                        f"as it is on the host, or have the module place the batch, as by step.placed(batch)."
+                    )
+                continue
             if x.device.type != device.type or device.index not in (None, x.device.index):
                 raise UsageError(
                     f"{self.plan.model.name} was called with {leaf.name} on {x.device}. Its weights are on {device}. "

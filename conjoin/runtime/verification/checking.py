@@ -198,7 +198,7 @@ def compare_rank(case: Case, reference: Reference, communicator: World) -> Compa
     store = Store(plan, rank, device)
     store.fill(case.model)
     module = ParallelModule(plan, store, communicator, exact_seed=SEED)
-    optimizer = make_optimizer(module.parameters())
+    optimizer, is_streamed = make_optimizer(module.parameters()), any(p.on_host for p in module.input_parts())
     losses: list[float] = []
     found: list[Difference] = []
 
@@ -206,7 +206,8 @@ def compare_rank(case: Case, reference: Reference, communicator: World) -> Compa
         return whole[tuple(slice(*span) for span in store.region(name, tuple(whole.shape)))]
 
     for batch, loss, gradients in zip(reference.batches, reference.losses, reference.gradients, strict=True):
-        losses.append(step(lambda given: spread(module, given), optimizer, moved(batch, device), plan.graph.loss))
+        given = moved(batch, device) if not is_streamed else module.placed(moved(batch, torch.device("cpu")))
+        losses.append(step(lambda given: spread(module, given), optimizer, given, plan.graph.loss))
         held: dict[str, Any] = {n: p.grad for n, p in module.named_parameters(remove_duplicate=False)}
         # each rank compares by itself
         mine = {n: x.as_subclass(Tensor) if isinstance(x, Tensor) else x for n, x in held.items()}
