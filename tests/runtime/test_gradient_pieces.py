@@ -69,6 +69,8 @@ CALLS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "counted": lambda ps: [int((p.grad > 0).sum()) for p in ps] + [int(torch.count_nonzero(p.grad > 0)) for p in ps],
     "against numbers of all": lambda ps: [int((p.grad > p.grad.mean()).int().sum()) for p in ps]
     + [bool((p.grad > torch.tensor(0.1)).any()) for p in ps],
+    "compared": lambda ps: [torch.equal(p.grad, p.grad.clamp(max=p.grad.max().item() - 1e-3)) for p in ps]
+    + [torch.allclose(p.grad.clamp(min=p.grad.min().item() + 1e-3), p.grad) for p in ps],
     "copies": lambda ps: [p.grad.clone().norm().item() + copy.deepcopy(p.grad).sum().item() for p in ps],
     "by name": lambda ps: [torch.linalg.norm(p.grad, "fro" if p.dim() > 1 else inf).item() for p in ps],
     "written by a mask": lambda ps: [p.grad.__setitem__(p.grad.abs() > 0.1, 0.0) or p.grad.norm().item() for p in ps],
@@ -199,6 +201,11 @@ def test_pieces_know_that_they_are(tmp_path: Path) -> None:
             lambda: torch.dot(gradient.flatten(), gradient.flatten()),
             lambda: torch.linalg.norm(gradient, 2),  # the largest singular value
             lambda: torch.linalg.svdvals(gradient),
+            lambda: torch.linalg.qr(gradient),
+            lambda: torch.svd_lowrank(gradient, 1),
+            lambda: torch.fft.rfft(gradient),
+            lambda: torch.where(gradient > 0),
+            lambda: gradient.hsplit(1),
             lambda: gradient.flatten().sort(),
             lambda: torch.einsum("ij,ij->", gradient, gradient),
             lambda: functional.mse_loss(gradient, torch.zeros_like(gradient)),

@@ -16,6 +16,7 @@ from torch import Tensor
 from conjoin.comm import leaves_early
 from conjoin.ir import Graph, Value, is_parallel, origin
 from conjoin.ops import At
+from conjoin.runtime.movement.first_order import first_order
 from conjoin.runtime.ranks.communicator import uncompiled
 
 
@@ -27,6 +28,7 @@ class _Joined(torch.autograd.Function):
         return torch.empty(shape, dtype=dtype, device=device)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.operands)
 

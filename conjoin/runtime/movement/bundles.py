@@ -28,6 +28,7 @@ from torch import Tensor
 
 from conjoin.comm import BundleKind, ParameterBundle, find_bundles, flights_backward, flights_forward
 from conjoin.ir import Plan
+from conjoin.runtime.movement.first_order import first_order
 from conjoin.runtime.movement.movers import Mover
 from conjoin.runtime.program.kept_casts import Copies
 from conjoin.runtime.ranks.communicator import Communicator, Work
@@ -94,6 +95,7 @@ class _Hold(torch.autograd.Function):
         return tuple(x.view_as(x) for x in stored)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.ticket.settle()
         return None, *gradients
@@ -106,6 +108,7 @@ class _Launch(torch.autograd.Function):
         return bundle.bring_again(ticket) if ticket.launched else bundle.bring(held)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return None, None, *ctx.bundle.start_back(ctx.ticket, gradients)
 
@@ -210,8 +213,11 @@ class Bundle:
             if not self.kind.gathered:  # there is nothing to wait for
                 self._put_off_more()
             return (None,) * len(gradients)
-        ticket.sums.append(_Sum(self.mover, *scattered))
-        return self.mover.pieces(ticket.sums[-1].result)
+        started = _Sum(self.mover, *scattered)
+        ticket.sums.append(started)
+        if torch.is_anomaly_enabled():  # what is not there yet may be anything
+            started.wait()
+        return self.mover.pieces(started.result)
 
     def _proceed_with_earlier(self) -> None:
         """Let few scatters be under way, each holds gradients of whole tensors; go on with pieces that have come."""

@@ -23,6 +23,7 @@ from conjoin.comm import (
 from conjoin.ir import Region, RegionMove, holds, nothing, num_elements, region_of, region_shape
 from conjoin.machine import Mesh
 from conjoin.ops import Greatest, Layout, placement_on
+from conjoin.runtime.movement.first_order import first_order
 from conjoin.runtime.ranks.communicator import Axes, Communicator, Sizes, uncompiled
 from conjoin.runtime.ranks.wire import from_sum, to_add, to_send, total
 
@@ -252,6 +253,7 @@ class _Carried(torch.autograd.Function):
         return moved.view_as(moved) if moved is x else moved
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return ctx.back(gradients[0]), None, None
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from conjoin.comm import Chunking, ChunkMove
 from conjoin.runtime.movement.carriers import Carry
+from conjoin.runtime.movement.first_order import first_order
 from conjoin.runtime.ranks.communicator import Communicator, uncompiled
 from conjoin.runtime.ranks.wire import from_sum, to_add, to_send
 
@@ -185,7 +186,7 @@ class _Chunked(torch.autograd.Function):
         return made, rows
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         rows, weight = ctx.saved_tensors
         of_made = rows.new_zeros(ctx.shape, dtype=ctx.dtype) if gradients[0] is None else gradients[0]

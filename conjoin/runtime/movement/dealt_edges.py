@@ -21,6 +21,7 @@ from conjoin.comm import Halo
 from conjoin.errors import UsageError
 from conjoin.ir import Range
 from conjoin.ops import Edges, EdgeWindow, are_equal, check_ends, identity, tells_of_writes, with_loops
+from conjoin.runtime.movement.first_order import first_order
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.ranks.communicator import Communicator, Work
 
@@ -245,6 +246,7 @@ class Sent(torch.autograd.Function):
         return arrived
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         route, send = ctx.way
         arrived = send(gradients[0], route.received, route.sent)

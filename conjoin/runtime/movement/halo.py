@@ -17,6 +17,7 @@ from conjoin.comm import Halo
 from conjoin.ir import Range
 from conjoin.ops import GRAPH_ATTENTION, aggregate_over, attend_over, check_ends, of_graph
 from conjoin.runtime.movement.dealt_edges import DealtEdges, Exchange, OnTheWay, Part, Route, Sent
+from conjoin.runtime.movement.first_order import first_order
 from conjoin.runtime.movement.layer_clock import clock_now, paused
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.ranks.communicator import Communicator, uncompiled
@@ -72,6 +73,7 @@ class _Brought(torch.autograd.Function):
         return torch.cat((x, arrived))
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         route, send = ctx.way
         own, others = gradients[0][: ctx.num_rows], gradients[0][ctx.num_rows :]
@@ -108,6 +110,7 @@ class _Begun(torch.autograd.Function):
         return passage.sent.arrived
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         passage: _Passage = ctx.passage
         arrived = passage.wait()
@@ -125,6 +128,7 @@ class _Arrived(torch.autograd.Function):
         return passage.wait().view_as(arriving)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         passage: _Passage = ctx.passage
         passage.sent = passage.exchange.start(gradients[0], passage.route.received, passage.route.sent)

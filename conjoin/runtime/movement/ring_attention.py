@@ -12,6 +12,7 @@ from torch import Tensor
 
 from conjoin.comm import Ring
 from conjoin.runtime.movement.attention_blocks import Attending, Mixed
+from conjoin.runtime.movement.first_order import first_order
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.ranks.communicator import Communicator, Work, uncompiled
 
@@ -179,6 +180,7 @@ class _Around(torch.autograd.Function):
         return circle.swap([out], back=True)[0] if circle.ring.swaps else out
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         circle, attending = ctx.around
         *tensors, out, lse, mask = ctx.saved_tensors

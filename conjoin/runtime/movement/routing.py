@@ -10,6 +10,7 @@ from torch import Tensor
 
 from conjoin.comm import Routing
 from conjoin.ops import routed_experts, take_rows
+from conjoin.runtime.movement.first_order import first_order
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.ranks.communicator import Communicator, uncompiled
 
@@ -57,6 +58,7 @@ class _Sent(torch.autograd.Function):
         return roads.send(rows, sent, received)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         roads, sent, received = ctx.way
         return roads.send(gradients[0], received, sent), None, None, None

@@ -20,7 +20,7 @@ from conjoin.runtime.pipelines.pipeline_draws import PipelineDraws
 from conjoin.runtime.pipelines.schedule_runs import Links
 from conjoin.runtime.pipelines.step_ends import StepEnd
 from conjoin.runtime.pipelines.step_runs import StepRun
-from conjoin.runtime.program.accumulating import NARROW, Accumulated, MicroBatches, Scaling
+from conjoin.runtime.program.accumulating import NARROW, Accumulated, MicroBatches, Scaling, refuse_input_gradients
 from conjoin.runtime.program.calling import Calling, InputPart
 from conjoin.runtime.program.norms import Group
 from conjoin.runtime.program.passes import Passes
@@ -136,6 +136,7 @@ class PipelineProgram:
                 f"the last checkpoint."
             )
         self._check_given(given)
+        refuse_input_gradients(self.plan.model.name, self.taken, given)
         self._begin()
         named = dict(zip([leaf.name for leaf in self.taken], given, strict=True))
         inputs = {i: self._cut(i, program, named) for i, program in self.stages.items()}

@@ -23,6 +23,7 @@ from conjoin.errors import UsageError
 from conjoin.ir import Accumulation, Leaf, LeafKind, Plan, region_of, region_shape
 from conjoin.ops import split_axes
 from conjoin.runtime.movement.bundles import Bundle
+from conjoin.runtime.movement.first_order import first_order
 from conjoin.runtime.program.calling import InputPart
 from conjoin.runtime.program.gradient_sums import add_gradients, add_to, take_gradients
 from conjoin.runtime.program.randomness import Streams
@@ -105,6 +106,17 @@ class MicroBatches:
         )
 
 
+def refuse_input_gradients(model: str, leaves: Sequence[Leaf], given: Sequence[Tensor]) -> None:
+    """Refuse inputs that a gradient is wanted of: what made them would get none, and never learn."""
+    for leaf, x in zip(leaves, given, strict=True):
+        if x.requires_grad and torch.is_grad_enabled():
+            raise UsageError(
+                f"{model} was called with {leaf.name} of shape {tuple(x.shape)}, of which a gradient is wanted. A step "
+                f"in micro-batches gives gradients to its parameters only, so what made this input would never learn. "
+                f"Give {leaf.name}.detach(), make what made it part of the model, or take a plan without micro-batches."
+            )
+
+
 State = list[Tensor | None]
 """What is kept between steps, leaf by leaf; then what was made of it for a step."""
 
@@ -182,7 +194,7 @@ class Accumulated(torch.autograd.Function):
         return total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, *incoming: Tensor) -> Any:
         _ = ctx.saved_tensors  # torch's own error where the graph was not retained
         gradients, ctx.gradients = ctx.gradients, None

@@ -309,6 +309,8 @@ def mark_gradients(
         if (axes or world is not None) and parameter.requires_grad:
             is_split = any(isinstance(placement, Split) for _, placement in layout)
             mark = _Marker(axes, communicator, world)
+            # before hooks of the user, and for torch.autograd.grad
+            parameter.register_hook(mark.mark)  # type: ignore[no-untyped-call]
             parameter.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
             if axes:
                 note_part(parameter, is_split=is_split)
@@ -331,10 +333,12 @@ class _Marker:
     def __init__(self, axes: Axes, communicator: Communicator, world: Communicator | None) -> None:
         self._axes, self._communicator, self._world = axes, communicator, world
 
+    def mark(self, gradient: Tensor) -> GradientPiece:
+        made = gradient.as_subclass(GradientPiece)
+        made.axes, made.communicator, made.world = self._axes, self._communicator, self._world
+        made.of_rows = False
+        return made
+
     def __call__(self, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        if type(gradient) is Tensor:
-            made = gradient.as_subclass(GradientPiece)
-            made.axes, made.communicator, made.world = self._axes, self._communicator, self._world
-            made.of_rows = False
-            parameter.grad = made
+        if type(parameter.grad) is Tensor:
+            parameter.grad = self.mark(parameter.grad)

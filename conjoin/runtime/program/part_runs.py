@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conjoin.runtime.movement.first_order import first_order
 from conjoin.runtime.program.gradient_sums import add_gradients, take_gradients
 from conjoin.runtime.program.randomness import Streams
 
@@ -108,7 +109,7 @@ class _Part(torch.autograd.Function):
         return made
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         args = list(ctx.others)
         for i, x in zip(ctx.places, ctx.saved_tensors, strict=True):

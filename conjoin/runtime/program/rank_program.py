@@ -43,7 +43,7 @@ from conjoin.runtime.movement.host_blocks import EdgeCall, RowCall
 from conjoin.runtime.movement.host_copies import Engines
 from conjoin.runtime.movement.ring_attention import carry_ring
 from conjoin.runtime.movement.routing import carry_routing
-from conjoin.runtime.program.accumulating import Accumulator, Computing, MicroBatches
+from conjoin.runtime.program.accumulating import Accumulator, Computing, MicroBatches, refuse_input_gradients
 from conjoin.runtime.program.calling import Calling, InputPart
 from conjoin.runtime.program.emission import emit_program
 from conjoin.runtime.program.functions import Function
@@ -351,7 +351,11 @@ class RankProgram:
         """One forward pass: what came whole or as this rank's part; the loss is that of the whole."""
         device = self.store.device
         self._check_device(given, device)
-        batches = [self._local(given)] if self._accumulator is None else self._accumulator.micro.of(given)
+        if self._accumulator is None:
+            batches = [self._local(given)]
+        else:
+            refuse_input_gradients(self.plan.model.name, self.taken, given)
+            batches = self._accumulator.micro.of(given)
         self._begin(device)
         state = self.local.state()
         if self._tensor_cores is None:
@@ -411,6 +415,8 @@ class RankProgram:
         """This rank's part of an input that came whole, or as it came when it is the part already."""
         shape = tuple(x.shape)
         if x.dtype == leaf.type.dtype and shape == leaf.type.shape:
+            if x.requires_grad and torch.is_grad_enabled():  # of which all ranks have the whole
+                return carry_reshard(shape, (), leaf.type.layout, self.communicator)(x)
             return x[tuple(slice(*span) for span in region)] if region_shape(region) != shape else x
         if x.dtype == leaf.type.dtype and shape == region_shape(region):
             return x
