@@ -260,7 +260,8 @@ class OpSpec:
     blocks: Callable[[Call], int] | None = None
     """In how many parts a GPU's kernel does a call at a time, where few of them leave most of the GPU idle."""
     gpu_bytes: Callable[[Call, Shapes], KernelBytes | None] | None = None
-    """What a GPU's own kernel takes for operands of these shapes, where torch on meta runs another form of it."""
+    """What a GPU's own kernel takes for operands of these shapes, where torch on meta runs another form of it; or any
+    device's, where meta has none."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -99,6 +99,7 @@ def _kept(
         sizes = tuple(type.bytes for type in types)
         everything = tuple(range(len(shapes))), tuple(range(len(sizes)))
         found = Kept(*everything, 0, (-1,) * len(sizes), sizes, 0, _own_gradients(shapes, call, needs))
+        kernel = kernel_bytes(call, shapes)
     if call.op == ATTENTION and kind == "cuda":
         found = replace(found, extra=max(found.extra - numbers_not_kept(call, shapes), 0))
     return found if kernel is None else _by_kernel(found, kernel, needs, len(shapes))

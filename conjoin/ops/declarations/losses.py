@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from random import Random
 from typing import Any
 
@@ -13,7 +14,7 @@ from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm
 from conjoin.ops.notation import NotationError, broadcast_names, broadcast_shape
 from conjoin.ops.sampling import Sample, integer, random_shape, real
-from conjoin.ops.spec import Args, Call, OpSpec
+from conjoin.ops.spec import Args, Call, KernelBytes, OpSpec, Shapes
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 
@@ -173,6 +174,16 @@ def _aligned_sample(rng: Random) -> Args:
     return real(6, n, c), integer(n, 3), integer(n), integer(n), 0, rng.randrange(3), True
 
 
+def _aligned_bytes(call: Call, shapes: Shapes) -> KernelBytes:
+    """Likelihoods of all places in all targets at all steps are kept, and their counterparts made in the backward pass;
+    targets one after the other are taken to be equally long."""
+    (steps, *samples, _), targets = shapes[:2]
+    count = prod(samples)
+    longest = targets[-1] if len(targets) == 2 else -(-targets[0] // max(count, 1))
+    likelihoods = count * steps * (2 * longest + 1) * call.tensors[0].dtype.itemsize
+    return KernelBytes(likelihoods, likelihoods)
+
+
 _PROBABILITY = (0.1, 0.9)
 _loss = partial(OpSpec, dtype=Dtype.PROMOTE)
 _classes = partial(OpSpec, dtype=Dtype.FIRST, constants=("weight",), flops=4)
@@ -202,6 +213,6 @@ OPS: tuple[OpSpec, ...] = (
     _likelihood(TOKEN_LIKELIHOOD, _of_tokens, _token_sample),
     _classes(TOKEN_ENTROPY, _of_tokens, lambda rng: (*_token_sample(rng), rng.choice((0.0, 0.1))),
              expansion=classified_expansion, domain=_PROBABILITY, by_parts=entropy_by_parts, kernels="softmax"),
-    _loss("ctc_loss.Tensor", _aligned, _aligned_sample, flops=30, dtype=Dtype.FIRST),
+    _loss("ctc_loss.Tensor", _aligned, _aligned_sample, flops=30, dtype=Dtype.FIRST, gpu_bytes=_aligned_bytes),
     _classes("multi_margin_loss", _margins, _multi_margin_sample),
 )  # fmt: skip

@@ -115,6 +115,7 @@ class Mover:
         assert self._under_way is not None
         (work, flat), self._under_way = self._under_way, None
         work.wait()
+        del work  # it holds what was sent
         if self._is_flat:
             return (flat,)
         rows = flat.view(self._num_members, self._width)
