@@ -60,7 +60,7 @@ class GraphParts:
     def of(cls, step: ParallelModule, graph: Graph, batch: Any) -> GraphParts | None:
         """Cut a graph into parts, or None where the plan does not split vertices and edges."""
         plan, roles = step.plan, find_roles(graph)
-        if not isinstance(plan, Plan) or plan.accumulation is not None:
+        if not isinstance(plan, Plan) or plan.accumulation is not None or roles.own_of_edges:
             return None
         leaves = {leaf.name: leaf for leaf in plan.graph.leaves}
         ends = [leaves[each.leaf.name].type.layout for each in edge_inputs(graph) if each.leaf.name in leaves]
@@ -70,10 +70,12 @@ class GraphParts:
         at = next(i for i, role in enumerate(roles.roles) if role.kind == "vertices")
         axes = split_axes([value.type.layout for value in plan.graph.inputs if isinstance(value, Value)][at], 0)
         num_parts = len(plan.mesh.group(0, axes))
-        if roles.num_vertices < num_parts:
+        if roles.num_vertices < num_parts or roles.num_vertices == roles.num_edges:  # told apart by how many there are
             return None
         whole = WholeGraph.of(roles, tensors)
-        order = _shared(lambda: _best_order(whole.adjacency, num_parts), roles.num_vertices)
+        order = None
+        if not roles.by_order:
+            order = _shared(lambda: _best_order(whole.adjacency, num_parts), roles.num_vertices)
         whole = whole if order is None else WholeGraph.of(roles, tensors, order)
         return cls(OnlineParts(whole, equal_edges(whole.adjacency, num_parts), step))
 

@@ -17,7 +17,10 @@ from conjoin.errors import CaptureError
 from conjoin.frontends.problems import HIDDEN, find_user_line
 from conjoin.frontends.torch_private import FollowedCalls, is_fake, pretend_exporting, quiet
 
-_DATA_DEPENDENT = ("data-dependent", "DataDependent", "unbacked", "_local_scalar_dense", "aten.item", "aten.nonzero")
+_DATA_DEPENDENT = (
+    "data-dependent", "DataDependent", "unbacked", "_local_scalar_dense", "aten.item", "aten.nonzero",
+    "expected to contain only concrete integers",
+)  # fmt: skip
 _LONGEST = 300
 
 

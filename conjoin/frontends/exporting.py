@@ -387,9 +387,9 @@ def _trace(step: _Step, tensors: tuple[Tensor, ...]) -> _Traced:
         return f'File "{place[0]}", line {place[1]}{again}' if place else ""
 
     with ExitStack() as watches:
+        watches.enter_context(loops_of_fixed_shape(step))
         for watch in (_explained(step, tensors), keep_cuda_autocast(), keep_markers(), user_lines(line)):
             watches.enter_context(watch)
-        watches.enter_context(loops_of_fixed_shape())
         functions = watches.enter_context(watch_custom_functions())
         segments = watches.enter_context(follow_segments(any(p.requires_grad for p in step.parameters())))
         watches.enter_context(FollowedCalls(note_hook))

@@ -4,7 +4,8 @@ They take the loops that a graph has out of its edges and put one in for each ve
 values say. While a model is traced, the loops that it has stay where they are and count for nothing: their weight is 0,
 or, where a softmax goes over the edges, their score is that of no edge at all. Where edges have no weights, GCN's sums
 go along the edges as they are, and the loops are put right for every vertex by itself: it adds its own row, less as
-often as it came along an edge. What comes out is the same.
+often as it came along an edge. What comes out is the same where what edges bring is added up; a layer that takes a
+mean of it or the greatest would count them, and is refused.
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from conjoin.errors import CaptureError
+from conjoin.frontends.problems import MODEL_PREFIX
 
 _GCN, _GAT = "torch_geometric.nn.conv.gcn_conv", "torch_geometric.nn.conv.gat_conv"
 
 
 @contextmanager
-def loops_of_fixed_shape() -> Iterator[None]:
-    """Trace such layers inside so; whoever has not imported them has none."""
+def loops_of_fixed_shape(step: nn.Module) -> Iterator[None]:
+    """Trace such layers of a step inside so; whoever has not imported them has none."""
+    for name, layer in step.named_modules():
+        _check_adds_up(name.removeprefix(MODEL_PREFIX), layer)
     changed: list[tuple[Any, str, Any]] = []
     for name, replaced in ((_GCN, _for_gcn), (_GAT, _for_gat)):
         module = sys.modules.get(name)
@@ -34,6 +40,23 @@ def loops_of_fixed_shape() -> Iterator[None]:
     finally:
         for owner, attribute, plain in changed:
             setattr(owner, attribute, plain)
+
+
+def _check_adds_up(name: str, layer: Any) -> None:
+    """Refuse a layer to which a loop of weight 0 is not the same as none."""
+    base = next((kind for kind in type(layer).__mro__ if kind.__module__ in (_GCN, _GAT)), None)
+    if base is None or not layer.add_self_loops:
+        return
+    own = [part for part in ("message", "aggregate") if getattr(type(layer), part) is not getattr(base, part)]
+    adds_up = type(layer.aggr_module).__name__ == "SumAggregation"
+    if own or not adds_up:
+        how = f"has a {own[0]} of its own" if own else f"aggregates by {type(layer.aggr_module).__name__}"
+        raise CaptureError(
+            f"The layer {name} ({base.__name__}) was to be captured, which {how} and gives every vertex one edge to "
+            f"itself. How many edges it takes out before depends on the graph, and only where messages with weights "
+            f"are added up may these stay with weight 0. Give it add_self_loops=False, and a graph that went through "
+            f"add_remaining_self_loops of torch_geometric.utils."
+        )
 
 
 def _is_plain(edge_index: Any) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -30,7 +30,8 @@ from conjoin.gnn.features import NAMES, Features, vertex_features
 from conjoin.gnn.learned import PartitionModel
 from conjoin.gnn.parts import GraphPart, PartSizes, WholeGraph
 from conjoin.gnn.repartition import Repartition, propose_cuts
-from conjoin.ir import Plan, Value
+from conjoin.gnn.roles import Role
+from conjoin.ir import Pipeline, Plan, Value
 from conjoin.ops import split_axes
 from conjoin.runtime import Exchange, LayerClock, ParallelModule, timed_layers
 
@@ -60,6 +61,7 @@ class OnlineParts:
         began = time.perf_counter()
         self._step, self._device = step, step.store.device
         self._axes, own = _place_of(step, whole, len(cuts) - 1)
+        whole = _as_the_plan_takes_it(whole, step.plan, self._axes)
         self._exchange = Exchange(step.communicator, self._axes)
         self.part: GraphPart = whole.part(cuts, own)
         self.batch: tuple[Tensor, ...] = self._cut_out()
@@ -192,6 +194,14 @@ class _Learner:
         )
         if proposed.pays and not np.array_equal(proposed.cuts, self._cuts):
             self.decided = proposed
+
+
+def _as_the_plan_takes_it(whole: WholeGraph, plan: Plan | Pipeline, axes: tuple[str, ...]) -> WholeGraph:
+    """The graph with what the plan has whole on every device said to be neither of vertices nor of edges."""
+    layouts = [value.type.layout for value in plan.graph.inputs if isinstance(value, Value)]
+    pairs = zip(whole.roles.roles, layouts, strict=True)
+    taken = tuple(role if split_axes(layout, role.dim) == axes else Role("other") for role, layout in pairs)
+    return replace(whole, roles=replace(whole.roles, roles=taken))
 
 
 def _place_of(step: ParallelModule, whole: WholeGraph, num_parts: int) -> tuple[tuple[str, ...], int]:

@@ -29,7 +29,13 @@ class PartSizes:
     edge_cuts: tuple[int, ...]
 
     def on(self, axes: tuple[str, ...]) -> tuple[Cut, ...]:
-        """What a mesh is told whose axes split vertices and edges; of as many of both, how vertices are cut."""
+        """What a mesh is told whose axes split vertices and edges, each known by how many there are."""
+        if self.cuts[-1] == self.edge_cuts[-1] and self.cuts != self.edge_cuts:
+            raise UsageError(
+                f"A graph with {self.cuts[-1]} vertices and as many edges was to be cut into {len(self.cuts) - 1} "
+                f"parts. A dim is known by its size, and vertices would be cut where edges are. Add a vertex without "
+                f"edges, or train without parts."
+            )
         return tuple(Cut(cuts[-1], axes, cuts) for cuts in (self.cuts, self.edge_cuts))
 
     def of(self, role: Role) -> tuple[int, ...]:
@@ -49,6 +55,18 @@ class WholeGraph:
     def of(cls, roles: BatchRoles, batch: Sequence[Tensor], order: Ints | None = None) -> WholeGraph:
         """Bring a batch in order: that of the vertices is theirs unless another is given."""
         _check_batch(roles, batch)
+        if order is not None and roles.by_order:
+            raise UsageError(
+                f"The {roles.num_vertices} vertices of a graph were to stand in another order. The model goes by their "
+                f"places in {roles.by_order}, and would compute something else. Leave them in their own order, or have "
+                f"the batch say it of every vertex, as a mask does."
+            )
+        if roles.own_of_edges:
+            raise UsageError(
+                f"The {roles.num_edges} edges of a graph were to be put in the order of their targets. The model's own "
+                f"{roles.own_of_edges} says something of each, and would stay as it is. Put it among the batch, or "
+                f"train without parts."
+            )
         places = None if order is None else torch.from_numpy(places_of(order, roles.num_vertices))
         source, target = (_ends(batch, at) for at in (roles.source, roles.target))
         if places is not None:

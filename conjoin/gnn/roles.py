@@ -7,7 +7,9 @@ from typing import Literal
 
 from conjoin.comm import OVER_EDGES, EdgeInput, edge_inputs
 from conjoin.errors import UsageError
-from conjoin.ir import Graph, Leaf, Value
+from conjoin.gnn.vertex_order import use_of_order
+from conjoin.ir import Graph, Leaf, LeafKind, Node, Value
+from conjoin.ops import AGGREGATE
 
 Kind = Literal["vertices", "edges", "ends", "other"]
 
@@ -31,6 +33,10 @@ class BatchRoles:
     source: tuple[int, int | None]
     """Which tensor has the sources, and which row of it."""
     target: tuple[int, int | None]
+    by_order: str = ""
+    """A call of the model that goes by the places of vertices, which so have to stay as they are; empty: none does."""
+    own_of_edges: str = ""
+    """A tensor of the model's own that says something of every edge, which so have to stay as they are."""
 
 
 def find_roles(graph: Graph) -> BatchRoles:
@@ -49,7 +55,32 @@ def find_roles(graph: Graph) -> BatchRoles:
     num_vertices, num_edges = first.call["vertices"], source.leaf.type.shape[source.dim]
     roles = tuple(_role_of(leaf, given, (num_vertices, num_edges)) for leaf in leaves)
     at = {leaf: i for i, leaf in enumerate(leaves)}
-    return BatchRoles(num_vertices, num_edges, roles, (at[source.leaf], source.row), (at[target.leaf], target.row))
+    pairs = [(Value(leaf), role.kind) for leaf, role in zip(leaves, roles, strict=True)]
+    of_vertices, joined = ({value for value, kind in pairs if kind == one} for one in ("vertices", "ends"))
+    used = use_of_order(graph, num_vertices, of_vertices, joined)
+    by_order, own = "" if used is None else _told(graph, used), _own_of_edges(graph, num_edges)
+    places = (at[source.leaf], source.row), (at[target.leaf], target.row)
+    return BatchRoles(num_vertices, num_edges, roles, *places, by_order, own)
+
+
+def _own_of_edges(graph: Graph, num_edges: int) -> str:
+    """A parameter or buffer that weights of edges are made of, with a row for each; empty where there is none."""
+    over = [node for node in graph.nodes if node.op == AGGREGATE]
+    left = [value.owner for node in over for value in node.inputs[3:]]
+    seen: set[Leaf | Node] = set()
+    while left:
+        owner = left.pop()
+        if isinstance(owner, Leaf) and owner.kind is not LeafKind.INPUT and num_edges in owner.type.shape:
+            return owner.name
+        if isinstance(owner, Node) and owner not in seen:
+            left += [value.owner for value in owner.inputs]
+        seen.add(owner)
+    return ""
+
+
+def _told(graph: Graph, node: Node) -> str:
+    source = graph.sources[graph.nodes.index(node)] if graph.sources else None
+    return f"{node.op}" if source is None else f"{node.op} at {source}"
 
 
 def _role_of(leaf: Leaf, given: list[EdgeInput], sizes: tuple[int, int]) -> Role:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from conjoin.errors import PlanError
+from conjoin.ir.computation import computation_digest
 from conjoin.ir.custom_operators import statements_to_json
 from conjoin.ir.files import write_file
 from conjoin.ir.graph import Graph
@@ -150,6 +151,7 @@ def pipeline_to_json(pipeline: Pipeline) -> dict[str, Any]:
         **({} if accumulation is None else {"accumulate": accumulation_to_json(accumulation)}),
         **({"precision": pipeline.precision} if pipeline.precision else {}),
         **({"operators": operators} if operators else {}),
+        "computes": composition_digest(pipeline),
         "graph": str(pipeline.graph).splitlines(),
         "stages": [_stage_to_json(stage) for stage in pipeline.stages],
     }
@@ -165,6 +167,16 @@ def _stage_to_json(stage: Stage) -> dict[str, Any]:
         **decisions_to_json(stage.plan),
         "graph": str(stage.plan.graph).splitlines(),
     }
+
+
+def composition_digest(pipeline: Pipeline) -> str:
+    """What the stages compute together, and what goes from which to which: a digest that no decision has a part in."""
+    stages = [
+        [stage.plan.computes, sorted((a.input, a.stage, a.output) for a in stage.arrivals), sorted(stage.borrowed)]
+        for stage in pipeline.stages
+    ]
+    data = [computation_digest(pipeline.graph, pipeline.accumulation), stages]
+    return hashlib.sha256(json.dumps(data, separators=(",", ":")).encode()).hexdigest()
 
 
 def pipeline_fingerprint(pipeline: Pipeline) -> str:
@@ -221,6 +233,9 @@ def _rank_faults(pipeline: Pipeline) -> Iterator[str]:
                 yield f"rank {rank} of stage {i} is none of {pipeline.mesh.size}"
             if owners.setdefault(rank, stage.ranks) != stage.ranks:
                 yield f"rank {rank} is one of {owners[rank][:8]} for one stage and of {stage.ranks[:8]} for another"
+    if len(owners) < pipeline.mesh.size:
+        idle = min(set(range(pipeline.mesh.size)) - set(owners))
+        yield f"rank {idle} of {pipeline.mesh.size} has no stage"
     losses = [i for i, stage in enumerate(pipeline.stages) if stage.plan.graph.loss is not None]
     if len(losses) != 1:
         yield f"{len(losses)} of its stages make the loss"
@@ -275,6 +290,9 @@ def _schedule_faults(pipeline: Pipeline) -> Iterator[str]:
             f"its schedule is for {schedule.num_stages} stages and {schedule.num_micro_batches} micro-batches, and it "
             f"has {len(pipeline.stages)} and {pipeline.num_micro_batches}"
         )
+        return
+    if sorted(set(schedule.owners)) != list(range(len(schedule.rows))):
+        yield f"its schedule has {len(schedule.rows)} rows of tasks, and the stages' owners are {schedule.owners[:8]}"
         return
     edges = set(stage_edges(pipeline.stages))
     if missing := edges - set(schedule.edges):

@@ -11,7 +11,7 @@ from conjoin.errors import PlanError, ScheduleError
 from conjoin.ir.custom_operators import import_operators, read_statements
 from conjoin.ir.files import read_json
 from conjoin.ir.nodes import LeafKind
-from conjoin.ir.pipeline import Pipeline, Stage, check_pipeline, stage_edges
+from conjoin.ir.pipeline import Pipeline, Stage, check_pipeline, composition_digest, stage_edges
 from conjoin.ir.plan import (
     KEYS,
     Mark,
@@ -36,7 +36,7 @@ from conjoin.schedules import Schedule, chain, read_rows
 _STAGE_KEYS = frozenset({
     "ranks", "mesh", "strategy", "takes", "borrows", "memory", "substitutions", "computes", "bundle_bytes", "graph",
 })  # fmt: skip
-_PIPELINE_KEYS = KEYS - {"memory", "substitutions", "computes", "bundle_bytes", "chunks"}
+_PIPELINE_KEYS = KEYS - {"memory", "substitutions", "bundle_bytes", "chunks"}
 _MAX_STAGES = 4096
 
 
@@ -55,10 +55,21 @@ def load_plan(path: str | Path, imports: Iterable[str] = ()) -> Plan | Pipeline:
     data = read_json(path, "plan", PlanError)
     try:
         if isinstance(data, dict) and data.get("stages"):
-            return check_pipeline(pipeline_from_json(data))
+            return _check_composition(check_pipeline(pipeline_from_json(data)), data.get("computes"))
         return check_plan(plan_from_json(data))
     except PlanError as error:
         raise PlanError(f"{error}\n  in {path}") from error.__cause__
+
+
+def _check_composition(pipeline: Pipeline, computes: object) -> Pipeline:
+    """Refuse stages that compute something else together than when they were written; older files do not say."""
+    if computes not in (None, composition_digest(pipeline)):
+        raise PlanError(
+            f"The stages of the plan of {pipeline.model.name} do not compute together what they did when it was made: "
+            f"its graph, or what goes from which stage to which, was edited. It would train another model than the one "
+            f'it is for. Undo that edit; where it is meant, write "computes": null into the plan.'
+        )
+    return pipeline
 
 
 def pipeline_from_json(data: Any) -> Pipeline:

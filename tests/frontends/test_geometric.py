@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from conjoin.errors import CaptureError
 from conjoin.ops import AGGREGATE, GRAPH_ATTENTION, Split
 from conjoin.runtime.movement.dealt_edges import DealtEdges, Part
 from conjoin.runtime.ranks.communicator import Communicator
@@ -130,3 +131,33 @@ def test_a_rank_has_its_vertices_edges_and_no_others(name: str, ranks: int, monk
         assert theirs[0] == pytest.approx(loss, rel=1e-9)
         torch.testing.assert_close(theirs[1], gradients, rtol=1e-9, atol=1e-12)
     assert sum(len(part.ends[0]) for part in parts) == 2 * EDGES  # of two layers; each edge is on one rank
+
+
+
+class Own(geometric.GCNConv):  # type: ignore[misc, name-defined]
+    """Messages without their weights: a loop of weight 0 counts as any other."""
+
+    def message(self, x_j: Tensor, edge_weight: Tensor) -> Tensor:
+        return x_j
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: geometric.GCNConv(5, 3, aggr="mean"),
+        lambda: geometric.GCNConv(5, 3, aggr="max"),
+        lambda: geometric.GATConv(5, 3, aggr="mean"),
+        lambda: Own(5, 3),
+    ],
+)
+def test_a_layer_that_would_count_loops_that_it_took_out_is_refused(layer: Callable[[], nn.Module]) -> None:
+    batch = torch.randn(VERTICES, 5), torch.randint(VERTICES, (2, EDGES)), torch.randint(3, (VERTICES,))
+    with pytest.raises(CaptureError, match=r"The layer module_0 .* add_self_loops=False"):
+        captured(geometric.Sequential("x, e", [(layer(), "x, e -> x")]), batch, nn.functional.cross_entropy)
+
+
+def test_layers_whose_shapes_edges_decide_are_told_as_such() -> None:
+    batch = torch.randn(VERTICES, 5), torch.randint(VERTICES, (2, EDGES)), torch.randint(3, (VERTICES,))
+    model = geometric.Sequential("x, e", [(geometric.GATv2Conv(5, 3), "x, e -> x")])
+    with pytest.raises(CaptureError, match="a shape depends on tensor values"):
+        captured(model, batch, nn.functional.cross_entropy)

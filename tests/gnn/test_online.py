@@ -271,3 +271,134 @@ def test_any_graph_in_any_parts_has_the_loss_and_gradients_of_the_whole(name: st
             assert theirs[i][0] == pytest.approx(wanted.item(), rel=1e-9)
             gradients = {key: p.grad for key, p in plain.named_parameters()}
             torch.testing.assert_close(theirs[i][1], gradients, rtol=1e-9, atol=1e-12)
+
+
+class Convolution(nn.Module):
+    """A layer on sums of neighbours; what else models do with vertices and edges is done by its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def rows(self, x: Tensor, edges: Tensor, weight: Tensor | None = None) -> Tensor:
+        rows = x[edges[0]] if weight is None else x[edges[0]] * weight[:, None]
+        made: Tensor = self.layer(x.new_zeros(len(x), 5).index_add(0, edges[1], rows))
+        return made
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return self.rows(x, edges)
+
+
+class FirstAlone(Convolution):
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return super().forward(x, edges)[:7]
+
+
+class OwnRows(Convolution):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(VERTICES, 5))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return super().forward(x + self.table, edges)
+
+
+class Upwards(Convolution):
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return self.rows(x, edges, (edges[0] < edges[1]).to(x.dtype))
+
+
+class OwnWeights(Convolution):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(40))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return self.rows(x, edges, torch.sigmoid(self.weight))
+
+
+class Degrees(Convolution):
+    """As in a GCN, with batch norm and dropout: the same of vertices in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(5), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        degree = x.new_zeros(len(x)).index_add(0, edges[1], x.new_ones(edges.shape[1])).clamp(min=1) ** -0.5
+        return self.rows(self.drop(self.norm(x)), edges, degree[edges[0]] * degree[edges[1]]).log_softmax(-1)
+
+
+def of_some(outputs: Tensor, labels: Tensor, which: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs[which], labels[which])
+
+
+@pytest.mark.parametrize(
+    ("model", "rest", "loss", "told"),
+    [
+        (Convolution(), (torch.arange(VERTICES) % 3, torch.tensor([3, 1, 8])), of_some, "index.Tensor"),
+        (FirstAlone(), (torch.arange(7) % 3,), nn.functional.cross_entropy, "slice.Tensor"),
+        (OwnRows(), (torch.arange(VERTICES) % 3,), nn.functional.cross_entropy, "add.Tensor"),
+        (Upwards(), (torch.arange(VERTICES) % 3,), nn.functional.cross_entropy, "lt.Tensor"),
+        (OwnWeights(), (torch.arange(VERTICES) % 3,), nn.functional.cross_entropy, "own weight"),
+        (Convolution(), (torch.arange(VERTICES) % 3,), nn.functional.cross_entropy, ""),
+        (Degrees(), (torch.arange(VERTICES) % 3,), nn.functional.cross_entropy, ""),
+    ],
+)
+def test_vertices_stay_where_they_are_for_what_goes_by_their_places(
+    model: nn.Module, rest: tuple[Tensor, ...], loss: Any, told: str
+) -> None:
+    torch.manual_seed(0)
+    batch = torch.randn(VERTICES, 5), torch.randint(VERTICES, (2, 40)), *rest
+    roles, order = find_roles(capture(model, batch, loss)), np.random.default_rng(1).permutation(VERTICES)
+    if told:
+        with pytest.raises(UsageError, match=told):
+            WholeGraph.of(roles, batch, order)
+        return
+    whole = WholeGraph.of(roles, batch, order)
+    losses = []
+    for x, edges, labels in (batch, whole.tensors):
+        torch.manual_seed(0)
+        losses.append(loss(copy.deepcopy(model).eval()(x, edges), labels).item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def train_some(plan: Plan, model: nn.Module, whole: WholeGraph, cuts: np.ndarray, ranks: Communicator) -> float:
+    loss = nn.functional.cross_entropy
+    store = Store(plan, ranks.rank, torch.device("cpu"))
+    store.fill(model)
+    step = ParallelModule(plan, store, ranks, None, OtherPlans(plan, model, PLANNER, loss, None))  # type: ignore[arg-type]
+    found: Tensor = step(*OnlineParts(whole, cuts, step).batch)
+    return found.item()
+
+
+class Scaled(Convolution):
+    """Weights that are made of what the batch says of edges: a plan has that whole on every device."""
+
+    def forward(self, x: Tensor, edges: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        return self.rows(x, edges, torch.sigmoid(weight))
+
+
+def scaled(num_edges: int) -> tuple[nn.Module, tuple[Tensor, ...], Plan]:
+    torch.manual_seed(0)
+    edges, weight = torch.randint(VERTICES, (2, num_edges)), torch.randn(num_edges).double()
+    batch = torch.randn(VERTICES, 5).double(), edges, weight, torch.arange(VERTICES) % 3
+    model, without = Scaled().double(), tuple(torch.empty_like(x, device="meta") for x in batch)
+    graph = capture(copy.deepcopy(model).to("meta"), without, nn.functional.cross_entropy)
+    return model, batch, make_plan(graph, Machine("many", 1, 2, "cpu"), "vertex-parallel:parts=2")
+
+
+@pytest.mark.parametrize("cuts", [(0, 5, VERTICES), (0, 0, VERTICES)])  # in the second one part is all there is
+def test_what_a_plan_has_whole_stays_whole_and_a_part_may_be_empty(cuts: tuple[int, ...]) -> None:
+    model, batch, plan = scaled(40)
+    whole = WholeGraph.of(find_roles(capture(model, batch, nn.functional.cross_entropy)), batch)
+    losses = run_ranks(plan.mesh, partial(train_some, plan, model, whole, np.array(cuts)))
+    alone = nn.functional.cross_entropy(model(*batch[:-1]), batch[-1]).item()
+    assert losses == pytest.approx([alone] * 2, rel=1e-12)
+
+
+def test_as_many_edges_as_vertices_are_not_cut() -> None:
+    model, batch, _ = scaled(VERTICES)
+    whole = WholeGraph.of(find_roles(capture(model, batch, nn.functional.cross_entropy)), batch)
+    with pytest.raises(UsageError, match=f"{VERTICES} vertices and as many edges"):
+        whole.sizes(np.array([0, 5, VERTICES])).on(("d0",))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from conjoin.errors import ConjoinError
 from conjoin.frontends import capture
@@ -59,6 +59,11 @@ def _edit_operator(data: dict[str, Any]) -> None:
     lines[place] = lines[place].replace(" tanh(", " relu(")
 
 
+def _edit_graph(data: dict[str, Any]) -> None:
+    place = next(i for i, line in enumerate(data["graph"]) if " tanh(" in line)
+    data["graph"][place] = data["graph"][place].replace(" tanh(", " relu(")
+
+
 EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "rank of no device": (lambda d: d["stages"][1].update(ranks=[2, 9]), "rank 9 of stage 1 is none of 4"),
     "rank twice": (lambda d: d["stages"][1].update(ranks=[1, 2]), "rank 1 is one of"),
@@ -73,6 +78,10 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "another operator": (_edit_operator, "does not compute what it did"),
     "micro-batches": (lambda d: d["accumulate"].update(steps=2), "micro-batches"),
     "unknown key": (lambda d: d["stages"][0].update(speed=1), "'speed' is unknown"),
+    "another operator in the graph of all": (_edit_graph, "do not compute together"),
+    "owner without a row": (lambda d: d["schedule"].update(owners=[0, 2]), "2 rows of tasks"),
+    "one row only": (lambda d: d["schedule"]["rows"].pop(), "1 rows of tasks"),
+    "rank without a stage": (lambda d: d["mesh"][0].update(size=4), "rank 4 of 8 has no stage"),
     "no schedule": (lambda d: d.update(schedule=None), "is no schedule"),
 }
 
@@ -83,3 +92,31 @@ def test_a_wrong_edit_is_told(tmp_path: Path, change: Callable[[dict[str, Any]],
         load_plan(saved(tmp_path, change))
     assert told in str(caught.value), str(caught.value)
     assert_three_sentences(caught.value)
+
+
+class Skipping(nn.Module):
+    """What the first layer makes is read by the second and by the last, in two tensors of one type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = (nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.tanh(self.first(x))
+        made: Tensor = self.last(torch.relu(self.third(torch.tanh(self.second(kept))))) * kept
+        return made
+
+
+def test_what_goes_from_stage_to_stage_is_not_exchanged(tmp_path: Path) -> None:
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    graph = capture(Skipping(), batch, nn.functional.mse_loss)
+    made = make_pipeline(graph, Machine("four", 1, 2, "cpu"), "pipeline:pp=2,micro=4")
+    data, path = pipeline_to_json(made), tmp_path / "plan.json"
+    taken = data["stages"][1]["takes"]
+    assert len(taken) == 2
+    taken[0]["output"], taken[1]["output"] = taken[1]["output"], taken[0]["output"]
+    path.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(ConjoinError, match="do not compute together"):
+        load_plan(path)
+    path.write_text(json.dumps({**data, "computes": None}), encoding="utf-8")
+    assert isinstance(load_plan(path), Pipeline), "who means it says so"

@@ -44,9 +44,14 @@ class GradientPiece(Tensor):
             answer = _ANSWERS.get(func)
             if answer is not None:
                 return answer(func, *args, **(kwargs or {}))
-            if args and isinstance(args[0], GradientPiece) and args[0].of_rows and _is_in_place(func):
-                raise _no_places(args[0])
+            piece = args[0] if args and isinstance(args[0], GradientPiece) else None
+            if piece is not None and piece.of_rows and _is_in_place(func):
+                raise _no_places(piece)
+            if piece is not None and func.__name__.startswith(_WHOLE_FAMILIES):
+                raise _no_rows(func, piece)
             result = func(*args, **(kwargs or {}))
+            if piece is not None and isinstance(result, tuple) and any(isinstance(x, Tensor) for x in result):
+                raise _no_rows(func, piece)  # factors, places or parts
         return result if func in _MADE_ANEW else _still_pieces(func, result, args)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -186,6 +191,13 @@ def _whole(func: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return answer.to(kwargs.get("dtype") or found.dtype)
 
 
+def _alike(func: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether two tensors are equal, or close, on all ranks."""
+    piece = _of_all_stages(func, _pieces_in((*args, *kwargs.values()))[0])
+    mine = torch.tensor([float(func(*args, **kwargs))], dtype=torch.float64, device=piece.device)
+    return bool(over_ranks(mine, piece.axes, -inf, piece.communicator)[0]) if piece.axes else bool(mine)
+
+
 def _pieces_in(values: Iterable[Any]) -> list[GradientPiece]:
     flat = (x for value in values for x in (value if isinstance(value, list | tuple) else (value,)))
     return [x for x in flat if isinstance(x, GradientPiece)]
@@ -259,6 +271,8 @@ _OF_ROWS = (
     "cosine_similarity", "_foreach_max",
 )  # fmt: skip
 """What looks at more than an element, and is not put together here."""
+_WHOLE_FAMILIES = ("linalg_", "fft_")
+"""How the names of more such begin."""
 _PICKING = (
     "__getitem__", "narrow", "select", "index_select", "masked_select", "take", "take_along_dim", "gather", "diagonal",
     "diag", "tril", "triu", "chunk", "split", "tensor_split", "unbind", "__iter__", "unfold",
@@ -266,7 +280,6 @@ _PICKING = (
 _SHOWING = ("numpy", "tolist", "__array__")
 _SQUEEZES = frozenset({torch.squeeze, Tensor.squeeze, torch.reshape, Tensor.reshape, Tensor.view})
 _OF_MATRICES = (
-    torch.linalg.matrix_norm, torch.linalg.svd, torch.linalg.svdvals, torch.linalg.cond, torch.linalg.matrix_rank,
     nn.functional.normalize, nn.functional.softmax, nn.functional.log_softmax, nn.functional.linear,
 )  # fmt: skip
 _JOINING = (torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack)
@@ -284,6 +297,7 @@ _MADE_ANEW = {*_both((*_NEW, "new_zeros", "new_ones", "new_empty", "new_full", "
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     **_both(_ORDERS, _whole),
     **_both(_OF_ROWS, _refused),
+    **_both(("equal", "allclose"), _alike),
     **_both(_PICKING, _picked),
     **_both(_SHOWING, _shown),
     **dict.fromkeys(_OF_MATRICES, _refused),

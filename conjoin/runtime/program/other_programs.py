@@ -45,8 +45,9 @@ class OtherPrograms:
         self._communicator, self._store = program.communicator, program.store
         self._every: int | None = 0
         self._draws_alike = program.draws_alike
-        self._in_parts: bool | None = None
-        """Whether batches came as parts so far; None as long as it is not known."""
+        self._in_parts: bool | None = True if self._communicator.mesh.cuts else None
+        """Whether batches came as parts so far; None as long as it is not known. Where dims are cut elsewhere than in
+        even pieces they do, and the part of one rank may be all there is."""
         self._alike: str | None = None
         """The last batch that all ranks had alike while that was not known."""
         self._noted: list[weakref.ref[Tensor]] = []
