@@ -38,6 +38,7 @@ def relieve(contest: Contest, outcome: Outcome, left: Callable[[], float] = lamb
     if not without_places([start]):  # who does not run an operator would not run its segment again
         return
     entry = replace(start.entry, segments=(), offloads=NOTHING_OFFLOADED)
+    contest.relieved.append(outcome.entry)
     program = outcome.simulation.program
     peak = measure_memory(program, contest.optimizer, contest.machine.device).peak
     ways = segmentations(entry.variant.skeleton)
