@@ -38,7 +38,7 @@ def relieve_front(contest: Contest, left: Callable[[], float]) -> None:
     """Relieve what is faster than the best but does not fit, the fastest first; while nothing fits the smallest."""
     while left() > 0 and (new := [heavy for heavy in contest.front if _is_worth(contest, heavy)]):
         heavy = min(new, key=lambda heavy: heavy.peak_bytes if contest.best is None else heavy.seconds)
-        contest.check(f"{heavy.entry.name}, some of it run again or on the host")
+        contest.tell(f"{heavy.entry.name}, some of it run again or on the host")
         relieve(contest, Outcome(heavy.entry, contest.simulate(heavy.entry), heavy.seconds, heavy.peak_bytes), left)
 
 

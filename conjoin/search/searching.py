@@ -40,6 +40,8 @@ _FOR_NAMED = 0.5
 """The part of the time that is left to the search where no named strategy fits."""
 _FOR_FRONT = 0.3
 """The part of the time left to random changes in which what they find is relieved, where memory decides."""
+_NEARLY_ALL = 0.9
+"""Of the time left: some is kept to finish the best plan."""
 _SLOW = 1.3
 """How much slower than the best a named strategy is that is not tried again with its parameters stored otherwise."""
 
@@ -53,7 +55,7 @@ def _joint(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None:
     if best is not None:
         kept = _FOR_FRONT if contest.memory_decides else 0.0
         walk_from_all(contest, [best, *starts], wish.seed, kept)
-        relieve_front(contest, contest.share(1.0))
+        relieve_front(contest, contest.share(_NEARLY_ALL))
 
 
 def _named_only(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None:
@@ -134,12 +136,12 @@ def search_on(
         if contest.least_seconds == inf:
             raise
         stopped = Stopped.INTERRUPTED
-    if stopped is Stopped.CONVERGED and contest.cut_short:
-        stopped = Stopped.OUT_OF_TIME if contest.steps_left is None else Stopped.OUT_OF_STEPS
     if stopped is not Stopped.INTERRUPTED and not _relieve_last(contest):
         stopped = Stopped.INTERRUPTED
     if stopped is Stopped.CONVERGED and wish.search != "named":
         stopped = _finish_best(contest)
+    if stopped is Stopped.CONVERGED and contest.cut_short:
+        stopped = Stopped.OUT_OF_TIME if contest.steps_left is None else Stopped.OUT_OF_STEPS
     if contest.least_seconds == inf:
         raise nothing_found(contest, len(starts), wish.stages)
     result = _result(contest, stopped)
@@ -174,6 +176,7 @@ def _relieve_last(contest: Contest) -> bool:
         return True
     try:
         relieve(contest, contest.smallest, lambda: 1.0 if contest.least_seconds == inf else contest.time_left)
+        relieve_front(contest, lambda: contest.left)
     except KeyboardInterrupt:
         if contest.least_seconds == inf:
             raise
