@@ -10,6 +10,9 @@ chunks, and those that do not fit but are faster again with whatever of it on th
 of them, part of the machine for each, cut, number of blocks that are run again, number of micro-batches and schedule
 is; stages on several devices are laid out by every named strategy and by the exact core, not by everything. A plan as
 fast as the best of all, to half a per cent, is as good: of plans so near to each other the search takes the simplest.
+One that is slower must be so by no more than the gap of the step that the search tells with it.
+
+What trying everything gave is kept with the results, so that searches are compared with it again at once (`--known`).
 """
 
 from __future__ import annotations
@@ -117,13 +120,17 @@ class Row:
     found_seconds: float
     found: str
     gap: float | None
-    """Of the sum, as the search tells it: it bounds neither the timeline nor other numbers of micro-batches, and so
-    excuses nothing."""
+    """Of the step, as the search tells it; none of pipelines."""
     cpu_seconds: float
 
     @property
     def is_as_good(self) -> bool:
         return self.found_seconds <= ALIKE * self.best.exhaustive_seconds
+
+    @property
+    def is_within_gap(self) -> bool:
+        """Whether nothing of everything is faster than the search says that something may be."""
+        return self.gap is not None and self.found_seconds <= (1 + self.gap) * self.best.exhaustive_seconds
 
 
 def model_of(draw: Random, devices: int) -> tuple[Graph, str]:
@@ -323,7 +330,7 @@ def compare(best: Best, budget: float) -> Row:
         wish = Wish(budget=inf, cpu_budget=budget, optimizer="adam", memory=best.limit)
         found = find_plan(graph, machine, CostModel(), wish)
         name, seconds = found.plan.strategy, found.seconds_per_step
-        gap = found.certificate.gap if found.certificate is not None else None
+        gap = found.certificate.step_gap if found.certificate is not None else None
     except ConjoinError as error:
         name = str(error).split(".")[0]
     return Row(best, seconds, name, gap, process_time() - began)
@@ -343,21 +350,23 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs=2, default=(0, 200), help="the first, and one after the last")
     parser.add_argument("--budget", type=float, default=3.0, help="CPU seconds of each search")
     parser.add_argument("--again", action="store_true", help="try everything again where that was done before")
+    parser.add_argument("--known", action="store_true", help="search only where everything was tried before")
     asked = parser.parse_args()
     rows = {row["seed"]: row for row in json.loads(RESULTS.read_text())["rows"]} if RESULTS.exists() else {}
     for seed in range(*asked.seeds):
-        best = _known(rows.get(seed)) if not asked.again else None
-        best = best or try_everything(seed)
+        best = None if asked.again else _known(rows.get(seed))
+        best = try_everything(seed) if best is None and not asked.known else best
         if best is not None:
             row = compare(best, asked.budget)
-            rows[seed] = asdict(best) | asdict(row) | {"is_as_good": row.is_as_good}
-            del rows[seed]["best"]
+            told = {"is_as_good": row.is_as_good, "is_within_gap": row.is_within_gap}
+            rows[seed] = {name: value for name, value in (asdict(best) | asdict(row) | told).items() if name != "best"}
             print(row, "" if row.is_as_good else "WORSE", flush=True)
             _write([rows[number] for number in sorted(rows)])
-    kept = list(rows.values())
-    worse = [row["seed"] for row in kept if not row["is_as_good"]]
-    print(f"{len(kept)} models, {len(worse)} of them worse than the best of everything: {worse}")
-    return int(bool(worse))
+    worse = [seed for seed, row in sorted(rows.items()) if not row["is_as_good"]]
+    beyond = [seed for seed in worse if not rows[seed]["is_within_gap"]]
+    print(f"{len(rows)} models, {len(worse)} of them worse than the best of everything: {worse}")
+    print(f"beyond the gap that is told: {beyond}")
+    return int(bool(beyond))
 
 
 def _known(row: dict[str, Any] | None) -> Best | None:
