@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
@@ -153,7 +154,8 @@ def main() -> int:
     task = Task(graph, parse_machine(asked.machine), asked.optimizer, asked.budget)
     free = task.search(search="sequential", memory=2**50)
     assert free is not None
-    told: dict[str, object] = {"command": "python -m tests.search.one_after_the_other", "date": strftime("%Y-%m-%d")}
+    command = " ".join(("python -m tests.search.one_after_the_other", *sys.argv[1:]))
+    told: dict[str, object] = {"command": command, "date": strftime("%Y-%m-%d")}
     told |= {"torch": torch.__version__, "budget": asked.budget}
     told["without_limit"] = {"seconds": free.seconds_per_step, "peak": free.peak_bytes}
     rows = []
