@@ -23,7 +23,7 @@ from math import isclose
 from conjoin.search.contest import Contest, Outcome
 from conjoin.search.exact.kinds import kinds_of
 from conjoin.search.exact.relaxing import Bound, lower_bound
-from conjoin.search.exact.space import OVERLAPS, Objective
+from conjoin.search.exact.space import LEAST_PRICE, OVERLAPS, Objective
 from conjoin.search.exact.stack import StackProblem
 from conjoin.search.exact.summing import sum_of
 from conjoin.search.exact.units import Units, natural_units, shown, splits
@@ -33,8 +33,6 @@ from conjoin.search.variants import as_variant
 _MAX_UNITS = 3
 _FAR = 0.05
 """A gap of the step that is told with a reason."""
-_MIN_PRICE = 1e-21
-"""Of a byte: counts for nothing, but tables have parameters gathered twice only where a byte has a price."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,7 @@ def certify(contest: Contest, best: Outcome) -> Certificate | None:
         return None
     objective = entry.objective or JointSearch(contest, ()).objective(OVERLAPS[0])
     if entry.regathered and not objective.seconds_per_byte:
-        objective = replace(objective, seconds_per_byte=_MIN_PRICE)
+        objective = replace(objective, seconds_per_byte=LEAST_PRICE)
     for units in _known_first(contest, natural):
         if units in contest.spaces or contest.time_left > 0:
             found = _certify_on(contest, outcome, units, objective)
@@ -125,7 +123,7 @@ def _certify_on(contest: Contest, outcome: Outcome, units: Units, objective: Obj
         return None
     price = objective.seconds_per_byte
     steps = outcome.seconds, _least_step(tables, outcome, units, objective)
-    if price <= _MIN_PRICE:
+    if price <= LEAST_PRICE:
         least = own if isclose(own, bound.least, rel_tol=1e-12) else bound.least  # the same, summed in another order
         return Certificate(among, objective.overlap, own, least, bound.is_exact, None, *steps)
     dearer = sum_of(skeleton, space, replace(objective, seconds_per_byte=2 * price), *told)

@@ -64,6 +64,9 @@ _FOR_FITTING = 0.3
 
 
 _FASTEST = 12
+_ON_FRONT = 64
+SIMPLER = 1.005
+"""How much faster a plan must be than a simpler one."""
 
 
 class Stopped(Enum):
@@ -155,6 +158,15 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Heavy:
+    """An entry that does not fit, with what it takes."""
+
+    seconds: float
+    peak_bytes: int
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
 class Improvement:
     """When the best plan got better, to what, and by whom."""
 
@@ -202,6 +214,10 @@ class Contest:
     """The fastest entries, whether they fit or not."""
     smallest: Outcome | None = None
     """The entry that needs the least memory of those that do not fit, while none does."""
+    front: list[Heavy] = field(default_factory=list)
+    """Of what does not fit and was faster than the best, those of which no other is both faster and smaller."""
+    relieved: list[Entry] = field(default_factory=list)
+    """What was tried with something of it run again or on the host."""
     baseline: Outcome | None = None
     """The best of the named strategies."""
     pipeline: PipelinePrediction | None = None
@@ -365,9 +381,25 @@ class Contest:
         elif peak <= self.capacity:
             self.best = outcome
             self.history.append(Improvement(self.elapsed, seconds, entry.name))
-        elif self.smallest is None or self.smallest.peak_bytes is None or peak < self.smallest.peak_bytes:
-            self.smallest = outcome
+        else:
+            if not entry.segments and not entry.offloads:
+                self._keep_on_front(Heavy(seconds, peak, entry))
+            if self.smallest is None or self.smallest.peak_bytes is None or peak < self.smallest.peak_bytes:
+                self.smallest = outcome
         return outcome
+
+    @property
+    def memory_decides(self) -> bool:
+        """Whether something is faster than the best, by more than plans differ that are alike, but does not fit."""
+        return any(heavy.seconds * SIMPLER < self.least_seconds for heavy in self.front)
+
+    def _keep_on_front(self, new: Heavy) -> None:
+        """Keep what does not fit unless something is as fast and as small; of many the fastest, and the smallest."""
+        if any(old.seconds <= new.seconds and old.peak_bytes <= new.peak_bytes for old in self.front):
+            return
+        kept = [old for old in self.front if old.seconds < new.seconds or old.peak_bytes < new.peak_bytes]
+        self.front = sorted([*kept, new], key=lambda heavy: heavy.seconds)
+        del self.front[_ON_FRONT:-1]
 
     def _keep_near(self, entry: Entry, seconds: float, allowed: bool) -> None:
         """Keep an entry where it is among the fastest; of those laid out alike the first."""

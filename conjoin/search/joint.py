@@ -36,6 +36,7 @@ from conjoin.search.exact.space import OVERLAPS, Objective, Space, host_seconds_
 from conjoin.search.exact.stack import StackProblem, folded_problem
 from conjoin.search.exact.units import Units, cuts, kinds_text, natural_units, neighbours, shown, splits
 from conjoin.search.host_relief import relieve_by_host, states_on_host
+from conjoin.search.memory_front import explore_front, relieve_front
 from conjoin.search.micro_batches import enter_strategies, micro_variants
 from conjoin.search.placing_branches import without_places
 from conjoin.search.relieving import mix, relieve
@@ -139,6 +140,12 @@ class JointSearch:
             for start in self._worth_taking_up():
                 self._take_up(start)
         self._relieve()
+        if self.contest.memory_decides:
+            for units in self.promising()[:2]:
+                explore_front(self, self.variants[0], units, self.contest.share(_FIRST_RELIEF))
+            relieve_front(self.contest, self.contest.share(_FIRST_RELIEF))
+            self._accumulate(_FIRST_RELIEF)
+            relieve_front(self.contest, self.contest.share(_FIRST_RELIEF))
 
     def _relieve(self, part: float = 1.0) -> None:
         """Have the fastest of what does not fit run some of it again, and what comes nearest to fitting; for a part of
@@ -157,7 +164,7 @@ class JointSearch:
         """Where memory is short, take the step in more and more micro-batches, as long as one of them is any faster,
         for a part of the time left; from those on that were tried."""
         best, left = self.contest.best, self.contest.share(part)
-        if best is not None and not best.entry.segments:
+        if best is not None and not best.entry.segments and not self.contest.memory_decides:
             return
         while left() > 0 and (variant := next(self._smaller, None)) is not None:
             solved = (self._solve(variant, units) for units in self.cuts())
@@ -168,6 +175,8 @@ class JointSearch:
             self._hold_heavy(known)
             self._relieve()
             found += known
+            for units in self.cuts():
+                explore_front(self, variant, units, left)
             if all(outcome.peak_bytes is None for outcome in found):
                 self._smaller = iter(())
 

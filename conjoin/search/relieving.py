@@ -39,6 +39,7 @@ def relieve(contest: Contest, outcome: Outcome, left: Callable[[], float] = lamb
     if not without_places([start]):  # who does not run an operator would not run its segment again
         return
     entry = replace(start.entry, segments=(), offloads=NOTHING_OFFLOADED)
+    contest.relieved.append(outcome.entry)
     heavy = relieve_by_inputs(contest, entry, left) if not start.entry.offloads.inputs else []
     _relieve_further(contest, entry, outcome, left)
     for streamed in heavy:

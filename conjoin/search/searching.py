@@ -15,10 +15,11 @@ from conjoin.search.baselines import baselines, least_bytes, stored_otherwise
 from conjoin.search.certifying import Certificate, certify
 from conjoin.search.chunk_count import try_chunks
 from conjoin.search.constraints import make_constraints
-from conjoin.search.contest import Contest, Enough, Outcome, Progress, Stopped, Variant, plan_of
+from conjoin.search.contest import SIMPLER, Contest, Enough, Outcome, Progress, Stopped, Variant, plan_of
 from conjoin.search.exact.space import OVERLAPS
 from conjoin.search.joint import JointSearch
 from conjoin.search.kept_count import try_keeping
+from conjoin.search.memory_front import relieve_front
 from conjoin.search.named_relief import relieve_by_name
 from conjoin.search.notes import Notes
 from conjoin.search.papers.descents import descend_everywhere, try_everything
@@ -29,7 +30,6 @@ from conjoin.search.refusing import check_seconds, check_start, nothing_found
 from conjoin.search.relieving import relieve
 from conjoin.search.rewrites import Way, ways_of
 from conjoin.search.stages.entering import enter_pipeline, search_stages
-from conjoin.search.stages.plans import SIMPLER
 from conjoin.search.variants import as_variant, variants_of
 from conjoin.search.wishing import SearchResult, Wish, check_wish, usable_bytes
 from conjoin.sim import OPTIMIZER_COPIES, MachinePrices, break_down, expected_error
@@ -38,6 +38,10 @@ _GRACE_SECONDS = 1.0
 """How long after its time a search may still judge named strategies, as far as can be told."""
 _FOR_NAMED = 0.5
 """The part of the time that is left to the search where no named strategy fits."""
+_FOR_FRONT = 0.3
+"""The part of the time left to random changes in which what they find is relieved, where memory decides."""
+_NEARLY_ALL = 0.9
+"""Of the time left: some is kept to finish the best plan."""
 _SLOW = 1.3
 """How much slower than the best a named strategy is that is not tried again with its parameters stored otherwise."""
 
@@ -49,7 +53,9 @@ def _joint(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None:
     with_branches_aside(contest, search.run)
     best = contest.best or contest.smallest  # what only a timeline sees, such as overlap and peaks of memory
     if best is not None:
-        walk_from_all(contest, [best, *starts], wish.seed)
+        kept = _FOR_FRONT if contest.memory_decides else 0.0
+        walk_from_all(contest, [best, *starts], wish.seed, kept)
+        relieve_front(contest, contest.share(_NEARLY_ALL))
 
 
 def _named_only(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None:
@@ -130,12 +136,12 @@ def search_on(
         if contest.least_seconds == inf:
             raise
         stopped = Stopped.INTERRUPTED
-    if stopped is Stopped.CONVERGED and contest.cut_short:
-        stopped = Stopped.OUT_OF_TIME if contest.steps_left is None else Stopped.OUT_OF_STEPS
     if stopped is not Stopped.INTERRUPTED and not _relieve_last(contest):
         stopped = Stopped.INTERRUPTED
     if stopped is Stopped.CONVERGED and wish.search != "named":
         stopped = _finish_best(contest)
+    if stopped is Stopped.CONVERGED and contest.cut_short:
+        stopped = Stopped.OUT_OF_TIME if contest.steps_left is None else Stopped.OUT_OF_STEPS
     if contest.least_seconds == inf:
         raise nothing_found(contest, len(starts), wish.stages)
     result = _result(contest, stopped)
@@ -170,6 +176,7 @@ def _relieve_last(contest: Contest) -> bool:
         return True
     try:
         relieve(contest, contest.smallest, lambda: 1.0 if contest.least_seconds == inf else contest.time_left)
+        relieve_front(contest, lambda: contest.left)
     except KeyboardInterrupt:
         if contest.least_seconds == inf:
             raise

@@ -77,6 +77,9 @@ def test_what_fits_nowhere_gets_a_plan_by_running_some_of_it_again(monkeypatch: 
     monkeypatch.setattr("conjoin.search.named_relief.with_blocks_again", lambda *_: None)
     monkeypatch.setattr("conjoin.search.joint.relieve", lambda *_: None)
     monkeypatch.setattr("conjoin.search.searching.relieve", lambda *_: None)
+    monkeypatch.setattr("conjoin.search.joint.relieve_front", lambda *_: None)
+    monkeypatch.setattr("conjoin.search.searching.relieve_front", lambda *_: None)
+    monkeypatch.setattr("conjoin.search.joint.explore_front", lambda *_: None)
     monkeypatch.setattr("conjoin.search.joint.micro_variants", lambda _: iter(()))
     with pytest.raises(StrategyError, match="needs"):
         search(memory=limit)

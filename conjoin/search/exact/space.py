@@ -29,6 +29,8 @@ from conjoin.sim import OPTIMIZER_COPIES, Prices, Skeleton
 
 _FEW = 64
 """Choices up to which all are considered, also near a given solution."""
+LEAST_PRICE = 1e-21
+"""Of a byte: counts for nothing, but only where there is one are parameters gathered twice and blocks run again."""
 OVERLAPS = (0.6, 0.0)
 """Parts of the parameters' communication that are taken to be hidden; the timeline then tells what really is."""
 

@@ -40,17 +40,18 @@ _MAX_PARTS = 3
 """Into how many runs of axes a proposal cuts the mesh at most: as many as the exact core has units."""
 
 
-def walk_from_all(contest: Contest, starts: Sequence[Outcome], seed: int) -> None:
-    """FlexFlow's search from the fastest starts, one after the other."""
+def walk_from_all(contest: Contest, starts: Sequence[Outcome], seed: int, kept: float = 0.0) -> None:
+    """FlexFlow's search from the fastest starts, one after the other; a part of what is left is kept for others."""
     rng = Random(seed + contest.notes.rounds)
     contest.notes.rounds += 1
     allowed = [start for start in starts if contest.allows(start.entry)]
     if contest.best is not None and not allowed:
         allowed = [contest.best]
     chosen = sorted(allowed, key=lambda outcome: outcome.seconds)[:MAX_STARTS]
+    end = kept * contest.left
     for position, start in enumerate(chosen if contest.mesh.size > 1 else ()):
-        share = contest.left / (len(chosen) - position)
-        until = contest.left - share if position + 1 < len(chosen) else -1.0
+        share = (contest.left - end) / (len(chosen) - position)
+        until = contest.left - share if position + 1 < len(chosen) else end or -1.0
         _Walk(contest, start.entry.name, start, rng, until).go()
     contest.check("all walks are over")
 

@@ -33,14 +33,12 @@ from conjoin.schedules import (
     play,
     zero_bubble,
 )
+from conjoin.search.contest import SIMPLER
 from conjoin.search.stages.cells import Cells
 from conjoin.search.stages.parts import Division
 from conjoin.search.stages.programme import Cutting
 from conjoin.search.stages.ways import Solver, lay_out_stage
 from conjoin.sim import Crossing, Crossings, PipelinePrediction, predict_pipeline, rescheduled
-
-SIMPLER = 1.005
-"""How much faster a schedule has to be than a simpler one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,114 @@
+"""What lies between fast plans that do not fit and small ones that are slow, where memory decides.
+
+A price of a byte finds the corners of that front, and not all of them: its tables count what is held all the time, not
+what is there for a moment, and parts of a model that are alike do the same for every price. So small models go on from
+the corners: from every plan on the front to those that differ in one choice, in how one parameter is stored or in what
+one block runs again, and from what they add to the front again (`explore_front`).
+
+Which plan of the front is the fastest once it fits is not to be seen from either figure: what is held all the time can
+lie on the host or be made again, what is there for a moment cannot. So all are relieved that are faster than the best
+so far (`relieve_front`, `relieving.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from conjoin.search.contest import Contest, Entry, Heavy, Outcome, Variant
+from conjoin.search.exact.elimination import Solution
+from conjoin.search.exact.problem import Problem
+from conjoin.search.exact.space import LEAST_PRICE, OVERLAPS
+from conjoin.search.exact.units import Units, shown
+from conjoin.search.relieving import relieve
+
+if TYPE_CHECKING:
+    from conjoin.search.joint import JointSearch
+
+Values = tuple[int, ...]
+"""Of the variables of a problem."""
+MAX_OPERATORS = 64
+"""Of a model that is explored: every neighbour is simulated, and larger ones have more than can be."""
+_PRICES = (1.0, 1e3)
+"""Of a byte, in steps for a device's memory: of the corners to begin from besides the fastest."""
+
+
+def relieve_front(contest: Contest, left: Callable[[], float]) -> None:
+    """Relieve what is faster than the best but does not fit, the fastest first; while nothing fits the smallest."""
+    while left() > 0 and (new := [heavy for heavy in contest.front if _is_worth(contest, heavy)]):
+        heavy = min(new, key=lambda heavy: heavy.peak_bytes if contest.best is None else heavy.seconds)
+        contest.tell(f"{heavy.entry.name}, some of it run again or on the host")
+        relieve(contest, Outcome(heavy.entry, contest.simulate(heavy.entry), heavy.seconds, heavy.peak_bytes), left)
+
+
+def _is_worth(contest: Contest, heavy: Heavy) -> bool:
+    return heavy.seconds < contest.least_seconds and heavy.entry not in contest.relieved
+
+
+def explore_front(search: JointSearch, variant: Variant, units: Units, left: Callable[[], float]) -> None:
+    """Enter neighbours of what is on the front of a variant on units, as long as they add to it."""
+    contest = search.contest
+    if len(variant.skeleton.operators) > MAX_OPERATORS or contest.smallest is None:
+        return
+    first = contest.smallest.seconds / contest.capacity
+    objectives = [search.objective(OVERLAPS[0], price) for price in (LEAST_PRICE, *(p * first for p in _PRICES))]
+    made = (search.problem(variant, units, objective, with_dominated=True) for objective in objectives)
+    problems = [problem for problem in made if problem is not None]
+    if problems:
+        front = _Front(contest, variant, problems[0], f"joint search, {shown(units)}", left)
+        front.go([problem.solve().values for problem in problems])
+
+
+@dataclass
+class _Front:
+    """A front under way."""
+
+    contest: Contest
+    variant: Variant
+    problem: Problem
+    name: str
+    left: Callable[[], float]
+    known: set[Values] = field(default_factory=set)
+    """What was entered."""
+    points: list[tuple[float, int, Values]] = field(default_factory=list)
+    """Seconds and bytes, of which none is both slower and larger than another."""
+
+    def go(self, starts: Sequence[Values]) -> None:
+        """From plan to plan, those first that come nearest to fitting for their seconds."""
+        for values in starts:
+            self._enter(values)
+        done: set[Values] = set()
+        while new := [point for point in self.points if point[2] not in done and self._may_win(point[0])]:
+            _, _, values = min(new, key=lambda point: point[0] * max(1.0, point[1] / self.contest.capacity))
+            done.add(values)
+            for other in self._neighbours(values):
+                if self.left() <= 0:
+                    self.contest.cut_short = True
+                    return
+                self._enter(other)
+
+    def _may_win(self, seconds: float) -> bool:
+        return self.contest.best is None or seconds < self.contest.best.seconds
+
+    def _neighbours(self, values: Values) -> Iterator[Values]:
+        hubs = {self.problem.variable[root] for root in self.problem.hubs}  # how a tensor comes to readers is no layout
+        for variable in (found for found in range(len(values)) if found not in hubs):
+            for value in range(self.problem.sizes[variable]):
+                yield (*values[:variable], value, *values[variable + 1 :])
+
+    def _enter(self, values: Values) -> None:
+        if values in self.known:
+            return
+        self.known.add(values)
+        self.contest.check(f"{self.name}, near what does not fit")
+        solution = Solution(values, 0.0, is_exact=False)
+        layouts, regathered = self.problem.layouts(solution)
+        entry = Entry(self.name, self.variant, layouts, regathered, self.problem.segments(solution))
+        found = self.contest.enter(entry)
+        if found.peak_bytes is None:  # slower than the best
+            return
+        new = found.seconds, found.peak_bytes, values
+        if not any(old[0] <= new[0] and old[1] <= new[1] for old in self.points):
+            self.points = [old for old in self.points if old[0] < new[0] or old[1] < new[1]]
+            self.points.append(new)
