@@ -6,7 +6,7 @@ Tiny models of the zoo, four ranks that are threads of one process. In a cell a 
 all ranks and compared with those in float64; so are those that plain torch has on one device under the same policy
 (autocast, or the model cast), or, in fp8-mixed, for which torch has none, those of the plan of one device. A plan may
 be off by twice what one device is, and by the roundings of what was summed up in another order: eight of the dtype it
-was rounded to.
+was rounded to. Where one device itself is off by half or more there is nothing to follow, and the cell says so.
 
 The file is read first: cells that it has are not done again. Cells come in an order in which any beginning of it has
 all models, precisions and strategies about equally often.
@@ -57,7 +57,8 @@ STRATEGIES = (
     "pipeline:pp=2,dp=2,micro=2", "pipeline:pp=4,micro=4,schedule=1f1b",
 )  # fmt: skip
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-BATCH, ROUNDINGS, SCALE = 8, 8, 256.0
+BATCH, ROUNDINGS, NOISE = 8, 8, 0.5
+SCALE = 256.0
 """A loss is scaled, as by a `GradScaler`, so that float16 holds its gradients."""
 
 Gradients = dict[str, Tensor]
@@ -72,9 +73,11 @@ class Cell:
     bound: float
 
     @property
-    def follows(self) -> bool:
-        """Whether the plan is within its bound, and what it is compared with is training and not noise."""
-        return self.plan <= self.bound and self.one_device < 0.5
+    def verdict(self) -> str:
+        """`follows` within its bound, `off` beyond; `noise` where one device itself does not follow float64."""
+        if self.one_device >= NOISE:
+            return "noise"
+        return "follows" if self.plan <= self.bound else "off"
 
 
 def narrow_of(precision: str) -> torch.dtype:
@@ -202,9 +205,9 @@ def told(asked: list[tuple[str, str, str]], known: dict[str, Any], seconds: floa
         try:
             cell = compared(name, precision, strategy)
         except ConjoinError as error:
-            yield key, {"refused": str(error)}
+            yield key, {"verdict": "refused", "why": str(error).replace(f"{Path.cwd()}/", "")[:200]}
             continue
-        yield key, {**{what: float(f"{value:.3g}") for what, value in asdict(cell).items()}, "follows": cell.follows}
+        yield key, {**{what: float(f"{value:.3g}") for what, value in asdict(cell).items()}, "verdict": cell.verdict}
 
 
 def main() -> None:
@@ -226,7 +229,7 @@ def main() -> None:
         if path is not None:
             content = {**about, "date": date.today().isoformat(), "cells": dict(sorted(known.items()))}
             path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(Counter("refused" if "refused" in c else "follows" if c["follows"] else "off" for c in known.values()))
+    print(dict(Counter(cell["verdict"] for cell in known.values())))
 
 
 if __name__ == "__main__":

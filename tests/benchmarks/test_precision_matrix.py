@@ -38,7 +38,7 @@ IN_DOUBLE = [case for case in CASES if case[1] == "bf16-mixed" and "pipeline" no
 @pytest.mark.parametrize(("name", "precision", "strategy"), CASES)
 def test_training_follows_one_device(name: str, precision: str, strategy: str) -> None:
     cell = compared(name, precision, strategy)
-    assert cell.follows and cell.plan > 1e-4, "it is rounded, and no more than on one device"
+    assert cell.verdict == "follows" and cell.plan > 1e-4, "it is rounded, and no more than on one device"
 
 
 @pytest.mark.parametrize(("name", "precision", "strategy"), IN_DOUBLE)
@@ -57,10 +57,10 @@ def test_the_diagonal_has_every_model_and_cells_are_named_in_the_benchmark() -> 
 def test_what_is_off_is_seen() -> None:
     exact, plain = gradients_of("gpt-125m", "float64"), gradients_of("gpt-125m", "float32")
     rounded = gradients_of("gpt-125m", "bf16-mixed")
-    assert judged(exact, plain, plain, torch.float32).follows
-    assert not judged(exact, plain, rounded, torch.float32).follows, "bfloat16 where float32 was asked for"
+    assert judged(exact, plain, plain, torch.float32).verdict == "follows"
+    assert judged(exact, plain, rounded, torch.float32).verdict == "off", "bfloat16 where float32 was asked for"
     name, largest = max(rounded.items(), key=lambda item: item[1].norm().item())
-    assert not judged(exact, rounded, {**rounded, name: largest * 2}, torch.bfloat16).follows, "summed up twice"
+    assert judged(exact, rounded, {**rounded, name: largest * 2}, torch.bfloat16).verdict == "off", "summed up twice"
 
 
 def test_cells_that_are_known_are_not_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +74,6 @@ def test_cells_that_are_known_are_not_done_again(monkeypatch: pytest.MonkeyPatch
     asked = [("a", "bf16", "fsdp"), ("b", "bf16", "fsdp")]
     found = dict(told(asked, {"a bf16 fsdp": {}}, 60.0))
     assert done == asked[1:] and found == {
-        "b bf16 fsdp": {"plan": 0.1, "one_device": 0.1, "bound": 0.2, "follows": True}
+        "b bf16 fsdp": {"plan": 0.1, "one_device": 0.1, "bound": 0.2, "verdict": "follows"}
     }
     assert not dict(told(asked, {}, -1.0)), "when the time is over"
