@@ -9,7 +9,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import conjoin
 from benchmarks.precision_matrix import (
     MODELS,
     PRECISIONS,
@@ -18,10 +17,15 @@ from benchmarks.precision_matrix import (
     cells,
     compared,
     gradients_of,
+    graph_of,
     judged,
     told,
     workload,
 )
+from conjoin.api import verify_in_process
+from conjoin.machine import parse_machine
+from conjoin.runtime import Case
+from conjoin.search import make_plan
 
 CASES = [
     ("gpt-125m", "bf16-mixed", "megatron:tp=2,dp=2,sp"), ("gpt-125m", "fp16-mixed", "zero1"),
@@ -43,15 +47,20 @@ def test_training_follows_one_device(name: str, precision: str, strategy: str) -
 
 @pytest.mark.parametrize(("name", "precision", "strategy"), IN_DOUBLE)
 def test_its_layouts_are_exact(name: str, precision: str, strategy: str) -> None:
-    made = workload(name)
-    plan = conjoin.plan(made.model, made.batch, "local:4", loss=made.loss, strategy=strategy, precision=precision)
-    assert plan.precision == f"{precision}@cpu"
-    assert conjoin.verify_plan(plan, made.model, made.batch, loss=made.loss, num_steps=1).passed
+    made, graph = workload(name), graph_of(name, precision)
+    plan = make_plan(graph, parse_machine("local:4"), strategy)
+    assert verify_in_process(Case(plan, graph, made.model, made.batch), 1).passed
 
 
 def test_the_diagonal_has_every_model_and_cells_are_named_in_the_benchmark() -> None:
     assert {name for name, _, _ in CASES} == set(MODELS) and set(CASES) <= set(cells())
     assert len(cells()) == len(MODELS) * len(PRECISIONS) * len(STRATEGIES)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_is_drawn_so_that_float32_is_next_to_float64(name: str) -> None:
+    exact, plain = gradients_of(name, "float64"), gradients_of(name, "float32")
+    assert judged(exact, plain, plain, torch.float32).one_device < 1e-4
 
 
 def test_what_is_off_is_seen() -> None:
