@@ -5,8 +5,8 @@
 Tiny models of the zoo, four ranks that are threads of one process. In a cell a plan's gradients are put together from
 all ranks and compared with those in float64; so are those that plain torch has on one device under the same policy
 (autocast, or the model cast), or, in fp8-mixed, for which torch has none, those of the plan of one device. A plan may
-be off by twice what one device is, and by the roundings of what was summed up in another order: eight of the dtype it
-was rounded to. Where one device itself is off by half or more there is nothing to follow, and the cell says so.
+be off by twice what one device is, and by one rounding of the dtype, for what is summed up in another order. Where one
+device itself is off by half or more there is nothing to follow, and the cell says so.
 
 The file is read first: cells that it has are not done again. Cells come in an order in which any beginning of it has
 all models, precisions and strategies about equally often.
@@ -57,7 +57,7 @@ STRATEGIES = (
     "pipeline:pp=2,dp=2,micro=2", "pipeline:pp=4,micro=4,schedule=1f1b",
 )  # fmt: skip
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-BATCH, ROUNDINGS, NOISE = 8, 8, 0.5
+BATCH, NOISE = 8, 0.5
 SCALE = 256.0
 """A loss is scaled, as by a `GradScaler`, so that float16 holds its gradients."""
 
@@ -181,7 +181,7 @@ def judged(exact: Gradients, plain: Gradients, found: Gradients, narrow: torch.d
     """Gradients of one device and of a plan beside the exact ones."""
     assert found.keys() == exact.keys(), found.keys() ^ exact.keys()
     total, usual, off = _norm(exact), _norm(exact, plain), _norm(exact, found)
-    bound = 2 * usual + ROUNDINGS * torch.finfo(narrow).eps * total
+    bound = 2 * usual + torch.finfo(narrow).eps * total
     return Cell(off / total, usual / total, bound / total)
 
 
