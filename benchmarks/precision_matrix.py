@@ -41,11 +41,8 @@ from conjoin.api import capture
 from conjoin.errors import ConjoinError
 from conjoin.ir import Graph, Pipeline, Plan
 from conjoin.machine import parse_machine
-from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.ranks.communicator import World
-from conjoin.runtime.ranks.threads import run_ranks
-from conjoin.runtime.state.storage import Store
 from conjoin.search import make_pipeline, make_plan
+from tests.runtime.thread_modules import module_on, run_ranks
 from zoo import Workload, build
 
 MODELS = ("gpt-125m", "llama-8b", "bert-base", "vit-b-16", "resnet-50", "moe-8x7b")
@@ -140,10 +137,9 @@ def gradients_by(plan: Plan | Pipeline, name: str, dtype: torch.dtype) -> Gradie
     made = workload(name)
     model, batch = copy.deepcopy(made.model).to(dtype), cast(made.batch, dtype)
 
-    def program(ranks: World) -> dict[str, tuple[Any, Tensor]]:
-        store = Store(plan, ranks.rank, torch.device("cpu"))
-        store.fill(model)
-        module = ParallelModule(plan, store, ranks)
+    def program(ranks: Any) -> dict[str, tuple[Any, Tensor]]:
+        module = module_on(plan, model, ranks)
+        store = module.store
         (module(*batch) * SCALE).backward()
         found = {key: p.grad for key, p in module.named_parameters() if p.grad is not None}
         shapes = {key: tuple(p.shape) for key, p in model.named_parameters()}
