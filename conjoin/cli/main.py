@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -11,6 +12,7 @@ from io import TextIOWrapper
 from typing import Annotated
 
 import typer
+from typer.exceptions import TyperException
 
 from conjoin.cli.calibrating import calibrate_command
 from conjoin.cli.explaining import explain_command
@@ -95,10 +97,12 @@ def _commands() -> Callable[..., object]:
 def _run(arguments: list[str] | None) -> int:
     try:
         try:
-            _commands()(args=arguments)
+            code = _commands()(args=arguments, standalone_mode=False)
         finally:
             if sys.stdout is not None:  # it is None after >&- in a shell
                 sys.stdout.flush()
+    except TyperException as error:
+        return _refuse(error, sys.argv[1:] if arguments is None else arguments)
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except OSError as error:
@@ -111,7 +115,30 @@ def _run(arguments: list[str] | None) -> int:
             f"What the command had to say could not be written: {error.strerror}. Its answer, or a file, is not "
             f"complete. Make room, or write elsewhere."
         ) from None
-    return 0
+    return code if isinstance(code, int) else 0
+
+
+def _refuse(error: TyperException, arguments: list[str]) -> int:
+    """An option that is not there or not so, in the words of every other mistake; a command by itself gets its help."""
+    why = error.format_message().strip()
+    if why.startswith("Usage: "):
+        print(why, file=sys.stderr)
+        return error.exit_code
+    raise UsageError(
+        f"`conjoin {shlex.join(arguments)}` cannot be done as it is written. {why}{'' if why[-1:] in '.?' else '.'} "
+        f"`{' '.join(['conjoin', *_command(app, arguments)])} --help` lists what it takes."
+    ) from None
+
+
+def _command(group: typer.Typer, words: list[str]) -> list[str]:
+    """The command that words begin with, as far as there is one: `machine`, `show`."""
+    groups = {each.name: each.typer_instance for each in group.registered_groups}
+    match words:
+        case [name, *rest] if (inner := groups.get(name)) is not None:
+            return [name, *_command(inner, rest)]
+        case [name, *_] if name in {each.name for each in group.registered_commands}:
+            return [name]
+    return []
 
 
 if __name__ == "__main__":

@@ -115,11 +115,8 @@ class Ran:
     def refused(self) -> str:
         """The message of a command that could not be done: one message, code 2, nothing else."""
         assert self.code == 2 and self.out == "" and "Traceback" not in self.err, self.err
-        if self.err.startswith(("Usage: ", "Error: ")):
-            assert self.err.count("Error: ") == 1
-        else:
-            assert self.err.startswith("error: ") and self.err.count("error: ") == 1, self.err
-            assert_three_sentences(self.err.removeprefix("error: "))
+        assert self.err.startswith("error: ") and self.err.count("error: ") == 1, self.err
+        assert_three_sentences(self.err.removeprefix("error: "))
         return self.err
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import resource
 import struct
 from collections.abc import Callable
 from functools import cache
@@ -533,6 +534,19 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
     assert "No space left" in told(lambda: save_weights(tmp_path / "x", step))
     assert sorted(entry.name for entry in (tmp_path / "x").iterdir()) == before
     assert equal(read_by_library(tmp_path / "x"), source())
+
+
+def test_a_file_of_torch_on_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    step = _alone(written(tmp_path, "weights.pth"))
+    save_weights(tmp_path / "x.pt", step)
+    before, there = (tmp_path / "x.pt").read_bytes(), sorted(tmp_path.iterdir())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        assert "File too large" in told(lambda: save_weights(tmp_path / "x.pt", step))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "x.pt").read_bytes() == before and sorted(tmp_path.iterdir()) == there
 
 
 def test_places_that_cannot_be_written_to(tmp_path: Path) -> None:

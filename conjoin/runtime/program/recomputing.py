@@ -68,6 +68,8 @@ class _Shelf(DispatchMode):  # type: ignore[no-untyped-call]
         self._next = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and self._next is not None:
+            return _written(func._schema, args, kwargs or {})  # what lies on the shelf has been written to
         if any(given.alias_info is not None for given in (*func._schema.returns, *func._schema.arguments)):
             return func(*args, **(kwargs or {}))  # a view, or a write
         if self._next is None:
@@ -76,6 +78,15 @@ class _Shelf(DispatchMode):  # type: ignore[no-untyped-call]
             return made
         self._next += 1
         return _detached(self._made[self._next - 1])
+
+
+def _written(schema: Any, args: Any, kwargs: Any) -> Any:
+    """What a write would return: the tensors that it writes to."""
+    given = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
+    written = [
+        given[each.name] for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write
+    ]
+    return written[0] if len(written) == 1 else tuple(written)
 
 
 def _detached(made: Any) -> Any:

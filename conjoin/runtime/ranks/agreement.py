@@ -78,7 +78,8 @@ class Agreement:
             same = {rank: (-1,) if wholes[rank] else _part_of(leaf.type.layout, mesh, rank) for rank in ranks}
             others = _unlike(same, digests)
             if others is not None:
-                raise self._refusal(f"input {leaf.name}", others, "the same batch, or to each rank its own part of it")
+                wanted = "the same batch, or to each rank its own part of it, as conjoin.Loader reads them"
+                raise self._refusal(f"input {leaf.name}", others, wanted)
         losses = told[:, -1].contiguous().view(torch.float64).tolist()
         others = _unlike(dict.fromkeys(range(mesh.size), ()), losses)
         if others is not None:

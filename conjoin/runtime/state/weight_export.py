@@ -179,10 +179,7 @@ class _Writing:
             self._error = error
             self._discard()
         if self._error is not None:
-            raise CheckpointError(
-                f"Weights were to be saved as {self._target}. Writing failed: {self._error}. What was there before is "
-                f"as it was; make room, or choose another path."
-            )
+            raise _not_written(self._target, self._error)
 
     def _place(self) -> None:
         for aside in self._asides:
@@ -248,7 +245,19 @@ def _write_pickled(target: Path, state: dict[str, Tensor], dtype: torch.dtype | 
     try:
         with aside.open("xb") as file:
             torch.save({name: made[id(tensor)] for name, tensor in state.items()}, file)
+            file.flush()
+            os.fsync(file.fileno())
         aside.replace(target)
+    except (OSError, RuntimeError) as error:  # torch's own comes while it closes a file that the disk had no room for
+        aside.unlink(missing_ok=True)
+        raise _not_written(target, error.__context__ if isinstance(error.__context__, OSError) else error) from None
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+def _not_written(target: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"Weights were to be saved as {target}. Writing failed: {error}. What was there before is as it was; make "
+        f"room, or choose another path."
+    )
