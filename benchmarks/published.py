@@ -20,7 +20,7 @@ import sys
 import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from itertools import combinations
 from pathlib import Path
@@ -31,13 +31,15 @@ import torch
 
 from benchmarks.plotting import Point, draw
 from benchmarks.published_models import capture_step
-from conjoin.cost import CostModel, work_of
+from conjoin.cost import OPTIMIZERS, CostModel, work_of
 from conjoin.machine import Machine, parse_machine
 from conjoin.search import make_plan
 from conjoin.sim import Prediction, predict
 
 HERE = Path(__file__).parent
 ROWS, MACHINES, RESULTS = HERE / "published_rows.toml", HERE / "machines", HERE / "results" / "published.json"
+ALL_BYTES = 2**32
+"""Of a bundle that all parameters are in."""
 PARTS = ("forward", "backward", "recompute", "update", "exposed", "waiting")
 
 
@@ -68,6 +70,12 @@ class Row:
     """What is run again in the backward pass, as a strategy says it: full, every-2, selective."""
     step_teraflops: float = 0.0
     """Of the whole step as the source counts them, where it prints a rate."""
+    attention: float = 1.0
+    """How many times as long its kernels for attention take as those that are priced."""
+    update_passes: int = 0
+    """Reads and writes of each parameter in an update that none of torch's optimizers makes; `optimizer` is near it."""
+    overlaps: bool = True
+    """Whether gradients are summed up while the backward pass goes on, and not in one go after it."""
     differs: str = ""
     inexpressible: str = ""
     """Why it cannot be said here."""
@@ -118,23 +126,38 @@ def predicted(row: Row, models: Mapping[str, Any], costs: CostModel) -> Predicti
     """The step that is predicted for a row."""
     machine = machine_of(row)
     graph = capture_step(models[row.model], row.length, row.batch, row.precision)
-    return predict(make_plan(graph, machine, row.request), machine, costs, row.optimizer)
+    plan = make_plan(graph, machine, row.request)
+    if not row.overlaps:
+        plan = replace(plan, bundle_bytes=ALL_BYTES)
+    return predict(plan, machine, costs, row.optimizer)
 
 
-def judged(row: Row, found: Prediction) -> dict[str, Any]:
+def judged(row: Row, found: Prediction, costs: CostModel) -> dict[str, Any]:
     """A row with what was predicted for it; seconds of products are those at the peak rate, on one GPU."""
     program, spent = found.simulation.program, found.breakdown
     again = spent.recompute / spent.forward
     works = [work_of(operator.call, operator.needs) for operator in program.skeleton.operators]
     flops = sum(w.forward.flops * (1 + again) + w.backward.flops for w in works if w.family == "contraction")
     mfu = found.step_flops / found.peak_flops
+    update = spent.update * (row.update_passes / OPTIMIZERS[row.optimizer].passes if row.update_passes else 1.0)
+    slower = (row.attention - 1) * _attention_seconds(row, found, costs, again)
+    seconds = found.seconds - spent.update + update + slower
     return {
         **asdict(row), "title": row.title, "expressible": True, "published_seconds": row.seconds,
-        "predicted_seconds": found.seconds, "ratio": found.seconds / row.seconds, "published_mfu": mfu / row.seconds,
-        "predicted_mfu": mfu / found.seconds, "products_at_peak": program.steps * flops / found.peak_flops,
-        "parts": {name: getattr(spent, name) for name in PARTS}, "fits": found.fits,
-        "peak_gib": found.memory.peak / 2**30,
+        "predicted_seconds": seconds, "ratio": seconds / row.seconds, "published_mfu": mfu / row.seconds,
+        "predicted_mfu": mfu / seconds, "products_at_peak": program.steps * flops / found.peak_flops,
+        "parts": {name: getattr(spent, name) for name in PARTS} | {"update": update, "slower attention": slower},
+        "fits": found.fits, "peak_gib": found.memory.peak / 2**30,
     }  # fmt: skip
+
+
+def _attention_seconds(row: Row, found: Prediction, costs: CostModel, again: float) -> float:
+    """Of a step, on one GPU of those that the batch is split over: forward, also as it is run again, and backward."""
+    program, device = found.simulation.program, machine_of(row).device_types[0]
+    calls = [(operator.call, operator.needs) for operator in program.skeleton.operators]
+    told = [costs.operator(*call, device) for call in calls if work_of(*call).family == "attention"]
+    whole = sum(cost.forward.value * (1 + again) + cost.backward.value for cost in told)
+    return program.steps * whole / row.gpus
 
 
 def kendall(rows: Sequence[dict[str, Any]], key: str) -> float:
@@ -203,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if row.inexpressible:
             done[row.title] = {**asdict(row), "title": row.title, "expressible": False}
         elif all(word in row.title for word in chosen.rows):
-            done[row.title] = judged(row, predicted(row, models, costs))
+            done[row.title] = judged(row, predicted(row, models, costs), costs)
         if row.title in done:
             print(line(done[row.title]), flush=True)
             write(chosen.output, [done[one.title] for one in rows if one.title in done])

@@ -120,8 +120,9 @@ class Mesh:
 
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """All groups along the given axes: every rank is in exactly one."""
-        rest = [name for name in self.names if name not in axes]
-        return tuple(self.group(rank, axes) for rank in self.group(0, rest))
+        members = self.group(0, axes)
+        firsts = self.group(0, [name for name in self.names if name not in axes])
+        return tuple(tuple([first + member for member in members]) for first in firsts)
 
     def in_order(self, names: Iterable[str]) -> tuple[str, ...]:
         """Axis names in the order of the mesh."""
