@@ -40,8 +40,8 @@ def test_seconds_in_the_unit_that_suits_them(seconds: float, text: str) -> None:
 def test_every_part_has_its_line(found: Prediction, plan: Plan) -> None:
     lines = prediction_text(found, plan, MACHINE).splitlines()
     assert lines[:5] == [
-        "prices       all estimated from data sheets; published steps on V100 were off by 10% in the median, "
-        "30% at worst",
+        "prices       all estimated from data sheets; published steps on V100 were off by 8% in the median, "
+        "17% at worst",
         f"plan         {plan}",
         "precision    float32, as the model is",
         f"machine      {MACHINE}",
