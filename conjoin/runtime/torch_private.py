@@ -159,7 +159,7 @@ def _meta_memory(items: list[Any]) -> set[int]:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """A number that views of one tensor on the meta device have in common, for as long as it is there."""
+    """A number that views of one tensor have in common, for as long as it is there."""
     return int(tensor.untyped_storage()._cdata)
 
 

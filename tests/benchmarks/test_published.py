@@ -77,7 +77,8 @@ def test_models_have_the_published_size(model: str, length: int, parameters: int
     ids=lambda row: row.title,
 )
 def test_a_row_becomes_a_prediction(row: Row) -> None:
-    found = judged(row, predicted(row, TINY, CostModel()))
+    costs = CostModel()
+    found = judged(row, predicted(row, TINY, costs), costs)
     assert found["ratio"] == found["predicted_seconds"] / found["published_seconds"] > 0
     assert found["predicted_seconds"] == pytest.approx(sum(found["parts"][name] for name in PARTS))
     assert (found["parts"]["recompute"] > 0) == bool(row.recompute) and found["products_at_peak"] > 0

@@ -32,7 +32,7 @@ def _why_not() -> str:
 def test_two_nodes_train_like_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (REPOSITORY / "docs" / "cluster.md").read_text()
     (script,) = re.findall(r"^```zsh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (command,) = re.findall(r"^\$ conjoin (plan .*)$", page, re.MULTILINE)
+    (command,) = re.findall(r"^\$ conjoin (plan lenet.*)$", page, re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     assert main(command.split()) == 0
     (tmp_path / "two_nodes.sh").write_text(script)

@@ -75,7 +75,7 @@ def steps(strategy: str) -> tuple[list[tuple[int, int]], list[list[Tensor]]]:
             optimizer.zero_grad()
             with Casts(list(module.parameters())) as casts:
                 module(*batch).backward()
-            found += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+            found += [p.grad.clone().as_subclass(Tensor) for p in module.parameters() if p.grad is not None]
             optimizer.step()
         with torch.no_grad():
             module(*batch)

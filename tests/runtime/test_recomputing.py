@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import conjoin
 from conjoin.errors import PlanError
 from conjoin.frontends import capture
 from conjoin.ir import (
@@ -289,3 +290,28 @@ def test_kept_operators_stand_in_the_file() -> None:
         check_plan(other)
     found = sample("transformer")
     assert verify_in_process(Case(plan, found.graph, found.model, found.inputs), 2).passed
+
+
+class Dropping(nn.Module):
+    """Attention that draws inside, and a draw after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.up(self.norm(x)).chunk(3, -1))
+        read = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.3)
+        return x + functional.dropout(self.down(read.transpose(1, 2).flatten(2)), 0.3)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("fsdp", 2)])
+def test_what_is_drawn_after_kept_attention_that_draws_is_the_same_in_both_runs(strategy: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Dropping(), Dropping()).double().train(), torch.randn(4, 5, 8, dtype=torch.float64)
+
+    def loss(out: Tensor) -> Tensor:
+        return out.square().mean()
+
+    plan = conjoin.plan(model, batch, f"local:{ranks}", strategy=f"{strategy}+recompute=selective", loss=loss)
+    assert conjoin.verify_plan(plan, model, batch, loss=loss, num_steps=2).passed

@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from conjoin.runtime.program.offloading import GivenAgain, Offloading
 from conjoin.runtime.program.randomness import Streams
-from conjoin.runtime.torch_private import DispatchMode
+from conjoin.runtime.torch_private import DispatchMode, memory_of
 
 SEGMENT = "segment"
 """Under this name the nodes of a program say to which segment they belong."""
@@ -60,6 +61,8 @@ class _Shelf(DispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._made: list[Any] = []
+        self._memory: set[int] = set()
+        """Where it lies."""
         self._next: int | None = None
         """Of what was made, in a second run."""
 
@@ -69,24 +72,27 @@ class _Shelf(DispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.is_mutable and self._next is not None:
-            return _written(func._schema, args, kwargs or {})  # what lies on the shelf has been written to
+            written = _written(func._schema, args, kwargs or {})
+            if written and self._memory.issuperset(map(memory_of, written)):  # it was written to before it was kept
+                if torch.Tag.nondeterministic_seeded in func.tags:  # what is drawn next comes after these numbers
+                    func(*tree_map_only(Tensor, torch.empty_like, args), **(kwargs or {}))
+                return written[0] if len(written) == 1 else written
         if any(given.alias_info is not None for given in (*func._schema.returns, *func._schema.arguments)):
             return func(*args, **(kwargs or {}))  # a view, or a write
         if self._next is None:
             made = func(*args, **(kwargs or {}))
             self._made.append(_detached(made))
+            self._memory.update(memory_of(part) for part in tree_leaves(made) if isinstance(part, Tensor))
             return made
         self._next += 1
         return _detached(self._made[self._next - 1])
 
 
-def _written(schema: Any, args: Any, kwargs: Any) -> Any:
-    """What a write would return: the tensors that it writes to."""
+def _written(schema: Any, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
+    """What a call writes to."""
     given = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
-    written = [
-        given[each.name] for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write
-    ]
-    return written[0] if len(written) == 1 else tuple(written)
+    changed = (each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write)
+    return tuple(part for part in tree_leaves([given.get(name) for name in changed]) if isinstance(part, Tensor))
 
 
 def _detached(made: Any) -> Any:
