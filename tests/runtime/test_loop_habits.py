@@ -14,6 +14,7 @@ from torch.nn import functional
 from conjoin.errors import UsageError
 from conjoin.ir import Pipeline, Plan
 from conjoin.machine import Machine
+from conjoin.runtime import to_module
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
@@ -200,3 +201,24 @@ def test_gradients_of_gradients_are_refused_and_never_left_out() -> None:
         with pytest.raises(UsageError, match="gradient of a gradient") as error:
             on_ranks(strategy, penalized)
         assert_three_sentences(error.value)
+
+
+class Totals(nn.Module):
+    """Sums along edges with weights that learn: the gradient that comes to them is a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(20, 1))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_add(0, edges[1], x[edges[0]] * self.weight).sum()
+
+
+def test_operators_of_our_own_are_no_constants_to_a_penalty() -> None:
+    made = captured(Totals(), (torch.randn(10, 4), torch.randint(0, 10, (2, 20))))
+    assert "conjoin::aggregate" in [node.op for node in made.graph.nodes]
+    x, edges = made.inputs[0].requires_grad_(), made.inputs[1]
+    loss = to_module(made.graph, made.model)(x, edges)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(UsageError, match="gradient of a gradient"):
+        gradient.square().sum().backward()

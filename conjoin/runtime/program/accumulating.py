@@ -21,9 +21,8 @@ from torch import Tensor
 from conjoin.comm import splits_evenly
 from conjoin.errors import UsageError
 from conjoin.ir import Accumulation, Graph, Leaf, LeafKind, Plan, Value, region_of, region_shape
-from conjoin.ops import split_axes
+from conjoin.ops import first_order, split_axes
 from conjoin.runtime.movement.bundles import Bundle
-from conjoin.runtime.movement.first_order import first_order
 from conjoin.runtime.program.calling import InputPart
 from conjoin.runtime.program.gradient_sums import add_gradients, add_to, take_gradients
 from conjoin.runtime.program.randomness import Streams
