@@ -147,8 +147,8 @@ class PipelineProgram:
         self._begin()
         named = dict(zip([leaf.name for leaf in self.taken], given, strict=True))
         inputs = {i: self._cut(i, program, named) for i, program in self.stages.items()}
-        named = self.store.root.named_parameters()
-        parameters = [parameter for name, parameter in named if parameter.requires_grad and name in self._read]
+        read = (parameter for name, parameter in self.store.root.named_parameters() if name in self._read)
+        parameters = [parameter for parameter in read if parameter.requires_grad]
         before = self._draws.place
         run = StepRun(self, inputs, self._draws.begin(self.stages), parameters)
         try:
