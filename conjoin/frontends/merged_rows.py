@@ -41,9 +41,9 @@ def _way_to(last: Node, graph: Graph) -> list[Node] | None:
         if not isinstance(read.owner, Node) or len(graph.users[read]) > 1 or read in graph.outputs:
             return None
         way.insert(0, read.owner)
-    shape, (rows, *features) = last.types[0].shape, last.args[0].type.shape
-    comes_back = way[0].op == "reshape" and prod(shape[:-1]) == rows and [*shape[-1:]] == features
-    is_merged = comes_back and len(shape) > 2 and way[0].types[0].shape[:-1] == (rows,)
+    shape, merged = last.types[0].shape, last.args[0].type.shape
+    comes_back = way[0].op == "reshape" and (prod(shape[:-1]), *shape[-1:]) == merged
+    is_merged = comes_back and len(shape) > 2 and way[0].types[0].shape[:-1] == merged[:1]
     return way if is_merged and any(node.op == "linear" for node in way) else None
 
 

@@ -83,6 +83,7 @@ from conjoin.ops.edges import (
     with_loops,
 )
 from conjoin.ops.experts import routed_experts, take_rows
+from conjoin.ops.first_order import first_order
 from conjoin.ops.local import Emit, LocalForm, Pieces, Span, operand_spans, output_spans, run_local
 from conjoin.ops.measures import bytes_read, bytes_written, flops
 from conjoin.ops.notation import Access, Factors, Notation, NotationError, Spread, Window
@@ -215,6 +216,7 @@ __all__ = [
     "find_function",
     "find_operator",
     "find_spec",
+    "first_order",
     "flops",
     "identity",
     "is_custom",

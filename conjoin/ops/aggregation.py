@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from conjoin.errors import UsageError
 from conjoin.ops.compiled_kernels import is_compiled_for, run_kernel
 from conjoin.ops.edges import Edges, EdgeWindow, Order, are_equal, edges_of, identity, of_graph, tells_of_writes
+from conjoin.ops.first_order import first_order
 
 REDUCTIONS = ("sum", "mean", "max")
 _FEW = 1 << 16
@@ -182,7 +182,7 @@ class _Sum(torch.autograd.Function):
         return sum_along(x, edges.by_target, weight)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         edges, found, gradient = ctx.edges, None, gradient.contiguous()
@@ -210,7 +210,7 @@ class _Greatest(torch.autograd.Function):
         return greatest
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, greatest, ties = ctx.saved_tensors
         return _shares(x.contiguous(), ctx.edges, greatest, (gradient / ties.clamp(min=1)).contiguous()), None

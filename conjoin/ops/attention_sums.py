@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from conjoin.ops.first_order import first_order
 
 _KEYS = 1024
 """Keys whose scores are there at a time."""
@@ -108,7 +109,7 @@ class _Sums(torch.autograd.Function):
         return weighed, total
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g_weighed: Tensor, g_total: Tensor) -> tuple[Tensor | None, ...]:
         """With e for exponentials: D(values) = e^T D(weighed), D(scores) = e (D(weighed) values^T + D(total))."""
         query, key, value, mask, peak = ctx.saved_tensors

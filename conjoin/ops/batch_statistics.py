@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from conjoin.ops.first_order import first_order
 
 
 def batch_moments(x: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ class _Moments(torch.autograd.Function):
         return rows
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         """`(g0 + 2 x g1) / count`, written around the mean, where nothing cancels."""
         x, (mean, _) = ctx.saved_tensors
@@ -137,7 +138,7 @@ class _MeanAndVariance(torch.autograd.Function):
         return rows
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (known,) = ctx.saved_tensors
         g_mean, g_square = (rows := gradient.clone()).unbind()
@@ -156,7 +157,7 @@ class _Normalize(torch.autograd.Function):
         return _scaled(x, mean, scale, None if bias is None else bias.to(wide))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """With D(.) for gradients: D(mean) = -D(offset) scale, D(var) = -D(scale) scale / (2 (var + eps))."""
         x, mean, inverse, scale = ctx.saved_tensors

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from conjoin.ops.dtypes import under_autocast
+from conjoin.ops.first_order import first_order
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -143,7 +143,7 @@ class _Taken(torch.autograd.Function):
         return x.index_select(0, order if each == 1 else order // max(each, 1))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
         num, width = ctx.shape
@@ -160,7 +160,7 @@ class _Product(torch.autograd.Function):
         return _times(rows, weight, ends)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, ends = ctx.saved_tensors
         gradient = gradient.contiguous()

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from conjoin.ops.dtypes import under_autocast
+from conjoin.ops.first_order import first_order
 
 
 def linear_relu(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class _LinearRelu(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, y = ctx.saved_tensors
         needs = ctx.needs_input_grad

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from conjoin.ops.first_order import first_order
 
 _EXPONENT = 0x7F800000
 """The bits of a float32 that are its exponent: with no others set it is the power of two below."""
@@ -60,7 +61,7 @@ class _ScaledLinear(torch.autograd.Function):
         return made.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, x_scale, w_scale = ctx.saved_tensors
         needs, (narrow, wide) = ctx.needs_input_grad, _formats(gradient)

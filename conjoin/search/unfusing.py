@@ -60,7 +60,7 @@ class Fused:
 
 def find_fused(graph: Graph, layer: Node) -> Fused | None:
     """The way from a layer to where its features are cut, when that is all its output is used for."""
-    if layer.op not in _FEATURE_DIMS:
+    if layer.op not in _FEATURE_DIMS or not _has_features(layer):
         return None
     node, users = layer, _users(graph, layer)
     view = None
@@ -82,6 +82,12 @@ def find_fused(graph: Graph, layer: Node) -> Fused | None:
     fused = Fused(layer, view, tuple(moves), pieces, dim)
     *lead, width = layer.types[0].shape
     return fused if prod(fused.shape[:dim]) == prod(lead) and sum(fused.num_features) == width else None
+
+
+def _has_features(layer: Node) -> bool:
+    """Whether the last dim of its output is that of its weights: not of a product with one vector."""
+    weight = next(iter(_FEATURE_DIMS[layer.op]))
+    return len(layer.call[weight].shape) > 1
 
 
 def _users(graph: Graph, node: Node) -> tuple[Node, ...]:

@@ -88,3 +88,21 @@ def test_heads_of_torchs_layers_are_split_as_in_megatron() -> None:
     assert (moved["reduce"], moved["combine"]) == (4, 0)
     attention = [node for node in plan.graph.nodes if node.op == "scaled_dot_product_attention"]
     assert [str(node.types[0]) for node in attention] == ["f32[4,2,6,8]{d0:S(1)}"] * 2
+
+
+class OneNumber(nn.Module):
+    """A number that is brought into dims of one, as people do with losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layer(x).square().sum()).reshape(1, 1, 1).squeeze() + self.layer(x).mean().view(1)[0]
+
+
+def test_a_number_has_no_rows() -> None:
+    torch.manual_seed(0)
+    model, x = OneNumber(), torch.randn(8, 4, dtype=torch.float64)
+    plan = conjoin.plan(model, x, "local:2", strategy="data-parallel")
+    assert conjoin.verify_plan(plan, model, x, num_steps=2).passed

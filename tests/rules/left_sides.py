@@ -73,6 +73,7 @@ def windows(whole: Size, kernel: Size, stride: int, pad: int | str) -> Size:
 
 
 Shape = tuple[Size, ...]
+NO_EDGES = fixed(0).kind
 
 
 OVER_EDGES = ("aggregate", "aggregate_weighted", "aggregate_mean")
@@ -188,8 +189,9 @@ class Shapes:
         if op in OVER_EDGES:
             if rank != 2:
                 raise Unfit
-            self.equal(shape[0], fixed(self.param(expr, "vertices", (3, 4))))
-            return [(Size(), shape[1]), *[(Size(),)] * (len(expr.args) - 1)]
+            self.equal(shape[0], fixed(self.param(expr, "vertices", (1, 3, 4, 7))))
+            edges = fixed(0) if self.rng.randrange(4) == 0 else Size()
+            return [(Size(), shape[1]), *[(edges,)] * (len(expr.args) - 1)]
         return _with_second(op, shape) or [shape] * len(expr.args)
 
     def _regrouped(self, expr: Apply, shape: Shape) -> Shape:
@@ -242,21 +244,23 @@ class Shapes:
         return [(batch, product(fixed(groups), inner) if groups > 1 else inner, *whole), (channels, inner, *kernels)]
 
     def settle(self) -> None:
-        """Give every size a number: free ones differ from each other, or some are alike, or all."""
+        """Give every size a number: free ones differ from each other, or some are alike or one, or all are alike."""
         match self.alike:
             case "none":
                 numbers = self.rng.sample(range(2, 8), 6) + self.rng.sample(range(8, 14), 6)
             case "some":
                 numbers = self.rng.choices((2, 3), k=24)
+            case "ones":
+                numbers = self.rng.choices((1, 1, 2, 3), k=24)
             case _:
                 numbers = [4] * 24
-        odd = [3, 1, 5, 3]
+        odd = [3, 1, 5, 3] if self.alike != "ones" else [1, 3, 1, 1]
         for shape in self.bound.values():
             for size in shape:
                 self._number(size, numbers, odd, 0)
         if any(self._number(a, numbers, odd, 0) != self._number(b, numbers, odd, 0) for a, b in self.equations):
             raise Unfit
-        if min(self.sizes.values(), default=1) < 1 or max(self.sizes.values(), default=1) > 200:
+        if any(number < (size.kind != NO_EDGES) or number > 200 for size, number in self.sizes.items()):
             raise Unfit
 
     def _number(self, size: Size, numbers: list[int], odd: list[int], depth: int) -> int:
@@ -459,7 +463,7 @@ def draw_left_side(
 ) -> Graph | None:
     """The left side of a rule as a graph, drawn; one input may have another dtype. None where nothing fits."""
     rng = Random(f"{rule.name} {seed}")
-    shapes = draw_shapes(rule, rng, ("none", "all", "some")[seed % 3])
+    shapes = draw_shapes(rule, rng, ("none", "all", "some", "ones")[seed % 4])
     if shapes is None:
         return None
     tables = [e for e in walk(*rule.left) if isinstance(e, Apply) and e.op.startswith(("embedding", "aggregate"))]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from conjoin.ir import Graph, Value
-from conjoin.ops import execute, map_tensors
+from conjoin.ir import Graph, Leaf, Node, Value
+from conjoin.ops import AGGREGATE, EMBEDDING_BAG, execute, map_tensors
 
 
 @dataclass(frozen=True)
@@ -21,17 +21,40 @@ class Run:
 
 
 def draw_leaves(graph: Graph, seed: int, *, positive: bool = False) -> list[Tensor]:
-    """Tensors for the leaves of a graph; whole numbers are small, so that they may be rows of a table."""
+    """Tensors for the leaves of a graph; whole numbers are small, or any rows of what they are looked up in."""
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    found, rows = [], _rows_looked_up(graph)
     for leaf in graph.leaves:
         shape, dtype = leaf.type.shape, leaf.type.dtype
         if dtype.is_floating_point or dtype.is_complex:
             drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
             found.append((drawn.abs() + 0.3 if positive else drawn).to(dtype))
         else:
-            found.append(torch.randint(0, 2, shape, generator=generator).to(dtype))
+            low, high = (0, rows[leaf]) if leaf in rows else (-2 if dtype.is_signed else 0, 3)
+            found.append(torch.randint(low, high, shape, generator=generator).to(dtype))
     return found
+
+
+def _rows_looked_up(graph: Graph) -> dict[Leaf, int]:
+    """The leaves that rows are looked up with, and how many rows there are."""
+    found: dict[Leaf, int] = {}
+    for node in graph.nodes:
+        for place, count in _lookups(node):
+            waiting = [node.inputs[place].owner]
+            while waiting:
+                owner = waiting.pop()
+                if isinstance(owner, Leaf):
+                    found[owner] = min(found.get(owner, count), count)
+                else:
+                    waiting += [value.owner for value in owner.inputs]
+    return found
+
+
+def _lookups(node: Node) -> list[tuple[int, int]]:
+    """Which operands are numbers of rows, and how many rows there are."""
+    if node.op == AGGREGATE:
+        return [(1, node.inputs[0].type.shape[0]), (2, node.types[0].shape[0])]
+    return [(1, node.inputs[0].type.shape[0])] if node.op in ("embedding", EMBEDDING_BAG) else []
 
 
 def run(graph: Graph, leaves: Sequence[Tensor], dtype: torch.dtype | None = None) -> Run:

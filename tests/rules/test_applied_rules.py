@@ -19,7 +19,7 @@ from conjoin.ir import Graph, verify
 from conjoin.rules import Index, Library, Refused, Rule, apply, change_of, find_matches, operators_in, rehearse
 from conjoin.rules.text import parse_rule
 from conjoin.search.rewrites import ways_of
-from tests.rules.left_sides import draw_left_side
+from tests.rules.left_sides import OVER_EDGES, draw_left_side
 from tests.rules.plain_runs import difference, draw_leaves, run
 from tests.rules.random_programs import random_program
 
@@ -80,6 +80,14 @@ def test_rules_keep_values_and_gradients(part: int) -> None:
     some = rules()[part :: PARTS * SAMPLE]
     applied = sweep(some, (part, part + 1), torch.float64)
     assert applied > 0.6 * len(some)
+
+
+def test_rules_keep_what_vertices_make_of_their_neighbours() -> None:
+    """All of them, also on graphs without edges, of one vertex, with loops and edges that are there twice."""
+    over = [rule for rule in rules() if any(part.op in OVER_EDGES for part in operators_in(*rule.outputs))]
+    assert len(over) > 30 and sweep(over, range(4), torch.float64) > 0.9 * len(over)
+    drawn = [graph for rule in over for seed in range(4) if (graph := draw_left_side(rule, seed)) is not None]
+    assert any(0 in leaf.type.shape for graph in drawn for leaf in graph.leaves)
 
 
 DTYPES = {

@@ -39,6 +39,7 @@ from conjoin.runtime.state.storage import Store
 from conjoin.runtime.verification.checking import Case, verify_in_process
 from conjoin.search import Wish, find_plan, make_pipeline, make_plan
 from conjoin.sim import MachinePrices, Wanted, measure_memory, predict, simulate
+from tests.ir.wording import assert_three_sentences
 from tests.sim.test_memory import Storages
 from tests.sim.test_offloads import OnDevice
 from zoo.gnn import DeepGcn, Gcn, Gin, GnnConfig, GraphSage
@@ -240,3 +241,47 @@ def test_a_search_puts_on_the_host_what_does_not_fit(gib: float, monkeypatch: py
     assert told.memory.peak <= gib * 2**30
     everything = predict(make_plan(graph, machine, "single+offload=inputs"), machine, CostModel(), "adam")
     assert everything.memory.peak > gib * 2**30 or told.seconds <= everything.seconds
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_an_input_that_is_written_to_before_the_backward_pass_is_told(place: int) -> None:
+    """As torch tells of the plain model: blocks are read again there, and gradients would be of something else."""
+    model, batch, graph = sample(Gcn)
+    module, given = module_of(on_host(graph), model), [x.clone() for x in batch]
+    loss = module(*given)
+    given[place].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_inputs_on_the_host_have_no_gradients(place: int) -> None:
+    model, batch, graph = sample(Gcn)
+    module, given = module_of(on_host(graph), model), [x.clone() for x in batch]
+    given[place].requires_grad_()
+    with pytest.raises(UsageError, match="would never learn") as caught:
+        module(*given)
+    assert_three_sentences(caught.value)
+    with torch.no_grad():
+        assert module(*given).isfinite()
+
+
+class Total(nn.Module):
+    """The gradient that comes to what is read from the host is a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.pow(x, self.scale).sum()
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    model, x = Total(), torch.rand(30, 6, dtype=torch.float64) + 1
+    module = module_of(on_host(capture(model, (x,))), model)
+    loss = module(x)
+    (gradient,) = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
+    with pytest.raises(UsageError, match="gradient of a gradient") as caught:
+        (loss + gradient.square().sum()).backward()
+    assert_three_sentences(caught.value)

@@ -14,6 +14,7 @@ from torch.nn import functional
 from conjoin.errors import UsageError
 from conjoin.ir import Pipeline, Plan
 from conjoin.machine import Machine
+from conjoin.runtime import to_module
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
@@ -35,11 +36,28 @@ def sample() -> Sample:
     return captured(model, (torch.randn(8, 5), torch.randn(8, 3)), functional.mse_loss)
 
 
+class Spare(nn.Module):
+    """A layer is not used, and what another makes is no part of the loss, as of heads of pretrained models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.spare, self.cut_off, self.last = (nn.Linear(5, size) for size in (5, 5, 5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)) + self.cut_off(x).detach())
+
+
 @cache
-def plan_of(strategy: str) -> Plan | Pipeline:
+def with_spare_layers() -> Sample:
+    torch.manual_seed(0)
+    return captured(Spare(), (torch.randn(8, 5), torch.randn(8, 3)), functional.mse_loss)
+
+
+@cache
+def plan_of(strategy: str, make: Callable[[], Sample] = sample) -> Plan | Pipeline:
     if strategy.startswith("pipeline"):
-        return make_pipeline(sample().graph, Machine("here", 1, 2, "cpu"), strategy)
-    return by_strategy(sample(), strategy, 2)
+        return make_pipeline(make().graph, Machine("here", 1, 2, "cpu"), strategy)
+    return by_strategy(make(), strategy, 2)
 
 
 def batches() -> list[tuple[Tensor, ...]]:
@@ -47,20 +65,20 @@ def batches() -> list[tuple[Tensor, ...]]:
     return [(x, y), (x.flip(0) * 1.5, y + 1)]
 
 
-def on_ranks(strategy: str, habit: Habit) -> list[list[float]]:
-    plan = plan_of(strategy)
+def on_ranks(strategy: str, habit: Habit, make: Callable[[], Sample] = sample) -> list[list[float]]:
+    plan = plan_of(strategy, make)
 
     def program(ranks: Communicator) -> list[float]:
         store = Store(plan, ranks.rank, torch.device("cpu"))
-        store.fill(sample().model)
+        store.fill(make().model)
         step = ParallelModule(plan, store, ranks)
         return habit(step, step)
 
     return run_ranks(plan.mesh, program)
 
 
-def plainly(habit: Habit) -> list[float]:
-    model = copy.deepcopy(sample().model)
+def plainly(habit: Habit, make: Callable[[], Sample] = sample) -> list[float]:
+    model = copy.deepcopy(make().model)
     return habit(model, lambda x, y: functional.mse_loss(model(x), y))
 
 
@@ -122,6 +140,22 @@ def test_gradients_are_pieces_wherever_they_are_seen(strategy: str, habit: str) 
         assert found == pytest.approx(plainly(ON_ALL[habit]), rel=1e-9)
 
 
+def halved_by_hooks(module: nn.Module, step: Step) -> list[float]:
+    """Every gradient that there is; a layer that is not used has none, and calls no hook."""
+    for name, parameter in module.named_parameters():
+        if "cut_off" not in name:
+            parameter.register_hook(lambda g: g * 0.5)
+    losses = train(module, step)
+    assert all(parameter.grad is None for name, parameter in module.named_parameters() if "spare" in name)
+    return losses
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "data-parallel+micro=2", "pipeline:pp=2,micro=2"])
+def test_layers_without_gradients_do_not_stand_in_the_way(strategy: str) -> None:
+    for found in on_ranks(strategy, halved_by_hooks, with_spare_layers):
+        assert found == pytest.approx(plainly(halved_by_hooks, with_spare_layers), rel=1e-9)
+
+
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_anomaly_detection_sees_what_is_there() -> None:
     for strategy in ("fsdp", "data-parallel"):
@@ -167,3 +201,24 @@ def test_gradients_of_gradients_are_refused_and_never_left_out() -> None:
         with pytest.raises(UsageError, match="gradient of a gradient") as error:
             on_ranks(strategy, penalized)
         assert_three_sentences(error.value)
+
+
+class Totals(nn.Module):
+    """Sums along edges with weights that learn: the gradient that comes to them is a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(20, 1))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_add(0, edges[1], x[edges[0]] * self.weight).sum()
+
+
+def test_operators_of_our_own_are_no_constants_to_a_penalty() -> None:
+    made = captured(Totals(), (torch.randn(10, 4), torch.randint(0, 10, (2, 20))))
+    assert "conjoin::aggregate" in [node.op for node in made.graph.nodes]
+    x, edges = made.inputs[0].requires_grad_(), made.inputs[1]
+    loss = to_module(made.graph, made.model)(x, edges)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(UsageError, match="gradient of a gradient"):
+        gradient.square().sum().backward()

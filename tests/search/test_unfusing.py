@@ -104,3 +104,21 @@ def test_a_layer_whose_output_is_used_whole_is_left() -> None:
     assert not [node for node in graph.nodes if find_fused(graph, node) is not None]
     nodes: list[Node] = list(graph.nodes)
     assert unfuse(graph, nodes) is graph
+
+
+class Scores(nn.Module):
+    """A product with one vector: what is cut are positions, not features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vector = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = torch.matmul(x, self.vector).chunk(2, dim=-1)
+        return (first * second.tanh()).mean()
+
+
+@pytest.mark.parametrize("length", [4, 6])
+def test_products_with_a_vector_are_one(length: int) -> None:
+    graph = capture(Scores(), (torch.randn(2, length, 4),))
+    assert all(find_fused(graph, node) is None for node in graph.nodes)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from conjoin.comm import leaves_early
 from conjoin.ir import Graph, Value, is_parallel, origin
-from conjoin.ops import At
-from conjoin.runtime.movement.first_order import first_order
+from conjoin.ops import At, first_order
 from conjoin.runtime.ranks.communicator import uncompiled
 
 

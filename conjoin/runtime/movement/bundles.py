@@ -28,7 +28,7 @@ from torch import Tensor
 
 from conjoin.comm import BundleKind, ParameterBundle, find_bundles, flights_backward, flights_forward
 from conjoin.ir import Plan
-from conjoin.runtime.movement.first_order import first_order
+from conjoin.ops import first_order
 from conjoin.runtime.movement.movers import Mover
 from conjoin.runtime.program.kept_casts import Copies
 from conjoin.runtime.ranks.communicator import Communicator, Work

@@ -22,8 +22,7 @@ from conjoin.comm import (
 )
 from conjoin.ir import Region, RegionMove, holds, nothing, num_elements, region_of, region_shape
 from conjoin.machine import Mesh
-from conjoin.ops import Greatest, Layout, placement_on
-from conjoin.runtime.movement.first_order import first_order
+from conjoin.ops import Greatest, Layout, first_order, placement_on
 from conjoin.runtime.ranks.communicator import Axes, Communicator, Sizes, uncompiled
 from conjoin.runtime.ranks.wire import from_sum, to_add, to_send, total
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from conjoin.comm import Chunking, ChunkMove
+from conjoin.ops import first_order
 from conjoin.runtime.movement.carriers import Carry
-from conjoin.runtime.movement.first_order import first_order
 from conjoin.runtime.ranks.communicator import Communicator, uncompiled
 from conjoin.runtime.ranks.wire import from_sum, to_add, to_send
 

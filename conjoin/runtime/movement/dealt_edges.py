@@ -20,8 +20,7 @@ from torch import Tensor
 from conjoin.comm import Halo
 from conjoin.errors import UsageError
 from conjoin.ir import Range
-from conjoin.ops import Edges, EdgeWindow, are_equal, check_ends, identity, tells_of_writes, with_loops
-from conjoin.runtime.movement.first_order import first_order
+from conjoin.ops import Edges, EdgeWindow, are_equal, check_ends, first_order, identity, tells_of_writes, with_loops
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.ranks.communicator import Communicator, Work
 

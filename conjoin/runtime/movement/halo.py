@@ -15,9 +15,8 @@ from torch import Tensor
 
 from conjoin.comm import Halo
 from conjoin.ir import Range
-from conjoin.ops import GRAPH_ATTENTION, aggregate_over, attend_over, check_ends, of_graph
+from conjoin.ops import GRAPH_ATTENTION, aggregate_over, attend_over, check_ends, first_order, of_graph
 from conjoin.runtime.movement.dealt_edges import DealtEdges, Exchange, OnTheWay, Part, Route, Sent
-from conjoin.runtime.movement.first_order import first_order
 from conjoin.runtime.movement.layer_clock import clock_now, paused
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.ranks.communicator import Communicator, uncompiled

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from conjoin.comm import EDGE_BYTES, FIRST_BYTES, cut_blocks
 from conjoin.ir import HostReader, Range, flatten_tree, unflatten_tree
-from conjoin.ops import Edges, Order, edges_of, sum_along, tells_of_writes, window_of
+from conjoin.ops import Edges, Order, edges_of, first_order, sum_along, tells_of_writes, window_of
 from conjoin.runtime.movement.host_copies import Engines
 from conjoin.runtime.program.functions import Function
 
@@ -97,7 +96,7 @@ class _OverRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Rows, *others: Tensor | None) -> Tensor:
         ctx.call, kind = call, call.engines.device.type
-        ctx.save_for_backward(*others)
+        ctx.save_for_backward(*others, *call.hosts)  # those of the host are read again: torch tells of writes to them
         ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         spans, made = call.spans(), list[Tensor]()
 
@@ -111,9 +110,10 @@ class _OverRows(torch.autograd.Function):
         return made[0]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        call, others = ctx.call, ctx.saved_tensors
+        call = ctx.call
+        others = ctx.saved_tensors[: -len(call.hosts)]
         needed = [i for i, needs in enumerate(ctx.needs_input_grad[1:]) if needs]
         sums = [torch.zeros_like(others[i]) for i in needed]
         kind, dtype, enabled = ctx.autocast
@@ -153,13 +153,15 @@ class _OverEdges(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: EdgeCall, edges: Edges, weight: Tensor | None) -> Tensor:
-        ctx.call, ctx.edges, ctx.weight = call, edges, weight
+        ctx.call, ctx.edges = call, edges
+        ctx.save_for_backward(weight)
         return call.summed(x, edges.by_target, weight)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.call.summed(gradient.contiguous(), ctx.edges.by_source, ctx.weight), None, None, None
+        (weight,) = ctx.saved_tensors
+        return ctx.call.summed(gradient.contiguous(), ctx.edges.by_source, weight), None, None, None
 
 
 class EdgeCall:

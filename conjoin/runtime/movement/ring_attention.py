@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from conjoin.comm import Ring
+from conjoin.ops import first_order
 from conjoin.runtime.movement.attention_blocks import Attending, Mixed
-from conjoin.runtime.movement.first_order import first_order
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.ranks.communicator import Communicator, Work, uncompiled
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from conjoin.comm import Routing
-from conjoin.ops import routed_experts, take_rows
-from conjoin.runtime.movement.first_order import first_order
+from conjoin.ops import first_order, routed_experts, take_rows
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.ranks.communicator import Communicator, uncompiled
 

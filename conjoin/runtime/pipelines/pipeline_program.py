@@ -20,7 +20,14 @@ from conjoin.runtime.pipelines.pipeline_draws import PipelineDraws
 from conjoin.runtime.pipelines.schedule_runs import Links
 from conjoin.runtime.pipelines.step_ends import StepEnd
 from conjoin.runtime.pipelines.step_runs import StepRun
-from conjoin.runtime.program.accumulating import NARROW, Accumulated, MicroBatches, Scaling, refuse_input_gradients
+from conjoin.runtime.program.accumulating import (
+    NARROW,
+    Accumulated,
+    MicroBatches,
+    Scaling,
+    names_read,
+    refuse_input_gradients,
+)
 from conjoin.runtime.program.calling import Calling, InputPart
 from conjoin.runtime.program.norms import Group
 from conjoin.runtime.program.passes import Passes
@@ -57,7 +64,7 @@ class PipelineProgram:
             called = calling_graph(called, pipeline.accumulation)
         self.calling = Calling(called)
         self.taken = called.leaves_of(LeafKind.INPUT)
-        self._inputs = self.input_parts()
+        self._inputs, self._read = self.input_parts(), names_read(pipeline.graph)
         self.fingerprint = pipeline_fingerprint(pipeline)
         self.loans = Loans(pipeline, world)
         self.end = StepEnd(pipeline, world, self.stages, store.device)
@@ -140,7 +147,8 @@ class PipelineProgram:
         self._begin()
         named = dict(zip([leaf.name for leaf in self.taken], given, strict=True))
         inputs = {i: self._cut(i, program, named) for i, program in self.stages.items()}
-        parameters = [parameter for parameter, _ in self.store.parameters() if parameter.requires_grad]
+        read = (parameter for name, parameter in self.store.root.named_parameters() if name in self._read)
+        parameters = [parameter for parameter in read if parameter.requires_grad]
         before = self._draws.place
         run = StepRun(self, inputs, self._draws.begin(self.stages), parameters)
         try:

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from conjoin.comm import splits_evenly
 from conjoin.errors import UsageError
-from conjoin.ir import Accumulation, Leaf, LeafKind, Plan, region_of, region_shape
-from conjoin.ops import split_axes
+from conjoin.ir import Accumulation, Graph, Leaf, LeafKind, Plan, Value, region_of, region_shape
+from conjoin.ops import first_order, split_axes
 from conjoin.runtime.movement.bundles import Bundle
-from conjoin.runtime.movement.first_order import first_order
 from conjoin.runtime.program.calling import InputPart
 from conjoin.runtime.program.gradient_sums import add_gradients, add_to, take_gradients
 from conjoin.runtime.program.randomness import Streams
@@ -115,6 +114,12 @@ def refuse_input_gradients(model: str, leaves: Sequence[Leaf], given: Sequence[T
                 f"in micro-batches gives gradients to its parameters only, so what made this input would never learn. "
                 f"Give {leaf.name}.detach(), make what made it part of the model, or take a plan without micro-batches."
             )
+
+
+def names_read(graph: Graph) -> frozenset[str]:
+    """The names of leaves that something is computed with: others have no gradient, and their hooks are not called."""
+    read = (leaf for leaf in graph.leaves if graph.users.get(Value(leaf)))
+    return frozenset(name for leaf in read for name in (leaf.name, *leaf.aliases))
 
 
 State = list[Tensor | None]
@@ -246,6 +251,7 @@ class Accumulator:
         forget: Callable[[], None],
     ) -> None:
         self.micro, self._bundles, self._streams, self._forget = micro, bundles, streams, forget
+        self._read = names_read(plan.graph)
         types = [leaf.type for leaf in plan.graph.leaves] + [t for node in plan.graph.nodes for t in node.types]
         self._is_narrow = any(type.dtype in NARROW for type in types)
         self._scalings = {is_exact: Scaling(is_exact) for is_exact in (False, True)}
@@ -260,7 +266,8 @@ class Accumulator:
         kind: str,
     ) -> Tensor:
         """The loss of a step on a kind of device; its backward pass gives the parameters their gradients."""
-        parameters = {leaf: x for leaf, x in state.items() if x is not None and x.requires_grad}
+        trained = ((leaf, x) for leaf, x in state.items() if x is not None and x.requires_grad)
+        parameters = {leaf: x for leaf, x in trained if leaf.name in self._read}
         # micro-batches have gradients of aliases: hooks of the parameters are for those of the step
         own = {leaf: x.detach().requires_grad_() for leaf, x in parameters.items()}
         again, kept = self._as_now(tuple(parameters.values()), kind), [*{**state, **own}.values()]

@@ -324,7 +324,7 @@ def mark_gradients(
             is_split = any(isinstance(placement, Split) for _, placement in layout)
             mark = _Marker(axes, communicator, world)
             # before hooks of the user, and for torch.autograd.grad
-            parameter.register_hook(mark.mark)  # type: ignore[no-untyped-call]
+            parameter.register_hook(mark.mark_if_any)  # type: ignore[no-untyped-call]
             parameter.register_post_accumulate_grad_hook(mark)  # type: ignore[no-untyped-call]
             if axes:
                 note_part(parameter, is_split=is_split)
@@ -346,6 +346,10 @@ def _make_states_plain(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 class _Marker:
     def __init__(self, axes: Axes, communicator: Communicator, world: Communicator | None) -> None:
         self._axes, self._communicator, self._world = axes, communicator, world
+
+    def mark_if_any(self, gradient: Tensor | None) -> GradientPiece | None:
+        """What comes to a hook is nothing where a step in micro-batches finds that there is no gradient."""
+        return None if gradient is None else self.mark(gradient)
 
     def mark(self, gradient: Tensor) -> GradientPiece:
         made = gradient.as_subclass(GradientPiece)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conjoin.runtime.movement.first_order import first_order
+from conjoin.ops import first_order
 from conjoin.runtime.program.gradient_sums import add_gradients, take_gradients
 from conjoin.runtime.program.randomness import Streams
 

@@ -379,12 +379,7 @@ class RankProgram:
     def _check_device(self, given: list[Tensor], device: torch.device) -> None:
         for x, leaf in zip(given, self.taken, strict=True):
             if leaf.name in self._on_host:
-                if x.device.type != "cpu":
-                    raise UsageError(
-                        f"{self.plan.model.name} was called with {leaf.name} on {x.device}. Its plan has it on the "
-                        f"host during the step: {x.nbytes:,} bytes, for which there is no room on the device. Give it "
-                        f"as it is on the host, or have the module place the batch, as by step.placed(batch)."
-                    )
+                self._check_on_host(x, leaf)
                 continue
             if x.device.type != device.type or device.index not in (None, x.device.index):
                 raise UsageError(
@@ -392,6 +387,20 @@ class RankProgram:
                     f"Move the batch there, as by {leaf.name}.to({str(device)!r}), or load the plan with "
                     f"device={str(x.device)!r}."
                 )
+
+    def _check_on_host(self, x: Tensor, leaf: Leaf) -> None:
+        if x.device.type != "cpu":
+            raise UsageError(
+                f"{self.plan.model.name} was called with {leaf.name} on {x.device}. Its plan has it on the host during "
+                f"the step: {x.nbytes:,} bytes, for which there is no room on the device. Give it as it is on the "
+                f"host, or have the module place the batch, as by step.placed(batch)."
+            )
+        if x.requires_grad and torch.is_grad_enabled():
+            raise UsageError(
+                f"{self.plan.model.name} was called with {leaf.name} of shape {tuple(x.shape)}, of which a gradient is "
+                f"wanted. Its plan has it on the host during the step, where it gets none, so what made it would never "
+                f"learn. Give {leaf.name}.detach(), or take a plan that has it on the device."
+            )
 
     def _accumulate(
         self, batches: list[list[Tensor]], state: list[Tensor | None], device: torch.device, accumulator: Accumulator

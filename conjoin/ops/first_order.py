@@ -1,4 +1,4 @@
-"""Gradients of gradients: what crosses ranks has none, and says so where one is asked for.
+"""Gradients of gradients: what crosses ranks, and operators of our own, have none and say so where one is asked for.
 
 Torch's own `once_differentiable` looks at the gradients that come in only. Where those are constants, as the one of the
 loss is, what comes out would be taken for constants, too, and a penalty on gradients would do nothing.
@@ -24,9 +24,10 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         raise UsageError(
-            "The gradient of a gradient was asked for, of the step of a plan. What goes between ranks is "
-            "differentiated once, so that a penalty on gradients would train on a part of itself. Write the inner "
-            "gradient out as operations of the model, or make a plan for one device."
+            "The gradient of a gradient was asked for, of the step of a plan. What goes between ranks or comes from "
+            "the host, and operators of Conjoin's own, are differentiated once, so that a penalty on gradients would "
+            "train on a part of itself. Write the inner gradient out as operations of the model, or train it without "
+            "a plan."
         )
 
 
