@@ -83,7 +83,7 @@ from conjoin.ops.edges import (
     with_loops,
 )
 from conjoin.ops.experts import routed_experts, take_rows
-from conjoin.ops.local import Emit, LocalForm, Pieces, Span, operand_spans, output_spans, run_local
+from conjoin.ops.local import Emit, LocalForm, Pieces, Span, indices_by_place, operand_spans, output_spans, run_local
 from conjoin.ops.measures import bytes_read, bytes_written, flops
 from conjoin.ops.notation import Access, Factors, Notation, NotationError, Spread, Window
 from conjoin.ops.placement import At, Copies, Greatest, Invariant, Partial, Placement, Split, dual, parse_placement
@@ -217,6 +217,7 @@ __all__ = [
     "find_spec",
     "flops",
     "identity",
+    "indices_by_place",
     "is_custom",
     "make_layout",
     "map_tensors",
