@@ -96,7 +96,7 @@ from conjoin.ir.reshards import (
 )
 from conjoin.ir.rewriting import Rewriting
 from conjoin.ir.rounding import EXACT, Rounding
-from conjoin.ir.segments import Segment, asked_segments, operators_of, parse_segments, segment_text
+from conjoin.ir.segments import Segment, asked_segments, operators_of, parse_segments, segment_texts
 from conjoin.ir.spans import (
     RegionMove,
     exchange_axes,
@@ -258,7 +258,7 @@ __all__ = [
     "retype",
     "rules_for",
     "save_graph",
-    "segment_text",
+    "segment_texts",
     "sequential",
     "spec_of",
     "stage_edges",
