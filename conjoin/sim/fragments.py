@@ -431,9 +431,8 @@ class Drafts:
             return _summed([self._costs_of(halo_call(node, placed, self.mesh, 0), needs)])
         alike = not (unlike_axes(node, placed, self.mesh) or self.prices.unlike_axes())
         call = self._tasks[number].call
-        ranks, numbers = (self.mesh.rank_at(dict(placed.at)),), np.zeros(1, np.int64)
-        if not alike:
-            ranks, numbers = self._unlike_ranks(call, placed)
+        first = (self.mesh.rank_at(dict(placed.at)),), np.zeros(1, np.int64)
+        ranks, numbers = first if alike else self._unlike_ranks(call, placed)
         found = [self._costs(call, placed, needs, rank) for rank in ranks]
         where = self.classes.at(placed.at)
         return Work(

@@ -601,9 +601,9 @@ class _Pieces:
     def are_even(self) -> bool:
         return all(self._same)
 
-    def told_apart(self, rank: int) -> bytes:
+    def told_apart(self, rank: int) -> tuple[int, ...]:
         """What tells ranks apart that have unlike pieces: lengths of what is not split evenly, and where it lies."""
-        return self._told[rank].tobytes()
+        return tuple(self._told[rank].tolist())
 
     @cached_property
     def _told(self) -> NDArray[np.int64]:
