@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
+import numpy as np
 import torch
 
 from conjoin.comm.gradients import Entry, GradientFlow
@@ -252,12 +253,9 @@ def _sent_bytes(types: tuple[TensorType, ...], axes: tuple[str, ...], mesh: Mesh
     held = sum_per_rank((held_bytes(type, mesh) for type in types), mesh.size)
     if len(held.values) == 1:
         return held
-    found = list(held.values)
-    for group in mesh.groups(axes):
-        most = max(held[rank] for rank in group)
-        for rank in group:
-            found[rank] = most
-    return PerRank(tuple(found), mesh.size)
+    found, groups = np.array(held.values), np.array(mesh.groups(axes))
+    found[groups] = found[groups].max(axis=1, keepdims=True)
+    return PerRank(tuple(found.tolist()), mesh.size)
 
 
 def _find_uses(plan: Plan, segments: Sequence[Segment]) -> dict[Entry, Use]:

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conjoin.comm.halo import halo_of
-from conjoin.comm.movement import move_regions
 from conjoin.comm.node_on_mesh import NodeOnMesh
 from conjoin.comm.per_rank import PerRank
 from conjoin.comm.ring import ring_of
@@ -19,10 +18,8 @@ from conjoin.comm.routing import routing_of
 from conjoin.ir import (
     Node,
     Placed,
-    Region,
     RegionMove,
     exchange_axes,
-    num_elements,
     operand_move,
     output_move,
     unlike_axes,
@@ -82,16 +79,19 @@ def _count(find: FindMove, node: Node, i: int, placed: Placed, type: TensorType,
     if move is None:
         return None
     flow = _flow(move)
-    if not flow.any():
+    if not len(flow.elements):
         return None
     counts = np.zeros((2, mesh.size), dtype=np.int64)
     leaving = np.zeros((2, mesh.size), dtype=np.int64)  # by the first rank of a node
-    nodes = _nodes(mesh)
-    for group in map(np.asarray, groups):  # along other axes pieces are of one size: all groups exchange as many
-        counts[:, group] = flow.sum(1), flow.sum(0)
-        crossing = flow * (nodes[group][:, None] != nodes[group][None, :])
-        for way, sent in enumerate((crossing.sum(1), crossing.sum(0))):
-            np.add.at(leaving[way], nodes[group], sent)
+    members = np.asarray(groups)  # along other axes pieces are of one size: all groups exchange as many
+    nodes = _nodes(mesh)[members]
+    crossing = nodes[:, flow.senders] != nodes[:, flow.receivers]
+    elements = np.broadcast_to(flow.elements, crossing.shape)[crossing]
+    for way, ends in enumerate((flow.senders, flow.receivers)):
+        sent = np.zeros(members.shape[1], dtype=np.int64)
+        np.add.at(sent, ends, flow.elements)
+        counts[way, members] = sent
+        np.add.at(leaving[way], nodes[:, ends][crossing], elements)
     size = type.dtype.itemsize
     there, back = (PerRank(tuple((size * found).tolist()), mesh.size) for found in counts)
     loads = (
@@ -101,37 +101,49 @@ def _count(find: FindMove, node: Node, i: int, placed: Placed, type: TensorType,
     return ExchangedBytes(axes, there, back, *loads)
 
 
-def _flow(move: RegionMove) -> Counts:
-    """How many elements each member of a group (rows) sends to each other member (columns): the tables of all members.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Flow:
+    """How many elements some members of a group send to others, by their positions."""
+
+    senders: Counts
+    receivers: Counts
+    elements: Counts
+
+
+_AT_ONCE = 1 << 18
+"""Pairs of a region and a member that are looked at together: their arrays stay in a cache of two megabytes."""
+
+
+def _flow(move: RegionMove) -> _Flow:
+    """The tables of all members (`move_regions`) at once.
 
     What a member has it keeps; what several others have, they send in turn.
     """
     count = len(move.group)
-    if len({len(region) for region in (*move.have, *move.want)}) > 1:
-        return _flow_by_tables(move)
     have, want = (np.asarray(regions, dtype=np.int64).reshape(count, -1, 2) for regions in (move.have, move.want))
-    holders: dict[Region, list[int]] = {}
-    for position, region in enumerate(move.have):
-        holders.setdefault(region, []).append(position)
-    flow = np.zeros((count, count), dtype=np.int64)
-    for members in holders.values():
-        held = have[members[0]]
-        sizes = np.minimum(held[:, 1], want[:, :, 1]) - np.maximum(held[:, 0], want[:, :, 0])
-        parts = np.where((sizes > 0).all(1), sizes.prod(1), 0)
-        parts[members] = 0
-        others = np.flatnonzero(parts)
-        senders = np.resize(members, len(others)) if len(others) else others
-        flow[senders, others] += parts[others]
-    return flow
+    regions, held = np.unique(have.reshape(count, -1), axis=0, return_inverse=True)
+    held, regions = held.reshape(-1), regions.reshape(len(regions), -1, 2)
+    found = []
+    for first in range(0, len(regions), max(1, _AT_ONCE // count)):
+        shared = _shared(regions[first : first + max(1, _AT_ONCE // count)], want)
+        rows, members = np.nonzero(shared)
+        found.append(np.stack([rows + first, members, shared[rows, members]]))
+    wanted, receivers, elements = np.concatenate(found, axis=1)
+    lacking = held[receivers] != wanted
+    wanted, receivers, elements = wanted[lacking], receivers[lacking], elements[lacking]
+    holders, first_holder = np.argsort(held, kind="stable"), np.searchsorted(np.sort(held), np.arange(len(regions)))
+    turn = np.arange(len(wanted)) - np.searchsorted(wanted, wanted)  # the regions are in order
+    return _Flow(holders[first_holder[wanted] + turn % np.bincount(held)[wanted]], receivers, elements)
 
 
-def _flow_by_tables(move: RegionMove) -> Counts:
-    """The same from the table of every member."""
-    flow = np.zeros((len(move.group),) * 2, dtype=np.int64)
-    for member, rank in enumerate(move.group):
-        for place, part in move_regions(move.have, move.want, move.group, rank).sends:
-            flow[member, place] = num_elements(part) if place != member else 0
-    return flow
+def _shared(regions: Counts, want: Counts) -> Counts:
+    """How many elements each region (rows) has of what each member wants (columns)."""
+    shared = np.ones((len(regions), len(want)), dtype=np.int64)
+    for dim in range(want.shape[1]):
+        (starts, stops), (firsts, lasts) = regions[:, dim].T, want[:, dim].T
+        sizes = np.minimum(stops[:, None], lasts) - np.maximum(starts[:, None], firsts)
+        shared *= np.maximum(sizes, 0, out=sizes)
+    return shared
 
 
 def _as_row(leaving: int, axes: tuple[str, ...], mesh: Mesh) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import add
 
 
 def ring_bytes(num_bytes: int, num_members: int) -> int:
@@ -32,7 +33,7 @@ class PerRank:
     def __add__(self, other: PerRank) -> PerRank:
         if len(self.values) == len(other.values) == 1:
             return PerRank((self.values[0] + other.values[0],), self.num_ranks)
-        return PerRank(tuple(self[rank] + other[rank] for rank in range(self.num_ranks)), self.num_ranks)
+        return PerRank(tuple(map(add, self.all, other.all)), self.num_ranks)
 
     def __mul__(self, times: int) -> PerRank:
         return PerRank(tuple(times * value for value in self.values), self.num_ranks)

@@ -10,8 +10,21 @@ from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
+import numpy as np
+
 from conjoin.comm.per_rank import PerRank
-from conjoin.ir import Range, Region, cut, holds, is_cut_evenly, nothing, num_elements, region_of
+from conjoin.ir import (
+    Range,
+    Region,
+    cut,
+    cut_for_all,
+    holds,
+    is_cut_evenly,
+    nothing,
+    num_elements,
+    places_of_all,
+    region_of,
+)
 from conjoin.machine import Mesh
 from conjoin.ops import At, Layout, TensorType, split_axes
 
@@ -145,6 +158,14 @@ def _shared_lengths(some: list[Range], others: list[Range]) -> list[int]:
 @lru_cache(maxsize=1 << 14)
 def held_bytes(type: TensorType, mesh: Mesh) -> PerRank:
     """What every rank holds of a tensor in its layout."""
-    ranks = (0,) if splits_evenly(type.shape, type.layout, mesh) else range(mesh.size)
-    sizes = (num_elements(region_of(type.shape, type.layout, mesh, rank)) for rank in ranks)
-    return PerRank(tuple(size * type.dtype.itemsize for size in sizes), mesh.size)
+    itemsize = type.dtype.itemsize
+    if splits_evenly(type.shape, type.layout, mesh):
+        return PerRank((num_elements(region_of(type.shape, type.layout, mesh, 0)) * itemsize,), mesh.size)
+    sizes = np.full(mesh.size, itemsize)
+    for dim, size in enumerate(type.shape):
+        starts, stops = cut_for_all(size, split_axes(type.layout, dim), mesh).T
+        sizes *= stops - starts
+    for axis, placement in type.layout:
+        if isinstance(placement, At):
+            sizes *= places_of_all(mesh)[axis] == placement.place
+    return PerRank(tuple(sizes.tolist()), mesh.size)

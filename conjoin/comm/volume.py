@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from math import prod
 
 import numpy as np
@@ -19,7 +18,7 @@ from conjoin.comm.per_rank import ring_bytes
 from conjoin.comm.pieces import Splits, all_regions, held_regions, is_even, num_devices, pieces_along, splits_of, tails
 from conjoin.comm.places import changes_places, has_places
 from conjoin.comm.steps import Route, Step, StepKind
-from conjoin.ir import Range, Region, holds, num_elements, overlap
+from conjoin.ir import Region, holds, num_elements, overlap
 from conjoin.machine import Mesh
 
 
@@ -83,20 +82,25 @@ def _elements_wanted_by_group(holdings: _Holdings, rank: int) -> int:
         if all(axis in group_axes for axis in holdings.arriving[dim]):
             by_dim.append(last - first)
         else:
-            wanted = _wanted_ranges(dim, holdings, rank)
-            by_dim.append(sum(max(0, min(last, stop) - max(first, start)) for start, stop in wanted))
+            starts, stops = _wanted_ranges(dim, holdings, rank)
+            by_dim.append(int(np.maximum(np.minimum(last, stops) - np.maximum(first, starts), 0).sum()))
     splitting = num_devices((axis for axes in holdings.want for axis in axes if axis in group_axes), mesh)
     return prod(by_dim) * (num_devices(group_axes, mesh) // splitting)
 
 
-def _wanted_ranges(dim: int, holdings: _Holdings, rank: int) -> list[Range]:
-    """The pieces of a dim that members of the rank's group want, each once."""
+def _wanted_ranges(dim: int, holdings: _Holdings, rank: int) -> NDArray[np.int64]:
+    """The pieces of a dim that members of the rank's group want, each once: where they start, and where they stop."""
     mesh, along, split = holdings.mesh, holdings.step.axes, holdings.want[dim]
     here = mesh.coordinates(rank)
-    places = [range(mesh.sizes[axis]) if axis in along else (here[axis],) for axis in split]
-    ranges = pieces_along(holdings.shape[dim], split, mesh)
-    weights = [num_devices(split[i + 1 :], mesh) for i in range(len(split))]
-    return [ranges[sum(w * p for w, p in zip(weights, place, strict=True))] for place in product(*places)]
+    places = tuple(slice(None) if axis in along else here[axis] for axis in split)
+    return _piece_table(holdings.shape[dim], split, mesh)[(slice(None), *places)].reshape(2, -1)
+
+
+@lru_cache(maxsize=256)
+def _piece_table(size: int, split: tuple[str, ...], mesh: Mesh) -> NDArray[np.int64]:
+    """Where the pieces of a dim start and stop, by the places of the axes that split it."""
+    pieces = np.array(pieces_along(size, split, mesh), np.int64).T
+    return pieces.reshape(2, *(mesh.sizes[axis] for axis in split))
 
 
 def bytes_received(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, rank: int) -> int:

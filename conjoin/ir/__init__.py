@@ -75,11 +75,13 @@ from conjoin.ir.regions import (
     Region,
     cut,
     cut_along,
+    cut_for_all,
     holds,
     is_cut_evenly,
     nothing,
     num_elements,
     overlap,
+    places_of_all,
     region_of,
     region_shape,
 )
@@ -94,7 +96,7 @@ from conjoin.ir.reshards import (
 )
 from conjoin.ir.rewriting import Rewriting
 from conjoin.ir.rounding import EXACT, Rounding
-from conjoin.ir.segments import Segment, asked_segments, operators_of, parse_segments, segment_text
+from conjoin.ir.segments import Segment, asked_segments, operators_of, parse_segments, segment_texts
 from conjoin.ir.spans import (
     RegionMove,
     exchange_axes,
@@ -174,6 +176,7 @@ __all__ = [
     "custom_operators",
     "cut",
     "cut_along",
+    "cut_for_all",
     "cut_in_micro_batches",
     "cut_in_stages",
     "cut_part_in_micro_batches",
@@ -238,6 +241,7 @@ __all__ = [
     "pipeline_from_json",
     "pipeline_to_json",
     "place",
+    "places_of_all",
     "plain_call",
     "plain_model",
     "plan_fingerprint",
@@ -254,7 +258,7 @@ __all__ = [
     "retype",
     "rules_for",
     "save_graph",
-    "segment_text",
+    "segment_texts",
     "sequential",
     "spec_of",
     "stage_edges",

@@ -177,8 +177,11 @@ def _usual(type: TensorType, channels_last: bool) -> Strides:
 
 
 def _zeros(shape: tuple[int, ...], strides: Strides, dtype: torch.dtype) -> Tensor:
+    """Zeros that lie so; what lies between them is not written, since that may be more than there is memory for."""
     size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    return torch.zeros(max(size, 1), dtype=dtype, device="cpu").as_strided(shape, strides)
+    memory = torch.empty(max(size, 1), dtype=dtype, device="cpu")
+    memory.as_strided([n if stride else min(n, 1) for n, stride in zip(shape, strides, strict=True)], strides).zero_()
+    return memory.as_strided(shape, strides)
 
 
 def _on_meta(type: TensorType, strides: Strides) -> Tensor:

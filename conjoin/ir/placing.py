@@ -57,6 +57,9 @@ class Placed:
         return {index: cut_along(sizes[index], axes, mesh, rank) for index, axes in self.splits}
 
 
+Layouts = tuple[Layout, ...]
+
+
 @lru_cache(maxsize=1 << 16)
 def plain_call(node: Node) -> Call:
     """The call on types without layouts: what declarations are asked about."""
@@ -73,9 +76,12 @@ def rules_for(call: Call, num_outputs: int) -> tuple[ShardingRule, ...]:
 @call_cache()
 def place(node: Node, mesh: Mesh) -> Placed:
     """How a node lies on the mesh; LayoutError says why it cannot lie as its types state."""
-    call = plain_call(node)
-    operands = [value.type.layout for value in node.inputs]
-    outputs = [type.layout for type in node.types]
+    operands, outputs = (tuple(t.layout for t in types) for types in ((v.type for v in node.inputs), node.types))
+    return _place(plain_call(node), operands, outputs, mesh)
+
+
+@call_cache()  # layers that are equal lie alike
+def _place(call: Call, operands: Layouts, outputs: Layouts, mesh: Mesh) -> Placed:
     axes = list(dict.fromkeys(axis for layout in (*operands, *outputs) for axis, _ in layout))
     splits: dict[str, list[str]] = {}
     at: list[tuple[str, int]] = []
@@ -94,7 +100,7 @@ def place(node: Node, mesh: Mesh) -> Placed:
     return Placed(tuple(sorted(ordered.items())), tuple(sorted(at)))
 
 
-def _place_on(axis: str, operands: list[Layout], outputs: list[Layout]) -> int | None:
+def _place_on(axis: str, operands: Layouts, outputs: Layouts) -> int | None:
     """The one place along an axis where a node runs; None where all run it, in one of its sharding rules."""
     found = [placement_on(layout, axis) for layout in (*operands, *outputs)]
     if not any(isinstance(placement, At) for placement in found):
@@ -108,7 +114,7 @@ def _place_on(axis: str, operands: list[Layout], outputs: list[Layout]) -> int |
     return first.place
 
 
-def _rule_on(axis: str, call: Call, operands: list[Layout], outputs: list[Layout]) -> ShardingRule:
+def _rule_on(axis: str, call: Call, operands: Layouts, outputs: Layouts) -> ShardingRule:
     given = tuple(placement_on(layout, axis) for layout in operands)
     made = tuple(placement_on(layout, axis) for layout in outputs)
     rules = rules_for(call, len(outputs))
@@ -131,7 +137,7 @@ def _alternatives(rules: tuple[ShardingRule, ...], given: tuple[Placement, ...])
     return f"the nearest legal way is {nearest}"
 
 
-def _nesting(index: str, axes: list[str], operands: list[Layout], outputs: list[Layout]) -> tuple[str, ...]:
+def _nesting(index: str, axes: list[str], operands: Layouts, outputs: Layouts) -> tuple[str, ...]:
     """The order in which axes split an index: the same in all tensors that have it."""
     orders = {
         tuple(axis for axis in split_axes(layout, dim) if axis in axes)

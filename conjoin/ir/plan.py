@@ -25,7 +25,7 @@ from conjoin.ir.nodes import LeafKind
 from conjoin.ir.offloads import Made, check_offloads, parse_tensors, tensor_text
 from conjoin.ir.parallel_verifier import find_layout_faults
 from conjoin.ir.parser import parse_graph
-from conjoin.ir.segments import Segment, operators_of, parse_segments, segment_text
+from conjoin.ir.segments import Segment, operators_of, parse_segments, segment_texts
 from conjoin.ir.verifier import find_faults
 from conjoin.machine import Axis, Cut, Mesh
 from conjoin.ops import At
@@ -75,7 +75,7 @@ class MemoryAction:
 
 def recompute_actions(graph: Graph, segments: Iterable[tuple[int, int]]) -> tuple[MemoryAction, ...]:
     """The memory actions by which segments of a graph are run again in the backward pass."""
-    return tuple(MemoryAction(RECOMPUTE, segment_text(graph, segment)) for segment in segments)
+    return tuple(MemoryAction(RECOMPUTE, name) for name in segment_texts(graph, segments))
 
 
 def recomputed_segments(plan: Plan) -> tuple[Segment, ...]:

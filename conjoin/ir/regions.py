@@ -5,6 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from math import prod
 
+import numpy as np
+from numpy.typing import NDArray
+
 from conjoin.machine import Mesh
 from conjoin.ops import At, Layout, Split, split_axes
 
@@ -48,6 +51,38 @@ def cut_along(size: int, axes: tuple[str, ...], mesh: Mesh, rank: int) -> Range:
     for axis in axes:
         piece = cut(piece, mesh.sizes[axis], coordinates[axis])
     return piece
+
+
+@lru_cache(maxsize=256)
+def cut_for_all(size: int, axes: tuple[str, ...], mesh: Mesh) -> NDArray[np.int64]:
+    """The same for every rank at once: where what each has starts and stops.
+
+    >>> cut_for_all(7, ("d0",), Mesh.of_nodes(1, 3)).tolist()
+    [[0, 3], [3, 5], [5, 7]]
+    """
+    places = places_of_all(mesh)
+    bounds = mesh.bounds_of(size, axes) if mesh.cuts else None
+    start, length = np.zeros(mesh.size, np.int64), np.full(mesh.size, size)
+    if bounds is not None:
+        number = np.zeros(mesh.size, np.int64)
+        for axis in axes:
+            number = number * mesh.sizes[axis] + places[axis]
+        start, length = np.asarray(bounds)[number], np.diff(bounds)[number]
+    else:
+        for axis in axes:
+            each, larger = np.divmod(length, mesh.sizes[axis])
+            start = start + places[axis] * each + np.minimum(places[axis], larger)
+            length = each + (places[axis] < larger)
+    found = np.stack([start, start + length], axis=1)
+    found.flags.writeable = False  # it is kept
+    return found
+
+
+@lru_cache(maxsize=64)
+def places_of_all(mesh: Mesh) -> dict[str, NDArray[np.int64]]:
+    """Where every rank stands on each axis."""
+    places = np.indices([axis.size for axis in mesh.axes]).reshape(len(mesh.axes), -1)
+    return dict(zip(mesh.names, places, strict=True))
 
 
 def is_cut_evenly(size: int, axes: tuple[str, ...], mesh: Mesh) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby, pairwise
 from operator import itemgetter
 
@@ -58,13 +58,14 @@ def asked_segments(graph: Graph) -> tuple[Segment, ...]:
     return tuple(Segment(run[0][0], run[-1][0]) for run in runs if len(run) > 1)
 
 
-def segment_text(graph: Graph, segment: tuple[int, int]) -> str:
-    """The name of a segment in a plan file: `%3..%7`, or `%3..%7 but %5` where what makes %5 is not run again."""
+def segment_texts(graph: Graph, segments: Iterable[tuple[int, int]]) -> Iterator[str]:
+    """The names of segments in a plan file: `%3..%7`, or `%3..%7 but %5` where what makes %5 is not run again."""
     operators = operators_of(graph)
-    made = [[graph.numbers[value] for value in node.outputs()] for node in operators[segment[0] : segment[1] + 1]]
-    places = sorted(segment.kept) if isinstance(segment, Segment) else []
-    kept = "".join(f" %{made[place - segment[0]][0]}" for place in places)
-    return f"%{made[0][0]}..%{made[-1][-1]}{' but' if kept else ''}{kept}"
+    for segment in segments:
+        made = [[graph.numbers[value] for value in node.outputs()] for node in operators[segment[0] : segment[1] + 1]]
+        places = sorted(segment.kept) if isinstance(segment, Segment) else []
+        kept = "".join(f" %{made[place - segment[0]][0]}" for place in places)
+        yield f"%{made[0][0]}..%{made[-1][-1]}{' but' if kept else ''}{kept}"
 
 
 def parse_segments(graph: Graph, names: Iterable[str], *, as_read: bool = False) -> tuple[Segment, ...]:

@@ -6,14 +6,18 @@ where the pieces of an index do not line up with the pieces of the dim that it i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from conjoin.ir.nodes import Node
 from conjoin.ir.placing import Placed, plain_call
-from conjoin.ir.regions import Range, Region, is_cut_evenly, nothing, region_of
+from conjoin.ir.regions import Range, Region, cut_for_all, is_cut_evenly, nothing, places_of_all, region_of
 from conjoin.machine import Mesh
 from conjoin.ops import (
+    At,
     Call,
     Span,
     Split,
@@ -25,6 +29,7 @@ from conjoin.ops import (
     output_spans,
     space_of,
     spec_for,
+    split_axes,
 )
 
 
@@ -62,25 +67,21 @@ def made_region(node: Node, output: int, placed: Placed, mesh: Mesh, rank: int) 
 def operand_move(node: Node, operand: int, placed: Placed, mesh: Mesh, rank: int) -> RegionMove | None:
     """What the rank's group exchanges before a node reads an operand; None where everyone has what it wants."""
     type = node.inputs[operand].type
-    return _move(
-        exchange_axes(node, placed, type, mesh),
-        lambda member: region_of(type.shape, type.layout, mesh, member),
-        lambda member: wanted_region(node, operand, placed, mesh, member),
-        mesh,
-        rank,
-    )
+    axes = exchange_axes(node, placed, type, mesh)
+    if not axes:
+        return None
+    group, (read, _) = mesh.group(rank, axes), spans_of_all(plain_call(node), placed, mesh)
+    return _move(group, _held(type, mesh, group), _cut_out_for_all(type, placed, read[operand], mesh, group))
 
 
 def output_move(node: Node, output: int, placed: Placed, mesh: Mesh, rank: int) -> RegionMove | None:
     """What the rank's group exchanges after a node has made an output; None where everyone has what it wants."""
     type = node.types[output]
-    return _move(
-        exchange_axes(node, placed, type, mesh),
-        lambda member: made_region(node, output, placed, mesh, member),
-        lambda member: region_of(type.shape, type.layout, mesh, member),
-        mesh,
-        rank,
-    )
+    axes = exchange_axes(node, placed, type, mesh)
+    if not axes:
+        return None
+    group, (_, made) = mesh.group(rank, axes), spans_of_all(plain_call(node), placed, mesh)
+    return _move(group, _cut_out_for_all(type, placed, made[output], mesh, group), _held(type, mesh, group))
 
 
 def exchange_axes(node: Node, placed: Placed, type: TensorType, mesh: Mesh) -> tuple[str, ...]:
@@ -89,14 +90,68 @@ def exchange_axes(node: Node, placed: Placed, type: TensorType, mesh: Mesh) -> t
     return mesh.in_order(axis for axis, placement in type.layout if isinstance(placement, Split) and axis in unlike)
 
 
-def _move(
-    axes: tuple[str, ...], have: Callable[[int], Region], want: Callable[[int], Region], mesh: Mesh, rank: int
-) -> RegionMove | None:
-    if not axes:
-        return None
-    group = mesh.group(rank, axes)
-    haves, wants = tuple(map(have, group)), tuple(map(want, group))
-    return None if haves == wants else RegionMove(group, haves, wants)
+def _move(group: tuple[int, ...], have: Ranges, want: Ranges) -> RegionMove | None:
+    return None if (have == want).all() else RegionMove(group, _regions(have), _regions(want))
+
+
+def _regions(ranges: Ranges) -> tuple[Region, ...]:
+    return tuple(tuple((start, stop) for start, stop in region) for region in ranges.tolist())
+
+
+def _held(type: TensorType, mesh: Mesh, group: Sequence[int]) -> Ranges:
+    """What each rank of a group has of a tensor that is split: `region_of` of each."""
+    spans = {dim: cut_for_all(size, split_axes(type.layout, dim), mesh) for dim, size in enumerate(type.shape)}
+    at = tuple((axis, placement.place) for axis, placement in type.layout if isinstance(placement, At))
+    return _cut_out_for_all(type, Placed((), at), spans, mesh, group)
+
+
+def _cut_out_for_all(
+    type: TensorType, placed: Placed, spans: Mapping[int, Ranges], mesh: Mesh, group: Sequence[int]
+) -> Ranges:
+    """The regions that spans cut out of a tensor on each rank of a group: by rank and dim where they start and stop."""
+    members = np.asarray(group)
+    found = np.zeros((len(members), len(type.shape), 2), np.int64)
+    found[:, :, 1] = type.shape
+    for dim, ranges in spans.items():
+        found[:, dim] = ranges[members]
+    for axis, place in placed.at:
+        found[places_of_all(mesh)[axis][members] != place] = 0
+    return found
+
+
+Ranges = NDArray[np.int64]
+"""Where something starts and stops, by rank."""
+Spans = tuple[Mapping[int, Ranges], ...]
+"""For every tensor the dims of which not all is needed."""
+
+
+@call_cache(1 << 8)
+def spans_of_all(call: Call, placed: Placed, mesh: Mesh) -> tuple[Spans, Spans]:
+    """The parts of operands and outputs that the local forms of a call read and make on all ranks at once."""
+    spec = spec_for(call)
+    assert spec is not None, f"{call.op} is opaque: it has no pieces"
+    space = space_of(spec, call)
+    reaching = _reaching(call)
+    read: list[dict[int, Ranges]] = [{} for _ in space.notation.operands]
+    made: list[dict[int, Ranges]] = [{} for _ in space.notation.outputs]
+    for index, axes in placed.splits:
+        ranges = cut_for_all(space.sizes[index], axes, mesh)
+        if index in reaching:
+            pieces, numbers = np.unique(ranges, axis=0, return_inverse=True)
+            spans = [operand_spans(spec, call, {index: (start, stop)}) for start, stop in pieces.tolist()]
+            for found, some in zip(read, zip(*spans, strict=True), strict=True):
+                if some[0]:
+                    found[some[0][0].dim] = np.array([(s.start, s.stop) for (s,) in some])[numbers.reshape(-1)]
+        else:
+            _scale_spans(read, operand_spans(spec, call, {index: (0, 1)}), ranges)
+        _scale_spans(made, output_spans(spec, call, {index: (0, 1)}), ranges)
+    return tuple(read), tuple(made)
+
+
+def _scale_spans(found: Sequence[dict[int, Ranges]], one: Sequence[Sequence[Span]], ranges: Ranges) -> None:
+    """Add what pieces take of each tensor, given what one position takes: it is in proportion."""
+    for spans, some in zip(found, one, strict=True):
+        spans |= {span.dim: ranges * span.stop for span in some}
 
 
 def unlike_axes(node: Node, placed: Placed, mesh: Mesh) -> frozenset[str]:
@@ -117,14 +172,20 @@ def _unlike_axes(call: Call, placed: Placed, mesh: Mesh) -> frozenset[str]:
     spec = spec_for(call)
     assert spec is not None
     space = space_of(spec, call)
-    dims = [dim for access in space.notation.operands for dim in access.dims]
-    windowed = {dim.out for dim in dims if isinstance(dim, Window | Spread)}
-    lacking = {*windowed, *spec.reaches, *spec.owned}
+    lacking = {*_reaching(call), *spec.owned}
     found: set[str] = set()
     for index, axes in placed.splits:
         if index in lacking or not is_cut_evenly(space.sizes[index], axes, mesh):
             found.update(axes)
     return frozenset(found)
+
+
+def _reaching(call: Call) -> set[str]:
+    """The indices of which a piece may need more of an operand than its own positions."""
+    spec = spec_for(call)
+    assert spec is not None
+    dims = [dim for access in space_of(spec, call).notation.operands for dim in access.dims]
+    return {*(dim.out for dim in dims if isinstance(dim, Window | Spread)), *spec.reaches}
 
 
 Regions = tuple[Region, ...]

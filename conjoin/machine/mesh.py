@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from math import prod
 
 
@@ -115,8 +114,11 @@ class Mesh:
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """The ranks that differ from this one along the given axes only, the last axis given running fastest."""
         base = rank - sum(self._strides[name] * (rank // self._strides[name] % self.sizes[name]) for name in axes)
-        places = product(*(range(self.sizes[name]) for name in axes))
-        return tuple(base + sum(self._strides[n] * p for n, p in zip(axes, place, strict=True)) for place in places)
+        members = [base]
+        for name in axes:
+            steps = [self._strides[name] * place for place in range(self.sizes[name])]
+            members = [member + step for member in members for step in steps]
+        return tuple(members)
 
     def groups(self, axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """All groups along the given axes: every rank is in exactly one."""

@@ -84,7 +84,7 @@ from conjoin.ops.edges import (
 )
 from conjoin.ops.experts import routed_experts, take_rows
 from conjoin.ops.first_order import first_order
-from conjoin.ops.local import Emit, LocalForm, Pieces, Span, operand_spans, output_spans, run_local
+from conjoin.ops.local import Emit, LocalForm, Pieces, Span, indices_by_place, operand_spans, output_spans, run_local
 from conjoin.ops.measures import bytes_read, bytes_written, flops
 from conjoin.ops.notation import Access, Factors, Notation, NotationError, Spread, Window
 from conjoin.ops.placement import At, Copies, Greatest, Invariant, Partial, Placement, Split, dual, parse_placement
@@ -219,6 +219,7 @@ __all__ = [
     "first_order",
     "flops",
     "identity",
+    "indices_by_place",
     "is_custom",
     "make_layout",
     "map_tensors",

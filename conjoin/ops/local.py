@@ -186,6 +186,24 @@ def _mask_output(form: LocalForm, output: Any, found: _Lookup) -> Any:
     return form.emit("masked_fill.Scalar", output, outside, 0)
 
 
+def indices_by_place(spec: OpSpec, call: Call) -> frozenset[str]:
+    """The indices of which the local form of a call depends on where a piece lies: of others its length says it all.
+
+    >>> from conjoin.ops import find_spec
+    >>> from conjoin.ops.tensor_type import TensorType
+    >>> import torch
+    >>> rows = TensorType((8, 4), torch.float32)
+    >>> indices_by_place(find_spec("linear"), Call("linear", (rows, rows, None)))
+    frozenset()
+    """
+    space = space_of(spec, call)
+    windows = {dim.out for dim in _windows(space)}
+    followed = {source[1:] for source in spec.follows.values() if source.startswith("@")}
+    addressed = {access.addresses for access in space.notation.operands if access.addresses is not None}
+    asked = () if spec.local is None else space.sizes if spec.asks_where is None else spec.asks_where
+    return frozenset({*windows, *followed, *addressed, *spec.reaches, *asked})
+
+
 def run_local(spec: OpSpec, call: Call, pieces: Pieces, parts: Sequence[Any], emit: Emit) -> tuple[Any, ...]:
     """Compute the pieces of the outputs from the parts of the operands that `operand_spans` names."""
     space = space_of(spec, call)

@@ -226,6 +226,8 @@ class OpSpec:
     """By index, operands that may lie split so beside the owned ones: each of their rows goes where it is used."""
     local: Callable[[LocalForm], Any] | None = None
     """How a piece is computed where the operator on the pieces of its operands is not the piece of its output."""
+    asks_where: tuple[str, ...] | None = None
+    """The indices of which its own local form asks where a piece starts, not only how long it is; None for any."""
     expansion: Callable[[LocalForm], Any] | None = None
     """The same operator as a composition of others, which may be split where this one may not, and is as fast."""
     by_parts: Callable[[LocalForm], Any] | None = None

@@ -59,6 +59,8 @@ from conjoin.sim import (
     take_graph_apart,
 )
 
+_FOR_FINISHING = 0.1
+"""The part of its time that a search keeps at most to write out and check the best plan."""
 _FOR_FITTING = 0.3
 """The part of its time that a search without a plan that fits keeps for running segments again."""
 
@@ -238,6 +240,8 @@ class Contest:
     """Plans that were simulated, and sums that were worked out for substitutions."""
     cut_short: bool = False
     """Whether a part of the search ended because its share of the time was over: more of it may be found."""
+    for_finishing: float = 0.0
+    """Seconds that are kept to write out and check the best plan."""
     started: float = field(default_factory=perf_counter)
     cpu_started: float = field(default_factory=process_time)
     _drafts: dict[tuple[Classes, int, int], Drafts] = field(default_factory=dict)
@@ -256,9 +260,10 @@ class Contest:
 
     @property
     def time_left(self) -> float:
-        """Seconds until the earlier of the two budgets is spent."""
+        """Seconds until the earlier of the two budgets is spent, but for what is kept for finishing."""
         left = self.budget - self.elapsed
-        return left if self.cpu_budget == inf else min(left, self.cpu_budget - self.cpu_elapsed)
+        left = left if self.cpu_budget == inf else min(left, self.cpu_budget - self.cpu_elapsed)
+        return left - self.for_finishing
 
     @property
     def time_spent(self) -> float:
@@ -269,10 +274,11 @@ class Contest:
     @property
     def time_left_of_given(self) -> float:
         """The part that is left of the time on the wall or of the seconds of the process, whichever is scarcer."""
-        left = 1 - self.elapsed / self.budget if self.budget > 0 else 0.0
+        kept = self.for_finishing
+        left = 1 - (self.elapsed + kept) / self.budget if self.budget > 0 else 0.0
         if self.cpu_budget == inf:  # asking the system takes longer than most that is done in between
             return left
-        return min(left, 1 - self.cpu_elapsed / self.cpu_budget if self.cpu_budget > 0 else 0.0)
+        return min(left, 1 - (self.cpu_elapsed + kept) / self.cpu_budget if self.cpu_budget > 0 else 0.0)
 
     @property
     def left(self) -> float:
@@ -284,6 +290,12 @@ class Contest:
         if self.steps_given is not None and self.steps_left is not None:
             steps = self.steps_left / max(1, self.steps_given)
         return max(0.0, min(self.time_left_of_given, steps))
+
+    def keep_for_finishing(self) -> None:
+        """Keep as many seconds to finish the best plan as were spent so far: the first strategy goes through the
+        model as often as the writing of a plan does."""
+        spent = self.time_spent
+        self.for_finishing = min(spent, _FOR_FINISHING * max(0.0, spent + self.time_left))
 
     def share(self, part: float) -> Callable[[], float]:
         """A part of what is left, to be spent on something: how much of it there still is, from 1 down to 0."""

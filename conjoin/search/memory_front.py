@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from conjoin.search.contest import Contest, Entry, Heavy, Outcome, Variant
@@ -54,7 +55,7 @@ def explore_front(search: JointSearch, variant: Variant, units: Units, left: Cal
     first = contest.smallest.seconds / contest.capacity
     objectives = [search.objective(OVERLAPS[0], price) for price in (LEAST_PRICE, *(p * first for p in _PRICES))]
     made = (search.problem(variant, units, objective, with_dominated=True) for objective in objectives)
-    problems = [problem for problem in made if problem is not None]
+    problems = [problem for problem in takewhile(lambda _: left() > 0, made) if problem is not None]
     if problems:
         front = _Front(contest, variant, problems[0], f"joint search, {shown(units)}", left)
         front.go([problem.solve().values for problem in problems])

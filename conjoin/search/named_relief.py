@@ -15,7 +15,8 @@ from conjoin.sim import Offloads, Simulation, kept_tensors
 
 _STRATEGIES = 3
 """How many are tried, the fastest first."""
-_MODES = ("selective", "every-2", "full")
+_MODES = ("full", "every-2", "selective")
+"""The one that keeps the least first: where it does not fit, neither do the others."""
 _FOR_OTHERS = 0.3
 """The part of the time that is left to other ways to fit, where none of these do."""
 
@@ -28,8 +29,7 @@ def relieve_by_name(contest: Contest, outcomes: Sequence[Outcome]) -> list[Outco
     found, smallest = list[Outcome](), contest.smallest
     heavy = [outcome for outcome in outcomes if (outcome.peak_bytes or 0) > contest.capacity]
     for outcome in sorted(heavy, key=lambda outcome: outcome.seconds)[:_STRATEGIES]:
-        entries = (with_blocks_again(outcome.entry, mode) for mode in _MODES)
-        again = [contest.enter(entry) for entry in entries if entry is not None and _may_win(contest, outcome)]
+        again = _with_blocks_again(contest, outcome)
         found += again
         for relieved in (outcome, *again) if contest.mesh.size == 1 or contest.best is None else ():
             moved = _with_offloads(relieved.entry, relieved.simulation, contest.machine.device)
@@ -37,6 +37,17 @@ def relieve_by_name(contest: Contest, outcomes: Sequence[Outcome]) -> list[Outco
                 if _may_win(contest, relieved):
                     contest.enter(entry)
     contest.smallest = smallest  # what is relieved otherwise are the strategies themselves
+    return found
+
+
+def _with_blocks_again(contest: Contest, outcome: Outcome) -> list[Outcome]:
+    found: list[Outcome] = []
+    for mode in _MODES:
+        entry = with_blocks_again(outcome.entry, mode)
+        if entry is not None and _may_win(contest, outcome):
+            found.append(contest.enter(entry))
+            if mode == _MODES[0] and (found[0].peak_bytes or 0) > contest.capacity and len(entry.segments) > 1:
+                break
     return found
 
 

@@ -35,7 +35,7 @@ from conjoin.search.wishing import SearchResult, Wish, check_wish, usable_bytes
 from conjoin.sim import OPTIMIZER_COPIES, MachinePrices, break_down, expected_error
 
 _GRACE_SECONDS = 1.0
-"""How long after its time a search may still judge named strategies, as far as can be told."""
+"""How long after its time a search may still judge named strategies, as far as can be told, or look for what fits."""
 _FOR_NAMED = 0.5
 """The part of the time that is left to the search where no named strategy fits."""
 _FOR_FRONT = 0.3
@@ -157,6 +157,7 @@ def _look(contest: Contest, begin: Beginning, wish: Wish, starts: list[Outcome],
     contest.check("the named strategies are judged")
     if wish.search == "joint" and wish.stages is None:
         search_stages(contest, costs)
+        contest.check("one stage")
     SEARCHES[wish.search](contest, starts, wish)
 
 
@@ -174,8 +175,14 @@ def _relieve_last(contest: Contest) -> bool:
     is_named = contest.best is contest.baseline  # a search that found nothing better may have fewer blocks run again
     if contest.smallest is None or (contest.best is not None and not (is_named and contest.best.entry.segments)):
         return True
+
+    def left() -> float:
+        more = _GRACE_SECONDS + contest.for_finishing if contest.least_seconds == inf else 0.0
+        return contest.time_left + more
+
     try:
-        relieve(contest, contest.smallest, lambda: 1.0 if contest.least_seconds == inf else contest.time_left)
+        if left() > 0:
+            relieve(contest, contest.smallest, left)
         relieve_front(contest, lambda: contest.left)
     except KeyboardInterrupt:
         if contest.least_seconds == inf:
@@ -220,6 +227,8 @@ def _begin(contest: Contest, begin: Beginning, starts: list[Outcome], costs: Cos
                 known[name] = contest.enter(found)
                 starts.append(known[name])
                 contest.baseline = contest.best
+                if len(known) == 1:
+                    contest.keep_for_finishing()
             if known and contest.time_left < contest.time_spent / len(known) - _GRACE_SECONDS:
                 raise Enough(Stopped.OUT_OF_TIME)  # the next may take as long as those so far
             if known and contest.best is None and contest.time_left_of_given < _FOR_NAMED:

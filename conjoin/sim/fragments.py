@@ -45,15 +45,17 @@ from conjoin.ir import (
     Node,
     Placed,
     Value,
+    cut_for_all,
     make_leaf,
     make_node,
     place,
+    places_of_all,
     region_of,
     region_shape,
     unlike_axes,
 )
 from conjoin.machine import Mesh
-from conjoin.ops import Call, Layout, TensorType, map_tensors, space_of, spec_for
+from conjoin.ops import Call, Layout, TensorType, indices_by_place, map_tensors, space_of, spec_for
 from conjoin.sim.chunk_calls import beside_each_other, chunk_call
 from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, Phase, Ticks, to_ticks
 from conjoin.sim.keeping import Kept, kept_by
@@ -428,17 +430,31 @@ class Drafts:
         if halo_of(node, placed, self.mesh) is not None:
             return _summed([self._costs_of(halo_call(node, placed, self.mesh, 0), needs)])
         alike = not (unlike_axes(node, placed, self.mesh) or self.prices.unlike_axes())
-        ranks = (self.mesh.rank_at(dict(placed.at)),) if alike else self.classes.ranks
         call = self._tasks[number].call
+        first = (self.mesh.rank_at(dict(placed.at)),), np.zeros(1, np.int64)
+        ranks, numbers = first if alike else self._unlike_ranks(call, placed)
         found = [self._costs(call, placed, needs, rank) for rank in ranks]
         where = self.classes.at(placed.at)
         return Work(
-            _folded([to_ticks(sum(cost.forward.value for cost in costs)) for costs in found], self.classes),
-            _folded([to_ticks(sum(cost.backward.value for cost in costs)) for costs in found], self.classes),
-            _only_where(to_ticks(sum(cost.host_forward for cost in found[0])), where),
-            _only_where(to_ticks(sum(cost.host_backward for cost in found[0])), where),
+            _spread([to_ticks(sum(cost.forward.value for cost in costs)) for costs in found], numbers, self.classes),
+            _spread([to_ticks(sum(cost.backward.value for cost in costs)) for costs in found], numbers, self.classes),
+            _only_where(to_ticks(sum(cost.host_forward for cost in found[numbers[0]])), where),
+            _only_where(to_ticks(sum(cost.host_backward for cost in found[numbers[0]])), where),
             weakest(*(source for costs in found for c in costs for source in (c.forward.source, c.backward.source))),
         )
+
+    def _unlike_ranks(self, call: Call, placed: Placed) -> tuple[tuple[int, ...], NDArray[np.int64]]:
+        """Of the ranks that stand for classes some that run unlike pieces of a call or are of unlike devices, and for
+        every class which of them does as it does."""
+        ranks, spec = np.array(self.classes.ranks), spec_for(call)
+        told = [places_of_all(self.mesh)[axis][ranks] for axis in self.prices.unlike_axes()]
+        if spec is not None:
+            sizes, placed_indices = space_of(spec, call).sizes, indices_by_place(spec, call)
+            for index, axes in placed.splits:
+                start, stop = cut_for_all(sizes[index], axes, self.mesh)[ranks].T
+                told += (start, stop) if index in placed_indices else (stop - start,)
+        _, first, numbers = np.unique(np.array(told), axis=1, return_index=True, return_inverse=True)
+        return tuple(ranks[first].tolist()), numbers.reshape(-1)
 
     def _costs(self, call: Call, placed: Placed, needs: tuple[int, ...], rank: int) -> list[OperatorCost]:
         calls = _calls_on(call, placed, needs, self.mesh, rank)
@@ -527,6 +543,13 @@ def _waits(pending: Iterable[Instruction]) -> list[Instruction]:
 def waiting(instruction: Instruction, streams: Iterable[int]) -> Instruction:
     """An instruction that waits for some streams or events besides."""
     return replace(instruction, waits=(*instruction.waits, *sorted(streams)))
+
+
+def _spread(ticks: list[int], numbers: NDArray[np.int64], classes: Classes) -> Ticks:
+    """One number where all classes have the same, else an array: of each class the one that its number says."""
+    if len(set(ticks)) == 1:
+        return ticks[0]
+    return np.array(ticks, np.int64)[numbers].reshape(classes.shape)
 
 
 def _folded(ticks: list[int], classes: Classes) -> Ticks:

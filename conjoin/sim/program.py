@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from conjoin.comm import (
     AGREEMENT_BYTES,
@@ -24,9 +28,9 @@ from conjoin.comm import (
     splits_evenly,
 )
 from conjoin.cost import Seconds
-from conjoin.ir import Choice, LeafKind, Segment, Value, host_readers, make_node, retype
+from conjoin.ir import Choice, LeafKind, Segment, Value, cut_for_all, host_readers, make_node, places_of_all, retype
 from conjoin.machine import Mesh
-from conjoin.ops import Layout, TensorType
+from conjoin.ops import At, Layout, TensorType, split_axes
 from conjoin.sim.bundles import accumulating, schedule_bundles
 from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, NUM_STREAMS, Fragment, Instruction, Phase, to_ticks
 from conjoin.sim.fragments import Departure, Drafts, Supply, local_shape, ordered
@@ -597,14 +601,24 @@ class _Pieces:
     def are_even(self) -> bool:
         return all(self._same)
 
-    def uneven_on(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """What a rank has of each type that is not split evenly."""
-        return tuple(local_shape(type, self._mesh, rank) for type in self._uneven)
+    def told_apart(self, rank: int) -> tuple[int, ...]:
+        """What tells ranks apart that have unlike pieces: lengths of what is not split evenly, and where it lies."""
+        return tuple(self._told[rank].tolist())
+
+    @cached_property
+    def _told(self) -> NDArray[np.int64]:
+        columns = [np.zeros(self._mesh.size, np.int64)]
+        for type in self._uneven:
+            for dim, size in enumerate(type.shape):
+                starts, stops = cut_for_all(size, split_axes(type.layout, dim), self._mesh).T
+                columns.append(stops - starts)
+            places = ((axis, found.place) for axis, found in type.layout if isinstance(found, At))
+            columns += [(places_of_all(self._mesh)[axis] == place).astype(np.int64) for axis, place in places]
+        return np.stack(columns, axis=1)
 
     def on(self, rank: int) -> list[TensorType]:
         """The pieces of a rank; of some tensors it may have nothing."""
-        shapes = zip(self._uneven, self.uneven_on(rank), strict=True)
-        found = {type: TensorType(shape, type.dtype) for type, shape in shapes}
+        found = {type: TensorType(local_shape(type, self._mesh, rank), type.dtype) for type in self._uneven}
         pieces = ((type, same or found[type]) for type, same in zip(self._types, self._same, strict=True))
         return [piece for type, piece in pieces if piece.num_elements or not type.num_elements]
 
@@ -617,7 +631,7 @@ class _UpdatePrices:
         self._known: dict[Hashable, Seconds] = {}
 
     def on(self, rank: int) -> Seconds:
-        key = self._pieces.uneven_on(rank), 0 if self._are_alike else rank
+        key = self._pieces.told_apart(rank), 0 if self._are_alike else rank
         if key not in self._known:
             self._known[key] = self._prices.update(self._pieces.on(rank), rank)
         return self._known[key]

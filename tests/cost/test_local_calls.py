@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 from conjoin.cost import local_calls, write_key
-from conjoin.ops import Call, TensorType, find_spec, space_of
+from conjoin.ops import Call, TensorType, all_ops, find_spec, indices_by_place, random_call, sharding_rules, space_of
 
 
 def f32(*shape: int) -> TensorType:
@@ -63,3 +64,27 @@ def test_only_what_leads_to_an_operand_in_need_gets_a_gradient() -> None:
     found = local_calls(call, ((rows, (5, 10)),), (0,))
     passed = {local.call.op: local.needs for local in found if local.needs}
     assert passed == {"embedding": (0,), "masked_fill.Scalar": (0,)}
+
+
+def test_of_other_indices_the_length_of_a_piece_says_it_all() -> None:
+    """For all declarations: a piece that lies elsewhere is computed by the same calls."""
+    compared = set()
+    for spec in all_ops():
+        for seed in range(6):
+            call = random_call(spec, Random(seed))
+            sizes, by_place = space_of(spec, call).sizes, indices_by_place(spec, call)
+            for index in {rule.index for rule in sharding_rules(spec, call)} - by_place - {None}:
+                assert index is not None
+                for size in range(1, sizes[index]):
+                    found = {local_calls(call, ((index, (start, start + size)),)) for start in (0, sizes[index] - size)}
+                    assert len(found) == 1, f"{call} by pieces of {index}"
+                    compared.add(spec.name)
+    assert {"linear", "scaled_dot_product_attention", "slice.Tensor", "squeeze.dim", "view"} <= compared
+
+
+def test_where_a_piece_of_causal_queries_lies_tells_its_calls_apart() -> None:
+    q = f32(1, 2, 8, 4)
+    call = Call("scaled_dot_product_attention", (q, q, q, None, 0.0, True, None, False))
+    spec = find_spec(call.op)
+    assert spec is not None and {"l", "s"} <= indices_by_place(spec, call)
+    assert local_calls(call, (("l", (0, 4)),)) != local_calls(call, (("l", (4, 8)),))

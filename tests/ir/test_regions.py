@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from conjoin.ir import cut, cut_along, num_elements, overlap, region_of, region_shape
-from conjoin.machine import Axis, Mesh
+from conjoin.ir import cut, cut_along, cut_for_all, num_elements, overlap, region_of, region_shape
+from conjoin.machine import Axis, Cut, Mesh
 from conjoin.ops import Copies, Split, make_layout, split_axes
 from tests.ir.meshes import all_layouts
 
@@ -32,6 +32,14 @@ def test_a_cut_inside_a_cut() -> None:
             outer = cut((0, size), 3, place["y"])
             assert cut_along(size, ("y", "x"), MESH, rank) == cut(outer, 2, place["x"])
             assert cut_along(size, (), MESH, rank) == (0, size)
+
+
+@pytest.mark.parametrize("axes", [(), ("y",), ("y", "x"), ("z", "y", "x"), ("x", "y", "z")])
+def test_all_ranks_are_cut_at_once_as_one_by_one(axes: tuple[str, ...]) -> None:
+    said = Mesh(MESH.axes, (Cut(20, ("y", "x"), (0, 1, 5, 5, 11, 12, 20)),))
+    for mesh, size in ((MESH, 12), (MESH, 13), (MESH, 29), (said, 20), (said, 21)):
+        found = [tuple(piece) for piece in cut_for_all(size, axes, mesh).tolist()]
+        assert found == [cut_along(size, axes, mesh, rank) for rank in range(mesh.size)]
 
 
 def test_the_order_of_axes_says_who_has_which_piece() -> None:

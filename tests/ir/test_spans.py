@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from conjoin.ir import Node, made_region, operand_move, output_move, parse_graph, place, region_of, wanted_region
-from conjoin.machine import Mesh
+from conjoin.ir import (
+    Node,
+    RegionMove,
+    exchange_axes,
+    made_region,
+    operand_move,
+    output_move,
+    parse_graph,
+    place,
+    region_of,
+    wanted_region,
+)
+from conjoin.machine import Axis, Mesh
 
 MESH = Mesh.of_nodes(1, 2)
 
@@ -60,3 +71,46 @@ def test_what_is_not_split_is_read_as_it_lies() -> None:
     placed = place(node, MESH)
     assert wanted_region(node, 0, placed, MESH, 1) == ((0, 4),) == made_region(node, 0, placed, MESH, 1)
     assert operand_move(node, 0, placed, MESH, 1) is None
+
+
+UNEVEN = Mesh((Axis("n0", 5, True), Axis("d0", 3), Axis("d1", 2)))
+NODES = {
+    "heads": node_of(
+        "%0: f32[34,2]{n0:S(0),d0:S(0)} = reshape(input:x, shape=[34, 2])", "input:x f32[68]{n0:S(0),d0:S(0)}"
+    ),
+    "heads, the other order": node_of(
+        "%0: f32[7,34,3]{d1:S(0),d0:S(1),n0:S(1)} = reshape(input:x, shape=[7, 34, 3])",
+        "input:x f32[7,102]{d1:S(0),d0:S(1),n0:S(1)}",
+    ),
+    "at one place": node_of(
+        "%0: f32[34,2]{n0:S(0),d0:At(1)} = reshape(input:x, shape=[34, 2])", "input:x f32[68]{n0:S(0),d0:At(1)}"
+    ),
+    "windows": node_of(
+        "%0: f32[7,1,13]{d1:S(0),n0:S(2)} = conv1d(input:x, input:w, stride=[2], padding=[2])",
+        "input:x f32[7,1,26]{d1:S(0),n0:S(2)}",
+        "input:w f32[1,1,5]{d1:B,n0:B}",
+    ),
+    "rows": node_of("%0: f32[34,2]{n0:S(0),d0:S(0)} = relu(input:x)", "input:x f32[34,2]{n0:S(0),d0:S(0)}"),
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_a_group_moves_what_its_ranks_have_and_want_one_by_one(name: str) -> None:
+    node = NODES[name]
+    placed = place(node, UNEVEN)
+    moved = 0
+    for rank in range(UNEVEN.size):
+        for find, region, types in (
+            (operand_move, wanted_region, [value.type for value in node.inputs]),
+            (output_move, made_region, node.types),
+        ):
+            for i, type in enumerate(types):
+                axes = exchange_axes(node, placed, type, UNEVEN)
+                group = UNEVEN.group(rank, axes)
+                held = tuple(region_of(type.shape, type.layout, UNEVEN, member) for member in group)
+                used = tuple(region(node, i, placed, UNEVEN, member) for member in group)
+                have, want = (held, used) if find is operand_move else (used, held)
+                expected = None if not axes or have == want else RegionMove(group, have, want)
+                assert find(node, i, placed, UNEVEN, rank) == expected
+                moved += expected is not None
+    assert (moved == 0) == (name == "rows")

@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from conjoin.comm import halo_of
 from conjoin.cost import CostModel
-from conjoin.ir import Plan
+from conjoin.ir import Plan, unlike_axes
 from conjoin.machine import Machine, Mesh
-from conjoin.sim import Classes, MachinePrices, Prices, predict, simulate
+from conjoin.sim import (
+    Classes,
+    MachinePrices,
+    Prices,
+    new_drafts,
+    predict,
+    simulate,
+    take_apart,
+    task_numbers,
+    to_ticks,
+)
 
 
 def mixed_machine() -> Machine:
@@ -55,3 +67,36 @@ def test_devices_of_two_types_are_told_apart(tiny_plan: Callable[..., Plan]) -> 
     assert mixed.simulation.classes.axes == ("n0",) and equal.simulation.classes.axes == ()
     assert mixed.seconds >= equal.seconds
     assert predict(plan, machine, costs, unfold=True).seconds == mixed.seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "strategy", "batch_size"),
+    [
+        ("gpt-125m", "local:15", "data-parallel", 22),
+        ("gpt-125m", "local:6", "megatron:tp=3,dp=2,sp", 5),
+        ("resnet-50", "local:6", "spatial:h=3,dp=2", 3),
+        ("mlp", "dgx-h100:2", "fsdp", 37),
+    ],
+)
+def test_ranks_are_priced_together_as_one_by_one(
+    name: str, machine: str, strategy: str, batch_size: int, tiny_plan: Callable[..., Plan], prices: Prices
+) -> None:
+    plan = tiny_plan(name, machine, strategy, batch_size)
+    if machine == "dgx-h100:2":  # of which one is half as fast
+        prices = MachinePrices(mixed_machine(), CostModel(profiles=()))
+    skeleton, layouts = take_apart(plan)
+    drafts = new_drafts(skeleton, layouts, plan.mesh, prices, unfold=True)
+    unlike = 0
+    for op, choice, number in zip(skeleton.operators, layouts.choices, task_numbers(skeleton, drafts), strict=True):
+        node, placed = drafts.node(number, choice)
+        if not unlike_axes(node, placed, plan.mesh) or halo_of(node, placed, plan.mesh) is not None:
+            continue
+        work, classes = drafts.work(number, choice), drafts.classes
+        for part in ("forward", "backward"):
+            alone = [
+                to_ticks(sum(getattr(cost, part).value for cost in drafts._costs(op.call, placed, op.needs, rank)))
+                for rank in classes.ranks
+            ]
+            assert np.broadcast_to(getattr(work, part), classes.shape).reshape(-1).tolist() == alone
+            unlike += len(set(alone)) > 1
+    assert unlike, "some pieces are longer than others"

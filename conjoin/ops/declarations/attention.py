@@ -181,11 +181,11 @@ def _peak_flops(call: Call, sizes: Mapping[str, int]) -> float:
 
 OPS: tuple[OpSpec, ...] = (
     OpSpec("scaled_dot_product_attention", _attention, _sample, terms=_terms, flops=_flops, local=_local,
-           one_dtype=True, rate="dropout_p", by_parts=attention_by_parts, family="attention"),
+           asks_where=("l", "s"), one_dtype=True, rate="dropout_p", by_parts=attention_by_parts, family="attention"),
     OpSpec(RING_ATTENTION, _ring, _ring_sample, terms="value", flops=_ring_flops, local=_local_ring,
-           reaches={"t": _keys_reached}, one_dtype=True, family="attention"),
+           reaches={"t": _keys_reached}, asks_where=("t",), one_dtype=True, family="attention"),
     OpSpec(ATTENTION_PEAK, _peak, _peak_sample, dtype=Dtype.WIDE, flops=_peak_flops, local=_local, smooth=False,
-           family="contraction"),
+           asks_where=("l", "s"), family="contraction"),
     OpSpec(ATTENTION_SUMS, _sums, _sums_sample, dtype=Dtype.WIDE, flops=_flops, local=_local, constants=("peak",),
-           family="contraction"),
+           asks_where=("l", "s"), family="contraction"),
 )  # fmt: skip

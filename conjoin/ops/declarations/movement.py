@@ -233,7 +233,7 @@ _cut = partial(OpSpec, dtype=Dtype.FIRST, flops=0, terms="self", view=True)
 _insert = partial(OpSpec, dtype=Dtype.FIRST, flops=0, terms="self + src")
 
 OPS: tuple[OpSpec, ...] = (
-    _cut("slice.Tensor", _slice, _slice_sample, local=_local_slice),
+    _cut("slice.Tensor", _slice, _slice_sample, local=_local_slice, asks_where=()),
     _cut("narrow", _narrow, lambda rng: (real(3, 6, 4), 1, rng.randint(0, 2), rng.randint(1, 3))),
     _cut("select.int", _select, _select_sample),
     _cut("diagonal", _diagonal, lambda rng: (real(3, 4, 5), rng.randint(-1, 1), *rng.sample(range(3), 2))),

@@ -199,6 +199,7 @@ def _unflatten_sample(rng: Random) -> Args:
 
 
 _view = partial(OpSpec, dtype=Dtype.FIRST, flops=0, view=True, terms="self")
+_reshaped = partial(_view, local=_reshape_locally, asks_where=())
 _SHAPE = {"size": "shape", "shape": "shape"}
 
 OPS: tuple[OpSpec, ...] = (
@@ -206,7 +207,7 @@ OPS: tuple[OpSpec, ...] = (
     _view("view_copy", _reshape, _reshape_sample, follows=_SHAPE, view=False),
     _view("permute_copy", _permute, _permute_sample, view=False),
     _view("expand_copy", _expand, _expand_sample, follows=_SHAPE, view=False),
-    _view("view_as", _reshape_as, _as_sample, overloads=("reshape_as",), local=_reshape_locally, constants=("other",)),
+    _reshaped("view_as", _reshape_as, _as_sample, overloads=("reshape_as",), constants=("other",)),
     _view("ravel", _ravel, lambda rng: (real(*random_shape(rng)),)),
     _view("permute", _permute, _permute_sample),
     _view("transpose.int", _transpose, _two_dims, overloads=("swapaxes", "swapdims")),
@@ -216,13 +217,12 @@ OPS: tuple[OpSpec, ...] = (
     _view("numpy_T", _reversed, lambda rng: (real(*random_shape(rng, 2, 2)),)),
     _view("mT", _matrix_transposed, lambda rng: (real(*random_shape(rng, 2, 4)),), overloads=("adjoint",)),
     _view("expand", _expand, _expand_sample, overloads=("broadcast_to",), follows=_SHAPE),
-    _view("expand_as", _expand_as, _expand_as_sample, local=_expand_locally, constants=("other",)),
+    _view("expand_as", _expand_as, _expand_as_sample, local=_expand_locally, asks_where=(), constants=("other",)),
     _view("unsqueeze", _unsqueeze, _one_dim),
-    _view("squeeze.dim", _squeeze, _one_dim, local=_reshape_locally),
-    _view("squeeze.dims", _squeeze, lambda rng: (real(1, 3, 1, 2), (0, rng.choice((1, 2)))), local=_reshape_locally),
-    _view("squeeze", _squeeze, lambda rng: (real(*random_shape(rng)),), local=_reshape_locally),
-    _view("atleast_2d", _at_least, lambda rng: (real(*random_shape(rng, 0, 3)),), overloads=("atleast_3d",),
-          local=_reshape_locally),
+    _reshaped("squeeze.dim", _squeeze, _one_dim),
+    _reshaped("squeeze.dims", _squeeze, lambda rng: (real(1, 3, 1, 2), (0, rng.choice((1, 2))))),
+    _reshaped("squeeze", _squeeze, lambda rng: (real(*random_shape(rng)),)),
+    _reshaped("atleast_2d", _at_least, lambda rng: (real(*random_shape(rng, 0, 3)),), overloads=("atleast_3d",)),
     _view("flatten.using_ints", _flatten, _flatten_sample),
-    _view("unflatten.int", _unflatten, _unflatten_sample, local=_reshape_locally),
+    _reshaped("unflatten.int", _unflatten, _unflatten_sample),
 )  # fmt: skip
