@@ -59,7 +59,7 @@ from conjoin.sim import (
     take_graph_apart,
 )
 
-_FOR_FINISHING = 0.1
+FOR_FINISHING = 0.1
 """The part of its time that a search keeps at most to write out and check the best plan."""
 _FOR_FITTING = 0.3
 """The part of its time that a search without a plan that fits keeps for running segments again."""
@@ -295,7 +295,7 @@ class Contest:
         """Keep as many seconds to finish the best plan as were spent so far: the first strategy goes through the
         model as often as the writing of a plan does."""
         spent = self.time_spent
-        self.for_finishing = min(spent, _FOR_FINISHING * max(0.0, spent + self.time_left))
+        self.for_finishing = min(spent, FOR_FINISHING * max(0.0, spent + self.time_left))
 
     def share(self, part: float) -> Callable[[], float]:
         """A part of what is left, to be spent on something: how much of it there still is, from 1 down to 0."""

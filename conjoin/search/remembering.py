@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 from dataclasses import asdict, replace
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from conjoin.ir import (
 )
 from conjoin.machine import Machine
 from conjoin.search.certifying import Certificate
-from conjoin.search.contest import Stopped
+from conjoin.search.contest import FOR_FINISHING, Stopped
 from conjoin.search.notes import notes_from_json
 from conjoin.search.searching import go_on
 from conjoin.search.wishing import SEARCH_VERSION, SearchResult, Wish
@@ -91,11 +91,13 @@ class Remembered:
 
 
 def is_answer(found: SearchResult, wish: Wish) -> bool:
-    """Whether a remembered result is all that a search for a wish would give: nothing, or no budget, is left."""
+    """Whether a remembered result is all that a search for a wish would give: nothing is left, or no more time than a
+    search keeps to finish its plan."""
     if wish.at_most is not None and found.seconds_per_step > wish.at_most:
         return False
-    left = go_on(wish, found)
-    return found.stopped is Stopped.CONVERGED or left.budget <= 0 or left.cpu_budget == 0 or left.steps == 0
+    part, cpu_budget = 1 - FOR_FINISHING, inf if wish.cpu_budget is None else wish.cpu_budget
+    spent = found.search_seconds >= part * wish.budget or found.cpu_seconds >= part * cpu_budget
+    return found.stopped is Stopped.CONVERGED or spent or go_on(wish, found).steps == 0
 
 
 def _to_json(result: SearchResult) -> dict[str, Any]:

@@ -124,7 +124,9 @@ def test_a_result_is_kept_and_read_with_all_that_is_needed_to_go_on(tmp_path: Pa
 def test_which_questions_a_result_answers() -> None:
     found = search(steps=14)
     spent = replace(found, stopped=Stopped.OUT_OF_TIME, search_seconds=10.0, cpu_seconds=8.0, steps=14)
-    assert is_answer(spent, Wish(budget=10.0)) and not is_answer(spent, Wish(budget=11.0))
+    assert is_answer(spent, Wish(budget=10.0)) and not is_answer(spent, Wish(budget=12.0))
+    assert is_answer(spent, Wish(budget=10.9)), "a search keeps a tenth of its time to finish"
+    assert not is_answer(spent, Wish(budget=inf))
     assert is_answer(spent, Wish(budget=99.0, cpu_budget=7.0)) and not is_answer(
         spent, Wish(budget=99.0, cpu_budget=9.0)
     )
