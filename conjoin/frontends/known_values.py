@@ -23,6 +23,7 @@ _LARGEST = 2**20
 _DEVICE = torch.ops.prim.device.default
 _NUMBERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 _BY_SHAPE = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
+_TORCHS_CHECK = (torch.__file__, "_check_tensor_all_with")
 _UNSET = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -31,7 +32,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     torch.nn.Transformer asks of a mask whether it is causal, losses ask of a constant whether it is negative: such a
     branch is the same for every batch, while one that depends on an input is refused as before. Where
-    torch.distributions asks whether its arguments are valid, to raise if not, they are taken to be.
+    torch.distributions or `torch._check_tensor_all` ask whether values are valid, to raise if not, they are taken so.
     """
 
     supports_higher_order_operators = True
@@ -119,7 +120,7 @@ def _name(func: OpOverload) -> str:
 
 def _is_asked_by_a_check(frame: FrameType | None) -> bool:
     while frame is not None and (file := frame.f_code.co_filename).startswith(HIDDEN):
-        if file == distribution.__file__:
+        if file == distribution.__file__ or (file, frame.f_code.co_name) == _TORCHS_CHECK:
             return True
         frame = frame.f_back
     return False

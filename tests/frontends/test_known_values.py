@@ -80,6 +80,26 @@ def test_a_distribution_is_captured_without_its_checks() -> None:
     torch.testing.assert_close(planned(x, y), model(x, y))
 
 
+class Counting(nn.Module):
+    """Puts features where tokens ask for them and checks that there are as many, as models of text and images do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.features = nn.Embedding(10, 4), nn.Linear(3, 4)
+
+    def forward(self, tokens: Tensor, images: Tensor) -> Tensor:
+        asked, found = (tokens == 9).unsqueeze(-1), self.features(images)
+        torch._check_tensor_all(asked.sum() * found.shape[-1] == found.numel())
+        return self.words(tokens).masked_scatter(asked.expand(-1, -1, 4), found).square().mean()
+
+
+def test_what_torch_checks_of_values_is_no_part_of_the_program() -> None:
+    model, tokens = Counting(), torch.tensor([[9, 1, 2], [3, 9, 4]])
+    planned = to_module(capture(model, (tokens, torch.randn(2, 3))), model)
+    images, moved = torch.randn(2, 3), tokens.flip(1)
+    torch.testing.assert_close(planned(moved, images), model(moved, images))
+
+
 @pytest.mark.parametrize("how", ["", "written in a view", "written twice", "a shape"])
 def test_a_branch_on_constants_is_taken_as_the_model_takes_it(how: str) -> None:
     model = Branching(how)
