@@ -65,10 +65,12 @@ from conjoin.runtime.program.functions import (
     BATCH_NORM,
     Function,
     as_written,
+    is_plain_weight,
     pinned,
     run_batch_norm,
     update_batch_norm,
     updates_in_place,
+    with_weight_as_torch_lays_it,
 )
 from conjoin.runtime.program.recomputing import PART, SEGMENT, keeping, mark
 from conjoin.runtime.ranks.communicator import uncompiled
@@ -375,10 +377,12 @@ class Emitter:
         return True
 
     def _function_of(self, node: Node) -> Function:
-        """What runs a call: torch's own function of the operator, but for batch norm if nobody reads what it saves, and
-        for what reads inputs from the host."""
+        """What runs a call: torch's own function of the operator, but for batch norm if nobody reads what it saves, for
+        convolutions whose weights were turned, and for what reads inputs from the host."""
         if self.carriers is not None and node in self.carriers.streamed:
             return self.carriers.streamed[node]
+        if node.spec is not None and node.spec.family == "convolution" and not is_plain_weight(node.args[1]):
+            return with_weight_as_torch_lays_it(find_function(node.op))
         if node.op != BATCH_NORM or not self.read.isdisjoint(tuple(node.outputs())[1:3]):
             return find_function(node.op)
         return (
