@@ -3,7 +3,7 @@
 from conjoin.ir.builder import GraphBuilder, is_random
 from conjoin.ir.computation import computation_digest
 from conjoin.ir.custom_operators import check_registered, custom_operators, declared_in, import_operators
-from conjoin.ir.expanding import can_expand, drop_unused, expand, has_parts
+from conjoin.ir.expanding import bring_into_order, can_expand, drop_unused, expand, has_parts, in_same_order
 from conjoin.ir.files import read_json, write_file
 from conjoin.ir.fixed import fixed_nodes, kept_between_steps
 from conjoin.ir.graph import Graph, Result, Scalar
@@ -165,6 +165,7 @@ __all__ = [
     "arguments_text",
     "asked_segments",
     "batch_norms",
+    "bring_into_order",
     "calling_graph",
     "calls_as_they_lie",
     "can_expand",
@@ -199,6 +200,7 @@ __all__ = [
     "host_readers",
     "import_operators",
     "in_one_line",
+    "in_same_order",
     "is_cut_evenly",
     "is_literal",
     "is_parallel",
