@@ -38,7 +38,7 @@ def _reads_count(layer: _BatchNorm) -> bool:
 def _forward(layer: _BatchNorm, x: Tensor) -> Tensor:
     mean, var, count = layer.running_mean, layer.running_var, layer.num_batches_tracked
     assert mean is not None and var is not None and count is not None
-    layer._check_input_dim(x)
+    layer._check_input_dim(x)  # type: ignore[no-untyped-call]
     count.add_(1)
     of_batch = torch.zeros_like(mean), torch.ones_like(var)
     y = functional.batch_norm(x, *of_batch, layer.weight, layer.bias, training=True, momentum=1.0, eps=layer.eps)

@@ -19,6 +19,7 @@ from conjoin.ir.memory_order import (
     drawn_strides,
     looks_at_order,
     orders_looked_at,
+    strides_after,
     strides_in,
 )
 from conjoin.ir.micro_batched_parts import MicroBatchedPart, cut_part_in_micro_batches, micro_batched_parts
@@ -266,6 +267,7 @@ __all__ = [
     "stage_edges",
     "stored_leaf",
     "streamable_inputs",
+    "strides_after",
     "strides_in",
     "unflatten_tree",
     "unlike_axes",

@@ -14,7 +14,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from conjoin.ir import Graph, Node, Rewriting, Value, bring_into_order, drop_unused, in_same_order, permutation
+from conjoin.ir import Graph, Leaf, Node, Rewriting, Value, bring_into_order, drop_unused, in_same_order, permutation
 from conjoin.ops import SCALED_LINEAR, Args, signature
 
 _FEATURE_DIMS = {
@@ -196,11 +196,11 @@ def _piece_moves(fused: Fused) -> list[tuple[int, ...]]:
 def unfuse(graph: Graph, layers: Collection[Node]) -> Graph:
     """The graph with each of the fused layers taken apart where its output is cut."""
     found = [fused for layer in layers if (fused := find_fused(graph, layer)) is not None]
-    cuts = {value.owner: fused for fused in found for value, _ in fused.pieces}
+    cuts: dict[Leaf | Node, Fused] = {value.owner: fused for fused in found for value, _ in fused.pieces}
     return in_same_order(graph, partial(_taken_apart, graph, cuts)) if cuts else graph
 
 
-def _taken_apart(graph: Graph, cuts: Mapping[Node, Fused], in_order: bool) -> Graph:
+def _taken_apart(graph: Graph, cuts: Mapping[Leaf | Node, Fused], in_order: bool) -> Graph:
     unfuser = _Unfuser(graph, in_order)
     for node in graph.nodes:
         if node not in cuts:

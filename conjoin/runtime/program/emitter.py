@@ -115,6 +115,10 @@ class Carriers(Protocol):
         """A product in chunks, from its rows in their own layout, its matrix and what is added to what is made, in
         another layout, and the rows; a layout that does not change is None."""
 
+    @property
+    def arriving(self) -> Mapping[str, tuple[int, ...]]:
+        """By name, how inputs that come from other stages lie in memory on one device."""
+
     def draws_whole(self) -> bool:
         """Whether every rank draws the randomness of the whole tensor and takes its part, as one device would."""
 
@@ -499,7 +503,7 @@ class Emitter:
         target = make_layout((axis, Copies() if isinstance(p, Split | At) else p) for axis, p in layout)
         whole = part if target == layout else self.call(carriers.reshard(value, target), part)
         if self._strides is None:
-            self._strides = drawn_strides(self.graph)
+            self._strides = drawn_strides(self.graph, carriers.arriving)
         return self.call(in_strides, whole, self._strides[value])
 
     def _moved(self, part: fx.Node, move: RegionMove | None) -> fx.Node:
