@@ -42,7 +42,7 @@ from conjoin.ir.pipeline import (
     widen_pipeline,
 )
 from conjoin.ir.placing import Placed, layout_fault, place, plain_call, rules_for
-from conjoin.ir.plain_model import plain_model
+from conjoin.ir.plain_model import copied_model, plain_model
 from conjoin.ir.plan import (
     BUNDLE_BYTES,
     MAX_CHUNKS,
@@ -175,6 +175,7 @@ __all__ = [
     "check_registered",
     "choose",
     "computation_digest",
+    "copied_model",
     "custom_operators",
     "cut",
     "cut_along",
