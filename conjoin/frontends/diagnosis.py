@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import linecache
 import sys
 import traceback
@@ -15,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conjoin.errors import CaptureError
 from conjoin.frontends.problems import HIDDEN, find_user_line
-from conjoin.frontends.torch_private import FollowedCalls, is_fake, pretend_exporting, quiet
+from conjoin.frontends.torch_private import FollowedCalls, InnerGradient, is_fake, pretend_exporting, quiet
+from conjoin.ir import copied_model
 
 _DATA_DEPENDENT = (
     "data-dependent", "DataDependent", "unbacked", "_local_scalar_dense", "aten.item", "aten.nonzero",
@@ -55,7 +55,7 @@ def _places_that_depend_on_values(step: nn.Module, tensors: tuple[Tensor, ...]) 
         with torch.random.fork_rng(devices=[]), torch.no_grad(), quiet(), pretend_exporting():
             clones = [tensor.clone() for tensor in tensors]
             with FollowedCalls(lambda _: None), watch:
-                copy.deepcopy(step)(*clones)
+                copied_model(step)(*clones)
     except Exception:  # export has failed already and is reported; this only adds what can be found
         pass
     return list(watch.places)
@@ -78,6 +78,13 @@ def explain(error: Exception, step: nn.Module, tensors: tuple[Tensor, ...]) -> C
     """What export said, in three sentences and with the user's lines."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(HIDDEN)]
     places = [(frames[-1].filename, frames[-1].lineno or 0)] if frames else []
+    if isinstance(error, InnerGradient):
+        return CaptureError(
+            f"The model takes gradients inside its forward pass or its loss ({error}). A graph is of a forward pass "
+            f"whose backward pass is derived once, and torch.export does not follow one in the middle of it. Write the "
+            f"inner gradient out as operations, leave a penalty on gradients away, or train it without a plan."
+            + "".join(map(_shown, places))
+        )
     text = f"{type(error).__name__}: {error}"
     if any(sign in text for sign in _DATA_DEPENDENT):
         places = list(dict.fromkeys(places + _places_that_depend_on_values(step, tensors)))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from conjoin.errors import CaptureError
 from conjoin.frontends.asked_segments import follow_segments
+from conjoin.frontends.cumulative_averages import counted_batches
 from conjoin.frontends.custom_functions import watch_custom_functions
 from conjoin.frontends.diagnosis import explain, refuse_sparse
 from conjoin.frontends.functional import (
@@ -387,7 +388,8 @@ def _trace(step: _Step, tensors: tuple[Tensor, ...]) -> _Traced:
         return f'File "{place[0]}", line {place[1]}{again}' if place else ""
 
     with ExitStack() as watches:
-        watches.enter_context(loops_of_fixed_shape(step))
+        for traced_otherwise in (loops_of_fixed_shape(step), counted_batches(step)):
+            watches.enter_context(traced_otherwise)
         for watch in (_explained(step, tensors), keep_cuda_autocast(), keep_markers(), user_lines(line)):
             watches.enter_context(watch)
         functions = watches.enter_context(watch_custom_functions())

@@ -6,7 +6,6 @@ where there is no GPU is captured as it would run on one.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from conjoin.errors import UsageError
 from conjoin.frontends.eight_bits import in_eight_bits
 from conjoin.frontends.shared_casts import share_casts
-from conjoin.ir import Graph, Rounding
+from conjoin.ir import Graph, Rounding, copied_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,7 @@ class Precision:
                     f"trained as it is."
                 )
         if any(x.is_floating_point() and x.dtype != dtype for x in tensors):
-            model = copy.deepcopy(model).to(dtype)
+            model = copied_model(model).to(dtype)
         return model, tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, batch)
 
     def applied(self, graph: Graph) -> Graph:

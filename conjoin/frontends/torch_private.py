@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import io
 import logging
 import sys
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from functools import cache, partial
@@ -33,6 +33,8 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
+
+from conjoin.ir import copied_model
 
 __all__ = [
     "ENTER_AUTOCAST",
@@ -432,7 +434,14 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
 
 
 _LESS = frozenset((Tensor.lt, Tensor.__lt__, torch.lt))
-_FOLLOWED = _LESS | {Tensor.data.__get__, Tensor.register_hook, torch.rand, torch.lstm}  # type: ignore[attr-defined]
+_GRADIENTS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
+_FOLLOWED = (
+    _LESS | _GRADIENTS | {Tensor.data.__get__, Tensor.register_hook, torch.rand, torch.lstm}  # type: ignore[attr-defined]
+)
+
+
+class InnerGradient(Exception):
+    """A gradient is taken inside of a forward pass: export does not follow it."""
 
 
 class FollowedCalls(TorchFunctionMode):
@@ -440,7 +449,8 @@ class FollowedCalls(TorchFunctionMode):
 
     `torch.rand(()) < p` for p <= 0 or p >= 1 holds never or always: published models skip layers at random that way,
     and with a rate of 0 by default. `x.data` is taken as `x.detach()`, which differs only in what autograd checks.
-    A hook on a gradient is left out, and told to `note_hook`. torch 2.11 gives the states of an LSTM a dim too many.
+    A hook on a gradient is left out, and told to `note_hook`; what takes gradients itself is an `InnerGradient`.
+    torch 2.11 gives the states of an LSTM a dim too many.
     """
 
     def __init__(self, note_hook: Callable[[FrameType | None], None]) -> None:
@@ -451,6 +461,8 @@ class FollowedCalls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _FOLLOWED:
             return func(*args, **(kwargs or {}))
+        if func in _GRADIENTS:
+            raise InnerGradient(func.__name__)
         if func in _LESS and any(args[0] is draw for draw in self._draws):
             rate = args[1]
             if isinstance(rate, int | float) and not 0 < rate < 1:
@@ -459,7 +471,7 @@ class FollowedCalls(TorchFunctionMode):
             return args[0].detach()
         if func is Tensor.register_hook:
             self._note_hook(sys._getframe(1))
-            return RemovableHandle({})
+            return RemovableHandle(OrderedDict())
         result = func(*args, **(kwargs or {}))
         if func is torch.rand and result.dim() == 0:
             self._draws.append(result)
@@ -508,4 +520,4 @@ def fake_copy(model: nn.Module, inputs: Sequence[Tensor]) -> tuple[nn.Module, li
     for tensor in tensors_of(model):
         if is_fake(tensor):
             memo[id(tensor)] = stand_in(tensor)
-    return copy.deepcopy(model, memo), [stand_in(x) for x in inputs]
+    return copied_model(model, memo), [stand_in(x) for x in inputs]

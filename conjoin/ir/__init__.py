@@ -3,7 +3,7 @@
 from conjoin.ir.builder import GraphBuilder, is_random
 from conjoin.ir.computation import computation_digest
 from conjoin.ir.custom_operators import check_registered, custom_operators, declared_in, import_operators
-from conjoin.ir.expanding import can_expand, drop_unused, expand, has_parts
+from conjoin.ir.expanding import bring_into_order, can_expand, drop_unused, expand, has_parts, in_same_order
 from conjoin.ir.files import read_json, write_file
 from conjoin.ir.fixed import fixed_nodes, kept_between_steps
 from conjoin.ir.graph import Graph, Result, Scalar
@@ -19,6 +19,7 @@ from conjoin.ir.memory_order import (
     drawn_strides,
     looks_at_order,
     orders_looked_at,
+    strides_after,
     strides_in,
 )
 from conjoin.ir.micro_batched_parts import MicroBatchedPart, cut_part_in_micro_batches, micro_batched_parts
@@ -41,7 +42,7 @@ from conjoin.ir.pipeline import (
     widen_pipeline,
 )
 from conjoin.ir.placing import Placed, layout_fault, place, plain_call, rules_for
-from conjoin.ir.plain_model import plain_model
+from conjoin.ir.plain_model import copied_model, plain_model
 from conjoin.ir.plan import (
     BUNDLE_BYTES,
     MAX_CHUNKS,
@@ -165,6 +166,7 @@ __all__ = [
     "arguments_text",
     "asked_segments",
     "batch_norms",
+    "bring_into_order",
     "calling_graph",
     "calls_as_they_lie",
     "can_expand",
@@ -173,6 +175,7 @@ __all__ = [
     "check_registered",
     "choose",
     "computation_digest",
+    "copied_model",
     "custom_operators",
     "cut",
     "cut_along",
@@ -199,6 +202,7 @@ __all__ = [
     "host_readers",
     "import_operators",
     "in_one_line",
+    "in_same_order",
     "is_cut_evenly",
     "is_literal",
     "is_parallel",
@@ -264,6 +268,7 @@ __all__ = [
     "stage_edges",
     "stored_leaf",
     "streamable_inputs",
+    "strides_after",
     "strides_in",
     "unflatten_tree",
     "unlike_axes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
@@ -32,12 +32,27 @@ def expand(graph: Graph, nodes: Collection[Node], *, parts: bool = False) -> Gra
     What compositions make may lie in memory otherwise than what the operator makes. Where a random call would then draw
     for its elements in another order, their results are brought into the operator's.
     """
-    if not nodes:
-        return graph
-    made = _expanded(graph, nodes, parts, in_order=False)
-    if not any(map(looks_at_order, graph.nodes)) or orders_looked_at(graph, False) == orders_looked_at(made, False):
-        return made
-    return _expanded(graph, nodes, parts, in_order=True)
+    return in_same_order(graph, partial(_expanded, graph, nodes, parts)) if nodes else graph
+
+
+def in_same_order(graph: Graph, made: Callable[[bool], Graph]) -> Graph:
+    """What a rewriting makes of a graph: told to keep orders in memory where a random call would otherwise draw for its
+    elements in another one."""
+    found = made(False)
+    if not any(map(looks_at_order, graph.nodes)) or orders_looked_at(graph, False) == orders_looked_at(found, False):
+        return found
+    return made(True)
+
+
+def bring_into_order(work: Rewriting, node: Node, value: Value) -> None:
+    """Have what stands for a value of a node lie in memory in the order that the value has in the old graph."""
+    strides = strides_in(work.graph)[value]
+    order = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+    if 0 in strides or list(order) == sorted(order):
+        work.values[value] = work.emit(node, "clone", work.values[value], torch.contiguous_format)
+        return
+    turned = work.emit(node, "clone", work.emit(node, "permute", work.values[value], order), torch.contiguous_format)
+    work.values[value] = work.emit(node, "permute", turned, tuple(map(order.index, range(len(order)))))
 
 
 def _expanded(graph: Graph, nodes: Collection[Node], parts: bool, in_order: bool) -> Graph:
@@ -48,15 +63,8 @@ def _expanded(graph: Graph, nodes: Collection[Node], parts: bool, in_order: bool
             continue
         _expand(node, work, parts)
         for value in node.outputs() if in_order else ():
-            if strides_in(graph)[value] == _row_by_row(value.type.shape):
-                copied = work.emit(node, "clone", work.values[value], torch.contiguous_format)
-                work.values[value] = copied
+            bring_into_order(work, node, value)
     return drop_unused(work.finish())
-
-
-def _row_by_row(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor without gaps, its last dim running fastest."""
-    return torch.empty(shape, device="meta").stride()
 
 
 def _expand(node: Node, work: Rewriting, parts: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -49,6 +50,15 @@ ORDERED_BY_KERNELS = frozenset((
 def strides_in(graph: Graph, channels_last: bool = False) -> Mapping[Value, Strides]:
     """The strides of all values. Leaves lie as they did when captured, or all images with their channels last."""
     found = {Value(leaf): _usual(leaf.type, channels_last or leaf.channels_last) for leaf in graph.leaves}
+    add_strides(found, graph.nodes)
+    return found
+
+
+def strides_after(graph: Graph, arriving: Mapping[str, Strides]) -> Mapping[Value, Strides]:
+    """The strides of all values, given those of some inputs by their names."""
+    if not arriving:
+        return strides_in(graph)
+    found = {Value(leaf): arriving.get(leaf.name) or _usual(leaf.type, leaf.channels_last) for leaf in graph.leaves}
     add_strides(found, graph.nodes)
     return found
 
@@ -93,10 +103,11 @@ def _has_channels_last(shape: tuple[int, ...], strides: Strides) -> bool:
     return len(shape) >= _IMAGE_RANK and strides[1] == 1 and shape[1] > 1 and prod(shape[2:]) > 1
 
 
-def drawn_strides(graph: Graph) -> dict[Value, Strides]:
-    """How what random calls draw for each of their operands lies in memory."""
+def drawn_strides(graph: Graph, arriving: Mapping[str, Strides] = MappingProxyType({})) -> dict[Value, Strides]:
+    """How what random calls draw for each of their operands lies in memory, given how inputs do that come from others
+    and would have been made here on one device."""
     random = [node for node in graph.nodes if is_random(node.op, node.args)]
-    strides = strides_in(graph) if random else {}
+    strides = strides_after(graph, arriving) if random else {}
     return {value: _drawn(value.type, strides[value]) for node in random for value in node.inputs}
 
 

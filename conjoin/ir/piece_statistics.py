@@ -3,7 +3,8 @@ statistics computes.
 
 The graph says so itself: batch norms become operators whose statistics are those of one of `pieces` equal pieces. They
 compute something else than the model on one device; whoever asks for them means that. Running statistics are those
-that the first piece leaves. Other devices have nothing of them: all of a dtype are joined before they are handed out.
+that the first piece leaves. Other devices have nothing of them: all of a dtype are joined before they are handed out,
+but for those that the model reads in the same step.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def norm_by_pieces(graph: Graph, pieces: int) -> Graph:
         call = node.call
         y, rows = work.emit(node, BATCH_NORM_BY_PIECES, *tensors, call["momentum"], call["eps"], pieces)
         work.values[Value(node)] = y
-        if running:
+        if running and any(graph.users.get(value) for value in tuple(node.outputs())[3:]):
+            _hand_out([node], {node: rows}, work)
+        elif running:
             moved[node] = rows
     for several in _alike(moved):
         _hand_out(several, moved, work)

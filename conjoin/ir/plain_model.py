@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from conjoin.errors import ConjoinError, UsageError
 
@@ -27,6 +31,23 @@ def plain_model(model: object, refusal: type[ConjoinError] = UsageError) -> nn.M
         return plain_model(model.module, refusal)
     _check_parts(model, refusal)
     return model
+
+
+def copied_model(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A copy of a model, also where it keeps what a forward pass made (its last scores, a weight that a hook makes
+    anew): torch copies no tensor that has a history, so these are copied without theirs.
+
+    >>> model = nn.Linear(2, 2)
+    >>> model.last = [model(torch.ones(1, 2))]
+    >>> copied_model(model).last[0].requires_grad
+    False
+    """
+    memo = {} if memo is None else memo
+    for part in model.modules():
+        kept = tree_leaves({name: value for name, value in vars(part).items() if not name.startswith("_")})
+        for tensor in (value for value in kept if isinstance(value, Tensor) and not value.is_leaf):
+            memo.setdefault(id(tensor), tensor.detach().clone())
+    return copy.deepcopy(model, memo)
 
 
 def _check_parts(model: nn.Module, refusal: type[ConjoinError]) -> None:

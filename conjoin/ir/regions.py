@@ -81,7 +81,7 @@ def cut_for_all(size: int, axes: tuple[str, ...], mesh: Mesh) -> NDArray[np.int6
 @lru_cache(maxsize=64)
 def places_of_all(mesh: Mesh) -> dict[str, NDArray[np.int64]]:
     """Where every rank stands on each axis."""
-    places = np.indices([axis.size for axis in mesh.axes]).reshape(len(mesh.axes), -1)
+    places = np.indices([axis.size for axis in mesh.axes]).reshape(len(mesh.axes), mesh.size)
     return dict(zip(mesh.names, places, strict=True))
 
 

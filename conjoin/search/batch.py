@@ -1,4 +1,8 @@
-"""Which dims of the inputs are the batch and the sequence."""
+"""Which dims of the inputs are the batch and the sequence.
+
+The batch is the first dim, as a rule; torch's own transformers have positions there and samples behind them, unless
+they are told otherwise (`batch_first=True`).
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,18 @@ def split_batch(graph: Graph, group: Group) -> Mapping[Leaf, Placement]:
             f"one. Use a batch of at least {group.degree}, or a lower {group.role}."
         )
     return {leaf: Split(0) for leaf in inputs if leaf.type.shape[0] == size}
+
+
+def split_second_dims(graph: Graph, group: Group) -> Mapping[Leaf, Placement]:
+    """The inputs split along the size that their second dims share, as if samples stood behind positions there; those
+    that have it first only, as lengths of sequences, along that. Nothing where it is too short."""
+    inputs = [leaf for leaf in graph.leaves_of(LeafKind.INPUT) if leaf.type.shape]
+    behind = [leaf for leaf in inputs if len(leaf.type.shape) > 1]
+    size = _shared_size(behind, 1) if behind else 0
+    if size < group.degree:
+        return {}
+    second = {leaf: Split(1) for leaf in behind if leaf.type.shape[1] == size}
+    return {**{leaf: Split(0) for leaf in inputs if leaf.type.shape[0] == size}, **second}
 
 
 def check_samples(graph: Graph) -> None:

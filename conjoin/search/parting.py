@@ -8,11 +8,12 @@ Of dims in one, only the first can be split there: of heads behind samples, thos
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from math import prod
 from operator import mul
 
-from conjoin.ir import Graph, Node, Rewriting, Value, drop_unused, permutation
+from conjoin.ir import Graph, Node, Rewriting, Value, bring_into_order, drop_unused, in_same_order, permutation
 
 Shape = tuple[int, ...]
 
@@ -44,6 +45,10 @@ def _parted(first: Node, order: Shape, shape: Shape) -> tuple[Shape, Shape] | No
 
 def part_dims(graph: Graph, reshapes: Collection[Node]) -> Graph:
     """The graph in which the dims that these reshapes put together stay apart, wherever they are parted again."""
+    return in_same_order(graph, partial(_parted_by, graph, reshapes))
+
+
+def _parted_by(graph: Graph, reshapes: Collection[Node], in_order: bool) -> Graph:
     ends = {end: (first.args[0], *way) for first in reshapes for end, way in find_parted(graph, first).items()}
     work = Rewriting(graph)
     for node in graph.nodes:
@@ -52,6 +57,8 @@ def part_dims(graph: Graph, reshapes: Collection[Node]) -> Graph:
             x = work.values[value]
             apart = x if x.type.shape == parts else work.emit(node, "reshape", x, parts)
             work.values[Value(node)] = work.emit(node, "permute", apart, order)
+            if in_order:
+                bring_into_order(work, node, Value(node))
         else:
             work.keep(node)
     return drop_unused(work.finish())

@@ -8,12 +8,13 @@ feature of a linear layer depends on its own row of w and b alone, so cutting th
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
-from conjoin.ir import Graph, Node, Rewriting, Value, drop_unused, permutation
+from conjoin.ir import Graph, Leaf, Node, Rewriting, Value, bring_into_order, drop_unused, in_same_order, permutation
 from conjoin.ops import SCALED_LINEAR, Args, signature
 
 _FEATURE_DIMS = {
@@ -135,8 +136,8 @@ def _find_cut(users: tuple[Node, ...], shape: tuple[int, ...]) -> tuple[int, tup
 class _Unfuser:
     """A rewriting that puts layers for each piece where the pieces were cut."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.work = Rewriting(graph)
+    def __init__(self, graph: Graph, in_order: bool) -> None:
+        self.work, self._in_order = Rewriting(graph), in_order
         self._pieces: dict[tuple[Value, tuple[int, ...]], tuple[Value, ...]] = {}
         """Weights that are cut already."""
 
@@ -151,6 +152,8 @@ class _Unfuser:
             for move in _piece_moves(fused):
                 piece = emit(layer, "permute", piece, move) if list(move) != sorted(move) else piece
             self.work.values[value] = piece
+            if self._in_order:
+                bring_into_order(self.work, layer, value)
 
     def _piece_args(self, fused: Fused) -> list[Args]:
         """The arguments of each piece's layer: operands that have the features are cut along them."""
@@ -193,10 +196,12 @@ def _piece_moves(fused: Fused) -> list[tuple[int, ...]]:
 def unfuse(graph: Graph, layers: Collection[Node]) -> Graph:
     """The graph with each of the fused layers taken apart where its output is cut."""
     found = [fused for layer in layers if (fused := find_fused(graph, layer)) is not None]
-    cuts = {value.owner: fused for fused in found for value, _ in fused.pieces}
-    if not cuts:
-        return graph
-    unfuser = _Unfuser(graph)
+    cuts: dict[Leaf | Node, Fused] = {value.owner: fused for fused in found for value, _ in fused.pieces}
+    return in_same_order(graph, partial(_taken_apart, graph, cuts)) if cuts else graph
+
+
+def _taken_apart(graph: Graph, cuts: Mapping[Leaf | Node, Fused], in_order: bool) -> Graph:
+    unfuser = _Unfuser(graph, in_order)
     for node in graph.nodes:
         if node not in cuts:
             unfuser.work.keep(node)

@@ -448,7 +448,24 @@ def test_a_hook_on_a_tensors_gradient_is_refused() -> None:
         y.register_hook(lambda gradient: gradient * 2)  # line: hook
         return y
 
-    assert line_of("hook") in refused(Written(forward))
+    text = refused(Written(forward))
+    assert line_of("hook") in text and "a graph would forget it" in text
+
+
+@pytest.mark.parametrize("how", ["grad", "backward", "func"])
+def test_a_gradient_inside_of_the_forward_pass_is_refused(how: str) -> None:
+    def forward(m: Written, x: Tensor) -> Tensor:
+        y = m.layer(x)
+        if how == "grad":
+            (y,) = torch.autograd.grad(y.square().sum(), m.layer.weight, create_graph=True)  # line: inner grad
+        elif how == "backward":
+            y.sum().backward(retain_graph=True)  # line: inner backward
+        else:
+            y = y + torch.func.grad(lambda z: m.layer(z).square().sum())(x)  # line: inner func
+        return y
+
+    text = refused(Written(forward))
+    assert line_of(f"inner {how}") in text and "takes gradients inside its forward pass" in text
 
 
 class Kept(nn.Module):

@@ -135,9 +135,31 @@ def test_batch_norm_statistics_over_three_steps(
     compare(Normed(**options).train(training), torch.randn(2, 3, 6, 6), steps=3)
 
 
-def test_batch_norm_that_averages_over_all_batches_reads_its_counter() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_batch_norm_that_averages_over_all_batches(dtype: torch.dtype) -> None:
+    """To a rounding of its dtype: torch rounds the statistics of the batch once less."""
+    plain = Normed(momentum=None).to(dtype)
+    batch = torch.randn(2, 3, 6, 6, dtype=dtype)
+    module = to_module(capture(plain, batch), copy.deepcopy(plain))
+    for _ in range(4):
+        batch = torch.randn_like(batch)
+        torch.testing.assert_close(module(batch), plain(batch), rtol=0, atol=0)
+        near = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(dict(module.named_buffers()), dict(plain.named_buffers()), rtol=near, atol=near)
+
+
+def test_a_norm_that_reads_its_counter_in_a_forward_of_its_own_is_refused() -> None:
+    class Own(nn.BatchNorm2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    model = Normed(momentum=None)
+    forward = model.norm.forward
+    capture(model, torch.randn(2, 3, 6, 6))
+    assert model.norm.forward == forward and "forward" not in vars(model.norm)
+    model.norm = Own(4, momentum=None)
     with pytest.raises(CaptureError, match="tensor values"):
-        capture(Normed(momentum=None), torch.randn(2, 3, 6, 6))
+        capture(model, torch.randn(2, 3, 6, 6))
 
 
 def test_batch_norm_used_twice_updates_twice(compare: Callable[..., Any]) -> None:

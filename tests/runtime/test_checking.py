@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.prune import random_unstructured
 
 from conjoin.errors import PlanError, UsageError
-from conjoin.frontends import capture
+from conjoin.frontends import Precision, capture
 from conjoin.ir import LeafKind, Mark
 from conjoin.machine import parse_machine
 from conjoin.runtime import (
@@ -49,6 +50,31 @@ def small_case(strategy: str = "data-parallel", ranks: int = 2) -> Case:
 
 
 # Right plans.
+
+
+class Keeping(nn.Module):
+    """Keeps what its last forward pass made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.last: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = [self.layer(x)]
+        return self.last[0].tanh()
+
+
+def pruned() -> nn.Module:
+    return random_unstructured(nn.Linear(4, 4), "weight", 0.3)  # its weight is made by a hook
+
+
+@pytest.mark.parametrize("make", [Keeping, pruned])
+def test_a_model_that_keeps_tensors_with_a_history_is_compared(make: Callable[[], nn.Module]) -> None:
+    model, batch = make(), (torch.randn(8, 4), torch.randn(8, 4))
+    model(batch[0])
+    assert verified(model, batch, functional.mse_loss).passed
+    assert Precision.parse("bf16", "cpu").converted(model, batch)[0] is not model
 
 
 @pytest.mark.parametrize("strategy", ["data-parallel", "fsdp", "megatron", "zero1", "reduction"])

@@ -20,6 +20,7 @@ from conjoin.machine import parse_machine
 from conjoin.ops import BATCH_NORM_BY_PIECES, Partial
 from conjoin.report import explain
 from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import run_ranks
 from conjoin.runtime.verification.checking import Case, verify_in_process
 from conjoin.search import make_plan
 from conjoin.sim import predict
@@ -155,6 +156,29 @@ def test_running_statistics_of_all_layers_are_one_collective() -> None:
     assert len(norms) == 8 and all(Partial() in dict(norm.types[1].layout).values() for norm in norms)
     assert sum(s.name.startswith("statistics-") for s in plan.substitutions) == 8
     assert "pieces=4" in str(plan.graph) and told.bytes_of(0) < explain(by_strategy(sample(), "ddp")).bytes_of(0)
+
+
+def test_an_average_over_all_batches_is_one_over_the_first_pieces() -> None:
+    """The model reads its new statistics in the same step; the plain model on the first piece is the judge."""
+    torch.manual_seed(7)
+    own = captured(
+        nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.Flatten(), nn.Linear(108, 5)),
+        batches()[0],
+        functional.cross_entropy,
+    )
+    plan = by_strategy(own, "ddp+statistics=rank", RANKS)
+
+    def program(communicator: Communicator) -> dict[str, Tensor]:
+        module = module_on(plan, own, communicator)
+        for batch in batches():
+            module(*batch).backward()
+        return {name: value.clone() for name, value in module.named_buffers()}
+
+    plain = copy.deepcopy(own.model)
+    for x, _ in batches():
+        plain(x.chunk(RANKS)[0])
+    for found in run_ranks(plan.mesh, program):
+        torch.testing.assert_close(found, dict(plain.named_buffers()), rtol=1e-12, atol=0)
 
 
 def test_a_plan_file_keeps_it_and_one_piece_is_all() -> None:

@@ -17,7 +17,7 @@ from conjoin.runtime.movement import carriers
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
 from tests.runtime.gloo_ranks import run_processes
-from tests.runtime.hand_plans import by_strategy, captured, module_on
+from tests.runtime.hand_plans import by_hand, by_strategy, captured, module_on
 from tests.runtime.random_graphs import Sample
 
 
@@ -95,6 +95,42 @@ def test_whatever_the_strides_it_trains_as_on_one_device(ranks: str, tmp_path: P
     for found in run_ranks(mesh, program) if ranks == "threads" else run_processes(mesh, program, tmp_path):
         for (sample, plan), got in zip(cases(), found, strict=True):
             assert got == pytest.approx(alone(sample), rel=1e-9), str(plan.graph)
+
+
+class Turned(nn.Module):
+    """A convolution whose weight lies as other libraries keep it: whether channels lie last is left open where one
+    output is left of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4, 2, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.conv2d(x.permute(0, 3, 1, 2), self.weight.permute(2, 1, 3, 0), padding=1)
+
+
+def turned() -> tuple[Sample, Plan]:
+    sample = captured(Turned(), (torch.randn(4, 5, 5, 4), torch.randn(4)), loss)
+    calls = {node.op: number for number, node in enumerate(sample.graph.nodes)}
+    assert sample.graph.nodes[1].op == "permute"
+    rules = {1: "x S(2) -> S(0)", calls["conv2d"]: "x B, S(0) -> S(1)"}
+    return sample, by_hand(sample.graph, {"weight": "x:S(2)"}, rules)
+
+
+def last() -> tuple[Sample, Plan]:
+    layers = nn.Conv2d(4, 2, (1, 3)), nn.ReLU(), nn.Conv2d(2, 4, (3, 1))
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    batch = torch.randn(4, 5, 5, 4).permute(0, 3, 1, 2), torch.randn(4)
+    sample = captured(model, batch, loss)
+    return sample, by_strategy(sample, "megatron:tp=2", 4)
+
+
+@pytest.mark.parametrize("case", [turned, last])
+def test_a_piece_of_a_weight_that_may_lie_either_way_is_trained(case: Callable[[], tuple[Sample, Plan]]) -> None:
+    torch.manual_seed(1)
+    sample, plan = case()
+    for got in run_ranks(plan.mesh, lambda c: trained(c, sample, plan)):
+        assert got == pytest.approx(alone(sample), rel=1e-9)
 
 
 def test_channels_that_lie_last_stay_so() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from conjoin.ir import Graph, Node, Pipeline, is_random, sequential
+from conjoin.ir import Graph, Node, Pipeline, Value, is_random, sequential, strides_after
 from conjoin.ops import drawing, find_function, map_tensors, spread_args
 from conjoin.runtime.program.randomness import Place, Stream
 from conjoin.runtime.program.rank_program import LocalProgram
@@ -64,6 +64,17 @@ class PipelineDraws:
 
     _after: Place | None = None
     """Where one device's generator stands after the steps so far."""
+
+
+def orders_on_arrival(pipeline: Pipeline) -> list[dict[str, tuple[int, ...]]]:
+    """By stage, how what comes from others lies in memory on one device: what is drawn for it goes by that."""
+    made: list[list[tuple[int, ...]]] = []
+    found: list[dict[str, tuple[int, ...]]] = []
+    for stage in pipeline.stages:
+        found.append({arrival.input: made[arrival.stage][arrival.output] for arrival in stage.arrivals})
+        strides = strides_after(stage.plan.graph, found[-1])
+        made.append([strides[value] if isinstance(value, Value) else () for value in stage.plan.graph.outputs])
+    return found
 
 
 def _random_nodes(graph: Graph) -> list[Node]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from conjoin.errors import RankError, UsageError
 from conjoin.ir import Leaf, LeafKind, Pipeline, Value, calling_graph, pipeline_fingerprint
 from conjoin.runtime.pipelines.loans import Loans
-from conjoin.runtime.pipelines.pipeline_draws import PipelineDraws
+from conjoin.runtime.pipelines.pipeline_draws import PipelineDraws, orders_on_arrival
 from conjoin.runtime.pipelines.schedule_runs import Links
 from conjoin.runtime.pipelines.step_ends import StepEnd
 from conjoin.runtime.pipelines.step_runs import StepRun
@@ -48,8 +48,9 @@ class PipelineProgram:
         self.plan, self.store, self.communicator, self._passes = pipeline, store, world, passes
         world.prepare(world.mesh.names)
         self.links = Links.of(pipeline, world)
+        orders = orders_on_arrival(pipeline) if exact is not None else [{} for _ in pipeline.stages]
         self.stages = {
-            i: LocalProgram(stage.plan, store, world.among(stage.plan.mesh, stage.ranks), exact, is_stage=True)
+            i: LocalProgram(stage.plan, store, world.among(stage.plan.mesh, stage.ranks), exact, orders[i])
             for i, stage in enumerate(pipeline.stages)
             if world.rank in stage.ranks
         }

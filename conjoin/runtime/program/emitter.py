@@ -65,10 +65,12 @@ from conjoin.runtime.program.functions import (
     BATCH_NORM,
     Function,
     as_written,
+    is_plain_weight,
     pinned,
     run_batch_norm,
     update_batch_norm,
     updates_in_place,
+    with_weight_as_torch_lays_it,
 )
 from conjoin.runtime.program.recomputing import PART, SEGMENT, keeping, mark
 from conjoin.runtime.ranks.communicator import uncompiled
@@ -112,6 +114,10 @@ class Carriers(Protocol):
     def chunked(self, node: Node, chunking: Chunking, layouts: tuple[Layout | None, Layout | None]) -> Function:
         """A product in chunks, from its rows in their own layout, its matrix and what is added to what is made, in
         another layout, and the rows; a layout that does not change is None."""
+
+    @property
+    def arriving(self) -> Mapping[str, tuple[int, ...]]:
+        """By name, how inputs that come from other stages lie in memory on one device."""
 
     def draws_whole(self) -> bool:
         """Whether every rank draws the randomness of the whole tensor and takes its part, as one device would."""
@@ -375,10 +381,12 @@ class Emitter:
         return True
 
     def _function_of(self, node: Node) -> Function:
-        """What runs a call: torch's own function of the operator, but for batch norm if nobody reads what it saves, and
-        for what reads inputs from the host."""
+        """What runs a call: torch's own function of the operator, but for batch norm if nobody reads what it saves, for
+        convolutions whose weights were turned, and for what reads inputs from the host."""
         if self.carriers is not None and node in self.carriers.streamed:
             return self.carriers.streamed[node]
+        if node.spec is not None and node.spec.family == "convolution" and not is_plain_weight(node.args[1]):
+            return with_weight_as_torch_lays_it(find_function(node.op))
         if node.op != BATCH_NORM or not self.read.isdisjoint(tuple(node.outputs())[1:3]):
             return find_function(node.op)
         return (
@@ -495,7 +503,7 @@ class Emitter:
         target = make_layout((axis, Copies() if isinstance(p, Split | At) else p) for axis, p in layout)
         whole = part if target == layout else self.call(carriers.reshard(value, target), part)
         if self._strides is None:
-            self._strides = drawn_strides(self.graph)
+            self._strides = drawn_strides(self.graph, carriers.arriving)
         return self.call(in_strides, whole, self._strides[value])
 
     def _moved(self, part: fx.Node, move: RegionMove | None) -> fx.Node:

@@ -1,8 +1,10 @@
-"""What the calls of a program run, where that is more than torch's own function: apart from autocast; batch norm."""
+"""What the calls of a program run, where that is more than torch's own function: apart from autocast; batch norm;
+convolutions with weights that are turned."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,6 +46,30 @@ def without_autocast(program: fx.Graph) -> fx.Graph:
         env[node] = made.node_copy(node, env.__getitem__)
         env[node].target = getattr(node.target, "function", node.target)
     return made
+
+
+@cache
+def with_weight_as_torch_lays_it(convolution: Function) -> Function:
+    """A convolution with any weight. Where dims of one element leave open whether channels lie last, torch's kernels
+    and what they make for gradients take it for different things (2.11, 2.13), and backward fails."""
+
+    def run_convolution(x: Tensor, weight: Tensor, *args: Any) -> Tensor:
+        made: Tensor = convolution(x, weight if _is_laid_out(weight) else weight.contiguous(), *args)
+        return made
+
+    return run_convolution
+
+
+def _is_laid_out(weight: Tensor) -> bool:
+    if weight.is_contiguous():
+        return True
+    out, features, *window = weight.shape
+    return weight.stride() == torch.empty(out, *window, features, device="meta").movedim(-1, 1).stride()
+
+
+def is_plain_weight(weight: Value) -> bool:
+    """Whether a weight lies as torch makes new tensors: it is no view, nor made by one."""
+    return isinstance(weight.owner, Leaf) and not weight.owner.channels_last
 
 
 def run_batch_norm(

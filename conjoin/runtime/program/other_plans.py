@@ -6,7 +6,6 @@ here: both are given. Beside a plan file the plans made after it are kept as fil
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import logging
 import threading
@@ -27,6 +26,7 @@ from conjoin.ir import (
     Pipeline,
     Plan,
     Structure,
+    copied_model,
     describe_tree,
     fingerprint_of,
     flatten_tree,
@@ -202,7 +202,7 @@ def bare_copy(model: nn.Module) -> nn.Module:
     for tensor in (*model.parameters(), *model.buffers()):
         bare = torch.empty_like(tensor, device="meta", requires_grad=False)
         memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
-    return copy.deepcopy(model, memo)
+    return copied_model(model, memo)
 
 
 def check_stored_alike(plan: AnyPlan, other: AnyPlan) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum
 from functools import partial
@@ -67,15 +67,21 @@ class _RankCarriers:
     """What the emitter asks for, for one rank of a plan."""
 
     def __init__(
-        self, plan: Plan, communicator: Communicator, exact: Stream | None, device: torch.device, *, is_stage: bool
+        self,
+        plan: Plan,
+        communicator: Communicator,
+        exact: Stream | None,
+        device: torch.device,
+        arriving: Mapping[str, tuple[int, ...]] | None,
     ) -> None:
+        self.arriving = arriving or {}
         self.mesh, self.rank = communicator.mesh, communicator.rank
         self._communicator, self.chunks = communicator, plan.chunks
         self._halos = HaloCarrier(communicator)
         self.regathered = regathered_parameters(plan)
         self.dropping = Dropping() if self.regathered else None
         self.bundles = make_bundles(plan, communicator, self.dropping)
-        self.streams = Streams(communicator, exact, is_stage=is_stage)
+        self.streams = Streams(communicator, exact, is_stage=arriving is not None)
         operators, tensors = operators_of(plan.graph), offloaded_tensors(plan)
         self.offloading = Offloading(device) if tensors else None
         self.offloaded: dict[Value, Function] = {}
@@ -161,11 +167,12 @@ class LocalProgram:
         store: Store,
         communicator: Communicator,
         exact: Stream | None = None,
-        *,
-        is_stage: bool = False,
+        arriving: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
+        """For a stage `arriving` says how its inputs lie in memory on one device that come from others."""
+        is_stage = arriving is not None
         self.plan, self.store, self.communicator = plan, store, communicator
-        self.carriers = _RankCarriers(plan, communicator, exact, store.device, is_stage=is_stage)
+        self.carriers = _RankCarriers(plan, communicator, exact, store.device, arriving)
         self.kept = tuple(leaf for leaf in plan.graph.leaves if leaf.kind is not LeafKind.INPUT)
         """What is there between steps: parameters, buffers and constants."""
         self._frozen = [leaf for leaf in plan.graph.leaves_of(LeafKind.PARAMETER) if not leaf.trainable]

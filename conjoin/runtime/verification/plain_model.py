@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conjoin.ir import Graph
+from conjoin.ir import Graph, copied_model
 from conjoin.runtime.verification.fresh_batches import Freshness, fresh_batches
 from conjoin.runtime.verification.steps import Reference, train
 
@@ -87,7 +87,7 @@ class PlainModel:
 
 def changed_copy(model: nn.Module, change: Callable[[Tensor], Tensor], memo: dict[int, Any] | None = None) -> nn.Module:
     """A copy with every parameter and buffer changed; unlike `model.to()` it keeps buffers tied."""
-    copied = copy.deepcopy(model, memo)
+    copied = copied_model(model, memo)
     _change(copied, change)
     return copied
 

@@ -30,6 +30,11 @@ def context_flow(facts: Facts, group: Group, earlier: Sequence[Flow], by_heads: 
             f"{len(attention)} calls of scaled_dot_product_attention can be, so all of it would be gathered. Choose "
             f"a lower cp, or megatron."
         )
+    return with_flattened(facts, flow)
+
+
+def with_flattened(facts: Facts, flow: Flow) -> Flow:
+    """The flow with those reshapes stuck that put dims into one for a loss of which the second arrives split."""
     flattened = [
         node.node
         for node in facts.nodes

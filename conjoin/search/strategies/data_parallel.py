@@ -9,21 +9,22 @@ reduce-scattered inside (P -> S), and their pieces all-reduced across (P -> I).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
 from types import MappingProxyType
 
 from conjoin.errors import StrategyError
-from conjoin.ir import REGATHER, Leaf, MemoryAction
+from conjoin.ir import REGATHER, Leaf, MemoryAction, Node, Value
 from conjoin.machine import Mesh
-from conjoin.ops import Layout, Split, TensorType, make_layout
-from conjoin.search.batch import check_samples, split_batch
+from conjoin.ops import Layout, Partial, Placement, ShardingRule, Split, TensorType, make_layout
+from conjoin.search.batch import check_samples, split_batch, split_second_dims
 from conjoin.search.drafting import Draft
 from conjoin.search.facts import Facts
 from conjoin.search.groups import Group, make_groups, sizes_left
 from conjoin.search.propagation import Flow, follow, propagate
 from conjoin.search.request import Request
+from conjoin.search.strategies.context import with_flattened
 
 
 def data_group(mesh: Mesh, request: Request) -> Group:
@@ -32,8 +33,37 @@ def data_group(mesh: Mesh, request: Request) -> Group:
 
 
 def data_flow(facts: Facts, group: Group) -> Flow:
-    """The batch runs through the graph; weights are replicated where they meet it."""
-    return propagate(facts, group, split_batch(facts.graph, group), follow)
+    """The batch runs through the graph; weights are replicated where they meet it.
+
+    Samples stand in the first dim, or in the second where they go through the graph apart from each other there, and
+    what is in the first does not, or not in all inputs: then those are positions, which attention would gather.
+    """
+    first = split_batch(facts.graph, group)
+    flow = propagate(facts, group, first, follow)
+    second = split_second_dims(facts.graph, group) if group.degree > 1 else {}
+    if not second or (len(first) >= len(second) and not _is_moved(flow)):
+        return flow
+    other = with_flattened(facts, propagate(facts, group, second, follow))
+    return flow if _is_moved(other) else other
+
+
+def _is_moved(flow: Flow) -> bool:
+    """Whether activations that are split, or sums of them, are wanted otherwise by a node that they come to."""
+    read = (pair for node, rule in flow.rules.items() if node not in flow.stuck for pair in _reads(node, rule))
+    return any(
+        isinstance(flow.placements[value], Split | Partial) and wanted != flow.placements[value]
+        for value, wanted in read
+        if _is_activation(value)
+    )
+
+
+def _reads(node: Node, rule: ShardingRule) -> Iterable[tuple[Value, Placement]]:
+    return zip(node.inputs, rule.operands, strict=True)
+
+
+def _is_activation(value: Value) -> bool:
+    """Whether a value is no single number, nor such as targets and masks, which cost little to move."""
+    return bool(value.type.shape) and (value.type.dtype.is_floating_point or value.type.dtype.is_complex)
 
 
 def draft_single(facts: Facts, mesh: Mesh, request: Request) -> Draft:
