@@ -74,7 +74,7 @@ def find_fused(graph: Graph, layer: Node) -> Fused | None:
         users = _users(graph, node)
     while len(users) == 1 and users[0].op == "contiguous":
         node, users = users[0], _users(graph, users[0])
-    dim, pieces = _find_cut(users, node.types[0].shape)
+    dim, pieces = find_cut(users, node.types[0].shape)
     for move in reversed(moves):
         dim = move[dim]
     if len(pieces) < 2:
@@ -109,7 +109,7 @@ def _next_move(graph: Graph, node: Node) -> tuple[tuple[int, ...], Node] | None:
     return tuple(place - (place > gone) for place in order if place != gone), users[0]
 
 
-def _find_cut(users: tuple[Node, ...], shape: tuple[int, ...]) -> tuple[int, tuple[tuple[Value, int], ...]]:
+def find_cut(users: tuple[Node, ...], shape: tuple[int, ...]) -> tuple[int, tuple[tuple[Value, int], ...]]:
     """The dim along which the users cut a tensor into parts without gaps, and the parts; none where they do not."""
     if len(users) == 1 and users[0].op in _CUTS:
         dim, drops = users[0].call.dim(), users[0].op == "unbind.int"
