@@ -39,6 +39,7 @@ from conjoin.ir import Plan
 from conjoin.machine import Machine, parse_machine
 from conjoin.report import explain
 from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.state.blocks import cut_out
 from conjoin.search import make_plan
 from conjoin.sim import predict
 from tests.runtime.gloo_ranks import run_processes
@@ -112,7 +113,7 @@ class Step(NamedTuple):
 
     loss: float
     gradients: dict[str, tuple[Any, Tensor]]
-    """Each with the region of the whole that it is."""
+    """Each with the blocks of the whole that it is."""
     bytes: float
 
 
@@ -159,8 +160,8 @@ def by_plan(communicator: Communicator, plan: Plan) -> Step:
     loss.backward()
     shapes = {name: tuple(p.shape) for name, p in found.model.named_parameters()}
     pieces = {name: p.grad.as_subclass(Tensor) for name, p in module.named_parameters() if p.grad is not None}
-    regions = {name: module.store.region(name, shapes[name]) for name in pieces}
-    return Step(loss.item(), {name: (regions[name], pieces[name]) for name in pieces}, communicator.bytes_sent)
+    blocks = {name: module.store.blocks(name, shapes[name]) for name in pieces}
+    return Step(loss.item(), {name: (blocks[name], pieces[name]) for name in pieces}, communicator.bytes_sent)
 
 
 def by_torch(wrap: Callable[[nn.Module], nn.Module], part: int, parts: int) -> Step:
@@ -178,7 +179,7 @@ def by_torch(wrap: Callable[[nn.Module], nn.Module], part: int, parts: int) -> S
         gradient = parameter.grad
         assert gradient is not None, name
         full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        whole[name.removeprefix("module.")] = (tuple((0, n) for n in full.shape), full)
+        whole[name.removeprefix("module.")] = ((tuple((0, n) for n in full.shape),), full)
     return Step(mean.item() / dist.get_world_size(), whole, sent.bytes)
 
 
@@ -280,8 +281,8 @@ def test_loss_and_gradients_are_those_of_the_plain_model(name: str, steps: list[
     for rank in steps:
         assert rank[name].loss == pytest.approx(loss, rel=1e-12)
         assert rank[name].gradients.keys() == gradients.keys()
-        for parameter, (region, piece) in rank[name].gradients.items():
-            part = gradients[parameter][tuple(slice(*span) for span in region)]
+        for parameter, (blocks, piece) in rank[name].gradients.items():
+            part = cut_out(gradients[parameter], blocks)
             torch.testing.assert_close(piece, part, rtol=1e-9, atol=1e-12)
 
 
