@@ -226,4 +226,6 @@ def permutation(node: Node) -> tuple[int, ...] | None:
         one, other = node.call.dim("dim0"), node.call.dim("dim1")
         order[one], order[other] = other, one
         return tuple(order)
+    if node.op in ("t", "numpy_T"):
+        return tuple(reversed(range(len(node.types[0].shape))))
     return None

@@ -63,6 +63,22 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
+class PackedAttention(nn.Module):
+    """The same with query, key and value in one weight."""
+
+    def __init__(self, apart: Attention) -> None:
+        super().__init__()
+        layers = apart.query, apart.key, apart.value
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), apart.out
+        self.qkv.weight = nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]))
+        self.qkv.bias = nn.Parameter(torch.cat([layer.bias.detach() for layer in layers]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [part.unflatten(-1, (-1, WIDTH // HEADS)) for part in self.qkv(x).split(WIDTH, dim=-1)]
+        mixed = functional.scaled_dot_product_attention(*(part.transpose(1, 2) for part in parts), is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
 class FeedForward(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -105,6 +121,15 @@ def sample() -> Sample:
     torch.manual_seed(3)
     model = Tower().double().train()
     batch = tuple(torch.randint(WORDS, (SAMPLES, LENGTH)) for _ in range(2))
+    return Sample(capture(model, batch, wrong), model, batch)
+
+
+@cache
+def packed_sample() -> Sample:
+    """The same model and batch, its attention in packed weights."""
+    model, batch = copy.deepcopy(sample().model), sample().inputs
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.attention = PackedAttention(block.attention)  # type: ignore[union-attr, arg-type]
     return Sample(capture(model, batch, wrong), model, batch)
 
 
@@ -153,8 +178,7 @@ def _size(group: Any) -> int:
     return dist.ProcessGroup.unbox(group).size()
 
 
-def by_plan(communicator: Communicator, plan: Plan) -> Step:
-    found = sample()
+def by_plan(communicator: Communicator, plan: Plan, found: Sample) -> Step:
     module = module_on(plan, found, communicator)
     loss = module(*found.inputs)
     loss.backward()
@@ -229,6 +253,8 @@ ORIGINALS = {
     "ddp": "ddp", "ddp+recompute=full": "checkpointed", "hsdp": "hsdp", "megatron:tp=4,sp,vocab": "tp",
     "fsdp+megatron:tp=2,sp,vocab": "fsdp+tp",
 }  # fmt: skip
+SPLIT = tuple(strategy for strategy in ORIGINALS if "tp=" in strategy)
+"""What splits layers."""
 PLANS = (
     *ORIGINALS,
     "ddp+recompute=selective",
@@ -255,12 +281,16 @@ def originals(rank: int) -> dict[str, Step]:
 def steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Step]]:
     """What every rank has after a step of each plan and each original."""
     plans = {strategy: make_plan(sample().graph, NODES, strategy) for strategy in PLANS}
+    packed = {strategy: make_plan(packed_sample().graph, NODES, strategy) for strategy in SPLIT}
 
     def program(communicator: Communicator) -> dict[str, Step]:
         mine = {}
         for strategy, plan in plans.items():
             communicator.bytes_sent = 0
-            mine[strategy] = by_plan(communicator, plan)
+            mine[strategy] = by_plan(communicator, plan, sample())
+        for strategy, plan in packed.items():
+            communicator.bytes_sent = 0
+            mine[f"packed {strategy}"] = by_plan(communicator, plan, packed_sample())
         return {**mine, **{f"torch {name}": step for name, step in originals(communicator.rank).items()}}
 
     folder: Path = tmp_path_factory.mktemp("ranks")
@@ -292,6 +322,23 @@ def test_no_more_bytes_are_sent_than_by_the_original(
 ) -> None:
     for rank in steps:
         assert 0 < rank[strategy].bytes <= rank[f"torch {original}"].bytes + LOSS_BYTES
+
+
+@pytest.mark.parametrize("strategy", SPLIT)
+def test_packed_weights_send_no_more_than_the_original_of_separate_ones(
+    strategy: str, steps: list[dict[str, Step]]
+) -> None:
+    loss, gradients = plain()
+    for rank in steps:
+        step = rank[f"packed {strategy}"]
+        assert step.loss == pytest.approx(loss, rel=1e-12)
+        assert step.bytes <= rank[f"torch {ORIGINALS[strategy]}"].bytes + LOSS_BYTES
+        for block in range(2):
+            path = f"blocks.{block}.attention."
+            whole = torch.cat([gradients[f"{path}{name}.weight"] for name in ("query", "key", "value")])
+            blocks, piece = step.gradients[f"{path}qkv.weight"]
+            torch.testing.assert_close(piece, cut_out(whole, blocks), rtol=1e-9, atol=1e-12)
+            assert piece.numel() * 4 == whole.numel()
 
 
 @pytest.mark.parametrize("strategy", PLANS)
