@@ -12,21 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
+from conjoin.errors import PlanError
 from conjoin.frontends import capture
 from conjoin.ir import Graph, Pipeline, Plan, plan_from_json, plan_to_json
 from conjoin.machine import parse_machine
-from conjoin.runtime import ParallelModule, full_state_dict, load_checkpoint, save_checkpoint
+from conjoin.runtime import ParallelModule, full_state_dict, load_checkpoint, save_checkpoint, save_weights
+from conjoin.runtime.program.other_plans import check_stored_alike
 from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.state.initialization import initialise
 from conjoin.runtime.state.pieces import Piece
+from conjoin.runtime.state.storage import Store
+from conjoin.runtime.state.weights import Weights, check_weights, read_weights
 from conjoin.search import make_pipeline, make_plan
 from tests.runtime import side_by_side
 from tests.runtime.gloo_ranks import run_processes
-from tests.runtime.packed_models import PACKED, loss_of, make_batch, make_model
+from tests.runtime.packed_models import PACKED, WIDTH, GatedMlp, loss_of, make_batch, make_model
 from tests.runtime.thread_modules import module_on, run_ranks
 
 STEPS, CLOSE = 3, 1e-9
@@ -183,3 +189,32 @@ def test_other_lengths_and_evaluation_use_the_same_pieces(name: str, strategy: s
     calls = [side_by_side.Call(True, make_batch(5)), side_by_side.Call(False, make_batch(6)),
              side_by_side.Call(True, short), side_by_side.Call(False, short)]  # fmt: skip
     side_by_side.check(case, calls)
+
+
+def test_files_of_weights_are_read_by_pieces_and_written_whole(tmp_path: Path) -> None:
+    model, plan = make_model("gpt2"), plan_for("gpt2", "megatron:tp=2,sp", 2)
+    found = {key: x.contiguous().clone() for key, x in model.state_dict().items() if "lm_head" not in key}
+    safetensors.torch.save_file(found, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        empty = make_model("gpt2")
+
+    def program(ranks: Any) -> None:
+        store = Store(plan, ranks.rank, torch.device("cpu"))
+        checked = check_weights(Weights(tmp_path / "model.safetensors"), empty)
+        initialise(store, empty, given=checked.names)
+        read_weights(checked, store)
+        for key, parameter in store.root.named_parameters():
+            assert torch.equal(parameter, store.cut(key, model.get_parameter(key))), key
+        save_weights(tmp_path / "again.safetensors", ParallelModule(plan, store, ranks))
+
+    run_ranks(plan.mesh, program)
+    written = safetensors.torch.load_file(tmp_path / "again.safetensors")
+    assert all(torch.equal(written[key], x) for key, x in found.items())
+
+
+def test_a_plan_that_stores_them_otherwise_does_not_share_them() -> None:
+    graph = capture(GatedMlp(), (torch.randn(4, WIDTH),), torch.mean)
+    sections, whole = (make_plan(graph, parse_machine("local:2"), each) for each in ("megatron:tp=2", "data-parallel"))
+    told = r"gate_up_proj.weight as f32\[64,16\], which is .* in gate_up_proj.weight\[0:32\]"
+    with pytest.raises(PlanError, match=told):
+        check_stored_alike(sections, whole)
