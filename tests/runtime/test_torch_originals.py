@@ -329,6 +329,8 @@ def test_packed_weights_send_no_more_than_the_original_of_separate_ones(
     strategy: str, steps: list[dict[str, Step]]
 ) -> None:
     loss, gradients = plain()
+    told = explain(make_plan(packed_sample().graph, NODES, strategy))
+    assert [rank[f"packed {strategy}"].bytes for rank in steps] == [told.bytes_of(rank) for rank in range(4)]
     for rank in steps:
         step = rank[f"packed {strategy}"]
         assert step.loss == pytest.approx(loss, rel=1e-12)
