@@ -142,14 +142,14 @@ def gradients_by(plan: Plan | Pipeline, name: str, dtype: torch.dtype) -> Gradie
         store = module.store
         (module(*batch) * SCALE).backward()
         found = {key: p.grad for key, p in module.named_parameters() if p.grad is not None}
-        shapes = {key: tuple(p.shape) for key, p in model.named_parameters()}
-        return {key: (store.region(key, shapes[key]), g.as_subclass(Tensor)) for key, g in found.items()}
+        places = {key: torch.arange(p.numel()).view(p.shape) for key, p in model.named_parameters()}
+        return {key: (store.cut(key, places[key]), g.as_subclass(Tensor)) for key, g in found.items()}
 
     whole: Gradients = {}
     for pieces in run_ranks(plan.mesh, program):
-        for key, (region, piece) in pieces.items():
+        for key, (places, piece) in pieces.items():
             into = whole.setdefault(key, torch.zeros(model.get_parameter(key).shape, dtype=torch.float64))
-            into[tuple(slice(*span) for span in region)] = piece.double() / SCALE
+            into.view(-1)[places] = piece.double() / SCALE
     return whole
 
 

@@ -24,7 +24,19 @@ from conjoin.ir.memory_order import (
 )
 from conjoin.ir.micro_batched_parts import MicroBatchedPart, cut_part_in_micro_batches, micro_batched_parts
 from conjoin.ir.micro_batches import Accumulation, calling_graph, cut_in_micro_batches
-from conjoin.ir.nodes import Leaf, LeafKind, Node, Source, Value, in_one_line, make_leaf, make_node, permutation, retype
+from conjoin.ir.nodes import (
+    Leaf,
+    LeafKind,
+    Node,
+    Section,
+    Source,
+    Value,
+    in_one_line,
+    make_leaf,
+    make_node,
+    permutation,
+    retype,
+)
 from conjoin.ir.offloads import Made
 from conjoin.ir.parallel_verifier import find_layout_faults, node_fault
 from conjoin.ir.parallelize import Choice, choose, parallelize, sequential
@@ -97,6 +109,7 @@ from conjoin.ir.reshards import (
 )
 from conjoin.ir.rewriting import Rewriting
 from conjoin.ir.rounding import EXACT, Rounding
+from conjoin.ir.sections import by_tensor, section_of, stored_alike, whole_type
 from conjoin.ir.segments import Segment, asked_segments, operators_of, parse_segments, segment_texts
 from conjoin.ir.spans import (
     RegionMove,
@@ -154,6 +167,7 @@ __all__ = [
     "Rewriting",
     "Rounding",
     "Scalar",
+    "Section",
     "Segment",
     "Source",
     "Stage",
@@ -167,6 +181,7 @@ __all__ = [
     "asked_segments",
     "batch_norms",
     "bring_into_order",
+    "by_tensor",
     "calling_graph",
     "calls_as_they_lie",
     "can_expand",
@@ -262,10 +277,12 @@ __all__ = [
     "retype",
     "rules_for",
     "save_graph",
+    "section_of",
     "segment_texts",
     "sequential",
     "spec_of",
     "stage_edges",
+    "stored_alike",
     "stored_leaf",
     "streamable_inputs",
     "strides_after",
@@ -275,6 +292,7 @@ __all__ = [
     "value_text",
     "verify",
     "wanted_region",
+    "whole_type",
     "wide_dtype",
     "widen",
     "widen_pipeline",

@@ -35,7 +35,9 @@ def computation_digest(graph: Graph, accumulation: Accumulation | None = None) -
 
 def _of_leaf(leaf: Leaf) -> str:
     data = None if leaf.data is None else hashlib.sha256(leaf.data).hexdigest()
-    return _digest((leaf.kind.value, leaf.name, leaf.aliases, leaf.trainable, str(leaf.type.laid_out(())), data))
+    section = () if leaf.section is None else (leaf.section,)
+    told = (leaf.kind.value, leaf.name, leaf.aliases, leaf.trainable, str(leaf.type.laid_out(())), data)
+    return _digest((*told, *section))
 
 
 def _of_node(node: Node, made: dict[Leaf | Node, str]) -> str:

@@ -26,6 +26,19 @@ class LeafKind(Enum):
     CONSTANT = "const"
 
 
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Which part of a packed weight a leaf is: query, key or value of a tensor that holds all three, one after the
+    other along a dim."""
+
+    of: str
+    """The name of the whole tensor."""
+    dim: int
+    start: int
+    whole: int
+    """The size of the dim in the whole tensor."""
+
+
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Leaf:
     """A tensor from outside the graph; `aliases` are further names of the same tensor (tied weights)."""
@@ -39,6 +52,13 @@ class Leaf:
     """The values of a constant, row by row, where they are known."""
     channels_last: bool = False
     """Whether it is images, or windows over them, whose channels lie last in memory."""
+    section: Section | None = None
+    """Where it is a part of a packed weight: names and aliases of a user are those of the whole."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The user's names of the tensor, or of the packed weight that it is a part of."""
+        return (self.name if self.section is None else self.section.of, *self.aliases)
 
     @property
     def is_trained(self) -> bool:
@@ -50,7 +70,8 @@ class Leaf:
 
     def __reduce__(self) -> tuple[Any, ...]:
         make = partial(make_leaf, trainable=self.trainable, aliases=self.aliases, data=self.data)
-        return partial(make, channels_last=self.channels_last), (self.kind, self.name, self.type)
+        make = partial(make, channels_last=self.channels_last, section=self.section)
+        return make, (self.kind, self.name, self.type)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, weakref_slot=True)
@@ -175,9 +196,10 @@ def make_leaf(  # noqa: PLR0913 – all that a leaf is
     aliases: tuple[str, ...] = (),
     data: bytes | None = None,
     channels_last: bool = False,
+    section: Section | None = None,
 ) -> Leaf:
     """The leaf with these properties; the same object every time."""
-    key = (kind, name, type, trainable, aliases, data, channels_last)
+    key = (kind, name, type, trainable, aliases, data, channels_last, section)
     return _interned.setdefault(key, Leaf(*key))  # type: ignore[no-any-return]
 
 
@@ -185,7 +207,7 @@ def retype(leaf: Leaf, type: TensorType) -> Leaf:
     """The leaf with another type."""
     return make_leaf(
         leaf.kind, leaf.name, type, trainable=leaf.trainable, aliases=leaf.aliases, data=leaf.data,
-        channels_last=leaf.channels_last,
+        channels_last=leaf.channels_last, section=leaf.section,
     )  # fmt: skip
 
 
@@ -204,4 +226,6 @@ def permutation(node: Node) -> tuple[int, ...] | None:
         one, other = node.call.dim("dim0"), node.call.dim("dim1")
         order[one], order[other] = other, one
         return tuple(order)
+    if node.op in ("t", "numpy_T"):
+        return tuple(reversed(range(len(node.types[0].shape))))
     return None

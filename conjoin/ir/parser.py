@@ -13,7 +13,7 @@ from conjoin.ir.builder import GraphBuilder
 from conjoin.ir.graph import Graph, Result
 from conjoin.ir.limits import MAX_NESTING, MAX_NUMBER, check_constant, check_count, check_size
 from conjoin.ir.literals import parse_word
-from conjoin.ir.nodes import LeafKind, Node, Source, Value, fits, make_leaf, make_node
+from conjoin.ir.nodes import LeafKind, Node, Section, Source, Value, fits, make_leaf, make_node
 from conjoin.ir.rounding import EXACT, Rounding, parse_rounding
 from conjoin.ir.structure import LEAF, Structure, structure_from_json
 from conjoin.ir.types import parse_type
@@ -26,7 +26,8 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _NAME = re.compile(r"(\w+)=")
 _LEAF = re.compile(
     rf"(input|param|buffer|const):(?:([\w.]+)|({_STRING.pattern})) ({_TYPE})"
-    rf"( trainable)?( channels-last)?((?: also {_STRING.pattern})*)(?: = b64:(\S*))?"
+    rf"( trainable)?( channels-last)?((?: also {_STRING.pattern})*)"
+    rf"(?: section ({_STRING.pattern}) dim ({_NUMBER}) from ({_NUMBER}) of ({_NUMBER}))?(?: = b64:(\S*))?"
 )
 _OUTPUT = re.compile(rf"%({_NUMBER}): ({_TYPE})")
 _NODE = re.compile(rf"(%{_NUMBER}: {_TYPE}(?:, %{_NUMBER}: {_TYPE})*) = ([\w:.]+)\(")
@@ -195,7 +196,7 @@ def _read_leaf(reader: _Reader, line: str) -> None:
     found = _LEAF.fullmatch(line)
     if not found:
         raise _Malformed("this is not a leaf: expected kind:name dtype[shape]")
-    kind, plain, quoted, type_text, trainable, last, also, data = found.groups()
+    kind, plain, quoted, type_text, trainable, last, also, *whole, data = found.groups()
     name = plain if plain is not None else json.loads(quoted)
     aliases = tuple(json.loads(alias) for alias in _STRING.findall(also))
     leaf_type = parse_type(type_text)
@@ -204,9 +205,13 @@ def _read_leaf(reader: _Reader, line: str) -> None:
         raise _Malformed(f"there is a {kind}:{name} already")
     leaf = make_leaf(
         LeafKind(kind), name, leaf_type, trainable=trainable is not None, aliases=aliases, data=values,
-        channels_last=last is not None,
+        channels_last=last is not None, section=_section(*whole),
     )  # fmt: skip
     reader.builder.add_leaf(leaf)
+
+
+def _section(of: str | None, dim: str, start: str, whole: str) -> Section | None:
+    return None if of is None else Section(json.loads(of), int(dim), int(start), int(whole))
 
 
 def _read_node(reader: _Reader, line: str) -> None:

@@ -272,9 +272,8 @@ def _parameter_faults(pipeline: Pipeline) -> Iterator[str]:
         for leaf in stage.plan.graph.leaves_of(LeafKind.PARAMETER):
             if leaf.name in stage.borrowed:
                 borrowed[leaf.name] = i
-            elif leaf.name in owners:
-                yield f"the parameter {leaf.name} belongs to stage {owners[leaf.name]} and to stage {i}"
-            owners.setdefault(leaf.name, i) if leaf.name not in stage.borrowed else None
+            elif owners.setdefault(leaf.names[0], i) != i:
+                yield f"the parameter {leaf.names[0]} belongs to stage {owners[leaf.names[0]]} and to stage {i}"
     for name, i in borrowed.items():
         if name not in owners:
             yield f"stage {i} borrows the parameter {name}, which belongs to none"

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from conjoin.ir.literals import literal_text
-from conjoin.ir.nodes import Leaf, Node, Source, Value, typed_key
+from conjoin.ir.nodes import Leaf, Node, Section, Source, Value, typed_key
 from conjoin.ir.structure import structure_to_json
 from conjoin.ops import Kind, Parameter, signature
 
@@ -77,11 +77,16 @@ def node_text(node: Node, numbers: Mapping[Value, int], source: Source | None = 
     return f"{left} = {node.op}({arguments_text(node, numbers)}){marks}{_source_text(source)}"
 
 
+def _section_text(section: Section) -> str:
+    return f"section {json.dumps(section.of)} dim {section.dim} from {section.start} of {section.whole}"
+
+
 def _leaf_line(leaf: Leaf) -> str:
     parts = [leaf_text(leaf), str(leaf.type)]
     parts += ["trainable"] if leaf.trainable else []
     parts += ["channels-last"] if leaf.channels_last else []
     parts += [f"also {json.dumps(alias)}" for alias in leaf.aliases]
+    parts += [_section_text(leaf.section)] if leaf.section is not None else []
     parts += [f"= b64:{base64.b64encode(leaf.data).decode()}"] if leaf.data is not None else []
     return " ".join(parts)
 

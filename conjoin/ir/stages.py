@@ -35,6 +35,8 @@ class StageGraph:
     arrivals: tuple[Arrival, ...] = ()
     borrowed: tuple[str, ...] = ()
     """Parameters that belong to an earlier stage."""
+    shared: frozenset[str] = frozenset()
+    """Parameters that another stage reads, too."""
 
 
 def cut_in_stages(
@@ -85,10 +87,11 @@ class _Cutting:
                 source = self._source(value, stage)
                 self._given[source].setdefault(value, len(self._given[source]))
         self._owners: dict[Leaf, int] = {}
+        self._shared: set[str] = set()
         for stage, nodes in enumerate(self._nodes):
             for value in (value for node in nodes for value in node.inputs):
-                if isinstance(value.owner, Leaf):
-                    self._owners.setdefault(value.owner, stage)
+                if isinstance(value.owner, Leaf) and self._owners.setdefault(value.owner, stage) != stage:
+                    self._shared.add(value.owner.name)
         self._writers = {name: self._writer(value) for name, value in graph.updates}
         """By buffer that is changed, the stage that does it."""
         self._check_written()
@@ -179,7 +182,8 @@ class _Cutting:
         structure = Structure("tuple", (), (taken, Structure("dict"), empty, Structure("dict")))
         graph = replace(graph, rounding=self.graph.rounding, input_structure=structure, output_structure=outputs)
         borrowed = (leaf for leaf in graph.leaves if leaf.kind is LeafKind.PARAMETER and leaf in read)
-        return StageGraph(graph, tuple(arrivals), tuple(x.name for x in borrowed if self._owners[x] != stage))
+        names = tuple(x.name for x in borrowed if self._owners[x] != stage)
+        return StageGraph(graph, tuple(arrivals), names, frozenset(self._shared))
 
     def _free_name(self, name: str) -> str:
         taken = {leaf.name for leaf in self.graph.leaves_of(LeafKind.INPUT)}

@@ -15,6 +15,7 @@ from conjoin.ir.graph import Graph
 from conjoin.ir.limits import MAX_PIECES
 from conjoin.ir.nodes import Leaf, LeafKind, Node, Value, fits
 from conjoin.ir.placing import plain_call
+from conjoin.ir.sections import section_faults
 from conjoin.ops import (
     OPAQUE,
     Call,
@@ -74,6 +75,7 @@ def _leaf_faults(graph: Graph) -> Iterator[Fault]:
             yield Fault(str(leaf), "only constants carry data")
         elif leaf.data is not None and len(leaf.data) != leaf.type.bytes:
             yield Fault(str(leaf), f"{len(leaf.data):,} bytes of data do not fill {leaf.type}")
+    yield from (Fault(where, what) for where, what in section_faults(graph))
 
 
 def _node_faults(graph: Graph) -> Iterator[Fault]:

@@ -59,7 +59,7 @@ class _Widener:
     def add_leaf(self, leaf: Leaf) -> None:
         made = make_leaf(
             leaf.kind, leaf.name, _wide_type(leaf.type), trainable=leaf.trainable, aliases=leaf.aliases,
-            data=_wide_data(leaf), channels_last=leaf.channels_last,
+            data=_wide_data(leaf), channels_last=leaf.channels_last, section=leaf.section,
         )  # fmt: skip
         self.values[Value(leaf)] = self.builder.add_leaf(made)
 

@@ -65,7 +65,7 @@ class ParallelModule(nn.Module):
         for members, pieces in self._program.groups():
             mark_gradients(pieces, members, communicator if members is not communicator else None)
         plans = [plan] if isinstance(plan, Plan) else [stage.plan for stage in plan.stages]
-        states = frozenset[str]().union(*map(offloaded_states, plans))
+        states = {leaf.names[0] for part in plans for leaf in part.graph.leaves if leaf.name in offloaded_states(part)}
         offload_states(p for name, p in store.root.named_parameters() if name in states)
 
     def _make_programs(self, plan: Plan | Pipeline, others: OtherPlans | None) -> None:

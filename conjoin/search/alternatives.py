@@ -33,6 +33,7 @@ from conjoin.ir import (
 from conjoin.machine import Machine
 from conjoin.ops import CAST, Copies, Invariant, Layout, Partial, Placement, Split, make_layout, placement_on
 from conjoin.search.constraints import find_tensor
+from conjoin.search.packed_weights import sections_alike
 from conjoin.search.variants import sequential_variant
 from conjoin.sim import Layouts, Prediction, Skeleton, predict, take_apart
 
@@ -92,6 +93,7 @@ def _edited(plan: Plan, layouts: Layouts) -> Plan:
     """The plan in other layouts, checked."""
     variant = sequential_variant(plan)
     skeleton, segments = variant.skeleton, recomputed_segments(plan)
+    layouts = sections_alike(skeleton.graph, layouts, plan.mesh)
     leaves = {skeleton.graph.leaves[i]: layout for i, layout in layouts.leaves.items()}
     choices = {op.node: choice for op, choice in zip(skeleton.operators, layouts.choices, strict=True)}
     values = [i for i, value in enumerate(skeleton.graph.outputs) if isinstance(value, Value)]

@@ -81,7 +81,7 @@ def _homes(pipeline: Pipeline) -> dict[str, int]:
     for number, stage in enumerate(pipeline.stages):
         for leaf in stage.plan.graph.leaves:
             if leaf.kind in _STORED and leaf.name not in stage.borrowed:
-                homes.setdefault(leaf.name, number)
+                homes.setdefault(leaf.names[0], number)
     return homes
 
 
@@ -105,9 +105,10 @@ def _check_stored(pipeline: Pipeline, captured: Graph, cuts: Sequence[StageGraph
             f"for this shape and mode."
         )
     for number, (stage, cut) in enumerate(zip(pipeline.stages, cuts, strict=True)):
-        held = {leaf.name for leaf in stage.plan.graph.leaves if leaf.kind in _STORED}
+        held = {leaf.names[0]: leaf for leaf in stage.plan.graph.leaves if leaf.kind in _STORED}
         for leaf in cut.graph.leaves:
-            if leaf.kind in _STORED and leaf.name not in held and leaf.name not in cut.borrowed:
+            is_lent = leaf.name in cut.shared and (leaf.name not in held or held[leaf.name].section is None)
+            if leaf.kind in _STORED and (leaf.name not in held or leaf.name in cut.shared) and not is_lent:
                 raise StrategyError(
                     f"A pipeline of {captured.name} for another shape or mode was to be made after another. In it "
                     f"stage {number} reads {leaf.name}, which lies with another one. Make a plan for this shape and "

@@ -69,6 +69,7 @@ from conjoin.ops import (
     split_axes,
 )
 from conjoin.search.counterparts import find_counterparts
+from conjoin.search.packed_weights import stored_as_in
 from conjoin.search.rank_statistics import STATISTICS
 from conjoin.search.reshard_bytes import moved_bytes, sum_bytes
 from conjoin.search.same_rewrites import rewrite_alike
@@ -116,6 +117,7 @@ def plan_alike(plan: Plan, captured: Graph) -> Alike[Plan]:
     whole, accumulation = _in_micro_batches(plan, captured)
     normed = norm_by_pieces(whole, pieces_of(plan.graph))
     graph, substitutions = rewrite_alike(plan, normed)
+    graph = stored_as_in(graph, plan.graph)
     if normed is not whole:
         substitutions = (*(each for each in plan.substitutions if each.name.startswith(STATISTICS)), *substitutions)
     known = find_counterparts(graph, plan.graph)

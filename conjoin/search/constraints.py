@@ -216,7 +216,7 @@ def _names(graph: Graph) -> Iterator[tuple[str, Value]]:
     yield from ((f"%{number}", value) for value, number in graph.numbers.items())
     for kind in reversed(_KINDS):
         for leaf in graph.leaves_of(kind):
-            for alias in (leaf.name, *leaf.aliases):
+            for alias in (leaf.name, *leaf.names):
                 yield alias, Value(leaf)
                 yield f"{kind.value}:{alias}", Value(leaf)
 

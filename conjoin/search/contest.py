@@ -42,6 +42,7 @@ from conjoin.search.constraints import Constraints
 from conjoin.search.exact.space import Objective, Space
 from conjoin.search.exact.units import Units
 from conjoin.search.notes import Notes
+from conjoin.search.packed_weights import sections_alike
 from conjoin.sim import (
     Classes,
     Drafts,
@@ -381,6 +382,10 @@ class Contest:
     def judge(self, entry: Entry, simulation: Simulation) -> Outcome:
         """The same where the entry was simulated already."""
         self.num_entries += 1
+        layouts = sections_alike(entry.variant.skeleton.graph, entry.layouts, self.machine.mesh)
+        if layouts is not entry.layouts:
+            entry = replace(entry, layouts=layouts)
+            simulation = self.simulate(entry)
         seconds, allowed = simulation.seconds, self.allows(entry)
         self._keep_near(entry, seconds, allowed)
         rival = self.best if allowed else self.without

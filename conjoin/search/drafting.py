@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from conjoin.comm import ROWS, ChunkPlaces, is_product, recomputed
 from conjoin.errors import StrategyError
@@ -33,8 +33,9 @@ from conjoin.ir import (
     plain_call,
     recompute_actions,
     rules_for,
+    stored_alike,
 )
-from conjoin.machine import Machine
+from conjoin.machine import Machine, Mesh
 from conjoin.ops import CAST, Layout, Placement, call_cache, make_layout
 from conjoin.search.blocks import segments_for
 from conjoin.search.bundle_size import choose_bundle_bytes
@@ -42,6 +43,7 @@ from conjoin.search.facts import Facts, study, where_in
 from conjoin.search.features_once import with_features_once
 from conjoin.search.kept_parameters import without_kept
 from conjoin.search.offloads import with_offloads
+from conjoin.search.packed_weights import find_packed, store_in_sections
 from conjoin.search.parting import find_parted, part_dims
 from conjoin.search.propagation import Flow, output_placements
 from conjoin.search.rank_statistics import check_rank_statistics, with_rank_statistics
@@ -54,6 +56,7 @@ from conjoin.search.unfusing import unfuse
 _EXPANDED = "expansion checked against the operator, forward and backward"
 _UNFLATTENED = "a loss adds up over tokens, in whatever dims they stand"
 _PARTED = "dims that are put together and parted again are those that they were"
+_PACKED = "what is cut out of a weight is a weight by itself"
 _UNFUSED = "an output feature of a layer depends on its own weights alone"
 
 
@@ -87,9 +90,13 @@ def draft_in_full(graph: Graph, strategy: Strategy) -> Draft:
 
 
 def settle_draft(
-    graph: Graph, strategy: Strategy, drafted: Callable[[Graph, Strategy], Draft] = draft_in_full
+    graph: Graph,
+    strategy: Strategy,
+    drafted: Callable[[Graph, Strategy], Draft] = draft_in_full,
+    shared: frozenset[str] = frozenset(),
 ) -> Settled:
-    """What a strategy decides, after what it would have to gather is expanded or taken apart where it can be."""
+    """What a strategy decides, after what it would have to gather is expanded or taken apart where it can be; weights
+    that other stages use too, by name, are stored as they are."""
     substitutions: tuple[Substitution, ...] = ()
     draft = drafted(graph, strategy)
     if "ring" in draft.request.flags:
@@ -108,11 +115,16 @@ def settle_draft(
         substitutions += told
         draft = drafted(graph, strategy)
         check_rank_statistics(graph, draft.flows)
-    while stuck := {node for flow in draft.flows for node in flow.stuck}:
+    while stuck := {node for flow in draft.flows for node in flow.stuck if not _is_cut_of(graph, node, shared)}:
         taken, graph = open_up(graph, frozenset(stuck))
         substitutions += taken
         draft = drafted(graph, strategy)
     return Settled(graph, draft, substitutions)
+
+
+def _is_cut_of(graph: Graph, node: Node, shared: frozenset[str]) -> bool:
+    packed = find_packed(graph, node) if shared else None
+    return packed is not None and packed.names[0] in shared
 
 
 @call_cache(16)
@@ -122,13 +134,16 @@ def open_up(graph: Graph, stuck: frozenset[Node]) -> tuple[tuple[Substitution, .
     flattened = {node for node in stuck if find_flattened(graph, node) is not None}
     by_parts = {node for node in stuck if facts.by_node[node].has_parts and not facts.by_node[node].expandable}
     merged = {node for node in stuck if find_parted(graph, node)} - flattened
-    fused = {node for node in stuck if not can_expand(node)} - by_parts - flattened - merged
-    taken = flattened or merged or fused or set(stuck) - by_parts or by_parts
+    packed = {node for node in stuck if find_packed(graph, node) is not None}
+    fused = {node for node in stuck if not can_expand(node)} - by_parts - flattened - merged - packed
+    taken = flattened or merged or packed or fused or set(stuck) - by_parts or by_parts
     told = tuple(substitution_of(graph, node) for node in graph.nodes if node in taken)
     if taken is flattened:
         return told, unflatten(graph, flattened)
     if taken is merged:
         return told, part_dims(graph, merged)
+    if taken is packed:
+        return told, store_in_sections(graph, packed)
     return told, unfuse(graph, fused) if fused else expand(graph, taken, parts=taken is by_parts)
 
 
@@ -205,6 +220,8 @@ def substitution_of(graph: Graph, node: Node) -> Substitution:
         return Substitution(f"unflatten-{node.op}", where_in(graph, node), _UNFLATTENED)
     if find_parted(graph, node):
         return Substitution(f"part-{node.op}", where_in(graph, node), _PARTED)
+    if find_packed(graph, node) is not None:
+        return Substitution(f"part-{node.op}", where_in(graph, node), _PACKED)
     return Substitution(f"unfuse-{node.op}", where_in(graph, node), _UNFUSED)
 
 
@@ -245,6 +262,13 @@ def _leaf_layouts(graph: Graph, draft: Draft) -> dict[Leaf, Layout]:
         else make_layout((axis, flow.leaves[leaf]) for flow in draft.flows for axis in flow.group.axes)
         for leaf in graph.leaves
     }
+
+
+def with_sections_alike(graph: Graph, draft: Draft, mesh: Mesh) -> Draft:
+    """The draft with all sections of a packed weight stored alike."""
+    packed = {leaf: layout for leaf, layout in _leaf_layouts(graph, draft).items() if leaf.section is not None}
+    alike = stored_alike(packed, mesh)
+    return draft if alike is packed else replace(draft, storage={**draft.storage, **alike})
 
 
 def _output_layouts(graph: Graph, draft: Draft, is_stage: bool) -> dict[int, Layout]:

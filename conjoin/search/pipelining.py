@@ -222,7 +222,7 @@ def _stage(
 ) -> Stage:
     machine = devices_of(cluster, ranks)
     inner = _inner(machine, request)
-    settled = settle_draft(cut.graph, drafter(machine, inner))
+    settled = settle_draft(cut.graph, drafter(machine, inner), shared=cut.shared)
     laid_out = lay_out(settled, is_stage=True)
     parallel = parallelize(settled.graph, laid_out.leaves, laid_out.choices, laid_out.outputs)
     segments = segments_for(request.recompute, settled.graph, whole)

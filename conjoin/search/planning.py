@@ -7,7 +7,7 @@ from collections.abc import Callable
 from conjoin.errors import PlanError, StrategyError, UsageError
 from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine
-from conjoin.search.drafting import Draft, make_plan_by
+from conjoin.search.drafting import Draft, make_plan_by, with_sections_alike
 from conjoin.search.facts import Facts
 from conjoin.search.request import Request
 from conjoin.search.strategies import PIPELINE, STRATEGIES, known_strategies, read_request
@@ -69,7 +69,8 @@ def drafter(machine: Machine, request: Request) -> Callable[[Facts], Draft]:
 
     def draft(facts: Facts) -> Draft:
         try:
-            return known_strategies()[request.name].draft(facts, mesh, request)
+            found = known_strategies()[request.name].draft(facts, mesh, request)
+            return with_sections_alike(facts.graph, found, mesh)
         except StrategyError as error:
             if request.micro == 1:
                 raise

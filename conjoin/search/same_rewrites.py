@@ -16,6 +16,7 @@ from conjoin.rules import Index, Library, apply_all, change_of, find_matches, re
 from conjoin.search.counterparts import find_counterparts
 from conjoin.search.drafting import open_up, substitution_of
 from conjoin.search.facts import study
+from conjoin.search.packed_weights import find_packed
 from conjoin.search.parting import find_parted
 from conjoin.search.rewrites import Way, ways_of
 from conjoin.search.unflattening import find_flattened
@@ -78,7 +79,8 @@ def _attributes(node: Node) -> list[str]:
 def _can_open(graph: Graph, node: Node) -> bool:
     facts = study(graph).by_node[node]
     whole = facts.expandable or facts.has_parts or bool(find_parted(graph, node))
-    return whole or find_flattened(graph, node) is not None or find_fused(graph, node) is not None
+    found = find_flattened(graph, node), find_fused(graph, node), find_packed(graph, node)
+    return whole or any(each is not None for each in found)
 
 
 def _by_rule(plan: Plan, graph: Graph, name: str) -> Rewritten:

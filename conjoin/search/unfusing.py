@@ -75,7 +75,7 @@ def find_fused(graph: Graph, layer: Node) -> Fused | None:
         users = _users(graph, node)
     while len(users) == 1 and users[0].op == "contiguous":
         node, users = users[0], _users(graph, users[0])
-    dim, pieces = _find_cut(users, node.types[0].shape)
+    dim, pieces = find_cut(users, node.types[0].shape)
     for move in reversed(moves):
         dim = move[dim]
     if len(pieces) < 2:
@@ -105,12 +105,23 @@ def _next_move(graph: Graph, node: Node) -> tuple[tuple[int, ...], Node] | None:
     gone = node.call.dim(rank=len(order))
     while len(users) == 1 and (turned := permutation(users[0])) is not None:
         order, users = tuple(order[place] for place in turned), _users(graph, users[0])
-    if len(users) != 1 or users[0].op != "squeeze.dim" or order[users[0].call.dim()] != gone:
+    if len(users) != 1 or not _drops(users[0], order.index(gone)):
         return None
     return tuple(place - (place > gone) for place in order if place != gone), users[0]
 
 
-def _find_cut(users: tuple[Node, ...], shape: tuple[int, ...]) -> tuple[int, tuple[tuple[Value, int], ...]]:
+def _drops(node: Node, dim: int) -> bool:
+    """Whether a node takes away a dim of size one, and nothing else."""
+    if node.op == "squeeze.dim":
+        return node.call.dim() == dim
+    return node.op == "reshape" and node.types[0].shape == _without(node.args[0].type.shape, dim)
+
+
+def _without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*shape[:dim], *shape[dim + 1 :])
+
+
+def find_cut(users: tuple[Node, ...], shape: tuple[int, ...]) -> tuple[int, tuple[tuple[Value, int], ...]]:
     """The dim along which the users cut a tensor into parts without gaps, and the parts; none where they do not."""
     if len(users) == 1 and users[0].op in _CUTS:
         dim, drops = users[0].call.dim(), users[0].op == "unbind.int"

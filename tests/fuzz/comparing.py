@@ -51,7 +51,7 @@ LEARNING_RATE = 0.05
 SEED = 17
 Batches = list[tuple[Tensor, ...]]
 Trained = list[dict[str, Any]]
-"""What every rank has, with the region of the whole it is."""
+"""What every rank has, with what cuts it out of the whole."""
 STEPS = 16
 """Of a search."""
 
@@ -153,7 +153,7 @@ def _by_plan(plan: Plan, model: nn.Module, batches: Batches) -> Trained:
         found: dict[str, Any] = {}
         for name, tensor in _steps(module, batches).items():
             own = name.removeprefix("gradient of ").partition(" in step ")[0]
-            found[name] = tensor, (lambda shape, own=own: store.region(own, shape))
+            found[name] = tensor, (lambda whole, own=own: store.cut(own, whole))
         return found
 
     with torch.random.fork_rng(devices=[]):
@@ -202,12 +202,12 @@ class Comparison:
         """The largest difference of a plan in units of what is allowed, and where it is."""
         worst, where = 0.0, ""
         for rank, found in enumerate(trained):
-            for name, (tensor, region) in found.items():
+            for name, (tensor, cut) in found.items():
 
-                def part(whole: Tensor | None, region: Any = region, name: str = name) -> Tensor | None:
+                def part(whole: Tensor | None, cut: Any = cut, name: str = name) -> Tensor | None:
                     if whole is None or name.startswith("loss"):
                         return whole
-                    return whole[tuple(slice(*span) for span in region(tuple(whole.shape)))]
+                    return cut(whole)
 
                 theirs, double = part(self.plain.get(name)), part(self.double.get(name))
                 off = _apart(tensor, theirs) / max(self.allowed.get(name, 0.0), 1e-300)

@@ -119,6 +119,6 @@ def check(case: Case, calls: Sequence[Call], close: float = CLOSE) -> None:
 def _compare(step: ParallelModule, mine: dict[str, Any], whole: dict[str, Tensor], close: float) -> None:
     for name in mine.keys() & whole.keys():  # a tied one has one name
         tensor = whole[name]
-        part = tensor[tuple(slice(*span) for span in step.store.region(name, tuple(tensor.shape)))]
+        part = step.store.cut(name, tensor)
         own = mine[name].detach().as_subclass(Tensor).double()
         assert torch.allclose(own, part.double(), rtol=close, atol=close), name

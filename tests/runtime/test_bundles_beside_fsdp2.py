@@ -123,7 +123,7 @@ def by_plan(communicator: Communicator, setup: Setup) -> tuple[int, dict[str, Te
         if parameter.grad is not None:
             shape = tuple(found.model.get_parameter(name).shape)
             whole[name] = torch.zeros(shape, dtype=torch.float64)
-            region = tuple(slice(*span) for span in module.store.region(name, shape))
+            region = tuple(slice(*span) for span in module.store.blocks(name, shape)[0])
             whole[name][region] = parameter.grad.as_subclass(Tensor)
             copies = torch.zeros_like(whole[name])
             copies[region] = 1

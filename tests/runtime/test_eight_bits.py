@@ -20,6 +20,7 @@ from conjoin.machine import parse_machine
 from conjoin.report import explain
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
+from conjoin.runtime.state.blocks import Blocks, cut_out
 from conjoin.runtime.state.checkpoint import save_checkpoint
 from conjoin.runtime.state.checkpoint_loading import load_checkpoint
 from conjoin.search import make_plan
@@ -104,20 +105,20 @@ def gradients(way: str) -> dict[str, Tensor]:
 def test_gradients_and_bytes(strategy: str) -> None:
     found, plan = sample(), plan_for(strategy, 1 if strategy == "single" else 4)
 
-    def program(communicator: Communicator) -> tuple[int, dict[str, tuple[tuple[slice, ...], Tensor]]]:
+    def program(communicator: Communicator) -> tuple[int, dict[str, tuple[Blocks, Tensor]]]:
         module = module_on(plan, found, communicator)
         module(*found.inputs).backward()
         pieces = {name: p.grad.as_subclass(Tensor) for name, p in module.named_parameters() if p.grad is not None}
         shapes = {name: tuple(found.model.get_parameter(name).shape) for name in pieces}
-        parts = {name: tuple(slice(*span) for span in module.store.region(name, shapes[name])) for name in pieces}
-        return communicator.bytes_sent, {name: (parts[name], piece) for name, piece in pieces.items()}
+        blocks = {name: module.store.blocks(name, shapes[name]) for name in pieces}
+        return communicator.bytes_sent, {name: (blocks[name], piece) for name, piece in pieces.items()}
 
     ranks, exact, by_hand = run_ranks(plan.mesh, program), gradients("exact"), gradients("by hand")
     assert [sent for sent, _ in ranks] == [explain(plan).bytes_of(rank) for rank in range(plan.mesh.size)]
     for _, pieces in ranks:
-        for name, (part, piece) in pieces.items():
+        for name, (blocks, piece) in pieces.items():
             assert piece.dtype == torch.float32
-            wanted, right = by_hand[name][part], exact[name][part]
+            wanted, right = cut_out(by_hand[name], blocks), cut_out(exact[name], blocks)
             usual = (wanted - right).norm() + 0.05 * right.norm()
             assert (piece.double() - right).norm() <= 1.5 * usual, name
             assert (piece.double() - wanted).norm() <= (1e-6 * right.norm() if strategy == "single" else usual), name

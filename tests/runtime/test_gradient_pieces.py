@@ -22,6 +22,7 @@ from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.program.gradient_pieces import GradientPiece
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
+from conjoin.runtime.state.blocks import cut_out
 from conjoin.runtime.state.optimizer_trial import try_out
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.gloo_ranks import run_processes
@@ -88,7 +89,7 @@ def wanted_of(call: str) -> tuple[Any, dict[str, Tensor]]:
 
 def check_gradients(step: ParallelModule, wanted: dict[str, Tensor]) -> None:
     for name, parameter in step.named_parameters():
-        part = wanted[name][tuple(slice(*span) for span in step.store.region(name, tuple(wanted[name].shape)))]
+        part = step.store.cut(name, wanted[name])
         torch.testing.assert_close(parameter.grad, part, rtol=1e-6, atol=1e-9, check_dtype=False)
 
 
@@ -148,7 +149,7 @@ def scaled(communicator: Communicator) -> list[list[Any]]:
                 kind,
                 scales,
                 {
-                    n: (step.store.region(n, tuple(case(kind)[0].model.get_parameter(n).shape)), p)
+                    n: (step.store.blocks(n, tuple(case(kind)[0].model.get_parameter(n).shape)), p)
                     for n, p in whole.items()
                 },
             ]
@@ -173,8 +174,8 @@ def test_an_overflow_on_one_rank_is_an_overflow_on_all(ranks: str, tmp_path: Pat
             if kind == "data-parallel":  # ranks have the same gradients there, unless somebody writes to one
                 continue
             assert scales == [pytest.approx(step, rel=1e-6) for step in wanted], kind
-            for name, (region, piece) in pieces.items():
-                part = model.get_parameter(name)[tuple(slice(*span) for span in region)]
+            for name, (blocks, piece) in pieces.items():
+                part = cut_out(model.get_parameter(name), blocks)
                 torch.testing.assert_close(piece, part.detach(), rtol=1e-6, atol=1e-9)
 
 

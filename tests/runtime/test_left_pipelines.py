@@ -122,7 +122,7 @@ def check_leaving(case: str, strategy: str, ranks: int, where: Where) -> Pipelin
             assert made.item() == pytest.approx(wanted[0][number], rel=1e-12)
         for name, held in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
             whole = wanted[2][name]
-            part = whole[tuple(slice(*span) for span in store.region(name, tuple(whole.shape)))]
+            part = store.cut(name, whole)
             torch.testing.assert_close(held.detach(), part, rtol=1e-9, atol=1e-12)
         return told
 

@@ -38,6 +38,7 @@ from conjoin.report import explain
 from conjoin.runtime.movement.bundles import make_bundles
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
+from conjoin.runtime.state.blocks import cut_out
 from conjoin.runtime.verification.checking import Case, verify_in_process
 from conjoin.search import make_plan
 from tests.runtime.gloo_ranks import run_processes
@@ -111,17 +112,16 @@ def test_gradients_are_as_near_to_full_precision_as_those_of_one_device_and_byte
         module = module_on(plan, found, communicator)
         module(*found.inputs).backward()
         pieces = {name: p.grad.as_subclass(Tensor) for name, p in module.named_parameters() if p.grad is not None}
-        regions = {name: module.store.region(name, tuple(exact[name].shape)) for name in pieces}
-        return communicator.bytes_sent, {name: (regions[name], piece) for name, piece in pieces.items()}
+        blocks = {name: module.store.blocks(name, tuple(exact[name].shape)) for name in pieces}
+        return communicator.bytes_sent, {name: (blocks[name], piece) for name, piece in pieces.items()}
 
     ranks = run_ranks(plan.mesh, program)
     told = explain(plan)
     assert [sent for sent, _ in ranks] == [told.bytes_of(rank) for rank in range(4)]
     for _, pieces in ranks:
-        for name, (region, piece) in pieces.items():
-            part = tuple(slice(*span) for span in region)
+        for name, (blocks, piece) in pieces.items():
             assert piece.dtype == torch.float32, name
-            off = (piece - exact[name][part]).norm()
+            off = (piece - cut_out(exact[name], blocks)).norm()
             usual = (plain[name] - exact[name]).norm()
             rounded = 1e-6 if sums is None else 2 * torch.finfo(sums).eps
             assert off <= 2 * usual + rounded * exact[name].norm(), name
@@ -228,7 +228,7 @@ def by_plan(communicator: Communicator, plan: Plan) -> dict[str, Tensor]:
     whole = {}
     for name, parameter in module.named_parameters():
         shape = tuple(found.model.get_parameter(name).shape)
-        region = module.store.region(name, shape)
+        (region,) = module.store.blocks(name, shape)
         whole[name] = torch.zeros(shape)
         whole[name][tuple(slice(*span) for span in region)] = parameter.detach()
         if tuple(parameter.shape) != shape:

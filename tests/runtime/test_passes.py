@@ -81,7 +81,7 @@ def check_step(step: ParallelModule, kind: str) -> None:
 def check_gradients(step: ParallelModule, kind: str) -> None:
     for name, parameter in step.named_parameters():
         whole = gradients_alone(kind)[name]
-        part = whole[tuple(slice(*span) for span in step.store.region(name, tuple(whole.shape)))]
+        part = step.store.cut(name, whole)
         torch.testing.assert_close(parameter.grad, part, rtol=1e-4, atol=1e-6)
 
 

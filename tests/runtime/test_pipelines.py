@@ -200,7 +200,7 @@ def compare(pipeline: Pipeline, model: nn.Module, loss: Callable[..., Tensor], b
         optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
         def cut(name: str, whole: Tensor) -> Tensor:
-            return whole[tuple(slice(*span) for span in store.region(name, tuple(whole.shape)))]
+            return store.cut(name, whole)
 
         for batch, value, gradients in zip(batches, *wanted[:2], strict=True):
             optimizer.zero_grad()

@@ -29,6 +29,7 @@ from conjoin.machine import Mesh, parse_machine
 from conjoin.report import explain
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
+from conjoin.runtime.state.blocks import Blocks, cut_out
 from conjoin.runtime.verification.checking import Case, verify_in_process
 from conjoin.search import make_plan
 from tests.runtime.gloo_ranks import run_processes
@@ -157,21 +158,19 @@ def test_loss_and_gradients_are_those_of_torchs_loss_parallelism(tmp_path: Path)
     theirs = run_processes(Mesh.of_nodes(1, 2), lambda rank: loss_by_torch(rank, found.model, found.inputs), tmp_path)
     plan = make_plan(found.graph, parse_machine("local:2"), "megatron:tp=2")
 
-    def ours(communicator: Communicator) -> tuple[float, dict[str, tuple[tuple[slice, ...], Tensor]]]:
+    def ours(communicator: Communicator) -> tuple[float, dict[str, tuple[Blocks, Tensor]]]:
         module = module_on(plan, found, communicator)
         loss = module(*found.inputs)
         loss.backward()
         named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
-        regions = {name: module.store.region(name, tuple(theirs[0][1][name].shape)) for name, _ in named}
-        return loss.item(), {
-            name: (tuple(slice(*span) for span in regions[name]), grad.as_subclass(Tensor)) for name, grad in named
-        }
+        blocks = {name: module.store.blocks(name, tuple(theirs[0][1][name].shape)) for name, _ in named}
+        return loss.item(), {name: (blocks[name], grad.as_subclass(Tensor)) for name, grad in named}
 
     for value, pieces in run_ranks(plan.mesh, ours):
         assert value == pytest.approx(theirs[0][0], rel=1e-6)
         assert len(pieces) == 6
-        for name, (part, piece) in pieces.items():
-            torch.testing.assert_close(piece, theirs[0][1][name][part], rtol=1e-5, atol=1e-7)
+        for name, (blocks, piece) in pieces.items():
+            torch.testing.assert_close(piece, cut_out(theirs[0][1][name], blocks), rtol=1e-5, atol=1e-7)
     (sums,) = explain(plan).totals
     assert sums.forward.total == 2 * 4 * ROWS * (WIDTH + 3), "a pair's sum; of the loss peaks, exponentials and scores"
 

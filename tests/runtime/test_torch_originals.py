@@ -39,6 +39,7 @@ from conjoin.ir import Plan
 from conjoin.machine import Machine, parse_machine
 from conjoin.report import explain
 from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.state.blocks import cut_out
 from conjoin.search import make_plan
 from conjoin.sim import predict
 from tests.runtime.gloo_ranks import run_processes
@@ -58,6 +59,22 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         parts = [layer(x).unflatten(-1, (-1, WIDTH // HEADS)) for layer in (self.query, self.key, self.value)]
+        mixed = functional.scaled_dot_product_attention(*(part.transpose(1, 2) for part in parts), is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class PackedAttention(nn.Module):
+    """The same with query, key and value in one weight."""
+
+    def __init__(self, apart: Attention) -> None:
+        super().__init__()
+        layers = apart.query, apart.key, apart.value
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), apart.out
+        self.qkv.weight = nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]))
+        self.qkv.bias = nn.Parameter(torch.cat([layer.bias.detach() for layer in layers]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [part.unflatten(-1, (-1, WIDTH // HEADS)) for part in self.qkv(x).split(WIDTH, dim=-1)]
         mixed = functional.scaled_dot_product_attention(*(part.transpose(1, 2) for part in parts), is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -107,12 +124,21 @@ def sample() -> Sample:
     return Sample(capture(model, batch, wrong), model, batch)
 
 
+@cache
+def packed_sample() -> Sample:
+    """The same model and batch, its attention in packed weights."""
+    model, batch = copy.deepcopy(sample().model), sample().inputs
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.attention = PackedAttention(block.attention)  # type: ignore[union-attr, arg-type]
+    return Sample(capture(model, batch, wrong), model, batch)
+
+
 class Step(NamedTuple):
     """What a rank has after forward and backward."""
 
     loss: float
     gradients: dict[str, tuple[Any, Tensor]]
-    """Each with the region of the whole that it is."""
+    """Each with the blocks of the whole that it is."""
     bytes: float
 
 
@@ -152,15 +178,14 @@ def _size(group: Any) -> int:
     return dist.ProcessGroup.unbox(group).size()
 
 
-def by_plan(communicator: Communicator, plan: Plan) -> Step:
-    found = sample()
+def by_plan(communicator: Communicator, plan: Plan, found: Sample) -> Step:
     module = module_on(plan, found, communicator)
     loss = module(*found.inputs)
     loss.backward()
     shapes = {name: tuple(p.shape) for name, p in found.model.named_parameters()}
     pieces = {name: p.grad.as_subclass(Tensor) for name, p in module.named_parameters() if p.grad is not None}
-    regions = {name: module.store.region(name, shapes[name]) for name in pieces}
-    return Step(loss.item(), {name: (regions[name], pieces[name]) for name in pieces}, communicator.bytes_sent)
+    blocks = {name: module.store.blocks(name, shapes[name]) for name in pieces}
+    return Step(loss.item(), {name: (blocks[name], pieces[name]) for name in pieces}, communicator.bytes_sent)
 
 
 def by_torch(wrap: Callable[[nn.Module], nn.Module], part: int, parts: int) -> Step:
@@ -178,7 +203,7 @@ def by_torch(wrap: Callable[[nn.Module], nn.Module], part: int, parts: int) -> S
         gradient = parameter.grad
         assert gradient is not None, name
         full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-        whole[name.removeprefix("module.")] = (tuple((0, n) for n in full.shape), full)
+        whole[name.removeprefix("module.")] = ((tuple((0, n) for n in full.shape),), full)
     return Step(mean.item() / dist.get_world_size(), whole, sent.bytes)
 
 
@@ -228,6 +253,8 @@ ORIGINALS = {
     "ddp": "ddp", "ddp+recompute=full": "checkpointed", "hsdp": "hsdp", "megatron:tp=4,sp,vocab": "tp",
     "fsdp+megatron:tp=2,sp,vocab": "fsdp+tp",
 }  # fmt: skip
+SPLIT = tuple(strategy for strategy in ORIGINALS if "tp=" in strategy)
+"""What splits layers."""
 PLANS = (
     *ORIGINALS,
     "ddp+recompute=selective",
@@ -254,12 +281,16 @@ def originals(rank: int) -> dict[str, Step]:
 def steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Step]]:
     """What every rank has after a step of each plan and each original."""
     plans = {strategy: make_plan(sample().graph, NODES, strategy) for strategy in PLANS}
+    packed = {strategy: make_plan(packed_sample().graph, NODES, strategy) for strategy in SPLIT}
 
     def program(communicator: Communicator) -> dict[str, Step]:
         mine = {}
         for strategy, plan in plans.items():
             communicator.bytes_sent = 0
-            mine[strategy] = by_plan(communicator, plan)
+            mine[strategy] = by_plan(communicator, plan, sample())
+        for strategy, plan in packed.items():
+            communicator.bytes_sent = 0
+            mine[f"packed {strategy}"] = by_plan(communicator, plan, packed_sample())
         return {**mine, **{f"torch {name}": step for name, step in originals(communicator.rank).items()}}
 
     folder: Path = tmp_path_factory.mktemp("ranks")
@@ -280,8 +311,8 @@ def test_loss_and_gradients_are_those_of_the_plain_model(name: str, steps: list[
     for rank in steps:
         assert rank[name].loss == pytest.approx(loss, rel=1e-12)
         assert rank[name].gradients.keys() == gradients.keys()
-        for parameter, (region, piece) in rank[name].gradients.items():
-            part = gradients[parameter][tuple(slice(*span) for span in region)]
+        for parameter, (blocks, piece) in rank[name].gradients.items():
+            part = cut_out(gradients[parameter], blocks)
             torch.testing.assert_close(piece, part, rtol=1e-9, atol=1e-12)
 
 
@@ -291,6 +322,25 @@ def test_no_more_bytes_are_sent_than_by_the_original(
 ) -> None:
     for rank in steps:
         assert 0 < rank[strategy].bytes <= rank[f"torch {original}"].bytes + LOSS_BYTES
+
+
+@pytest.mark.parametrize("strategy", SPLIT)
+def test_packed_weights_send_no_more_than_the_original_of_separate_ones(
+    strategy: str, steps: list[dict[str, Step]]
+) -> None:
+    loss, gradients = plain()
+    told = explain(make_plan(packed_sample().graph, NODES, strategy))
+    assert [rank[f"packed {strategy}"].bytes for rank in steps] == [told.bytes_of(rank) for rank in range(4)]
+    for rank in steps:
+        step = rank[f"packed {strategy}"]
+        assert step.loss == pytest.approx(loss, rel=1e-12)
+        assert step.bytes <= rank[f"torch {ORIGINALS[strategy]}"].bytes + LOSS_BYTES
+        for block in range(2):
+            path = f"blocks.{block}.attention."
+            whole = torch.cat([gradients[f"{path}{name}.weight"] for name in ("query", "key", "value")])
+            blocks, piece = step.gradients[f"{path}qkv.weight"]
+            torch.testing.assert_close(piece, cut_out(whole, blocks), rtol=1e-9, atol=1e-12)
+            assert piece.numel() * 4 == whole.numel()
 
 
 @pytest.mark.parametrize("strategy", PLANS)

@@ -125,14 +125,13 @@ def test_on_processes_experts_split_inside_train_like_the_library(tmp_path: Path
 
 
 def test_matrices_of_experts_are_stored_in_pieces_on_all_devices() -> None:
-    """What gates lies beside what is gated in one parameter, whose pieces are those of neither: each changes dims."""
+    """What gates lies beside what is gated in one parameter: each is a section, split by itself, and none is moved."""
     graph = built("Mixtral")[0]
     plan = plan_of(graph, 8, "expert:ep=4,dp=1+megatron:tp=2")
     stored = {leaf.name: leaf.type for leaf in plan.graph.leaves_of(LeafKind.PARAMETER) if "experts" in leaf.name}
-    assert [len(type.layout) for type in stored.values()] == [3, 3]
+    assert [len(type.layout) for type in stored.values()] == [3, 3, 3]
     kinds = Counter((c.kind, c.direction) for c in explain(plan).collectives if c.axes == ("d2",))
-    assert kinds["all-to-all", "forward"] == kinds["all-to-all", "backward"] == 2, "the gate, and what it gates"
-    assert ("all-gather", "forward") not in kinds
+    assert {kind for kind, _ in kinds} == {"all-reduce"}
 
 
 def test_searches_begin_with_experts_beside_tensor_parallelism() -> None:

@@ -83,7 +83,7 @@ def test_single_features_are_taken_apart() -> None:
 def test_the_plan_says_that_the_layer_was_taken_apart() -> None:
     graph = capture(Attention("unbind").train(), (torch.randn(2, 3, 8),))
     plan = make_plan(graph, Machine("local", 1, 4, "cpu"), "megatron:tp=4")
-    assert [s.name for s in plan.substitutions] == ["unfuse-linear"]
+    assert [s.name for s in plan.substitutions] == ["unfuse-linear", *["part-split_with_sizes"] * 2]
 
 
 class Branching(nn.Module):

@@ -146,14 +146,16 @@ def test_ranks_hold_what_was_predicted(strategy: str, ranks: int, prices: Prices
 
 
 class FusedBlock(nn.Module):
-    """Queries, keys and values of one product: split by heads, its weight is rearranged, once in a step."""
+    """Queries, keys and values of one product, whose weight is made of another: split by heads, it is rearranged, once
+    in a step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        parts = nn.functional.linear(x, self.qkv.weight.tanh(), self.qkv.bias).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in parts)
         seen = nn.functional.scaled_dot_product_attention(q, k, v)
         made: Tensor = x + self.out(seen.transpose(1, 2).flatten(2))
         return made

@@ -57,7 +57,7 @@ class Loans:
             if loan.borrower in stages:
                 coming.append((loan, loan.there.expect(loan.channel, stages[loan.borrower].store.device)))
             if loan.lender in stages:
-                piece = stages[loan.lender].read(loan.have)
+                piece = stages[loan.lender].held(loan.have)
                 assert piece is not None, "a parameter has values"
                 sent.append(loan.channel.start(loan.there.messages_of(piece), ()))
         found: dict[int, dict[str, Tensor]] = {}
@@ -81,7 +81,7 @@ class Loans:
                 piece = torch.zeros_like(run.parameters[loan.want]) if gradient is None else gradient
                 sent.append(loan.channel.start(loan.back.messages_of(piece), ()))
         for loan, expected in coming:
-            parameter = runs[loan.lender].program.read(loan.have)
+            parameter = runs[loan.lender].program.held(loan.have)
             assert parameter is not None, "a parameter has values"
             yield parameter, expected.wait()
         for parcel in sent:

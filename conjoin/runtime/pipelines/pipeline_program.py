@@ -206,4 +206,4 @@ def _held(pipeline: Pipeline, stage: int) -> frozenset[str]:
     found = pipeline.stages[stage]
     kinds = (LeafKind.PARAMETER, LeafKind.BUFFER)
     leaves = (leaf for leaf in found.plan.graph.leaves if leaf.kind in kinds and leaf.name not in found.borrowed)
-    return frozenset(name for leaf in leaves for name in (leaf.name, *leaf.aliases))
+    return frozenset(name for leaf in leaves for name in leaf.names)

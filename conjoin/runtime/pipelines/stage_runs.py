@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from conjoin.ir import Leaf, LeafKind, Stage
+from conjoin.ir import LeafKind, Stage
 from conjoin.runtime.pipelines.split_backward import SplitBackward
 from conjoin.runtime.program.accumulating import sum_put_off
 from conjoin.runtime.program.gradient_sums import add_gradients, add_to, take_gradients
@@ -41,7 +41,7 @@ class StageRun:
 
     def __post_init__(self) -> None:
         program = self.program
-        state = {leaf: self._read(leaf) for leaf in program.kept}
+        state = dict(zip(program.kept, self._pieces(), strict=True))
         trained = {leaf: x for leaf, x in state.items() if x is not None and leaf.trainable and x.requires_grad}
         self.parameters = {leaf: x.detach().requires_grad_() for leaf, x in trained.items()}
         """Aliases of this step alone, in whose `grad` the gradients of its micro-batches are added up."""
@@ -51,10 +51,13 @@ class StageRun:
         self._values: StepValues | None = None
         program.forget()  # what is left of a step that failed
 
-    def _read(self, leaf: Leaf) -> Tensor | None:
-        if leaf.name in self.lent and leaf.kind is LeafKind.PARAMETER:
-            return self.lent[leaf.name].requires_grad_(leaf.trainable)
-        return self.program.read(leaf)
+    def _pieces(self) -> list[Tensor | None]:
+        """What is kept between steps, and what is borrowed."""
+        found = self.program.pieces()
+        for place, leaf in enumerate(self.program.kept):
+            if leaf.name in self.lent and leaf.kind is LeafKind.PARAMETER:
+                found[place] = self.lent[leaf.name].requires_grad_(leaf.trainable)
+        return found
 
     def forward(self, micro_batch: int, inputs: Mapping[str, Tensor]) -> Sequence[Tensor]:
         """The outputs of a micro-batch on this rank, from its inputs by their names."""
@@ -65,7 +68,7 @@ class StageRun:
             if leaf.trainable and torch.is_grad_enabled():
                 x = arrived[leaf.name] = x.detach().requires_grad_()
             given.append(x)
-        state = [self.parameters[leaf] if leaf in self.parameters else self._read(leaf) for leaf in self.program.kept]
+        state = [self.parameters.get(leaf, x) for leaf, x in zip(self.program.kept, self._pieces(), strict=True)]
         if self._values is None:
             self._values = self.program.make_once(state)
         outputs = self.program.run(given, [*state, *self._values.read()])

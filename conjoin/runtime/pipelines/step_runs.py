@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import RankError
-from conjoin.ir import Pipeline
+from conjoin.ir import Pipeline, by_tensor
 from conjoin.runtime.pipelines.loans import Loans
 from conjoin.runtime.pipelines.pipeline_draws import Begin
 from conjoin.runtime.pipelines.schedule_runs import Links, ScheduleRun
@@ -19,6 +19,7 @@ from conjoin.runtime.pipelines.step_ends import Outcome, StepEnd
 from conjoin.runtime.program.rank_program import LocalProgram
 from conjoin.runtime.program.step_values import Gradients
 from conjoin.runtime.ranks.progress import BrokenOff
+from conjoin.runtime.state.blocks import put_together
 from conjoin.runtime.state.storage import Store
 from conjoin.schedules import Kind, Row
 
@@ -141,9 +142,11 @@ class StepRun:
         found: dict[int, Tensor | None] = {}
         for i, stage in sorted(run.stages.items()):
             stage.sum_up()
-            for leaf, gradient in zip(stage.parameters, stage.gradients, strict=True):
-                if leaf.name not in stage.stage.borrowed:
-                    found[id(programs[i].read(leaf))] = gradient
+            gradients = dict(zip(stage.parameters, stage.gradients, strict=True))
+            for leaves in by_tensor(leaf for leaf in gradients if leaf.name not in stage.stage.borrowed).values():
+                like = [stage.parameters[leaf] for leaf in leaves]
+                made = put_together(leaves, [gradients[leaf] for leaf in leaves], like)
+                found[id(programs[i].held(leaves[0]))] = made
         for parameter, gradient in self._program.loans.give_back(run.stages):
             own = found.get(id(parameter))
             found[id(parameter)] = gradient if own is None else own + gradient

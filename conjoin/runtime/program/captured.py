@@ -13,6 +13,7 @@ from conjoin.ir import Graph, LeafKind, fingerprint, parse_graph, plain_model, v
 from conjoin.runtime.program.calling import Calling
 from conjoin.runtime.program.emission import emit_program
 from conjoin.runtime.program.programs import Program
+from conjoin.runtime.state.blocks import Sections
 from conjoin.runtime.state.slots import Slot, find_constant, find_slots, read_slot
 
 _GRAPH_TEXT = "conjoin graph"
@@ -28,6 +29,7 @@ class CapturedModule(nn.Module):
     _program: Program
     _sources: tuple[Slot | str, ...]
     """Where the value of each leaf is found: in a module, or among the constants."""
+    _sections: Sections
     _targets: tuple[tuple[Slot, ...], ...]
     """Where the new value of each buffer goes."""
     _constants: dict[str, Tensor]
@@ -54,13 +56,14 @@ class CapturedModule(nn.Module):
             code=program.code,
             _program=program,
             _sources=tuple(slots[leaf][0] if leaf in slots else leaf.name for leaf in kept),
+            _sections=Sections(kept, [leaf.type.shape for leaf in kept]),
             _targets=tuple(places[name] for name, _ in graph.updates),
             _calling=Calling(graph),
         )
 
     def __getstate__(self) -> dict[str, Any]:
         """The module's own state and the graph as text; the rest is made anew."""
-        made = ("graph", "code", "_program", "_sources", "_targets", "_calling")
+        made = ("graph", "code", "_program", "_sources", "_sections", "_targets", "_calling")
         kept = {key: value for key, value in self.__dict__.items() if key not in made}
         return {**kept, _GRAPH_TEXT: str(self.graph)}
 
@@ -117,7 +120,7 @@ class CapturedModule(nn.Module):
                 state.append(self._constants[source])
             else:
                 state.append(read_slot(source))
-        return state
+        return self._sections.cut(state)
 
     def _write_back(self, values: tuple[Tensor, ...]) -> None:
         """Give buffers their new values, unless written over: as new tensors, as gradients may need the old ones."""

@@ -22,16 +22,19 @@ from conjoin.environment import installed_version
 from conjoin.errors import ConjoinError, PlanError, UsageError
 from conjoin.ir import (
     Graph,
+    Leaf,
     LeafKind,
     Pipeline,
     Plan,
     Structure,
+    by_tensor,
     copied_model,
     describe_tree,
     fingerprint_of,
     flatten_tree,
     load_plan,
     unflatten_tree,
+    whole_type,
 )
 from conjoin.ops import dtype_name
 
@@ -237,14 +240,22 @@ def _without(graph: Graph, names: tuple[str, ...]) -> Graph:
 
 def _check_pieces(plan: Plan, other: Plan) -> None:
     kinds = (LeafKind.PARAMETER, LeafKind.BUFFER)
-    stored = {leaf.name: leaf.type for leaf in plan.graph.leaves if leaf.kind in kinds}
-    for leaf in other.graph.leaves:
-        if leaf.kind in kinds and leaf.type != stored.get(leaf.name, leaf.type.laid_out(())):
+    mine, its = (by_tensor(leaf for leaf in each.graph.leaves if leaf.kind in kinds) for each in (plan, other))
+    for key, leaves in its.items():
+        wanted, whole = _as_stored(leaves), str(whole_type(leaves[0]).laid_out(()))
+        have = _as_stored(mine[key]) if key in mine else whole
+        if wanted != have:
             raise PlanError(
-                f"Another plan of {plan.model.name} was to share its weights. It stores {leaf.name} as {leaf.type}, "
-                f"which is {stored.get(leaf.name, leaf.type.laid_out(()))} here. Make it after this plan, or load it "
-                f"as a module of its own."
+                f"Another plan of {plan.model.name} was to share its weights. It stores {key[1]} as {wanted}, which is "
+                f"{have} here. Make it after this plan, or load it as a module of its own."
             )
+
+
+def _as_stored(leaves: tuple[Leaf, ...]) -> str:
+    """How a tensor is stored, in words: in which sections makes a difference only where these are split."""
+    type = whole_type(leaves[0])
+    is_packed = len(leaves) > 1 and type.layout
+    return f"{type} in {', '.join(leaf.name for leaf in leaves)}" if is_packed else str(type)
 
 
 def _types(graph: Graph) -> Iterator[Any]:

@@ -59,6 +59,7 @@ from conjoin.runtime.program.step_values import StepValues
 from conjoin.runtime.program.tensor_cores import TensorCores
 from conjoin.runtime.ranks.agreement import Agreement
 from conjoin.runtime.ranks.communicator import Communicator, uncompiled
+from conjoin.runtime.state.blocks import Sections
 from conjoin.runtime.state.slots import read_slot
 from conjoin.runtime.state.storage import Store
 
@@ -185,6 +186,8 @@ class LocalProgram:
         self._casts = emitted.casts
         self.code = self._program.code
         self._slots = {leaf: store.slot(leaf) for leaf in self.kept}
+        held = [region_of(x.type.shape, x.type.layout, plan.mesh, communicator.rank) for x in self.kept]
+        self._sections = Sections(self.kept, [region_shape(region) for region in held])
         buffers = {leaf.name: leaf for leaf in plan.graph.leaves_of(LeafKind.BUFFER)}
         self._targets = tuple(store.slots_of_buffer(buffers[name]) for name, _ in plan.graph.updates)
 
@@ -211,21 +214,25 @@ class LocalProgram:
         for bundle in self.bundles:
             bundle.drop()
 
-    def read(self, leaf: Leaf) -> Tensor | None:
-        """This rank's piece of what is kept between steps."""
+    def held(self, leaf: Leaf) -> Tensor | None:
+        """What is kept between steps of a leaf on this rank, or of the packed weight that it is a section of."""
         return self.store.read(self._slots[leaf], self.store.device)
+
+    def pieces(self) -> list[Tensor | None]:
+        """This rank's pieces of all that is kept between steps, leaf by leaf."""
+        return self._sections.cut([self.held(leaf) for leaf in self.kept])
 
     def state(self) -> list[Tensor | None]:
         """This rank's pieces of all that is kept between steps."""
         for leaf in self._frozen if torch.is_grad_enabled() else ():
-            held = self.read(leaf)
+            held = self.held(leaf)
             if held is not None and held.requires_grad:
                 raise UsageError(
-                    f"{leaf.name} is to be trained, and was frozen when the plan was made. A plan has no gradients "
+                    f"{leaf.names[0]} is to be trained, and was frozen when the plan was made. A plan has no gradients "
                     f"for what is frozen, so that it would stay as it is. Make a plan of the model with "
                     f"requires_grad=True there, load it, and go on from a checkpoint of this one."
                 )
-        return [self.read(leaf) for leaf in self.kept]
+        return self.pieces()
 
     def make_once(self, state: list[Tensor | None]) -> StepValues:
         """What is made of parameters alone, from this rank's pieces; it stands after them in the state of a run."""

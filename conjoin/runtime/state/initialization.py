@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from conjoin.ir import region_shape
 from conjoin.ops import drawing
+from conjoin.runtime.state.blocks import shape_of
 from conjoin.runtime.state.init_visits import Initialise, Slot, Visit, describe, find_visits, own_reset, refuse
 from conjoin.runtime.state.storage import Store
 from conjoin.runtime.torch_private import MetaWatch
@@ -128,7 +128,7 @@ class _Bench:
             return self._store.cut(name, tensor)
         if id(tensor) not in self._left_empty:
             return self._pieces[id(tensor)]
-        shape = region_shape(self._store.region(name, tuple(tensor.shape)))
+        shape = shape_of(self._store.blocks(name, tuple(tensor.shape)))
         return torch.empty(shape, dtype=tensor.dtype, device=self._store.device)
 
 

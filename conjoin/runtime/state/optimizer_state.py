@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from conjoin.comm import has_places
 from conjoin.errors import CheckpointError
-from conjoin.ir import region_shape
 from conjoin.runtime.state.pieces import Piece, as_piece, count, listed, local_part
 from conjoin.runtime.state.storage import Store
 
@@ -166,5 +164,4 @@ def _take(
 def is_split_state(store: Store, name: str, parameter: Tensor, kept: tuple[int, ...]) -> bool:
     """Whether what an optimizer keeps of a parameter is split as that is, by its whole shape; step counts are not."""
     shape = store.shape(name, parameter)
-    is_split = region_shape(store.region(name, shape)) != shape or has_places(store.layout(name))
-    return is_split and (tuple(kept) == shape or prod(kept) != 1)
+    return not store.is_whole(name, shape) and (tuple(kept) == shape or prod(kept) != 1)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from conjoin.comm import has_places
 from conjoin.errors import CheckpointError, UsageError
-from conjoin.ir import Region, region_shape
+from conjoin.ir import Region
 from conjoin.runtime.movement.carriers import carry_reshard
 from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.state.blocks import Blocks, cut_out, dim_of, views_of
 from conjoin.runtime.state.storage import Content, Store, is_persistent
 from conjoin.runtime.torch_private import no_torch_function, wrapper_of
 
@@ -29,7 +29,8 @@ _SHOWN = 8
 
 
 class Piece(Tensor):
-    """One rank's part of a tensor: of the shape of the whole, with the memory of the part.
+    """One rank's part of a tensor: of the shape of the whole, with the memory of the part. Of a packed weight it is
+    several regions, one after the other.
 
     Methods between underscores are the protocol of torch.distributed.checkpoint, which asks for a tensor. It can be
     copied, moved and written from a piece of the same place; to compute, use `local` or `full_state_dict`.
@@ -39,16 +40,16 @@ class Piece(Tensor):
     """
 
     local: Tensor
-    region: Region
-    """Which part of the whole it is."""
+    regions: Blocks
+    """Which parts of the whole it is."""
 
     @staticmethod
-    def __new__(cls, local: Tensor, shape: tuple[int, ...], region: Region) -> Piece:
+    def __new__(cls, local: Tensor, shape: tuple[int, ...], *regions: Region) -> Piece:
         made: Piece = wrapper_of(cls, shape, local)
-        made.local, made.region = local, region
+        made.local, made.regions = local, regions
         return made
 
-    def __init__(self, local: Tensor, shape: tuple[int, ...], region: Region) -> None:
+    def __init__(self, local: Tensor, shape: tuple[int, ...], *regions: Region) -> None:
         """All is done in `__new__`, as tensors are made."""
 
     __torch_function__ = no_torch_function
@@ -59,10 +60,10 @@ class Piece(Tensor):
     ) -> Any:
         packet, first = func.overloadpacket, args[0]
         if packet in _COPIES and isinstance(first, Piece):
-            return Piece(func(first.local, *args[1:], **(kwargs or {})), tuple(first.shape), first.region)
+            return Piece(func(first.local, *args[1:], **(kwargs or {})), tuple(first.shape), *first.regions)
         if packet is _SAME_SIZE and tuple(args[1]) == tuple(first.shape):  # so asynchronous saves begin their copies
-            return Piece(func(first.local, first.local.shape, **(kwargs or {})), tuple(first.shape), first.region)
-        if packet is _WRITE and all(isinstance(x, Piece) and x.region == first.region for x in args[:2]):
+            return Piece(func(first.local, first.local.shape, **(kwargs or {})), tuple(first.shape), *first.regions)
+        if packet is _WRITE and all(isinstance(x, Piece) and x.regions == first.regions for x in args[:2]):
             first.local.copy_(args[1].local)
             return first
         raise UsageError(
@@ -71,16 +72,16 @@ class Piece(Tensor):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return Piece, (self.local, tuple(self.shape), self.region)
+        return Piece, (self.local, tuple(self.shape), *self.regions)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        spans = ", ".join(f"{start}:{stop}" for start, stop in self.region)
-        return f"Piece([{spans}] of {tuple(self.shape)}, {self.dtype})"
+        spans = (", ".join(f"{start}:{stop}" for start, stop in region) for region in self.regions)
+        return f"Piece({' and '.join(f'[{span}]' for span in spans)} of {tuple(self.shape)}, {self.dtype})"
 
     @property
-    def offsets(self) -> tuple[int, ...]:
-        """Where in the whole tensor this part begins."""
-        return tuple(start for start, _ in self.region)
+    def region(self) -> Region:
+        """Which part of the whole it is, or the first of its parts."""
+        return self.regions[0]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """What to write: this part, unless it is empty; of a tensor without elements, that it is there."""
@@ -99,15 +100,17 @@ class Piece(Tensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """What to read; an empty part is left out, since it may begin where another one does."""
-        return [_chunk(self.region)] if self.local.numel() else []
+        return [_chunk(region) for region in self.regions] if self.local.numel() else []
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """The tensor that holds the part which begins there."""
         if not prod(self.shape):
             return self.local.new_empty(self.shape)
-        if index.offset is not None and tuple(index.offset) != self.offsets:
-            raise ValueError(f"{index.fqn} begins at {self.offsets} on this rank, not at {tuple(index.offset)}")
-        return self.local.detach()
+        starts = [tuple(start for start, _ in region) for region in self.regions]
+        wanted = starts[0] if index.offset is None else tuple(index.offset)
+        if wanted not in starts:
+            raise ValueError(f"{index.fqn} begins at {', '.join(map(str, starts))} on this rank, not at {wanted}")
+        return views_of(self.local.detach(), self.regions)[starts.index(wanted)]
 
 
 _COPIES = frozenset({torch.ops.aten.detach, torch.ops.aten.clone, torch.ops.aten._to_copy, torch.ops.aten.empty_like})
@@ -124,9 +127,7 @@ def _chunk(region: Region | list[tuple[int, int]]) -> ChunkStorageMetadata:
 def as_piece(store: Store, name: str, local: Tensor) -> Tensor:
     """A rank's tensor of a parameter's layout: as it is when it is the whole one."""
     shape = store.shape(name, local)
-    region = store.region(name, shape)
-    is_whole = region_shape(region) == shape and not has_places(store.layout(name))
-    return local if is_whole else Piece(local, shape, region)
+    return local if store.is_whole(name, shape) else Piece(local, shape, *store.blocks(name, shape))
 
 
 def state_tensors(store: Store) -> Iterator[tuple[str, Tensor]]:
@@ -178,15 +179,15 @@ def load_pieces(store: Store, state: Mapping[str, Any], strict: bool) -> Unmatch
 def local_part(store: Store, name: str, local: Tensor, value: Any) -> Tensor | str:
     """What a value has for this rank's tensor of a parameter's layout; in words why it does not fit."""
     shape = store.shape(name, local)
-    region = store.region(name, shape)
+    blocks = store.blocks(name, shape)
     if not isinstance(value, Tensor):
         return f"is a {type(value).__name__}, not a tensor"
     if tuple(value.shape) != shape:
         return f"has shape {tuple(value.shape)} instead of {shape}"
     if not isinstance(value, Piece):
-        return value.detach()[tuple(slice(*span) for span in region)]
-    if value.region != region:
-        return f"is {value} where this rank holds {Piece(local, shape, region)}"
+        return cut_out(value.detach(), blocks)
+    if value.regions != blocks:
+        return f"is {value} where this rank holds {Piece(local, shape, *blocks)}"
     return value.local.detach()
 
 
@@ -259,13 +260,24 @@ def gathered_whole(step: Gathering, content: Content) -> Tensor:
     members, speaker, whole = step.members(content.name), step.speaker(content.name), None
     if members is not None:
         local = dict(state_tensors(step.store))[content.name].detach()
-        layout = step.store.layout(content.name)
         with torch.no_grad():
-            whole = carry_reshard(content.type.shape, layout, (), members)(local) if layout else local
+            whole = _gathered(step.store, content, local, members)
     if speaker is None:
         assert whole is not None, "all ranks have part in it"
         return whole
     return _told(step, content, whole if step.communicator.rank == speaker else None)
+
+
+def _gathered(store: Store, content: Content, local: Tensor, members: Communicator) -> Tensor:
+    """A whole tensor on all ranks that hold pieces of it, section by section."""
+    layout, leaves = store.layout(content.name), store.leaves(content.name)
+    if not layout:
+        return local
+    shapes = [leaf.type.shape if leaf.section else content.type.shape for leaf in leaves]
+    blocks = store.blocks(content.name, content.type.shape)
+    carried = zip(shapes, views_of(local, blocks), strict=True)
+    parts = [carry_reshard(shape, layout, (), members)(part.contiguous()) for shape, part in carried]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim_of(blocks))
 
 
 def _told(step: Gathering, content: Content, whole: Tensor | None) -> Tensor:

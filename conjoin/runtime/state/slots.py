@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import UsageError
-from conjoin.ir import Leaf
+from conjoin.ir import Leaf, whole_type
 from conjoin.ops import TensorType
 
 Slot = tuple[nn.Module, str]
@@ -32,13 +32,14 @@ def read_slot(slot: Slot) -> Tensor | None:
 def find_slots(model: nn.Module, leaf: Leaf) -> tuple[Slot, ...]:
     """Where the model holds the tensor of a leaf: once for every name it has."""
     found: list[Slot] = []
-    for name in (leaf.name, *leaf.aliases):
+    for name in leaf.names:
         slot = _find_slot(model, name)
         tensor = read_slot(slot) if slot else None
         if slot is None or tensor is None:
-            raise mismatch(leaf, "the model has no tensor of that name" if name == leaf.name else f"{name} is missing")
+            told = "the model has no tensor of that name" if name == leaf.names[0] else f"{name} is missing"
+            raise mismatch(leaf, told)
         type = TensorType(tuple(tensor.shape), tensor.dtype)
-        if type != TensorType(leaf.type.shape, leaf.type.dtype):
+        if type != whole_type(leaf).laid_out(()):
             raise mismatch(leaf, f"the model's is {type}")
         if found and tensor is not read_slot(found[0]):
             raise mismatch(leaf, f"{name} is another tensor in the model, where the graph has one under both names")

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from conjoin.comm import has_places
 from conjoin.errors import PlanError, UsageError
-from conjoin.ir import Graph, Leaf, LeafKind, Pipeline, Plan, Region, region_of
+from conjoin.ir import Graph, Leaf, LeafKind, Pipeline, Plan, Region, by_tensor, region_of, whole_type
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, TensorType
+from conjoin.runtime.state.blocks import Blocks, cut_out, shape_of
 from conjoin.runtime.state.holders import PiecesOfLayer
 from conjoin.runtime.state.slots import Slot, find_constant, read_slot
 
@@ -22,9 +24,9 @@ _IMAGE_RANK = 4
 
 @dataclass(frozen=True, slots=True)
 class _Home:
-    """Where a parameter or buffer lies: its leaf, and this rank on the mesh that holds it."""
+    """Where a parameter or buffer lies: its leaf or those of its sections, and this rank on the mesh that holds it."""
 
-    leaf: Leaf
+    leaves: tuple[Leaf, ...]
     mesh: Mesh
     rank: int
 
@@ -54,48 +56,51 @@ class Store:
         self.contents: tuple[Content, ...] = ()
         """Parameters and persistent buffers of the model, those of other ranks too, when the store is filled."""
         for part, own_rank, borrowed in _with_loans(plan, rank):
-            for leaf in part.graph.leaves:
-                if leaf.kind in (LeafKind.PARAMETER, LeafKind.BUFFER) and leaf.name not in borrowed:
-                    home = _Home(leaf, part.mesh, own_rank)
-                    for name in (leaf.name, *leaf.aliases):
-                        self._homes.setdefault(name, home)
+            stored = (leaf for leaf in part.graph.leaves if leaf.kind in (LeafKind.PARAMETER, LeafKind.BUFFER))
+            for leaves in by_tensor(leaf for leaf in stored if leaf.name not in borrowed).values():
+                for name in leaves[0].names:
+                    self._homes.setdefault(name, _Home(leaves, part.mesh, own_rank))
         self._constants: dict[Leaf, Tensor] = {}
 
     def holds(self, name: str) -> bool:
         """Whether this rank has part in a parameter or buffer."""
         return name in self._homes or (self._has_rest and name not in self._elsewhere)
 
-    def leaf(self, name: str) -> Leaf | None:
-        """The leaf of the graph that a parameter or buffer of that name is; None when the graph does not use it."""
+    def leaves(self, name: str) -> tuple[Leaf, ...]:
+        """The leaf of the graph that a parameter or buffer of that name is, or its sections; none when the graph does
+        not use it."""
         home = self._homes.get(name)
-        return home.leaf if home else None
+        return home.leaves if home else ()
 
     def layout(self, name: str) -> Layout:
         """How a parameter or buffer is stored; what the graph does not use is whole."""
-        leaf = self.leaf(name)
-        return leaf.type.layout if leaf else ()
+        leaves = self.leaves(name)
+        return leaves[0].type.layout if leaves else ()
 
-    def region(self, name: str, shape: tuple[int, ...]) -> Region:
-        """The part of a parameter or buffer that this rank holds."""
+    def blocks(self, name: str, shape: tuple[int, ...]) -> Blocks:
+        """The parts of a parameter or buffer that this rank holds: one, or one of each section."""
         home = self._homes.get(name)
         if home is None:
-            return tuple((0, size) for size in shape)
-        return region_of(shape, home.leaf.type.layout, home.mesh, home.rank)
+            return (tuple((0, size) for size in shape),)
+        return tuple(_block(leaf, shape, home) for leaf in home.leaves)
+
+    def is_whole(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether this rank holds all of a parameter or buffer, as every other does."""
+        return shape_of(self.blocks(name, shape)) == shape and not has_places(self.layout(name))
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor, as a tensor of its own on this rank's device; channels that lie last in
         memory stay there.
         """
-        region = self.region(name, tuple(whole.shape))
-        part = whole.detach()[tuple(slice(*span) for span in region)]
+        part = cut_out(whole.detach(), self.blocks(name, tuple(whole.shape)))
         last = part.dim() == _IMAGE_RANK and part.is_contiguous(memory_format=torch.channels_last)
         order = torch.channels_last if last and not part.is_contiguous() else torch.contiguous_format
         return part.to(self.device, copy=True, memory_format=order)
 
     def shape(self, name: str, local: Tensor) -> tuple[int, ...]:
         """The whole shape of a parameter or buffer of which this rank holds `local`."""
-        leaf = self.leaf(name)
-        return leaf.type.shape if leaf else tuple(local.shape)
+        leaves = self.leaves(name)
+        return whole_type(leaves[0]).shape if leaves else tuple(local.shape)
 
     def fill(self, model: nn.Module) -> None:
         """Take this rank's pieces out of a model that is there as a whole."""
@@ -177,11 +182,11 @@ class Store:
 
     def slot(self, leaf: Leaf) -> Slot | Leaf:
         """Where the value of a leaf is found: in a module, or among the constants."""
-        return leaf if leaf.kind is LeafKind.CONSTANT else self._owner(leaf.name)
+        return leaf if leaf.kind is LeafKind.CONSTANT else self._owner(leaf.names[0])
 
     def slots_of_buffer(self, leaf: Leaf) -> tuple[Slot, ...]:
         """All places of a buffer: once for every name it has."""
-        return tuple(self._owner(other) for other in (leaf.name, *leaf.aliases))
+        return tuple(self._owner(name) for name in leaf.names)
 
     def read(self, slot: Slot | Leaf, device: torch.device) -> Tensor | None:
         """The value of a leaf; a constant is brought to the device of the step."""
@@ -194,6 +199,16 @@ class Store:
     def parameters(self) -> Iterator[tuple[nn.Parameter, Layout]]:
         """Every parameter once, with the layout in which it is stored."""
         return ((parameter, self.layout(name)) for name, parameter in self.root.named_parameters())
+
+
+def _block(leaf: Leaf, shape: tuple[int, ...], home: _Home) -> Region:
+    """The part of the whole tensor that a rank holds of a leaf."""
+    if leaf.section is None:
+        return region_of(shape, leaf.type.layout, home.mesh, home.rank)
+    region, dim = region_of(leaf.type.shape, leaf.type.layout, home.mesh, home.rank), leaf.section.dim
+    start, stop = region[dim]
+    moved = leaf.section.start if stop > start else 0
+    return (*region[:dim], (start + moved, stop + moved), *region[dim + 1 :])
 
 
 def _contents(model: nn.Module) -> tuple[Content, ...]:
@@ -225,7 +240,7 @@ def _names_elsewhere(plan: Plan | Pipeline, rank: int) -> frozenset[str]:
     for stage in plan.stages:
         for leaf in stage.plan.graph.leaves:
             if leaf.kind in (LeafKind.PARAMETER, LeafKind.BUFFER) and leaf.name not in stage.borrowed:
-                (mine if rank in stage.ranks else others).update((leaf.name, *leaf.aliases))
+                (mine if rank in stage.ranks else others).update(leaf.names)
     return frozenset(others - mine)
 
 
@@ -242,7 +257,7 @@ def check_model(plan: Plan | Pipeline, model: nn.Module) -> None:
     for leaf in plan.graph.leaves:
         if leaf.kind not in (LeafKind.PARAMETER, LeafKind.BUFFER):
             continue
-        for name in (leaf.name, *leaf.aliases):
+        for name in leaf.names:
             why = _difference(leaf, name, found)
             if why:
                 raise PlanError(
@@ -255,11 +270,11 @@ def _difference(leaf: Leaf, name: str, found: dict[str, Tensor]) -> str | None:
     tensor = found.get(name)
     if tensor is None:
         return f"there is no {leaf.kind.value} {name}"
-    type, wanted = TensorType(tuple(tensor.shape), tensor.dtype), leaf.type.laid_out(())
+    type, wanted = TensorType(tuple(tensor.shape), tensor.dtype), whole_type(leaf).laid_out(())
     if type != wanted:
         return f"{name} is {type} instead of {wanted}"
-    if tensor is not found[leaf.name]:
-        return f"{leaf.name} and {name} are two tensors instead of one"
+    if tensor is not found[leaf.names[0]]:
+        return f"{leaf.names[0]} and {name} are two tensors instead of one"
     if leaf.kind is LeafKind.PARAMETER and tensor.requires_grad != leaf.trainable:
         return f"{name} is {'trained' if tensor.requires_grad else 'frozen'}, which it was not"
     return None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import CheckpointError, UsageError
+from conjoin.runtime.state.blocks import views_of
 from conjoin.runtime.state.pieces import count, listed, state_tensors
 from conjoin.runtime.state.storage import Store
 from conjoin.runtime.state.weight_files import Wanted, WeightFiles, find_weights
@@ -102,12 +103,18 @@ def read_weights(checked: CheckedWeights, store: Store) -> None:
 def _wanted(checked: CheckedWeights, store: Store, tensors: dict[str, Tensor]) -> Iterator[Wanted]:
     for name, sources in checked.pairing.sources.items():
         into = tensors[name]
-        yield Wanted(sources[0], store.region(name, store.shape(name, into)), into.detach())
+        yield from _parts_wanted(store, name, sources[0], into.detach())
+
+
+def _parts_wanted(store: Store, name: str, source: str, into: Tensor) -> Iterator[Wanted]:
+    """What a rank holds of a tensor, block by block."""
+    blocks = store.blocks(name, store.shape(name, into))
+    return (Wanted(source, block, part) for block, part in zip(blocks, views_of(into, blocks), strict=True))
 
 
 def _check_alike(checked: CheckedWeights, store: Store, name: str, local: Tensor, other: str) -> None:
     again = torch.empty_like(local)
-    checked.files.read([Wanted(other, store.region(name, store.shape(name, local)), again)])
+    checked.files.read(_parts_wanted(store, name, other, again))
     if not torch.equal(again, local):
         raise CheckpointError(
             f"The weights in {checked.files.path} have {checked.pairing.sources[name][0]} and {other} with other "

@@ -40,6 +40,7 @@ from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.program.captured import to_module
 from conjoin.runtime.ranks.communicator import World, group_device
 from conjoin.runtime.ranks.threads import alone, run_ranks
+from conjoin.runtime.state.blocks import cut_out
 from conjoin.runtime.state.storage import Store
 from conjoin.runtime.verification.capture_check import AgainstModel, against_model, against_model_in_double
 from conjoin.runtime.verification.differences import (
@@ -203,7 +204,7 @@ def compare_rank(case: Case, reference: Reference, communicator: World) -> Compa
     found: list[Difference] = []
 
     def cut(name: str, whole: Tensor) -> Tensor:
-        return whole[tuple(slice(*span) for span in store.region(name, tuple(whole.shape)))]
+        return cut_out(whole, store.blocks(name, tuple(whole.shape)))
 
     for batch, loss, gradients in zip(reference.batches, reference.losses, reference.gradients, strict=True):
         given = moved(batch, device) if not is_streamed else module.placed(moved(batch, torch.device("cpu")))

@@ -39,6 +39,7 @@ from conjoin.search.exact.space import OVERLAPS, Space, objective_on
 from conjoin.search.exact.stack import folded_problem
 from conjoin.search.exact.units import Units, natural_units
 from conjoin.search.groups import products
+from conjoin.search.packed_weights import sections_alike
 from conjoin.search.planning import drafter
 from conjoin.search.strategies import read_request
 from conjoin.sim import (
@@ -176,7 +177,7 @@ class LaidOut:
 def lay_out_stage(cut: StageGraph, machine: Machine, way: Way, whole: Graph, solver: Solver) -> LaidOut | None:
     """A stage of a whole model laid out by a way on the devices of a machine; None where that cannot be."""
     try:
-        settled = settle_draft(cut.graph, drafter(machine, read_request(way.strategy)))
+        settled = settle_draft(cut.graph, drafter(machine, read_request(way.strategy)), shared=cut.shared)
         segments = _segments(way, settled.graph, whole)
     except StrategyError:
         return None
@@ -186,7 +187,7 @@ def lay_out_stage(cut: StageGraph, machine: Machine, way: Way, whole: Graph, sol
         solved = solver.solve(skeleton, layouts, machine)
         if solved is None:
             return None
-        layouts, regathered = solved
+        layouts, regathered = sections_alike(settled.graph, solved[0], machine.mesh), solved[1]
     size = choose_bundle_bytes(cut.graph, machine)
     return LaidOut(
         way, cut, settled.graph, skeleton, layouts, regathered, segments, settled.substitutions, size

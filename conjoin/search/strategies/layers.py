@@ -17,6 +17,7 @@ from conjoin.ir import Node, Value
 from conjoin.ops import Partial, Placement, ShardingRule, Split
 from conjoin.search.facts import Facts, NodeFacts
 from conjoin.search.groups import Group
+from conjoin.search.packed_weights import cuts_of_split_weights
 from conjoin.search.parting import find_parted
 from conjoin.search.propagation import Flow, Policy, Propagation, Rules, follow
 from conjoin.search.unfusing import find_fused
@@ -137,7 +138,7 @@ def settle_columns(facts: Facts, group: Group, policy: LayerPolicy, earlier: Seq
         gathered = gathered or _carried_out(facts, carried) - left
         if not gathered:
             flow = work.finish()
-            return replace(flow, stuck=(*flow.stuck, *fused))
+            return replace(flow, stuck=(*flow.stuck, *fused, *cuts_of_split_weights(facts.graph, flow)))
         fused.update(dict.fromkeys(node for node in gathered if find_fused(facts.graph, node) is not None))
         policy = policy.without(gathered)
         left |= gathered
