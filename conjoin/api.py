@@ -25,7 +25,7 @@ from conjoin.errors import (
     StrategyError,
     UsageError,
 )
-from conjoin.frontends import Batch, Precision, not_understood, run_plainly
+from conjoin.frontends import Batch, Precision, not_understood, resize, run_plainly
 from conjoin.frontends import capture as capture_graph
 from conjoin.ir import (
     Graph,
@@ -317,10 +317,20 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     )  # fmt: skip
 
 
-def _capture_again(plan: Plan | Pipeline, model: nn.Module, batch: Batch, loss: Any) -> Graph:
-    """A model in another shape or mode, in the precision of a plan; whatever autocast the caller is in."""
+def _capture_again(
+    plan: Plan | Pipeline, model: nn.Module, batch: Batch, loss: Any, graphs: Sequence[Graph]
+) -> Graph:
+    """A model in another shape or mode, in the precision of a plan; whatever autocast the caller is in.
+
+    A graph of it for another shape is taken over where nothing but sizes differs, which is found out much sooner.
+    """
     asked = _precision(plan.precision or None)
-    return _applied(asked, capture_graph(model, batch, loss, None, () if asked is None else asked.autocast))
+    regions = () if asked is None else asked.autocast
+    for graph in graphs:
+        made = resize(graph, model, batch, loss, regions)
+        if made is not None:
+            return made
+    return _applied(asked, capture_graph(model, batch, loss, None, regions))
 
 
 def _decide_alike(plan: Plan | Pipeline, graph: Graph) -> tuple[Plan | Pipeline, str]:
