@@ -146,7 +146,7 @@ def deal_out(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None) ->
         return _with_whole_batch(Arguments(tuple(batch[:count]), {}, tuple(batch[count:]), {}), loss)
     raise CaptureError(
         f"A batch was given as {type(batch).__name__}. Capture needs the model's inputs: a tensor, a tuple of "
-        f"positional inputs or a dict of keyword inputs. Pass one of these."
+        f"positional inputs or a dict of keyword inputs. Pass one of these (numpy arrays: torch.from_numpy)."
     )
 
 
