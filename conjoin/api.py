@@ -25,7 +25,7 @@ from conjoin.errors import (
     StrategyError,
     UsageError,
 )
-from conjoin.frontends import Batch, Precision, not_understood, run_plainly
+from conjoin.frontends import Batch, Precision, not_understood, resize, run_plainly
 from conjoin.frontends import capture as capture_graph
 from conjoin.ir import (
     Graph,
@@ -184,6 +184,8 @@ def plan(  # noqa: PLR0913 – what may be said of a plan
     """
     chosen = _machine(machine)
     _check_wish(wish)
+    if strategy is not None:
+        _check_strategy(strategy, wish)
     if rules is not None:
         if strategy is not None:
             raise UsageError(
@@ -197,6 +199,19 @@ def plan(  # noqa: PLR0913 – what may be said of a plan
     graph = capture(model, batch, loss, precision=asked)
     made = make_named(graph, chosen, strategy) if strategy is not None else search_plan(graph, chosen, wish).plan
     return made if asked is None else replace(made, precision=str(asked))
+
+
+def _check_strategy(strategy: Any, wish: Wish | None) -> None:
+    if not isinstance(strategy, str):
+        raise UsageError(
+            f"A {type(strategy).__name__} was given as the strategy. A strategy is a text, as 'fsdp' or "
+            f"'megatron:tp=2+recompute=full'. Pass one, or leave it out to search."
+        )
+    if wish is not None:
+        raise UsageError(
+            f"The strategy {strategy[:40]!r} was asked for together with a wish. A strategy decides all by itself, and "
+            f"what is wished of a search would have no effect. Leave one of them out."
+        )
 
 
 def make_named(graph: Graph, machine: Machine, strategy: str) -> Plan | Pipeline:
@@ -317,10 +332,20 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     )  # fmt: skip
 
 
-def _capture_again(plan: Plan | Pipeline, model: nn.Module, batch: Batch, loss: Any) -> Graph:
-    """A model in another shape or mode, in the precision of a plan; whatever autocast the caller is in."""
+def _capture_again(
+    plan: Plan | Pipeline, model: nn.Module, batch: Batch, loss: Any, graphs: Sequence[Graph]
+) -> Graph:
+    """A model in another shape or mode, in the precision of a plan; whatever autocast the caller is in.
+
+    A graph of it for another shape is taken over where nothing but sizes differs, which is found out much sooner.
+    """
     asked = _precision(plan.precision or None)
-    return _applied(asked, capture_graph(model, batch, loss, None, () if asked is None else asked.autocast))
+    regions = () if asked is None else asked.autocast
+    for graph in graphs:
+        made = resize(graph, model, batch, loss, regions)
+        if made is not None:
+            return made
+    return _applied(asked, capture_graph(model, batch, loss, None, regions))
 
 
 def _decide_alike(plan: Plan | Pipeline, graph: Graph) -> tuple[Plan | Pipeline, str]:

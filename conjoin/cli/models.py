@@ -307,7 +307,10 @@ def _batch_keyword(model: str, function: Callable[..., Any], batch_size: int | N
 def _check(model: str, made: Any) -> tuple[nn.Module, Any, Any]:
     if isinstance(made, tuple | list) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
         return plain_model(made[0]), made[1], made[2] if len(made) == 3 else None
-    shape = f"a tuple of {len(made)}" if isinstance(made, tuple | list) else type(made).__name__
+    if isinstance(made, tuple | list) and len(made) in (2, 3):
+        shape = f"{type(made[0]).__name__} first, which is no nn.Module"
+    else:
+        shape = f"a tuple of {len(made)}" if isinstance(made, tuple | list) else type(made).__name__
     raise UsageError(
         f"{model} returned {shape}. It must return (model, batch) or (model, batch, loss). Change its return statement."
     )

@@ -5,7 +5,9 @@ from conjoin.frontends.exporting import Batch
 from conjoin.frontends.plain import run_plainly
 from conjoin.frontends.precision import PRECISIONS, Precision
 from conjoin.frontends.report import OpaqueOperator, Report, not_understood
+from conjoin.frontends.resized import resize
 
 __all__ = [
-    "PRECISIONS", "Batch", "OpaqueOperator", "Precision", "Report", "capture", "not_understood", "run_plainly",
+    "PRECISIONS", "Batch", "OpaqueOperator", "Precision", "Report", "capture", "not_understood", "resize",
+    "run_plainly",
 ]  # fmt: skip

@@ -147,7 +147,7 @@ def deal_out(model: nn.Module, batch: Batch, loss: Callable[..., Any] | None) ->
         return _with_whole_batch(Arguments(tuple(batch[:count]), {}, tuple(batch[count:]), {}), loss)
     raise CaptureError(
         f"A batch was given as {type(batch).__name__}. Capture needs the model's inputs: a tensor, a tuple of "
-        f"positional inputs or a dict of keyword inputs. Pass one of these."
+        f"positional inputs or a dict of keyword inputs. Pass one of these (numpy arrays: torch.from_numpy)."
     )
 
 
@@ -172,6 +172,7 @@ class _Step(nn.Module):
         rebuild: Callable[..., Arguments],
         record: Callable[[Any, tuple[str, ...], tuple[str, ...]], list[Tensor]],
         autocast: Regions,
+        known: KnownValues | None,
     ) -> None:
         super().__init__()
         self.training = model.training  # its own flag only: parts of a model may be in another mode on purpose
@@ -183,13 +184,14 @@ class _Step(nn.Module):
         self._rebuild = rebuild
         self._record = record
         self._autocast = autocast
+        self._known = known
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         given = self._rebuild(tensors)
         before, attributes = dict(self.model.named_buffers(remove_duplicate=False)), _plain_attributes(self.model)
         with ExitStack() as regions:
             if any(is_fake(tensor) for tensor in tensors):
-                regions.enter_context(KnownValues())
+                regions.enter_context(self._known or KnownValues())
             for device, dtype in self._autocast:
                 regions.enter_context(torch.autocast(device, dtype=dtype))
             output = self.model(*given.args, **given.kwargs)
@@ -200,6 +202,45 @@ class _Step(nn.Module):
         changed = _plain_attributes(self.model)
         names = tuple(name for name in changed if not _is_same(attributes.get(name, _NOTHING), changed[name]))
         return [*self._record(output, reassigned, names), *(after[name] for name in reassigned)]
+
+
+class StepCall:
+    """How model and loss are called with a batch laid flat, and what they gave back, call after call."""
+
+    def __init__(self, model: nn.Module, batch: Batch, loss: Callable[..., Any] | None) -> None:
+        self.dealt, self._loss, self._batch = deal_out(model, batch, loss), loss, batch
+        dealt = self.dealt
+        try:
+            self.leaves, self.structure = describe_tree(
+                [dealt.args, dealt.kwargs, dealt.loss_args, dealt.loss_kwargs or {}]
+            )
+        except TypeError as error:
+            raise CaptureError(
+                f"The batch is nested in a way that a graph cannot name: {error}. Inputs keep their names in the "
+                f"graph. Use strings or integers as keys."
+            ) from error
+        self._spec = spec_of(self.structure)
+        self.seen: list[tuple[tuple[Any, ...], Structure, tuple[str, ...], tuple[str, ...]]] = []
+        """Of every call: flat outputs, how they nest, buffers that were replaced and attributes that changed."""
+
+    def step(self, model: nn.Module, autocast: Regions, known: KnownValues | None = None) -> _Step:
+        """Model and loss as one module over the tensors of the batch."""
+        return _Step(model, self._loss, self._rebuild, self._record, autocast, known)
+
+    def _rebuild(self, given: tuple[Tensor, ...]) -> Arguments:
+        feed = iter(given)
+        args, kwargs, loss_args, loss_kwargs = unflatten_tree(
+            [next(feed) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self._spec
+        )
+        if self.dealt.whole_to_loss:
+            loss_args = (kwargs or (args[0] if isinstance(self._batch, Tensor) else args),)
+        return Arguments(tuple(args), kwargs, tuple(loss_args), loss_kwargs)
+
+    def _record(self, output: Any, reassigned: tuple[str, ...], changed: tuple[str, ...]) -> list[Tensor]:
+        found, nesting = describe_tree(output)
+        marked = tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in found)
+        self.seen.append((marked, nesting, reassigned, changed))
+        return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
 
 _NOTHING = object()
@@ -250,40 +291,14 @@ def export(
 
     They are called in the regions of `autocast`, or in those that the caller is in.
     """
-    dealt = deal_out(model, batch, loss)
-    try:
-        leaves, structure = describe_tree([dealt.args, dealt.kwargs, dealt.loss_args, dealt.loss_kwargs or {}])
-    except TypeError as error:
-        raise CaptureError(
-            f"The batch is nested in a way that a graph cannot name: {error}. Inputs keep their names in the graph. "
-            f"Use strings or integers as keys."
-        ) from error
+    call = StepCall(model, batch, loss)
+    leaves, structure = call.leaves, call.structure
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     _check_batch(leaves, tensors)
     _check_state(model)
-
-    spec = spec_of(structure)
-
-    def rebuild(given: tuple[Tensor, ...]) -> Arguments:
-        feed = iter(given)
-        args, kwargs, loss_args, loss_kwargs = unflatten_tree(
-            [next(feed) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
-        )
-        if dealt.whole_to_loss:
-            loss_args = (kwargs or (args[0] if isinstance(batch, Tensor) else args),)
-        return Arguments(tuple(args), kwargs, tuple(loss_args), loss_kwargs)
-
-    seen: list[tuple[tuple[Any, ...], Structure, tuple[str, ...], tuple[str, ...]]] = []
-
-    def record(output: Any, reassigned: tuple[str, ...], changed: tuple[str, ...]) -> list[Tensor]:
-        found, nesting = describe_tree(output)
-        marked = tuple(TENSOR if isinstance(leaf, Tensor) else leaf for leaf in found)
-        seen.append((marked, nesting, reassigned, changed))
-        return [leaf for leaf in found if isinstance(leaf, Tensor)]
-
     tensors = _apart(tensors, model)
     memory = _state_by_memory(model)
-    names = _input_names(model, dealt, structure)
+    names = _input_names(model, call.dealt, structure)
     named = [name for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, Tensor)]
 
     every = (*model.parameters(), *model.buffers(), *tensors)
@@ -293,13 +308,13 @@ def export(
         model, tensors = fake_copy(model, tensors)
         memory |= _state_by_memory(model)
     regions = _ambient_autocast() if autocast is None else autocast
-    step, for_cuda = _Step(model, loss, rebuild, record, regions), any(device == "cuda" for device, _ in regions)
+    step, for_cuda = call.step(model, regions), any(device == "cuda" for device, _ in regions)
     traced = None if without_values and for_cuda else _trace(step, tuple(tensors))
     for_cuda = without_values and (traced is None or has_cuda_autocast(traced.program))
     with autocast_as_on_cuda() if for_cuda else nullcontext():
         traced = _trace(step, tuple(tensors)) if traced is None or for_cuda else traced
         program, updates, problems, idle = _settle(traced, named)
-    outputs, output_structure, reassigned, changed = seen[-1]
+    outputs, output_structure, reassigned, changed = call.seen[-1]
     kept, dropped = _plain(outputs, output_structure)
     return Exported(
         program, updates, reassigned, changed, problems, tuple(leaves), names, structure, kept, output_structure,
@@ -349,11 +364,16 @@ def _check_state(model: nn.Module) -> None:
             raise refuse_sparse(f"The model's tensor {name}, of shape {tuple(tensor.shape)},")
 
 
+def is_plain(leaf: Any) -> bool:
+    """Whether a graph can keep an output: a tensor, or a plain value."""
+    return leaf is TENSOR or isinstance(leaf, bool | int | float | str | None)
+
+
 def _plain(outputs: tuple[Any, ...], structure: Structure) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     """Keep numbers, strings and None among the outputs; other objects become None and are reported."""
     kept, dropped = [], []
     for path, leaf in zip(structure.paths(), outputs, strict=True):
-        if leaf is TENSOR or isinstance(leaf, bool | int | float | str | None):
+        if is_plain(leaf):
             kept.append(leaf)
         else:
             kept.append(None)
@@ -421,7 +441,7 @@ def _settle(
 def _explained(step: _Step, tensors: tuple[Tensor, ...]) -> Iterator[None]:
     """A user's forward may raise anything; it is told with its line, never swallowed."""
     try:
-        with quiet(), _neutral():
+        with quiet(), neutral():
             yield
     except Exception as error:
         raise explain(error, step, tensors) from error
@@ -436,7 +456,7 @@ def _backward_hooks(step: _Step) -> list[Problem]:
 
 
 @contextmanager
-def _neutral() -> Iterator[None]:
+def neutral() -> Iterator[None]:
     off = partial(torch.autocast, enabled=False)
     with torch.inference_mode(False), torch.enable_grad(), off("cpu"), off("cuda"):
         yield

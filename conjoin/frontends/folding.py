@@ -111,7 +111,7 @@ def without_idle_mask(args: tuple[Any, ...]) -> tuple[Any, ...]:
     query, key, value, mask, _, is_causal, scale, *_ = args
     if not isinstance(mask, Value) or is_causal or not _is_fixed(mask):
         return args
-    seen = _seen_under(mask, query.type.shape[-2], key.type.shape[-2])
+    seen = _seen_under_value(mask, query.type.shape[-2], key.type.shape[-2])
     if seen is None or (seen == "past" and scale is not None and not scale > 0):  # kernels scale what is hidden, too
         return args
     names = [parameter.name for parameter in signature(_ATTENTION).parameters]
@@ -128,10 +128,10 @@ def _heads(value: Value | None) -> int:
 
 
 @lru_cache(maxsize=4)
-def _seen_under(mask: Value, num_queries: int, num_keys: int) -> str | None:
+def _seen_under_value(mask: Value, num_queries: int, num_keys: int) -> str | None:
     """The same for the layers of a model that share a mask."""
     known = known_value(mask)
-    return None if known is None else _seen(known, num_queries, num_keys)
+    return None if known is None else seen_under(known, num_queries, num_keys)
 
 
 def _is_fixed(value: Value) -> bool:
@@ -151,7 +151,7 @@ def _is_fixed(value: Value) -> bool:
     return True
 
 
-def _seen(mask: Tensor, num_queries: int, num_keys: int) -> str | None:
+def seen_under(mask: Tensor, num_queries: int, num_keys: int) -> str | None:
     """What queries see under a mask: "all" keys, or those of the "past" and their own; None where it is neither."""
     for dim, stride in enumerate(mask.stride()):
         mask = mask.narrow(dim, 0, 1) if stride == 0 else mask  # the same all along

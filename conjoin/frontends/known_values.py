@@ -37,15 +37,16 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, largest: int = _LARGEST) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._largest = largest
         self._known: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _DEVICE:  # asked of stand-ins several times a call
             return func(*args)
-        values = [self._value(tensor) for tensor in _tensors((*args, *kwargs.values()))]
+        values = [self.value(tensor) for tensor in _tensors((*args, *kwargs.values()))]
         known = isinstance(func, OpOverload) and (_name(func) in _BY_SHAPE or all(v is not None for v in values))
         if func is torch.ops.aten._ctc_loss.Tensor:
             return _likelihoods(*args)
@@ -55,13 +56,18 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _NUMBERS and _is_asked_by_a_check(sys._getframe(1)):
             return True
         result = func(*args, **kwargs)
-        if known and _is_constant(func, result):
+        if known and _is_constant(func, result, self._largest):
             self._note(func, args, kwargs, result)
         else:
             self._forget(func, values)
         return result
 
-    def _value(self, tensor: Tensor) -> Tensor | None:
+    def note(self, stand_in: Tensor, value: Tensor) -> None:
+        """Say what the values of a stand-in are."""
+        self._known[stand_in] = value
+
+    def value(self, tensor: Tensor) -> Tensor | None:
+        """The values of a tensor, where they are known."""
         known = self._known.get(tensor) if self._known else None
         if known is None and (known := constant_of(tensor)) is not None:
             self._known[tensor] = known  # a copy: what writes to a constant is done to both
@@ -79,7 +85,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._known[stand_in] = value
 
     def _value_or_shape(self, tensor: Tensor) -> Tensor:
-        value = self._value(tensor)
+        value = self.value(tensor)
         return torch.empty(tensor.shape, dtype=tensor.dtype) if value is None else value
 
     def _forget(self, func: Any, values: list[Tensor | None]) -> None:
@@ -91,11 +97,11 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     del self._known[stand_in]
 
 
-def _is_constant(func: OpOverload, result: Any) -> bool:
+def _is_constant(func: OpOverload, result: Any, largest: int) -> bool:
     """Whether what a call gives follows from what it is given, and is small."""
     drawn = torch.Tag.nondeterministic_seeded in func.tags or _name(func) in _UNSET
     made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    return not drawn and bool(made) and all(tensor.numel() <= _LARGEST for tensor in made)
+    return not drawn and bool(made) and all(tensor.numel() <= largest for tensor in made)
 
 
 def _tensors(arguments: Sequence[Any]) -> Iterator[Tensor]:

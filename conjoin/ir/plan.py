@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from conjoin.ir.micro_batches import Accumulation, check_accumulation
 from conjoin.ir.nodes import LeafKind
 from conjoin.ir.offloads import Made, check_offloads, parse_tensors, tensor_text
 from conjoin.ir.parallel_verifier import find_layout_faults
+from conjoin.ir.parallelize import sequential
 from conjoin.ir.parser import parse_graph
 from conjoin.ir.segments import Segment, operators_of, parse_segments, segment_texts
 from conjoin.ir.verifier import find_faults
@@ -58,11 +59,24 @@ class Mark:
 
     name: str
     fingerprint: str
+    graph: Graph | None = field(default=None, compare=False, repr=False)
+    """The captured model itself, as long as it is at hand; a file does not hold it."""
 
 
 def model_mark(graph: Graph) -> Mark:
     """The mark of a captured model; the values of its constants do not count, a model on meta has none."""
-    return Mark(graph.name, fingerprint(graph, constants=False))
+    return Mark(graph.name, fingerprint(graph, constants=False), graph)
+
+
+def captured_graph(plan: Plan) -> Graph | None:
+    """The captured model that a plan was made of: at hand, or the plan's graph without layouts where it is that.
+
+    None of a plan from a file whose graph was rewritten, or is that of a micro-batch.
+    """
+    if plan.model.graph is not None:
+        return plan.model.graph
+    whole = sequential(plan.graph)
+    return whole if fingerprint(whole, constants=False) == plan.model.fingerprint else None
 
 
 @dataclass(frozen=True, slots=True)

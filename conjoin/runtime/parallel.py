@@ -218,6 +218,11 @@ class ParallelModule(nn.Module):
                     f"The plan of {self.plan.model.name} was asked to change from {dtype} to {wanted}. A plan holds "
                     f"the dtypes it was made with. Change the model and make the plan again."
                 )
+        if fn(torch.empty(0, device=self.store.device)).is_meta and self.store.device.type != "meta":
+            raise UsageError(
+                f"The plan of {self.plan.model.name} was asked to go to the meta device. It would lose its weights, of "
+                f"which rank {self.communicator.rank} may hold the only pieces. Delete the module to free its memory."
+            )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.store.device = fn(torch.empty(0, device=self.store.device)).device
         return self

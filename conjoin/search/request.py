@@ -143,8 +143,8 @@ def _parse_part(text: str, known: Mapping[str, Keys], aliases: Mapping[str, str]
         name, rest = "", asked
     elif name not in known and name not in aliases:
         raise UsageError(
-            f"There is no strategy named {name[:40]!r}. The strategies are {', '.join((*known, *aliases))}. "
-            f"{nearest(name, (*known, *aliases))}"
+            f"There is no strategy named {name[:40]!r}. The strategies are {', '.join((*known, *aliases))}, and those "
+            f"of your own whose module was imported, as by --import. {nearest(name, (*known, *aliases))}"
         )
     made = Request(aliases.get(name, name), {}, order=tuple(filter(None, (axis.strip() for axis in axes.split(",")))))
     for word in filter(None, (word.strip() for word in rest.split(","))):

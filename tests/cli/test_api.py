@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -87,3 +88,24 @@ def test_a_machine_may_be_a_path(tmp_path: Path) -> None:
     batch = (torch.ones(8, 4), torch.ones(8, 4))
     made = conjoin.plan(nn.Linear(4, 4), batch, path, loss=nn.functional.mse_loss, strategy="data-parallel")
     assert made.machine.name == "office" and made.mesh.size == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda plan, step: conjoin.save_checkpoint(step, "folder"), "comes first, then the module"),
+        (lambda plan, step: conjoin.save_weights(step, "file.pt"), "comes first, then the module"),
+        (lambda plan, step: conjoin.load_checkpoint("folder", nn.Linear(2, 2)), "Pass that one"),
+        (lambda plan, step: step.to("meta"), "would lose its weights"),
+        (lambda plan, step: plan(strategy=4), "A int was given as the strategy"),
+        (lambda plan, step: plan(strategy="single", wish=conjoin.Wish(budget=1)), "together with a wish"),
+        (lambda plan, step: plan(strategy="rows"), "whose module was imported"),
+    ],
+)
+def test_what_is_given_in_the_wrong_place_is_told(call: Callable[..., Any], said: str) -> None:
+    model, batch = nn.Linear(2, 2), (torch.ones(4, 2), torch.ones(4, 2))
+    plan = partial(conjoin.plan, model, batch, "local:1", loss=nn.functional.mse_loss)
+    step = conjoin.load(plan(strategy="single"), model, device="cpu")
+    with pytest.raises(conjoin.UsageError, match=said) as told:
+        call(plan, step)
+    assert_three_sentences(told.value)

@@ -56,6 +56,30 @@ def loss_of_classes():
     return nn.Linear(4, 3), torch.ones(2, 4), lambda scores: scores.argmax()
 
 
+def no_module():
+    return lambda x: x, torch.ones(2, 4)
+
+
+def of_numpy():
+    return nn.Linear(4, 3), torch.ones(2, 4).numpy()
+
+
+def lazy():
+    return nn.LazyLinear(3), torch.ones(2, 4)
+
+
+def leaves():
+    raise SystemExit(3)
+
+
+def two_dtypes():
+    return nn.Linear(4, 3).half(), torch.ones(2, 4)
+
+
+def targets_of_others():
+    return nn.Linear(4, 3), (torch.ones(2, 4), torch.zeros(3, dtype=torch.long)), nn.functional.cross_entropy
+
+
 def no_samples():
     return nn.Linear(4, 3), (torch.ones(0, 4), torch.zeros(0, 3)), nn.functional.mse_loss
 
@@ -172,6 +196,12 @@ def plan(folder: Path, run: Run) -> Path:
         ("endless", "RecursionError"),
         ("number_for_loss", "A loss of type int was given"),
         ("god", "god"),
+        ("no_module", "function first, which is no nn.Module"),
+        ("of_numpy", "torch.from_numpy"),
+        ("lazy", "without a shape"),
+        ("leaves", "SystemExit: 3"),
+        ("two_dtypes", "convert one to the other"),
+        ("targets_of_others", "batch_size (2) to match target batch_size (3)"),
     ],
 )
 def test_a_model_that_cannot_be_planned_leaves_the_plan_that_was_there(

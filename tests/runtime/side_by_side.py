@@ -21,12 +21,14 @@ SEED = 3
 _graphs: dict[Any, Graph] = {}
 
 
-def _captured_once(plan: Plan | Pipeline, model: nn.Module, batch: Any, loss: Any) -> Graph:
+def _captured_once(
+    plan: Plan | Pipeline, model: nn.Module, batch: Any, loss: Any, known: Sequence[Graph]
+) -> Graph:
     """A graph depends on shapes and mode, not on plans: the same one serves the plans of all strategies."""
     leaves, spec = flatten_tree(batch)
     key = plan.model.fingerprint, model.training, str(spec), *((tuple(x.shape), x.dtype) for x in leaves), loss
     if key not in _graphs:
-        _graphs[key] = _capture_again(plan, model, batch, loss)
+        _graphs[key] = _capture_again(plan, model, batch, loss, known)
     return _graphs[key]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
@@ -28,6 +28,7 @@ from conjoin.ir import (
     Plan,
     Structure,
     by_tensor,
+    captured_graph,
     copied_model,
     describe_tree,
     fingerprint_of,
@@ -52,8 +53,8 @@ Dealt = list[Any]
 class Planner:
     """How another plan is made."""
 
-    capture: Callable[[AnyPlan, nn.Module, Any, Any], Graph]
-    """In the precision of a plan, from a model, a batch and a loss."""
+    capture: Callable[[AnyPlan, nn.Module, Any, Any, Sequence[Graph]], Graph]
+    """In the precision of a plan, from a model, a batch and a loss; graphs of it for other shapes are there already."""
     decide: Callable[[AnyPlan, Graph], tuple[AnyPlan, str]]
     """A plan for a graph after another plan, and what there is to say of it."""
 
@@ -134,11 +135,19 @@ class OtherPlans:
         same_mode = training == self.plan.graph.training == self._modes[self.model]
         for module, mode in self._modes.items():
             module.training = mode if same_mode else training
-        graph = self._planner.capture(self.plan, self.model, _batch(dealt, self.names), loss)
+        batch = _batch(dealt, self.names)
+        graph = self._planner.capture(self.plan, self.model, batch, loss, list(self._graphs(training, same_mode)))
         self._check_graph(graph, key)
         plan, remark = self._planner.decide(self.plan, graph)
         check_stored_alike(self.plan, plan)
         return Made(plan, remark, path)
+
+    def _graphs(self, training: bool, same_mode: bool) -> Iterator[Graph]:
+        """What the model was captured as, in a mode, for other shapes."""
+        for plan in (*([self.plan] if same_mode else ()), *(made.plan for made in self._made.values())):
+            graph = captured_graph(plan) if isinstance(plan, Plan) else plan.model.graph
+            if graph is not None and graph.training == training:
+                yield graph
 
     def _loss_for(self, key: Key, dealt: Dealt) -> Any:
         """The loss; none where the call has nothing for it that the plan's has: then the model alone is asked."""

@@ -42,6 +42,7 @@ from conjoin.runtime.state.checkpoint_index import (
 )
 from conjoin.runtime.state.optimizer_state import GROUPS, PARAMS, STATE, state_by_name
 from conjoin.runtime.state.pieces import count
+from conjoin.runtime.state.target import target_of
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -58,7 +59,7 @@ def save_checkpoint(
 
     A checkpoint that is already there is replaced when the new one is complete.
     """
-    target = Path(os.path.abspath(path))
+    target = target_of(path, step)
     _check_alike(exchange(str(target)))
     draft, state = together(lambda: _draft(target, step, optimizer, extra))
     partial = target.with_name(exchange(f".{target.name}.partial-{uuid.uuid4().hex}")[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from conjoin.runtime.state.optimizer_state import (
     parameter_names,
 )
 from conjoin.runtime.state.pieces import as_piece, count, listed, state_tensors
+from conjoin.runtime.state.target import target_of
 
 _MODEL = "model."
 
@@ -52,7 +52,7 @@ def load_checkpoint(path: str | Path, step: ParallelModule, optimizer: Optimizer
 
     Files, names, shapes and dtypes are checked first: when a checkpoint is refused nothing has changed.
     """
-    target = Path(os.path.abspath(path))
+    target = target_of(path, step)
     checked = together(lambda: _check(target, step, optimizer))
     _check_alike(target, exchange(hashlib.sha256(index_to_text(checked.index).encode()).hexdigest()))
     together(lambda: _read(checked, step, optimizer))

@@ -26,6 +26,7 @@ from conjoin.runtime.ranks.joint_action import together
 from conjoin.runtime.state.pieces import full_state_dict, gathered_whole
 from conjoin.runtime.state.safetensors_file import DTYPES, data_of, header_bytes, read_header
 from conjoin.runtime.state.storage import Content
+from conjoin.runtime.state.target import target_of
 from conjoin.runtime.state.weight_files import INDEX_SUFFIX, PICKLED, SAFETENSORS
 
 _WHOLE = "model.safetensors"
@@ -66,7 +67,7 @@ def save_weights(
     .safetensors is one file, in .pt, .pth or .bin one of torch, which rank 0 holds as a whole. A tied weight is written
     once. Floats are written in `dtype`, or as they are.
     """
-    target = Path(os.path.abspath(path))
+    target = target_of(path, step)
     if max_shard_bytes < 1 or (dtype is not None and not dtype.is_floating_point):
         raise UsageError(
             f"Weights were to be saved as {target} in files of at most {max_shard_bytes:,} bytes, in {dtype}. A file "

@@ -1,0 +1,142 @@
+"""A graph taken over for other sizes is the one that capture makes for them; where it might not be, there is none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+import conjoin
+import zoo
+from conjoin.frontends import capture, resize
+from conjoin.ir import Graph, Plan, captured_graph, load_plan
+from conjoin.runtime.program.other_plans import bare_copy
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+
+
+def resized(model: nn.Module, before: Any, after: Any, loss: Any = None) -> tuple[Graph | None, Graph]:
+    """The graph for one batch after that for another, and the one that is captured."""
+    graph, bare = capture(model, before, loss), bare_copy(model)
+    given = tree_map_only(Tensor, lambda x: x.to("meta"), after)
+    return resize(graph, bare, given, loss, ()), capture(model, after, loss)
+
+
+@pytest.mark.parametrize("name", ["alexnet", "bert-large", "nmt"])
+def test_a_graph_for_another_batch_is_the_captured_one(name: str) -> None:
+    small, large = (zoo.build(f"{name}:tiny", batch_size=size) for size in (6, 8))
+    made, captured = resized(large.model.train(), large.batch, small.batch, large.loss)
+    assert made == captured
+
+
+SIZES = dict(vocab_size=96, hidden_size=32, num_attention_heads=4, intermediate_size=64, num_hidden_layers=1)
+
+
+def words(batch: int, length: int) -> dict[str, Tensor]:
+    ids = torch.randint(0, 96, (batch, length))
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("after", [(5, 16), (4, 12)])
+def test_of_a_library_model_batch_and_length_may_be_others(after: tuple[int, int]) -> None:
+    """With as many heads as samples, and a mask that capture found to be causal."""
+    config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=8, vocab_size=96, n_positions=64)
+    made, captured = resized(transformers.GPT2LMHeadModel(config), words(8, 16), words(*after))
+    assert made == captured
+
+
+def test_a_mask_that_hides_more_of_longer_sequences_is_seen() -> None:
+    """A window of 20 is no window for 16 words."""
+    config = transformers.MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=20)
+    model = transformers.MistralForCausalLM(config)
+    short, captured = resized(model, words(4, 16), words(4, 18))
+    assert short == captured
+    longer, captured = resized(model, words(4, 16), words(4, 30))
+    assert longer is None
+    assert any(node.call["attn_mask"] for node in captured.nodes if node.op == "scaled_dot_product_attention")
+
+
+class Forward(nn.Module):
+    """A layer, and what a function makes of what it gives."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 8), function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self.layer(x))
+
+
+OTHERWISE: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "another way": (lambda x: x.relu() if len(x) > 7 else x.tanh(), "operator"),
+    "fewer operators": (lambda x: x.relu().sum() if len(x) > 7 else x.sum(), "how many"),
+    "a number": (lambda x: x / len(x) ** 0.5, "other of div.Tensor"),
+    "a whole number": (lambda x: x * len(x), "other of mul.Tensor"),
+    "a literal": (lambda x: x * torch.tensor(float(len(x))), "literal"),
+    "an output": (lambda x: (x, len(x)), "returns"),
+    "as many parts": (lambda x: x.unbind(0)[0], "of unbind.int"),
+    "rounded": (lambda x: x[: (len(x) + 6) // 7], "none or a single one"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERWISE)
+def test_what_differs_by_more_than_sizes_is_captured(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    function, why = OTHERWISE[kind]
+    caplog.set_level(logging.DEBUG, "conjoin.frontends.resized")
+    made, _ = resized(Forward(function), torch.zeros(8, 4), torch.zeros(5, 4))
+    assert made is None and why in caplog.text
+
+
+ALIKE: dict[str, Callable[[Tensor], Any]] = {
+    "as large as another dim": lambda x: x.view(len(x), 2, 4).transpose(1, 2).reshape(len(x) * 2, 4),
+    "turned": lambda x: x.t().reshape(8, len(x)),
+    "counted": lambda x: x + torch.arange(len(x)).unsqueeze(1),
+    "made": lambda x: torch.cat([x, torch.zeros(len(x), 3)], 1),
+    "spread": lambda x: x[:1].expand(len(x), 8) + x,
+    "the last": lambda x: x[len(x) - 1],
+    "a half": lambda x: x[: len(x) // 2],
+}
+
+
+@pytest.mark.parametrize("kind", ALIKE)
+@pytest.mark.parametrize("size", [4, 6, 16])
+def test_what_depends_on_sizes_is_as_captured_or_left(kind: str, size: int) -> None:
+    """The layer is as wide as the first batch is large, so that sizes may be taken for each other."""
+    made, captured = resized(Forward(ALIKE[kind]), torch.zeros(8, 4), torch.zeros(size, 4))
+    assert made is None or made == captured
+    assert made is not None or kind in ("turned", "the last", "a half")
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_single_sample_is_captured(size: int) -> None:
+    assert resized(Forward(torch.relu), torch.zeros(8, 4), torch.zeros(size, 4))[0] is None
+    assert resized(Forward(torch.relu), torch.zeros(1, 4), torch.zeros(8, 4))[0] is None
+
+
+def test_a_plan_without_rewrites_has_the_captured_graph_also_from_a_file(tmp_path: Path) -> None:
+    model, batch = Forward(torch.relu), (torch.zeros(8, 4), torch.zeros(8, 8))
+    plan = conjoin.plan(model, batch, "local:2", loss=functional.mse_loss, strategy="fsdp")
+    assert isinstance(plan, Plan)
+    plan.save(tmp_path / "plan.json")
+    read = load_plan(tmp_path / "plan.json")
+    assert isinstance(read, Plan) and read.model.graph is None
+    assert captured_graph(read) == captured_graph(plan) == conjoin.capture(model, batch, functional.mse_loss)
+
+
+def test_a_second_shape_is_not_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes seconds for a model of many layers is done once; the plain model is the judge."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    batch = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
+    plan = conjoin.plan(model, batch, "local:1", loss=functional.mse_loss, strategy="single")
+    step = conjoin.load(plan, model, loss=functional.mse_loss, device="cpu")
+    monkeypatch.setattr(torch.export, "export", None)
+    small = batch[0][:5], batch[1][:5]
+    assert torch.allclose(step(*small), functional.mse_loss(model(small[0]), small[1]), rtol=1e-12)
