@@ -51,7 +51,6 @@ from conjoin.sim import (
     Prices,
     Simulation,
     Skeleton,
-    measure_memory,
     new_drafts,
     offloads_of,
     simulate_layouts,
@@ -386,7 +385,7 @@ class Contest:
         rival = self.best if allowed else self.without
         if rival is not None and seconds >= rival.seconds:
             return Outcome(entry, simulation, seconds, None)
-        peak = measure_memory(simulation.program, self.optimizer, self.machine.device).peak
+        peak = simulation.peak_bytes(self.optimizer, self.machine.device)
         outcome = Outcome(entry, simulation, seconds, peak)
         if not allowed:
             self.without = outcome if peak <= self.capacity else self.without

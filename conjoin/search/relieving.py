@@ -23,7 +23,7 @@ from conjoin.search.input_relief import relieve_by_inputs
 from conjoin.search.memory_chain import relieve_by_chains
 from conjoin.search.placing_branches import without_places
 from conjoin.search.variants import as_variant
-from conjoin.sim import Layouts, Skeleton, gain_of, measure_memory
+from conjoin.sim import Layouts, Skeleton, gain_of
 
 _MAX_PARTS = 128
 """Into how many segments a model is cut at most."""
@@ -49,7 +49,7 @@ def relieve(contest: Contest, outcome: Outcome, left: Callable[[], float] = lamb
 
 def _relieve_further(contest: Contest, entry: Entry, outcome: Outcome, left: Callable[[], float]) -> None:
     program = outcome.simulation.program
-    peak = measure_memory(program, contest.optimizer, contest.machine.device).peak
+    peak = outcome.simulation.peak_bytes(contest.optimizer, contest.machine.device)
     ways = segmentations(entry.variant.skeleton)
     if contest.mesh.size == 1:
         relieve_by_chains(contest, entry, program, ways, left)
@@ -139,7 +139,7 @@ def _judged(contest: Contest, made: Entry) -> tuple[float, int]:
     found = contest.judge(made, simulation)
     peak = found.peak_bytes
     if peak is None:
-        peak = measure_memory(simulation.program, contest.optimizer, contest.machine.device).peak
+        peak = simulation.peak_bytes(contest.optimizer, contest.machine.device)
     return found.seconds, peak
 
 

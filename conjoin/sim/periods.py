@@ -57,6 +57,15 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
+class Seam:
+    """Fragments that a program does not have: whole periods of a length, before the one at a place."""
+
+    place: int
+    count: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Program:
     """All instructions in a row; which earlier ones, by their places, each waits for; and where fragments begin."""
 
@@ -72,23 +81,31 @@ class _Program:
 
 
 def last_tick(
-    fragments: Sequence[Fragment], num_events: int = 0, shape: tuple[int, ...] = (), slowed: int = 0
+    fragments: Sequence[Fragment],
+    num_events: int = 0,
+    shape: tuple[int, ...] = (),
+    slowed: int = 0,
+    seams: Sequence[Seam] = (),
 ) -> int | None:
-    """When the last stream is done; None where no periods are found, or something reaches over them.
+    """When the last stream is done, with what is left out at seams; None where no periods are found, or something
+    reaches over them.
 
     >>> work = Instruction("work", COMPUTE, 5)
-    >>> last_tick([(work,)] * 1000), last_tick([(work,)] * 4)
-    (5000, None)
+    >>> last_tick([(work,)] * 1000), last_tick([(work,)] * 4), last_tick([(work,)] * 8, seams=[Seam(4, 992, 1)])
+    (5000, None, 5000)
     """
     program = _read(fragments)
-    stretches = find_stretches(program.codes) if program is not None else []
-    if program is None or not stretches or _longest(program.tasks) * (100 + slowed) // 100 > MAX_TICKS:
+    stretches = _stretches(program.codes, seams) if program is not None else []
+    periods = 1 + sum(more for _, more in stretches)
+    if program is None or not stretches or periods * _longest(program.tasks) * (100 + slowed) // 100 > MAX_TICKS:
         return None
     clock = _Clock(program, start_state(num_events, shape), shape, slowed)
     at = 0
-    for stretch in stretches:
+    for stretch, more in stretches:
+        if stretch.start < at:
+            return None
         clock.run(at, stretch.start)
-        if not clock.run_periods(stretch):
+        if not clock.run_periods(stretch, more):
             return None
         at = stretch.end
     clock.run(at, len(fragments))
@@ -171,6 +188,26 @@ def _longest(tasks: Iterable[Instruction]) -> int:
     return total
 
 
+def _stretches(codes: NDArray[np.int64], seams: Sequence[Seam]) -> list[tuple[Stretch, int]]:
+    """The stretches to time, each with the periods of it that are left out; none where there are none at a seam."""
+    if not seams:
+        return [(stretch, 0) for stretch in find_stretches(codes)]
+    found = [_stretch_at(codes, seam) for seam in seams]
+    return [one for one in found if one is not None] if all(found) else []
+
+
+def _stretch_at(codes: NDArray[np.int64], seam: Seam) -> tuple[Stretch, int] | None:
+    """The stretch around a seam, and how many periods of it are left out there."""
+    length = seam.length
+    unlike = np.flatnonzero(codes[:-length] != codes[length:])
+    after = int(np.searchsorted(unlike, seam.place - length))
+    start = int(unlike[after - 1]) + 1 if after else 0
+    end = int(unlike[after]) if after < len(unlike) else len(codes) - length
+    if seam.place > end or (end - start) // length < _ALIKE:
+        return None
+    return Stretch(start, length, (end - start) // length + 1), seam.count // length
+
+
 def find_stretches(codes: NDArray[np.int64], least: int = MIN_PERIODS) -> list[Stretch]:
     """Where numbers come again and again, without overlaps, in ascending order: those that leave out the most.
 
@@ -215,17 +252,18 @@ class _Clock:
         self.state, spans = advance(self.state, tasks, self.slowed, self.shape)
         return [end for _, end in spans]
 
-    def run_periods(self, stretch: Stretch) -> bool:
-        """Time periods until they are steady, and leave out the others; False where something waits for these."""
+    def run_periods(self, stretch: Stretch, more: int = 0) -> bool:
+        """Time periods until they are steady, and leave out the others, and as many more; False where something waits
+        for these, or more were to come and they did not get steady."""
         states, ends = [self.state[:NUM_STREAMS]], list[list[Ticks]]()
         for period in range(stretch.count):
-            at, left = stretch.start + period * stretch.length, stretch.count - period - 1
+            at, left = stretch.start + period * stretch.length, stretch.count - period - 1 + more
             ends = [*ends[-2:], self.run(at, at + stretch.length)]
             states = [*states[-3:], self.state[:NUM_STREAMS]]
             if left and len(ends) == _ALIKE and self._is_steady(self.program.firsts[at], states, ends):
                 self._skip(stretch, left, states, ends)
-                return not self._is_awaited(at + stretch.length, stretch)
-        return True
+                return not self._is_awaited(stretch.start if more else at + stretch.length, stretch)
+        return not more
 
     def _is_steady(self, first: int, states: list[State], ends: list[list[Ticks]]) -> bool:
         """Whether the period that was timed last, from a task on, will be the same again, however often."""
