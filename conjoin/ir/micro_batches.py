@@ -28,7 +28,6 @@ from conjoin.ir.placing import plain_call, rules_for
 from conjoin.ir.structure import LEAF
 from conjoin.ops import (
     PIPELINE,
-    Call,
     Copies,
     Invariant,
     Partial,
@@ -36,6 +35,7 @@ from conjoin.ops import (
     ShardingRule,
     Split,
     bind_args,
+    call_on,
     map_tensors,
     output_types,
     run_local,
@@ -365,7 +365,7 @@ class Cutting:
     def _emit_with_statistics(self, node: Node) -> None:
         """A batch norm of a micro-batch, by its own statistics; what it notes of them is for buffers alone."""
         args = map_tensors(node.op, node.args, lambda v: self._parts[v] if v in self._placed else self._wholes[v])
-        call = Call(node.op, map_tensors(node.op, args, lambda value: value.type))
+        call = call_on(node.op, args, lambda value: value.type)
         spec = spec_for(call)
         assert spec is not None, "batch norm is declared"
         made = self._builder.add_call(
@@ -376,7 +376,7 @@ class Cutting:
 
     def _call(self, node: Node | None, op: str, *given: Any) -> Any:
         bound = bind_args(op, given, {})
-        call = Call(op, map_tensors(op, bound, lambda value: value.type))
+        call = call_on(op, bound, lambda value: value.type)
         declared = spec_for(call)
         if declared is None:
             assert node is not None, f"{op} is declared"

@@ -85,7 +85,7 @@ class Program:
     ) -> None:
         self.offloads, self.copies = offloads, Copies({}, {}, 0)
         """What lies on the host, and the copies of it beside the fragments."""
-        readers = host_readers(skeleton.graph, offloads.inputs) if offloads.inputs else {}
+        readers = host_readers(skeleton.graph, offloads.inputs)
         self._host_readers = {i: readers[op.node] for i, op in enumerate(skeleton.operators) if op.node in readers}
         """Operators that read inputs from the host."""
         self.steps = steps
