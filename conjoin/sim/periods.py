@@ -32,28 +32,12 @@ from conjoin.sim.engine import (
     part_of,
     start_state,
 )
+from conjoin.sim.stretches import Stretch, find_stretches
 
-MIN_PERIODS = 5
+_MIN_PERIODS = 5
 """Fewer are timed one by one."""
-_CANDIDATES = 16
-"""Lengths of periods that are looked at: those at which most fragments come again."""
 _ALIKE = 3
 """Periods in a row of which is seen whether they are alike."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Equal parts one after the other."""
-
-    start: int
-    length: int
-    """Of a part."""
-    count: int
-    """Parts."""
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length * self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +175,7 @@ def _longest(tasks: Iterable[Instruction]) -> int:
 def _stretches(codes: NDArray[np.int64], seams: Sequence[Seam]) -> list[tuple[Stretch, int]]:
     """The stretches to time, each with the periods of it that are left out; none where there are none at a seam."""
     if not seams:
-        return [(stretch, 0) for stretch in find_stretches(codes)]
+        return [(stretch, 0) for stretch in find_stretches(codes, _MIN_PERIODS)]
     found = [_stretch_at(codes, seam) for seam in seams]
     return [one for one in found if one is not None] if all(found) else []
 
@@ -206,38 +190,6 @@ def _stretch_at(codes: NDArray[np.int64], seam: Seam) -> tuple[Stretch, int] | N
     if seam.place > end or (end - start) // length < _ALIKE:
         return None
     return Stretch(start, length, (end - start) // length + 1), seam.count // length
-
-
-def find_stretches(codes: NDArray[np.int64], least: int = MIN_PERIODS) -> list[Stretch]:
-    """Where numbers come again and again, without overlaps, in ascending order: those that leave out the most.
-
-    >>> find_stretches(np.array([7, *[1, 2, 2] * 6, 3]))
-    [Stretch(start=1, length=3, count=6)]
-    """
-    found = []
-    for length in _lengths(codes):
-        for start, end in _runs(codes[:-length] == codes[length:]):
-            count = (end - start) // length + 1
-            found += [Stretch(start, length, count)] if count >= least else []
-    chosen: list[Stretch] = []
-    for stretch in sorted(found, key=lambda one: (-one.length * (one.count - least + 1), one.length)):
-        if all(stretch.end <= other.start or other.end <= stretch.start for other in chosen):
-            chosen.append(stretch)
-    return sorted(chosen, key=lambda stretch: stretch.start)
-
-
-def _lengths(codes: NDArray[np.int64]) -> list[int]:
-    """The distances at which most numbers come again."""
-    order = np.argsort(codes, kind="stable")
-    again = codes[order[1:]] == codes[order[:-1]]
-    distances, counts = np.unique((order[1:] - order[:-1])[again], return_counts=True)
-    common = distances[np.argsort(-counts, kind="stable")[:_CANDIDATES]]
-    return sorted(int(length) for length in common)
-
-
-def _runs(same: NDArray[np.bool_]) -> Iterable[tuple[int, int]]:
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], same, [False])).astype(np.int8)))
-    return ((int(start), int(end)) for start, end in edges.reshape(-1, 2))
 
 
 class _Clock:

@@ -21,9 +21,9 @@ from conjoin.comm import BUNDLES_AHEAD, ParameterBundle, Use
 from conjoin.ir import Segment
 from conjoin.sim.fragments import Drafts
 from conjoin.sim.parameter_uses import FoundBundles
-from conjoin.sim.periods import Stretch, find_stretches
 from conjoin.sim.program import Program
 from conjoin.sim.skeleton import Layouts, LeftOut, Skeleton, find_readers
+from conjoin.sim.stretches import Stretch, find_stretches
 
 _BEFORE, _AFTER = 3, 3
 """Periods that are left before what is left out and behind it: they are timed until they are steady, and compared."""

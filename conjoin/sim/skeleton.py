@@ -21,7 +21,7 @@ from conjoin.ir import (
     kept_between_steps,
     origin,
 )
-from conjoin.ops import CAST, Call, Layout, TensorType
+from conjoin.ops import CAST, Call, Layout, TensorType, call_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +158,7 @@ def take_apart(plan: Plan) -> tuple[Skeleton, Layouts]:
     return take_graph_apart(plan.graph)
 
 
+@call_cache(32)
 def take_graph_apart(graph: Graph) -> tuple[Skeleton, Layouts]:
     """The same for a graph; one without layouts is the same on every device."""
     gradients, kept = GradientFlow(graph), frozenset(kept_between_steps(graph)[0])
