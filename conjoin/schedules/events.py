@@ -73,6 +73,16 @@ class _Channel:
         self.left = self.rate = self.since = 0.0
 
 
+def _shared_links(ways: list[_Way]) -> set[int]:
+    """The links on which transfers of several channels can meet; of those that all take up alike, one."""
+    users: dict[int, list[tuple[int, float]]] = {}
+    for number, way in enumerate(ways):
+        for link, part in way.wants:
+            users.setdefault(link, []).append((number, part))
+    alike = {tuple(used): link for link, used in users.items()}
+    return {link for used, link in alike.items() if len({ways[number].channel.number for number, _ in used}) > 1}
+
+
 class _Player:
     """Cells are what rows make for a micro-batch: (code × stages + stage) × micro-batches + micro-batch."""
 
@@ -124,8 +134,11 @@ class _Player:
                 channel = by_owners.setdefault(ends, _Channel(len(by_owners)))
                 way = ways[giver, taker] = _Way(ends, cell, seconds, taken, channel)
                 self.sends[code * stages + giver].append(way)
-                self.on_link.update((link, []) for link, _ in way.wants)
         self.channels = list(by_owners.values())
+        shared = _shared_links(list(ways.values()))
+        self.on_link = {link: [] for link in shared}
+        for way in ways.values():
+            way.wants = tuple(want for want in way.wants if want[0] in shared)
         return ways
 
     def _tables(self, schedule: Schedule, times: Times) -> tuple[list[list[int]], list[list[float]]]:
