@@ -77,14 +77,6 @@ class Fold:
         return found
 
     @cached_property
-    def values(self) -> Mapping[Value, Value]:
-        """The same for what leaves and nodes make."""
-        found = {Value(leaf): Value(one) for leaf, one in self.leaves.items()}
-        for node, one in self.nodes.items():
-            found.update(zip(node.outputs(), one.outputs(), strict=True))
-        return found
-
-    @cached_property
     def skeleton(self) -> Skeleton:
         """Of the short graph."""
         return take_graph_apart(self.short)[0]
