@@ -312,6 +312,19 @@ class Contest:
         return min(found.seconds if found is not None else inf for found in (self.best, self.pipeline))
 
     @property
+    def pipeline_leads(self) -> bool:
+        """Whether several stages are faster than one, by more than plans differ that are alike."""
+        return self.pipeline is not None and (
+            self.best is None or self.pipeline.seconds * SIMPLER < self.best.seconds
+        )
+
+    @property
+    def seconds_to_beat(self) -> float:
+        """What a plan of one stage has to take less than to be of any use."""
+        several = inf if self.pipeline is None else self.pipeline.seconds * SIMPLER
+        return several if self.best is None else min(several, self.best.seconds)
+
+    @property
     def mesh(self) -> Mesh:
         """The axes that may be used."""
         return self.constraints.free(self.machine.mesh)

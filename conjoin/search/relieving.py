@@ -43,7 +43,7 @@ def relieve(contest: Contest, outcome: Outcome, left: Callable[[], float] = lamb
     heavy = relieve_by_inputs(contest, entry, left) if not start.entry.offloads.inputs else []
     _relieve_further(contest, entry, outcome, left)
     for streamed in heavy:
-        if contest.best is None or streamed.seconds < contest.best.seconds:
+        if streamed.seconds < contest.seconds_to_beat:
             _relieve_further(contest, streamed.entry, streamed, left)
 
 
@@ -70,11 +70,11 @@ def _relieve_further(contest: Contest, entry: Entry, outcome: Outcome, left: Cal
         part = (peak - contest.capacity) / max(peak - needed, 1)
         guess = bisect_left(saved, part * saved[-1]) + 1
         expected = outcome.seconds + guess / len(worth) * (seconds - outcome.seconds)
-        if contest.best is None or expected < _SLOWER * contest.best.seconds:
+        if expected < _SLOWER * contest.seconds_to_beat:
             _enter_fewest(contest, entry, worth, guess, left)
     if contest.mesh.size > 1:
         relieve_by_chains(contest, entry, program, ways, left)
-    if contest.best is None or outcome.seconds < contest.best.seconds:
+    if outcome.seconds < contest.seconds_to_beat:
         relieve_by_host(contest, entry, program, contest.share(_FOR_HOST))
 
 
