@@ -14,7 +14,7 @@ from conjoin.sim import predict_pipeline
 _PART = 0.35
 """Of the time that is left, for pipelines."""
 _MOST = 0.65
-"""The same where nothing fits in one stage, or pipelines were found that are faster than all of one stage."""
+"""The same where memory decides over what one stage can do, or pipelines were found that are faster than that."""
 _PRICED_PER_STEP = 1
 """Rows of cells that may be simulated for every step that is left for pipelines."""
 
@@ -31,7 +31,7 @@ def search_stages(contest: Contest, costs: CostModel, stages: int | None = None)
     trial = "stages" if stages is None else f"{stages} stages"
     if not contest.is_new(trial):
         return
-    part = 1.0 if stages is not None else _MOST if contest.best is None else _PART
+    part = 1.0 if stages is not None else _MOST if contest.best is None or contest.memory_decides else _PART
     left, longer, most = contest.share(part), contest.share(max(part, _MOST)), inf
     if contest.steps_left is not None:
         most = part * contest.steps_left * _PRICED_PER_STEP
