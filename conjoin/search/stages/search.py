@@ -127,7 +127,7 @@ class StageSearch:
                 if seconds < limit:
                     cuttings.append((seconds, trial, cutting))
                     cuttings.sort(key=lambda found: found[0])
-            if cuttings and self.best is None:  # anything is better than nothing
+            if cuttings and (self.best is None or cuttings[0][0] * _NEAR < self._limit()):  # time may be over soon
                 self._judge(*cuttings.pop(0)[1:])
         for seconds, trial, cutting in cuttings[:_BUILT]:
             if seconds < _NEAR * self._limit():
