@@ -1,6 +1,7 @@
 """How a reshard is carried out: the choice of collectives, what each rank sends, and how many bytes that is."""
 
 from conjoin.comm.bundling import (
+    BUNDLES_AHEAD,
     BundleKind,
     BundleSizes,
     ParameterBundle,
@@ -64,8 +65,9 @@ from conjoin.comm.unit_tasks import Grid
 from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 
 __all__ = [
-    "AGREEMENT_BYTES", "BACKWARD", "CHUNKS", "EDGE_BYTES", "EXCHANGE", "FIRST_BYTES", "FORWARD", "OVER_EDGES", "RING",
-    "ROWS", "SENDER_WAYS", "Assignment", "Atomic", "Block", "BundleKind", "BundleSizes", "ChunkMove", "ChunkPlaces",
+    "AGREEMENT_BYTES", "BACKWARD", "BUNDLES_AHEAD", "CHUNKS", "EDGE_BYTES", "EXCHANGE", "FIRST_BYTES", "FORWARD",
+    "OVER_EDGES", "RING", "ROWS", "SENDER_WAYS", "Assignment", "Atomic", "Block", "BundleKind", "BundleSizes",
+    "ChunkMove", "ChunkPlaces",
     "Chunking", "Collective", "EdgeInput", "Entry", "ExchangedBytes", "Form", "GradientFlow", "Grid", "Halo",
     "HaloBytes", "MadeOnce", "Message", "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Ring", "RingBytes",
     "Route", "RoutedBytes", "Routing", "Step", "StepKind", "Traffic", "Transfer", "TransferPlan", "Use", "WholeSlices",

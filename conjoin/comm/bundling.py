@@ -112,6 +112,10 @@ class ParameterBundle:
         """Their gradients as they are summed up."""
         return tuple(replace(leaf.type, dtype=self.kind.added) for leaf in self.leaves)
 
+    def is_alone(self, bundle_bytes: int) -> bool:
+        """Whether it is one parameter that is too large to be packed with others, whichever these are."""
+        return len(self.entries) == 1 and self.num_bytes >= min(bundle_bytes, _LARGE)
+
     @property
     def is_gathered_again(self) -> bool:
         """Whether it is dropped after the forward pass, and the backward pass reads one of its parameters."""

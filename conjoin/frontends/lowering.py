@@ -24,7 +24,7 @@ from conjoin.ops import (
     Call,
     TensorType,
     bind_args,
-    map_tensors,
+    call_on,
     operator_name,
     output_types,
     signature,
@@ -327,7 +327,7 @@ def _corrected(op: str, args: tuple[Any, ...], types: tuple[TensorType, ...], no
 
 
 def _call(op: str, args: tuple[Any, ...]) -> Call:
-    return Call(op, map_tensors(op, args, lambda value: value.type))
+    return call_on(op, args, lambda value: value.type)
 
 
 def _with_stated_dtype(

@@ -8,6 +8,7 @@ from conjoin.ir.files import read_json, write_file
 from conjoin.ir.fixed import fixed_nodes, kept_between_steps
 from conjoin.ir.graph import Graph, Result, Scalar
 from conjoin.ir.graph_file import fingerprint, load_graph, save_graph
+from conjoin.ir.graph_form import graph_form
 from conjoin.ir.host_inputs import HostReader, host_readers, streamable_inputs
 from conjoin.ir.library_stamps import LIBRARY, STAMPED, library_digest, own_proof
 from conjoin.ir.limits import MAX_CONSTANT_BYTES
@@ -213,6 +214,7 @@ __all__ = [
     "fingerprint_of",
     "fixed_nodes",
     "flatten_tree",
+    "graph_form",
     "has_parts",
     "holds",
     "host_inputs",

@@ -36,6 +36,8 @@ class HostReader:
 
 def host_readers(graph: Graph, names: Collection[str]) -> dict[Node, HostReader]:
     """Who reads some inputs from the host, and how; ValueError where somebody cannot, or there is no such input."""
+    if not names:
+        return {}
     inputs = {leaf.name: leaf for leaf in graph.leaves_of(LeafKind.INPUT)}
     for name in names:
         if name not in inputs:

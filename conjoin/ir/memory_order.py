@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from types import MappingProxyType
 
@@ -125,6 +126,7 @@ def orders_looked_at(graph: Graph, channels_last: bool) -> list[Strides]:
     ]
 
 
+@lru_cache(1 << 14)
 def _drawn(type: TensorType, strides: Strides) -> Strides:
     return torch.empty_like(_on_meta(type, strides)).stride()
 

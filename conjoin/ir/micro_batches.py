@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from conjoin.errors import StrategyError
@@ -35,7 +34,10 @@ from conjoin.ops import (
     Placement,
     ShardingRule,
     Split,
+    TensorType,
     bind_args,
+    call_cache,
+    call_on,
     map_tensors,
     output_types,
     run_local,
@@ -359,13 +361,22 @@ class Cutting:
             made: Any = self._call(node, node.op, *map_tensors(node.op, node.args, lambda _: next(feed)))
             return made if isinstance(made, tuple) else (made,)
         size = space_of(spec, call).sizes[rule.index] // self.steps
-        piece = {rule.index: (self.number * size, (self.number + 1) * size)}
-        return run_local(spec, call, piece, parts, partial(self._call, node))
+        piece = rule.index, self.number * size, (self.number + 1) * size
+        try:
+            form = _local_form(call, piece, tuple(part.type for part in parts))
+        except _Undeclared as error:
+            raise self._cannot(node, f"calls {error} in a form nobody declared") from None
+        values = dict(zip(map(Value, form.leaves), parts, strict=True))
+        for one in form.nodes:
+            args, source = map_tensors(one.op, one.args, values.__getitem__), self.graph.source_of(node)
+            again = self._builder.add_call(one.op, args, one.types, source, pinned=node.pinned)
+            values.update(zip(one.outputs(), again.outputs(), strict=True))
+        return tuple(values[value] for value in form.outputs if isinstance(value, Value))
 
     def _emit_with_statistics(self, node: Node) -> None:
         """A batch norm of a micro-batch, by its own statistics; what it notes of them is for buffers alone."""
         args = map_tensors(node.op, node.args, lambda v: self._parts[v] if v in self._placed else self._wholes[v])
-        call = Call(node.op, map_tensors(node.op, args, lambda value: value.type))
+        call = call_on(node.op, args, lambda value: value.type)
         spec = spec_for(call)
         assert spec is not None, "batch norm is declared"
         made = self._builder.add_call(
@@ -376,7 +387,7 @@ class Cutting:
 
     def _call(self, node: Node | None, op: str, *given: Any) -> Any:
         bound = bind_args(op, given, {})
-        call = Call(op, map_tensors(op, bound, lambda value: value.type))
+        call = call_on(op, bound, lambda value: value.type)
         declared = spec_for(call)
         if declared is None:
             assert node is not None, f"{op} is declared"
@@ -421,6 +432,32 @@ class Cutting:
         if not isinstance(value, Value):
             return value
         return self._parts.get(value, self._wholes[value])
+
+
+class _Undeclared(Exception):
+    """An operator in a form nobody declared."""
+
+
+@call_cache()
+def _local_form(call: Call, piece: tuple[str, int, int], types: tuple[TensorType, ...]) -> Graph:
+    """What a call makes of a piece of one of its indices, from parts of its operands of these types: equal layers do
+    so alike. Undeclared where it calls something in a form nobody declared."""
+    builder, spec = GraphBuilder(), spec_for(call)
+    assert spec is not None, "it is split along an index of its declaration"
+    parts = [builder.add_leaf(make_leaf(LeafKind.INPUT, f"x{i}", type)) for i, type in enumerate(types)]
+
+    def emit(op: str, *given: Any) -> Any:
+        bound = bind_args(op, given, {})
+        inner = call_on(op, bound, lambda value: value.type)
+        declared = spec_for(inner)
+        if declared is None:
+            raise _Undeclared(op)
+        made = tuple(builder.add_call(op, bound, output_types(declared, inner)).outputs())
+        return made if len(made) > 1 else made[0]
+
+    index, start, stop = piece
+    made = run_local(spec, call, {index: (start, stop)}, parts, emit)
+    return builder.finish("local form", training=True, inputs=(), outputs=made)
 
 
 def _counts_up(value: Any) -> bool:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, assert_never
 from weakref import WeakValueDictionary
 
-from conjoin.ops import Args, Call, Kind, OpSpec, TensorType, map_tensors, spec_for, walk_tensors
+from conjoin.ops import Args, Call, Kind, OpSpec, TensorType, call_on, spec_for, walk_tensors
 
 
 class LeafKind(Enum):
@@ -108,7 +108,7 @@ class Node:
     def call(self) -> Call:
         """The call on types, as the declarations take it."""
         if self._call is None:
-            object.__setattr__(self, "_call", Call(self.op, map_tensors(self.op, self.args, lambda value: value.type)))
+            object.__setattr__(self, "_call", call_on(self.op, self.args, lambda value: value.type))
         return self._call  # type: ignore[return-value] # just set
 
     @property

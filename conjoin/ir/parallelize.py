@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from conjoin.ir.graph import Graph
 from conjoin.ir.nodes import Leaf, LeafKind, Node, Source, Value, make_node, retype
-from conjoin.ir.reshards import is_parallel, reshard_chain
+from conjoin.ir.reshards import Elementary, is_parallel, reshard_chain
 from conjoin.ir.rewriting import Rewriting
 from conjoin.ops import Layout, ShardingRule, make_layout, map_tensors
 
@@ -45,9 +46,8 @@ class _Placing:
             return start
         if (value, layout) not in self._resharded:
             current = start
-            for step in reshard_chain(start.type.layout, layout):
-                type = current.type.laid_out(step.apply(current.type.layout))
-                node = make_node(step.op, (current, *step.attributes), (type,))
+            for step, after in _reshards(start.type.layout, layout):
+                node = make_node(step.op, (current, *step.attributes), (current.type.laid_out(after),))
                 current = Value(self.work.builder.add_node(node, source))
             self._resharded[value, layout] = current
         return self._resharded[value, layout]
@@ -62,6 +62,16 @@ class _Placing:
         made = make_node(node.op, args, types, occurrence=node.occurrence, pinned=node.pinned)
         self.work.builder.add_node(made, source)
         self.work.values.update(zip(node.outputs(), made.outputs(), strict=True))
+
+
+@lru_cache(1 << 14)
+def _reshards(source: Layout, target: Layout) -> tuple[tuple[Elementary, Layout], ...]:
+    """The reshards from one layout to another, each with the layout after it."""
+    found, layout = [], source
+    for step in reshard_chain(source, target):
+        layout = step.apply(layout)
+        found.append((step, layout))
+    return tuple(found)
 
 
 def parallelize(

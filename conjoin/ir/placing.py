@@ -25,7 +25,7 @@ from conjoin.ops import (
     Split,
     TensorType,
     call_cache,
-    map_tensors,
+    call_on,
     placement_on,
     replicated_rules,
     sharding_rules,
@@ -63,7 +63,7 @@ Layouts = tuple[Layout, ...]
 @lru_cache(maxsize=1 << 16)
 def plain_call(node: Node) -> Call:
     """The call on types without layouts: what declarations are asked about."""
-    return Call(node.op, map_tensors(node.op, node.args, lambda value: value.type.laid_out(())))
+    return call_on(node.op, node.args, lambda value: value.type.laid_out(()))
 
 
 @call_cache()

@@ -9,7 +9,7 @@ from typing import Any
 from conjoin.ir.builder import GraphBuilder, is_random
 from conjoin.ir.graph import Graph, Result
 from conjoin.ir.nodes import Leaf, Node, Value, make_node
-from conjoin.ops import Call, bind_args, map_tensors, output_types, spec_for
+from conjoin.ops import bind_args, call_on, map_tensors, output_types, spec_for
 
 
 class Rewriting:
@@ -32,7 +32,7 @@ class Rewriting:
     def emit(self, node: Node, op: str, *given: Any) -> Any:
         """A call of a declared operator on new values, at the place of an old node; its output, or all of them."""
         bound = bind_args(op, given, {})
-        call = Call(op, map_tensors(op, bound, lambda value: value.type))
+        call = call_on(op, bound, lambda value: value.type)
         declared = spec_for(call)
         assert declared is not None, f"{op} is called in a form nobody declared, in place of {node.op}"
         types = output_types(declared, call)

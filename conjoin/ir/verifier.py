@@ -82,10 +82,10 @@ def _node_faults(graph: Graph) -> Iterator[Fault]:
     known: set[Leaf | Node] = set(graph.leaves)
     judged: dict[Any, tuple[str, ...]] = {}
     for i, node in enumerate(graph.nodes):
-        where = node_place(graph, i)
         if node in known:
-            yield Fault(where, "stands twice")
-        yield from (Fault(where, what) for what in _form_faults(node) or _call_faults(node, known, judged))
+            yield Fault(node_place(graph, i), "stands twice")
+        for what in _form_faults(node) or _call_faults(node, known, judged):
+            yield Fault(node_place(graph, i), what)
         known.add(node)
 
 

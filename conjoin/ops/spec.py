@@ -134,6 +134,22 @@ class Call:
         return tuple(dim % max(rank, 1) for dim in (value if isinstance(value, tuple) else (value,)))
 
 
+def call_on(op: str, args: Args, type_of: Callable[[Any], TensorType]) -> Call:
+    """The call on what stands for tensors, by their types: the same object for equal ones, which are so looked up
+    without comparing what they are given.
+
+    >>> f32 = TensorType((2,), torch.float32)
+    >>> call_on("relu", ("x",), lambda _: f32) is call_on("relu", (f32,), lambda type: type)
+    True
+    """
+    return _only(Call(op, map_tensors(op, args, type_of)))
+
+
+@lru_cache(1 << 16)
+def _only(call: Call) -> Call:
+    return call
+
+
 def walk_tensors(op: str, args: Args) -> Iterator[tuple[str, Any]]:
     """Every operand of a call with the name of its parameter; literals given for a tensor are not operands."""
     for parameter, value in zip(signature(op).parameters, args, strict=True):

@@ -73,6 +73,16 @@ class _Channel:
         self.left = self.rate = self.since = 0.0
 
 
+def _shared_links(ways: list[_Way]) -> set[int]:
+    """The links on which transfers of several channels can meet; of those that all take up alike, one."""
+    users: dict[int, list[tuple[int, float]]] = {}
+    for number, way in enumerate(ways):
+        for link, part in way.wants:
+            users.setdefault(link, []).append((number, part))
+    alike = {tuple(used): link for link, used in users.items()}
+    return {link for used, link in alike.items() if len({ways[number].channel.number for number, _ in used}) > 1}
+
+
 class _Player:
     """Cells are what rows make for a micro-batch: (code × stages + stage) × micro-batches + micro-batch."""
 
@@ -98,6 +108,8 @@ class _Player:
         self.sends: list[list[_Way]] = [[] for _ in range(3 * self.num_stages)]
         self.channels: list[_Channel] = []
         self.on_link: dict[int, list[_Channel]] = {}
+        self.load: dict[int, float] = {}
+        """What all on a link want of it, where there are several."""
         self.ways = self._connect(schedule, times)
         self.rows = schedule.rows
         self.cells, self.seconds = self._tables(schedule, times)
@@ -122,8 +134,11 @@ class _Player:
                 channel = by_owners.setdefault(ends, _Channel(len(by_owners)))
                 way = ways[giver, taker] = _Way(ends, cell, seconds, taken, channel)
                 self.sends[code * stages + giver].append(way)
-                self.on_link.update((link, []) for link, _ in way.wants)
         self.channels = list(by_owners.values())
+        shared = _shared_links(list(ways.values()))
+        self.on_link = {link: [] for link in shared}
+        for way in ways.values():
+            way.wants = tuple(want for want in way.wants if want[0] in shared)
         return ways
 
     def _tables(self, schedule: Schedule, times: Times) -> tuple[list[list[int]], list[list[float]]]:
@@ -232,6 +247,7 @@ class _Player:
         channel.wants, channel.left, channel.rate = way.wants, way.seconds, 0.0
         for link, _ in channel.wants:
             self.on_link[link].append(channel)
+            self._weigh(link)
         self._set_rate(channel, now)
         self._share_others(channel, now)
 
@@ -242,12 +258,17 @@ class _Player:
                 if other is not channel:
                     self._set_rate(other, now)
 
+    def _weigh(self, link: int) -> None:
+        """Add up what those want of a link that are on it now."""
+        several = self.on_link[link] if len(self.on_link[link]) > 1 else ()
+        self.load[link] = sum(part for channel in several for at, part in channel.wants if at == link)
+
     def _set_rate(self, channel: _Channel, now: float) -> None:
         most = 1.0
         for link, _ in channel.wants:
-            others = self.on_link[link]
-            if len(others) > 1:
-                most = max(most, sum(part for other in others for at, part in other.wants if at == link))
+            load = self.load[link]
+            if load > most:
+                most = load
         rate = 1 / most
         if rate != channel.rate:
             if channel.rate:
@@ -261,6 +282,7 @@ class _Player:
         way, micro_batch = channel.waiting.popleft()
         for link, _ in channel.wants:
             self.on_link[link].remove(channel)
+            self._weigh(link)
         if channel.waiting:
             following, _ = channel.waiting[0]
             if following is not way:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from math import inf
 
 from conjoin.errors import ScheduleError
@@ -141,8 +142,12 @@ class _Run:
         """What each owner ran; None where they came to no end."""
         rows: list[list[Row]] = [[] for _ in self.free]
         offers = [self._best(owner) for owner in range(len(self.free))]
+        soonest = [(offer[0], owner) for owner, offer in enumerate(offers)]
+        heapify(soonest)
         for _ in range(len(self.owners) * self.num * (3 if self.apart else 2)):
-            owner = min(range(len(offers)), key=lambda o: offers[o][0])
+            while soonest[0][0] != offers[soonest[0][1]][0]:  # the owner has a newer offer
+                heappop(soonest)
+            owner = soonest[0][1]
             start, kind, stage = offers[owner]
             if start == inf:
                 return None
@@ -151,6 +156,7 @@ class _Run:
             rows[owner].append(Row(shown, stage, micro_batch))
             for other in {owner, *self._run(owner, start, kind, stage, micro_batch)}:
                 offers[other] = self._best(other)
+                heappush(soonest, (offers[other][0], other))
         return tuple(map(tuple, rows))
 
     def _best(self, owner: int) -> tuple[float, Kind, int]:

@@ -52,7 +52,6 @@ from conjoin.sim import (
     Prices,
     Simulation,
     Skeleton,
-    measure_memory,
     new_drafts,
     offloads_of,
     simulate_layouts,
@@ -314,6 +313,19 @@ class Contest:
         return min(found.seconds if found is not None else inf for found in (self.best, self.pipeline))
 
     @property
+    def pipeline_leads(self) -> bool:
+        """Whether several stages are faster than one, by more than plans differ that are alike."""
+        return self.pipeline is not None and (
+            self.best is None or self.pipeline.seconds * SIMPLER < self.best.seconds
+        )
+
+    @property
+    def seconds_to_beat(self) -> float:
+        """What a plan of one stage has to take less than to be of any use."""
+        several = inf if self.pipeline is None else self.pipeline.seconds * SIMPLER
+        return several if self.best is None else min(several, self.best.seconds)
+
+    @property
     def mesh(self) -> Mesh:
         """The axes that may be used."""
         return self.constraints.free(self.machine.mesh)
@@ -391,7 +403,7 @@ class Contest:
         rival = self.best if allowed else self.without
         if rival is not None and seconds >= rival.seconds:
             return Outcome(entry, simulation, seconds, None)
-        peak = measure_memory(simulation.program, self.optimizer, self.machine.device).peak
+        peak = simulation.peak_bytes(self.optimizer, self.machine.device)
         outcome = Outcome(entry, simulation, seconds, peak)
         if not allowed:
             self.without = outcome if peak <= self.capacity else self.without

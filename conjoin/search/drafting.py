@@ -39,7 +39,7 @@ from conjoin.machine import Machine, Mesh
 from conjoin.ops import CAST, Layout, Placement, call_cache, make_layout
 from conjoin.search.blocks import segments_for
 from conjoin.search.bundle_size import choose_bundle_bytes
-from conjoin.search.facts import Facts, study, where_in
+from conjoin.search.facts import Facts, expands, study, where_in
 from conjoin.search.features_once import with_features_once
 from conjoin.search.kept_parameters import without_kept
 from conjoin.search.offloads import with_offloads
@@ -130,9 +130,9 @@ def _is_cut_of(graph: Graph, node: Node, shared: frozenset[str]) -> bool:
 @call_cache(16)
 def open_up(graph: Graph, stuck: frozenset[Node]) -> tuple[tuple[Substitution, ...], Graph]:
     """The graph with nodes that are stuck replaced by what is not, those of one kind at a time, and what was done."""
-    facts = study(graph)
     flattened = {node for node in stuck if find_flattened(graph, node) is not None}
-    by_parts = {node for node in stuck if facts.by_node[node].has_parts and not facts.by_node[node].expandable}
+    calls = {node: plain_call(node) for node in stuck}
+    by_parts = {node for node in stuck if expands(calls[node], parts=True) and not expands(calls[node], parts=False)}
     merged = {node for node in stuck if find_parted(graph, node)} - flattened
     packed = {node for node in stuck if find_packed(graph, node) is not None}
     fused = {node for node in stuck if not can_expand(node)} - by_parts - flattened - merged - packed

@@ -185,7 +185,7 @@ def _find_inside(call: Call, num_outputs: int, weights: tuple[bool, ...]) -> tup
 
 
 @call_cache()
-def _expands(call: Call, parts: bool) -> bool:
+def expands(call: Call, parts: bool) -> bool:
     """Whether a call expands to another composition: some forms of an operator expand to themselves."""
     spec = spec_for(call)
     if spec is None or (spec.by_parts if parts else spec.expansion) is None:
@@ -263,8 +263,8 @@ class Facts:
             _find_lookup(call, num_outputs, weights) if mixed and tables and not (layer or experts) else None,
             experts,
             _find_inside(call, num_outputs, weights) if experts else (),
-            _expands(call, parts=False),
-            _expands(call, parts=True),
+            expands(call, parts=False),
+            expands(call, parts=True),
         )
 
     def parameters(self) -> tuple[Leaf, ...]:

@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 
 from conjoin.ir import Graph, Leaf, LeafKind, Node, Result, Value, make_node
 from conjoin.ops import call_cache, map_tensors
-from conjoin.sim import Skeleton, Stretch, take_graph_apart
+from conjoin.sim import Skeleton, Stretch, rank_stretches, take_graph_apart, true_runs
 
 FIRST, LAST = 2, 2
 """Blocks that are left at the beginning of a stretch and at its end."""
+_TRIED = 8
+"""Stretches of equal calls of which is seen whether blocks read alike, too; those first that leave out the most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +77,6 @@ class Fold:
         return found
 
     @cached_property
-    def values(self) -> Mapping[Value, Value]:
-        """The same for what leaves and nodes make."""
-        found = {Value(leaf): Value(one) for leaf, one in self.leaves.items()}
-        for node, one in self.nodes.items():
-            found.update(zip(node.outputs(), one.outputs(), strict=True))
-        return found
-
-    @cached_property
     def skeleton(self) -> Skeleton:
         """Of the short graph."""
         return take_graph_apart(self.short)[0]
@@ -104,7 +98,8 @@ def fold(graph: Graph) -> Fold | None:
     """The fold that leaves out the most; None where no block is there often enough, or others read inside of blocks."""
     refs, readers = _references(graph), _readers(graph)
     numbers = _numbers([(n.call, n.types, n.pinned, tuple(v.index for v in n.inputs)) for n in graph.nodes])
-    for stretch in _candidates(numbers):
+    least = FIRST + LAST + 1
+    for stretch in rank_stretches(numbers, least, range(1, len(numbers) // least + 1))[:_TRIED]:
         found = _verified(graph, stretch, refs, readers)
         short = None if found is None else _shortened(graph, found[0])
         if found is not None and short is not None and len(set(short.nodes)) == len(short.nodes):
@@ -135,27 +130,8 @@ def _numbers(keys: Sequence[object]) -> NDArray[np.int64]:
     return np.array([known.setdefault(key, len(known)) for key in keys], np.int64)
 
 
-def _candidates(numbers: NDArray[np.int64]) -> list[Blocks]:
-    """Stretches in which the calls are the same again and again, those that leave out the most first."""
-    found = []
-    for length in range(1, len(numbers) // (FIRST + LAST + 1) + 1):
-        for start, end in _runs(numbers[:-length] == numbers[length:]):
-            stretch = Blocks(start, length, (end - start) // length + 1)
-            found += [stretch] if stretch.num_dropped else []
-    return sorted(found, key=lambda stretch: (-stretch.num_dropped, stretch.length))[:8]
-
-
-def _runs(same: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """The longest stretch of what is true: its start and end."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], same, [False])).astype(np.int8)))
-    runs = edges.reshape(-1, 2)
-    if len(runs):
-        start, end = runs[np.argmax(runs[:, 1] - runs[:, 0])]
-        yield int(start), int(end)
-
-
 def _verified(
-    graph: Graph, stretch: Blocks, refs: Sequence[tuple[int | Leaf, ...]], readers: Mapping[Leaf, list[int]]
+    graph: Graph, stretch: Stretch, refs: Sequence[tuple[int | Leaf, ...]], readers: Mapping[Leaf, list[int]]
 ) -> tuple[Blocks, dict[Leaf, Leaf]] | None:
     """The part of a stretch in which blocks read alike too, and which leaf of the block before is like which."""
     length = stretch.length
@@ -163,16 +139,15 @@ def _verified(
         all(_is_alike(*pair, length, stretch.start) for pair in zip(refs[p], refs[p + length], strict=True))
         for p in range(stretch.start, stretch.end - length)
     ]
-    for start, end in _runs(np.array(alike, bool)):
-        first = stretch.start + start
-        kept = Blocks(first, length, (end - start) // length + 1)
-        before: dict[Leaf, Leaf] = {}
-        for p in range(kept.start, kept.end - length):
-            pairs = zip(refs[p], refs[p + length], strict=True)
-            before |= {b: a for a, b in pairs if isinstance(a, Leaf) and isinstance(b, Leaf) and a is not b}
-        inner = range(kept.start, kept.end - length)
-        if kept.num_dropped and not _is_read_outside(graph, kept, refs, inner) and _is_like(kept, before, readers):
-            return kept, before
+    start, end = max(true_runs(np.array(alike, bool)), key=lambda run: run[1] - run[0], default=(0, 0))
+    kept = Blocks(stretch.start + start, length, (end - start) // length + 1)
+    before: dict[Leaf, Leaf] = {}
+    for p in range(kept.start, kept.end - length):
+        pairs = zip(refs[p], refs[p + length], strict=True)
+        before |= {b: a for a, b in pairs if isinstance(a, Leaf) and isinstance(b, Leaf) and a is not b}
+    inner = range(kept.start, kept.end - length)
+    if kept.num_dropped and not _is_read_outside(graph, kept, refs, inner) and _is_like(kept, before, readers):
+        return kept, before
     return None
 
 

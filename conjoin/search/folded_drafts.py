@@ -1,15 +1,17 @@
-"""Drafts of a graph with many equal blocks: made on the short graph, with few of them, and unfolded.
+"""Drafts of what is alike: made once, and carried over.
 
 A strategy goes through a graph in order, and what it decides for a block depends on how the block before was treated.
-Where it treats the two blocks alike that stand on the two sides of what the short graph leaves out, it would treat all
-between them so too; where it does not, the whole graph is drafted.
+So a graph with many equal blocks is drafted as the short graph, with few of them: where a strategy treats the two
+blocks alike that stand on the two sides of what the short graph leaves out, it would treat all between them so too;
+where it does not, the whole graph is drafted. Graphs of the same form, as those of stages, are drafted once.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
 
-from conjoin.ir import REGATHER, Graph
+from conjoin.ir import REGATHER, Graph, Leaf, Node, Value, graph_form
 from conjoin.search.drafting import Draft, Strategy, draft_in_full
 from conjoin.search.facts import study
 from conjoin.search.fold import Fold, fold
@@ -22,16 +24,52 @@ def draft_folded(graph: Graph, strategy: Strategy) -> Draft:
     short = None if found is None else strategy(study(found.short))
     if found is None or short is None or not _is_steady(found, short):
         return draft_in_full(graph, strategy)
+    return _carried_over(short, found.leaves, found.nodes)
+
+
+@dataclass
+class DraftsByForm:
+    """What a strategy decides for graphs, once for all of the same form."""
+
+    _known: dict[Hashable, tuple[Graph, Draft]] = field(default_factory=dict)
+
+    def draft(self, graph: Graph, strategy: Strategy) -> Draft:
+        """What the strategy decides for one."""
+        form = graph_form(graph)
+        twin, found = self._known.get(form, (None, None))
+        if twin is None or found is None or any(action.action != REGATHER for action in found.memory):
+            self._known[form] = graph, draft_in_full(graph, strategy)
+            return self._known[form][1]
+        leaves = dict(zip(graph.leaves, twin.leaves, strict=True))
+        return _carried_over(found, leaves, dict(zip(graph.nodes, twin.nodes, strict=True)))
+
+
+def _carried_over(draft: Draft, leaves: Mapping[Leaf, Leaf], nodes: Mapping[Node, Node]) -> Draft:
+    """A draft for leaves and nodes that others stand for, which were drafted."""
     return replace(
-        short,
-        flows=tuple(_unfolded(found, flow) for flow in short.flows),
-        storage={leaf: short.storage[one] for leaf, one in found.leaves.items() if one in short.storage},
+        draft,
+        flows=tuple(_carried_flow(flow, leaves, nodes) for flow in draft.flows),
+        storage={leaf: draft.storage[one] for leaf, one in leaves.items() if one in draft.storage},
         memory=tuple(
             replace(action, tensor=leaf.name)
-            for action in short.memory
-            for leaf, one in found.leaves.items()
+            for action in draft.memory
+            for leaf, one in leaves.items()
             if one.name == action.tensor
         ),
+    )
+
+
+def _carried_flow(flow: Flow, leaves: Mapping[Leaf, Leaf], nodes: Mapping[Node, Node]) -> Flow:
+    stuck = frozenset(flow.stuck)
+    placements = {Value(leaf): flow.placements[Value(one)] for leaf, one in leaves.items()}
+    for node, one in nodes.items():
+        placements.update(zip(node.outputs(), map(flow.placements.__getitem__, one.outputs()), strict=True))
+    return Flow(
+        flow.group,
+        {leaf: flow.leaves[one] for leaf, one in leaves.items()},
+        {node: flow.rules[one] for node, one in nodes.items()},
+        placements,
+        tuple(node for node, one in nodes.items() if one in stuck),
     )
 
 
@@ -50,14 +88,3 @@ def _is_steady(found: Fold, draft: Draft) -> bool:
         stuck = frozenset(flow.stuck)
         alike = alike and all((a in stuck) == (b in stuck) for a, b in nodes)
     return alike
-
-
-def _unfolded(found: Fold, flow: Flow) -> Flow:
-    stuck = frozenset(flow.stuck)
-    return Flow(
-        flow.group,
-        {leaf: flow.leaves[one] for leaf, one in found.leaves.items()},
-        {node: flow.rules[one] for node, one in found.nodes.items()},
-        {value: flow.placements[one] for value, one in found.values.items()},
-        tuple(node for node, one in found.nodes.items() if one in stuck),
-    )

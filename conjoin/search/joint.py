@@ -125,7 +125,7 @@ class JointSearch:
             self._fit(self.cuts())
         self._climb()
         best, heavy = self.contest.best, [*heavy, *self._heavy]
-        if best is not None and any(outcome.seconds < best.seconds for outcome in heavy):
+        if best is not None and any(outcome.seconds < self.contest.seconds_to_beat for outcome in heavy):
             self._mix(heavy)  # memory decides, though something fits without a price
             self._fit(self.promising()[:2])
         self._relieve()
@@ -151,12 +151,12 @@ class JointSearch:
         """Have the fastest of what does not fit run some of it again, and what comes nearest to fitting; for a part of
         the time left.
         """
-        best, left = self.contest.best, self.contest.share(part)
-        heavy = [outcome for outcome in self._heavy if best is None or outcome.seconds < best.seconds]
+        left = self.contest.share(part)
+        heavy = [outcome for outcome in self._heavy if outcome.seconds < self.contest.seconds_to_beat]
         by_seconds, by_peak = _unlike(sorted(heavy, key=_seconds)), sorted(heavy, key=_peak)
         self._heavy = []
         for outcome in _unlike((*by_seconds[:_RELIEVED], *by_peak[:1])):
-            if self.contest.best is None or outcome.seconds < self.contest.best.seconds:
+            if outcome.seconds < self.contest.seconds_to_beat:
                 self.contest.check(f"{outcome.entry.name}, some of it run again")
                 relieve(self.contest, outcome, left)
 
@@ -177,7 +177,7 @@ class JointSearch:
             found += known
             for units in self.cuts():
                 explore_front(self, variant, units, left)
-            if all(outcome.peak_bytes is None for outcome in found):
+            if all(o.peak_bytes is None or o.seconds >= self.contest.seconds_to_beat for o in found):
                 self._smaller = iter(())
 
     def _hold_heavy(self, found: Iterable[Outcome]) -> None:
@@ -380,7 +380,7 @@ class JointSearch:
         first = _FIRST_PRICE * contest.smallest.seconds / contest.capacity
         heavy = self._price(candidates, _Prices(first, _LOWEST_PRICE * first, _HIGHEST_PRICE * first))
         host = host_seconds_per_byte(contest.machine, contest.prices)
-        if contest.best is None or any(outcome.seconds < contest.best.seconds for outcome in heavy):
+        if contest.best is None or any(outcome.seconds < contest.seconds_to_beat for outcome in heavy):
             self._fit_by_host(candidates, host)
         self._mix(heavy)
 

@@ -90,7 +90,7 @@ class _Front:
                 self._enter(other)
 
     def _may_win(self, seconds: float) -> bool:
-        return self.contest.best is None or seconds < self.contest.best.seconds
+        return seconds < self.contest.seconds_to_beat
 
     def _neighbours(self, values: Values) -> Iterator[Values]:
         hubs = {self.problem.variable[root] for root in self.problem.hubs}  # how a tensor comes to readers is no layout

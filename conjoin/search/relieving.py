@@ -23,7 +23,7 @@ from conjoin.search.input_relief import relieve_by_inputs
 from conjoin.search.memory_chain import relieve_by_chains
 from conjoin.search.placing_branches import without_places
 from conjoin.search.variants import as_variant
-from conjoin.sim import Layouts, Skeleton, gain_of, measure_memory
+from conjoin.sim import Layouts, Skeleton, gain_of
 
 _MAX_PARTS = 128
 """Into how many segments a model is cut at most."""
@@ -43,13 +43,13 @@ def relieve(contest: Contest, outcome: Outcome, left: Callable[[], float] = lamb
     heavy = relieve_by_inputs(contest, entry, left) if not start.entry.offloads.inputs else []
     _relieve_further(contest, entry, outcome, left)
     for streamed in heavy:
-        if contest.best is None or streamed.seconds < contest.best.seconds:
+        if streamed.seconds < contest.seconds_to_beat:
             _relieve_further(contest, streamed.entry, streamed, left)
 
 
 def _relieve_further(contest: Contest, entry: Entry, outcome: Outcome, left: Callable[[], float]) -> None:
     program = outcome.simulation.program
-    peak = measure_memory(program, contest.optimizer, contest.machine.device).peak
+    peak = outcome.simulation.peak_bytes(contest.optimizer, contest.machine.device)
     ways = segmentations(entry.variant.skeleton)
     if contest.mesh.size == 1:
         relieve_by_chains(contest, entry, program, ways, left)
@@ -70,11 +70,11 @@ def _relieve_further(contest: Contest, entry: Entry, outcome: Outcome, left: Cal
         part = (peak - contest.capacity) / max(peak - needed, 1)
         guess = bisect_left(saved, part * saved[-1]) + 1
         expected = outcome.seconds + guess / len(worth) * (seconds - outcome.seconds)
-        if contest.best is None or expected < _SLOWER * contest.best.seconds:
+        if expected < _SLOWER * contest.seconds_to_beat:
             _enter_fewest(contest, entry, worth, guess, left)
     if contest.mesh.size > 1:
         relieve_by_chains(contest, entry, program, ways, left)
-    if contest.best is None or outcome.seconds < contest.best.seconds:
+    if outcome.seconds < contest.seconds_to_beat:
         relieve_by_host(contest, entry, program, contest.share(_FOR_HOST))
 
 
@@ -139,7 +139,7 @@ def _judged(contest: Contest, made: Entry) -> tuple[float, int]:
     found = contest.judge(made, simulation)
     peak = found.peak_bytes
     if peak is None:
-        peak = measure_memory(simulation.program, contest.optimizer, contest.machine.device).peak
+        peak = simulation.peak_bytes(contest.optimizer, contest.machine.device)
     return found.seconds, peak
 
 

@@ -15,7 +15,7 @@ from conjoin.search.baselines import baselines, least_bytes, stored_otherwise
 from conjoin.search.certifying import Certificate, certify
 from conjoin.search.chunk_count import try_chunks
 from conjoin.search.constraints import make_constraints
-from conjoin.search.contest import SIMPLER, Contest, Enough, Outcome, Progress, Stopped, Variant, plan_of
+from conjoin.search.contest import Contest, Enough, Outcome, Progress, Stopped, Variant, plan_of
 from conjoin.search.exact.space import OVERLAPS
 from conjoin.search.joint import JointSearch
 from conjoin.search.kept_count import try_keeping
@@ -290,7 +290,7 @@ def _result(contest: Contest, stopped: Stopped) -> SearchResult:
     """The best of one stage, or of several where these are faster."""
     baseline, one, several = contest.baseline, contest.best, contest.pipeline
     assert one is not None or several is not None
-    if several is not None and (one is None or several.seconds * SIMPLER < one.seconds):
+    if several is not None and contest.pipeline_leads:
         predictions = ("seconds_per_step", several.seconds), ("peak_bytes", float(several.peak))
         plan: Plan | Pipeline = replace(several.pipeline, predictions=predictions)
         seconds, peak, error, certificate = several.seconds, several.peak, several.error, None

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from conjoin.ir import Graph, Node, Plan, Substitution, expand, sequential
+from conjoin.ir import Graph, Plan, Substitution, expand, plain_call, sequential
 from conjoin.search.contest import Entry, Outcome, Variant, make_variant, name_of
 from conjoin.search.drafting import substitution_of
-from conjoin.search.facts import study
+from conjoin.search.facts import expands
 from conjoin.search.features_once import with_constants_once
 
 _MAX_VARIANTS = 4
@@ -33,7 +33,7 @@ def variants_of(graph: Graph, starts: Iterable[Outcome]) -> tuple[Variant, ...]:
 
 def expanded(graph: Graph, before: tuple[Substitution, ...] = ()) -> tuple[Graph, tuple[Substitution, ...]]:
     """The graph with everything expanded that can be, and how that was made."""
-    nodes: set[Node] = {facts.node for facts in study(graph).nodes if facts.expandable}
+    nodes = {node for node in graph.nodes if expands(plain_call(node), parts=False)}
     if not nodes:
         return graph, before
     named = tuple(substitution_of(graph, node) for node in graph.nodes if node in nodes)

@@ -10,7 +10,6 @@ from conjoin.sim.keeping import Kept, kept_of
 from conjoin.sim.memory import Memory, kept_tensors, measure_memory
 from conjoin.sim.moves import make_change, random_change
 from conjoin.sim.offloads import Offloads, OnHost
-from conjoin.sim.periods import Stretch
 from conjoin.sim.pipelines import (
     STAGE_STEPS,
     PipelinePrediction,
@@ -25,6 +24,7 @@ from conjoin.sim.prices import OPTIMIZER_COPIES, HostLink, MachinePrices, Prices
 from conjoin.sim.program import Change, Program, task_numbers
 from conjoin.sim.simulation import Simulation, new_drafts, offloads_of, simulate, simulate_layouts
 from conjoin.sim.skeleton import Layouts, Operator, Skeleton, take_apart, take_graph_apart
+from conjoin.sim.stretches import Stretch, rank_stretches, true_runs
 from conjoin.sim.symmetry import Classes
 from conjoin.sim.wanted import Wanted, measure_wanted, wanted_by
 
@@ -35,6 +35,6 @@ __all__ = [
     "Simulation", "Skeleton", "StagePrediction", "Stretch", "Ticks", "Timeline", "Wanted", "break_down",
     "expected_error", "gain_of", "kept_of", "kept_tensors", "make_change", "measure_memory", "measure_wanted",
     "new_drafts", "offloads_of", "predict", "predict_pipeline", "predict_stage", "published_for", "random_change",
-    "rerun", "rescheduled", "run", "simulate", "simulate_layouts", "stage_spans", "take_apart", "take_graph_apart",
-    "task_numbers", "to_seconds", "to_ticks", "transfer_seconds", "wanted_by",
+    "rank_stretches", "rerun", "rescheduled", "run", "simulate", "simulate_layouts", "stage_spans", "take_apart",
+    "take_graph_apart", "task_numbers", "to_seconds", "to_ticks", "transfer_seconds", "true_runs", "wanted_by",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ counted (cuBLAS: about 70 MB on an H200, once in a process), nor what convolutio
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,8 +33,10 @@ from conjoin.sim.carrying import SHARING, carrying_bytes
 from conjoin.sim.heap import Heap
 from conjoin.sim.keeping import Kept, nothing_kept
 from conjoin.sim.offloads import Hosts, Log, OnHost, there
+from conjoin.sim.periods import Seam
 from conjoin.sim.prices import OPTIMIZER_COPIES
 from conjoin.sim.program import Program, UsedBundle, Version
+from conjoin.sim.skeleton import LeftOut
 
 
 def check_optimizer(name: str) -> None:
@@ -93,11 +95,41 @@ def kept_tensors(program: Program, kind: str) -> list[OnHost]:
 
 def measure_memory(program: Program, optimizer: str = "adam", kind: str = "cuda") -> Memory:
     """Follow the memory of a training step on devices of a kind."""
+    found = [_Walk(program, optimizer, kind, rank).run() for rank in _asked_ranks(program)]
+    return max(found, key=lambda memory: memory.peak)
+
+
+def _asked_ranks(program: Program) -> Sequence[int]:
+    """The first rank of every place of the axes that have places."""
     mesh = program.drafts.mesh
     layouts = {*program.leaves.values(), *(layout for c in program.choices for layout in (*c.operands, *c.outputs))}
     axes = mesh.in_order({axis for layout in layouts for axis, placement in layout if isinstance(placement, At)})
-    found = [_Walk(program, optimizer, kind, rank).run() for rank in mesh.group(0, axes)]
-    return max(found, key=lambda memory: memory.peak)
+    return mesh.group(0, axes)
+
+
+def measure_peak(program: Program, optimizer: str, kind: str) -> int | None:
+    """The bytes at the peak, with what is left out at seams; None where not every period there adds as much."""
+    found = [_peak(program, _Walk(program, optimizer, kind, rank)) for rank in _asked_ranks(program)]
+    return None if None in found else max(peak for peak in found if peak is not None)
+
+
+def _peak(program: Program, walk: _Walk) -> int | None:
+    """On a rank. Within a stretch what is held changes by as much in every period: it is most at one of the ends."""
+    curve, more, peak, at = walk.run().curve, 0, 0, 0
+    for seam in program.seams:
+        peak = max(peak, more + max(curve[at : seam.place]))
+        added = _added_at(seam, curve, walk.after)
+        if added is None:
+            return None
+        more, at = more + added, seam.place
+    return max(peak, more + max(curve[at:]))
+
+
+def _added_at(seam: Seam, *curves: Sequence[int]) -> int | None:
+    """What all that is left out at a seam adds; None where the periods around it differ."""
+    around = range(seam.place - 2 * seam.length, seam.place)
+    changes = {curve[place + seam.length] - curve[place] for curve in curves for place in around}
+    return changes.pop() * (seam.count // seam.length) if len(changes) == 1 else None
 
 
 class _Walk:
@@ -150,7 +182,8 @@ class _Walk:
         """By operator which of its outputs are to lie on the host; of a segment by its last."""
         for place, i in program.offloads.tensors:
             self.offloaded.setdefault(place, []).append(i)
-        self.hosts = Hosts(self.heap)
+        self.hosts, self.after = Hosts(self.heap), list[int]()
+        """What is on the host; what is held after each fragment."""
 
     def run(self) -> Memory:
         stays = self._settle()
@@ -158,26 +191,31 @@ class _Walk:
         operators = range(len(self.skeleton.operators))
         for root in self.program.leaves:
             self._depart(root)
-        curve = [self.heap.take_peak()]
+        curve = [self._end_fragment()]
+        seams = {gone.seam: gone for gone in self.skeleton.left_out}
         for position in operators:
+            if position in seams:
+                self._pass_forward(seams[position])
             self.hosts.fragment = len(curve)
             self._enter(position)
             self._forward(position, keeps=position not in self.inside)
             self._shelve(position)
             self._leave(position)
             self._offload(position)
-            curve.append(self.heap.take_peak())
+            curve.append(self._end_fragment())
         self._start_gradients()
-        curve.append(self.heap.take_peak())
+        curve.append(self._end_fragment())
         for position in reversed(operators):
             self.hosts.fragment = len(curve)
             self._backward(position)
-            curve.append(self.heap.take_peak())
+            curve.append(self._end_fragment())
+            if position in seams:
+                self._pass_backward(seams[position])
         for root, layout in self.program.leaves.items():
             self._come_home(root, layout)
         for packed in (*self.scattering.values(), *self.put_off.values()):
             self._let_go(packed, 0)
-        curve.append(self.heap.take_peak())
+        curve.append(self._end_fragment())
         gradients = sum(self.heap.sizes[block] for block in set(self.grads.values()))
         if self.program.steps > 1:  # they are added to what is there
             gradients = self.heap.sizes[self.added_up]
@@ -185,11 +223,35 @@ class _Walk:
                 self._forget(version)
             self.heap.take_peak()
         self.heap.pass_by(self._update_bytes())
-        curve.append(self.heap.take_peak())
+        curve.append(self._end_fragment())
         peak = max(curve)
         on_host = sum(tensor.num_bytes for tensor in self.hosts.numbered) + sum(self._states()) * self._copies
         on_host += sum(self._held(root, self.program.leaves[root]) for root in self.program.roots_on_host)
         return Memory(*stays, gradients, peak, curve.index(peak), tuple(curve), on_host)
+
+    def _pass_forward(self, gone: LeftOut) -> None:
+        """Parameters were read in what is left out; what is held for that is told by how it changes in a period."""
+        live, peak = self.heap.live, self.heap.peak
+        stands_for = {leaf: before for leaf, before, _ in gone.leaves}
+        for root, layout in (version for used in self.program.bundles for version in used.versions):
+            if root in stands_for and not self.unread[stands_for[root], layout]:
+                self.heap.drop(self.blocks[root, layout])
+        self.heap.live, self.heap.peak = live, peak
+
+    def _pass_backward(self, gone: LeftOut) -> None:
+        """The same where gradients were given to parameters that wait for others."""
+        live, peak = self.heap.live, self.heap.peak
+        stands_for = {leaf: behind for leaf, _, behind in gone.leaves}
+        for root, layout in (version for used in self.program.bundles for version in used.versions):
+            block = self.grads.get((stands_for[root], layout), -1) if root in stands_for else -1
+            if block >= 0:
+                self.grads[root, layout] = self.heap.allocate(self.heap.sizes[block])
+        self.heap.live, self.heap.peak = live, peak
+
+    def _end_fragment(self) -> int:
+        """The most that was held in a fragment."""
+        self.after.append(self.heap.live)
+        return self.heap.take_peak()
 
     @property
     def _copies(self) -> int:
@@ -595,10 +657,8 @@ class _Walk:
         root and quotient two for one parameter after the other, on a GPU one for all that are updated at once."""
         if not self.skeleton.graph.training:
             return 0
-        roots = self.skeleton.roots
-        trained = [i for i, root in enumerate(roots) if root.leaf is not None and root.leaf.is_trained]
         moved = {*self.program.offloaded_states}
-        sizes = [self._held(root, self.program.leaves[root]) for root in trained if root not in moved]
+        sizes = [self._held(root, self.program.leaves[root]) for root in self.skeleton.trained if root not in moved]
         states, largest = self._states(), 0
         parts = updated_together([self._copies * size for size in states])
         for k, part in enumerate(parts):

@@ -32,28 +32,21 @@ from conjoin.sim.engine import (
     part_of,
     start_state,
 )
+from conjoin.sim.stretches import Stretch, find_stretches
 
-MIN_PERIODS = 5
+_MIN_PERIODS = 5
 """Fewer are timed one by one."""
-_CANDIDATES = 16
-"""Lengths of periods that are looked at: those at which most fragments come again."""
 _ALIKE = 3
 """Periods in a row of which is seen whether they are alike."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Equal parts one after the other."""
+class Seam:
+    """Fragments that a program does not have: whole periods of a length, before the one at a place."""
 
-    start: int
-    length: int
-    """Of a part."""
+    place: int
     count: int
-    """Parts."""
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length * self.count
+    length: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,23 +65,31 @@ class _Program:
 
 
 def last_tick(
-    fragments: Sequence[Fragment], num_events: int = 0, shape: tuple[int, ...] = (), slowed: int = 0
+    fragments: Sequence[Fragment],
+    num_events: int = 0,
+    shape: tuple[int, ...] = (),
+    slowed: int = 0,
+    seams: Sequence[Seam] = (),
 ) -> int | None:
-    """When the last stream is done; None where no periods are found, or something reaches over them.
+    """When the last stream is done, with what is left out at seams; None where no periods are found, or something
+    reaches over them.
 
     >>> work = Instruction("work", COMPUTE, 5)
-    >>> last_tick([(work,)] * 1000), last_tick([(work,)] * 4)
-    (5000, None)
+    >>> last_tick([(work,)] * 1000), last_tick([(work,)] * 4), last_tick([(work,)] * 8, seams=[Seam(4, 992, 1)])
+    (5000, None, 5000)
     """
     program = _read(fragments)
-    stretches = find_stretches(program.codes) if program is not None else []
-    if program is None or not stretches or _longest(program.tasks) * (100 + slowed) // 100 > MAX_TICKS:
+    stretches = _stretches(program.codes, seams) if program is not None else []
+    periods = 1 + sum(more for _, more in stretches)
+    if program is None or not stretches or periods * _longest(program.tasks) * (100 + slowed) // 100 > MAX_TICKS:
         return None
     clock = _Clock(program, start_state(num_events, shape), shape, slowed)
     at = 0
-    for stretch in stretches:
+    for stretch, more in stretches:
+        if stretch.start < at:
+            return None
         clock.run(at, stretch.start)
-        if not clock.run_periods(stretch):
+        if not clock.run_periods(stretch, more):
             return None
         at = stretch.end
     clock.run(at, len(fragments))
@@ -171,36 +172,24 @@ def _longest(tasks: Iterable[Instruction]) -> int:
     return total
 
 
-def find_stretches(codes: NDArray[np.int64], least: int = MIN_PERIODS) -> list[Stretch]:
-    """Where numbers come again and again, without overlaps, in ascending order: those that leave out the most.
-
-    >>> find_stretches(np.array([7, *[1, 2, 2] * 6, 3]))
-    [Stretch(start=1, length=3, count=6)]
-    """
-    found = []
-    for length in _lengths(codes):
-        for start, end in _runs(codes[:-length] == codes[length:]):
-            count = (end - start) // length + 1
-            found += [Stretch(start, length, count)] if count >= least else []
-    chosen: list[Stretch] = []
-    for stretch in sorted(found, key=lambda one: (-one.length * (one.count - least + 1), one.length)):
-        if all(stretch.end <= other.start or other.end <= stretch.start for other in chosen):
-            chosen.append(stretch)
-    return sorted(chosen, key=lambda stretch: stretch.start)
+def _stretches(codes: NDArray[np.int64], seams: Sequence[Seam]) -> list[tuple[Stretch, int]]:
+    """The stretches to time, each with the periods of it that are left out; none where there are none at a seam."""
+    if not seams:
+        return [(stretch, 0) for stretch in find_stretches(codes, _MIN_PERIODS)]
+    found = [_stretch_at(codes, seam) for seam in seams]
+    return [one for one in found if one is not None] if all(found) else []
 
 
-def _lengths(codes: NDArray[np.int64]) -> list[int]:
-    """The distances at which most numbers come again."""
-    order = np.argsort(codes, kind="stable")
-    again = codes[order[1:]] == codes[order[:-1]]
-    distances, counts = np.unique((order[1:] - order[:-1])[again], return_counts=True)
-    common = distances[np.argsort(-counts, kind="stable")[:_CANDIDATES]]
-    return sorted(int(length) for length in common)
-
-
-def _runs(same: NDArray[np.bool_]) -> Iterable[tuple[int, int]]:
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], same, [False])).astype(np.int8)))
-    return ((int(start), int(end)) for start, end in edges.reshape(-1, 2))
+def _stretch_at(codes: NDArray[np.int64], seam: Seam) -> tuple[Stretch, int] | None:
+    """The stretch around a seam, and how many periods of it are left out there."""
+    length = seam.length
+    unlike = np.flatnonzero(codes[:-length] != codes[length:])
+    after = int(np.searchsorted(unlike, seam.place - length))
+    start = int(unlike[after - 1]) + 1 if after else 0
+    end = int(unlike[after]) if after < len(unlike) else len(codes) - length
+    if seam.place > end or (end - start) // length < _ALIKE:
+        return None
+    return Stretch(start, length, (end - start) // length + 1), seam.count // length
 
 
 class _Clock:
@@ -215,17 +204,18 @@ class _Clock:
         self.state, spans = advance(self.state, tasks, self.slowed, self.shape)
         return [end for _, end in spans]
 
-    def run_periods(self, stretch: Stretch) -> bool:
-        """Time periods until they are steady, and leave out the others; False where something waits for these."""
+    def run_periods(self, stretch: Stretch, more: int = 0) -> bool:
+        """Time periods until they are steady, and leave out the others, and as many more; False where something waits
+        for these, or more were to come and they did not get steady."""
         states, ends = [self.state[:NUM_STREAMS]], list[list[Ticks]]()
         for period in range(stretch.count):
-            at, left = stretch.start + period * stretch.length, stretch.count - period - 1
+            at, left = stretch.start + period * stretch.length, stretch.count - period - 1 + more
             ends = [*ends[-2:], self.run(at, at + stretch.length)]
             states = [*states[-3:], self.state[:NUM_STREAMS]]
             if left and len(ends) == _ALIKE and self._is_steady(self.program.firsts[at], states, ends):
                 self._skip(stretch, left, states, ends)
-                return not self._is_awaited(at + stretch.length, stretch)
-        return True
+                return not self._is_awaited(stretch.start if more else at + stretch.length, stretch)
+        return not more
 
     def _is_steady(self, first: int, states: list[State], ends: list[list[Ticks]]) -> bool:
         """Whether the period that was timed last, from a task on, will be the same again, however often."""

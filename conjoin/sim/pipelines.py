@@ -18,9 +18,8 @@ import numpy as np
 
 from conjoin.cost import CostModel, Source
 from conjoin.errors import PlanError
-from conjoin.ir import LeafKind, Pipeline, Stage, Value, recomputed_segments, regathered_parameters
+from conjoin.ir import LeafKind, Pipeline, Stage, graph_form, recomputed_segments, regathered_parameters
 from conjoin.machine import Machine, devices_of
-from conjoin.ops import map_tensors
 from conjoin.schedules import Schedule, Timeline, Times, play
 from conjoin.sim.breakdown import Breakdown, break_down
 from conjoin.sim.crossings import Crossings
@@ -165,30 +164,28 @@ def predict_pipeline(
             f"{machine.num_devices} ({machine.mesh}). Their axes must be the same. "
             f"Make the plan for this machine, or name the machine it was made for."
         )
-    once: dict[Hashable, Simulation] = {}
-    found = []
+    once: dict[Hashable, tuple[Simulation, StagePrediction]] = {}
+    alike = []
     for stage in pipeline.stages:  # those that are alike are simulated once
         form = _form(stage, machine)
         if form not in once:
-            once[form] = _simulated(stage, machine, costs, optimizer)
-        found.append(once[form])
-    spans = [stage_spans(simulation) for simulation in found]
+            simulation = _simulated(stage, machine, costs, optimizer)
+            once[form] = simulation, predict_stage(simulation, optimizer, machine)
+        alike.append(once[form])
     crossings = Crossings.of(pipeline, machine)
     times = Times(
-        tuple(span[0] for span in spans),
-        tuple(span[1] / 2 for span in spans),
-        tuple(span[1] / 2 for span in spans),
+        tuple(stage.forward for _, stage in alike),
+        tuple(stage.backward / 2 for _, stage in alike),
+        tuple(stage.backward / 2 for _, stage in alike),
         crossings.activations,
         crossings.gradients,
         links=crossings.links,
     )
     timeline = play(pipeline.schedule, times)
-    stages = tuple(
-        _stage(simulation, span, timeline.peaks.in_flight[i], optimizer, machine)
-        for i, (simulation, span) in enumerate(zip(found, spans, strict=True))
-    )
+    in_flight = timeline.peaks.in_flight
+    stages = tuple(replace(stage, in_flight=in_flight[i]) for i, (_, stage) in enumerate(alike))
     work: dict[str, float] = defaultdict(float)
-    for simulation in found:
+    for simulation, _ in alike:
         for rate, flops in work_by_rate(simulation.program.skeleton, pipeline.num_micro_batches).items():
             work[rate] += flops
     sources = tuple(entry for stage in stages for entry in stage.sources)
@@ -229,28 +226,21 @@ def _simulated(stage: Stage, machine: Machine, costs: CostModel, optimizer: str)
 
 def _form(stage: Stage, machine: Machine) -> Hashable:
     """What stages share that take and hold the same: all but the names of their tensors and the ranks they run on."""
-    plan, graph = stage.plan, stage.plan.graph
-    numbers = {Value(leaf): number for number, leaf in enumerate(graph.leaves)}
-    nodes = []
-    for node in graph.nodes:
-        nodes.append((node.op, repr(map_tensors(node.op, node.args, numbers.__getitem__)), node.types))
-        numbers.update((value, len(numbers)) for value in node.outputs())
+    plan = stage.plan
     gathered, offloads = regathered_parameters(plan), offloads_of(plan)
-    leaves = tuple(
-        (leaf.kind, leaf.type, leaf.trainable, leaf.name in gathered, leaf.name in offloads.states)
-        for leaf in graph.leaves
-    )
-    results = tuple(numbers[value] for value in graph.outputs if isinstance(value, Value))
-    updates = tuple(numbers[value] for _, value in graph.updates)
+    leaves = tuple((leaf.name in gathered, leaf.name in offloads.states) for leaf in plan.graph.leaves)
     devices = tuple(machine.device_type(rank) for rank in stage.ranks) if len(machine.device_types) > 1 else ()
     again = tuple((*segment, frozenset(segment.kept)) for segment in recomputed_segments(plan))
     how = again, offloads.tensors, plan.bundle_bytes, plan.chunks
-    return tuple(nodes), leaves, results, updates, plan.mesh, devices, how, graph.loss
+    return graph_form(plan.graph), leaves, plan.mesh, devices, how
 
 
 def predict_stage(simulation: Simulation, optimizer: str, machine: Machine) -> StagePrediction:
     """What a stage takes and holds that was simulated with `STAGE_STEPS` micro-batches, one of them in flight."""
-    return _stage(simulation, stage_spans(simulation), 1, optimizer, machine)
+    memory = measure_memory(simulation.program, optimizer, machine.device)
+    middle = 1 + len(simulation.program.skeleton.operators)
+    kept = max(0, memory.curve[middle] - memory.curve[0])
+    return StagePrediction(*stage_spans(simulation), memory, kept, 1, break_down(simulation.timeline).sources)
 
 
 def stage_spans(found: Simulation) -> tuple[float, float, float, float]:
@@ -270,15 +260,6 @@ def stage_spans(found: Simulation) -> tuple[float, float, float, float]:
     between = 2 * program.drafts.prices.launch()
     once = max(timeline.seconds - computed(1 + STAGE_STEPS * length), 0.0)
     return forward + between, backward + between, once, computed(1)
-
-
-def _stage(
-    found: Simulation, span: tuple[float, float, float, float], in_flight: int, optimizer: str, machine: Machine
-) -> StagePrediction:
-    memory = measure_memory(found.program, optimizer, machine.device)
-    middle = 1 + len(found.program.skeleton.operators)
-    kept = max(0, memory.curve[middle] - memory.curve[0])
-    return StagePrediction(*span, memory, kept, in_flight, break_down(found.timeline).sources)
 
 
 def _num_samples(pipeline: Pipeline) -> int | None:

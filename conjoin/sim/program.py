@@ -16,11 +16,7 @@ from numpy.typing import NDArray
 
 from conjoin.comm import (
     AGREEMENT_BYTES,
-    BundleSizes,
-    Entry,
     ParameterBundle,
-    Use,
-    bundle_parameters,
     held_bytes,
     leaves_early,
     ring_bytes,
@@ -28,7 +24,7 @@ from conjoin.comm import (
     splits_evenly,
 )
 from conjoin.cost import Seconds
-from conjoin.ir import Choice, LeafKind, Segment, Value, cut_for_all, host_readers, make_node, places_of_all, retype
+from conjoin.ir import Choice, LeafKind, Segment, cut_for_all, host_readers, places_of_all
 from conjoin.machine import Mesh
 from conjoin.ops import At, Layout, TensorType, split_axes
 from conjoin.sim.bundles import accumulating, schedule_bundles
@@ -36,7 +32,9 @@ from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, NUM_STREAMS, Fragment, 
 from conjoin.sim.fragments import Departure, Drafts, Supply, local_shape, ordered
 from conjoin.sim.host_inputs import Streaming, in_blocks, streaming_of
 from conjoin.sim.offloads import Copies, Offloads, update_by_parts
+from conjoin.sim.parameter_uses import FoundBundles, ParameterUses, bundle_uses
 from conjoin.sim.parts import part_spans
+from conjoin.sim.periods import Seam
 from conjoin.sim.prices import Prices
 from conjoin.sim.skeleton import Layouts, Operator, Skeleton
 
@@ -71,10 +69,6 @@ class UsedBundle:
     """The parameters themselves: what is used may be cast from them."""
 
 
-_ParameterUse = tuple[tuple[int, int], int, Entry, Use]
-"""The first operator and operand that read a parameter in a layout, its number, parameter and layout, and the use."""
-
-
 class Program:
     """The fragments of a training step, and what they were made from."""
 
@@ -87,10 +81,11 @@ class Program:
         segments: tuple[Segment, ...] = (),
         steps: int = 1,
         offloads: Offloads = NOTHING_OFFLOADED,
+        bundles: FoundBundles | None = None,
     ) -> None:
         self.offloads, self.copies = offloads, Copies({}, {}, 0)
         """What lies on the host, and the copies of it beside the fragments."""
-        readers = host_readers(skeleton.graph, offloads.inputs) if offloads.inputs else {}
+        readers = host_readers(skeleton.graph, offloads.inputs)
         self._host_readers = {i: readers[op.node] for i, op in enumerate(skeleton.operators) if op.node in readers}
         """Operators that read inputs from the host."""
         self.steps = steps
@@ -106,8 +101,8 @@ class Program:
         self.numbers = task_numbers(skeleton, drafts)
         self._cast_from = skeleton.casts
         self._may_run_once = steps > 1 and any(map(self._reads_stored, skeleton.operators))
-        self._uses = {root: self._find_uses(root) for root in (*skeleton.parameters, *self._cast_from)}
-        self._bundle()
+        self._uses = self._parameter_uses().all() if bundles is None else {}
+        self._bundle(bundles)
         self.supplies: list[tuple[Supply, ...]] = [(_NOT_SUPPLIED,) * len(op.reads) for op in skeleton.operators]
         self.departures: dict[int, tuple[tuple[Layout, bool], ...]] = {}
         """For every tensor that leaves for places as soon as it is made: where to, and whether a gradient returns."""
@@ -128,6 +123,14 @@ class Program:
         if self.steps == 1:
             return fragments
         return (fragments[0], *fragments[1:-1] * self.steps, fragments[-1])
+
+    @property
+    def seams(self) -> tuple[Seam, ...]:
+        """Where fragments are left out, forward and backward."""
+        gone = self.skeleton.left_out
+        forward = (Seam(self.forward_position(some.seam), some.count, some.length) for some in gone)
+        backward = (Seam(self.backward_position(some.seam - 1), some.count, some.length) for some in reversed(gone))
+        return (*forward, *backward)
 
     def positions_of(self, fragments: Iterable[int]) -> list[int]:
         """Where fragments stand in the order they run, in ascending order."""
@@ -216,11 +219,11 @@ class Program:
         touched |= after._rerunning(touched)
         for position in touched:
             after._make(position)
-        if change.operator in self.skeleton.draws or after._leave_at_start() != self._leave_at_start():
+        if change.operator in self.skeleton.draws or after.leave_at_start() != self.leave_at_start():
             after._start()
         if {*operator.makes, *operator.reads} & {*self.skeleton.results}:
             after._middle()
-        if change.leaves or after._leave_at_start() != self._leave_at_start():
+        if change.leaves or after.leave_at_start() != self.leave_at_start():
             after._finish()
         frame = (0, len(self.skeleton.operators) + 1, len(self.fragments) - 2, len(self.fragments) - 1)
         positions = {*frame, *map(self.forward_position, touched), *map(self.backward_position, touched)}
@@ -332,7 +335,7 @@ class Program:
         maker = self.skeleton.roots[root].maker
         return {maker} if maker >= 0 else set()
 
-    def _leave_at_start(self) -> list[tuple[int, Layout, Layout, bool]]:
+    def leave_at_start(self) -> list[tuple[int, Layout, Layout, bool]]:
         """What is stored, or comes in, and is sent to places before anything runs."""
         stored = (root for root in sorted(self.departures) if self.skeleton.roots[root].maker < 0)
         return [(root, self.leaves[root], *way) for root in stored for way in self.departures[root]]
@@ -428,13 +431,12 @@ class Program:
         kept = self.drafts.kept(self.numbers[position], self.choices[position], "cpu")
         return bool(kept.outputs or kept.extra)
 
-    def _bundle(self) -> None:
-        """Find the bundles, and what they put around the operators."""
-        found = sorted((item for uses in self._uses.values() for item in uses), key=lambda item: item[0])
-        entries = {entry: use for _, _, entry, use in found}
-        numbers, mesh = {entry[0]: root for _, root, entry, _ in found}, self.drafts.mesh
-        sizes = BundleSizes(self.drafts.bundle_bytes, self.skeleton.graph.rounding)
-        bundles = bundle_parameters(entries, mesh, sizes, self.regathered, self.again)
+    def _parameter_uses(self) -> ParameterUses:
+        return ParameterUses(self.skeleton, self.choices, self.leaves, self.again)
+
+    def _bundle(self, known: FoundBundles | None = None) -> None:
+        """Find the bundles where they are not known, and what they put around the operators."""
+        bundles, numbers = known or bundle_uses(self._uses, self.skeleton, self.drafts, self.regathered, self.again)
         self.bundles = tuple(
             UsedBundle(
                 bundle,
@@ -459,49 +461,13 @@ class Program:
         wanted = [self.choices[position].operands[operand] for position, operand in readers]
         return bool(bundled) and root not in self.skeleton.results and all(layout in bundled for layout in wanted)
 
-    def _find_uses(self, root: int) -> list[_ParameterUse]:
-        """In which other layouts than stored a parameter is used, and where, as far as it may be in a bundle."""
-        own, operators = self.layout_of(root), self.skeleton.operators
-        if root in self._cast_from and self.layout_of(self._cast_from[root]) != own:
-            return []
-        found: dict[Layout, list[tuple[int, int]]] = {}
-        for position, operand in self.skeleton.readers[root]:
-            wanted = self.choices[position].operands[operand]
-            if wanted != own:
-                found.setdefault(wanted, []).append((position, operand))
-        uses: list[_ParameterUse] = []
-        for layout, readers in found.items():
-            kept = [position for position, operand in readers if operand in operators[position].keeps]
-            kept += [self._segment_of[position][1] for position, _ in readers if position in self._segment_of]
-            back = any(operand in operators[position].needs for position, operand in readers)
-            if not back and self.skeleton.graph.training and self._is_trained(root):
-                continue
-            use = Use(tuple(dict.fromkeys(position for position, _ in readers)), max(kept, default=-1), back)
-            uses.append((readers[0], root, (self._stored(root, own), layout), use))
-        return uses
-
-    def _is_trained(self, root: int) -> bool:
-        leaf = self.skeleton.roots[self._cast_from.get(root, root)].leaf
-        return leaf is not None and leaf.is_trained
-
-    def _stored(self, root: int, layout: Layout) -> Value:
-        """A parameter as it is stored, or what it is cast to there."""
-        if root in self._cast_from:
-            made = self.skeleton.roots[root]
-            node, source = self.skeleton.operators[made.maker].node, self._stored(self._cast_from[root], layout)
-            args, types = (source, *node.args[1:]), (made.type.laid_out(layout),)
-            return Value(make_node(node.op, args, types, occurrence=node.occurrence))
-        leaf = self.skeleton.roots[root].leaf
-        assert leaf is not None
-        return Value(retype(leaf, leaf.type.laid_out(layout)))
-
     def _bundle_again(self, before: Program, reads: tuple[int, ...]) -> set[int]:
         """Find the bundles again where a change concerns a parameter; the operators around which they then differ."""
         concerned = [root for root in reads if root in self._uses]
         concerned += [root for root, source in self._cast_from.items() if source in reads]
         if not concerned:
             return set()
-        self._uses = {**self._uses, **{root: self._find_uses(root) for root in concerned}}
+        self._uses = {**self._uses, **{root: self._parameter_uses().find(root) for root in concerned}}
         self._bundle()
         was, now = before._around, self._around
         casts = set(before.cast_by_bundles ^ self.cast_by_bundles)
@@ -522,7 +488,7 @@ class Program:
         mesh, axes = self.drafts.mesh, set(self.drafts.mesh.names)
         away = [
             instruction
-            for root, own, target, _ in self._leave_at_start()
+            for root, own, target, _ in self.leave_at_start()
             for instruction in self.drafts.route(self.skeleton.roots[root].type, own, target)[0]
         ]
         away += (instruction for fragment in self._made_at_start() for instruction in fragment)
@@ -552,18 +518,14 @@ class Program:
         """The wait for all gradients, and the update of what is stored."""
         if not self.skeleton.graph.training:
             return
-        stored = [
-            root.type.laid_out(self.leaves[i])
-            for i, root in enumerate(self.skeleton.roots)
-            if root.leaf is not None and root.leaf.is_trained
-        ]
+        stored = [self.skeleton.roots[root].type.laid_out(self.leaves[root]) for root in self.skeleton.trained]
         drafts, mesh = self.drafts, self.drafts.mesh
         several = self.steps > 1
         self.fragments[-2] = (*self._around.after_all, *(accumulating(self._added_up(), drafts) if several else ()))
         wait = Instruction("wait", COMPUTE, 0, waits=(INSIDE, BETWEEN), phase=Phase.BACKWARD)
         home = [
             instruction
-            for root, own, target, back in self._leave_at_start()
+            for root, own, target, back in self.leave_at_start()
             if back
             for instruction in drafts.route(self.skeleton.roots[root].type, own, target)[1]
         ]

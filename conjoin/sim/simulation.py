@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from conjoin.comm import run_again
 from conjoin.ir import (
     Plan,
     Segment,
@@ -19,11 +20,13 @@ from conjoin.machine import Mesh
 from conjoin.ops import At, Layout, split_axes
 from conjoin.sim.engine import Timeline, rerun, run, to_seconds
 from conjoin.sim.fragments import Drafts
-from conjoin.sim.memory import follow_offloads
+from conjoin.sim.memory import follow_offloads, measure_memory, measure_peak
 from conjoin.sim.offloads import Offloads, make_copies
+from conjoin.sim.parameter_uses import ParameterUses, bundle_uses
 from conjoin.sim.periods import last_tick
 from conjoin.sim.prices import Prices
 from conjoin.sim.program import NOTHING_OFFLOADED, Change, Program, task_numbers
+from conjoin.sim.short_steps import repeats, short_program
 from conjoin.sim.skeleton import Layouts, Skeleton, take_apart
 from conjoin.sim.symmetry import Classes
 
@@ -32,13 +35,20 @@ from conjoin.sim.symmetry import Classes
 class Simulation:
     """A training step and how long it takes; when each of its tasks runs is worked out for those who ask."""
 
-    program: Program
+    make: Callable[[], Program]
+    """The program, made for those who ask where a short one tells how long it takes."""
     known: Timeline | None = None
     """The timeline, where it was made from an earlier one."""
+    short: Program | None = None
+    """Without some of many equal periods."""
+
+    @cached_property
+    def program(self) -> Program:
+        return self.make()
 
     @property
     def classes(self) -> Classes:
-        return self.program.drafts.classes
+        return (self.short or self.program).drafts.classes
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -51,9 +61,15 @@ class Simulation:
         """How long a step takes: what comes again and again is timed a few times only."""
         if self.known is not None or "timeline" in self.__dict__:
             return self.timeline.ticks
-        shape, slowed = self.classes.shape, self.program.drafts.prices.slowed()
-        found = last_tick(self.program.unrolled(), self.program.num_events, shape, slowed)
+        found = None if self.short is None else _last_tick(self.short)
+        if found is None:
+            found = _last_tick(self.program)
         return self.timeline.ticks if found is None else found
+
+    def peak_bytes(self, optimizer: str, kind: str) -> int:
+        """The most that a device of a kind holds at once."""
+        found = None if self.short is None else measure_peak(self.short, optimizer, kind)
+        return measure_memory(self.program, optimizer, kind).peak if found is None else found
 
     @property
     def seconds(self) -> float:
@@ -74,7 +90,7 @@ class Simulation:
         program, changed = self.program.changed(change)
         if program.num_events != self.program.num_events or program.offloads.tensors:
             return _simulated(program)
-        return Simulation(program, rerun(self.timeline, program.unrolled(), program.positions_of(changed)))
+        return Simulation(lambda: program, rerun(self.timeline, program.unrolled(), program.positions_of(changed)))
 
 
 def simulate(plan: Plan, prices: Prices, *, unfold: bool = False) -> Simulation:
@@ -103,14 +119,33 @@ def simulate_layouts(  # noqa: PLR0913 – what may be chosen of a step
 ) -> Simulation:
     """Time a training step in given layouts: some segments are run again in the backward pass, there are some
     micro-batches one after the other, and something lies on the host."""
-    return _simulated(Program(skeleton, layouts, drafts, regathered, segments, steps, offloads))
+
+    def make() -> Program:
+        return Program(skeleton, layouts, drafts, regathered, segments, steps, offloads)
+
+    short = None
+    if steps == 1 and not offloads and repeats(skeleton):
+        again = run_again(segments, [operator.remembers for operator in skeleton.operators])
+        uses = ParameterUses(skeleton, layouts.choices, layouts.leaves, again).all()
+        known = bundle_uses(uses, skeleton, drafts, regathered, again)
+        short = short_program(skeleton, layouts, drafts, regathered, segments, known)
+    if short is None:
+        return _simulated(make())
+    found = Simulation(make, None, short)
+    found.ticks  # noqa: B018 – a step that is longer than times can tell is refused here
+    return found
+
+
+def _last_tick(program: Program) -> int | None:
+    classes, slowed = program.drafts.classes, program.drafts.prices.slowed()
+    return last_tick(program.unrolled(), program.num_events, classes.shape, slowed, program.seams)
 
 
 def _simulated(program: Program) -> Simulation:
     if program.offloads.tensors:
         link = program.drafts.prices.host_link()
         program.copies = make_copies(follow_offloads(program, link.kind), link, program.first_copy_event)
-    found = Simulation(program)
+    found = Simulation(lambda: program)
     found.ticks  # noqa: B018 – a step that is longer than times can tell is refused here
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +21,7 @@ from conjoin.ir import (
     kept_between_steps,
     origin,
 )
-from conjoin.ops import CAST, Call, Layout, TensorType
+from conjoin.ops import CAST, Call, Layout, TensorType, call_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,17 @@ class Task:
     """Whether it is made once and kept between steps: then it takes nothing of a step."""
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Operators that a skeleton does not have: equal periods of a length, before the operator at the seam."""
+
+    seam: int
+    count: int
+    length: int
+    leaves: tuple[tuple[int, int, int], ...]
+    """Every leaf that is read in them, with those that are read likewise in the periods before and behind the seam."""
+
+
 @dataclass(frozen=True, eq=False)
 class Skeleton:
     """A training step without layouts; what follows from it is found once, however many layouts are tried."""
@@ -79,6 +90,8 @@ class Skeleton:
     """For every tensor who reads it: operator and operand, in the order they run."""
     draws: tuple[int, ...]
     """The operators that draw random numbers."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Where operators are left out: leaves are all there."""
 
     @cached_property
     def tasks(self) -> tuple[tuple[Task, ...], tuple[int, ...]]:
@@ -116,6 +129,11 @@ class Skeleton:
         return tuple(i for i, root in enumerate(self.roots) if root.leaf and root.leaf.kind is LeafKind.PARAMETER)
 
     @cached_property
+    def trained(self) -> tuple[int, ...]:
+        """The parameters that are trained."""
+        return tuple(i for i, root in enumerate(self.roots) if root.leaf is not None and root.leaf.is_trained)
+
+    @cached_property
     def casts(self) -> Mapping[int, int]:
         """What parameters are cast to, with the parameter of each."""
         readers = ((self.operators[p], root) for root in self.parameters for p, _ in self.readers[root])
@@ -140,6 +158,7 @@ def take_apart(plan: Plan) -> tuple[Skeleton, Layouts]:
     return take_graph_apart(plan.graph)
 
 
+@call_cache(32)
 def take_graph_apart(graph: Graph) -> tuple[Skeleton, Layouts]:
     """The same for a graph; one without layouts is the same on every device."""
     gradients, kept = GradientFlow(graph), frozenset(kept_between_steps(graph)[0])
@@ -173,14 +192,15 @@ def take_graph_apart(graph: Graph) -> tuple[Skeleton, Layouts]:
         tuple(roots),
         tuple(operators),
         tuple(numbers[origin(value)] for value in results),
-        _readers(operators, len(roots)),
+        find_readers(operators, len(roots)),
         tuple(i for i, op in enumerate(operators) if is_random(op.node.op, op.node.args)),
     )
     leaves = {i: leaf.type.layout for i, leaf in enumerate(graph.leaves)}
     return skeleton, Layouts(leaves, tuple(choices), tuple(value.type.layout for value in results))
 
 
-def _readers(operators: list[Operator], num_roots: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+def find_readers(operators: Sequence[Operator], num_roots: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """For every tensor who reads it."""
     found: list[list[tuple[int, int]]] = [[] for _ in range(num_roots)]
     for position, operator in enumerate(operators):
         for operand, root in enumerate(operator.reads):

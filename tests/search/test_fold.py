@@ -13,18 +13,19 @@ import torch
 from conjoin.cost import CostModel
 from conjoin.errors import StrategyError
 from conjoin.frontends import capture
-from conjoin.ir import Graph, Value, parse_graph
+from conjoin.ir import Graph, Value, cut_in_stages, graph_form, parse_graph
 from conjoin.machine import parse_machine
 from conjoin.search import Wish
 from conjoin.search.baselines import baseline_names
 from conjoin.search.contest import Entry, make_variant
-from conjoin.search.drafting import Settled, draft_in_full, lay_out, settle_draft
+from conjoin.search.drafting import Draft, Settled, draft_in_full, lay_out, settle_draft
 from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.space import Objective
 from conjoin.search.exact.stack import StackProblem, Uneven
 from conjoin.search.exact.summing import sum_of
+from conjoin.search.facts import Facts
 from conjoin.search.fold import fold
-from conjoin.search.folded_drafts import draft_folded
+from conjoin.search.folded_drafts import DraftsByForm, draft_folded
 from conjoin.search.joint import JointSearch
 from conjoin.search.planning import drafter
 from conjoin.search.searching import open_contest
@@ -110,6 +111,46 @@ def test_strategies_decide_the_same_on_few_blocks(model: Callable[[int], Graph])
     found = fold(graph)
     assert found is not None and found.stretch.count >= 6 and len(found.short.nodes) < 0.75 * len(graph.nodes)
     check_drafts(graph)
+
+
+@pytest.mark.parametrize("name", ["megatron:tp=2,dp=8,sp,fsdp", "fsdp", "data-parallel"])
+def test_stages_that_are_alike_are_drafted_once_and_as_each_alone(name: str) -> None:
+    graph = gpt(6)
+    stages = [stage.graph for stage in cut_in_stages(graph, _stage_of_blocks(graph))]
+    asked, drafts, strategy = list[Graph](), DraftsByForm(), drafter(MACHINE, read_request(name))
+
+    def noted(facts: Facts) -> Draft:
+        asked.append(facts.graph)
+        return strategy(facts)
+
+    for stage in stages:
+        once, alone = settle_draft(stage, noted, drafts.draft), settle_draft(stage, strategy)
+        assert (once.graph, once.substitutions) == (alone.graph, alone.substitutions)
+        assert lay_out(once, is_stage=True) == lay_out(alone, is_stage=True)
+        assert set(once.draft.memory) == set(alone.draft.memory)
+    assert len(stages) == 6 and {one.name for one in asked} == {f"Gpt stage {number}" for number in (0, 1, 5)}
+
+
+def _stage_of_blocks(graph: Graph) -> list[int]:
+    """The block that each node stands in, or comes after, by the module it comes from."""
+    found, current = [], 0
+    for node in graph.nodes:
+        source = graph.source_of(node)
+        number = next((part for part in (source.module if source else "").split(".") if part.isdigit()), None)
+        current = current if number is None else max(current, int(number))
+        found.append(current)
+    return found
+
+
+def test_forms_tell_graphs_apart_by_all_but_names() -> None:
+    def form(call: str, name: str = "x") -> object:
+        head = [f"input:{name} f32[8]", "input:y f32[8]", f"takes [input:{name}, input:y] in null"]
+        lines = [f"%0: f32[8] = {call}", "returns [%0] in null", ""]
+        return graph_form(parse_graph("\n".join(['graph "g" train', *head, *lines])))
+
+    assert form("mul.Tensor(input:x, input:y)") == form("mul.Tensor(input:z, input:y)", "z")
+    others = ["mul.Tensor(input:x, 1)", "mul.Tensor(input:y, input:x)", "mul.Tensor(input:x, 1.0)", "relu(input:x)"]
+    assert len({form("mul.Tensor(input:x, input:y)"), *map(form, others)}) == 5
 
 
 @pytest.mark.parametrize("name", DO_NOT_REPEAT)

@@ -26,7 +26,7 @@ from conjoin.search.exact.summing import sum_of
 from conjoin.search.stages.cells import find_cells
 from conjoin.search.stages.folds import shorten, stands_for
 from conjoin.search.stages.parts import Division, Part, divisions
-from conjoin.search.stages.plans import Model, build, judge, played
+from conjoin.search.stages.plans import Model, build, crossings_of, judge, least_seconds, played
 from conjoin.search.stages.programme import Cutting, Programme, Slot
 from conjoin.search.stages.search import StageSearch, micro_batches
 from conjoin.search.stages.tables import BACKWARD, FINISH, FORWARD, KEPT, PEAK
@@ -203,6 +203,19 @@ def test_a_cutting_takes_by_its_figures_what_its_pipeline_does(bandwidth: float)
             assert played(cutting, trial.micro, model.capacity, crossings) < 0.9 * found, "nothing waits"
         compared += 1
     assert compared == 2
+
+
+def test_no_schedule_takes_less_than_a_cutting_at_least() -> None:
+    rng, machine = Random(0), parse_machine("dgx-h100:1")
+    for _ in range(20):
+        count, micro = rng.randrange(2, 5), rng.randrange(1, 9)
+        figures = [(*(rng.uniform(0, 2) for _ in range(3)), 1.0, 0.0) for _ in range(count)]
+        slots = [Slot((i, i + 1), (i, i + 1), Part((1, 1, ())), Way("single"), figures[i]) for i in range(count)]
+        cut = Cutting(tuple(slots), 0.0)
+        crossings = crossings_of(cut, [rng.uniform(0, 1e9)] * (count - 1), 1, machine)
+        taken, least = played(cut, micro, inf, crossings), least_seconds(cut, micro)
+        assert least <= taken * (1 + 1e-12) and played(cut, micro, inf, crossings, least) == inf
+        assert played(cut, micro, inf, crossings, taken * 1.01) == taken
 
 
 def test_equal_blocks_are_of_one_kind_and_priced_once() -> None:

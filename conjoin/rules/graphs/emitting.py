@@ -13,11 +13,10 @@ from conjoin.ir import Elementary, Node, Value, choose, make_node, rules_for
 from conjoin.ops import (
     PARALLEL_OPS,
     Args,
-    Call,
     NotationError,
     TensorType,
     bind_args,
-    map_tensors,
+    call_on,
     output_types,
     placement_on,
     spec_for,
@@ -139,7 +138,7 @@ class Emitter:
         return Value(node, output)
 
     def _types(self, op: str, args: Args) -> tuple[TensorType, ...]:
-        plain = Call(op, map_tensors(op, args, lambda value: value.type.laid_out(())))
+        plain = call_on(op, args, lambda value: value.type.laid_out(()))
         spec = spec_for(plain)
         if spec is None:
             raise Refused(f"{op} does not take {', '.join(map(str, plain.tensors))}")

@@ -12,8 +12,9 @@ from conjoin.search.stages.search import Over, StageSearch
 from conjoin.sim import predict_pipeline
 
 _PART = 0.35
-"""Of the time that is left, for pipelines; where nothing fits in one stage they may take most of it."""
-_NOTHING_FITS = 0.65
+"""Of the time that is left, for pipelines."""
+_MOST = 0.65
+"""The same where memory decides over what one stage can do, or pipelines were found that are faster than that."""
 _PRICED_PER_STEP = 1
 """Rows of cells that may be simulated for every step that is left for pipelines."""
 
@@ -30,8 +31,8 @@ def search_stages(contest: Contest, costs: CostModel, stages: int | None = None)
     trial = "stages" if stages is None else f"{stages} stages"
     if not contest.is_new(trial):
         return
-    part = 1.0 if stages is not None else _NOTHING_FITS if contest.best is None else _PART
-    left, most = contest.share(part), inf
+    part = 1.0 if stages is not None else _MOST if contest.best is None or contest.memory_decides else _PART
+    left, longer, most = contest.share(part), contest.share(max(part, _MOST)), inf
     if contest.steps_left is not None:
         most = part * contest.steps_left * _PRICED_PER_STEP
     model = Model(contest.captured, contest.machine, costs, contest.optimizer, contest.capacity)
@@ -41,7 +42,7 @@ def search_stages(contest: Contest, costs: CostModel, stages: int | None = None)
         nonlocal asked
         asked += 1
         contest.tell(doing)
-        if left() <= 0 or asked > most:
+        if (longer() if contest.pipeline_leads else left()) <= 0 or asked > most:
             raise Over
 
     def found(judged: Judged) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 
 from conjoin.cost import CostModel
@@ -139,7 +140,10 @@ def _others(stages: int, micro: int, edges: tuple[Edge, ...], apart: bool) -> It
     for made in (gpipe(stages, micro), eager_one_f_one_b(stages, micro)):
         yield replace(made, edges=edges)
     if apart:
-        yield replace(zero_bubble(stages, micro), edges=edges)
+        yield replace(_zero_bubble(stages, micro), edges=edges)
+
+
+_zero_bubble = lru_cache(16)(zero_bubble)
 
 
 def crossings_of(cut: Cutting, sent: Sequence[float], granule: int, machine: Machine) -> Crossings:
@@ -154,10 +158,24 @@ def crossings_of(cut: Cutting, sent: Sequence[float], granule: int, machine: Mac
     return Crossings(chain(len(cut.slots)), range(len(cut.slots)), found, machine)
 
 
-def played(cut: Cutting, micro: int, capacity: float, crossings: Crossings) -> float:
-    """What a step takes by the figures of a cutting, by the best of the schedules with which it fits."""
+def least_seconds(cut: Cutting, micro: int) -> float:
+    """What a step takes at least, whatever the schedule: every stage waits for the first micro-batch, and then has all
+    of them to run."""
+    found = before = 0.0
+    for slot in cut.slots:
+        forward, backward, finish, *_ = slot.figures
+        found = max(found, before + micro * (forward + backward) + finish)
+        before += forward
+    return found
+
+
+def played(cut: Cutting, micro: int, capacity: float, crossings: Crossings, limit: float = inf) -> float:
+    """What a step takes by the figures of a cutting, by the best of the schedules with which it fits; infinity where
+    that is no less than a limit."""
     stages, edges = len(cut.slots), chain(len(cut.slots))
     forward, backward, finish, peak, kept = zip(*(slot.figures for slot in cut.slots), strict=True)
+    if least_seconds(cut, micro) >= limit:
+        return inf
     half = tuple(seconds / 2 for seconds in backward)
     times = Times(forward, half, half, crossings.activations, crossings.gradients, links=crossings.links)
     found = [inf]

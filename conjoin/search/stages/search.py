@@ -121,12 +121,13 @@ class StageSearch:
                 heappush(trials, (trial.least, number, trial))
                 continue
             for cutting in self._solve(trial)[:_PLAYED]:
+                limit = min([_NEAR * self._limit(), *(seconds for seconds, _, _ in cuttings[_BUILT - 1 :])])
                 crossings = self._crossings(trial, cutting)
-                seconds = played(cutting, trial.micro, self.model.capacity, crossings)
-                if seconds < _NEAR * self._limit():
+                seconds = played(cutting, trial.micro, self.model.capacity, crossings, limit)
+                if seconds < limit:
                     cuttings.append((seconds, trial, cutting))
-            cuttings.sort(key=lambda found: found[0])
-            if cuttings and self.best is None:  # anything is better than nothing
+                    cuttings.sort(key=lambda found: found[0])
+            if cuttings and (self.best is None or cuttings[0][0] * _NEAR < self._limit()):  # time may be over soon
                 self._judge(*cuttings.pop(0)[1:])
         for seconds, trial, cutting in cuttings[:_BUILT]:
             if seconds < _NEAR * self._limit():

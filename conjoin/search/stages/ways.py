@@ -32,12 +32,13 @@ from conjoin.machine import Machine
 from conjoin.search.baselines import layouts_by
 from conjoin.search.blocks import block_segments, segments_for
 from conjoin.search.bundle_size import choose_bundle_bytes
-from conjoin.search.drafting import settle_draft
+from conjoin.search.drafting import Settled, settle_draft
 from conjoin.search.exact.choices import OperatorSeconds
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
 from conjoin.search.exact.space import OVERLAPS, Space, objective_on
 from conjoin.search.exact.stack import folded_problem
 from conjoin.search.exact.units import Units, natural_units
+from conjoin.search.folded_drafts import DraftsByForm
 from conjoin.search.groups import products
 from conjoin.search.packed_weights import sections_alike
 from conjoin.search.planning import drafter
@@ -85,13 +86,19 @@ class Way:
 
 @dataclass
 class Solver:
-    """The exact core for stages of a model on parts of a machine; tables are made once."""
+    """Named strategies and the exact core for stages of a model on parts of a machine; what is alike is made once."""
 
     costs: CostModel
     optimizer: str
     micro: int = 1
     """Micro-batches in a step, which share what is done once in it."""
     _spaces: dict[tuple[Machine, Units], Space] = field(default_factory=dict)
+    _drafts: dict[tuple[Machine, str], DraftsByForm] = field(default_factory=dict)
+
+    def settle(self, cut: StageGraph, machine: Machine, strategy: str) -> Settled:
+        """What a strategy decides for a stage; stages that are alike are drafted once."""
+        drafts = self._drafts.setdefault((machine, strategy), DraftsByForm())
+        return settle_draft(cut.graph, drafter(machine, read_request(strategy)), drafts.draft, shared=cut.shared)
 
     def solve(self, skeleton: Skeleton, near: Layouts, machine: Machine) -> tuple[Layouts, frozenset[str]] | None:
         """The layouts with the least sum on the units of given ones; None where these have none, or many."""
@@ -177,7 +184,7 @@ class LaidOut:
 def lay_out_stage(cut: StageGraph, machine: Machine, way: Way, whole: Graph, solver: Solver) -> LaidOut | None:
     """A stage of a whole model laid out by a way on the devices of a machine; None where that cannot be."""
     try:
-        settled = settle_draft(cut.graph, drafter(machine, read_request(way.strategy)), shared=cut.shared)
+        settled = solver.settle(cut, machine, way.strategy)
         segments = _segments(way, settled.graph, whole)
     except StrategyError:
         return None

@@ -1,0 +1,113 @@
+"""Steps told by few of many equal periods, against the same steps with all of them timed and walked through."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conjoin.cost import CostModel
+from conjoin.frontends import capture
+from conjoin.ir import Graph, Segment
+from conjoin.machine import parse_machine
+from conjoin.search.baselines import baselines, with_blocks_again
+from conjoin.search.contest import Entry
+from conjoin.sim import MachinePrices, Program, Simulation, measure_memory, new_drafts, run, simulate_layouts
+from conjoin.sim.memory import measure_peak
+
+MACHINE = parse_machine("dgx-h100:1")
+NAMES = ("fsdp", "zero1", "megatron:tp=2,sp", "megatron:tp=2,sp,fsdp", "megatron:tp=4,sp,zero1", "data-parallel")
+BUNDLES = (1 << 10, 1 << 13, 1 << 15, 1 << 20)
+"""Bytes for which parameters of a block travel alone, with those of a few blocks, or of all."""
+SEEDS = range(5)
+
+
+class Layer(nn.Module):
+    """A block, as transformers have them, of random parts."""
+
+    def __init__(self, width: int, inner: int, gated: bool, bias: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, inner, bias=bias), nn.Linear(inner, width, bias=bias)
+        self.gate = nn.Linear(width, inner, bias=False) if gated else None
+
+    def forward(self, x_BD: Tensor, shift_D: Tensor) -> Tensor:
+        y = self.norm(x_BD) + shift_D
+        up = torch.relu(self.up(y))
+        return x_BD + self.down(up if self.gate is None else up * torch.sigmoid(self.gate(y)))
+
+
+class Stack(nn.Module):
+    """Equal blocks, of which the first, the last and one in the middle may be others; all read one shared tensor,
+    and what is before and behind them a shared parameter."""
+
+    def __init__(self, rng: Random) -> None:
+        super().__init__()
+        width, inner, gated, bias = 32, rng.choice((64, 128)), rng.random() < 0.5, rng.random() < 0.7
+        count, odd = rng.randrange(18, 40), {0: 96, -1: 160}
+        middle = rng.randrange(count) if rng.random() < 0.3 else None
+        sizes = [inner] * count
+        for place, other in odd.items():
+            sizes[place] = other if rng.random() < 0.5 else inner
+        if middle is not None:
+            sizes[middle] = 256
+        self.shift = nn.Parameter(torch.zeros(width))
+        self.layers = nn.ModuleList(Layer(width, size, gated, bias) for size in sizes)
+        self.tied = nn.Linear(width, width, bias=False)
+
+    def forward(self, x_BD: Tensor) -> Tensor:
+        shift, x_BD = torch.tanh(self.shift), self.tied(x_BD)
+        for layer in self.layers:
+            x_BD = layer(x_BD, shift)
+        return self.tied(x_BD).square().mean()
+
+
+def stack(rng: Random) -> Graph:
+    with torch.device("meta"):
+        return capture(Stack(rng).train(), (torch.zeros(64, 32),), lambda output, batch: output)
+
+
+def simulated(entry: Entry, graph: Graph, bundle_bytes: int) -> Simulation:
+    skeleton, layouts = entry.variant.skeleton, entry.layouts
+    prices = MachinePrices.of(graph, MACHINE, CostModel())
+    drafts = new_drafts(skeleton, layouts, MACHINE.mesh, prices)
+    drafts.bundle_bytes = bundle_bytes
+    return simulate_layouts(skeleton, layouts, drafts, entry.regathered, entry.segments)
+
+
+def check(found: Simulation) -> bool:
+    """Compare with the whole step; whether the short one told of it."""
+    is_told = found.short is not None and "program" not in found.__dict__
+    peak = None if found.short is None else measure_peak(found.short, "adam", "cuda")
+    whole: Program = found.make()
+    drafts = whole.drafts
+    timeline = run(whole.unrolled(), whole.num_events, drafts.classes.shape, drafts.prices.slowed())
+    assert found.ticks == timeline.ticks
+    assert peak is None or peak == measure_memory(whole, "adam", "cuda").peak
+    return is_told and peak is not None
+
+
+def segmented(rng: Random, entry: Entry) -> Entry:
+    """Some of its operators are run again: periods of another length than blocks, or here and there."""
+    count, length = len(entry.variant.skeleton.operators), rng.randrange(3, 20)
+    starts = [*range(rng.randrange(5), count - 2 * length, rng.choice((length, 2 * length)))]
+    segments = tuple(Segment(first, first + length - 1) for first in starts if rng.random() < 0.97)
+    return replace(entry, segments=segments)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_short_step_takes_and_holds_what_the_whole_one_does(seed: int) -> None:
+    rng = Random(seed)
+    graph, told = stack(rng), 0
+    known = dict(baselines(graph, MACHINE, lambda name: name not in NAMES))
+    for name in NAMES:
+        entry = known[name]
+        if entry is None:
+            continue
+        again = with_blocks_again(entry, rng.choice(("full", "every-2", "selective")))
+        for one in (entry, *([again] if again is not None else []), segmented(rng, entry)):
+            told += check(simulated(one, graph, rng.choice(BUNDLES)))
+    assert told > 0
