@@ -205,8 +205,17 @@ def make_leaf(  # noqa: PLR0913 – all that a leaf is
 
 def retype(leaf: Leaf, type: TensorType) -> Leaf:
     """The leaf with another type."""
+    return _remade(leaf, type, leaf.trainable)
+
+
+def frozen(leaf: Leaf) -> Leaf:
+    """The leaf as one that has no gradient."""
+    return _remade(leaf, leaf.type, trainable=False)
+
+
+def _remade(leaf: Leaf, type: TensorType, trainable: bool) -> Leaf:
     return make_leaf(
-        leaf.kind, leaf.name, type, trainable=leaf.trainable, aliases=leaf.aliases, data=leaf.data,
+        leaf.kind, leaf.name, type, trainable=trainable, aliases=leaf.aliases, data=leaf.data,
         channels_last=leaf.channels_last, section=leaf.section,
     )  # fmt: skip
 

@@ -7,13 +7,13 @@ stage that reads it. A parameter that several stages read belongs to the first o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from conjoin.errors import StrategyError
 from conjoin.ir.builder import GraphBuilder, is_random
 from conjoin.ir.graph import Graph
-from conjoin.ir.nodes import Leaf, LeafKind, Node, Value, make_leaf, make_node
+from conjoin.ir.nodes import Leaf, LeafKind, Node, Value, frozen, make_leaf, make_node
 from conjoin.ir.structure import LEAF, Structure
 from conjoin.ops import map_tensors
 
@@ -78,7 +78,8 @@ class _Cutting:
         self.graph, self._homes = graph, homes
         self.stage_of: Mapping[Node, int] = dict(zip(graph.nodes, stage_of, strict=True))
         self.anew = made_anew(graph)
-        self._learned = _with_gradient(graph)
+        self._loss = None if graph.loss is None else graph.outputs[graph.loss]
+        self._learned = _with_gradient(graph) & _reaching(graph.nodes, {self._loss})
         self._nodes = [self._nodes_of(stage) for stage in range(max(stage_of, default=0) + 1)]
         self._given: list[dict[Value, int]] = [self._results_of(stage) for stage in range(len(self._nodes))]
         """By stage, its outputs and their places."""
@@ -124,7 +125,7 @@ class _Cutting:
 
     def _results_of(self, stage: int) -> dict[Value, int]:
         """The loss, where the stage makes it."""
-        loss = None if self.graph.loss is None else self.graph.outputs[self.graph.loss]
+        loss = self._loss
         made = isinstance(loss, Value) and isinstance(loss.owner, Node) and loss.owner in set(self._nodes[stage])
         return {loss: 0} if made and isinstance(loss, Value) else {}
 
@@ -153,9 +154,11 @@ class _Cutting:
         unread = {leaf for leaf in self.graph.leaves if leaf not in self._owners and leaf.kind is not LeafKind.INPUT}
         kept = read | {leaf for leaf in unread if self._writers.get(leaf.name, self._homes.get(leaf.name, 0)) == stage}
         kept |= {value.owner for _, value in updates if isinstance(value.owner, Leaf)}
+        learned = _reaching(nodes, {self._loss, *(value for value in self._given[stage] if value in self._learned)})
         for leaf in self.graph.leaves:
             if leaf in kept:
-                values[Value(leaf)] = builder.add_leaf(leaf)
+                still = self._owners.get(leaf, stage) != stage and Value(leaf) not in learned
+                values[Value(leaf)] = builder.add_leaf(frozen(leaf) if still else leaf)
         arrivals = []
         for value in self._arriving(stage, nodes):
             source = self._source(value, stage)
@@ -181,9 +184,9 @@ class _Cutting:
         empty, outputs = Structure("tuple"), Structure("tuple", (), (LEAF,) * len(graph.outputs))
         structure = Structure("tuple", (), (taken, Structure("dict"), empty, Structure("dict")))
         graph = replace(graph, rounding=self.graph.rounding, input_structure=structure, output_structure=outputs)
-        borrowed = (leaf for leaf in graph.leaves if leaf.kind is LeafKind.PARAMETER and leaf in read)
-        names = tuple(x.name for x in borrowed if self._owners[x] != stage)
-        return StageGraph(graph, tuple(arrivals), names, frozenset(self._shared))
+        read_here = (leaf for leaf in self.graph.leaves if leaf.kind is LeafKind.PARAMETER and leaf in read)
+        borrowed = tuple(leaf.name for leaf in read_here if self._owners[leaf] != stage)
+        return StageGraph(graph, tuple(arrivals), borrowed, frozenset(self._shared))
 
     def _free_name(self, name: str) -> str:
         taken = {leaf.name for leaf in self.graph.leaves_of(LeafKind.INPUT)}
@@ -202,4 +205,13 @@ def _with_gradient(graph: Graph) -> set[Value]:
     for node in graph.nodes:
         if any(value in found for value in node.inputs) and (node.spec is None or node.spec.smooth):
             found.update(v for v in node.outputs() if v.type.dtype.is_floating_point or v.type.dtype.is_complex)
+    return found
+
+
+def _reaching(nodes: Sequence[Node], ends: Set[object]) -> set[Value]:
+    """The values that a gradient comes back to from some values that nodes make."""
+    found = {value for node in nodes for value in node.outputs() if value in ends}
+    for node in reversed(nodes):
+        if (node.spec is None or node.spec.smooth) and any(value in found for value in node.outputs()):
+            found.update(node.inputs)
     return found

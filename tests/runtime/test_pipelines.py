@@ -37,6 +37,22 @@ class Block(nn.Module):
         return out
 
 
+class Detached(nn.Module):
+    """A bias that all layers read and none teaches, one that a single layer teaches, and a branch whose values go on
+    while its gradients do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.taught = (nn.Parameter(torch.randn(6)) for _ in range(2))
+        self.side, self.layers = nn.Linear(6, 6), nn.ModuleList(Block(6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = self.side(x)
+        for i, layer in enumerate(self.layers):
+            x = layer(x) + self.read.detach() * (self.taught if i == 1 else self.taught.detach())
+        return x + side.detach()
+
+
 class Tied(nn.Module):
     """Words in, words out, by one table."""
 
@@ -153,6 +169,11 @@ CASES: dict[str, tuple[type[nn.Module], Callable[[], Batch], Callable[..., Tenso
         nn.functional.mse_loss,
     ),
     "translator": (Translator, words((8, 4), (8, 5), (8, 5)), over_words),
+    "detached": (
+        Detached,
+        lambda: (torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 6, dtype=torch.float64)),
+        nn.functional.mse_loss,
+    ),
     "frozen": (
         Frozen,
         lambda: (torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)),
@@ -208,8 +229,10 @@ def compare(pipeline: Pipeline, model: nn.Module, loss: Callable[..., Tensor], b
             made.backward()
             assert made.item() == pytest.approx(value, rel=1e-12)
             for name, parameter in module.named_parameters(remove_duplicate=False):
-                if parameter.requires_grad:
+                if parameter.requires_grad and name in gradients:
                     torch.testing.assert_close(parameter.grad, cut(name, gradients[name]), rtol=1e-9, atol=1e-12)
+                elif parameter.requires_grad:
+                    assert parameter.grad is None, f"{name} is read, but nothing of the loss goes back to it"
             optimizer.step()
         for name, held in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
             torch.testing.assert_close(held.detach(), cut(name, wanted[2][name]), rtol=1e-9, atol=1e-12)
@@ -230,6 +253,8 @@ PIPELINES = [
     ("translator", "pipeline:pp=2,tp=2,zero1,micro=2", 8),
     ("translator", "pipeline:pp=3,micro=2,schedule=zero-bubble", 8),
     ("frozen", "pipeline:pp=2,fsdp,micro=4,schedule=zero-bubble", 4),
+    ("detached", "pipeline:pp=2,micro=2", 2),
+    ("detached", "pipeline:pp=4,fsdp,micro=2,schedule=zero-bubble", 8),
 ]
 
 

@@ -71,7 +71,7 @@ class Loans:
         """The parameters of this rank that others borrowed, each with the gradient that comes back."""
         coming, sent = [], []
         for loan in self._loans:
-            if not loan.have.trainable:
+            if not loan.want.trainable:
                 continue
             if loan.lender in runs:
                 coming.append((loan, loan.back.expect(loan.channel, runs[loan.lender].program.store.device)))
