@@ -44,6 +44,7 @@ TINY = {
     "llama-1b": LlamaConfig(2, 32, 64, 2, 1, 64, 32),
     "gpt-1.3b": GptConfig(2, 32, 2, 32, 64, 0.0),
 }
+KINDS = ("bf16", "fp8", "noise", "compiled", "compiled-bf16", "compiled-fp8")
 PARTS, WARMUP = 6, 8
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -197,14 +198,16 @@ def measured(work: Workload, kinds: Sequence[str], options: argparse.Namespace, 
             write(told)
             fresh()
     if "noise" in kinds:
-        seeds = noise(work, range(1, 1 + options.seeds), options.steps)
+        seeds = told["losses of further seeds"] = noise(work, range(1, 1 + options.seeds), options.steps)
         for row in (told[name] for name in ("bf16, eager", "fp8, eager") if name in told):
             base = [told["bf16, eager"]["ways"]["bf16"]["losses"]] if "bf16, eager" in told else []
             row["curves"] = curves(row, [*base, *seeds])
         write(told)
-    if "compiled" in kinds:
+    if any(kind.startswith("compiled") for kind in kinds):
         part = replace(work, config=replace(work.config, layers=min(options.compiled_layers, work.config.layers)))
         for kind, (precision, ways) in asked.items():
+            if not {"compiled", f"compiled-{kind}"} & set(kinds):
+                continue
             made = compared(part, precision, ways[:1], options.compiled_steps, compiled=True)
             told[f"{kind}, compiled"] = {"layers": part.config.layers, **made}
             write(told)
@@ -226,7 +229,7 @@ def lines(told: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=TINY, default=list(TINY))
-    parser.add_argument("--kinds", nargs="+", default=["bf16", "fp8", "noise", "compiled"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS[:4])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=2, help="further ones, for the noise")
     parser.add_argument("--compiled-steps", type=int, default=28)

@@ -14,7 +14,6 @@ alone are more than the limit: then the search has them on the host during the s
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import platform
 import statistics
@@ -23,8 +22,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import conjoin
 from conjoin.cost import CostModel
-from conjoin.ir import Graph, Plan, host_inputs
+from conjoin.ir import Graph, LeafKind, Plan, host_inputs, plan_from_json, plan_to_json
 from conjoin.machine import Machine, parse_machine
 from conjoin.search import Wish, find_plan, make_plan
 from conjoin.sim import Wanted, measure_memory, predict, simulate
@@ -74,21 +74,37 @@ class Sizes:
         return edges * (2 * 8 + 4 + 4 + 8 + 4) + 2 * 8 * (self.vertices + 1)
 
 
-def captured(sizes: Sizes, given: tuple[Tensor, ...]) -> Graph:
+def captured(sizes: Sizes) -> Graph:
     """The step, without values."""
-    batch = tuple(torch.empty_like(tensor, device="meta") for tensor in given)
+    vertices, edges = sizes.vertices, sizes.vertices * sizes.degree
     with torch.device("meta"):
-        model = sizes.model()
+        model, x, weights = sizes.model(), torch.empty(vertices, sizes.features), torch.empty(edges)
+        ends, labels = (torch.empty(shape, dtype=torch.int64) for shape in ((2, edges), (vertices,)))
+    batch = (x, ends, weights, labels)
     return conjoin.capture(model, batch, F.cross_entropy)
 
 
-def trained(
-    plan: Plan, sizes: Sizes, given: tuple[Tensor, ...], device: str, steps: int
-) -> tuple[list[float], float, int, int]:
-    """The losses of some steps, the median of their seconds, and on a GPU the most bytes allocated, and reserved."""
-    module = conjoin.load(plan, sizes.model(), device=device)
+class Trained(NamedTuple):
+    """What some steps gave: the median of their seconds, and on a GPU the most bytes allocated, and reserved."""
+
+    losses: list[float]
+    seconds: float
+    peak: int
+    reserved: int
+
+
+def trained(plan: Plan, sizes: Sizes, device: str, steps: int, limit: int | None = None) -> Trained:
+    """Steps in a process of their own, which gets no more than the limit: nothing of another run is there."""
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(_trained, (plan_to_json(plan), sizes, device, steps, limit))
+
+
+def _trained(plan: str, sizes: Sizes, device: str, steps: int, limit: int | None) -> Trained:
+    if limit is not None:
+        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    module = conjoin.load(plan_from_json(plan), sizes.model(), device=device)
     optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
-    batch, losses, taken = module.placed(given), [], []
+    batch, losses, taken = module.placed(sizes.batch()), [], []
     wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else lambda: None
     for _ in range(steps):
         wait()
@@ -101,16 +117,7 @@ def trained(
         taken.append(time.perf_counter() - start)
         losses.append(loss.item())
     most = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if device == "cuda" else (0, 0)
-    return losses, statistics.median(taken[1:]), *most
-
-
-def fresh(limit: int | None) -> None:
-    """Nothing on the GPU, and no more than the limit from now on."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(1.0 if limit is None else limit / total)
+    return Trained(losses, statistics.median(taken[1:]), *most)
 
 
 def plan_within(graph: Graph, machine: Machine, memory: int, order_bytes: int, seconds: float) -> Plan:
@@ -128,29 +135,26 @@ def plan_within(graph: Graph, machine: Machine, memory: int, order_bytes: int, s
 
 def run(sizes: Sizes, device: str, machine: Machine, share: float, options: Any) -> dict[str, Any]:
     """Both trainings, and what was told of them."""
-    batch = sizes.batch()
-    graph = captured(sizes, batch)
+    graph = captured(sizes)
     plain = make_plan(graph, machine, "single")
-    if device == "cuda":
-        fresh(None)
-    losses, seconds, peak, _ = trained(plain, sizes, batch, device, options.steps)
+    free = trained(plain, sizes, device, options.steps)
     told = _told(plain, machine)
-    limit = int(share * (peak or told + sizes.order_bytes()))
+    limit = int(share * (free.peak or told + sizes.order_bytes()))
     plan = plan_within(graph, machine, int((1 - _OUTSIDE) * limit), sizes.order_bytes(), options.seconds)
-    if device == "cuda":
-        fresh(limit)
-    small_losses, small_seconds, small_peak, reserved = trained(plan, sizes, batch, device, options.steps)
-    gib = 2**30
+    held = trained(plan, sizes, device, options.steps, limit if device == "cuda" else None)
+    gib, given = 2**30, sum(leaf.type.bytes for leaf in graph.leaves_of(LeafKind.INPUT))
     return {
-        "unlimited_gib": round(peak / gib, 4), "unlimited_told_gib": round(told / gib, 4),
-        "limit_gib": round(limit / gib, 4), "peak_gib": round(small_peak / gib, 4),
-        "reserved_gib": round(reserved / gib, 4),
-        "told_gib": round(_told(plan, machine) / gib, 4), "is_kept": small_peak <= limit if small_peak else None,
-        "batch_gib": round(sum(tensor.nbytes for tensor in batch) / gib, 4), "on_host": sorted(host_inputs(plan)),
+        "batch_gib": round(given / gib, 4),
+        "unlimited_gib": round(free.peak / gib, 4), "unlimited_told_gib": round(told / gib, 4),
+        "limit_gib": round(limit / gib, 4), "peak_gib": round(held.peak / gib, 4),
+        "reserved_gib": round(held.reserved / gib, 4),
+        "told_gib": round(_told(plan, machine) / gib, 4), "is_kept": held.peak <= limit if held.peak else None,
         "strategy": plan.strategy, "offloaded": sum(action.action == "offload" for action in plan.memory),
-        "unlimited_seconds": round(seconds, 4), "seconds": round(small_seconds, 4),
-        "slow_down": round(small_seconds / seconds, 3), "losses": losses, "losses_within_limit": small_losses,
-        "largest_difference": max(abs(a - b) for a, b in zip(losses, small_losses, strict=True)),
+        "on_host": sorted(host_inputs(plan)),
+        "unlimited_seconds": round(free.seconds, 4), "seconds": round(held.seconds, 4),
+        "slow_down": round(held.seconds / free.seconds, 3),
+        "losses": free.losses, "losses_within_limit": held.losses,
+        "largest_difference": max(abs(a - b) for a, b in zip(free.losses, held.losses, strict=True)),
     }  # fmt: skip
 
 

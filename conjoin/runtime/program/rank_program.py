@@ -178,6 +178,7 @@ class LocalProgram:
         self._casts = emitted.casts
         self.code = self._program.code
         self._slots = {leaf: store.slot(leaf) for leaf in self.kept}
+        self._kept_slots = tuple(self._slots.values())  # compiled code would look at every field of every leaf again
         buffers = {leaf.name: leaf for leaf in plan.graph.leaves_of(LeafKind.BUFFER)}
         self._targets = tuple(store.slots_of_buffer(buffers[name]) for name, _ in plan.graph.updates)
 
@@ -218,7 +219,7 @@ class LocalProgram:
                     f"for what is frozen, so that it would stay as it is. Make a plan of the model with "
                     f"requires_grad=True there, load it, and go on from a checkpoint of this one."
                 )
-        return [self.read(leaf) for leaf in self.kept]
+        return [self.store.read(slot, self.store.device) for slot in self._kept_slots]
 
     def make_once(self, state: list[Tensor | None]) -> StepValues:
         """What is made of parameters alone, from this rank's pieces; it stands after them in the state of a run."""
