@@ -77,4 +77,3 @@ def rounded(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Ten
     limit = torch.finfo(dtype).max
     scale = limit / largest.float().clamp(min=1e-12)
     return (x.float() * scale).clamp(-limit, limit).to(dtype), scale.reciprocal()
-
