@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -40,7 +41,7 @@ from zoo.tokens import next_token_loss
 LLAMA_1B = LlamaConfig(16, 2048, 8192, 32, 8, 128256, 2048, rope_base=500000.0)
 """The shape of Llama 3.2 1B, with a head of its own."""
 GPT_13B = GptConfig(24, 2048, 16, length=2048, dropout=0.0)
-TINY = {
+TINY: dict[str, LlamaConfig | GptConfig] = {
     "llama-1b": LlamaConfig(2, 32, 64, 2, 1, 64, 32),
     "gpt-1.3b": GptConfig(2, 32, 2, 32, 64, 0.0),
 }
@@ -97,7 +98,7 @@ class Trainer:
         before = torch.cuda.memory_allocated() if self._device == "cuda" else 0
         start = time.perf_counter()
         loss = self._step(*batch)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self._optimizer.zero_grad()
         if self._device == "cuda":
@@ -244,7 +245,7 @@ def main() -> None:
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "conjoin": conjoin.__version__},
         "models": {},
     }  # fmt: skip
-    configs = TINY if options.tiny else {"llama-1b": LLAMA_1B, "gpt-1.3b": GPT_13B}
+    configs: dict[str, LlamaConfig | GptConfig] = TINY if options.tiny else {"llama-1b": LLAMA_1B, "gpt-1.3b": GPT_13B}
 
     def write(name: str, told: Any) -> None:
         about["models"][name] = told
@@ -253,7 +254,7 @@ def main() -> None:
 
     for name in options.models:
         work = Workload(configs[name], 4, options.device)
-        told = measured(work, options.kinds, options, lambda told, name=name: write(name, told))
+        told = measured(work, options.kinds, options, partial(write, name))
         print("\n".join(lines(told)), flush=True)
 
 
