@@ -42,6 +42,7 @@ def sweep() -> Iterator[Case]:
     parts = (
         _elementwise, _movement, _reductions, _norms, _products, _convolutions, _attention, _lookups,
         _drawn_convolutions, _channels_last, _dilated, _narrow, _factored, _scattered, _channels_last_beside, _resized,
+        _across,
     )  # fmt: skip
     for part in parts:
         yield from part()
@@ -310,6 +311,17 @@ def _resized() -> Iterator[Case]:
 
             shape = (batch, channels, pixels, pixels)
             yield Case(function, (shape,))
+
+
+def _across() -> Iterator[Case]:
+    """Classes of pixels: what is taken over a dim that is not the last."""
+    for batch, classes, pixels in (
+        (16, 10, 64), (4, 1000, 32), (4, 21, 128), (2, 64, 256), (8, 19, 256), (2, 2, 512), (4, 150, 256), (4, 32, 512),
+    ):  # fmt: skip
+        x = (batch, classes, pixels, pixels)
+        yield Case(lambda x: F.cross_entropy(x, x.new_zeros((x.shape[0], *x.shape[2:]), dtype=torch.long)), (x,))
+        yield Case(lambda x: x.softmax(1), (x,))
+        yield Case(lambda x: x.log_softmax(1), (x,))
 
 
 def _attention() -> Iterator[Case]:

@@ -11,7 +11,7 @@ module, of `to_module` and of `load` in turn; with a store it first times every 
 for each distinct call. Between the steps it reads the host's speed by some small calls, as `conjoin calibrate` does.
 `predict` simulates the steps from operators alone, on a host of that speed, and compares.
 Without a store the operators are those of the shipped profile; without `--measured` the steps are those in the results,
-whose predictions are made anew; of lists that were not measured the rows in the results are kept. `capture` writes the
+whose predictions are made anew; of steps that were not measured the rows in the results are kept. `capture` writes the
 models' graphs to files, so that neither has to. Beside them stands the line through the profile's copies between host
 and device, with the error of every point.
 """
@@ -206,7 +206,8 @@ def milliseconds(step: Callable[[], None]) -> float:
 def time_steps(model_list: str, name: str, dtype: str, case: Case, before: int, device: DeviceType) -> Measured:
     """Steps in turn, the order turned each round; memory of the captured module alone, without what was there before.
 
-    The host's speed is read between the rounds: it changes by half within a minute. The captured module and the plain
+    The host's speed is read between the rounds: it changes by half within a minute. A reading may give torch's cached
+    memory back, and what comes after it takes it anew: that step is not counted. The captured module and the plain
     one share weights and optimizer; the loaded plan has its own. Python's collector is kept from running in some steps
     and not in others.
     """
@@ -229,6 +230,7 @@ def time_steps(model_list: str, name: str, dtype: str, case: Case, before: int, 
     gc.disable()
     for i in range(_WARMUP + _ROUNDS):
         readings.append(measure_host(device, costs))
+        steps[i % len(steps)]()
         taken = [0.0] * len(steps)
         for k in range(len(steps)):
             which = (i + k) % len(steps)
@@ -247,7 +249,7 @@ def measure_all(arguments: argparse.Namespace) -> int:
     rows: list[Measured] = []
     start = time.perf_counter()
     for of, name in chosen(arguments):
-        for label, dtype in DTYPES.items():
+        for label, dtype in ((label, DTYPES[label]) for label in arguments.dtypes):
             if time.perf_counter() - start > 60 * arguments.minutes:
                 break
             before = torch.cuda.memory_allocated()
@@ -332,11 +334,15 @@ def with_host(machine: Machine, factor: float) -> Machine:
     return replace(machine, nodes=(NodeKind("node", 1, (device,)),))
 
 
+def _named(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["list"], row["model"], row["dtype"]
+
+
 def predict_all(arguments: argparse.Namespace) -> int:
     measured = json.loads(arguments.measured.read_text(encoding="utf-8"))
-    machine, lists = one_gpu(arguments.machine), {row["list"] for row in measured["rows"]}
+    machine, anew = one_gpu(arguments.machine), {_named(row) for row in measured["rows"]}
     before = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"] if RESULTS.exists() else []
-    kept = [row for row in before if row["list"] not in lists]
+    kept = [row for row in before if _named(row) not in anew]
     measured["rows"] = [*kept, *measured["rows"]]
     costs = CostModel([Store(arguments.store)] if arguments.store else [])
     rows = []
@@ -373,6 +379,7 @@ def main() -> int:
     parser.add_argument("what", choices=["capture", "measure", "predict"])
     parser.add_argument("--lists", nargs="+", choices=LISTS, default=list(LISTS))
     parser.add_argument("--models", nargs="+", help="only these of the lists")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="only these are measured")
     parser.add_argument("--machine", default="dgx-h200", help="a machine whose first device this is")
     parser.add_argument("--graphs", type=Path, help="where the models' graphs are kept as files")
     parser.add_argument("--processes", type=int, default=2, help="that capture at the same time")

@@ -1,18 +1,21 @@
 """A full-graph step of a two-layer GCN on one host, against torch's own sparse product: CPU seconds, taken in turn.
 
-    python -m benchmarks.roc_step [--vertices 233000] [--edges 11500000] [--rounds 3] [--device cuda] [--output FILE]
+    python -m benchmarks.roc_step [--vertices 233000] [--edges 11500000] [--rounds 3] [--device cuda] [--geometric]
 
 602 features, 128 hidden, 41 classes, as ROC's on Reddit with a tenth of the edges; the graph is symmetric, weighted,
 and has communities. `torch CSR` multiplies with a CSR matrix and is given its backward by hand: the same product once
 more, since the matrix is symmetric. `torch CSR, autograd` transposes it in every step, as torch does. `ours` is what
 `conjoin.capture` makes of a model in gather-scatter form; `ours, A·X once` the same with the first layer the other way
-round, (A·X)·W, where A·X of constant features is made before the first step. Seconds are those of all threads; on a GPU
-those on the wall, with the most bytes that a step allocates beside what is there before it, the graph of every way.
+round, (A·X)·W, where A·X of constant features is made before the first step. `--geometric` adds PyTorch Geometric's
+GCNConv over the same weights, given edges, or given a CSR matrix; what does not fit a GPU is told. Seconds are those of
+all threads; on a GPU those on the wall, with the most bytes that a step allocates beside what is there before it, the
+graph of every way.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import platform
 import statistics
@@ -73,6 +76,24 @@ class CsrGcn(nn.Module):
         return self.product(second.layer(x)) + second.bias  # type: ignore[operator, arg-type]
 
 
+class GeometricGcn(nn.Module):
+    """The same model by PyTorch Geometric's layers over the same weights."""
+
+    def __init__(self, model: Gcn, graph: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        make = importlib.import_module("torch_geometric.nn").GCNConv
+        self.graph, self.layers = graph, nn.ModuleList()
+        for layer in model.layers:
+            own = make(*layer.layer.weight.shape[::-1], normalize=False, add_self_loops=False)  # type: ignore[union-attr]
+            own.lin.weight, own.bias = layer.layer.weight, layer.bias
+            self.layers.append(own)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layers
+        made: Tensor = second(F.relu(first(x, *self.graph)), *self.graph)
+        return made
+
+
 class LateGcn(nn.Module):
     """The same model on features that were aggregated before."""
 
@@ -103,7 +124,9 @@ def seconds_of(step: Callable[[], Tensor], model: nn.Module, device: str) -> tup
     return time.perf_counter() - start, loss.item(), torch.cuda.max_memory_allocated() - before
 
 
-def ways(vertices: int, edges: int, device: str) -> dict[str, tuple[Callable[[], Tensor], nn.Module]]:
+def ways(
+    vertices: int, edges: int, device: str, geometric: bool = False
+) -> dict[str, tuple[Callable[[], Tensor], nn.Module]]:
     """A step of every way on the same graph."""
     graph = community_graph(vertices, edges).to(device)
     weight = symmetric_weights(graph, vertices)
@@ -129,6 +152,10 @@ def ways(vertices: int, edges: int, device: str) -> dict[str, tuple[Callable[[],
         "ours": (lambda: ours(*batch), ours),
         "ours, A·X once": (lambda: F.cross_entropy(late(aggregated), labels), model),
     }
+    if geometric:
+        edgewise, by_matrix = GeometricGcn(model, (graph, weight)), GeometricGcn(model, (matrix,))
+        losses["PyG, edges"] = (lambda: F.cross_entropy(edgewise(x), labels), model)
+        losses["PyG, CSR"] = (lambda: F.cross_entropy(by_matrix(x), labels), model)
     return losses
 
 
@@ -139,16 +166,23 @@ def main() -> None:
     parser.add_argument("--edges", type=int, default=11_500_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--geometric", action="store_true", help="PyTorch Geometric as well")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/roc_step.json"))
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message="Sparse")
-    steps = ways(options.vertices, options.edges, options.device)
+    steps = ways(options.vertices, options.edges, options.device, options.geometric)
+    names = list(steps)
     losses: dict[str, float] = {}
     held: dict[str, int] = {}
     found: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(options.rounds + 1):
-        for name, (step, model) in steps.items():
-            seconds, losses[name], held[name] = seconds_of(step, model, options.device)
+        for name, (step, model) in list(steps.items()):
+            try:
+                seconds, losses[name], held[name] = seconds_of(step, model, options.device)
+            except torch.OutOfMemoryError as error:
+                print(f"{name:<22} out of memory: {str(error).splitlines()[0][:100]}", flush=True)
+                del steps[name], found[name]
+                continue
             found[name] += [seconds] if turn else []  # the first round makes what is kept
     medians = {name: statistics.median(seconds) for name, seconds in found.items()}
     kind = "cpu_seconds" if options.device == "cpu" else "seconds"
@@ -164,6 +198,7 @@ def main() -> None:
         "machine": platform.machine() if options.device == "cpu" else torch.cuda.get_device_name(),
         "threads": torch.get_num_threads(), "torch": torch.__version__,
         "date": str(date.today()), "vertices": options.vertices, "edges": options.edges,
+        "out_of_memory": [name for name in names if name not in steps],
         "command": " ".join(("python -m benchmarks.roc_step", *sys.argv[1:])),
     }  # fmt: skip
     options.output.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import log2, prod
+
 from conjoin.cost.roofline import AS_HALVES
 from conjoin.cost.work import ATTENTION, CONTRACTION, CONVOLUTION, REDUCTION, CallWork, is_composed
 from conjoin.ops import Call, find_spec, output_types, spec_for
@@ -11,6 +13,7 @@ _ALIGNED_BYTES = 16
 _FEW_CHANNELS = 4
 _MANY_BLOCKS = 256
 """More than any GPU runs at a time of those that fill a multiprocessor."""
+_ALONG_A_DIM = ("softmax.int", "log_softmax.int", "cross_entropy_loss")
 _USUAL_HEADS = (32, 64, 96, 128, 192, 256)
 _LIKE = {"float16": "bfloat16", **AS_HALVES}
 """Dtypes that kernels treat alike."""
@@ -32,12 +35,12 @@ def classes_of(call: Call, work: CallWork, rate: str, *, backward: bool, by_flop
     family = call.op if is_composed(call.op) else kernels or work.family
     way = " backward" if backward else ""
     dtype = _LIKE.get(rate, rate)
-    special = f"{dtype} {_shape_class(call, work.family, rate)}{'by flops' if by_flops else 'by bytes'}"
+    special = f"{dtype} {_shape_class(call, work.family, rate, backward)}{'by flops' if by_flops else 'by bytes'}"
     general = f"{family}{way}", f"{family}{way} {dtype}", f"{family}{way} {special}"
     return general if is_composed(call.op) else (*general, f"{call.op}{way} {special}")
 
 
-def _shape_class(call: Call, family: str, rate: str) -> str:
+def _shape_class(call: Call, family: str, rate: str, backward: bool) -> str:
     if family == CONTRACTION:
         return "odd " if rate != "float32" and _is_odd(call) else ""
     if family == CONVOLUTION:
@@ -45,9 +48,32 @@ def _shape_class(call: Call, family: str, rate: str) -> str:
     if family == ATTENTION:
         return _attention(call)
     spec, how = find_spec(call.op), "channels last " if call.channels_last else ""
+    if _is_across(call):
+        return f"{how}across "
     if spec is None or spec.blocks is None:
         return how
+    if backward and (crowd := _made_of_one(call)) > 1:
+        return f"{how}of one for {crowd} "
     return f"{how}of {min(2 ** max(spec.blocks(call) - 1, 0).bit_length(), _MANY_BLOCKS)} blocks "
+
+
+def _is_across(call: Call) -> bool:
+    """Whether it goes over another dim than the last: classes of pixels, for which there are other kernels."""
+    if call.op not in _ALONG_A_DIM:
+        return False
+    rank = len(call.tensors[0].shape)
+    along = min(1, rank - 1) if call.op == "cross_entropy_loss" else call["dim"]
+    return rank > 0 and along % rank != rank - 1
+
+
+def _made_of_one(call: Call) -> int:
+    """How many outputs an element of the input has a part in, as a power of two: in backward they add up in one place,
+    one after the other.
+    """
+    spec = spec_for(call)
+    made = prod(output_types(spec, call)[0].shape) if spec else 0
+    given = prod(call.tensors[0].shape)
+    return 2 ** round(log2(made / given)) if made > given > 0 else 1
 
 
 def _is_odd(call: Call) -> bool:

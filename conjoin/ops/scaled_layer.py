@@ -98,7 +98,14 @@ def _scale(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, by_columns: bool = False) -> Tensor:
-    """A matrix over its scale, in float8; one kernel, which divides, rounds, and turns the order of memory."""
+    """A matrix over its scale, in float8; one kernel, which divides, rounds, and turns the order of memory.
+
+    A compiler takes no `out=` in another order of memory, and makes one kernel of several by itself. Numbers are the
+    same: division by a power of two is exact, so it does not matter which dtype the quotient has before it is rounded.
+    """
+    if torch.compiler.is_compiling():
+        rounded = (x / scale).to(dtype)
+        return rounded.t().contiguous().t() if by_columns else rounded
     shape = tuple(reversed(x.shape)) if by_columns else x.shape
     made = torch.empty(shape, dtype=dtype, device=x.device)
     made = made.t() if by_columns else made

@@ -190,7 +190,8 @@ class EdgeCall:
     def summed(self, x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
         """The rows at the other ends of the edges of each row, added up, some rows at a time."""
         ordered = None if weight is None else self._pinned.of(order.of_edges(weight, stay=True))
-        others, first = self._pinned.of(order.others), order.first.numpy()
+        others, before_row = self._pinned.of(order.others), self._pinned.of(order.first)
+        first = order.first.numpy()
         made = x.new_empty(order.first.shape[0] - 1, *x.shape[1:])
         edge_bytes = EDGE_BYTES + (0 if ordered is None else ordered[:1].nbytes)
         before = first * edge_bytes + torch.arange(len(first)).numpy() * FIRST_BYTES
@@ -198,7 +199,7 @@ class EdgeCall:
         def cut(span: Range) -> list[Tensor]:
             start, stop = span
             some = slice(int(first[start]), int(first[stop]))
-            return [order.first[start : stop + 1], others[some], *([] if ordered is None else [ordered[some]])]
+            return [before_row[start : stop + 1], others[some], *([] if ordered is None else [ordered[some]])]
 
         def run(span: Range, here: list[Tensor]) -> None:
             rows, ends, *weights = here

@@ -186,6 +186,7 @@ class LocalProgram:
         self._casts = emitted.casts
         self.code = self._program.code
         self._slots = {leaf: store.slot(leaf) for leaf in self.kept}
+        self._kept_slots = tuple(self._slots.values())  # compiled code would look at every field of every leaf again
         held = [region_of(x.type.shape, x.type.layout, plan.mesh, communicator.rank) for x in self.kept]
         self._sections = Sections(self.kept, [region_shape(region) for region in held])
         buffers = {leaf.name: leaf for leaf in plan.graph.leaves_of(LeafKind.BUFFER)}
@@ -220,7 +221,7 @@ class LocalProgram:
 
     def pieces(self) -> list[Tensor | None]:
         """This rank's pieces of all that is kept between steps, leaf by leaf."""
-        return self._sections.cut([self.held(leaf) for leaf in self.kept])
+        return self._sections.cut([self.store.read(slot, self.store.device) for slot in self._kept_slots])
 
     def state(self) -> list[Tensor | None]:
         """This rank's pieces of all that is kept between steps."""

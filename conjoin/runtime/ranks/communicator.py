@@ -6,6 +6,7 @@ same in training and in a check without a cluster. Members of a group stand in t
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from itertools import count
@@ -28,12 +29,17 @@ _numbers = count()
 
 
 def uncompiled(function: F) -> F:
-    """Keep `torch.compile` out of what talks to other ranks: it compiles what stands before and after."""
+    """Keep `torch.compile` out of what talks to other ranks: it compiles what stands before and after.
+
+    The switch loads the compiler, which eager runs do without; where it is loaded the switch is made once, not in
+    every step.
+    """
+    made = torch.compiler.disable(function) if "torch._dynamo" in sys.modules else None  # type: ignore[no-untyped-call]
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # the switch itself loads the compiler, which eager runs do without
-            return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if torch.compiler.is_compiling():
+            return (made or torch.compiler.disable(function))(*args, **kwargs)  # type: ignore[no-untyped-call]
         return function(*args, **kwargs)
 
     return cast(F, call)
