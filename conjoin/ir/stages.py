@@ -79,7 +79,8 @@ class _Cutting:
         self.stage_of: Mapping[Node, int] = dict(zip(graph.nodes, stage_of, strict=True))
         self.anew = made_anew(graph)
         self._loss = None if graph.loss is None else graph.outputs[graph.loss]
-        self._learned = _with_gradient(graph) & _reaching(graph.nodes, {self._loss})
+        self._taught = _with_gradient(graph)
+        self._learned = self._taught & _reaching(graph.nodes, {self._loss})
         self._nodes = [self._nodes_of(stage) for stage in range(max(stage_of, default=0) + 1)]
         self._given: list[dict[Value, int]] = [self._results_of(stage) for stage in range(len(self._nodes))]
         """By stage, its outputs and their places."""
@@ -172,6 +173,9 @@ class _Cutting:
             made = make_node(node.op, args, node.types, occurrence=node.occurrence, pinned=node.pinned)
             builder.add_node(made, self.graph.source_of(node))
             values.update(zip(node.outputs(), made.outputs(), strict=True))
+        for value in self._given[stage]:
+            if value in self._taught and value not in self._learned and value != self._loss:
+                values[value] = Value(builder.add_node(make_node("detach", (values[value],), (value.type,))))
         graph = builder.finish(
             f"{self.graph.name} stage {stage}",
             training=self.graph.training,
