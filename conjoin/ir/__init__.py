@@ -24,7 +24,7 @@ from conjoin.ir.memory_order import (
     strides_in,
 )
 from conjoin.ir.micro_batched_parts import MicroBatchedPart, cut_part_in_micro_batches, micro_batched_parts
-from conjoin.ir.micro_batches import Accumulation, calling_graph, cut_in_micro_batches
+from conjoin.ir.micro_batches import Accumulation, calling_graph, cut_in_micro_batches, is_whole
 from conjoin.ir.nodes import (
     Leaf,
     LeafKind,
@@ -226,6 +226,7 @@ __all__ = [
     "is_literal",
     "is_parallel",
     "is_random",
+    "is_whole",
     "kept_between_steps",
     "layout_fault",
     "library_digest",

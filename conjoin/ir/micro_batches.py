@@ -45,7 +45,7 @@ from conjoin.ops import (
     spec_for,
 )
 
-WHOLE = " (whole)"
+_WHOLE = " (whole)"
 """What the name of an input ends with that is there as a whole beside its part."""
 _ADDING = ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar")
 _BATCH_NORM = "_native_batch_norm_legit_functional"
@@ -66,6 +66,11 @@ class Accumulation:
     """Inputs that are cut along their first dim; the others are the same for all."""
     whole: tuple[tuple[str, str], ...] = ()
     """Inputs of the graph that are others as a whole: name, and name of the other."""
+
+
+def is_whole(leaf: Leaf) -> bool:
+    """Whether it is the whole of an input that is there in parts, too."""
+    return leaf.name.endswith(_WHOLE)
 
 
 def cut_in_micro_batches(graph: Graph, steps: int, *, own_statistics: bool = False) -> tuple[Graph, Accumulation]:
@@ -182,7 +187,7 @@ class Cutting:
             return
         part = retype(leaf, _shrunk(leaf, self.steps))
         self._parts[Value(leaf)], self._placed[Value(leaf)] = self._builder.add_leaf(part), Split(0)
-        apart = make_leaf(leaf.kind, leaf.name + WHOLE, leaf.type, channels_last=leaf.channels_last)
+        apart = make_leaf(leaf.kind, leaf.name + _WHOLE, leaf.type, channels_last=leaf.channels_last)
         self._whole_leaves[leaf], self._wholes[Value(leaf)] = apart, Value(apart)
 
     def add_whole(self, node: Node, wholes: Mapping[Value, Value]) -> None:

@@ -158,9 +158,14 @@ def take_apart(plan: Plan) -> tuple[Skeleton, Layouts]:
     return take_graph_apart(plan.graph)
 
 
-@call_cache(32)
 def take_graph_apart(graph: Graph) -> tuple[Skeleton, Layouts]:
     """The same for a graph; one without layouts is the same on every device."""
+    return _taken_apart(graph, graph.sources)
+
+
+@call_cache(32)
+def _taken_apart(graph: Graph, _lines: tuple[Source | None, ...]) -> tuple[Skeleton, Layouts]:
+    """Once for graphs that compute the same and come from the same lines of the user."""
     gradients, kept = GradientFlow(graph), frozenset(kept_between_steps(graph)[0])
     calls = calls_as_they_lie(graph)
     numbers: dict[Value, int] = {Value(leaf): i for i, leaf in enumerate(graph.leaves)}

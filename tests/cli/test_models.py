@@ -51,7 +51,7 @@ def refuse(run: Run, folder: Path, *arguments: str) -> str:
         ("my_models.py:xyz", "no function 'xyz'. It must be a function"),
         ("my_models.py:NOT_A_FUNCTION", "no function 'NOT_A_FUNCTION'"),
         ("my_models.py:wrong_return", "returned Linear. It must return (model, batch)"),
-        ("my_models.py:wrong_tuple", "returned a tuple of 2. It must return (model, batch)"),
+        ("my_models.py:wrong_tuple", "returned Tensor first, which is no nn.Module. It must return (model, batch)"),
         ("my_models.py:needing", "missing 1 required positional argument: 'path'"),
         ("my_models.py:without_tensors", "without any tensor"),
     ],

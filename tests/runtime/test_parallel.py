@@ -392,10 +392,12 @@ def test_moving_without_another_dtype_is_allowed() -> None:
     assert step(batch).item() == before and step.store.device == torch.device("cpu")
 
 
-def test_moving_takes_the_store_along() -> None:
+def test_moving_to_where_weights_would_be_lost_is_refused() -> None:
     step, _ = one_rank()
-    step.to("meta")
-    assert step.store.device == torch.device("meta") and all(p.is_meta for p in step.parameters())
+    with pytest.raises(UsageError, match="would lose its weights") as told:
+        step.to("meta")
+    assert_three_sentences(told.value)
+    assert step.store.device == torch.device("cpu") and not any(p.is_meta for p in step.parameters())
 
 
 # Without tensors to begin with.

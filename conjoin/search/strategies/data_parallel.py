@@ -15,7 +15,7 @@ from math import prod
 from types import MappingProxyType
 
 from conjoin.errors import StrategyError
-from conjoin.ir import REGATHER, Leaf, MemoryAction, Node, Value
+from conjoin.ir import REGATHER, Leaf, MemoryAction, Node, Value, is_whole
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, Partial, Placement, ShardingRule, Split, TensorType, make_layout
 from conjoin.search.batch import check_samples, split_batch, split_second_dims
@@ -41,7 +41,8 @@ def data_flow(facts: Facts, group: Group) -> Flow:
     first = split_batch(facts.graph, group)
     flow = propagate(facts, group, first, follow)
     second = split_second_dims(facts.graph, group) if group.degree > 1 else {}
-    if not second or (len(first) >= len(second) and not _is_moved(flow)):
+    found = [leaf for leaf in second if not is_whole(leaf)]
+    if not found or (len(first) >= len(found) and not _is_moved(flow)):
         return flow
     other = with_flattened(facts, propagate(facts, group, second, follow))
     return flow if _is_moved(other) else other
