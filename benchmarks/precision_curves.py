@@ -1,12 +1,17 @@
-"""Loss curves of a plan in mixed precision against one device in float32, on text that a small grammar writes.
+"""Loss curves of plans in mixed precision against one device, on text that a small grammar writes.
 
-    python -m benchmarks.precision_curves [--steps 200] [--seeds 5] [--plan-seeds 1] [--output FILE]
+    python -m benchmarks.precision_curves [--models gpt,...] [--steps 200] [--seeds 5] [--plan-seeds 1] [--output FILE]
 
-A GPT of two layers learns to continue the text, letter by letter. One device trains it in float32 from several seeds:
+Six kinds of models of two layers learn from the text: to continue it letter by letter (GPT, LLaMA and one with
+experts), to find letters that are hidden and to tell whether the second half follows the first (BERT), or to tell the
+next letter from a picture of those before it (ViT, ResNet). One device trains each by plain torch from several seeds:
 how far their curves lie apart is the noise that a change of seed makes. Then plans of two ranks (Gloo) train it from
-the first of these seeds in other precisions. A curve is the mean loss of each tenth of the run. It is within the noise
-when it is nearer to that of one device with the same seed than the standard deviation over seeds, in every tenth but
-the first, in which all seeds fall alike.
+the first of these seeds in other precisions, by strategies that are dealt to them in turn. One device does so in
+float32, but for `bf16`, which rounds the parameters themselves: there it is in bfloat16, too. A curve is the mean loss
+of each tenth of the run. It is within the noise when it is nearer to that of one device with the same seed than the
+standard deviation over seeds, in every tenth but the first, in which all seeds fall alike.
+
+The file is read first, and rows of other models in it are kept.
 """
 
 from __future__ import annotations
@@ -16,24 +21,34 @@ import json
 import platform
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import date
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, one_hot
 
 import conjoin
+from conjoin.errors import ConjoinError
 from conjoin.runtime import launch
+from zoo.bert import Bert, BertConfig, pretraining_loss
 from zoo.gpt import Gpt, GptConfig
+from zoo.llama import Llama, LlamaConfig
+from zoo.moe import Mixtral, MoeConfig, moe_loss
+from zoo.resnet import ResNet, ResNetConfig
 from zoo.tokens import next_token_loss
+from zoo.vit import VisionTransformer, ViTConfig
 
 LETTERS = " .abcdefghijklmnopqrstuvwxyz,;:!"
 LENGTH, BATCH = 32, 16
-CONFIG = GptConfig(layers=2, width=32, heads=2, length=LENGTH, vocabulary=len(LETTERS), dropout=0.0)
-PLANS = (("bf16-mixed", "fsdp"), ("bf16-mixed,reduce=bf16", "data-parallel"), ("fp8-mixed", "fsdp"))
+HIDDEN = 5
+"""Letters of a window that BERT has to find."""
+PRECISIONS = ("bf16", "bf16-mixed", "bf16-mixed,reduce=bf16", "fp16-mixed", "fp8-mixed")
 PARTS = 10
 _WORDS = {
     "who": ("the cat", "a dog", "my old friend", "the king", "nobody"),
@@ -54,50 +69,117 @@ def text(num_sentences: int, seed: int) -> str:
     return "".join(f"{pick('who')} {pick('does')} {pick('whom')}{pick('where')}. " for _ in range(num_sentences))
 
 
-def batches(steps: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """For every step windows of the text, and the same a letter further."""
+def windows(steps: int, seed: int) -> Tensor:
+    """For every step as many windows of the text as a batch has samples, each a letter longer than what is read."""
     letters = torch.tensor([LETTERS.index(letter) for letter in text(2000, seed=0)])
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(letters) - LENGTH - 1, (steps, BATCH), generator=generator)
-    windows = letters[starts.unsqueeze(-1) + torch.arange(LENGTH + 1)]
-    return [(each[:, :-1].contiguous(), each[:, 1:].contiguous()) for each in windows]
+    return letters[starts.unsqueeze(-1) + torch.arange(LENGTH + 1)]
 
 
-def model_of(seed: int) -> nn.Module:
-    """The model with its first values."""
-    torch.manual_seed(seed)
-    return Gpt(CONFIG).train()
+def continued(window: Tensor) -> tuple[Tensor, ...]:
+    """Letters, and the same a letter further."""
+    return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
-def trained(step: Any, parameters: Any, given: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
+def hidden(window: Tensor) -> tuple[Tensor, ...]:
+    """Letters of which some are hidden, the second half of every other sample from another one; which half each is of;
+    the letters that are hidden; and whether the halves belong together."""
+    letters, half = window[:, :-1].clone(), LENGTH // 2
+    follows = torch.arange(BATCH) % 2
+    letters[::2, half:] = letters[::2, half:].roll(1, 0)
+    places = torch.rand(letters.shape, generator=torch.Generator().manual_seed(0)).argsort(1) < HIDDEN
+    words = letters.where(places, torch.tensor(-100))
+    halves = (torch.arange(LENGTH) >= half).long().expand_as(letters).contiguous()
+    return letters.masked_fill(places, LETTERS.index("!")), halves, words, follows
+
+
+def pictured(window: Tensor) -> tuple[Tensor, ...]:
+    """A picture in which every column has a dot at its letter, and the letter after it."""
+    return one_hot(window[:, :-1], len(LETTERS)).float().unsqueeze(1), window[:, -1].contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A model, what it learns, and strategies of two ranks that are dealt to precisions in turn."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[Tensor], tuple[Tensor, ...]]
+    loss: Callable[..., Tensor]
+    num_targets: int = 1
+    strategies: tuple[str, ...] = ("data-parallel", "fsdp", "megatron:tp=2,sp", "pipeline:pp=2,micro=2")
+
+    def batches(self, steps: int, seed: int, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, ...]]:
+        made = (self.batch(window) for window in windows(steps, seed))
+        return [tuple(x.to(dtype) if x.is_floating_point() else x for x in batch) for batch in made]
+
+    def model(self, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """The model with its first values."""
+        torch.manual_seed(seed)
+        return self.make().train().to(dtype)
+
+    def plans(self) -> list[tuple[str, str]]:
+        """Every precision with two strategies, one further each time."""
+        dealt = zip(cycle(PRECISIONS), cycle(self.strategies), strict=True)
+        return list(islice(dealt, 2 * len(PRECISIONS)))
+
+
+def _tasks() -> dict[str, Task]:
+    letters = len(LETTERS)
+    gpt = GptConfig(layers=2, width=32, heads=2, length=LENGTH, vocabulary=letters, dropout=0.0)
+    llama = LlamaConfig(layers=2, width=32, feed_forward=64, heads=2, kv_heads=1, vocabulary=letters, length=LENGTH)
+    experts = MoeConfig(width=32, expert_width=48, experts=4, choices=2, gated=True)
+    bert = BertConfig(layers=2, width=32, heads=2, vocabulary=letters, positions=LENGTH, dropout=0.0)
+    vit = ViTConfig(2, 32, 64, 2, patch=8, dropout=0.0, channels=1, image=LENGTH, classes=letters)
+    resnet = ResNetConfig((1, 1), group_width=8, stem=8, channels=1, image=LENGTH, classes=letters)
+    by_expert, by_sample = ("data-parallel", "fsdp", "expert:ep=2"), ("data-parallel", "fsdp", "zero1")
+    return {
+        "gpt": Task(lambda: Gpt(gpt), continued, next_token_loss),
+        "llama": Task(lambda: Llama(llama), continued, next_token_loss),
+        "bert": Task(lambda: Bert(bert), hidden, pretraining_loss, num_targets=2),
+        "vit": Task(lambda: VisionTransformer(vit), pictured, cross_entropy),
+        "resnet": Task(lambda: ResNet(resnet), pictured, cross_entropy, strategies=by_sample),
+        "moe": Task(lambda: Mixtral(llama, experts), continued, moe_loss, strategies=by_expert),
+    }
+
+
+TASKS = _tasks()
+
+
+def trained(step: Any, parameters: Any, given: Sequence[tuple[Tensor, ...]], scaled: bool = False) -> list[float]:
     """The loss of every step."""
     optimizer, losses = torch.optim.AdamW(parameters, lr=3e-3), []
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=scaled)
     for batch in given:
         optimizer.zero_grad()
         loss = step(*batch)
-        loss.backward()
-        optimizer.step()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         losses.append(loss.item())
     return losses
 
 
-def alone(seed: int, steps: int) -> list[float]:
+def alone(task: Task, seed: int, steps: int, dtype: torch.dtype = torch.float32) -> list[float]:
     """One device, by plain torch."""
-    model = model_of(seed)
-    return trained(lambda x, y: next_token_loss(model(x), y), model.parameters(), batches(steps, seed))
+    model, num_inputs = task.model(seed, dtype), -task.num_targets
+    step = lambda *batch: task.loss(model(*batch[:num_inputs]), *batch[num_inputs:])
+    return trained(step, model.parameters(), task.batches(steps, seed, dtype))
 
 
-def by_plan(precision: str, strategy: str, seeds: Sequence[int], steps: int) -> list[list[float]]:
+def by_plan(task: Task, precision: str, strategy: str, seeds: Sequence[int], steps: int) -> list[list[float]]:
     """Two ranks, for every seed."""
-    example = batches(1, 0)[0]
-    plan = conjoin.plan(model_of(0), example, "local:2", loss=next_token_loss, strategy=strategy, precision=precision)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    example = task.batches(1, 0)[0]
+    plan = conjoin.plan(task.model(0), example, "local:2", loss=task.loss, strategy=strategy, precision=precision)
 
     def program(rank: int) -> list[list[float]]:
         torch.set_num_threads(1)
         found = []
         for seed in seeds:
-            step = conjoin.load(plan, model_of(seed), device="cpu")
-            found.append(trained(step, step.parameters(), batches(steps, seed)))
+            step = conjoin.load(plan, task.model(seed, dtype), device="cpu")
+            scaled = precision.startswith("fp16")
+            found.append(trained(step, step.parameters(), task.batches(steps, seed, dtype), scaled))
         return found
 
     one, other = launch(2, program)
@@ -134,25 +216,35 @@ def _columns(runs: Sequence[Sequence[float]], parts: int) -> list[tuple[float, .
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", default=",".join(TASKS))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--plan-seeds", type=int, default=1)
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    own = [alone(seed, asked.steps) for seed in range(asked.seeds)]
-    rows = {}
-    for precision, strategy in PLANS:
-        found = compared(own, by_plan(precision, strategy, range(asked.plan_seeds), asked.steps))
-        rows[f"{precision} {strategy}"] = found
-        ends = f"{found['curve'][-1]:.4f} against {found['one device'][-1]:.4f}"
-        print(f"{precision:<24} {strategy:<14} {ends}, {found['worst off / noise']:.2f} of the noise", flush=True)
-    if asked.output is not None:
+    path: Path | None = asked.output
+    rows: dict[str, Any] = {} if path is None or not path.exists() else json.loads(path.read_text("utf-8"))["rows"]
+    for name in asked.models.split(","):
+        task = TASKS[name]
+        own = [alone(task, seed, asked.steps) for seed in range(asked.seeds)]
+        narrow = [alone(task, seed, asked.steps, torch.bfloat16) for seed in range(asked.seeds)]
+        for precision, strategy in task.plans():
+            try:
+                made = by_plan(task, precision, strategy, range(asked.plan_seeds), asked.steps)
+            except ConjoinError as error:
+                print(f"{name:<7} {precision:<24} {strategy:<22} refused: {str(error)[:80]}", flush=True)
+                continue
+            found = rows[f"{name} {precision} {strategy}"] = compared(narrow if precision == "bf16" else own, made)
+            ends = f"{found['curve'][-1]:.4f} against {found['one device'][-1]:.4f}"
+            worst = f"{found['worst off / noise']:.2f} of the noise"
+            print(f"{name:<7} {precision:<24} {strategy:<22} {ends}, {worst}", flush=True)
+    if path is not None:
         where = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
         command = " ".join(["python -m benchmarks.precision_curves", *sys.argv[1:]])
         about = {"command": command, "date": date.today().isoformat(), **where}
         told = {**about, "steps": asked.steps, "seeds": asked.seeds, "rows": rows}
-        asked.output.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -14,12 +14,13 @@ import sys
 import time
 import traceback
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,6 +45,17 @@ _BYTES_OF_MAXRSS = 1 if sys.platform == "darwin" else 1024
 
 
 @dataclass(frozen=True, slots=True)
+class Named:
+    """A strategy by name: what a step takes, and whether a device has the memory for it."""
+
+    name: str
+    seconds: float
+    fits: bool
+    waiting: float | None = None
+    """Seconds of these in which devices wait for communication, where it was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
     """A model on a machine, and what the paper says of it."""
 
@@ -56,6 +68,8 @@ class Case:
     """Parameters and inputs in bfloat16."""
     named: tuple[str, ...] = ()
     """Strategies to stand beside data parallelism, whether or not the search starts from them."""
+    expert: Callable[[Graph, Machine, CostModel, str], Named] | None = None
+    """What no named strategy does, given the optimizer."""
     search: str = "joint"
     make_graph: Callable[[], Graph] | None = None
     """Where the model is not of the zoo."""
@@ -63,17 +77,6 @@ class Case:
     """Where the machine has no name."""
     budget: float | None = None
     """Seconds of the search where they are not the table's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A strategy by name: what a step takes, and whether a device has the memory for it."""
-
-    name: str
-    seconds: float
-    fits: bool
-    waiting: float | None = None
-    """Seconds of these in which devices wait for communication, where it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,8 @@ class Row:
     """Of a step, as predicted."""
     data_parallel: Named | None = None
     best_named: Named | None = None
+    expert: Named | None = None
+    """What experts do that no named strategy does, where a case has such."""
     speedup: float | None = None
     """Over the best named strategy that fits; None where none does."""
     search: str = "joint"
@@ -132,7 +137,8 @@ def search(case: Case, budget: float) -> Row:
     found = find_plan(graph, machine, CostModel(), wish)
     ended = time.process_time()
     named = _named(case, graph, machine, found)
-    best = min((one for one in named if one.fits), key=lambda one: one.seconds, default=None)
+    expert = case.expert(graph, machine, CostModel(), case.optimizer) if case.expert else None
+    best = min((one for one in (*named, expert) if one and one.fits), key=lambda one: one.seconds, default=None)
     return Row(
         model=case.model,
         machine=case.machine,
@@ -143,6 +149,7 @@ def search(case: Case, budget: float) -> Row:
         seconds=found.seconds_per_step,
         data_parallel=next((one for one in named if one.name == DATA_PARALLEL), None),
         best_named=best,
+        expert=expert,
         speedup=None if best is None else best.seconds / found.seconds_per_step,
         search=case.search,
         found_by=found.plan.strategy,
@@ -213,6 +220,8 @@ class Table:
     command: str
     budget: float
     workers: int = 1
+    before: Mapping[str, Any] = field(default_factory=dict)
+    """An earlier run, as its file has it."""
     rows: list[Row] = field(default_factory=list)
 
     def fill(self, cases: Iterable[Case]) -> list[Row]:
@@ -230,7 +239,14 @@ class Table:
     def write(self, **more: object) -> None:
         """Everything so far, beside where and with what it was found."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        data = {**circumstances(self.command, self.budget), **more, "rows": [asdict(row) for row in self.rows]}
+        rows = [asdict(row) for row in self.rows]
+        known = {_case_of(row) for row in rows}
+        kept = [row for row in self.before.get("rows", ()) if _case_of(row) not in known]
+        if kept:
+            runs = ("command", "date", "budget_seconds", "torch")
+            told = {name: self.before[name] for name in runs}
+            more = {**more, "earlier": [*self.before.get("earlier", ()), told]}
+        data = {**circumstances(self.command, self.budget), **more, "rows": [*kept, *rows]}
         write_file(self.output, json.dumps(data, indent=1) + "\n", "table", ConjoinError)
 
     def draw(self, x_label: str, y_label: str, points: Sequence[Point]) -> None:
@@ -242,6 +258,10 @@ class Table:
     def status(self) -> int:
         """Of the command: 0 where every case came to a plan."""
         return int(any(row.error for row in self.rows))
+
+
+def _case_of(row: Mapping[str, object]) -> tuple[object, ...]:
+    return tuple(row[name] for name in ("model", "machine", "batch_size", "search"))
 
 
 HEADER = (
@@ -303,10 +323,13 @@ def options(about: str, name: str, models: Sequence[str]) -> ArgumentParser:
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of the process for a search")
     parser.add_argument("--workers", type=int, default=1, help="searches at a time, each with a core for itself")
     parser.add_argument("--output", type=Path, default=RESULTS / f"{name}.json")
+    parser.add_argument("--add", action="store_true", help="to the rows of other cases that the file has")
     return parser
 
 
 def open_table(chosen: Namespace, name: str, arguments: Sequence[str] | None) -> Table:
     """A table that names the command it was made by."""
     given = sys.argv[1:] if arguments is None else arguments
-    return Table(chosen.output, " ".join((f"python -m benchmarks.{name}", *given)), chosen.budget, chosen.workers)
+    command = " ".join((f"python -m benchmarks.{name}", *given))
+    before = json.loads(chosen.output.read_text(encoding="utf-8")) if chosen.add else {}
+    return Table(chosen.output, command, chosen.budget, chosen.workers, before)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -73,14 +74,14 @@ for module in modules:
 """
 
 
-def effects_of(modules: list[str], scratch: Path, *, search_path: Path) -> dict[str, list[str]]:
+def effects_of(modules: list[str], scratch: Path, search_path: Sequence[Path]) -> dict[str, list[str]]:
     """What importing each module does besides importing it, in words; nothing where it does nothing."""
     folders, reports = scratch / "folders", scratch / "reports"
     for folder in (folders / "work", folders / "home", folders / "temporary", reports):
         folder.mkdir(parents=True)
     settings = {"HOME": folders / "home", "TMPDIR": folders / "temporary", "XDG_CACHE_HOME": folders / "home" / "cache"}
     environment = {**os.environ, **{name: str(path) for name, path in settings.items()}}
-    environment |= {"PYTHONPATH": str(search_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"PYTHONPATH": os.pathsep.join(map(str, search_path)), "PYTHONDONTWRITEBYTECODE": "1"}
     arguments = [str(folders), str(reports), ",".join(UNWANTED), ",".join(modules)]
     subprocess.run([sys.executable, "-c", PROBE, *arguments], cwd=folders / "work", env=environment, check=True)
     return {module: _read_report(reports, module) for module in modules}
@@ -100,9 +101,18 @@ def package_modules() -> list[str]:
     return ["conjoin", *(f"conjoin.{name}" for name in sorted(rooms + files))]
 
 
-def test_importing_has_no_effects(tmp_path: Path) -> None:
-    effects = effects_of(["conjoin.api", "conjoin.cli"], tmp_path, search_path=REPOSITORY)
-    assert {module: found for module, found in effects.items() if found} == {}
+@pytest.fixture(scope="module")
+def effects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Of what imports the whole package, of a module that does nothing, and of those of `EFFECTS`, by their names."""
+    place = tmp_path_factory.mktemp("imports")
+    (place / "quiet.py").write_text("import torch.fx")
+    for module, complaint in NOISY.items():
+        (place / f"{module}.py").write_text(EFFECTS[complaint])
+    return effects_of(["conjoin.api", "conjoin.cli", "quiet", *NOISY], place / "scratch", (place, REPOSITORY))
+
+
+def test_importing_has_no_effects(effects: dict[str, list[str]]) -> None:
+    assert effects["conjoin.api"] == effects["conjoin.cli"] == []
 
 
 def test_these_import_all_others() -> None:
@@ -137,13 +147,10 @@ EFFECTS = {
 }
 
 
-def test_every_effect_is_caught(tmp_path: Path) -> None:
-    modules = {f"noisy{i}": complaint for i, complaint in enumerate(EFFECTS)}
-    (tmp_path / "zoo.py").touch()
-    (tmp_path / "quiet.py").write_text("import torch.fx")
-    for module, complaint in modules.items():
-        (tmp_path / f"{module}.py").write_text(EFFECTS[complaint])
-    found = effects_of(["quiet", *modules], tmp_path / "scratch", search_path=tmp_path)
-    assert found.pop("quiet") == []
-    told = {complaint: "\n".join(found[module]) for module, complaint in modules.items()}
+NOISY = {f"noisy{i}": complaint for i, complaint in enumerate(EFFECTS)}
+
+
+def test_every_effect_is_caught(effects: dict[str, list[str]]) -> None:
+    assert effects["quiet"] == []
+    told = {complaint: "\n".join(effects[module]) for module, complaint in NOISY.items()}
     assert {complaint: text for complaint, text in told.items() if complaint not in text} == {}

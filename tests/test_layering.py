@@ -54,12 +54,21 @@ class Import:
     target: tuple[str, ...]
 
 
+def statements(tree: ast.AST) -> Iterator[ast.stmt]:
+    """Every statement, wherever it stands; expressions, of which there are far more, hold none."""
+    for block in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for inner in getattr(tree, block, ()):
+            if isinstance(inner, ast.stmt):
+                yield inner
+            yield from statements(inner)
+
+
 def imports_of(path: Path, root: Path) -> Iterator[Import]:
     """Every import in a file, wherever it stands in it, with relative ones made absolute."""
     inside = path.relative_to(root)
     package = inside.parent.parts
-    for node in ast.walk(ast.parse(path.read_text())):
-        where = f"{inside}:{getattr(node, 'lineno', 0)}"
+    for node in statements(ast.parse(path.read_text())):
+        where = f"{inside}:{node.lineno}"
         if isinstance(node, ast.Import):
             yield from (Import(where, tuple(alias.name.split("."))) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -42,10 +42,11 @@ ASKED = {
     "strategy": "str(read_request('plugged+micro=2')) == 'fsdp+recompute=full+micro=2'",
     "operator": "find_spec('plugged::halved').terms == 'x'",
 }
-# Imports conjoin once; each question is asked in a fork of its own, which tells whether the package was loaded by then.
+# Imports conjoin once, and what torch imports for an operator of one's own; each question is asked in a fork of its
+# own, which tells whether the package was loaded by then.
 PROGRAM = """
 import json, os, sys
-import conjoin, conjoin.api
+import conjoin, conjoin.api, torch._dynamo
 from conjoin.machine import parse_machine
 from conjoin.ops import find_spec
 from conjoin.search import read_request

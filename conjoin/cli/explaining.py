@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from conjoin.machine import Machine
     from conjoin.search import Alternative, Why
 
-_WHY_HELP = "What else was possible for this operator (%12, a module's path) or parameter, and what it would take."
+_WHY_HELP = "What else was possible for this operator (%12, relu, model.py:9, a module's path) or parameter."
 _MACHINE_HELP = "With --why: the machine, where its name in the plan does not say which."
 
 

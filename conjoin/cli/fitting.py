@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +19,7 @@ from conjoin.cli.options import (
 )
 from conjoin.cli.output import print_json
 from conjoin.cli.quantities import parse_sizes
+from conjoin.cli.searching import status_line
 from conjoin.environment import machines_directory
 from conjoin.errors import UsageError
 
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 _STRATEGY_HELP = "Ask of this one only, as plan takes it; may be given several times."
 _BATCH_HELP = "Samples in the batch: tells which size of the machine they need."
-_WIDTH = 100
 
 
 def fits_command(
@@ -57,9 +55,9 @@ def fits_command(
     load = partial(
         rooms.models.load_model_graph, model, training=None, precision=asked, sizes=parse_sizes(length, size)
     )
-    with _status_line() as show:
+    with status_line() as show:
         question = rooms.search.FitQuestion(
-            lambda samples: load(batch_size=samples), rooms.api.known_costs(), optimizer, show
+            lambda samples, like: load(batch_size=samples, like=like), rooms.api.known_costs(), optimizer, show
         )
         if batch is None:
             found = rooms.search.largest_batches(question, chosen, strategy or ())
@@ -81,18 +79,6 @@ def _check_model(model: str) -> None:
             f"The batches of the saved graph {model} were asked for. Its batch was fixed at capture. Name the model "
             f"itself: a zoo name, file.py:function or module:function."
         )
-
-
-@contextmanager
-def _status_line() -> Iterator[Callable[[str], None] | None]:
-    """What is being done, on a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    try:
-        yield lambda doing: print(f"\r{doing[:_WIDTH]:<{_WIDTH}}", end="", file=sys.stderr, flush=True)
-    finally:
-        print(f"\r{'':<{_WIDTH}}\r", end="", file=sys.stderr, flush=True)
 
 
 def _to_json(fit: Fit) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from conjoin.api import (
     load_plan,
     verify,
 )
-from conjoin.frontends import Precision
+from conjoin.frontends import Precision, resize
 from conjoin.ir import import_operators, plain_model
 
 _PACKAGES = tuple(f"{path}{os.sep}" for path in (*torch.__path__, *importlib.__path__, Path(__file__).parents[1]))
@@ -45,13 +45,28 @@ def load_model_graph(
     training: bool | None,
     precision: Precision | None = None,
     sizes: Mapping[str, int] = MappingProxyType({}),
+    like: Graph | None = None,
 ) -> Graph:
-    """Find MODEL, build it without memory where that is possible, and capture it; a saved graph is verified instead."""
+    """Find MODEL, build it without memory where that is possible, and capture it; a saved graph is verified instead.
+
+    A graph that it is `like`, of another batch size, is taken over where nothing but sizes differs.
+    """
     if model.endswith(".json"):
         return _from_file(model, batch_size, training, precision, sizes)
     found, batch, loss = (_from_function if _is_function(model) else _from_zoo)(model, batch_size, sizes)
     run_own(f"Setting the mode of {model}", lambda: found.train(training is not False))
-    return capture_model(found, batch, loss, check=True, precision=precision)
+    made = None if like is None else _resized(like, found, batch, loss, precision)
+    return capture_model(found, batch, loss, check=True, precision=precision) if made is None else made
+
+
+def _resized(like: Graph, model: nn.Module, batch: Any, loss: Any, precision: Precision | None) -> Graph | None:
+    """The graph of a model without values for another batch, found out much sooner than by capturing."""
+    if any(tensor.device.type != "meta" for tensor in (*model.parameters(), *model.buffers())):
+        return None
+    if precision is not None:
+        model, batch = precision.converted(model, batch)
+    with _without_torch_logs(), redirect_stdout(sys.stderr):
+        return resize(like, model, batch, loss, () if precision is None else precision.autocast)
 
 
 def import_modules(imports: Sequence[str] | None) -> None:

@@ -80,6 +80,11 @@ class Recipe:
                 f"The optimizer {self.optimizer[:40]!r} was asked for. Known are {', '.join(OPTIMIZERS)}, each also "
                 f"with -fused. Name one of them; with another, train the module that conjoin.load gives."
             )
+        if self.clip == 0:
+            raise UsageError(
+                "Gradients were to be clipped to a norm of 0. Nothing would be left of them, and nothing be learned. "
+                "Give --clip a norm as 1.0, or leave it out."
+            )
         if self.schedule.warmup >= self.num_steps and self.schedule.warmup:
             raise UsageError(
                 f"A warmup of {self.schedule.warmup} steps was asked for in a training of {self.num_steps}. The "

@@ -114,6 +114,8 @@ def _check_files(files: Files, is_pipeline: bool) -> None:
     """Refuse before any rank is started what could not be read, or not be written in the end."""
     if files.weights is not None:
         rooms.runtime.find_weights(files.weights)
+    if files.output is not None:
+        rooms.runtime.check_weights_target(files.output)
     for given, option, needed in (
         (files.eval_every, "--eval-every", files.eval_data),
         (files.save_every, "--save-every", files.checkpoint),

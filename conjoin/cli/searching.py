@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from shutil import get_terminal_size
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from conjoin.cli import rooms
@@ -25,35 +26,39 @@ _WIDTH = 118
 
 @contextmanager
 def progress_line() -> Iterator[Callable[[Progress], None]]:
-    """A line on the terminal that is written over; in a log a line from time to time."""
-    if not sys.stderr.isatty():
-        yield _log_progress()
-        return
-    last, width = -1.0, 0
+    """How a search goes, on one line of the terminal; in a log a line from time to time."""
+    with _line() as show:
+        yield lambda progress: show(str(progress), progress.elapsed)
 
-    def show(progress: Progress) -> None:
+
+@contextmanager
+def status_line() -> Iterator[Callable[[str], None]]:
+    """What is being done, on one line of the terminal; in a log a line from time to time."""
+    with _line() as show:
+        begin = monotonic()
+        yield lambda doing: show(doing, monotonic() - begin)
+
+
+@contextmanager
+def _line() -> Iterator[Callable[[str, float], None]]:
+    """A line that is written over, told with its second; in a log one after the other, seconds after the last."""
+    in_place, width = sys.stderr.isatty(), 0
+    interval, last = (_INTERVAL, -_INTERVAL) if in_place else (_LOG_INTERVAL, 0.0)
+
+    def show(text: str, elapsed: float) -> None:
         nonlocal last, width
-        if progress.elapsed - last >= _INTERVAL:
-            last = progress.elapsed
-            width = min(_WIDTH, get_terminal_size().columns - 1)  # a longer one goes on in a line that stays
-            print(f"\r{str(progress)[:width]:<{width}}", end="", file=sys.stderr, flush=True)
+        if elapsed - last < interval:
+            return
+        last = elapsed
+        width = min(_WIDTH, get_terminal_size().columns - 1)  # a longer one goes on in a line that stays
+        line = f"\r{text[:width]:<{width}}" if in_place else f"{text}\n"
+        print(line, end="", file=sys.stderr, flush=True)
 
     try:
         yield show
     finally:
-        print(f"\r{'':<{width}}\r", end="", file=sys.stderr, flush=True)
-
-
-def _log_progress() -> Callable[[Progress], None]:
-    last = 0.0
-
-    def show(progress: Progress) -> None:
-        nonlocal last
-        if progress.elapsed - last >= _LOG_INTERVAL:
-            last = progress.elapsed
-            print(progress, file=sys.stderr, flush=True)
-
-    return show
+        if in_place:
+            print(f"\r{'':<{width}}\r", end="", file=sys.stderr, flush=True)
 
 
 def costs_mark() -> str:

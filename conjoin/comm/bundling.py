@@ -24,7 +24,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from conjoin.comm.gradients import Entry, GradientFlow
+from conjoin.comm.gradients import Entry, GradientFlow, gradient_flow
 from conjoin.comm.movement import movement
 from conjoin.comm.per_rank import PerRank, sum_per_rank
 from conjoin.comm.pieces import held_bytes, splits_evenly
@@ -268,7 +268,7 @@ def _find_uses(plan: Plan, segments: Sequence[Segment]) -> dict[Entry, Use]:
 
     One that is trained and whose use has no part in the loss is not among them: it gets no gradient, as on one device.
     """
-    flow, training = GradientFlow(plan.graph), plan.graph.training
+    flow, training = gradient_flow(plan.graph), plan.graph.training
     ends = {place: last for first, last in segments for place in range(first, last + 1)}
     found: dict[Entry, Use] = {}
     for entry, readers in _readers(plan.graph, flow).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from weakref import WeakKeyDictionary
 
 from conjoin.ir import Graph, Node, Value, is_parallel, is_random, origin, plain_call
 from conjoin.ops import Call, Layout, OpSpec, find_spec, spec_for
@@ -120,6 +121,17 @@ class GradientFlow:
             if root in self._needing:
                 self._reached.add(root)
                 self._entries.add((root, value.type.layout))
+
+
+_flows: WeakKeyDictionary[Graph, GradientFlow] = WeakKeyDictionary()
+
+
+def gradient_flow(graph: Graph) -> GradientFlow:
+    """That of a graph, found once while the graph is there: all ranks of a process ask, each more than once."""
+    found = _flows.get(graph)
+    if found is None:
+        found = _flows[graph] = GradientFlow(graph)
+    return found
 
 
 def _views_each(call: Call) -> bool:

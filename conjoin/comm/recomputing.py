@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from conjoin.comm.gradients import GradientFlow
+from conjoin.comm.gradients import GradientFlow, gradient_flow
 from conjoin.ir import Plan, Segment, operators_of, recomputed_segments
 
 
@@ -27,5 +27,5 @@ def recomputed(plan: Plan, gradients: GradientFlow | None = None) -> tuple[Segme
     segments = recomputed_segments(plan)
     if not segments:
         return ()
-    found = gradients or GradientFlow(plan.graph)
+    found = gradients or gradient_flow(plan.graph)
     return run_again(segments, [found.remember(node) for node in operators_of(plan.graph)])

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from conjoin.comm.bundling import ParameterBundle, find_bundles, sent_bytes
 from conjoin.comm.exchanges import ExchangedBytes, node_exchanges
-from conjoin.comm.gradients import Entry, GradientFlow
+from conjoin.comm.gradients import Entry, gradient_flow
 from conjoin.comm.halo import halo_bytes, halo_of
 from conjoin.comm.made_once import find_made_once
 from conjoin.comm.per_rank import PerRank, ring_bytes
@@ -84,7 +84,7 @@ class Traffic:
 
     def __init__(self, plan: Plan) -> None:
         self._mesh = plan.mesh
-        self._gradients = GradientFlow(plan.graph)
+        self._gradients = gradient_flow(plan.graph)
         self._bundles = {entry: bundle for bundle in find_bundles(plan) for entry in bundle.entries}
         self._there: set[Entry] = set()
         self._steps = plan.accumulation.steps if plan.accumulation is not None else 1

@@ -8,13 +8,16 @@ What a size became is what it became in the calls: a node whose operator stands 
 of any other every way to replace its sizes is tried, and one alone may give a shape that was seen. Wherever that is
 not so, or a size is or becomes 0 or 1, which operators may take for something else, the answer is None.
 
+A graph of the other mode is taken over likewise, where nothing in it is told the mode: the model is called in both.
+
 What capture found out from values is asked again: whether the mask of an attention says nothing, or is causal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import product
 from logging import getLogger
 from typing import Any
@@ -38,8 +41,11 @@ _SIZES = frozenset({
     "dim_size", "output_size",
 })  # fmt: skip
 """Names of parameters that may be others for another batch."""
+_MODES = ("train", "training", "dropout_p", "use_input_stats")
+"""Names of parameters by which an operator is told the mode, or does something in one only."""
 _LITERALS = (torch.tensor, torch.as_tensor)
 _MOST_WAYS = 64
+_RESULT = ""
 Shape = tuple[int, ...]
 
 
@@ -69,17 +75,37 @@ class _Differs(Exception):
 def _resized(graph: Graph, model: nn.Module, call: StepCall, autocast: Regions) -> Graph:
     inputs = _inputs(graph, call)
     _check_constants(graph)
-    before, after = (_record(call, model, tensors, autocast) for tensors in zip(*inputs.values(), strict=True))
+    old, new = zip(*inputs.values(), strict=True)
+    with _in_mode(model, graph):
+        before = _record(call, model, old, autocast)
+    after = _record(call, model, new, autocast)
     then, now = ([repr(x) if is_plain(x) else type(x) for x in outputs] for outputs, *_ in call.seen[-2:])
     _, structure, reassigned, changed = call.seen[-1]
     if then != now or structure != call.seen[-2][1] or reassigned or changed:
         raise _Differs("what forward returns beside tensors, or changes")
     _check_masks(graph, before, after)
     made = _Resizing(graph, {leaf: new for leaf, (_, new) in inputs.items()}, _Comparison(before, after).run()).run()
+    made = made if made.training == model.training else replace(made, training=model.training)
     faults = find_faults(made)
     if faults:
         raise _Differs(str(faults[0]))
     return made
+
+
+@contextmanager
+def _in_mode(model: nn.Module, graph: Graph) -> Iterator[None]:
+    """The model in the mode of a graph, where that is another one and no operator of it is told which."""
+    modes = {module: module.training for module in model.modules()} if model.training != graph.training else {}
+    told = [node.op for node in graph.nodes if modes and any(node.call[name] for name in _MODES)]
+    if told:
+        raise _Differs(f"what {told[0]} does in the other mode")
+    try:
+        for module in modes:
+            module.training = graph.training
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _inputs(graph: Graph, call: StepCall) -> dict[Leaf, tuple[Tensor, Tensor]]:
@@ -121,6 +147,8 @@ class _Record:
     calls: list[tuple[Any, Any, Any, Any]] = field(default_factory=list)
     masks: list[str | None] = field(default_factory=list)
     literals: list[str] = field(default_factory=list)
+    own: list[Tensor] = field(default_factory=list)
+    """Tensors of this run that no operator makes: what the model is called on, and literals."""
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -182,6 +210,7 @@ class _Asked(TorchFunctionMode):
         if func in _LITERALS:
             self._record.literals.append(repr((args, kwargs)))
             result = func(*args, **{**kwargs, "device": "meta"})
+            self._record.own.append(result)
             with disable_current_modes():
                 self._known.note(result, func(*args, **{**kwargs, "device": "cpu"}))
             return result
@@ -201,7 +230,7 @@ class _Asked(TorchFunctionMode):
 
 def _record(call: StepCall, model: nn.Module, tensors: tuple[Tensor, ...], autocast: Regions) -> _Record:
     """Call model and loss on stand-ins without values, and write down what they call."""
-    record, known = _Record(), KnownValues(MAX_ELEMENTS)
+    record, known = _Record(own=list(tensors)), KnownValues(MAX_ELEMENTS)
     step = call.step(model, autocast, known)
     with quiet(), neutral(), pretend_exporting(), torch.device("meta"), _Calls(record), _Asked(record, known):
         step(*tensors)
@@ -225,7 +254,7 @@ class _Comparison:
 
     def __init__(self, before: _Record, after: _Record) -> None:
         self._before, self._after = before, after
-        self._numbers: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        self._numbers = tuple({id(x): i for i, x in enumerate(record.own)} for record in (before, after))
         self._given: dict[tuple[str, str], dict[Any, set[Any]]] = {}
         self._single: dict[int, set[int]] = {}
         self._shapes: set[tuple[Shape, Shape]] = set()
@@ -244,13 +273,13 @@ class _Comparison:
                 self._note(x, y, operator, name)
             for name in kwargs:
                 self._note(kwargs[name], given[1][name], operator, name)
-            self._note(result, other_result, operator, "")
+            self._note(result, other_result, operator, _RESULT)
         return _Sizes(self._given, self._single, frozenset(self._shapes))
 
     def _note(self, x: Any, y: Any, operator: str, name: str) -> None:
         """Two arguments have to be the same but for sizes, which are noted."""
         if isinstance(x, Tensor) and isinstance(y, Tensor):
-            self._note_tensors(x, y, operator)
+            self._note_tensors(x, y, operator, is_made=name == _RESULT)
         elif name in _SIZES and _are_sizes(x) and _are_sizes(y) and type(x) is type(y):
             self._given.setdefault((operator, name), {}).setdefault(_key(x), set()).add(_key(y))
             self._note_sizes(_flat(x), _flat(y), operator)
@@ -260,8 +289,12 @@ class _Comparison:
         elif type(x) is not type(y) or repr(x) != repr(y):
             raise _Differs(f"{name} of {operator}: {x}, {y}")
 
-    def _note_tensors(self, x: Tensor, y: Tensor, operator: str) -> None:
+    def _note_tensors(self, x: Tensor, y: Tensor, operator: str, is_made: bool) -> None:
+        """Two tensors have to be made by the same call, or be one: a parameter is the same in both runs."""
+        is_new = id(x) not in self._numbers[0]
         mine, its = (each.setdefault(id(t), len(each)) for each, t in zip(self._numbers, (x, y), strict=True))
+        if is_new and not is_made and x.is_meta and x is not y:
+            raise _Differs(f"which tensor {operator} reads")
         if mine != its or x.dtype != y.dtype or x.dim() != y.dim() or x.is_meta != y.is_meta:
             raise _Differs(f"a tensor that {operator} reads or makes")
         if not x.is_meta and not torch.equal(x, y):

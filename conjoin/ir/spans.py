@@ -70,7 +70,14 @@ def operand_move(node: Node, operand: int, placed: Placed, mesh: Mesh, rank: int
     axes = exchange_axes(node, placed, type, mesh)
     if not axes:
         return None
-    group, (read, _) = mesh.group(rank, axes), spans_of_all(plain_call(node), placed, mesh)
+    return _operand_move(plain_call(node), operand, type, placed, mesh, mesh.group(rank, axes))
+
+
+@call_cache(1 << 9)
+def _operand_move(
+    call: Call, operand: int, type: TensorType, placed: Placed, mesh: Mesh, group: tuple[int, ...]
+) -> RegionMove | None:
+    read, _ = spans_of_all(call, placed, mesh)
     return _move(group, _held(type, mesh, group), _cut_out_for_all(type, placed, read[operand], mesh, group))
 
 
@@ -80,7 +87,14 @@ def output_move(node: Node, output: int, placed: Placed, mesh: Mesh, rank: int) 
     axes = exchange_axes(node, placed, type, mesh)
     if not axes:
         return None
-    group, (_, made) = mesh.group(rank, axes), spans_of_all(plain_call(node), placed, mesh)
+    return _output_move(plain_call(node), output, type, placed, mesh, mesh.group(rank, axes))
+
+
+@call_cache(1 << 9)
+def _output_move(
+    call: Call, output: int, type: TensorType, placed: Placed, mesh: Mesh, group: tuple[int, ...]
+) -> RegionMove | None:
+    _, made = spans_of_all(call, placed, mesh)
     return _move(group, _cut_out_for_all(type, placed, made[output], mesh, group), _held(type, mesh, group))
 
 

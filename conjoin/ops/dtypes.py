@@ -109,7 +109,8 @@ def _number_dtype(numbers: Iterable[Number], default: torch.dtype) -> torch.dtyp
 def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
     widest = None
     for dtype in dtypes:
-        widest = dtype if widest is None else torch.promote_types(widest, dtype)
+        if dtype is not widest:
+            widest = dtype if widest is None else torch.promote_types(widest, dtype)
     return widest
 
 

@@ -28,7 +28,7 @@ from conjoin.runtime.state.checkpoint_loading import load_checkpoint
 from conjoin.runtime.state.initialization import check_init
 from conjoin.runtime.state.optimizer_state import load_optimizer_state_dict, optimizer_state_dict
 from conjoin.runtime.state.pieces import Piece, full_state_dict
-from conjoin.runtime.state.weight_export import save_weights
+from conjoin.runtime.state.weight_export import check_weights_target, save_weights
 from conjoin.runtime.state.weight_files import find_weights
 from conjoin.runtime.state.weights import Weights
 from conjoin.runtime.verification.capture_check import AgainstModel, check_capture, copied_for_check
@@ -50,9 +50,9 @@ __all__ = [
     "COMMUNICATING", "COMPUTING", "TOLERANCE", "AgainstModel", "CapturedModule", "Case", "Communication",
     "Concurrency", "Difference", "Exchange", "LayerClock", "Loader", "Pace", "ParallelModule", "Piece", "PlainModel",
     "Planner", "Recorded", "Reference", "Session", "Site", "Timed", "Verdict", "Weights", "axis_sets",
-    "calibrate_collectives", "check_capture", "check_init", "check_made_for", "check_target", "check_world",
-    "communicator_over", "compare_rank", "compare_with_model", "connect", "copied_for_check", "find_weights",
-    "full_state_dict", "has_checkpoint", "is_any", "join_ranks", "launch", "load", "load_checkpoint",
+    "calibrate_collectives", "check_capture", "check_init", "check_made_for", "check_target", "check_weights_target",
+    "check_world", "communicator_over", "compare_rank", "compare_with_model", "connect", "copied_for_check",
+    "find_weights", "full_state_dict", "has_checkpoint", "is_any", "join_ranks", "launch", "load", "load_checkpoint",
     "load_optimizer_state_dict", "measure_communication", "optimizer_state_dict", "record", "run_ranks",
     "save_checkpoint", "save_weights", "time_collectives", "timed_layers", "to_module", "train_alone", "verdict",
     "verify_in_process",

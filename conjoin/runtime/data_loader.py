@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from conjoin.errors import UsageError
 from conjoin.ir import calling_graph, flatten_tree, unflatten_tree
@@ -81,7 +81,7 @@ class Loader:
             _Samples(self._dataset, self._seed, self.epoch),
             batch_sampler=self._batches(self._samples),
             num_workers=self._num_workers,
-            collate_fn=self._collate,
+            collate_fn=_Together(self._collate),
             pin_memory=self._device.type == "cuda",
             generator=torch.Generator().manual_seed(0),  # else it would draw from the caller's
         )
@@ -127,6 +127,12 @@ class Loader:
                 f"{tuple(tensor.shape)}. The plan takes {part.shape} as a whole, and so {wanted} of so many samples, "
                 f"which lie along the first dim. Let the dataset and collate_fn make such tensors, or make the plan "
                 f"with a batch of theirs."
+            )
+        if tensor.dtype != part.dtype:
+            raise UsageError(
+                f"{len(self._rows)} samples of the dataset were put together as {part.name} of {tensor.dtype}. The "
+                f"plan takes {part.dtype}, and each dtype would be another program. Let the dataset make it so, as by "
+                f"x.to({part.dtype}), or make the plan with a batch of theirs."
             )
 
     def _cut(self, tensor: Tensor, part: InputPart) -> Tensor:
@@ -174,15 +180,20 @@ def _check_step(step: Any) -> None:
 
 def _size_of(dataset: Any) -> int:
     try:
-        size = 0 if isinstance(dataset, IterableDataset) else len(dataset)
+        size = None if isinstance(dataset, IterableDataset) else len(dataset)
     except TypeError:
-        size = 0
-    if size:
-        return size
-    raise UsageError(
-        f"A {type(dataset).__name__} was given to be loaded. Every rank reads other samples, by their numbers, and "
-        f"this one is read from the beginning, or is empty. Give a dataset of samples, with __len__ and __getitem__."
-    )
+        size = None
+    if size is None:
+        raise UsageError(
+            f"A {type(dataset).__name__} was given to be loaded. Every rank reads other samples, by their numbers, and "
+            f"this one is read from the beginning. Give a dataset of samples, with __len__ and __getitem__."
+        )
+    if not size:
+        raise UsageError(
+            "A dataset without samples was given to be loaded. Its __len__ is 0, so there is nothing to read. Check "
+            "where it reads its samples from."
+        )
+    return size
 
 
 def _batch_size(parts: list[InputPart]) -> int:
@@ -194,6 +205,32 @@ def _batch_size(parts: list[InputPart]) -> int:
         f"Batches were asked for from a dataset, for a plan with the inputs {told}. Samples are put together along the "
         f"first dim, which then has the same size for all inputs. Call the module with batches of your own."
     )
+
+
+class _Together:
+    """Puts samples together; those that do not go together are told of with their shapes."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any] | None) -> None:
+        self._collate = default_collate if collate_fn is None else collate_fn
+        self._is_own = collate_fn is not None
+
+    def __call__(self, samples: list[Any]) -> Any:
+        try:
+            return self._collate(samples)
+        except (RuntimeError, TypeError, ValueError, KeyError) as error:
+            if self._is_own:
+                raise
+            seen = dict.fromkeys(_described(sample) for sample in samples)
+            raise UsageError(
+                f"{len(samples)} samples of the dataset do not go together: {str(error)[:200]}. They are "
+                f"{'; '.join(list(seen)[:3])[:300]}. Let them all have the same shapes, by padding or cutting, or give "
+                f"a collate_fn that puts them together."
+            ) from None
+
+
+def _described(sample: Any) -> str:
+    leaves = flatten_tree(sample)[0]
+    return ", ".join(str(tuple(x.shape)) if isinstance(x, Tensor | np.ndarray) else type(x).__name__ for x in leaves)
 
 
 class _Samples(Dataset[Any]):

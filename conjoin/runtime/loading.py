@@ -22,7 +22,7 @@ from conjoin.runtime.ranks.session import Session, asked_device, device_of_rank,
 from conjoin.runtime.state.initialization import check_init, initialise
 from conjoin.runtime.state.storage import Store, check_model
 from conjoin.runtime.state.weights import Weights, as_weights, check_weights, read_weights, tell
-from conjoin.runtime.torch_private import has_gradient_hooks
+from conjoin.runtime.torch_private import has_gradient_hooks, spare_view_replay
 
 Initialise = Callable[[nn.Module], None]
 
@@ -76,6 +76,7 @@ def load(  # noqa: PLR0913 – what may be chosen of a module
     module = ParallelModule(plan, store, communicator, exact_seed, others)
     module.compare_every(None)
     note_originals(model)
+    spare_view_replay()
     if keys is not None and module.draws_alike:
         draw_alike(keys, session.rank, session.num_ranks)
     return module

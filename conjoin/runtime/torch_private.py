@@ -89,6 +89,22 @@ def import_compiler() -> None:
     importlib.import_module("torch.export._trace")
 
 
+def spare_view_replay() -> None:
+    """Have compiled functions give out views by their strides, and not make them again by what they were made by.
+
+    Of functions that come from its cache torch 2.13 has forgotten with which sizes that was: steps with collectives,
+    which are compiled in many functions, ended with shapes of arbitrary numbers, or the process did.
+    """
+    config: Any = importlib.import_module("torch._functorch.config")
+    if hasattr(config, "view_replay_for_aliased_outputs"):
+        config.view_replay_for_aliased_outputs = False
+
+
+def compiler_follows() -> bool:
+    """Whether `torch.compile` would take up a function that is called now, as it does with what compiled ones call."""
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 """torch 2.13 gave the collectives on one flat tensor new names, and warns of the old ones."""

@@ -23,9 +23,10 @@ from conjoin.search.facts import Facts, NodeFacts
 from conjoin.search.finding import find_plan
 from conjoin.search.groups import Group, make_groups
 from conjoin.search.largest_batch import Fit, FitQuestion, largest_batches, least_machines
+from conjoin.search.layer_places import layer_depths
 from conjoin.search.notes import Notes
 from conjoin.search.pipelining import make_pipeline
-from conjoin.search.placing_branches import place_branches
+from conjoin.search.placing_branches import confine, place_branches
 from conjoin.search.planning import make_plan, strategy_names
 from conjoin.search.propagation import Flow, follow, propagate
 from conjoin.search.refusing import TooSlow
@@ -40,8 +41,8 @@ __all__ = [
     "CountedSpace", "Draft", "Facts", "Fit", "FitQuestion", "Flow", "Group", "Improvement", "NodeFacts", "Notes",
     "Objective", "OperatorSeconds", "Problem", "Progress", "Remembered", "Request", "ReshardSeconds", "Row",
     "SearchResult", "Space", "Stopped", "Table", "Tables", "TooSlow", "Why", "Wish", "baseline_names", "baselines",
-    "branch_and_bound", "canonical", "check_wish", "compare_plans", "cuts", "find_alternatives", "find_plan", "follow",
-    "is_answer", "largest_batches", "least_machines", "make_groups", "make_pipeline", "make_plan", "name_axes",
-    "open_contest", "pipeline_alike", "place_branches", "plan_alike", "propagate", "read_request", "register_strategy",
-    "search_names", "split_batch", "split_sequences", "strategy_names",
+    "branch_and_bound", "canonical", "check_wish", "compare_plans", "confine", "cuts", "find_alternatives", "find_plan",
+    "follow", "is_answer", "largest_batches", "layer_depths", "least_machines", "make_groups", "make_pipeline",
+    "make_plan", "name_axes", "open_contest", "pipeline_alike", "place_branches", "plan_alike", "propagate",
+    "read_request", "register_strategy", "search_names", "split_batch", "split_sequences", "strategy_names",
 ]  # fmt: skip

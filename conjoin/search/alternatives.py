@@ -32,8 +32,8 @@ from conjoin.ir import (
 )
 from conjoin.machine import Machine
 from conjoin.ops import CAST, Copies, Invariant, Layout, Partial, Placement, Split, make_layout, placement_on
-from conjoin.search.constraints import find_tensor
 from conjoin.search.packed_weights import sections_alike
+from conjoin.search.tensor_names import find_tensor, operator_line
 from conjoin.search.variants import sequential_variant
 from conjoin.sim import Layouts, Prediction, Skeleton, predict, take_apart
 
@@ -127,8 +127,7 @@ class _Work:
         graph = self.plan.graph
         if isinstance(value.owner, Leaf):
             return f"{value.owner} {value.owner.type}"
-        source = graph.source_of(value.owner)
-        return f"%{graph.numbers[Value(value.owner)]} {value.owner.op}{f' at {source}' if source else ''}"
+        return operator_line(graph, value.owner)
 
     def present(self, value: Value) -> tuple[tuple[Axes, str], ...]:
         """The way on each group of axes."""

@@ -16,9 +16,9 @@ from conjoin.machine import Mesh
 from conjoin.ops import Copies, Layout, Partial, Placement, placement_on
 from conjoin.search.exact.units import Units, make_unit
 from conjoin.search.request import nearest
+from conjoin.search.tensor_names import find_tensor
 from conjoin.sim import Layouts, Skeleton
 
-_KINDS = (LeafKind.PARAMETER, LeafKind.INPUT)
 _MAX_UNITS = 3
 _MAX_GROUPS = 4
 """More units than are searched otherwise: tables grow with the square of what an operator can do on all of them."""
@@ -189,45 +189,6 @@ def _fault(value: Value, layout: Layout) -> str | None:
         if str(placement) not in can:
             return f"{value.owner.op} makes it {', '.join(can)} along an axis, not {placement} as on {axis}"
     return None
-
-
-def find_tensor(graph: Graph, name: str, asked: str = "A layout was asked for the tensor") -> Value:
-    """The parameter, input, output of an operator or of a module that a name means."""
-    names = dict(_names(graph))
-    if name in names:
-        return names[name]
-    if name.startswith("%"):
-        raise UsageError(
-            f"{asked} {name[:40]!r}. Operators of {graph.name} make %0 to %{len(graph.numbers) - 1}, counted in the "
-            f"graph as it is there. Name one of these, or the path of a module."
-        )
-    known = [key for key in names if not key.startswith("%")]
-    raise UsageError(
-        f"{asked} {name[:60]!r}. {graph.name} has no parameter, input or module of that name. {nearest(name, known)}"
-    )
-
-
-def _names(graph: Graph) -> Iterator[tuple[str, Value]]:
-    """Every name of a tensor; of two that are the same the later one counts."""
-    for node in graph.nodes:
-        parts = _module(graph, node).split(".")
-        if len(node.types) == 1 and parts[0]:
-            yield from ((".".join(parts[:i]), Value(node)) for i in range(1, len(parts) + 1))
-    yield from ((f"%{number}", value) for value, number in graph.numbers.items())
-    for kind in reversed(_KINDS):
-        for leaf in graph.leaves_of(kind):
-            for alias in (leaf.name, *leaf.names):
-                yield alias, Value(leaf)
-                yield f"{kind.value}:{alias}", Value(leaf)
-
-
-def _module(graph: Graph, node: Node) -> str:
-    """The path of the module that a node is called in; where no line is known, that of the first parameter it reads."""
-    source = graph.source_of(node)
-    if source is not None:
-        return source.module
-    leaves = (value.owner for value in node.inputs if isinstance(value.owner, Leaf))
-    return next((leaf.name.rpartition(".")[0] for leaf in leaves if leaf.kind is LeafKind.PARAMETER), "")
 
 
 def refined(some: Sequence[Units], mesh: Mesh, constraints: Constraints) -> list[Units]:

@@ -206,6 +206,8 @@ class Facts:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
+        self.legal: dict[tuple[int, ...], tuple[tuple[ShardingRule, ...], tuple[object, ...]]] = {}
+        """Rules whose pieces are long enough, beside what they were told by: `Propagation.legal`."""
 
     @cached_property
     def with_gradient(self) -> frozenset[Value]:

@@ -62,7 +62,8 @@ class Fit:
 class FitQuestion:
     """A model in any batch, the prices and the optimizer; graphs of a batch are captured once."""
 
-    capture: Callable[[int], Graph]
+    capture: Callable[[int, Graph | None], Graph]
+    """The graph of so many samples; another graph of the model, where there is one, may be taken over."""
     costs: CostModel
     optimizer: str = "adam"
     progress: Callable[[str], None] | None = None
@@ -72,7 +73,7 @@ class FitQuestion:
         """The captured model."""
         if batch not in self._graphs:
             self.tell(f"capturing a batch of {batch}")
-            self._graphs[batch] = self.capture(batch)
+            self._graphs[batch] = self.capture(batch, next(reversed(self._graphs.values()), None))
         return self._graphs[batch]
 
     def tell(self, doing: str) -> None:

@@ -1,10 +1,11 @@
-"""Branches at the same time on parts of the machine: which places of which axes each of them gets.
+"""Branches and layers at the same time on parts of the machine: which places of which axes each of them gets.
 
 A branch that runs at one place of an axis keeps its layouts on the other axes: with the batch split over two axes, half
 of the branches then run on half of the devices each, with the batch split over the other half. Branches are dealt out
 so that the predicted seconds of places are balanced, the longest first. What is stored and read by the branches of one
-place only is kept there. Every way is judged by the timeline, which alone sees what runs at the same time; what helps
-is kept, and the next is tried from there.
+place only is kept there. Layers that are unrolled into steps are dealt out in a row (`layer_places.py`). Every way is
+judged by the timeline, which alone sees what runs at the same time; what helps is kept, and the next is tried from
+there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from conjoin.ops import At, Layout, make_layout
 from conjoin.search.branches import Fork, find_forks
 from conjoin.search.contest import Contest, Enough, Entry, Outcome
 from conjoin.search.exact.units import natural_units
+from conjoin.search.layer_places import deal_depths, layer_depths, longest_way
 from conjoin.search.variants import as_variant
 from conjoin.sim import Classes, Drafts, Layouts, Skeleton, Ticks, measure_memory, task_numbers, to_seconds
 
@@ -90,6 +92,11 @@ def place_branches(contest: Contest, until: float = 0.0) -> Outcome | None:
             if work.is_new(kind, axes):
                 contest.tell(f"branches along {', '.join(axes)}")
                 work.attempt(kind, axes)
+        for axes in work.axes_for_layers():
+            if contest.time_left < until:
+                break
+            contest.tell(f"layers along {', '.join(axes)}")
+            work.attempt_layers(axes)
     except (Enough, KeyboardInterrupt):
         if work.current is not start:
             contest.judge(work.current.entry, work.current.simulation)
@@ -121,7 +128,6 @@ class _Placing:
     def __post_init__(self) -> None:
         mesh = self.contest.machine.mesh
         self.skeleton = self.current.entry.variant.skeleton
-        self.name = self.current.entry.name
         self.drafts = Drafts(mesh, self.contest.prices, Classes.keeping(mesh, mesh.names))
         self.numbers = task_numbers(self.skeleton, self.drafts)
         self._ticks: dict[tuple[int, Choice, Places], int] = {}
@@ -183,16 +189,57 @@ class _Placing:
             self._ticks[key] = forward + max(_largest(work.backward), _largest(work.host_backward))
         return self._ticks[key]
 
+    def axes_for_layers(self) -> list[tuple[str, ...]]:
+        """Axes along which layers at places could be faster, by the longest way through them; most places first.
+
+        At more places of more axes an operator has more to do, so that where two places cannot gain no more can.
+        """
+        mesh, most, found = self.contest.mesh, max(layer_depths(self.skeleton), default=0) + 1, list[tuple[str, ...]]()
+        for count in range(1, len(mesh.names) + 1):
+            sets = [axes for axes in combinations(mesh.names, count) if prod(mesh.sizes[axis] for axis in axes) <= most]
+            gaining = [axes for axes in sets[:MAX_WAYS] if self.is_new((), axes) and self._can_gain(axes)]
+            if not gaining:
+                break
+            found += gaining
+        return found[: -MAX_WAYS - 1 : -1]
+
+    def _can_gain(self, axes: tuple[str, ...]) -> bool:
+        return longest_way(self.skeleton, self._seconds_at(axes)) < self.current.seconds
+
+    def _seconds_at(self, axes: tuple[str, ...]) -> list[float]:
+        """Of every operator at one place of axes."""
+        places = tuple((axis, 0) for axis in axes)
+        return [to_seconds(self._operator_ticks(place, places)) for place in range(len(self.skeleton.operators))]
+
+    def attempt_layers(self, axes: tuple[str, ...]) -> None:
+        """Deal layers out along axes, one after the other."""
+        depth_of, seconds = layer_depths(self.skeleton), self._seconds_at(axes)
+        of_depth = [0.0] * (max(depth_of) + 1)
+        for depth, own in zip(depth_of, seconds, strict=True):
+            of_depth[depth] += own
+        places = places_along(axes, self.contest.machine.mesh)
+        dealt = deal_depths(of_depth, len(places))
+        tensors = self.skeleton.roots
+        self.attempt_where({
+            place: places[dealt[depth_of[place]]]
+            for place, operator in enumerate(self.skeleton.operators)
+            if any(tensors[root].type.shape for root in (*operator.reads, *operator.makes))
+        }, _LAYERS)  # fmt: skip
+
     def attempt(self, forks: Sequence[Fork], axes: tuple[str, ...]) -> None:
         """Deal the branches of forks out along axes; what becomes the best is gone on from."""
         where = {op: places for fork in forks for op, places in self.deal(fork, axes).items()}
+        self.attempt_where(where, _SUFFIX)
+
+    def attempt_where(self, where: Mapping[int, Places], suffix: str) -> None:
+        """Operators at places; what becomes the best is gone on from."""
         before = self.current.entry
         layouts = confine(self.skeleton, before.layouts, where)
         if layouts.choices == before.layouts.choices:
             return
         leaves = self.skeleton.graph.leaves
         kept = {leaves[root].name for root, layout in layouts.leaves.items() if has_places(layout)}
-        name = self.name if self.name.endswith(_SUFFIX) else f"{self.name}{_SUFFIX}"
+        name = before.name if suffix in before.name else f"{before.name}{suffix}"
         entry = Entry(name, before.variant, layouts, before.regathered - kept)
         if not self.contest.allows(entry):
             return
@@ -217,6 +264,7 @@ class _Placing:
 
 
 _SUFFIX = ", branches beside each other"
+_LAYERS = ", layers at places"
 
 
 def _apart(forks: Iterator[Fork]) -> tuple[Fork, ...]:

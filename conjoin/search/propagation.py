@@ -130,8 +130,6 @@ class Propagation:
     stuck: dict[Node, None] = field(default_factory=dict)
     pulled: dict[tuple[Value, Placement], tuple[ShardingRule | None, float]] = field(default_factory=dict)
     """For values of weights that nobody has read yet: the best way to make them so, and its bytes."""
-    legal_rules: dict[tuple[int, ...], tuple[ShardingRule, ...]] = field(default_factory=dict)
-    """By the identity of the rules of a call, which are made once for equal calls and held by `facts`."""
     undo: list[Callable[[], object]] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
     """How long `undo` was before each node was placed."""
@@ -194,12 +192,15 @@ class Propagation:
         table[key] = value
 
     def legal(self, node: NodeFacts) -> tuple[ShardingRule, ...]:
-        """The ways of a node whose pieces are long enough; equal calls that earlier groups split alike share them."""
-        key = (id(node.rules), *(id(flow.rules[node.node]) for flow in self.earlier))
-        if key not in self.legal_rules:
+        """The ways of a node whose pieces are long enough: found once for equal calls, which share their rules, and as
+        many groups that split them alike; by identity, so that what is told apart is held."""
+        before = tuple(flow.rules[node.node] for flow in self.earlier)
+        degrees = self.group.degree, *(flow.group.degree for flow in self.earlier)
+        key = id(node.rules), *map(id, before), *degrees
+        if key not in self.facts.legal:
             kept = tuple(rule for rule in node.rules if fits(node, rule, self.group.degree, self.earlier))
-            self.legal_rules[key] = kept
-        return self.legal_rules[key]
+            self.facts.legal[key] = kept, (node.rules, before)
+        return self.facts.legal[key][0]
 
     def _rank(self, node: NodeFacts, rule: ShardingRule) -> tuple[float, float, bool, bool]:
         moved = Bytes()

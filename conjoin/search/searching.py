@@ -20,6 +20,7 @@ from conjoin.search.exact.space import OVERLAPS
 from conjoin.search.joint import JointSearch
 from conjoin.search.kept_count import try_keeping
 from conjoin.search.memory_front import relieve_front
+from conjoin.search.micro_batches import enter_smallest
 from conjoin.search.named_relief import relieve_by_name
 from conjoin.search.notes import Notes
 from conjoin.search.papers.descents import descend_everywhere, try_everything
@@ -36,6 +37,8 @@ from conjoin.sim import OPTIMIZER_COPIES, MachinePrices, break_down, expected_er
 
 _GRACE_SECONDS = 1.0
 """How long after its time a search may still judge named strategies, as far as can be told, or look for what fits."""
+_LATE = 0.05
+"""By which part of its time a search may be late beyond that where nothing fits yet."""
 _FOR_NAMED = 0.5
 """The part of the time that is left to the search where no named strategy fits."""
 _FOR_FRONT = 0.3
@@ -176,11 +179,14 @@ def _relieve_last(contest: Contest) -> bool:
     if contest.smallest is None or (contest.best is not None and not (is_named and contest.best.entry.segments)):
         return True
 
+    grace = _GRACE_SECONDS + contest.for_finishing if contest.least_seconds == inf else 0.0
+
     def left() -> float:
-        more = _GRACE_SECONDS + contest.for_finishing if contest.least_seconds == inf else 0.0
-        return contest.time_left + more
+        return contest.time_left + grace
 
     try:
+        if contest.least_seconds == inf and contest.mesh.size > 1:
+            enter_smallest(contest, lambda: left() + _LATE * contest.time_spent)
         if left() > 0:
             relieve(contest, contest.smallest, left)
         relieve_front(contest, lambda: contest.left)

@@ -11,12 +11,12 @@ from conjoin.sim.memory import Memory, kept_tensors, measure_memory
 from conjoin.sim.moves import make_change, random_change
 from conjoin.sim.offloads import Offloads, OnHost
 from conjoin.sim.pipelines import (
-    STAGE_STEPS,
     PipelinePrediction,
     StagePrediction,
     predict_pipeline,
-    predict_stage,
     rescheduled,
+    simulate_stage,
+    stage_memory,
     stage_spans,
 )
 from conjoin.sim.prediction import Prediction, predict
@@ -29,12 +29,13 @@ from conjoin.sim.symmetry import Classes
 from conjoin.sim.wanted import Wanted, measure_wanted, wanted_by
 
 __all__ = [
-    "ALIKE", "COMPUTE", "OPTIMIZER_COPIES", "STAGE_STEPS", "Breakdown", "Change", "Classes", "Crossing",
-    "Crossings", "Drafts", "Gain", "HostLink", "Instruction", "Kept", "Layouts", "MachinePrices", "Memory",
-    "Offloads", "OnHost", "Operator", "Phase", "PipelinePrediction", "Prediction", "Prices", "Program", "Published",
-    "Simulation", "Skeleton", "StagePrediction", "Stretch", "Ticks", "Timeline", "Wanted", "break_down",
-    "expected_error", "gain_of", "kept_of", "kept_tensors", "make_change", "measure_memory", "measure_wanted",
-    "new_drafts", "offloads_of", "predict", "predict_pipeline", "predict_stage", "published_for", "random_change",
-    "rank_stretches", "rerun", "rescheduled", "run", "simulate", "simulate_layouts", "stage_spans", "take_apart",
-    "take_graph_apart", "task_numbers", "to_seconds", "to_ticks", "transfer_seconds", "true_runs", "wanted_by",
+    "ALIKE", "COMPUTE", "OPTIMIZER_COPIES", "Breakdown", "Change", "Classes", "Crossing", "Crossings", "Drafts",
+    "Gain", "HostLink", "Instruction", "Kept", "Layouts", "MachinePrices", "Memory", "Offloads", "OnHost",
+    "Operator", "Phase", "PipelinePrediction", "Prediction", "Prices", "Program", "Published", "Simulation",
+    "Skeleton", "StagePrediction", "Stretch", "Ticks", "Timeline", "Wanted", "break_down", "expected_error",
+    "gain_of", "kept_of", "kept_tensors", "make_change", "measure_memory", "measure_wanted", "new_drafts",
+    "offloads_of", "predict", "predict_pipeline", "published_for", "random_change", "rank_stretches", "rerun",
+    "rescheduled", "run", "simulate", "simulate_layouts", "simulate_stage", "stage_memory", "stage_spans",
+    "take_apart", "take_graph_apart", "task_numbers", "to_seconds", "to_ticks", "transfer_seconds", "true_runs",
+    "wanted_by",
 ]  # fmt: skip

@@ -41,8 +41,8 @@ class Breakdown:
 def break_down(timeline: Timeline) -> Breakdown:
     """Where the time goes."""
     last = timeline.end
-    which, shape = int(np.argmax(last)), np.shape(last)
-    spans = [(task, _of(start, which, shape), _of(end, which, shape)) for task, start, end in timeline.times()]
+    which = tuple(map(int, np.unravel_index(np.argmax(last), np.shape(last))))
+    spans = [(task, _of(start, which), _of(end, which)) for task, start, end in timeline.times()]
     computed = _union((start, end) for task, start, end in spans if task.stream == COMPUTE)
     communicated = _union((start, end) for task, start, end in spans if task.stream != COMPUTE)
     either = _union([*computed, *communicated])
@@ -83,11 +83,15 @@ def computing_shares(timeline: Timeline) -> NDArray[np.float64]:
 Span = tuple[Instruction, int, int]
 
 
-def _of(ticks: Ticks, which: int, shape: tuple[int, ...]) -> int:
-    """The time of one class of devices; an axis along which all have the same time has one entry."""
+def _of(ticks: Ticks, which: tuple[int, ...]) -> int:
+    """The time of one class of devices; an axis along which all have the same time has one entry.
+
+    >>> _of(np.array([[3, 4]]), (1, 1)), _of(7, (1, 1))
+    (4, 7)
+    """
     if not isinstance(ticks, np.ndarray) or not ticks.ndim:
         return int(ticks)
-    return int(np.broadcast_to(ticks, shape).flat[which])
+    return int(ticks[tuple(at if size > 1 else 0 for at, size in zip(which, ticks.shape, strict=True))])
 
 
 def _seconds(ticks: int) -> float:
@@ -124,11 +128,11 @@ def _collectives(spans: Sequence[Span]) -> tuple[tuple[str, tuple[str, ...], int
     return tuple((kind, axes, n, _seconds(ticks), sent) for (kind, axes), (n, ticks, sent) in totals.items())
 
 
-def _held_up(spans: Sequence[Span], busy: Sequence[tuple[int, int]], which: int, timeline: Timeline) -> int:
+def _held_up(spans: Sequence[Span], busy: Sequence[tuple[int, int]], which: tuple[int, ...], timeline: Timeline) -> int:
     """How long a device has nothing to do until its host has launched the next task, or is done."""
-    launched, ends, shape = 0, {timeline.ticks}, np.shape(timeline.end)
+    launched, ends = 0, {timeline.ticks}
     for task, start, _ in spans:
-        launched += _of(task.host, which, shape)
+        launched += _of(task.host, which)
         if start == launched:
             ends.add(start)
     gaps = zip((0, *(end for _, end in busy)), (*(start for start, _ in busy), timeline.ticks), strict=True)

@@ -18,17 +18,20 @@ import numpy as np
 
 from conjoin.cost import CostModel, Source
 from conjoin.errors import PlanError
-from conjoin.ir import LeafKind, Pipeline, Stage, graph_form, recomputed_segments, regathered_parameters
+from conjoin.ir import LeafKind, Pipeline, Segment, Stage, graph_form, recomputed_segments, regathered_parameters
 from conjoin.machine import Machine, devices_of
 from conjoin.schedules import Schedule, Timeline, Times, play
 from conjoin.sim.breakdown import Breakdown, break_down
 from conjoin.sim.crossings import Crossings
 from conjoin.sim.expected_error import expected_error, is_all_estimated
+from conjoin.sim.fragments import Drafts
 from conjoin.sim.memory import Memory, check_optimizer, measure_memory
+from conjoin.sim.offloads import Offloads
 from conjoin.sim.prediction import missing_rates, peak_rate, work_by_rate
 from conjoin.sim.prices import MachinePrices
-from conjoin.sim.simulation import Simulation, new_drafts, offloads_of, simulate_layouts
-from conjoin.sim.skeleton import take_apart
+from conjoin.sim.program import NOTHING_OFFLOADED, Program
+from conjoin.sim.simulation import Simulation, new_drafts, offloads_of, simulate_in_full
+from conjoin.sim.skeleton import Layouts, Skeleton, take_apart
 
 STAGE_STEPS = 3
 """Micro-batches that a stage is simulated with: one has others before and after it."""
@@ -170,7 +173,7 @@ def predict_pipeline(
         form = _form(stage, machine)
         if form not in once:
             simulation = _simulated(stage, machine, costs, optimizer)
-            once[form] = simulation, predict_stage(simulation, optimizer, machine)
+            once[form] = simulation, _predict_stage(simulation, optimizer, machine)
         alike.append(once[form])
     crossings = Crossings.of(pipeline, machine)
     times = Times(
@@ -221,7 +224,19 @@ def _simulated(stage: Stage, machine: Machine, costs: CostModel, optimizer: str)
     drafts.bundle_bytes, drafts.chunks = plan.bundle_bytes, plan.chunks
     again = recomputed_segments(plan)
     regathered, offloads = regathered_parameters(plan), offloads_of(plan)
-    return simulate_layouts(skeleton, layouts, drafts, regathered, again, STAGE_STEPS, offloads)
+    return simulate_stage(skeleton, layouts, drafts, regathered, again, offloads)
+
+
+def simulate_stage(
+    skeleton: Skeleton,
+    layouts: Layouts,
+    drafts: Drafts,
+    regathered: frozenset[str],
+    segments: tuple[Segment, ...],
+    offloads: Offloads = NOTHING_OFFLOADED,
+) -> Simulation:
+    """Time `STAGE_STEPS` micro-batches of a stage: in full, since its passes are read from the timeline."""
+    return simulate_in_full(Program(skeleton, layouts, drafts, regathered, segments, STAGE_STEPS, offloads))
 
 
 def _form(stage: Stage, machine: Machine) -> Hashable:
@@ -235,12 +250,17 @@ def _form(stage: Stage, machine: Machine) -> Hashable:
     return graph_form(plan.graph), leaves, plan.mesh, devices, how
 
 
-def predict_stage(simulation: Simulation, optimizer: str, machine: Machine) -> StagePrediction:
+def _predict_stage(simulation: Simulation, optimizer: str, machine: Machine) -> StagePrediction:
     """What a stage takes and holds that was simulated with `STAGE_STEPS` micro-batches, one of them in flight."""
-    memory = measure_memory(simulation.program, optimizer, machine.device)
-    middle = 1 + len(simulation.program.skeleton.operators)
-    kept = max(0, memory.curve[middle] - memory.curve[0])
+    memory, kept = stage_memory(simulation, optimizer, machine)
     return StagePrediction(*stage_spans(simulation), memory, kept, 1, break_down(simulation.timeline).sources)
+
+
+def stage_memory(found: Simulation, optimizer: str, machine: Machine) -> tuple[Memory, int]:
+    """What a stage holds with one micro-batch in flight, and the bytes that every further one keeps."""
+    memory = measure_memory(found.program, optimizer, machine.device)
+    middle = 1 + len(found.program.skeleton.operators)
+    return memory, max(0, memory.curve[middle] - memory.curve[0])
 
 
 def stage_spans(found: Simulation) -> tuple[float, float, float, float]:

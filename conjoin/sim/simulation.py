@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from conjoin.comm import run_again
 from conjoin.ir import (
@@ -142,12 +142,23 @@ def _last_tick(program: Program) -> int | None:
 
 
 def _simulated(program: Program) -> Simulation:
+    found = Simulation(partial(_with_copies, program))
+    found.ticks  # noqa: B018 – a step that is longer than times can tell is refused here
+    return found
+
+
+def simulate_in_full(program: Program) -> Simulation:
+    """Time every instruction of a program, also what comes again and again."""
+    found = Simulation(partial(_with_copies, program))
+    found.timeline  # noqa: B018 – as above
+    return found
+
+
+def _with_copies(program: Program) -> Program:
     if program.offloads.tensors:
         link = program.drafts.prices.host_link()
         program.copies = make_copies(follow_offloads(program, link.kind), link, program.first_copy_event)
-    found = Simulation(lambda: program)
-    found.ticks  # noqa: B018 – a step that is longer than times can tell is refused here
-    return found
+    return program
 
 
 def new_drafts(skeleton: Skeleton, layouts: Layouts, mesh: Mesh, prices: Prices, unfold: bool = False) -> Drafts:

@@ -18,6 +18,8 @@ from torch import nn
 from conjoin.cli import main, models
 from conjoin.ir import Graph
 from conjoin.machine import COLLECTIVE_KINDS, Machine
+from conjoin.runtime.ranks.fork_server import ForkServer
+from tests.cli.processes import Forked, begin
 from tests.ir.wording import assert_three_sentences
 
 REPOSITORY = Path(__file__).parents[2]
@@ -209,3 +211,16 @@ def start(folder: Path) -> Callable[..., subprocess.Popen[str]]:
         return subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **streams)
 
     return start_there
+
+
+@pytest.fixture(scope="session")
+def _commands() -> Iterator[ForkServer]:
+    server = ForkServer(begin)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def fork(folder: Path, _commands: ForkServer) -> Callable[..., Forked]:
+    """Start a command as `start` does, or another module, where what is done until it is imported is not asked for."""
+    return lambda *arguments, module="conjoin": Forked(_commands, folder, module, arguments)

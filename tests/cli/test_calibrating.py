@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from conjoin.cost import CostModel, Measurement, read_key
 from conjoin.machine import COLLECTIVE_KINDS, DeviceType, Machine
 from conjoin.runtime import Communication, Timed
 from tests.cli.conftest import Ran, check_machine
+from tests.cli.processes import Forked
 from tests.waiting import HUNG_SECONDS
 
 Run = Callable[..., Ran]
@@ -101,9 +101,9 @@ def test_devices_that_are_not_here(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     assert "8 CUDA devices. This host has 1" in run("calibrate", "--machine", "dgx-h100").refused()
 
 
-def test_ctrl_c_leaves_nothing(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
-    process = start("calibrate", "--machine", "local:2", "--seconds", "60", "-o", "machine.toml")
-    assert process.stderr is not None and process.stderr.readline().startswith("calibrating ")
+def test_ctrl_c_leaves_nothing(fork: Callable[..., Forked], folder: Path) -> None:
+    process = fork("calibrate", "--machine", "local:2", "--seconds", "60", "-o", "machine.toml")
+    assert process.stderr.readline().startswith("calibrating ")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=HUNG_SECONDS)
     assert process.returncode == 130 and out == "" and "Traceback" not in err

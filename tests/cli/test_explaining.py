@@ -86,3 +86,26 @@ def test_for_people_and_for_names_that_are_none(run: Run, folder: Path) -> None:
     named = json.loads((folder / "plan.json").read_text())
     (folder / "plan.json").write_text(json.dumps({**named, "machine": {"name": "elsewhere", "fingerprint": "0"}}))
     assert "Name it with --machine" in run("explain", "plan.json", "--why", "%45").refused()
+
+
+def test_operators_are_found_by_kind_and_line_or_listed(run: Run, folder: Path) -> None:
+    Path("net.py").write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 4)\n\n    def forward(self, x):\n"
+        "        x = torch.relu(self.one(x))\n        return torch.tanh(torch.relu(self.two(x)))\n\n\n"
+        "def make(batch_size=8):\n    batch = torch.zeros(batch_size, 4), torch.zeros(batch_size, 4)\n"
+        "    return Net(), batch, nn.functional.mse_loss\n"
+    )
+    assert run("plan", "net.py:make", "--machine", MACHINE, "--strategy", "data-parallel", "-o", "plan.json").code == 0
+    numbers = {node.op: f"%{number}" for value, number in load_plan("plan.json").graph.numbers.items()
+               if isinstance(node := value.owner, conjoin.ir.Node)}  # fmt: skip
+    one = run("explain", "plan.json", "--why", "tanh")
+    assert one.code == 0 and one.out == run("explain", "plan.json", "--why", numbers["tanh"]).out
+    several = run("explain", "plan.json", "--why", "relu")
+    assert several.code == 2 and "2 operators of that kind or place. Name one by its number:" in several.err
+    assert [line.split()[1:3] for line in several.err.splitlines()[1:3]] == [["relu", "at"]] * 2
+    assert f"{numbers['relu']} relu at" in several.err and "net.py:12" in several.err
+    in_line = run("explain", "plan.json", "--why", "net.py:11").err
+    assert " linear at" in in_line and " relu at" in in_line and "net.py:12" not in in_line
+    assert "kind of operator or line of that name" in run("explain", "plan.json", "--why", "nowhere.py:11").err

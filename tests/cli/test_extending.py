@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from conjoin.ops import catalog
 from conjoin.ops.call_cache import forget_calls
 from tests.cli.conftest import Ran
+from tests.cli.processes import Forked
 from tests.waiting import HUNG_SECONDS
 
 Run = Callable[..., Ran]
@@ -63,7 +63,7 @@ IMPORT = ("--import", "cli_tests_extension")
 
 
 def test_what_a_module_registers_is_known_to_commands_and_ranks(
-    run: Run, folder: Path, start: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+    run: Run, folder: Path, fork: Callable[..., Forked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "cli_tests_extension.py").write_text(EXTENSION)
     (folder / "gated.py").write_text(MODEL)
@@ -81,7 +81,7 @@ def test_what_a_module_registers_is_known_to_commands_and_ranks(
     forget_calls()
     message = run("explain", "plan.json").refused()
     assert "splits the operator cli_tests::gated" in message and "--import cli_tests_extension" in message
-    process = start("run", "plan.json", "gated.py:make", "--steps", "2", "--json")  # whose file imports what it needs
+    process = fork("run", "plan.json", "gated.py:make", "--steps", "2", "--json")  # whose file imports what it needs
     out, err = process.communicate(timeout=HUNG_SECONDS)
     assert process.returncode == 0, err
     losses = json.loads(out)["losses"]

@@ -22,6 +22,7 @@ from conjoin.cli import app
 from conjoin.search import DEFAULT_BUDGET, search_names
 from conjoin.search.strategies import STRATEGIES
 from tests.cli.conftest import Ran
+from tests.cli.processes import Forked
 from tests.waiting import HUNG_SECONDS
 
 Run = Callable[..., Ran]
@@ -232,8 +233,8 @@ def test_an_answer_that_nobody_reads(start: Callable[..., subprocess.Popen[str]]
     assert (process.returncode, err) == (1, "")
 
 
-def test_a_good_run_in_a_process_of_its_own(start: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
-    process = start("inspect", "my_models.py:small", "--json", "-o", "graph.json")
+def test_a_good_run_in_a_process_of_its_own(fork: Callable[..., Forked], folder: Path) -> None:
+    process = fork("inspect", "my_models.py:small", "--json", "-o", "graph.json")
     out, err = process.communicate(timeout=HUNG_SECONDS)
     assert (process.returncode, err) == (0, "") and json.loads(out)["num_parameters"] == 15
     assert json.loads((folder / "graph.json").read_text())["format"] == "conjoin.graph"

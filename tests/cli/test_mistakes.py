@@ -249,6 +249,21 @@ def test_an_option_that_cannot_be(plan: Path, run: Run, options: list[str], why:
     assert why in run("plan", GOOD, "--strategy", "fsdp", *options).refused()
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["-o", "nowhere/weights.safetensors"], "There is no folder"),
+        (["-o", "mine.py/weights"], "There is no folder"),
+        (["--clip", "0"], "clipped to a norm of 0"),
+    ],
+)
+def test_what_could_not_be_kept_or_learned_is_told_before_the_first_step(
+    single: str, run: Run, options: list[str], why: str
+) -> None:
+    asked = run("run", single, GOOD, "--steps", "2", *options)
+    assert why in asked.refused() and "step" not in asked.out
+
+
 @pytest.mark.parametrize("keep", ["half", "nothing", "a list", "a table", "no mesh", "another version", "no graph"])
 def test_a_plan_that_was_damaged(plan: Path, run: Run, keep: str) -> None:
     text, data = plan.read_text(), json.loads(plan.read_text())

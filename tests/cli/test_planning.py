@@ -217,7 +217,8 @@ def test_compare_prints_json_the_fastest_that_fit_first(run: Run) -> None:
 
 def test_compute_exposed_and_waiting_make_up_the_step(run: Run) -> None:
     """The words are those of `simulate`: waiting is no communication, and what is computed again is computed."""
-    shown = run("compare", "bert-large:tiny", "--machine", "dgx-h100", "--batch", "8", "--search", "named").out
+    ask = ("--machine", "dgx-h100", "--batch", "8", "--strategy", "data-parallel")
+    shown = run("compare", "bert-large:tiny", *ask).out
     (row,) = (line for line in shown.splitlines() if line.startswith("data-parallel "))
     step, *parts = (float(number) * UNITS[unit] for number, unit in re.findall(r"([\d.]+) (s|ms|µs)\b", row)[:4])
     assert sum(parts) == pytest.approx(step, rel=0.02) and parts[2] > 0

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,8 @@ from torch import nn
 
 import conjoin
 import conjoin.comm.route
-from tests.cli.conftest import REPOSITORY, Ran, check_machine
+from tests.cli.conftest import Ran, check_machine
+from tests.cli.processes import Forked
 from tests.ir.wording import assert_three_sentences
 from tests.waiting import HUNG_SECONDS
 
@@ -149,13 +148,15 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def expected_losses(
-    num_steps: int, optimize: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw
+    num_steps: int,
+    optimize: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw,
+    batch_size: int = 8,
 ) -> list[float]:
     """What plain torch gives for the same seed, model, batch and optimizer."""
     names: dict[str, Any] = {}
     exec(NETS, names)
     torch.manual_seed(0)
-    model, (x, target), loss = names["mlp"]()
+    model, (x, target), loss = names["mlp"](batch_size)
     optimizer = optimize(model.parameters())
     losses = []
     for _ in range(num_steps):
@@ -390,11 +391,10 @@ def test_what_cannot_be_trained(run: Run, plan: Callable[..., str], model: str, 
 
 @pytest.mark.parametrize("command", ["run", "verify"])
 def test_ctrl_c_in_a_terminal_stops_all_of_it(
-    plan: Callable[..., str], start: Callable[..., subprocess.Popen[str]], command: str
+    plan: Callable[..., str], fork: Callable[..., Forked], command: str
 ) -> None:
     """A terminal interrupts every process of its group: the command, and the ranks that it started."""
-    process = start(command, plan(), "nets.py:announced", "--steps", "1000000")
-    assert process.stdout is not None and process.stderr is not None
+    process = fork(command, plan(), "nets.py:announced", "--steps", "1000000")
     if command == "run":
         assert "plan of Sequential" in process.stdout.readline() and process.stdout.readline().startswith("step ")
     else:
@@ -438,36 +438,36 @@ def test_verify_plan_from_python() -> None:
 
 
 COMMANDS = """\
-import sys
+import shlex, sys
 from conjoin.cli import main
 
-refused, *others, last = (list(line.split()) for line in sys.argv[1:])
+refused, *others, last = map(shlex.split, sys.argv[1:])
 assert main(refused) == 2 and all(main(other) == 0 for other in others)
 sys.exit(main(last))
 """
 
 
-def test_under_torchrun(plan: Callable[..., str], folder: Path) -> None:
-    """One group is refused a plan for one rank, runs and verifies one for its two, and is calibrated."""
-    name, alone = plan(), plan(ranks=1, strategy="single")
+def test_under_torchrun(run: Run, plan: Callable[..., str], folder: Path, fork: Callable[..., Forked]) -> None:
+    """One group is refused a plan for one rank, runs one for its two as `plan` tells to, verifies it, is calibrated."""
+    alone, name, ask = plan(ranks=1, strategy="single"), "my plan.json", ("nets.py:mlp", "--batch", "6")
+    printed = run("plan", *ask, "--machine", "local:2", "--strategy", "data-parallel", "-o", name).out.splitlines()[-1]
+    title, torchrun, *options, command = printed.split(None, 6)
+    assert (title, torchrun, options) == ("next", "torchrun", ["--nproc-per-node", "2", "-m", "conjoin"])
     (folder / "commands.py").write_text(COMMANDS)
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "commands.py"]
     commands = [
         f"run {alone} nets.py:mlp --steps 1",
-        f"run {name} nets.py:mlp --steps 2 --trace trace.json",
-        f"verify {name} nets.py:mlp --steps 2",
+        f"{command} --steps 2 --trace trace.json",
+        f"verify '{name}' {' '.join(ask)} --steps 2",
         "calibrate --seconds 1 -o machine.toml",
     ]
-    command = [*launcher, *commands]
-    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=HUNG_SECONDS)
-    assert ran.returncode == 0, ran.stderr
-    assert "error: The plan of Sequential is for 1 ranks and 2 are running." in ran.stderr
-    lines = ran.stdout.splitlines()
-    assert losses_in("\n".join(lines[:4])) == pytest.approx(expected_losses(2), abs=2e-6)
+    launcher = fork("--standalone", *options[:2], "commands.py", *commands, module="torch.distributed.run")
+    out, err = launcher.communicate(timeout=HUNG_SECONDS)
+    assert launcher.returncode == 0, err
+    assert "error: The plan of Sequential is for 1 ranks and 2 are running." in err
+    assert losses_in("\n".join(out.splitlines()[:4])) == pytest.approx(expected_losses(2, batch_size=6), abs=2e-6)
     assert set(events_in(folder / "trace.json")) == {"measured: rank 0", "measured: rank 1"}
-    for printed in ("verified: the plan trains exactly like one device", "saved        machine.toml"):
-        assert ran.stdout.count(printed) == 1, "rank 0 alone prints"
+    for once in ("verified: the plan trains exactly like one device", "saved        machine.toml"):
+        assert out.count(once) == 1, "rank 0 alone prints"
     machine = conjoin.Machine.load(folder / "machine.toml")
     check_machine(machine)
     assert (machine.name, machine.num_devices, len(machine.fits)) == ("detected", 2, 5)

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.filterwarnings("ignore:::transformers")
 
 SMALL = {
-    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False, "num_experts_per_tok": 2,
 }  # fmt: skip
 LATENT = {
@@ -32,15 +32,15 @@ LATENT = {
     "n_shared_experts": 1, "topk_group": 1,
 }  # fmt: skip
 SHARED = {"num_experts": 4, "moe_intermediate_size": 32}
-OPEN = {"num_local_experts": 4, "head_dim": 4, "layer_types": ["full_attention"] * 2, "rope_parameters": None}
+OPEN = {"num_local_experts": 4, "head_dim": 4, "layer_types": ["full_attention"], "rope_parameters": None}
 MODELS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
-    "Mixtral": ({"num_local_experts": 4}, {EXPERT_NETWORK: 2}),
-    "Qwen2Moe": ({**SHARED, "shared_expert_intermediate_size": 32}, {EXPERT_NETWORK: 2}),
-    "Qwen3Moe": ({**SHARED, "head_dim": 4}, {EXPERT_NETWORK: 2}),
-    "Olmoe": ({"num_experts": 4, "eos_token_id": 1}, {EXPERT_NETWORK: 2}),
-    "DeepseekV2": ({**LATENT, "n_group": 1, "head_dim": 4}, {EXPERT_NETWORK: 1}),
-    "DeepseekV3": ({**LATENT, "n_group": 2}, {EXPERT_NETWORK: 1}),
-    "GptOss": (OPEN, {EXPERT_LINEAR: 4}),  # with biases, and a gate of its own
+    "Mixtral": ({"num_local_experts": 4, "num_hidden_layers": 2}, {EXPERT_NETWORK: 2}),
+    "Qwen2Moe": ({**SHARED, "shared_expert_intermediate_size": 32}, {EXPERT_NETWORK: 1}),
+    "Qwen3Moe": ({**SHARED, "head_dim": 4}, {EXPERT_NETWORK: 1}),
+    "Olmoe": ({"num_experts": 4, "eos_token_id": 1}, {EXPERT_NETWORK: 1}),
+    "DeepseekV2": ({**LATENT, "n_group": 1, "head_dim": 4, "num_hidden_layers": 2}, {EXPERT_NETWORK: 1}),
+    "DeepseekV3": ({**LATENT, "n_group": 2, "first_k_dense_replace": 0}, {EXPERT_NETWORK: 1}),
+    "GptOss": (OPEN, {EXPERT_LINEAR: 2}),  # with biases, and a gate of its own
 }
 
 

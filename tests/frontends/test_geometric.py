@@ -6,7 +6,7 @@ import copy
 import importlib
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -69,6 +69,7 @@ MODELS: dict[str, Callable[[], Network]] = {
 }
 
 
+@cache
 def sample_of(name: str) -> Sample:
     torch.manual_seed(2)
     edges = torch.randint(VERTICES - 1, (2, EDGES))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zoo
 from conjoin.frontends import capture
@@ -20,9 +20,31 @@ def half_batch(batch: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() else x for x in batch)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("resnet-50:tiny", torch.bfloat16), ("inception-v3:tiny", torch.float16)])
+class Branches(nn.Module):
+    """As blocks of Inception are: a convolution, one by rows and one by columns, and an average, side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sides = [nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, (1, 3), padding=(0, 1)), nn.Conv2d(3, 4, (3, 1), padding=(1, 0))]
+        self.branches = nn.ModuleList(nn.Sequential(side, nn.BatchNorm2d(4), nn.ReLU()) for side in sides)
+        self.average = nn.Sequential(nn.AvgPool2d(3, 1, 1), nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4))
+        self.head = nn.Sequential(nn.MaxPool2d(2), nn.Dropout(0.5), nn.Flatten(), nn.Linear(64, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([branch(x) for branch in (*self.branches, self.average)], 1))
+
+
+WORKLOADS: dict[str, Callable[[], zoo.Workload]] = {
+    "resnet-50": lambda: zoo.build("resnet-50:tiny"),
+    "branches": lambda: zoo.Workload(
+        Branches(), (torch.randn(4, 3, 4, 4), torch.randint(5, (4,))), nn.functional.cross_entropy
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("resnet-50", torch.bfloat16), ("branches", torch.float16)])
 def test_batch_norm_in_half_precision(unequal: Callable[..., list[str]], name: str, dtype: torch.dtype) -> None:
-    found = zoo.build(name)
+    found = WORKLOADS[name]()
     batch = half_batch(found.batch, dtype)
     model = found.model.to(dtype).train()
     graph = capture(model, batch, found.loss)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -11,7 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import conjoin
+from conjoin.api import make_named
+from conjoin.frontends import run_plainly
 from conjoin.ir import Graph
+from conjoin.machine import parse_machine
+from conjoin.runtime import Case, PlainModel, verify_in_process
 
 
 class Translator(nn.Module):
@@ -58,14 +63,25 @@ CASES: dict[str, tuple[type[nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["data-parallel+micro=2", "fsdp+micro=2", "pipeline:pp=2,micro=2", "megatron"])
-@pytest.mark.parametrize("case", CASES)
-def test_torchs_attention_trains_exactly_in_micro_batches_stages_and_by_heads(case: str, strategy: str) -> None:
+STRATEGIES = ("data-parallel+micro=2", "fsdp+micro=2", "pipeline:pp=2,micro=2", "megatron")
+
+
+@cache
+def captured(case: str) -> tuple[nn.Module, tuple[Tensor, ...], Graph]:
     torch.manual_seed(0)
     make, batch = CASES[case]
     model, given = make(), batch()
-    plan = conjoin.plan(model, given, "local:2", strategy=strategy)
-    assert conjoin.verify_plan(plan, model, given, num_steps=2).passed
+    return model, given, conjoin.capture(model, given)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("case", CASES)
+def test_torchs_attention_trains_exactly_in_micro_batches_stages_and_by_heads(case: str, strategy: str) -> None:
+    """One of the plans with the model itself beside the graph."""
+    model, given, graph = captured(case)
+    plain = PlainModel(model, None, run_plainly) if strategy == STRATEGIES[0] else None
+    plan = make_named(graph, parse_machine("local:2"), strategy)
+    assert verify_in_process(Case(plan, graph, model, given, plain), 2).passed
 
 
 def _moved(graph: Graph) -> Counter[str]:

@@ -95,6 +95,28 @@ def test_what_differs_by_more_than_sizes_is_captured(kind: str, caplog: pytest.L
     assert made is None and why in caplog.text
 
 
+class Swapped(nn.Module):
+    """Equal operators on other tensors: two layers alike, or two inputs, the other way around for large batches."""
+
+    def __init__(self, layers: bool) -> None:
+        super().__init__()
+        self.layers, self.swaps_layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), layers
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first, second = self.layers if len(x) > 7 or not self.swaps_layers else reversed(self.layers)
+        x, y = (x, y) if len(x) > 7 or self.swaps_layers else (y, x)
+        made: Tensor = second(first(x) - y)
+        return made
+
+
+@pytest.mark.parametrize("layers", [True, False])
+def test_the_same_operators_on_other_tensors_are_captured(layers: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "conjoin.frontends.resized")
+    before, after = ((torch.zeros(size, 4), torch.zeros(size, 4)) for size in (8, 5))
+    made, _ = resized(Swapped(layers), before, after)
+    assert made is None and "tensor" in caplog.text
+
+
 ALIKE: dict[str, Callable[[Tensor], Any]] = {
     "as large as another dim": lambda x: x.view(len(x), 2, 4).transpose(1, 2).reshape(len(x) * 2, 4),
     "turned": lambda x: x.t().reshape(8, len(x)),
@@ -140,3 +162,39 @@ def test_a_second_shape_is_not_exported(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.export, "export", None)
     small = batch[0][:5], batch[1][:5]
     assert torch.allclose(step(*small), functional.mse_loss(model(small[0]), small[1]), rtol=1e-12)
+
+
+def evaluated(model: nn.Module, before: Any, after: Any) -> tuple[Graph | None, Graph]:
+    """The graph of evaluation after that of training, and the one that is captured; the copy stays in its mode."""
+    graph, bare = capture(model.train(), before), bare_copy(model).eval()
+    made = resize(graph, bare, tree_map_only(Tensor, lambda x: x.to("meta"), after), None, ())
+    assert not any(module.training for module in bare.modules())
+    return made, capture(model.eval(), after)
+
+
+def test_a_graph_of_evaluation_is_that_of_training_where_no_operator_is_told_the_mode() -> None:
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, use_cache=False)
+    made, captured = evaluated(transformers.LlamaForCausalLM(config), words(4, 16), words(6, 16))
+    assert made == captured and made is not None and not made.training
+
+
+class Moody(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu() if self.training else super().forward(x).tanh()
+
+
+@pytest.mark.parametrize("part", [nn.Dropout(0.5), nn.BatchNorm1d(4), Moody(4, 4), nn.RReLU()], ids=type)
+def test_what_does_something_else_in_evaluation_is_captured(part: nn.Module) -> None:
+    made, captured = evaluated(nn.Sequential(nn.Linear(4, 4), part), torch.zeros(8, 4), torch.zeros(6, 4))
+    assert made is None and not captured.training
+
+
+def test_the_first_evaluation_is_not_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    batch = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 2, dtype=torch.float64)
+    plan = conjoin.plan(model, batch, "local:1", loss=functional.mse_loss, strategy="single")
+    step = conjoin.load(plan, model, loss=functional.mse_loss, device="cpu")
+    monkeypatch.setattr(torch.export, "export", None)
+    for size in (8, 5):
+        some = batch[0][:size], batch[1][:size]
+        assert torch.allclose(step.eval()(*some), functional.mse_loss(model(some[0]), some[1]), rtol=1e-12)

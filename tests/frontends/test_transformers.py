@@ -32,11 +32,13 @@ Batch = dict[str, Any]
 SMALL = {
     "vocab_size": 100,
     "hidden_size": 32,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "intermediate_size": 64,
 }
 GROUPED = {**SMALL, "num_key_value_heads": 2}
+TWO_LAYERS = {"num_hidden_layers": 2}
+"""Where a second layer is of another kind than the first; and of one model of each family."""
 SEQ2SEQ = {
     "vocab_size": 100, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
@@ -72,7 +74,7 @@ def pairs() -> Batch:
 
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 VISION = {**{key: value for key, value in SMALL.items() if key != "vocab_size"}, "image_size": 32, "patch_size": 8}
-GPT2 = {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
+GPT2 = {"vocab_size": 100, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 16}
 T5 = {
     "decoder_start_token_id": 0,
     "vocab_size": 100,
@@ -83,7 +85,7 @@ T5 = {
     "num_heads": 4,
 }
 MIXTRAL = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
-DISTILBERT = {"vocab_size": 100, "dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 64}
+DISTILBERT = {"vocab_size": 100, "dim": 32, "n_layers": 1, "n_heads": 4, "hidden_dim": 64}
 DEBERTA = {**SMALL, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_position_embeddings": 32}
 CLIP = {"text_config": {**SMALL, **SPECIAL, "max_position_embeddings": 16}, "vision_config": VISION}
 SWIN = {
@@ -104,9 +106,9 @@ WHISPER = {
 }  # fmt: skip
 
 MODELS: dict[str, tuple[str, dict[str, Any], Callable[[], Batch]]] = {
-    "bert": ("BertForMaskedLM", SMALL, masked),
+    "bert": ("BertForMaskedLM", SMALL | TWO_LAYERS, masked),
     "gpt2": ("GPT2LMHeadModel", GPT2, tokens),
-    "llama": ("LlamaForCausalLM", GROUPED, masked),
+    "llama": ("LlamaForCausalLM", GROUPED | TWO_LAYERS, masked),
     "t5": ("T5ForConditionalGeneration", T5, tokens),
     "vit": ("ViTForImageClassification", VISION, image),
     "mixtral": ("MixtralForCausalLM", MIXTRAL, tokens),
@@ -114,7 +116,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], Callable[[], Batch]]] = {
     "distilbert": ("DistilBertForSequenceClassification", DISTILBERT, classes),
     "qwen2": ("Qwen2ForCausalLM", GROUPED, tokens),
     "mistral": ("MistralForCausalLM", GROUPED, tokens),
-    "gemma2": ("Gemma2ForCausalLM", {**GROUPED, "head_dim": 8}, tokens),
+    "gemma2": ("Gemma2ForCausalLM", {**GROUPED, **TWO_LAYERS, "head_dim": 8}, tokens),
     "gpt-neox": ("GPTNeoXForCausalLM", SMALL, tokens),
     "deberta": ("DebertaV2ForMaskedLM", DEBERTA, tokens),
     "clip": ("CLIPModel", CLIP, pairs),

@@ -26,7 +26,7 @@ from conjoin.gnn import (
     equal_edges,
     find_roles,
 )
-from conjoin.ir import Plan
+from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine
 from conjoin.runtime import Exchange, ParallelModule, run_ranks
 from conjoin.runtime.program.other_plans import OtherPlans
@@ -36,8 +36,8 @@ from conjoin.search import make_plan
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.side_by_side import PLANNER
 
-MODELS = ("gcn", "gcn-ppi", "gin", "commnet", "graphsage", "gat", "deep-gcn")
-VERTICES, STEPS = 17, 4
+VERTICES, STEPS = 17, 3
+"""Three steps are cut as at first, otherwise, and as at first again."""
 
 
 @lru_cache
@@ -67,12 +67,16 @@ def alone(name: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {key: value.detach() for key, value in model.state_dict().items()}
 
 
-def planned(name: str, parts: int) -> Plan:
-    """Without values, as the command line plans."""
+@lru_cache
+def without_values(name: str) -> Graph:
     model, batch, loss, _ = workload(name)
     without = tuple(torch.empty_like(x, device="meta") for x in batch)
-    graph = capture(copy.deepcopy(model).to("meta"), without, Graded(loss))
-    return make_plan(graph, Machine("many", 1, parts, "cpu"), f"vertex-parallel:parts={parts}")
+    return capture(copy.deepcopy(model).to("meta"), without, Graded(loss))
+
+
+def planned(name: str, parts: int) -> Plan:
+    """Without values, as the command line plans."""
+    return make_plan(without_values(name), Machine("many", 1, parts, "cpu"), f"vertex-parallel:parts={parts}")
 
 
 def train(
@@ -96,6 +100,7 @@ def train(
         told = parts.learn(0)
         assert len(told.seconds) == ranks.mesh.size and told.moved is None
         losses.append(found["loss"].item())
+        assert [x.shape for x in parts.batch] == [x.shape for x in parts.part.tensors], "what is run is the part"
         held.append(parts.part.tensors[1].shape[1])
         optimizer.step()
     state = {key: value.detach().as_subclass(Tensor).clone() for key, value in step.named_parameters()}
@@ -119,10 +124,14 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [*((name, 3) for name in MODELS), *(("gcn", n) for n in (1, 2, 4, 8)), ("commnet", 4), ("gat", 8)],
-)
+EACH_ONCE = [
+    ("gcn", 1), ("gcn", 2), ("gcn", 4), ("gcn-ppi", 3), ("gin", 3), ("commnet", 4), ("graphsage", 3), ("gat", 8),
+    ("deep-gcn", 3),
+]  # fmt: skip
+"""Every model in as many parts that one may be empty, and every number of parts."""
+
+
+@pytest.mark.parametrize(("name", "parts"), EACH_ONCE)
 def test_it_trains_like_the_plain_model_while_it_is_cut_anew(name: str, parts: int) -> None:
     _, batch, _, roles = workload(name)
     order = np.random.default_rng(parts).permutation(VERTICES)

@@ -76,7 +76,8 @@ def declared(op: str) -> OpSpec:
 
 
 def varied(op: str, seed: int) -> Iterator[tuple[str, Call]]:
-    """A call of the samples with each of its attributes given each value it may have."""
+    """A call of the samples with each of its attributes given each value it may have; each such call once."""
+    made: set[str] = set()
     base = random_call(declared(op), Random(seed), op)
     function = find_operator(op)
     assert isinstance(function, OpOverload)
@@ -86,7 +87,11 @@ def varied(op: str, seed: int) -> Iterator[tuple[str, Call]]:
             continue
         values = (*values_of(kinds[parameter.name]), *((parameter.default,) if parameter.has_default else ()))
         for value in values:
-            yield parameter.name, Call(op, (*base.args[:i], value, *base.args[i + 1 :]))
+            call = Call(op, (*base.args[:i], value, *base.args[i + 1 :]))
+            written = repr(call.args)  # which tells True from 1
+            if written not in made:
+                made.add(written)
+                yield parameter.name, call
 
 
 def torch_types(call: Call) -> tuple[TensorType, ...] | None:

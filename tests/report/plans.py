@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from conjoin.errors import StrategyError
-from conjoin.frontends import capture
 from conjoin.ir import Graph, Plan, check_plan, parse_graph
 from conjoin.ir import Mark as Made
 from conjoin.machine import Mesh, parse_machine
@@ -16,6 +15,7 @@ from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.ranks.threads import ThreadRanks, run_ranks
 from conjoin.runtime.state.storage import Store
 from conjoin.search import make_plan
+from tests.zoo.graphs import captured
 from zoo import Workload, build
 
 SUM = """graph "sum" train
@@ -49,7 +49,7 @@ def make_case(name: str, batch_size: int) -> Case:
     """A tiny model of the zoo."""
     workload = build(f"{name}:tiny", batch_size=batch_size)
     workload.model.train()
-    return Case(workload, capture(workload.model, workload.batch, workload.loss))
+    return Case(workload, captured(name, batch_size))
 
 
 def plan_of(text: str, num_ranks: int = 2, strategy: str = "by hand") -> Plan:

@@ -90,17 +90,39 @@ def _weights(output: Tensor) -> Tensor:
     return drawn.to(output.dtype)
 
 
-def difference(before: Graph, after: Graph, leaves: Sequence[Tensor]) -> float:
-    """How far the second graph is from what the first gives in double precision, in roundings.
+@dataclass(frozen=True)
+class Plain:
+    """What a graph gives on some leaves, in double precision, and on leaves that are a rounding apart."""
 
-    A rounding is as much as the first is off itself, or changes when its leaves are a rounding apart. Infinite where
-    the second gives what is no number and the first does not, or a result of another kind.
-    """
-    one, other, exact = run(before, leaves), run(after, leaves), run(before, leaves, torch.float64)
-    near = run(before, [_a_rounding_apart(leaf) for leaf in leaves])
-    results = [[*found.outputs, *found.gradients] for found in (one, other, exact, near)]
-    largest = max((_largest(tensor) for tensor in (*leaves, *results[2]) if tensor is not None), default=0.0)
-    return max((_apart(*found, largest) for found in zip(*results, strict=True)), default=0.0)
+    leaves: Sequence[Tensor]
+    own: Run
+    exact: Run
+    near: Run
+
+    @staticmethod
+    def of(graph: Graph, leaves: Sequence[Tensor]) -> Plain:
+        """Run it as often as it takes, for all that is compared with it."""
+        own = run(graph, leaves)
+        exact = own if _is_double(graph) else run(graph, leaves, torch.float64)
+        return Plain(leaves, own, exact, run(graph, [_a_rounding_apart(leaf) for leaf in leaves]))
+
+    def difference(self, after: Graph) -> float:
+        """How far another graph is from what this one gives in double precision, in roundings.
+
+        A rounding is as much as this one is off itself, or changes when its leaves are a rounding apart. Infinite where
+        the other gives what is no number and this one does not, or a result of another kind.
+        """
+        runs = (self.own, run(after, self.leaves), self.exact, self.near)
+        results = [[*found.outputs, *found.gradients] for found in runs]
+        largest = max((_largest(tensor) for tensor in (*self.leaves, *results[2]) if tensor is not None), default=0.0)
+        return max((_apart(*found, largest) for found in zip(*results, strict=True)), default=0.0)
+
+
+def _is_double(graph: Graph) -> bool:
+    """Whether a graph computes in double precision as it is."""
+    asked = [arg for node in graph.nodes for arg in node.args if isinstance(arg, torch.dtype)]
+    found = (*asked, *(leaf.type.dtype for leaf in graph.leaves))
+    return all(dtype == torch.float64 for dtype in found if dtype.is_floating_point)
 
 
 def _largest(tensor: Tensor) -> float:

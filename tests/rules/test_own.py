@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> conjoin.api.OwnRules:
 
 def test_a_proven_rule_is_used_and_its_plan_is_loaded_again(own: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, x, ask = Low(), torch.randn(1 << 17, 16), {"loss": lambda y: y, "wish": Wish(budget=2)}
+    model, x, ask = Low(), torch.randn(1 << 17, 16), {"loss": lambda y: y, "wish": Wish(budget=math.inf, steps=12)}
     plan = conjoin.plan(model, x, "dgx-h100:1x1", rules=own, **ask)  # type: ignore[arg-type]
     (applied,) = plan.substitutions
     stamp = own.library.entries[0].stamp

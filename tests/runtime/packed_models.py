@@ -116,7 +116,7 @@ class TorchWords(nn.Module):
         self.wte, self.lm_head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         options = {"dim_feedforward": 2 * WIDTH, "dropout": 0.0, "batch_first": True}
         encoder = nn.TransformerEncoderLayer(WIDTH, HEADS, **options)
-        self.encoder = nn.TransformerEncoder(encoder, 1 if decoder else 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(encoder, 1, enable_nested_tensor=False)
         layer = nn.TransformerDecoderLayer(WIDTH, HEADS, **options) if decoder else None
         self.decoder = None if layer is None else nn.TransformerDecoder(layer, 1)
 
@@ -131,7 +131,7 @@ def gpt2(**options: Any) -> nn.Module:
     import transformers
 
     config = transformers.GPT2Config(
-        vocab_size=WORDS, n_positions=LENGTH, n_embd=WIDTH, n_layer=2, n_head=HEADS, resid_pdrop=0.0, embd_pdrop=0.0,
+        vocab_size=WORDS, n_positions=LENGTH, n_embd=WIDTH, n_layer=1, n_head=HEADS, resid_pdrop=0.0, embd_pdrop=0.0,
         attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False, attn_implementation="sdpa", **options,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
@@ -150,7 +150,7 @@ class Logits(nn.Module):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "nanogpt": lambda: Words(NanoAttention, PlainMlp),
-    "timm": lambda: Words(TimmAttention, PlainMlp),
+    "timm": lambda: Words(TimmAttention, PlainMlp, 1),
     "phi3": lambda: Words(GroupedAttention, GatedMlp),
     "encoder": TorchWords,
     "decoder": lambda: TorchWords(decoder=True),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ from conjoin.comm import ring_bytes
 from conjoin.ir import Plan
 from conjoin.machine import Machine
 from conjoin.report import explain
-from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.communicator import Communicator, ProcessGroups
 from conjoin.search import make_plan
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import captured, module_on, sharded_inside
@@ -141,14 +141,29 @@ SETUPS = {
 }
 
 
+Sent = tuple[int, dict[str, Tensor]]
+
+
+@cache
+def on_processes(num_ranks: int) -> list[dict[str, tuple[Sent, Sent]]]:
+    """By rank and setup, what plan and torch send and have: all setups of as many ranks on the same processes."""
+    setups = {name: setup for name, setup in SETUPS.items() if setup.num_nodes * setup.per_node == num_ranks}
+    plans = {name: setup.plan for name, setup in setups.items()}
+
+    def program(_: Communicator) -> dict[str, tuple[Sent, Sent]]:
+        groups = {name: ProcessGroups(plan.mesh) for name, plan in plans.items()}
+        return {name: (by_plan(groups[name], setup), by_torch(groups[name], setup)) for name, setup in setups.items()}
+
+    with TemporaryDirectory() as folder:
+        return run_processes(next(iter(plans.values())).mesh, program, Path(folder))
+
+
 @pytest.mark.parametrize("name", SETUPS)
-def test_gradients_and_bytes(name: str, tmp_path: Path) -> None:
-    setup = SETUPS[name]
-    plan = setup.plan
-    both: Callable[[Communicator], Any] = lambda c: (by_plan(c, setup), by_torch(c, setup))
-    ranks = run_processes(plan.mesh, both, tmp_path)
+def test_gradients_and_bytes(name: str) -> None:
+    plan = SETUPS[name].plan
     told = explain(plan)
-    for rank, ((sent, mine), (theirs_sent, theirs)) in enumerate(ranks):
+    for rank, found in enumerate(on_processes(plan.mesh.size)):
+        (sent, mine), (theirs_sent, theirs) = found[name]
         assert mine.keys() == theirs.keys() and mine
         for grad in mine:
             torch.testing.assert_close(mine[grad], theirs[grad], rtol=1e-10, atol=1e-12, msg=grad)

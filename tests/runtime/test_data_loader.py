@@ -249,7 +249,7 @@ def test_what_samples_draw_depends_on_their_place_alone() -> None:
 def alone(**arguments: Any) -> Loader:
     plan = plan_for("single", 1)
     step = run_ranks(plan.mesh, lambda ranks: part_of(plan, ranks))[0]
-    return Loader(arguments.pop("dataset", None) or Numbers(), step, **arguments)
+    return Loader(arguments.pop("dataset", Numbers()), step, **arguments)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -311,6 +311,11 @@ def test_batches_come_as_names_too() -> None:
         (lambda: list(alone(collate_fn=lambda samples: [torch.stack(x).T for x in zip(*samples, strict=True)])),
          "tokens of shape (4, 6)"),
         (lambda: list(alone(collate_fn=lambda samples: torch.zeros(6, 4))), "with other inputs"),
+        (lambda: alone(dataset=[]), "Its __len__ is 0"),
+        (lambda: list(alone(dataset=[(x.double(), y) for x, y in map(Numbers(6).__getitem__, range(6))])),
+         "The plan takes torch."),
+        (lambda: list(alone(dataset=[(torch.zeros(4 + i % 2), i) for i in range(6)])), "(4,), int; (5,), int."),
+        (lambda: list(alone(dataset=[(*Numbers(6)[i], "name") for i in range(6)])), "Tensor, Tensor, tuple) came"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(make: Callable[[], object], words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from conjoin.comm import MadeOnce
 from conjoin.frontends import capture
+from conjoin.ir import Graph
 from conjoin.machine import Machine
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.program import emission
@@ -57,12 +59,17 @@ class Casts(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def steps(strategy: str) -> tuple[list[tuple[int, int]], list[list[Tensor]]]:
-    """By rank how many casts its second step makes and how many weights it has; its gradients of both steps."""
+@cache
+def captured_tower() -> tuple[Graph, nn.Module, tuple[Tensor, Tensor]]:
     torch.manual_seed(2)
     model, batch = Tower().train(), (torch.randn(8, 8), torch.randn(8, 8))
     with torch.autocast("cpu", HALF):
-        graph = capture(model, batch, nn.functional.mse_loss)
+        return capture(model, batch, nn.functional.mse_loss), model, batch
+
+
+def steps(strategy: str) -> tuple[list[tuple[int, int]], list[list[Tensor]]]:
+    """By rank how many casts its second step makes and how many weights it has; its gradients of both steps."""
+    graph, model, batch = captured_tower()
     make = make_pipeline if strategy.startswith("pipeline") else make_plan
     plan = make(graph, Machine("here", 1, 2, "cpu"), strategy)
 
@@ -107,12 +114,8 @@ def test_every_weight_is_cast_once_in_a_step(strategy: str, monkeypatch: pytest.
 @pytest.mark.parametrize("trains", [True, False])
 def test_nothing_is_kept_of_a_step_that_failed(trains: bool) -> None:
     """Weights that are written by `data` do not tell that they were."""
-    torch.manual_seed(2)
-    model, batch = Tower().train(), (torch.randn(8, 8), torch.randn(8, 8))
-    with torch.autocast("cpu", HALF):
-        plan = make_plan(
-            capture(model, batch, nn.functional.mse_loss), Machine("here", 1, 2, "cpu"), f"data-parallel+micro={MICRO}"
-        )
+    graph, model, batch = captured_tower()
+    plan = make_plan(graph, Machine("here", 1, 2, "cpu"), f"data-parallel+micro={MICRO}")
 
     def losses(world: ThreadRanks, fails: bool) -> float:
         store = Store(plan, world.rank, torch.device("cpu"))

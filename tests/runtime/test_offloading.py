@@ -67,7 +67,7 @@ def offloading(graph: Graph, strategy: str, ranks: int = 4) -> tuple[Plan, Plan]
     ("name", "strategy"),
     [
         ("transformer", "megatron:tp=2,sp+micro=2"),
-        ("transformer", "fsdp+recompute=full"),
+        ("two layers", "fsdp+recompute=full"),
         ("convolutions", "spatial"),
     ],
 )
@@ -117,8 +117,8 @@ def gradients_of(plan: Plan, found: Sample, *, retains: bool = False) -> list[Te
     ("name", "strategy"),
     [
         ("transformer", "single"),
-        ("transformer", "single+recompute=full"),
-        ("transformer", "single+recompute=selective+micro=2"),
+        ("two layers", "single+recompute=full"),
+        ("two layers", "single+recompute=selective+micro=2"),
         ("convolutions", "single"),
     ],
 )
@@ -250,7 +250,7 @@ def test_what_lies_on_the_host_is_told() -> None:
 
 
 def test_what_is_made_again_is_not_kept_anywhere() -> None:
-    found = sample("transformer")
+    found = sample("two layers")
     plan = make_plan(found.graph, parse_machine("local:1"), "single+recompute=full")
     first = recomputed_segments(plan)[0][0]
     with pytest.raises(PlanError, match="the backward pass makes it again: nobody keeps it"):

@@ -56,7 +56,7 @@ class Detached(nn.Module):
 class Tied(nn.Module):
     """Words in, words out, by one table."""
 
-    def __init__(self, words: int = 24, width: int = 8, depth: int = 6) -> None:
+    def __init__(self, words: int = 24, width: int = 8, depth: int = 4) -> None:
         super().__init__()
         self.table, self.blocks = nn.Embedding(words, width), nn.ModuleList(Block(width) for _ in range(depth))
         self.head = nn.Linear(width, words, bias=False)

@@ -8,6 +8,7 @@ checkpoints.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -75,8 +76,46 @@ def test_random_graphs_at_random_places_compute_what_one_device_does(block: int)
     assert confined > CHAINS // 2
 
 
+class Mixed(nn.Module):
+    """Convolutions of several sizes and a pool beside each other, as in Inception."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(
+            nn.Sequential(*parts)
+            for parts in (
+                [_conv(channels, 3, 1)],
+                [_conv(channels, 2, 1), _conv(2, 3, 3)],
+                [_conv(channels, 2, 1), _conv(2, 3, (1, 3)), _conv(3, 3, (3, 1))],
+                [nn.AvgPool2d(3, 1, 1), _conv(channels, 2, 1)],
+            )
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([branch(x) for branch in self.branches], 1)
+
+
+def _conv(channels: int, made: int, window: int | tuple[int, int]) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(channels, made, window, padding="same", bias=False), nn.BatchNorm2d(made), nn.ReLU())
+
+
+class Inception(nn.Sequential):
+    """The first layers, two mixed ones with a pool between them, and the last."""
+
+    def __init__(self) -> None:
+        layers = _conv(3, 4, 3), Mixed(4), nn.MaxPool2d(3, 2), Mixed(11), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        super().__init__(*layers, nn.Dropout(), nn.Linear(11, 5))
+
+
+def workload(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Callable[..., Tensor]]:
+    if name != "inception":
+        return build(name)
+    torch.manual_seed(0)
+    return Inception(), (torch.randn(4, 3, 9, 9), torch.randint(5, (4,))), nn.functional.cross_entropy
+
+
 MODELS = [
-    ("inception-v3:tiny", 4, "data-parallel", ("d1",)),
+    ("inception", 4, "data-parallel", ("d1",)),
     ("dlrm:tiny", 4, "data-parallel", ("d0",)),
     ("dlrm:tiny", 4, "table-parallel", ("d0", "d1")),
     ("candle-uno:tiny", 4, "megatron:tp=2,dp=2", ("d0",)),
@@ -87,7 +126,7 @@ MODELS = [
 def test_models_with_branches_beside_each_other_train_as_on_one_device(
     name: str, num_devices: int, strategy: str, axes: tuple[str, ...]
 ) -> None:
-    model, batch, loss = build(name)
+    model, batch, loss = workload(name)
     graph = capture(model, batch, loss)
     plan = branched(graph, num_devices, strategy, axes)
     verdict = verify_in_process(Case(plan, graph, model, batch), 2)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
+import conjoin
 from conjoin.frontends import capture
 from conjoin.machine import parse_machine
-from conjoin.runtime import launch, load
+from conjoin.runtime import launch, load, load_checkpoint, save_checkpoint
 from conjoin.search import make_plan
 from tests.runtime.models import Mlp, mlp, plan_of
 from zoo.gpt import Gpt, GptConfig, gpt_batch
@@ -60,6 +63,35 @@ def _all_ways(rank: int, plan: Any, model: Any, batch: Any) -> dict[str, tuple[f
         step = load(plan, copy.deepcopy(model))
         found[name] = _gradients(step, run, batch)
     return found
+
+
+def _compiled_and_plain(rank: int, plan: Any, model: nn.Module, folder: str) -> list[tuple[float, float]]:
+    """Losses of batches of changing sizes and the norm of the gradients that they add up to, compiled and plainly."""
+    warnings.simplefilter("ignore")
+    torch.compiler.reset()
+    step, plain = conjoin.load(plan, copy.deepcopy(model), loss=mse_loss), copy.deepcopy(model)
+    compiled, found = torch.compile(step, backend="aot_eager"), []
+    for size in (8, 8, 4, 6, 8):
+        torch.manual_seed(size)
+        x, target = torch.randn(size, 8), torch.randn(size, 8)
+        pair = compiled(x, target), mse_loss(plain(x), target)
+        for loss in pair:
+            loss.backward()
+        found.append((pair[0].item(), pair[1].item()))
+    norms = (torch.nn.utils.get_total_norm([p.grad for p in module.parameters()]) for module in (step, plain))
+    save_checkpoint(folder, compiled)
+    load_checkpoint(folder, compiled)
+    return [*found, tuple(norm.item() for norm in norms)]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+def test_compiled_steps_add_up_gradients_of_batches_of_any_size(strategy: str, tmp_path: Path) -> None:
+    """Gradients are there when the compiler looks at parameters again, and what talks to other ranks is not for it."""
+    model, batch = mlp()
+    plan = plan_of(model, batch, 2, strategy)
+    for found in launch(2, _compiled_and_plain, plan, model, str(tmp_path / "checkpoint")):
+        for compiled, plain in found:
+            assert compiled == pytest.approx(plain, rel=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["data-parallel", "fsdp", "megatron"])

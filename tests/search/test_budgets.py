@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import process_time
 from typing import Any
 
@@ -17,6 +17,7 @@ from conjoin.frontends import capture
 from conjoin.ir import Graph
 from conjoin.machine import Machine
 from conjoin.search import Wish, contest, find_plan, finding
+from conjoin.search.stages.ways import LaidOut
 from zoo.gpt import Gpt, GptConfig, gpt_batch
 from zoo.tokens import next_token_loss
 
@@ -26,13 +27,15 @@ SECONDS = 1.0
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """Time that passes only in simulations."""
+    """Time that passes only in simulations, of plans and of stages."""
     now = [0.0]
-    simulate = contest.Contest.simulate
 
-    def slowly(self: contest.Contest, entry: contest.Entry) -> Any:
-        now[0] += SECONDS
-        return simulate(self, entry)
+    def slowly(simulate: Callable[..., Any]) -> Callable[..., Any]:
+        def simulated(*given: Any) -> Any:
+            now[0] += SECONDS
+            return simulate(*given)
+
+        return simulated
 
     begin = contest.Contest.__post_init__
 
@@ -43,7 +46,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     for module in (contest, finding):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
     monkeypatch.setattr(contest.Contest, "__post_init__", started)
-    monkeypatch.setattr(contest.Contest, "simulate", slowly)
+    for simulates in (contest.Contest, LaidOut):
+        monkeypatch.setattr(simulates, "simulate", slowly(simulates.simulate))
     yield now
 
 

@@ -14,7 +14,7 @@ from conjoin.machine import parse_machine
 from conjoin.ops import Copies, Split
 from conjoin.runtime import Case, verify_in_process
 from conjoin.search import SearchResult, TooSlow, Wish, find_plan, make_plan, search_names
-from conjoin.search.constraints import find_tensor, make_constraints
+from conjoin.search.constraints import make_constraints
 from conjoin.search.contest import make_variant, plan_of
 from conjoin.search.exact.layout_codes import code_on
 from conjoin.search.exact.problem import Impossible, Problem
@@ -22,6 +22,7 @@ from conjoin.search.exact.space import Objective
 from conjoin.search.exact.tables import Factor, Table
 from conjoin.search.joint import JointSearch
 from conjoin.search.papers.walks import walk_from_all
+from conjoin.search.tensor_names import find_tensor
 from conjoin.sim import take_graph_apart
 from tests.ir.wording import assert_three_sentences
 from tests.search.exact.exhausting import exhaust

@@ -22,7 +22,7 @@ from conjoin.sim import predict, take_graph_apart
 from tests.runtime.random_graphs import Sample
 
 MACHINE = "p3.8xlarge"
-DEPTH = 8
+DEPTH = 5
 
 
 @cache
@@ -81,6 +81,7 @@ def test_what_fits_nowhere_gets_a_plan_by_running_some_of_it_again(monkeypatch: 
     monkeypatch.setattr("conjoin.search.searching.relieve_front", lambda *_: None)
     monkeypatch.setattr("conjoin.search.joint.explore_front", lambda *_: None)
     monkeypatch.setattr("conjoin.search.joint.micro_variants", lambda _: iter(()))
+    monkeypatch.setattr("conjoin.search.searching.enter_smallest", lambda *_: None)
     with pytest.raises(StrategyError, match="needs"):
         search(memory=limit)
 
@@ -90,6 +91,15 @@ def assert_predicted(found: SearchResult) -> None:
     predicted = predict(found.plan, parse_machine(MACHINE), CostModel(), "sgd")
     assert predicted.seconds == found.seconds_per_step and predicted.memory.peak == found.peak_bytes
     assert predicted.num_samples == 512
+
+
+def test_without_time_for_more_the_smallest_micro_batches_are_taken_before_nothing() -> None:
+    sample, limit = deep(), int(0.33 * free_peak())
+    found = search(memory=limit, steps=1)
+    assert found.stopped is not Stopped.CONVERGED and found.peak_bytes <= limit
+    assert found.plan.accumulation is not None and found.plan.accumulation.steps > 1
+    assert_predicted(found)
+    assert verify_in_process(Case(found.plan, sample.graph, sample.model, sample.inputs), 2).passed
 
 
 def test_where_that_is_not_enough_the_step_is_taken_in_micro_batches() -> None:

@@ -108,8 +108,8 @@ def test_what_is_kept_of_blocks_is_held_as_predicted(prices: Prices) -> None:
     assert found["selective"].timeline.seconds < found["full"].timeline.seconds
 
 
-def measured_peak(plan: Plan, model: nn.Module, batch: Any) -> int:
-    """The most bytes that are there at once in a step of a plan on one device, counted storage by storage."""
+def measured_peak(plan: Plan, model: nn.Module, batch: Any, num_steps: int = 1) -> int:
+    """The most bytes that are there at once in steps of a plan on one device, counted storage by storage."""
 
     def program(communicator: Communicator) -> int:
         store = Store(plan, 0, torch.device("cpu"))
@@ -121,9 +121,10 @@ def measured_peak(plan: Plan, model: nn.Module, batch: Any) -> int:
         gc.collect(1)
         state = [x for entry in optimizer.state.values() for x in entry.values() if isinstance(x, Tensor)]
         with Storages(*module.parameters(), *batch, *state) as storages:
-            optimizer.zero_grad()
-            module(*batch).backward()
-            optimizer.step()
+            for _ in range(num_steps):
+                optimizer.zero_grad()
+                module(*batch).backward()
+                optimizer.step()
         return storages.peak
 
     return run_ranks(plan.mesh, program)[0]

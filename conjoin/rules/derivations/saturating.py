@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count, product
+from math import isfinite
 
 from conjoin.rules.derivations.equalities import Change, Equalities, Node, Reason
 from conjoin.rules.derivations.rewrites import Binding, Matcher, Rewrite
@@ -239,5 +240,5 @@ class Saturation:
 
 def _kind(value: Value) -> tuple[object, ...]:
     """Values that are the same are of one kind."""
-    total = float(value.data.sum()) if bool(value.data.isfinite().all()) else 0.0
-    return value.axes, tuple(value.data.shape), f"{total:.5g}"
+    total = float(value.data.sum())
+    return value.axes, tuple(value.data.shape), f"{total:.5g}" if isfinite(total) else "0"

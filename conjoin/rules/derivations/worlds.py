@@ -165,8 +165,10 @@ def agree(one: Value, other: Value) -> bool:
     if one.axes != other.axes or one.data.shape != other.data.shape:
         return False
     a, b = one.data, other.data
+    if a.equal(b):
+        return True
     near = (a - b).abs() <= _TOLERANCE * (1 + a.abs() + b.abs())
-    return bool((near | ~a.isfinite() | ~b.isfinite()).all())
+    return bool(near.all()) or bool((near | ~a.isfinite() | ~b.isfinite()).all())
 
 
 def find_world(goal: Rule, when: Sequence[str] = ()) -> World | None:

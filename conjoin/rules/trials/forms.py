@@ -53,7 +53,10 @@ class Forms:
         self.applied = [expr for expr in self.exprs if isinstance(expr, Apply)]
         for look_at_front in (False, True):
             self._settle(look_at_front)
-        self._group()
+        self.group = self._groups()
+        """For every tensor the one that stands for its group."""
+        self.names = sorted(set().union(*(form.names for form in self.of.values())))
+        self.least = self._least()
 
     def _settle(self, look_at_front: bool) -> None:
         for _ in range(_ROUNDS):
@@ -147,24 +150,31 @@ class Forms:
         if form.exact is not None and axis >= form.exact:
             raise Meaningless(f"{on} has {form.exact} dims and no dim {axis}")
 
-    def _group(self) -> None:
+    def _groups(self) -> Mapping[Expr, Expr]:
         """Which tensors have as many dims that no operator tells apart: all that some operator puts together."""
-        self._parents: dict[Expr, Expr] = {expr: expr for expr in self.exprs}
+        parents: dict[Expr, Expr] = {expr: expr for expr in self.exprs}
+
+        def first(expr: Expr) -> Expr:
+            while parents[expr] is not expr:
+                expr = parents[expr]
+            return expr
+
         for expr in self.applied:
             kind = BY_NAME[expr.op].kind
             if kind == "edges":  # all of a fixed rank
                 continue
             args = expr.args[1:] if kind in ("embedding", "bag") else expr.args[:1] if kind in _SECOND else expr.args
             for arg in args:
-                self._join(expr, arg)
+                parents[first(expr)] = first(arg)
+        return {expr: first(expr) for expr in self.exprs}
 
-    def _join(self, one: Expr, other: Expr) -> None:
-        self._parents[self.group(one)] = self.group(other)
-
-    def group(self, expr: Expr) -> Expr:
-        while self._parents[expr] is not expr:
-            expr = self._parents[expr]
-        return expr
+    def _least(self) -> Mapping[Expr, int]:
+        """How many dims that no operator tells apart there must be in each group."""
+        found: dict[Expr, int] = {}
+        for expr, form in self.of.items():
+            missing = max(form.front, default=-1) + 1 - len(form.names) - form.counted
+            found[self.group[expr]] = max(missing, found.get(self.group[expr], 0))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +193,7 @@ class Ranks:
         form = self.forms.of[expr]
         if form.exact is not None:
             return form.exact
-        return self.others[self.forms.group(expr)] + len(form.names) + form.counted
+        return self.others[self.forms.group[expr]] + len(form.names) + form.counted
 
     def place(self, expr: Expr, axis: int | str) -> int:
         """The position of a dim of a tensor."""
@@ -204,15 +214,10 @@ class Ranks:
 
 def choose_ranks(forms: Forms, random: Random) -> Ranks:
     """Any ranks that the text of a rule allows."""
-    names = sorted(set().union(*(form.names for form in forms.of.values())))
-    least: dict[Expr, int] = {}
-    for expr, form in forms.of.items():
-        missing = max(form.front, default=-1) + 1 - len(form.names) - form.counted
-        least[forms.group(expr)] = max(missing, least.get(forms.group(expr), 0))
-    others = {group: random.randint(low, max(low, _MOST_OTHERS)) for group, low in least.items()}
-    fewest = min((others[forms.group(expr)] for expr, form in forms.of.items() if form.names), default=0)
-    slots = sorted((random.randint(0, fewest), random.random(), name) for name in names)
-    literal = dict(zip(names, random.sample(range(4), 4), strict=False))
+    others = {group: random.randint(low, max(low, _MOST_OTHERS)) for group, low in forms.least.items()}
+    fewest = min((others[forms.group[expr]] for expr, form in forms.of.items() if form.names), default=0)
+    slots = sorted((random.randint(0, fewest), random.random(), name) for name in forms.names)
+    literal = dict(zip(forms.names, random.sample(range(4), 4), strict=False))
     found = Ranks(forms, others, {name: slot for slot, _, name in slots}, literal)
     for expr, form in forms.of.items():
         if any(found.place(expr, name) in form.front for name in form.names if form.exact is None):

@@ -111,7 +111,7 @@ class PipelineProgram:
             shape = leaf.type.shape
             if accumulation is not None and leaf.name in accumulation.cut:
                 shape = (accumulation.steps * shape[0], *shape[1:])
-            found.append(InputPart(leaf.name, shape, tuple((0, size) for size in shape)))
+            found.append(InputPart(leaf.name, shape, tuple((0, size) for size in shape), leaf.type.dtype))
         return found
 
     def members(self, name: str) -> Communicator | None:

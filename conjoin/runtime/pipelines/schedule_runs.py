@@ -14,6 +14,7 @@ ranks leave the step (`step_ends.py`).
 from __future__ import annotations
 
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -55,18 +56,25 @@ class Item(NamedTuple):
     is_gradient: bool
 
 
+class Action(NamedTuple):
+    """A row of this rank, with what it takes from other stages and what it makes for them."""
+
+    row: Row
+    taken: tuple[Item, ...]
+    made: tuple[Item, ...]
+
+
 class Route:
     """All that goes between stages in a step: which way, and in which order."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.transfers = tuple(pipeline.transfers())
         self.schedule = pipeline.schedule
-        self._known: dict[tuple[Row, bool], tuple[Item, ...]] = {}
         self.order: dict[Way, list[Item]] = {}
         """By way, what is sent in the order of the sender's rows."""
         for rows in self.schedule.rows:
             for row in rows:
-                for item in self.sent_after(row):
+                for item in self._items(row, makes=True):
                     self.order.setdefault(self.way(item), []).append(item)
 
     def way(self, item: Item) -> Way:
@@ -74,19 +82,10 @@ class Route:
         ends = owners[transfer.source], owners[transfer.target]
         return Way(*(ends[::-1] if item.is_gradient else ends), item.is_gradient)
 
-    def sent_after(self, row: Row) -> tuple[Item, ...]:
-        """What a row makes for other stages."""
-        return self._noted(row, makes=True)
-
-    def needed_by(self, row: Row) -> tuple[Item, ...]:
-        """What a row takes from other stages."""
-        return self._noted(row, makes=False)
-
-    def _noted(self, row: Row, *, makes: bool) -> tuple[Item, ...]:
-        """Found once: every step asks the same."""
-        if (row, makes) not in self._known:
-            self._known[row, makes] = tuple(self._items(row, makes=makes))
-        return self._known[row, makes]
+    def actions(self, owner: int) -> tuple[Action, ...]:
+        """What the rows of an owner are, in their order."""
+        rows = self.schedule.rows[owner]
+        return tuple(Action(row, *(tuple(self._items(row, makes=makes)) for makes in (False, True))) for row in rows)
 
     def _items(self, row: Row, *, makes: bool) -> Iterator[Item]:
         """What a row makes or takes: a forward pass activations, a backward pass gradients, which go the other way."""
@@ -108,6 +107,10 @@ class Links:
     crossings: Sequence[tuple[Crossing, Crossing]]
     """For every transfer there and back."""
     channels: Mapping[Way, Channel]
+
+    def __post_init__(self) -> None:
+        self.actions = self.route.actions(self.owner)
+        self.forward_actions = tuple(action for action in self.actions if action.row.kind is Kind.FORWARD)
 
     @classmethod
     def of(cls, pipeline: Pipeline, world: World) -> Links:
@@ -149,28 +152,30 @@ class ScheduleRun:
         """`goes_through` tells, when a stage has failed, whether its rows are gone through all the same."""
         self._links, self.stages, self._inputs, self._goes_through = links, stages, inputs, goes_through
         self._expected: dict[Item, Expected] = {}
-        self._under_way: list[Parcel] = []
+        self._under_way = deque[Parcel]()
         self._next = dict.fromkeys(links.route.order, 0)
         """By way, the first message that this rank has not got ready for."""
         self.loss: Tensor | None = None
         self.error: Exception | None = None
         """What a stage of this rank failed with."""
 
-    def run(self, rows: Sequence[Row], begin: Callable[[int, int], None], scale: float) -> None:
+    def run(self, actions: Sequence[Action], begin: Callable[[int, int], None], scale: float) -> None:
         """Run rows; `begin` is told of stage and micro-batch before a forward pass."""
-        for i, row in enumerate(rows):
-            for soon in rows[i + AHEAD : i + AHEAD + 1] if i else rows[: AHEAD + 1]:
-                self._expect(self._links.route.needed_by(soon))
-            self._under_way = [parcel for parcel in self._under_way if not parcel.is_over()]
+        for i, action in enumerate(actions):
+            for soon in actions[i + AHEAD : i + AHEAD + 1] if i else actions[: AHEAD + 1]:
+                self._expect(soon.taken)
+            row = action.row
+            while self._under_way and self._under_way[0].is_over():
+                self._under_way.popleft()
             stage, number = self.stages.get(row.stage), row.micro_batch
             match row.kind:
                 case Kind.FORWARD:
-                    self._forward(row, begin)
+                    self._forward(action, begin)
                 case Kind.BACKWARD | Kind.INPUT_GRADIENT:
                     assert stage is not None, "rows are of stages of this rank"
                     back = stage.backward if row.kind is Kind.BACKWARD else stage.input_gradient
-                    incoming = self._incoming(row, scale)
-                    self._send_back(row, self._attempt(lambda: back(number, incoming)))  # noqa: B023 # called at once
+                    incoming = self._incoming(action, scale)
+                    self._send_back(action, self._attempt(lambda: back(number, incoming)))  # noqa: B023 # called at once
                 case Kind.WEIGHT_GRADIENT:
                     assert stage is not None, "rows are of stages of this rank"
                     self._attempt(lambda: stage.weight_gradient(number))  # noqa: B023 # called at once
@@ -219,10 +224,11 @@ class ScheduleRun:
         piece = crossing.nothing(self._device) if piece is None else piece
         self._under_way.append(channel.start(crossing.messages_of(piece), ()))
 
-    def _forward(self, row: Row, begin: Callable[[int, int], None]) -> None:
-        stage, route = self.stages[row.stage], self._links.route
+    def _forward(self, action: Action, begin: Callable[[int, int], None]) -> None:
+        row, route = action.row, self._links.route
+        stage = self.stages[row.stage]
         inputs = dict(self._inputs[row.micro_batch][row.stage])
-        for item in route.needed_by(row):
+        for item in action.taken:
             inputs[route.transfers[item.transfer].input] = self._expected.pop(item).wait()
 
         def compute() -> Sequence[Tensor]:
@@ -234,22 +240,22 @@ class ScheduleRun:
         if loss is not None and outputs is not None:
             found = outputs[loss].detach()
             self.loss = found if self.loss is None else self.loss + found
-        for item in route.sent_after(row):
+        for item in action.made:
             self._send(item, None if outputs is None else outputs[route.transfers[item.transfer].output])
 
-    def _incoming(self, row: Row, scale: float) -> dict[int, Tensor]:
+    def _incoming(self, action: Action, scale: float) -> dict[int, Tensor]:
         """The gradients of what a stage made: of the loss, and what comes back from those who read it."""
         route, found = self._links.route, dict[int, Tensor]()
-        graph = self.stages[row.stage].stage.plan.graph
+        graph = self.stages[action.row.stage].stage.plan.graph
         if graph.loss is not None:
             type = graph.outputs[graph.loss].type  # type: ignore[union-attr] # the loss is a tensor
             found[graph.loss] = torch.full(type.shape, scale, dtype=type.dtype, device=self._device)
-        for item in route.needed_by(row):
+        for item in action.taken:
             place, gradient = route.transfers[item.transfer].output, self._expected.pop(item).wait()
             found[place] = found[place] + gradient if place in found else gradient
         return found
 
-    def _send_back(self, row: Row, gradients: Mapping[str, Tensor] | None) -> None:
-        route = self._links.route
-        for item in route.sent_after(row):
-            self._send(item, None if gradients is None else gradients[route.transfers[item.transfer].input])
+    def _send_back(self, action: Action, gradients: Mapping[str, Tensor] | None) -> None:
+        transfers = self._links.route.transfers
+        for item in action.made:
+            self._send(item, None if gradients is None else gradients[transfers[item.transfer].input])

@@ -42,7 +42,12 @@ class Crossing:
                 later = [message for message in messages if message.after >= 0]
                 sent = [message for message in later if message.sender == rank]
                 self._later.append((sent, [message for message in later if message.receiver == rank]))
-        self._first = first
+        self._sent_first = [m for m in first if m.sender == rank]
+        self._taken_first = [m for m in first if m.receiver == rank != m.sender]
+        self._kept = [m for m in self._sent_first if m.receiver == rank]
+        later = [message for _, taken in self._later for message in taken]
+        self._regions = tuple(dict.fromkeys(m.region for m in (*first, *later) if m.receiver == rank))
+        """All that this rank gets, and keeps."""
         self._needs_rounds = bool(len(plan.spread.sender)) or plan.longest_chain > 1
         self.begin()
 
@@ -72,41 +77,30 @@ class Crossing:
         piece = piece.detach().to(self._dtype)  # autocast may have made it in another
         found: list[tuple[int, Tensor]] = []
         own: list[Tensor] = []
-        for message in self._first:
-            if message.sender == self._rank:
-                part = piece[_inside(message.region, self._have)].reshape(-1)[message.begin : message.end]
-                if message.receiver == self._rank:
-                    own.append(part)
-                else:
-                    found.append((message.receiver, to_send(part)))
+        for message in self._sent_first:
+            part = piece if message.region == self._have else piece[_inside(message.region, self._have)]
+            part = _slice(part.reshape(-1), message)
+            if message.receiver == self._rank:
+                own.append(part)
+            else:
+                found.append((message.receiver, to_send(part)))
         if self._want is not None:
             self._own[next(self._sent)] = own
         return found
 
     def expect(self, channel: Channel, device: torch.device) -> Expected:
         """Get ready for the next one."""
-        regions = dict.fromkeys(message.region for message in self._received())
-        parts = {region: torch.empty(_count(region), dtype=self._dtype, device=device) for region in regions}
-        coming = [
-            (message.sender, to_send(parts[message.region][message.begin : message.end]))
-            for message in self._first
-            if message.receiver == self._rank != message.sender
-        ]
+        parts = {region: torch.empty(_count(region), dtype=self._dtype, device=device) for region in self._regions}
+        coming = [(m.sender, to_send(_slice(parts[m.region], m))) for m in self._taken_first]
         return Expected(self, next(self._expected), parts, channel, channel.start((), coming))
-
-    def _received(self) -> list[Message]:
-        """All that this rank gets, and keeps."""
-        later = [message for _, taken in self._later for message in taken]
-        return [message for message in (*self._first, *later) if message.receiver == self._rank]
 
     def finish(self, number: int, parts: dict[Region, Tensor], channel: Channel) -> Tensor:
         """What was kept is put beside what came; what others on this rank's host want is passed on."""
-        kept = [m for m in self._first if m.sender == m.receiver == self._rank]
-        for message, part in zip(kept, self._own.pop(number, ()), strict=True):
+        for message, part in zip(self._kept, self._own.pop(number, ()), strict=True):
             parts[message.region][message.begin : message.end] = part
         for sent, taken in self._later if self._needs_rounds else ():
-            sends = [(m.receiver, to_send(parts[m.region][m.begin : m.end])) for m in sent if m.receiver != self._rank]
-            receives = [(m.sender, to_send(parts[m.region][m.begin : m.end])) for m in taken if m.sender != self._rank]
+            sends = [(m.receiver, to_send(_slice(parts[m.region], m))) for m in sent if m.receiver != self._rank]
+            receives = [(m.sender, to_send(_slice(parts[m.region], m))) for m in taken if m.sender != self._rank]
             channel.start(sends, receives).wait()
         return self._put_together(parts)
 
@@ -120,6 +114,12 @@ class Crossing:
         for region, part in parts.items():
             piece[_inside(region, self._want)] = part.view(region_shape(region))
         return piece
+
+
+def _slice(elements: Tensor, message: Message) -> Tensor:
+    """What a message has of the elements of its region."""
+    is_whole = message.begin == 0 and message.end == len(elements)
+    return elements if is_whole else elements[message.begin : message.end]
 
 
 def _region(shape: tuple[int, ...], layout: Layout, grid: Grid, rank: int) -> Region | None:

@@ -13,7 +13,7 @@ from conjoin.errors import RankError
 from conjoin.ir import Pipeline, by_tensor
 from conjoin.runtime.pipelines.loans import Loans
 from conjoin.runtime.pipelines.pipeline_draws import Begin
-from conjoin.runtime.pipelines.schedule_runs import Links, ScheduleRun
+from conjoin.runtime.pipelines.schedule_runs import Action, Links, ScheduleRun
 from conjoin.runtime.pipelines.stage_runs import StageRun
 from conjoin.runtime.pipelines.step_ends import Outcome, StepEnd
 from conjoin.runtime.program.rank_program import LocalProgram
@@ -21,7 +21,6 @@ from conjoin.runtime.program.step_values import Gradients
 from conjoin.runtime.ranks.progress import BrokenOff
 from conjoin.runtime.state.blocks import put_together
 from conjoin.runtime.state.storage import Store
-from conjoin.schedules import Kind, Row
 
 
 class Program(Protocol):
@@ -96,7 +95,7 @@ class StepRun:
         run = None
         try:
             run = self._schedule()
-            run.run(self._rows(forward_only), self._begin, scale)
+            run.run(self._actions(forward_only), self._begin, scale)
             gradients = self._gradients(run, forward_only)
         except BrokenOff:
             outcome.has_left = True
@@ -116,7 +115,7 @@ class StepRun:
         """Ranks meet when their rows are through: nobody begins to sum up what another has failed to make."""
         with self._program.end.ending_all():
             run = self._schedule()
-            run.run(self._rows(forward_only), self._begin, scale)
+            run.run(self._actions(forward_only), self._begin, scale)
         total = self._program.end.meet(Outcome(run.loss, run.error))
         with self._program.end.ending_all():
             return total, self._gradients(run, forward_only)
@@ -128,9 +127,9 @@ class StepRun:
         stages = {i: StageRun(program.plan.stages[i], local, lent.get(i, {})) for i, local in program.stages.items()}
         return ScheduleRun(program.links, stages, self._inputs, lambda: program.end.goes_through)
 
-    def _rows(self, forward_only: bool) -> tuple[Row, ...]:
-        rows = self._program.plan.schedule.rows[self._program.links.owner]
-        return tuple(row for row in rows if row.kind is Kind.FORWARD or not forward_only)
+    def _actions(self, forward_only: bool) -> tuple[Action, ...]:
+        links = self._program.links
+        return links.forward_actions if forward_only else links.actions
 
     def _gradients(self, run: ScheduleRun, forward_only: bool) -> Gradients:
         """Of the parameters of this rank, summed over its stages' ranks and those who borrowed them."""

@@ -74,7 +74,7 @@ class MicroBatches:
             shape = self._whole_shape(uses[0])
             regions = {region_of(shape, leaf.type.layout, self._plan.mesh, self._rank) for leaf in uses}
             region = regions.pop() if self._inside and len(regions) == 1 else tuple((0, size) for size in shape)
-            found.append(InputPart(name, shape, region))
+            found.append(InputPart(name, shape, region, uses[0].type.dtype))
         return found
 
     def _whole_shape(self, leaf: Leaf) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from conjoin.errors import UsageError
@@ -22,6 +23,7 @@ class InputPart:
     """Of the whole."""
     region: Region
     """The part of it that a rank takes."""
+    dtype: torch.dtype
     on_host: bool = False
     """Whether it stays there during the step."""
 
@@ -64,6 +66,19 @@ def _readings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[tuple
     return found
 
 
+def _kind(value: Any) -> str:
+    """What came as an argument, and what it holds."""
+    name = type(value).__name__
+    match value:
+        case tuple() | list():
+            kinds = [type(x).__name__ for x in value]
+            told = kinds[:8] if len(set(kinds)) > 1 else kinds[:1]
+            return f"{name} of {', '.join(told)}" if value else f"empty {name}"
+        case Mapping():
+            return f"{name} of {', '.join(map(str, list(value)[:8]))}" if value else f"empty {name}"
+    return name
+
+
 class Calling:
     """Brings arguments into the captured order and results into the captured containers."""
 
@@ -80,7 +95,7 @@ class Calling:
         found = self.match(args, kwargs)
         if found is not None:
             return found
-        came = [*(type(x).__name__ for x in args), *(f"{key}={type(x).__name__}" for key, x in kwargs.items())]
+        came = [*map(_kind, args), *(f"{key}={_kind(x)}" for key, x in kwargs.items())]
         raise self.refusal(f"it takes ({', '.join(self._takes())}), as captured, and ({', '.join(came)}) came")
 
     def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:

@@ -18,9 +18,9 @@ from conjoin.comm import (
     ROWS,
     Chunking,
     ChunkPlaces,
-    GradientFlow,
     MadeOnce,
     changes_places_between,
+    gradient_flow,
     is_product,
 )
 from conjoin.ir import (
@@ -155,7 +155,7 @@ class Emitter:
         """Values of which this rank has nothing, with what their gradients go back to."""
         self._leaving = find_leaving(graph) if carriers is not None else {}
         self._confined = bool(self._leaving) or is_confined(graph)
-        self._gradients = GradientFlow(graph) if self._confined or runs_again else None
+        self._gradients = gradient_flow(graph) if self._confined or runs_again else None
         self._segment: int | None = None
         """Of what is to be run again in the backward pass, the number of the segment that is being emitted."""
         self._last: Node | None = None

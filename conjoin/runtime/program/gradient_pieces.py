@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.overrides import get_default_nowrap_functions
 
 from conjoin.errors import UsageError
 from conjoin.ops import Layout, Split
@@ -292,8 +293,11 @@ def _both(names: Iterable[str], answer: Callable[..., Any]) -> dict[Any, Callabl
 
 
 _NEW = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "as_subclass")
-_MADE_ANEW = {*_both((*_NEW, "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "isclose"), _whole)}
-"""What comes out is a tensor like any other."""
+_MADE_ANEW = {
+    *_both((*_NEW, "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "isclose"), _whole),
+    *get_default_nowrap_functions(),
+}
+"""What comes out is a tensor like any other; also what a tensor is a view of, by which compilers tell tensors apart."""
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     **_both(_ORDERS, _whole),
     **_both(_OF_ROWS, _refused),

@@ -136,18 +136,23 @@ class OtherPlans:
         for module, mode in self._modes.items():
             module.training = mode if same_mode else training
         batch = _batch(dealt, self.names)
-        graph = self._planner.capture(self.plan, self.model, batch, loss, list(self._graphs(training, same_mode)))
+        graph = self._planner.capture(self.plan, self.model, batch, loss, self._graphs(training, same_mode))
         self._check_graph(graph, key)
         plan, remark = self._planner.decide(self.plan, graph)
         check_stored_alike(self.plan, plan)
         return Made(plan, remark, path)
 
-    def _graphs(self, training: bool, same_mode: bool) -> Iterator[Graph]:
-        """What the model was captured as, in a mode, for other shapes."""
-        for plan in (*([self.plan] if same_mode else ()), *(made.plan for made in self._made.values())):
-            graph = captured_graph(plan) if isinstance(plan, Plan) else plan.model.graph
-            if graph is not None and graph.training == training:
-                yield graph
+    def _graphs(self, training: bool, same_mode: bool) -> list[Graph]:
+        """What the model was captured as for other shapes; those in a mode first, and one of the other mode.
+
+        In the plan's own mode parts of the model may have been in the other one on purpose.
+        """
+        is_own = same_mode or training != self.plan.graph.training
+        plans = (*([self.plan] if is_own else ()), *(made.plan for made in self._made.values()))
+        found = [captured_graph(plan) if isinstance(plan, Plan) else plan.model.graph for plan in plans]
+        graphs = [graph for graph in found if graph is not None]
+        others = [graph for graph in graphs if graph.training != training]
+        return [*(graph for graph in graphs if graph.training == training), *others[:1]]
 
     def _loss_for(self, key: Key, dealt: Dealt) -> Any:
         """The loss; none where the call has nothing for it that the plan's has: then the model alone is asked."""

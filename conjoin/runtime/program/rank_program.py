@@ -329,7 +329,10 @@ class RankProgram:
         if self._accumulator is not None:
             return self._accumulator.micro.parts()
         taken = zip(self.taken, self._regions, strict=True)
-        return [InputPart(leaf.name, leaf.type.shape, region, leaf.name in self._on_host) for leaf, region in taken]
+        return [
+            InputPart(leaf.name, leaf.type.shape, region, leaf.type.dtype, leaf.name in self._on_host)
+            for leaf, region in taken
+        ]
 
     def members(self, name: str) -> Communicator:
         """Who holds a parameter or buffer."""

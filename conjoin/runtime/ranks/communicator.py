@@ -6,7 +6,6 @@ same in training and in a check without a cluster. Members of a group stand in t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from itertools import count
@@ -21,7 +20,7 @@ from conjoin.errors import UsageError
 from conjoin.machine import Mesh
 from conjoin.runtime.ranks.rendezvous import compare
 from conjoin.runtime.ranks.swapping import swap
-from conjoin.runtime.torch_private import all_gather, default_store, group_of_members, reduce_scatter
+from conjoin.runtime.torch_private import all_gather, compiler_follows, default_store, group_of_members, reduce_scatter
 
 F = TypeVar("F", bound=Callable[..., Any])
 _numbers = count()
@@ -31,16 +30,20 @@ _numbers = count()
 def uncompiled(function: F) -> F:
     """Keep `torch.compile` out of what talks to other ranks: it compiles what stands before and after.
 
-    The switch loads the compiler, which eager runs do without; where it is loaded the switch is made once, not in
-    every step.
+    The switch loads the compiler, which eager runs do without, and takes a while in every call. The compiler asks
+    first when it reads this; it does not where it has given up on whoever calls, and would go on with the function.
     """
-    made = torch.compiler.disable(function) if "torch._dynamo" in sys.modules else None  # type: ignore[no-untyped-call]
+    switched: list[F] = []
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return (made or torch.compiler.disable(function))(*args, **kwargs)  # type: ignore[no-untyped-call]
-        return function(*args, **kwargs)
+            return torch.compiler.disable(function)(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if not compiler_follows():
+            return function(*args, **kwargs)
+        if not switched:
+            switched.append(torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+        return switched[0](*args, **kwargs)
 
     return cast(F, call)
 
@@ -353,6 +356,7 @@ class ProcessChannel:
         self, group: dist.ProcessGroup, ranks: tuple[int, ...], session: Session | None, name: str = ""
     ) -> None:
         self._group, self._ranks, self._session, self._name = group, ranks, session, name
+        self._is_gloo = dist.get_backend(group) == dist.Backend.GLOO
         self.bytes_sent = 0
 
     def reconnect(self) -> None:
@@ -375,6 +379,11 @@ class ProcessChannel:
         return made
 
     def _start(self, sends: Messages, receives: Messages) -> Sequence[dist.Work]:
+        """All at once, as NCCL needs it to have several under way; Gloo is spared what that takes."""
+        if self._is_gloo:
+            works = [dist.irecv(tensor, peer, self._group) for peer, tensor in receives]
+            works += [dist.isend(tensor, peer, self._group) for peer, tensor in sends]
+            return [work for work in works if work is not None]
         operations = [dist.P2POp(dist.irecv, tensor, peer, self._group) for peer, tensor in receives]
         operations += [dist.P2POp(dist.isend, tensor, peer, self._group) for peer, tensor in sends]
         return dist.batch_isend_irecv(operations) if operations else ()

@@ -17,8 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import NoReturn, Protocol, TypeVar
@@ -66,6 +65,23 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
     def is_completed(self) -> bool: ...
+
+
+class _Waiting:
+    """While this rank waits for a collective. No generator makes it: there are many in a step."""
+
+    def __init__(self, watch: Watch, passage: Passage) -> None:
+        self._watch, self._passage = watch, passage
+
+    def __enter__(self) -> None:
+        self._watch.begin_waiting(self._passage)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if isinstance(error, RuntimeError):
+                raise self._watch.explain(error, self._passage) from error
+        finally:
+            self._watch.end_waiting(self._passage)
 
 
 class Watch:
@@ -119,17 +135,16 @@ class Watch:
         """Look at a collective for which the host does not wait."""
         self._probes.setdefault(passage.group, (passage, work))
 
-    @contextmanager
-    def waiting(self, passage: Passage) -> Iterator[None]:
+    def waiting(self, passage: Passage) -> _Waiting:
         """Around waiting for a collective; when it fails the error names the rank that was lost."""
+        return _Waiting(self, passage)
+
+    def begin_waiting(self, passage: Passage) -> None:
         self._waiting[id(passage)] = passage
-        try:
-            yield
-        except RuntimeError as error:
-            raise self.explain(error, passage) from error
-        finally:
-            self._moves += 1
-            del self._waiting[id(passage)]
+
+    def end_waiting(self, passage: Passage) -> None:
+        self._moves += 1
+        del self._waiting[id(passage)]
 
     def explain(self, error: BaseException, passage: Passage) -> RankError:
         """Which rank was lost, after a collective failed; or that one has left it."""

@@ -59,7 +59,7 @@ def save_checkpoint(
 
     A checkpoint that is already there is replaced when the new one is complete.
     """
-    target = target_of(path, step)
+    target, step = target_of(path, step)
     _check_alike(exchange(str(target)))
     draft, state = together(lambda: _draft(target, step, optimizer, extra))
     partial = target.with_name(exchange(f".{target.name}.partial-{uuid.uuid4().hex}")[0])

@@ -52,7 +52,7 @@ def load_checkpoint(path: str | Path, step: ParallelModule, optimizer: Optimizer
 
     Files, names, shapes and dtypes are checked first: when a checkpoint is refused nothing has changed.
     """
-    target = target_of(path, step)
+    target, step = target_of(path, step)
     checked = together(lambda: _check(target, step, optimizer))
     _check_alike(target, exchange(hashlib.sha256(index_to_text(checked.index).encode()).hexdigest()))
     together(lambda: _read(checked, step, optimizer))

@@ -67,7 +67,7 @@ def save_weights(
     .safetensors is one file, in .pt, .pth or .bin one of torch, which rank 0 holds as a whole. A tied weight is written
     once. Floats are written in `dtype`, or as they are.
     """
-    target = target_of(path, step)
+    target, step = target_of(path, step)
     if max_shard_bytes < 1 or (dtype is not None and not dtype.is_floating_point):
         raise UsageError(
             f"Weights were to be saved as {target} in files of at most {max_shard_bytes:,} bytes, in {dtype}. A file "
@@ -89,8 +89,8 @@ def save_weights(
 
 def _draft(target: Path, step: ParallelModule, max_shard_bytes: int, dtype: torch.dtype | None) -> list[_Shard]:
     """What goes into which file; refused before anything is written where it cannot be."""
-    is_file = target.suffix in (SAFETENSORS, *PICKLED)
-    _check_target(target, is_file)
+    is_file = _is_file(target)
+    check_weights_target(target)
     shards: list[_Shard] = [[]]
     for tensor in _exported(step, dtype):
         filled = sum(other.bytes for other in shards[-1])
@@ -105,13 +105,19 @@ def _draft(target: Path, step: ParallelModule, max_shard_bytes: int, dtype: torc
     return shards
 
 
-def _check_target(target: Path, is_file: bool) -> None:
-    folder = target.parent if is_file or not target.exists() else target
-    if folder.is_dir() and not (is_file and target.is_dir()):
+def _is_file(target: Path) -> bool:
+    return target.suffix in (SAFETENSORS, *PICKLED)
+
+
+def check_weights_target(target: str | Path) -> None:
+    """Refuse, before what is to be saved is computed, a path where no weights can be written."""
+    target = Path(target).absolute()
+    folder = target.parent if _is_file(target) or not target.exists() else target
+    if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK) and not (_is_file(target) and target.is_dir()):
         return
     raise CheckpointError(
-        f"Weights were to be saved as {target}. There is no folder {folder} to write to, or something else has that "
-        f"name. Make the folder first, or choose another path."
+        f"Weights were to be saved as {target}. There is no folder {folder} that may be written to, or something else "
+        f"has that name. Make the folder first, or choose another path."
     )
 
 

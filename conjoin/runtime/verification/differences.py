@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 
 import torch
 from torch import Tensor
@@ -98,6 +98,9 @@ def _exact(tensor: Tensor) -> Tensor:
 def largest_of(tensor: Tensor) -> float:
     """The largest magnitude; infinities, as of an attention mask, do not count."""
     sizes = _exact(tensor).abs()
+    largest: float = sizes.max().item() if sizes.numel() else 0.0
+    if isfinite(largest):
+        return largest
     return sizes[sizes.isfinite()].max().item() if sizes.isfinite().any() else 0.0
 
 
@@ -106,6 +109,9 @@ def relative(tensor: Tensor, wanted: Tensor, scale: float) -> float:
     if tensor.shape != wanted.shape:
         return inf
     mine, theirs = _exact(tensor), _exact(wanted)
+    largest: float = (mine - theirs).abs().max().item() if mine.numel() else 0.0
+    if isfinite(largest):
+        return largest / max(scale, 1e-300)
     same = (mine == theirs) | (mine.isnan() & theirs.isnan())
     off = (mine - theirs)[~same].abs()
     if not off.isfinite().all():

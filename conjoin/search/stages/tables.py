@@ -20,7 +20,7 @@ from conjoin.search.stages.cells import Cells
 from conjoin.search.stages.folds import Fold, Run
 from conjoin.search.stages.parts import Part
 from conjoin.search.stages.ways import Solver, Way, lay_out_stage
-from conjoin.sim import Classes, Drafts, MachinePrices, Simulation, predict_stage, stage_spans
+from conjoin.sim import Classes, Drafts, MachinePrices, Simulation, stage_memory, stage_spans
 
 FORWARD, BACKWARD, FINISH, PEAK, KEPT = range(5)
 """Places in the figures of a row: seconds of a micro-batch there and back and of the end of a step, bytes with one
@@ -89,8 +89,9 @@ class StageTables:
         return self._priced[key]
 
     def _measure(self, simulation: Simulation, machine: Machine) -> Figures:
-        found = predict_stage(simulation, self.solver.optimizer, machine)
-        return np.array([found.forward, found.backward, found.start + found.finish, found.memory.peak, found.kept])
+        forward, backward, finish, start = stage_spans(simulation)
+        memory, kept = stage_memory(simulation, self.solver.optimizer, machine)
+        return np.array([forward, backward, start + finish, memory.peak, kept])
 
     def _simulation(self, row: tuple[int, int], part: Part, way: Way) -> Simulation | None:
         key = self.cells.kinds[slice(*row)], part, way

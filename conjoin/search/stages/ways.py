@@ -44,7 +44,6 @@ from conjoin.search.packed_weights import sections_alike
 from conjoin.search.planning import drafter
 from conjoin.search.strategies import read_request
 from conjoin.sim import (
-    STAGE_STEPS,
     Classes,
     Drafts,
     Layouts,
@@ -53,7 +52,7 @@ from conjoin.sim import (
     Simulation,
     Skeleton,
     new_drafts,
-    simulate_layouts,
+    simulate_stage,
     take_graph_apart,
 )
 
@@ -157,7 +156,7 @@ class LaidOut:
         drafts = new_drafts(self.skeleton, self.layouts, machine.mesh, prices)
         drafts.bundle_bytes = self.bundle_bytes
         drafts = known.setdefault((drafts.classes, drafts.bundle_bytes), drafts)
-        return simulate_layouts(self.skeleton, self.layouts, drafts, self.regathered, self.segments, STAGE_STEPS)
+        return simulate_stage(self.skeleton, self.layouts, drafts, self.regathered, self.segments)
 
     def stage(self, number: int, whole: Machine, machine: Machine, ranks: tuple[int, ...]) -> Stage:
         """The stage of a pipeline on some ranks of the whole machine."""

@@ -1,0 +1,75 @@
+"""`python -m` in a process of its own that need not import torch and conjoin first: a fork of one that has.
+
+It is first in a group of its own, has a folder, an environment and an end of its own, and nothing in it is as a test
+has changed it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import runpy
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from conjoin.runtime.ranks.fork_server import ForkServer
+
+_LOOK_SECONDS = 0.01
+
+
+class Forked:
+    """A module that runs in a process of its own, with as much of `subprocess.Popen` as tests ask for."""
+
+    def __init__(self, server: ForkServer, folder: Path, module: str, words: Sequence[str]) -> None:
+        self._server = server
+        self.returncode: int | None = None
+        (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+        self.stdout = os.fdopen(out, encoding="utf-8")
+        self.stderr = os.fdopen(err, encoding="utf-8")
+        with tempfile.TemporaryFile() as told:
+            pickle.dump((str(folder), dict(os.environ), module, list(words)), told)
+            told.flush()
+            self.pid = server.fork([told.fileno(), to_out, to_err])
+        os.close(to_out)
+        os.close(to_err)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """What it still prints, until it ends."""
+        with ThreadPoolExecutor(2) as readers, self.stdout, self.stderr:
+            out, err = (readers.submit(stream.read) for stream in (self.stdout, self.stderr))
+            printed = out.result(timeout), err.result(timeout)
+        until = time.monotonic() + timeout
+        while (code := self._server.status(self.pid)) is None:
+            assert time.monotonic() < until, "it prints no more, and does not end"
+            time.sleep(_LOOK_SECONDS)
+        self.returncode = code
+        return printed
+
+
+def begin(files: list[int]) -> None:
+    """In the fork: be what `python -m` is."""
+    os.setsid()
+    told, out, err = files
+    with open(told, "rb") as file:
+        file.seek(0)
+        folder, environment, module, words = pickle.load(file)
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    os.close(out)
+    os.close(err)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path.insert(0, folder)
+    sys.argv = [module, *words]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
