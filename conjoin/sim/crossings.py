@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from conjoin.comm import plan_crossing, stage_grid
+from conjoin.comm import InRounds, plan_crossing, stage_grid
 from conjoin.cost import messages_seconds, wire_seconds
 from conjoin.ir import Pipeline, Transfer
 from conjoin.machine import Machine
@@ -31,7 +31,7 @@ class Crossings:
         seconds: dict[_Way, float] = defaultdict(float)
         wires: dict[_Way, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for way, first, later in sent:
-            seconds[way] += messages_seconds(machine, first).value + messages_seconds(machine, later).value
+            seconds[way] += _seconds(first, later, machine)
             for wire, taken in wire_seconds(machine, (*first, *later)).items():
                 wires[way][wire] += taken
         users: dict[str, set[_Way]] = defaultdict(set)
@@ -64,6 +64,15 @@ def transfer_seconds(pipeline: Pipeline, transfer: Transfer, machine: Machine) -
     """How long a tensor takes from the ranks of one stage to those of another: as long as the busiest link, first from
     the source, then where it is passed on."""
     first, later = _messages(pipeline, transfer, back=False)
+    return _seconds(first, later, machine)
+
+
+def crossing_seconds(plan: InRounds, itemsize: int, machine: Machine) -> float:
+    """How long a transfer takes in rounds of messages that somebody has planned."""
+    return _seconds(*_sent(plan, itemsize), machine)
+
+
+def _seconds(first: Sequence[Sent], later: Sequence[Sent], machine: Machine) -> float:
     return messages_seconds(machine, first).value + messages_seconds(machine, later).value
 
 
@@ -74,7 +83,10 @@ def _messages(pipeline: Pipeline, transfer: Transfer, back: bool) -> tuple[list[
         (transfer.taken.layout, stage_grid(pipeline, transfer.target)),
     ]
     plan = plan_crossing(transfer.made.laid_out(()), *(reversed(ends) if back else ends))
-    itemsize = transfer.made.dtype.itemsize
+    return _sent(plan, transfer.made.dtype.itemsize)
+
+
+def _sent(plan: InRounds, itemsize: int) -> tuple[list[Sent], list[Sent]]:
     first, later = list[Sent](), list[Sent]()
     for messages in plan.rounds():
         for message in messages:

@@ -161,7 +161,7 @@ def test_the_other_forms_deliver_too(form: Form) -> None:
         _, source, target = planned(pair, one, other)
         whole = WholeSlices(SHAPE, source, target)
         found = longest_first(whole.tasks(form, 1.0))
-        deliver(SHAPE, source, target, whole.messages(form, found, chunks=5))
+        deliver(SHAPE, source, target, list(whole.carried(form, found, chunks=5).rounds()))
 
 
 @settings(max_examples=40, deadline=None)
