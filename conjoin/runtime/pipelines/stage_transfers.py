@@ -22,6 +22,9 @@ from conjoin.ops import Layout, TensorType
 from conjoin.runtime.ranks.communicator import Channel, Parcel
 from conjoin.runtime.ranks.wire import to_send
 
+AHEAD = 8
+"""For how many turns a rank gets ready before its own, where a backend sends only what is expected."""
+
 Slices = tuple[slice, ...]
 Parts = Mapping[Region, Tensor]
 """Elements of regions, one after another."""
@@ -143,13 +146,27 @@ class Crossing:
         return self._put_together(parts)
 
     def go_on(self, own: Parts, parts: Parts, channel: Channel, flight: Flight) -> None:
-        """All rounds in which something is passed on, to their end."""
-        there = {**parts, **own}
-        for turn in self._later:
-            flight.wait(turn.after)
+        """All rounds in which something is passed on, to their end.
+
+        Where messages are apart, this rank is ready for what comes some turns before its own: then who sends does not
+        wait for it.
+        """
+        there, busy = {**parts, **own}, [turn for turn in self._later if turn.sent or turn.taken or turn.kept]
+        num_ready = num_begun = 0
+        for turn in self._later:  # also in those of others, so that all ranks have started as much: who waits looks
+            if num_begun < len(busy) and turn is busy[num_begun]:
+                num_begun += 1
+                flight.wait(turn.after)
             turn.keep(own, parts)
-            parcel = channel.start(_sends(turn, there), _receives(turn, parts))
-            flight.parcels.append((parcel, [turn.round] * (len(turn.sent) + len(turn.taken))))
+            soon = busy[num_ready : num_begun + AHEAD] if channel.are_apart else [turn]
+            num_ready += len(soon)
+            coming = [message for each in soon for message in _receives(each, parts)]
+            rounds, sends = [each.round for each in soon for _ in each.taken], _sends(turn, there)
+            if channel.are_apart:
+                flight.add(channel.start((), coming), rounds)
+                flight.add(channel.start(sends, ()), [turn.round] * len(sends))
+            else:
+                flight.add(channel.start(sends, coming), rounds + [turn.round] * len(sends))
         flight.wait()
 
     def _put_together(self, parts: Parts) -> Tensor:
@@ -199,6 +216,10 @@ class Flight:
     """What a rank has under way of one transfer: parcels, and the round of each of their messages in order."""
 
     parcels: list[tuple[Parcel, list[int]]] = field(default_factory=list)
+
+    def add(self, parcel: Parcel, rounds: list[int]) -> None:
+        if rounds:
+            self.parcels.append((parcel, rounds))
 
     def wait(self, round: int | None = None) -> None:
         """Until all is there that belongs to the rounds up to one of them."""

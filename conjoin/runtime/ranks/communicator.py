@@ -119,6 +119,8 @@ class Channel(Protocol):
     """Single messages between some ranks; those from one rank to another come in the order they were sent."""
 
     bytes_sent: int
+    are_apart: bool
+    """Whether messages are over one by one, in any order; else those that start together are, before later ones."""
 
     def start(self, sends: Messages, receives: Messages) -> Parcel:
         """Start to send and to receive; both are over after `wait`."""
@@ -363,7 +365,7 @@ class ProcessChannel:
         self, group: dist.ProcessGroup, ranks: tuple[int, ...], session: Session | None, name: str = ""
     ) -> None:
         self._group, self._ranks, self._session, self._name = group, ranks, session, name
-        self._is_gloo = dist.get_backend(group) == dist.Backend.GLOO
+        self.are_apart = dist.get_backend(group) == dist.Backend.GLOO
         self.bytes_sent = 0
 
     def reconnect(self) -> None:
@@ -373,7 +375,7 @@ class ProcessChannel:
 
     def start(self, sends: Messages, receives: Messages) -> Parcel:
         self.bytes_sent += sum(tensor.nbytes for _, tensor in sends)
-        made = _Parcel(self._is_gloo)
+        made = _Parcel(self.are_apart)
         if self._session is None:
             made.works = self._start(sends, receives)
             return made
@@ -387,7 +389,7 @@ class ProcessChannel:
 
     def _start(self, sends: Messages, receives: Messages) -> Sequence[dist.Work]:
         """All at once, as NCCL needs it to have several under way; Gloo is spared what that takes."""
-        if self._is_gloo:
+        if self.are_apart:
             works = [dist.irecv(tensor, peer, self._group) for peer, tensor in receives]
             works += [dist.isend(tensor, peer, self._group) for peer, tensor in sends]
             return [work for work in works if work is not None]

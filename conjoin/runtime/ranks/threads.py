@@ -54,6 +54,8 @@ class ThreadMessages:
 class ThreadChannel:
     """Single messages between the threads of this process."""
 
+    are_apart = True
+
     def __init__(self, name: str, rank: int, board: Board) -> None:
         self._name, self._rank, self._board = name, rank, board
         self.bytes_sent = 0
