@@ -158,6 +158,7 @@ def carry_out(world: World, case: Case, plans: Mapping[str, InRounds], repeats: 
         seconds[name].append(time.perf_counter() - begin)
         if want is not None and (got is None or not torch.equal(got, want)):
             raise AssertionError(f"{case.name} by {name}: rank {world.rank} got something else than its piece")
+    _agreed_moment(world)  # nobody leaves before all are done
     return seconds
 
 
@@ -169,7 +170,11 @@ def _agreed_moment(world: World) -> float:
     return moment.item()
 
 
-def _on_rank(rank: int, case: Case, plans: Mapping[str, InRounds], repeats: int) -> dict[str, list[float]]:
+def _on_rank(
+    rank: int, case: Case, plans: Mapping[str, InRounds], repeats: int, socket_bytes: int | None
+) -> dict[str, list[float]]:
+    for name in ("tcp_rmem", "tcp_wmem") if socket_bytes else ():
+        Path("/proc/sys/net/ipv4", name).write_text(f"4096 {socket_bytes} {socket_bytes}", encoding="utf-8")
     mesh = Mesh((Axis("node", case.nodes, True), Axis("place", case.places)))
     return carry_out(communicator_over(mesh), case, plans, repeats)
 
@@ -199,14 +204,13 @@ class Row:
 
 
 def measure(case: Case, given: argparse.Namespace) -> list[Row]:
-    """All ways on one cluster, in turns."""
+    """All ways on one cluster, one after another."""
     bytes_per_second, found = given.mbit * 1e6 / 8, dict[str, list[float]]()
     ways = ways_of(case, bytes_per_second, DELAY_SECONDS)
     plans = {name: way.plan for name, way in ways.items()}
-    with Cluster(
-        case.nodes, case.places, bytes_per_second, DELAY_SECONDS, ahead_of_others=given.ahead
-    ) as cluster:
-        answers = cluster.run(_on_rank, case, plans, 1 + given.repeats, timeout=900)
+    with Cluster(case.nodes, case.places, bytes_per_second, DELAY_SECONDS, ahead_of_others=given.ahead) as cluster:
+        socket_bytes = given.socket_kb and 1024 * given.socket_kb
+        answers = cluster.run(_on_rank, case, plans, 1 + given.repeats, socket_bytes, timeout=900)
     for name in ways:
         runs = [max(each) for each in zip(*(answer[name] for answer in answers), strict=True)]
         found[name] = [1e3 * seconds for seconds in runs[1:]]
@@ -219,7 +223,7 @@ def measure(case: Case, given: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def summary(rows: Sequence[Row]) -> dict[str, float]:
+def summary(rows: Sequence[Row]) -> dict[str, object]:
     """Pairs of ways clearly apart in a case, how many of them are told in the wrong order, and errors."""
     apart, wrong = 0, []
     for one, other in itertools.combinations(rows, 2):
@@ -241,6 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", choices=cases, default=list(cases))
     parser.add_argument("--mbit", type=float, default=MBIT)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--socket-kb", type=int, help="what a connection has under way at most; 8 MB without it")
     parser.add_argument("--ahead", action="store_true", help="let the ranks go before other work on this host")
     parser.add_argument("--output", type=Path, default=RESULTS / "alpacomm_measured.json")
     given = parser.parse_args(arguments)
@@ -252,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "command": f"python -m benchmarks.alpacomm_measured {options}".strip(), "load_average": os.getloadavg()[0],
         "date": str(date.today()), "python": platform.python_version(), "torch": torch.__version__,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, emulated cluster",
-        "mbit": given.mbit, "delay_seconds": DELAY_SECONDS, "summary": summary(rows),
+        "mbit": given.mbit, "socket_kb": given.socket_kb, "delay_seconds": DELAY_SECONDS, "summary": summary(rows),
         "rows": [{**asdict(row), "error": round(row.error, 3)} for row in rows],
     }, indent=1) + "\n", encoding="utf-8")  # fmt: skip
     return 0

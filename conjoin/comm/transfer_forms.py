@@ -141,10 +141,7 @@ def _carried(
             gathered = [m for devices in hosts for m in _all_to_all(devices, region, size, after + 1)]
             return [tuple(first), tuple(gathered)]
         case Form.GLOBAL_ALL_GATHER:
-            return [
-                tuple(_dealt(giver, everyone, region, size, after)),
-                tuple(_all_to_all(everyone, region, size, after + 1)),
-            ]
+            return [tuple(_dealt(giver, everyone, region, size, after)), *_ring(everyone, region, size, after + 1)]
         case Form.BROADCAST:
             chain = [giver, *everyone]
             rounds = []
@@ -163,6 +160,19 @@ def _dealt(giver: int, devices: Sequence[int], region: Region, size: int, after:
     ends = [size * i // len(devices) for i in range(len(devices) + 1)]
     messages = [Message(giver, d, region, ends[i], ends[i + 1], i, after) for i, d in enumerate(devices)]
     return [message for message in messages if message.end > message.begin]
+
+
+def _ring(devices: Sequence[int], region: Region, size: int, after: int) -> list[tuple[Message, ...]]:
+    """Parts go around, so that those of all others come to each host once."""
+    count = len(devices)
+    ends, rounds = [size * i // count for i in range(count + 1)], []
+    for step in range(count - 1):
+        turn = [(i, (i - step) % count) for i in range(count)]
+        rounds.append(tuple(
+            Message(devices[i], devices[(i + 1) % count], region, ends[part], ends[part + 1], part, after + step)
+            for i, part in turn if ends[part + 1] > ends[part]
+        ))  # fmt: skip
+    return rounds
 
 
 def _all_to_all(devices: Sequence[int], region: Region, size: int, after: int) -> list[Message]:
