@@ -63,12 +63,15 @@ HEADER = f"{'':18}{'slices':>7}" + "".join(
 ) + "   paper"  # fmt: skip
 
 
-def grid(hosts: int, per_host: int, first_device: int, first_host: int) -> Grid:
-    """A mesh as the paper writes it: hosts along its first axis, their devices along its second."""
+def grid(hosts: int, per_host: int, first_device: int, first_host: int, places: int | None = None) -> Grid:
+    """A mesh as the paper writes it: hosts along its first axis, their devices along its second.
+
+    Where hosts have more places for devices, the first ones are taken.
+    """
     mesh = Mesh((Axis("0", hosts, True), Axis("1", per_host)))
-    count = hosts * per_host
-    names = tuple(first_host + i // per_host for i in range(count))
-    return Grid(mesh, tuple(range(first_device, first_device + count)), names)
+    taken = [divmod(i, per_host) for i in range(hosts * per_host)]
+    devices = tuple(first_device + host * (places or per_host) + place for host, place in taken)
+    return Grid(mesh, devices, tuple(first_host + host for host, _ in taken))
 
 
 def layout(spec: str) -> Layout:

@@ -16,12 +16,13 @@ from benchmarks.alpacomm import BYTES_PER_SECOND, CHUNKS, HEADER, Row, compare, 
 
 SHAPE = (1 << 28,)
 """1 GB of 4 bytes each."""
+MESHES = [(1, devices) for devices in (1, 2, 3, 4)] + [(hosts, 2) for hosts in (1, 2, 3, 4)]
+"""Hosts and devices of each, of the two panels."""
 
 
 def rows() -> list[Row]:
-    meshes = [(1, devices) for devices in (1, 2, 3, 4)] + [(hosts, 2) for hosts in (1, 2, 3, 4)]
     found = []
-    for hosts, devices in meshes:
+    for hosts, devices in MESHES:
         source, target = grid(1, 1, 0, 0), grid(hosts, devices, 1, 1)
         paper = "ours and Alpa within 1 % of one device" if hosts == 1 else "ours nearly flat"
         name = f"1 -> {hosts} x {devices}"

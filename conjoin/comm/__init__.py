@@ -16,6 +16,7 @@ from conjoin.comm.chunk_places import ChunkPlaces
 from conjoin.comm.chunking import ROWS, Chunking, ChunkMove, chunking_of, is_product
 from conjoin.comm.cross_mesh import (
     CHUNKS,
+    InRounds,
     Message,
     TransferPlan,
     best_chunks,
@@ -45,7 +46,7 @@ from conjoin.comm.ring import Block, Ring, RingBytes, ring_bytes_of, ring_member
 from conjoin.comm.route import backward_route, dual_layout, reshard
 from conjoin.comm.routing import RoutedBytes, Routing, moves_fewer_rows, routed_bytes, routed_call, routing_of
 from conjoin.comm.senders import SENDER_WAYS, Assignment, Atomic
-from conjoin.comm.stage_transfers import plan_crossing, stage_grid
+from conjoin.comm.stage_transfers import CHUNK_BYTES, plan_crossing, stage_grid
 from conjoin.comm.steps import Route, Step, StepKind
 from conjoin.comm.traffic import (
     AGREEMENT_BYTES,
@@ -60,23 +61,23 @@ from conjoin.comm.traffic import (
     step_bytes,
     step_load,
 )
-from conjoin.comm.transfer_forms import Form, WholeSlices, form_seconds
+from conjoin.comm.transfer_forms import Form, SentWhole, WholeSlices, form_seconds
 from conjoin.comm.unit_tasks import Grid
 from conjoin.comm.volume import bytes_sent, route_bytes, total_bytes
 
 __all__ = [
-    "AGREEMENT_BYTES", "BACKWARD", "BUNDLES_AHEAD", "CHUNKS", "EDGE_BYTES", "EXCHANGE", "FIRST_BYTES", "FORWARD",
-    "OVER_EDGES", "RING", "ROWS", "SENDER_WAYS", "Assignment", "Atomic", "Block", "BundleKind", "BundleSizes",
-    "ChunkMove", "ChunkPlaces",
-    "Chunking", "Collective", "EdgeInput", "Entry", "ExchangedBytes", "Form", "GradientFlow", "Grid", "Halo",
-    "HaloBytes", "MadeOnce", "Message", "Movement", "NodeExchanges", "ParameterBundle", "PerRank", "Ring", "RingBytes",
-    "Route", "RoutedBytes", "Routing", "Step", "StepKind", "Traffic", "Transfer", "TransferPlan", "Use", "WholeSlices",
-    "backward_route", "best_chunks", "bundle_parameters", "bytes_sent", "changes_places", "changes_places_between",
-    "chunking_of", "common_places", "cut_blocks", "dual_layout", "edge_inputs", "exchanges_in_passes", "find_bundles",
-    "find_made_once", "flights_backward", "flights_forward", "form_seconds", "gradient_flow", "halo_bytes",
-    "halo_call", "halo_of", "has_places", "held_bytes", "held_in_blocks", "is_product", "leaves_early", "move_regions",
-    "moved_edges", "movement", "moves_fewer_rows", "node_exchanges", "num_ahead", "num_blocks", "num_devices",
-    "plan_crossing", "plan_transfer", "recomputed", "reduced_for_transfer", "reshard", "ring_bytes", "ring_bytes_of",
-    "ring_members", "ring_of", "route_bytes", "routed_bytes", "routed_call", "routing_of", "run_again", "sent_bytes",
-    "splits_evenly", "stage_grid", "step_bytes", "step_load", "sum_per_rank", "total_bytes", "updated_together",
+    "AGREEMENT_BYTES", "BACKWARD", "BUNDLES_AHEAD", "CHUNKS", "CHUNK_BYTES", "EDGE_BYTES", "EXCHANGE", "FIRST_BYTES",
+    "FORWARD", "OVER_EDGES", "RING", "ROWS", "SENDER_WAYS", "Assignment", "Atomic", "Block", "BundleKind",
+    "BundleSizes", "ChunkMove", "ChunkPlaces", "Chunking", "Collective", "EdgeInput", "Entry", "ExchangedBytes", "Form",
+    "GradientFlow", "Grid", "Halo", "HaloBytes", "InRounds", "MadeOnce", "Message", "Movement", "NodeExchanges",
+    "ParameterBundle", "PerRank", "Ring", "RingBytes", "Route", "RoutedBytes", "Routing", "SentWhole", "Step",
+    "StepKind", "Traffic", "Transfer", "TransferPlan", "Use", "WholeSlices", "backward_route", "best_chunks",
+    "bundle_parameters", "bytes_sent", "changes_places", "changes_places_between", "chunking_of", "common_places",
+    "cut_blocks", "dual_layout", "edge_inputs", "exchanges_in_passes", "find_bundles", "find_made_once",
+    "flights_backward", "flights_forward", "form_seconds", "gradient_flow", "halo_bytes", "halo_call", "halo_of",
+    "has_places", "held_bytes", "held_in_blocks", "is_product", "leaves_early", "move_regions", "moved_edges",
+    "movement", "moves_fewer_rows", "node_exchanges", "num_ahead", "num_blocks", "num_devices", "plan_crossing",
+    "plan_transfer", "recomputed", "reduced_for_transfer", "reshard", "ring_bytes", "ring_bytes_of", "ring_members",
+    "ring_of", "route_bytes", "routed_bytes", "routed_call", "routing_of", "run_again", "sent_bytes", "splits_evenly",
+    "stage_grid", "step_bytes", "step_load", "sum_per_rank", "total_bytes", "updated_together",
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import sqrt
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +41,8 @@ CHUNKS = 100
 class Message:
     """Elements of a region, counted as they lie in it, that one device sends to another.
 
-    It may start when all messages of the rounds up to `after` have come, -1 for at once. Where sender and receiver are
-    the same device, it keeps what it has.
+    It may start when all messages of its two devices in the rounds up to `after` have come, -1 for at once. Where
+    sender and receiver are the same device, it keeps what it has.
     """
 
     sender: int
@@ -51,6 +52,16 @@ class Message:
     end: int
     chunk: int
     after: int
+
+
+class InRounds(Protocol):
+    """A transfer as those who carry it out know it."""
+
+    def rounds(self, device: int | None = None) -> Iterator[tuple[Message, ...]]:
+        """All rounds in order; of one device only its own messages, in as many rounds."""
+
+    def passes_on(self, number: int) -> bool:
+        """Whether a device may have to wait for rounds before this one to take part in it."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +140,11 @@ class TransferPlan:
                 yield tuple(self._chunks(cells[number], regions, frame, after))
             start = tuple(_whole(kept[0], regions)) if frame == 0 else ()
             yield (*start, *self._chunks(spread[-1], regions, frame, after + per_frame - 1, came=True))
+
+    def passes_on(self, number: int) -> bool:
+        """Whether a device may have to wait for rounds before this one to take part in it."""
+        is_last = (number + 1) % self.rounds_per_frame == 0
+        return self.longest_chain > 1 or (is_last and bool(len(self.spread.sender)))
 
     def _chunks(
         self, table: list[list[int]], regions: dict[int, Region], frame: int, after: int, came: bool = False

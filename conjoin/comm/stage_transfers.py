@@ -9,7 +9,7 @@ from conjoin.comm.unit_tasks import Grid
 from conjoin.ir import Pipeline
 from conjoin.ops import Layout, TensorType
 
-_CHUNK_BYTES = 2**16
+CHUNK_BYTES = 2**16
 """Of a chunk at least: below it a message takes as long for fewer bytes."""
 
 
@@ -26,7 +26,7 @@ def stage_grid(pipeline: Pipeline, stage: int) -> Grid:
 
 def plan_crossing(type: TensorType, source: tuple[Layout, Grid], target: tuple[Layout, Grid]) -> TransferPlan:
     """How a tensor goes from the ranks of one stage to those of another, in chunks that are worth a message."""
-    return _planned(type.shape, type.dtype.itemsize, source, target, max(1, min(CHUNKS, type.bytes // _CHUNK_BYTES)))
+    return _planned(type.shape, type.dtype.itemsize, source, target, max(1, min(CHUNKS, type.bytes // CHUNK_BYTES)))
 
 
 @lru_cache(maxsize=1024)

@@ -5,6 +5,7 @@ from conjoin.runtime.loading import connect, load
 from conjoin.runtime.movement.dealt_edges import Exchange
 from conjoin.runtime.movement.layer_clock import LayerClock, timed_layers
 from conjoin.runtime.parallel import ParallelModule
+from conjoin.runtime.pipelines.stage_transfers import Crossing
 from conjoin.runtime.program.captured import CapturedModule, to_module
 from conjoin.runtime.program.other_plans import Planner
 from conjoin.runtime.ranks.calibrating import (
@@ -16,6 +17,7 @@ from conjoin.runtime.ranks.calibrating import (
     measure_communication,
     time_collectives,
 )
+from conjoin.runtime.ranks.communicator import World
 from conjoin.runtime.ranks.joint_action import is_any
 from conjoin.runtime.ranks.launching import Site, launch
 from conjoin.runtime.ranks.pacing import Pace, communicator_over, join_ranks
@@ -47,9 +49,9 @@ from conjoin.runtime.verification.plain_model import PlainModel
 from conjoin.runtime.verification.steps import Reference
 
 __all__ = [
-    "COMMUNICATING", "COMPUTING", "TOLERANCE", "AgainstModel", "CapturedModule", "Case", "Communication",
-    "Concurrency", "Difference", "Exchange", "LayerClock", "Loader", "Pace", "ParallelModule", "Piece", "PlainModel",
-    "Planner", "Recorded", "Reference", "Session", "Site", "Timed", "Verdict", "Weights", "axis_sets",
+    "COMMUNICATING", "COMPUTING", "TOLERANCE", "AgainstModel", "CapturedModule", "Case", "Communication", "Concurrency",
+    "Crossing", "Difference", "Exchange", "LayerClock", "Loader", "Pace", "ParallelModule", "Piece", "PlainModel",
+    "Planner", "Recorded", "Reference", "Session", "Site", "Timed", "Verdict", "Weights", "World", "axis_sets",
     "calibrate_collectives", "check_capture", "check_init", "check_made_for", "check_target", "check_weights_target",
     "check_world", "communicator_over", "compare_rank", "compare_with_model", "connect", "copied_for_check",
     "find_weights", "full_state_dict", "has_checkpoint", "is_any", "join_ranks", "launch", "load", "load_checkpoint",

@@ -1,7 +1,7 @@
 """Plan, machine, costs → timeline: when everything runs, where the time goes, how much memory is held."""
 
 from conjoin.sim.breakdown import Breakdown, break_down
-from conjoin.sim.crossings import Crossing, Crossings, transfer_seconds
+from conjoin.sim.crossings import Crossing, Crossings, crossing_seconds, transfer_seconds
 from conjoin.sim.engine import COMPUTE, Instruction, Phase, Ticks, Timeline, rerun, run, to_seconds, to_ticks
 from conjoin.sim.expected_error import ALIKE, Published, expected_error, published_for
 from conjoin.sim.fragments import Drafts
@@ -29,13 +29,12 @@ from conjoin.sim.symmetry import Classes
 from conjoin.sim.wanted import Wanted, measure_wanted, wanted_by
 
 __all__ = [
-    "ALIKE", "COMPUTE", "OPTIMIZER_COPIES", "Breakdown", "Change", "Classes", "Crossing", "Crossings", "Drafts",
-    "Gain", "HostLink", "Instruction", "Kept", "Layouts", "MachinePrices", "Memory", "Offloads", "OnHost",
-    "Operator", "Phase", "PipelinePrediction", "Prediction", "Prices", "Program", "Published", "Simulation",
-    "Skeleton", "StagePrediction", "Stretch", "Ticks", "Timeline", "Wanted", "break_down", "expected_error",
-    "gain_of", "kept_of", "kept_tensors", "make_change", "measure_memory", "measure_wanted", "new_drafts",
-    "offloads_of", "predict", "predict_pipeline", "published_for", "random_change", "rank_stretches", "rerun",
-    "rescheduled", "run", "simulate", "simulate_layouts", "simulate_stage", "stage_memory", "stage_spans",
-    "take_apart", "take_graph_apart", "task_numbers", "to_seconds", "to_ticks", "transfer_seconds", "true_runs",
-    "wanted_by",
+    "ALIKE", "COMPUTE", "OPTIMIZER_COPIES", "Breakdown", "Change", "Classes", "Crossing", "Crossings", "Drafts", "Gain",
+    "HostLink", "Instruction", "Kept", "Layouts", "MachinePrices", "Memory", "Offloads", "OnHost", "Operator", "Phase",
+    "PipelinePrediction", "Prediction", "Prices", "Program", "Published", "Simulation", "Skeleton", "StagePrediction",
+    "Stretch", "Ticks", "Timeline", "Wanted", "break_down", "crossing_seconds", "expected_error", "gain_of", "kept_of",
+    "kept_tensors", "make_change", "measure_memory", "measure_wanted", "new_drafts", "offloads_of", "predict",
+    "predict_pipeline", "published_for", "random_change", "rank_stretches", "rerun", "rescheduled", "run", "simulate",
+    "simulate_layouts", "simulate_stage", "stage_memory", "stage_spans", "take_apart", "take_graph_apart",
+    "task_numbers", "to_seconds", "to_ticks", "transfer_seconds", "true_runs", "wanted_by",
 ]  # fmt: skip

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
-from conjoin.comm import plan_crossing, stage_grid
+from conjoin.comm import InRounds, plan_crossing, stage_grid
 from conjoin.cost import messages_seconds, wire_seconds
 from conjoin.ir import Pipeline, Transfer
 from conjoin.machine import Machine
@@ -18,7 +19,9 @@ from conjoin.schedules import Edge, SharedLinks
 Sent = tuple[int, int, int]
 """Sender, receiver and bytes."""
 _Way = tuple[int, int]
-Crossing = tuple[_Way, Sequence[Sent], Sequence[Sent]]
+Later = Sequence[Sequence[Sent]]
+"""What starts together, one after another."""
+Crossing = tuple[_Way, Sequence[Sent], Later]
 """From a stage to another: what leaves the source, and what is passed on among the ranks of the target."""
 
 
@@ -31,8 +34,8 @@ class Crossings:
         seconds: dict[_Way, float] = defaultdict(float)
         wires: dict[_Way, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for way, first, later in sent:
-            seconds[way] += messages_seconds(machine, first).value + messages_seconds(machine, later).value
-            for wire, taken in wire_seconds(machine, (*first, *later)).items():
+            seconds[way] += _seconds(first, later, machine)
+            for wire, taken in wire_seconds(machine, (*first, *chain.from_iterable(later))).items():
                 wires[way][wire] += taken
         users: dict[str, set[_Way]] = defaultdict(set)
         for (source, target), taken_by in wires.items():
@@ -62,22 +65,35 @@ def _all_sent(pipeline: Pipeline) -> Iterator[Crossing]:
 
 def transfer_seconds(pipeline: Pipeline, transfer: Transfer, machine: Machine) -> float:
     """How long a tensor takes from the ranks of one stage to those of another: as long as the busiest link, first from
-    the source, then where it is passed on."""
+    the source, then each time that it is passed on."""
     first, later = _messages(pipeline, transfer, back=False)
-    return messages_seconds(machine, first).value + messages_seconds(machine, later).value
+    return _seconds(first, later, machine)
 
 
-def _messages(pipeline: Pipeline, transfer: Transfer, back: bool) -> tuple[list[Sent], list[Sent]]:
+def crossing_seconds(plan: InRounds, itemsize: int, machine: Machine) -> float:
+    """How long a transfer takes in rounds of messages that somebody has planned."""
+    return _seconds(*_sent(plan, itemsize), machine)
+
+
+def _seconds(first: Sequence[Sent], later: Later, machine: Machine) -> float:
+    return sum(messages_seconds(machine, sent).value for sent in (first, *later))
+
+
+def _messages(pipeline: Pipeline, transfer: Transfer, back: bool) -> tuple[list[Sent], Later]:
     """What leaves the source, and what is passed on among the ranks of the target; back, they change places."""
     ends = [
         (transfer.made.layout, stage_grid(pipeline, transfer.source)),
         (transfer.taken.layout, stage_grid(pipeline, transfer.target)),
     ]
     plan = plan_crossing(transfer.made.laid_out(()), *(reversed(ends) if back else ends))
-    itemsize = transfer.made.dtype.itemsize
-    first, later = list[Sent](), list[Sent]()
+    return _sent(plan, transfer.made.dtype.itemsize)
+
+
+def _sent(plan: InRounds, itemsize: int) -> tuple[list[Sent], Later]:
+    """What starts at once, and what starts after the same rounds have come."""
+    first, later = list[Sent](), defaultdict[int, list[Sent]](list)
     for messages in plan.rounds():
         for message in messages:
             sent = message.sender, message.receiver, (message.end - message.begin) * itemsize
-            (first if message.after < 0 else later).append(sent)
-    return first, later
+            (first if message.after < 0 else later[message.after]).append(sent)
+    return first, [later[after] for after in sorted(later)]

@@ -161,7 +161,23 @@ def test_the_other_forms_deliver_too(form: Form) -> None:
         _, source, target = planned(pair, one, other)
         whole = WholeSlices(SHAPE, source, target)
         found = longest_first(whole.tasks(form, 1.0))
-        deliver(SHAPE, source, target, whole.messages(form, found, chunks=5))
+        deliver(SHAPE, source, target, list(whole.carried(form, found, chunks=5).rounds()))
+
+
+@pytest.mark.parametrize("pair", range(len(PAIRS)))
+def test_the_other_forms_bring_to_a_host_what_they_are_said_to(pair: int) -> None:
+    """To all devices: of a tensor each host gets a copy for each device, one, or at most two halves of one."""
+    _, source, target = planned(pair, 0, 0)
+    whole = WholeSlices(SHAPE, source, target)
+    host_of = {d: h for _, grid in (source, target) for d, h in zip(grid.devices, grid.hosts, strict=True)}
+    copies = {Form.SEND_RECEIVE: PAIRS[pair][1][1], Form.GLOBAL_ALL_GATHER: 1 + 1 / PAIRS[pair][1][0]}
+    for form in Form:
+        came: dict[int, int] = {}
+        for messages in whole.carried(form, longest_first(whole.tasks(form, 1.0)), chunks=5).rounds():
+            for m in messages:
+                if host_of[m.sender] != host_of[m.receiver]:
+                    came[host_of[m.receiver]] = came.get(host_of[m.receiver], 0) + m.end - m.begin
+        assert max(came.values()) <= copies.get(form, 1) * SHAPE[0] * SHAPE[1] + 1, form
 
 
 @settings(max_examples=40, deadline=None)

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from conjoin.comm import Grid, plan_transfer
 from conjoin.cost import CostModel
 from conjoin.errors import StrategyError
 from conjoin.frontends import capture
 from conjoin.ir import Graph
 from conjoin.machine import Machine, parse_machine
 from conjoin.search import make_pipeline, make_plan
-from conjoin.sim import PipelinePrediction, predict, predict_pipeline, transfer_seconds
+from conjoin.sim import PipelinePrediction, crossing_seconds, predict, predict_pipeline, transfer_seconds
 
 WIDTH, DEPTH, ROWS, MICRO = 8192, 8, 2**16, 16
 
@@ -92,3 +93,16 @@ def test_between_nodes_transfers_take_longer() -> None:
         transfer = next(iter(found.pipeline.transfers()))
         seconds.append(transfer_seconds(found.pipeline, transfer, parse_machine(machine)))
     assert seconds[1] > seconds[0] > 0
+
+
+@pytest.mark.parametrize(("chunks", "times"), [(1, 4), (64, 2 + 2 / 64)])
+def test_what_is_passed_on_host_by_host_takes_as_long_each_time(chunks: int, times: float) -> None:
+    """Four hosts in a row: whole, each waits for all of the one before; in chunks two pass on while the first gets."""
+    num_bytes, machine = 2**30, Machine.preset("piz-daint", nodes=5)
+    target = Grid.of_hosts(4, 1, 1, 1)
+    one, plan = (
+        plan_transfer((num_bytes,), 1, ((), Grid.of_hosts(1, 1)), ((), grid), chunks)
+        for grid in (Grid.of_hosts(1, 1, 1, 1), target)
+    )
+    once = crossing_seconds(one, 1, machine)
+    assert crossing_seconds(plan, 1, machine) / once == pytest.approx(times, rel=0.01)

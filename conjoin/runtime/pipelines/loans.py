@@ -59,7 +59,7 @@ class Loans:
             if loan.lender in stages:
                 piece = stages[loan.lender].held(loan.have)
                 assert piece is not None, "a parameter has values"
-                sent.append(loan.channel.start(loan.there.messages_of(piece), ()))
+                sent.append(loan.there.send(loan.channel, piece))
         found: dict[int, dict[str, Tensor]] = {}
         for loan, expected in coming:
             found.setdefault(loan.borrower, {})[loan.want.name] = expected.wait()
@@ -79,7 +79,7 @@ class Loans:
                 run = runs[loan.borrower]
                 gradient = dict(zip(run.parameters, run.gradients, strict=True))[loan.want]
                 piece = torch.zeros_like(run.parameters[loan.want]) if gradient is None else gradient
-                sent.append(loan.channel.start(loan.back.messages_of(piece), ()))
+                sent.append(loan.back.send(loan.channel, piece))
         for loan, expected in coming:
             parameter = runs[loan.lender].program.held(loan.have)
             assert parameter is not None, "a parameter has values"

@@ -222,7 +222,7 @@ class ScheduleRun:
         crossing = self._links.crossings[item.transfer][item.is_gradient]
         channel = self._links.channels[self._links.route.way(item)]
         piece = crossing.nothing(self._device) if piece is None else piece
-        self._under_way.append(channel.start(crossing.messages_of(piece), ()))
+        self._under_way.append(crossing.send(channel, piece))
 
     def _forward(self, action: Action, begin: Callable[[int, int], None]) -> None:
         row, route = action.row, self._links.route

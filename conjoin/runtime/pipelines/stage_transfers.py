@@ -1,24 +1,33 @@
 """Tensors between stages as one rank has part in them: what it sends of its piece, and how it puts one together.
 
-A transfer is planned in rounds (`comm/cross_mesh.py`). What comes from the source is under way as soon as both ends
-have come to it; what is passed on among the ranks of the target, when it is waited for.
+A transfer is planned in rounds (`comm/cross_mesh.py`, or another way of `comm/transfer_forms.py`). What may start at
+once is under way as soon as both ends have come to it. All else goes round by round when it is waited for: a rank takes
+part in a round when it has what it needs of those before, so a chunk is passed on while the next ones come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from conjoin.comm import Grid, Message, TransferPlan, plan_crossing
+from conjoin.comm import Grid, InRounds, Message, plan_crossing
 from conjoin.ir import Region, region_of, region_shape
 from conjoin.ops import Layout, TensorType
 from conjoin.runtime.ranks.communicator import Channel, Parcel
 from conjoin.runtime.ranks.wire import to_send
 
+AHEAD = 8
+"""For how many turns a rank gets ready before its own, where a backend sends only what is expected."""
+
 Slices = tuple[slice, ...]
+Parts = Mapping[Region, Tensor]
+"""Elements of regions, one after another."""
 
 
 def _inside(part: Region, whole: Region) -> Slices:
@@ -26,37 +35,69 @@ def _inside(part: Region, whole: Region) -> Slices:
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(part, whole, strict=True))
 
 
-class Crossing:
-    """A tensor from the ranks of one stage to those of another, again and again."""
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """What a rank does in a round, after all it has to do with in the rounds up to another one."""
 
-    def __init__(self, type: TensorType, source: tuple[Layout, Grid], target: tuple[Layout, Grid], rank: int) -> None:
+    round: int
+    after: int
+    sent: tuple[Message, ...]
+    taken: tuple[Message, ...]
+    kept: tuple[Message, ...]
+
+    @classmethod
+    def of(cls, number: int, messages: Sequence[Message], rank: int) -> _Turn:
+        """Those of one rank among the messages of a round."""
+        sent = tuple(m for m in messages if m.sender == rank != m.receiver)
+        taken = tuple(m for m in messages if m.receiver == rank != m.sender)
+        kept = tuple(m for m in messages if m.sender == rank == m.receiver)
+        return cls(number, max((m.after for m in messages), default=-1), sent, taken, kept)
+
+    def keep(self, own: Parts, parts: Parts) -> None:
+        for message in self.kept:
+            _slice(parts[message.region], message).copy_(_slice(own[message.region], message))
+
+
+class Crossing:
+    """A tensor from the ranks of one stage to those of another, again and again: as it is planned, or by another plan.
+
+    By a plan in which ranks of the source wait for rounds, each transfer has to be over before the next one begins.
+    """
+
+    def __init__(
+        self,
+        type: TensorType,
+        source: tuple[Layout, Grid],
+        target: tuple[Layout, Grid],
+        rank: int,
+        plan: InRounds | None = None,
+    ) -> None:
         self._dtype, self._rank = type.dtype, rank
         self._have, self._want = (_region(type.shape, *end, rank) for end in (source, target))
-        plan: TransferPlan = plan_crossing(type.laid_out(()), source, target)
-        first: list[Message] = []
-        self._later: list[tuple[list[Message], list[Message]]] = []
-        """By round, what this rank passes on and what it is passed; as many rounds on all ranks of the target."""
+        plan = plan_crossing(type.laid_out(()), source, target) if plan is None else plan
+        self._first: list[_Turn] = []
+        """What starts at once."""
+        self._later: list[_Turn] = []
+        """What is passed on; as many rounds on all ranks of the target."""
         for number, messages in enumerate(plan.rounds(rank)):
-            first += [message for message in messages if message.after < 0]
-            if (number + 1) % plan.rounds_per_frame == 0 or plan.longest_chain > 1:
-                later = [message for message in messages if message.after >= 0]
-                sent = [message for message in later if message.sender == rank]
-                self._later.append((sent, [message for message in later if message.receiver == rank]))
-        self._sent_first = [m for m in first if m.sender == rank]
-        self._taken_first = [m for m in first if m.receiver == rank != m.sender]
-        self._kept = [m for m in self._sent_first if m.receiver == rank]
-        later = [message for _, taken in self._later for message in taken]
-        self._regions = tuple(dict.fromkeys(m.region for m in (*first, *later) if m.receiver == rank))
-        """All that this rank gets, and keeps."""
-        self._needs_rounds = bool(len(plan.spread.sender)) or plan.longest_chain > 1
+            self._first.append(_Turn.of(number, [m for m in messages if m.after < 0], rank))
+            if plan.passes_on(number):
+                self._later.append(_Turn.of(number, [m for m in messages if m.after >= 0], rank))
+        taken, sent, kept = (_regions(self._first + self._later, each) for each in ("taken", "sent", "kept"))
+        self._got = tuple({**taken, **kept})
+        """What this rank's new piece is made of."""
+        self._given = tuple(region for region in {**sent, **kept} if region not in taken)
+        """What it needs of the piece that it has: of this, nothing comes."""
+        self._kept_back = {**kept, **_regions(self._later, "sent")}
+        """What it does not send at once."""
         self.begin()
 
     def begin(self) -> None:
         """A step begins: nothing is under way, whatever a step that failed has left."""
         self._sent, self._expected = count(), count()
-        self._own: dict[int, list[Tensor]] = {}
-        """What this rank keeps of what it has, by number for every one under way: they come in the order in which they
-        are sent, and may be waited for in another."""
+        self._own: dict[int, Parts] = {}
+        """Of this rank's own piece what it needs to get another, by number for every one under way: they come in the
+        order in which they are sent, and may be waited for in another."""
 
     @property
     def is_sender(self) -> bool:
@@ -71,40 +112,64 @@ class Crossing:
         assert self._have is not None
         return torch.zeros(region_shape(self._have), dtype=self._dtype, device=device)
 
-    def messages_of(self, piece: Tensor) -> list[tuple[int, Tensor]]:
-        """What this rank sends of its piece."""
+    def send(self, channel: Channel, piece: Tensor) -> Parcel:
+        """Start to send this rank's piece. What it has to wait for goes on when the parcel is waited for, or where
+        this rank also gets a piece, when that one is."""
         assert self._have is not None
         piece = piece.detach().to(self._dtype)  # autocast may have made it in another
-        found: list[tuple[int, Tensor]] = []
-        own: list[Tensor] = []
-        for message in self._sent_first:
-            part = piece if message.region == self._have else piece[_inside(message.region, self._have)]
-            part = _slice(part.reshape(-1), message)
-            if message.receiver == self._rank:
-                own.append(part)
-            else:
-                found.append((message.receiver, to_send(part)))
+        own: dict[Region, Tensor] = {}
+        for region in self._given:
+            part = piece if region == self._have else piece[_inside(region, self._have)]
+            own[region] = part.reshape(-1)
+        rounds = [turn.round for turn in self._first for _ in turn.sent]
+        parcel = channel.start([m for turn in self._first for m in _sends(turn, own)], ())
+        later = {region: part for region, part in own.items() if region in self._kept_back}
         if self._want is not None:
-            self._own[next(self._sent)] = own
-        return found
+            self._own[next(self._sent)] = later
+        elif later:
+            return Sent(self, later, channel, Flight([(parcel, rounds)]))
+        return parcel
 
     def expect(self, channel: Channel, device: torch.device) -> Expected:
         """Get ready for the next one."""
-        parts = {region: torch.empty(_count(region), dtype=self._dtype, device=device) for region in self._regions}
-        coming = [(m.sender, to_send(_slice(parts[m.region], m))) for m in self._taken_first]
-        return Expected(self, next(self._expected), parts, channel, channel.start((), coming))
+        parts = {region: torch.empty(_count(region), dtype=self._dtype, device=device) for region in self._got}
+        rounds = [turn.round for turn in self._first for _ in turn.taken]
+        parcel = channel.start((), [m for turn in self._first for m in _receives(turn, parts)])
+        return Expected(self, next(self._expected), parts, channel, Flight([(parcel, rounds)]))
 
-    def finish(self, number: int, parts: dict[Region, Tensor], channel: Channel) -> Tensor:
-        """What was kept is put beside what came; what others on this rank's host want is passed on."""
-        for message, part in zip(self._kept, self._own.pop(number, ()), strict=True):
-            parts[message.region][message.begin : message.end] = part
-        for sent, taken in self._later if self._needs_rounds else ():
-            sends = [(m.receiver, to_send(_slice(parts[m.region], m))) for m in sent if m.receiver != self._rank]
-            receives = [(m.sender, to_send(_slice(parts[m.region], m))) for m in taken if m.sender != self._rank]
-            channel.start(sends, receives).wait()
+    def finish(self, number: int, parts: Parts, channel: Channel, flight: Flight) -> Tensor:
+        """What was kept is put beside what comes; what others want is passed on."""
+        own = self._own.pop(number, {})
+        for turn in self._first:
+            turn.keep(own, parts)
+        self.go_on(own, parts, channel, flight)
         return self._put_together(parts)
 
-    def _put_together(self, parts: dict[Region, Tensor]) -> Tensor:
+    def go_on(self, own: Parts, parts: Parts, channel: Channel, flight: Flight) -> None:
+        """All rounds in which something is passed on, to their end.
+
+        Where messages are apart, this rank is ready for what comes some turns before its own: then who sends does not
+        wait for it.
+        """
+        there, busy = {**parts, **own}, [turn for turn in self._later if turn.sent or turn.taken or turn.kept]
+        num_ready = num_begun = 0
+        for turn in self._later:  # also in those of others, so that all ranks have started as much: who waits looks
+            if num_begun < len(busy) and turn is busy[num_begun]:
+                num_begun += 1
+                flight.wait(turn.after)
+            turn.keep(own, parts)
+            soon = busy[num_ready : num_begun + AHEAD] if channel.are_apart else [turn]
+            num_ready += len(soon)
+            coming = [message for each in soon for message in _receives(each, parts)]
+            rounds, sends = [each.round for each in soon for _ in each.taken], _sends(turn, there)
+            if channel.are_apart:
+                flight.add(channel.start((), coming), rounds)
+                flight.add(channel.start(sends, ()), [turn.round] * len(sends))
+            else:
+                flight.add(channel.start(sends, coming), rounds + [turn.round] * len(sends))
+        flight.wait()
+
+    def _put_together(self, parts: Parts) -> Tensor:
         """The piece that this rank wants."""
         assert self._want is not None
         if list(parts) == [self._want]:
@@ -114,6 +179,19 @@ class Crossing:
         for region, part in parts.items():
             piece[_inside(region, self._want)] = part.view(region_shape(region))
         return piece
+
+
+def _regions(turns: Sequence[_Turn], which: Literal["sent", "taken", "kept"]) -> dict[Region, None]:
+    """The regions of messages, in order."""
+    return {message.region: None for turn in turns for message in getattr(turn, which)}
+
+
+def _sends(turn: _Turn, parts: Parts) -> list[tuple[int, Tensor]]:
+    return [(m.receiver, to_send(_slice(parts[m.region], m))) for m in turn.sent]
+
+
+def _receives(turn: _Turn, parts: Parts) -> list[tuple[int, Tensor]]:
+    return [(m.sender, to_send(_slice(parts[m.region], m))) for m in turn.taken]
 
 
 def _slice(elements: Tensor, message: Message) -> Tensor:
@@ -133,15 +211,50 @@ def _count(region: Sequence[tuple[int, int]]) -> int:
     return total
 
 
+@dataclass
+class Flight:
+    """What a rank has under way of one transfer: parcels, and the round of each of their messages in order."""
+
+    parcels: list[tuple[Parcel, list[int]]] = field(default_factory=list)
+
+    def add(self, parcel: Parcel, rounds: list[int]) -> None:
+        if rounds:
+            self.parcels.append((parcel, rounds))
+
+    def wait(self, round: int | None = None) -> None:
+        """Until all is there that belongs to the rounds up to one of them."""
+        left = []
+        for parcel, rounds in self.parcels:
+            num_wanted = len(rounds) if round is None else bisect_right(rounds, round)
+            if num_wanted == len(rounds):
+                parcel.wait()
+            else:
+                left.append((parcel, rounds))
+                if num_wanted:
+                    parcel.wait(num_wanted)
+        self.parcels = left
+
+
 class Expected:
     """A tensor on its way to this rank."""
 
-    def __init__(
-        self, crossing: Crossing, number: int, parts: dict[Region, Tensor], channel: Channel, work: Parcel
-    ) -> None:
-        self._crossing, self._number, self._parts, self._channel, self._work = crossing, number, parts, channel, work
+    def __init__(self, crossing: Crossing, number: int, parts: Parts, channel: Channel, flight: Flight) -> None:
+        self._crossing, self._number, self._parts = crossing, number, parts
+        self._channel, self._flight = channel, flight
 
     def wait(self) -> Tensor:
         """This rank's piece of it."""
-        self._work.wait()
-        return self._crossing.finish(self._number, self._parts, self._channel)
+        return self._crossing.finish(self._number, self._parts, self._channel, self._flight)
+
+
+class Sent:
+    """A piece that leaves a rank in several rounds."""
+
+    def __init__(self, crossing: Crossing, own: Parts, channel: Channel, flight: Flight) -> None:
+        self._crossing, self._own, self._channel, self._flight = crossing, own, channel, flight
+
+    def wait(self, count: int | None = None) -> None:
+        self._crossing.go_on(self._own, {}, self._channel, self._flight)
+
+    def is_over(self) -> bool:
+        return False

@@ -37,6 +37,11 @@ def _poison(tensor: Tensor) -> None:
         tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
 
 
+def _bits(tensor: Tensor) -> Tensor:
+    """A copy of what is in memory, to compare with later: also NaN is like itself."""
+    return tensor.detach().view(-1).view(torch.uint8).clone()
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one member brings to a collective."""
@@ -124,8 +129,9 @@ class Message:
 
     def __init__(self, route: tuple[int, int]) -> None:
         self.group = route
-        self._sent: tuple[Tensor, int] | None = None
-        self._output: tuple[Tensor, int] | None = None
+        self._sent: tuple[Tensor, Tensor] | None = None
+        self._output: tuple[Tensor, Tensor] | None = None
+        """Each with its bits when it was given: others may be parts of the same memory, and come at another time."""
         self.is_delivered = False
 
     def lacks(self, sender: bool) -> bool:
@@ -135,10 +141,10 @@ class Message:
         assert tensor.is_contiguous(), f"a message of strides {tensor.stride()}: no backend takes gaps"
         assert tensor.dtype in CARRIED, f"a message of {tensor.dtype}: not every backend knows it"
         if is_sender:
-            self._sent = tensor.detach(), _version(tensor)
+            self._sent = tensor.detach(), _bits(tensor)
         else:
             _poison(tensor)
-            self._output = tensor.detach(), _version(tensor)
+            self._output = tensor.detach(), _bits(tensor)
         if self._sent is not None and self._output is not None:
             (sent, _), (taken, _) = self._sent, self._output
             assert (sent.dtype, sent.numel()) == (taken.dtype, taken.numel()), (
@@ -155,7 +161,7 @@ class Message:
             return
         assert self._sent is not None and self._output is not None
         (sent, before), (output, untouched) = self._sent, self._output
-        assert before == _version(sent) and untouched == _version(output), (
+        assert torch.equal(before, _bits(sent)) and torch.equal(untouched, _bits(output)), (
             f"a message of {sent.numel()} elements was written to while it was under way"
         )
         with torch.no_grad():

@@ -98,11 +98,18 @@ class Communicator(Protocol):
         """Parts of a flat tensor to everyone, parts from everyone; sizes received, then sizes sent."""
 
 
+class Watched(Work, Protocol):
+    """What is under way under somebody's eyes."""
+
+    def wait_for(self, part: Work) -> None:
+        """Wait for a part of it."""
+
+
 class Parcel(Protocol):
     """Messages under way."""
 
-    def wait(self) -> object:
-        """Return when they are over."""
+    def wait(self, count: int | None = None) -> object:
+        """Return when they are over; of those that are received, then those that are sent, the first ones at least."""
 
     def is_over(self) -> bool:
         """Whether what is sent may be let go of."""
@@ -112,6 +119,8 @@ class Channel(Protocol):
     """Single messages between some ranks; those from one rank to another come in the order they were sent."""
 
     bytes_sent: int
+    are_apart: bool
+    """Whether messages are over one by one, in any order; else those that start together are, before later ones."""
 
     def start(self, sends: Messages, receives: Messages) -> Parcel:
         """Start to send and to receive; both are over after `wait`."""
@@ -171,7 +180,7 @@ class Session(Protocol):
 
     def started(
         self, ranks: tuple[int, ...], start: Callable[[], Work | None], may_break: bool = False
-    ) -> Work | None: ...
+    ) -> Watched | None: ...
 
     def break_off(self) -> None: ...
 
@@ -356,7 +365,7 @@ class ProcessChannel:
         self, group: dist.ProcessGroup, ranks: tuple[int, ...], session: Session | None, name: str = ""
     ) -> None:
         self._group, self._ranks, self._session, self._name = group, ranks, session, name
-        self._is_gloo = dist.get_backend(group) == dist.Backend.GLOO
+        self.are_apart = dist.get_backend(group) == dist.Backend.GLOO
         self.bytes_sent = 0
 
     def reconnect(self) -> None:
@@ -366,7 +375,7 @@ class ProcessChannel:
 
     def start(self, sends: Messages, receives: Messages) -> Parcel:
         self.bytes_sent += sum(tensor.nbytes for _, tensor in sends)
-        made = _Parcel(())
+        made = _Parcel(self.are_apart)
         if self._session is None:
             made.works = self._start(sends, receives)
             return made
@@ -380,7 +389,7 @@ class ProcessChannel:
 
     def _start(self, sends: Messages, receives: Messages) -> Sequence[dist.Work]:
         """All at once, as NCCL needs it to have several under way; Gloo is spared what that takes."""
-        if self._is_gloo:
+        if self.are_apart:
             works = [dist.irecv(tensor, peer, self._group) for peer, tensor in receives]
             works += [dist.isend(tensor, peer, self._group) for peer, tensor in sends]
             return [work for work in works if work is not None]
@@ -390,27 +399,37 @@ class ProcessChannel:
 
 
 class _Parcel:
-    """Messages of processes."""
+    """Messages of processes, one by one where the backend has them apart; others are over together."""
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self.works, self.watched = works, None
+    def __init__(self, are_apart: bool) -> None:
+        self._are_apart, self._num_over = are_apart, 0
 
     works: Sequence[dist.Work]
-    watched: Work | None
+    watched: Watched | None = None
 
-    def wait(self) -> None:
-        (All(self.works) if self.watched is None else self.watched).wait()
+    def wait(self, count: int | None = None) -> None:
+        end = len(self.works) if count is None or not self._are_apart else count
+        part = All(self.works[self._num_over : end])  # Gloo would wait for ever for what was waited for before
+        self._num_over = max(self._num_over, end)
+        if self.watched is None:
+            part.wait()
+        else:
+            self.watched.wait_for(part)
 
     def is_over(self) -> bool:
-        return all(work.is_completed() for work in self.works)
+        return all(work.is_completed() for work in self.works[self._num_over :])
 
 
 class All:
-    """Several things under way."""
+    """Several messages under way."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
+    def __init__(self, works: Sequence[dist.Work]) -> None:
         self._works = works
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+
+    def is_completed(self) -> bool:
+        """What a watch asks of what a device carries out."""
+        return all(work.is_completed() for work in self._works)

@@ -11,7 +11,7 @@ import torch
 
 from conjoin.errors import UsageError
 from conjoin.machine import Mesh
-from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.communicator import Communicator, World
 from conjoin.runtime.ranks.session import shared_session
 
 
@@ -20,7 +20,7 @@ def join_ranks() -> torch.device:
     return shared_session().device
 
 
-def communicator_over(mesh: Mesh) -> Communicator:
+def communicator_over(mesh: Mesh) -> World:
     """What carries tensors between the running ranks, which stand on this mesh."""
     session = shared_session()
     if session.num_ranks != mesh.size:

@@ -168,7 +168,7 @@ class Session:
 
     def started(
         self, ranks: tuple[int, ...], start: Callable[[], Work | None], may_break: bool = False
-    ) -> Work | None:
+    ) -> _Watched | None:
         """Start a collective of some ranks, which one of them may leave, and watch over it."""
         assert self._watch is not None, "an open session of several ranks has one"
         passage = self._watch.enter(ranks, may_break)
@@ -203,8 +203,11 @@ class _Watched:
         self._work, self._watch, self._passage = work, watch, passage
 
     def wait(self) -> None:
+        self.wait_for(self._work)
+
+    def wait_for(self, part: Work) -> None:
         with self._watch.waiting(self._passage):
-            self._work.wait()
+            part.wait()
 
 
 def check_apart(devices: Mapping[int, str]) -> None:

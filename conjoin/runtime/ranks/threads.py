@@ -38,18 +38,23 @@ class ThreadMessages:
     """Messages of threads under way."""
 
     def __init__(self, board: Board, rank: int, messages: Sequence[Message]) -> None:
-        self._board, self._rank, self._messages = board, rank, list(messages)
+        self._board, self._rank, self._messages = board, rank, messages
+        self._num_over = 0
 
-    def wait(self) -> None:
-        while self._messages:
-            self._board.receive(self._messages.pop(0), self._rank)
+    def wait(self, count: int | None = None) -> None:
+        end = len(self._messages) if count is None else count
+        while self._num_over < end:
+            self._board.receive(self._messages[self._num_over], self._rank)
+            self._num_over += 1
 
     def is_over(self) -> bool:
-        return all(message.is_delivered for message in self._messages)
+        return all(message.is_delivered for message in self._messages[self._num_over :])
 
 
 class ThreadChannel:
     """Single messages between the threads of this process."""
+
+    are_apart = True
 
     def __init__(self, name: str, rank: int, board: Board) -> None:
         self._name, self._rank, self._board = name, rank, board
