@@ -98,7 +98,10 @@ def _show(plan: Plan | Pipeline, result: Verdict, as_json: bool) -> None:
         typer.echo(line)
     if plan.graph.loss is None:
         typer.echo("the model has no loss: compared was the mean of its squared outputs, with its gradients")
-    does, can = ("trains", "train") if plan.graph.loss is not None else ("computes", "compute")
+    trains = plan.graph.loss is not None and any(leaf.trainable for leaf in plan.graph.leaves)
+    if plan.graph.loss is not None and not trains:
+        typer.echo("the model has no weights to train: compared was its loss")
+    does, can = ("trains", "train") if trains else ("computes", "compute")
     verb = f"{does} exactly like one device" if result.passed else f"does NOT {can} like one device"
     tolerance = f"relative tolerance {rooms.runtime.TOLERANCE:.0e}"
     typer.echo(f"{'verified' if result.passed else 'refuted'}: the plan {verb} ({tolerance})")

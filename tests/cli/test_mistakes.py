@@ -52,6 +52,10 @@ def classes():
     return Classes(4, 3), torch.ones(2, 4)
 
 
+def frozen():
+    return nn.Linear(4, 3).requires_grad_(False), (torch.ones(2, 4), torch.ones(2, 3)), nn.functional.mse_loss
+
+
 def loss_of_classes():
     return nn.Linear(4, 3), torch.ones(2, 4), lambda scores: scores.argmax()
 
@@ -332,6 +336,12 @@ def test_what_was_verified_of_integers_is_said(plan: Path, run: Run) -> None:
     shown = run("verify", "classes.json", "mine.py:classes", "--steps", "2")
     assert shown.code == 0 and "plan trains" not in shown.out and "has no loss: compared was" in shown.out
     assert "verified: the plan computes exactly like one device" in shown.out
+
+
+def test_what_has_nothing_to_train_is_not_said_to_train(plan: Path, run: Run) -> None:
+    run("plan", "mine.py:frozen", "--machine", "local:2", "--strategy", "data-parallel", "-o", "frozen.json")
+    shown = run("verify", "frozen.json", "mine.py:frozen", "--steps", "2")
+    assert shown.code == 0 and "no weights to train" in shown.out and "plan trains" not in shown.out
 
 
 def test_a_parameter_that_nobody_uses_stays_as_it_is(plan: Path, run: Run) -> None:
