@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from conjoin.search.contest import Contest, Entry, Heavy, Outcome, Variant
+from conjoin.search.contest import Contest, Entry, Heavy, Variant, add_to_front
 from conjoin.search.exact.elimination import Solution
 from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.space import LEAST_PRICE, OVERLAPS
@@ -39,12 +39,12 @@ def relieve_front(contest: Contest, left: Callable[[], float]) -> None:
     """Relieve what is faster than the best but does not fit, the fastest first; while nothing fits the smallest."""
     while left() > 0 and (new := [heavy for heavy in contest.front if _is_worth(contest, heavy)]):
         heavy = min(new, key=lambda heavy: heavy.peak_bytes if contest.best is None else heavy.seconds)
-        contest.tell(f"{heavy.entry.name}, some of it run again or on the host")
-        relieve(contest, Outcome(heavy.entry, contest.simulate(heavy.entry), heavy.seconds, heavy.peak_bytes), left)
+        contest.tell(f"{heavy.outcome.entry.name}, some of it run again or on the host")
+        relieve(contest, heavy.outcome, left)
 
 
 def _is_worth(contest: Contest, heavy: Heavy) -> bool:
-    return heavy.seconds < contest.least_seconds and heavy.entry not in contest.relieved
+    return heavy.seconds < contest.least_seconds and heavy.outcome.entry not in contest.relieved
 
 
 def explore_front(search: JointSearch, variant: Variant, units: Units, left: Callable[[], float]) -> None:
@@ -72,18 +72,18 @@ class _Front:
     left: Callable[[], float]
     known: set[Values] = field(default_factory=set)
     """What was entered."""
-    points: list[tuple[float, int, Values]] = field(default_factory=list)
-    """Seconds and bytes, of which none is both slower and larger than another."""
+    points: dict[Heavy, Values] = field(default_factory=dict)
+    """What none of the others beats."""
 
     def go(self, starts: Sequence[Values]) -> None:
         """From plan to plan, those first that come nearest to fitting for their seconds."""
         for values in starts:
             self._enter(values)
-        done: set[Values] = set()
-        while new := [point for point in self.points if point[2] not in done and self._may_win(point[0])]:
-            _, _, values = min(new, key=lambda point: point[0] * max(1.0, point[1] / self.contest.capacity))
-            done.add(values)
-            for other in self._neighbours(values):
+        done: set[Heavy] = set()
+        while new := [point for point in self.points if point not in done and self._may_win(point.seconds)]:
+            nearest = min(new, key=lambda point: point.seconds * max(1.0, point.peak_bytes / self.contest.capacity))
+            done.add(nearest)
+            for other in self._neighbours(self.points[nearest]):
                 if self.left() <= 0:
                     self.contest.cut_short = True
                     return
@@ -107,9 +107,6 @@ class _Front:
         layouts, regathered = self.problem.layouts(solution)
         entry = Entry(self.name, self.variant, layouts, regathered, self.problem.segments(solution))
         found = self.contest.enter(entry)
-        if found.peak_bytes is None:  # slower than the best
-            return
-        new = found.seconds, found.peak_bytes, values
-        if not any(old[0] <= new[0] and old[1] <= new[1] for old in self.points):
-            self.points = [old for old in self.points if old[0] < new[0] or old[1] < new[1]]
-            self.points.append(new)
+        if found.peak_bytes is not None:  # else it is slower than the best
+            front = add_to_front(list(self.points), self.contest.weigh(found))
+            self.points = {point: self.points.get(point, values) for point in front}
