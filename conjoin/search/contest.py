@@ -7,7 +7,7 @@ the search itself believes. A contest begins with the named strategies; a search
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -231,7 +231,7 @@ class Contest:
     """Of what does not fit and was faster than the best, those of which no other is both faster and smaller, or which
     can be made to fit where no such other one can."""
     relieved: list[Entry] = field(default_factory=list)
-    """What was tried with something of it run again or on the host."""
+    """What was tried with something of it run again or on the host, or cannot be."""
     baseline: Outcome | None = None
     """The best of the named strategies."""
     pipeline: PipelinePrediction | None = None
@@ -257,6 +257,8 @@ class Contest:
     started: float = field(default_factory=perf_counter)
     cpu_started: float = field(default_factory=process_time)
     _drafts: dict[tuple[Classes, int, int], Drafts] = field(default_factory=dict)
+    _relieved: dict[Hashable, bool] = field(default_factory=dict)
+    """Whether plans fit with much of them elsewhere, by their seconds and bytes and by how leaves are stored."""
 
     def __post_init__(self) -> None:
         self.steps_given = self.steps_left
@@ -448,7 +450,11 @@ class Contest:
     def _fits_relieved(self, outcome: Outcome) -> bool:
         if outcome.entry.segments or outcome.entry.offloads:  # it is relieved as it is
             return (outcome.peak_bytes or 0) <= self.capacity
-        return outcome.simulation.fits_relieved(self.capacity, self.optimizer, self.machine.device)
+        alike = outcome.seconds, outcome.peak_bytes, *sorted(outcome.entry.layouts.leaves.items())
+        if alike not in self._relieved:  # random changes come to the same plans again and again
+            found = outcome.simulation.fits_relieved(self.capacity, self.optimizer, self.machine.device)
+            self._relieved[alike] = found
+        return self._relieved[alike]
 
     def _keep_near(self, entry: Entry, seconds: float, allowed: bool) -> None:
         """Keep an entry where it is among the fastest; of those laid out alike the first."""

@@ -12,13 +12,15 @@ so far (`relieve_front`, `relieving.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from conjoin.search.contest import Contest, Entry, Heavy, Variant, add_to_front
 from conjoin.search.exact.elimination import Solution
+from conjoin.search.exact.following import Following
 from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.space import LEAST_PRICE, OVERLAPS
 from conjoin.search.exact.units import Units, shown
@@ -57,8 +59,7 @@ def explore_front(search: JointSearch, variant: Variant, units: Units, left: Cal
     made = (search.problem(variant, units, objective, with_dominated=True) for objective in objectives)
     problems = [problem for problem in takewhile(lambda _: left() > 0, made) if problem is not None]
     if problems:
-        front = _Front(contest, variant, problems[0], f"joint search, {shown(units)}", left)
-        front.go([problem.solve().values for problem in problems])
+        _Front(contest, variant, problems, f"joint search, {shown(units)}", left).go()
 
 
 @dataclass
@@ -67,7 +68,8 @@ class _Front:
 
     contest: Contest
     variant: Variant
-    problem: Problem
+    problems: Sequence[Problem]
+    """The same variables, for several prices of a byte."""
     name: str
     left: Callable[[], float]
     known: set[Values] = field(default_factory=set)
@@ -75,37 +77,64 @@ class _Front:
     points: dict[Heavy, Values] = field(default_factory=dict)
     """What none of the others beats."""
 
-    def go(self, starts: Sequence[Values]) -> None:
-        """From plan to plan, those first that come nearest to fitting for their seconds."""
-        for values in starts:
+    def go(self) -> None:
+        """From plan to plan; in larger steps from where small ones lead no further."""
+        for problem in self.problems:
+            self._enter(problem.solve().values)
+        small, large = set[Heavy](), set[Heavy]()
+        while self.left() > 0:
+            if nearest := self._nearest(small):
+                self._enter_all(self._neighbours(self.points[nearest]))
+                small.add(nearest)
+            elif nearest := self._nearest(large):
+                self._enter_all(self._followed(self.points[nearest]))
+                large.add(nearest)
+            else:
+                return
+        self.contest.cut_short = True
+
+    def _nearest(self, done: Set[Heavy]) -> Heavy | None:
+        """Of what may still win that which comes nearest to fitting for its seconds."""
+        new = (point for point in self.points if point not in done and self._may_win(point.seconds))
+        return min(new, key=lambda p: p.seconds * max(1.0, p.peak_bytes / self.contest.capacity), default=None)
+
+    def _enter_all(self, some: Iterable[Values]) -> None:
+        for values in some:
+            if self.left() <= 0:
+                return
             self._enter(values)
-        done: set[Heavy] = set()
-        while new := [point for point in self.points if point not in done and self._may_win(point.seconds)]:
-            nearest = min(new, key=lambda point: point.seconds * max(1.0, point.peak_bytes / self.contest.capacity))
-            done.add(nearest)
-            for other in self._neighbours(self.points[nearest]):
-                if self.left() <= 0:
-                    self.contest.cut_short = True
-                    return
-                self._enter(other)
 
     def _may_win(self, seconds: float) -> bool:
         return seconds < self.contest.seconds_to_beat
 
     def _neighbours(self, values: Values) -> Iterator[Values]:
-        hubs = {self.problem.variable[root] for root in self.problem.hubs}  # how a tensor comes to readers is no layout
-        for variable in (found for found in range(len(values)) if found not in hubs):
-            for value in range(self.problem.sizes[variable]):
+        """What differs in one value."""
+        for variable in (found for found in range(len(values)) if found not in self.hubs):
+            for value in range(self.problems[0].sizes[variable]):
                 yield (*values[:variable], value, *values[variable + 1 :])
 
+    def _followed(self, values: Values) -> Iterator[Values]:
+        """What differs in the choice of an operator, and in what is next to it as it is then best, by each price."""
+        for problem in self.problems:
+            tables = Following(problem)
+            for position in range(problem.num_operators):
+                for value in range(problem.sizes[position]):
+                    yield from tables.follow(values, position, value)
+
+    @cached_property
+    def hubs(self) -> set[int]:
+        """How a tensor comes to its readers is no layout."""
+        return {self.problems[0].variable[root] for root in self.problems[0].hubs}
+
     def _enter(self, values: Values) -> None:
-        if values in self.known:
+        laid_out = tuple(value for variable, value in enumerate(values) if variable not in self.hubs)
+        if laid_out in self.known:
             return
-        self.known.add(values)
+        self.known.add(laid_out)
         self.contest.check(f"{self.name}, near what does not fit")
         solution = Solution(values, 0.0, is_exact=False)
-        layouts, regathered = self.problem.layouts(solution)
-        entry = Entry(self.name, self.variant, layouts, regathered, self.problem.segments(solution))
+        layouts, regathered = self.problems[0].layouts(solution)
+        entry = Entry(self.name, self.variant, layouts, regathered, self.problems[0].segments(solution))
         found = self.contest.enter(entry)
         if found.peak_bytes is not None:  # else it is slower than the best
             front = add_to_front(list(self.points), self.contest.weigh(found))

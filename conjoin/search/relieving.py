@@ -34,12 +34,15 @@ _SLOWER = 1.05
 
 
 def relieve(contest: Contest, outcome: Outcome, left: Callable[[], float] = lambda: 1.0) -> None:
-    """Enter a plan that does not fit again, with segments run again until it does; while there is time left for it."""
+    """Enter a plan that does not fit again, with segments run again until it does; while there is time left for it.
+
+    Whatever comes of it, it is not to be tried again.
+    """
     start = as_variant(outcome)
+    contest.relieved.append(outcome.entry)
     if not without_places([start]):  # who does not run an operator would not run its segment again
         return
     entry = replace(start.entry, segments=(), offloads=NOTHING_OFFLOADED)
-    contest.relieved.append(outcome.entry)
     heavy = relieve_by_inputs(contest, entry, left) if not start.entry.offloads.inputs else []
     _relieve_further(contest, entry, outcome, left)
     for streamed in heavy:
