@@ -452,8 +452,8 @@ class Contest:
             return (outcome.peak_bytes or 0) <= self.capacity
         alike = outcome.seconds, outcome.peak_bytes, *sorted(outcome.entry.layouts.leaves.items())
         if alike not in self._relieved:  # random changes come to the same plans again and again
-            found = outcome.simulation.fits_relieved(self.capacity, self.optimizer, self.machine.device)
-            self._relieved[alike] = found
+            found = outcome.simulation.relieved_bytes(self.optimizer, self.machine.device)
+            self._relieved[alike] = found <= self.capacity
         return self._relieved[alike]
 
     def _keep_near(self, entry: Entry, seconds: float, allowed: bool) -> None:

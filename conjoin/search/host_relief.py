@@ -27,12 +27,11 @@ def relieve_by_host(contest: Contest, entry: Entry, program: Program, left: Call
     states: list[_Item] = [leaf.name for leaf in sorted(trained, key=lambda leaf: -leaf.type.bytes)]
     kept = sorted(kept_tensors(program, kind), key=lambda tensor: -tensor.num_bytes)
     tensors: list[_Item] = [tensor.made for tensor in kept]
-    orders = ([*states, *tensors], [*tensors, *states]) if tensors else (states,)
-    if not _may_fit(contest, entry, orders[0]):
-        if not tensors or not _may_fit(contest, entry, states):  # tensors on their way are there for a while
-            return
-        orders = (states,)
-    for items in orders:
+    every = _with(entry, [*states, *tensors])
+    found = contest.judge(every, contest.simulate(every))
+    if found.peak_bytes is not None and found.peak_bytes > contest.capacity:
+        return
+    for items in ([*states, *tensors], [*tensors, *states]) if tensors else (states,):
         _enter_fewest(contest, entry, items, left)
 
 
@@ -51,15 +50,13 @@ def _enter_fewest(contest: Contest, entry: Entry, items: Sequence[_Item], left: 
     too_few, enough = 0, len(items)
     while enough - too_few > 1 and left() > 0:
         tried = (too_few + enough) // 2
-        too_few, enough = (too_few, tried) if _may_fit(contest, entry, items[:tried]) else (tried, enough)
-
-
-def _may_fit(contest: Contest, entry: Entry, items: Sequence[_Item]) -> bool:
-    """Whether an entry, which is entered, fits with some items on the host, or is slower than the best anyway."""
-    made = _with(entry, items)
-    contest.tell(made.name)
-    found = contest.judge(made, contest.simulate(made))
-    return found.peak_bytes is None or found.peak_bytes <= contest.capacity
+        made = _with(entry, items[:tried])
+        contest.tell(made.name)
+        found = contest.judge(made, contest.simulate(made))
+        if found.peak_bytes is not None and found.peak_bytes > contest.capacity:
+            too_few = tried
+        else:
+            enough = tried
 
 
 def _with(entry: Entry, items: Sequence[_Item]) -> Entry:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 from conjoin.comm import run_again
@@ -26,7 +26,7 @@ from conjoin.sim.parameter_uses import ParameterUses, bundle_uses
 from conjoin.sim.periods import last_tick
 from conjoin.sim.prices import Prices
 from conjoin.sim.program import NOTHING_OFFLOADED, Change, Program, task_numbers
-from conjoin.sim.reliefs import reliefs
+from conjoin.sim.relieved import relieved
 from conjoin.sim.short_steps import repeats, short_program
 from conjoin.sim.skeleton import Layouts, Skeleton, take_apart
 from conjoin.sim.symmetry import Classes
@@ -72,16 +72,10 @@ class Simulation:
         found = None if self.short is None else measure_peak(self.short, optimizer, kind)
         return measure_memory(self.program, optimizer, kind).peak if found is None else found
 
-    def fits_relieved(self, num_bytes: int, optimizer: str, kind: str) -> bool:
-        """Whether a device of a kind holds no more than so many bytes at once where much of it is elsewhere."""
-        told = self.short is not None
-        for relieved in reliefs(self.short or self.program, kind):
-            peak = measure_peak(relieved, optimizer, kind) if told else measure_memory(relieved, optimizer, kind).peak
-            if peak is None:
-                return replace(self, short=None).fits_relieved(num_bytes, optimizer, kind)
-            if peak <= num_bytes:
-                return True
-        return False
+    def relieved_bytes(self, optimizer: str, kind: str) -> int:
+        """The same where all is elsewhere that can be."""
+        found = None if self.short is None else measure_peak(relieved(self.short, kind), optimizer, kind)
+        return measure_memory(relieved(self.program, kind), optimizer, kind).peak if found is None else found
 
     @property
     def seconds(self) -> float:
