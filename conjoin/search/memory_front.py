@@ -3,11 +3,13 @@
 A price of a byte finds the corners of that front, and not all of them: its tables count what is held all the time, not
 what is there for a moment, and parts of a model that are alike do the same for every price. So small models go on from
 the corners: from every plan on the front to those that differ in one choice, in how one parameter is stored or in what
-one block runs again, and from what they add to the front again (`explore_front`).
+one block runs again, and from what they add to the front again. Where that leads no further, an operator is laid out
+otherwise together with what is next to it, which alone would be worse (`explore_front`).
 
 Which plan of the front is the fastest once it fits is not to be seen from either figure: what is held all the time can
-lie on the host or be made again, what is there for a moment cannot. So all are relieved that are faster than the best
-so far (`relieve_front`, `relieving.py`).
+lie on the host or be made again, what is there for a moment cannot. So a plan that can be made to fit stays beside
+faster and smaller ones that cannot (`Heavy.beats`), and all are relieved that are faster than the best so far
+(`relieve_front`, `relieving.py`).
 """
 
 from __future__ import annotations
