@@ -10,17 +10,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from conjoin.search.contest import Contest
+from conjoin.search.relieving import relieve
 from conjoin.search.variants import without_plan
 
 COUNTS = (2, 4, 8)
 """More are tried only where fewer were better than none."""
 _NEAR = 1.1
 """How much slower than the best a plan may be to be tried in chunks."""
+_FOR_FITTING = 0.3
+"""The part of the time left in which one of them is made to fit."""
 
 
 def try_chunks(contest: Contest) -> None:
     """Enter the best plan, and those near it, again with their products in chunks, in more of them as long as that is
-    better: another plan may win by more."""
+    better: another plan may win by more. What is faster so but does not fit is relieved."""
     best = contest.best
     if best is None:
         return
@@ -29,6 +32,9 @@ def try_chunks(contest: Contest) -> None:
         start = without_plan(entry)
         for count in COUNTS if start.chunks == 1 else ():
             contest.check(f"products in {count} chunks")
+            before = contest.best
             found = contest.enter(replace(start, name=f"{start.name}, {count} chunks", chunks=count))
-            if contest.best is not found:
+            if (found.peak_bytes or 0) > contest.capacity:
+                relieve(contest, found, contest.share(_FOR_FITTING))
+            if contest.best is before:
                 break

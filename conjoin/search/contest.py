@@ -7,10 +7,10 @@ the search itself believes. A contest begins with the named strategies; a search
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import inf
 from time import perf_counter, process_time
 
@@ -159,13 +159,24 @@ class Outcome:
     """None where memory was not asked: the entry is slower than one that fits."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Heavy:
-    """An entry that does not fit, with what it takes."""
+    """An outcome beside others where memory decides."""
 
+    outcome: Outcome
     seconds: float
     peak_bytes: int
-    entry: Entry
+    ask: Callable[[Outcome], bool]
+
+    @cached_property
+    def can_fit(self) -> bool:
+        """Whether it fits once all is on the host that can be: what is there for a moment cannot."""
+        return self.ask(self.outcome)
+
+    def beats(self, other: Heavy) -> bool:
+        """Whether it is as fast and as small, and can be made to fit if the other one can."""
+        is_less = self.seconds <= other.seconds and self.peak_bytes <= other.peak_bytes
+        return is_less and (self.can_fit or not other.can_fit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +228,10 @@ class Contest:
     smallest: Outcome | None = None
     """The entry that needs the least memory of those that do not fit, while none does."""
     front: list[Heavy] = field(default_factory=list)
-    """Of what does not fit and was faster than the best, those of which no other is both faster and smaller."""
+    """Of what does not fit and was faster than the best, those of which no other is both faster and smaller, or which
+    can be made to fit where no such other one can."""
     relieved: list[Entry] = field(default_factory=list)
-    """What was tried with something of it run again or on the host."""
+    """What was tried with something of it run again or on the host, or cannot be."""
     baseline: Outcome | None = None
     """The best of the named strategies."""
     pipeline: PipelinePrediction | None = None
@@ -245,6 +257,8 @@ class Contest:
     started: float = field(default_factory=perf_counter)
     cpu_started: float = field(default_factory=process_time)
     _drafts: dict[tuple[Classes, int, int], Drafts] = field(default_factory=dict)
+    _relieved: dict[Hashable, bool] = field(default_factory=dict)
+    """Whether plans fit with much of them elsewhere, by their seconds and bytes and by how leaves are stored."""
 
     def __post_init__(self) -> None:
         self.steps_given = self.steps_left
@@ -412,7 +426,7 @@ class Contest:
             self.history.append(Improvement(self.elapsed, seconds, entry.name))
         else:
             if not entry.segments and not entry.offloads:
-                self._keep_on_front(Heavy(seconds, peak, entry))
+                self._keep_on_front(outcome)
             if self.smallest is None or self.smallest.peak_bytes is None or peak < self.smallest.peak_bytes:
                 self.smallest = outcome
         return outcome
@@ -422,13 +436,25 @@ class Contest:
         """Whether something is faster than the best, by more than plans differ that are alike, but does not fit."""
         return any(heavy.seconds * SIMPLER < self.least_seconds for heavy in self.front)
 
-    def _keep_on_front(self, new: Heavy) -> None:
-        """Keep what does not fit unless something is as fast and as small; of many the fastest, and the smallest."""
-        if any(old.seconds <= new.seconds and old.peak_bytes <= new.peak_bytes for old in self.front):
-            return
-        kept = [old for old in self.front if old.seconds < new.seconds or old.peak_bytes < new.peak_bytes]
-        self.front = sorted([*kept, new], key=lambda heavy: heavy.seconds)
-        del self.front[_ON_FRONT:-1]
+    def _keep_on_front(self, outcome: Outcome) -> None:
+        """Keep what does not fit unless something beats it; of many the fastest, and the smallest."""
+        found = add_to_front(self.front, self.weigh(outcome))
+        least = min(found, key=lambda heavy: heavy.peak_bytes)
+        self.front = [heavy for i, heavy in enumerate(found) if i < _ON_FRONT or heavy is least]
+
+    def weigh(self, outcome: Outcome) -> Heavy:
+        """An outcome of which memory was asked, to be compared where memory decides."""
+        assert outcome.peak_bytes is not None
+        return Heavy(outcome, outcome.seconds, outcome.peak_bytes, self._fits_relieved)
+
+    def _fits_relieved(self, outcome: Outcome) -> bool:
+        if outcome.entry.segments or outcome.entry.offloads:  # it is relieved as it is
+            return (outcome.peak_bytes or 0) <= self.capacity
+        alike = outcome.seconds, outcome.peak_bytes, *sorted(outcome.entry.layouts.leaves.items())
+        if alike not in self._relieved:  # random changes come to the same plans again and again
+            found = outcome.simulation.relieved_bytes(self.optimizer, self.machine.device)
+            self._relieved[alike] = found <= self.capacity
+        return self._relieved[alike]
 
     def _keep_near(self, entry: Entry, seconds: float, allowed: bool) -> None:
         """Keep an entry where it is among the fastest; of those laid out alike the first."""
@@ -451,6 +477,13 @@ class Contest:
         segments, regathered = recomputed_segments(plan), regathered_parameters(plan)
         entry = Entry(plan.strategy, variant, layouts, regathered, segments, offloads_of(plan), plan)
         return self.enter(entry) if is_counted else self.judge(entry, self.simulate(entry))
+
+
+def add_to_front(front: Sequence[Heavy], new: Heavy) -> list[Heavy]:
+    """The fastest first, with a new one unless it is beaten, and without those that it beats."""
+    if any(old.beats(new) for old in front):
+        return list(front)
+    return sorted([*(old for old in front if not new.beats(old)), new], key=lambda heavy: heavy.seconds)
 
 
 def _with_asked_segments(entry: Entry) -> Entry:

@@ -1,7 +1,9 @@
-"""Plans that do not fit a GPU, with inputs on the host during the step: features and edges of a graph, say.
+"""Plans that do not fit, with less of their inputs on each device.
 
-They are copied block by block whenever they are read, which takes longer than anything else that frees as much. Inputs
-are few, so that every choice of the large ones is tried; what then still does not fit is relieved further.
+Named strategies may give the whole of an input to devices that read a piece of it each: such a piece is enough. On one
+GPU inputs may lie on the host during the step: features and edges of a graph, say. They are copied block by block
+whenever they are read, which takes longer than anything else that frees as much. Inputs are few, so that every choice
+of the large ones is tried; what then still does not fit is relieved further.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from itertools import combinations
 
 from conjoin.ir import LeafKind, streamable_inputs
 from conjoin.search.contest import Contest, Entry, Outcome
+from conjoin.search.exact.problem import given_layout
 
 _SMALL = 50
 """An input that is no more than this part of the capacity frees nothing that matters."""
@@ -39,6 +42,20 @@ def relieve_by_inputs(contest: Contest, entry: Entry, left: Callable[[], float])
             found.append(contest.judge(made, contest.simulate(made)))
     heavy = [outcome for outcome in found if (outcome.peak_bytes or 0) > contest.capacity]
     return sorted(heavy, key=lambda outcome: outcome.seconds)[: _FURTHER - 1] + heavy[-1:]
+
+
+def inputs_in_pieces(entry: Entry) -> Entry | None:
+    """An entry with every input in the pieces in which all that read it do; None where that is so already."""
+    skeleton, layouts = entry.variant.skeleton, entry.layouts
+    pieces = {}
+    for root, stored in layouts.leaves.items():
+        leaf, readers = skeleton.roots[root].leaf, skeleton.readers[root]
+        if leaf is not None and leaf.kind is LeafKind.INPUT and not stored:
+            pieces[root] = given_layout([layouts.choices[position].operands[operand] for position, operand in readers])
+    if not any(pieces.values()):
+        return None
+    cut = replace(layouts, leaves={**layouts.leaves, **pieces})
+    return replace(entry, name=f"{entry.name}, inputs in pieces", layouts=cut)
 
 
 def _with(entry: Entry, inputs: frozenset[str]) -> Entry:

@@ -19,7 +19,7 @@ from itertools import accumulate
 from conjoin.ir import Segment
 from conjoin.search.contest import NOTHING_OFFLOADED, Contest, Entry, Outcome
 from conjoin.search.host_relief import relieve_by_host
-from conjoin.search.input_relief import relieve_by_inputs
+from conjoin.search.input_relief import inputs_in_pieces, relieve_by_inputs
 from conjoin.search.memory_chain import relieve_by_chains
 from conjoin.search.placing_branches import without_places
 from conjoin.search.variants import as_variant
@@ -34,12 +34,23 @@ _SLOWER = 1.05
 
 
 def relieve(contest: Contest, outcome: Outcome, left: Callable[[], float] = lambda: 1.0) -> None:
-    """Enter a plan that does not fit again, with segments run again until it does; while there is time left for it."""
+    """Enter a plan that does not fit again, with segments run again until it does; while there is time left for it.
+
+    Whatever comes of it, it is not to be tried again.
+    """
     start = as_variant(outcome)
+    contest.relieved.append(outcome.entry)
     if not without_places([start]):  # who does not run an operator would not run its segment again
         return
     entry = replace(start.entry, segments=(), offloads=NOTHING_OFFLOADED)
-    contest.relieved.append(outcome.entry)
+    pieces = inputs_in_pieces(entry)
+    if pieces is not None and contest.allows(pieces):
+        contest.relieved.append(pieces)
+        found = contest.judge(pieces, contest.simulate(pieces))
+        if contest.best is found:
+            return
+        if found.seconds <= outcome.seconds:
+            entry, outcome = pieces, found
     heavy = relieve_by_inputs(contest, entry, left) if not start.entry.offloads.inputs else []
     _relieve_further(contest, entry, outcome, left)
     for streamed in heavy:

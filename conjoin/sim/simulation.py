@@ -26,6 +26,7 @@ from conjoin.sim.parameter_uses import ParameterUses, bundle_uses
 from conjoin.sim.periods import last_tick
 from conjoin.sim.prices import Prices
 from conjoin.sim.program import NOTHING_OFFLOADED, Change, Program, task_numbers
+from conjoin.sim.relieved import relieved
 from conjoin.sim.short_steps import repeats, short_program
 from conjoin.sim.skeleton import Layouts, Skeleton, take_apart
 from conjoin.sim.symmetry import Classes
@@ -70,6 +71,11 @@ class Simulation:
         """The most that a device of a kind holds at once."""
         found = None if self.short is None else measure_peak(self.short, optimizer, kind)
         return measure_memory(self.program, optimizer, kind).peak if found is None else found
+
+    def relieved_bytes(self, optimizer: str, kind: str) -> int:
+        """The same where all is elsewhere that can be."""
+        found = None if self.short is None else measure_peak(relieved(self.short, kind), optimizer, kind)
+        return measure_memory(relieved(self.program, kind), optimizer, kind).peak if found is None else found
 
     @property
     def seconds(self) -> float:

