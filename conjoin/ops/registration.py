@@ -139,8 +139,8 @@ def _check_true(spec: OpSpec) -> None:
     except CheckFailed as error:
         raise DeclarationError(
             f"The operator {spec.name} was declared as {said}. That is not so: {error}. Correct the notation: an index "
-            f"that must stay whole is written with '!', as in 'b t! -> b t!', and only operands that the output is "
-            f"linear in stand among the terms."
+            f"that must stay whole is written with '!', as in 'b t! -> b t!', and terms are products that add up to "
+            f"the output, each with all its factors; one with a factor that it is not linear in is left out."
         ) from None
     except (CannotTry, NotationError) as error:
         raise DeclarationError(
