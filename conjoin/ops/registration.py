@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from random import Random
 from types import MappingProxyType
 from typing import Any
@@ -65,6 +66,7 @@ def register_operator(  # noqa: PLR0913 – what may be said of an operator
         name, index, sample, terms=terms, dtype=dtype, flops=flops, follows=follows, local=local, expansion=expansion,
         domain=domain, constants=constants, smooth=smooth,
     )  # fmt: skip
+    _check_names(spec)
     _check_true(spec)
     declare(spec, sys._getframe(1).f_globals.get("__name__", ""))
     return spec
@@ -129,6 +131,25 @@ def _check_kind(name: str) -> None:
             f"The operator {name} was declared to be split. It {what}, and no part of it can be compared with the "
             f"whole. Leave it undeclared, and it runs the same on every device."
         )
+
+
+def _check_names(spec: OpSpec) -> None:
+    """What is said of a parameter that the operator has not would be said of nothing."""
+    has = [parameter.name for parameter in signature(spec.name).parameters]
+    said = {
+        "terms": spec.terms.replace("+", " ").replace("*", " ").split() if isinstance(spec.terms, str) else (),
+        "sample": spec.sample if isinstance(spec.sample, Mapping) else (),
+        "follows": spec.follows,
+        "constants": spec.constants,
+    }
+    for what, names in said.items():
+        for name in names:
+            if name not in has:
+                near = get_close_matches(name, has, 1)
+                raise DeclarationError(
+                    f"The operator {spec.name} was declared with {what} of {name[:40]!r}. It takes {', '.join(has)}, "
+                    f"and nothing of that name. {f'Did you mean {near[0]}?' if near else 'Name what it takes.'}"
+                )
 
 
 def _check_true(spec: OpSpec) -> None:

@@ -174,6 +174,11 @@ UNTRIED: dict[str, tuple[Callable[[], object], str]] = {
     "unknown": (lambda: register_operator("conjoin_tests::no_such", "... -> ..."), "has no operator"),
     "no notation": (lambda: register_operator(scan, "b t c"), "has no '->'"),
     "never split": (lambda: register_operator(scan, "b t! c, c -> b t! c", sample=ones), "the index b was never"),
+    "no such term": (lambda: register_operator(scan, "b t! c, c -> b t! c", terms="y"), "takes x, decay, and nothing"),
+    "no such attribute": (
+        lambda: register_operator(doubled, "b -> b", sample={"tims": (2,)}), "sample of 'tims'.* Did you mean times?"
+    ),
+    "no such constant": (lambda: register_operator(centred, "b! c -> b! c", constants=("z",)), "with constants of 'z'"),
     "ranks": (lambda: register_operator(scan, "b, c -> b c"), "could not be put to the test"),
 }
 
