@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -216,8 +216,13 @@ def _import_file(path: Path) -> Any:
     place, stamp = path.resolve(), path.stat().st_mtime_ns
     if place in _imported and _imported[place][0] == stamp:
         return _imported[place][1]  # what it registers is registered once
+    held = sys.modules.get(path.stem)
+    is_this = held is not None and _file_of(held) == place
+    if is_this and place not in _imported:  # by its name, as with --import
+        _imported[place] = stamp, held
+        return held
     # A user's file may be called like a module in use: it must not take that one's place.
-    name = path.stem if path.stem not in sys.modules else f"{path.stem} of {place}"
+    name = path.stem if held is None or is_this else f"{path.stem} of {place}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{path} is not a Python file. A model is named path/to/file.py:function. Name a file in .py.")
@@ -231,6 +236,10 @@ def _import_file(path: Path) -> Any:
         raise
     _imported[place] = stamp, module
     return module
+
+
+def _file_of(module: ModuleType) -> Path | None:
+    return None if module.__file__ is None else Path(module.__file__).resolve()
 
 
 _imported: dict[Path, tuple[int, Any]] = {}

@@ -128,9 +128,11 @@ def plan_command(
     answer = replace(answer, plan=replace(answer.result.plan, precision=_text(asked) or ""))
     if output is not None:
         answer.made.save(output)
+    hints = _stages_left_out(graph, chosen, wish)
     if asked is None and not as_json and not model.endswith(".json"):
         narrow = lambda wanted: load(precision=wanted)
-        answer = replace(answer, hints=_in_bf16(graph, answer.result, chosen, wish.optimizer, narrow))
+        hints += _in_bf16(graph, answer.result, chosen, wish.optimizer, narrow)
+    answer = replace(answer, hints=hints)
     _show_answer(answer, _notes(answer, graph, chosen, wish.optimizer), launch, as_json)
 
 
@@ -152,6 +154,19 @@ class Launch:
 
 
 _NARROW = "bf16-mixed"
+
+
+def _stages_left_out(graph: Graph, machine: Machine, wish: rooms.search.Wish) -> tuple[str, ...]:
+    """Why a search that would look for pipelines did not, where the model's function can change that."""
+    others = rooms.search.num_beside_loss(graph)
+    bound = wish.search != "joint" or wish.stages is not None or wish.fixed or wish.forbidden_axes
+    if machine.num_devices == 1 or bound or not others:
+        return ()
+    told = "1 tensor" if others == 1 else f"{others} tensors"
+    return (
+        f"{'stages':<12} none were looked for: the model gives {told} beside its loss, a pipeline the loss alone; "
+        f"with a function that gives the loss, as loss=lambda output: output.loss, they are",
+    )
 
 
 def _in_bf16(

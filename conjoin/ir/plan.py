@@ -384,11 +384,12 @@ def check_declared(graph: Graph, undeclared: Mapping[str, str]) -> None:
     """Refuse what splits an operator that nobody has declared here: nothing says that it may be split."""
     split = [node.op for node in graph.nodes if node.op in undeclared and any(type.layout for type in node.types)]
     if split:
-        module = undeclared[split[0]]
+        module, count = undeclared[split[0]], split.count(split[0])
+        calls = "1 call" if count == 1 else f"{count} calls"
         where = f"the module {module} does" if module else "it was declared in a program of its own"
         how = f"Name it with --import {module}, or imports=[{module!r}]" if module else "Declare it before reading"
         raise PlanError(
-            f"The plan of {graph.name} splits the operator {split[0]} ({len(split)} calls), which nobody has declared "
+            f"The plan of {graph.name} splits the operator {split[0]} ({calls}), which nobody has declared "
             f"here: {where}. Without its declaration nothing says that it may be split. {how}."
         )
 

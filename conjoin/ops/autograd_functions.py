@@ -7,6 +7,7 @@ as far as the notation has operands, and behind them of the type of its default 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,7 +33,8 @@ def operator_of(function: Function) -> Callable[..., Any] | None:
 
 def operator_name_of(function: Function) -> str:
     """How the operator of a function is called: `my_package_layers::Scan`."""
-    return f"{function.__module__.replace('.', '_')}::{function.__name__}"
+    namespace = re.sub(r"\W", "_", function.__module__)
+    return f"{namespace}::{function.__name__}"
 
 
 def define_operator(function: Function, index: str, sample: Mapping[str, tuple[Any, ...]]) -> str:

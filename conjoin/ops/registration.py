@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from random import Random
 from types import MappingProxyType
 from typing import Any
@@ -65,6 +66,7 @@ def register_operator(  # noqa: PLR0913 – what may be said of an operator
         name, index, sample, terms=terms, dtype=dtype, flops=flops, follows=follows, local=local, expansion=expansion,
         domain=domain, constants=constants, smooth=smooth,
     )  # fmt: skip
+    _check_names(spec)
     _check_true(spec)
     declare(spec, sys._getframe(1).f_globals.get("__name__", ""))
     return spec
@@ -131,6 +133,25 @@ def _check_kind(name: str) -> None:
         )
 
 
+def _check_names(spec: OpSpec) -> None:
+    """What is said of a parameter that the operator has not would be said of nothing."""
+    has = [parameter.name for parameter in signature(spec.name).parameters]
+    said = {
+        "terms": spec.terms.replace("+", " ").replace("*", " ").split() if isinstance(spec.terms, str) else (),
+        "sample": spec.sample if isinstance(spec.sample, Mapping) else (),
+        "follows": spec.follows,
+        "constants": spec.constants,
+    }
+    for what, names in said.items():
+        for name in names:
+            if name not in has:
+                near = get_close_matches(name, has, 1)
+                raise DeclarationError(
+                    f"The operator {spec.name} was declared with {what} of {name[:40]!r}. It takes {', '.join(has)}, "
+                    f"and nothing of that name. {f'Did you mean {near[0]}?' if near else 'Name what it takes.'}"
+                )
+
+
 def _check_true(spec: OpSpec) -> None:
     said = repr(spec.index) if isinstance(spec.index, str) else "a function of its calls"
     said += f" with the terms {spec.terms!r}" if spec.terms else ""
@@ -139,8 +160,8 @@ def _check_true(spec: OpSpec) -> None:
     except CheckFailed as error:
         raise DeclarationError(
             f"The operator {spec.name} was declared as {said}. That is not so: {error}. Correct the notation: an index "
-            f"that must stay whole is written with '!', as in 'b t! -> b t!', and only operands that the output is "
-            f"linear in stand among the terms."
+            f"that must stay whole is written with '!', as in 'b t! -> b t!', and terms are products that add up to "
+            f"the output, each with all its factors; one with a factor that it is not linear in is left out."
         ) from None
     except (CannotTry, NotationError) as error:
         raise DeclarationError(

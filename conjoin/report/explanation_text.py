@@ -24,10 +24,11 @@ def explanation_summary(found: Explanation) -> list[str]:
     """The header: what the plan is for, what is stored, what is sent."""
     devices = "1 device" if found.mesh.size == 1 else f"{found.mesh.size} devices, axes {found.mesh}"
     stored, whole = format_bytes(found.stored_bytes), format_bytes(found.parameter_bytes)
+    model = f"{found.model.name} {found.model.fingerprint[:16]}".rstrip()  # a stage of a pipeline has no fingerprint
     facts = [
         ("strategy", found.strategy),
         ("mesh", devices),
-        ("model", f"{found.model.name} {found.model.fingerprint[:16]}, {'train' if found.training else 'eval'}"),
+        ("model", f"{model}, {'train' if found.training else 'eval'}"),
         ("machine", f"{found.machine.name} {found.machine.fingerprint.removeprefix('machine-v1:')[:16]}"),
         ("precision", found.precision),
         ("operators", str(len(found.operators))),

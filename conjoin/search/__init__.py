@@ -33,6 +33,7 @@ from conjoin.search.refusing import TooSlow
 from conjoin.search.remembering import Remembered, is_answer
 from conjoin.search.request import Request
 from conjoin.search.searching import open_contest, search_names
+from conjoin.search.stages.entering import num_beside_loss
 from conjoin.search.strategies import PIPELINE, read_request, register_strategy
 from conjoin.search.wishing import DEFAULT_BUDGET, OBJECTIVES, SearchResult, Wish, check_wish
 
@@ -43,6 +44,7 @@ __all__ = [
     "SearchResult", "Space", "Stopped", "Table", "Tables", "TooSlow", "Why", "Wish", "baseline_names", "baselines",
     "branch_and_bound", "canonical", "check_wish", "compare_plans", "confine", "cuts", "find_alternatives", "find_plan",
     "follow", "is_answer", "largest_batches", "layer_depths", "least_machines", "make_groups", "make_pipeline",
-    "make_plan", "name_axes", "open_contest", "pipeline_alike", "place_branches", "plan_alike", "propagate",
-    "read_request", "register_strategy", "search_names", "split_batch", "split_sequences", "strategy_names",
+    "make_plan", "name_axes", "num_beside_loss", "open_contest", "pipeline_alike", "place_branches", "plan_alike",
+    "propagate", "read_request", "register_strategy", "search_names", "split_batch", "split_sequences",
+    "strategy_names",
 ]  # fmt: skip

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from conjoin.cli import models
 from conjoin.ops import catalog
 from conjoin.ops.call_cache import forget_calls
 from tests.cli.conftest import Ran
@@ -86,6 +88,66 @@ def test_what_a_module_registers_is_known_to_commands_and_ranks(
     assert process.returncode == 0, err
     losses = json.loads(out)["losses"]
     assert len(losses) == 2 and losses[1] < losses[0]
+
+
+FUNCTION = """
+import torch
+
+import conjoin
+
+
+class Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x / 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 2
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+conjoin.register_operator(Halved, "... -> ...", terms="x")
+conjoin.register_operator(Doubled, "... -> ...", terms="x")
+
+
+class Model(torch.nn.Linear):
+    def forward(self, x):
+        return Doubled.apply(super().forward(Halved.apply(x))).square().mean()
+
+
+def make():
+    return Model(4, 4), torch.randn(8, 4)
+"""
+
+
+@pytest.mark.parametrize("name", ["cli_tests_function", "json"])
+def test_an_autograd_function_beside_its_model(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Whether its file is imported by its name first, or is called like a module in use."""
+    (folder / f"{name}.py").write_text(FUNCTION)
+    model = f"{name}.py:make"
+    assert run("plan", model, "--machine", "local:2", "--strategy", "data-parallel", "-o", "plan.json").code == 0
+    if name == "json":
+        assert run("verify", "plan.json", model).code == 0
+        return
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(models, "_imported", {})
+    monkeypatch.setattr(catalog, "_OWN", {})  # as in another process, which imports nothing unasked
+    forget_calls()
+    assert f"splits the operator {name}::Halved (1 call)," in run("explain", "plan.json").refused()
+    verified = run("verify", "plan.json", model, "--import", name)
+    assert verified.code == 0, verified.err
 
 
 def test_rules_of_ones_own_go_with_a_search(run: Run, folder: Path) -> None:

@@ -377,3 +377,42 @@ def test_a_plan_that_is_damaged(run: Run, saved: Path, change: Callable[[object]
     bad.write_text(json.dumps(change(json.loads(saved.read_text()))))
     assert told in run("explain", "bad.json").refused()
     assert told in run("diff", "a.json", "bad.json").refused()
+
+
+TWO_OUTPUTS = """
+import torch
+
+class Scores(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y.square().mean(), y
+
+def both():
+    return Scores(), torch.randn(8, 8)
+
+def alone():
+    return Scores(), torch.randn(8, 8), lambda output: output[0]
+"""
+
+
+def test_a_search_says_why_it_looked_for_no_stages(run: Run, tmp_path: Path) -> None:
+    """A pipeline gives the loss alone: what a model gives beside it keeps them out, which nobody would guess."""
+    (tmp_path / "two.py").write_text(TWO_OUTPUTS)
+    ask = lambda made, *more: run("plan", f"two.py:{made}", "--machine", "dgx-h100:1x2", "--budget", "1s", *more)
+    told = ask("both")
+    assert told.code == 0
+    assert "\nstages       none were looked for: the model gives 1 tensor beside its loss" in told.out
+    assert "\nstages " not in ask("alone").out
+    assert "\nstages " not in ask("both", "--stages", "1").out
+    assert "\nstages " not in ask("both", "--forbid-axis", "d0").out
+
+
+def test_stages_are_explained_one_by_one_without_a_fingerprint(run: Run) -> None:
+    asked = ("plan", *MLP, "--strategy", "pipeline:pp=2,micro=2", "-o", "pipeline.json")
+    assert run(*asked).code == 0
+    told = run("explain", "pipeline.json").out
+    assert "\nmodel        stage 0, train\n" in told and "\nmodel        stage 1, train\n" in told

@@ -100,6 +100,24 @@ def test_an_operator_is_named_in_any_way(operator: Any) -> None:
     assert register_operator(operator, "b t! c, c -> b t! c", smooth=False).name == SCAN
 
 
+@torch.library.custom_op("conjoin_tests::energy", mutates_args=())
+def energy(x: Tensor, w: Tensor) -> Tensor:
+    """The sum over time and channels of squares, weighted: linear in the weights, not in x."""
+    return torch.einsum("btc,ck->bk", x.square(), w)
+
+
+energy.register_fake(lambda x, w: x.new_empty(x.shape[0], w.shape[1]))
+
+
+def test_a_term_without_its_factor_is_left_out() -> None:
+    """Summed indices may be split all the same, and what is in both operands with them."""
+    spec = register_operator(energy, "b t c, c k -> b k", smooth=False)
+    call = Call("conjoin_tests::energy", (TensorType((4, 5, 6), torch.float32), TensorType((6, 3), torch.float32)))
+    assert sorted(map(str, sharding_rules(spec, call))) == [
+        "B, B -> B", "B, S(1) -> S(1)", "I, I -> I", "S(0), B -> S(0)", "S(1), B -> P", "S(2), S(0) -> P",
+    ]  # fmt: skip
+
+
 def wrong_part(form: LocalForm) -> Any:
     return form.emit("mul.Scalar", form.run(), 2 if form.pieces else 1)
 
@@ -109,6 +127,10 @@ FALSE: dict[str, tuple[Callable[[], object], str]] = {
     "split channels": (lambda: register_operator(scan, "b t! c, e -> b t! c"), "RuntimeError|output 0"),
     "sums pass decay": (
         lambda: register_operator(scan, "b t! c, c -> b t! c", terms="x decay"), r"\[B, P -> P\].*off by"
+    ),
+    "a factor is missing": (
+        lambda: register_operator(energy, "b t c, c k -> b k", terms="w", smooth=False),
+        r"\[S\(1\), P -> P\] split t at .* off by .* one with a factor that it is not linear in is left out",
     ),
     "summed": (lambda: register_operator(scan, "b t! c, c -> b t!"), r"gives f64\[.*its declaration says f64\["),
     "order": (lambda: register_operator(scan, "b t! c, c -> t! b c"), "its declaration says"),
@@ -152,6 +174,11 @@ UNTRIED: dict[str, tuple[Callable[[], object], str]] = {
     "unknown": (lambda: register_operator("conjoin_tests::no_such", "... -> ..."), "has no operator"),
     "no notation": (lambda: register_operator(scan, "b t c"), "has no '->'"),
     "never split": (lambda: register_operator(scan, "b t! c, c -> b t! c", sample=ones), "the index b was never"),
+    "no such term": (lambda: register_operator(scan, "b t! c, c -> b t! c", terms="y"), "takes x, decay, and nothing"),
+    "no such attribute": (
+        lambda: register_operator(doubled, "b -> b", sample={"tims": (2,)}), "sample of 'tims'.* Did you mean times?"
+    ),
+    "no such constant": (lambda: register_operator(centred, "b! c -> b! c", constants=("z",)), "with constants of 'z'"),
     "ranks": (lambda: register_operator(scan, "b, c -> b c"), "could not be put to the test"),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 
 from conjoin.cost import CostModel
-from conjoin.ir import Pipeline
+from conjoin.ir import Graph, Pipeline
 from conjoin.search.contest import Contest
 from conjoin.search.stages.plans import Judged, Model
 from conjoin.search.stages.search import Over, StageSearch
@@ -26,7 +26,7 @@ def enter_pipeline(contest: Contest, pipeline: Pipeline, costs: CostModel) -> No
 
 def search_stages(contest: Contest, costs: CostModel, stages: int | None = None) -> None:
     """Look for pipelines, all of one number of stages where it is given; the best becomes that of the contest."""
-    if contest.machine.num_devices == 1 or contest.constraints or not _is_trained_by_loss(contest):
+    if contest.machine.num_devices == 1 or contest.constraints or not _is_trained_by_loss(contest.captured):
         return
     trial = "stages" if stages is None else f"{stages} stages"
     if not contest.is_new(trial):
@@ -56,7 +56,10 @@ def search_stages(contest: Contest, costs: CostModel, stages: int | None = None)
         contest.cut_short = True
 
 
-def _is_trained_by_loss(contest: Contest) -> bool:
-    """Whether the model gives a loss and nothing else: all that a pipeline gives."""
-    graph = contest.captured
-    return graph.training and graph.loss is not None and len(graph.outputs) == 1
+def num_beside_loss(graph: Graph) -> int:
+    """What a model that is trained gives beside its loss: a pipeline gives the loss alone."""
+    return len(graph.outputs) - 1 if graph.training and graph.loss is not None else 0
+
+
+def _is_trained_by_loss(graph: Graph) -> bool:
+    return graph.training and graph.loss is not None and not num_beside_loss(graph)
