@@ -20,6 +20,6 @@ from tests.search.everything import compare, try_everything
 )
 def test_nothing_is_faster_than_what_is_found(seed: int) -> None:
     best = try_everything(seed)
-    assert best is not None and best.plans > 150
-    row = compare(best, budget=10.0)
+    assert best is not None and best.plans > (150 if seed == 59 else 300)
+    row = compare(best, budget=5.0)
     assert row.is_as_good, row
