@@ -144,11 +144,20 @@ def _moved_in(have: Sequence[Region], want: Sequence[Region]) -> NDArray[np.int6
 
 
 def _overlaps(some: Sequence[Region], others: Sequence[Region]) -> NDArray[np.int64]:
-    """How many elements each of some regions shares with each of the others."""
+    """How many elements each of some regions shares with each of the others.
+
+    >>> _overlaps([((0, 4), (0, 6))], [((2, 9), (0, 6)), ((4, 9), (0, 6))])
+    array([[12,  0]])
+    """
     one, other = (np.array([region or ((0, 1),) for region in regions], np.int64) for regions in (some, others))
-    low = np.maximum(one[:, None, :, 0], other[None, :, :, 0])
-    high = np.minimum(one[:, None, :, 1], other[None, :, :, 1])
-    return np.maximum(high - low, 0).prod(axis=-1)  # type: ignore[no-any-return]
+    shared = np.ones((len(some), len(others)), np.int64)
+    for ours, theirs in zip(one.swapaxes(0, 1), other.swapaxes(0, 1), strict=True):
+        if (ours == theirs[0]).all() and (theirs == theirs[0]).all():  # nobody splits this dim
+            shared *= theirs[0, 1] - theirs[0, 0]
+            continue
+        low, high = np.maximum.outer(ours[:, 0], theirs[:, 0]), np.minimum.outer(ours[:, 1], theirs[:, 1])
+        shared *= np.maximum(high - low, 0)
+    return shared
 
 
 @lru_cache(maxsize=1 << 14)
