@@ -105,7 +105,7 @@ def capture_step(model_sizes: Mapping[str, Any], length: int, batch_size: int, p
     """A training step of a model: in `bfloat16` throughout, under `autocast bfloat16`, or with parameters of float32
     that are cast before use, `mixed bfloat16`; or in a precision by the name that `--precision` has for it."""
     model, batch, loss = build(model_sizes, length, batch_size)
-    if precision.split(",")[0] in PRECISIONS:
+    if precision.split(",")[0] in PRECISIONS and precision != "float32":
         return named_capture(model.train(), tuple(batch), loss, precision=f"{precision}@cuda")
     if precision in HALVES:
         half = HALVES[precision]
