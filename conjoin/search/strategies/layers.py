@@ -8,7 +8,7 @@ column-split layer and leaves it whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -188,7 +188,7 @@ def _carry(facts: Facts, node: NodeFacts, work: Propagation, carried: dict[Value
         elif node.node.op in _SUMS and value in facts.with_gradient and value not in facts.of_weights:
             is_cut = isinstance(placement, Split) and not isinstance(work.placements[value], Split)
             gathered.update(*(carried[v] for v in node.inputs if is_cut and v in carried))
-    agree = len({work.placements[value] for value in undone}) < 2
+    agree = len({work.placements[value] for value in undone}) < 2 or _has_convolutions(facts, undone.values())
     gathered.update(*(undone.values() if agree else (min(undone.values(), key=partial(_num_weights, facts)),)))
     for value in node.node.outputs():
         carried.pop(value, None)
@@ -223,11 +223,18 @@ def _narrow_behind(
     split without: layers whose split is gathered here for a sum, or the second ones of pairs that make all heads."""
     pairs, rule = Pairs().union(*(summed.get(value, ()) for value in node.inputs)), work.rules.get(node.node)
     narrow = frozenset[Node]().union(*(columns for _, columns in pairs))
+    if _has_convolutions(facts, [narrow, gathered]):
+        return frozenset()
     if node.node.op == ATTENTION and rule is not None and rule.index is None:
         return narrow if _num_weights(facts, narrow) < _num_weights(facts, {row for row, _ in pairs}) else frozenset()
     if node.node.op in _SUMS and _num_weights(facts, narrow) < _num_weights(facts, gathered):
         return narrow
     return frozenset()
+
+
+def _has_convolutions(facts: Facts, some: Iterable[Set[Node]]) -> bool:
+    """Convolutions have few weights for what they make: how many there are says little of what a split saves."""
+    return any(facts.by_node[node].is_convolution for layers in some for node in layers)
 
 
 def _num_weights(facts: Facts, layers: Set[Node]) -> int:
