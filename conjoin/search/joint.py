@@ -24,7 +24,8 @@ from math import inf
 from typing import NamedTuple
 
 from conjoin.search.constraints import refined
-from conjoin.search.contest import NOTHING_OFFLOADED, Contest, Entry, Outcome, Variant, digest
+from conjoin.search.contest import Contest
+from conjoin.search.entries import NOTHING_OFFLOADED, Entry, Outcome, Variant, digest
 from conjoin.search.exact.choices import OperatorSeconds
 from conjoin.search.exact.counted.alignments import TooMany
 from conjoin.search.exact.counted.naming import name_axes
@@ -40,7 +41,7 @@ from conjoin.search.memory_front import explore_front, relieve_front
 from conjoin.search.micro_batches import enter_strategies, micro_variants
 from conjoin.search.placing_branches import without_places
 from conjoin.search.relieving import mix, relieve
-from conjoin.search.rewrites import Way
+from conjoin.search.rewrites import RuleWay
 from conjoin.search.substituting import substitute, substitute_alone
 from conjoin.search.variants import as_variant
 from conjoin.sim import Layouts
@@ -82,7 +83,7 @@ class JointSearch:
     variants: Sequence[Variant]
     starts: Sequence[Outcome] = ()
     """Entries to take up on three units."""
-    ways: tuple[Way, ...] = ()
+    ways: tuple[RuleWay, ...] = ()
     """Substitutions."""
     operators: OperatorSeconds = field(init=False)
     sums: dict[tuple[Units, Objective], float] = field(default_factory=dict)

@@ -20,7 +20,8 @@ from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from conjoin.search.contest import Contest, Entry, Heavy, Variant, add_to_front
+from conjoin.search.contest import Contest
+from conjoin.search.entries import Entry, Heavy, Variant, add_to_front
 from conjoin.search.exact.elimination import Solution
 from conjoin.search.exact.following import Following
 from conjoin.search.exact.problem import Problem

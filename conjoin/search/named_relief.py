@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from conjoin.search.baselines import with_blocks_again
-from conjoin.search.contest import Contest, Entry, Outcome
+from conjoin.search.contest import Contest
+from conjoin.search.entries import Entry, Outcome
 from conjoin.sim import Offloads, Simulation, kept_tensors
 
 _STRATEGIES = 3

@@ -17,7 +17,8 @@ from dataclasses import replace
 from itertools import accumulate
 
 from conjoin.ir import Segment
-from conjoin.search.contest import NOTHING_OFFLOADED, Contest, Entry, Outcome
+from conjoin.search.contest import Contest
+from conjoin.search.entries import NOTHING_OFFLOADED, Entry, Outcome
 from conjoin.search.host_relief import relieve_by_host
 from conjoin.search.input_relief import inputs_in_pieces, relieve_by_inputs
 from conjoin.search.memory_chain import relieve_by_chains

@@ -15,7 +15,8 @@ from conjoin.search.baselines import baselines, least_bytes, stored_otherwise
 from conjoin.search.certifying import Certificate, certify
 from conjoin.search.chunk_count import try_chunks
 from conjoin.search.constraints import make_constraints
-from conjoin.search.contest import Contest, Enough, Outcome, Progress, Stopped, Variant, plan_of
+from conjoin.search.contest import Contest, Enough, Progress, Stopped
+from conjoin.search.entries import Outcome, Variant, plan_of
 from conjoin.search.exact.space import OVERLAPS
 from conjoin.search.joint import JointSearch
 from conjoin.search.kept_count import try_keeping
@@ -29,7 +30,7 @@ from conjoin.search.papers.walks import sample, walk_from_all
 from conjoin.search.placing_branches import with_branches_aside
 from conjoin.search.refusing import check_seconds, check_start, nothing_found
 from conjoin.search.relieving import relieve
-from conjoin.search.rewrites import Way, ways_of
+from conjoin.search.rewrites import RuleWay, ways_of
 from conjoin.search.stages.entering import enter_pipeline, search_stages
 from conjoin.search.variants import as_variant, variants_of
 from conjoin.search.wishing import SearchResult, Wish, check_wish, usable_bytes
@@ -65,7 +66,7 @@ def _named_only(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None
     """The named strategies were judged already."""
 
 
-def _ways(wish: Wish) -> tuple[Way, ...]:
+def _ways(wish: Wish) -> tuple[RuleWay, ...]:
     """The substitutions of the library, and a user's own."""
     return _ways_of(Library.shipped(), wish.rules)
 

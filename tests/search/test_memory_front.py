@@ -14,7 +14,7 @@ from conjoin.machine import parse_machine
 from conjoin.ops import At
 from conjoin.search import Wish, make_plan
 from conjoin.search.baselines import baselines
-from conjoin.search.contest import Entry, Heavy, add_to_front, plan_of
+from conjoin.search.entries import Entry, Heavy, add_to_front, plan_of
 from conjoin.search.exact.following import Following
 from conjoin.search.exact.space import LEAST_PRICE
 from conjoin.search.input_relief import inputs_in_pieces

@@ -10,10 +10,11 @@ from conjoin.machine import Machine
 from conjoin.ops import LINEAR_RELU
 from conjoin.rules import Apply, Expr, Index, Library, inputs_of
 from conjoin.runtime import Case, verify_in_process
-from conjoin.search.contest import Contest, Variant, make_variant, plan_of
+from conjoin.search.contest import Contest
+from conjoin.search.entries import Variant, make_variant, plan_of
 from conjoin.search.exact.units import cuts
 from conjoin.search.joint import JointSearch
-from conjoin.search.rewrites import ALPHA, Backtracking, Way, rewritten, rewritten_alike, ways_of
+from conjoin.search.rewrites import ALPHA, Backtracking, RuleWay, rewritten, rewritten_alike, ways_of
 from tests.search.models import captured
 from tests.search.prices import SlowDevices
 
@@ -24,7 +25,7 @@ def count(variant: Variant, op: str) -> int:
     return sum(node.op == op for node in variant.graph.nodes)
 
 
-def way(left: str, right: str) -> Way:
+def way(left: str, right: str) -> RuleWay:
     """The way from one operator to another, whatever the rule is called."""
     return next(w for w in WAYS if _last(w.rule.left) == left and _last(w.rule.right) == right)
 
