@@ -306,7 +306,7 @@ class Contest:
             self.best = outcome
             self.history.append(Improvement(self.elapsed, seconds, entry.name))
         else:
-            if not entry.segments and not entry.offloads:
+            if not entry.segments and not entry.offloads and seconds < self.seconds_to_beat:
                 self._keep_on_front(outcome)
             if self.smallest is None or self.smallest.peak_bytes is None or peak < self.smallest.peak_bytes:
                 self.smallest = outcome

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from conjoin.ir import Node, Substitution
+from conjoin.ir import Graph, Node, Substitution
 from conjoin.rules import (
     Entry,
     Expr,
@@ -33,7 +33,9 @@ from conjoin.rules import (
     operators_in,
     rehearse,
 )
-from conjoin.search.entries import Variant, make_variant, name_of
+from conjoin.search.entries import Variant, make_variant, name_of, seconds_alone
+from conjoin.search.fold import fold
+from conjoin.sim import Prices
 
 _log = logging.getLogger(__name__)
 ALPHA = 1.05
@@ -99,6 +101,16 @@ class Rewrite:
 def rewritten(variant: Variant, way: RuleWay, index: Index) -> Rewrite | None:
     """The variant with a rule applied wherever it matches; None where it does nowhere."""
     return _applied(variant, way, index, _matches(way, index))
+
+
+def gaining(graph: Graph, rules: Sequence[RuleWay], prices: Prices) -> tuple[str, ...]:
+    """Rules by which a graph takes less on one device, wherever they match; those first by which it takes the least."""
+    index, variant = Index(graph), make_variant(graph)
+    found = [(seconds_alone(variant, prices), "")]
+    for way in rules:
+        changed = rewritten(variant, way, index)
+        found += [(seconds_alone(changed.variant, prices), way.rule.name)] if changed is not None else []
+    return tuple(name for seconds, name in sorted(found) if seconds < found[0][0])
 
 
 def rewritten_alike(variant: Variant, way: RuleWay, index: Index, laid_out: Mapping[Node, Hashable]) -> list[Rewrite]:
@@ -190,8 +202,11 @@ class Backtracking:
     def _everywhere(self, variant: Variant, index: Index) -> Iterator[Rewrite]:
         """Each substitution wherever it matches; where all are looked for first, as long as there is time for it."""
         enough = _SCANNING * self.left() if self.rank is not None else 0.0
+        folded = fold(variant.graph)
+        short = None if folded is None else Index(folded.short)  # where blocks repeat, what matches does so there
         for way in self.ways:
-            if way.rule.name in self.dropped or not way.may_match(index):
+            may_match = way.may_match(index) if short is None else bool(_matches(way, short))
+            if way.rule.name in self.dropped or not may_match:
                 continue
             changed = rewritten(variant, way, index)
             if changed is not None:

@@ -160,7 +160,7 @@ def _look(contest: Contest, begin: Beginning, wish: Wish, starts: list[Outcome],
         starts += _within(contest, starts)
     contest.check("the named strategies are judged")
     if wish.search == "joint" and wish.stages is None:
-        search_stages(contest, costs)
+        search_stages(contest, costs, _ways(wish))
         contest.check("one stage")
     SEARCHES[wish.search](contest, starts, wish)
 
@@ -171,7 +171,7 @@ def _look_for_stages(contest: Contest, begin: Beginning, wish: Wish, costs: Cost
         check_start(contest, begin.before)
         enter_pipeline(contest, begin.before, costs)
     contest.check(f"{wish.stages} stages")
-    search_stages(contest, costs, wish.stages)
+    search_stages(contest, costs, _ways(wish), wish.stages)
 
 
 def _relieve_last(contest: Contest) -> bool:
