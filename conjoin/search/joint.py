@@ -9,7 +9,7 @@
    units, are found by counting axes (`exact/counted/`), and then given names.
 4. *Memory.* Where nothing fits, a byte is given a price, which is raised until something does, and lowered again
    while it still fits: the Lagrangian of the memory limit. Besides, the fastest of what does not fit is relieved: some
-   of it is run again in the backward pass (`relieving.py`), and steps are taken in micro-batches
+   of it is run again in the backward pass (`relief.py`), and steps are taken in micro-batches
    (`micro_batches.py`).
 
 Variants are what named strategies rewrite and what substitutions give (`variants.py`). Since the layouts of a variant
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
+from conjoin.search.branch_places import without_places
 from conjoin.search.constraints import refined
 from conjoin.search.contest import Contest
 from conjoin.search.entries import NOTHING_OFFLOADED, Entry, Outcome, Variant, digest
@@ -39,8 +40,7 @@ from conjoin.search.exact.units import Units, cuts, kinds_text, natural_units, n
 from conjoin.search.host_relief import relieve_by_host, states_on_host
 from conjoin.search.memory_front import explore_front, relieve_front
 from conjoin.search.micro_batches import enter_strategies, micro_variants
-from conjoin.search.placing_branches import without_places
-from conjoin.search.relieving import mix, relieve
+from conjoin.search.relief import mix, relieve
 from conjoin.search.rewrites import RuleWay
 from conjoin.search.substituting import substitute, substitute_alone
 from conjoin.search.variants import as_variant

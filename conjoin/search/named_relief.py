@@ -1,6 +1,6 @@
 """Named strategies that do not fit, relieved as people write it: `recompute=`, and on a GPU `offload=`.
 
-They are candidates beside what searches choose for every segment (`relieving.py`, `memory_chain.py`), so that no plan
+They are candidates beside what searches choose for every segment (`relief.py`, `memory_chain.py`), so that no plan
 is found that is slower than one that somebody would name.
 """
 

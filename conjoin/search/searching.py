@@ -12,6 +12,7 @@ from conjoin.ir import Graph, Pipeline, Plan
 from conjoin.machine import Machine
 from conjoin.rules import Library
 from conjoin.search.baselines import baselines, least_bytes, stored_otherwise
+from conjoin.search.branch_places import with_branches_aside
 from conjoin.search.certifying import Certificate, certify
 from conjoin.search.chunk_count import try_chunks
 from conjoin.search.constraints import make_constraints
@@ -27,9 +28,8 @@ from conjoin.search.notes import Notes
 from conjoin.search.papers.descents import descend_everywhere, try_everything
 from conjoin.search.papers.hierarchy import first_rewrite_then_lay_out, first_rewrite_then_walk, search_in_levels
 from conjoin.search.papers.walks import sample, walk_from_all
-from conjoin.search.placing_branches import with_branches_aside
-from conjoin.search.refusing import check_seconds, check_start, nothing_found
-from conjoin.search.relieving import relieve
+from conjoin.search.refusals import check_seconds, check_start, nothing_found
+from conjoin.search.relief import relieve
 from conjoin.search.rewrites import RuleWay, ways_of
 from conjoin.search.stages.entering import enter_pipeline, search_stages
 from conjoin.search.variants import as_variant, variants_of

@@ -44,7 +44,7 @@ from conjoin.search.exact.settling import settle
 from conjoin.search.exact.space import OVERLAPS
 from conjoin.search.exact.units import natural_units
 from conjoin.search.joint import JointSearch
-from conjoin.search.relieving import relieve
+from conjoin.search.relief import relieve
 from conjoin.search.searching import open_contest
 from conjoin.search.variants import as_variant
 

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conjoin.search.baselines import baselines
+from conjoin.search.branch_places import with_branches_aside
 from conjoin.search.contest import Contest
 from conjoin.search.entries import Entry, Outcome, Variant
 from conjoin.search.exact.elimination import Solution
@@ -37,7 +38,6 @@ from conjoin.search.exact.tables import Factor
 from conjoin.search.exact.units import Units
 from conjoin.search.joint import JointSearch
 from conjoin.search.papers.walks import walk_from_all
-from conjoin.search.placing_branches import with_branches_aside
 from conjoin.search.rewrites import Backtracking, RuleWay
 from conjoin.search.substituting import REWRITING
 from conjoin.sim import Operator, Skeleton

@@ -18,7 +18,7 @@ from conjoin.runtime import Case, verify_in_process
 from conjoin.search import SearchResult, Stopped, Wish, find_plan, make_plan, read_request, searching
 from conjoin.search.contest import Contest
 from conjoin.search.entries import Outcome
-from conjoin.search.relieving import crossing_bytes, relieve, segmentations
+from conjoin.search.relief import crossing_bytes, relieve, segmentations
 from conjoin.sim import predict, take_graph_apart
 from tests.runtime.random_graphs import Sample
 
