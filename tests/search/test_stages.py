@@ -19,7 +19,7 @@ from conjoin.errors import StrategyError, UsageError
 from conjoin.frontends import capture
 from conjoin.ir import Accumulation, Graph, Pipeline
 from conjoin.machine import DeviceType, Link, Machine, NodeKind, devices_of, parse_machine
-from conjoin.ops import Split
+from conjoin.ops import LINEAR_RELU, Split
 from conjoin.rules import Library
 from conjoin.search import find_plan, make_pipeline
 from conjoin.search.exact.space import OVERLAPS, objective_on
@@ -401,6 +401,22 @@ def test_pipelines_that_are_found_compute_what_the_model_does(devices: int, stag
     found = find_plan(graph, machine, CostModel(), Wish(budget=600, cpu_budget=10, stages=stages)).plan
     assert isinstance(found, Pipeline)
     assert len(found.stages) == stages
+    verdict = verify_plan(found, model, batch, loss=nn.functional.mse_loss, num_steps=2)
+    assert verdict.passed, verdict
+
+
+def test_rewritten_stages_compute_what_the_model_does() -> None:
+    torch.manual_seed(0)
+    model, batch = Rows(2, 8).double().train(), (torch.randn(8, 8).double(), torch.randn(8, 1).double())
+    graph, machine = capture(model, batch, nn.functional.mse_loss), parse_machine("dgx-h100:1x2")
+    every = {rule.rule.name: rule for rule in ways_of(Library.shipped())}
+    cells, division = find_cells(graph, np.ones(len(graph.nodes))), next(divisions(machine, 2))
+    (part,), way = division.parts, Way("single", rules=("relu-bias-to-bias",))
+    middle = len(cells) // 2
+    slots = Slot((0, middle), (0, 1), part, way), Slot((middle, len(cells)), (1, 2), part, way)
+    some, solver = machine_of(graph, machine), Solver(CostModel(), "adam", rules=every)
+    found = build(some, solver, cells, None, division, Cutting(slots, 0.0))
+    assert [sum(node.op == LINEAR_RELU for node in stage.plan.graph.nodes) for stage in found.stages] == [1, 1]
     verdict = verify_plan(found, model, batch, loss=nn.functional.mse_loss, num_steps=2)
     assert verdict.passed, verdict
 

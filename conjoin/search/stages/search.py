@@ -52,6 +52,8 @@ _MORE_BLOCKS = 2
 """How often blocks are added to what is run again where a pipeline does not quite fit."""
 _TRIED = 3
 """Substitutions that are tried on each part, those first that gain the most on one device."""
+_REWRITTEN = 256
+"""Operators of a row in which substitutions are looked for: half a second (aarch64, 2026-11-18)."""
 _ROWS = 256
 """Of a schedule that is played to see whether a cutting is of any use: it takes no time."""
 _BINDS = 1.002
@@ -250,7 +252,10 @@ class StageSearch:
     def _rewritten(self, tables: StageTables, part: Part, plain: Sequence[Way]) -> list[Way]:
         """Some ways after the substitutions that make the cells which come most often faster, where they do."""
         row = (0, len(tables.cells)) if tables.main is None else (tables.main[0], tables.main[0] + 2)
-        before = {way: tables.seconds(row, part, way)[0] for way in plain if self.model.rules}
+        places = tables.cells.places
+        if not self.model.rules or places[row[1]] - places[row[0]] > _REWRITTEN:
+            return []
+        before = {way: tables.seconds(row, part, way)[0] for way in plain}
         best = min(before, key=before.__getitem__, default=None)
         if best is None or before[best] == inf:
             return []
