@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conjoin.frontends.calls_here import calls_here
 from conjoin.frontends.diagnosis import refuse_sparse
 from conjoin.ir import SparseMatrix
 
@@ -150,7 +151,6 @@ def _made(make: Callable[..., NeighbourMatrix | None], args: Any, options: dict[
 @contextmanager
 def matrices_of_edges() -> Iterator[None]:
     """Trace models that make sparse matrices inside so; those whose sizes only values say are refused."""
-    plain = {"sparse_coo_tensor": torch.sparse_coo_tensor, "sparse_csr_tensor": torch.sparse_csr_tensor}
 
     def from_entries(*args: Any, **options: Any) -> NeighbourMatrix:
         return _made(_from_entries, args, options)
@@ -158,10 +158,5 @@ def matrices_of_edges() -> Iterator[None]:
     def from_rows(*args: Any, **options: Any) -> NeighbourMatrix:
         return _made(_from_rows, args, options)
 
-    for name, made in zip(plain, (from_entries, from_rows), strict=True):
-        setattr(torch, name, made)
-    try:
+    with calls_here({(torch, "sparse_coo_tensor"): from_entries, (torch, "sparse_csr_tensor"): from_rows}):
         yield
-    finally:
-        for name, made in plain.items():
-            setattr(torch, name, made)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import CaptureError
+from conjoin.frontends.calls_here import Place, calls_here, plain_call
 from conjoin.frontends.problems import MODEL_PREFIX
 
 _CONV = "torch_geometric.nn.conv."
@@ -37,18 +38,13 @@ def loops_of_fixed_shape(step: nn.Module) -> Iterator[None]:
     """Trace such layers of a step inside so; whoever has not imported them has none."""
     for name, layer in step.named_modules():
         _check_adds_up(name.removeprefix(MODEL_PREFIX), layer)
-    changed: list[tuple[Any, str, Any]] = []
     replacing = {_GCN: _for_gcn, **dict.fromkeys(_NORMED, _for_normed), **dict.fromkeys(_ATTENDING, _for_attending)}
+    calls: _Replaced = {}
     for name, replaced in replacing.items():
         module = sys.modules.get(name)
-        for (owner, attribute), made in ({} if module is None else replaced(module)).items():
-            changed.append((owner, attribute, getattr(owner, attribute)))
-            setattr(owner, attribute, made)
-    try:
+        calls |= {} if module is None else replaced(module)
+    with calls_here(calls):
         yield
-    finally:
-        for owner, attribute, plain in changed:
-            setattr(owner, attribute, plain)
 
 
 def _check_adds_up(name: str, layer: Any) -> None:
@@ -80,8 +76,7 @@ def _with_loops(edges_2E: Tensor, count: int) -> Tensor:
     return torch.cat((edges_2E, torch.stack((loops, loops))), dim=1)
 
 
-_Replaced = dict[tuple[Any, str], Callable[..., Any]]
-"""By what has it, and its name there."""
+_Replaced = dict[Place, Callable[..., Any]]
 
 
 def _norm_of_fixed_shape(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,12 +106,12 @@ def _norm_of_fixed_shape(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _for_normed(module: Any) -> _Replaced:
-    return {(module, "gcn_norm"): _norm_of_fixed_shape(module.gcn_norm)}
+    return {(module, "gcn_norm"): _norm_of_fixed_shape(plain_call(module, "gcn_norm"))}
 
 
 def _for_gcn(module: Any) -> _Replaced:
     layer = module.GCNConv
-    forward, message = layer.forward, layer.message
+    forward, message = plain_call(layer, "forward"), layer.message
 
     def forward_apart(self: Any, x: Any, edge_index: Any, edge_weight: Any = None) -> Any:
         as_it_is = type(self).message is message and (self.flow, self.aggr) == ("source_to_target", "add")
@@ -137,7 +132,7 @@ def _for_gcn(module: Any) -> _Replaced:
 
 
 def _for_attending(module: Any) -> _Replaced:
-    remove, add, plain = module.remove_self_loops, module.add_self_loops, module.softmax
+    remove, add, plain = (plain_call(module, name) for name in ("remove_self_loops", "add_self_loops", "softmax"))
     kept: list[Tensor] = []
     """Which edges count, of the layer that is being traced."""
 

@@ -44,12 +44,14 @@ def as_parts(leaf: Any) -> Any:
     """
     if not is_matrix(leaf):
         return leaf
+    rows, columns = leaf.shape
     if leaf.layout is torch.sparse_csr:
-        return SparseMatrix(_indices_of(leaf), leaf.values(), *leaf.shape, "csr")
+        return SparseMatrix(_indices_of(leaf), leaf.values(), rows, columns, "csr")
     if leaf.requires_grad:  # its gradient comes by this way alone
         leaf = leaf.coalesce()
-        return SparseMatrix(leaf.indices(), leaf.values(), *leaf.shape, "coalesced")
-    return SparseMatrix(leaf._indices(), leaf._values(), *leaf.shape, "coalesced" if leaf.is_coalesced() else "coo")
+        return SparseMatrix(leaf.indices(), leaf.values(), rows, columns, "coalesced")
+    layout = "coalesced" if leaf.is_coalesced() else "coo"
+    return SparseMatrix(leaf._indices(), leaf._values(), rows, columns, layout)
 
 
 def as_matrix(parts: SparseMatrix) -> Any:

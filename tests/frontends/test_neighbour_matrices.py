@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,12 @@ from torch import Tensor, nn
 
 from conjoin.errors import CaptureError
 from conjoin.frontends import capture
+from conjoin.frontends.neighbour_matrices import matrices_of_edges
 from conjoin.ops import AGGREGATE
+from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.ranks.communicator import Communicator
-from conjoin.runtime.ranks.threads import run_ranks
+from conjoin.runtime.ranks.threads import alone, run_ranks
+from conjoin.runtime.state.storage import Store
 from tests.runtime.hand_plans import by_strategy, module_on
 from tests.runtime.random_graphs import Sample
 
@@ -175,6 +179,34 @@ def test_other_uses_are_told(use: Product, what: str) -> None:
     with pytest.raises(CaptureError) as told:
         capture(Network(use).double(), batch_of(matrix("csr")), loss)
     assert what in str(told.value) and str(told.value).split("\n")[0].count(". ") == 2
+
+
+def test_other_threads_make_matrices_as_ever_while_one_traces() -> None:
+    """Whatever the order in which tracing begins and ends."""
+    plain = torch.sparse_coo_tensor
+    at = torch.tensor([[0], [1]]), torch.ones(1), (2, 2)
+    traced, other = matrices_of_edges(), matrices_of_edges()
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
+        one.submit(traced.__enter__).result()
+        assert isinstance(torch.sparse_coo_tensor(*at, check_invariants=True), Tensor)
+        two.submit(other.__enter__).result()
+        one.submit(traced.__exit__, None, None, None).result()
+        assert isinstance(one.submit(partial(torch.sparse_coo_tensor, check_invariants=True), *at).result(), Tensor)
+        assert not isinstance(two.submit(lambda: torch.sparse_coo_tensor(*at)).result(), Tensor)
+        two.submit(other.__exit__, None, None, None).result()
+    assert torch.sparse_coo_tensor is plain
+
+
+def test_a_matrix_on_the_host_stays_there() -> None:
+    torch.manual_seed(0)
+    model, batch = Network(torch.sparse.mm).double(), batch_of(matrix("csr"))
+    plan = by_strategy(Sample(capture(model, batch, loss), model, ()), "single+offload=inputs", 1)
+    module = ParallelModule(plan, Store(plan, 0, torch.device("cpu")), alone(plan.mesh))
+    module.store.fill(model)
+    assert torch.allclose(module(*batch), loss(model(*batch[:-1]), batch[-1]))
+    module.store.device = torch.device("meta")
+    _, adjacency, labels = module.placed(batch)
+    assert labels.is_meta and not adjacency.is_meta and torch.equal(adjacency.to_dense(), batch[1].to_dense())
 
 
 def test_a_plan_is_verified_beside_the_model_itself() -> None:
