@@ -30,8 +30,8 @@ def _describe(spec: pytree.TreeSpec) -> Structure:
     if spec.is_leaf():
         return LEAF
     children = tuple(_describe(child) for child in _children(spec))
-    named = SparseMatrix._fields if spec.context is SparseMatrix else spec.context
-    keys = named if isinstance(named, list | tuple) and len(named) == len(children) else ()
+    named: Any = list(SparseMatrix._fields) if spec.context is SparseMatrix else spec.context
+    keys = named if isinstance(named, list) and len(named) == len(children) else ()
     if not all(isinstance(key, str | int) for key in keys):
         raise TypeError(f"keys of a {_type_name(spec)} must be strings or integers")
     return Structure(_type_name(spec), tuple(keys), children)
