@@ -101,7 +101,8 @@ def _told(h: Any) -> str:
 def _product(matrix: Any, h: Any) -> Tensor:
     if not isinstance(matrix, NeighbourMatrix):
         raise refuse_sparse(f"What a tensor is multiplied with from the left, a matrix of shape {tuple(h.shape)},")
-    return matrix @ h
+    made: Tensor = matrix @ h
+    return made
 
 
 def _added(onto: Tensor, matrix: Any, h: Any, *, beta: float = 1, alpha: float = 1) -> Tensor:

@@ -61,6 +61,7 @@ def _of_edges(operator: Operator, reader: HostReader, types: tuple[TensorType, .
     there = [size + edges * scores for size in ends]
     pieces = [rows // num_blocks(size) for rows, size in zip((made.bytes, types[0].bytes), there, strict=True)]
     held = [held_in_blocks(size) + piece for size, piece in zip(there, pieces, strict=True)]
+    keeps: tuple[int, ...]
     if attends:
         keeps, more = (0, 1, 2), types[2].bytes
     else:
