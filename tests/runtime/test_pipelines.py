@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from conjoin.ir import Pipeline, check_pipeline, cut_in_stages, num_elements, re
 from conjoin.machine import Machine
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.pipelines.schedule_runs import ScheduleRun
+from conjoin.runtime.pipelines.stage_transfers import Crossing
 from conjoin.runtime.ranks.threads import ThreadRanks, run_ranks
 from conjoin.runtime.state.storage import Store
 from conjoin.schedules import read_rows
@@ -426,6 +428,35 @@ def test_what_goes_to_several_nodes_goes_once_to_each(
         for node, elements in sent.items():
             wanted = {held[rank] for rank in target.devices if host[rank] == node}
             assert elements == sum(num_elements(region) for region in wanted), "every slice once"
+
+
+def test_what_is_sent_is_held_no_longer_than_it_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 micro-batches; a backend does not tell that something has come before it is asked to wait for it."""
+    kind, make, loss = CASES["batch norm"]
+    torch.manual_seed(3)
+    batch = tuple(torch.cat([x] * 2) for x in make())
+    model = kind().double().train()
+    pipeline = pipeline_of(model, batch, loss, "pipeline:pp=3,micro=16", 3)
+    held: dict[int, WeakSet[Any]] = {rank: WeakSet() for rank in range(3)}
+    peak, send = dict.fromkeys(held, 0), Crossing.send
+
+    def noted(crossing: Crossing, *args: Any) -> Any:
+        parcel, rank = send(crossing, *args), crossing._rank
+        held[rank].add(parcel)
+        peak[rank] = max(peak[rank], len(held[rank]))
+        return parcel
+
+    monkeypatch.setattr(Crossing, "send", noted)
+
+    def rank(world: ThreadRanks) -> None:
+        store = Store(pipeline, world.rank, torch.device("cpu"))
+        store.fill(model)
+        module = ParallelModule(pipeline, store, world)
+        module(*batch).backward()
+
+    run_ranks(pipeline.mesh, rank)
+    leaving = sum(transfer.source == 0 for transfer in pipeline.transfers())
+    assert 0 < peak[0] <= 3 * leaving
 
 
 def test_after_a_step_that_nobody_could_leave_no_other_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,12 @@ def flat(x: Tensor) -> Tensor:
 
 def to_send(x: Tensor) -> Tensor:
     """A tensor as it is sent, or as memory to receive it in: what no backend knows goes as bytes."""
-    sent = flat(x)
-    return sent if sent.dtype in CARRIED else sent.view(torch.uint8)
+    return carried(flat(x))
+
+
+def carried(x: Tensor) -> Tensor:
+    """Elements one after the other in a dtype that every backend knows."""
+    return x if x.dtype in CARRIED else x.view(torch.uint8)
 
 
 def to_add(x: Tensor) -> Tensor:
