@@ -124,6 +124,8 @@ class End(NamedTuple):
     way: Way
     crossing: Crossing
     channel: Channel
+    onward: Channel | None
+    """For what the ranks of the target pass on to each other."""
 
 
 @dataclass
@@ -135,6 +137,8 @@ class Links:
     crossings: Sequence[tuple[Crossing, Crossing]]
     """For every transfer there and back."""
     channels: Mapping[Way, Channel]
+    onward: Mapping[Way, Channel]
+    """For what is passed on at the end of a way, where this rank is."""
 
     def __post_init__(self) -> None:
         self.actions = self.route.actions(self.owner)
@@ -145,7 +149,8 @@ class Links:
             for is_gradient, crossing in enumerate(both):
                 way = self.route.way(Item(number, 0, bool(is_gradient)))
                 if way in self.channels:
-                    self.ends[number, bool(is_gradient)] = End(way, crossing, self.channels[way])
+                    ends = crossing, self.channels[way], self.onward.get(way)
+                    self.ends[number, bool(is_gradient)] = End(way, *ends)
 
     @classmethod
     def of(cls, pipeline: Pipeline, world: World) -> Links:
@@ -159,7 +164,18 @@ class Links:
             if owner in way[:2]
         }
         crossings = [_both_ways(pipeline, transfer, rank) for transfer in route.transfers]
-        return cls(route, owner, crossings, channels)
+        passing = {
+            route.way(Item(number, 0, bool(is_gradient)))
+            for number, both in enumerate(crossings)
+            for is_gradient, crossing in enumerate(both)
+            if crossing.passes_on
+        }
+        onward = {
+            way: world.channel(f"{way} passed on", ranks[way.target])
+            for way in sorted(passing & route.order.keys())
+            if owner == way.target
+        }
+        return cls(route, owner, crossings, channels, onward)
 
     def begin(self) -> None:
         """A step begins."""
@@ -243,7 +259,7 @@ class ScheduleRun:
                 continue
             for coming in self._coming[self._end(item).way]:
                 end = self._end(coming)
-                self._expected[coming] = end.crossing.expect(end.channel, self._device)
+                self._expected[coming] = end.crossing.expect(end.channel, self._device, end.onward)
                 if coming == item:
                     break
 

@@ -94,6 +94,8 @@ class Crossing:
         self._taken_rounds = [turn.round for turn in self._first for _ in turn.taken]
         self._sizes = {region: _count(region) for region in self._got}
         self._comes_whole = self._got == (self._want,)
+        self.passes_on = bool(self._later)
+        """Alike on all ranks."""
         self.begin()
 
     def begin(self) -> None:
@@ -128,11 +130,16 @@ class Crossing:
         whole = self._have
         return {region: flat(piece if region == whole else piece[_inside(region, whole)]) for region in self._given}
 
-    def expect(self, channel: Channel, device: torch.device) -> Expected:
-        """Get ready for the next one."""
+    def expect(self, channel: Channel, device: torch.device, onward: Channel | None = None) -> Expected:
+        """Get ready for the next one.
+
+        Where one is expected before the last has been passed on, that goes over a channel of its own: in the same it
+        would stand behind what comes later, or be taken for it.
+        """
         parts = {region: torch.empty(size, dtype=self._dtype, device=device) for region, size in self._sizes.items()}
         parcel = channel.start((), [m for turn in self._first for m in _receives(turn, parts)])
-        return Expected(self, next(self._expected), parts, channel, Flight([(parcel, self._taken_rounds)]))
+        flight = Flight([(parcel, self._taken_rounds)])
+        return Expected(self, next(self._expected), parts, onward or channel, flight)
 
     def finish(self, number: int, parts: Parts, channel: Channel, flight: Flight) -> Tensor:
         """What was kept is put beside what comes; what others want is passed on."""

@@ -16,7 +16,8 @@ _ADDED_AS = {torch.bool: torch.int32, torch.int16: torch.int32, torch.uint16: to
 
 def flat(x: Tensor) -> Tensor:
     """The elements one after the other in memory, without conjugation or sign left to be done."""
-    return x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    found = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return found.as_strided((1,), (1,)) if found.numel() == 1 else found  # torch takes any stride of it for contiguous
 
 
 def to_send(x: Tensor) -> Tensor:
