@@ -23,6 +23,7 @@ import pytest
 
 from conjoin.cli import main
 from conjoin.search.strategies import registered
+from tests.zoo.commands import captured_once
 
 REPOSITORY = Path(__file__).parent.parent
 PATTERNS = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/**/*.md", "conjoin/**/*.md", "zoo/**/*.md")
@@ -190,8 +191,14 @@ def namespace(
     return vars(module)
 
 
+@pytest.fixture(scope="module")
+def _zoo_captured_once() -> Iterator[None]:
+    with captured_once():
+        yield
+
+
 @pytest.fixture
-def shell(capfd: pytest.CaptureFixture[str]) -> Shell:
+def shell(capfd: pytest.CaptureFixture[str], _zoo_captured_once: None) -> Shell:
     def run(words: list[str]) -> tuple[int, str, str]:
         capfd.readouterr()
         code = main(words)
