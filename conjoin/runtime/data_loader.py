@@ -179,7 +179,7 @@ def _check_step(step: Any) -> None:
 
 def _size_of(dataset: Any) -> int:
     try:
-        size = None if isinstance(dataset, IterableDataset) else len(dataset)
+        size = None if isinstance(dataset, IterableDataset | DataLoader) else len(dataset)
     except TypeError:
         size = None
     if size is None:
