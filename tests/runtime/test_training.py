@@ -87,6 +87,7 @@ def _compiled_and_plain(
     norms = (torch.nn.utils.get_total_norm([p.grad for p in module.parameters()]) for module in (step, plain))
     save_checkpoint(folder, compiled)
     load_checkpoint(folder, compiled)
+    torch.compiler.reset()  # else it knows already that sizes change, and asks no more for those that it saw
     made = torch.compile(conjoin.load(beside, Scores().double()), backend="aot_eager")(X, Y), Scores().double()(X, Y)
     found += [tuple(each[key].sum().item() for each in made) for key in ("loss", "scores")]
     return [*found, tuple(norm.item() for norm in norms)]
