@@ -34,12 +34,13 @@ from conjoin.ir import (
     region_of,
     region_shape,
 )
-from conjoin.ops import Layout, find_function
+from conjoin.ops import GRAPH_ATTENTION, Layout, find_function
 from conjoin.runtime.movement.bundles import Bundle, Dropping, make_bundles
 from conjoin.runtime.movement.carriers import carry_move, carry_reshard, prepare_move
 from conjoin.runtime.movement.chunked_products import Product, carry_chunked
+from conjoin.runtime.movement.edge_blocks import AttentionCall, EdgeCall
 from conjoin.runtime.movement.halo import HaloCarrier
-from conjoin.runtime.movement.host_blocks import EdgeCall, RowCall
+from conjoin.runtime.movement.host_blocks import RowCall
 from conjoin.runtime.movement.host_copies import Engines
 from conjoin.runtime.movement.ring_attention import carry_ring
 from conjoin.runtime.movement.routing import carry_routing
@@ -134,8 +135,10 @@ class _RankCarriers:
 
 def _read_by_blocks(node: Node, reader: HostReader, engines: Engines) -> Function:
     """What runs an operator that reads inputs from the host."""
-    call = EdgeCall(engines) if reader.is_by_edges else RowCall(find_function(node.op), reader, engines)
-    return uncompiled(call.__call__)
+    if not reader.is_by_edges:
+        return uncompiled(RowCall(find_function(node.op), reader, engines).__call__)
+    over_edges = AttentionCall(engines) if node.op == GRAPH_ATTENTION else EdgeCall(engines)
+    return uncompiled(over_edges.__call__)
 
 
 def _compile(carriers: _RankCarriers, program: fx.Graph, name: str) -> tuple[Compiled, str]:
