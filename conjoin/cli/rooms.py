@@ -42,6 +42,6 @@ else:
     models, probing, training = (_Later(f"conjoin.cli.{file}") for file in ("models", "probing", "training"))
 
 __all__ = [
-    "api", "comm", "cost", "dist", "frontends", "ir", "machine", "models", "probing", "report", "rules", "runtime", "search",
-    "sim", "torch", "training",
+    "api", "comm", "cost", "dist", "frontends", "ir", "machine", "models", "probing", "report", "rules", "runtime",
+    "search", "sim", "torch", "training",
 ]  # fmt: skip
