@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -258,16 +258,22 @@ class LocalProgram:
         self.write_back(made[count:])
         return list(made[:count])
 
-    @contextmanager
-    def _keeping(self, given: Sequence[Tensor | None]) -> Iterator[None]:
+    def _keeping(self, given: Sequence[Tensor | None]) -> AbstractContextManager[None]:
         """Of what autograd keeps, drop gathered parameters where the plan says so: backward gathers them again; and
         have on the host what the plan says."""
         dropping, offloading = self.carriers.dropping, self.carriers.offloading
+        if not torch.is_grad_enabled() or (dropping is None and offloading is None):
+            return nullcontext()
+        return self._hooked(given)
+
+    @contextmanager
+    def _hooked(self, given: Sequence[Tensor | None]) -> Iterator[None]:
+        dropping, offloading = self.carriers.dropping, self.carriers.offloading
         with ExitStack() as stack:
-            if torch.is_grad_enabled() and offloading is not None:
+            if offloading is not None:
                 stack.enter_context(offloading.running(given))
                 stack.enter_context(dropping.hooks(offloading) if dropping is not None else offloading.hooks())
-            elif torch.is_grad_enabled() and dropping is not None:
+            elif dropping is not None:
                 stack.enter_context(dropping.hooks())
             yield
 
