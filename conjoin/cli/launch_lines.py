@@ -9,6 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from conjoin.cli.trained_weights import trained_weights
+
 if TYPE_CHECKING:
     from conjoin.ir import Pipeline, Plan
 
@@ -38,7 +40,7 @@ class Asked:
 
 def next_commands(plan: Plan | Pipeline, output: Path | None, asked: Asked) -> dict[str, str]:
     """Commands that train by a saved plan, by where they are typed; none where it cannot be trained by them."""
-    if output is None or plan.graph.loss is None or asked.model.endswith(".json"):
+    if output is None or not trained_weights(plan) or asked.model.endswith(".json"):
         return {}
     run = shlex.join(["-m", "conjoin", "run", str(output), *asked.words()])
     nodes = prod(axis.size for axis in plan.mesh.axes if axis.between_nodes)

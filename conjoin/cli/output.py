@@ -30,9 +30,21 @@ def _finite(data: Any) -> Any:
     return data
 
 
+_MARKS = {
+    "plan": b'"conjoin.plan"',
+    "graph": b'"conjoin.graph"',
+    "trace": b'"traceEvents"',
+    "log": b'{"kind":',
+    "machine": b"conjoin.machine",
+    "library": b'operators = "',
+}
+"""What stands near the beginning of a file that a command has written, and of none that somebody else has."""
+_BEGINNING = 4096
+
+
 def check_output(path: Path | None, kind: str) -> None:
-    """Refuse before any work what could not be saved after it."""
-    reason = None if path is None else _obstacle(path)
+    """Refuse before any work what could not be saved after it, or only over a file of another kind."""
+    reason = None if path is None else _obstacle(path) or _other_file(path, kind)
     if reason is not None:
         raise UsageError(
             f"The {kind} could not be written to {path}: {reason}. Nothing was started. Choose another path."
@@ -68,6 +80,16 @@ def _obstacle(path: Path) -> str | None:
     except (OSError, ValueError) as error:
         return rooms.machine.reason_of(error)
     return _write_protection(directory)
+
+
+def _other_file(path: Path, kind: str) -> str | None:
+    """What would be lost: a script that was named by mistake is no plan."""
+    mark = _MARKS.get(kind)
+    if mark is None or not path.exists():
+        return None
+    with path.open("rb") as file:
+        beginning = file.read(_BEGINNING)
+    return f"a file is there that is no {kind}, and would be lost" if beginning and mark not in beginning else None
 
 
 def _write_protection(directory: Path) -> str | None:

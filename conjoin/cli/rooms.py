@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from conjoin import api, cost, frontends, ir, machine, report, rules, runtime, search, sim
+    from conjoin import api, comm, cost, frontends, ir, machine, report, rules, runtime, search, sim
     from conjoin.cli import models, probing, training
 else:
 
@@ -35,13 +35,13 @@ else:
             gc.enable()
 
     torch, dist = _Later("torch"), _Later("torch.distributed")
-    api, cost, frontends, ir, machine, report = (
-        _Later(f"conjoin.{room}") for room in ("api", "cost", "frontends", "ir", "machine", "report")
+    api, comm, cost, frontends, ir, machine, report = (
+        _Later(f"conjoin.{room}") for room in ("api", "comm", "cost", "frontends", "ir", "machine", "report")
     )
     rules, runtime, search, sim = (_Later(f"conjoin.{room}") for room in ("rules", "runtime", "search", "sim"))
     models, probing, training = (_Later(f"conjoin.cli.{file}") for file in ("models", "probing", "training"))
 
 __all__ = [
-    "api", "cost", "dist", "frontends", "ir", "machine", "models", "probing", "report", "rules", "runtime", "search",
-    "sim", "torch", "training",
+    "api", "comm", "cost", "dist", "frontends", "ir", "machine", "models", "probing", "report", "rules", "runtime",
+    "search", "sim", "torch", "training",
 ]  # fmt: skip

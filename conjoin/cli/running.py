@@ -14,6 +14,7 @@ from conjoin.cli.output import check_directory, check_output, print_json
 from conjoin.cli.quantities import parse_sizes
 from conjoin.cli.recipe import OPTIMIZERS, SCHEDULES, Recipe, Schedule
 from conjoin.cli.stop_request import STOPPED
+from conjoin.cli.trained_weights import trained_weights
 from conjoin.cli.training_log import Foretold, usual_seconds
 from conjoin.cli.workload import Asked, BatchOption, ModelArgument, PlanArgument, StepsOption, gathered, is_first_rank
 from conjoin.environment import machines_directory
@@ -122,8 +123,9 @@ def _check_files(files: Files, is_pipeline: bool) -> None:
         (files.resume or None, "--resume", files.checkpoint),
     ):
         if given is not None and needed is None:
-            what = "--eval-data" if option == "--eval-every" else "--checkpoint"
-            raise UsageError(f"{option} was given without {what}. It says when, and not what. Give {what} as well.")
+            what = "--eval-data" if option == "--eval-every" else "--checkpoint FOLDER"
+            lacks = "from where" if option == "--resume" else "what"
+            raise UsageError(f"{option} was given without {what}. It does not say {lacks}. Give {what} as well.")
     if files.eval_data is not None and is_pipeline:
         raise UsageError(
             "A pipeline was asked to evaluate. It is for one mode, that of training, and others are not planned on the "
@@ -192,6 +194,12 @@ def _check_trains(plan: Plan | Pipeline) -> None:
         raise UsageError(
             f"The plan of {plan.model.name} was asked to train. The model has no parameter that is trained: it has "
             f"none, or all of them are frozen. Set requires_grad on some, and make the plan again."
+        )
+    if not trained_weights(plan):
+        raise UsageError(
+            f"The plan of {plan.model.name} was asked to train. No parameter reaches its loss with a gradient: it is "
+            f"detached, computed under no_grad, or a count as argmax makes it. Let the gradient through, and make the "
+            f"plan again."
         )
 
 

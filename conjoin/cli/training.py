@@ -12,7 +12,6 @@ from typing import Any, TextIO
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
 
 from conjoin.api import load
 from conjoin.cli.folder_hold import FolderHold
@@ -32,6 +31,7 @@ from conjoin.runtime import (
     Recorded,
     check_init,
     check_made_for,
+    collate_samples,
     has_checkpoint,
     is_any,
     load_checkpoint,
@@ -110,7 +110,7 @@ def train(rank: int, training: Training) -> Done:
     precision = Precision.parse(plan.precision) if plan.precision else None
 
     def collated(samples: list[Any]) -> Any:
-        made = default_collate(samples)
+        made = collate_samples(samples)
         return made if precision is None else precision.converted(torch.nn.Identity(), made)[1]
 
     loaders = [
@@ -174,6 +174,8 @@ class _Trainer:
     def run(self, stop: StopRequest) -> Done:
         """All steps that are left, and what is done between them; fewer where any rank is asked to stop."""
         self._resume()
+        if self._eval_data is not None:
+            next(iter(self._eval_data))  # what does not fit is told now and not after hours
         self._log.begin(str(self._step.plan), self._done, self._step.communicator.mesh.size)
         losses, seconds = [], []
         while self._done < self._recipe.num_steps:
@@ -187,22 +189,31 @@ class _Trainer:
             self._between()
             if self._done < self._recipe.num_steps and is_any(stop.is_made, self._step.store.device):
                 return self._stopped(losses, seconds)
-        if self._files.output is not None:
-            self._check_weights()
-            save_weights(self._files.output, self._step)
+        if not losses:  # all was done before
+            self._write_weights()
         self._log.end(self._done)
         recorded = record(lambda: self._train_once()[0]) if self._training.is_traced else []
         return Done(losses, seconds, recorded, self._log.samples_per_step)
 
     def _between(self) -> None:
-        """Learn from what parts of a graph took; evaluate and save where it is time to."""
+        """Learn from what parts of a graph took; save and evaluate where it is time to, in this order.
+
+        An evaluation that fails costs nothing of what was trained.
+        """
         if self._parts is not None:
             self._log.learned(self._done, self._parts.learn(self._recipe.num_steps - self._done))
+        if self._files.checkpoint is not None and self._is_due(self._files.save_every):
+            self._save(self._files.checkpoint)
+        if self._done == self._recipe.num_steps:
+            self._write_weights()
         if self._eval_data is not None and self._is_due(self._files.eval_every):
             start = time.perf_counter()
             self._log.evaluated(self._done, self._evaluate(self._eval_data), time.perf_counter() - start)
-        if self._files.checkpoint is not None and self._is_due(self._files.save_every):
-            self._save(self._files.checkpoint)
+
+    def _write_weights(self) -> None:
+        if self._files.output is not None:
+            self._check_weights()
+            save_weights(self._files.output, self._step)
 
     def _stopped(self, losses: list[float], seconds: list[float]) -> Done:
         """Keep what was done, where it is not kept already."""

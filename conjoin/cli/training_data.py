@@ -41,7 +41,7 @@ class _Own(Dataset[Any]):
         self._name, self._dataset = name, dataset
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return int(run_own(f"The length of {self._name}", lambda: len(self._dataset)))
 
     def __getitem__(self, index: int) -> Any:
         return run_own(f"Sample {index} of {self._name}", lambda: self._dataset[index])

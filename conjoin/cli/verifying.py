@@ -13,6 +13,7 @@ from conjoin.cli import rooms
 from conjoin.cli.options import ImportOption, LengthOption, SizeOption
 from conjoin.cli.output import print_json
 from conjoin.cli.quantities import parse_sizes
+from conjoin.cli.trained_weights import trained_weights
 from conjoin.cli.workload import Asked, BatchOption, ModelArgument, PlanArgument, StepsOption, gathered, is_first_rank
 
 if TYPE_CHECKING:
@@ -98,9 +99,9 @@ def _show(plan: Plan | Pipeline, result: Verdict, as_json: bool) -> None:
         typer.echo(line)
     if plan.graph.loss is None:
         typer.echo("the model has no loss: compared was the mean of its squared outputs, with its gradients")
-    trains = plan.graph.loss is not None and any(leaf.trainable for leaf in plan.graph.leaves)
+    trains = bool(trained_weights(plan))
     if plan.graph.loss is not None and not trains:
-        typer.echo("the model has no weights to train: compared was its loss")
+        typer.echo("the model has no weights to train, or its loss no gradient for them: compared was its loss")
     does, can = ("trains", "train") if trains else ("computes", "compute")
     verb = f"{does} exactly like one device" if result.passed else f"does NOT {can} like one device"
     tolerance = f"relative tolerance {rooms.runtime.TOLERANCE:.0e}"

@@ -45,7 +45,9 @@ def canonical(op: str, args: tuple[Any, ...], types: tuple[TensorType, ...], nod
     """The form in which a call enters the graph, where that differs from what export emits."""
     spec = find_spec(op)
     if spec is not None and spec.one_dtype:
-        dtypes = {value.type.dtype for _, value in walk_tensors(op, args) if value.type.dtype.is_floating_point}
+        factors = spec.terms.split() if isinstance(spec.terms, str) else ()
+        found = [(name, value.type.dtype) for name, value in walk_tensors(op, args)]
+        dtypes = {dtype for name, dtype in found if dtype.is_floating_point or name in factors}
         if len(dtypes) > 1:
             raise Refused(f"it is given {' and '.join(sorted(map(str, dtypes)))}: convert one to the other")
     change = _CANONICAL.get(op)

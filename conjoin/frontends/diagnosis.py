@@ -75,8 +75,8 @@ def refuse_sparse(what: str, where: str = "") -> CaptureError:
     )
 
 
-def explain(error: Exception, step: nn.Module, tensors: tuple[Tensor, ...]) -> CaptureError:
-    """What export said, in three sentences and with the user's lines."""
+def explain(error: Exception, step: nn.Module, tensors: tuple[Tensor, ...], called: str) -> CaptureError:
+    """What export said, in three sentences and with the user's lines; `called` is how model and loss were."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(HIDDEN)]
     places = [(frames[-1].filename, frames[-1].lineno or 0)] if frames else []
     if isinstance(error, CaptureError):
@@ -100,6 +100,12 @@ def explain(error: Exception, step: nn.Module, tensors: tuple[Tensor, ...]) -> C
     if any(sign in text for sign in _SPARSE):
         return refuse_sparse("A tensor that the model makes", "".join(map(_shown, places)))
     first = next((part.strip() for part in str(error).splitlines() if part.strip()), "no message")
+    if isinstance(error, TypeError) and not places:  # raised by the call itself
+        return CaptureError(
+            f"The model could not be captured on this batch: TypeError: {first[:_LONGEST].rstrip('.')}. It was called "
+            f"as {called}: the model gets of a batch what its forward takes, the loss the model's output and the rest. "
+            f"Give a batch, or a loss, that fits."
+        )
     return CaptureError(
         f"The model could not be captured on this batch: {type(error).__name__}: {first[:_LONGEST].rstrip('.')}. "
         "torch.export stopped there, before any graph was made. Check that model(batch) runs, and rewrite that line "

@@ -204,6 +204,22 @@ class _Step(nn.Module):
         names = tuple(name for name in changed if not _is_same(attributes.get(name, _NOTHING), changed[name]))
         return [*self._record(output, reassigned, names), *(after[name] for name in reassigned)]
 
+    def called(self, tensors: tuple[Tensor, ...]) -> str:
+        """How model and loss are called, in words."""
+        given = self._rebuild(tensors)
+        found = f"{type(self.model).__name__}({', '.join(_values(given.args, given.kwargs))})"
+        if self._call_loss is None:
+            return found
+        return f"{found} and loss({', '.join(['output', *_values(given.loss_args, given.loss_kwargs or {})])})"
+
+
+def _values(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    named = [("", arg) for arg in args] + [(f"{key}=", arg) for key, arg in kwargs.items()]
+    return [
+        f"{name}{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" if isinstance(x, Tensor) else f"{name}{x!r:.40}"
+        for name, x in named
+    ]
+
 
 class StepCall:
     """How model and loss are called with a batch laid flat, and what they gave back, call after call."""
@@ -445,7 +461,7 @@ def _explained(step: _Step, tensors: tuple[Tensor, ...]) -> Iterator[None]:
         with quiet(), neutral():
             yield
     except Exception as error:
-        raise explain(error, step, tensors) from error
+        raise explain(error, step, tensors, step.called(tensors)) from error
 
 
 _HOOK_ADVICE = "a graph would forget it: remove it, or do what it does in forward"

@@ -87,7 +87,7 @@ def _place(call: Call, operands: Layouts, outputs: Layouts, mesh: Mesh) -> Place
     at: list[tuple[str, int]] = []
     for axis in axes:
         if axis not in mesh.sizes:
-            raise LayoutError(f"there is no axis {axis}: the mesh is {mesh}")
+            raise LayoutError(f"there is no axis {axis}: the mesh is {str(mesh) or 'one device'}")
         where = _place_on(axis, operands, outputs)
         if where is not None:
             at.append((axis, where))
@@ -166,7 +166,7 @@ def layout_fault(type: TensorType, mesh: Mesh) -> str | None:
     """Why a tensor cannot lie as its type states; None when it can."""
     for axis, placement in type.layout:
         if axis not in mesh.sizes:
-            return f"there is no axis {axis}: the mesh is {mesh}"
+            return f"there is no axis {axis}: the mesh is {str(mesh) or 'one device'}"
         if isinstance(placement, Split) and placement.dim >= len(type.shape):
             return f"axis {axis} splits dim {placement.dim} of {len(type.shape)}"
         if isinstance(placement, At) and placement.place >= mesh.sizes[axis]:

@@ -90,6 +90,15 @@ class Mesh:
         """How many devices there are."""
         return prod(axis.size for axis in self.axes)
 
+    @property
+    def told(self) -> str:
+        """How many devices on which axes, in words.
+
+        >>> Mesh.of_nodes(1, 6).told, Mesh.of_nodes(1, 1).told
+        ('6 devices (d0:2 d1:3)', 'one device')
+        """
+        return f"{self.size} devices ({self})" if self.axes else "one device"
+
     @cached_property
     def sizes(self) -> Mapping[str, int]:
         """The size of each axis by its name."""

@@ -48,7 +48,7 @@ class Loader:
     ) -> None:
         _check_step(step)
         self.num_samples = _size_of(dataset)
-        self._dataset, self._num_workers, self._collate = dataset, num_workers, collate_fn
+        self._dataset, self._num_workers, self._collate = dataset, num_workers, collate_fn or collate_samples
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
         self._step, self._parts, self._device = step, step.input_parts(), step.store.device
         graph, accumulation = step.plan.graph, step.plan.accumulation
@@ -81,7 +81,7 @@ class Loader:
             _Samples(self._dataset, self._seed, self.epoch),
             batch_sampler=self._batches(self._samples),
             num_workers=self._num_workers,
-            collate_fn=_Together(self._collate),
+            collate_fn=self._collate,
             pin_memory=self._device.type == "cuda",
             generator=torch.Generator().manual_seed(0),  # else it would draw from the caller's
         )
@@ -95,8 +95,7 @@ class Loader:
         """The samples of every batch that this rank reads, from a sample on, each with its position in the order."""
         order = None
         if self._shuffle:
-            generator = torch.Generator().manual_seed(self._seed + self.epoch)
-            order = torch.randperm(self.num_samples, generator=generator)
+            order = _drawn_order(self.num_samples, self._seed + self.epoch)
         for start in range(begin, self._end(begin), self.batch_size):
             size = min(self.batch_size, self.num_samples - start)
             rows = self._rows if size == self.batch_size else range(size)
@@ -180,7 +179,7 @@ def _check_step(step: Any) -> None:
 
 def _size_of(dataset: Any) -> int:
     try:
-        size = None if isinstance(dataset, IterableDataset) else len(dataset)
+        size = None if isinstance(dataset, IterableDataset | DataLoader) else len(dataset)
     except TypeError:
         size = None
     if size is None:
@@ -196,6 +195,17 @@ def _size_of(dataset: Any) -> int:
     return size
 
 
+def _drawn_order(num_samples: int, seed: int) -> Tensor:
+    try:
+        return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed))
+    except RuntimeError:
+        raise UsageError(
+            f"A dataset that says to have {num_samples:,} samples was to be shuffled. The order of an epoch has all of "
+            f"their numbers, which do not fit into memory. Let __len__ say after how many samples an epoch ends, or do "
+            f"not shuffle."
+        ) from None
+
+
 def _batch_size(parts: list[InputPart]) -> int:
     sizes = {part.shape[0] if part.shape else 0 for part in parts}
     if len(sizes) == 1 and 0 not in sizes:
@@ -207,25 +217,17 @@ def _batch_size(parts: list[InputPart]) -> int:
     )
 
 
-class _Together:
-    """Puts samples together; those that do not go together are told of with their shapes."""
-
-    def __init__(self, collate_fn: Callable[[list[Any]], Any] | None) -> None:
-        self._collate = default_collate if collate_fn is None else collate_fn
-        self._is_own = collate_fn is not None
-
-    def __call__(self, samples: list[Any]) -> Any:
-        try:
-            return self._collate(samples)
-        except (RuntimeError, TypeError, ValueError, KeyError) as error:
-            if self._is_own:
-                raise
-            seen = dict.fromkeys(_described(sample) for sample in samples)
-            raise UsageError(
-                f"{len(samples)} samples of the dataset do not go together: {str(error)[:200]}. They are "
-                f"{'; '.join(list(seen)[:3])[:300]}. Let them all have the same shapes, by padding or cutting, or give "
-                f"a collate_fn that puts them together."
-            ) from None
+def collate_samples(samples: list[Any]) -> Any:
+    """A batch of samples, as torch makes it; those that do not go together are told of with their shapes."""
+    try:
+        return default_collate(samples)
+    except (RuntimeError, TypeError, ValueError, KeyError) as error:
+        seen = dict.fromkeys(_described(sample) for sample in samples)
+        raise UsageError(
+            f"{len(samples)} samples of the dataset do not go together: {str(error)[:200]}. They are "
+            f"{'; '.join(list(seen)[:3])[:300]}. Let them all have the same shapes, by padding or cutting, or give a "
+            f"collate_fn that puts them together."
+        ) from None
 
 
 def _described(sample: Any) -> str:

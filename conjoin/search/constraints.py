@@ -172,7 +172,7 @@ def _fix(graph: Graph, mesh: Mesh, name: str, text: str, forbidden: Sequence[str
         fault = f"nothing may be split over {taken[0]}"
     if fault is not None:
         raise UsageError(
-            f"The layout {layout_text(layout)} was asked for {name}, a tensor {value.type} on the mesh {mesh}. That "
+            f"The layout {layout_text(layout)} was asked for {name}, a tensor {value.type} on {mesh.told}. That "
             f"cannot be: {fault}. Ask for another layout of it."
         )
     return Fixed(name, value, layout)

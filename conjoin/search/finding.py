@@ -148,7 +148,7 @@ class _Cheapest:
         for plan in self.begin.plans:
             if all(plan.mesh != part.mesh for part in parts):
                 raise UsageError(
-                    f"A plan for {plan.mesh.size} devices ({plan.mesh}) was given to start from. Neither the machine "
+                    f"A plan for {plan.mesh.told} was given to start from. Neither the machine "
                     f"{self.machine.name} nor a part of it that is considered has these axes. Leave the plan out."
                 )
 

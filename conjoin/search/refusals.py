@@ -15,9 +15,8 @@ def check_start(contest: Contest, plan: Plan | Pipeline) -> None:
     machine, mark = contest.machine, model_mark(contest.captured)
     if plan.mesh != machine.mesh:
         raise UsageError(
-            f"A plan for {plan.mesh.size} devices ({str(plan.mesh) or 'no axes'}) was given to start from. The "
-            f"machine {machine.name} has {machine.num_devices} ({str(machine.mesh) or 'no axes'}). Make the plan for "
-            f"this machine."
+            f"A plan for {plan.mesh.told} was given to start from. The machine {machine.name} has {machine.mesh.told}. "
+            f"Make the plan for this machine."
         )
     if plan.model.fingerprint != mark.fingerprint:
         raise UsageError(

@@ -155,7 +155,7 @@ def _parse_part(text: str, known: Mapping[str, Keys], aliases: Mapping[str, str]
 def _with_word(request: Request, word: str, keys: Keys) -> Request:
     """The request with one more key; a number alone is the first degree that is not given yet."""
     name, (key, equals, given) = request.name or "option", (part.strip() for part in word.partition("="))
-    if equals and key in OPTIONS:
+    if key in OPTIONS:
         _check_once(name, key, 1 + _asks(request, key))
         asks_micro = request.asks_micro or key == "micro"
         return replace(request, asks_micro=asks_micro, **{key: _parse_option(name, key, given)})
@@ -208,7 +208,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     'Did you mean megatron?'
     """
     names = tuple(known)
-    near = get_close_matches(word, names, n=1, cutoff=0.4) or names[:1]
+    near = get_close_matches(word.lower(), names, n=1, cutoff=0.4) or names[:1]
     return f"Did you mean {near[0]}?" if near else "It takes none."
 
 

@@ -163,8 +163,8 @@ def predict_pipeline(
     check_optimizer(optimizer)
     if pipeline.mesh != machine.mesh:
         raise PlanError(
-            f"The pipeline is for {pipeline.mesh.size} devices ({pipeline.mesh}), and the machine {machine.name} has "
-            f"{machine.num_devices} ({machine.mesh}). Their axes must be the same. "
+            f"The pipeline is for {pipeline.mesh.told}, and the machine {machine.name} has {machine.mesh.told}. Their "
+            f"axes must be the same. "
             f"Make the plan for this machine, or name the machine it was made for."
         )
     once: dict[Hashable, tuple[Simulation, StagePrediction]] = {}

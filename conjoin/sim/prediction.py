@@ -72,8 +72,8 @@ def predict(
     check_optimizer(optimizer)
     if plan.mesh != machine.mesh:
         raise PlanError(
-            f"The plan is for {plan.mesh.size} devices ({plan.mesh}), and the machine {machine.name} has "
-            f"{machine.num_devices} ({machine.mesh}). Their axes must be the same. "
+            f"The plan is for {plan.mesh.told}, and the machine {machine.name} has {machine.mesh.told}. Their axes "
+            f"must be the same. "
             f"Make the plan for this machine, or name the machine it was made for."
         )
     found = simulate(plan, MachinePrices.of(plan.graph, machine, costs, optimizer), unfold=unfold)

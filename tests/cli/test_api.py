@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import conjoin
 import conjoin.api
@@ -90,12 +91,21 @@ def test_a_machine_may_be_a_path(tmp_path: Path) -> None:
     assert made.machine.name == "office" and made.mesh.size == 2
 
 
+def sgd(step: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(step.parameters())
+
+
 @pytest.mark.parametrize(
     ("call", "said"),
     [
         (lambda plan, step: conjoin.save_checkpoint(step, "folder"), "comes first, then the module"),
         (lambda plan, step: conjoin.save_weights(step, "file.pt"), "comes first, then the module"),
         (lambda plan, step: conjoin.load_checkpoint("folder", nn.Linear(2, 2)), "Pass that one"),
+        (lambda plan, step: conjoin.full_state_dict(nn.Linear(2, 2)), "Pass that one"),
+        (lambda plan, step: conjoin.optimizer_state_dict(sgd(step), step), "Pass that one"),
+        (lambda plan, step: conjoin.optimizer_state_dict(step, step), "Pass the module, then"),
+        (lambda plan, step: conjoin.load_optimizer_state_dict(step, {}, sgd(step)), "Pass the module, then"),
+        (lambda plan, step: conjoin.Loader(DataLoader([1]), step), "A DataLoader was given"),
         (lambda plan, step: step.to("meta"), "would lose its weights"),
         (lambda plan, step: plan(strategy=4), "A int was given as the strategy"),
         (lambda plan, step: plan(strategy="single", wish=conjoin.Wish(budget=1)), "together with a wish"),

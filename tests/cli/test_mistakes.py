@@ -96,6 +96,18 @@ def number_for_loss():
     return nn.Linear(4, 3), torch.ones(2, 4), 3
 
 
+def loss_of_one():
+    return nn.Linear(4, 3), (torch.ones(2, 4), torch.ones(2, 3)), lambda scores: scores.mean()
+
+
+def by_name():
+    return nn.Linear(4, 3), {"x": torch.ones(2, 4)}
+
+
+def counting():
+    return Classes(4, 3), (torch.ones(4, 4), torch.zeros(4)), lambda y, target: (y - target).square().mean()
+
+
 class Branching(nn.Linear):
     def forward(self, x):
         return super().forward(x if x.sum() > 0 else -x)
@@ -135,6 +147,43 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         return torch.ones(4), torch.zeros(3)
+
+
+class Other(Samples):
+    def __getitem__(self, index):
+        return torch.ones(5), torch.zeros(3)
+
+
+class Torn(Samples):
+    def __getitem__(self, index):
+        return torch.ones(4 + (index == 5)), torch.zeros(3)
+
+
+class Nothing(Samples):
+    def __getitem__(self, index):
+        return None
+
+
+class Triples(Samples):
+    def __getitem__(self, index):
+        return torch.ones(4), torch.zeros(3), torch.zeros(1)
+
+
+class Broken(Samples):
+    def __getitem__(self, index):
+        if index == 5:
+            raise KeyError("sample 5 is broken")
+        return super().__getitem__(index)
+
+
+class Negative(Samples):
+    def __len__(self):
+        return -1
+
+
+class Endless(Samples):
+    def __len__(self):
+        return 10**15
 
 
 class Deadly(Samples):
@@ -205,6 +254,8 @@ def plan(folder: Path, run: Run) -> Path:
         ("lazy", "without a shape"),
         ("leaves", "SystemExit: 3"),
         ("two_dtypes", "convert one to the other"),
+        ("loss_of_one", "called as Linear(float32 [2, 4]) and loss(output, float32 [2, 3])"),
+        ("by_name", "called as Linear(x=float32 [2, 4])"),
         ("targets_of_others", "batch_size (2) to match target batch_size (3)"),
     ],
 )
@@ -226,6 +277,8 @@ def test_a_model_that_cannot_be_planned_leaves_the_plan_that_was_there(
         ("fsdp+micro=3", "a batch of 4 has no 3 equal parts"),
         ("fsdp+recompute=half", "Did you mean"),
         ("+", "no strategy named ''"),
+        ("FSDP", "Did you mean fsdp?"),
+        ("fsdp+recompute", "recompute=''"),
         ("megatron:tp=2@d9", "as @d0"),
         ("statistics=rank", "names none"),
         ("pipeline:pp=9", "Ask for pp=2 or fewer"),
@@ -266,6 +319,23 @@ def test_what_could_not_be_kept_or_learned_is_told_before_the_first_step(
 ) -> None:
     asked = run("run", single, GOOD, "--steps", "2", *options)
     assert why in asked.refused() and "step" not in asked.out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", GOOD, "--machine", "local:2", "--strategy", "fsdp", "-o"],
+        ["inspect", GOOD, "-o"],
+        ["simulate", "plan.json", "--machine", "laptop", "--trace"],
+        ["run", "plan.json", GOOD, "--trace"],
+        ["run", "plan.json", GOOD, "--log"],
+        ["rules", "prove", "mine.toml", "-o"],
+    ],
+    ids=" ".join,
+)
+def test_a_file_of_another_kind_is_not_written_over(plan: Path, run: Run, folder: Path, command: list[str]) -> None:
+    assert "would be lost" in run(*command, "mine.py").refused()
+    assert (folder / "mine.py").read_text() == MODELS
 
 
 @pytest.mark.parametrize("keep", ["half", "nothing", "a list", "a table", "no mesh", "another version", "no graph"])
@@ -336,6 +406,14 @@ def test_what_was_verified_of_integers_is_said(plan: Path, run: Run) -> None:
     shown = run("verify", "classes.json", "mine.py:classes", "--steps", "2")
     assert shown.code == 0 and "plan trains" not in shown.out and "has no loss: compared was" in shown.out
     assert "verified: the plan computes exactly like one device" in shown.out
+
+
+def test_a_loss_without_a_gradient_is_not_said_to_train(plan: Path, run: Run) -> None:
+    asked = run("plan", "mine.py:counting", "--machine", "local:2", "--strategy", "fsdp", "-o", "counting.json")
+    assert asked.code == 0 and "next" not in asked.out
+    assert "No parameter reaches its loss with a gradient" in run("run", "counting.json", "mine.py:counting").refused()
+    shown = run("verify", "counting.json", "mine.py:counting", "--steps", "2")
+    assert shown.code == 0 and "plan trains" not in shown.out
 
 
 def test_what_has_nothing_to_train_is_not_said_to_train(plan: Path, run: Run) -> None:
@@ -466,6 +544,28 @@ def test_a_loss_that_is_no_number_ends_a_training_at_once(single: str, run: Run,
     assert "The loss of step 3 is nan" in message and "kept has what was there after step 2" in message
     rest = json.loads(run(*command, "--data", "mine.py:Samples").out)["losses"]
     assert len(rest) == 2 and all(loss == loss for loss in rest)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        ("Torn", "do not go together"),
+        ("Nothing", "do not go together"),
+        ("Triples", "list of 3 Tensor"),
+        ("Negative", "length of mine.py:Negative"),
+        ("Endless", "1,000,000,000,000,000 samples"),
+    ],
+)
+def test_data_that_are_none(single: str, run: Run, data: str, why: str) -> None:
+    assert why in run("run", single, GOOD, "--json", "--data", f"mine.py:{data}").refused()
+
+
+def test_an_evaluation_that_cannot_be_costs_no_training(single: str, run: Run, folder: Path) -> None:
+    command = ("run", single, GOOD, "--json", "--steps", "2", "--checkpoint", "kept", "-o", "weights.pt", "--eval-data")
+    assert "of shape (4, 5)" in run(*command, "mine.py:Other").refused()
+    assert not (folder / "kept").exists(), "told before the first step"
+    assert "sample 5 is broken" in run(*command, "mine.py:Broken").refused()
+    assert (folder / "kept" / "conjoin.json").exists() and (folder / "weights.pt").exists()
 
 
 def test_weights_that_are_no_numbers_are_not_kept(plan: Path, run: Run, folder: Path) -> None:

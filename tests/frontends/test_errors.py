@@ -136,6 +136,7 @@ def test_a_batch_the_model_does_not_take(batch: Any, why: str) -> None:
 
 def test_operands_of_different_dtypes_are_refused() -> None:
     assert "operator linear: it is given torch.float32 and torch.float64" in refused(nn.Linear(4, 4), X.double())
+    assert "operator linear: it is given torch.float32 and torch.int64" in refused(nn.Linear(4, 4), X.long())
 
 
 def test_an_input_is_missing() -> None:

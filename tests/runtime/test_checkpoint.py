@@ -406,6 +406,15 @@ def test_prefix_destination_and_keep_vars() -> None:
     on_threads("fsdp", 2, program)
 
 
+def test_names_that_a_wrapper_has_changed_are_told() -> None:
+    def program(step: ParallelModule) -> None:
+        for wrapper in ("_orig_mod.", "module."):  # of torch.compile, of DistributedDataParallel
+            with pytest.raises(CheckpointError, match=f"under names without '{wrapper}', which a wrapper has put"):
+                step.load_state_dict({wrapper + name: x for name, x in make_model(5).state_dict().items()})
+
+    on_threads("single", 1, program)
+
+
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
     def program(step: ParallelModule) -> str:
         state: dict[str, Any] = make_model(5).state_dict()

@@ -21,6 +21,7 @@ from conjoin.machine import parse_machine
 from conjoin.runtime import launch, load, load_checkpoint, save_checkpoint
 from conjoin.search import make_plan
 from tests.runtime.models import Mlp, mlp, plan_of
+from tests.runtime.test_split_outputs import Scores, X, Y, plan_by
 from zoo.gpt import Gpt, GptConfig, gpt_batch
 from zoo.tokens import next_token_loss
 
@@ -65,8 +66,13 @@ def _all_ways(rank: int, plan: Any, model: Any, batch: Any) -> dict[str, tuple[f
     return found
 
 
-def _compiled_and_plain(rank: int, plan: Any, model: nn.Module, folder: str) -> list[tuple[float, float]]:
-    """Losses of batches of changing sizes and the norm of the gradients that they add up to, compiled and plainly."""
+def _compiled_and_plain(
+    rank: int, plan: Any, model: nn.Module, beside: Any, folder: str
+) -> list[tuple[float, float]]:
+    """Losses of batches of changing sizes and the norm of the gradients that they add up to, compiled and plainly.
+
+    And of a model that returns scores beside its loss.
+    """
     warnings.simplefilter("ignore")
     torch.compiler.reset()
     step, plain = conjoin.load(plan, copy.deepcopy(model), loss=mse_loss), copy.deepcopy(model)
@@ -81,6 +87,9 @@ def _compiled_and_plain(rank: int, plan: Any, model: nn.Module, folder: str) -> 
     norms = (torch.nn.utils.get_total_norm([p.grad for p in module.parameters()]) for module in (step, plain))
     save_checkpoint(folder, compiled)
     load_checkpoint(folder, compiled)
+    torch.compiler.reset()  # else it knows already that sizes change, and asks no more for those that it saw
+    made = torch.compile(conjoin.load(beside, Scores().double()), backend="aot_eager")(X, Y), Scores().double()(X, Y)
+    found += [tuple(each[key].sum().item() for each in made) for key in ("loss", "scores")]
     return [*found, tuple(norm.item() for norm in norms)]
 
 
@@ -89,7 +98,7 @@ def test_compiled_steps_add_up_gradients_of_batches_of_any_size(strategy: str, t
     """Gradients are there when the compiler looks at parameters again, and what talks to other ranks is not for it."""
     model, batch = mlp()
     plan = plan_of(model, batch, 2, strategy)
-    for found in launch(2, _compiled_and_plain, plan, model, str(tmp_path / "checkpoint")):
+    for found in launch(2, _compiled_and_plain, plan, model, plan_by(strategy)[0], str(tmp_path / "checkpoint")):
         for compiled, plain in found:
             assert compiled == pytest.approx(plain, rel=1e-5)
 

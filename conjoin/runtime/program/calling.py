@@ -72,7 +72,7 @@ def _kind(value: Any) -> str:
     match value:
         case tuple() | list():
             kinds = [type(x).__name__ for x in value]
-            told = kinds[:8] if len(set(kinds)) > 1 else kinds[:1]
+            told = kinds[:8] if len(set(kinds)) > 1 else [f"{len(kinds)} {kinds[0]}"] if kinds else []
             return f"{name} of {', '.join(told)}" if value else f"empty {name}"
         case Mapping():
             return f"{name} of {', '.join(map(str, list(value)[:8]))}" if value else f"empty {name}"

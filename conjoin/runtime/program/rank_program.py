@@ -322,7 +322,7 @@ class RankProgram:
         self._shapes = tuple(self._shapes_of(leaf) for leaf in self.taken)
         self._begin, self._end = uncompiled(self._start), uncompiled(passes.end)
         self._split_outputs = SplitOutputs(plan.graph, communicator)
-        self._mark = uncompiled(self._split_outputs.mark)
+        self._marked_results = uncompiled(self._mark)
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -392,7 +392,12 @@ class RankProgram:
                 outputs = self._tensor_cores.before_backward(self._compute(batches, state, device))
         self._end(dict(zip(self.taken, given, strict=True)), outputs, self.plan.graph.loss)
         came_whole = all(tuple(x.shape) == whole for x, (whole, _) in zip(given, self._shapes, strict=True))
-        return self.calling.results(self._mark(outputs) if self._split_outputs and came_whole else outputs)
+        give = self._marked_results if self._split_outputs and came_whole else self.calling.results
+        return give(outputs)
+
+    def _mark(self, outputs: list[Any]) -> Any:
+        """Results with what is split marked: the compiler is not to see that they are longer than what they hold."""
+        return self.calling.results(self._split_outputs.mark(outputs))
 
     def _start(self, device: torch.device) -> None:
         self._passes.begin(self.agreement)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from conjoin.errors import CheckpointError
-from conjoin.runtime.state.pieces import Piece, as_piece, count, listed, local_part
+from conjoin.errors import CheckpointError, UsageError
+from conjoin.runtime.state.pieces import Piece, as_piece, check_loaded, count, listed, local_part
 from conjoin.runtime.state.storage import Store
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
@@ -39,7 +39,17 @@ def optimizer_state_dict(step: Stored, optimizer: Optimizer) -> dict[str, Any]:
     Then these are new tensors as they are after a step with gradients of zero; optimizer and parameters stay as they
     are until `load_optimizer_state_dict`.
     """
+    _check(step, optimizer)
     return state_by_name(step.store, optimizer, fresh=not optimizer.state)
+
+
+def _check(step: Any, optimizer: Any) -> None:
+    check_loaded(step)
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"A {type(optimizer).__name__} was given instead of an optimizer. Its state belongs to the parameters of "
+            f"the module that conjoin.load gave. Pass the module, then the torch.optim.Optimizer of its parameters."
+        )
 
 
 def state_by_name(store: Store, optimizer: Optimizer, fresh: bool = False) -> dict[str, Any]:
@@ -105,6 +115,7 @@ def load_optimizer_state_dict(step: Stored, optimizer: Optimizer, state: Mapping
 
     All or nothing. As with `Optimizer.load_state_dict`, pieces are taken over, not copied.
     """
+    _check(step, optimizer)
     names = parameter_names(step.store, optimizer)
     faults = group_faults(names, optimizer, state)
     taken: dict[int, dict[str, Any]] = {}

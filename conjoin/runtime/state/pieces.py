@@ -6,7 +6,7 @@ plan is read by another plan, by another number of ranks, or by plain torch, wha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -169,11 +169,19 @@ def load_pieces(store: Store, state: Mapping[str, Any], strict: bool) -> Unmatch
     if faults:
         raise CheckpointError(
             f"A state was given that does not fit the module on this rank in {count(len(faults), 'tensor')}. It is of "
-            f"another model, or its pieces are of another plan. Give whole tensors or this plan's pieces:\n"
-            f"{listed(faults)}"
+            f"another model, or its pieces are of another plan. Give whole tensors or this plan's pieces"
+            f"{_wrapped(own, unexpected)}:\n{listed(faults)}"
         )
     _copy(store, {name: part for name, part in found.items() if isinstance(part, Tensor)})
     return UnmatchedKeys(missing, unexpected)
+
+
+def _wrapped(own: Iterable[str], given: Sequence[str]) -> str:
+    """What a wrapper has put before all names, as `DistributedDataParallel` and `torch.compile` do."""
+    prefix = given[0].partition(".")[0] + "." if given else ""
+    if prefix == "." or {name.removeprefix(prefix) for name in given if name.startswith(prefix)} != set(own):
+        return ""
+    return f", under names without {prefix!r}, which a wrapper has put there"
 
 
 def local_part(store: Store, name: str, local: Tensor, value: Any) -> Tensor | str:
@@ -238,11 +246,21 @@ class Gathering(Protocol):
         """In a pipeline the rank that tells all others of a parameter or buffer; None where all have part in it."""
 
 
+def check_loaded(step: Any) -> None:
+    """Refuse what is no module of a plan; a compiled one is."""
+    if not isinstance(getattr(step, "store", None), Store):
+        raise UsageError(
+            f"A {type(step).__name__} was given instead of a module. What knows which pieces of the weights are on "
+            f"which rank is the module that conjoin.load gave. Pass that one."
+        )
+
+
 def full_state_dict(step: Gathering, everywhere: bool = False) -> dict[str, Tensor]:
     """The module's state as whole tensors on the CPU, on rank 0 or everywhere; called on every rank.
 
     Tensors are gathered one at a time.
     """
+    check_loaded(step)
     keep = everywhere or step.communicator.rank == 0
     state: dict[str, Tensor] = {}
     gathered: dict[str, Tensor] = {}

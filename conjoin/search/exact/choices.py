@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import ceil
 
 import numpy as np
@@ -179,7 +180,7 @@ def make_choices(
     picks = np.indices((len(rules),) * len(units)).reshape(len(units), -1).T.astype(np.int64)
     picks = picks[compatible(rules, picks)]
     indices, ways = split_ways(rules, picks, units)
-    fits = fitting(task, indices, ways)
+    fits = fitting(task, indices, ways) & owning(task, rules, picks, units)
     picks, ways = picks[fits], ways[fits]
     found, inverse = _distinct(indices, ways)
     seconds = np.array([prices.seconds(task, row) for row in found])[inverse]
@@ -271,6 +272,19 @@ def fitting(task: Task, indices: Sequence[str], ways: NDArray[np.int64]) -> NDAr
         for n in np.unique(ways[:, column]).tolist():
             if not _divides(index, n, space, task):
                 fits &= ways[:, column] != n
+    return fits
+
+
+def owning(task: Task, rules: Sequence[ShardingRule], picks: NDArray[np.int64], units: Units) -> NDArray[np.bool_]:
+    """Which choices leave every device a part of what is owned beside the index that they split, as experts are."""
+    fits = np.ones(len(picks), bool)
+    spec = spec_for(task.call)
+    owned = {name for names in spec.owned.values() for name in (*names, *chain(*spec.dealt.values()))} if spec else ()
+    degrees = np.array([unit.degree for unit in units], np.int64)
+    for i, name in enumerate(task.call.operand_names if owned else ()):
+        if name in owned:
+            splits = np.array([rule.operands[i] == Split(0) for rule in rules])[picks]
+            fits &= np.where(splits, degrees, 1).prod(axis=1) <= task.call.tensors[i].shape[0]
     return fits
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+import torch
 
 from conjoin.ir import Graph, parse_graph
-from conjoin.machine import parse_machine
-from conjoin.search.exact.choices import OperatorSeconds
+from conjoin.machine import Mesh, parse_machine
+from conjoin.ops import ROUTED_EXPERTS, Call, Split, TensorType
+from conjoin.search.exact.choices import OperatorSeconds, Task
+from conjoin.search.exact.counted.space import CountedSpace
 from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
 from conjoin.search.exact.space import Objective, Space
@@ -89,3 +92,18 @@ def test_near_a_solution_nothing_worse_is_found() -> None:
     near = Problem(skeleton, space, Objective(), layouts).solve()
     whole = Problem(skeleton, space, Objective()).solve()
     assert whole.total <= near.total * (1 + 1e-9) and near.total <= solution.total * (1 + 1e-9)
+
+
+def test_no_device_is_left_without_an_expert() -> None:
+    """What rows are split by splits experts, too, over several units as well: two experts, two units of two devices."""
+    rows, types = TensorType((8, 4), torch.float32), (TensorType((16, 4), torch.float32),)
+    matrices = TensorType((2, 4, 12), torch.float32), TensorType((2, 6, 4), torch.float32)
+    call = Call(ROUTED_EXPERTS, (rows, *matrices, TensorType((16,), torch.int64), 2, "silu", None))
+    task = Task(call, types, (0, 1, 2), (False, True, True, False), of_weights=False)
+    mesh = Mesh.of_nodes(2, 2)
+    units = tuple(make_unit(mesh, (axis,)) for axis in mesh.names)
+    choices = space_of("dgx-h100:2x2", units).choices(task, every_rule=True)
+    legal = CountedSpace(Mesh.of_nodes(1, 4), OperatorSeconds(SlowDevices())).legal(task)
+    for rules, picks in ((choices.rules, choices.picks), (legal.rules, legal.picks)):
+        owning = [sum(rules[rule].operands[1] == Split(0) for rule in pick) for pick in picks.tolist()]
+        assert max(owning) == 1

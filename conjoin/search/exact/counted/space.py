@@ -18,6 +18,7 @@ from conjoin.search.exact.choices import (
     Task,
     compatible,
     fitting,
+    owning,
     rules_of,
     split_ways,
     windowed_indices,
@@ -139,7 +140,7 @@ class CountedSpace:
         picks = ascending(tuple(range(len(rules))), self.num_axes)
         picks = picks[compatible(rules, picks)]
         indices, ways = split_ways(rules, picks, units)
-        fits = fitting(task, indices, ways)
+        fits = fitting(task, indices, ways) & owning(task, rules, picks, units)
         distinct, inverse = np.unique(ways[fits], axis=0, return_inverse=True)
         rows = tuple(tuple(map(int, row)) for row in distinct)
         number = {row: i for i, row in enumerate(rows)}
