@@ -80,7 +80,8 @@ def explain(error: Exception, step: nn.Module, tensors: tuple[Tensor, ...], call
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(HIDDEN)]
     places = [(frames[-1].filename, frames[-1].lineno or 0)] if frames else []
     if isinstance(error, CaptureError):
-        return CaptureError(str(error) + "".join(map(_shown, places)))
+        told = f"{error}{''.join(map(_shown, places))}"
+        return CaptureError(told)
     if isinstance(error, InnerGradient):
         return CaptureError(
             f"The model takes gradients inside its forward pass or its loss ({error}). A graph is of a forward pass "

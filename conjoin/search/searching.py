@@ -22,7 +22,7 @@ from conjoin.search.exact.space import OVERLAPS
 from conjoin.search.joint import JointSearch
 from conjoin.search.kept_count import try_keeping
 from conjoin.search.memory_front import relieve_front
-from conjoin.search.micro_batches import enter_smallest
+from conjoin.search.micro_batches import Fitting, enter_smallest
 from conjoin.search.named_relief import relieve_by_name
 from conjoin.search.notes import Notes
 from conjoin.search.papers.descents import descend_everywhere, try_everything
@@ -41,7 +41,9 @@ _GRACE_SECONDS = 1.0
 _LATE = 0.05
 """By which part of its time a search may be late beyond that where nothing fits yet."""
 _FOR_NAMED = 0.5
-"""The part of the time that is left to the search where no named strategy fits."""
+"""The part of the time that is left to the search where a named strategy would be the fastest and does not fit."""
+_FIRST_NAMED = 3
+"""After how many that do not fit these are taken in micro-batches: something that fits is found early."""
 _FOR_FRONT = 0.3
 """The part of the time left to random changes in which what they find is relieved, where memory decides."""
 _NEARLY_ALL = 0.9
@@ -220,33 +222,41 @@ def _begin(contest: Contest, begin: Beginning, starts: list[Outcome], costs: Cos
     if before is not None:
         check_start(contest, before)
     try:
-        known: dict[str, Outcome] = {}
-        least = partial(_least_bytes, contest)
-        named = baselines(
-            contest.captured,
-            contest.machine,
-            lambda name: _is_hopeless(contest, known, name) or (bool(known) and least(name) > contest.capacity),
-            lambda name: max(0.0, least(name) - contest.capacity),  # first what may fit
-        )
-        for name, found in named:
-            contest.tell(name)
-            if found is not None:
-                known[name] = contest.enter(found)
-                starts.append(known[name])
-                contest.baseline = contest.best
-                if len(known) == 1:
-                    contest.keep_for_finishing()
-            if known and contest.time_left < contest.time_spent / len(known) - _GRACE_SECONDS:
-                raise Enough(Stopped.OUT_OF_TIME)  # the next may take as long as those so far
-            if known and contest.best is None and contest.time_left_of_given < _FOR_NAMED:
-                break  # memory decides, for which named strategies know less than the search
-        starts += relieve_by_name(contest, [known[name] for name in known if least(name) <= contest.capacity])
-        contest.baseline = contest.best
+        _enter_named(contest, starts)
     finally:  # what an earlier search has found is not lost, however little may be spent now
         if isinstance(before, Plan):
             starts.insert(0, contest.enter_plan(before, is_counted=False))
         elif before is not None:
             enter_pipeline(contest, before, costs)
+
+
+def _enter_named(contest: Contest, starts: list[Outcome]) -> None:
+    """Judge the named strategies; where they do not fit, also in micro-batches and with blocks run again."""
+    known, fitting, least = dict[str, Outcome](), Fitting(contest), partial(_least_bytes, contest)
+    named = baselines(
+        contest.captured,
+        contest.machine,
+        lambda name: _is_hopeless(contest, known, name) or (bool(known) and least(name) > contest.capacity),
+        lambda name: max(0.0, least(name) - contest.capacity),  # first what may fit
+    )
+    for name, found in named:
+        contest.tell(name)
+        if found is not None:
+            known[name] = contest.enter(found)
+            starts.append(known[name])
+            if len(known) == 1:
+                contest.keep_for_finishing()
+            if len(known) == _FIRST_NAMED and contest.best is None:
+                fitting.enter(known)
+            contest.baseline = contest.best
+        if known and contest.time_left < contest.time_spent / len(known) - _GRACE_SECONDS:
+            raise Enough(Stopped.OUT_OF_TIME)  # the next may take as long as those so far
+        if known and contest.memory_decides and contest.time_left_of_given < _FOR_NAMED:
+            break  # for which named strategies know less than the search
+    if contest.memory_decides:
+        fitting.enter(known)
+    starts += relieve_by_name(contest, [known[name] for name in known if least(name) <= contest.capacity])
+    contest.baseline = contest.best
 
 
 def _least_bytes(contest: Contest, name: str) -> float:

@@ -59,7 +59,18 @@ def free_peak() -> int:
     return found.peak_bytes
 
 
-def test_named_strategies_run_their_blocks_again_where_none_fits_without() -> None:
+def test_what_fits_in_micro_batches_is_known_after_the_first_strategies() -> None:
+    machine, limit = parse_machine(MACHINE), int(0.4 * free_peak())
+    asked = [f"{name}+micro={steps}" for name in ("data-parallel", "zero1", "fsdp") for steps in (2, 4, 8)]
+    each = [predict(make_plan(deep().graph, machine, name), machine, CostModel(), "sgd") for name in asked]
+    fastest = min(prediction.seconds for prediction in each if prediction.memory.peak <= limit)
+    found = search(search="named", memory=limit, steps=14)
+    assert found.seconds_per_step <= fastest and found.baseline_seconds_per_step <= fastest
+    assert found.peak_bytes <= limit
+
+
+def test_named_strategies_run_their_blocks_again_where_none_fits_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conjoin.search.searching.Fitting.enter", lambda *_: None)
     machine, limit = parse_machine(MACHINE), int(0.6 * free_peak())
     found = search(search="named", memory=limit)
     assert read_request(found.baseline).recompute in ("selective", "full")
@@ -69,6 +80,7 @@ def test_named_strategies_run_their_blocks_again_where_none_fits_without() -> No
 
 
 def test_what_fits_nowhere_gets_a_plan_by_running_some_of_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conjoin.search.searching.Fitting.enter", lambda *_: None)
     sample, limit = deep(), int(0.45 * free_peak())
     found = search(memory=limit)
     assert recomputed_segments(found.plan) and found.peak_bytes <= limit
