@@ -22,6 +22,8 @@ _LARGEST = 2**20
 """Elements of a tensor whose values are kept beside it."""
 _DEVICE = torch.ops.prim.device.default
 _NUMBERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
+_EQUAL = torch.ops.aten.equal.default
+"""By which torch branches on numbers that it has in a tensor, as `torch.cov` on how many samples there are."""
 _BY_SHAPE = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
 _TORCHS_CHECK = (torch.__file__, "_check_tensor_all_with")
 _UNSET = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
@@ -52,9 +54,9 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = isinstance(func, OpOverload) and (_name(func) in _BY_SHAPE or all(v is not None for v in values))
         if func is torch.ops.aten._ctc_loss.Tensor:
             return _likelihoods(*args)
-        if func in _NUMBERS and (value := values[0]) is not None:
+        if func in (*_NUMBERS, _EQUAL) and known:
             with disable_current_modes():
-                return value.item()
+                return func(*values)
         if func in _NUMBERS and (answer := self._answer(sys._getframe(1))) is not None:
             return answer
         result = func(*args, **kwargs)
