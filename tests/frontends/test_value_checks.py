@@ -76,6 +76,18 @@ def test_checks_that_are_left_out_are_told(caplog: pytest.LogCaptureFixture) -> 
     assert f"check at {__file__}:" in caplog.text
 
 
+def test_a_check_is_not_among_the_lines_that_are_in_the_way() -> None:
+    class Branching(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.isnan().any():
+                raise ValueError("no number")
+            return super().forward(x).mean() * (2 if x.sum() > 0 else 3)
+
+    with pytest.raises(CaptureError, match=r"x\.sum\(\) > 0") as refused:
+        capture(Branching(4, 3), (torch.randn(2, 4),))
+    assert "isnan" not in str(refused.value)
+
+
 def test_variances_that_are_learned_may_be_those_of_a_loss() -> None:
     class Density(nn.Module):
         def __init__(self) -> None:
