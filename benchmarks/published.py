@@ -58,7 +58,7 @@ class Row:
     batch: int
     """Samples of a step on all GPUs."""
     precision: str
-    """float32, bfloat16 or float16 throughout, or with `autocast` or `mixed` before it; others cannot be said here."""
+    """float32, bfloat16 or float16 throughout, or with `autocast` or `mixed` before it, or as `--precision` has it."""
     strategy: str
     optimizer: str
     published: float

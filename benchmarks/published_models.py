@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from conjoin.frontends import capture
+from conjoin import capture as named_capture
+from conjoin.frontends import PRECISIONS, capture
 from conjoin.ir import Graph
 from zoo.bert import Bert, BertConfig, pretraining_batch, pretraining_loss
 from zoo.gpt import CausalAttention, Gpt, GptConfig, gpt_batch
@@ -102,8 +103,10 @@ def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def capture_step(model_sizes: Mapping[str, Any], length: int, batch_size: int, precision: str) -> Graph:
     """A training step of a model: in `bfloat16` throughout, under `autocast bfloat16`, or with parameters of float32
-    that are cast before use, `mixed bfloat16`."""
+    that are cast before use, `mixed bfloat16`; or in a precision by the name that `--precision` has for it."""
     model, batch, loss = build(model_sizes, length, batch_size)
+    if precision.split(",")[0] in PRECISIONS and precision != "float32":
+        return named_capture(model.train(), tuple(batch), loss, precision=f"{precision}@cuda")
     if precision in HALVES:
         half = HALVES[precision]
         model, batch = model.to(half), tuple(_narrow(x, half) for x in batch)

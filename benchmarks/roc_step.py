@@ -5,11 +5,11 @@
 602 features, 128 hidden, 41 classes, as ROC's on Reddit with a tenth of the edges; the graph is symmetric, weighted,
 and has communities. `torch CSR` multiplies with a CSR matrix and is given its backward by hand: the same product once
 more, since the matrix is symmetric. `torch CSR, autograd` transposes it in every step, as torch does. `ours` is what
-`conjoin.capture` makes of a model in gather-scatter form; `ours, A·X once` the same with the first layer the other way
-round, (A·X)·W, where A·X of constant features is made before the first step. `--geometric` adds PyTorch Geometric's
-GCNConv over the same weights, given edges, or given a CSR matrix; what does not fit a GPU is told. Seconds are those of
-all threads; on a GPU those on the wall, with the most bytes that a step allocates beside what is there before it, the
-graph of every way.
+`conjoin.capture` makes of a model in gather-scatter form; `ours, A·X once` what the strategy vertex-parallel:once makes
+of the same: the first layer the other way round, (A·X)·W, by a rule of the library, with A·X made in the first step.
+`--geometric` adds PyTorch Geometric's GCNConv over the same weights, given edges, or given a CSR matrix; what does not
+fit a GPU is told. Seconds are those of all threads; on a GPU those on the wall, with the most bytes that a step
+allocates beside what is there before it, the graph of every way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import conjoin
-from conjoin.ops import AGGREGATE, find_operator
 from conjoin.runtime import to_module
 from zoo.gnn import Gcn, GnnConfig, symmetric_weights
 
@@ -94,19 +93,6 @@ class GeometricGcn(nn.Module):
         return made
 
 
-class LateGcn(nn.Module):
-    """The same model on features that were aggregated before."""
-
-    def __init__(self, model: Gcn, product: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layers, self.product = model.layers, product
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.layers
-        x = F.relu(first.layer(x) + first.bias)  # type: ignore[operator]
-        return self.product(second.layer(x)) + second.bias  # type: ignore[operator, arg-type]
-
-
 def seconds_of(step: Callable[[], Tensor], model: nn.Module, device: str) -> tuple[float, float, int]:
     """Of a step, forward and backward; its loss, and on a GPU the bytes that it allocates."""
     model.zero_grad()
@@ -137,20 +123,15 @@ def ways(
     matrix = torch.sparse_coo_tensor(graph.flip(0), weight, (vertices, vertices)).coalesce().to_sparse_csr()
     batch = (x, graph, weight, labels)
     ours = to_module(conjoin.capture(model, batch, F.cross_entropy), model)
-    aggregate = find_operator(AGGREGATE)
-
-    def product(h: Tensor) -> Tensor:
-        made: Tensor = aggregate(h, graph[0], graph[1], weight, vertices, "sum")
-        return made
-
+    told = conjoin.plan(model, batch, "local:1", loss=F.cross_entropy, strategy="vertex-parallel:once")
+    once = to_module(told.graph, model)
     symmetric = CsrGcn(model, lambda h: _Symmetric.apply(h, matrix))  # type: ignore[no-untyped-call]
     plain = CsrGcn(model, lambda h: torch.sparse.mm(matrix, h))
-    late, aggregated = LateGcn(model, product), product(x)
     losses: dict[str, tuple[Callable[[], Tensor], nn.Module]] = {
         "torch CSR": (lambda: F.cross_entropy(symmetric(x), labels), model),
         "torch CSR, autograd": (lambda: F.cross_entropy(plain(x), labels), model),
         "ours": (lambda: ours(*batch), ours),
-        "ours, A·X once": (lambda: F.cross_entropy(late(aggregated), labels), model),
+        "ours, A·X once": (lambda: once(*batch), once),
     }
     if geometric:
         edgewise, by_matrix = GeometricGcn(model, (graph, weight)), GeometricGcn(model, (matrix,))

@@ -360,18 +360,9 @@ def explain(plan: Plan | Pipeline | str | PathLike[str]) -> Explanation | Pipeli
     return _explain(found) if isinstance(found, Plan) else explain_pipeline(found)
 
 
-def diff_plans(before: Plan | str | PathLike[str], after: Plan | str | PathLike[str]) -> PlanDiff:
-    """What differs between two plans of one stage."""
-    return _diff_plans(_of_one_stage(_plan(before)), _of_one_stage(_plan(after)))
-
-
-def _of_one_stage(plan: Plan | Pipeline) -> Plan:
-    if isinstance(plan, Plan):
-        return plan
-    raise UsageError(
-        f"The {plan} was given where plans of one stage are compared. It has {len(plan.stages)}. Compare the stages: "
-        f"plan.stages[0].plan is one."
-    )
+def diff_plans(before: Plan | Pipeline | str | PathLike[str], after: Plan | Pipeline | str | PathLike[str]) -> PlanDiff:
+    """What differs between two plans, each of one stage or several."""
+    return _diff_plans(_plan(before), _plan(after))
 
 
 def simulate_plan(

@@ -33,6 +33,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_sessionfinish() -> None:
+    """What is left is not looked through once more while the process ends, as pytest would."""
+    gc.collect(1)
+    gc.freeze()
+
+
 def _have_ctrl_c() -> None:
     """Shells start background jobs with Ctrl-C ignored, and that is inherited: a user's terminal has it on."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -23,6 +23,7 @@ import pytest
 
 from conjoin.cli import main
 from conjoin.search.strategies import registered
+from tests.zoo.commands import captured_once
 
 REPOSITORY = Path(__file__).parent.parent
 PATTERNS = ("*.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/**/*.md", "conjoin/**/*.md", "zoo/**/*.md")
@@ -147,6 +148,32 @@ def find_pages() -> list[str]:
     return sorted({str(p.relative_to(REPOSITORY)) for pattern in PATTERNS for p in REPOSITORY.glob(pattern)})
 
 
+def anchors(markdown: str) -> set[str]:
+    """What may stand behind `#` in a link to a page: its headings, as GitHub names them.
+
+    >>> sorted(anchors("# How good is it?\\n## `run`, and *Data*\\n"))
+    ['how-good-is-it', 'run-and-data']
+    """
+    headings = re.findall(r"^#+ (.*)$", _without_code(markdown), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def dead_links(page: Path) -> list[str]:
+    """Links of a page to files or headings of the project that are not there."""
+    found = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", _without_code(page.read_text()))):
+        path, _, anchor = target.partition("#")
+        place = page.parent / path if path else page
+        is_there = place.exists() and (not anchor or anchor in anchors(place.read_text()))
+        if not is_there and not target.startswith("https://"):
+            found.append(target)
+    return found
+
+
+def _without_code(markdown: str) -> str:
+    return re.sub(r"^ *```.*?^ *```$", "", markdown, flags=re.MULTILINE | re.DOTALL)
+
+
 @pytest.fixture
 def namespace(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
@@ -164,8 +191,14 @@ def namespace(
     return vars(module)
 
 
+@pytest.fixture(scope="module")
+def _zoo_captured_once() -> Iterator[None]:
+    with captured_once():
+        yield
+
+
 @pytest.fixture
-def shell(capfd: pytest.CaptureFixture[str]) -> Shell:
+def shell(capfd: pytest.CaptureFixture[str], _zoo_captured_once: None) -> Shell:
     def run(words: list[str]) -> tuple[int, str, str]:
         capfd.readouterr()
         code = main(words)
@@ -177,6 +210,16 @@ def shell(capfd: pytest.CaptureFixture[str]) -> Shell:
 @pytest.mark.parametrize("page", find_pages())
 def test_the_code_on_a_page_runs(page: str, namespace: dict[str, object], shell: Shell) -> None:
     run_page(REPOSITORY / page, namespace, shell)
+
+
+def test_links_lead_somewhere() -> None:
+    assert {page: links for page in find_pages() if (links := dead_links(REPOSITORY / page))} == {}
+
+
+def test_a_dead_link_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n[itself](#a-page) [nothing](#b) [gone](gone.md) [far](https://x.org)\n```text\n[no](link)\n```\n")
+    assert dead_links(page) == ["#b", "gone.md"]
 
 
 def test_blocks_share_names_and_folder(tmp_path: Path, namespace: dict[str, object], shell: Shell) -> None:

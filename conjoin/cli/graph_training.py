@@ -62,6 +62,8 @@ class GraphParts:
         plan, roles = step.plan, find_roles(graph)
         if not isinstance(plan, Plan) or plan.accumulation is not None or roles.own_of_edges:
             return None
+        if not all(isinstance(value, Value) for value in graph.inputs):  # a matrix of edges is given as one
+            return None
         leaves = {leaf.name: leaf for leaf in plan.graph.leaves}
         ends = [leaves[each.leaf.name].type.layout for each in edge_inputs(graph) if each.leaf.name in leaves]
         if not ends or not all(any(isinstance(p, Split) for _, p in layout) for layout in ends):

@@ -347,7 +347,7 @@ def diff_command(
     as_json: JsonOption = False,
 ) -> None:
     """Show what differs between two plans; the exit code is 0 when they are the same, 1 when not."""
-    both = (rooms.models.read_plan_of_one_stage(path, imports) for path in (before, after))
+    both = (rooms.models.read_plan(path, imports) for path in (before, after))
     found = rooms.report.diff_plans(*both)
     if as_json:
         print_json(found.to_json())

@@ -36,6 +36,7 @@ from conjoin.comm.offloads import (
     held_in_blocks,
     num_ahead,
     num_blocks,
+    score_bytes,
     updated_together,
 )
 from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
@@ -78,6 +79,6 @@ __all__ = [
     "has_places", "held_bytes", "held_in_blocks", "is_product", "leaves_early", "move_regions", "moved_edges",
     "movement", "moves_fewer_rows", "node_exchanges", "num_ahead", "num_blocks", "num_devices", "plan_crossing",
     "plan_transfer", "recomputed", "reduced_for_transfer", "reshard", "ring_bytes", "ring_bytes_of", "ring_members",
-    "ring_of", "route_bytes", "routed_bytes", "routed_call", "routing_of", "run_again", "sent_bytes", "splits_evenly",
-    "stage_grid", "step_bytes", "step_load", "sum_per_rank", "total_bytes", "updated_together",
+    "ring_of", "route_bytes", "routed_bytes", "routed_call", "routing_of", "run_again", "score_bytes", "sent_bytes",
+    "splits_evenly", "stage_grid", "step_bytes", "step_load", "sum_per_rank", "total_bytes", "updated_together",
 ]  # fmt: skip

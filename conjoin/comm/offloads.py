@@ -49,6 +49,13 @@ BLOCK_BYTES = 2**26
 """Of inputs that lie on the host one such block is computed with while the next is copied: at 25 GB/s 2.7 ms each."""
 EDGE_BYTES, FIRST_BYTES = 4, 8
 """An edge in a block is the number of the vertex at its other end; for every vertex there is where its edges begin."""
+_SCORES = 6
+"""Numbers for each head of an edge that attention makes at once in its backward pass: scores, shares, gradients."""
+
+
+def score_bytes(heads: int, itemsize: int) -> int:
+    """What attention makes of an edge in a block: numbers for each head, and the row that it belongs to."""
+    return _SCORES * heads * itemsize + 8
 
 
 def num_blocks(num_bytes: int) -> int:

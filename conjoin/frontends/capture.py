@@ -11,6 +11,7 @@ from torch import nn
 from conjoin.errors import CaptureError
 from conjoin.frontends.expert_rows import in_their_own_order
 from conjoin.frontends.exporting import Batch, Regions, export
+from conjoin.frontends.filled_tensors import with_parts_together
 from conjoin.frontends.lowering import Lowering
 from conjoin.frontends.merged_rows import with_rows_in_their_dims
 from conjoin.frontends.neighbours import with_neighbours
@@ -54,7 +55,8 @@ def capture(
     graph = lowering.run(type(model).__name__, model.training)
     if graph is None:
         raise _refusal(lowering.problems)
-    graph = with_neighbours(in_their_own_order(with_rows_in_their_dims(graph)), exported, model)
+    graph = with_rows_in_their_dims(with_parts_together(graph))
+    graph = with_neighbours(in_their_own_order(graph), exported, model)
     if loss is not None and graph.loss is None:
         raise CaptureError(
             "The loss did not return one floating-point number. Training minimises a single number. "

@@ -69,9 +69,10 @@ def refuse_sparse(what: str, where: str = "") -> CaptureError:
     """Of something that is sparse, with what to write instead of a product with a sparse matrix."""
     return CaptureError(
         f"{what} is sparse. A graph names dense tensors alone, and how many numbers a sparse one has depends on its "
-        f"values. Give the edges of such a matrix A as row, column and weight, and write A @ h as "
-        f"`h.new_zeros(len(A), h.shape[1]).index_add(0, row, h[column] * weight[:, None])`, which runs as one product; "
-        f"or, where it is small, call .to_dense() on it." + where
+        f"values. Give a matrix A that is multiplied with tensors h to the right with the batch; or give its edges as "
+        f"row, column and weight, and write A @ h as `h.new_zeros(len(A), h.shape[1]).index_add(0, row, "
+        f"h[column] * weight[:, None])`, which runs as one product; or, where it is small, call .to_dense() on it."
+        + where
     )
 
 
@@ -92,6 +93,8 @@ def explain(error: Exception, step: nn.Module, tensors: tuple[Tensor, ...]) -> C
     """What export said, in three sentences and with the user's lines."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(HIDDEN)]
     places = [(frames[-1].filename, frames[-1].lineno or 0)] if frames else []
+    if isinstance(error, CaptureError):
+        return CaptureError(str(error) + "".join(map(_shown, places)))
     if isinstance(error, InnerGradient):
         return CaptureError(
             f"The model takes gradients inside its forward pass or its loss ({error}). A graph is of a forward pass "

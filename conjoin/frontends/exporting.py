@@ -29,6 +29,7 @@ from conjoin.frontends.functional import (
     put_in_real_parts,
 )
 from conjoin.frontends.known_values import KnownValues
+from conjoin.frontends.neighbour_matrices import matrices_of_edges, matrix_of
 from conjoin.frontends.problems import MODEL_PREFIX, Problem, find_user_line
 from conjoin.frontends.regions import has_cuda_autocast, make_explicit
 from conjoin.frontends.self_loops import loops_of_fixed_shape
@@ -230,7 +231,7 @@ class StepCall:
     def _rebuild(self, given: tuple[Tensor, ...]) -> Arguments:
         feed = iter(given)
         args, kwargs, loss_args, loss_kwargs = unflatten_tree(
-            [next(feed) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self._spec
+            [next(feed) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self._spec, matrix_of
         )
         if self.dealt.whole_to_loss:
             loss_args = (kwargs or (args[0] if isinstance(self._batch, Tensor) else args),)
@@ -410,7 +411,7 @@ def _trace(step: _Step, tensors: tuple[Tensor, ...]) -> _Traced:
         return f'File "{place[0]}", line {place[1]}{again}' if place else ""
 
     with ExitStack() as watches:
-        for traced_otherwise in (loops_of_fixed_shape(step), counted_batches(step)):
+        for traced_otherwise in (loops_of_fixed_shape(step), counted_batches(step), matrices_of_edges()):
             watches.enter_context(traced_otherwise)
         for watch in (_explained(step, tensors), keep_cuda_autocast(), keep_markers(), user_lines(line)):
             watches.enter_context(watch)

@@ -19,9 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import CaptureError
+from conjoin.frontends.calls_here import Place, calls_here, plain_call
 from conjoin.frontends.problems import MODEL_PREFIX
 
-_GCN, _GAT = "torch_geometric.nn.conv.gcn_conv", "torch_geometric.nn.conv.gat_conv"
+_CONV = "torch_geometric.nn.conv."
+_GCN = f"{_CONV}gcn_conv"
+_NORMED = tuple(
+    f"{_CONV}{name}" for name in ("appnp", "dna_conv", "fa_conv", "gcn2_conv", "mixhop_conv", "pdn_conv", "sg_conv",
+                                  "ssg_conv")
+)  # fmt: skip
+"""Whose messages are multiplied with the weights that GCN's norm gives edges."""
+_ATTENDING = tuple(f"{_CONV}{name}" for name in ("gat_conv", "gatv2_conv", "agnn_conv"))
+"""Whose messages are multiplied with a softmax over the edges of each vertex."""
 
 
 @contextmanager
@@ -29,23 +38,20 @@ def loops_of_fixed_shape(step: nn.Module) -> Iterator[None]:
     """Trace such layers of a step inside so; whoever has not imported them has none."""
     for name, layer in step.named_modules():
         _check_adds_up(name.removeprefix(MODEL_PREFIX), layer)
-    changed: list[tuple[Any, str, Any]] = []
-    for name, replaced in ((_GCN, _for_gcn), (_GAT, _for_gat)):
+    replacing = {_GCN: _for_gcn, **dict.fromkeys(_NORMED, _for_normed), **dict.fromkeys(_ATTENDING, _for_attending)}
+    calls: _Replaced = {}
+    for name, replaced in replacing.items():
         module = sys.modules.get(name)
-        for (owner, attribute), made in ({} if module is None else replaced(module)).items():
-            changed.append((owner, attribute, getattr(owner, attribute)))
-            setattr(owner, attribute, made)
-    try:
+        calls |= {} if module is None else replaced(module)
+    with calls_here(calls):
         yield
-    finally:
-        for owner, attribute, plain in changed:
-            setattr(owner, attribute, plain)
 
 
 def _check_adds_up(name: str, layer: Any) -> None:
     """Refuse a layer to which a loop of weight 0 is not the same as none."""
-    base = next((kind for kind in type(layer).__mro__ if kind.__module__ in (_GCN, _GAT)), None)
-    if base is None or not layer.add_self_loops:
+    known = (_GCN, *_NORMED, *_ATTENDING)
+    base = next((kind for kind in type(layer).__mro__ if kind.__module__ in known), None)
+    if base is None or not getattr(layer, "add_self_loops", False):
         return
     own = [part for part in ("message", "aggregate") if getattr(type(layer), part) is not getattr(base, part)]
     adds_up = type(layer.aggr_module).__name__ == "SumAggregation"
@@ -70,13 +76,11 @@ def _with_loops(edges_2E: Tensor, count: int) -> Tensor:
     return torch.cat((edges_2E, torch.stack((loops, loops))), dim=1)
 
 
-_Replaced = dict[tuple[Any, str], Callable[..., Any]]
-"""By what has it, and its name there."""
+_Replaced = dict[Place, Callable[..., Any]]
 
 
-def _for_gcn(module: Any) -> _Replaced:
-    plain, layer = module.gcn_norm, module.GCNConv
-    forward, message = layer.forward, layer.message
+def _norm_of_fixed_shape(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """GCN's norm, with the loops that a graph has left where they are."""
 
     def gcn_norm(  # noqa: PLR0913 - as the library has it
         edge_index: Any,
@@ -98,6 +102,17 @@ def _for_gcn(module: Any) -> _Replaced:
         weights = torch.cat((torch.where(is_loop, 0.0, weight), own))
         return plain(_with_loops(edge_index, num_nodes), weights, *rest, False, flow, dtype)
 
+    return gcn_norm
+
+
+def _for_normed(module: Any) -> _Replaced:
+    return {(module, "gcn_norm"): _norm_of_fixed_shape(plain_call(module, "gcn_norm"))}
+
+
+def _for_gcn(module: Any) -> _Replaced:
+    layer = module.GCNConv
+    forward, message = plain_call(layer, "forward"), layer.message
+
     def forward_apart(self: Any, x: Any, edge_index: Any, edge_weight: Any = None) -> Any:
         as_it_is = type(self).message is message and (self.flow, self.aggr) == ("source_to_target", "add")
         adds_loops = self.normalize and self.add_self_loops and not self.cached and edge_weight is None
@@ -113,27 +128,29 @@ def _for_gcn(module: Any) -> _Replaced:
         made_VF = made_VF * scale_V1
         return made_VF if self.bias is None else made_VF + self.bias
 
-    return {(module, "gcn_norm"): gcn_norm, (layer, "forward"): forward_apart}
+    return {**_for_normed(module), (layer, "forward"): forward_apart}
 
 
-def _for_gat(module: Any) -> _Replaced:
-    remove, add, plain = module.remove_self_loops, module.add_self_loops, module.softmax
+def _for_attending(module: Any) -> _Replaced:
+    remove, add, plain = (plain_call(module, name) for name in ("remove_self_loops", "add_self_loops", "softmax"))
     kept: list[Tensor] = []
     """Which edges count, of the layer that is being traced."""
 
     def remove_self_loops(edge_index: Any, edge_attr: Any = None) -> Any:
         kept.clear()
-        if not _is_plain(edge_index) or edge_attr is not None:
+        if not _is_plain(edge_index):
             return remove(edge_index, edge_attr)
         kept.append(edge_index[0] != edge_index[1])
-        return edge_index, None
+        return edge_index, edge_attr
 
     def add_self_loops(edge_index: Any, edge_attr: Any = None, fill_value: Any = None, num_nodes: Any = None) -> Any:
         if not kept:
             return add(edge_index, edge_attr, fill_value, num_nodes)
+        if edge_attr is not None:
+            edge_attr = torch.cat((edge_attr, _of_loops(edge_index[1], edge_attr, fill_value, num_nodes, kept[0])))
         loops = torch.ones(num_nodes, dtype=torch.bool, device=edge_index.device)
         kept.append(torch.cat((kept.pop(), loops)))
-        return _with_loops(edge_index, num_nodes), None
+        return _with_loops(edge_index, num_nodes), edge_attr
 
     def softmax(src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if kept and kept[0].shape[0] == src.shape[0]:
@@ -143,3 +160,23 @@ def _for_gat(module: Any) -> _Replaced:
 
     made = (("remove_self_loops", remove_self_loops), ("add_self_loops", add_self_loops), ("softmax", softmax))
     return {(module, name): function for name, function in made}
+
+
+def _of_loops(target_E: Tensor, said_EF: Tensor, fill: Any, count: int, kept_E: Tensor) -> Tensor:
+    """What is said of every vertex's edge to itself: a value, or the sum or mean of what is said of the others."""
+    if not isinstance(fill, str):
+        told = fill if isinstance(fill, Tensor) else said_EF.new_tensor(1.0 if fill is None else fill)
+        return told.to(said_EF.dtype).expand(count, *said_EF.shape[1:])
+    if fill not in ("add", "sum", "mean"):
+        raise CaptureError(
+            f"A layer was to be captured that says of every vertex's edge to itself the {fill[:20]} of what is said of "
+            f"its others. Only for sums and means may loops that the graph has stay where they are and count for "
+            f"nothing. Take fill_value='mean', or add_self_loops=False and a graph that has its loops."
+        )
+    weight_E = kept_E.to(said_EF.dtype)
+    made = said_EF.new_zeros(count, *said_EF.shape[1:])
+    made = made.index_add(0, target_E, said_EF * weight_E.view(-1, *(1,) * (said_EF.dim() - 1)))
+    if fill != "mean":
+        return made
+    num = weight_E.new_zeros(count).index_add(0, target_E, weight_E).clamp(min=1)
+    return made / num.view(-1, *(1,) * (said_EF.dim() - 1))

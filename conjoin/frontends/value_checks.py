@@ -76,7 +76,7 @@ def _catches(frame: FrameType) -> bool:
     """Whether a frame of the user's, where it is, may go on after something was raised; `with` is taken not to."""
     if _is_hidden(frame):
         return False
-    entries = dis.Bytecode(frame.f_code).exception_entries
+    entries = dis.Bytecode(frame.f_code).exception_entries  # type: ignore[attr-defined]  # typeshed has it not
     handlers = [entry.target for entry in entries if entry.start <= frame.f_lasti < entry.end]
     names = {step.offset: step.opname for step in dis.get_instructions(frame.f_code)}
     after = {offset: following for offset, following in zip(names, list(names.values())[1:], strict=False)}

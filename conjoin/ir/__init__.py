@@ -122,6 +122,7 @@ from conjoin.ir.spans import (
     unlike_axes,
     wanted_region,
 )
+from conjoin.ir.sparse_matrices import SparseMatrix
 from conjoin.ir.stages import Arrival, StageGraph, cut_in_stages, made_anew
 from conjoin.ir.structure import LEAF, Structure
 from conjoin.ir.trees import describe_tree, flatten_tree, spec_of, unflatten_tree
@@ -172,6 +173,7 @@ __all__ = [
     "Section",
     "Segment",
     "Source",
+    "SparseMatrix",
     "Stage",
     "StageGraph",
     "Structure",

@@ -15,8 +15,9 @@ from conjoin.ir.graph import Graph
 from conjoin.ir.nodes import Leaf, LeafKind, Node, Value
 from conjoin.ir.placing import plain_call
 from conjoin.ir.reshards import is_parallel
-from conjoin.ops import AGGREGATE, Factors, NotationError, Split, notation_of
+from conjoin.ops import AGGREGATE, GRAPH_ATTENTION, Factors, NotationError, Split, notation_of
 
+_OVER_EDGES = (AGGREGATE, GRAPH_ATTENTION)
 _EDGES = ("source", "target", "weight")
 
 
@@ -68,7 +69,7 @@ def _on_host(graph: Graph, inputs: list[Leaf]) -> dict[Value, str]:
 
 
 def _reader(node: Node, host: tuple[int, ...], name: str) -> HostReader:
-    if node.op == AGGREGATE:
+    if node.op in _OVER_EDGES:
         return _edge_reader(node, host, name)
     rows = _rows_of(node, host)
     if rows is None:
@@ -77,15 +78,12 @@ def _reader(node: Node, host: tuple[int, ...], name: str) -> HostReader:
 
 
 def _edge_reader(node: Node, host: tuple[int, ...], name: str) -> HostReader:
-    """Sums and means along edges that all lie on the host, with their weights, of vertices that are not split."""
+    """What goes along edges that all lie on the host, with their weights, of vertices that are not split."""
     call = plain_call(node)
     edges = tuple(i for i, operand in enumerate(call.operand_names) if operand in _EDGES)
     if host != edges:
         raise ValueError(f"{name} is to lie on the host during the step, and not all that is said of its edges does")
-    if call["reduce"] == "max":
-        raise ValueError(f"{name} is to lie on the host during the step, and the greatest along its edges is taken")
-    layouts = [value.type.layout for value in node.inputs[:1]] + [kind.layout for kind in node.types]
-    layouts += [node.inputs[i].type.layout for i in host]
+    layouts = [kind.layout for kind in (*(value.type for value in node.inputs), *node.types)]
     if any(isinstance(placement, Split) and placement.dim == 0 for layout in layouts for _, placement in layout):
         raise ValueError(f"{name} is to lie on the host during the step, and its vertices are split over devices")
     return HostReader(host, ())
@@ -143,8 +141,9 @@ def _together(graph: Graph) -> Iterator[tuple[str, ...]]:
     there = _on_host(graph, list(inputs))
     group = {leaf.name: {leaf.name} for leaf in inputs}
     for node in graph.nodes:
-        if node.op == AGGREGATE:
-            named = [there[value] for value in node.inputs[1:] if value in there]
+        if node.op in _OVER_EDGES:
+            given = zip(node.call.operand_names, node.inputs, strict=True)
+            named = [there[value] for name, value in given if name in _EDGES and value in there]
             joined = set[str]().union(*(group[name] for name in named))
             group.update(dict.fromkeys(joined, joined))
     yield from dict.fromkeys(tuple(sorted(names)) for names in group.values())

@@ -1,13 +1,17 @@
-"""Between nested containers and their description as plain data; the one place here that touches torch's pytrees."""
+"""Between nested containers and their description as plain data; the one place here that touches torch's pytrees.
+
+A sparse matrix is a container too, of the tensors that it is made of.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils import _pytree as pytree
 
+from conjoin.ir.sparse_matrices import SparseMatrix, as_matrix, as_parts, is_matrix
 from conjoin.ir.structure import LEAF, Structure
 
 _BUILTIN = {tuple: "tuple", list: "list", dict: "dict"}
@@ -26,7 +30,8 @@ def _describe(spec: pytree.TreeSpec) -> Structure:
     if spec.is_leaf():
         return LEAF
     children = tuple(_describe(child) for child in _children(spec))
-    keys = spec.context if isinstance(spec.context, list) and len(spec.context) == len(children) else ()
+    named: Any = list(SparseMatrix._fields) if spec.context is SparseMatrix else spec.context
+    keys = named if isinstance(named, list) and len(named) == len(children) else ()
     if not all(isinstance(key, str | int) for key in keys):
         raise TypeError(f"keys of a {_type_name(spec)} must be strings or integers")
     return Structure(_type_name(spec), tuple(keys), children)
@@ -38,7 +43,7 @@ def _children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
 
 def describe_tree(tree: Any) -> tuple[list[Any], Structure]:
     """Flatten nested containers: the leaves, and the nesting as plain data."""
-    leaves, spec = pytree.tree_flatten(tree)
+    leaves, spec = flatten_tree(tree)
     return leaves, _describe(spec)
 
 
@@ -75,9 +80,25 @@ def spec_of(structure: Structure) -> pytree.TreeSpec:
 
 def flatten_tree(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """The leaves of nested containers and torch's own description of the nesting."""
-    return pytree.tree_flatten(tree)
+    leaves, spec = pytree.tree_flatten(tree)
+    if any(map(is_matrix, leaves)):
+        return pytree.tree_flatten(pytree.tree_map(as_parts, tree))
+    return leaves, spec
 
 
-def unflatten_tree(leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
-    """Put leaves back into containers."""
-    return pytree.tree_unflatten(leaves, spec)
+def unflatten_tree(
+    leaves: Sequence[Any], spec: pytree.TreeSpec, matrix: Callable[[SparseMatrix], Any] = as_matrix
+) -> Any:
+    """Put leaves back into containers, and what sparse matrices are made of into what `matrix` makes of it."""
+    made = pytree.tree_unflatten(leaves, spec)
+    if not _has_matrices(spec):
+        return made
+    return pytree.tree_map(lambda part: matrix(part) if _is_parts(part) else part, made, is_leaf=_is_parts)
+
+
+def _is_parts(part: Any) -> bool:
+    return isinstance(part, SparseMatrix)
+
+
+def _has_matrices(spec: pytree.TreeSpec) -> bool:
+    return spec.context is SparseMatrix or any(map(_has_matrices, _children(spec)))

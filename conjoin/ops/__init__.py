@@ -1,6 +1,16 @@
 """What an operator is, declared once: index notation, torch reference, algebraic facts; the rest is derived."""
 
-from conjoin.ops.aggregation import aggregate_over, attend_over, sum_along, window_of
+from conjoin.ops.aggregation import (
+    aggregate_over,
+    attend_over,
+    dots_along,
+    edge_softmax,
+    greatest_along,
+    rows_of,
+    shares_along,
+    sum_along,
+    window_of,
+)
 from conjoin.ops.aten import (
     CAST,
     OPAQUE,
@@ -210,9 +220,11 @@ __all__ = [
     "check_rule",
     "cuts_for",
     "declaring_module",
+    "dots_along",
     "drawing",
     "dtype_name",
     "dual",
+    "edge_softmax",
     "edges_of",
     "execute",
     "find_function",
@@ -220,6 +232,7 @@ __all__ = [
     "find_spec",
     "first_order",
     "flops",
+    "greatest_along",
     "identity",
     "indices_by_place",
     "is_custom",
@@ -244,9 +257,11 @@ __all__ = [
     "registering_module",
     "replicated_rules",
     "routed_experts",
+    "rows_of",
     "run_local",
     "run_whole",
     "sharding_rules",
+    "shares_along",
     "signature",
     "space_of",
     "spec_for",

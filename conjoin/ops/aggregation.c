@@ -9,6 +9,7 @@
 #define ROWS_AT_ONCE 64
 #define AHEAD 4 /* edges whose rows are fetched while one is added */
 #define LINE 64
+#define TILE 64 /* numbers of a row that are added up at once: four of the widest registers in single precision */
 
 #define KERNELS(T, NAME)                                                                                               \
     void sum_##NAME(const T *x, const int64_t *first, const int32_t *others, const T *weight, const T *scale, T *out,  \
@@ -17,20 +18,33 @@
         _Pragma("omp parallel for schedule(dynamic, ROWS_AT_ONCE) num_threads(threads)") for (int64_t v = 0; v < rows; \
                                                                                               v++) {                   \
             T *restrict o = out + v * n;                                                                               \
-            for (int64_t i = 0; i < n; i++) o[i] = 0;                                                                  \
-            const int64_t last = first[v + 1];                                                                         \
-            for (int64_t e = first[v]; e < last; e++) {                                                                \
-                if (e + AHEAD < last) {                                                                                \
+            const int64_t last = first[v + 1], tiled = heads == 1 ? n - n % TILE : 0;                                  \
+            for (int64_t t = 0; t < tiled; t += TILE) { /* sums that stay in registers */                              \
+                T sums[TILE] = {0};                                                                                    \
+                for (int64_t e = first[v]; e < last; e++) {                                                            \
+                    if (t == 0 && e + AHEAD < last) {                                                                  \
+                        const char *next = (const char *)(x + (int64_t)others[e + AHEAD] * n);                         \
+                        for (int64_t i = 0; i < n * (int64_t)sizeof(T); i += LINE) __builtin_prefetch(next + i);       \
+                    }                                                                                                  \
+                    const T *restrict r = x + (int64_t)others[e] * n + t;                                              \
+                    const T w = weight ? weight[e] : 1;                                                                \
+                    for (int i = 0; i < TILE; i++) sums[i] += w * r[i];                                                \
+                }                                                                                                      \
+                for (int i = 0; i < TILE; i++) o[t + i] = sums[i];                                                     \
+            }                                                                                                          \
+            for (int64_t i = tiled; i < n; i++) o[i] = 0;                                                              \
+            for (int64_t e = first[v]; tiled < n && e < last; e++) {                                                   \
+                if (tiled == 0 && e + AHEAD < last) {                                                                  \
                     const char *next = (const char *)(x + (int64_t)others[e + AHEAD] * n);                             \
                     for (int64_t i = 0; i < n * (int64_t)sizeof(T); i += LINE) __builtin_prefetch(next + i);           \
                 }                                                                                                      \
                 const T *restrict r = x + (int64_t)others[e] * n;                                                      \
                 if (!weight) {                                                                                         \
-                    for (int64_t i = 0; i < n; i++) o[i] += r[i];                                                      \
+                    for (int64_t i = tiled; i < n; i++) o[i] += r[i];                                                  \
                 } else {                                                                                               \
                     for (int64_t h = 0; h < heads; h++) {                                                              \
                         const T w = weight[e * heads + h];                                                             \
-                        for (int64_t i = h * width; i < (h + 1) * width; i++) o[i] += w * r[i];                        \
+                        for (int64_t i = h * width + tiled; i < (h + 1) * width; i++) o[i] += w * r[i];                \
                     }                                                                                                  \
                 }                                                                                                      \
             }                                                                                                          \

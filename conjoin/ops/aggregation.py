@@ -194,7 +194,7 @@ class _Sum(torch.autograd.Function):
             found = sum_along(gradient, edges.by_source, ordered)
         if not ctx.needs_input_grad[1]:
             return found, None, None, None
-        dots = _products(x, edges, gradient, prod(weight.shape[1:]))
+        dots = dots_along(x, edges.by_target, gradient, prod(weight.shape[1:]), lambda: edges.targets)
         dots = dots if ctx.in_order else edges.by_target.to_edges(dots, edges.num_edges)
         return found, dots.view(-1, *weight.shape[1:]), None, None
 
@@ -204,7 +204,7 @@ class _Greatest(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, edges: Edges) -> Tensor:
-        greatest, ties = _greatest(x.contiguous(), edges)
+        greatest, ties = greatest_along(x.contiguous(), edges.by_target, lambda: edges.targets)
         ctx.save_for_backward(x, greatest, ties + (greatest == 0))
         ctx.edges = edges
         return greatest
@@ -213,7 +213,8 @@ class _Greatest(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, greatest, ties = ctx.saved_tensors
-        return _shares(x.contiguous(), ctx.edges, greatest, (gradient / ties.clamp(min=1)).contiguous()), None
+        shared = (gradient / ties.clamp(min=1)).contiguous()
+        return shares_along(x.contiguous(), ctx.edges.by_source, greatest, shared), None
 
 
 def _is_quick(x: Tensor, order: Order) -> bool:
@@ -237,7 +238,7 @@ def sum_along(x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
         return _sparse_product(x, order, weight)
     made = x.new_zeros(num_rows, heads, size // heads)
     flat = x.reshape(x.shape[0], heads, size // heads)
-    rows = torch.arange(num_rows, device=x.device).repeat_interleave(order.first.diff())
+    rows = rows_of(order)
     at_once = max(_CHUNK // max(size, 1), 1)
     for start in range(0, rows.shape[0], at_once):
         some = slice(start, start + at_once)
@@ -267,48 +268,59 @@ def _sparse_product(x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
     return made.view(shape[0], *x.shape[1:])
 
 
-def _products(x: Tensor, edges: Edges, gradient: Tensor, heads: int) -> Tensor:
-    """For every edge, in the order of targets, the product of the row it comes from and the gradient it goes to."""
-    order, width = edges.by_target, prod(x.shape[1:]) // heads
+Rows = Callable[[], Tensor]
+"""The row that each edge of an order belongs to."""
+
+
+def rows_of(order: Order) -> Tensor:
+    """The row of each edge."""
+    rows = torch.arange(order.first.shape[0] - 1, device=order.first.device)
+    return rows.repeat_interleave(order.first.diff(), output_size=order.others.shape[0])
+
+
+def dots_along(x: Tensor, order: Order, ours: Tensor, heads: int, rows: Rows | None = None) -> Tensor:
+    """For every edge of an order the product, head by head, of what is at its other end and of what its row has."""
+    width = prod(x.shape[1:]) // heads
     if x.is_meta:
         return x.new_empty(order.others.shape[0], heads)
-    if _is_quick(x, order) and gradient.dtype == x.dtype:
+    if _is_quick(x, order) and ours.dtype == x.dtype:
         made = x.new_empty(order.others.shape[0], heads)
-        rows = order.first.shape[0] - 1
-        run_kernel("dots", x.contiguous(), order.first, order.others, gradient, made, rows, heads, width)
+        num_rows = order.first.shape[0] - 1
+        run_kernel("dots", x.contiguous(), order.first, order.others, ours.contiguous(), made, num_rows, heads, width)
         return made
-    sources, targets = x.reshape(-1, heads, width), gradient.reshape(-1, heads, width)
-    return (sources.index_select(0, order.others) * targets.index_select(0, edges.targets)).sum(2)
+    at = rows() if rows is not None else rows_of(order)
+    theirs, ours = x.reshape(-1, heads, width), ours.reshape(-1, heads, width)
+    return (theirs.index_select(0, order.others) * ours.index_select(0, at)).sum(2)
 
 
-def _greatest(x: Tensor, edges: Edges) -> tuple[Tensor, Tensor]:
-    """The greatest of each target's rows, and how many are as great."""
-    order = edges.by_target
+def greatest_along(x: Tensor, order: Order, rows: Rows | None = None) -> tuple[Tensor, Tensor]:
+    """The greatest at the other ends of the edges of each row, and how many are as great."""
     num_rows, size = order.first.shape[0] - 1, prod(x.shape[1:])
     if x.is_meta or _is_quick(x, order):
         made, ties = x.new_empty(num_rows, *x.shape[1:]), x.new_empty(num_rows, *x.shape[1:])
         if not x.is_meta:
             run_kernel("greatest", x, order.first, order.others, made, ties, num_rows, size)
         return made, ties
-    taken, rows = x.index_select(0, order.others), _like_rows(edges.targets, x)
+    at = rows() if rows is not None else rows_of(order)
+    taken = x.index_select(0, order.others)
     made = x.new_zeros(num_rows, *x.shape[1:])
-    made = made.scatter_reduce(0, rows.expand_as(taken), taken, "amax", include_self=False)
-    as_great = (taken == made.index_select(0, edges.targets)).to(x.dtype)
-    return made, torch.zeros_like(made).index_add_(0, edges.targets, as_great)
+    made = made.scatter_reduce(0, _like_rows(at, x).expand_as(taken), taken, "amax", include_self=False)
+    as_great = (taken == made.index_select(0, at)).to(x.dtype)
+    return made, torch.zeros_like(made).index_add_(0, at, as_great)
 
 
-def _shares(x: Tensor, edges: Edges, greatest: Tensor, shared: Tensor) -> Tensor:
-    """What each row gets of the gradients of those whose greatest it is."""
-    order, made = edges.by_source, torch.zeros_like(x)
+def shares_along(x: Tensor, order: Order, greatest: Tensor, shared: Tensor) -> Tensor:
+    """What each row gets of the gradients of those whose greatest it is, at the other ends of its edges."""
+    made = torch.zeros_like(x)
     if x.is_meta:
         return made
     if _is_quick(x, order):
         num_rows, size = x.shape[0], prod(x.shape[1:])
         run_kernel("shares", x, order.first, order.others, greatest, shared, made, num_rows, size)
         return made
-    sources = edges.by_target.others
-    is_it = x.index_select(0, sources) == greatest.index_select(0, edges.targets)
-    return made.index_add_(0, sources, shared.index_select(0, edges.targets) * is_it)
+    at = rows_of(order)
+    is_it = x.index_select(0, at) == greatest.index_select(0, order.others)
+    return made.index_add_(0, at, shared.index_select(0, order.others) * is_it)
 
 
 def _like_rows(rows: Tensor, values: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """The edges of a graph in the order of the rows they come to, and of those they go from: made once for each graph.
 
 A graph is two lists, the sources and the targets of its edges. What adds up over them needs the edges of each target
-together, and its gradient those of each source. Both orders are kept for the graphs that were seen last: a graph is the
-same if its lists lie where they did and were not written to since, or else if they say the same. Memory that torch did
-not take itself, as an array of numpy, is written to without its tensors telling: there, what is said is compared.
+together, and its gradient those of each source. Both orders are kept for the graphs that were seen last, of large ones
+four: a graph is the same if its lists lie where they did and were not written to since, or else if they say the same.
+Memory that torch did not take itself, as an array of numpy, is written to without its tensors telling: there, what is
+said is compared.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import accumulate
 from math import ceil
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
@@ -89,7 +91,8 @@ class Edges:
         check_ends(source, "source", window.all_sources)
         check_ends(target, "target", window.all_targets)
         self.window, self.num_edges = window, source.shape[0]
-        source, target = source - window.first_source, target - window.first_target
+        ends, firsts = (source, target), (window.first_source, window.first_target)
+        source, target = ((ends - first).to(torch.int32) for ends, first in zip(ends, firsts, strict=True))
         here = (source >= 0) & (source < window.num_sources) & (target >= 0) & (target < window.num_targets)
         self._kept = None if bool(here.all()) else here.nonzero().flatten()
         if self._kept is not None:
@@ -174,6 +177,10 @@ class _Seen(NamedTuple):
     use: Hashable
     made: Any
 
+    @property
+    def bytes(self) -> int:
+        return sum(ends.nbytes for ends in self.ends)
+
     def says(self, source: Tensor, target: Tensor, use: Hashable) -> bool:
         """Whether it is of the same graph; what was written to since says something else than what was made of it."""
         return (
@@ -183,11 +190,15 @@ class _Seen(NamedTuple):
         )
 
 
-class _Memory:
-    """What was made of the graphs seen last."""
+_LARGE = 4
+"""Graphs that are kept whatever their size: those of training and of evaluation, and of two more."""
 
-    def __init__(self, size: int) -> None:
-        self._size, self._lock = size, Lock()
+
+class _Memory:
+    """What was made of the graphs seen last, within so many bytes of edges; or of the last few, if they are larger."""
+
+    def __init__(self, size: int, most_bytes: int) -> None:
+        self._size, self._bytes, self._lock = size, most_bytes, Lock()
         self._seen: OrderedDict[_Key, _Seen] = OrderedDict()
 
     def find(self, source: Tensor, target: Tensor, use: Hashable, make: Callable[[Tensor, Tensor], Any]) -> Any:
@@ -208,9 +219,19 @@ class _Memory:
             if same is not None:  # a model that makes its edges in every step does not leave all of them here
                 self._seen.pop(same.key, None)
             self._seen[key] = _Seen(key, (source, target), use, made)
-            while len(self._seen) > self._size:
-                self._seen.popitem(last=False)
+            self._forget()
         return made
+
+    def _forget(self) -> None:
+        """Those that were seen longest ago, while there are too many."""
+        while len(self._seen) > self._size:
+            self._seen.popitem(last=False)
+        graphs = {seen.key[:-1]: seen.bytes for seen in reversed(self._seen.values())}
+        most = max(_LARGE * max(graphs.values()), self._bytes)
+        held = dict(zip(graphs, accumulate(graphs.values()), strict=True))
+        for key, seen in list(self._seen.items()):
+            if held[seen.key[:-1]] > most:
+                del self._seen[key]
 
 
 def _key(source: Tensor, target: Tensor, use: Hashable) -> _Key:
@@ -234,7 +255,7 @@ def are_equal(one: Tensor, other: Tensor) -> bool:
     return alike and torch.equal(one, other)
 
 
-_SEEN = _Memory(64)
+_SEEN = _Memory(64, 64 << 20)
 """Several layers of a model share one graph; several ranks may be threads of one process."""
 
 

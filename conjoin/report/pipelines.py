@@ -79,32 +79,36 @@ def pipeline_summary(found: PipelineExplanation) -> list[str]:
         f"{'schedule':<12} {pipeline.schedule.name}, {pipeline.num_micro_batches} micro-batches",
     ]
     for i, (stage, told) in enumerate(zip(pipeline.stages, found.stages, strict=True)):
-        ranks = _ranks_text(stage.ranks)
+        ranks = ranks_text(stage.ranks)
         borrowed = f", borrows {', '.join(stage.borrowed)}" if stage.borrowed else ""
         stored = format_bytes(told.stored_bytes)
         lines.append(
             f"{f'stage {i}':<12} {ranks}: {stage.plan.strategy}, {len(told.operators)} operators, "
             f"{stored} of parameters per rank{borrowed}"
         )
-    for transfer in found.transfers:
-        back = "and its gradient back" if transfer.has_gradient else "without gradient"
-        size = format_bytes(transfer.made.laid_out(()).bytes)
-        lines.append(f"{'between':<12} {transfer.source} > {transfer.target}: {transfer.made} ({size}), {back}")
+    lines += [f"{'between':<12} {between_text(transfer)}" for transfer in found.transfers]
     return lines
+
+
+def between_text(transfer: Transfer) -> str:
+    """What goes between two stages, in words."""
+    back = "and its gradient back" if transfer.has_gradient else "without gradient"
+    size = format_bytes(transfer.made.laid_out(()).bytes)
+    return f"{transfer.source} > {transfer.target}: {transfer.made} ({size}), {back}"
 
 
 def pipeline_text(found: PipelineExplanation) -> str:
     """The whole explanation, stage by stage."""
     parts = ["\n".join(pipeline_summary(found)) + "\n"]
     for i, told in enumerate(found.stages):
-        parts.append(f"\n== stage {i}, {_ranks_text(found.pipeline.stages[i].ranks)} ==\n{explanation_text(told)}")
+        parts.append(f"\n== stage {i}, {ranks_text(found.pipeline.stages[i].ranks)} ==\n{explanation_text(told)}")
     return "".join(parts)
 
 
-def _ranks_text(ranks: tuple[int, ...]) -> str:
+def ranks_text(ranks: tuple[int, ...]) -> str:
     """Ranks in few words.
 
-    >>> _ranks_text((4, 5, 6, 7)), _ranks_text((3,))
+    >>> ranks_text((4, 5, 6, 7)), ranks_text((3,))
     ('ranks 4-7', 'rank 3')
     """
     if len(ranks) == 1:

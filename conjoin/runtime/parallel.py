@@ -123,9 +123,10 @@ class ParallelModule(nn.Module):
 
     def placed(self, batch: Any) -> Any:
         """A batch, as a tuple of arguments or one object, on this rank's device, but for what stays on the host."""
-        given = self._program.calling.arrange(tuple(batch) if isinstance(batch, tuple | list) else (batch,), {})
-        stay = {id(x) for x, part in zip(given, self.input_parts(), strict=True) if part.on_host}
         leaves, spec = flatten_tree(batch)
+        apart = unflatten_tree(leaves, spec, matrix=lambda parts: parts)
+        given = self._program.calling.arrange(tuple(apart) if isinstance(apart, tuple | list) else (apart,), {})
+        stay = {id(x) for x, part in zip(given, self.input_parts(), strict=True) if part.on_host}
         moves = (isinstance(x, Tensor) and id(x) not in stay for x in leaves)
         placed = [x.to(self.store.device) if is_moved else x for x, is_moved in zip(leaves, moves, strict=True)]
         return unflatten_tree(placed, spec)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -87,6 +88,16 @@ def import_compiler() -> None:
     """
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch.export._trace")
+
+
+def leave_operators_registered() -> None:
+    """Have this process end without taking torch's operators from it one by one, and all that it forks: to each of
+    them it means to write into most of the memory that they share.
+    """
+    finalizers: Any = weakref.finalize
+    for finalizer, about in list(finalizers._registry.items()):
+        if about.func is torch.library._del_library:
+            finalizer.atexit = False
 
 
 def spare_view_replay() -> None:

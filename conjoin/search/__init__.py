@@ -5,6 +5,7 @@ from conjoin.search.another_pipeline import pipeline_alike
 from conjoin.search.another_shape import Alike, plan_alike
 from conjoin.search.baselines import baseline_names, baselines
 from conjoin.search.batch import split_batch, split_sequences
+from conjoin.search.branch_places import confine, place_branches
 from conjoin.search.certifying import Certificate
 from conjoin.search.comparing import Row, compare_plans
 from conjoin.search.contest import Contest, Improvement, Progress, Stopped
@@ -26,10 +27,9 @@ from conjoin.search.largest_batch import Fit, FitQuestion, largest_batches, leas
 from conjoin.search.layer_places import layer_depths
 from conjoin.search.notes import Notes
 from conjoin.search.pipelining import make_pipeline
-from conjoin.search.placing_branches import confine, place_branches
 from conjoin.search.planning import make_plan, strategy_names
 from conjoin.search.propagation import Flow, follow, propagate
-from conjoin.search.refusing import TooSlow
+from conjoin.search.refusals import TooSlow
 from conjoin.search.remembering import Remembered, is_answer
 from conjoin.search.request import Request
 from conjoin.search.searching import open_contest, search_names

@@ -24,7 +24,6 @@ from conjoin.ir import (
     offloaded_states,
     offloaded_tensors,
     origin,
-    parallelize,
     plain_call,
     recompute_actions,
     recomputed_segments,
@@ -35,7 +34,7 @@ from conjoin.ops import CAST, Copies, Invariant, Layout, Partial, Placement, Spl
 from conjoin.search.packed_weights import sections_alike
 from conjoin.search.tensor_names import find_tensor, operator_line
 from conjoin.search.variants import sequential_variant
-from conjoin.sim import Layouts, Prediction, Skeleton, predict, take_apart
+from conjoin.sim import Layouts, Prediction, Skeleton, predict, put_together, take_apart
 
 Axes = tuple[str, ...]
 
@@ -94,10 +93,7 @@ def _edited(plan: Plan, layouts: Layouts) -> Plan:
     variant = sequential_variant(plan)
     skeleton, segments = variant.skeleton, recomputed_segments(plan)
     layouts = sections_alike(skeleton.graph, layouts, plan.mesh)
-    leaves = {skeleton.graph.leaves[i]: layout for i, layout in layouts.leaves.items()}
-    choices = {op.node: choice for op, choice in zip(skeleton.operators, layouts.choices, strict=True)}
-    values = [i for i, value in enumerate(skeleton.graph.outputs) if isinstance(value, Value)]
-    graph = parallelize(skeleton.graph, leaves, choices, dict(zip(values, layouts.results, strict=False)))
+    graph = put_together(skeleton, layouts)
     regathered = tuple(action for action in plan.memory if action.action == REGATHER)
     offloads = offload_actions(graph, offloaded_tensors(plan), offloaded_states(plan), host_inputs(plan))
     memory = (*regathered, *recompute_actions(graph, segments), *offloads)

@@ -11,8 +11,8 @@ from conjoin.errors import StrategyError
 from conjoin.ir import REGATHER, Choice, Graph, LeafKind, Value
 from conjoin.machine import Machine, Mesh
 from conjoin.search.blocks import segments_for
-from conjoin.search.contest import Entry, Variant, make_variant
 from conjoin.search.drafting import Draft, Settled, lay_out, settle_draft
+from conjoin.search.entries import Entry, Variant, make_variant
 from conjoin.search.folded_drafts import draft_folded
 from conjoin.search.groups import products
 from conjoin.search.planning import drafter

@@ -20,7 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import isclose
 
-from conjoin.search.contest import Contest, Outcome
+from conjoin.search.contest import Contest
+from conjoin.search.entries import Outcome
 from conjoin.search.exact.kinds import kinds_of
 from conjoin.search.exact.relaxing import Bound, lower_bound
 from conjoin.search.exact.space import LEAST_PRICE, OVERLAPS, Objective

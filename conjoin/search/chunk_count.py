@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from conjoin.search.contest import Contest
-from conjoin.search.relieving import relieve
+from conjoin.search.relief import relieve
 from conjoin.search.variants import without_plan
 
 COUNTS = (2, 4, 8)

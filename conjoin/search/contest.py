@@ -6,58 +6,31 @@ the search itself believes. A contest begins with the named strategies; a search
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cached_property, lru_cache
 from math import inf
 from time import perf_counter, process_time
 
-from conjoin.ir import (
-    REGATHER,
-    Accumulation,
-    Graph,
-    Mark,
-    MemoryAction,
-    Plan,
-    Segment,
-    Substitution,
-    Value,
-    asked_segments,
-    check_plan,
-    computation_digest,
-    fingerprint,
-    model_mark,
-    offload_actions,
-    parallelize,
-    recompute_actions,
-    recomputed_segments,
-    regathered_parameters,
-)
+from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine, Mesh
-from conjoin.ops import At
 from conjoin.search.bundle_size import choose_bundle_bytes
 from conjoin.search.constraints import Constraints
-from conjoin.search.exact.space import Objective, Space
+from conjoin.search.entries import (
+    Entry,
+    Heavy,
+    Outcome,
+    Variant,
+    add_to_front,
+    entry_of,
+    seconds_alone,
+    with_asked_segments,
+)
+from conjoin.search.exact.space import Space
 from conjoin.search.exact.units import Units
 from conjoin.search.notes import Notes
 from conjoin.search.packed_weights import sections_alike
-from conjoin.sim import (
-    Classes,
-    Drafts,
-    Layouts,
-    Offloads,
-    PipelinePrediction,
-    Prices,
-    Simulation,
-    Skeleton,
-    new_drafts,
-    offloads_of,
-    simulate_layouts,
-    take_apart,
-    take_graph_apart,
-)
+from conjoin.sim import Classes, Drafts, PipelinePrediction, Prices, Simulation, new_drafts, simulate_layouts
 
 FOR_FINISHING = 0.1
 """The part of its time that a search keeps at most to write out and check the best plan."""
@@ -86,97 +59,6 @@ class Enough(Exception):
     def __init__(self, reason: Stopped) -> None:
         super().__init__(reason.value)
         self.reason = reason
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A model as a graph without layouts, and how it was made from the captured one."""
-
-    graph: Graph
-    skeleton: Skeleton
-    substitutions: tuple[Substitution, ...] = ()
-    accumulation: Accumulation | None = None
-    """Where the graph is that of a micro-batch."""
-
-    @property
-    def steps(self) -> int:
-        """Micro-batches in a step."""
-        return 1 if self.accumulation is None else self.accumulation.steps
-
-
-def make_variant(
-    graph: Graph, substitutions: tuple[Substitution, ...] = (), accumulation: Accumulation | None = None
-) -> Variant:
-    """The variant that a graph without layouts is."""
-    return Variant(graph, take_graph_apart(graph)[0], substitutions, accumulation)
-
-
-@lru_cache(64)
-def name_of(graph: Graph) -> str:
-    """What tells a graph from others, whatever its constants are: the same in every process."""
-    return fingerprint(graph, constants=False)
-
-
-def digest(variant: Variant, layouts: Layouts | None = None) -> str:
-    """A short name of a variant, perhaps in layouts: the same in every process."""
-    text = name_of(variant.graph)
-    if layouts is not None:
-        text += repr((sorted(layouts.leaves.items()), layouts.choices, layouts.results))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-NOTHING_OFFLOADED = Offloads()
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A plan as it takes part: a variant in layouts."""
-
-    name: str
-    variant: Variant
-    layouts: Layouts
-    regathered: frozenset[str] = frozenset()
-    segments: tuple[Segment, ...] = ()
-    """What the backward pass runs again."""
-    offloads: Offloads = NOTHING_OFFLOADED
-    """What lies on the host."""
-    plan: Plan | None = None
-    """Where there is one already."""
-    objective: Objective | None = None
-    """What the exact core counted when it found the layouts, where it did."""
-    chunks: int = 1
-    """In how many chunks products go that collectives are next to."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """An entry with what the simulation says."""
-
-    entry: Entry
-    simulation: Simulation
-    seconds: float
-    peak_bytes: int | None
-    """None where memory was not asked: the entry is slower than one that fits."""
-
-
-@dataclass(frozen=True, eq=False)
-class Heavy:
-    """An outcome beside others where memory decides."""
-
-    outcome: Outcome
-    seconds: float
-    peak_bytes: int
-    ask: Callable[[Outcome], bool]
-
-    @cached_property
-    def can_fit(self) -> bool:
-        """Whether it fits once all is on the host that can be: what is there for a moment cannot."""
-        return self.ask(self.outcome)
-
-    def beats(self, other: Heavy) -> bool:
-        """Whether it is as fast and as small, and can be made to fit if the other one can."""
-        is_less = self.seconds <= other.seconds and self.peak_bytes <= other.peak_bytes
-        return is_less and (self.can_fit or not other.can_fit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +200,7 @@ class Contest:
 
     def seconds_alone(self, variant: Variant) -> float:
         """Computing forward and backward on one device."""
-        costs = [self.prices.operator(op.call, op.needs, 0) for op in variant.skeleton.operators]
-        return sum(cost.forward.value + cost.backward.value for cost in costs)
+        return seconds_alone(variant, self.prices)
 
     @property
     def least_seconds(self) -> float:
@@ -394,7 +275,7 @@ class Contest:
     def enter(self, entry: Entry) -> Outcome:
         """Judge an entry; it becomes the best where it fits and is faster."""
         self.count_step()
-        entry = _with_asked_segments(entry)
+        entry = with_asked_segments(entry)
         return self.judge(entry, self.simulate(entry))
 
     def count_step(self) -> None:
@@ -425,7 +306,7 @@ class Contest:
             self.best = outcome
             self.history.append(Improvement(self.elapsed, seconds, entry.name))
         else:
-            if not entry.segments and not entry.offloads:
+            if not entry.segments and not entry.offloads and seconds < self.seconds_to_beat:
                 self._keep_on_front(outcome)
             if self.smallest is None or self.smallest.peak_bytes is None or peak < self.smallest.peak_bytes:
                 self.smallest = outcome
@@ -472,64 +353,5 @@ class Contest:
 
     def enter_plan(self, plan: Plan, *, is_counted: bool = True) -> Outcome:
         """Judge a plan that somebody made; one that was found before need not count as a step."""
-        skeleton, layouts = take_apart(plan)
-        variant = Variant(plan.graph, skeleton, plan.substitutions, plan.accumulation)
-        segments, regathered = recomputed_segments(plan), regathered_parameters(plan)
-        entry = Entry(plan.strategy, variant, layouts, regathered, segments, offloads_of(plan), plan)
+        entry = entry_of(plan)
         return self.enter(entry) if is_counted else self.judge(entry, self.simulate(entry))
-
-
-def add_to_front(front: Sequence[Heavy], new: Heavy) -> list[Heavy]:
-    """The fastest first, with a new one unless it is beaten, and without those that it beats."""
-    if any(old.beats(new) for old in front):
-        return list(front)
-    return sorted([*(old for old in front if not new.beats(old)), new], key=lambda heavy: heavy.seconds)
-
-
-def _with_asked_segments(entry: Entry) -> Entry:
-    """An entry that runs again what the model asks for, unless it says itself what is run again.
-
-    Where operators run at one place of an axis only, nothing can be.
-    """
-    if entry.plan is not None or entry.segments:
-        return entry
-    layouts = (layout for choice in entry.layouts.choices for layout in (*choice.operands, *choice.outputs))
-    asked = asked_segments(entry.variant.skeleton.graph)
-    if not asked or any(isinstance(placement, At) for layout in layouts for _, placement in layout):
-        return entry
-    return replace(entry, segments=asked)
-
-
-def plan_of(outcome: Outcome, captured: Graph, machine: Machine) -> Plan:
-    """The plan that an outcome stands for, checked."""
-    entry = outcome.entry
-    predictions = (("seconds_per_step", outcome.seconds), ("peak_bytes", float(outcome.peak_bytes or 0)))
-    mark = Mark(machine.name, machine.fingerprint())
-    if entry.plan is not None:
-        return replace(entry.plan, machine=mark, predictions=predictions)
-    skeleton, layouts = entry.variant.skeleton, entry.layouts
-    leaves = {skeleton.graph.leaves[i]: layout for i, layout in layouts.leaves.items()}
-    choices = {op.node: choice for op, choice in zip(skeleton.operators, layouts.choices, strict=True)}
-    values = [i for i, value in enumerate(skeleton.graph.outputs) if isinstance(value, Value)]
-    outputs = dict(zip(values, layouts.results, strict=False))
-    graph = parallelize(skeleton.graph, leaves, choices, outputs)
-    regathered = tuple(MemoryAction(REGATHER, name) for name in sorted(entry.regathered))
-    plan = Plan(
-        graph=graph,
-        mesh=machine.mesh,
-        model=model_mark(captured),
-        machine=mark,
-        strategy=entry.name,
-        memory=(
-            *regathered,
-            *recompute_actions(graph, entry.segments),
-            *offload_actions(graph, entry.offloads.tensors, entry.offloads.states, entry.offloads.inputs),
-        ),
-        substitutions=entry.variant.substitutions,
-        accumulation=entry.variant.accumulation,
-        predictions=predictions,
-        computes=computation_digest(graph, entry.variant.accumulation),
-        bundle_bytes=choose_bundle_bytes(captured, machine),
-        chunks=entry.chunks,
-    )
-    return check_plan(plan)

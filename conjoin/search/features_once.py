@@ -15,7 +15,7 @@ from conjoin.ir import Graph, Leaf, LeafKind, Node, Rewriting, Substitution, Val
 from conjoin.ops import AGGREGATE, AGGREGATE_ONCE
 from conjoin.rules import Library, Match, apply_all, change_of, find_matches, rehearse
 from conjoin.search.facts import where_in
-from conjoin.search.rewrites import Way, ways_of
+from conjoin.search.rewrites import RuleWay, ways_of
 
 _WHY = "no step changes what is aggregated, and it is kept as long as nobody writes to it"
 _OVER_EDGES = ("aggregate", "aggregate_weighted", "aggregate_mean")
@@ -76,7 +76,7 @@ def _may_come_first(graph: Graph, match: Match, stays: Stays) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _exchanges() -> tuple[Way, ...]:
+def _exchanges() -> tuple[RuleWay, ...]:
     """The library's rules by which aggregation comes before a layer without bias."""
     names = {f"{layer}-{op}-to-{op}-{layer}-back" for layer in _LAYERS for op in _OVER_EDGES}
     return tuple(way for way in ways_of(Library.shipped()) if way.rule.name in names)

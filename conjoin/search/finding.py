@@ -15,7 +15,7 @@ from conjoin.ir import Graph, LeafKind, Plan
 from conjoin.machine import Machine, parts_of
 from conjoin.search.constraints import make_constraints
 from conjoin.search.contest import Progress, Stopped
-from conjoin.search.refusing import TooSlow
+from conjoin.search.refusals import TooSlow
 from conjoin.search.searching import SEARCHES, Beginning, go_on, search_on
 from conjoin.search.wishing import SearchResult, Wish, check_wish
 

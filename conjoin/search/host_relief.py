@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from conjoin.ir import Leaf, Made
-from conjoin.search.contest import Contest, Entry, Variant
+from conjoin.search.contest import Contest
+from conjoin.search.entries import Entry, Variant
 from conjoin.sim import Offloads, Program, kept_tensors
 
 _Item = str | Made

@@ -13,7 +13,8 @@ from dataclasses import replace
 from itertools import combinations
 
 from conjoin.ir import LeafKind, streamable_inputs
-from conjoin.search.contest import Contest, Entry, Outcome
+from conjoin.search.contest import Contest
+from conjoin.search.entries import Entry, Outcome
 from conjoin.search.exact.problem import given_layout
 
 _SMALL = 50

@@ -9,7 +9,7 @@
    units, are found by counting axes (`exact/counted/`), and then given names.
 4. *Memory.* Where nothing fits, a byte is given a price, which is raised until something does, and lowered again
    while it still fits: the Lagrangian of the memory limit. Besides, the fastest of what does not fit is relieved: some
-   of it is run again in the backward pass (`relieving.py`), and steps are taken in micro-batches
+   of it is run again in the backward pass (`relief.py`), and steps are taken in micro-batches
    (`micro_batches.py`).
 
 Variants are what named strategies rewrite and what substitutions give (`variants.py`). Since the layouts of a variant
@@ -23,8 +23,10 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
+from conjoin.search.branch_places import without_places
 from conjoin.search.constraints import refined
-from conjoin.search.contest import NOTHING_OFFLOADED, Contest, Entry, Outcome, Variant, digest
+from conjoin.search.contest import Contest
+from conjoin.search.entries import NOTHING_OFFLOADED, Entry, Outcome, Variant, digest
 from conjoin.search.exact.choices import OperatorSeconds
 from conjoin.search.exact.counted.alignments import TooMany
 from conjoin.search.exact.counted.naming import name_axes
@@ -38,9 +40,8 @@ from conjoin.search.exact.units import Units, cuts, kinds_text, natural_units, n
 from conjoin.search.host_relief import relieve_by_host, states_on_host
 from conjoin.search.memory_front import explore_front, relieve_front
 from conjoin.search.micro_batches import enter_strategies, micro_variants
-from conjoin.search.placing_branches import without_places
-from conjoin.search.relieving import mix, relieve
-from conjoin.search.rewrites import Way
+from conjoin.search.relief import mix, relieve
+from conjoin.search.rewrites import RuleWay
 from conjoin.search.substituting import substitute, substitute_alone
 from conjoin.search.variants import as_variant
 from conjoin.sim import Layouts
@@ -82,7 +83,7 @@ class JointSearch:
     variants: Sequence[Variant]
     starts: Sequence[Outcome] = ()
     """Entries to take up on three units."""
-    ways: tuple[Way, ...] = ()
+    ways: tuple[RuleWay, ...] = ()
     """Substitutions."""
     operators: OperatorSeconds = field(init=False)
     sums: dict[tuple[Units, Objective], float] = field(default_factory=dict)

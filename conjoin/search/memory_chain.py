@@ -15,7 +15,8 @@ import numpy as np
 
 from conjoin.ir import Segment
 from conjoin.memory import Choice, Link, Option, find_choice
-from conjoin.search.contest import Contest, Entry
+from conjoin.search.contest import Contest
+from conjoin.search.entries import Entry
 from conjoin.sim import COMPUTE, OnHost, Program, kept_tensors, measure_memory, to_seconds
 
 _TRIES = 4

@@ -9,7 +9,7 @@ otherwise together with what is next to it, which alone would be worse (`explore
 Which plan of the front is the fastest once it fits is not to be seen from either figure: what is held all the time can
 lie on the host or be made again, what is there for a moment cannot. So a plan that can be made to fit stays beside
 faster and smaller ones that cannot (`Heavy.beats`), and all are relieved that are faster than the best so far
-(`relieve_front`, `relieving.py`).
+(`relieve_front`, `relief.py`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from conjoin.search.contest import Contest, Entry, Heavy, Variant, add_to_front
+from conjoin.search.contest import Contest
+from conjoin.search.entries import Entry, Heavy, Variant, add_to_front
 from conjoin.search.exact.elimination import Solution
 from conjoin.search.exact.following import Following
 from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.space import LEAST_PRICE, OVERLAPS
 from conjoin.search.exact.units import Units, shown
-from conjoin.search.relieving import relieve
+from conjoin.search.relief import relieve
 
 if TYPE_CHECKING:
     from conjoin.search.joint import JointSearch

@@ -12,7 +12,8 @@ from dataclasses import replace
 from conjoin.errors import StrategyError
 from conjoin.ir import cut_in_micro_batches
 from conjoin.search.baselines import baselines, with_blocks_again
-from conjoin.search.contest import Contest, Outcome, Variant, make_variant
+from conjoin.search.contest import Contest
+from conjoin.search.entries import Outcome, Variant, make_variant
 from conjoin.search.named_relief import relieve_by_name
 from conjoin.search.strategies import read_request
 

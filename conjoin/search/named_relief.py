@@ -1,6 +1,6 @@
 """Named strategies that do not fit, relieved as people write it: `recompute=`, and on a GPU `offload=`.
 
-They are candidates beside what searches choose for every segment (`relieving.py`, `memory_chain.py`), so that no plan
+They are candidates beside what searches choose for every segment (`relief.py`, `memory_chain.py`), so that no plan
 is found that is slower than one that somebody would name.
 """
 
@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from conjoin.search.baselines import with_blocks_again
-from conjoin.search.contest import Contest, Entry, Outcome
+from conjoin.search.contest import Contest
+from conjoin.search.entries import Entry, Outcome
 from conjoin.sim import Offloads, Simulation, kept_tensors
 
 _STRATEGIES = 3

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from conjoin.ir import Node, Substitution
+from conjoin.ir import Graph, Node, Substitution
 from conjoin.rules import (
     Entry,
     Expr,
@@ -33,7 +33,9 @@ from conjoin.rules import (
     operators_in,
     rehearse,
 )
-from conjoin.search.contest import Variant, make_variant, name_of
+from conjoin.search.entries import Variant, make_variant, name_of, seconds_alone
+from conjoin.search.fold import fold
+from conjoin.sim import Prices
 
 _log = logging.getLogger(__name__)
 ALPHA = 1.05
@@ -46,7 +48,7 @@ _MAX_MATCHES = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RuleWay:
     """A rule in one direction, and why it is right."""
 
     rule: Rule
@@ -54,31 +56,32 @@ class Way:
     operators: frozenset[str]
 
     @staticmethod
-    def of(rule: Rule, proof: str) -> Way:
-        return Way(rule, proof, frozenset(part.op for part in operators_in(*rule.left)))
+    def of(rule: Rule, proof: str) -> RuleWay:
+        return RuleWay(rule, proof, frozenset(part.op for part in operators_in(*rule.left)))
 
     def may_match(self, index: Index) -> bool:
         """Whether a graph has the operators of the rule; most have not."""
         return self.operators <= index.by_op.keys()
 
 
-def ways_of(library: Library, own: OwnRules | None = None) -> tuple[Way, ...]:
+def ways_of(library: Library, own: OwnRules | None = None) -> tuple[RuleWay, ...]:
     """The rules that rewrite a model's graph, in both directions: a user's own first, then those of a library."""
-    found: dict[tuple[Expr, ...], Way] = {}
+    found: dict[tuple[Expr, ...], RuleWay] = {}
     if own is not None:
         _add_ways(found, own.library, own.proof_of)
     _add_ways(found, library, lambda entry: f"{entry.method}:{entry.stamp}")
     return tuple(found.values())
 
 
-def _add_ways(found: dict[tuple[Expr, ...], Way], library: Library, proof_of: Callable[[Entry], str]) -> None:
+def _add_ways(found: dict[tuple[Expr, ...], RuleWay], library: Library, proof_of: Callable[[Entry], str]) -> None:
     proofs = {rule.name: proof_of(entry) for entry in library.entries for rule in of_each_function(entry)}
     for rule in library.rules:
         proof = proofs[rule.name]
-        found.setdefault((*rule.left, *rule.right), Way.of(rule, proof))  # a rule for any function may be one for relu
+        one = RuleWay.of(rule, proof)
+        found.setdefault((*rule.left, *rule.right), one)  # a rule for any function may be one for relu
         if not set(inputs_of(*rule.left)) - set(inputs_of(*rule.right)):  # else nothing tells what they are
             back = Rule(f"{rule.name}-back", rule.right, rule.left)
-            found.setdefault((*rule.right, *rule.left), Way.of(back, proof))
+            found.setdefault((*rule.right, *rule.left), RuleWay.of(back, proof))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class Rewrite:
     """A variant, and what was done to the one before it."""
 
     variant: Variant
-    way: Way
+    way: RuleWay
     matches: tuple[Match, ...]
 
     def fault(self) -> str:
@@ -95,12 +98,22 @@ class Rewrite:
         return next((reason for reason in found if reason), "")
 
 
-def rewritten(variant: Variant, way: Way, index: Index) -> Rewrite | None:
+def rewritten(variant: Variant, way: RuleWay, index: Index) -> Rewrite | None:
     """The variant with a rule applied wherever it matches; None where it does nowhere."""
     return _applied(variant, way, index, _matches(way, index))
 
 
-def rewritten_alike(variant: Variant, way: Way, index: Index, laid_out: Mapping[Node, Hashable]) -> list[Rewrite]:
+def gaining(graph: Graph, rules: Sequence[RuleWay], prices: Prices) -> tuple[str, ...]:
+    """Rules by which a graph takes less on one device, wherever they match; those first by which it takes the least."""
+    index, variant = Index(graph), make_variant(graph)
+    found = [(seconds_alone(variant, prices), "")]
+    for way in rules:
+        changed = rewritten(variant, way, index)
+        found += [(seconds_alone(changed.variant, prices), way.rule.name)] if changed is not None else []
+    return tuple(name for seconds, name in sorted(found) if seconds < found[0][0])
+
+
+def rewritten_alike(variant: Variant, way: RuleWay, index: Index, laid_out: Mapping[Node, Hashable]) -> list[Rewrite]:
     """The variants with a rule applied to some matches only: to those whose operators are laid out alike."""
     groups: dict[Hashable, list[Match]] = {}
     for match in _matches(way, index):
@@ -111,11 +124,11 @@ def rewritten_alike(variant: Variant, way: Way, index: Index, laid_out: Mapping[
     return [changed for changed in found if changed is not None]
 
 
-def _matches(way: Way, index: Index) -> tuple[Match, ...]:
+def _matches(way: RuleWay, index: Index) -> tuple[Match, ...]:
     return find_matches(index, way.rule, apart=True)[:_MAX_MATCHES] if way.may_match(index) else ()
 
 
-def _applied(variant: Variant, way: Way, index: Index, matches: Sequence[Match]) -> Rewrite | None:
+def _applied(variant: Variant, way: RuleWay, index: Index, matches: Sequence[Match]) -> Rewrite | None:
     ordered = sorted(matches, key=lambda m: -max(index.places[node] for node in m.nodes))  # what comes before stays
     graph, places = apply_all(variant.graph, way.rule, ordered)
     if not places:
@@ -136,7 +149,7 @@ class Backtracking:
 
     seconds: Callable[[Variant], float]
     """The least sum over layouts."""
-    ways: tuple[Way, ...]
+    ways: tuple[RuleWay, ...]
     left: Callable[[], float] = lambda: 1.0
     """The part of the time for this that is left."""
     rank: Callable[[Variant], float] | None = None
@@ -189,8 +202,11 @@ class Backtracking:
     def _everywhere(self, variant: Variant, index: Index) -> Iterator[Rewrite]:
         """Each substitution wherever it matches; where all are looked for first, as long as there is time for it."""
         enough = _SCANNING * self.left() if self.rank is not None else 0.0
+        folded = fold(variant.graph)
+        short = None if folded is None else Index(folded.short)  # where blocks repeat, what matches does so there
         for way in self.ways:
-            if way.rule.name in self.dropped or not way.may_match(index):
+            may_match = way.may_match(index) if short is None else bool(_matches(way, short))
+            if way.rule.name in self.dropped or not may_match:
                 continue
             changed = rewritten(variant, way, index)
             if changed is not None:

@@ -18,7 +18,7 @@ from conjoin.search.drafting import open_up, substitution_of
 from conjoin.search.facts import study
 from conjoin.search.packed_weights import find_packed
 from conjoin.search.parting import find_parted
-from conjoin.search.rewrites import Way, ways_of
+from conjoin.search.rewrites import RuleWay, ways_of
 from conjoin.search.unflattening import find_flattened
 from conjoin.search.unfusing import find_fused
 
@@ -43,7 +43,7 @@ def _is_by_rule(applied: Substitution) -> bool:
 
 
 @lru_cache(maxsize=1)
-def _known_ways() -> dict[str, Way]:
+def _known_ways() -> dict[str, RuleWay]:
     return {way.rule.name: way for way in ways_of(Library.shipped())}
 
 

@@ -12,10 +12,12 @@ from conjoin.ir import Graph, Pipeline, Plan
 from conjoin.machine import Machine
 from conjoin.rules import Library
 from conjoin.search.baselines import baselines, least_bytes, stored_otherwise
+from conjoin.search.branch_places import with_branches_aside
 from conjoin.search.certifying import Certificate, certify
 from conjoin.search.chunk_count import try_chunks
 from conjoin.search.constraints import make_constraints
-from conjoin.search.contest import Contest, Enough, Outcome, Progress, Stopped, Variant, plan_of
+from conjoin.search.contest import Contest, Enough, Progress, Stopped
+from conjoin.search.entries import Outcome, Variant, plan_of
 from conjoin.search.exact.space import OVERLAPS
 from conjoin.search.joint import JointSearch
 from conjoin.search.kept_count import try_keeping
@@ -26,10 +28,9 @@ from conjoin.search.notes import Notes
 from conjoin.search.papers.descents import descend_everywhere, try_everything
 from conjoin.search.papers.hierarchy import first_rewrite_then_lay_out, first_rewrite_then_walk, search_in_levels
 from conjoin.search.papers.walks import sample, walk_from_all
-from conjoin.search.placing_branches import with_branches_aside
-from conjoin.search.refusing import check_seconds, check_start, nothing_found
-from conjoin.search.relieving import relieve
-from conjoin.search.rewrites import Way, ways_of
+from conjoin.search.refusals import check_seconds, check_start, nothing_found
+from conjoin.search.relief import relieve
+from conjoin.search.rewrites import RuleWay, ways_of
 from conjoin.search.stages.entering import enter_pipeline, search_stages
 from conjoin.search.variants import as_variant, variants_of
 from conjoin.search.wishing import SearchResult, Wish, check_wish, usable_bytes
@@ -65,7 +66,7 @@ def _named_only(contest: Contest, starts: Sequence[Outcome], wish: Wish) -> None
     """The named strategies were judged already."""
 
 
-def _ways(wish: Wish) -> tuple[Way, ...]:
+def _ways(wish: Wish) -> tuple[RuleWay, ...]:
     """The substitutions of the library, and a user's own."""
     return _ways_of(Library.shipped(), wish.rules)
 
@@ -159,7 +160,7 @@ def _look(contest: Contest, begin: Beginning, wish: Wish, starts: list[Outcome],
         starts += _within(contest, starts)
     contest.check("the named strategies are judged")
     if wish.search == "joint" and wish.stages is None:
-        search_stages(contest, costs)
+        search_stages(contest, costs, _ways(wish))
         contest.check("one stage")
     SEARCHES[wish.search](contest, starts, wish)
 
@@ -170,7 +171,7 @@ def _look_for_stages(contest: Contest, begin: Beginning, wish: Wish, costs: Cost
         check_start(contest, begin.before)
         enter_pipeline(contest, begin.before, costs)
     contest.check(f"{wish.stages} stages")
-    search_stages(contest, costs, wish.stages)
+    search_stages(contest, costs, _ways(wish), wish.stages)
 
 
 def _relieve_last(contest: Contest) -> bool:

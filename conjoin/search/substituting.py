@@ -7,7 +7,8 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from conjoin.ir import Node
-from conjoin.search.contest import Contest, Entry, Variant, digest
+from conjoin.search.contest import Contest
+from conjoin.search.entries import Entry, Variant, digest
 from conjoin.search.exact.space import OVERLAPS
 from conjoin.search.exact.units import Units, shown
 from conjoin.search.rewrites import Backtracking

@@ -23,8 +23,10 @@ _FEATURE_DIMS = {
     "addmm": {"mat2": 1, "self": -1},
     "mm": {"mat2": 1},
     "matmul": {"other": -1},
+    **{op: {"self": -1, "other": -1} for op in ("add.Tensor", "sub.Tensor", "mul.Tensor")},
 }
-"""Operands whose dim named here is the last dim of the output; the others do not have it."""
+"""Operands whose dim named here is the last dim of the output; the others do not have it. What goes element by element
+is taken apart like a layer: then the layers that are added up before the cut are cut themselves."""
 _VIEWS = {"reshape": "shape", "view": "size", "_unsafe_view": "size"}
 _CUTS = ("unbind.int", "split.Tensor", "split_with_sizes", "split.sizes", "chunk")
 _SLICE, _SELECT = "slice.Tensor", "select.int"
@@ -85,8 +87,26 @@ def find_fused(graph: Graph, layer: Node) -> Fused | None:
     return fused if prod(fused.shape[:dim]) == prod(lead) and sum(fused.num_features) == width else None
 
 
+def find_fused_at(graph: Graph, layer: Node) -> Node | None:
+    """The layer if it is fused; else what it is added up or scaled in, alone, before that is cut."""
+    node = layer
+    while find_fused(graph, node) is None:
+        users = _users(graph, node)
+        if len(users) != 1 or not (users[0].op in _VIEWS or is_pointwise(users[0])):
+            return None
+        node = users[0]
+    return node
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether a node adds up or scales what layers make."""
+    return node.op in _FEATURE_DIMS and set(_FEATURE_DIMS[node.op]) == {"self", "other"}
+
+
 def _has_features(layer: Node) -> bool:
     """Whether the last dim of its output is that of its weights: not of a product with one vector."""
+    if is_pointwise(layer):
+        return len(layer.types[0].shape) > 1
     weight = next(iter(_FEATURE_DIMS[layer.op]))
     return len(layer.call[weight].shape) > 1
 
@@ -174,7 +194,7 @@ class _Unfuser:
             dim = _FEATURE_DIMS[layer.op].get(parameter.name)
             if not isinstance(argument, Value):
                 columns.append((argument,) * len(sizes))
-            elif dim is None or argument.type.shape[dim] != sum(sizes):
+            elif dim is None or argument.type.shape[dim:][:1] != (sum(sizes),):
                 columns.append((self.work.values[argument],) * len(sizes))
             else:
                 columns.append(self._cut(layer, self.work.values[argument], sizes, dim % len(argument.type.shape)))

@@ -23,7 +23,7 @@ from conjoin.sim.prediction import Prediction, predict
 from conjoin.sim.prices import OPTIMIZER_COPIES, HostLink, MachinePrices, Prices
 from conjoin.sim.program import Change, Program, task_numbers
 from conjoin.sim.simulation import Simulation, new_drafts, offloads_of, simulate, simulate_layouts
-from conjoin.sim.skeleton import Layouts, Operator, Skeleton, take_apart, take_graph_apart
+from conjoin.sim.skeleton import Layouts, Operator, Skeleton, put_together, take_apart, take_graph_apart
 from conjoin.sim.stretches import Stretch, rank_stretches, true_runs
 from conjoin.sim.symmetry import Classes
 from conjoin.sim.wanted import Wanted, measure_wanted, wanted_by
@@ -34,7 +34,7 @@ __all__ = [
     "PipelinePrediction", "Prediction", "Prices", "Program", "Published", "Simulation", "Skeleton", "StagePrediction",
     "Stretch", "Ticks", "Timeline", "Wanted", "break_down", "crossing_seconds", "expected_error", "gain_of", "kept_of",
     "kept_tensors", "make_change", "measure_memory", "measure_wanted", "new_drafts", "offloads_of", "predict",
-    "predict_pipeline", "published_for", "random_change", "rank_stretches", "rerun", "rescheduled", "run", "simulate",
-    "simulate_layouts", "simulate_stage", "stage_memory", "stage_spans", "take_apart", "take_graph_apart",
-    "task_numbers", "to_seconds", "to_ticks", "transfer_seconds", "true_runs", "wanted_by",
+    "predict_pipeline", "published_for", "put_together", "random_change", "rank_stretches", "rerun", "rescheduled",
+    "run", "simulate", "simulate_layouts", "simulate_stage", "stage_memory", "stage_spans", "take_apart",
+    "take_graph_apart", "task_numbers", "to_seconds", "to_ticks", "transfer_seconds", "true_runs", "wanted_by",
 ]  # fmt: skip

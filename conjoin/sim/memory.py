@@ -396,7 +396,9 @@ class _Walk:
         if streaming is None:
             return kept
         passing, back = streaming.forward_held, streaming.backward_held
-        return replace(kept, operands=streaming.keeps, outputs=(), extra=0, passing=passing, passing_back=back)
+        outputs, more = (0,) if streaming.keeps_output else (), streaming.keeps_more
+        kept = replace(kept, operands=streaming.keeps, outputs=outputs, extra=more)
+        return replace(kept, passing=passing, passing_back=back)
 
     def _versions(self, position: int) -> tuple[list[Version], list[Version]]:
         """What an operator reads and makes, each in its layout."""

@@ -20,6 +20,7 @@ from conjoin.ir import (
     is_random,
     kept_between_steps,
     origin,
+    parallelize,
 )
 from conjoin.ops import CAST, Call, Layout, TensorType, call_cache
 
@@ -161,6 +162,15 @@ def take_apart(plan: Plan) -> tuple[Skeleton, Layouts]:
 def take_graph_apart(graph: Graph) -> tuple[Skeleton, Layouts]:
     """The same for a graph; one without layouts is the same on every device."""
     return _taken_apart(graph, graph.sources)
+
+
+def put_together(skeleton: Skeleton, layouts: Layouts) -> Graph:
+    """The graph in some layouts: what was taken apart, perhaps laid out otherwise."""
+    graph = skeleton.graph
+    leaves = {graph.leaves[i]: layout for i, layout in layouts.leaves.items()}
+    choices = {op.node: choice for op, choice in zip(skeleton.operators, layouts.choices, strict=True)}
+    values = [i for i, value in enumerate(graph.outputs) if isinstance(value, Value)]
+    return parallelize(graph, leaves, choices, dict(zip(values, layouts.results, strict=False)))
 
 
 @call_cache(32)

@@ -26,9 +26,21 @@ def task(monkeypatch: pytest.MonkeyPatch) -> curves.Task:
     return curves.Task(lambda: Gpt(config), curves.continued, next_token_loss)
 
 
+_on_one_device: list[list[float]] = []
+
+
+@pytest.fixture
+def own(task: curves.Task) -> list[list[float]]:
+    """The curves of one device, which are the same beside every plan."""
+    if not _on_one_device:
+        _on_one_device.extend(curves.alone(task, seed, STEPS) for seed in range(SEEDS))
+    return _on_one_device
+
+
 @pytest.mark.parametrize(("precision", "strategy"), [("bf16-mixed", "fsdp"), ("fp8-mixed", "data-parallel")])
-def test_a_plan_trains_within_the_noise_of_seeds(task: curves.Task, precision: str, strategy: str) -> None:
-    own = [curves.alone(task, seed, STEPS) for seed in range(SEEDS)]
+def test_a_plan_trains_within_the_noise_of_seeds(
+    task: curves.Task, own: list[list[float]], precision: str, strategy: str
+) -> None:
     model, given = task.model(0), task.batches(STEPS, 0)
     graph = capture(model, given[0], next_token_loss, check=False, precision=precision)
     plan = make_plan(graph, parse_machine("local:2"), strategy)

@@ -20,6 +20,10 @@ from conjoin.sim import OPTIMIZER_COPIES
 ROWS, MODELS = read_rows()
 TINY = {
     "gpt": {"family": "gpt-before-flash", "sizes": {"layers": 2, "width": 16, "heads": 4, "vocabulary": 32}},
+    "llama": {
+        "family": "llama",
+        "sizes": {"layers": 1, "width": 16, "feed_forward": 24, "heads": 4, "kv_heads": 2, "vocabulary": 32},
+    },
     "bert": {"family": "bert", "sizes": {"layers": 1, "width": 16, "heads": 4, "vocabulary": 32}},
 }
 
@@ -71,6 +75,7 @@ def test_models_have_the_published_size(model: str, length: int, parameters: int
     [
         tiny_row(recompute="every-2", accumulate=2, precision="mixed bfloat16"),
         tiny_row(recompute="selective", strategy="hsdp", gpus=16),
+        tiny_row(model="llama", precision="bf16-mixed,reduce=bf16", strategy="fsdp+context:cp=2,ring"),
         tiny_row(model="bert", precision="autocast float16", strategy="data-parallel", unit="samples/s"),
         tiny_row(gpus=1, precision="float32", gpu="V100", machine="dgx-1"),
     ],

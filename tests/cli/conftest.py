@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
-from torch import nn
 
-from conjoin.cli import main, models
-from conjoin.ir import Graph
+from conjoin.cli import main
 from conjoin.machine import COLLECTIVE_KINDS, Machine
 from conjoin.runtime.ranks.fork_server import ForkServer
 from tests.cli.processes import Forked, begin
 from tests.ir.wording import assert_three_sentences
+from tests.zoo.commands import captured_once
 
 REPOSITORY = Path(__file__).parents[2]
 MODELS = """\
@@ -136,39 +132,7 @@ def check_machine(machine: Machine) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _zoo_captured_once() -> Iterator[None]:
-    """Commands in this process get the graph of a model of the zoo that one of them has captured, with equal options.
-
-    Not where something was said of it: that is said again. What capture makes of these models has tests of its own.
-    """
-    make, capture, said = models._from_zoo, models.capture_model, logging.getLogger("conjoin")
-    names: WeakKeyDictionary[nn.Module, tuple[Any, ...]] = WeakKeyDictionary()
-    losses: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-    graphs: dict[tuple[Any, ...], Graph] = {}
-
-    def from_zoo(model: str, batch_size: int | None, sizes: Mapping[str, int], device: str = "meta") -> Any:
-        made = make(model, batch_size, sizes, device)
-        names[made[0]], losses[made[0]] = (model, batch_size, device, *sizes.items()), made[2]
-        return made
-
-    def capture_model(model: nn.Module, batch: Any, loss: Any, *, check: bool = False, precision: Any = None) -> Graph:
-        key, is_known = (*names.get(model, ()), model.training, check, repr(precision)), model in names
-        if is_known and loss is losses[model] and key in graphs:
-            return graphs[key]
-        records: list[logging.LogRecord] = []
-        listening = logging.Handler()
-        listening.emit = records.append  # type: ignore[method-assign]
-        said.addHandler(listening)
-        try:
-            graph = capture(model, batch, loss, check=check, precision=precision)
-        finally:
-            said.removeHandler(listening)
-        if is_known and loss is losses[model] and not records:
-            graphs[key] = graph
-        return graph
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(models, "_from_zoo", from_zoo)
-        monkeypatch.setattr(models, "capture_model", capture_model)
+    with captured_once():
         yield
 
 

@@ -416,3 +416,4 @@ def test_stages_are_explained_one_by_one_without_a_fingerprint(run: Run) -> None
     assert run(*asked).code == 0
     told = run("explain", "pipeline.json").out
     assert "\nmodel        stage 0, train\n" in told and "\nmodel        stage 1, train\n" in told
+    assert run("diff", "pipeline.json", "pipeline.json").out == "The plans are the same.\n"

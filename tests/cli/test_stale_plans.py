@@ -20,7 +20,7 @@ from conjoin.ir import Graph, Mark, Plan, library_digest, model_mark
 from conjoin.machine import Mesh, parse_machine
 from conjoin.rules import Index, Library
 from conjoin.search import Remembered, SearchResult, Wish, find_plan
-from conjoin.search.contest import make_variant
+from conjoin.search.entries import make_variant
 from conjoin.search.rewrites import rewritten, ways_of
 from tests.cli.conftest import Ran
 from tests.ir.wording import assert_three_sentences

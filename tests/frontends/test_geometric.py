@@ -69,6 +69,43 @@ MODELS: dict[str, Callable[[], Network]] = {
 }
 
 
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "APPNP": lambda: Plain(geometric.GCNConv(5, 3), geometric.APPNP(2, 0.1)),
+    "SG": lambda: convolutions(partial(geometric.SGConv, K=2)),
+    "SSG": lambda: convolutions(partial(geometric.SSGConv, alpha=0.1, K=2)),
+    "MixHop": lambda: Plain(geometric.MixHopConv(5, 4), geometric.SAGEConv(12, 3)),
+    "GCN2": lambda: TwoInputs(geometric.GCN2Conv(5, 0.5), geometric.SAGEConv(5, 3)),
+    "FA": lambda: TwoInputs(geometric.FAConv(5), geometric.SAGEConv(5, 3)),
+    "GATv2": lambda: Plain(geometric.GATv2Conv(5, 4, heads=2), geometric.GATv2Conv(8, 3, concat=False)),
+    "AGNN": lambda: Plain(geometric.AGNNConv(), geometric.SAGEConv(5, 3)),
+    "GAT with edges": lambda: Weighted(geometric.GATConv(5, 4, edge_dim=1), geometric.GATConv(4, 3, edge_dim=1)),
+    "GATv2 with edges": lambda: Weighted(
+        geometric.GATv2Conv(5, 4, edge_dim=1, fill_value="add"), geometric.GATv2Conv(4, 3, edge_dim=1, fill_value=0.3)
+    ),
+}
+"""Others that put loops in; these may be captured in any way."""
+
+
+class TwoInputs(Network):
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:  # type: ignore[override]
+        return self.second(torch.relu(self.first(x, x * 2, edges)), edges)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layers_that_put_loops_in(name: str) -> None:
+    torch.manual_seed(2)
+    edges = torch.randint(VERTICES - 1, (2, EDGES))
+    model = OTHERS[name]()
+    weights = (torch.rand(EDGES),) if isinstance(model, Weighted) else ()
+    batch = torch.randn(VERTICES, 5), edges, *weights, torch.randint(3, (VERTICES,))
+    sample = captured(model, batch, nn.functional.cross_entropy)
+    loss, gradients = step_of_plain(sample)
+    plan = by_strategy(sample, "vertex-parallel", 2)
+    for theirs in run_ranks(plan.mesh, partial(step_of, plan, sample)):
+        assert theirs[0] == pytest.approx(loss, rel=1e-9)
+        torch.testing.assert_close(theirs[1], gradients, rtol=1e-9, atol=1e-12)
+
+
 @cache
 def sample_of(name: str) -> Sample:
     torch.manual_seed(2)
@@ -149,6 +186,7 @@ class Own(geometric.GCNConv):  # type: ignore[misc, name-defined]
         lambda: geometric.GCNConv(5, 3, aggr="max"),
         lambda: geometric.GATConv(5, 3, aggr="mean"),
         lambda: Own(5, 3),
+        lambda: geometric.SGConv(5, 3, aggr="max"),
     ],
 )
 def test_a_layer_that_would_count_loops_that_it_took_out_is_refused(layer: Callable[[], nn.Module]) -> None:
@@ -159,6 +197,6 @@ def test_a_layer_that_would_count_loops_that_it_took_out_is_refused(layer: Calla
 
 def test_layers_whose_shapes_edges_decide_are_told_as_such() -> None:
     batch = torch.randn(VERTICES, 5), torch.randint(VERTICES, (2, EDGES)), torch.randint(3, (VERTICES,))
-    model = geometric.Sequential("x, e", [(geometric.GATv2Conv(5, 3), "x, e -> x")])
+    model = geometric.Sequential("x, e", [(geometric.SuperGATConv(5, 3), "x, e -> x")])
     with pytest.raises(CaptureError, match="a shape depends on tensor values"):
         captured(model, batch, nn.functional.cross_entropy)

@@ -162,6 +162,23 @@ def test_edges_that_are_made_in_every_step_are_not_all_held() -> None:
     assert len(graphs) == 1
 
 
+def test_of_large_graphs_the_last_four_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each for every use; the same again is made no second time."""
+    monkeypatch.setattr(edges, "_SEEN", edges._Memory(64, 1000))
+    made: list[int] = []
+    graphs = [torch.randint(0, 9, (2, 100 + i)) for i in range(7)]
+    small = torch.randint(0, 9, (2, 3))
+    for number in (0, 1, 2, 3, 4, 5, 6, 6, 5, 4):
+        for use in ("one", "another"):
+            edges.of_graph(*graphs[number], use, lambda *_, number=number: made.append(number))
+    assert made == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
+    held = {len(seen.ends[0]) for seen in edges._SEEN._seen.values()}
+    assert held == {104, 105, 106} or held == {103, 104, 105, 106}
+    for _ in range(70):
+        edges.of_graph(*small.clone(), "one", lambda *_: None)
+    assert len(edges._SEEN._seen) <= 9, "equal graphs are one"
+
+
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("count", [1, 3])
 def test_weights_of_other_edges_are_refused(count: int) -> None:

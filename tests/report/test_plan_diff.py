@@ -7,9 +7,14 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
+from torch import nn
 
-from conjoin.ir import MemoryAction, Plan
-from conjoin.report import diff_plans
+from conjoin.frontends import capture
+from conjoin.ir import Graph, MemoryAction, Pipeline, Plan
+from conjoin.machine import Machine
+from conjoin.report import PlanDiff, diff_plans
+from conjoin.search import make_pipeline, make_plan
 from tests.report.plans import SUM, make_case, plan_of
 
 STORED_SPLIT = (
@@ -34,7 +39,9 @@ def test_another_way_to_store_a_parameter() -> None:
     after = replace(plan_of(STORED_SPLIT, strategy="zero1"), memory=(MemoryAction("regather", "w"),))
     found = diff_plans(plan_of(SUM), after)
     assert not found.equal
-    assert str(found) == """\
+    assert (
+        str(found)
+        == """\
 making
     strategy: by hand -> zero1
 memory
@@ -51,6 +58,7 @@ traffic
   + all-gather: 8 B (8 B) per rank
   + reduce-scatter: 8 B (8 B) per rank
 """
+    )
     data = json.loads(json.dumps(found.to_json()))
     assert data["storage"] == [{"what": "param:w", "before": "f32[4]", "after": "f32[4]{d0:S(0)}"}]
 
@@ -100,3 +108,50 @@ def test_a_long_list_is_cut_short_in_the_text_only() -> None:
     found = diff_plans(bare, many)
     assert len(found.to_json()["memory"]) == len(found.memory)
     assert diff_plans(many, many).equal
+
+
+@cache
+def stages(strategy: str) -> Pipeline:
+    return make_pipeline(layers(), Machine("three", 1, 3, "cpu"), strategy)
+
+
+@cache
+def layers() -> Graph:
+    """Four layers, of which the last has the weight of the first."""
+    found = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    found[3].weight = found[0].weight
+    return capture(found, (torch.randn(12, 4), torch.randn(12, 4)), nn.functional.mse_loss)
+
+
+def told(found: PlanDiff, group: str) -> list[str]:
+    return [str(change) for change in getattr(found, group)]
+
+
+def test_pipelines_are_compared_stage_by_stage() -> None:
+    two, three = (stages(f"pipeline:pp={pp},micro=2") for pp in (2, 3))
+    assert diff_plans(three, replace(three, predictions=(("seconds_per_step", 1.0),))).equal
+    found = diff_plans(two, three)
+    assert "+ stage 2: single on rank 2 of owner 2, borrows 0.weight" in told(found, "stages")
+    assert "+ 1 > 2: f32[6,4] (96 B), and its gradient back" in told(found, "transfers")
+    assert any(line.startswith("  linear: ") and line.endswith(" in stage 2") for line in told(found, "operators"))
+    assert not any(line[0] in "+-" for line in told(found, "operators"))
+    moved = next(line for line in told(found, "storage") if line.startswith("  param:2.weight: "))
+    assert moved.endswith(" in stage 2")
+
+
+def test_another_order_of_rows_is_told_from_where_it_begins() -> None:
+    pipeline = stages("pipeline:pp=3,micro=4")
+    rows = list(pipeline.schedule.rows[2])
+    rows[2:6] = [*rows[4:6], *rows[2:4]]
+    schedule = replace(pipeline.schedule, rows=(*pipeline.schedule.rows[:2], tuple(rows)))
+    assert told(diff_plans(pipeline, replace(pipeline, schedule=schedule)), "stages") == [
+        "  owner 2 from row 2 on: F2.1 B2.1 F2.2 B2.2 F2.3 B2.3 -> F2.2 B2.2 F2.1 B2.1 F2.3 B2.3"
+    ]
+
+
+def test_a_pipeline_beside_a_plan_of_one_stage() -> None:
+    alone = make_plan(layers(), Machine("three", 1, 3, "cpu"), "data-parallel:micro=4")
+    found = diff_plans(alone, stages("pipeline:pp=3,micro=4"))
+    assert told(found, "stages")[0] == "+ schedule: 1f1b"
+    assert not any("input:stage" in line for line in told(found, "storage"))
+    assert any(line.startswith("- forward all-reduce") for line in told(found, "transfers"))

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from conjoin.ir import Graph, Plan, sequential
 from conjoin.machine import Machine
 from conjoin.search import make_plan
+from conjoin.search.branch_places import Places, confine, places_along
 from conjoin.search.branches import find_forks
-from conjoin.search.contest import Entry, Outcome, make_variant, plan_of
-from conjoin.search.placing_branches import Places, confine, places_along
+from conjoin.search.entries import Entry, Outcome, make_variant, plan_of
 from conjoin.sim import Simulation, take_apart
 
 

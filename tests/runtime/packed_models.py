@@ -58,6 +58,18 @@ class GroupedAttention(nn.Module):
         return self.o_proj(y.transpose(1, 2).reshape(b, t, WIDTH))
 
 
+class LowRank(nn.Module):
+    """A layer that stays as it is, and a narrow pair beside it that learns (LoRA)."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base, self.narrow = base.requires_grad_(False), nn.Linear(base.in_features, rank, bias=False)
+        self.wide = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.wide(self.narrow(x)) * 0.5
+
+
 class PlainMlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -137,6 +149,15 @@ def gpt2(**options: Any) -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
+def adapted() -> nn.Module:
+    """nanoGPT with a low-rank pair beside every layer of its blocks."""
+    model = Words(NanoAttention, PlainMlp)
+    for block in model.h:
+        for owner, name in ((block.attn, "c_attn"), (block.attn, "c_proj"), (block.mlp, "c_fc"), (block.mlp, "c_proj")):
+            setattr(owner, name, LowRank(getattr(owner, name)))
+    return model
+
+
 class Logits(nn.Module):
     """A model of a library that gives its scores by name."""
 
@@ -155,6 +176,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "encoder": TorchWords,
     "decoder": lambda: TorchWords(decoder=True),
     "gpt2": lambda: Logits(gpt2()),
+    "lora": adapted,
 }
 PACKED = ("c_attn", "qkv", "in_proj", "gate_up")
 """What the packed weights are called."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -42,11 +44,11 @@ from conjoin.sim import MachinePrices, Wanted, measure_memory, predict, simulate
 from tests.ir.wording import assert_three_sentences
 from tests.sim.test_memory import Storages
 from tests.sim.test_offloads import OnDevice
-from zoo.gnn import DeepGcn, Gcn, Gin, GnnConfig, GraphSage
+from zoo.gnn import DeepGcn, Gat, Gcn, Gin, GnnConfig, GraphSage
 
 V, E = 232_965, 114_848_857
 """Vertices and edges of Reddit's graph."""
-SIZES = GnnConfig(features=6, classes=4, degree=4, hidden=8, layers=3)
+SIZES = GnnConfig(features=6, classes=4, degree=4, hidden=8, layers=3, heads=2)
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +76,37 @@ def on_host(graph: Graph, strategy: str = "single", ranks: int = 1) -> Plan:
     return plan_from_json(plan_to_json(make_plan(graph, parse_machine(f"local:{ranks}"), f"{strategy}+offload=inputs")))
 
 
+class Greatest(nn.Module):
+    """Of each vertex's neighbours, among them many equal ones."""
+
+    def __init__(self, config: GnnConfig) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(config.features, 5), nn.Linear(5, config.classes)
+
+    def forward(self, x_VF: Tensor, edge_index_2E: Tensor) -> Tensor:
+        for layer in (self.first, self.second):
+            x_VF = torch.relu(layer(x_VF))
+            at = edge_index_2E[1].unsqueeze(-1).expand(-1, x_VF.shape[1])
+            read = x_VF[edge_index_2E[0]]
+            x_VF = torch.zeros_like(x_VF).scatter_reduce(0, at, read, "amax", include_self=False)
+        return x_VF
+
+
+class Looped(nn.Module):
+    """Attention of PyTorch Geometric's, with an edge from each vertex to itself."""
+
+    def __init__(self, config: GnnConfig) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it uses calls of torch's that are to go
+            make = importlib.import_module("torch_geometric.nn").GATConv
+        self.first, self.second = make(config.features, 4, heads=2), make(8, config.classes)
+
+    def forward(self, x_VF: Tensor, edge_index_2E: Tensor) -> Tensor:
+        made: Tensor = self.second(torch.relu(self.first(x_VF, edge_index_2E)), edge_index_2E)
+        return made
+
+
 @pytest.mark.parametrize(
     ("make", "names"),
     [
@@ -81,6 +114,9 @@ def on_host(graph: Graph, strategy: str = "single", ranks: int = 1) -> Plan:
         (DeepGcn, {"x_VF", "edge_index_2E", "weight_E"}),
         (Gin, {"edge_index_2E"}),
         (GraphSage, {"edge_index_2E"}),
+        (Gat, {"x_VF", "edge_index_2E"}),
+        (Greatest, {"x_VF", "edge_index_2E"}),
+        (Looped, {"x_VF", "edge_index_2E"}),
     ],
 )
 def test_training_is_as_on_one_device(make: Callable[[GnnConfig], nn.Module], names: set[str]) -> None:
@@ -147,10 +183,13 @@ def peak_of(plan: Plan, model: nn.Module, batch: tuple[Tensor, ...]) -> int:
     return storages.peak
 
 
-def test_what_is_told_of_the_device_is_what_lives_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("make", "vertices"), [(Gcn, 8000), (Gat, 1000), (Greatest, 4000)])
+def test_what_is_told_of_the_device_is_what_lives_there(
+    make: Callable[[GnnConfig], nn.Module], vertices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of features and edges no more than two blocks; beside that as much as where they are on the device."""
-    monkeypatch.setattr(offloads, "BLOCK_BYTES", 2**18)
-    model, batch, graph = sample(Gcn, 8000, 124_000)
+    monkeypatch.setattr(offloads, "BLOCK_BYTES", 2**5 * vertices)
+    model, batch, graph = sample(make, vertices, 15 * vertices)
     if not is_compiled_for(batch[0]):
         pytest.skip("torch makes a row for every edge of a block")
     plain, moved = make_plan(graph, parse_machine("local:1"), "single"), on_host(graph)

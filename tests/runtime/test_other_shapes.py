@@ -27,7 +27,7 @@ from conjoin.runtime.program.other_plans import Key, check_stored_alike
 from conjoin.runtime.program.other_programs import MAX_PROGRAMS
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.search import make_pipeline, make_plan
-from conjoin.search.contest import make_variant
+from conjoin.search.entries import make_variant
 from conjoin.search.rewrites import rewritten, ways_of
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.side_by_side import Call, Case, check, module_of, others_of

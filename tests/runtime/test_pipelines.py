@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from conjoin.ir import Pipeline, check_pipeline, cut_in_stages, num_elements, re
 from conjoin.machine import Machine
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.pipelines.schedule_runs import ScheduleRun
+from conjoin.runtime.pipelines.stage_transfers import Crossing
+from conjoin.runtime.ranks.communicator import Channel, Messages, Parcel
 from conjoin.runtime.ranks.threads import ThreadRanks, run_ranks
 from conjoin.runtime.state.storage import Store
 from conjoin.schedules import read_rows
@@ -426,6 +429,69 @@ def test_what_goes_to_several_nodes_goes_once_to_each(
         for node, elements in sent.items():
             wanted = {held[rank] for rank in target.devices if host[rank] == node}
             assert elements == sum(num_elements(region) for region in wanted), "every slice once"
+
+
+def test_what_is_sent_is_held_no_longer_than_it_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 micro-batches; a backend does not tell that something has come before it is asked to wait for it."""
+    kind, make, loss = CASES["batch norm"]
+    torch.manual_seed(3)
+    batch = tuple(torch.cat([x] * 2) for x in make())
+    model = kind().double().train()
+    pipeline = pipeline_of(model, batch, loss, "pipeline:pp=3,micro=16", 3)
+    held: dict[int, WeakSet[Any]] = {rank: WeakSet() for rank in range(3)}
+    peak, send = dict.fromkeys(held, 0), Crossing.send
+
+    def noted(crossing: Crossing, *args: Any) -> Any:
+        parcel, rank = send(crossing, *args), crossing._rank
+        held[rank].add(parcel)
+        peak[rank] = max(peak[rank], len(held[rank]))
+        return parcel
+
+    monkeypatch.setattr(Crossing, "send", noted)
+
+    def rank(world: ThreadRanks) -> None:
+        store = Store(pipeline, world.rank, torch.device("cpu"))
+        store.fill(model)
+        module = ParallelModule(pipeline, store, world)
+        module(*batch).backward()
+
+    run_ranks(pipeline.mesh, rank)
+    leaving = sum(transfer.source == 0 for transfer in pipeline.transfers())
+    assert 0 < peak[0] <= 3 * leaving
+
+
+class InOrder:
+    """A channel whose messages are over one after another in the order in which they were started, as NCCL's are."""
+
+    are_apart = False
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._under_way = channel, list[Parcel]()
+        self.bytes_sent = 0
+
+    def start(self, sends: Messages, receives: Messages) -> Parcel:
+        self._under_way.append(self._channel.start(sends, receives))
+        return Behind(self._under_way[:])
+
+
+class Behind:
+    def __init__(self, parcels: list[Parcel]) -> None:
+        self._parcels = parcels
+
+    def wait(self, count: int | None = None) -> None:
+        while self._parcels:
+            self._parcels.pop(0).wait()
+
+
+@pytest.mark.parametrize("strategy", ["micro=8", "v=2,micro=4,schedule=interleaved"])
+def test_what_is_passed_on_does_not_wait_for_what_comes_later(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages for rows ahead are expected before; they are sent when what is passed on has been used."""
+    kind, make, loss = CASES["tied"]
+    torch.manual_seed(3)
+    model, batch, channel = kind().double().train(), make(), ThreadRanks.channel
+    pipeline = make_pipeline(capture(model, batch, loss), Machine("two", 2, 2, "cpu"), f"pipeline:pp=2,tp=2,{strategy}")
+    monkeypatch.setattr(ThreadRanks, "channel", lambda *args: InOrder(channel(*args)))
+    compare(pipeline, model, loss, [batch])
 
 
 def test_after_a_step_that_nobody_could_leave_no_other_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from conjoin.machine import Axis, Mesh
 from conjoin.ops import Invariant, Layout, Split, TensorType
 from conjoin.runtime import Crossing, World, run_ranks
 from conjoin.runtime.ranks.communicator import All, Channel, Messages, Parcel
+from conjoin.runtime.ranks.wire import to_send
 
 Side = tuple[Layout, Grid]
 SHAPE = (12, 8)
@@ -95,6 +96,34 @@ def test_every_other_way_is_carried_out_too(form: Form, pair: str) -> None:
     slices = WholeSlices(SHAPE, *PAIRS[pair])
     found = SENDER_WAYS["longest first"](slices.tasks(form, 1.0))
     carry_out(*PAIRS[pair], slices.carried(form, found, chunks=3))
+
+
+def test_several_may_be_under_way_among_the_same_ranks() -> None:
+    """What is passed on of one is not taken for what comes first of the next."""
+    source, target = side((("x", Split(0)), ("y", Split(0))), 2), side(ALL, 2)
+    plan = plan_transfer(SHAPE, 4, source, target, chunks=2)
+
+    def program(world: World) -> None:
+        crossing = Crossing(TensorType(SHAPE, torch.int32, ()), source, target, world.rank, plan)
+        channel, onward = (world.channel(name, tuple(range(4))) for name in ("transfers", "passed on"))
+        have = piece(source, world.rank)
+        assert have is not None and crossing.passes_on
+        expected = [crossing.expect(channel, torch.device("cpu"), onward) for _ in range(3)]
+        for number, each in enumerate(expected):
+            parcel = crossing.send(channel, have + 100 * number)
+            assert torch.equal(each.wait(), WHOLE + 100 * number)
+            parcel.wait()
+
+    run_ranks(Mesh((Axis("rank", 4),)), program)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int16, torch.bool])
+def test_one_element_of_many_is_sent(dtype: torch.dtype) -> None:
+    """Torch takes it for contiguous whatever its stride is."""
+    column = torch.arange(12).to(dtype).view(3, 4)[1:2, 2:3].t()
+    sent = to_send(column)
+    assert torch.equal(sent.view(dtype).view(()), column.reshape(()))
+    assert sent.data_ptr() == column.data_ptr()
 
 
 def test_a_chunk_is_passed_on_before_the_next_has_come() -> None:

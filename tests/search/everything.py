@@ -38,7 +38,8 @@ from conjoin.ir import Graph, Pipeline, cut_in_micro_batches
 from conjoin.machine import DeviceType, Link, Machine, NodeKind
 from conjoin.search import Wish, find_plan
 from conjoin.search.chunk_count import COUNTS
-from conjoin.search.contest import Contest, Entry, make_variant
+from conjoin.search.contest import Contest
+from conjoin.search.entries import Entry, make_variant
 from conjoin.search.exact.elimination import Solution
 from conjoin.search.exact.space import LEAST_PRICE
 from conjoin.search.joint import JointSearch

@@ -37,13 +37,14 @@ from conjoin.frontends import capture
 from conjoin.ir import Choice, Graph, Plan
 from conjoin.machine import Machine, parse_machine
 from conjoin.search import SearchResult, Wish, find_plan
-from conjoin.search.contest import Contest, Entry, Outcome
+from conjoin.search.contest import Contest
+from conjoin.search.entries import Entry, Outcome
 from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.settling import settle
 from conjoin.search.exact.space import OVERLAPS
 from conjoin.search.exact.units import natural_units
 from conjoin.search.joint import JointSearch
-from conjoin.search.relieving import relieve
+from conjoin.search.relief import relieve
 from conjoin.search.searching import open_contest
 from conjoin.search.variants import as_variant
 

@@ -11,7 +11,7 @@ from conjoin.ir import Graph, LeafKind, Value
 from conjoin.ops import AGGREGATE, AGGREGATE_ONCE, execute, map_tensors
 from conjoin.rules import Index, Library
 from conjoin.search import Wish
-from conjoin.search.contest import make_variant
+from conjoin.search.entries import make_variant
 from conjoin.search.features_once import with_constants_once
 from conjoin.search.rewrites import rewritten, ways_of
 

@@ -11,7 +11,7 @@ from conjoin.frontends import capture
 from conjoin.machine import parse_machine
 from conjoin.search import Wish, make_plan
 from conjoin.search.chunk_count import try_chunks
-from conjoin.search.contest import plan_of
+from conjoin.search.entries import plan_of
 from conjoin.search.searching import open_contest
 from conjoin.sim import simulate
 

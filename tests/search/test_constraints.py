@@ -15,7 +15,7 @@ from conjoin.ops import Copies, Split
 from conjoin.runtime import Case, verify_in_process
 from conjoin.search import SearchResult, TooSlow, Wish, find_plan, make_plan, search_names
 from conjoin.search.constraints import make_constraints
-from conjoin.search.contest import make_variant, plan_of
+from conjoin.search.entries import make_variant, plan_of
 from conjoin.search.exact.layout_codes import code_on
 from conjoin.search.exact.problem import Impossible, Problem
 from conjoin.search.exact.space import Objective

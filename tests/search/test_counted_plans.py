@@ -7,7 +7,8 @@ import pytest
 import zoo
 from conjoin.machine import Machine
 from conjoin.runtime import Case, verify_in_process
-from conjoin.search.contest import Contest, make_variant, plan_of
+from conjoin.search.contest import Contest
+from conjoin.search.entries import make_variant, plan_of
 from conjoin.search.exact.counted.space import CountedSpace
 from conjoin.search.joint import JointSearch
 from conjoin.search.variants import expanded

@@ -12,10 +12,9 @@ from tests.search.everything import compare, try_everything
     [
         2,  # chunks of the second best win
         3,  # states on the host
-        10,  # the batch in pieces
         59,  # chunks win of what fits with inputs in pieces alone
-        80,  # two layers are split otherwise than anything found before, each with its weight
-        137,  # what is slower and larger fits with its state on the host
+        80,  # of two blocks; layers are split otherwise than anything found before, each with its weight
+        137,  # the batch in two; what is slower and larger fits with its state on the host
     ],
 )
 def test_nothing_is_faster_than_what_is_found(seed: int) -> None:

@@ -71,6 +71,7 @@ def plan_of(graph: Graph, num_devices: int, strategy: str) -> Plan:
     ("name", "num_devices", "strategies"),
     [
         ("Mixtral", 4, ("fsdp", "megatron", "expert:ep=2", "fsdp+expert:ep=4")),
+        ("Mixtral", 4, ("expert:ep=2+context:cp=2,ring",)),
         ("Mixtral", 8, ("fsdp+expert:ep=2+megatron:tp=2,sp",)),
         ("Qwen2Moe", 2, ("data-parallel", "expert")),
         ("Qwen3Moe", 4, ("zero1+expert:ep=4+recompute=none", "expert:ep=2+megatron:tp=2")),

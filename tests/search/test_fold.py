@@ -17,8 +17,8 @@ from conjoin.ir import Graph, Value, cut_in_stages, graph_form, parse_graph
 from conjoin.machine import parse_machine
 from conjoin.search import Wish
 from conjoin.search.baselines import baseline_names
-from conjoin.search.contest import Entry, make_variant
 from conjoin.search.drafting import Draft, Settled, draft_in_full, lay_out, settle_draft
+from conjoin.search.entries import Entry, make_variant
 from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.space import Objective
 from conjoin.search.exact.stack import StackProblem, Uneven

@@ -28,7 +28,8 @@ from conjoin.search import (
     make_plan,
     searching,
 )
-from conjoin.search.contest import Contest, Variant
+from conjoin.search.contest import Contest
+from conjoin.search.entries import Variant
 from conjoin.search.exact.space import Objective
 from conjoin.search.exact.units import Units
 from conjoin.search.joint import JointSearch

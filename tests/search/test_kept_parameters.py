@@ -19,7 +19,7 @@ from conjoin.report import explain
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
 from conjoin.search import Wish, make_plan
-from conjoin.search.contest import plan_of
+from conjoin.search.entries import plan_of
 from conjoin.search.kept_count import try_keeping
 from conjoin.search.searching import open_contest
 from conjoin.sim import predict, simulate

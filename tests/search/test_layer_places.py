@@ -14,9 +14,9 @@ from conjoin.ir import place
 from conjoin.machine import parse_machine
 from conjoin.runtime.verification.checking import Case, verify_in_process
 from conjoin.search import Wish, layer_depths, make_plan, open_contest
-from conjoin.search.contest import plan_of
+from conjoin.search.branch_places import place_branches
+from conjoin.search.entries import plan_of
 from conjoin.search.layer_places import deal_depths, longest_way
-from conjoin.search.placing_branches import place_branches
 from conjoin.sim import take_graph_apart
 
 

@@ -12,7 +12,7 @@ from conjoin.ir import Plan, offloaded_tensors, recomputed_segments
 from conjoin.machine import Machine, NodeKind, parse_machine
 from conjoin.search import Wish, find_plan, make_plan
 from conjoin.search.memory_chain import _Chain
-from conjoin.search.relieving import segmentations
+from conjoin.search.relief import segmentations
 from conjoin.sim import MachinePrices, Prediction, predict, simulate
 from tests.zoo.graphs import captured
 

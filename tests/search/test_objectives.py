@@ -15,7 +15,7 @@ from conjoin.machine import parse_machine
 from conjoin.runtime import Case, verify_in_process
 from conjoin.search import SearchResult, Stopped, TooSlow, Wish, find_plan
 from conjoin.search.certifying import Certificate, certify
-from conjoin.search.contest import make_variant
+from conjoin.search.entries import make_variant
 from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.space import Objective
 from conjoin.search.exact.units import cuts

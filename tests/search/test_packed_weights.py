@@ -21,7 +21,7 @@ from conjoin.search import Wish, find_plan, make_plan
 from conjoin.search.packed_weights import find_packed, sections_alike, store_in_sections, stored_as_in
 from conjoin.sim import predict
 from conjoin.sim.skeleton import take_graph_apart
-from tests.runtime.packed_models import GatedMlp, GroupedAttention, Words
+from tests.runtime.packed_models import GatedMlp, GroupedAttention, LowRank, Words
 
 
 class Cut(nn.Module):
@@ -133,3 +133,29 @@ def test_a_rank_stores_and_sends_what_it_would_of_separate_weights() -> None:
             plan = explain(make_plan(graph, parse_machine("local:4"), strategy))
             told.append((plan.stored_bytes, plan.bytes_of(0)))
     assert told[:2] == told[2:]
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_narrow_pair_beside_a_layer_costs_what_is_narrow(is_packed: bool) -> None:
+    """Gate and up are split as they are without a LoRA beside them, and only what is between its layers is summed."""
+
+    class Gated(nn.Module):
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            layers = [nn.Linear(16, 64)] if is_packed else [nn.Linear(16, 32), nn.Linear(16, 32)]
+            self.up = nn.ModuleList(LowRank(layer, rank) if rank else layer for layer in layers)
+            self.first, self.down = nn.LayerNorm(16), nn.Linear(32, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            gate, up = self.up[0](x).chunk(2, dim=-1) if is_packed else (layer(x) for layer in self.up)
+            return self.down(functional.silu(gate) * up)
+
+    told = []
+    for rank in (0, 2):
+        graph = capture(Gated(rank), (torch.randn(8, 16),), lambda y: y.square().mean())
+        told.append(explain(make_plan(graph, parse_machine("local:2"), "megatron:tp=2")))
+    plain, tuned = told
+    pairs, size = 1 if is_packed else 2, 4
+    assert tuned.bytes_of(0) - plain.bytes_of(0) == pairs * 8 * 2 * size
+    assert tuned.stored_bytes - plain.stored_bytes == (pairs * 16 * 2 + 64 * 2 // 2) * size

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import zoo
+from conjoin.frontends import capture
 from conjoin.ir import Node
 from conjoin.machine import Machine
 from conjoin.ops import LINEAR_RELU
 from conjoin.rules import Apply, Expr, Index, Library, inputs_of
 from conjoin.runtime import Case, verify_in_process
-from conjoin.search.contest import Contest, Variant, make_variant, plan_of
+from conjoin.search.contest import Contest
+from conjoin.search.entries import Variant, make_variant, plan_of
 from conjoin.search.exact.units import cuts
+from conjoin.search.fold import fold
 from conjoin.search.joint import JointSearch
-from conjoin.search.rewrites import ALPHA, Backtracking, Way, rewritten, rewritten_alike, ways_of
+from conjoin.search.rewrites import ALPHA, Backtracking, RuleWay, rewritten, rewritten_alike, ways_of
 from tests.search.models import captured
 from tests.search.prices import SlowDevices
+from zoo.gpt import Gpt, GptConfig, gpt_batch
+from zoo.tokens import next_token_loss
 
 WAYS = ways_of(Library.shipped())
 
@@ -24,7 +30,7 @@ def count(variant: Variant, op: str) -> int:
     return sum(node.op == op for node in variant.graph.nodes)
 
 
-def way(left: str, right: str) -> Way:
+def way(left: str, right: str) -> RuleWay:
     """The way from one operator to another, whatever the rule is called."""
     return next(w for w in WAYS if _last(w.rule.left) == left and _last(w.rule.right) == right)
 
@@ -54,6 +60,18 @@ def test_a_rule_is_applied_wherever_it_matches() -> None:
 def test_a_rule_that_matches_nowhere_changes_nothing() -> None:
     variant = make_variant(captured("mlp", 8))
     assert rewritten(variant, way("embedding_bag", "sum"), Index(variant.graph)) is None
+
+
+def test_where_blocks_repeat_all_rules_are_found_that_match_somewhere() -> None:
+    """Though they are looked for among few of the blocks."""
+    config = GptConfig(7, 32, 4, length=8, vocabulary=16)
+    with torch.device("meta"):
+        graph = capture(Gpt(config).train(), gpt_batch(2, config), next_token_loss)
+    variant, index = make_variant(graph), Index(graph)
+    folded = fold(graph)
+    assert folded is not None and len(folded.short.nodes) < len(graph.nodes)
+    found = Backtracking(lambda some: 1.0, WAYS)._everywhere(variant, index)
+    assert [one.way for one in found] == [one for one in WAYS if rewritten(variant, one, index) is not None]
 
 
 FUSED = way("relu", "bias")

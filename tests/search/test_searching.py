@@ -12,7 +12,8 @@ from conjoin.errors import StrategyError, UsageError
 from conjoin.machine import Machine, parse_machine
 from conjoin.runtime import Case, verify_in_process
 from conjoin.search import Remembered, SearchResult, Stopped, Wish, find_plan, make_plan, search_names
-from conjoin.search.contest import Contest, Enough, make_variant, plan_of
+from conjoin.search.contest import Contest, Enough
+from conjoin.search.entries import make_variant, plan_of
 from conjoin.search.exact.units import cuts
 from conjoin.search.joint import JointSearch
 from conjoin.search.variants import expanded

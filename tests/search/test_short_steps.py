@@ -14,7 +14,7 @@ from conjoin.frontends import capture
 from conjoin.ir import Graph, Segment
 from conjoin.machine import parse_machine
 from conjoin.search.baselines import baselines, with_blocks_again
-from conjoin.search.contest import Entry
+from conjoin.search.entries import Entry
 from conjoin.sim import MachinePrices, Program, Simulation, measure_memory, new_drafts, run, simulate_layouts
 from conjoin.sim.memory import measure_peak
 

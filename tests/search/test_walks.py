@@ -19,7 +19,8 @@ from conjoin.machine import Machine, parse_machine
 from conjoin.ops import Partial, Split
 from conjoin.rules import Library
 from conjoin.search import SearchResult, Stopped, Wish, find_plan, make_plan
-from conjoin.search.contest import Contest, Enough, make_variant, plan_of
+from conjoin.search.contest import Contest, Enough
+from conjoin.search.entries import make_variant, plan_of
 from conjoin.search.exact.bounding import TooMany, branch_and_bound
 from conjoin.search.exact.elimination import solve
 from conjoin.search.exact.problem import Problem

@@ -1,9 +1,8 @@
-"""Operators that read inputs from the host, block by block: one is computed with while the next comes.
+"""Operators over rows that read inputs from the host, block by block: one is computed with while the next comes.
 
 Of what makes rows of rows (`RowCall`) a block is some rows. Autograd keeps what lies on the device; the backward pass
-brings each block once more, and computes it again for its gradients. Of sums along edges (`EdgeCall`) a block is some
-vertices with their edges, from the order of the graph on the host: that of targets, and of sources for gradients.
-Where the device is the host the same is done with plain copies.
+brings each block once more, and computes it again for its gradients. Of operators over edges (`edge_blocks.py`) a block
+is some vertices with their edges. Where the device is the host the same is done with plain copies.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from conjoin.comm import EDGE_BYTES, FIRST_BYTES, cut_blocks
+from conjoin.comm import cut_blocks
 from conjoin.ir import HostReader, Range, flatten_tree, unflatten_tree
-from conjoin.ops import Edges, Order, edges_of, first_order, sum_along, tells_of_writes, window_of
+from conjoin.ops import first_order, tells_of_writes
 from conjoin.runtime.movement.host_copies import Engines
 from conjoin.runtime.program.functions import Function
 
@@ -40,7 +39,7 @@ def _begin(engines: Engines, pieces: Sequence[Tensor]) -> tuple[list[Tensor], to
     return made, engines.bring(list(zip(made, pieces, strict=True)))
 
 
-class _Pinned:
+class Pinned:
     """Copies in pinned memory, which devices read beside what they compute, of tensors that stay as they are."""
 
     def __init__(self, engines: Engines) -> None:
@@ -136,7 +135,7 @@ class RowCall:
     """An operator whose rows are made of rows that lie on the host."""
 
     def __init__(self, function: Function, reader: HostReader, engines: Engines) -> None:
-        self._function, self._reader, self._engines, self._pinned = function, reader, engines, _Pinned(engines)
+        self._function, self._reader, self._engines, self._pinned = function, reader, engines, Pinned(engines)
 
     def __call__(self, *args: Any, **named: Any) -> Tensor:
         leaves, tree = flatten_tree((args, named))
@@ -145,66 +144,4 @@ class RowCall:
         others = [None if i in self._reader.host else leaves[place] for i, place in enumerate(places)]
         call = _Rows(self._engines, self._function, self._reader, leaves, places, tree, hosts)
         made: Tensor = _OverRows.apply(call, *others)  # type: ignore[no-untyped-call]
-        return made
-
-
-class _OverEdges(torch.autograd.Function):
-    """Weighted sums along edges that lie on the host; the gradient adds up the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: EdgeCall, edges: Edges, weight: Tensor | None) -> Tensor:
-        ctx.call, ctx.edges = call, edges
-        ctx.save_for_backward(weight)
-        return call.summed(x, edges.by_target, weight)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,) = ctx.saved_tensors
-        return ctx.call.summed(gradient.contiguous(), ctx.edges.by_source, weight), None, None, None
-
-
-class EdgeCall:
-    """Sums and means along edges that lie on the host, with their weights."""
-
-    def __init__(self, engines: Engines) -> None:
-        self._engines, self._pinned = engines, _Pinned(engines)
-
-    def __call__(  # noqa: PLR0913 – as the operator has them
-        self,
-        x: Tensor,
-        source: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        vertices: int,
-        reduce: str,
-        window: tuple[int, ...] = (),
-        halos: tuple[int, ...] = (),
-    ) -> Tensor:
-        edges = edges_of(source, target, window_of(x, vertices, window))
-        total: Tensor = _OverEdges.apply(x, self, edges, weight)  # type: ignore[no-untyped-call]
-        if reduce == "sum":
-            return total
-        return total / edges.num_incoming.to(total.device, total.dtype).view(-1, *(1,) * (total.dim() - 1))
-
-    def summed(self, x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
-        """The rows at the other ends of the edges of each row, added up, some rows at a time."""
-        ordered = None if weight is None else self._pinned.of(order.of_edges(weight, stay=True))
-        others, before_row = self._pinned.of(order.others), self._pinned.of(order.first)
-        first = order.first.numpy()
-        made = x.new_empty(order.first.shape[0] - 1, *x.shape[1:])
-        edge_bytes = EDGE_BYTES + (0 if ordered is None else ordered[:1].nbytes)
-        before = first * edge_bytes + torch.arange(len(first)).numpy() * FIRST_BYTES
-
-        def cut(span: Range) -> list[Tensor]:
-            start, stop = span
-            some = slice(int(first[start]), int(first[stop]))
-            return [before_row[start : stop + 1], others[some], *([] if ordered is None else [ordered[some]])]
-
-        def run(span: Range, here: list[Tensor]) -> None:
-            rows, ends, *weights = here
-            block = Order(rows - rows[:1], ends, None)
-            made[slice(*span)] = sum_along(x, block, weights[0] if weights else None)
-
-        each_block(self._engines, cut_blocks(before), cut, run)
         return made

@@ -2,8 +2,9 @@
 
 What one stage sends another travels in channels, one for each pair of owners and direction, in the order in which the
 sender's rows make it. A receiver gets ready for a message some rows before the one that needs it, so that it is under
-way while something else is computed; nothing is ever waited for before it is needed. What was sent is let go of when it
-is there: activations at the latest when their gradient comes, which is made of them.
+way while something else is computed; nothing is ever waited for before it is needed. What was sent is let go of when
+something comes that the other end made after it had taken it, as the gradient of an activation: no backend tells before
+it is waited for, so as much is held as is in flight.
 
 Where a stage fails, and no other rank has part in it, nothing more is computed, and the rows are gone through to their
 end all the same: what comes is taken, and zeros are sent for what was to be made. So all ranks come to the end of the
@@ -14,7 +15,6 @@ ranks leave the step (`step_ends.py`).
 from __future__ import annotations
 
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -62,6 +62,8 @@ class Action(NamedTuple):
     row: Row
     taken: tuple[Item, ...]
     made: tuple[Item, ...]
+    over: tuple[Item, ...]
+    """What was sent before, and is there when what is taken has come."""
 
 
 class Route:
@@ -72,9 +74,14 @@ class Route:
         self.schedule = pipeline.schedule
         self.order: dict[Way, list[Item]] = {}
         """By way, what is sent in the order of the sender's rows."""
+        self._made: dict[Item, int] = {}
+        self._taken: dict[Item, int] = {}
+        """At which of its rows the owner that takes something does, and the other makes it."""
         for rows in self.schedule.rows:
-            for row in rows:
+            for position, row in enumerate(rows):
+                self._taken |= dict.fromkeys(self._items(row, makes=False), position)
                 for item in self._items(row, makes=True):
+                    self._made[item] = position
                     self.order.setdefault(self.way(item), []).append(item)
 
     def way(self, item: Item) -> Way:
@@ -84,8 +91,21 @@ class Route:
 
     def actions(self, owner: int) -> tuple[Action, ...]:
         """What the rows of an owner are, in their order."""
-        rows = self.schedule.rows[owner]
-        return tuple(Action(row, *(tuple(self._items(row, makes=makes)) for makes in (False, True))) for row in rows)
+        sent: dict[int, list[Item]] = {}
+        """To each owner, what is not known to have come."""
+        actions = []
+        for row in self.schedule.rows[owner]:
+            taken, made = (tuple(self._items(row, makes=makes)) for makes in (False, True))
+            over: list[Item] = []
+            for item in taken:
+                giver, made_at = self.way(item).source, self._made[item]
+                waiting = sent.get(giver, [])
+                over += [each for each in waiting if self._taken[each] <= made_at]
+                sent[giver] = [each for each in waiting if self._taken[each] > made_at]
+            actions.append(Action(row, taken, made, tuple(over)))
+            for item in made:
+                sent.setdefault(self.way(item).target, []).append(item)
+        return tuple(actions)
 
     def _items(self, row: Row, *, makes: bool) -> Iterator[Item]:
         """What a row makes or takes: a forward pass activations, a backward pass gradients, which go the other way."""
@@ -98,6 +118,16 @@ class Route:
                 yield Item(i, row.micro_batch, is_gradient)
 
 
+class End(NamedTuple):
+    """This rank's end of a transfer, there or back."""
+
+    way: Way
+    crossing: Crossing
+    channel: Channel
+    onward: Channel | None
+    """For what the ranks of the target pass on to each other."""
+
+
 @dataclass
 class Links:
     """This rank's ends of all that goes between stages."""
@@ -107,10 +137,20 @@ class Links:
     crossings: Sequence[tuple[Crossing, Crossing]]
     """For every transfer there and back."""
     channels: Mapping[Way, Channel]
+    onward: Mapping[Way, Channel]
+    """For what is passed on at the end of a way, where this rank is."""
 
     def __post_init__(self) -> None:
         self.actions = self.route.actions(self.owner)
         self.forward_actions = tuple(action for action in self.actions if action.row.kind is Kind.FORWARD)
+        self.ends: dict[tuple[int, bool], End] = {}
+        """By transfer, there and back, those that this rank has part in."""
+        for number, both in enumerate(self.crossings):
+            for is_gradient, crossing in enumerate(both):
+                way = self.route.way(Item(number, 0, bool(is_gradient)))
+                if way in self.channels:
+                    ends = crossing, self.channels[way], self.onward.get(way)
+                    self.ends[number, bool(is_gradient)] = End(way, *ends)
 
     @classmethod
     def of(cls, pipeline: Pipeline, world: World) -> Links:
@@ -124,7 +164,18 @@ class Links:
             if owner in way[:2]
         }
         crossings = [_both_ways(pipeline, transfer, rank) for transfer in route.transfers]
-        return cls(route, owner, crossings, channels)
+        passing = {
+            route.way(Item(number, 0, bool(is_gradient)))
+            for number, both in enumerate(crossings)
+            for is_gradient, crossing in enumerate(both)
+            if crossing.passes_on
+        }
+        onward = {
+            way: world.channel(f"{way} passed on", ranks[way.target])
+            for way in sorted(passing & route.order.keys())
+            if owner == way.target
+        }
+        return cls(route, owner, crossings, channels, onward)
 
     def begin(self) -> None:
         """A step begins."""
@@ -152,9 +203,11 @@ class ScheduleRun:
         """`goes_through` tells, when a stage has failed, whether its rows are gone through all the same."""
         self._links, self.stages, self._inputs, self._goes_through = links, stages, inputs, goes_through
         self._expected: dict[Item, Expected] = {}
-        self._under_way = deque[Parcel]()
-        self._next = dict.fromkeys(links.route.order, 0)
-        """By way, the first message that this rank has not got ready for."""
+        self._under_way: dict[Item, Parcel] = {}
+        """What was sent, and is not known to have come."""
+        self._coming = {way: iter(order) for way, order in links.route.order.items()}
+        """By way, the messages that this rank has not got ready for."""
+        self._device = next(iter(stages.values())).program.store.device
         self.loss: Tensor | None = None
         self.error: Exception | None = None
         """What a stage of this rank failed with."""
@@ -165,8 +218,6 @@ class ScheduleRun:
             for soon in actions[i + AHEAD : i + AHEAD + 1] if i else actions[: AHEAD + 1]:
                 self._expect(soon.taken)
             row = action.row
-            while self._under_way and self._under_way[0].is_over():
-                self._under_way.popleft()
             stage, number = self.stages.get(row.stage), row.micro_batch
             match row.kind:
                 case Kind.FORWARD:
@@ -181,7 +232,7 @@ class ScheduleRun:
                     self._attempt(lambda: stage.weight_gradient(number))  # noqa: B023 # called at once
                 case _:
                     pass  # when something is sent follows from what makes and needs it
-        for parcel in self._under_way:
+        for parcel in self._under_way.values():
             parcel.wait()
 
     def _attempt(self, compute: Callable[[], T]) -> T | None:
@@ -203,33 +254,38 @@ class ScheduleRun:
 
     def _expect(self, items: Sequence[Item]) -> None:
         """Get ready for messages, and for those of the same way that come before them."""
-        route = self._links.route
         for item in items:
-            way = route.way(item)
-            order = route.order[way]
-            while item not in self._expected and self._next[way] < len(order):
-                coming = order[self._next[way]]
-                self._next[way] += 1
-                crossing = self._links.crossings[coming.transfer][coming.is_gradient]
-                self._expected[coming] = crossing.expect(self._links.channels[way], self._device)
+            if item in self._expected:
+                continue
+            for coming in self._coming[self._end(item).way]:
+                end = self._end(coming)
+                self._expected[coming] = end.crossing.expect(end.channel, self._device, end.onward)
+                if coming == item:
+                    break
 
-    @property
-    def _device(self) -> torch.device:
-        return next(iter(self.stages.values())).program.store.device
+    def _take(self, action: Action) -> list[tuple[Item, Tensor]]:
+        """What a row takes, when it has come; and what has been sent and is there by then is let go of."""
+        taken = [(item, self._expected.pop(item).wait()) for item in action.taken]
+        for item in action.over:
+            if item in self._under_way:  # a forward pass alone sends no gradients
+                self._under_way.pop(item).wait()
+        return taken
+
+    def _end(self, item: Item) -> End:
+        return self._links.ends[item.transfer, item.is_gradient]
 
     def _send(self, item: Item, piece: Tensor | None) -> None:
         """Send a piece, or zeros where there is none."""
-        crossing = self._links.crossings[item.transfer][item.is_gradient]
-        channel = self._links.channels[self._links.route.way(item)]
-        piece = crossing.nothing(self._device) if piece is None else piece
-        self._under_way.append(crossing.send(channel, piece))
+        end = self._end(item)
+        piece = end.crossing.nothing(self._device) if piece is None else piece
+        self._under_way[item] = end.crossing.send(end.channel, piece)
 
     def _forward(self, action: Action, begin: Callable[[int, int], None]) -> None:
         row, route = action.row, self._links.route
         stage = self.stages[row.stage]
         inputs = dict(self._inputs[row.micro_batch][row.stage])
-        for item in action.taken:
-            inputs[route.transfers[item.transfer].input] = self._expected.pop(item).wait()
+        for item, piece in self._take(action):
+            inputs[route.transfers[item.transfer].input] = piece
 
         def compute() -> Sequence[Tensor]:
             begin(row.stage, row.micro_batch)
@@ -250,8 +306,8 @@ class ScheduleRun:
         if graph.loss is not None:
             type = graph.outputs[graph.loss].type  # type: ignore[union-attr] # the loss is a tensor
             found[graph.loss] = torch.full(type.shape, scale, dtype=type.dtype, device=self._device)
-        for item in action.taken:
-            place, gradient = route.transfers[item.transfer].output, self._expected.pop(item).wait()
+        for item, gradient in self._take(action):
+            place = route.transfers[item.transfer].output
             found[place] = found[place] + gradient if place in found else gradient
         return found
 

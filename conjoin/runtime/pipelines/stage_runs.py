@@ -41,10 +41,12 @@ class StageRun:
 
     def __post_init__(self) -> None:
         program = self.program
-        state = dict(zip(program.kept, self._pieces(), strict=True))
-        trained = {leaf: x for leaf, x in state.items() if x is not None and leaf.trainable and x.requires_grad}
+        held = dict(zip(program.kept, self._pieces(), strict=True))
+        trained = {leaf: x for leaf, x in held.items() if x is not None and leaf.trainable and x.requires_grad}
         self.parameters = {leaf: x.detach().requires_grad_() for leaf, x in trained.items()}
         """Aliases of this step alone, in whose `grad` the gradients of its micro-batches are added up."""
+        self._state = [self.parameters.get(leaf, x) for leaf, x in held.items()]
+        self._inputs = program.plan.graph.leaves_of(LeafKind.INPUT)
         self.gradients: Gradients = []
         """Of the parameters, when the step has come to its end."""
         self._passes: dict[int, _Pass] = {}
@@ -59,16 +61,25 @@ class StageRun:
                 found[place] = self.lent[leaf.name].requires_grad_(leaf.trainable)
         return found
 
+    def _kept(self) -> list[Tensor | None]:
+        """What is kept between steps, with the aliases in the place of parameters: the same in all passes, but for
+        buffers that they change."""
+        if self.program.plan.graph.updates:
+            self._state = [
+                self.parameters.get(leaf, x) for leaf, x in zip(self.program.kept, self._pieces(), strict=True)
+            ]
+        return self._state
+
     def forward(self, micro_batch: int, inputs: Mapping[str, Tensor]) -> Sequence[Tensor]:
         """The outputs of a micro-batch on this rank, from its inputs by their names."""
         arrived: dict[str, Tensor] = {}
         given: list[Tensor] = []
-        for leaf in self.program.plan.graph.leaves_of(LeafKind.INPUT):
+        for leaf in self._inputs:
             x = inputs[leaf.name]
             if leaf.trainable and torch.is_grad_enabled():
                 x = arrived[leaf.name] = x.detach().requires_grad_()
             given.append(x)
-        state = [self.parameters.get(leaf, x) for leaf, x in zip(self.program.kept, self._pieces(), strict=True)]
+        state = self._kept()
         if self._values is None:
             self._values = self.program.make_once(state)
         outputs = self.program.run(given, [*state, *self._values.read()])

@@ -20,7 +20,7 @@ from conjoin.comm import Grid, InRounds, Message, plan_crossing
 from conjoin.ir import Region, region_of, region_shape
 from conjoin.ops import Layout, TensorType
 from conjoin.runtime.ranks.communicator import Channel, Parcel
-from conjoin.runtime.ranks.wire import to_send
+from conjoin.runtime.ranks.wire import carried, flat
 
 AHEAD = 8
 """For how many turns a rank gets ready before its own, where a backend sends only what is expected."""
@@ -90,6 +90,12 @@ class Crossing:
         """What it needs of the piece that it has: of this, nothing comes."""
         self._kept_back = {**kept, **_regions(self._later, "sent")}
         """What it does not send at once."""
+        self._sent_rounds = [turn.round for turn in self._first for _ in turn.sent]
+        self._taken_rounds = [turn.round for turn in self._first for _ in turn.taken]
+        self._sizes = {region: _count(region) for region in self._got}
+        self._comes_whole = self._got == (self._want,)
+        self.passes_on = bool(self._later)
+        """Alike on all ranks."""
         self.begin()
 
     def begin(self) -> None:
@@ -99,14 +105,6 @@ class Crossing:
         """Of this rank's own piece what it needs to get another, by number for every one under way: they come in the
         order in which they are sent, and may be waited for in another."""
 
-    @property
-    def is_sender(self) -> bool:
-        return self._have is not None
-
-    @property
-    def is_receiver(self) -> bool:
-        return self._want is not None
-
     def nothing(self, device: torch.device) -> Tensor:
         """Zeros in the place of this rank's piece."""
         assert self._have is not None
@@ -115,33 +113,42 @@ class Crossing:
     def send(self, channel: Channel, piece: Tensor) -> Parcel:
         """Start to send this rank's piece. What it has to wait for goes on when the parcel is waited for, or where
         this rank also gets a piece, when that one is."""
-        assert self._have is not None
-        piece = piece.detach().to(self._dtype)  # autocast may have made it in another
-        own: dict[Region, Tensor] = {}
-        for region in self._given:
-            part = piece if region == self._have else piece[_inside(region, self._have)]
-            own[region] = part.reshape(-1)
-        rounds = [turn.round for turn in self._first for _ in turn.sent]
+        own = self._parts_of(piece)
         parcel = channel.start([m for turn in self._first for m in _sends(turn, own)], ())
+        if not self._kept_back:
+            return parcel
         later = {region: part for region, part in own.items() if region in self._kept_back}
-        if self._want is not None:
-            self._own[next(self._sent)] = later
-        elif later:
-            return Sent(self, later, channel, Flight([(parcel, rounds)]))
+        if self._want is None:
+            return Sent(self, later, channel, Flight([(parcel, self._sent_rounds)]))
+        self._own[next(self._sent)] = later
         return parcel
 
-    def expect(self, channel: Channel, device: torch.device) -> Expected:
-        """Get ready for the next one."""
-        parts = {region: torch.empty(_count(region), dtype=self._dtype, device=device) for region in self._got}
-        rounds = [turn.round for turn in self._first for _ in turn.taken]
+    def _parts_of(self, piece: Tensor) -> Parts:
+        """What others need of a piece, each part one element after another."""
+        assert self._have is not None
+        piece = piece.to(self._dtype)  # autocast may have made it in another
+        whole = self._have
+        return {region: flat(piece if region == whole else piece[_inside(region, whole)]) for region in self._given}
+
+    def expect(self, channel: Channel, device: torch.device, onward: Channel | None = None) -> Expected:
+        """Get ready for the next one.
+
+        Where one is expected before the last has been passed on, that goes over a channel of its own: in the same it
+        would stand behind what comes later, or be taken for it.
+        """
+        parts = {region: torch.empty(size, dtype=self._dtype, device=device) for region, size in self._sizes.items()}
         parcel = channel.start((), [m for turn in self._first for m in _receives(turn, parts)])
-        return Expected(self, next(self._expected), parts, channel, Flight([(parcel, rounds)]))
+        flight = Flight([(parcel, self._taken_rounds)])
+        return Expected(self, next(self._expected), parts, onward or channel, flight)
 
     def finish(self, number: int, parts: Parts, channel: Channel, flight: Flight) -> Tensor:
         """What was kept is put beside what comes; what others want is passed on."""
-        own = self._own.pop(number, {})
-        for turn in self._first:
-            turn.keep(own, parts)
+        if self._kept_back:
+            own = self._own.pop(number, {})
+            for turn in self._first:
+                turn.keep(own, parts)
+        else:
+            own = {}
         self.go_on(own, parts, channel, flight)
         return self._put_together(parts)
 
@@ -151,6 +158,8 @@ class Crossing:
         Where messages are apart, this rank is ready for what comes some turns before its own: then who sends does not
         wait for it.
         """
+        if not self._later:
+            return flight.wait()
         there, busy = {**parts, **own}, [turn for turn in self._later if turn.sent or turn.taken or turn.kept]
         num_ready = num_begun = 0
         for turn in self._later:  # also in those of others, so that all ranks have started as much: who waits looks
@@ -172,7 +181,7 @@ class Crossing:
     def _put_together(self, parts: Parts) -> Tensor:
         """The piece that this rank wants."""
         assert self._want is not None
-        if list(parts) == [self._want]:
+        if self._comes_whole:
             return parts[self._want].view(region_shape(self._want))
         device = next(iter(parts.values())).device
         piece = torch.empty(region_shape(self._want), dtype=self._dtype, device=device)
@@ -187,11 +196,11 @@ def _regions(turns: Sequence[_Turn], which: Literal["sent", "taken", "kept"]) ->
 
 
 def _sends(turn: _Turn, parts: Parts) -> list[tuple[int, Tensor]]:
-    return [(m.receiver, to_send(_slice(parts[m.region], m))) for m in turn.sent]
+    return [(m.receiver, carried(_slice(parts[m.region], m))) for m in turn.sent]
 
 
 def _receives(turn: _Turn, parts: Parts) -> list[tuple[int, Tensor]]:
-    return [(m.sender, to_send(_slice(parts[m.region], m))) for m in turn.taken]
+    return [(m.sender, carried(_slice(parts[m.region], m))) for m in turn.taken]
 
 
 def _slice(elements: Tensor, message: Message) -> Tensor:
@@ -255,6 +264,3 @@ class Sent:
 
     def wait(self, count: int | None = None) -> None:
         self._crossing.go_on(self._own, {}, self._channel, self._flight)
-
-    def is_over(self) -> bool:
-        return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -34,12 +34,13 @@ from conjoin.ir import (
     region_of,
     region_shape,
 )
-from conjoin.ops import Layout, find_function
+from conjoin.ops import GRAPH_ATTENTION, Layout, find_function
 from conjoin.runtime.movement.bundles import Bundle, Dropping, make_bundles
 from conjoin.runtime.movement.carriers import carry_move, carry_reshard, prepare_move
 from conjoin.runtime.movement.chunked_products import Product, carry_chunked
+from conjoin.runtime.movement.edge_blocks import AttentionCall, EdgeCall
 from conjoin.runtime.movement.halo import HaloCarrier
-from conjoin.runtime.movement.host_blocks import EdgeCall, RowCall
+from conjoin.runtime.movement.host_blocks import RowCall
 from conjoin.runtime.movement.host_copies import Engines
 from conjoin.runtime.movement.ring_attention import carry_ring
 from conjoin.runtime.movement.routing import carry_routing
@@ -134,8 +135,10 @@ class _RankCarriers:
 
 def _read_by_blocks(node: Node, reader: HostReader, engines: Engines) -> Function:
     """What runs an operator that reads inputs from the host."""
-    call = EdgeCall(engines) if reader.is_by_edges else RowCall(find_function(node.op), reader, engines)
-    return uncompiled(call.__call__)
+    if not reader.is_by_edges:
+        return uncompiled(RowCall(find_function(node.op), reader, engines).__call__)
+    over_edges = AttentionCall(engines) if node.op == GRAPH_ATTENTION else EdgeCall(engines)
+    return uncompiled(over_edges.__call__)
 
 
 def _compile(carriers: _RankCarriers, program: fx.Graph, name: str) -> tuple[Compiled, str]:
@@ -255,16 +258,22 @@ class LocalProgram:
         self.write_back(made[count:])
         return list(made[:count])
 
-    @contextmanager
-    def _keeping(self, given: Sequence[Tensor | None]) -> Iterator[None]:
+    def _keeping(self, given: Sequence[Tensor | None]) -> AbstractContextManager[None]:
         """Of what autograd keeps, drop gathered parameters where the plan says so: backward gathers them again; and
         have on the host what the plan says."""
         dropping, offloading = self.carriers.dropping, self.carriers.offloading
+        if not torch.is_grad_enabled() or (dropping is None and offloading is None):
+            return nullcontext()
+        return self._hooked(given)
+
+    @contextmanager
+    def _hooked(self, given: Sequence[Tensor | None]) -> Iterator[None]:
+        dropping, offloading = self.carriers.dropping, self.carriers.offloading
         with ExitStack() as stack:
-            if torch.is_grad_enabled() and offloading is not None:
+            if offloading is not None:
                 stack.enter_context(offloading.running(given))
                 stack.enter_context(dropping.hooks(offloading) if dropping is not None else offloading.hooks())
-            elif torch.is_grad_enabled() and dropping is not None:
+            elif dropping is not None:
                 stack.enter_context(dropping.hooks())
             yield
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -175,8 +175,10 @@ class Board:
 
     num_ranks: int
     timeout_seconds: float = 120.0
-    changed: threading.Condition = field(default_factory=threading.Condition)
     failed: bool = False
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _calls: list[threading.Condition] = field(init=False)
+    """What wakes each rank: every time, all others would have to look whether it was for them."""
     _prepared: dict[Group, list[Axes]] = field(default_factory=dict)
     """By the ranks of a mesh, in the order in which all of them make their groups."""
     _open: dict[tuple[_Kind, int], Collective] = field(default_factory=dict)
@@ -196,10 +198,15 @@ class Board:
 
     def __post_init__(self) -> None:
         self._said = [[] for _ in range(self.num_ranks)]
+        self._calls = [threading.Condition(self._lock) for _ in range(self.num_ranks)]
+
+    def _wake(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._calls[rank].notify_all()
 
     def prepare(self, ranks: Group, number: int, axes: Axes) -> None:
         """Make the groups over some axes, which are those of this number on all ranks of a mesh."""
-        with self.changed:
+        with self._lock:
             prepared = self._prepared.setdefault(ranks, [])
             if number == len(prepared):
                 prepared.append(axes)
@@ -207,7 +214,7 @@ class Board:
 
     def start(self, group: Group, rank: int, part: Part, may_break: bool) -> Collective:
         """Come to the next collective of a group, which a member may leave."""
-        with self.changed:
+        with self._lock:
             kind = group, may_break
             number = self._counts.get((kind, rank), 0)
             made = self._open.setdefault((kind, number), Collective(group, may_break))
@@ -237,12 +244,12 @@ class Board:
                     made.is_started = True
                     for queue in queues:
                         queue.popleft()
-                    self.changed.notify_all()
+                    self._wake(made.group)
                     self._carry_on(made.group)
 
     def finish(self, made: Collective, rank: int) -> Tensor:
         """Wait until a collective is carried out; what this rank gets of it."""
-        with self.changed:
+        with self._lock:
             self._wait_for(made, rank)
             return made.result(rank)
 
@@ -254,7 +261,7 @@ class Board:
             if self._is_left(made):
                 del self._waiting[rank]
                 self._check_there(made, rank)
-            if self.failed or not self.changed.wait(deadline - time.monotonic()):
+            if self.failed or not self._calls[rank].wait(deadline - time.monotonic()):
                 self.fail()
                 raise RankError(
                     f"Rank {rank} waits for its group {made.group}, and not all of it came. Another rank stopped "
@@ -264,7 +271,7 @@ class Board:
 
     def post(self, channel: str, route: tuple[int, int], rank: int, tensor: Tensor) -> Message:
         """Come as the sender or the receiver of the next message of a channel from one rank to another."""
-        with self.changed:
+        with self._lock:
             self._check_there(Message(route), rank)
             waiting, is_sender = self._mail.setdefault((channel, *route), deque()), rank == route[0]
             if waiting and waiting[0].lacks(is_sender):
@@ -274,24 +281,24 @@ class Board:
                 waiting.append(made)
             made.come(is_sender, tensor)
             if made.is_started:
-                self.changed.notify_all()
+                self._wake(route)
             return made
 
     def receive(self, made: Message, rank: int) -> None:
         """Wait until the other end of a message has come; what is sent is read only now."""
-        with self.changed:
+        with self._lock:
             self._wait_for(made, rank)
             made.deliver()
 
     def break_off(self, rank: int) -> None:
         """A rank leaves all but what all ranks do together."""
-        with self.changed:
+        with self._lock:
             self._broken_off.add(rank)
             for queue in self._queues.values():
                 left = [made for made in queue if not self._is_left(made)]
                 queue.clear()
                 queue.extend(left)
-            self.changed.notify_all()
+            self._wake(range(self.num_ranks))
             for queue in list(self._queues.values()):
                 if queue:
                     self._carry_on(queue[0].group)
@@ -308,7 +315,7 @@ class Board:
 
     def renew(self) -> None:
         """Forget what is left of what was under way; one rank does, while the others wait."""
-        with self.changed:
+        with self._lock:
             self._broken_off.clear()
             self._mail.clear()
             self._open = {key: made for key, made in self._open.items() if not made.may_break}
@@ -316,13 +323,14 @@ class Board:
 
     def compare(self, rank: int, text: str) -> list[str]:
         """What every rank says in the same comparison."""
-        with self.changed:
+        with self._lock:
             self._said[rank].append(text)
             count = len(self._said[rank])
-            self.changed.notify_all()
+            if self._has_been_said(count):
+                self._wake(range(self.num_ranks))
             self._look_for_deadlock()
-            while min(map(len, self._said)) < count:
-                if self.failed or not self.changed.wait(self.timeout_seconds):
+            while not self._has_been_said(count):
+                if self.failed or not self._calls[rank].wait(self.timeout_seconds):
                     raise RankError(
                         f"Rank {rank} waits for the others to compare notes, after a step that failed or before one of "
                         f"another shape, and not all of them came. They are in the middle of a step. Start again from "
@@ -330,9 +338,13 @@ class Board:
                     )
             return [said[count - 1] for said in self._said]
 
+    def _has_been_said(self, count: int) -> bool:
+        """Whether all ranks have come to so many comparisons."""
+        return min(map(len, self._said)) >= count
+
     def leave(self, rank: int) -> None:
         """A rank has come to its end."""
-        with self.changed:
+        with self._lock:
             self._left.add(rank)
             self._look_for_deadlock()
 
@@ -362,6 +374,6 @@ class Board:
 
     def fail(self) -> None:
         """Let nobody wait for a rank that has stopped."""
-        with self.changed:
+        with self._lock:
             self.failed = True
-            self.changed.notify_all()
+            self._wake(range(self.num_ranks))

@@ -111,9 +111,6 @@ class Parcel(Protocol):
     def wait(self, count: int | None = None) -> object:
         """Return when they are over; of those that are received, then those that are sent, the first ones at least."""
 
-    def is_over(self) -> bool:
-        """Whether what is sent may be let go of."""
-
 
 class Channel(Protocol):
     """Single messages between some ranks; those from one rank to another come in the order they were sent."""
@@ -367,6 +364,8 @@ class ProcessChannel:
         self._group, self._ranks, self._session, self._name = group, ranks, session, name
         self.are_apart = dist.get_backend(group) == dist.Backend.GLOO
         self.bytes_sent = 0
+        self._places = {rank: place for place, rank in enumerate(sorted(ranks))}
+        """Of ranks in the group."""
 
     def reconnect(self) -> None:
         """Take the group that was made anew."""
@@ -390,9 +389,10 @@ class ProcessChannel:
     def _start(self, sends: Messages, receives: Messages) -> Sequence[dist.Work]:
         """All at once, as NCCL needs it to have several under way; Gloo is spared what that takes."""
         if self.are_apart:
-            works = [dist.irecv(tensor, peer, self._group) for peer, tensor in receives]
-            works += [dist.isend(tensor, peer, self._group) for peer, tensor in sends]
-            return [work for work in works if work is not None]
+            group, places = self._group, self._places
+            works = [group.recv([tensor], places[peer], 0) for peer, tensor in receives]
+            works += [group.send([tensor], places[peer], 0) for peer, tensor in sends]
+            return works
         operations = [dist.P2POp(dist.irecv, tensor, peer, self._group) for peer, tensor in receives]
         operations += [dist.P2POp(dist.isend, tensor, peer, self._group) for peer, tensor in sends]
         return dist.batch_isend_irecv(operations) if operations else ()
@@ -415,9 +415,6 @@ class _Parcel:
             part.wait()
         else:
             self.watched.wait_for(part)
-
-    def is_over(self) -> bool:
-        return all(work.is_completed() for work in self.works[self._num_over :])
 
 
 class All:

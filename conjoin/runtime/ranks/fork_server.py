@@ -21,7 +21,7 @@ from types import FunctionType
 from typing import Any
 
 from conjoin.errors import RankError
-from conjoin.runtime.torch_private import import_compiler
+from conjoin.runtime.torch_private import import_compiler, leave_operators_registered
 
 _MESSAGE = struct.Struct("!2q")
 _FORK, _STATUS = 0, 1
@@ -119,6 +119,7 @@ def _gone() -> RankError:
 def serve(handle: int, entry: Entry) -> None:
     """Fork for the process at the other end of a socket until it is gone; returns in the children, too."""
     import_compiler()
+    leave_operators_registered()
     gc.collect()
     gc.freeze()  # children share what is here already
     gc.enable()

@@ -47,9 +47,6 @@ class ThreadMessages:
             self._board.receive(self._messages[self._num_over], self._rank)
             self._num_over += 1
 
-    def is_over(self) -> bool:
-        return all(message.is_delivered for message in self._messages[self._num_over :])
-
 
 class ThreadChannel:
     """Single messages between the threads of this process."""

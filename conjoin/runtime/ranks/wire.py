@@ -16,13 +16,18 @@ _ADDED_AS = {torch.bool: torch.int32, torch.int16: torch.int32, torch.uint16: to
 
 def flat(x: Tensor) -> Tensor:
     """The elements one after the other in memory, without conjugation or sign left to be done."""
-    return x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    found = x.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return found.as_strided((1,), (1,)) if found.numel() == 1 else found  # torch takes any stride of it for contiguous
 
 
 def to_send(x: Tensor) -> Tensor:
     """A tensor as it is sent, or as memory to receive it in: what no backend knows goes as bytes."""
-    sent = flat(x)
-    return sent if sent.dtype in CARRIED else sent.view(torch.uint8)
+    return carried(flat(x))
+
+
+def carried(x: Tensor) -> Tensor:
+    """Elements one after the other in a dtype that every backend knows."""
+    return x if x.dtype in CARRIED else x.view(torch.uint8)
 
 
 def to_add(x: Tensor) -> Tensor:

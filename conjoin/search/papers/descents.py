@@ -17,7 +17,8 @@ from random import Random
 import numpy as np
 
 from conjoin.errors import StrategyError
-from conjoin.search.contest import Contest, Entry, Variant
+from conjoin.search.contest import Contest
+from conjoin.search.entries import Entry, Variant
 from conjoin.search.exact.bounding import TooMany, branch_and_bound
 from conjoin.search.exact.elimination import Solution, solve
 from conjoin.search.exact.problem import Problem

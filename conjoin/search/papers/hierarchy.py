@@ -28,7 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conjoin.search.baselines import baselines
-from conjoin.search.contest import Contest, Entry, Outcome, Variant
+from conjoin.search.branch_places import with_branches_aside
+from conjoin.search.contest import Contest
+from conjoin.search.entries import Entry, Outcome, Variant
 from conjoin.search.exact.elimination import Solution
 from conjoin.search.exact.layout_codes import WHOLE, P, S, all_digits
 from conjoin.search.exact.problem import Problem
@@ -36,8 +38,7 @@ from conjoin.search.exact.tables import Factor
 from conjoin.search.exact.units import Units
 from conjoin.search.joint import JointSearch
 from conjoin.search.papers.walks import walk_from_all
-from conjoin.search.placing_branches import with_branches_aside
-from conjoin.search.rewrites import Backtracking, Way
+from conjoin.search.rewrites import Backtracking, RuleWay
 from conjoin.search.substituting import REWRITING
 from conjoin.sim import Operator, Skeleton
 
@@ -49,7 +50,7 @@ MIN_PART = 10
 Array = NDArray[np.float64]
 
 
-def search_in_levels(contest: Contest, variants: Sequence[Variant], ways: tuple[Way, ...]) -> None:
+def search_in_levels(contest: Contest, variants: Sequence[Variant], ways: tuple[RuleWay, ...]) -> None:
     """Unity's search: the least sum of every variant on every cut of the mesh in two; the best are entered."""
     levels = _Levels(contest, variants)
     for units in levels.tables.cuts():
@@ -162,12 +163,16 @@ def _store_as_used(problem: Problem) -> None:
         problem.factors.append(Factor((problem.variable[root], position), space.tables.named(name, values)))
 
 
-def first_rewrite_then_walk(contest: Contest, variants: Sequence[Variant], ways: tuple[Way, ...], seed: int) -> None:
+def first_rewrite_then_walk(
+    contest: Contest, variants: Sequence[Variant], ways: tuple[RuleWay, ...], seed: int
+) -> None:
     """The variant that is fastest on one device, then FlexFlow's search from the named strategies for it."""
     walk_from_all(contest, _named_for(contest, fastest_on_one(contest, variants, ways)), seed)
 
 
-def first_rewrite_then_lay_out(contest: Contest, variants: Sequence[Variant], ways: tuple[Way, ...], seed: int) -> None:
+def first_rewrite_then_lay_out(
+    contest: Contest, variants: Sequence[Variant], ways: tuple[RuleWay, ...], seed: int
+) -> None:
     """The variant that is fastest on one device, then the layouts of the joint search for it, and no other graph."""
     variant = fastest_on_one(contest, variants, ways)
     starts = _named_for(contest, variant)
@@ -176,7 +181,7 @@ def first_rewrite_then_lay_out(contest: Contest, variants: Sequence[Variant], wa
         walk_from_all(contest, [contest.best, *starts], seed)
 
 
-def fastest_on_one(contest: Contest, variants: Sequence[Variant], ways: tuple[Way, ...]) -> Variant:
+def fastest_on_one(contest: Contest, variants: Sequence[Variant], ways: tuple[RuleWay, ...]) -> Variant:
     """TASO's search: of the variants, and what substitutions make of them, the fastest on one device."""
     found = {id(variant): (contest.seconds_alone(variant), variant) for variant in variants}
     best, variant = min(found.values(), key=lambda item: item[0])

@@ -17,7 +17,8 @@ from random import Random
 
 from conjoin.ir import rules_for
 from conjoin.ops import At, Partial, ShardingRule
-from conjoin.search.contest import Contest, Entry, Outcome, Variant
+from conjoin.search.contest import Contest
+from conjoin.search.entries import Entry, Outcome, Variant
 from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.settling import settle
 from conjoin.search.exact.units import Units

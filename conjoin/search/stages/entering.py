@@ -7,6 +7,7 @@ from math import inf
 from conjoin.cost import CostModel
 from conjoin.ir import Graph, Pipeline
 from conjoin.search.contest import Contest
+from conjoin.search.rewrites import RuleWay
 from conjoin.search.stages.plans import Judged, Model
 from conjoin.search.stages.search import Over, StageSearch
 from conjoin.sim import predict_pipeline
@@ -24,7 +25,9 @@ def enter_pipeline(contest: Contest, pipeline: Pipeline, costs: CostModel) -> No
     contest.enter_pipeline(predict_pipeline(pipeline, contest.machine, costs, contest.optimizer))
 
 
-def search_stages(contest: Contest, costs: CostModel, stages: int | None = None) -> None:
+def search_stages(
+    contest: Contest, costs: CostModel, rules: tuple[RuleWay, ...] = (), stages: int | None = None
+) -> None:
     """Look for pipelines, all of one number of stages where it is given; the best becomes that of the contest."""
     if contest.machine.num_devices == 1 or contest.constraints or not _is_trained_by_loss(contest.captured):
         return
@@ -35,7 +38,7 @@ def search_stages(contest: Contest, costs: CostModel, stages: int | None = None)
     left, longer, most = contest.share(part), contest.share(max(part, _MOST)), inf
     if contest.steps_left is not None:
         most = part * contest.steps_left * _PRICED_PER_STEP
-    model = Model(contest.captured, contest.machine, costs, contest.optimizer, contest.capacity)
+    model = Model(contest.captured, contest.machine, costs, contest.optimizer, contest.capacity, rules=rules)
     asked = 0
 
     def check(doing: str) -> None:

@@ -35,6 +35,7 @@ from conjoin.schedules import (
     zero_bubble,
 )
 from conjoin.search.contest import SIMPLER
+from conjoin.search.rewrites import RuleWay
 from conjoin.search.stages.cells import Cells
 from conjoin.search.stages.parts import Division
 from conjoin.search.stages.programme import Cutting
@@ -54,6 +55,8 @@ class Model:
     """Bytes that may be used of a device."""
     check: Callable[[str], None] = lambda doing: None
     """Called with what is done next; raises when there is no time."""
+    rules: tuple[RuleWay, ...] = ()
+    """Substitutions that may be used."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ are built for real, and the timeline has the last word (`plans.py`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -20,11 +20,12 @@ from conjoin.cost import messages_seconds
 from conjoin.errors import StrategyError
 from conjoin.ir import Accumulation, Graph, LeafKind, cut_in_micro_batches
 from conjoin.machine import DeviceType, Machine
+from conjoin.search.rewrites import gaining
 from conjoin.search.stage_cuts import node_seconds
 from conjoin.search.stages.cells import Cells, find_cells
 from conjoin.search.stages.folds import Fold, shorten, stands_for
 from conjoin.search.stages.parts import Division, Part, divisions
-from conjoin.search.stages.plans import Judged, Model, build, checked, crossings_of, judge, played
+from conjoin.search.stages.plans import Judged, Model, build, checked, crossings_of, judge, least_seconds, played
 from conjoin.search.stages.programme import Cutting, Programme, Slot
 from conjoin.search.stages.tables import BACKWARD, FINISH, FORWARD, KEPT, PEAK, StageTables
 from conjoin.search.stages.ways import RECOMPUTE, Solver, Way, ways_on
@@ -49,6 +50,12 @@ _FASTER = 0.002
 """By how much solved layouts have to be faster than the best of named strategies."""
 _MORE_BLOCKS = 2
 """How often blocks are added to what is run again where a pipeline does not quite fit."""
+_TRIED = 3
+"""Substitutions that are tried on each part, those first that gain the most on one device."""
+_REWRITTEN = 256
+"""Operators of a row in which substitutions are looked for; in 669 it takes half a second (aarch64, 2026-11-18)."""
+_ROWS = 256
+"""Of a schedule that is played to see whether a cutting is of any use: it takes no time."""
 _BINDS = 1.002
 """How much slower than without a limit a cutting is where memory decides."""
 
@@ -92,9 +99,14 @@ class StageSearch:
     _solver: Solver = field(init=False)
     _built: dict[int, _Cut | None] = field(default_factory=dict)
     """By number of micro-batches, the whole model."""
+    _rules: dict[Part, tuple[str, ...]] = field(default_factory=dict)
+    """Substitutions for stages on parts, by name."""
+    _gains: dict[Hashable, tuple[str, ...]] = field(default_factory=dict)
+    """Those by which the cells that come most often gain on one device, after others."""
 
     def __post_init__(self) -> None:
-        self._solver = Solver(self.model.costs, self.model.optimizer)
+        rules = {one.rule.name: one for one in self.model.rules}
+        self._solver = Solver(self.model.costs, self.model.optimizer, rules=rules)
 
     def run(self) -> bool:
         """Look for pipelines as long as there is time; the best is kept. Whether it came to its end."""
@@ -196,11 +208,11 @@ class StageSearch:
         parts = trial.division.parts
         plain = {part: [way for way in ways_on(trial.division.machines[part]) if way.is_plain] for part in parts}
         free = self._cuttings(trial, tables, plain, inf)
-        if min((cutting.seconds for cutting in free), default=inf) >= _NEAR * self._limit():
+        if not self._is_hopeful(trial, free):
             return ()
-        solved = {part: self._solved(tables, part, plain[part]) for part in parts}
-        if any(solved.values()):
-            plain = {part: [*plain[part], *solved[part]] for part in parts}
+        better = {part: self._better(tables, part, plain[part]) for part in parts}
+        if any(better.values()):
+            plain = {part: [*plain[part], *better[part]] for part in parts}
             free = self._cuttings(trial, tables, plain, inf)
         least = min((cutting.seconds for cutting in free), default=inf)
         fitting = self._cuttings(trial, tables, plain, self.model.capacity)
@@ -208,9 +220,23 @@ class StageSearch:
             return fitting
         every = {part: list(ways_on(trial.division.machines[part])) for part in parts}
         for part in parts:
-            again = [replace(way, recompute=mode) for way in solved[part] for mode in RECOMPUTE]
+            again = [replace(way, recompute=mode) for way in better[part] for mode in RECOMPUTE]
             every[part] = self._worth(tables, part, [*every[part], *again])
         return self._cuttings(trial, tables, every, self.model.capacity)
+
+    def _is_hopeful(self, trial: Trial, free: Sequence[Cutting]) -> bool:
+        """Whether some cutting is of any use: by the formula, or by a schedule with less of a bubble than it counts."""
+        limit = _NEAR * self._limit()
+        if min((cutting.seconds for cutting in free), default=inf) < limit:
+            return True
+        few = (cutting for cutting in free if len(cutting.slots) * trial.micro <= _ROWS)
+        tried = [cutting for cutting in few if least_seconds(cutting, trial.micro) < limit][:_BUILT]
+        return any(played(one, trial.micro, inf, self._crossings(trial, one), limit) < limit for one in tried)
+
+    def _better(self, tables: StageTables, part: Part, plain: Sequence[Way]) -> list[Way]:
+        """What is faster than some ways: other layouts, and substitutions with these or those."""
+        solved = self._solved(tables, part, plain)
+        return [*solved, *self._rewritten(tables, part, [*plain, *solved])]
 
     def _solved(self, tables: StageTables, part: Part, plain: Sequence[Way]) -> list[Way]:
         """The best of some ways with layouts that are solved on their units, where these are any faster."""
@@ -222,6 +248,37 @@ class StageSearch:
         best = sorted(range(len(plain)), key=lambda number: before[plain[number]])[:_SOLVED]
         limit = min(before.values(), default=inf) * (1 - _FASTER)
         return [twins[number] for number in best if tables.seconds(row, part, twins[number])[0] < limit]
+
+    def _rewritten(self, tables: StageTables, part: Part, plain: Sequence[Way]) -> list[Way]:
+        """Some ways after the substitutions that make the cells which come most often faster, where they do."""
+        row = (0, len(tables.cells)) if tables.main is None else (tables.main[0], tables.main[0] + 2)
+        places = tables.cells.places
+        if not self.model.rules or places[row[1]] - places[row[0]] > _REWRITTEN:
+            return []
+        before = {way: tables.seconds(row, part, way)[0] for way in plain}
+        best = min(before, key=before.__getitem__, default=None)
+        if best is None or before[best] == inf:
+            return []
+        if part not in self._rules:
+            self._rules[part] = self._find_rules(tables, row, part, best)
+        twins = {replace(way, rules=self._rules[part]): way for way in before if self._rules[part]}
+        return [t for t, way in twins.items() if tables.seconds(row, part, t)[0] < before[way] * (1 - _FASTER)]
+
+    def _find_rules(self, tables: StageTables, row: tuple[int, int], part: Part, way: Way) -> tuple[str, ...]:
+        """The substitutions, one after the other, that make a row of cells faster here, and on one device, too."""
+        device = tables.machines[part].device_type(0)
+        least = tables.seconds(row, part, way)[0]
+        while True:
+            key = tables.num_micro_batches, device, way.rules
+            if key not in self._gains:
+                cut, _ = self._solver.rewrite(tables.cells.row(*row), way.rules)
+                prices = self._solver.prices(cut.graph, tables.machines[part])
+                self._gains[key] = gaining(cut.graph, self.model.rules, prices)
+            tried = [replace(way, rules=(*way.rules, name)) for name in self._gains[key][:_TRIED]]
+            best = min(tried, key=lambda one: tables.seconds(row, part, one)[0], default=way)
+            if tables.seconds(row, part, best)[0] >= least * (1 - _FASTER):
+                return way.rules
+            way, least = best, tables.seconds(row, part, best)[0]
 
     def _worth(self, tables: StageTables, part: Part, ways: list[Way]) -> list[Way]:
         """The ways that are not worse in everything than another, for the cells that come most often."""

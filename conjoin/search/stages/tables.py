@@ -20,7 +20,7 @@ from conjoin.search.stages.cells import Cells
 from conjoin.search.stages.folds import Fold, Run
 from conjoin.search.stages.parts import Part
 from conjoin.search.stages.ways import Solver, Way, lay_out_stage
-from conjoin.sim import Classes, Drafts, MachinePrices, Simulation, stage_memory, stage_spans
+from conjoin.sim import Classes, Drafts, Simulation, stage_memory, stage_spans
 
 FORWARD, BACKWARD, FINISH, PEAK, KEPT = range(5)
 """Places in the figures of a row: seconds of a micro-batch there and back and of the end of a step, bytes with one
@@ -108,7 +108,7 @@ class StageTables:
         if laid_out is None or (way.recompute and not laid_out.segments):
             return None
         self.num_priced += 1
-        prices = MachinePrices.of(laid_out.graph, machine, self.solver.costs, self.solver.optimizer)
+        prices = self.solver.prices(laid_out.graph, machine)
         return laid_out.simulate(machine, prices, self._drafts.setdefault(part, {}))
 
     def figures(self, run: Run, part: Part, way: Way) -> Figures:

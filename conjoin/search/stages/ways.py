@@ -1,14 +1,14 @@
 """Ways to run a stage: how its devices share its work and what it stores, and what of it is run again.
 
 A way is a named strategy and a mode of recomputing, for all blocks or some. Its layouts are those of the strategy, or
-*solved*: those with the least sum of seconds on the strategy's units, by the exact core (`exact/`). Laid out on the
-graph of a stage, for devices of a machine, it says all that a simulation needs, and all that a plan of the stage is
-made of.
+*solved*: those with the least sum of seconds on the strategy's units, by the exact core (`exact/`). Before it is laid
+out a stage may be *rewritten*, by substitutions wherever they match. Laid out on the graph of a stage, for devices of a
+machine, a way says all that a simulation needs, and all that a plan of the stage is made of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from conjoin.cost import CostModel
@@ -23,16 +23,16 @@ from conjoin.ir import (
     Stage,
     StageGraph,
     Substitution,
-    Value,
     computation_digest,
-    parallelize,
     recompute_actions,
 )
 from conjoin.machine import Machine
+from conjoin.rules import Index
 from conjoin.search.baselines import layouts_by
 from conjoin.search.blocks import block_segments, segments_for
 from conjoin.search.bundle_size import choose_bundle_bytes
 from conjoin.search.drafting import Settled, settle_draft
+from conjoin.search.entries import make_variant
 from conjoin.search.exact.choices import OperatorSeconds
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
 from conjoin.search.exact.space import OVERLAPS, Space, objective_on
@@ -42,6 +42,7 @@ from conjoin.search.folded_drafts import DraftsByForm
 from conjoin.search.groups import products
 from conjoin.search.packed_weights import sections_alike
 from conjoin.search.planning import drafter
+from conjoin.search.rewrites import RuleWay, rewritten
 from conjoin.search.strategies import read_request
 from conjoin.sim import (
     Classes,
@@ -52,6 +53,7 @@ from conjoin.sim import (
     Simulation,
     Skeleton,
     new_drafts,
+    put_together,
     simulate_stage,
     take_graph_apart,
 )
@@ -71,6 +73,8 @@ class Way:
     blocks: int | None = None
     """Of how many blocks, the first ones; None is all."""
     is_solved: bool = False
+    rules: tuple[str, ...] = ()
+    """Substitutions before all else, one after the other."""
 
     def __str__(self) -> str:
         base = f"{'joint search near ' if self.is_solved else ''}{self.strategy}"
@@ -91,8 +95,22 @@ class Solver:
     optimizer: str
     micro: int = 1
     """Micro-batches in a step, which share what is done once in it."""
+    rules: Mapping[str, RuleWay] = field(default_factory=dict)
+    """Substitutions by name."""
     _spaces: dict[tuple[Machine, Units], Space] = field(default_factory=dict)
     _drafts: dict[tuple[Machine, str], DraftsByForm] = field(default_factory=dict)
+
+    def prices(self, graph: Graph, machine: Machine) -> MachinePrices:
+        """What a graph costs on a part of the machine."""
+        return MachinePrices.of(graph, machine, self.costs, self.optimizer)
+
+    def rewrite(self, cut: StageGraph, names: Sequence[str]) -> tuple[StageGraph, tuple[Substitution, ...]]:
+        """A stage after those of some substitutions that match in it, each wherever it does."""
+        variant = make_variant(cut.graph)
+        for name in names:
+            changed = rewritten(variant, self.rules[name], Index(variant.graph))
+            variant = variant if changed is None or changed.fault() else changed.variant
+        return replace(cut, graph=variant.graph), variant.substitutions
 
     def settle(self, cut: StageGraph, machine: Machine, strategy: str) -> Settled:
         """What a strategy decides for a stage; stages that are alike are drafted once."""
@@ -104,7 +122,7 @@ class Solver:
         units = natural_units(near.choices, machine.mesh)
         if not units or len(units) > _MAX_UNITS:
             return None
-        prices = MachinePrices.of(skeleton.graph, machine, self.costs, self.optimizer)
+        prices = self.prices(skeleton.graph, machine)
         if (machine, units) not in self._spaces:
             made = Space(units, machine.mesh, ReshardSeconds(units, machine.mesh, prices), OperatorSeconds(prices))
             self._spaces[machine, units] = made
@@ -142,14 +160,17 @@ class LaidOut:
 
     way: Way
     cut: StageGraph
-    graph: Graph
-    """As the way rewrites it."""
     skeleton: Skeleton
     layouts: Layouts
     regathered: frozenset[str]
     segments: tuple[Segment, ...]
     substitutions: tuple[Substitution, ...]
     bundle_bytes: int
+
+    @property
+    def graph(self) -> Graph:
+        """As the way rewrites it."""
+        return self.skeleton.graph
 
     def simulate(self, machine: Machine, prices: Prices, known: dict[tuple[Classes, int], Drafts]) -> Simulation:
         """It in time on the devices of a machine; what is alike in several stages is priced once."""
@@ -160,11 +181,7 @@ class LaidOut:
 
     def stage(self, number: int, whole: Machine, machine: Machine, ranks: tuple[int, ...]) -> Stage:
         """The stage of a pipeline on some ranks of the whole machine."""
-        leaves = {self.graph.leaves[i]: layout for i, layout in self.layouts.leaves.items()}
-        choices = {op.node: choice for op, choice in zip(self.skeleton.operators, self.layouts.choices, strict=True)}
-        values = [i for i, value in enumerate(self.graph.outputs) if isinstance(value, Value)]
-        outputs = dict(zip(values, self.layouts.results, strict=False))
-        parallel = parallelize(self.graph, leaves, choices, outputs)
+        parallel = put_together(self.skeleton, self.layouts)
         regathered = tuple(MemoryAction(REGATHER, name) for name in sorted(self.regathered))
         plan = Plan(
             graph=parallel,
@@ -182,6 +199,9 @@ class LaidOut:
 
 def lay_out_stage(cut: StageGraph, machine: Machine, way: Way, whole: Graph, solver: Solver) -> LaidOut | None:
     """A stage of a whole model laid out by a way on the devices of a machine; None where that cannot be."""
+    cut, substitutions = solver.rewrite(cut, way.rules) if way.rules else (cut, ())
+    if way.rules and not substitutions:
+        return None
     try:
         settled = solver.settle(cut, machine, way.strategy)
         segments = _segments(way, settled.graph, whole)
@@ -196,7 +216,7 @@ def lay_out_stage(cut: StageGraph, machine: Machine, way: Way, whole: Graph, sol
         layouts, regathered = sections_alike(settled.graph, solved[0], machine.mesh), solved[1]
     size = choose_bundle_bytes(cut.graph, machine)
     return LaidOut(
-        way, cut, settled.graph, skeleton, layouts, regathered, segments, settled.substitutions, size
+        way, cut, skeleton, layouts, regathered, segments, (*substitutions, *settled.substitutions), size
     )
 
 

@@ -8,11 +8,14 @@ column-split layer and leaves it whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
 from typing import Protocol
 
 from conjoin.comm import ROWS
+from conjoin.cost import ATTENTION
 from conjoin.ir import Node, Value
 from conjoin.ops import Partial, Placement, ShardingRule, Split
 from conjoin.search.facts import Facts, NodeFacts
@@ -20,9 +23,11 @@ from conjoin.search.groups import Group
 from conjoin.search.packed_weights import cuts_of_split_weights
 from conjoin.search.parting import find_parted
 from conjoin.search.propagation import Flow, Policy, Propagation, Rules, follow
-from conjoin.search.unfusing import find_fused
+from conjoin.search.unfusing import find_fused_at
 
 _SUMS = ("add.Tensor", "sub.Tensor")
+Pairs = frozenset[tuple[Node, frozenset[Node]]]
+"""Layers split by rows, each with the layers split by columns whose split it took up."""
 
 
 class LayerPolicy(Policy, Protocol):
@@ -30,6 +35,10 @@ class LayerPolicy(Policy, Protocol):
 
     def without(self, nodes: frozenset[Node]) -> LayerPolicy:
         """The same policy that leaves these layers whole too."""
+        ...
+
+    def past(self, nodes: frozenset[Node]) -> LayerPolicy:
+        """The same policy that splits what is behind these narrow layers, and not them."""
         ...
 
 
@@ -64,6 +73,8 @@ class ColumnsThenRows:
     sent to are split inside, by the features between their layers."""
 
     left: frozenset[Node] = frozenset()
+    narrow: frozenset[Node] = frozenset()
+    """Layers that are left as they find their data, so that those behind them are split by columns."""
     sequence: bool = False
     vocabulary: frozenset[Node] = frozenset()
     at_once: bool = False
@@ -87,8 +98,14 @@ class ColumnsThenRows:
         """The same policy that leaves these layers whole too."""
         return replace(self, left=self.left | nodes)
 
+    def past(self, nodes: frozenset[Node]) -> ColumnsThenRows:
+        """The same policy that splits what is behind these narrow layers, and not them."""
+        return replace(self, narrow=self.narrow | nodes)
+
     def _layer(self, facts: NodeFacts, arriving: tuple[Placement, ...], legal: Rules) -> Rules:
         assert facts.layer is not None
+        if facts.node in self.narrow:
+            return follow(facts, arriving, legal)
         rows = rows_taking_up(facts, arriving, legal)
         is_split = isinstance(arriving[facts.layer.data], Split)
         if rows or (is_split and not self.sequence):
@@ -120,27 +137,32 @@ def settle_columns(facts: Facts, group: Group, policy: LayerPolicy, earlier: Seq
     that layer.
 
     Layers that are left because several were computed as one are noted as stuck: taken apart, they may be split. So are
-    reshapes that put the split dim behind another one for a while.
+    reshapes that put the split dim behind another one for a while. Of a pair that is narrow between its layers, and
+    makes what is added to such a split (a LoRA) or all heads of an attention (a latent), the second is split instead.
     """
     work = Propagation(facts, group, tuple(earlier))
     work.start({})
     carried: dict[Value, frozenset[Node]] = {}
+    summed: dict[Value, Pairs] = {}
     positions = {node.node: position for position, node in enumerate(facts.nodes)}
     fused: dict[Node, None] = {}
     left: set[Node] = set()
     while True:
-        gathered = frozenset[Node]()
-        while not gathered and len(work.marks) < len(facts.nodes):
+        gathered, narrow = frozenset[Node](), frozenset[Node]()
+        while not gathered and not narrow and len(work.marks) < len(facts.nodes):
             node = facts.nodes[len(work.marks)]
             work.lay_out(node, policy)
             gathered = _carry(facts, node, work, carried) - left
+            _note_sums(facts, node, work, carried, summed)
+            narrow = _narrow_behind(facts, node, work, summed, gathered) - left
             fused.update({node.node: None} if gathered and find_parted(facts.graph, node.node) else {})
-        gathered = gathered or _carried_out(facts, carried) - left
+        gathered = gathered or narrow or _carried_out(facts, carried) - left
         if not gathered:
             flow = work.finish()
             return replace(flow, stuck=(*flow.stuck, *fused, *cuts_of_split_weights(facts.graph, flow)))
-        fused.update(dict.fromkeys(node for node in gathered if find_fused(facts.graph, node) is not None))
-        policy = policy.without(gathered)
+        found = (find_fused_at(facts.graph, node) for node in gathered)
+        fused.update(dict.fromkeys(node for node in found if node is not None))
+        policy, gathered = (policy.past(narrow), narrow) if narrow else (policy.without(gathered), gathered)
         left |= gathered
         work.take_back(min(positions[node] for node in gathered))
 
@@ -150,25 +172,74 @@ def _carry(facts: Facts, node: NodeFacts, work: Propagation, carried: dict[Value
 
     A split that is added to an activation which is whole would run on through all the blocks; it is undone, too. A node
     that is yet to be expanded undoes none, unless others read what it reads: a norm at the head of a block is no reason
-    to split what goes by the block.
+    to split what goes by the block. Of splits that meet and do not agree that of the fewest weights is given up.
     """
     rule = work.rules.get(node.node)
     if rule is None:
         return frozenset()
     sources = {node.node} if is_column(node, rule) else set()
     gathered: set[Node] = set()
+    undone: dict[Value, frozenset[Node]] = {}
     for value, placement in zip(node.inputs, rule.operands, strict=True):
         if value in carried:
             kept = placement == work.placements[value] or (node.node in work.stuck and _all_open(facts, value))
-            (sources if kept else gathered).update(carried[value])
+            sources.update(carried[value] if kept else ())
+            undone.update({} if kept else {value: carried[value]})
         elif node.node.op in _SUMS and value in facts.with_gradient and value not in facts.of_weights:
             is_cut = isinstance(placement, Split) and not isinstance(work.placements[value], Split)
             gathered.update(*(carried[v] for v in node.inputs if is_cut and v in carried))
+    agree = len({work.placements[value] for value in undone}) < 2 or _has_convolutions(facts, undone.values())
+    gathered.update(*(undone.values() if agree else (min(undone.values(), key=partial(_num_weights, facts)),)))
     for value in node.node.outputs():
         carried.pop(value, None)
         if sources and isinstance(work.placements[value], Split):
             carried[value] = frozenset(sources)
     return frozenset(gathered)
+
+
+def _note_sums(
+    facts: Facts,
+    node: NodeFacts,
+    work: Propagation,
+    carried: Mapping[Value, frozenset[Node]],
+    summed: dict[Value, Pairs],
+) -> None:
+    """Note what is made of a layer split by rows, up to the next layer: that one, and those whose split it took up."""
+    rule, data = work.rules.get(node.node), [v for v in node.inputs if v in facts.with_gradient - facts.of_weights]
+    found = Pairs()
+    if rule is not None and is_row(node, rule):
+        found = frozenset({(node.node, frozenset[Node]().union(*(carried.get(value, ()) for value in data)))})
+    elif node.layer is None:
+        found = found.union(*(summed.get(value, ()) for value in data))
+    for value in node.node.outputs():
+        summed.pop(value, None)
+        summed.update({value: found} if found else {})
+
+
+def _narrow_behind(
+    facts: Facts, node: NodeFacts, work: Propagation, summed: Mapping[Value, Pairs], gathered: Set[Node]
+) -> frozenset[Node]:
+    """The column-split layers for which this node finds its data whole, if there is less of them than of what would be
+    split without: layers whose split is gathered here for a sum, or the second ones of pairs that make all heads."""
+    pairs, rule = Pairs().union(*(summed.get(value, ()) for value in node.inputs)), work.rules.get(node.node)
+    narrow = frozenset[Node]().union(*(columns for _, columns in pairs))
+    if _has_convolutions(facts, [narrow, gathered]):
+        return frozenset()
+    if node.node.op == ATTENTION and rule is not None and rule.index is None:
+        return narrow if _num_weights(facts, narrow) < _num_weights(facts, {row for row, _ in pairs}) else frozenset()
+    if node.node.op in _SUMS and _num_weights(facts, narrow) < _num_weights(facts, gathered):
+        return narrow
+    return frozenset()
+
+
+def _has_convolutions(facts: Facts, some: Iterable[Set[Node]]) -> bool:
+    """Convolutions have few weights for what they make: how many there are says little of what a split saves."""
+    return any(facts.by_node[node].is_convolution for layers in some for node in layers)
+
+
+def _num_weights(facts: Facts, layers: Set[Node]) -> int:
+    found = (facts.by_node[node] for node in layers)
+    return sum(prod(each.inputs[each.layer.weight].type.shape) for each in found if each.layer is not None)
 
 
 def _all_open(facts: Facts, value: Value) -> bool:

@@ -41,6 +41,10 @@ class Alternating:
         """The same policy that splits these layers by rows."""
         return replace(self, rows=self.rows | nodes)
 
+    def past(self, nodes: frozenset[Node]) -> Alternating:
+        """The same policy: it leaves no layer whole."""
+        return self
+
 
 def draft_sbp3d(facts: Facts, mesh: Mesh, request: Request) -> Draft:
     """The k-axes innermost, then n, then m."""

@@ -41,6 +41,9 @@ _MEGATRON = Keys(
     joins={**_JOINS, "context": frozenset(), "expert": frozenset({"expert"})},
 )
 _CONTEXT = Keys(("cp", "dp", "shard", "replicate"), ("heads", "ring", *STORED), joins=_JOINS)
+_EXPERT = Keys(
+    ("ep", "dp", "shard", "replicate", "cp"), ("heads", "ring", *STORED), joins={**_JOINS, "context": frozenset()}
+)
 
 _TABLE = (
     Strategy("single", Keys(()), draft_single),
@@ -50,7 +53,7 @@ _TABLE = (
     Strategy("hsdp", Keys(("shard", "replicate")), draft_hsdp),
     Strategy("megatron", _MEGATRON, draft_megatron),
     Strategy("context", _CONTEXT, draft_megatron),
-    Strategy("expert", Keys(("ep", "dp", "shard", "replicate"), STORED, joins=_JOINS), draft_megatron),
+    Strategy("expert", _EXPERT, draft_megatron),
     Strategy("one-weird-trick", Keys(("dp",)), draft_one_weird_trick),
     Strategy("table-parallel", Keys(("dp",)), draft_table_parallel),
     Strategy("spatial", Keys(("h", "w", "dp")), draft_spatial),

@@ -14,7 +14,8 @@ from conjoin.frontends import capture
 from conjoin.machine import devices_of, parse_machine
 from conjoin.search import Wish
 from conjoin.search.certifying import certify
-from conjoin.search.contest import Contest, Entry, Variant, make_variant
+from conjoin.search.contest import Contest
+from conjoin.search.entries import Entry, Variant, make_variant
 from conjoin.search.exact.elimination import Solution
 from conjoin.search.exact.stack import StackProblem
 from conjoin.search.exact.summing import sum_of

@@ -16,8 +16,9 @@ from conjoin.ir import recomputed_segments
 from conjoin.machine import parse_machine
 from conjoin.runtime import Case, verify_in_process
 from conjoin.search import SearchResult, Stopped, Wish, find_plan, make_plan, read_request, searching
-from conjoin.search.contest import Contest, Outcome
-from conjoin.search.relieving import crossing_bytes, relieve, segmentations
+from conjoin.search.contest import Contest
+from conjoin.search.entries import Outcome
+from conjoin.search.relief import crossing_bytes, relieve, segmentations
 from conjoin.sim import predict, take_graph_apart
 from tests.runtime.random_graphs import Sample
 

@@ -22,7 +22,8 @@ from conjoin.ir import Choice
 from conjoin.machine import Mesh
 from conjoin.ops import At, Layout, make_layout
 from conjoin.search.branches import Fork, find_forks
-from conjoin.search.contest import Contest, Enough, Entry, Outcome
+from conjoin.search.contest import Contest, Enough
+from conjoin.search.entries import Entry, Outcome
 from conjoin.search.exact.units import natural_units
 from conjoin.search.layer_places import deal_depths, layer_depths, longest_way
 from conjoin.search.variants import as_variant

@@ -17,11 +17,12 @@ from dataclasses import replace
 from itertools import accumulate
 
 from conjoin.ir import Segment
-from conjoin.search.contest import NOTHING_OFFLOADED, Contest, Entry, Outcome
+from conjoin.search.branch_places import without_places
+from conjoin.search.contest import Contest
+from conjoin.search.entries import NOTHING_OFFLOADED, Entry, Outcome
 from conjoin.search.host_relief import relieve_by_host
 from conjoin.search.input_relief import inputs_in_pieces, relieve_by_inputs
 from conjoin.search.memory_chain import relieve_by_chains
-from conjoin.search.placing_branches import without_places
 from conjoin.search.variants import as_variant
 from conjoin.sim import Layouts, Skeleton, gain_of
 
