@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conjoin.errors import CaptureError
-from conjoin.frontends.problems import HIDDEN, find_user_line
+from conjoin.frontends.problems import HIDDEN, MODEL_PREFIX, find_user_line
 from conjoin.frontends.torch_private import FollowedCalls, InnerGradient, is_fake, pretend_exporting, quiet
+from conjoin.frontends.value_checks import answer_of_check
 from conjoin.ir import copied_model
 
 _DATA_DEPENDENT = (
@@ -33,7 +34,7 @@ class _ValueWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.places: dict[tuple[str, int], None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _depends_on_values(func, args):
+        if _depends_on_values(func, args) and answer_of_check(sys._getframe()) is None:
             place = find_user_line(sys._getframe(), self.outermost)
             if place is not None:
                 self.places[place] = None
@@ -75,6 +76,19 @@ def refuse_sparse(what: str, where: str = "") -> CaptureError:
     )
 
 
+_WRITES_TO_SHARED = "expected compiled_fn to be GraphModule"
+"""How torch says that inputs which are written to share memory."""
+
+
+def _shared_buffers(step: nn.Module) -> list[str]:
+    """The first buffers that lie in one piece of memory."""
+    names: dict[int, list[str]] = {}
+    for name, buffer in step.named_buffers(remove_duplicate=False):
+        if not is_fake(buffer):
+            names.setdefault(buffer.untyped_storage().data_ptr(), []).append(name.removeprefix(MODEL_PREFIX))
+    return next((some for some in names.values() if len(some) > 1), [])
+
+
 def explain(error: Exception, step: nn.Module, tensors: tuple[Tensor, ...], called: str) -> CaptureError:
     """What export said, in three sentences and with the user's lines; `called` is how model and loss were."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(HIDDEN)]
@@ -100,6 +114,13 @@ def explain(error: Exception, step: nn.Module, tensors: tuple[Tensor, ...], call
         )
     if any(sign in text for sign in _SPARSE):
         return refuse_sparse("A tensor that the model makes", "".join(map(_shown, places)))
+    shared = _shared_buffers(step)
+    if _WRITES_TO_SHARED in text and shared:
+        return CaptureError(
+            f"The buffers {' and '.join(shared)} share memory, and forward writes to a part of it. torch.export, which "
+            f"makes new values of what is written, does not follow that where memory has two names. Keep one buffer "
+            f"and read it by one name, or write to it as a whole." + "".join(map(_shown, places))
+        )
     first = next((part.strip() for part in str(error).splitlines() if part.strip()), "no message")
     if isinstance(error, TypeError) and not places:  # raised by the call itself
         return CaptureError(

@@ -185,14 +185,14 @@ class _Step(nn.Module):
         self._rebuild = rebuild
         self._record = record
         self._autocast = autocast
-        self._known = known
+        self.known = known or KnownValues()
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         given = self._rebuild(tensors)
         before, attributes = dict(self.model.named_buffers(remove_duplicate=False)), _plain_attributes(self.model)
         with ExitStack() as regions:
             if any(is_fake(tensor) for tensor in tensors):
-                regions.enter_context(self._known or KnownValues())
+                regions.enter_context(self.known)
             for device, dtype in self._autocast:
                 regions.enter_context(torch.autocast(device, dtype=dtype))
             output = self.model(*given.args, **given.kwargs)
@@ -333,9 +333,11 @@ def export(
         program, updates, problems, idle = _settle(traced, named)
     outputs, output_structure, reassigned, changed = call.seen[-1]
     kept, dropped = _plain(outputs, output_structure)
+    left = [f"attribute {name}: forward changes it, the graph does not" for name in changed]
+    left += [f"check at {line}: forward raises there for some values, the graph does not" for line in step.known.checks]
     return Exported(
         program, updates, reassigned, changed, problems, tuple(leaves), names, structure, kept, output_structure,
-        memory, (*dropped, *idle, *(f"attribute {name}: forward changes it, the graph does not" for name in changed)),
+        memory, (*dropped, *idle, *left),
     )  # fmt: skip
 
 

@@ -10,18 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.distributions import distribution
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from conjoin.frontends.problems import HIDDEN
 from conjoin.frontends.torch_private import constant_of, disable_current_modes, is_mutable
+from conjoin.frontends.value_checks import answer_of_check
 
 _LARGEST = 2**20
 """Elements of a tensor whose values are kept beside it."""
 _DEVICE = torch.ops.prim.device.default
 _NUMBERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
+_EQUAL = torch.ops.aten.equal.default
+"""By which torch branches on numbers that it has in a tensor, as `torch.cov` on how many samples there are."""
 _BY_SHAPE = ("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full")
 _TORCHS_CHECK = (torch.__file__, "_check_tensor_all_with")
 _UNSET = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
@@ -31,8 +33,8 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps the values of small tensors beside the stand-ins export traces with, where only constants are in them.
 
     torch.nn.Transformer asks of a mask whether it is causal, losses ask of a constant whether it is negative: such a
-    branch is the same for every batch, while one that depends on an input is refused as before. Where
-    torch.distributions or `torch._check_tensor_all` ask whether values are valid, to raise if not, they are taken so.
+    branch is the same for every batch, while one that depends on an input is refused. Where somebody asks whether
+    values are valid, to raise if not, they are taken so.
     """
 
     supports_higher_order_operators = True
@@ -41,6 +43,8 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._largest = largest
         self._known: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+        self.checks: dict[str, None] = {}
+        """Lines of the user's at which values were asked for that would have raised."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -50,17 +54,28 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = isinstance(func, OpOverload) and (_name(func) in _BY_SHAPE or all(v is not None for v in values))
         if func is torch.ops.aten._ctc_loss.Tensor:
             return _likelihoods(*args)
-        if func in _NUMBERS and (value := values[0]) is not None:
+        if func in (*_NUMBERS, _EQUAL) and known:
             with disable_current_modes():
-                return value.item()
-        if func in _NUMBERS and _is_asked_by_a_check(sys._getframe(1)):
-            return True
+                return func(*values)
+        if func in _NUMBERS and (answer := self._answer(sys._getframe(1))) is not None:
+            return answer
         result = func(*args, **kwargs)
         if known and _is_constant(func, result, self._largest):
             self._note(func, args, kwargs, result)
         else:
             self._forget(func, values)
         return result
+
+    def _answer(self, frame: FrameType | None) -> bool | None:
+        """What is said to a check of values, which then does not raise."""
+        if _is_asked_by_torchs_check(frame):
+            return True
+        found = answer_of_check(frame)
+        if found is None:
+            return None
+        answer, line = found
+        self.checks |= {line: None} if line else {}
+        return answer
 
     def note(self, stand_in: Tensor, value: Tensor) -> None:
         """Say what the values of a stand-in are."""
@@ -124,9 +139,9 @@ def _name(func: OpOverload) -> str:
     return str(func.overloadpacket.__name__)
 
 
-def _is_asked_by_a_check(frame: FrameType | None) -> bool:
+def _is_asked_by_torchs_check(frame: FrameType | None) -> bool:
     while frame is not None and (file := frame.f_code.co_filename).startswith(HIDDEN):
-        if file == distribution.__file__ or (file, frame.f_code.co_name) == _TORCHS_CHECK:
+        if (file, frame.f_code.co_name) == _TORCHS_CHECK:
             return True
         frame = frame.f_back
     return False

@@ -169,8 +169,8 @@ def _of_loops(target_E: Tensor, said_EF: Tensor, fill: Any, count: int, kept_E: 
         return told.to(said_EF.dtype).expand(count, *said_EF.shape[1:])
     if fill not in ("add", "sum", "mean"):
         raise CaptureError(
-            f"A layer was to be captured that says of the edge of a vertex to itself the {fill[:20]} of what is said of "
-            f"its others. Only for sums and means may loops that the graph has stay where they are and count for "
+            f"A layer was to be captured that says of each loop the {fill[:20]} of what is said "
+            f"of its others. Only for sums and means may loops that the graph has stay where they are and count for "
             f"nothing. Take fill_value='mean', or add_self_loops=False and a graph that has its loops."
         )
     weight_E = kept_E.to(said_EF.dtype)

@@ -246,6 +246,8 @@ class ParallelModule(nn.Module):
                 f"the graph, and there is nothing to make another one of. Load the plan by conjoin.load, with the "
                 f"model, or make a plan of the model in {wanted} mode."
             )
+        if mode == self.plan.graph.training and self._others is not None:
+            self._others.tell_of_modes()
         return super().train(mode)
 
     compare_every: Callable[[int | None], None]

@@ -509,3 +509,21 @@ def test_a_loss_over_a_parameter_does_not_freeze_it(device: str) -> None:
     model = nn.Linear(4, 4, device=device)
     weight = model.weight
     assert "it is the memory of weight" in refused(model, X, lambda output: output.sum() + weight.norm())
+
+
+@pytest.mark.parametrize("shown", ["whole", "row"])
+def test_buffers_that_share_what_is_written_are_named(shown: str) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.part = nn.Linear(3, 3), nn.Module()
+            self.register_buffer("seen", torch.ones(2, 3))
+            self.part.register_buffer("shown", self.seen if shown == "whole" else self.seen[0])
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x) * self.part.shown.clone()[..., 0].mean()
+            self.seen[0].mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+            return h.mean()
+
+    with pytest.raises(CaptureError, match=r"buffers seen and part\.shown share memory"):
+        capture(Shared(), torch.randn(4, 3))

@@ -112,3 +112,22 @@ def test_a_branch_on_constants_is_taken_as_the_model_takes_it(how: str) -> None:
 def test_what_may_differ_from_batch_to_batch_is_refused(how: str) -> None:
     with pytest.raises(CaptureError, match="depends on tensor values"):
         capture(Branching(how), (torch.randn(3, 6),))
+
+
+class Decorrelated(nn.Module):
+    """Features that should vary apart from each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.linear(x).T
+        return torch.cov(features).square().sum() + torch.corrcoef(features).triu(1).square().sum()
+
+
+def test_covariances_are_captured() -> None:
+    model = Decorrelated()
+    planned = to_module(capture(model, (torch.randn(5, 6),)), model)
+    x = torch.randn(5, 6)
+    torch.testing.assert_close(planned(x), model(x))

@@ -46,6 +46,7 @@ NUM_STEPS, NUM_IN_DOUBT = 2, 64
 NUM_ROUNDINGS = (0, 3, NUM_IN_DOUBT)
 """How many runs decide, the next number where a plan is further off than those before it allow."""
 AS_GOOD = 4.0
+_VARIANCE = "running_var"
 FACTOR, FLOOR = 128.0, 32.0
 LEARNING_RATE = 0.05
 SEED = 17
@@ -195,6 +196,8 @@ class Comparison:
         for name, tensor in plain.items():
             noise = max((_apart(run[name], tensor) for run in apart), default=0.0)
             scale = max(_largest(tensor), small if name.startswith("gradient") else 1e-3)
+            if name.endswith(_VARIANCE):  # the mean of squares less the square of the mean
+                scale = max(scale, _largest(plain.get(name.removesuffix(_VARIANCE) + "running_mean")) ** 2)
             allowed[name] = FACTOR * noise + FLOOR * coarsest * scale
         return Comparison(plain, allowed, _in_double(model, batches) if num_runs == NUM_IN_DOUBT else {})
 

@@ -80,6 +80,36 @@ INTEGERS = (
     "torch.zeros_like({x}).scatter_add({d}, {x}.argsort({d}), {x})",
     "torch.zeros_like({x}).index_add({d}, torch.arange({x}.shape[{d}]), {x})",
 )  # fmt: skip
+ADDRESSED = (
+    "torch.zeros_like({x}).index_put((torch.arange({x}.shape[0]) % 2,), {x}, accumulate=True)",
+    "{x}.index_add(0, torch.arange({x}.shape[0]) // 2, {x} * {c})",
+    "{x}.scatter_reduce(0, {x}.argsort(0), {x}, 'mean')",
+    "{x}.scatter_reduce({d}, {x}.argsort({d}) // 2, {x}, 'amax', include_self=False)",
+    "{x}.index_copy(0, torch.arange(2).flip(0), {x}[:2] * {c})", "{x}[{i}.flatten().abs() % {x}.shape[0]]",
+    "{x}.gather({d}, {x}.argsort({d}).argsort({d}))", "{x}.masked_scatter({x} > 0, {x}.flip(0) * {c})",
+    "torch.bucketize({x}.detach(), torch.tensor([-1.0, 0.0, 1.0], dtype={x}.dtype))",
+    "{x}.index_fill({d}, torch.arange(1), {c})",
+    "torch.zeros_like({x}).scatter_add(0, ({x}.argsort(0) // 2), {x})", "{x}.take(torch.arange(6) * 5 % {x}.numel())",
+)  # fmt: skip
+"""What is read and written at addresses, some of them twice."""
+ORDERED = (
+    "{x}.cummax({d}).values", "{x}.cummin({d}).values", "{x}.logcumsumexp({d})", "{x}.cumprod({d})",
+    "{x}.kthvalue(2, {d}).values", "{x}.aminmax(dim={d})[0]", "{x}.quantile(0.3, {d})",
+    "{x}.topk(2, {d}).values.prod({d})",
+    "{x}.relu().max({d}).values + {x}.relu().amax({d})", "{x}.nan_to_num().minimum({x}.flip(0))",
+    "({x} * ({x} > 0)).sum({d}) / ({x} > 0).sum({d}).clamp(min=1)", "torch.cov({x}.flatten(1)) * 0.3",
+    "{x}.unflatten({d}, (-1, 2)).sum({e})", "{x}.tensor_split(2, {d})[0]", "F.glu({x}, {d})",
+    "torch.cdist({x}, {x} * {c} + 1)", "torch.einsum('...ii->...i', {x} @ {x}.mT)",
+    "torch.einsum('bi,ci,bi->c', {x}, {x}, {x})",
+    "torch.kron({x}, torch.ones(2, 1, dtype={x}.dtype))", "torch.fft.rfft({x}, dim={d}).abs() * 0.2",
+    "torch.fft.irfft(torch.fft.rfft({x}, dim=-1) * {c}, n={x}.shape[-1], dim=-1)",
+    "torch.view_as_real(torch.view_as_complex({x}.unflatten(-1, (-1, 2)).contiguous()).conj() * {c}).flatten(-2)",
+)  # fmt: skip
+"""Along a dim in order, by pairs, by waves."""
+CHECKS = (
+    "assert {h}.isfinite().all()", "assert not torch.isnan({h}).any().item(), 'no number'",
+    "torch._assert(({h}.abs() < 1e6).all(), 'large')",
+)  # fmt: skip
 PRODUCTS = (
     "{x} @ {x}.mT", "{x}.mT @ {x}", "torch.einsum('...ik,...jk->...ij', {x}, {x})",
     "torch.einsum('...ij,...ij->...i', {x}, {x})", "torch.matmul({x}, {y}.mT) * 0.3",
@@ -127,7 +157,7 @@ WRITES = (
 )  # fmt: skip
 PATTERNS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (6, POINTWISE), (8, BINARY), (8, REDUCTIONS), (4, SOFTMAXES), (9, MOVES), (5, BOOLEANS), (5, INTEGERS),
-    (3, PRODUCTS), (3, DRAWS), (1, STOPS), (9, REGROUPED),
+    (3, PRODUCTS), (3, DRAWS), (1, STOPS), (9, REGROUPED), (3, ADDRESSED), (3, ORDERED),
 )  # fmt: skip
 
 
@@ -195,7 +225,8 @@ def cast(d: Drawing) -> None:
 
 
 def write(d: Drawing) -> None:
-    text = fill(d, d.rng.choice(WRITES))
+    """A write in place, or rarely a line that would raise if values were others."""
+    text = fill(d, d.rng.choice(CHECKS if d.rng.random() < 0.1 else WRITES))
     if text is not None:
         d.do(text)
 

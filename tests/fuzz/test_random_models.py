@@ -70,6 +70,14 @@ def test_what_is_wrong_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert name in fault
 
 
+def test_a_variance_that_is_nothing_but_rounding_is_none() -> None:
+    """Features that are the same for all samples: the mean of squares less the square of the mean is a rounding."""
+    text = SMALL.replace("self.l(x)", "self.l(x * 0) + 3").replace("nn.Linear(6, 8)", "nn.Linear(6, 8).double()")
+    text = text.replace("nn.BatchNorm1d(8)", "nn.BatchNorm1d(8, momentum=None, dtype=torch.float64)")
+    text = text.replace("torch.randn(12, 6)", "torch.randn(12, 6, dtype=torch.float64)")
+    assert not examine_program(Program(0, text), STEPS, (2,), ("data-parallel",)).fault
+
+
 SMALL = """
 import torch
 from torch import nn

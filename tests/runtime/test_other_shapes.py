@@ -186,6 +186,64 @@ def test_a_plan_in_evaluation_mode_trains() -> None:
     check(case, [Call(False, pictures(8)), Call(True, pictures(8, seed=1)), Call(False, pictures(4, seed=2))])
 
 
+class Frozen(Pictures):
+    """Keeps its batch norm as it was learned, and its dropout on."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self.norm.eval()
+        self.drop.train()
+        return self
+
+
+class Merged(nn.Module):
+    """Doubles what comes in, or for evaluation its weights, as LoRA merges its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.is_merged = nn.Linear(2, 3), False
+
+    def train(self, mode: bool = True) -> Merged:
+        super().train(mode)
+        if self.is_merged is mode:
+            self.layer.weight.data.mul_(0.5 if mode else 2.0)
+            self.is_merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mean((2, 3)) * (1 if self.is_merged else 2))
+
+
+def switching(made: type[nn.Module], mode: bool) -> Case:
+    torch.manual_seed(1)
+    model = made().double().train(mode)
+    graph = conjoin.capture(model, pictures(8), functional.cross_entropy, check=False)
+    return Case(model, functional.cross_entropy, make_plan(graph, parse_machine("local:2"), "data-parallel"))
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_model_that_says_which_of_its_parts_train_is_asked(mode: bool) -> None:
+    calls = [Call(True, pictures(8)), Call(False, pictures(6)), Call(True, pictures(5)), Call(False, pictures(8))]
+    check(switching(Frozen, mode), calls)
+
+
+def test_what_a_model_does_beside_that_to_its_weights_is_left() -> None:
+    calls = [Call(True, pictures(8)), Call(False, pictures(6)), Call(True, pictures(5))]
+    check(switching(Merged, True), calls)
+
+
+def test_parts_that_train_would_switch_and_the_plan_keeps_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    model, loss, _ = captured("pictures")
+    model = copy.deepcopy(model).train()
+    model.norm.eval()
+    plan = conjoin.plan(model, pictures(8), "local:1", loss=loss, strategy="single")
+    step = conjoin.load(plan, model, loss=loss, device="cpu")
+    with caplog.at_level(logging.WARNING, "conjoin"):
+        assert step.eval() is step.train().train()
+    (told,) = (record.message for record in caplog.records if "norm" in record.message)
+    assert "stays in evaluation mode" in told
+
+
 # A plan with a substitution.
 
 

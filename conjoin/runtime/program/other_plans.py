@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -133,14 +134,34 @@ class OtherPlans:
             )
         loss, training = self._loss_for(key, dealt), key.training
         same_mode = training == self.plan.graph.training == self._modes[self.model]
-        for module, mode in self._modes.items():
-            module.training = mode if same_mode else training
+        for module, mode in (self._modes if same_mode else self._modes_in(training)).items():
+            module.training = mode
         batch = _batch(dealt, self.names)
         graph = self._planner.capture(self.plan, self.model, batch, loss, self._graphs(training, same_mode))
         self._check_graph(graph, key)
         plan, remark = self._planner.decide(self.plan, graph)
         check_stored_alike(self.plan, plan)
         return Made(plan, remark, path)
+
+    def _modes_in(self, training: bool) -> dict[nn.Module, bool]:
+        """What the model's own `train` and `eval` make of the modes of its parts; what else they do is for a model that
+        has its weights, as to merge some of them, and is done to a copy."""
+        parts = list(self._modes)
+        try:
+            copied = bare_copy(self.model)
+            _ = copied.train() if training else copied.eval()
+            return dict(zip(parts, (part.training for part in copied.modules()), strict=True))
+        except Exception as error:  # a user's function, of a model without values
+            _log.debug("parts of %s are all in one mode: %s", type(self.model).__name__, error)
+            return dict.fromkeys(parts, training)
+
+    @cached_property
+    def kept_modes(self) -> tuple[str, ...]:
+        """Parts that the plan has in another mode than the model's `train` or `eval` would put them in."""
+        if self._modes[self.model] != self.plan.graph.training:
+            return ()
+        would, names = self._modes_in(self.plan.graph.training), dict(self.model.named_modules())
+        return tuple(name for name, part in names.items() if self._modes[part] != would[part])
 
     def _graphs(self, training: bool, same_mode: bool) -> list[Graph]:
         """What the model was captured as for other shapes; those in a mode first, and one of the other mode.

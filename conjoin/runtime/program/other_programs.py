@@ -48,9 +48,23 @@ class OtherPrograms:
         self._in_parts: bool | None = True if self._communicator.mesh.cuts else None
         """Whether batches came as parts so far; None as long as it is not known. Where dims are cut elsewhere than in
         even pieces they do, and the part of one rank may be all there is."""
+        self._told_of_modes = False
         self._alike: str | None = None
         """The last batch that all ranks had alike while that was not known."""
         self._noted: list[weakref.ref[Tensor]] = []
+
+    def tell_of_modes(self) -> None:
+        """Say once, on rank 0, which parts stay in the mode that they were planned in, and would not in the model."""
+        kept = self.plans.kept_modes
+        if kept and not self._told_of_modes and self._communicator.rank == 0:
+            mode, other = ("train", "evaluation") if self._own_key.training else ("eval", "training")
+            more = f" and {len(kept) - 1} more" if kept[1:] else ""
+            _log.warning(
+                "%s%s of %s stays in %s mode, as it was planned. The model's own %s() would switch it, and %s() of the "
+                "plan's module goes back to what was planned. Say it in the model's train(), or plan it otherwise.",
+                kept[0], more, self._own.plan.model.name, other, mode, mode,
+            )  # fmt: skip
+        self._told_of_modes = True
 
     def compare_every(self, num_steps: int | None) -> None:
         """For all programs, those to come too."""
