@@ -1,19 +1,7 @@
 """How a reshard is carried out: the choice of collectives, what each rank sends, and how many bytes that is."""
 
-from conjoin.comm.bundling import (
-    BUNDLES_AHEAD,
-    BundleKind,
-    BundleSizes,
-    ParameterBundle,
-    Use,
-    bundle_parameters,
-    find_bundles,
-    flights_backward,
-    flights_forward,
-    sent_bytes,
-)
 from conjoin.comm.chunk_places import ChunkPlaces
-from conjoin.comm.chunking import ROWS, Chunking, ChunkMove, chunking_of, is_product
+from conjoin.comm.chunks import ROWS, Chunking, ChunkMove, chunking_of, is_product
 from conjoin.comm.cross_mesh import (
     CHUNKS,
     InRounds,
@@ -39,10 +27,22 @@ from conjoin.comm.offloads import (
     score_bytes,
     updated_together,
 )
+from conjoin.comm.parameter_bundles import (
+    BUNDLES_AHEAD,
+    BundleKind,
+    BundleSizes,
+    ParameterBundle,
+    Use,
+    bundle_parameters,
+    find_bundles,
+    flights_backward,
+    flights_forward,
+    sent_bytes,
+)
 from conjoin.comm.per_rank import PerRank, ring_bytes, sum_per_rank
 from conjoin.comm.pieces import held_bytes, num_devices, splits_evenly
 from conjoin.comm.places import changes_places, changes_places_between, common_places, has_places, leaves_early
-from conjoin.comm.recomputing import recomputed, run_again
+from conjoin.comm.recompute import recomputed, run_again
 from conjoin.comm.ring import Block, Ring, RingBytes, ring_bytes_of, ring_members, ring_of
 from conjoin.comm.route import backward_route, dual_layout, reshard
 from conjoin.comm.routing import RoutedBytes, Routing, moves_fewer_rows, routed_bytes, routed_call, routing_of

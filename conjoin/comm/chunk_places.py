@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from conjoin.comm.chunking import Chunking, chunking_of, is_product
+from conjoin.comm.chunks import Chunking, chunking_of, is_product
 from conjoin.ir import Graph, Node, Segment, Value, operators_of, origin, place
 from conjoin.machine import Mesh
 from conjoin.ops import Layout

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from conjoin.comm.merging import merge_axes
+from conjoin.comm.merged_axes import merge_axes
 from conjoin.comm.pieces import Splits, num_devices, splits_of, tails
 from conjoin.comm.places import has_places, steps_with_places
 from conjoin.comm.steps import Route, Step, StepKind, layout_text

@@ -12,15 +12,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from conjoin.comm.bundling import ParameterBundle, find_bundles, sent_bytes
 from conjoin.comm.exchanges import ExchangedBytes, node_exchanges
 from conjoin.comm.gradients import Entry, gradient_flow
 from conjoin.comm.halo import halo_bytes, halo_of
 from conjoin.comm.made_once import find_made_once
+from conjoin.comm.parameter_bundles import ParameterBundle, find_bundles, sent_bytes
 from conjoin.comm.per_rank import PerRank, ring_bytes
 from conjoin.comm.pieces import num_devices, splits_evenly
 from conjoin.comm.places import changes_places
-from conjoin.comm.recomputing import recomputed
+from conjoin.comm.recompute import recomputed
 from conjoin.comm.ring import SEQUENCE, ring_bytes_of, ring_of
 from conjoin.comm.route import backward_route, reshard
 from conjoin.comm.routing import routed_bytes, routing_of

@@ -2,12 +2,11 @@
 
 from conjoin.cost.communication import collective_seconds, messages_seconds, point_to_point_seconds, wire_seconds
 from conjoin.cost.device_costs import OperatorCost
-from conjoin.cost.fitting import Fit, fit_efficiencies
 from conjoin.cost.kernels import ATTENTION, fuses_attention
 from conjoin.cost.keys import read_key, write_key
 from conjoin.cost.local_calls import LocalCall, local_calls
 from conjoin.cost.measurement import Absence, Measurement, Outcome, mean_outcomes
-from conjoin.cost.measuring import measure
+from conjoin.cost.medians import Fit, fit_efficiencies
 from conjoin.cost.model import CostModel
 from conjoin.cost.nccl import Way, nccl_ways
 from conjoin.cost.patterns import Groups
@@ -15,6 +14,7 @@ from conjoin.cost.profile import Profile, load_profile, save_profile, shipped_pr
 from conjoin.cost.roofline import rate_name
 from conjoin.cost.seconds import NO_SECONDS, Seconds, Source, weakest
 from conjoin.cost.store import Store
+from conjoin.cost.timed_calls import measure
 from conjoin.cost.transfers import OPTIMIZERS, copy_key, measure_copy, measure_update, update_key
 from conjoin.cost.work import FAMILIES, CallWork, Work, is_product, work_of
 

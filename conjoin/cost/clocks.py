@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from conjoin.cost.running import Run, tensors_in
+from conjoin.cost.real_calls import Run, tensors_in
 
 Barrier = Callable[[], None]
 Slowest = Callable[..., list[float]]

@@ -9,14 +9,14 @@ from functools import reduce
 from math import log2
 from typing import Any
 
-from conjoin.cost.borrowing import Basis
 from conjoin.cost.classes import classes_of
 from conjoin.cost.curves import Curves
-from conjoin.cost.fitting import Fit, HostTime, any_of
 from conjoin.cost.interpolation import Point, interpolate
 from conjoin.cost.kernels import CAST_FLOPS, Casts, casts_of, kernels_of, largest_of
 from conjoin.cost.keys import read_key, write_key
 from conjoin.cost.measurement import Measurement
+from conjoin.cost.medians import Fit, HostTime, any_of
+from conjoin.cost.nearest_gpu import Basis
 from conjoin.cost.roofline import DEFAULT_HOST, Roofline
 from conjoin.cost.seconds import NO_SECONDS, Seconds, Source
 from conjoin.cost.work import (

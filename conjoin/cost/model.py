@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from conjoin.cost.borrowing import Basis, borrow
 from conjoin.cost.device_costs import DeviceCosts, OperatorCost
-from conjoin.cost.fitting import fit_efficiencies, join_fits
 from conjoin.cost.measurement import Measurement, Outcome
+from conjoin.cost.medians import fit_efficiencies, join_fits
+from conjoin.cost.nearest_gpu import Basis, borrow
 from conjoin.cost.profile import Profile, merge_outcomes, shipped_profiles
 from conjoin.cost.seconds import NO_SECONDS, Seconds
 from conjoin.cost.store import Store

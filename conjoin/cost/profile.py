@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from conjoin.cost.curves import Knots
-from conjoin.cost.fitting import Fit, HostTime
 from conjoin.cost.measurement import Absence, Measurement, Outcome
+from conjoin.cost.medians import Fit, HostTime
 from conjoin.cost.transfers import is_damaged
 from conjoin.errors import UsageError
 from conjoin.machine import reason_of, write_aside

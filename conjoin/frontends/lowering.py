@@ -13,9 +13,9 @@ from torch import SymBool, SymFloat, SymInt, Tensor, fx, nn
 from torch._ops import OpOverload
 
 from conjoin.frontends.canonical_forms import IDENTITY, Refused, canonical, unused
-from conjoin.frontends.exporting import Exported
 from conjoin.frontends.loss_output import find_loss
 from conjoin.frontends.problems import LOSS_PREFIX, MODEL_PREFIX, Problem, source_of
+from conjoin.frontends.torch_export import Exported
 from conjoin.frontends.torch_private import PINNED, InputKind, OutputKind, memory_of
 from conjoin.ir import MAX_CONSTANT_BYTES, Graph, GraphBuilder, LeafKind, Node, Result, Source, Value, make_leaf
 from conjoin.ops import (

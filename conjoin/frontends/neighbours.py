@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from conjoin.errors import CaptureError, UsageError
-from conjoin.frontends.exporting import Exported
-from conjoin.frontends.folding import known_value
+from conjoin.frontends.folded_constants import known_value
+from conjoin.frontends.torch_export import Exported
 from conjoin.frontends.torch_private import is_fake
 from conjoin.ir import Graph, Leaf, LeafKind, Node, Rewriting, Value, cut, drop_unused
 from conjoin.ops import AGGREGATE, EDGE_SOFTMAX, GRAPH_ATTENTION, check_ends

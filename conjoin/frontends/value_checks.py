@@ -14,7 +14,7 @@ from types import CodeType, FrameType
 
 from conjoin.frontends.problems import HIDDEN
 
-_STEP = str(Path(__file__).with_name("exporting.py"))
+_STEP = str(Path(__file__).with_name("torch_export.py"))
 """Where a model is called: who calls capture is beyond it."""
 _LIBRARIES = tuple(path for path in HIDDEN if path != "<")
 """Code without a file is the user's here: what it catches counts."""

@@ -1,10 +1,10 @@
 """Graphs of vertices as data: files, orders, cuts into parts and what a part takes."""
 
+from conjoin.gnn.accuracy import UNLABELLED, Graded
 from conjoin.gnn.adjacency import Adjacency, from_edges, reordered, transposed
 from conjoin.gnn.cuts import Load, balanced_cuts, equal_edges, equal_vertices
 from conjoin.gnn.features import NAMES, Features, Halos, count_halos, vertex_features
 from conjoin.gnn.files import GraphData, load_graph, save_graph
-from conjoin.gnn.grading import UNLABELLED, Graded
 from conjoin.gnn.learned import PartitionModel, TimeModel, parse_model, write_model
 from conjoin.gnn.online import EpochTold, OnlineParts
 from conjoin.gnn.order import breadth_first_order, community_order, metis_order, metis_parts

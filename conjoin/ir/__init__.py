@@ -3,13 +3,14 @@
 from conjoin.ir.builder import GraphBuilder, is_random
 from conjoin.ir.computation import computation_digest
 from conjoin.ir.custom_operators import check_registered, custom_operators, declared_in, import_operators
-from conjoin.ir.expanding import bring_into_order, can_expand, drop_unused, expand, has_parts, in_same_order
+from conjoin.ir.expansion import bring_into_order, can_expand, drop_unused, expand, has_parts, in_same_order
 from conjoin.ir.files import read_json, write_file
 from conjoin.ir.fixed import fixed_nodes, kept_between_steps
 from conjoin.ir.graph import Graph, Result, Scalar
 from conjoin.ir.graph_file import fingerprint, load_graph, save_graph
 from conjoin.ir.graph_form import graph_form
 from conjoin.ir.host_inputs import HostReader, host_readers, streamable_inputs
+from conjoin.ir.legality import Placed, layout_fault, place, plain_call, rules_for
 from conjoin.ir.library_stamps import LIBRARY, STAMPED, library_digest, own_proof
 from conjoin.ir.limits import MAX_CONSTANT_BYTES
 from conjoin.ir.literals import is_literal
@@ -54,7 +55,6 @@ from conjoin.ir.pipeline import (
     stage_edges,
     widen_pipeline,
 )
-from conjoin.ir.placing import Placed, layout_fault, place, plain_call, rules_for
 from conjoin.ir.plain_model import copied_model, plain_model
 from conjoin.ir.plan import (
     BUNDLE_BYTES,

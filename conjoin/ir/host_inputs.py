@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from conjoin.ir.builder import is_random
 from conjoin.ir.graph import Graph
+from conjoin.ir.legality import plain_call
 from conjoin.ir.nodes import Leaf, LeafKind, Node, Value
-from conjoin.ir.placing import plain_call
 from conjoin.ir.reshards import is_parallel
 from conjoin.ops import AGGREGATE, GRAPH_ATTENTION, Factors, NotationError, Split, notation_of
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from conjoin.ir.builder import is_random
 from conjoin.ir.graph import Graph
+from conjoin.ir.legality import plain_call
 from conjoin.ir.nodes import Node, Value
-from conjoin.ir.placing import plain_call
 from conjoin.ir.reshards import is_parallel
 from conjoin.ops import Call, TensorType, call_cache, drawing, output_types, run_whole, spec_for
 

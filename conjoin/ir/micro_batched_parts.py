@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from conjoin.errors import StrategyError
 from conjoin.ir.builder import is_random
-from conjoin.ir.expanding import drop_unused
+from conjoin.ir.expansion import drop_unused
 from conjoin.ir.graph import Graph
 from conjoin.ir.micro_batches import Cutting
 from conjoin.ir.nodes import Leaf, Node, Value

@@ -20,10 +20,10 @@ from typing import Any
 
 from conjoin.errors import StrategyError
 from conjoin.ir.builder import GraphBuilder, is_random
-from conjoin.ir.expanding import can_expand, drop_unused, expand
+from conjoin.ir.expansion import can_expand, drop_unused, expand
 from conjoin.ir.graph import Graph
+from conjoin.ir.legality import plain_call, rules_for
 from conjoin.ir.nodes import Leaf, LeafKind, Node, Value, make_leaf, make_node, retype
-from conjoin.ir.placing import plain_call, rules_for
 from conjoin.ir.structure import LEAF
 from conjoin.ops import (
     PIPELINE,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from conjoin.ir.graph import Graph
+from conjoin.ir.legality import layout_fault, place
 from conjoin.ir.nodes import Leaf, LeafKind, Node, Value
-from conjoin.ir.placing import layout_fault, place
 from conjoin.ir.reshards import LayoutError, elementary, is_parallel
 from conjoin.ir.verifier import Fault, node_place
 from conjoin.machine import Mesh

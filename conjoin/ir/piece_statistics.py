@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from conjoin.errors import StrategyError
-from conjoin.ir.expanding import drop_unused
+from conjoin.ir.expansion import drop_unused
 from conjoin.ir.graph import Graph
 from conjoin.ir.nodes import Node, Value
 from conjoin.ir.rewriting import Rewriting

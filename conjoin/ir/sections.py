@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 
 from conjoin.ir.graph import Graph
+from conjoin.ir.legality import layout_fault
 from conjoin.ir.nodes import Leaf, LeafKind, Section, make_leaf
-from conjoin.ir.placing import layout_fault
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, Split, TensorType
 

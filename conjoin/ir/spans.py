@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from conjoin.ir.legality import Placed, plain_call
 from conjoin.ir.nodes import Node
-from conjoin.ir.placing import Placed, plain_call
 from conjoin.ir.regions import Range, Region, cut_for_all, is_cut_evenly, nothing, places_of_all, region_of
 from conjoin.machine import Mesh
 from conjoin.ops import (

@@ -12,9 +12,9 @@ import torch
 
 from conjoin.errors import GraphError
 from conjoin.ir.graph import Graph
+from conjoin.ir.legality import plain_call
 from conjoin.ir.limits import MAX_PIECES
 from conjoin.ir.nodes import Leaf, LeafKind, Node, Value, fits
-from conjoin.ir.placing import plain_call
 from conjoin.ir.sections import section_faults
 from conjoin.ops import (
     OPAQUE,

@@ -1,8 +1,6 @@
 """The machine: devices on a mesh of prime axes, their speeds and links, from a file, a preset or the running group."""
 
-from conjoin.machine.devices import DeviceType
-from conjoin.machine.files import place_of, reason_of, write_aside
-from conjoin.machine.fitting import (
+from conjoin.machine.alpha_beta import (
     COLLECTIVE_KINDS,
     CollectiveFit,
     LineFit,
@@ -10,10 +8,12 @@ from conjoin.machine.fitting import (
     fit_line,
     reduce_repeats,
 )
+from conjoin.machine.devices import DeviceType
+from conjoin.machine.files import place_of, reason_of, write_aside
 from conjoin.machine.links import NETWORK, Link, NodeKind
 from conjoin.machine.machine import Machine
 from conjoin.machine.mesh import Axis, Cut, Mesh, prime_factors
-from conjoin.machine.naming import find_machine_files, parse_machine
+from conjoin.machine.names import find_machine_files, parse_machine
 from conjoin.machine.parts import devices_of, part_of, parts_of
 from conjoin.machine.preset_devices import PRESET_DEVICES, architecture_of, nearest_device, preset_name
 from conjoin.machine.presets import preset_names, registered_names

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 from conjoin.errors import UsageError
-from conjoin.machine.fitting import COLLECTIVE_KINDS, CollectiveFit
+from conjoin.machine.alpha_beta import COLLECTIVE_KINDS, CollectiveFit
 from conjoin.machine.limits import MAX_DEVICES, check_label, shown, suggestion
 from conjoin.machine.links import NETWORK, Link, NodeKind, check_connected, check_ends, check_links, check_switches
 from conjoin.machine.mesh import Axis, Mesh, prime_factors

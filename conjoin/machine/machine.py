@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 
 from conjoin.errors import UsageError
+from conjoin.machine.alpha_beta import CollectiveFit
 from conjoin.machine.consistency import check_axes, check_fits, check_network, check_nodes
 from conjoin.machine.detection import find_machine
 from conjoin.machine.devices import DeviceType
-from conjoin.machine.fitting import CollectiveFit
 from conjoin.machine.limits import (
     BACKENDS,
     check_count,

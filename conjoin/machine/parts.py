@@ -7,8 +7,8 @@ from dataclasses import replace
 from math import prod
 
 from conjoin.errors import UsageError
+from conjoin.machine.alpha_beta import CollectiveFit
 from conjoin.machine.devices import DeviceType
-from conjoin.machine.fitting import CollectiveFit
 from conjoin.machine.limits import shown
 from conjoin.machine.links import Link, NodeKind, is_number_below
 from conjoin.machine.machine import Machine

@@ -7,6 +7,7 @@ from decimal import Decimal
 from typing import Any, TypeVar
 
 from conjoin.errors import UsageError
+from conjoin.machine.alpha_beta import CollectiveFit
 from conjoin.machine.consistency import (
     MAX_FITS,
     MAX_KINDS,
@@ -17,7 +18,6 @@ from conjoin.machine.consistency import (
     check_nodes,
 )
 from conjoin.machine.devices import MAX_FAMILIES, DeviceType
-from conjoin.machine.fitting import CollectiveFit
 from conjoin.machine.limits import (
     check_count,
     check_description,

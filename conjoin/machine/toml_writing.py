@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
+from conjoin.machine.alpha_beta import CollectiveFit
 from conjoin.machine.devices import DeviceType
-from conjoin.machine.fitting import CollectiveFit
 from conjoin.machine.links import Link, NodeKind
 from conjoin.machine.mesh import Axis
 from conjoin.machine.quantities import (

@@ -2,9 +2,9 @@
 
 from conjoin.rules.definitions.proving import Verdict, prove
 from conjoin.rules.deriving import Derivation, Deriver, Step
-from conjoin.rules.generator.exchanging import exchanges
-from conjoin.rules.generator.generating import Selection, generate
-from conjoin.rules.generator.selecting import Proven, drop_derived, drop_instances, prove_all
+from conjoin.rules.generator.exchanges import exchanges
+from conjoin.rules.generator.generation import Selection, generate
+from conjoin.rules.generator.selection import Proven, drop_derived, drop_instances, prove_all
 from conjoin.rules.generator.vocabulary import (
     MODELS,
     MULTILINEAR,

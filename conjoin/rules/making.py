@@ -10,11 +10,11 @@ from pathlib import Path
 from conjoin.rules.definitions.proving import prove
 from conjoin.rules.derivations.rewrites import rewrites_of
 from conjoin.rules.generalizing import padded_alike
-from conjoin.rules.generator.forking import forked
-from conjoin.rules.generator.generating import Selection, generate
+from conjoin.rules.generator.forks import forked
+from conjoin.rules.generator.generation import Selection, generate
 from conjoin.rules.generator.model_vocabularies import OF_MODELS
 from conjoin.rules.generator.more_vocabularies import MORE
-from conjoin.rules.generator.selecting import drop_derived, drop_instances, prove_all
+from conjoin.rules.generator.selection import drop_derived, drop_instances, prove_all
 from conjoin.rules.generator.vocabulary import MODELS, MULTILINEAR, TASO, Vocabulary
 from conjoin.rules.library import Entry, Library, make_entry, method_of
 from conjoin.rules.parameters import with_groups

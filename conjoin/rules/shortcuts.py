@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from conjoin.rules.definitions.functions import INTERPRETED
 from conjoin.rules.deriving import Derivation, Deriver
-from conjoin.rules.generator.forking import forked
-from conjoin.rules.generator.selecting import by_size_and_numbers, derive_everywhere
+from conjoin.rules.generator.forks import forked
+from conjoin.rules.generator.selection import by_size_and_numbers, derive_everywhere
 from conjoin.rules.library import Entry, of_each_function
 from conjoin.rules.patterns import Rule, operators_in
 

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from conjoin.schedules.bounded_search import Branching
 from conjoin.schedules.bounds import Bounds
-from conjoin.schedules.branching import Branching
 from conjoin.schedules.check import peaks
 from conjoin.schedules.greedy import Taste, greedy, refilled
 from conjoin.schedules.makers import (

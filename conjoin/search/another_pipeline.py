@@ -27,7 +27,7 @@ from conjoin.ir import (
 )
 from conjoin.schedules import Kind, Row, Schedule, chain
 from conjoin.search.another_shape import Alike, plan_alike
-from conjoin.search.pipelining import SCHEDULES, check_outputs
+from conjoin.search.named_pipelines import SCHEDULES, check_outputs
 
 _STORED = (LeafKind.PARAMETER, LeafKind.BUFFER)
 

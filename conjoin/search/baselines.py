@@ -11,11 +11,11 @@ from conjoin.errors import StrategyError
 from conjoin.ir import REGATHER, Choice, Graph, LeafKind, Value
 from conjoin.machine import Machine, Mesh
 from conjoin.search.blocks import segments_for
-from conjoin.search.drafting import Draft, Settled, lay_out, settle_draft
+from conjoin.search.drafts import Draft, Settled, lay_out, settle_draft
 from conjoin.search.entries import Entry, Variant, make_variant
 from conjoin.search.folded_drafts import draft_folded
 from conjoin.search.groups import products
-from conjoin.search.planning import drafter
+from conjoin.search.named_plans import drafter
 from conjoin.search.strategies import STORED, read_request
 from conjoin.search.strategies.data_parallel import hybrid_degrees
 from conjoin.sim import Layouts, Skeleton

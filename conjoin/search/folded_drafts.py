@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 from conjoin.ir import REGATHER, Graph, Leaf, Node, Value, graph_form
-from conjoin.search.drafting import Draft, Strategy, draft_in_full
+from conjoin.search.drafts import Draft, Strategy, draft_in_full
 from conjoin.search.facts import study
 from conjoin.search.fold import Fold, fold
 from conjoin.search.propagation import Flow

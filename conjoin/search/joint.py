@@ -29,7 +29,7 @@ from conjoin.search.contest import Contest
 from conjoin.search.entries import NOTHING_OFFLOADED, Entry, Outcome, Variant, digest
 from conjoin.search.exact.choices import OperatorSeconds
 from conjoin.search.exact.counted.alignments import TooMany
-from conjoin.search.exact.counted.naming import name_axes
+from conjoin.search.exact.counted.named_layouts import name_axes
 from conjoin.search.exact.counted.problem import CountedProblem
 from conjoin.search.exact.counted.space import CountedSpace, axes_are_alike
 from conjoin.search.exact.problem import Impossible, Problem
@@ -42,7 +42,7 @@ from conjoin.search.memory_front import explore_front, relieve_front
 from conjoin.search.micro_batches import enter_strategies, micro_variants
 from conjoin.search.relief import mix, relieve
 from conjoin.search.rewrites import RuleWay
-from conjoin.search.substituting import substitute, substitute_alone
+from conjoin.search.substitutions import substitute, substitute_alone
 from conjoin.search.variants import as_variant
 from conjoin.sim import Layouts
 

@@ -16,7 +16,7 @@ from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine, parts_of
 from conjoin.search.baselines import least_bytes
 from conjoin.search.groups import products
-from conjoin.search.planning import make_plan
+from conjoin.search.named_plans import make_plan
 from conjoin.search.strategies import read_request
 from conjoin.sim import OPTIMIZER_COPIES, Prediction, predict
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from conjoin.search.contest import Contest
 from conjoin.search.entries import Entry, Heavy, Variant, add_to_front
 from conjoin.search.exact.elimination import Solution
-from conjoin.search.exact.following import Following
+from conjoin.search.exact.neighbours import Following
 from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.space import LEAST_PRICE, OVERLAPS
 from conjoin.search.exact.units import Units, shown

@@ -28,8 +28,8 @@ from conjoin.ir import (
 )
 from conjoin.machine import Mesh
 from conjoin.ops import CAST, Split
+from conjoin.search.fused_layers import find_cut
 from conjoin.search.propagation import Flow
-from conjoin.search.unfusing import find_cut
 from conjoin.sim import Layouts
 
 _CUTS = ("split.Tensor", "split_with_sizes", "split.sizes", "chunk", "slice.Tensor")

@@ -6,7 +6,7 @@ from conjoin.errors import StrategyError, UsageError
 from conjoin.ir import Pipeline, Plan, model_mark
 from conjoin.search.contest import Contest
 from conjoin.search.entries import Outcome
-from conjoin.search.wishing import SearchResult, Wish
+from conjoin.search.wishes import SearchResult, Wish
 from conjoin.sim import measure_memory
 
 

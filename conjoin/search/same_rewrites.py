@@ -14,13 +14,13 @@ from conjoin.ir import Graph, Node, Plan, Substitution
 from conjoin.ops import Kind, signature
 from conjoin.rules import Index, Library, apply_all, change_of, find_matches, rehearse
 from conjoin.search.counterparts import find_counterparts
-from conjoin.search.drafting import open_up, substitution_of
+from conjoin.search.drafts import open_up, substitution_of
 from conjoin.search.facts import study
+from conjoin.search.fused_layers import find_fused
+from conjoin.search.heads_apart import find_parted
 from conjoin.search.packed_weights import find_packed
-from conjoin.search.parting import find_parted
 from conjoin.search.rewrites import RuleWay, ways_of
-from conjoin.search.unflattening import find_flattened
-from conjoin.search.unfusing import find_fused
+from conjoin.search.unflattened_tokens import find_flattened
 
 _log = logging.getLogger(__name__)
 Rewritten = tuple[Graph, tuple[Substitution, ...]]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from conjoin.ir import Graph, Plan, Substitution, expand, plain_call, sequential
-from conjoin.search.drafting import substitution_of
+from conjoin.search.drafts import substitution_of
 from conjoin.search.entries import Entry, Outcome, Variant, make_variant, name_of
 from conjoin.search.facts import expands
 from conjoin.search.features_once import with_constants_once

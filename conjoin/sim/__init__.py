@@ -1,12 +1,12 @@
 """Plan, machine, costs → timeline: when everything runs, where the time goes, how much memory is held."""
 
+from conjoin.sim.autograd_keeps import Kept, kept_of
 from conjoin.sim.breakdown import Breakdown, break_down
 from conjoin.sim.crossings import Crossing, Crossings, crossing_seconds, transfer_seconds
 from conjoin.sim.engine import COMPUTE, Instruction, Phase, Ticks, Timeline, rerun, run, to_seconds, to_ticks
 from conjoin.sim.expected_error import ALIKE, Published, expected_error, published_for
 from conjoin.sim.fragments import Drafts
 from conjoin.sim.gains import Gain, gain_of
-from conjoin.sim.keeping import Kept, kept_of
 from conjoin.sim.memory import Memory, kept_tensors, measure_memory
 from conjoin.sim.moves import make_change, random_change
 from conjoin.sim.offloads import Offloads, OnHost

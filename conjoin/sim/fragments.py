@@ -56,9 +56,9 @@ from conjoin.ir import (
 )
 from conjoin.machine import Mesh
 from conjoin.ops import Call, Layout, TensorType, indices_by_place, map_tensors, space_of, spec_for
+from conjoin.sim.autograd_keeps import Kept, kept_by
 from conjoin.sim.chunk_calls import beside_each_other, chunk_call
 from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, Phase, Ticks, to_ticks
-from conjoin.sim.keeping import Kept, kept_by
 from conjoin.sim.prices import Prices
 from conjoin.sim.ring_calls import ring_calls
 from conjoin.sim.skeleton import Task

@@ -29,9 +29,9 @@ from conjoin.comm import (
 from conjoin.errors import UsageError
 from conjoin.ir import LeafKind, Segment
 from conjoin.ops import At, Layout
-from conjoin.sim.carrying import SHARING, carrying_bytes
+from conjoin.sim.autograd_keeps import Kept, nothing_kept
+from conjoin.sim.carried_bytes import SHARING, carrying_bytes
 from conjoin.sim.heap import Heap
-from conjoin.sim.keeping import Kept, nothing_kept
 from conjoin.sim.offloads import Hosts, Log, OnHost, there
 from conjoin.sim.periods import Seam
 from conjoin.sim.prices import OPTIMIZER_COPIES

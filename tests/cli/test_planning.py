@@ -13,7 +13,7 @@ import torch
 from conjoin.errors import UsageError
 from conjoin.ir import load_plan
 from conjoin.report import explain
-from conjoin.search import Stopped, searching
+from conjoin.search import Stopped, searches
 from tests.cli.conftest import Ran
 from tests.ir.wording import assert_three_sentences
 
@@ -151,7 +151,7 @@ def test_ctrl_c_saves_the_best_so_far(run: Run, folder: Path, cache: Path, monke
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(searching, "search_stages", interrupted)  # the first that is looked for
+    monkeypatch.setattr(searches, "search_stages", interrupted)  # the first that is looked for
     found = json.loads(run("plan", *MLP, "--budget", "10m", "--json", "-o", "plan.json").out)
     assert found["stopped"] == "interrupted" and load_plan(folder / "plan.json").strategy == found["baseline"]
     assert len(list(cache.glob("plans/*.json"))) == 1, "the next search goes on from it"

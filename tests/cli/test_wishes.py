@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from conjoin.ir import load_plan
-from conjoin.search import searching
+from conjoin.search import searches
 from conjoin.search.contest import Contest
 from tests.cli.conftest import Ran
 
@@ -195,7 +195,7 @@ def test_ctrl_c_ends_a_comparison_and_shows_what_there_is(run: Run, monkeypatch:
     def interrupted(contest: Contest, *_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(searching.SEARCHES, "joint", interrupted)
+    monkeypatch.setitem(searches.SEARCHES, "joint", interrupted)
     shown = run("compare", "two.py:two", "--machine", "p3.8xlarge", "--search", "joint", "--search", "mcmc")
     assert shown.code == 0 and re.search(r"search: joint .* s, interrupted", shown.out) and "mcmc" not in shown.out
 

@@ -15,8 +15,8 @@ import torch
 from conjoin.cost import CostModel, Measurement, Profile, shipped_profiles, work_of
 from conjoin.cost.classes import classes_of
 from conjoin.cost.curves import Curves, Sample, fit_curves
-from conjoin.cost.fitting import Fit, HostTime, fit_efficiencies
 from conjoin.cost.keys import read_key
+from conjoin.cost.medians import Fit, HostTime, fit_efficiencies
 from conjoin.machine import DeviceType, parse_machine
 from conjoin.ops import Call, TensorType
 

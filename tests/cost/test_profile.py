@@ -11,7 +11,7 @@ import pytest
 
 from conjoin.cost import Absence, Fit, Measurement, Profile, load_profile, save_profile, shipped_profiles
 from conjoin.cost import profile as profile_module
-from conjoin.cost.fitting import HostTime
+from conjoin.cost.medians import HostTime
 from conjoin.errors import UsageError
 from tests.ir.wording import assert_three_sentences
 

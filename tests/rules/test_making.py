@@ -28,7 +28,7 @@ from conjoin.rules import (
     parse_rule,
 )
 from conjoin.rules.definitions.proving import prove
-from conjoin.rules.generator.forking import forked
+from conjoin.rules.generator.forks import forked
 from conjoin.rules.generator.vocabulary import Typed, choose
 from conjoin.rules.making import SIZES, _is_of_use
 from conjoin.rules.parsing import print_expressions

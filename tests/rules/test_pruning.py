@@ -7,8 +7,8 @@ import pytest
 from conjoin.rules.definitions.proving import Verdict, prove
 from conjoin.rules.generator.candidates import Pair, Reader, distinct_candidates, is_instance, most_general
 from conjoin.rules.generator.pruning import Equation, Rewriter, Term, num_operators, rename_inputs
-from conjoin.rules.generator.resuming import enumerate_graphs
-from conjoin.rules.generator.selecting import drop_derived, drop_instances, prove_all
+from conjoin.rules.generator.resumed_enumeration import enumerate_graphs
+from conjoin.rules.generator.selection import drop_derived, drop_instances, prove_all
 from conjoin.rules.generator.trials import float_trials, residue_trial
 from conjoin.rules.generator.vocabulary import Typed, Vocabulary, choose
 from conjoin.rules.patterns import Rule

@@ -28,7 +28,7 @@ from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.state.storage import Store
 from conjoin.search import make_plan
-from conjoin.search.drafting import Draft, make_plan_by
+from conjoin.search.drafts import Draft, make_plan_by
 from conjoin.search.facts import Facts
 from conjoin.search.groups import Group
 from conjoin.search.request import Request

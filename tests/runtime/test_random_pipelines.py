@@ -22,7 +22,7 @@ from conjoin.frontends import capture
 from conjoin.ir import Graph, LeafKind, Pipeline, check_pipeline
 from conjoin.machine import Machine
 from conjoin.schedules import Kind, Row, Schedule
-from conjoin.search import make_pipeline, pipelining
+from conjoin.search import make_pipeline, named_pipelines
 from tests.runtime.test_pipelines import CASES, Batch, Block, compare, over_words, words
 
 
@@ -73,7 +73,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch], Callable[.
     "gpt": (lambda: Attending(True), words((8, 5), (8, 5)), over_words),
     "bert": (lambda: Attending(False), words((8, 5), (8, 5)), over_words),
 }
-SCHEDULES = (*pipelining.SCHEDULES, "drawn")
+SCHEDULES = (*named_pipelines.SCHEDULES, "drawn")
 
 
 def drawn_rows(schedule: Schedule, in_order: bool, rng: Random) -> Schedule:
@@ -106,7 +106,7 @@ def drawn_rows(schedule: Schedule, in_order: bool, rng: Random) -> Schedule:
 
 def drawn_pipeline(graph: Graph, schedule: str, rng: Random, monkeypatch: pytest.MonkeyPatch) -> Pipeline:
     """Stages of one or two ranks, cut where it comes, in the schedule of that name or in any order."""
-    whole = pipelining.cut_rows
+    whole = named_pipelines.cut_rows
 
     def cut(micro: Graph, seconds: Any, sizes: Any, rate: float) -> list[int]:
         return whole(micro, _weights(len(micro.nodes), rng), sizes, rate)
@@ -115,7 +115,7 @@ def drawn_pipeline(graph: Graph, schedule: str, rng: Random, monkeypatch: pytest
     inside, micro = rng.choice(("", "zero1,", "fsdp,")), rng.choice((2, 4))
     name = "1f1b" if schedule == "drawn" else schedule
     with monkeypatch.context() as patch:
-        patch.setattr(pipelining, "cut_rows", cut)
+        patch.setattr(named_pipelines, "cut_rows", cut)
         machine = Machine("here", 1, sum(sizes), "cpu")
         strategy = f"pipeline:pp={len(sizes)},{inside}micro={micro},schedule={name}"
         made = make_pipeline(graph, machine, strategy, sizes=sizes)

@@ -43,7 +43,7 @@ from conjoin.search.entries import Entry, make_variant
 from conjoin.search.exact.elimination import Solution
 from conjoin.search.exact.space import LEAST_PRICE
 from conjoin.search.joint import JointSearch
-from conjoin.search.searching import open_contest
+from conjoin.search.searches import open_contest
 from conjoin.search.stage_cuts import node_seconds
 from conjoin.search.stages.cells import find_cells
 from conjoin.search.stages.parts import Division, Part, divisions

@@ -40,12 +40,12 @@ from conjoin.search import SearchResult, Wish, find_plan
 from conjoin.search.contest import Contest
 from conjoin.search.entries import Entry, Outcome
 from conjoin.search.exact.problem import Problem
-from conjoin.search.exact.settling import settle
+from conjoin.search.exact.settled_choices import settle
 from conjoin.search.exact.space import OVERLAPS
 from conjoin.search.exact.units import natural_units
 from conjoin.search.joint import JointSearch
 from conjoin.search.relief import relieve
-from conjoin.search.searching import open_contest
+from conjoin.search.searches import open_contest
 from conjoin.search.variants import as_variant
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "joint_memory.json"

@@ -12,7 +12,7 @@ from conjoin.ir import Graph, Plan, parse_graph
 from conjoin.machine import Machine, parse_machine
 from conjoin.search import Wish
 from conjoin.search.contest import Contest
-from conjoin.search.searching import open_contest
+from conjoin.search.searches import open_contest
 from tests.search.prices import SlowDevices
 
 

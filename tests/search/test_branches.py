@@ -18,7 +18,7 @@ from conjoin.search import Wish, find_plan, make_plan
 from conjoin.search.branch_places import _Placing, place_branches
 from conjoin.search.branches import find_forks
 from conjoin.search.contest import Contest, Enough
-from conjoin.search.searching import open_contest
+from conjoin.search.searches import open_contest
 from conjoin.search.variants import as_variant
 from conjoin.sim import Skeleton, take_graph_apart
 

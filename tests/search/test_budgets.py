@@ -16,7 +16,7 @@ from conjoin.errors import StrategyError
 from conjoin.frontends import capture
 from conjoin.ir import Graph
 from conjoin.machine import Machine
-from conjoin.search import Wish, contest, find_plan, finding
+from conjoin.search import Wish, best_plan, contest, find_plan
 from conjoin.search.stages.ways import LaidOut
 from zoo.gpt import Gpt, GptConfig, gpt_batch
 from zoo.tokens import next_token_loss
@@ -43,7 +43,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
         begin(self)
         self.started = now[0]
 
-    for module in (contest, finding):
+    for module in (contest, best_plan):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
     monkeypatch.setattr(contest.Contest, "__post_init__", started)
     for simulates in (contest.Contest, LaidOut):

@@ -12,7 +12,7 @@ from conjoin.machine import parse_machine
 from conjoin.search import Wish, make_plan
 from conjoin.search.chunk_count import try_chunks
 from conjoin.search.entries import plan_of
-from conjoin.search.searching import open_contest
+from conjoin.search.searches import open_contest
 from conjoin.sim import simulate
 
 

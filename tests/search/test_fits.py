@@ -10,7 +10,7 @@ from conjoin.errors import StrategyError
 from conjoin.ir import Graph, Plan, sequential
 from conjoin.machine import Machine
 from conjoin.search import make_plan, strategy_names
-from conjoin.search.drafting import settle_draft
+from conjoin.search.drafts import settle_draft
 from conjoin.search.request import parse_request
 from conjoin.search.strategies import STRATEGIES
 from tests.ir.wording import assert_three_sentences

@@ -17,18 +17,18 @@ from conjoin.ir import Graph, Value, cut_in_stages, graph_form, parse_graph
 from conjoin.machine import parse_machine
 from conjoin.search import Wish
 from conjoin.search.baselines import baseline_names
-from conjoin.search.drafting import Draft, Settled, draft_in_full, lay_out, settle_draft
+from conjoin.search.drafts import Draft, Settled, draft_in_full, lay_out, settle_draft
 from conjoin.search.entries import Entry, make_variant
 from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.space import Objective
 from conjoin.search.exact.stack import StackProblem, Uneven
-from conjoin.search.exact.summing import sum_of
+from conjoin.search.exact.table_sum import sum_of
 from conjoin.search.facts import Facts
 from conjoin.search.fold import fold
 from conjoin.search.folded_drafts import DraftsByForm, draft_folded
 from conjoin.search.joint import JointSearch
-from conjoin.search.planning import drafter
-from conjoin.search.searching import open_contest
+from conjoin.search.named_plans import drafter
+from conjoin.search.searches import open_contest
 from conjoin.search.strategies import read_request
 from conjoin.search.variants import variants_of
 from conjoin.sim import take_graph_apart

@@ -21,7 +21,7 @@ from conjoin.runtime.ranks.threads import run_ranks
 from conjoin.search import Wish, make_plan
 from conjoin.search.entries import plan_of
 from conjoin.search.kept_count import try_keeping
-from conjoin.search.searching import open_contest
+from conjoin.search.searches import open_contest
 from conjoin.sim import predict, simulate
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.hand_plans import module_on

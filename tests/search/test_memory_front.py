@@ -15,13 +15,13 @@ from conjoin.ops import At
 from conjoin.search import Wish, make_plan
 from conjoin.search.baselines import baselines
 from conjoin.search.entries import Entry, Heavy, add_to_front, plan_of
-from conjoin.search.exact.following import Following
+from conjoin.search.exact.neighbours import Following
 from conjoin.search.exact.space import LEAST_PRICE
 from conjoin.search.input_relief import inputs_in_pieces
 from conjoin.search.joint import JointSearch
 from conjoin.search.memory_front import relieve_front
 from conjoin.search.relief import relieve
-from conjoin.search.searching import open_contest
+from conjoin.search.searches import open_contest
 from conjoin.search.variants import as_variant, make_variant
 from conjoin.sim import MachinePrices, Offloads, kept_tensors, new_drafts, simulate_layouts
 from conjoin.sim.memory import measure_peak

@@ -14,13 +14,13 @@ from conjoin.errors import StrategyError, UsageError
 from conjoin.machine import parse_machine
 from conjoin.runtime import Case, verify_in_process
 from conjoin.search import SearchResult, Stopped, TooSlow, Wish, find_plan
-from conjoin.search.certifying import Certificate, certify
+from conjoin.search.certificate import Certificate, certify
 from conjoin.search.entries import make_variant
 from conjoin.search.exact.problem import Problem
 from conjoin.search.exact.space import Objective
 from conjoin.search.exact.units import cuts
 from conjoin.search.joint import JointSearch
-from conjoin.search.planning import make_plan
+from conjoin.search.named_plans import make_plan
 from conjoin.sim import predict, take_graph_apart
 from tests.search.exact.test_problem import random_graph, space_of
 from tests.search.small import large, model, slow_contest, small

@@ -15,7 +15,7 @@ from conjoin.frontends import capture
 from conjoin.ir import recomputed_segments
 from conjoin.machine import parse_machine
 from conjoin.runtime import Case, verify_in_process
-from conjoin.search import SearchResult, Stopped, Wish, find_plan, make_plan, read_request, searching
+from conjoin.search import SearchResult, Stopped, Wish, find_plan, make_plan, read_request, searches
 from conjoin.search.contest import Contest
 from conjoin.search.entries import Outcome
 from conjoin.search.relief import crossing_bytes, relieve, segmentations
@@ -70,7 +70,7 @@ def test_what_fits_in_micro_batches_is_known_after_the_first_strategies() -> Non
 
 
 def test_named_strategies_run_their_blocks_again_where_none_fits_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("conjoin.search.searching.Fitting.enter", lambda *_: None)
+    monkeypatch.setattr("conjoin.search.searches.Fitting.enter", lambda *_: None)
     machine, limit = parse_machine(MACHINE), int(0.6 * free_peak())
     found = search(search="named", memory=limit)
     assert read_request(found.baseline).recompute in ("selective", "full")
@@ -80,7 +80,7 @@ def test_named_strategies_run_their_blocks_again_where_none_fits_without(monkeyp
 
 
 def test_what_fits_nowhere_gets_a_plan_by_running_some_of_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("conjoin.search.searching.Fitting.enter", lambda *_: None)
+    monkeypatch.setattr("conjoin.search.searches.Fitting.enter", lambda *_: None)
     sample, limit = deep(), int(0.45 * free_peak())
     found = search(memory=limit)
     assert recomputed_segments(found.plan) and found.peak_bytes <= limit
@@ -89,12 +89,12 @@ def test_what_fits_nowhere_gets_a_plan_by_running_some_of_it_again(monkeypatch: 
     assert verify_in_process(Case(found.plan, sample.graph, sample.model, sample.inputs), 2).passed
     monkeypatch.setattr("conjoin.search.named_relief.with_blocks_again", lambda *_: None)
     monkeypatch.setattr("conjoin.search.joint.relieve", lambda *_: None)
-    monkeypatch.setattr("conjoin.search.searching.relieve", lambda *_: None)
+    monkeypatch.setattr("conjoin.search.searches.relieve", lambda *_: None)
     monkeypatch.setattr("conjoin.search.joint.relieve_front", lambda *_: None)
-    monkeypatch.setattr("conjoin.search.searching.relieve_front", lambda *_: None)
+    monkeypatch.setattr("conjoin.search.searches.relieve_front", lambda *_: None)
     monkeypatch.setattr("conjoin.search.joint.explore_front", lambda *_: None)
     monkeypatch.setattr("conjoin.search.joint.micro_variants", lambda _: iter(()))
-    monkeypatch.setattr("conjoin.search.searching.enter_smallest", lambda *_: None)
+    monkeypatch.setattr("conjoin.search.searches.enter_smallest", lambda *_: None)
     with pytest.raises(StrategyError, match="needs"):
         search(memory=limit)
 
@@ -133,7 +133,7 @@ def test_ctrl_c_while_relieving_keeps_what_fits(monkeypatch: pytest.MonkeyPatch)
         relieve(contest, outcome)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(searching, "relieve", interrupted)
+    monkeypatch.setattr(searches, "relieve", interrupted)
     found = search(search="named", budget=0.0, memory=int(0.6 * free_peak()), steps=None)
     assert recomputed_segments(found.plan) and found.stopped is Stopped.INTERRUPTED
 

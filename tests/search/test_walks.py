@@ -21,10 +21,10 @@ from conjoin.rules import Library
 from conjoin.search import SearchResult, Stopped, Wish, find_plan, make_plan
 from conjoin.search.contest import Contest, Enough
 from conjoin.search.entries import make_variant, plan_of
-from conjoin.search.exact.bounding import TooMany, branch_and_bound
+from conjoin.search.exact.branch_and_bound import TooMany, branch_and_bound
 from conjoin.search.exact.elimination import solve
 from conjoin.search.exact.problem import Problem
-from conjoin.search.exact.settling import settle
+from conjoin.search.exact.settled_choices import settle
 from conjoin.search.exact.tables import Factor, Tables
 from conjoin.search.exact.units import cuts
 from conjoin.search.joint import JointSearch

@@ -6,10 +6,10 @@ A problem has variables with finite domains, a table of one or two variables for
 
 A variable is eliminated by adding up the tables it is in and taking the minimum over it: what is left is a table over
 its neighbours (`eliminate`). On a chain this is a product of min-plus matrices, on a series-parallel graph the
-splits of Unity (section 5), in general bucket elimination, in an order that is found beforehand (`ordering.py`).
+splits of Unity (section 5), in general bucket elimination, in an order found beforehand (`elimination_order.py`).
 Tables are numbered by what they were made from, so that equal parts of a graph, such as the layers of a stack, are
 worked out once (`tables.py`). Where tables would be large the problem is first made smaller, without losing its best
-solution (`reducing.py`).
+solution (`smaller_problem.py`).
 
 Where a table would still be larger than the budget, variables of its bucket keep only the values that look best
 by their own tables. What is found then is a solution, not the least one, and `Solution.is_exact` says so.
@@ -24,8 +24,8 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from conjoin.search.exact.ordering import Order, find_order
-from conjoin.search.exact.reducing import reduce
+from conjoin.search.exact.elimination_order import Order, find_order
+from conjoin.search.exact.smaller_problem import reduce
 from conjoin.search.exact.tables import Factor, Places, Table, Tables
 
 MAX_ENTRIES = 1 << 22

@@ -19,7 +19,7 @@ from conjoin.search.exact.elimination import Solution, solve
 from conjoin.search.exact.kinds import Kind, is_given, is_shared, is_stored, kept_split, kinds_of
 from conjoin.search.exact.layout_codes import Codes, all_digits, code_on, layout_of
 from conjoin.search.exact.reshard_seconds import Array
-from conjoin.search.exact.sharing import MANY, Shared, share
+from conjoin.search.exact.shared_parameters import MANY, Shared, share
 from conjoin.search.exact.space import Objective, Space
 from conjoin.search.exact.storage import Storages, pieces_of
 from conjoin.search.exact.tables import Factor

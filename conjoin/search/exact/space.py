@@ -21,7 +21,7 @@ from conjoin.search.exact.kinds import Kind, Source
 from conjoin.search.exact.layout_codes import WHOLE, Codes, S, all_digits, join
 from conjoin.search.exact.recompute import Recompute, find_recompute
 from conjoin.search.exact.reshard_seconds import Array, Excess, ReshardSeconds, excess, held_share
-from conjoin.search.exact.sharing import Rows, best_sources, shared_excess, sources_as_used
+from conjoin.search.exact.shared_parameters import Rows, best_sources, shared_excess, sources_as_used
 from conjoin.search.exact.storage import Carried, Storages, goes_in_bundle, latency_share, make_storages
 from conjoin.search.exact.tables import Tables
 from conjoin.search.exact.units import Units

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from conjoin.ir import Leaf, Segment
 from conjoin.search.exact.elimination import Contracted, Solution, contract, solve
-from conjoin.search.exact.ordering import find_order
+from conjoin.search.exact.elimination_order import find_order
 from conjoin.search.exact.problem import Problem, StoredAs, lay_out
 from conjoin.search.exact.space import Objective, Space
 from conjoin.search.exact.tables import Factor

@@ -19,10 +19,10 @@ import numpy as np
 from conjoin.errors import StrategyError
 from conjoin.search.contest import Contest
 from conjoin.search.entries import Entry, Variant
-from conjoin.search.exact.bounding import TooMany, branch_and_bound
+from conjoin.search.exact.branch_and_bound import TooMany, branch_and_bound
 from conjoin.search.exact.elimination import Solution, solve
 from conjoin.search.exact.problem import Problem
-from conjoin.search.exact.settling import settle
+from conjoin.search.exact.settled_choices import settle
 from conjoin.search.exact.space import OVERLAPS
 from conjoin.search.exact.tables import Factor, Tables
 from conjoin.search.joint import JointSearch

@@ -39,7 +39,7 @@ from conjoin.search.exact.units import Units
 from conjoin.search.joint import JointSearch
 from conjoin.search.papers.walks import walk_from_all
 from conjoin.search.rewrites import Backtracking, RuleWay
-from conjoin.search.substituting import REWRITING
+from conjoin.search.substitutions import REWRITING
 from conjoin.sim import Operator, Skeleton
 
 THRESHOLD = 1.05

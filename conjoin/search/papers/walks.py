@@ -20,7 +20,7 @@ from conjoin.ops import At, Partial, ShardingRule
 from conjoin.search.contest import Contest
 from conjoin.search.entries import Entry, Outcome, Variant
 from conjoin.search.exact.problem import Problem
-from conjoin.search.exact.settling import settle
+from conjoin.search.exact.settled_choices import settle
 from conjoin.search.exact.units import Units
 from conjoin.search.joint import JointSearch
 from conjoin.search.variants import as_variant

@@ -31,7 +31,7 @@ from conjoin.rules import Index
 from conjoin.search.baselines import layouts_by
 from conjoin.search.blocks import block_segments, segments_for
 from conjoin.search.bundle_size import choose_bundle_bytes
-from conjoin.search.drafting import Settled, settle_draft
+from conjoin.search.drafts import Settled, settle_draft
 from conjoin.search.entries import make_variant
 from conjoin.search.exact.choices import OperatorSeconds
 from conjoin.search.exact.reshard_seconds import ReshardSeconds
@@ -40,8 +40,8 @@ from conjoin.search.exact.stack import folded_problem
 from conjoin.search.exact.units import Units, natural_units
 from conjoin.search.folded_drafts import DraftsByForm
 from conjoin.search.groups import products
+from conjoin.search.named_plans import drafter
 from conjoin.search.packed_weights import sections_alike
-from conjoin.search.planning import drafter
 from conjoin.search.rewrites import RuleWay, rewritten
 from conjoin.search.strategies import read_request
 from conjoin.sim import (

@@ -17,7 +17,7 @@ from conjoin.search.batch import split_sequences
 from conjoin.search.facts import Facts, NodeFacts
 from conjoin.search.groups import Group
 from conjoin.search.propagation import Flow, Rules, follow, propagate
-from conjoin.search.unflattening import find_flattened
+from conjoin.search.unflattened_tokens import find_flattened
 
 
 def context_flow(facts: Facts, group: Group, earlier: Sequence[Flow], by_heads: bool) -> Flow:

@@ -19,7 +19,7 @@ from conjoin.ir import REGATHER, Leaf, MemoryAction, Node, Value, is_whole
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, Partial, Placement, ShardingRule, Split, TensorType, make_layout
 from conjoin.search.batch import check_samples, split_batch, split_second_dims
-from conjoin.search.drafting import Draft
+from conjoin.search.drafts import Draft
 from conjoin.search.facts import Facts
 from conjoin.search.groups import Group, make_groups, sizes_left
 from conjoin.search.propagation import Flow, follow, propagate

@@ -19,11 +19,11 @@ from conjoin.cost import ATTENTION
 from conjoin.ir import Node, Value
 from conjoin.ops import Partial, Placement, ShardingRule, Split
 from conjoin.search.facts import Facts, NodeFacts
+from conjoin.search.fused_layers import find_fused_at
 from conjoin.search.groups import Group
+from conjoin.search.heads_apart import find_parted
 from conjoin.search.packed_weights import cuts_of_split_weights
-from conjoin.search.parting import find_parted
 from conjoin.search.propagation import Flow, Policy, Propagation, Rules, follow
-from conjoin.search.unfusing import find_fused_at
 
 _SUMS = ("add.Tensor", "sub.Tensor")
 Pairs = frozenset[tuple[Node, frozenset[Node]]]

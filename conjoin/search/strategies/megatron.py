@@ -17,7 +17,7 @@ from conjoin.errors import StrategyError, UsageError
 from conjoin.ir import Leaf, LeafKind, Node, region_of, region_shape
 from conjoin.machine import Mesh
 from conjoin.ops import Layout, Split, TensorType, make_layout
-from conjoin.search.drafting import Draft
+from conjoin.search.drafts import Draft
 from conjoin.search.facts import Facts
 from conjoin.search.groups import Group, make_groups, sizes_left
 from conjoin.search.propagation import Flow

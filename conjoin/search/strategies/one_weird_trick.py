@@ -9,7 +9,7 @@ from conjoin.errors import StrategyError
 from conjoin.machine import Mesh
 from conjoin.ops import Partial, Placement, Split
 from conjoin.search.batch import split_batch
-from conjoin.search.drafting import Draft
+from conjoin.search.drafts import Draft
 from conjoin.search.facts import Facts, NodeFacts
 from conjoin.search.propagation import Rules, follow, propagate
 from conjoin.search.request import Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from conjoin.errors import StrategyError
 from conjoin.machine import Mesh
 from conjoin.ops import Placement
-from conjoin.search.drafting import Draft
+from conjoin.search.drafts import Draft
 from conjoin.search.facts import Facts, NodeFacts
 from conjoin.search.groups import make_groups
 from conjoin.search.propagation import Rules, follow, propagate

@@ -9,7 +9,7 @@ from dataclasses import replace
 from conjoin.errors import ConjoinError, StrategyError, UsageError
 from conjoin.machine import Mesh
 from conjoin.plugins import load_plugins
-from conjoin.search.drafting import Draft
+from conjoin.search.drafts import Draft
 from conjoin.search.facts import Facts
 from conjoin.search.request import OPTIONS, Keys, Request, parse_request
 from conjoin.search.strategies.megatron import STORED, stored_in_pieces

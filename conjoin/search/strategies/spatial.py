@@ -12,7 +12,7 @@ from conjoin.errors import StrategyError
 from conjoin.ir import Leaf, LeafKind
 from conjoin.machine import Mesh
 from conjoin.ops import Placement, Split
-from conjoin.search.drafting import Draft
+from conjoin.search.drafts import Draft
 from conjoin.search.facts import Facts, NodeFacts
 from conjoin.search.groups import Group, deal, make_groups, sizes_left
 from conjoin.search.propagation import Flow, Rules, follow, propagate

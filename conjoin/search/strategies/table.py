@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from conjoin.machine import Mesh
-from conjoin.search.drafting import Draft
+from conjoin.search.drafts import Draft
 from conjoin.search.facts import Facts
 from conjoin.search.request import Keys, Request
 from conjoin.search.strategies.data_parallel import (

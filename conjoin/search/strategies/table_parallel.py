@@ -12,7 +12,7 @@ from conjoin.errors import StrategyError
 from conjoin.ir import Leaf, Node
 from conjoin.machine import Mesh
 from conjoin.ops import Placement, ShardingRule, Split
-from conjoin.search.drafting import Draft
+from conjoin.search.drafts import Draft
 from conjoin.search.facts import Facts
 from conjoin.search.groups import Group
 from conjoin.search.propagation import Flow, fits

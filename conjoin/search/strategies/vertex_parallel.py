@@ -15,7 +15,7 @@ from conjoin.errors import StrategyError
 from conjoin.ir import Graph, Leaf, LeafKind, Node, Value
 from conjoin.machine import Mesh
 from conjoin.ops import AGGREGATE, AGGREGATE_ONCE, Placement, Split
-from conjoin.search.drafting import Draft
+from conjoin.search.drafts import Draft
 from conjoin.search.facts import Facts, NodeFacts
 from conjoin.search.groups import Group, make_groups
 from conjoin.search.propagation import Rules, follow, propagate

@@ -13,9 +13,9 @@ from conjoin.machine import parse_machine
 from conjoin.ops import Split
 from conjoin.search.exact.elimination import solve
 from conjoin.search.exact.problem import Problem
-from conjoin.search.exact.relaxing import lower_bound
+from conjoin.search.exact.relaxation import lower_bound
 from conjoin.search.exact.space import Objective
-from conjoin.search.exact.summing import sum_of
+from conjoin.search.exact.table_sum import sum_of
 from conjoin.search.exact.tables import Factor, Tables
 from conjoin.search.exact.units import make_unit
 from conjoin.sim import take_graph_apart

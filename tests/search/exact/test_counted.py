@@ -16,7 +16,7 @@ from conjoin.ops import TensorType, make_layout
 from conjoin.search.exact.choices import OperatorSeconds
 from conjoin.search.exact.counted.alignments import TooMany, align
 from conjoin.search.exact.counted.layouts import ascending, counted, counts_of, placements_of
-from conjoin.search.exact.counted.naming import name_axes
+from conjoin.search.exact.counted.named_layouts import name_axes
 from conjoin.search.exact.counted.problem import CountedProblem
 from conjoin.search.exact.counted.space import CountedSpace, axes_are_alike
 from conjoin.search.exact.layout_codes import P, all_digits, base, placement_of

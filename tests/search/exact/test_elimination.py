@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conjoin.search.exact.elimination import _Elimination, solve
-from conjoin.search.exact.ordering import Order
+from conjoin.search.exact.elimination_order import Order
 from conjoin.search.exact.tables import Factor, Tables
 from tests.cases import each_of
 

@@ -13,14 +13,14 @@ from conjoin.cost import CostModel
 from conjoin.frontends import capture
 from conjoin.machine import devices_of, parse_machine
 from conjoin.search import Wish
-from conjoin.search.certifying import certify
+from conjoin.search.certificate import certify
 from conjoin.search.contest import Contest
 from conjoin.search.entries import Entry, Variant, make_variant
 from conjoin.search.exact.elimination import Solution
 from conjoin.search.exact.stack import StackProblem
-from conjoin.search.exact.summing import sum_of
+from conjoin.search.exact.table_sum import sum_of
 from conjoin.search.joint import JointSearch
-from conjoin.search.searching import open_contest
+from conjoin.search.searches import open_contest
 from conjoin.sim import gain_of
 from tests.search.exact.exhausting import exhaust
 

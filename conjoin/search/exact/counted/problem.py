@@ -2,7 +2,7 @@
 
 The variables are those of `exact/problem.py`: operators, parameters, and a hub for every tensor that several read.
 A *link* is a tensor between two of them. Every link lines its axes up by itself, so the least sum is a bound from below
-for whatever names the axes are given; on a graph without cycles some names reach it (`naming.py`).
+for whatever names the axes are given; on a graph without cycles some names reach it (`named_layouts.py`).
 
 With the sum of a solution that is known, choices are left out that cannot be in a better one: those that take longer
 than the least of their operator by more than that sum is above the least of all operators and parameters.

@@ -16,8 +16,8 @@ from conjoin.machine import Machine, parts_of
 from conjoin.search.constraints import make_constraints
 from conjoin.search.contest import Progress, Stopped
 from conjoin.search.refusals import TooSlow
-from conjoin.search.searching import SEARCHES, Beginning, go_on, search_on
-from conjoin.search.wishing import SearchResult, Wish, check_wish
+from conjoin.search.searches import SEARCHES, Beginning, go_on, search_on
+from conjoin.search.wishes import SearchResult, Wish, check_wish
 
 _HOPEFUL = 2.0
 """Parts on which a named strategy costs more than the cheapest by this factor are not searched."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from conjoin.errors import PlanError, StrategyError, UsageError
 from conjoin.ir import Graph, Plan
 from conjoin.machine import Machine
-from conjoin.search.drafting import Draft, make_plan_by, with_sections_alike
+from conjoin.search.drafts import Draft, make_plan_by, with_sections_alike
 from conjoin.search.facts import Facts
 from conjoin.search.request import Request
 from conjoin.search.strategies import PIPELINE, STRATEGIES, known_strategies, read_request

@@ -13,7 +13,7 @@ from conjoin.machine import Machine
 from conjoin.rules import Library
 from conjoin.search.baselines import baselines, least_bytes, stored_otherwise
 from conjoin.search.branch_places import with_branches_aside
-from conjoin.search.certifying import Certificate, certify
+from conjoin.search.certificate import Certificate, certify
 from conjoin.search.chunk_count import try_chunks
 from conjoin.search.constraints import make_constraints
 from conjoin.search.contest import Contest, Enough, Progress, Stopped
@@ -31,9 +31,9 @@ from conjoin.search.papers.walks import sample, walk_from_all
 from conjoin.search.refusals import check_seconds, check_start, nothing_found
 from conjoin.search.relief import relieve
 from conjoin.search.rewrites import RuleWay, ways_of
-from conjoin.search.stages.entering import enter_pipeline, search_stages
+from conjoin.search.stages.contest_entry import enter_pipeline, search_stages
 from conjoin.search.variants import as_variant, variants_of
-from conjoin.search.wishing import SearchResult, Wish, check_wish, usable_bytes
+from conjoin.search.wishes import SearchResult, Wish, check_wish, usable_bytes
 from conjoin.sim import OPTIMIZER_COPIES, MachinePrices, break_down, expected_error
 
 _GRACE_SECONDS = 1.0

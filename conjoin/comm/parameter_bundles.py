@@ -28,7 +28,7 @@ from conjoin.comm.gradients import Entry, GradientFlow, gradient_flow
 from conjoin.comm.movement import movement
 from conjoin.comm.per_rank import PerRank, sum_per_rank
 from conjoin.comm.pieces import held_bytes, splits_evenly
-from conjoin.comm.recomputing import recomputed
+from conjoin.comm.recompute import recomputed
 from conjoin.comm.route import backward_route, reshard
 from conjoin.comm.steps import Route, Step, StepKind
 from conjoin.ir import (

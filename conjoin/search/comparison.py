@@ -13,14 +13,14 @@ from conjoin.errors import StrategyError
 from conjoin.ir import Graph, Pipeline, Plan
 from conjoin.machine import Machine
 from conjoin.search.baselines import baseline_names
+from conjoin.search.best_plan import find_plan
 from conjoin.search.constraints import make_constraints
 from conjoin.search.contest import Progress, Stopped
-from conjoin.search.finding import find_plan
-from conjoin.search.pipelining import make_pipeline
-from conjoin.search.planning import make_plan
-from conjoin.search.searching import search_names
+from conjoin.search.named_pipelines import make_pipeline
+from conjoin.search.named_plans import make_plan
+from conjoin.search.searches import search_names
 from conjoin.search.strategies import PIPELINE, read_request
-from conjoin.search.wishing import Wish, check_wish, usable_bytes
+from conjoin.search.wishes import Wish, check_wish, usable_bytes
 from conjoin.sim import PipelinePrediction, Prediction, predict, predict_pipeline, take_apart
 
 

@@ -13,7 +13,7 @@ from conjoin.ir import Node, verify
 from conjoin.machine import Machine
 from conjoin.runtime import to_module
 from conjoin.search import make_plan
-from conjoin.search.unfusing import find_fused, unfuse
+from conjoin.search.fused_layers import find_fused, unfuse
 
 
 class Attention(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import conjoin
-from conjoin.search.parting import find_parted, part_dims
+from conjoin.search.heads_apart import find_parted, part_dims
 
 
 class Views(nn.Module):

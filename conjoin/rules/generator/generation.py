@@ -4,7 +4,7 @@
     distinct_candidates   pruning by renaming and by common subgraphs        section 2.5
     Chooser               the second test; pruning by rewriting with smaller rules
 
-What is left are candidates: nothing here decides what is true (`selecting.py`).
+What is left are candidates: nothing here decides what is true (`selection.py`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conjoin.rules.generator.candidates import Counts, Reader, distinct_candidates
-from conjoin.rules.generator.choosing import Chooser
+from conjoin.rules.generator.choice import Chooser
 from conjoin.rules.generator.enumeration import Progress
 from conjoin.rules.generator.pruning import Equation
-from conjoin.rules.generator.resuming import enumerate_graphs, state_of
+from conjoin.rules.generator.resumed_enumeration import enumerate_graphs, state_of
 from conjoin.rules.generator.trials import Trial, float_trials, residue_trial
 from conjoin.rules.generator.vocabulary import Vocabulary
 from conjoin.rules.operators import BY_NAME

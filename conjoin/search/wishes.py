@@ -9,7 +9,7 @@ from conjoin.errors import UsageError
 from conjoin.ir import Pipeline, Plan
 from conjoin.machine import Machine
 from conjoin.rules import OwnRules
-from conjoin.search.certifying import Certificate
+from conjoin.search.certificate import Certificate
 from conjoin.search.contest import Improvement, Stopped
 from conjoin.search.notes import Notes
 from conjoin.sim import OPTIMIZER_COPIES

@@ -14,7 +14,7 @@ from typing import Any
 
 from conjoin.rules.generator.candidates import Pair, Reader
 from conjoin.rules.generator.enumeration import Progress
-from conjoin.rules.generator.forking import forked
+from conjoin.rules.generator.forks import forked
 from conjoin.rules.generator.pruning import (
     INPUT,
     Equation,

@@ -37,11 +37,11 @@ from conjoin.ir import (
     write_file,
 )
 from conjoin.machine import Machine
-from conjoin.search.certifying import Certificate
+from conjoin.search.certificate import Certificate
 from conjoin.search.contest import FOR_FINISHING, Stopped
 from conjoin.search.notes import notes_from_json
-from conjoin.search.searching import go_on
-from conjoin.search.wishing import SEARCH_VERSION, SearchResult, Wish
+from conjoin.search.searches import go_on
+from conjoin.search.wishes import SEARCH_VERSION, SearchResult, Wish
 
 _log = logging.getLogger(__name__)
 _FORMAT = "conjoin.found"

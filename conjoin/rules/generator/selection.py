@@ -13,7 +13,7 @@ from conjoin.rules.definitions.proving import Verdict, prove
 from conjoin.rules.deriving import Derivation, Deriver
 from conjoin.rules.generalizing import generalize
 from conjoin.rules.generator.enumeration import Progress
-from conjoin.rules.generator.forking import compute_alone, forked
+from conjoin.rules.generator.forks import compute_alone, forked
 from conjoin.rules.judging import derive_checked
 from conjoin.rules.parameters import parameters
 from conjoin.rules.pattern_matching import Pairs, match_parameters, matches

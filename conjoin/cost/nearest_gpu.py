@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from conjoin.cost.fitting import Fit
+from conjoin.cost.medians import Fit
 from conjoin.cost.work import CONVOLUTION, RECURRENT, is_composed
 from conjoin.machine import PRESET_DEVICES, DeviceType, architecture_of, nearest_device, preset_name
 from conjoin.ops import find_spec

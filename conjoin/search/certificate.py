@@ -2,7 +2,7 @@
 
 The tables count seconds one after the other. For the units of a plan, the guess of what is hidden and the price of a
 byte with which it was found, the least sum over all layouts and storages is known exactly, or from below where
-elimination would be too large (`exact/relaxing.py`). With a price l of a byte and m bytes that may be used,
+elimination would be too large (`exact/relaxation.py`). With a price l of a byte and m bytes that may be used,
 
     least over all that need at most m  >=  (least of seconds + l · bytes) - l · m          (weak duality)
 
@@ -23,10 +23,10 @@ from math import isclose
 from conjoin.search.contest import Contest
 from conjoin.search.entries import Outcome
 from conjoin.search.exact.kinds import kinds_of
-from conjoin.search.exact.relaxing import Bound, lower_bound
+from conjoin.search.exact.relaxation import Bound, lower_bound
 from conjoin.search.exact.space import LEAST_PRICE, OVERLAPS, Objective
 from conjoin.search.exact.stack import StackProblem
-from conjoin.search.exact.summing import sum_of
+from conjoin.search.exact.table_sum import sum_of
 from conjoin.search.exact.units import Units, natural_units, shown, splits
 from conjoin.search.joint import JointSearch
 from conjoin.search.variants import as_variant

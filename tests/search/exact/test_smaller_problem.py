@@ -7,10 +7,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from conjoin.search.exact import ordering
+from conjoin.search.exact import elimination_order as orders
 from conjoin.search.exact.elimination import MAX_ENTRIES, solve
-from conjoin.search.exact.ordering import find_order
-from conjoin.search.exact.reducing import reduce
+from conjoin.search.exact.elimination_order import find_order
+from conjoin.search.exact.smaller_problem import reduce
 from conjoin.search.exact.tables import Factor, Tables
 from tests.cases import each_of
 from tests.search.exact.test_elimination import random_problem, total
@@ -87,7 +87,7 @@ def test_impossible_values_are_left_alone_or_out() -> None:
 def test_wide_problems_are_reduced_and_solved_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, factors, tables = unrolled(2, 6)
     plain = solve(sizes, factors, tables)
-    monkeypatch.setattr(ordering, "WIDE", 1)
+    monkeypatch.setattr(orders, "WIDE", 1)
     found = solve(sizes, factors, tables)
     assert plain.is_exact and found.is_exact
     assert found.total == pytest.approx(plain.total, rel=1e-12)
@@ -125,16 +125,16 @@ def test_what_is_best_where_takes_a_byte_where_that_is_enough() -> None:
     assert (least.values == large.values.min(axis=0)).all() and (best == large.values.argmin(axis=0)).all()
 
 
-@pytest.mark.parametrize("turn", [ordering._by_degree, ordering._by_entries, ordering._hubs_last])
-def test_every_order_names_every_variable_once(turn: ordering._Turn) -> None:
+@pytest.mark.parametrize("turn", [orders._by_degree, orders._by_entries, orders._hubs_last])
+def test_every_order_names_every_variable_once(turn: orders._Turn) -> None:
     sizes, factors, _ = unrolled(2, 5)
-    order = ordering._Trial(sizes, [factor.variables for factor in factors], turn).run()
+    order = orders._Trial(sizes, [factor.variables for factor in factors], turn).run()
     assert sorted(order.variables) == list(range(len(sizes))) and len(order.entries) == len(sizes)
 
 
 def test_on_an_unrolled_network_hubs_come_last() -> None:
     sizes, factors, _ = unrolled(4, 40)
     scopes = [factor.variables for factor in factors]
-    late, usual = (ordering._Trial(sizes, scopes, turn).run() for turn in (ordering._hubs_last, ordering._by_degree))
+    late, usual = (orders._Trial(sizes, scopes, turn).run() for turn in (orders._hubs_last, orders._by_degree))
     assert set(late.variables[:120]).isdisjoint(range(160, 168))
     assert sum(late.entries) < sum(usual.entries) / 4 and find_order(sizes, scopes) == late

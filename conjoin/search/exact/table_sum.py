@@ -13,7 +13,7 @@ from conjoin.search.exact.choices import Choices
 from conjoin.search.exact.kinds import Kind, is_shared, is_stored, kinds_of
 from conjoin.search.exact.layout_codes import code_on
 from conjoin.search.exact.recompute import Held, Recompute
-from conjoin.search.exact.sharing import MANY
+from conjoin.search.exact.shared_parameters import MANY
 from conjoin.search.exact.space import Objective, Space
 from conjoin.search.exact.units import Units
 from conjoin.sim import Layouts, Skeleton

@@ -41,17 +41,17 @@ from conjoin.search.blocks import segments_for
 from conjoin.search.bundle_size import choose_bundle_bytes
 from conjoin.search.facts import Facts, expands, study, where_in
 from conjoin.search.features_once import with_features_once
+from conjoin.search.fused_layers import unfuse
+from conjoin.search.heads_apart import find_parted, part_dims
 from conjoin.search.kept_parameters import without_kept
 from conjoin.search.offloads import with_offloads
 from conjoin.search.packed_weights import find_packed, store_in_sections
-from conjoin.search.parting import find_parted, part_dims
 from conjoin.search.propagation import Flow, output_placements
 from conjoin.search.rank_statistics import check_rank_statistics, with_rank_statistics
 from conjoin.search.request import Request
 from conjoin.search.rings import with_rings
 from conjoin.search.routes import with_routes
-from conjoin.search.unflattening import find_flattened, unflatten
-from conjoin.search.unfusing import unfuse
+from conjoin.search.unflattened_tokens import find_flattened, unflatten
 
 _EXPANDED = "expansion checked against the operator, forward and backward"
 _UNFLATTENED = "a loss adds up over tokens, in whatever dims they stand"

@@ -15,8 +15,8 @@ from conjoin.cost.classes import classes_of
 from conjoin.cost.curves import Knots, Sample, fit_curves
 from conjoin.cost.keys import read_key
 from conjoin.cost.measurement import Measurement
-from conjoin.cost.measuring import MAX_BLOCK, block_size
 from conjoin.cost.roofline import Roofline, efficiency_names
+from conjoin.cost.timed_calls import MAX_BLOCK, block_size
 from conjoin.cost.work import CallWork, Work, is_composed, is_in_eight_bits, kernel_counts, work_of
 from conjoin.machine import DeviceType
 from conjoin.ops import Call

@@ -25,8 +25,8 @@ from conjoin.ops import (
     random_call,
     run_whole,
 )
+from conjoin.sim.autograd_keeps import Kept, kept_of
 from conjoin.sim.gpu_kernels import kernel_bytes
-from conjoin.sim.keeping import Kept, kept_of
 from conjoin.sim.losses import SHRINKING
 
 HALF, SINGLE = torch.bfloat16, torch.float32

@@ -42,9 +42,9 @@ from conjoin.schedules import (
 )
 from conjoin.search.blocks import segments_for
 from conjoin.search.bundle_size import choose_bundle_bytes
-from conjoin.search.drafting import lay_out, settle_draft
+from conjoin.search.drafts import lay_out, settle_draft
+from conjoin.search.named_plans import drafter
 from conjoin.search.offloads import with_offloads
-from conjoin.search.planning import drafter
 from conjoin.search.request import Request
 from conjoin.search.stage_cuts import cut_rows, node_seconds
 from conjoin.search.strategies import read_request

@@ -10,13 +10,13 @@ import pytest
 import zoo
 from conjoin.frontends import capture
 from conjoin.ir import Graph, parse_graph
-from conjoin.search.exact import ordering
+from conjoin.search.exact import elimination_order
 from conjoin.search.exact.elimination import _Elimination
-from conjoin.search.exact.ordering import find_order
+from conjoin.search.exact.elimination_order import find_order
 from conjoin.search.exact.problem import Problem
-from conjoin.search.exact.sharing import MANY
+from conjoin.search.exact.shared_parameters import MANY
 from conjoin.search.exact.space import Objective
-from conjoin.search.exact.summing import sum_of
+from conjoin.search.exact.table_sum import sum_of
 from conjoin.sim import take_graph_apart
 from tests.cases import each_of
 from tests.search.exact.exhausting import exhaust
@@ -98,7 +98,7 @@ def test_unrolled_networks_reduced_have_the_same_least_sum(model: str, monkeypat
     plain = _Elimination(problem.sizes, problem.factors, problem.space.tables, 1 << 24).run(
         find_order(problem.sizes, scopes)
     )
-    monkeypatch.setattr(ordering, "WIDE", 1)
+    monkeypatch.setattr(elimination_order, "WIDE", 1)
     found = problem.solve()
     assert plain.is_exact and found.is_exact
     assert found.total == pytest.approx(plain.total, rel=1e-12)

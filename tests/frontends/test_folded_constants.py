@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from conjoin.frontends import capture, folding
+from conjoin.frontends import capture
+from conjoin.frontends import folded_constants as folded
 from conjoin.ir import Graph, Node, kept_between_steps
 from conjoin.machine import Machine
 from conjoin.runtime import to_module
@@ -211,9 +212,9 @@ def test_a_mask_of_a_thousand_steps() -> None:
 
 def test_a_mask_is_looked_at_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[Tensor] = []
-    seen = folding.seen_under
-    monkeypatch.setattr(folding, "seen_under", lambda mask, *sizes: [looked.append(mask), seen(mask, *sizes)][1])
-    folding._seen_under_value.cache_clear()
+    seen = folded.seen_under
+    monkeypatch.setattr(folded, "seen_under", lambda mask, *sizes: [looked.append(mask), seen(mask, *sizes)][1])
+    folded._seen_under_value.cache_clear()
     model = nn.Sequential(*(Attention(MASKS["causal"][0]) for _ in range(5)))
     graph = capture(model, torch.randn(2, S, 8))
     assert len(looked) == 1 and sum(node.op == "scaled_dot_product_attention" for node in graph.nodes) == 5

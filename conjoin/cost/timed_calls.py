@@ -22,7 +22,7 @@ import torch
 from conjoin.cost.clocks import Barrier, Block, CpuClock, CudaClock, Slowest, Times
 from conjoin.cost.keys import write_key
 from conjoin.cost.measurement import MAX_REASON_LENGTH, Absence, Measurement, Outcome
-from conjoin.cost.running import bind_run, make_operands
+from conjoin.cost.real_calls import bind_run, make_operands
 from conjoin.cost.work import CallWork, work_of
 from conjoin.ops import Call
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch.nn import functional
 
-from conjoin.rules.generator import choosing, resuming
+from conjoin.rules.generator import choice, resumed_enumeration
 from conjoin.rules.generator.arithmetic import PRIME, Floats, Residues, evaluate
 from conjoin.rules.generator.enumeration import Enumeration, Progress
 from conjoin.rules.generator.fingerprints import of_outputs, of_values
-from conjoin.rules.generator.generating import Selection, generate
+from conjoin.rules.generator.generation import Selection, generate
 from conjoin.rules.generator.model_vocabularies import HEADS, OF_MODELS
 from conjoin.rules.generator.more_vocabularies import MORE
-from conjoin.rules.generator.resuming import enumerate_graphs
+from conjoin.rules.generator.resumed_enumeration import enumerate_graphs
 from conjoin.rules.generator.shapes import Type, result_type
 from conjoin.rules.generator.vocabulary import (
     IMAGES,
@@ -166,7 +166,7 @@ def test_a_run_continues_where_it_stopped(tmp_path: Path) -> None:
 
 def test_a_killed_enumeration_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = only(MATRICES, *map(choose, ("add", "transpose", "matmul", "relu")), inputs="xz")
-    monkeypatch.setattr(resuming, "_BLOCKS_IN_PART", 5)
+    monkeypatch.setattr(resumed_enumeration, "_BLOCKS_IN_PART", 5)
 
     def die(line: str) -> None:
         if "3 operators, " in line:
@@ -183,7 +183,7 @@ def test_a_killed_enumeration_continues(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_killed_choice_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = only(IMAGES, choose("conv", stride="s", pad="same"), choose("concat", axis=1), choose("add"))
     whole = generate(images, 3, progress=quiet)
-    monkeypatch.setattr(choosing, "_SAVED_EACH", 10)
+    monkeypatch.setattr(choice, "_SAVED_EACH", 10)
     told: list[str] = []
 
     def die(line: str) -> None:
