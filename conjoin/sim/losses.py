@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 SHRINKING = frozenset({"binary_cross_entropy", "mse_loss", "smooth_l1_loss", "soft_margin_loss"})
-"""On CPUs and on GPUs alike. `tests/sim/test_keeping.py` asks torch whether it is these and no others."""
+"""On CPUs and on GPUs alike. `tests/sim/test_autograd_keeps.py` asks torch whether it is these and no others."""
 
 
 def storage_bytes(op: str, args: tuple[Any, ...], made: Tensor) -> int:
