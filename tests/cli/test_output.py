@@ -24,11 +24,11 @@ def test_json_has_no_word_for_infinity(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_file_that_can_be_written_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    there = tmp_path / "old.json"
-    there.write_text("old")
+    there, old = tmp_path / "old.json", '{"traceEvents": []}'
+    there.write_text(old)
     for path in (None, there, Path("new.json"), tmp_path / "new.json"):
         check_output(path, "trace")
-    assert os.listdir(tmp_path) == ["old.json"] and there.read_text() == "old"
+    assert os.listdir(tmp_path) == ["old.json"] and there.read_text() == old
 
 
 def test_a_file_that_may_not_be_written_itself_is_replaced(tmp_path: Path) -> None:

@@ -299,8 +299,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "none at all": ((), {}, r"\(\) came"),
     "by an unknown name": ((X,), {"labels": TARGET}, r"\(Tensor, labels=Tensor\) came"),
     "twice": ((X, TARGET), {"target": TARGET}, r"\(Tensor, Tensor, target=Tensor\) came"),
-    "nested": (((X,), TARGET), {}, r"\(tuple of Tensor, Tensor\) came"),
-    "no tensor": ((X, [0, 1, 2, 2, 1, 0]), {}, r"\(Tensor, list of int\) came"),
+    "nested": (((X,), TARGET), {}, r"\(tuple of 1 Tensor, Tensor\) came"),
+    "no tensor": ((X, [0, 1, 2, 2, 1, 0]), {}, r"\(Tensor, list of 6 int\) came"),
     "numpy": ((X.numpy(), TARGET), {}, r"\(ndarray, Tensor\) came"),
     "none": ((X, None), {}, r"\(Tensor, NoneType\) came"),
 }

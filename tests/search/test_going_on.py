@@ -26,7 +26,7 @@ from conjoin.search import (
     find_plan,
     is_answer,
     make_plan,
-    searching,
+    searches,
 )
 from conjoin.search.contest import Contest
 from conjoin.search.entries import Variant
@@ -245,7 +245,7 @@ def test_ctrl_c_after_the_search_keeps_its_plan(monkeypatch: pytest.MonkeyPatch)
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(searching, "certify", interrupted)
+    monkeypatch.setattr(searches, "certify", interrupted)
     assert search(steps=40).certificate is None
 
 

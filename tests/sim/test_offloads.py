@@ -70,7 +70,7 @@ def held(plan: Plan, found: Sample) -> int:
         optimizer = torch.optim.Adam(module.parameters())
         module(*found.inputs).backward()
         optimizer.step()
-        gc.collect(1)
+        gc.collect()  # what lies on the host goes back to be used again when nothing holds it, cycles of any age too
         offloading = module._program.local.carriers.offloading
         hosts = [] if offloading is None else [b.memory for some in offloading._free.values() for b in some]
         home = offloaded_state._homes.get(optimizer)
