@@ -29,7 +29,7 @@ from benchmarks.plotting import Point, draw
 from conjoin.cost import CostModel
 from conjoin.errors import ConjoinError, StrategyError
 from conjoin.frontends import capture
-from conjoin.ir import Graph, write_file
+from conjoin.ir import Graph, Pipeline, Plan, write_file
 from conjoin.machine import Machine, parse_machine
 from conjoin.search import SearchResult, Wish, find_plan, make_plan
 from conjoin.sim import predict
@@ -153,7 +153,7 @@ def search(case: Case, budget: float) -> Row:
         speedup=None if best is None else best.seconds / found.seconds_per_step,
         search=case.search,
         found_by=found.plan.strategy,
-        substitutions=tuple(dict.fromkeys(one.name for one in found.plan.substitutions)),
+        substitutions=_substitutions(found.plan),
         stopped=found.stopped.value,
         num_plans=found.num_plans,
         peak_bytes=found.peak_bytes,
@@ -163,6 +163,12 @@ def search(case: Case, budget: float) -> Row:
         search_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_OF_MAXRSS,
         history=tuple((round(step.elapsed, 3), step.seconds, step.name) for step in found.history),
     )
+
+
+def _substitutions(found: Plan | Pipeline) -> tuple[str, ...]:
+    """The names of what was applied, in a plan or in any stage of a pipeline."""
+    plans = [stage.plan for stage in found.stages] if isinstance(found, Pipeline) else [found]
+    return tuple(dict.fromkeys(one.name for plan in plans for one in plan.substitutions))
 
 
 def _named(case: Case, graph: Graph, machine: Machine, found: SearchResult) -> list[Named]:
