@@ -1,4 +1,4 @@
-"""The six things a layout can say about one mesh axis, and their duals (DESIGN: one algebra).
+"""The six things a layout can say about one mesh axis, and their duals (docs/architecture.md: one algebra).
 
 Of every placement there is one object: layouts are compared and looked up all the time, and what is the same object is
 found to be equal at once.

@@ -2,7 +2,7 @@
 
 One index is picked; tensors with it are split there, the others are copies, and an index that no output has makes the
 output a partial sum, or the greatest of a part. Where nothing is picked everything is I, or everything B; and a partial
-sum passes wherever the output is linear in it (DESIGN, section 1).
+sum passes wherever the output is linear in it (docs/architecture.md).
 """
 
 from __future__ import annotations

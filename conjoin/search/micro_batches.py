@@ -79,7 +79,7 @@ class Fitting:
     def enter(self, known: Mapping[str, Outcome]) -> None:
         """Enter the fastest that were not tried; a few in all, while there is time for other ways to fit."""
         contest, smallest = self.contest, self.contest.smallest
-        allowed = (name for name in known.keys() - self._tried if contest.allows(known[name].entry))
+        allowed = [name for name in known if name not in self._tried and contest.allows(known[name].entry)]
         for name in sorted(allowed, key=lambda name: known[name].seconds):
             is_over = len(self._tried) == _TRIED_AT_ONCE or contest.time_left_of_given <= _FOR_OTHERS
             if is_over or known[name].seconds >= contest.least_seconds:

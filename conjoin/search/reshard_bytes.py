@@ -4,7 +4,7 @@ With n devices and a tensor of V bytes, ring algorithms send (Thakur et al., 200
 
     all-gather, reduce-scatter   (n-1)/n V          all-reduce   2 (n-1)/n V          all-to-all   (n-1)/n V/n
 
-The backward of a reshard is the reshard of the duals (DESIGN, section 1), so one table serves both ways.
+The backward of a reshard is the reshard of the duals (docs/architecture.md), so one table serves both ways.
 """
 
 from __future__ import annotations
