@@ -14,16 +14,16 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from conjoin.cli.calibrating import calibrate_command
-from conjoin.cli.explaining import explain_command
-from conjoin.cli.fitting import fits_command
-from conjoin.cli.inspecting import doctor_command, inspect_command
-from conjoin.cli.machines import machine_app
-from conjoin.cli.planning import compare_command, diff_command, plan_command
-from conjoin.cli.rules import rules_app
-from conjoin.cli.running import run_command
-from conjoin.cli.simulating import simulate_command
-from conjoin.cli.verifying import verify_command
+from conjoin.cli.commands.calibrate import calibrate_command
+from conjoin.cli.commands.explain import explain_command
+from conjoin.cli.commands.fits import fits_command
+from conjoin.cli.commands.inspect import doctor_command, inspect_command
+from conjoin.cli.commands.machine import machine_app
+from conjoin.cli.commands.plan import compare_command, diff_command, plan_command
+from conjoin.cli.commands.rules import rules_app
+from conjoin.cli.commands.run import run_command
+from conjoin.cli.commands.simulate import simulate_command
+from conjoin.cli.commands.verify import verify_command
 from conjoin.environment import installed_version
 from conjoin.errors import ConjoinError, UsageError
 

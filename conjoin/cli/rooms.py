@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from conjoin import api, comm, cost, frontends, ir, machine, report, rules, runtime, search, sim
-    from conjoin.cli import models, probing, training
+    from conjoin.cli import device_probe, models
+    from conjoin.cli.trainer import training
 else:
 
     class _Later:
@@ -39,9 +40,11 @@ else:
         _Later(f"conjoin.{room}") for room in ("api", "comm", "cost", "frontends", "ir", "machine", "report")
     )
     rules, runtime, search, sim = (_Later(f"conjoin.{room}") for room in ("rules", "runtime", "search", "sim"))
-    models, probing, training = (_Later(f"conjoin.cli.{file}") for file in ("models", "probing", "training"))
+    models, device_probe, training = (
+        _Later(f"conjoin.cli.{file}") for file in ("models", "device_probe", "trainer.training")
+    )
 
 __all__ = [
-    "api", "comm", "cost", "dist", "frontends", "ir", "machine", "models", "probing", "report", "rules", "runtime",
+    "api", "comm", "cost", "device_probe", "dist", "frontends", "ir", "machine", "models", "report", "rules", "runtime",
     "search", "sim", "torch", "training",
 ]  # fmt: skip

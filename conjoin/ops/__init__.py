@@ -78,7 +78,7 @@ from conjoin.ops.composites import (
     UNIFY,
 )
 from conjoin.ops.direct import find_function
-from conjoin.ops.drawing import drawing
+from conjoin.ops.draws import drawing
 from conjoin.ops.dtypes import Dtype, under_autocast
 from conjoin.ops.edges import (
     Edges,
@@ -99,7 +99,7 @@ from conjoin.ops.measures import bytes_read, bytes_written, flops
 from conjoin.ops.notation import Access, Factors, Notation, NotationError, Spread, Window
 from conjoin.ops.placement import At, Copies, Greatest, Invariant, Partial, Placement, Split, dual, parse_placement
 from conjoin.ops.registration import register_operator
-from conjoin.ops.sampling import random_call, random_cuts, random_tensors
+from conjoin.ops.samples import random_call, random_cuts, random_tensors
 from conjoin.ops.sharding import ShardingRule, parse_terms, replicated_rules, sharding_rules, splittable
 from conjoin.ops.spec import (
     Args,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from conjoin.ops.check import CheckFailed, WholeRun, check_expansion, check_pair, check_rule, run_whole, types_on_meta
 from conjoin.ops.notation import NotationError
-from conjoin.ops.sampling import random_call, random_cuts, random_tensors
+from conjoin.ops.samples import random_call, random_cuts, random_tensors
 from conjoin.ops.sharding import ShardingRule, sharding_rules, splittable
 from conjoin.ops.spec import Call, OpSpec, map_tensors, output_types, space_of
 from conjoin.ops.tensor_type import TensorType

@@ -1,7 +1,7 @@
 """Substitutions: equations between small graphs, generated, proven, kept in a library, matched and applied."""
 
-from conjoin.rules.definitions.proving import Verdict, prove
-from conjoin.rules.deriving import Derivation, Deriver, Step
+from conjoin.rules.definitions.proof import Verdict, prove
+from conjoin.rules.derivation import Derivation, Deriver, Step
 from conjoin.rules.generator.exchanges import exchanges
 from conjoin.rules.generator.generation import Selection, generate
 from conjoin.rules.generator.selection import Proven, drop_derived, drop_instances, prove_all
@@ -12,12 +12,11 @@ from conjoin.rules.generator.vocabulary import (
     VOCABULARIES,
     Vocabulary,
 )
-from conjoin.rules.graphs.indexing import Index
 from conjoin.rules.graphs.matching import Match, find_matches
 from conjoin.rules.graphs.near_misses import NearMiss, why
 from conjoin.rules.graphs.rehearsal import Change, rehearse
 from conjoin.rules.graphs.rewriting import Refused, apply, apply_all, change_of, kept_values
-from conjoin.rules.judging import Judgement, Standing, judge
+from conjoin.rules.graphs.term_index import Index
 from conjoin.rules.library import (
     SHIPPED,
     Entry,
@@ -27,13 +26,14 @@ from conjoin.rules.library import (
     of_each_function,
     operators_version,
 )
-from conjoin.rules.making import Made, certify, make_library, reasons_of
+from conjoin.rules.library_build import Made, certify, make_library, reasons_of
 from conjoin.rules.operators import OPS, RuleOp
 from conjoin.rules.own import OwnRules, prove_rules
 from conjoin.rules.parameters import with_groups
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, inputs_of, operators_in
 from conjoin.rules.text import RuleFile, WrittenRule, load_rules, parse_expressions, parse_rule, parse_rules, save_rules
-from conjoin.rules.trials.refuting import Counterexample, Trials, refute, try_out
+from conjoin.rules.trials.refutation import Counterexample, Trials, refute, try_out
+from conjoin.rules.verdict import Judgement, Standing, judge
 
 __all__ = [
     "MODELS", "MULTILINEAR", "OPS", "SHIPPED", "TASO", "VOCABULARIES", "Apply", "Change", "Counterexample",

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from conjoin.errors import UsageError
-from conjoin.rules.parsing import parse_expressions
+from conjoin.rules.parser import parse_expressions
 from conjoin.rules.patterns import Expr
 
 ONE_GROUP = "groups = 1"

@@ -22,10 +22,10 @@ from conjoin.rules.definitions.affine import Affine, symbol
 from conjoin.rules.definitions.declarations import ask
 from conjoin.rules.definitions.dims import Dim, Dims, IllFormed, NotCovered
 from conjoin.rules.definitions.functions import INTERPRETED
-from conjoin.rules.definitions.proving import Frame, prove
+from conjoin.rules.definitions.proof import Frame, prove
 from conjoin.rules.definitions.sums import Access, Factor, Function, Guard, Largest, Size, Sum, replace_in, substitute
 from conjoin.rules.operators import BY_NAME, FUNCTIONS, RuleOp
-from conjoin.rules.parsing import print_expressions
+from conjoin.rules.parser import print_expressions
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, operators_in
 from conjoin.rules.text import RuleFile, WrittenRule, load_rules, save_rules
 

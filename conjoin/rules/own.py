@@ -12,10 +12,10 @@ from pathlib import Path
 
 from conjoin.errors import DeclarationError
 from conjoin.ir import own_proof
-from conjoin.rules.deriving import Deriver
-from conjoin.rules.judging import Judgement, Standing, judge
+from conjoin.rules.derivation import Deriver
 from conjoin.rules.library import Entry, Library, make_entry, method_of, operators_version
 from conjoin.rules.text import WrittenRule, load_rules
+from conjoin.rules.verdict import Judgement, Standing, judge
 
 _DERIVED = "derived"
 """How a rule is proven that follows from the library, and not from definitions at once."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from conjoin.rules.definitions.functions import INTERPRETED
-from conjoin.rules.deriving import Derivation, Deriver
+from conjoin.rules.derivation import Derivation, Deriver
 from conjoin.rules.generator.forks import forked
 from conjoin.rules.generator.selection import by_size_and_numbers, derive_everywhere
 from conjoin.rules.library import Entry, of_each_function

@@ -1,6 +1,6 @@
 """Rules as text: a TOML file of `[[rule]]` tables with `name`, `left` and `right`.
 
-In a library each also has `when`, what it needs in words, and `proof`. The sides are expressions (`parsing.py`).
+In a library each also has `when`, what it needs in words, and `proof`. The sides are expressions (`parser.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from conjoin.errors import UsageError
 from conjoin.ir import write_file
 from conjoin.rules.operators import BY_NAME
-from conjoin.rules.parsing import MAX_NAME, nearest, parse_expressions, print_expressions
+from conjoin.rules.parser import MAX_NAME, nearest, parse_expressions, print_expressions
 from conjoin.rules.patterns import Rule, inputs_of
 
 __all__ = [

@@ -8,7 +8,7 @@ from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.pipelines.stage_transfers import Crossing
 from conjoin.runtime.program.captured import CapturedModule, to_module
 from conjoin.runtime.program.other_plans import Planner
-from conjoin.runtime.ranks.calibrating import (
+from conjoin.runtime.ranks.collective_times import (
     Communication,
     Concurrency,
     Timed,
@@ -19,8 +19,8 @@ from conjoin.runtime.ranks.calibrating import (
 )
 from conjoin.runtime.ranks.communicator import World
 from conjoin.runtime.ranks.joint_action import is_any
-from conjoin.runtime.ranks.launching import Site, launch
-from conjoin.runtime.ranks.pacing import Pace, communicator_over, join_ranks
+from conjoin.runtime.ranks.pace import Pace, communicator_over, join_ranks
+from conjoin.runtime.ranks.rank_processes import Site, launch
 from conjoin.runtime.ranks.rendezvous import check_world
 from conjoin.runtime.ranks.session import Session
 from conjoin.runtime.ranks.threads import run_ranks
@@ -34,7 +34,9 @@ from conjoin.runtime.state.weight_export import check_weights_target, save_weigh
 from conjoin.runtime.state.weight_files import find_weights
 from conjoin.runtime.state.weights import Weights
 from conjoin.runtime.verification.capture_check import AgainstModel, check_capture, copied_for_check
-from conjoin.runtime.verification.checking import (
+from conjoin.runtime.verification.differences import TOLERANCE, Difference
+from conjoin.runtime.verification.plain_model import PlainModel
+from conjoin.runtime.verification.plan_check import (
     Case,
     Verdict,
     check_made_for,
@@ -44,8 +46,6 @@ from conjoin.runtime.verification.checking import (
     verdict,
     verify_in_process,
 )
-from conjoin.runtime.verification.differences import TOLERANCE, Difference
-from conjoin.runtime.verification.plain_model import PlainModel
 from conjoin.runtime.verification.steps import Reference
 
 __all__ = [

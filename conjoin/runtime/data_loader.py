@@ -22,7 +22,7 @@ from conjoin.errors import UsageError
 from conjoin.ir import calling_graph, flatten_tree, unflatten_tree
 from conjoin.ops import drawing
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.program.calling import Calling, InputPart
+from conjoin.runtime.program.call_forms import Calling, InputPart
 
 _STATE = ("seed", "epoch", "samples", "num_samples", "shuffle")
 

@@ -20,7 +20,7 @@ from conjoin.ir import LeafKind, Pipeline, Plan, flatten_tree, offloaded_states,
 from conjoin.machine import Cut, Mesh
 from conjoin.ops import Layout, Split
 from conjoin.runtime.pipelines.pipeline_program import PipelineProgram
-from conjoin.runtime.program.calling import InputPart
+from conjoin.runtime.program.call_forms import InputPart
 from conjoin.runtime.program.gradient_pieces import mark_gradients
 from conjoin.runtime.program.norms import clip_grad_norm
 from conjoin.runtime.program.other_plans import OtherPlans

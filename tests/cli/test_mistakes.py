@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from conjoin.cli import stop_request
-from conjoin.cli.folder_hold import FolderHold
-from conjoin.cli.stop_request import StopRequest
+from conjoin.cli.trainer import stop_request
+from conjoin.cli.trainer.folder_hold import FolderHold
+from conjoin.cli.trainer.stop_request import StopRequest
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import conjoin
-from conjoin.cli.recipe import Schedule
+from conjoin.cli.trainer.recipe import Schedule
 from tests.cli.conftest import Ran
 
 Run = Callable[..., Ran]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from conjoin.rules.patterns import Apply, Expr, Input, Rule
-from conjoin.rules.trials.evaluating import Setting, Value, evaluate
+from conjoin.rules.trials.evaluation import Setting, Value, evaluate
 from conjoin.rules.trials.references import Misfit
 
 _MESHES = {"m": 2, "n": 3}

@@ -32,13 +32,13 @@ from conjoin.ir import (
 from conjoin.machine import Axis, Mesh
 from conjoin.ops import Copies, Layout, Partial, Placement, Split, TensorType, make_layout
 from conjoin.rules import Apply, Expr, Input, Match, Refused, Rule, inputs_of, load_rules, parse_rule, prove
-from conjoin.rules.graphs.emitting import Emitter
-from conjoin.rules.graphs.sizing import Sizes
+from conjoin.rules.graphs.right_side import Emitter
+from conjoin.rules.graphs.sizes import Sizes
 from conjoin.rules.patterns import walk
-from conjoin.rules.trials.evaluating import evaluate
+from conjoin.rules.trials.evaluation import evaluate
 from conjoin.rules.trials.instances import Instance, Sampler
 from tests.cases import each_of
-from tests.devices.making import RULES, is_over_devices
+from tests.devices.device_rules import RULES, is_over_devices
 
 WRITTEN = load_rules(RULES).rules
 MESH = Mesh((Axis("m", 2), Axis("n", 2)))

@@ -34,7 +34,7 @@ def figures_in(printed: str, folder: Path) -> Figures:
 
 
 def run_on_two(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Figures:
-    """On two ranks, as a script; that ranks find each other under torchrun is seen in `tests/cli/test_running.py`."""
+    """On two ranks, as a script; that ranks find each other under torchrun is seen in `tests/cli/test_run.py`."""
     monkeypatch.chdir(folder)
     launch(2, _be_script)
     printed = capfd.readouterr()

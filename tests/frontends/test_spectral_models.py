@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from conjoin.frontends import capture, run_plainly
 from conjoin.machine import parse_machine
-from conjoin.runtime.verification.checking import Case, verify_in_process
 from conjoin.runtime.verification.plain_model import PlainModel
+from conjoin.runtime.verification.plan_check import Case, verify_in_process
 from conjoin.search import make_plan
 
 WIDTH, MODES = 8, 3

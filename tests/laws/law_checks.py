@@ -1,6 +1,6 @@
 """Check the laws against the operators' definitions, and against each other (TASO, section 2.4).
 
-1. `check_law`: by proof for all sizes (`proving.py`), which also tells what the law needs of shapes.
+1. `check_law`: by proof for all sizes (`proof.py`), which also tells what the law needs of shapes.
 2. `find_counterexample`: by symbolic execution at all sizes up to a bound (`law_sizes.py`); TASO's was 4 in every dim.
 3. `find_contradiction`: nothing false follows from the laws within a time limit.
 4. `find_redundant`: laws that follow from the others.
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from conjoin.rules.definitions.proving import prove
+from conjoin.rules.definitions.proof import prove
 from conjoin.rules.operators import OPS
 from conjoin.rules.parameters import is_any, names_in
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, inputs_of, with_inputs

@@ -6,7 +6,7 @@ a proof in milliseconds or not at all: false rules run into the time limit, so r
 
 Shapes are not looked at: a rule proven so is true where the shapes of all terms in between fit, too. A law that `needs`
 something is one after which they may not; what the laws of a proof need is told with it. Proofs from the definitions
-(`proving.py`) trust no law and find all conditions.
+(`proof.py`) trust no law and find all conditions.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from conjoin.rules.definitions.affine import Affine, symbol
 from conjoin.rules.definitions.calls import positions
 from conjoin.rules.definitions.dims import Dim
-from conjoin.rules.definitions.proving import Frame
+from conjoin.rules.definitions.proof import Frame
 from conjoin.rules.definitions.sums import Access, Atom, Factor, Function, Guard, Largest, Size, Sum, Term
 from conjoin.rules.parameters import names_in
 from conjoin.rules.patterns import Input, Rule

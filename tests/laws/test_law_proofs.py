@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conjoin.rules.definitions.proving import prove
+from conjoin.rules.definitions.proof import prove
 from conjoin.rules.text import parse_rule
 from tests.laws.law_proofs import prove_by_laws, prove_from, prove_law, proven_lemmas
 from tests.laws.laws import laws, lemmas

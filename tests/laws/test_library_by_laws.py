@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 
 from conjoin.rules import Library, Rule, load_rules, operators_in, prove
-from tests.devices.making import RULES as OVER_DEVICES
+from tests.devices.device_rules import RULES as OVER_DEVICES
 from tests.laws.law_proofs import prove_by_laws
 from tests.laws.laws import laws
 

@@ -17,10 +17,22 @@ from torch import Tensor
 from torch.nn import functional
 
 from conjoin.errors import UsageError
-from conjoin.rules import Deriver, Rule, Standing, Verdict, judge, judging, making, parse_rule, prove, refute, trials
-from conjoin.rules.definitions import dims, proving
+from conjoin.rules import (
+    Deriver,
+    Rule,
+    Standing,
+    Verdict,
+    judge,
+    library_build,
+    parse_rule,
+    prove,
+    refute,
+    trials,
+    verdict,
+)
+from conjoin.rules.definitions import dims, proof
 from conjoin.rules.parameters import parameters
-from conjoin.rules.parsing import parse_expressions
+from conjoin.rules.parser import parse_expressions
 from conjoin.rules.patterns import Expr, Input
 from tests.cases import each_of
 
@@ -167,10 +179,10 @@ def credulous(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("trials ask the prover")
 
-    for place in (judging, making):
+    for place in (verdict, library_build):
         monkeypatch.setattr(place, "prove", lambda rule: Verdict(True))
     for name in ("__init__", "build"):
-        monkeypatch.setattr(proving.Frame, name, refuse)
+        monkeypatch.setattr(proof.Frame, name, refuse)
     monkeypatch.setattr(dims.Dims, "unify", refuse)
 
 
@@ -183,7 +195,7 @@ def test_it_is_refuted_whatever_the_prover_thinks(one: Mapping[str, Any]) -> Non
 @pytest.mark.usefixtures("credulous")
 @pytest.mark.parametrize("one", FALSE[::11], ids=lambda one: one["name"])
 def test_it_is_in_no_library_whatever_the_prover_thinks(one: Mapping[str, Any]) -> None:
-    assert making.refuted_by(rule_of(one))
+    assert library_build.refuted_by(rule_of(one))
     assert judge(rule_of(one), Deriver([])).standing is Standing.REFUTED
 
 

@@ -13,7 +13,7 @@ from conjoin.ops import COMBINE, PARTITION, REDUCE, REPLICATE, Indexed, OpSpec, 
 from conjoin.ops import Call as OpCall
 from conjoin.rules.definitions import declarations
 from conjoin.rules.definitions.declarations import MARKS, Declared, NotSaid
-from conjoin.rules.definitions.proving import Frame
+from conjoin.rules.definitions.proof import Frame
 from conjoin.rules.definitions.reading import derived
 from conjoin.rules.library import Library, _definitions, find_operators_version, make_entry, operators_version
 from conjoin.rules.operators import BY_NAME, DECLARED, LEFT_OPEN, OPS, UNDECLARED

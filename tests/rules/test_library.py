@@ -11,7 +11,7 @@ import pytest
 from conjoin.errors import UsageError
 from conjoin.rules import library as room
 from conjoin.rules.definitions.calls import Call, Tensor
-from conjoin.rules.definitions.proving import prove
+from conjoin.rules.definitions.proof import prove
 from conjoin.rules.definitions.sums import Function, of
 from conjoin.rules.library import Library, find_operators_version, make_entry, method_of, operators_version
 from conjoin.rules.operators import BY_NAME, FUNCTIONS, RuleOp

@@ -18,7 +18,7 @@ import pytest
 
 from conjoin.rules import Deriver, Library, Rule, Standing, judge, load_rules
 from conjoin.rules.text import WrittenRule
-from tests.devices.making import rules_over_devices
+from tests.devices.device_rules import rules_over_devices
 
 FILES = ("like_taso.toml", "like_unity.toml")
 UNDERIVED = ["conv(x, w) => combine[axis=1](conv(partition[axis=1](x), partition[axis=0](w)))"]

@@ -14,7 +14,7 @@ import torch
 
 from conjoin.rules.operators import OPS, RuleOp
 from conjoin.rules.patterns import Apply, Input, Parameter
-from conjoin.rules.trials.evaluating import Setting, Value, evaluate
+from conjoin.rules.trials.evaluation import Setting, Value, evaluate
 from conjoin.rules.trials.forms import Forms, choose_ranks, spread_of
 from conjoin.rules.trials.operator_sizes import Shaping
 from conjoin.rules.trials.puzzles import Contradiction, Puzzle

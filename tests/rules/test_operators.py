@@ -15,13 +15,13 @@ import torch
 
 from conjoin.rules.definitions.affine import Affine, number
 from conjoin.rules.definitions.dims import Dim
-from conjoin.rules.definitions.proving import Frame
+from conjoin.rules.definitions.proof import Frame
 from conjoin.rules.definitions.sums import Access, Atom, Factor, Function, Guard, Largest, Size, Sum
 from conjoin.rules.operators import BY_NAME, OPS, RuleOp
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule
 from conjoin.rules.text import parse_rule
 from conjoin.rules.trials import references
-from conjoin.rules.trials.evaluating import Value, evaluate
+from conjoin.rules.trials.evaluation import Value, evaluate
 from conjoin.rules.trials.instances import Instance, Sampler
 from conjoin.rules.trials.references import FUNCTIONS, Misfit
 

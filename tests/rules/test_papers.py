@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from conjoin.rules import Deriver, Library, Standing, judge, parse_rule, prove
-from tests.devices.making import rules_over_devices
+from tests.devices.device_rules import rules_over_devices
 
 RULES = (*Library.shipped().rules, *rules_over_devices())
 MERGED = "conv[groups=1](x, concat[axis=0](enlarge[kernel=k](y), z))"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conjoin.rules.definitions.proving import Verdict, prove
+from conjoin.rules.definitions.proof import Verdict, prove
 from conjoin.rules.generator.candidates import Pair, Reader, distinct_candidates, is_instance, most_general
 from conjoin.rules.generator.pruning import Equation, Rewriter, Term, num_operators, rename_inputs
 from conjoin.rules.generator.resumed_enumeration import enumerate_graphs

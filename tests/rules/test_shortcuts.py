@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import reduce
 
 from conjoin.rules import Entry, parse_rule
-from conjoin.rules.making import certify
+from conjoin.rules.library_build import certify
 from conjoin.rules.shortcuts import drop_replaceable
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from conjoin.errors import UsageError
 from conjoin.rules.operators import BY_NAME, OPS, RuleOp
-from conjoin.rules.parsing import MAX_DEPTH, MAX_SIZE
+from conjoin.rules.parser import MAX_DEPTH, MAX_SIZE
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule, inputs_of
 from conjoin.rules.text import (
     MAX_BYTES,

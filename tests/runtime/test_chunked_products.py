@@ -18,7 +18,7 @@ from conjoin.ir import Plan, origin, plan_from_json, plan_to_json
 from conjoin.machine import parse_machine
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
-from conjoin.runtime.verification.checking import Case, verify_in_process
+from conjoin.runtime.verification.plan_check import Case, verify_in_process
 from conjoin.search import make_pipeline, make_plan
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.gloo_ranks import run_processes

@@ -15,7 +15,7 @@ from conjoin.errors import RankError
 from conjoin.machine import Axis, Mesh
 from conjoin.runtime.ranks.board import Board
 from conjoin.runtime.ranks.communicator import Communicator, group_device
-from conjoin.runtime.ranks.swapping import swap
+from conjoin.runtime.ranks.swaps import swap
 from conjoin.runtime.ranks.threads import ThreadRanks, run_ranks
 from tests.ir.wording import assert_three_sentences
 from tests.runtime.gloo_ranks import run_processes

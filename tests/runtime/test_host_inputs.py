@@ -38,7 +38,7 @@ from conjoin.report import diff_plans, explain, explanation_text
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.ranks.threads import alone
 from conjoin.runtime.state.storage import Store
-from conjoin.runtime.verification.checking import Case, verify_in_process
+from conjoin.runtime.verification.plan_check import Case, verify_in_process
 from conjoin.search import Wish, find_plan, make_pipeline, make_plan
 from conjoin.sim import MachinePrices, Wanted, measure_memory, predict, simulate
 from tests.ir.wording import assert_three_sentences

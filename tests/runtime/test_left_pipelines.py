@@ -24,8 +24,8 @@ from conjoin.runtime import Session, launch
 from conjoin.runtime.parallel import ParallelModule
 from conjoin.runtime.pipelines.stage_runs import StageRun
 from conjoin.runtime.ranks.communicator import ProcessGroups
+from conjoin.runtime.ranks.rank_watch import last_words
 from conjoin.runtime.ranks.threads import ThreadRanks, run_ranks
-from conjoin.runtime.ranks.watching import last_words
 from conjoin.runtime.state.storage import Store
 from conjoin.search import make_pipeline
 from tests.ir.wording import assert_three_sentences

@@ -20,7 +20,7 @@ from conjoin.ops import BATCH, PIPELINE
 from conjoin.report import explain
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
-from conjoin.runtime.verification.checking import Case, verify_in_process
+from conjoin.runtime.verification.plan_check import Case, verify_in_process
 from conjoin.search import make_pipeline, make_plan
 from conjoin.sim import predict
 from tests.runtime.gloo_ranks import run_processes

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.runtime.test_accumulating import plan_for, sample
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -22,9 +23,8 @@ from tests.ir.wording import assert_three_sentences
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import by_strategy, module_on
 from tests.runtime.random_graphs import Sample
-from tests.runtime.test_accumulating import plan_for, sample
 from tests.runtime.test_bundles import regathering
-from tests.runtime.test_recomputing import transformer_loss
+from tests.runtime.test_recompute import transformer_loss
 
 _OF_THREADS = {"clone", "fill_", "copy_", "stack", "sum", "amax", "cat", "split", "detach"}
 """What ranks that are threads do for each other, each as often as it comes to it first."""

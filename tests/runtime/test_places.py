@@ -42,7 +42,7 @@ from conjoin.runtime import to_module
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
 from conjoin.runtime.state.pieces import Piece, full_state_dict
-from conjoin.runtime.verification.checking import Case, verify_in_process
+from conjoin.runtime.verification.plan_check import Case, verify_in_process
 from tests.runtime.branch_plans import Towers, branched, towers_batch, with_towers
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import MESH, captured, module_on

@@ -30,7 +30,7 @@ from conjoin.report import explain
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
 from conjoin.runtime.state.blocks import Blocks, cut_out
-from conjoin.runtime.verification.checking import Case, verify_in_process
+from conjoin.runtime.verification.plan_check import Case, verify_in_process
 from conjoin.search import make_plan
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import module_on

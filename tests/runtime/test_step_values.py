@@ -17,7 +17,7 @@ from conjoin.report import explain
 from conjoin.runtime.program import emission
 from conjoin.runtime.ranks.communicator import Communicator
 from conjoin.runtime.ranks.threads import run_ranks
-from conjoin.runtime.verification.checking import Case, verify_in_process
+from conjoin.runtime.verification.plan_check import Case, verify_in_process
 from conjoin.search import make_pipeline, make_plan
 from tests.runtime.hand_plans import module_on
 from tests.runtime.random_graphs import Sample

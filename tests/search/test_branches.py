@@ -13,7 +13,7 @@ from conjoin.frontends import capture
 from conjoin.ir import Graph, place
 from conjoin.machine import Machine
 from conjoin.ops import LINEAR_RELU
-from conjoin.runtime.verification.checking import Case, verify_in_process
+from conjoin.runtime.verification.plan_check import Case, verify_in_process
 from conjoin.search import Wish, find_plan, make_plan
 from conjoin.search.branch_places import _Placing, place_branches
 from conjoin.search.branches import find_forks

@@ -12,7 +12,7 @@ from conjoin.cost import CostModel
 from conjoin.frontends import capture
 from conjoin.ir import place
 from conjoin.machine import parse_machine
-from conjoin.runtime.verification.checking import Case, verify_in_process
+from conjoin.runtime.verification.plan_check import Case, verify_in_process
 from conjoin.search import Wish, layer_depths, make_plan, open_contest
 from conjoin.search.branch_places import place_branches
 from conjoin.search.entries import plan_of

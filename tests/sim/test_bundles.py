@@ -25,7 +25,7 @@ from conjoin.machine import Machine, parse_machine
 from conjoin.report import explain
 from conjoin.runtime.ranks.communicator import Axes, Communicator, Work
 from conjoin.runtime.ranks.threads import run_ranks
-from conjoin.runtime.verification.checking import Case, verify_in_process
+from conjoin.runtime.verification.plan_check import Case, verify_in_process
 from conjoin.search import make_plan
 from conjoin.sim import Prices, break_down, predict, simulate
 from tests.runtime.hand_plans import captured, module_on, sharded_inside

@@ -13,7 +13,7 @@ from conjoin.ops.composites import ATTENTION_PEAK, ATTENTION_SUMS, RING_ATTENTIO
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm
 from conjoin.ops.notation import NotationError, broadcast_names
-from conjoin.ops.sampling import boolean, real
+from conjoin.ops.samples import boolean, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 
 

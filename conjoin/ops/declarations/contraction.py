@@ -9,7 +9,7 @@ from random import Random
 from conjoin.ops.composites import LINEAR_RELU, SCALED_LINEAR
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.notation import broadcast_names, broadcast_shape
-from conjoin.ops.sampling import random_shape, real
+from conjoin.ops.samples import random_shape, real
 from conjoin.ops.spec import Args, Call, OpSpec
 
 

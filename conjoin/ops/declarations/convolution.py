@@ -7,7 +7,7 @@ from functools import partial
 from math import prod
 from random import Random
 
-from conjoin.ops.sampling import Sample, real
+from conjoin.ops.samples import Sample, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 
 OUT, KERNEL = ("y", "x", "w"), ("r", "q", "p")

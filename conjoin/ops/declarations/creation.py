@@ -12,7 +12,7 @@ import torch
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm
 from conjoin.ops.notation import NotationError
-from conjoin.ops.sampling import Sample, random_shape, real
+from conjoin.ops.samples import Sample, random_shape, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 
 SIZED = {"size": "shape"}

@@ -12,7 +12,7 @@ import torch
 from conjoin.ops.aten import CAST
 from conjoin.ops.composites import OVERWRITE
 from conjoin.ops.dtypes import Dtype
-from conjoin.ops.sampling import Sample, boolean, complex_pair, integer, random_shape, real
+from conjoin.ops.samples import Sample, boolean, complex_pair, integer, random_shape, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 from conjoin.ops.tensor_type import TensorType
 

@@ -16,7 +16,7 @@ from conjoin.ops.composites import EXPERT_LINEAR, EXPERT_NETWORK, ROUTED_EXPERTS
 from conjoin.ops.experts import ACTIVATIONS
 from conjoin.ops.local import LocalForm
 from conjoin.ops.notation import NotationError
-from conjoin.ops.sampling import integer, real
+from conjoin.ops.samples import integer, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 
 _OPERATORS: Mapping[str, tuple[str, ...]] = {

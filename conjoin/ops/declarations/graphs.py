@@ -17,7 +17,7 @@ from conjoin.ops.composites import AGGREGATE, AGGREGATE_ONCE, EDGE_SOFTMAX, GRAP
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm
 from conjoin.ops.notation import NotationError
-from conjoin.ops.sampling import integer, real
+from conjoin.ops.samples import integer, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 
 

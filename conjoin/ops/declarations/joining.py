@@ -9,7 +9,7 @@ from random import Random
 from conjoin.ops.declarations.movement import spell
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.notation import NotationError, broadcast_names, broadcast_shape
-from conjoin.ops.sampling import Sample, integer, random_shape, real
+from conjoin.ops.samples import Sample, integer, random_shape, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 
 

@@ -13,7 +13,7 @@ from conjoin.ops.composites import EMBEDDING_BAG, RAGGED_EMBEDDING_BAG
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm, move_addresses
 from conjoin.ops.notation import NotationError, broadcast_names, broadcast_shape
-from conjoin.ops.sampling import integer, random_shape, real
+from conjoin.ops.samples import integer, random_shape, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 
 

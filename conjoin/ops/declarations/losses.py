@@ -13,7 +13,7 @@ from conjoin.ops.declarations.by_parts import entropy_by_parts, likelihood_by_pa
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm
 from conjoin.ops.notation import NotationError, broadcast_names, broadcast_shape
-from conjoin.ops.sampling import Sample, integer, random_shape, real
+from conjoin.ops.samples import Sample, integer, random_shape, real
 from conjoin.ops.spec import Args, Call, KernelBytes, OpSpec, Shapes
 
 _NONE, _MEAN, _SUM = 0, 1, 2

@@ -9,7 +9,7 @@ from typing import Any
 from conjoin.ops.declarations.reductions import along
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm
-from conjoin.ops.sampling import Sample, random_shape, real
+from conjoin.ops.samples import Sample, random_shape, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 
 

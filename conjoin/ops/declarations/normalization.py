@@ -15,7 +15,7 @@ from conjoin.ops.declarations.by_parts import norm_by_parts
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm, local_sizes
 from conjoin.ops.notation import NotationError
-from conjoin.ops.sampling import Sample, real
+from conjoin.ops.samples import Sample, real
 from conjoin.ops.spec import Args, Call, Indexed, KernelBytes, OpSpec, Shapes, output_types
 
 

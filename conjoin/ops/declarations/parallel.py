@@ -19,7 +19,7 @@ from conjoin.ops.composites import (
     UNIFY,
 )
 from conjoin.ops.dtypes import Dtype
-from conjoin.ops.sampling import real
+from conjoin.ops.samples import real
 from conjoin.ops.spec import Call, Indexed, OpSpec
 
 _AXES = ("d0",)

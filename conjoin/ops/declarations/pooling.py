@@ -9,7 +9,7 @@ from random import Random
 from conjoin.ops.declarations.convolution import KERNEL, OUT, each_dim
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.notation import NotationError
-from conjoin.ops.sampling import Sample, integer, real
+from conjoin.ops.samples import Sample, integer, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 
 

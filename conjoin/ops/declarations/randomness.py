@@ -9,7 +9,7 @@ from random import Random
 
 from conjoin.ops.declarations.creation import SIZED, like_sample, shape_sample, sized
 from conjoin.ops.dtypes import Dtype
-from conjoin.ops.sampling import random_shape, real
+from conjoin.ops.samples import random_shape, real
 from conjoin.ops.spec import Args, Call, Indexed, KernelBytes, OpSpec, Shapes
 
 

@@ -8,7 +8,7 @@ from math import prod
 from random import Random
 
 from conjoin.ops.dtypes import Dtype
-from conjoin.ops.sampling import Sample, real
+from conjoin.ops.samples import Sample, real
 from conjoin.ops.spec import Args, Call, Indexed, KernelBytes, OpSpec, Shapes
 
 

@@ -10,7 +10,7 @@ from conjoin.ops.composites import PEAK
 from conjoin.ops.declarations.by_parts import log_sum_by_parts, softmax_by_parts
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.notation import NotationError, broadcast_names, broadcast_shape
-from conjoin.ops.sampling import Sample, random_shape, real
+from conjoin.ops.samples import Sample, random_shape, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 
 

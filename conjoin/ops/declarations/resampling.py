@@ -10,7 +10,7 @@ from typing import Any
 
 from conjoin.ops.local import LocalForm, local_sizes
 from conjoin.ops.notation import NotationError
-from conjoin.ops.sampling import Sample, real
+from conjoin.ops.samples import Sample, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 
 

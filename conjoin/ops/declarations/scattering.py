@@ -10,7 +10,7 @@ import torch
 from conjoin.ops.declarations.lookup import indexing, names_but
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.notation import NotationError, broadcast_names
-from conjoin.ops.sampling import boolean, integer, random_shape, real
+from conjoin.ops.samples import boolean, integer, random_shape, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from random import Random
 
 from conjoin.ops.dtypes import Dtype
-from conjoin.ops.sampling import Sample, complex_pair, real
+from conjoin.ops.samples import Sample, complex_pair, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 
 

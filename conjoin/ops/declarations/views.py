@@ -10,7 +10,7 @@ from typing import Any
 from conjoin.ops.declarations.reshaping import reshape_notation, resolve_shape, trivial_notation
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm
-from conjoin.ops.sampling import random_shape, real
+from conjoin.ops.samples import random_shape, real
 from conjoin.ops.spec import Args, Call, Indexed, OpSpec
 
 

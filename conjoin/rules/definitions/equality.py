@@ -17,8 +17,8 @@ from dataclasses import replace
 from fractions import Fraction
 
 from conjoin.rules.definitions.affine import Affine, symbol
-from conjoin.rules.definitions.deciding import Facts
 from conjoin.rules.definitions.functions import known_better
+from conjoin.rules.definitions.linear_arithmetic import Facts
 from conjoin.rules.definitions.sums import (
     Access,
     Atom,

@@ -14,7 +14,7 @@ from random import Random
 
 from conjoin.rules.parameters import parameters
 from conjoin.rules.patterns import Apply, Expr, Input, Parameter, Rule
-from conjoin.rules.trials.evaluating import Setting, Value, evaluate
+from conjoin.rules.trials.evaluation import Setting, Value, evaluate
 from conjoin.rules.trials.instances import Instance, NoInstance, Sampler
 from conjoin.rules.trials.references import Misfit
 

@@ -1,6 +1,6 @@
 """Small vocabularies beside those of the papers: matrices in batches, parts of images.
 
-Rules about these are small, and `generalizing.py` makes them general: a few inputs and operators are enough.
+Rules about these are small, and `generalization.py` makes them general: a few inputs and operators are enough.
 """
 
 from __future__ import annotations

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from conjoin.rules.definitions.proving import Verdict, prove
-from conjoin.rules.deriving import Derivation, Deriver
-from conjoin.rules.generalizing import generalize
+from conjoin.rules.definitions.proof import Verdict, prove
+from conjoin.rules.derivation import Derivation, Deriver
+from conjoin.rules.generalization import generalize
 from conjoin.rules.generator.enumeration import Progress
 from conjoin.rules.generator.forks import compute_alone, forked
-from conjoin.rules.judging import derive_checked
 from conjoin.rules.parameters import parameters
 from conjoin.rules.pattern_matching import Pairs, match_parameters, matches
 from conjoin.rules.patterns import Apply, Expr, Input, Rule, inputs_of, operators_in, walk
-from conjoin.rules.trials.refuting import find_beyond
+from conjoin.rules.trials.refutation import find_beyond
+from conjoin.rules.verdict import derive_checked
 
 Prove = Callable[[Rule], Verdict]
 Outcome = tuple[Rule, Verdict]

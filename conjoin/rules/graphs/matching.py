@@ -3,7 +3,7 @@
 Values are hash-consed, so the same tensor is the same object, and a graph is looked through once: its terms are indexed
 by the operator they read as and by their operands. The first output of a rule is tried on every term that reads as its
 operator; a further output on those that can be reached from what is bound already. Then the shapes must be sizes that
-the rule is about (`sizing.py`).
+the rule is about (`sizes.py`).
 
 A value inside of a match that something else reads too stays computed. Nothing forbids that: it costs what it costs.
 """
@@ -20,8 +20,8 @@ import torch
 from conjoin.ir import Graph, Node, Value
 from conjoin.rules.graphs.binding import Words
 from conjoin.rules.graphs.bindings import readings_of
-from conjoin.rules.graphs.indexing import Host, Index
-from conjoin.rules.graphs.sizing import Misfit, Sizes, Sizing, named_axes, observed_on, sizing_of
+from conjoin.rules.graphs.sizes import Misfit, Sizes, Sizing, named_axes, observed_on, sizing_of
+from conjoin.rules.graphs.term_index import Host, Index
 from conjoin.rules.graphs.terms import Literal, Reading, Term, Virtual, rank_of, shape_of
 from conjoin.rules.operators import BY_NAME
 from conjoin.rules.parameters import is_any

@@ -8,10 +8,10 @@ from typing import Any
 
 from conjoin.ir import Graph
 from conjoin.rules.graphs.bindings import readings_of
-from conjoin.rules.graphs.indexing import Index
 from conjoin.rules.graphs.matching import Match, Matcher
 from conjoin.rules.graphs.rewriting import Refused, apply
-from conjoin.rules.graphs.sizing import sizing_of
+from conjoin.rules.graphs.sizes import sizing_of
+from conjoin.rules.graphs.term_index import Index
 from conjoin.rules.graphs.terms import Term
 from conjoin.rules.patterns import Apply, Rule, operators_in
 

@@ -1,8 +1,9 @@
 """A rewrite tried before it is used: what it takes away against what it puts there, on small tensors of its own dtypes.
 
 Both are run call by call with torch's operators, forward and backward, at several small sizes that differ where they
-may (`scaling.py`); nothing is asked of the rule, its proof or how it was matched. In double precision they must agree
-to rounding; in the dtypes that they have, the new calls may be no further from double precision than the old ones are.
+may (`small_sizes.py`); nothing is asked of the rule, its proof or how it was matched. In double precision they must
+agree to rounding; in the dtypes that they have, the new calls may be no further from double precision than the old
+ones are.
 
 What counts as rounding is seen from the old calls: how far they are off themselves, and how far their results move when
 what they read is one rounding apart. Each of the additions and products that make an element may round once, so that
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from conjoin.ir import LeafKind, Node, Value, make_leaf, make_node
 from conjoin.ops import AGGREGATE, execute, map_tensors
-from conjoin.rules.graphs.scaling import Scaling, TooTight
+from conjoin.rules.graphs.small_sizes import Scaling, TooTight
 
 _SIZES = ((2, 3, 5, 7, 4), (5, 2, 4, 3, 7), (3, 4, 2, 5, 6))
 """What free sizes are, rehearsal by rehearsal."""

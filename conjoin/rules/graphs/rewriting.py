@@ -31,9 +31,9 @@ from conjoin.ir import (
 )
 from conjoin.ops import map_tensors
 from conjoin.rules.graphs.binding import Refused
-from conjoin.rules.graphs.emitting import Emitter
 from conjoin.rules.graphs.matching import Match
 from conjoin.rules.graphs.rehearsal import Change
+from conjoin.rules.graphs.right_side import Emitter
 from conjoin.rules.patterns import Input, Rule, inputs_of
 
 __all__ = ["Refused", "apply", "apply_all", "change_of", "kept_values"]

@@ -20,7 +20,7 @@ from conjoin.rules.operators import BY_NAME
 from conjoin.rules.parameters import is_any, with_groups
 from conjoin.rules.patterns import Apply, Expr, Input, Rule, inputs_of, operators_in, walk
 from conjoin.rules.trials.condition_sizes import post
-from conjoin.rules.trials.evaluating import Setting, Value
+from conjoin.rules.trials.evaluation import Setting, Value
 from conjoin.rules.trials.forms import Forms, Meaningless, choose_ranks, meshes_in, spread_of
 from conjoin.rules.trials.operator_sizes import Shaping
 from conjoin.rules.trials.puzzles import Contradiction

@@ -20,7 +20,7 @@ from conjoin.runtime.pipelines.pipeline_draws import PipelineDraws, orders_on_ar
 from conjoin.runtime.pipelines.schedule_runs import Links
 from conjoin.runtime.pipelines.step_ends import StepEnd
 from conjoin.runtime.pipelines.step_runs import StepRun
-from conjoin.runtime.program.accumulating import (
+from conjoin.runtime.program.accumulation import (
     NARROW,
     Accumulated,
     MicroBatches,
@@ -28,7 +28,7 @@ from conjoin.runtime.program.accumulating import (
     names_read,
     refuse_input_gradients,
 )
-from conjoin.runtime.program.calling import Calling, InputPart
+from conjoin.runtime.program.call_forms import Calling, InputPart
 from conjoin.runtime.program.norms import Group
 from conjoin.runtime.program.passes import Passes
 from conjoin.runtime.program.randomness import Stream

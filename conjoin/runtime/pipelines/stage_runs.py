@@ -15,7 +15,7 @@ from torch import Tensor
 
 from conjoin.ir import LeafKind, Stage
 from conjoin.runtime.pipelines.split_backward import SplitBackward
-from conjoin.runtime.program.accumulating import sum_put_off
+from conjoin.runtime.program.accumulation import sum_put_off
 from conjoin.runtime.program.gradient_sums import add_gradients, add_to, take_gradients
 from conjoin.runtime.program.rank_program import LocalProgram
 from conjoin.runtime.program.step_values import Gradients, StepValues

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from conjoin.errors import GraphError, UsageError
 from conjoin.ir import Graph, LeafKind, fingerprint, parse_graph, plain_model, verify
-from conjoin.runtime.program.calling import Calling
+from conjoin.runtime.program.call_forms import Calling
 from conjoin.runtime.program.emission import emit_program
 from conjoin.runtime.program.programs import Program
 from conjoin.runtime.state.blocks import Sections

@@ -72,7 +72,7 @@ from conjoin.runtime.program.functions import (
     updates_in_place,
     with_weight_as_torch_lays_it,
 )
-from conjoin.runtime.program.recomputing import PART, SEGMENT, keeping, mark
+from conjoin.runtime.program.recompute import PART, SEGMENT, keeping, mark
 from conjoin.runtime.ranks.communicator import uncompiled
 from conjoin.runtime.verification.strides import in_strides
 

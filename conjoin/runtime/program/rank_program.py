@@ -44,20 +44,20 @@ from conjoin.runtime.movement.host_blocks import RowCall
 from conjoin.runtime.movement.host_copies import Engines
 from conjoin.runtime.movement.ring_attention import carry_ring
 from conjoin.runtime.movement.routing import carry_routing
-from conjoin.runtime.program.accumulating import Accumulator, Computing, MicroBatches, refuse_input_gradients
-from conjoin.runtime.program.calling import Calling, InputPart
+from conjoin.runtime.program.accumulation import Accumulator, Computing, MicroBatches, refuse_input_gradients
+from conjoin.runtime.program.call_forms import Calling, InputPart
 from conjoin.runtime.program.emission import emit_program
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.program.norms import Group
-from conjoin.runtime.program.offloading import Offloading
 from conjoin.runtime.program.part_runs import InMicroBatches
 from conjoin.runtime.program.passes import Passes
 from conjoin.runtime.program.programs import Compiled, Emitted, Program, compile_text
 from conjoin.runtime.program.randomness import Stream, Streams
-from conjoin.runtime.program.recomputing import Again, Fold, fold_segments
+from conjoin.runtime.program.recompute import Again, Fold, fold_segments
 from conjoin.runtime.program.split_outputs import SplitOutputs
 from conjoin.runtime.program.step_values import StepValues
 from conjoin.runtime.program.tensor_cores import TensorCores
+from conjoin.runtime.program.tensors_on_host import Offloading
 from conjoin.runtime.ranks.agreement import Agreement
 from conjoin.runtime.ranks.communicator import Communicator, uncompiled
 from conjoin.runtime.state.blocks import Sections

@@ -19,7 +19,7 @@ from conjoin.comm import ring_bytes
 from conjoin.errors import UsageError
 from conjoin.machine import Mesh
 from conjoin.runtime.ranks.rendezvous import compare
-from conjoin.runtime.ranks.swapping import swap
+from conjoin.runtime.ranks.swaps import swap
 from conjoin.runtime.torch_private import all_gather, compiler_follows, default_store, group_of_members, reduce_scatter
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -24,9 +24,9 @@ from conjoin.errors import RankError, UsageError
 from conjoin.machine import Mesh
 from conjoin.runtime.ranks.communicator import ProcessGroups, Work, World
 from conjoin.runtime.ranks.progress import Passage, first_line
+from conjoin.runtime.ranks.rank_watch import PATIENCE_SECONDS, Watch
 from conjoin.runtime.ranks.rendezvous import KeyStore, all_connected, compare
 from conjoin.runtime.ranks.threads import alone
-from conjoin.runtime.ranks.watching import PATIENCE_SECONDS, Watch
 from conjoin.runtime.torch_private import close_connections, default_store, group_of_members
 
 Device = torch.device | str | None

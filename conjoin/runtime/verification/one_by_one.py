@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from conjoin.ir import Pipeline, Plan, calling_graph
 from conjoin.machine import Mesh
-from conjoin.runtime.program.accumulating import MicroBatches
-from conjoin.runtime.program.calling import Calling
+from conjoin.runtime.program.accumulation import MicroBatches
+from conjoin.runtime.program.call_forms import Calling
 from conjoin.runtime.program.captured import CapturedModule, to_module
 
 
