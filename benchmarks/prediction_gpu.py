@@ -54,7 +54,7 @@ ZOO = (
     "bert-large", "gpt-350m", "resnet-101", "vit-l-16", "alexnet", "inception-v3", "dlrm", "candle-uno", "gpt-1.3b",
     "resnext-50", "vgg13", "mlp", "nmt",
 )  # fmt: skip
-LISTS = {"zoo": ZOO, "public": public_models.NAMES, "others": public_models.OTHERS}
+LISTS = {"zoo": ZOO, "public": public_models.NAMES, "others": public_models.OTHERS, "later": public_models.LATER}
 RESULTS = Path(__file__).parent / "results" / "prediction_h200.json"
 OPTIMIZER = "adamw"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -104,7 +104,7 @@ class Case(NamedTuple):
 
 def build(name: str, dtype: torch.dtype, device: str, graphs: Path | None = None) -> Case:
     """A model of either list in a dtype on a device; its graph from its file where there is one."""
-    if name in (*public_models.NAMES, *public_models.OTHERS):
+    if name in (*public_models.NAMES, *public_models.OTHERS, *public_models.LATER):
         model, batch, loss = public_models.build(name, device)
     else:
         model, batch, loss = zoo.build(name, device=device)  # type: ignore[assignment]

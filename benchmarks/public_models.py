@@ -1,7 +1,7 @@
 """Models that others wrote, at sizes they are trained at: from torchvision and transformers, with random weights.
 
 Nothing here was ever fitted on: `prediction_gpu.py` judges predictions and planned steps by them. `NAMES` were looked
-at while the way to predict was made, `OTHERS` were tried afterwards.
+at while the way to predict was made, `OTHERS` were tried afterwards, and `LATER` when those had been looked at, too.
 """
 
 from __future__ import annotations
@@ -163,8 +163,56 @@ FEATURES: dict[str, Features] = {
     }),
 }  # fmt: skip
 
+LATER_TEXTS: dict[str, Text] = {
+    "olmo-1b": Text("OlmoForCausalLM", "OlmoConfig", (2, 1024), {
+        "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16, "intermediate_size": 8192,
+        "vocab_size": 50304,
+    }),
+    "falcon-400m": Text("FalconForCausalLM", "FalconConfig", (4, 512), {
+        "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "vocab_size": 65024,
+    }),
+    "codegen-350m": Text("CodeGenForCausalLM", "CodeGenConfig", (4, 512), {
+        "n_embd": 1024, "n_layer": 20, "n_head": 16, "rotary_dim": 32, "vocab_size": 51200,
+    }),
+    "biogpt": Text("BioGptForCausalLM", "BioGptConfig", (8, 512), {**_WIDE, "vocab_size": 42384}),
+    "modernbert-base": Text("ModernBertForMaskedLM", "ModernBertConfig", (16, 512), {}),
+    "gemma2-300m": Text("Gemma2ForCausalLM", "Gemma2Config", (4, 512), {
+        "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 128, "intermediate_size": 4096, "vocab_size": 64000,
+    }),
+    "pegasus-base": Text("PegasusForConditionalGeneration", "PegasusConfig", (8, 256), {
+        "d_model": 768, "encoder_layers": 8, "decoder_layers": 8, "encoder_attention_heads": 12,
+        "decoder_attention_heads": 12, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072, "vocab_size": 50265,
+    }),
+    "roformer-base": Text("RoFormerForMaskedLM", "RoFormerConfig", (32, 128), {**_BASE, "vocab_size": 50000}),
+}  # fmt: skip
+
+LATER_IMAGES: dict[str, Images] = {
+    "vit-b-32": Images("vit_b_32", (128, 3, 224, 224)),
+    "vgg-16-bn": Images("vgg16_bn", (48, 3, 224, 224)),
+    "densenet-201": Images("densenet201", (32, 3, 224, 224)),
+    "efficientnet-b3": Images("efficientnet_b3", (48, 3, 300, 300)),
+    "convnext-s": Images("convnext_small", (48, 3, 224, 224)),
+    "regnet-y-16gf": Images("regnet_y_16gf", (48, 3, 224, 224)),
+    "r2plus1d-18": Images("video.r2plus1d_18", (8, 3, 16, 112, 112)),
+    "mvit-v2-s": Images("video.mvit_v2_s", (4, 3, 16, 224, 224)),
+}
+
+LATER_FEATURES: dict[str, Features] = {
+    "beit-base": Features("Beit", "ForImageClassification", "pixel_values", (48, 3, 224, 224), (48,), {
+        "num_labels": 100,
+    }),
+    "pvt-v2-b1": Features("PvtV2", "ForImageClassification", "pixel_values", (48, 3, 224, 224), (48,), {
+        "num_labels": 100,
+    }),
+    "hf-swin-t": Features("Swin", "ForImageClassification", "pixel_values", (48, 3, 224, 224), (48,), {
+        "num_labels": 100,
+    }),
+}  # fmt: skip
+
 NAMES = (*TEXTS, *IMAGES)
 OTHERS = (*OTHER_TEXTS, *OTHER_IMAGES, *FEATURES)
+LATER = (*LATER_TEXTS, *LATER_IMAGES, *LATER_FEATURES)
 
 
 def _library(name: str) -> Any:
@@ -205,10 +253,11 @@ def _build_images(images: Images) -> Public:
 def build(name: str, device: str) -> Public:
     """A model of the list on a device, ready to train; on the meta device it takes no memory."""
     torch.manual_seed(0)
-    images, texts = IMAGES | OTHER_IMAGES, TEXTS | OTHER_TEXTS
+    images, texts = IMAGES | OTHER_IMAGES | LATER_IMAGES, TEXTS | OTHER_TEXTS | LATER_TEXTS
+    features = FEATURES | LATER_FEATURES
     if name in texts:
         with torch.device(device):
             model, batch, loss = _build_text(texts[name])
     else:  # small, and some compute their widths with tensors
-        model, batch, loss = _build_images(images[name]) if name in images else _build_features(FEATURES[name])
+        model, batch, loss = _build_images(images[name]) if name in images else _build_features(features[name])
     return Public(model.to(device).train(), tree_map(lambda x: x.to(device), batch), loss)

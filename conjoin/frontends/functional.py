@@ -1,9 +1,10 @@
 """Making an exported program functional: every in-place call becomes a call that returns a new value.
 
 torch can do this for any program by tracing it again, which takes longer than the export itself. Most programs need
-less: an in-place call whose target is seen under no other name afterwards is replaced where it stands, and a write to a
-slice (`x[:, 1:] = y`) becomes a new value of the whole. A program with any other kind of writing is left alone, and
-torch's way is taken.
+less: an in-place call whose target is seen under no other name afterwards is replaced where it stands, and a write to
+a slice (`x[:, 1:] = y`) becomes a new value of the whole. `x[:, 1:] += y` writes twice, as Python reads it: it adds to
+the slice and puts into `x` what is there already; one addition of `y` and zeros around it is all that is left. A
+program with any other kind of writing is left alone, and torch's way is taken.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from conjoin.ops import find_operator, operator_name
 
 Updates = tuple[tuple[str, fx.Node], ...]
 """Buffers by name in the program, and the node that makes their new value."""
+
+Part = tuple[Any, fx.Node]
+"""Which part of a whole, and what was put there."""
 
 _HIDES_ITS_INPUT = "dropout"
 """The one operator that hands its input back, outside of training, and is traced as if it made a copy."""
@@ -210,6 +214,69 @@ def _put_back(graph: fx.Graph, part: fx.Node, value: fx.Node) -> fx.Node:
     return value
 
 
+def _is_there(node: fx.Node, put: Mapping[fx.Node, Part]) -> bool:
+    """Whether a call copies into a part what was put there before."""
+    if node.target is not torch.ops.aten.copy_.default or len(node.args) > 2:
+        return False
+    target, source = cast(fx.Node, node.args[0]), node.args[1]
+    return _whole(target) is not target and put.get(_whole(target)) == (_path(target), source)
+
+
+def _path(part: fx.Node) -> tuple[Any, ...]:
+    """Which part of a whole this is: the views from the part to the whole."""
+    found: list[Any] = []
+    while part.target in _SCATTERS:
+        found.append((part.target, part.args[1:], tuple(part.kwargs.items())))
+        part = part.args[0]  # type: ignore[assignment]
+    return tuple(found)
+
+
+def _added_around(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """The whole with something added to the larger part of it: zeros are added to the rest."""
+    function = _ADDITIONS.get(node.target)
+    target, other = (*node.args, None)[:2]
+    if function is None or not isinstance(target, fx.Node) or not isinstance(other, fx.Node):
+        return None
+    whole, pads = _whole(target), _pads(target)
+    if pads is None:
+        return None
+    part, added = target.meta["val"], other.meta["val"]
+    alike = (added.shape, added.dtype) == (part.shape, part.dtype) and not part.is_complex()
+    if not alike or 2 * part.numel() < whole.meta["val"].numel():
+        return None
+    pad = torch.ops.aten.constant_pad_nd.default
+    around = graph.call_function(pad, (other, pads))
+    around.meta = {**node.meta, "val": pad(added, pads)}
+    return _insert(graph, node, function, (whole, around), whole.meta["val"])
+
+
+_ADDITIONS: dict[Any, OpOverload] = {
+    torch.ops.aten.add_.Tensor: torch.ops.aten.add.Tensor,
+    torch.ops.aten.sub_.Tensor: torch.ops.aten.sub.Tensor,
+}
+
+
+def _pads(part: fx.Node) -> list[int] | None:
+    """How many elements of the whole lie before and after a part in each dim, the last one first; None with gaps."""
+    rank = part.meta["val"].dim()
+    around = [[0, 0] for _ in range(rank)]
+    if part.target not in _SCATTERS:
+        return None
+    while part.target in _SCATTERS:
+        base = cast(fx.Node, part.args[0])
+        if part.target is not torch.ops.aten.slice.Tensor:
+            return None
+        given: list[Any] = [*part.args[1:], *(0, None, None, 1)[len(part.args) - 1 :]]
+        dim, size = given[0] % rank, base.meta["val"].shape[given[0]]
+        places = range(size)[slice(*given[1:])]
+        if places.step != 1:
+            return None
+        around[dim][0] += places.start
+        around[dim][1] += size - places.stop
+        part = base
+    return [count for ends in reversed(around) for count in ends]
+
+
 def _in_real_parts(graph: fx.Graph, put: fx.Node) -> fx.Node:
     """What puts a part into a complex tensor, by real and imaginary parts: torch has no gradient for it as it is."""
     if not put.meta["val"].is_complex() or put.kwargs:
@@ -255,7 +322,12 @@ def functionalize(program: ExportedProgram) -> Updates | None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     updates: dict[str, fx.Node] = {}
     replaced: set[fx.Node] = set()
+    put: dict[fx.Node, Part] = {}
     for node in writers:
+        if _is_there(node, put):
+            node.replace_all_uses_with(cast(fx.Node, node.args[1]))
+            graph.erase_node(node)
+            continue
         wholes = [_whole(target) for target in _targets(node)]
         with graph.inserting_before(node):
             if _is_batch_norm_in_training(node):
@@ -264,8 +336,13 @@ def functionalize(program: ExportedProgram) -> Updates | None:
                 function = find_operator(_functional_name(node.target))  # type: ignore[arg-type]
                 result = _insert(graph, node, function, node.args, node.meta["val"])
                 new = [result]
-            written = [_put_back(graph, target, value) for target, value in zip(_targets(node), new, strict=True)]
+            around = _added_around(graph, node)
+            written = [around] if around is not None else [
+                _put_back(graph, target, value) for target, value in zip(_targets(node), new, strict=True)
+            ]
             replaced.update((result, *written))
+            parts = [(_path(target), value) for target, value in zip(_targets(node), new, strict=True)]
+            put.update(zip(written, parts, strict=True))
         for target, value, whole, full in zip(_targets(node), new, wholes, written, strict=True):
             name = _original(whole, names, updates)
             _replace_later(target, value, order, order[node])

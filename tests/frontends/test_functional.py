@@ -107,7 +107,38 @@ def all_of_it(y: Tensor, total: Tensor) -> Tensor:
     return z
 
 
-BODIES += [diagonal, by_strides, all_of_it]
+def added_to_a_part(y: Tensor, total: Tensor) -> Tensor:
+    z = (y * 2)[None]
+    z[:, :, 1:][:, 1:, :3] += y[1:, :3].square()
+    z[..., 1:] -= y[:, 1:] * 3
+    z[:, :1] += y[:1]
+    return z.square()
+
+
+def put_where_it_was(y: Tensor, total: Tensor) -> Tensor:
+    """Only what was put into the same part before, and is there still, need not be put there again."""
+    z = y * 2
+    part = z[1:]
+    part += y[1:] * 3
+    old = part * 1
+    z[:1] += y[:1]
+    z[1:] = part
+    z[:2] = z[1:] * 2
+    z[1:] = old
+    return z.square()
+
+
+BODIES += [diagonal, by_strides, all_of_it, added_to_a_part, put_where_it_was]
+
+
+def test_an_addition_to_a_part_is_one_addition() -> None:
+    def body(y: Tensor, total: Tensor) -> Tensor:
+        z = y * 2
+        z[1:, 1:] += y[1:, 1:].square()
+        return z
+
+    found = capture(Writes(body), torch.randn(3, 4))
+    assert {"slice_scatter", "conjoin::overwrite"}.isdisjoint(node.op for node in found.nodes)
 
 
 def test_an_unread_draw_is_drawn() -> None:
