@@ -87,8 +87,8 @@ def _then_bias(call: Call, needs: tuple[int, ...]) -> tuple[Asked, ...]:
 def fuses_attention(call: Call, shapes: Shapes, needs: tuple[int, ...], kind: str) -> bool:
     """Whether a device of a kind has one kernel for attention on tensors of these shapes.
 
-    With a batch and heads; on a GPU also with rows it can load whole, with as many heads of keys as of queries in
-    float32, and where the mask is not trained.
+    With a batch and heads; on a GPU also with rows it can load whole, where neither is broadcast, and where the mask is
+    not trained. Heads of keys may be fewer than those of queries where the call says so, in halves.
     """
     query, key, value = shapes[:3]
     dtype = call.tensors[0].dtype
@@ -96,7 +96,8 @@ def fuses_attention(call: Call, shapes: Shapes, needs: tuple[int, ...], kind: st
         return len(query) == _FUSED_RANK
     if dtype.itemsize > torch.float32.itemsize or any(call.operand_names[i] == "attn_mask" for i in needs):
         return False
-    if dtype not in _HALVES and query[1] != key[1]:
+    groups = dtype in _HALVES and bool(call["enable_gqa"])
+    if query[0] != key[0] or (query[1] != key[1] and not groups):
         return False
     aligned = all(size * dtype.itemsize % _ALIGNMENT == 0 for size in (query[-1], value[-1]))
     return aligned or (dtype in _HALVES and call["attn_mask"] is None)

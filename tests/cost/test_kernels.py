@@ -25,9 +25,9 @@ def shipped() -> CostModel:
     return CostModel()
 
 
-def attention(dtype: torch.dtype, kv_heads: int = 16, width: int = 64, **more: Any) -> Call:
-    q, kv = TensorType((4, 16, 256, width), dtype), TensorType((4, kv_heads, 256, width), dtype)
-    more["enable_gqa"] = kv_heads != 16
+def attention(dtype: torch.dtype, kv_heads: int = 16, width: int = 64, batch: int = 4, **more: Any) -> Call:
+    q, kv = TensorType((4, 16, 256, width), dtype), TensorType((batch, kv_heads, 256, width), dtype)
+    more = {"enable_gqa": kv_heads != 16, **more}
     return Call("scaled_dot_product_attention", bind_args("scaled_dot_product_attention", (q, kv, kv), more))
 
 
@@ -45,8 +45,13 @@ BIAS = TensorType((1, 16, 256, 256), torch.bfloat16)
         (attention(torch.float32, width=66), (0, 1, 2), False),
         (attention(torch.bfloat16, width=66), (0, 1, 2), True),
         (attention(torch.float64), (0, 1, 2), False),
+        (attention(torch.bfloat16, kv_heads=1, enable_gqa=False), (0, 1, 2), False),
+        (attention(torch.bfloat16, batch=1), (0, 1, 2), False),
     ],
-    ids=["plain", "groups in half", "groups", "mask", "trained mask", "odd rows", "odd rows in half", "double"],
+    ids=[
+        "plain", "groups in half", "groups", "mask", "trained mask", "odd rows", "odd rows in half", "double",
+        "one head for all", "one sample for all",
+    ],
 )
 def test_attention_without_a_kernel_is_spelled_out(call: Call, needs: tuple[int, ...], fused: bool) -> None:
     shapes = tuple(tensor.shape for tensor in call.tensors)
