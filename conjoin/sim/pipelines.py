@@ -25,7 +25,8 @@ from conjoin.sim.breakdown import Breakdown, break_down
 from conjoin.sim.crossings import Crossings
 from conjoin.sim.expected_error import expected_error, is_all_estimated
 from conjoin.sim.fragments import Drafts
-from conjoin.sim.memory import Memory, check_optimizer, measure_memory
+from conjoin.sim.memory import check_optimizer, measure_memory
+from conjoin.sim.memory_walk import Memory
 from conjoin.sim.offloads import Offloads
 from conjoin.sim.prediction import missing_rates, peak_rate, work_by_rate
 from conjoin.sim.prices import MachinePrices
