@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from math import inf
 
 from conjoin.cost import CostModel
-from conjoin.ir import Graph, Pipeline, Plan
+from conjoin.ir import Graph, Mark, Pipeline, Plan
 from conjoin.machine import Machine
 from conjoin.rules import Library
 from conjoin.search.baselines import baselines, least_bytes, stored_otherwise
@@ -221,7 +221,8 @@ def _enter_given(contest: Contest, begin: Beginning, wish: Wish, costs: CostMode
         check_start(contest, plan)
         check_stages(contest, plan, wish.stages)
         if isinstance(plan, Pipeline):
-            enter_pipeline(contest, plan, costs)
+            here = Mark(contest.machine.name, contest.machine.fingerprint())
+            enter_pipeline(contest, replace(plan, machine=here), costs)
             contest.pipeline_given = True
         else:
             found.append(contest.enter_plan(plan, is_counted=False))
