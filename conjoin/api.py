@@ -267,7 +267,7 @@ def search_plan(
     machine: Machine | str | PathLike[str],
     wish: Wish | None = None,
     *,
-    start: Sequence[Plan] | SearchResult = (),
+    start: Sequence[Plan | Pipeline] | SearchResult = (),
     progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
     """The best plan that a search finds for a captured model, with what it is compared with and how the search went.

@@ -1,6 +1,13 @@
 """Seconds of an operator on a device and of a collective on a machine, always with their source."""
 
-from conjoin.cost.communication import collective_seconds, messages_seconds, point_to_point_seconds, wire_seconds
+from conjoin.cost.communication import (
+    Links,
+    collective_seconds,
+    links_between,
+    messages_seconds,
+    point_to_point_seconds,
+    wire_seconds,
+)
 from conjoin.cost.device_costs import OperatorCost
 from conjoin.cost.kernels import ATTENTION, fuses_attention
 from conjoin.cost.keys import read_key, write_key
@@ -20,9 +27,9 @@ from conjoin.cost.work import FAMILIES, CallWork, Work, is_product, work_of
 
 __all__ = [
     "ATTENTION", "FAMILIES", "NO_SECONDS", "OPTIMIZERS", "Absence", "CallWork", "CostModel", "Fit", "Groups",
-    "LocalCall", "Measurement", "OperatorCost", "Outcome", "Profile", "Seconds", "Source", "Store", "Way", "Work",
-    "collective_seconds", "copy_key", "fit_efficiencies", "fuses_attention", "is_product", "load_profile",
-    "local_calls", "mean_outcomes", "measure", "measure_copy", "measure_update", "messages_seconds", "nccl_ways",
-    "point_to_point_seconds", "rate_name", "read_key", "save_profile", "shipped_profiles", "update_key", "weakest",
-    "wire_seconds", "work_of", "write_key",
+    "Links", "LocalCall", "Measurement", "OperatorCost", "Outcome", "Profile", "Seconds", "Source", "Store", "Way",
+    "Work", "collective_seconds", "copy_key", "fit_efficiencies", "fuses_attention", "is_product", "links_between",
+    "load_profile", "local_calls", "mean_outcomes", "measure", "measure_copy", "measure_update", "messages_seconds",
+    "nccl_ways", "point_to_point_seconds", "rate_name", "read_key", "save_profile", "shipped_profiles", "update_key",
+    "weakest", "wire_seconds", "work_of", "write_key",
 ]  # fmt: skip

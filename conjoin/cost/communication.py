@@ -116,6 +116,23 @@ def point_to_point_seconds(machine: Machine, sender_rank: int, receiver_rank: in
     return Seconds(latency + num_bytes / min(map(rate_between(machine.device), route)), Source.ESTIMATED)
 
 
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The links on the way of a message, each with its bytes a second, and how long a message takes without them.
+
+    Links that hold nobody else up are named for both ends, so that others do not seem to share them."""
+
+    links: tuple[tuple[object, float], ...]
+    latency: float
+
+
+def links_between(machine: Machine, sender: int, receiver: int) -> Links:
+    """What a message goes over from one rank to another."""
+    rate, route = rate_between(machine.device), machine.topology.path(sender, receiver)
+    links = tuple((link.wire if link.shared else (link.wire, sender, receiver), rate(link)) for link in route)
+    return Links(links, SOFTWARE_SECONDS[machine.device] + sum(link.latency for link in route))
+
+
 def messages_seconds(machine: Machine, messages: Sequence[tuple[int, int, int]]) -> Seconds:
     """How long messages take that start together, each by its sender, its receiver and its bytes: as the busiest link.
 

@@ -1,5 +1,6 @@
 """The graph: immutable, hash-consed, with layouts, text form, JSON, fingerprint and verifier; and the plan."""
 
+from conjoin.ir.accumulation import Accumulation, calling_graph, is_whole
 from conjoin.ir.builder import GraphBuilder, is_random
 from conjoin.ir.computation import computation_digest
 from conjoin.ir.custom_operators import check_registered, custom_operators, declared_in, import_operators
@@ -25,7 +26,7 @@ from conjoin.ir.memory_order import (
     strides_in,
 )
 from conjoin.ir.micro_batched_parts import MicroBatchedPart, cut_part_in_micro_batches, micro_batched_parts
-from conjoin.ir.micro_batches import Accumulation, calling_graph, cut_in_micro_batches, is_whole
+from conjoin.ir.micro_batches import cut_in_micro_batches
 from conjoin.ir.nodes import (
     Leaf,
     LeafKind,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from conjoin.ir.accumulation import Accumulation
 from conjoin.ir.graph import Graph
-from conjoin.ir.micro_batches import Accumulation
 from conjoin.ir.nodes import Leaf, Node, Value
 from conjoin.ir.reshards import is_parallel, origin
 from conjoin.ir.rounding import EXACT

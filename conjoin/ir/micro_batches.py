@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from conjoin.errors import StrategyError
+from conjoin.ir.accumulation import WHOLE, Accumulation
 from conjoin.ir.builder import GraphBuilder, is_random
 from conjoin.ir.expansion import can_expand, drop_unused, expand
 from conjoin.ir.graph import Graph
@@ -45,8 +46,6 @@ from conjoin.ops import (
     spec_for,
 )
 
-_WHOLE = " (whole)"
-"""What the name of an input ends with that is there as a whole beside its part."""
 _ADDING = ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar")
 _BATCH_NORM = "_native_batch_norm_legit_functional"
 _FEWER = "Use fewer micro-batches, or none"
@@ -55,22 +54,6 @@ _OTHERWISE = (
     "only, as fsdp, do; and with part= in the place of micro= what works on samples apart runs in micro-batches, and "
     "the rest on the whole batch"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Accumulation:
-    """How many micro-batches make up a step, and what they are of its inputs."""
-
-    steps: int
-    cut: tuple[str, ...]
-    """Inputs that are cut along their first dim; the others are the same for all."""
-    whole: tuple[tuple[str, str], ...] = ()
-    """Inputs of the graph that are others as a whole: name, and name of the other."""
-
-
-def is_whole(leaf: Leaf) -> bool:
-    """Whether it is the whole of an input that is there in parts, too."""
-    return leaf.name.endswith(_WHOLE)
 
 
 def cut_in_micro_batches(graph: Graph, steps: int, *, own_statistics: bool = False) -> tuple[Graph, Accumulation]:
@@ -187,7 +170,7 @@ class Cutting:
             return
         part = retype(leaf, _shrunk(leaf, self.steps))
         self._parts[Value(leaf)], self._placed[Value(leaf)] = self._builder.add_leaf(part), Split(0)
-        apart = make_leaf(leaf.kind, leaf.name + _WHOLE, leaf.type, channels_last=leaf.channels_last)
+        apart = make_leaf(leaf.kind, leaf.name + WHOLE, leaf.type, channels_last=leaf.channels_last)
         self._whole_leaves[leaf], self._wholes[Value(leaf)] = apart, Value(apart)
 
     def add_whole(self, node: Node, wholes: Mapping[Value, Value]) -> None:
@@ -476,33 +459,3 @@ def _counts_up(value: Any) -> bool:
 
 def _shrunk(leaf: Leaf, steps: int) -> Any:
     return replace(leaf.type, shape=(leaf.type.shape[0] // steps, *leaf.type.shape[1:]))
-
-
-def calling_graph(graph: Graph, accumulation: Accumulation) -> Graph:
-    """The graph as its caller sees it: without inputs that are others as a whole."""
-    names = {name for name, _ in accumulation.whole}
-    kept = tuple(v for v in graph.inputs if not (isinstance(v, Value) and _name(v) in names))
-    children = graph.input_structure.children
-    for_loss = replace(children[2], children=children[2].children[: len(children[2].children) - len(names)])
-    structure = replace(graph.input_structure, children=(*children[:2], for_loss, *children[3:]))
-    leaves = tuple(leaf for leaf in graph.leaves if leaf.kind is not LeafKind.INPUT or leaf.name not in names)
-    return replace(graph, inputs=kept, input_structure=structure, leaves=leaves)
-
-
-def _name(value: Value) -> str:
-    return value.owner.name if isinstance(value.owner, Leaf) else ""
-
-
-def check_accumulation(graph: Graph, accumulation: Accumulation, *, own_statistics: bool = False) -> None:
-    """ValueError where a graph does not take micro-batches as stated."""
-    inputs: Mapping[str, Leaf] = {leaf.name: leaf for leaf in graph.leaves_of(LeafKind.INPUT)}
-    if not 2 <= accumulation.steps <= 2**20:
-        raise ValueError(f"a step of {accumulation.steps} micro-batches")
-    if (graph.updates and not own_statistics) or graph.loss is None or not graph.training:
-        raise ValueError("micro-batches are for training with a loss, without buffers that change")
-    whole = dict(accumulation.whole)
-    for name in (*accumulation.cut, *whole, *whole.values()):
-        if name not in inputs or not inputs[name].type.shape:
-            raise ValueError(f"micro-batches of {name[:60]!r}, which is no input with a batch")
-    if len(graph.input_structure.children) != 4 or set(whole.values()) - set(accumulation.cut):
-        raise ValueError("inputs as a whole that are not cut")

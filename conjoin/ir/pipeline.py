@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from conjoin.errors import PlanError
+from conjoin.ir.accumulation import Accumulation, check_accumulation
 from conjoin.ir.computation import computation_digest
 from conjoin.ir.custom_operators import statements_to_json
 from conjoin.ir.files import write_file
 from conjoin.ir.graph import Graph
-from conjoin.ir.micro_batches import Accumulation, check_accumulation
 from conjoin.ir.nodes import Leaf, LeafKind, Value
 from conjoin.ir.plan import (
     FORMAT,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from conjoin.errors import GraphError, PlanError
+from conjoin.ir.accumulation import Accumulation, check_accumulation
 from conjoin.ir.computation import computation_digest
 from conjoin.ir.custom_operators import read_statements, statements_to_json
 from conjoin.ir.files import write_file
@@ -20,7 +21,6 @@ from conjoin.ir.host_inputs import host_readers
 from conjoin.ir.library_stamps import is_held_for_true, is_own
 from conjoin.ir.limits import MAX_ITEMS
 from conjoin.ir.micro_batched_parts import micro_batched_parts
-from conjoin.ir.micro_batches import Accumulation, check_accumulation
 from conjoin.ir.nodes import LeafKind
 from conjoin.ir.offloads import Made, check_offloads, parse_tensors, tensor_text
 from conjoin.ir.parallel_verifier import find_layout_faults

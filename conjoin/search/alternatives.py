@@ -2,12 +2,13 @@
 
 All else stays as the plan has it. Axes that the plan uses alike change together. Parameters that the operator alone
 reads, and that lie where it uses them, are stored where it would use them then; a cast between the two goes with them.
-Every alternative is a plan, checked and simulated like any other.
+Every alternative is a plan, checked and simulated like any other. In a pipeline one stage changes, and the step is that
+of all stages with what goes between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from conjoin.cost import CostModel
@@ -16,8 +17,10 @@ from conjoin.ir import (
     REGATHER,
     Choice,
     Leaf,
+    Pipeline,
     Plan,
     Value,
+    check_pipeline,
     check_plan,
     host_inputs,
     offload_actions,
@@ -32,11 +35,21 @@ from conjoin.ir import (
 from conjoin.machine import Machine
 from conjoin.ops import CAST, Copies, Invariant, Layout, Partial, Placement, Split, make_layout, placement_on
 from conjoin.search.packed_weights import sections_alike
-from conjoin.search.tensor_names import find_tensor, operator_line
+from conjoin.search.tensor_names import find_in_stages, find_tensor, operator_line
 from conjoin.search.variants import sequential_variant
-from conjoin.sim import Layouts, Prediction, Skeleton, predict, put_together, take_apart
+from conjoin.sim import (
+    Layouts,
+    PipelinePrediction,
+    Prediction,
+    Skeleton,
+    predict,
+    predict_pipeline,
+    put_together,
+    take_apart,
+)
 
 Axes = tuple[str, ...]
+_ASKED = "What else was possible was asked of"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +61,8 @@ class Alternative:
     """A sharding rule, `S(0), B -> S(0)`, or how a parameter is stored."""
     index: str | None = None
     """What is split."""
-    plan: Plan | None = None
-    prediction: Prediction | None = None
+    plan: Plan | Pipeline | None = None
+    prediction: Prediction | PipelinePrediction | None = None
     reason: str = ""
 
 
@@ -61,31 +74,51 @@ class Why:
     """The line of the plan that it is."""
     present: tuple[tuple[Axes, str], ...]
     """Its way on each group of axes."""
-    prediction: Prediction
+    prediction: Prediction | PipelinePrediction
     """Of the plan as it is."""
     alternatives: tuple[Alternative, ...]
     """The fastest first, then those that cannot be."""
 
 
-def find_alternatives(plan: Plan, machine: Machine, costs: CostModel, name: str, optimizer: str = "adam") -> Why:
-    """What else was possible for what a name means, and what the step would then take."""
-    value = origin(find_tensor(plan.graph, name, "What else was possible was asked of"))
+def find_alternatives(
+    plan: Plan | Pipeline, machine: Machine, costs: CostModel, name: str, optimizer: str = "adam"
+) -> Why:
+    """What else was possible for what a name means, and what the step would then take; in a pipeline `2: NAME` means
+    something in stage 2, where others have that, too."""
+    if isinstance(plan, Plan):
+        value = origin(find_tensor(plan.graph, name, _ASKED))
+        return _found(plan, value, lambda edited: (edited, predict(edited, machine, costs, optimizer)))
+    place, value = find_in_stages([stage.plan.graph for stage in plan.stages], name, _ASKED)
+
+    def judge(edited: Plan) -> tuple[Pipeline, PipelinePrediction]:
+        stages = (*plan.stages[:place], replace(plan.stages[place], plan=edited), *plan.stages[place + 1 :])
+        whole = check_pipeline(replace(plan, stages=stages, predictions=()))
+        return whole, predict_pipeline(whole, machine, costs, optimizer)
+
+    found = _found(plan.stages[place].plan, origin(value), judge)
+    return replace(found, name=f"stage {place}: {found.name}")
+
+
+_Judge = Callable[[Plan], tuple[Plan | Pipeline, Prediction | PipelinePrediction]]
+"""The whole that a plan belongs to, and what it is predicted to take."""
+
+
+def _found(plan: Plan, value: Value, judge: _Judge) -> Why:
+    """All that was possible for a value of a plan."""
     skeleton, layouts = take_apart(plan)
     work = _Work(plan, skeleton, layouts, _groups(plan, layouts))
     own = work.of_leaf(value.owner) if isinstance(value.owner, Leaf) else work.of_operator(value)
-    found = [_judged(plan, machine, costs, optimizer, way, changed) for way, changed in own]
+    found = [_judged(plan, judge, way, changed) for way, changed in own]
     found.sort(key=lambda one: (one.prediction is None, one.prediction.seconds if one.prediction else 0.0))
-    return Why(work.line(value), work.present(value), predict(plan, machine, costs, optimizer), tuple(found))
+    return Why(work.line(value), work.present(value), judge(plan)[1], tuple(found))
 
 
-def _judged(
-    plan: Plan, machine: Machine, costs: CostModel, optimizer: str, way: Alternative, changed: Layouts
-) -> Alternative:
+def _judged(plan: Plan, judge: _Judge, way: Alternative, changed: Layouts) -> Alternative:
     try:
-        edited = _edited(plan, changed)
+        whole, prediction = judge(_edited(plan, changed))
     except PlanError as error:
         return replace(way, reason=str(error).rsplit("\n", 1)[-1].strip())
-    return replace(way, plan=edited, prediction=predict(edited, machine, costs, optimizer))
+    return replace(way, plan=whole, prediction=prediction)
 
 
 def _edited(plan: Plan, layouts: Layouts) -> Plan:

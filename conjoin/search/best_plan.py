@@ -11,7 +11,7 @@ from time import perf_counter, process_time
 
 from conjoin.cost import CostModel
 from conjoin.errors import StrategyError, UsageError
-from conjoin.ir import Graph, LeafKind, Plan
+from conjoin.ir import Graph, LeafKind, Pipeline, Plan
 from conjoin.machine import Machine, parts_of
 from conjoin.search.constraints import make_constraints
 from conjoin.search.contest import Progress, Stopped
@@ -34,7 +34,7 @@ def find_plan(
     costs: CostModel,
     wish: Wish | None = None,
     *,
-    start: Sequence[Plan] | SearchResult = (),
+    start: Sequence[Plan | Pipeline] | SearchResult = (),
     progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
     """The best plan for training a model on a machine: never worse than the named strategies, or plans to start from.

@@ -118,6 +118,8 @@ class Contest:
     """The best of the named strategies."""
     pipeline: PipelinePrediction | None = None
     """The best of several stages that fits."""
+    pipeline_given: bool = False
+    """Whether the user gave one to start from: then the result is no slower, even by little."""
     without: Outcome | None = None
     """The fastest entry that fits but breaks a constraint: what would be there without it."""
     history: list[Improvement] = field(default_factory=list)
@@ -210,8 +212,9 @@ class Contest:
     @property
     def pipeline_leads(self) -> bool:
         """Whether several stages are faster than one, by more than plans differ that are alike."""
+        simpler = 1.0 if self.pipeline_given else SIMPLER
         return self.pipeline is not None and (
-            self.best is None or self.pipeline.seconds * SIMPLER < self.best.seconds
+            self.best is None or self.pipeline.seconds * simpler < self.best.seconds
         )
 
     @property

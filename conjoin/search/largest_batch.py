@@ -12,13 +12,14 @@ from math import inf, prod
 
 from conjoin.cost import CostModel
 from conjoin.errors import StrategyError, UsageError
-from conjoin.ir import Graph, Plan
+from conjoin.ir import Graph, Pipeline, Plan
 from conjoin.machine import Machine, parts_of
 from conjoin.search.baselines import least_bytes
 from conjoin.search.groups import products
+from conjoin.search.named_pipelines import make_pipeline, usual_micro_batches
 from conjoin.search.named_plans import make_plan
-from conjoin.search.strategies import read_request
-from conjoin.sim import OPTIMIZER_COPIES, Prediction, predict
+from conjoin.search.strategies import PIPELINE, read_request
+from conjoin.sim import OPTIMIZER_COPIES, PipelinePrediction, Prediction, predict, predict_pipeline
 
 RECOMPUTE = ("none", "selective", "full")
 MICRO = (1, 2, 4, 8, 16, 32)
@@ -27,6 +28,8 @@ _MAX_BATCH = 1 << 20
 _MAX_NODES = 256
 _HELPS = 0.98
 """Of the memory before is what twice as many micro-batches must come to, or more of them are not tried."""
+_MOST_STAGES = 16
+"""Devices up to which a stage on each is tried."""
 _PLAIN = ("data-parallel", "zero1", "fsdp")
 
 
@@ -41,7 +44,7 @@ class Fit:
     micro: int
     batch: int
     """Samples of a step; 0 where none fits."""
-    prediction: Prediction | None
+    prediction: Prediction | PipelinePrediction | None
     """Of that batch; where none fits, of the smallest that could be planned."""
     beyond: tuple[int, int] | None = None
     """The next larger batch, and the bytes that it would take."""
@@ -80,10 +83,15 @@ class FitQuestion:
         if self.progress is not None:
             self.progress(doing)
 
-    def predict(self, machine: Machine, strategy: str, batch: int) -> tuple[Plan, Prediction]:
+    def predict(
+        self, machine: Machine, strategy: str, batch: int
+    ) -> tuple[Plan, Prediction] | tuple[Pipeline, PipelinePrediction]:
         """A step of a batch by a strategy."""
         graph = self.graph(batch)
         self.tell(f"{strategy}, a batch of {batch} on {machine.num_devices} devices")
+        if _is_pipeline(strategy):
+            made = make_pipeline(graph, machine, strategy, self.costs)
+            return made, predict_pipeline(made, machine, self.costs, self.optimizer)
         plan = make_plan(graph, machine, strategy)
         return plan, predict(plan, machine, self.costs, self.optimizer)
 
@@ -99,6 +107,17 @@ def layers_split(machine: Machine) -> tuple[str, ...]:
     return tuple(f"megatron:tp={degree},sp,fsdp" for degree in products(inside)[1:])
 
 
+def in_stages(machine: Machine) -> tuple[str, ...]:
+    """What is tried where these do not fit either: a stage on every node, its layers split; one on every device."""
+    inside, nodes = machine.devices_per_node, machine.num_nodes
+    by_node = (f"pipeline:pp={nodes},tp={inside}",) if nodes > 1 and inside > 1 else ()
+    return (*by_node, f"pipeline:pp={machine.num_devices}") if machine.num_devices <= _MOST_STAGES else by_node
+
+
+def _is_pipeline(strategy: str) -> bool:
+    return read_request(strategy).name == PIPELINE
+
+
 def largest_batches(question: FitQuestion, machine: Machine, strategies: Sequence[str] = ()) -> list[Fit]:
     """For each strategy and each way to run blocks again the largest batch; the highest throughput first.
 
@@ -107,9 +126,11 @@ def largest_batches(question: FitQuestion, machine: Machine, strategies: Sequenc
     found = [fit for name in strategies or usual_strategies(machine) for fit in _each_mode(question, machine, name)]
     if not strategies and machine.num_devices > 1 and not any(fit.fits for fit in found):
         found += [fit for name in layers_split(machine) for fit in _each_mode(question, machine, name)]
+    if not strategies and machine.num_devices > 1 and not any(fit.fits for fit in found):
+        found += [fit for name in in_stages(machine) for fit in _each_mode(question, machine, name)]
     found.sort(key=lambda fit: -fit.samples_per_second)
     best = next((fit for fit in found if fit.fits), None)
-    if best is not None and read_request(best.strategy).micro == 1:
+    if best is not None and best.micro == 1:
         more = _largest(question, machine, best.strategy, best.recompute, micro=2)
         found += [more] if more.fits else []
     return found
@@ -128,6 +149,10 @@ def _each_mode(question: FitQuestion, machine: Machine, name: str) -> Iterator[F
 def _largest(question: FitQuestion, machine: Machine, name: str, mode: str, micro: int) -> Fit:
     """The largest batch by one strategy, or why there is none."""
     strategy = _written(name, mode, micro)
+    if _is_pipeline(name):
+        request = read_request(name)
+        micro = request.micro if request.asks_micro else usual_micro_batches(machine, request)
+        strategy = _written(name, mode, 1 if request.asks_micro else micro)
     first = machine.num_devices * micro
     least = least_bytes(name, question.graph(first), machine.mesh, OPTIMIZER_COPIES[question.optimizer])
     if least > machine.usable_bytes:
@@ -152,7 +177,7 @@ class _Looking:
     strategy: str
     micro: int
     first: int
-    known: dict[int, Prediction] = field(default_factory=dict)
+    known: dict[int, Prediction | PipelinePrediction] = field(default_factory=dict)
     unit: int = 1
     """By how many samples a batch grows: one for each part that it is cut into."""
 
@@ -201,9 +226,11 @@ class _Looking:
         return self.known[batch].fits
 
 
-def _parts_of_batch(plan: Plan, machine: Machine) -> int:
+def _parts_of_batch(plan: Plan | Pipeline, machine: Machine) -> int:
     """Into how many parts a strategy cuts a batch, over devices."""
     degrees = read_request(plan.strategy).degrees
+    if isinstance(plan, Pipeline):
+        return max(len(stage.ranks) for stage in plan.stages) // degrees.get("tp", 1)
     cut = [degrees[key] for key in ("dp", "shard", "replicate") if key in degrees]
     return prod(cut) if cut or machine.num_devices == 1 else machine.num_devices
 
@@ -241,8 +268,10 @@ def _best_way(question: FitQuestion, machine: Machine, batch: int, strategies: S
     best = _fastest(question, machine, batch, given)
     if best.fits or names or machine.num_devices == 1:
         return best
-    split = _fastest(question, machine, batch, layers_split(machine))
-    return split if split.fits or _peak(split) < _peak(best) else best
+    for others in (layers_split(machine), in_stages(machine)):
+        found = _fastest(question, machine, batch, others) if others and not best.fits else best
+        best = found if found.fits or _peak(found) < _peak(best) else best
+    return best
 
 
 def _peak(fit: Fit) -> float:
@@ -259,7 +288,7 @@ def _fastest(question: FitQuestion, machine: Machine, batch: int, names: Sequenc
 def _fewest_parts(question: FitQuestion, machine: Machine, batch: int, name: str, mode: str) -> Fit:
     """A way with as few micro-batches as fit; where more of them do not help any more, with what they come to."""
     found = _as_given(question, machine, batch, (name, mode, 1))
-    for micro in MICRO[1:]:
+    for micro in MICRO[1:] if not _is_pipeline(name) else ():  # which has as many as it can anyway
         if found.fits or batch % micro:
             break
         fewer, found = found, _as_given(question, machine, batch, (name, mode, micro))
@@ -279,4 +308,5 @@ def _as_given(question: FitQuestion, machine: Machine, batch: int, way: tuple[st
         found = question.predict(machine, strategy, batch)[1]
     except StrategyError as error:
         return Fit(machine, strategy, mode, micro, 0, None, reason=str(error))
-    return Fit(machine, strategy, mode, micro, batch if found.fits else 0, found)
+    told = found.pipeline.num_micro_batches if isinstance(found, PipelinePrediction) else micro
+    return Fit(machine, strategy, mode, told, batch if found.fits else 0, found)

@@ -124,8 +124,8 @@ class _Chain:
 
     def _link(self, segment: Segment) -> Link:
         places, program = range(segment[0], segment[1] + 1), self.program
-        forward = sum(self._seconds(program.forward_position(place)) for place in places)
-        backward = sum(self._seconds(program.backward_position(place)) for place in places)
+        forward = sum(self._seconds(program.order.forward(place)) for place in places)
+        backward = sum(self._seconds(program.order.backward(place)) for place in places)
         inside, last = self.inside(segment), 2 * len(program.skeleton.operators) + 1
         kept = sum(tensor.num_bytes for tensor in inside)
         crossing = sum(tensor.num_bytes for tensor in inside if last - tensor.asked > segment[1])

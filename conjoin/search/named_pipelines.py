@@ -196,6 +196,11 @@ def _sizes(machine: Machine, request: Request, sizes: Sequence[int]) -> tuple[in
     return tuple(count // degree + (i < count % degree) for i in range(degree))
 
 
+def usual_micro_batches(machine: Machine, request: Request) -> int:
+    """As many micro-batches as a pipeline has where its batch has parts for them and nobody says."""
+    return _PER_STAGE * len(_sizes(machine, request, ()))
+
+
 def _micro_batches(graph: Graph, sizes: Sequence[int], tensor_degree: int) -> int:
     """The most micro-batches that a batch has parts for, up to some for every stage, and with samples for all devices
     of a stage that split them."""

@@ -32,6 +32,21 @@ def check_start(contest: Contest, plan: Plan | Pipeline) -> None:
         )
 
 
+def check_stages(contest: Contest, plan: Plan | Pipeline, stages: int | None) -> None:
+    """UsageError where a plan to start from has another number of stages than was asked for, or cannot be compared."""
+    has = len(plan.stages) if isinstance(plan, Pipeline) else 1
+    if stages is not None and has != stages:
+        raise UsageError(
+            f"A search for {stages} stage{'' if stages == 1 else 's'} was to start from {plan.strategy[:60]!r}. That "
+            f"has {has}. Leave one of the two out, or start from another plan."
+        )
+    if isinstance(plan, Pipeline) and contest.constraints:
+        raise UsageError(
+            f"The pipeline {plan.strategy[:60]!r} was given to start from, with layouts fixed or axes forbidden. These "
+            f"are asked of plans of one stage: a stage has axes of its own. Leave one of the two out."
+        )
+
+
 def nothing_found(contest: Contest, num_plans: int, stages: int | None) -> StrategyError:
     """Why there is no plan at all."""
     if contest.smallest is not None and contest.smallest.peak_bytes is not None:

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from math import inf
 
 from conjoin.cost import CostModel
-from conjoin.ir import Graph, Pipeline, Plan
+from conjoin.ir import Graph, Mark, Pipeline, Plan
 from conjoin.machine import Machine
 from conjoin.rules import Library
 from conjoin.search.baselines import baselines, least_bytes, stored_otherwise
@@ -28,7 +28,7 @@ from conjoin.search.notes import Notes
 from conjoin.search.papers.descents import descend_everywhere, try_everything
 from conjoin.search.papers.hierarchy import first_rewrite_then_lay_out, first_rewrite_then_walk, search_in_levels
 from conjoin.search.papers.walks import sample, walk_from_all
-from conjoin.search.refusals import check_seconds, check_start, nothing_found
+from conjoin.search.refusals import check_seconds, check_stages, check_start, nothing_found
 from conjoin.search.relief import relieve
 from conjoin.search.rewrites import RuleWay, ways_of
 from conjoin.search.stages.contest_entry import enter_pipeline, search_stages
@@ -110,7 +110,7 @@ def search_names() -> tuple[str, ...]:
 class Beginning:
     """What a search begins with besides the named strategies."""
 
-    plans: tuple[Plan, ...] = ()
+    plans: tuple[Plan | Pipeline, ...] = ()
     """Of the user's: the result is compared with them."""
     before: Plan | Pipeline | None = None
     """The best of an earlier search, which this one goes on with."""
@@ -157,7 +157,7 @@ def search_on(
 
 def _look(contest: Contest, begin: Beginning, wish: Wish, starts: list[Outcome], costs: CostModel) -> None:
     """Judge what there is to begin with, look for pipelines in a part of the time, and search."""
-    _begin(contest, begin, starts, costs)
+    _begin(contest, begin, wish, starts, costs)
     if contest.best is None and contest.constraints and wish.search != "named":
         starts += _within(contest, starts)
     contest.check("the named strategies are judged")
@@ -169,6 +169,7 @@ def _look(contest: Contest, begin: Beginning, wish: Wish, starts: list[Outcome],
 
 def _look_for_stages(contest: Contest, begin: Beginning, wish: Wish, costs: CostModel) -> None:
     """Look for pipelines of so many stages alone."""
+    _enter_given(contest, begin, wish, costs)
     if isinstance(begin.before, Pipeline):
         check_start(contest, begin.before)
         enter_pipeline(contest, begin.before, costs)
@@ -213,11 +214,24 @@ def _finish_best(contest: Contest) -> Stopped:
     return Stopped.CONVERGED
 
 
-def _begin(contest: Contest, begin: Beginning, starts: list[Outcome], costs: CostModel) -> None:
-    """Judge the user's plans, the named strategies, and the best of an earlier search."""
+def _enter_given(contest: Contest, begin: Beginning, wish: Wish, costs: CostModel) -> list[Outcome]:
+    """Judge the user's plans; those of one stage, to go on from."""
+    found = []
     for plan in begin.plans:
         check_start(contest, plan)
-        starts.append(contest.enter_plan(plan, is_counted=False))
+        check_stages(contest, plan, wish.stages)
+        if isinstance(plan, Pipeline):
+            here = Mark(contest.machine.name, contest.machine.fingerprint())
+            enter_pipeline(contest, replace(plan, machine=here), costs)
+            contest.pipeline_given = True
+        else:
+            found.append(contest.enter_plan(plan, is_counted=False))
+    return found
+
+
+def _begin(contest: Contest, begin: Beginning, wish: Wish, starts: list[Outcome], costs: CostModel) -> None:
+    """Judge the user's plans, the named strategies, and the best of an earlier search."""
+    starts += _enter_given(contest, begin, wish, costs)
     before = begin.before
     if before is not None:
         check_start(contest, before)

@@ -7,7 +7,7 @@ or the path of a module for what its last operator makes. The kind of an operato
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from conjoin.errors import UsageError
@@ -16,6 +16,7 @@ from conjoin.search.request import nearest
 
 _KINDS = (LeafKind.PARAMETER, LeafKind.INPUT)
 _MOST_TOLD = 20
+_LISTED = "Name one by its number"
 
 
 def find_tensor(graph: Graph, name: str, asked: str = "A layout was asked for the tensor") -> Value:
@@ -35,12 +36,46 @@ def find_tensor(graph: Graph, name: str, asked: str = "A layout was asked for th
     if meant:
         raise UsageError(
             f"{asked} {name[:60]!r}. {graph.name} has no parameter, input or module of that name, but "
-            f"{_counted(meant)}. Name one by its number:\n{_listed(graph, meant)}"
+            f"{_counted(meant)}. {_LISTED}:\n{_listed(graph, meant)}"
         )
     known = [key for key in names if not key.startswith("%")]
     raise UsageError(
         f"{asked} {name[:60]!r}. {graph.name} has no parameter, input, module, kind of operator or line of that name. "
         f"{nearest(name, known)}"
+    )
+
+
+def find_in_stages(graphs: Sequence[Graph], name: str, asked: str) -> tuple[int, Value]:
+    """The stage of a pipeline and what in it a name means: `2: NAME` in stage 2, else in the one stage that has it."""
+    number, colon, rest = name.partition(":")
+    if colon and number.strip().isdecimal():
+        place = int(number)
+        if place < len(graphs):
+            return place, find_tensor(graphs[place], rest.strip(), asked)
+        raise UsageError(
+            f"{asked} {name[:60]!r}. The pipeline has stages 0 to {len(graphs) - 1}. Name one of these."
+        )
+    found, listed = list[tuple[int, Value]](), dict[int, UsageError]()
+    for place, graph in enumerate(graphs):
+        try:
+            found.append((place, find_tensor(graph, name, asked)))
+        except UsageError as error:
+            if _LISTED in str(error):
+                listed[place] = error
+    having = sorted([*(place for place, _ in found), *listed])
+    if len(having) == 1:
+        if listed:
+            raise listed[having[0]]
+        return found[0]
+    if having:
+        raise UsageError(
+            f"{asked} {name[:60]!r}. Stages {', '.join(map(str, having))} of the pipeline have that. Say in which, as "
+            f"{having[0]}:{name[:60]}."
+        )
+    known = dict.fromkeys(key for graph in graphs for key, _ in _names(graph) if not key.startswith("%"))
+    raise UsageError(
+        f"{asked} {name[:60]!r}. No stage of the pipeline has a parameter, input, module, kind of operator or line of "
+        f"that name. {nearest(name, list(known))}"
     )
 
 

@@ -7,7 +7,8 @@ from conjoin.sim.engine import COMPUTE, Instruction, Phase, Ticks, Timeline, rer
 from conjoin.sim.expected_error import ALIKE, Published, expected_error, published_for
 from conjoin.sim.fragments import Drafts
 from conjoin.sim.gains import Gain, gain_of
-from conjoin.sim.memory import Memory, kept_tensors, measure_memory
+from conjoin.sim.memory import kept_tensors, measure_memory
+from conjoin.sim.memory_walk import Memory
 from conjoin.sim.moves import make_change, random_change
 from conjoin.sim.offloads import Offloads, OnHost
 from conjoin.sim.pipelines import (

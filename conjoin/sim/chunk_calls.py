@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from conjoin.comm import ROWS, Chunking
 from conjoin.ops import Call, TensorType, map_tensors
 from conjoin.sim.engine import Fragment, Instruction
+from conjoin.sim.instructions import waits_for
 
 
 def chunk_call(call: Call, chunking: Chunking) -> Call:
@@ -27,10 +28,9 @@ def beside_each_other(
     coming: Sequence[Instruction],
     computed: Sequence[Instruction],
     going: Sequence[Instruction],
-    waits: Callable[[Sequence[Instruction]], Sequence[Instruction]],
 ) -> Fragment:
     """Chunks that are computed, each when it has come, while the next one comes and the one before goes."""
-    found: list[Instruction] = [*coming[:1], *waits(coming[:1])]
+    found: list[Instruction] = [*coming[:1], *waits_for(coming[:1])]
     for i, product in enumerate(computed):
-        found += [*coming[i + 1 : i + 2], product, *going[i : i + 1], *waits(coming[i + 1 : i + 2])]
+        found += [*coming[i + 1 : i + 2], product, *going[i : i + 1], *waits_for(coming[i + 1 : i + 2])]
     return tuple(found)

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 
 from conjoin.comm import InRounds, plan_crossing, stage_grid
 from conjoin.cost import messages_seconds, wire_seconds
 from conjoin.ir import Pipeline, Transfer
 from conjoin.machine import Machine
 from conjoin.schedules import Edge, SharedLinks
+from conjoin.sim.message_times import Posted, arrival_seconds
 
 Sent = tuple[int, int, int]
 """Sender, receiver and bytes."""
 _Way = tuple[int, int]
-Later = Sequence[Sequence[Sent]]
-"""What starts together, one after another."""
-Crossing = tuple[_Way, Sequence[Sent], Later]
-"""From a stage to another: what leaves the source, and what is passed on among the ranks of the target."""
+Crossing = tuple[_Way, Sequence[Sent], Sequence[Posted]]
+"""From a stage to another: what is sent at once where that is all, else all messages in rounds."""
 
 
 class Crossings:
@@ -33,9 +31,10 @@ class Crossings:
     ) -> None:
         seconds: dict[_Way, float] = defaultdict(float)
         wires: dict[_Way, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for way, first, later in sent:
-            seconds[way] += _seconds(first, later, machine)
-            for wire, taken in wire_seconds(machine, (*first, *chain.from_iterable(later))).items():
+        for way, at_once, in_rounds in sent:
+            seconds[way] += _seconds(at_once, in_rounds, machine)
+            messages = (*at_once, *((m.sender, m.receiver, m.num_bytes) for m in in_rounds))
+            for wire, taken in wire_seconds(machine, messages).items():
                 wires[way][wire] += taken
         users: dict[str, set[_Way]] = defaultdict(set)
         for (source, target), taken_by in wires.items():
@@ -64,10 +63,9 @@ def _all_sent(pipeline: Pipeline) -> Iterator[Crossing]:
 
 
 def transfer_seconds(pipeline: Pipeline, transfer: Transfer, machine: Machine) -> float:
-    """How long a tensor takes from the ranks of one stage to those of another: as long as the busiest link, first from
-    the source, then each time that it is passed on."""
-    first, later = _messages(pipeline, transfer, back=False)
-    return _seconds(first, later, machine)
+    """How long a tensor takes from the ranks of one stage to those of another: as long as the busiest link, and longer
+    where some of it is passed on."""
+    return _seconds(*_messages(pipeline, transfer, back=False), machine)
 
 
 def crossing_seconds(plan: InRounds, itemsize: int, machine: Machine) -> float:
@@ -75,12 +73,12 @@ def crossing_seconds(plan: InRounds, itemsize: int, machine: Machine) -> float:
     return _seconds(*_sent(plan, itemsize), machine)
 
 
-def _seconds(first: Sequence[Sent], later: Later, machine: Machine) -> float:
-    return sum(messages_seconds(machine, sent).value for sent in (first, *later))
+def _seconds(at_once: Sequence[Sent], in_rounds: Sequence[Posted], machine: Machine) -> float:
+    return arrival_seconds(in_rounds, machine) if in_rounds else messages_seconds(machine, at_once).value
 
 
-def _messages(pipeline: Pipeline, transfer: Transfer, back: bool) -> tuple[list[Sent], Later]:
-    """What leaves the source, and what is passed on among the ranks of the target; back, they change places."""
+def _messages(pipeline: Pipeline, transfer: Transfer, back: bool) -> tuple[Sequence[Sent], Sequence[Posted]]:
+    """What is sent between the ranks of two stages; back, they change places."""
     ends = [
         (transfer.made.layout, stage_grid(pipeline, transfer.source)),
         (transfer.taken.layout, stage_grid(pipeline, transfer.target)),
@@ -89,11 +87,14 @@ def _messages(pipeline: Pipeline, transfer: Transfer, back: bool) -> tuple[list[
     return _sent(plan, transfer.made.dtype.itemsize)
 
 
-def _sent(plan: InRounds, itemsize: int) -> tuple[list[Sent], Later]:
-    """What starts at once, and what starts after the same rounds have come."""
-    first, later = list[Sent](), defaultdict[int, list[Sent]](list)
-    for messages in plan.rounds():
-        for message in messages:
-            sent = message.sender, message.receiver, (message.end - message.begin) * itemsize
-            (first if message.after < 0 else later[message.after]).append(sent)
-    return first, [later[after] for after in sorted(later)]
+def _sent(plan: InRounds, itemsize: int) -> tuple[Sequence[Sent], Sequence[Posted]]:
+    """What is sent at once where that is all, else all messages in rounds; not what a rank keeps."""
+    found = [
+        Posted(message.sender, message.receiver, (message.end - message.begin) * itemsize, number, message.after)
+        for number, messages in enumerate(plan.rounds())
+        for message in messages
+        if message.sender != message.receiver
+    ]
+    if any(message.after >= 0 for message in found):
+        return (), found
+    return [(message.sender, message.receiver, message.num_bytes) for message in found], ()

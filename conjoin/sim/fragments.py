@@ -6,9 +6,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from math import prod
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from conjoin.comm import (
     EXCHANGE,
@@ -24,7 +22,6 @@ from conjoin.comm import (
     chunking_of,
     common_places,
     halo_bytes,
-    halo_call,
     halo_of,
     is_product,
     node_exchanges,
@@ -32,12 +29,11 @@ from conjoin.comm import (
     ring_bytes_of,
     ring_of,
     routed_bytes,
-    routed_call,
     routing_of,
     step_bytes,
     step_load,
 )
-from conjoin.cost import NO_SECONDS, LocalCall, OperatorCost, Seconds, Source, local_calls, weakest
+from conjoin.cost import OperatorCost, Seconds, Source, weakest
 from conjoin.ir import (
     BUNDLE_BYTES,
     Choice,
@@ -45,28 +41,28 @@ from conjoin.ir import (
     Node,
     Placed,
     Value,
-    cut_for_all,
     make_leaf,
     make_node,
     place,
-    places_of_all,
     region_of,
     region_shape,
     unlike_axes,
 )
 from conjoin.machine import Mesh
-from conjoin.ops import Call, Layout, TensorType, indices_by_place, map_tensors, space_of, spec_for
+from conjoin.ops import Call, Layout, TensorType, map_tensors
 from conjoin.sim.autograd_keeps import Kept, kept_by
 from conjoin.sim.chunk_calls import beside_each_other, chunk_call
 from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, Phase, Ticks, to_ticks
+from conjoin.sim.instructions import computed, computing, folded, only_where, ordered, phases, waits_for
+from conjoin.sim.operator_work import Work, Works, calls_on
 from conjoin.sim.prices import Prices
 from conjoin.sim.ring_calls import ring_calls
 from conjoin.sim.skeleton import Task
 from conjoin.sim.symmetry import Classes
 
 _BY_ENGINE = 0.3
-"""What the host takes where autograd's engine adds up gradients, mostly in place, of what the same call takes in Python:
-4.1 µs each of the 1,803 in the backward of DenseNet-201 on an H200's host, where the call takes 13.4 (2026-11-19)."""
+"""What the host takes where autograd's engine adds up gradients, mostly in place, of what that call takes in Python: 4.1 µs
+each of the 1,803 in the backward of DenseNet-201 on an H200's host, where the call takes 13.4 (2026-11-19)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +92,6 @@ class Departure:
 Places = tuple[tuple[str, int], ...]
 """Axes with the one place of each where something happens."""
 
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What the devices compute for an operator."""
-
-    forward: Ticks
-    backward: Ticks
-    host_forward: Ticks
-    host_backward: Ticks
-    source: Source
 
 
 @dataclass
@@ -190,17 +176,17 @@ class Drafts:
         made = self.route(task.types[0], choice.outputs[0], target) if target is not None and chunking.output else none
         coming, going = self._parts(read[0], count), self._parts(made[0], count)
         products = self._products(task.call, placed, chunking if coming or going else None, task.needs)
-        forward = beside_each_other(coming, [p[0] for p in products], going, _waits)
+        forward = beside_each_other(coming, [p[0] for p in products], going)
         joined = [self._copied(node.types[0])] if coming else []
         if not task.needs:
-            return (*ordered(there), *forward, *joined, *_waits(going)), ()
+            return (*ordered(there), *forward, *joined, *waits_for(going)), ()
         coming = self._parts(made[1], count) if departures and departures[0].back else []
         going = self._parts(read[1], count) if supply.back else []
         products = self._products(task.call, placed, chunking if coming or going else None, task.needs)
         added = [self._addition(node.inputs[rows].type)] if supply.adds and chunking.operand else []
-        of_rows = beside_each_other(coming, [p[1] for p in products], going, _waits)
-        backward = (*added, *of_rows, *products[0][2], *_waits(going), *ordered(after))
-        return (*ordered(there), *forward, *joined, *_waits(made[0])), backward
+        of_rows = beside_each_other(coming, [p[1] for p in products], going)
+        backward = (*added, *of_rows, *products[0][2], *waits_for(going), *ordered(after))
+        return (*ordered(there), *forward, *joined, *waits_for(made[0])), backward
 
     def _brought(
         self, task: Task, choice: Choice, supplies: tuple[Supply, ...], some: Iterable[int]
@@ -225,19 +211,19 @@ class Drafts:
     ) -> list[tuple[Instruction, Instruction, Fragment]]:
         """A product forward, the gradient of its rows, and those of the others: chunk by chunk, or at once; the last
         of all rows at once."""
-        rows, (local, *_) = ROWS[call.op], _calls_on(call, placed, needs, self.mesh, 0)
+        rows, (local, *_) = ROWS[call.op], calls_on(call, placed, needs, self.mesh, 0)
         part = local.call if chunking is None else chunk_call(local.call, chunking)
         own, others = tuple(i for i in needs if i == rows), tuple(i for i in needs if i != rows)
         cost, rest = self._costs_of(part, own), self._costs_of(local.call, others)
-        last = (_computed(call.op, Phase.BACKWARD, rest.backward, rest),) if others else ()
-        both = [_computed(call.op, phase, seconds, cost) for phase, seconds in _phases(cost)]
+        last = (computed(call.op, Phase.BACKWARD, rest.backward, rest),) if others else ()
+        both = [computed(call.op, phase, seconds, cost) for phase, seconds in phases(cost)]
         return [(both[0], both[1], last)] * (1 if chunking is None else chunking.count)
 
     def _copied(self, type: TensorType) -> Instruction:
         """Putting chunks of what was made together."""
         flat = TensorType((prod(local_shape(type, self.mesh)),), type.dtype)
         cost = self.prices.operator(Call("clone", (flat, None)), (), 0)
-        return _computed("pack", Phase.FORWARD, cost.forward, cost)
+        return computed("pack", Phase.FORWARD, cost.forward, cost)
 
     def node(self, number: int, choice: Choice) -> tuple[Node, Placed]:
         """The operator in its layouts on tensors from nowhere, and how it lies on the mesh."""
@@ -292,7 +278,7 @@ class Drafts:
             name=kind,
             stream=BETWEEN if between else INSIDE,
             ticks=to_ticks(seconds.value),
-            host=_only_where(to_ticks(self.prices.launch()), self.classes.at(places)),
+            host=only_where(to_ticks(self.prices.launch()), self.classes.at(places)),
             group=self.classes.group(axes),
             waits=(COMPUTE,),
             phase=phase,
@@ -303,9 +289,10 @@ class Drafts:
         )
 
     def work(self, number: int, choice: Choice) -> Work:
-        """What the devices compute for an operator: one number where all are alike."""
+        """What the devices compute for an operator."""
         if (number, choice) not in self._works:
-            self._works[number, choice] = self._find_work(number, choice)
+            made = Works(self.mesh, self.prices, self.classes).of(self._tasks[number], *self.node(number, choice))
+            self._works[number, choice] = made
         return self._works[number, choice]
 
     def per_class(self, key: Hashable, price: Callable[[int], Seconds], alike: bool) -> tuple[Ticks, Source]:
@@ -313,7 +300,7 @@ class Drafts:
         if key not in self._priced:
             found = [price(rank) for rank in (self.classes.ranks[:1] if alike else self.classes.ranks)]
             source = weakest(*(seconds.source for seconds in found))
-            self._priced[key] = _folded([to_ticks(seconds.value) for seconds in found], self.classes), source
+            self._priced[key] = folded([to_ticks(seconds.value) for seconds in found], self.classes), source
         return self._priced[key]
 
     def _steps(self, route: Route, type: TensorType, phase: Phase) -> Iterable[Instruction]:
@@ -370,13 +357,13 @@ class Drafts:
             sent_back = (sent.gradients for sent in rows if sent.operand in needs)
             after = [*self._sent(halo.axes, Phase.BACKWARD, *sent_back), *after]
         forward_work = work.forward, work.host_forward, work.source, where
-        there.append(_compute(node.op, Phase.FORWARD, *forward_work))
+        there.append(computing(node.op, Phase.FORWARD, *forward_work))
         there += self._sent(routing.axes, Phase.FORWARD, moved.answers) if routing is not None else ()
         for exchange in exchanges.outputs:
             there += self._exchange(exchange, Phase.FORWARD, at)
             back += self._exchange(exchange, Phase.BACKWARD, at) if needs else ()
         if needs:
-            back.append(_compute(node.op, Phase.BACKWARD, work.backward, work.host_backward, work.source, where))
+            back.append(computing(node.op, Phase.BACKWARD, work.backward, work.host_backward, work.source, where))
         return ordered(there), ordered([*back, *after])
 
     def _around(self, node: Node, placed: Placed, ring: Ring, needs: tuple[int, ...]) -> tuple[Fragment, Fragment]:
@@ -385,11 +372,11 @@ class Drafts:
         found: list[Fragment] = []
         for phase, sent in zip((Phase.FORWARD, Phase.BACKWARD), ring_bytes_of(node, placed, self.mesh), strict=True):
             there = phase is Phase.FORWARD
-            computed = [_computed(node.op, phase, cost.forward if there else cost.backward, cost) for cost in costs]
+            computed = [computed(node.op, phase, cost.forward if there else cost.backward, cost) for cost in costs]
             steps: list[Instruction] = []
             for i in range(max(len(computed), len(sent.steps))):
                 moved = [self._passed_on(ring, sent.steps[i].largest, phase)] if i < len(sent.steps) else []
-                steps += (*moved, *computed[i : i + 1], *_waits(moved))
+                steps += (*moved, *computed[i : i + 1], *waits_for(moved))
             before, after = (self._swapped(ring, some, phase) for some in (sent.before, sent.after))
             found.append((*before, *steps, *after))
         return found[0], found[1]
@@ -418,149 +405,8 @@ class Drafts:
         local = TensorType(local_shape(type, self.mesh, rank), type.dtype)
         cost = self.prices.operator(Call("add.Tensor", (local, local, 1)), (), rank)
         ticks, where = to_ticks(cost.forward.value), self.classes.at(places)
-        host = _only_where(to_ticks(_BY_ENGINE * cost.host_forward), where)
-        return _compute("add", Phase.BACKWARD, ticks, host, cost.forward.source, where)
-
-    def _find_work(self, number: int, choice: Choice) -> Work:
-        needs = self._tasks[number].needs
-        if self._tasks[number].is_kept:
-            return Work(0, 0, 0, 0, NO_SECONDS.source)
-        node, placed = self.node(number, choice)
-        around = ring_of(node, placed, self.mesh)
-        if around is not None:
-            return _summed([self._costs_of(call, needs) for call in ring_calls(node, around, self.mesh)])
-        if routing_of(node, placed, self.mesh) is not None:
-            return _summed([self._costs_of(routed_call(node, self.mesh, 0), needs)])
-        if halo_of(node, placed, self.mesh) is not None:
-            return _summed([self._costs_of(halo_call(node, placed, self.mesh, 0), needs)])
-        alike = not (unlike_axes(node, placed, self.mesh) or self.prices.unlike_axes())
-        call = self._tasks[number].call
-        first = (self.mesh.rank_at(dict(placed.at)),), np.zeros(1, np.int64)
-        ranks, numbers = first if alike else self._unlike_ranks(call, placed)
-        found = [self._costs(call, placed, needs, rank) for rank in ranks]
-        where = self.classes.at(placed.at)
-        return Work(
-            _spread([to_ticks(sum(cost.forward.value for cost in costs)) for costs in found], numbers, self.classes),
-            _spread([to_ticks(sum(cost.backward.value for cost in costs)) for costs in found], numbers, self.classes),
-            _only_where(to_ticks(sum(cost.host_forward for cost in found[numbers[0]])), where),
-            _only_where(to_ticks(sum(cost.host_backward for cost in found[numbers[0]])), where),
-            weakest(*(source for costs in found for c in costs for source in (c.forward.source, c.backward.source))),
-        )
-
-    def _unlike_ranks(self, call: Call, placed: Placed) -> tuple[tuple[int, ...], NDArray[np.int64]]:
-        """Of the ranks that stand for classes some that run unlike pieces of a call or are of unlike devices, and for
-        every class which of them does as it does."""
-        ranks, spec = np.array(self.classes.ranks), spec_for(call)
-        told = [places_of_all(self.mesh)[axis][ranks] for axis in self.prices.unlike_axes()]
-        if spec is not None:
-            sizes, placed_indices = space_of(spec, call).sizes, indices_by_place(spec, call)
-            for index, axes in placed.splits:
-                start, stop = cut_for_all(sizes[index], axes, self.mesh)[ranks].T
-                told += (start, stop) if index in placed_indices else (stop - start,)
-        _, first, numbers = np.unique(np.array(told), axis=1, return_index=True, return_inverse=True)
-        return tuple(ranks[first].tolist()), numbers.reshape(-1)
-
-    def _costs(self, call: Call, placed: Placed, needs: tuple[int, ...], rank: int) -> list[OperatorCost]:
-        calls = _calls_on(call, placed, needs, self.mesh, rank)
-        return [self.prices.operator(local.call, local.needs, rank) for local in calls]
-
-
-def _calls_on(call: Call, placed: Placed, needs: tuple[int, ...], mesh: Mesh, rank: int) -> tuple[LocalCall, ...]:
-    """What a rank runs for a call."""
-    spec = spec_for(call)
-    if spec is None or not placed.splits:
-        return (LocalCall(call, needs),)
-    space = space_of(spec, call)
-    addressed = {access.addresses for access in space.notation.operands}
-    pieces = placed.pieces(space.sizes, mesh, rank)
-    alike = {name: (0, end - start) if name in addressed else (start, end) for name, (start, end) in pieces.items()}
-    return local_calls(call, tuple(alike.items()), needs)  # which rows of a table are here changes no cost
-
-
-def _compute(
-    name: str, phase: Phase, ticks: Ticks, host: Ticks, source: Source, where: NDArray[np.bool_] | None = None
-) -> Instruction:
-    return Instruction(name=name, stream=COMPUTE, ticks=ticks, host=host, phase=phase, source=source, where=where)
-
-
-def _computed(name: str, phase: Phase, seconds: Seconds, cost: OperatorCost) -> Instruction:
-    host = cost.host_forward if phase is Phase.FORWARD else cost.host_backward
-    return _compute(name, phase, to_ticks(seconds.value), to_ticks(host), seconds.source)
-
-
-def _phases(cost: OperatorCost) -> tuple[tuple[Phase, Seconds], ...]:
-    return (Phase.FORWARD, cost.forward), (Phase.BACKWARD, cost.backward)
-
-
-def _summed(costs: Iterable[OperatorCost]) -> Work:
-    """What several calls take that all devices make alike."""
-    some = list(costs)
-    return Work(
-        to_ticks(sum(cost.forward.value for cost in some)),
-        to_ticks(sum(cost.backward.value for cost in some)),
-        to_ticks(sum(cost.host_forward for cost in some)),
-        to_ticks(sum(cost.host_backward for cost in some)),
-        weakest(*(source for cost in some for source in (cost.forward.source, cost.backward.source))),
-    )
-
-
-def _only_where(ticks: int, where: NDArray[np.bool_] | None) -> Ticks:
-    """A number for the classes that something concerns, none for the others."""
-    return ticks if where is None else ticks * where.astype(np.int64)
-
-
-def ordered(instructions: Iterable[Instruction]) -> Fragment:
-    """Instructions of which each computation waits for the communication before it."""
-    found: list[Instruction] = []
-    pending: list[Instruction] = []
-    for instruction in instructions:
-        if instruction.stream != COMPUTE:
-            pending.append(instruction)
-        elif pending:
-            if instruction.where is None and all(sent.where is None for sent in pending):
-                instruction = waiting(instruction, {sent.stream for sent in pending})
-            else:
-                found += _waits(pending)
-            pending = []
-        found.append(instruction)
-    return (*found, *_waits(pending))
-
-
-def _waits(pending: Iterable[Instruction]) -> list[Instruction]:
-    """The wait for communication, by those devices that take part in it."""
-    by_where: dict[bytes, list[Instruction]] = {}
-    for sent in pending:
-        by_where.setdefault(b"" if sent.where is None else sent.where.tobytes(), []).append(sent)
-    return [
-        Instruction(
-            "wait",
-            COMPUTE,
-            0,
-            waits=tuple(sorted({sent.stream for sent in some})),
-            phase=some[-1].phase,
-            where=some[0].where,
-        )
-        for some in by_where.values()
-    ]
-
-
-def waiting(instruction: Instruction, streams: Iterable[int]) -> Instruction:
-    """An instruction that waits for some streams or events besides."""
-    return replace(instruction, waits=(*instruction.waits, *sorted(streams)))
-
-
-def _spread(ticks: list[int], numbers: NDArray[np.int64], classes: Classes) -> Ticks:
-    """One number where all classes have the same, else an array: of each class the one that its number says."""
-    if len(set(ticks)) == 1:
-        return ticks[0]
-    return np.array(ticks, np.int64)[numbers].reshape(classes.shape)
-
-
-def _folded(ticks: list[int], classes: Classes) -> Ticks:
-    """One number where all classes have the same, else an array of them."""
-    if len(set(ticks)) == 1:
-        return ticks[0]
-    return np.array(ticks, np.int64).reshape(classes.shape)
+        host = only_where(to_ticks(_BY_ENGINE * cost.host_forward), where)
+        return computing("add", Phase.BACKWARD, ticks, host, cost.forward.source, where)
 
 
 def local_shape(type: TensorType, mesh: Mesh, rank: int = 0) -> tuple[int, ...]:

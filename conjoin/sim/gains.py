@@ -53,7 +53,7 @@ class _Counted:
         for kept in (*(reads[i] for i in found.operands), *(makes[i] for i in found.outputs)):
             self._keep(self._memory.get(kept, kept))
         self.num_bytes += found.extra
-        forward = program.fragments[program.forward_position(position)]
+        forward = program.fragments[program.order.forward(position)]
         self.ticks += sum(int(np.max(task.ticks)) for task in forward if task.stream == COMPUTE)
 
     def _keep(self, version: Version) -> None:

@@ -18,17 +18,18 @@ import numpy as np
 
 from conjoin.cost import CostModel, Source
 from conjoin.errors import PlanError
-from conjoin.ir import LeafKind, Pipeline, Segment, Stage, graph_form, recomputed_segments, regathered_parameters
+from conjoin.ir import LeafKind, Pipeline, Plan, Segment, Stage, graph_form, recomputed_segments, regathered_parameters
 from conjoin.machine import Machine, devices_of
 from conjoin.schedules import Schedule, Timeline, Times, play
 from conjoin.sim.breakdown import Breakdown, break_down
 from conjoin.sim.crossings import Crossings
 from conjoin.sim.expected_error import expected_error, is_all_estimated
 from conjoin.sim.fragments import Drafts
-from conjoin.sim.memory import Memory, check_optimizer, measure_memory
+from conjoin.sim.memory import check_optimizer, measure_memory
+from conjoin.sim.memory_walk import Memory
 from conjoin.sim.offloads import Offloads
 from conjoin.sim.prediction import missing_rates, peak_rate, work_by_rate
-from conjoin.sim.prices import MachinePrices
+from conjoin.sim.prices import MachinePrices, Prices
 from conjoin.sim.program import NOTHING_OFFLOADED, Program
 from conjoin.sim.simulation import Simulation, new_drafts, offloads_of, simulate_in_full
 from conjoin.sim.skeleton import Layouts, Skeleton, take_apart
@@ -217,8 +218,12 @@ def _busy(pipeline: Pipeline, timeline: Timeline, machine: Machine) -> tuple[tup
 
 
 def _simulated(stage: Stage, machine: Machine, costs: CostModel, optimizer: str) -> Simulation:
-    plan, part = stage.plan, devices_of(machine, stage.ranks)
-    prices = MachinePrices.of(plan.graph, part, costs, optimizer)
+    part = devices_of(machine, stage.ranks)
+    return stage_simulation(stage.plan, MachinePrices.of(stage.plan.graph, part, costs, optimizer))
+
+
+def stage_simulation(plan: Plan, prices: Prices) -> Simulation:
+    """Time some micro-batches of the plan of a stage."""
     skeleton, layouts = take_apart(plan)
     drafts = new_drafts(skeleton, layouts, plan.mesh, prices)
     drafts.bundle_bytes, drafts.chunks = plan.bundle_bytes, plan.chunks

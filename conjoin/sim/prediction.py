@@ -13,7 +13,8 @@ from conjoin.machine import Machine
 from conjoin.ops import flops, spec_for
 from conjoin.sim.breakdown import Breakdown, break_down, computing_shares
 from conjoin.sim.expected_error import expected_error, is_all_estimated
-from conjoin.sim.memory import Memory, check_optimizer, measure_memory
+from conjoin.sim.memory import check_optimizer, measure_memory
+from conjoin.sim.memory_walk import Memory
 from conjoin.sim.parts import part_spans
 from conjoin.sim.prices import MachinePrices
 from conjoin.sim.simulation import Simulation, simulate

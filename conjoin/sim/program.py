@@ -6,13 +6,9 @@ operator itself, of operators that read the same tensors or what it makes, and o
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
-
-import numpy as np
-from numpy.typing import NDArray
 
 from conjoin.comm import (
     AGREEMENT_BYTES,
@@ -21,22 +17,22 @@ from conjoin.comm import (
     leaves_early,
     ring_bytes,
     run_again,
-    splits_evenly,
 )
-from conjoin.cost import Seconds
-from conjoin.ir import Choice, LeafKind, Segment, cut_for_all, host_readers, places_of_all
-from conjoin.machine import Mesh
-from conjoin.ops import At, Layout, TensorType, split_axes
+from conjoin.ir import Choice, LeafKind, Segment, host_readers
+from conjoin.ops import Layout, TensorType
 from conjoin.sim.bundles import accumulating, schedule_bundles
 from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, NUM_STREAMS, Fragment, Instruction, Phase, to_ticks
-from conjoin.sim.fragments import Departure, Drafts, Supply, local_shape, ordered
+from conjoin.sim.fragment_order import FragmentOrder
+from conjoin.sim.fragments import Departure, Drafts, Supply
+from conjoin.sim.held_for_step import HeldForStep, reads_stored
 from conjoin.sim.host_inputs import Streaming, in_blocks, streaming_of
+from conjoin.sim.instructions import ordered
 from conjoin.sim.offloads import Copies, Offloads, update_by_parts
 from conjoin.sim.parameter_uses import FoundBundles, ParameterUses, bundle_uses
 from conjoin.sim.parts import part_spans
 from conjoin.sim.periods import Seam
-from conjoin.sim.prices import Prices
-from conjoin.sim.skeleton import Layouts, Operator, Skeleton
+from conjoin.sim.skeleton import Layouts, Skeleton
+from conjoin.sim.updates import UpdatedPieces, UpdatePrices
 
 NOTHING_OFFLOADED = Offloads()
 _NOT_SUPPLIED = Supply((), False, False, False)
@@ -92,6 +88,7 @@ class Program:
         """Micro-batches one after the other, of which the operators here are one."""
         self.parts = part_spans(skeleton.graph)
         """Operators that run in micro-batches of their own."""
+        self.order = FragmentOrder(len(skeleton.operators), steps, self.parts)
         segments = (*segments, *(part.segment for part in self.parts))
         self.skeleton, self.drafts, self.regathered, self.segments = skeleton, drafts, regathered, segments
         self.again = run_again(segments, [operator.remembers for operator in skeleton.operators])
@@ -100,7 +97,7 @@ class Program:
         self.choices, self.leaves, self.results = list(layouts.choices), dict(layouts.leaves), layouts.results
         self.numbers = task_numbers(skeleton, drafts)
         self._cast_from = skeleton.casts
-        self._may_run_once = steps > 1 and any(map(self._reads_stored, skeleton.operators))
+        self._may_run_once = steps > 1 and any(reads_stored(skeleton, op) for op in skeleton.operators)
         self._uses = self._parameter_uses().all() if bundles is None else {}
         self._bundle(bundles)
         self.supplies: list[tuple[Supply, ...]] = [(_NOT_SUPPLIED,) * len(op.reads) for op in skeleton.operators]
@@ -116,47 +113,14 @@ class Program:
         self._finish()
 
     def unrolled(self) -> Sequence[Fragment]:
-        """The fragments in the order they run: those of a micro-batch as often as there are micro-batches."""
-        if self.parts:
-            return [self.fragments[place] for place in self._order()]
-        fragments = self.copies.around(self.fragments) if self.offloads.tensors else self.fragments
-        if self.steps == 1:
-            return fragments
-        return (fragments[0], *fragments[1:-1] * self.steps, fragments[-1])
+        """The fragments in the order they run, with copies beside them."""
+        copied = bool(self.offloads.tensors) and not self.parts
+        return self.order.unrolled(self.copies.around(self.fragments) if copied else self.fragments)
 
     @property
     def seams(self) -> tuple[Seam, ...]:
         """Where fragments are left out, forward and backward."""
-        gone = self.skeleton.left_out
-        forward = (Seam(self.forward_position(some.seam), some.count, some.length) for some in gone)
-        backward = (Seam(self.backward_position(some.seam - 1), some.count, some.length) for some in reversed(gone))
-        return (*forward, *backward)
-
-    def positions_of(self, fragments: Iterable[int]) -> list[int]:
-        """Where fragments stand in the order they run, in ascending order."""
-        if self.parts:
-            wanted = set(fragments)
-            return [position for position, place in enumerate(self._order()) if place in wanted]
-        length, last = len(self.fragments) - 2, len(self.fragments) - 1
-        found: list[int] = []
-        for position in fragments:
-            repeated = 0 < position < last
-            found += [position + i * length for i in range(self.steps)] if repeated else []
-            found += [] if repeated else [position if position == 0 else 1 + self.steps * length]
-        return sorted(found)
-
-    def _order(self) -> list[int]:
-        """The places of fragments in the order they run: those of a part as often as it has micro-batches."""
-        spans = {}
-        for part in self.parts:
-            spans[self.forward_position(part.first)] = self.forward_position(part.last), part.times
-            spans[self.backward_position(part.last)] = self.backward_position(part.first), part.times
-        found, place = list[int](), 0
-        while place < len(self.fragments):
-            last, count = spans.get(place, (place, 1))
-            found += [*range(place, last + 1)] * count
-            place = last + 1
-        return found
+        return self.order.seams(self.skeleton.left_out)
 
     def segment_of(self, position: int) -> Segment | None:
         """The segment to run again that an operator stands in."""
@@ -196,13 +160,6 @@ class Program:
 
         return streaming_of(operator, reader, types, held)
 
-    def forward_position(self, operator: int) -> int:
-        """Where the forward fragment of an operator stands."""
-        return 1 + operator
-
-    def backward_position(self, operator: int) -> int:
-        return 2 * len(self.skeleton.operators) + 1 - operator
-
     def changed(self, change: Change) -> tuple[Program, list[int]]:
         """The program after a change, and which of its fragments differ, in ascending order."""
         after = copy(self)
@@ -226,7 +183,7 @@ class Program:
         if change.leaves or after.leave_at_start() != self.leave_at_start():
             after._finish()
         frame = (0, len(self.skeleton.operators) + 1, len(self.fragments) - 2, len(self.fragments) - 1)
-        positions = {*frame, *map(self.forward_position, touched), *map(self.backward_position, touched)}
+        positions = {*frame, *map(self.order.forward, touched), *map(self.order.backward, touched)}
         return after, sorted(p for p in positions if after.fragments[p] is not self.fragments[p])
 
     def _anew(self, before: Program) -> tuple[Program, list[int]]:
@@ -270,38 +227,8 @@ class Program:
         return changed | self._leave(root, tuple(leaving.items()))
 
     def _find_once(self) -> frozenset[int]:
-        """The operators that make something of parameters alone, which is done once for all micro-batches; not those
-        that read what comes in bundles, or is gathered whenever it is used."""
-        if not self._may_run_once:
-            return frozenset()
-        updated, once, depending = {name for name, _ in self.skeleton.graph.updates}, set[int](), set[int]()
-        for position, operator in enumerate(self.skeleton.operators):
-            if position in self.cast_by_bundles or position in self.skeleton.draws or not operator.reads:
-                continue
-            wanted = zip(operator.reads, self.choices[position].operands, strict=True)
-            if all(self._is_held(root, layout, once, updated) for root, layout in wanted):
-                once.add(position)
-                if any(self._is_of_parameters(root, depending) for root in operator.reads):
-                    depending.add(position)
-        return frozenset(depending)
-
-    def _reads_stored(self, operator: Operator) -> bool:
-        """Whether an operator reads parameters and nothing but what is stored."""
-        leaves = [self.skeleton.roots[root].leaf for root in operator.reads]
-        kinds = {None if leaf is None else leaf.kind for leaf in leaves}
-        return LeafKind.PARAMETER in kinds and not kinds & {None, LeafKind.INPUT}
-
-    def _is_held(self, root: int, layout: Layout, once: set[int], updated: set[str]) -> bool:
-        maker, leaf = self.skeleton.roots[root].maker, self.skeleton.roots[root].leaf
-        if leaf is None:
-            return maker in once
-        moves = layout != self.layout_of(root)
-        is_stored = leaf.kind is not LeafKind.INPUT and not (leaf.kind is LeafKind.BUFFER and leaf.name in updated)
-        return is_stored and not (moves and (layout in self._bundled.get(root, ()) or leaf.name in self.regathered))
-
-    def _is_of_parameters(self, root: int, depending: set[int]) -> bool:
-        leaf = self.skeleton.roots[root].leaf
-        return self.skeleton.roots[root].maker in depending if leaf is None else leaf.kind is LeafKind.PARAMETER
+        held = HeldForStep(self.skeleton, self.leaves, self._bundled, self.regathered)
+        return held.made_once(self.choices, self.cast_by_bundles)
 
     def _is_brought_once(self, root: int, reader: int) -> bool:
         """Whether what comes to a reader in another layout does so once for all micro-batches."""
@@ -344,8 +271,8 @@ class Program:
         """Put the fragments of an operator into the program, with what bundles have around it."""
         forward, backward = self._fragments(position)
         around = self._around
-        self.fragments[self.forward_position(position)] = _joined(around.before.get(position, ()), forward)
-        self.fragments[self.backward_position(position)] = _joined(
+        self.fragments[self.order.forward(position)] = _joined(around.before.get(position, ()), forward)
+        self.fragments[self.order.backward(position)] = _joined(
             around.before_back.get(position, ()), self._rerun(position), backward, around.after_back.get(position, ())
         )
 
@@ -452,7 +379,7 @@ class Program:
             self.skeleton.roots[root].maker for root in self._cast_from if self._is_only_bundled(root)
         )
         """Operators that cast a parameter which nobody reads but through bundles: those cast on the way."""
-        self.once = self._find_once()
+        self.once = self._find_once() if self._may_run_once else frozenset[int]()
         """Operators that run once for all micro-batches."""
         self._around = schedule_bundles(bundles, self.again, self.drafts, defers=self.steps > 1)
 
@@ -529,9 +456,9 @@ class Program:
             if back
             for instruction in drafts.route(self.skeleton.roots[root].type, own, target)[1]
         ]
-        pieces = _Pieces(stored, mesh)
+        pieces = UpdatedPieces(stored, mesh)
         alike = not drafts.prices.unlike_axes() and pieces.are_even
-        ticks, source = drafts.per_class(tuple(stored), _UpdatePrices(pieces, drafts.prices).on, alike)
+        ticks, source = drafts.per_class(tuple(stored), UpdatePrices(pieces, drafts.prices).on, alike)
         kept = to_ticks(_KEPT * len(stored) * drafts.prices.launch())
         update = Instruction("update", COMPUTE, ticks, kept, phase=Phase.UPDATE, source=source)
         updates = self._updates(update, stored) if self.offloads.states else (update,)
@@ -544,59 +471,6 @@ class Program:
         moved = [trained.index(i) for i in self.offloaded_states]
         held = [held_bytes(type, mesh)[0] for type in stored]
         return update_by_parts(update, held, moved, self.drafts.prices.host_link())
-
-
-class _Pieces:
-    """What ranks store of tensors; those that are split evenly are looked at once."""
-
-    def __init__(self, types: Sequence[TensorType], mesh: Mesh) -> None:
-        self._types, self._mesh = types, mesh
-        self._even = {
-            type: TensorType(local_shape(type, mesh), type.dtype)
-            for type in dict.fromkeys(types)
-            if splits_evenly(type.shape, type.layout, mesh)
-        }
-        self._same = [self._even.get(type) for type in types]
-        self._uneven = tuple(type for type in dict.fromkeys(types) if type not in self._even)
-
-    @property
-    def are_even(self) -> bool:
-        return all(self._same)
-
-    def told_apart(self, rank: int) -> tuple[int, ...]:
-        """What tells ranks apart that have unlike pieces: lengths of what is not split evenly, and where it lies."""
-        return tuple(self._told[rank].tolist())
-
-    @cached_property
-    def _told(self) -> NDArray[np.int64]:
-        columns = [np.zeros(self._mesh.size, np.int64)]
-        for type in self._uneven:
-            for dim, size in enumerate(type.shape):
-                starts, stops = cut_for_all(size, split_axes(type.layout, dim), self._mesh).T
-                columns.append(stops - starts)
-            places = ((axis, found.place) for axis, found in type.layout if isinstance(found, At))
-            columns += [(places_of_all(self._mesh)[axis] == place).astype(np.int64) for axis, place in places]
-        return np.stack(columns, axis=1)
-
-    def on(self, rank: int) -> list[TensorType]:
-        """The pieces of a rank; of some tensors it may have nothing."""
-        found = {type: TensorType(local_shape(type, self._mesh, rank), type.dtype) for type in self._uneven}
-        pieces = ((type, same or found[type]) for type, same in zip(self._types, self._same, strict=True))
-        return [piece for type, piece in pieces if piece.num_elements or not type.num_elements]
-
-
-class _UpdatePrices:
-    """Seconds of the update on ranks; those with equal pieces are asked once where devices are alike."""
-
-    def __init__(self, pieces: _Pieces, prices: Prices) -> None:
-        self._pieces, self._prices, self._are_alike = pieces, prices, not prices.unlike_axes()
-        self._known: dict[Hashable, Seconds] = {}
-
-    def on(self, rank: int) -> Seconds:
-        key = self._pieces.told_apart(rank), 0 if self._are_alike else rank
-        if key not in self._known:
-            self._known[key] = self._prices.update(self._pieces.on(rank), rank)
-        return self._known[key]
 
 
 def task_numbers(skeleton: Skeleton, drafts: Drafts) -> list[int]:

@@ -96,7 +96,8 @@ class Simulation:
         program, changed = self.program.changed(change)
         if program.num_events != self.program.num_events or program.offloads.tensors:
             return _simulated(program)
-        return Simulation(lambda: program, rerun(self.timeline, program.unrolled(), program.positions_of(changed)))
+        places = program.order.positions_of(changed)
+        return Simulation(lambda: program, rerun(self.timeline, program.unrolled(), places))
 
 
 def simulate(plan: Plan, prices: Prices, *, unfold: bool = False) -> Simulation:

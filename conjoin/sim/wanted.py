@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 
 from conjoin.cost import NO_SECONDS, OperatorCost, Outcome, Seconds, measure, measure_update
-from conjoin.ir import Plan
+from conjoin.ir import Pipeline, Plan
 from conjoin.ops import Call, TensorType
+from conjoin.sim.pipelines import stage_simulation
 from conjoin.sim.prices import HostLink
 from conjoin.sim.simulation import simulate
 
@@ -49,11 +50,15 @@ class Wanted:
         return ()
 
 
-def wanted_by(plans: Iterable[Plan]) -> Wanted:
-    """Every distinct call and update of the plans."""
+def wanted_by(plans: Iterable[Plan | Pipeline]) -> Wanted:
+    """Every distinct call and update of the plans, and of the stages of pipelines."""
     wanted = Wanted()
     for plan in plans:
-        simulate(plan, wanted)
+        if isinstance(plan, Pipeline):
+            for stage in plan.stages:
+                stage_simulation(stage.plan, wanted)
+        else:
+            simulate(plan, wanted)
     return wanted
 
 

@@ -109,3 +109,25 @@ def test_operators_are_found_by_kind_and_line_or_listed(run: Run, folder: Path) 
     in_line = run("explain", "plan.json", "--why", "net.py:11").err
     assert " linear at" in in_line and " relu at" in in_line and "net.py:12" not in in_line
     assert "kind of operator or line of that name" in run("explain", "plan.json", "--why", "nowhere.py:11").err
+
+
+def test_in_a_pipeline_one_stage_changes_and_the_step_is_that_of_all(run: Run, folder: Path) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), (torch.randn(8, 8), torch.randn(8, 8))
+    ask = {"loss": nn.functional.mse_loss, "strategy": "pipeline:pp=2,micro=2"}
+    conjoin.plan(model, batch, MACHINE, **ask).save("pipeline.json")  # type: ignore[arg-type]
+    plan, machine = load_plan("pipeline.json"), conjoin.machine.parse_machine(MACHINE)
+    before = seconds_and_bytes(run, "pipeline.json")
+    found = find_alternatives(plan, machine, conjoin.api.known_costs(), "3.weight")
+    assert found.name.startswith("stage 1: param:3.weight") and found.prediction.seconds == before[0]
+    for one in found.alternatives:
+        assert isinstance(one.plan, conjoin.Pipeline) and one.prediction is not None
+        one.plan.save("edited.json")
+        assert seconds_and_bytes(run, "edited.json") == (one.prediction.seconds, one.prediction.memory.peak)
+    shown = run("explain", "pipeline.json", "--why", "1:3.weight").out.splitlines()
+    assert len(shown) == 2 + len(found.alternatives) and shown[0] == found.name
+    assert "Stages 0, 1 of the pipeline have that. Say in which" in run(
+        "explain", "pipeline.json", "--why", "linear"
+    ).refused()
+    assert "The pipeline has stages 0 to 1." in run("explain", "pipeline.json", "--why", "2:%0").refused()
+    assert "No stage of the pipeline has" in run("explain", "pipeline.json", "--why", "9.weight").refused()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from conjoin.cost import CostModel
 from conjoin.errors import ConjoinError, UsageError
 from conjoin.frontends import capture
-from conjoin.ir import plan_to_json
+from conjoin.ir import Pipeline, plan_to_json
 from conjoin.machine import parse_machine
 from conjoin.search import (
     Notes,
@@ -25,6 +25,7 @@ from conjoin.search import (
     Wish,
     find_plan,
     is_answer,
+    make_pipeline,
     make_plan,
     searches,
 )
@@ -34,6 +35,8 @@ from conjoin.search.exact.space import Objective
 from conjoin.search.exact.units import Units
 from conjoin.search.joint import JointSearch
 from conjoin.search.notes import notes_from_json
+from conjoin.sim import predict_pipeline
+from tests.ir.wording import assert_three_sentences
 from tests.search.models import captured
 from tests.search.small import slow_contest, small
 
@@ -273,6 +276,20 @@ def test_a_start_that_wins_is_told_as_on_this_machine() -> None:
     found = find_plan(small(), MACHINE, CostModel(), Wish(budget=0.0, search="named"), start=[other])
     assert found.plan.graph == other.graph and found.plan.machine.name == MACHINE.name
     assert dict(found.plan.predictions)["seconds_per_step"] == found.seconds_per_step
+
+
+def test_a_pipeline_to_start_from_is_no_faster_than_the_result() -> None:
+    pipeline = make_pipeline(small(), MACHINE, "pipeline:pp=2,micro=2", CostModel())
+    alone = predict_pipeline(pipeline, MACHINE, CostModel()).seconds
+    wish = Wish(budget=inf, steps=2, search="named")
+    found = find_plan(small(), MACHINE, CostModel(), wish, start=[pipeline])
+    assert found.seconds_per_step <= alone
+    kept = find_plan(small(), MACHINE, CostModel(), replace(wish, search="joint", stages=2, steps=0), start=[pipeline])
+    assert kept.seconds_per_step <= alone and isinstance(kept.plan, Pipeline)
+    for other in ({"stages": 3, "search": "joint"}, {"forbidden_axes": ("d0",)}):
+        with pytest.raises(UsageError) as error:
+            find_plan(small(), MACHINE, CostModel(), replace(wish, **other), start=[pipeline])
+        assert_three_sentences(error.value)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class _Asked:
     imports: tuple[str, ...] = ()
 
     def wanted(self) -> Wanted:
-        return rooms.sim.wanted_by(rooms.models.read_plan_of_one_stage(path, self.imports) for path in self.plans)
+        return rooms.sim.wanted_by(rooms.models.read_plan(path, self.imports) for path in self.plans)
 
 
 def calibrate_command(

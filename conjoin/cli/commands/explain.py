@@ -16,11 +16,13 @@ from conjoin.environment import machines_directory
 from conjoin.errors import UsageError
 
 if TYPE_CHECKING:
-    from conjoin.ir import Plan
+    from conjoin.ir import Pipeline, Plan
     from conjoin.machine import Machine
     from conjoin.search import Alternative, Why
 
-_WHY_HELP = "What else was possible for this operator (%12, relu, model.py:9, a module's path) or parameter."
+_WHY_HELP = (
+    "What else was possible for this operator (%12, relu, model.py:9, a module's path) or parameter; 1:%12 in stage 1."
+)
 _MACHINE_HELP = "With --why: the machine, where its name in the plan does not say which."
 
 
@@ -35,9 +37,8 @@ def explain_command(
     """Show a plan as annotated code: how each operator is split, and every collective with the bytes it sends."""
     read = rooms.models.read_plan(plan, imports)
     if why is not None:
-        one = rooms.models.of_one_stage(read)
-        where = _machine_of(one, machine)
-        found = rooms.search.find_alternatives(one, where, rooms.api.known_costs(), why, optimizer)
+        where = _machine_of(read, machine)
+        found = rooms.search.find_alternatives(read, where, rooms.api.known_costs(), why, optimizer)
         if as_json:
             print_json(_why_to_json(found))
             return
@@ -53,7 +54,7 @@ def explain_command(
         typer.echo(rooms.report.pipeline_text(explained), nl=False)
 
 
-def _machine_of(plan: Plan, named: str | None) -> Machine:
+def _machine_of(plan: Plan | Pipeline, named: str | None) -> Machine:
     """The machine that was named, or the one that the plan was made for where its name still says which."""
     if named is not None:
         return rooms.machine.parse_machine(named, machines_directory())

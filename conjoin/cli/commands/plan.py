@@ -105,7 +105,7 @@ def plan_command(
     )
     rooms.search.check_wish(wish, rooms.search.search_names())
     chosen = rooms.machine.parse_machine(machine, machines_directory())
-    before = () if start is None else (rooms.models.read_plan_of_one_stage(start, imports),)
+    before = () if start is None else (rooms.models.read_plan(start, imports),)
     if strategy is not None:
         given: dict[str, object] = {
             "--search": search, "--budget": budget, "--cpu-budget": cpu_budget, "--memory": memory, "--fix": fix,
@@ -215,7 +215,7 @@ class Question:
     graph: Graph
     machine: Machine
     wish: rooms.search.Wish
-    start: tuple[Plan, ...] = ()
+    start: tuple[Plan | Pipeline, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
