@@ -91,10 +91,15 @@ def _shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _ranks_with_pytest() -> Iterator[None]:
-    """What forks ranks has imported pytest already: programs stand in modules of tests, and each rank imports those."""
-    from conjoin.runtime.ranks import fork_server
+    """What forks ranks has imported pytest already: programs stand in modules of tests, and each rank imports those.
+
+    And it forks commands too, which else need one of their own.
+    """
+    from conjoin.runtime.ranks import fork_server, rank_processes
+    from tests.cli.processes import begin_either
 
     own = fork_server._own_modules
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(fork_server, "_own_modules", lambda: [*own(), "pytest"])
+        monkeypatch.setattr(rank_processes, "_begin", begin_either)
         yield

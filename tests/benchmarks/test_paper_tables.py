@@ -105,7 +105,7 @@ def test_megatron_with_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(autoddl_table3.TABLE, "wide-64", small)
     monkeypatch.setattr(autoddl_table3, "STAGES", (1, 2))
     output = tmp_path / "table3.json"
-    autoddl_table3.main(["--rows", "wide-64", "--budget", "1", "--output", str(output)])
+    autoddl_table3.main(["--rows", "wide-64", "--budget", "0.2", "--output", str(output)])
     row = _read(output)["rows"]["wide-64"]
     assert {one["name"].partition(":")[0] for one in row["megatrons"]} <= {"megatron", "pipeline"}
     assert row["megatron"]["seconds"] == min(one["seconds"] for one in row["megatrons"] if one["fits"])

@@ -32,7 +32,7 @@ CASES = [
     ("gpt-125m", "fp8-mixed", "megatron:tp=2,dp=2+recompute=selective+micro=2"),
     ("gpt-125m", "bf16-mixed", "pipeline:pp=2,dp=2,micro=2"),
     ("llama-8b", "bf16-mixed", "context:cp=4,ring"), ("llama-8b", "bf16", "megatron:tp=2,dp=2,sp,fsdp"),
-    ("bert-base", "bf16-mixed", "fsdp+recompute=full"), ("bert-base", "fp16-mixed", "megatron:tp=4"),
+    ("bert-base", "bf16-mixed", "fsdp+recompute=full"),
     ("vit-b-16", "bf16-mixed", "megatron:tp=4"), ("vit-b-16", "bf16", "hsdp:shard=2,replicate=2"),
     ("resnet-50", "bf16-mixed", "fsdp"),
     ("moe-8x7b", "bf16-mixed", "fsdp+expert:ep=4"), ("moe-8x7b", "fp16-mixed", "expert:ep=2+megatron:tp=2"),

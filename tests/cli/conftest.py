@@ -13,8 +13,7 @@ import pytest
 
 from conjoin.cli import main
 from conjoin.machine import COLLECTIVE_KINDS, Machine
-from conjoin.runtime.ranks.fork_server import ForkServer
-from tests.cli.processes import Forked, begin
+from tests.cli.processes import Forked
 from tests.ir.wording import assert_three_sentences
 from tests.zoo.commands import captured_once
 
@@ -177,14 +176,7 @@ def start(folder: Path) -> Callable[..., subprocess.Popen[str]]:
     return start_there
 
 
-@pytest.fixture(scope="session")
-def _commands() -> Iterator[ForkServer]:
-    server = ForkServer(begin)
-    yield server
-    server.close()
-
-
 @pytest.fixture
-def fork(folder: Path, _commands: ForkServer) -> Callable[..., Forked]:
+def fork(folder: Path) -> Callable[..., Forked]:
     """Start a command as `start` does, or another module, where what is done until it is imported is not asked for."""
-    return lambda *arguments, module="conjoin": Forked(_commands, folder, module, arguments)
+    return lambda *arguments, module="conjoin": Forked(folder, module, arguments)

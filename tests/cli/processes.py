@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from conjoin.runtime.ranks.fork_server import ForkServer
+from conjoin.runtime.ranks import rank_processes
+from conjoin.runtime.ranks.fork_server import server_for
 
 _LOOK_SECONDS = 0.01
 
@@ -25,8 +26,8 @@ _LOOK_SECONDS = 0.01
 class Forked:
     """A module that runs in a process of its own, with as much of `subprocess.Popen` as tests ask for."""
 
-    def __init__(self, server: ForkServer, folder: Path, module: str, words: Sequence[str]) -> None:
-        self._server = server
+    def __init__(self, folder: Path, module: str, words: Sequence[str]) -> None:
+        self._server = server = server_for(begin_either)
         self.returncode: int | None = None
         (out, to_out), (err, to_err) = os.pipe(), os.pipe()
         self.stdout = os.fdopen(out, encoding="utf-8")
@@ -52,6 +53,11 @@ class Forked:
             time.sleep(_LOOK_SECONDS)
         self.returncode = code
         return printed
+
+
+def begin_either(files: list[int]) -> None:
+    """In the fork: be a rank, which has four files, or a command."""
+    (rank_processes._begin if len(files) == 4 else begin)(files)
 
 
 def begin(files: list[int]) -> None:

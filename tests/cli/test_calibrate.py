@@ -1,4 +1,4 @@
-"""`calibrate`: a table, a machine file that answers, mistakes told before measuring; `test_running.py` has torchrun."""
+"""`calibrate`: a table, a machine file that answers, mistakes told before measuring; `test_run.py` has torchrun."""
 
 from __future__ import annotations
 

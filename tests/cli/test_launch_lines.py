@@ -1,4 +1,4 @@
-"""The next command after `plan`; `test_running.py` really types one."""
+"""The next command after `plan`; `test_run.py` really types one."""
 
 from __future__ import annotations
 

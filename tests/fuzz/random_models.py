@@ -161,6 +161,10 @@ PATTERNS: tuple[tuple[int, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 
+FIRST = {"bool": "{} > 0", "int": "({}.detach() * 3).long()"}
+"""Booleans and integers are made where a pattern asks for some and there are none: else few patterns would be drawn."""
+
+
 def fill(d: Drawing, pattern: str, kinds: tuple[str, ...] = ("float", "half")) -> str | None:
     """A pattern with tensors of the drawing in it; None where there are none that fit."""
     found: dict[str, str] = {}
@@ -179,7 +183,7 @@ def fill(d: Drawing, pattern: str, kinds: tuple[str, ...] = ("float", "half")) -
         found["y"] = d.alike(x) or parameter_like(d, d[x])
     for key, kind in (("b", "bool"), ("i", "int")):
         if f"{{{key}}}" in pattern:
-            chosen = d.pick(kind)
+            chosen = d.pick(kind) or d.let(FIRST[kind].format(x))
             if chosen is None:
                 return None
             found[key] = chosen

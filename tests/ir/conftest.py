@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "ir",
-    max_examples=100,
+    max_examples=50,
     deadline=timedelta(seconds=10),  # far above what any example takes, far below a reader that hangs
     derandomize=True,
     database=None,

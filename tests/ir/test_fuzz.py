@@ -84,7 +84,7 @@ def damaged_text(draw: st.DrawFn) -> str:
 
 
 @given(damaged_text())
-@settings(PROFILE, max_examples=250)
+@settings(PROFILE, max_examples=120)
 def test_damaged_text(text: str) -> None:
     check(lambda: parse_graph(text))
 
@@ -130,7 +130,7 @@ def _places(draw: st.DrawFn, data: Any) -> tuple[Any, Any]:
 
 
 @given(damaged_json())
-@settings(PROFILE, max_examples=250)
+@settings(PROFILE, max_examples=120)
 def test_damaged_json(data: Any) -> None:
     check(lambda: graph_from_json(data))
 

@@ -242,7 +242,7 @@ def check(action: Callable[[], Plan]) -> None:
 
 
 @given(damaged())
-@settings(PROFILE, max_examples=300)
+@settings(PROFILE, max_examples=120)
 def test_a_damaged_plan_is_refused_or_read(data: Any) -> None:
     check(lambda: check_plan(plan_from_json(data)))
 

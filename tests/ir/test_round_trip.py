@@ -11,7 +11,7 @@ from tests.ir.graphs import GOLDEN, check_round_trip, random_graphs
 
 @given(random_graphs())
 @example(parse_graph(GOLDEN))
-@settings(settings.get_profile("ir"), max_examples=150)
+@settings(settings.get_profile("ir"), max_examples=60)
 def test_random_graphs_round_trip(graph: Graph) -> None:
     check_round_trip(graph)
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "machine",
-    max_examples=100,
+    max_examples=50,
     deadline=timedelta(seconds=5),  # far above what any example takes, far below a reader that hangs
     derandomize=True,
     database=None,

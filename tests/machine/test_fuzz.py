@@ -61,7 +61,7 @@ def test_the_undamaged_text_is_read() -> None:
 
 
 @given(damaged_text())
-@settings(PROFILE, max_examples=400)
+@settings(PROFILE, max_examples=150)
 def test_damaged_text(text: str) -> None:
     check(text)
 
@@ -71,7 +71,7 @@ def test_damaged_text(text: str) -> None:
 @example("[a]\n" * 2)
 @example("a = {" * 1000)
 @example("[" + "a." * 900 + "a]\n" + "\n".join(f"b{i} = 1" for i in range(900)))
-@settings(PROFILE, max_examples=300)
+@settings(PROFILE, max_examples=100)
 def test_any_text(text: str) -> None:
     check(text)
     check(f"{TEXT}{text}")
@@ -102,7 +102,7 @@ KEYS = ("format", "version", "name", "num_nodes", "devices_per_node", "device", 
 
 
 @given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))
-@settings(PROFILE, max_examples=300)
+@settings(PROFILE, max_examples=100)
 def test_any_values(entries: dict[str, str]) -> None:
     head, speeds = TEXT.split("\n\n", 1)
     good = dict(line.split(" = ", 1) for line in head.splitlines())
@@ -112,7 +112,7 @@ def test_any_values(entries: dict[str, str]) -> None:
 
 
 @given(st.data())
-@settings(PROFILE, max_examples=200)
+@settings(PROFILE, max_examples=100)
 def test_any_speeds(data: st.DataObject) -> None:
     """Any value at any key of any table, next to a good machine or instead of its own."""
     table = data.draw(st.sampled_from(sorted(KEYS_WITHIN)))

@@ -89,7 +89,7 @@ WORDS = st.sampled_from(["local", "summit", "laptop", "a100-2x16", ":", "4", "0"
 @example("/")
 @example(".")
 @example("~/.toml")
-@settings(PROFILE, max_examples=300)
+@settings(PROFILE, max_examples=100)
 def test_any_text(text: str) -> None:
     try:
         machine = parse_machine(text)

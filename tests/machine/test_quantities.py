@@ -16,13 +16,13 @@ PROFILE = settings.get_profile("machine")
 
 
 @given(st.floats(1e6, 1e14), st.sampled_from([GIGABYTES_PER_SECOND, TERAFLOPS]))
-@settings(PROFILE, max_examples=300)
+@settings(PROFILE, max_examples=60)
 def test_what_is_written_is_read_bit_by_bit(value: float, quantity: Quantity) -> None:
     assert quantity.read("it", Decimal(quantity.text(value))) == value
 
 
 @given(st.floats(0, 1e3))
-@settings(PROFILE, max_examples=300)
+@settings(PROFILE, max_examples=60)
 def test_small_numbers_too(value: float) -> None:
     assert MICROSECONDS.read("it", Decimal(MICROSECONDS.text(value))) == value
 

@@ -119,7 +119,7 @@ def test_a_call_that_the_declaration_does_not_cover_says_why() -> None:
     assert "called without dim" in refused("take_along_dim", x, integers, None)
 
 
-@settings(FEW, max_examples=300)
+@settings(FEW, max_examples=120)
 @given(st.text(alphabet="ab1.!~@*+-/(),> 23", max_size=24) | st.text(max_size=12))
 def test_any_text_parses_or_is_refused(text: str) -> None:
     try:
@@ -146,7 +146,7 @@ def test_broadcast_names_refuses_more_dims_than_there_are() -> None:
         broadcast_names(["a"], (2, 3), (3,))
 
 
-@settings(FEW, max_examples=200)
+@settings(FEW, max_examples=80)
 @given(*(st.integers(low, high) for low, high in ((1, 3), (1, 4), (1, 3), (0, 3), (4, 20))))
 def test_a_window_reaches_exactly_what_its_positions_read(
     stride: int, kernel: int, dilation: int, padding: int, size: int
@@ -158,7 +158,7 @@ def test_a_window_reaches_exactly_what_its_positions_read(
         assert window.reach(0, count, kernel) == (min(read), max(read) + 1)
 
 
-@settings(FEW, max_examples=200)
+@settings(FEW, max_examples=80)
 @given(*(st.integers(low, high) for low, high in ((1, 3), (1, 4), (1, 3), (0, 3), (0, 9), (1, 6))))
 def test_a_spread_reaches_all_that_writes_to_its_positions(
     stride: int, kernel: int, dilation: int, padding: int, lo: int, length: int

@@ -2,7 +2,7 @@
 
 These are 281 and 221 rules over the operators of the two papers, written for these tests: none is taken from the sets
 that TASO and Unity publish with their code (133 and 640 rules), in which some are false: for grouped convolutions those
-that rest on TASO's property of concatenated kernels (`test_refuting.py`), and over devices those that take copies for
+that rest on TASO's property of concatenated kernels (`test_refutation.py`), and over devices those that take copies for
 partial sums.
 
 `conjoin rules test tests/rules/like_taso.toml` judges every rule in full, with trials and with each step of a

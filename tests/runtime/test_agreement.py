@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.runtime.test_accumulating import plan_for
-from tests.runtime.test_accumulating import sample as micro_sample
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,6 +22,8 @@ from tests.ir.wording import assert_three_sentences
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import by_strategy, captured, module_on
 from tests.runtime.random_graphs import Sample
+from tests.runtime.test_accumulation import plan_for
+from tests.runtime.test_accumulation import sample as micro_sample
 
 
 @cache

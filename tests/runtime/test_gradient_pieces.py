@@ -93,23 +93,25 @@ def check_gradients(step: ParallelModule, wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(parameter.grad, part, rtol=1e-6, atol=1e-9, check_dtype=False)
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_norms_and_clipping_are_those_of_one_device(call: str) -> None:
-    wanted, gradients = wanted_of(call)
-    for kind in KINDS:
-        sample, plan = case(kind)
+@pytest.mark.parametrize("kind", KINDS)
+def test_norms_and_clipping_are_those_of_one_device(kind: str) -> None:
+    sample, plan = case(kind)
+    wanted = {call: wanted_of(call) for call in CALLS}
 
-        def program(communicator: Communicator, sample: Sample = sample, plan: Plan = plan) -> Any:
-            step = module_on(plan, sample, communicator)
+    def program(communicator: Communicator) -> dict[str, Any]:
+        step, found = module_on(plan, sample, communicator), {}
+        for call, look in CALLS.items():
+            step.zero_grad()
             step(*sample.inputs).backward()
-            found = CALLS[call](list(step.parameters()))
-            check_gradients(step, gradients)
-            return found
+            found[call] = look(list(step.parameters()))
+            check_gradients(step, wanted[call][1])
+        return found
 
-        for found in run_ranks(plan.mesh, program):
-            assert (found is None) == (wanted is None)
-            if wanted is not None:
-                torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0.0, check_dtype=False, msg=kind)
+    for found in run_ranks(plan.mesh, program):
+        for call, (value, _) in wanted.items():
+            assert (found[call] is None) == (value is None), call
+            if value is not None:
+                torch.testing.assert_close(found[call], value, rtol=1e-6, atol=0.0, check_dtype=False, msg=call)
 
 
 def scaled_steps(module: nn.Module, loss: Callable[[nn.Module], Tensor], bad: Callable[[int], None]) -> list[Any]:
@@ -264,45 +266,46 @@ WHOLE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*ELEMENTWISE, *WHOLE])
-def test_optimizers_that_look_at_more_than_an_element_are_refused_on_parts(name: str) -> None:
-    make = {**ELEMENTWISE, **WHOLE}[name]
+def matrices(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.dim() == 2]
 
-    def matrices(module: nn.Module) -> list[nn.Parameter]:
-        return [p for p in module.parameters() if p.dim() == 2]
 
-    def step_on(kind: str) -> Callable[[Communicator], str]:
-        sample, plan = case(kind)
+def told_by_all(communicator: Communicator, kind: str) -> dict[str, str]:
+    """What every optimizer is told in two steps, each from the same weights."""
+    sample, plan = case(kind)
+    step, told = module_on(plan, sample, communicator), {}
+    begin = {name: p.detach().clone() for name, p in step.named_parameters()}
+    for name, make in {**ELEMENTWISE, **WHOLE}.items():
+        optimizer = make(matrices(step))
 
-        def program(communicator: Communicator) -> str:
-            step = module_on(plan, sample, communicator)
-            optimizer = make(matrices(step))
+        def closure(optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = step(*sample.inputs)
+            loss.backward()
+            return loss
 
-            def closure() -> Tensor:
-                optimizer.zero_grad()
-                loss = step(*sample.inputs)
-                loss.backward()
-                return loss
+        try:
+            for _ in range(2):
+                optimizer.step(closure)
+            states = [x for state in optimizer.state.values() for x in state.values()]
+            assert not any(isinstance(x, GradientPiece) for x in states), "what is saved is plain"
+            told[name] = ""
+        except UsageError as error:
+            assert_three_sentences(error)
+            told[name] = str(error)
+        with torch.no_grad():
+            _ = [p.copy_(begin[each]) for each, p in step.named_parameters()]
+    return told
 
-            try:
-                for _ in range(2):
-                    optimizer.step(closure)
-                states = [x for state in optimizer.state.values() for x in state.values()]
-                assert not any(isinstance(x, GradientPiece) for x in states), "what is saved is plain"
-            except UsageError as error:
-                assert_three_sentences(error)
-                return str(error)
-            return ""
 
-        return program
-
-    for told in run_ranks(case("fsdp")[1].mesh, step_on("fsdp")):
-        assert ("element by element" in told and type(make(matrices(case("fsdp")[0].model))).__name__ in told) == (
-            name in WHOLE
-        )
-    assert run_ranks(case("data-parallel")[1].mesh, step_on("data-parallel")) == [""] * 4, (
-        "whole weights may be looked at"
-    )
+def test_optimizers_that_look_at_more_than_an_element_are_refused_on_parts() -> None:
+    for told in run_ranks(case("fsdp")[1].mesh, lambda communicator: told_by_all(communicator, "fsdp")):
+        assert {name for name, text in told.items() if text} == set(WHOLE)
+        for name, make in WHOLE.items():
+            kind = type(make(matrices(case("fsdp")[0].model))).__name__
+            assert "element by element" in told[name] and kind in told[name]
+    for told in run_ranks(case("data-parallel")[1].mesh, lambda ranks: told_by_all(ranks, "data-parallel")):
+        assert not any(told.values()), "whole weights may be looked at"
 
 
 def test_an_optimizer_that_cannot_be_tried_is_told() -> None:

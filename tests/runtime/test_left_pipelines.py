@@ -72,6 +72,8 @@ def fail(step: nn.Module, batch: tuple[Tensor, ...]) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+TWICE = "zero-bubble"
+"""Of the schedules in which a rank fails, that in which it does so again, after a step that was right."""
 FAILURES: list[tuple[str, str, int, Where]] = [
     ("tied", "pipeline:pp=2,tp=2,micro=4", 4, ("forward", 0, 1, 1, 4)),
     ("tied", "pipeline:pp=2,tp=2,sp,micro=4,schedule=gpipe", 4, ("backward", 1, 0, 2, 9)),
@@ -93,11 +95,11 @@ def test_all_leave_a_step_in_which_one_has_failed(case: str, strategy: str, rank
 
 
 def check_leaving(case: str, strategy: str, ranks: int, where: Where) -> Pipeline:
-    """One rank fails, twice; the steps between are those of the plain model."""
+    """One rank fails, once or twice; the steps between are those of the plain model."""
     kind, make, loss = CASES[case]
     torch.manual_seed(3)
     model = kind().double().train()
-    batches = [make() for _ in range(3)]
+    batches = [make() for _ in range(3 if TWICE in strategy else 2)]
     pipeline = pipeline_of(model, batches[0], loss, strategy, ranks)
     wanted = train_plainly(model, batches, loss, pipeline.num_micro_batches)
     failing = Failing(*where)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.runtime.test_accumulating import plan_for, sample
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +22,7 @@ from tests.ir.wording import assert_three_sentences
 from tests.runtime.gloo_ranks import run_processes
 from tests.runtime.hand_plans import by_strategy, module_on
 from tests.runtime.random_graphs import Sample
+from tests.runtime.test_accumulation import plan_for, sample
 from tests.runtime.test_bundles import regathering
 from tests.runtime.test_recompute import transformer_loss
 

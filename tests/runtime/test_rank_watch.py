@@ -90,7 +90,7 @@ def _train(rank: int, plan: Any, batch: Any, model: Any, act: Act, notes: Path) 
 @pytest.mark.parametrize(
     ("act", "said"),
     [
-        (hang, r"Rank 1 has made no progress for 3 s .* It is at .*test_watching.py:\d+ in hang"),
+        (hang, r"Rank 1 has made no progress for 3 s .* It is at .*test_rank_watch.py:\d+ in hang"),
         (hold_the_lock, r"Rank 1 has given no sign of life for 3 s .* holds Python's lock"),
         (stop, r"Rank 1 has given no sign of life for 3 s .* is stopped"),
         (close, r"Rank 1 has ended its program, noticed by rank .* fewer steps"),
@@ -153,7 +153,7 @@ def _ask_alone(rank: int, plan: Any, batch: Any, model: Any) -> None:
 def test_a_norm_that_one_rank_asks_for_is_told() -> None:
     model, batch = mlp()
     plan = plan_of(model, batch, 2, "fsdp")
-    with pytest.raises(RankError, match=r"rank 1 at .*test_watching.py:\d+ in _ask_alone.* on every rank") as told:
+    with pytest.raises(RankError, match=r"rank 1 at .*test_rank_watch.py:\d+ in _ask_alone.* on every rank") as told:
         launch(2, _ask_alone, plan, batch, model)
     assert_three_sentences(told.value)
 

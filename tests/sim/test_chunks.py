@@ -8,7 +8,6 @@ from random import Random
 
 import pytest
 import torch
-from tests.sim.test_accumulating import full
 from torch import Tensor, nn
 
 from conjoin.frontends import capture
@@ -17,6 +16,7 @@ from conjoin.machine import parse_machine
 from conjoin.search import make_plan
 from conjoin.sim import Phase, Prices, break_down, random_change, simulate
 from tests.sim.conftest import tiny_graph
+from tests.sim.test_accumulation import full
 from tests.sim.test_simulation import assert_same
 
 

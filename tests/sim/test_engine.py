@@ -107,7 +107,7 @@ def test_a_changed_timeline_is_that_of_the_changed_program_to_the_last_bit(
 ) -> None:
     rng = Random(0)
     timed = in_full = 0
-    for _ in range(60):
+    for _ in range(25):
         fragments = [random_fragment(rng, shape, hosts) for _ in range(40)]
         timeline = run(fragments, 2, shape, slowed)
         for _ in range(5):
