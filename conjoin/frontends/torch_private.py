@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._export import utils as export_utils
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
+from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch._ops import OpOverload
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -400,6 +401,8 @@ def has_alias_info(op: OpOverload) -> bool:
 def storages_of(traced: Any) -> frozenset[int]:
     """The memory that traced tensors lie in; two of the same memory are views of one another."""
     if isinstance(traced, Tensor):
+        if is_batchedtensor(traced):  # of `torch.vmap`
+            return storages_of(get_unwrapped(traced))
         return frozenset({traced.untyped_storage()._cdata})
     return frozenset[int]().union(*map(storages_of, traced)) if isinstance(traced, tuple | list) else frozenset()
 
