@@ -55,7 +55,7 @@ def _places_that_depend_on_values(step: nn.Module, tensors: tuple[Tensor, ...]) 
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), quiet(), pretend_exporting():
             clones = [tensor.clone() for tensor in tensors]
-            with FollowedCalls(lambda _: None), watch:
+            with FollowedCalls(lambda _: None, lambda *_: None), watch:
                 copied_model(step)(*clones)
     except Exception:  # export has failed already and is reported; this only adds what can be found
         pass

@@ -49,7 +49,16 @@ from conjoin.frontends.torch_private import (
     unread_left_out,
     user_lines,
 )
-from conjoin.ir import Source, Structure, describe_tree, spec_of, unflatten_tree
+from conjoin.ir import (
+    Source,
+    Structure,
+    changed_names,
+    describe_tree,
+    generator_states,
+    python_state,
+    spec_of,
+    unflatten_tree,
+)
 
 Batch = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 
@@ -189,7 +198,7 @@ class _Step(nn.Module):
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         given = self._rebuild(tensors)
-        before, attributes = dict(self.model.named_buffers(remove_duplicate=False)), _plain_attributes(self.model)
+        before, held = dict(self.model.named_buffers(remove_duplicate=False)), _held(self.model)
         with ExitStack() as regions:
             if any(is_fake(tensor) for tensor in tensors):
                 regions.enter_context(self.known)
@@ -200,9 +209,8 @@ class _Step(nn.Module):
                 output = self._call_loss(output, *given.loss_args, **(given.loss_kwargs or {}))
         after = dict(self.model.named_buffers(remove_duplicate=False))
         reassigned = tuple(name for name, tensor in before.items() if after.get(name, tensor) is not tensor)
-        changed = _plain_attributes(self.model)
-        names = tuple(name for name in changed if not _is_same(attributes.get(name, _NOTHING), changed[name]))
-        return [*self._record(output, reassigned, names), *(after[name] for name in reassigned)]
+        changed = changed_names(held, _held(self.model))
+        return [*self._record(output, reassigned, changed), *(after[name] for name in reassigned)]
 
     def called(self, tensors: tuple[Tensor, ...]) -> str:
         """How model and loss are called, in words."""
@@ -260,21 +268,15 @@ class StepCall:
         return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
 
-_NOTHING = object()
-
-
-def _plain_attributes(model: nn.Module) -> dict[str, Any]:
-    """Tensors and plain values that a model holds beside its state, by path."""
-    return {
-        f"{path}.{name}" if path else name: value
+def _held(model: nn.Module) -> dict[str, Any]:
+    """What a model holds beside its state, by path, and where the generators stand that are not torch's."""
+    tensors = {
+        f"{path}.{name}" if path else name: id(value)
         for path, part in model.named_modules()
         for name, value in vars(part).items()
-        if not name.startswith("_") and isinstance(value, Tensor | bool | int | float | str | None)
+        if not name.startswith("_") and isinstance(value, Tensor)
     }
-
-
-def _is_same(before: Any, after: Any) -> bool:
-    return before is after or (not isinstance(after, Tensor) and type(before) is type(after) and before == after)
+    return {**python_state(model), **tensors, **generator_states()}
 
 
 def _ambient_autocast() -> Regions:
@@ -333,11 +335,13 @@ def export(
         program, updates, problems, idle = _settle(traced, named)
     outputs, output_structure, reassigned, changed = call.seen[-1]
     kept, dropped = _plain(outputs, output_structure)
-    left = [f"attribute {name}: forward changes it, the graph does not" for name in changed]
+    drawn = generator_states().keys() & set(changed)
+    left = [f"attribute {name}: forward changes it, the graph does not" for name in changed if name not in drawn]
+    left += [f"{name}: forward draws from it, the graph keeps what it drew; draw with torch" for name in sorted(drawn)]
     left += [f"check at {line}: forward raises there for some values, the graph does not" for line in step.known.checks]
     return Exported(
         program, updates, reassigned, changed, problems, tuple(leaves), names, structure, kept, output_structure,
-        memory, (*dropped, *idle, *left),
+        memory, (*dropped, *idle, *left, *traced.frozen),
     )  # fmt: skip
 
 
@@ -411,15 +415,28 @@ class _Traced:
     tensors: tuple[Tensor, ...]
     program: ExportedProgram
     problems: tuple[Problem, ...]
+    frozen: tuple[str, ...]
+    """What is read as it is now, though somebody may change it."""
 
 
 def _trace(step: _Step, tensors: tuple[Tensor, ...]) -> _Traced:
     """Export with gradients on and autocast off, whatever region the caller is in: the graph says what it needs."""
     hooked: dict[Problem, None] = {}
+    frozen: dict[Problem, None] = {}
+    own = set(map(id, step.parameters()))  # which have stand-ins while they are traced
 
     def note_hook(frame: FrameType | None) -> None:
         place = find_user_line(frame, _Step.forward.__code__)
         hooked[Problem("a hook on a gradient", Source(*place) if place else None, _HOOK_ADVICE)] = None
+
+    def note_beside(tensor: Tensor, is_frozen: bool, frame: FrameType | None) -> None:
+        if id(tensor) in own:
+            return
+        place = find_user_line(frame, _Step.forward.__code__)
+        what = f"a parameter{_name_beside(step.model, tensor)} of shape {list(tensor.shape)}"
+        (frozen if is_frozen else hooked)[
+            Problem(f"{what} that model.parameters() does not have", Source(*place) if place else None, _BESIDE_ADVICE)
+        ] = None
 
     def line(frame: FrameType | None) -> str:
         place = find_user_line(frame, _Step.forward.__code__)
@@ -433,9 +450,10 @@ def _trace(step: _Step, tensors: tuple[Tensor, ...]) -> _Traced:
             watches.enter_context(watch)
         functions = watches.enter_context(watch_custom_functions())
         segments = watches.enter_context(follow_segments(any(p.requires_grad for p in step.parameters())))
-        watches.enter_context(FollowedCalls(note_hook))
+        watches.enter_context(FollowedCalls(note_hook, note_beside))
         program = torch.export.export(step, tensors, strict=False)
-    return _Traced(step, tensors, program, (*_backward_hooks(step), *hooked, *functions.problems()))
+    told = tuple(f"{p.what}: the graph keeps it as it was at capture" for p in frozen)
+    return _Traced(step, tensors, program, (*_backward_hooks(step), *hooked, *functions.problems()), told)
 
 
 def _settle(
@@ -466,7 +484,29 @@ def _explained(step: _Step, tensors: tuple[Tensor, ...]) -> Iterator[None]:
         raise explain(error, step, tensors, step.called(tensors)) from error
 
 
+def _name_beside(model: nn.Module, tensor: Tensor) -> str:
+    """What holds a tensor that is no part of a model: ` ws[0] ` of a list, a dict or a module in one; else nothing."""
+    for path, part in model.named_modules():
+        for name, held in vars(part).items():
+            for key, value in _items(held):
+                within = dict(value.named_parameters()) if isinstance(value, nn.Module) else {"": value}
+                for last, found in within.items():
+                    if found is tensor:
+                        return f" {path}{'.' if path else ''}{name}[{key!r}]{'.' if last else ''}{last}"
+    return ""
+
+
+def _items(held: Any) -> list[tuple[Any, Any]]:
+    if isinstance(held, dict):
+        return list(held.items())
+    return list(enumerate(held)) if isinstance(held, list | tuple) else []
+
+
 _HOOK_ADVICE = "a graph would forget it: remove it, or do what it does in forward"
+_BESIDE_ADVICE = (
+    "a graph would keep it as it is now: hold it in nn.ParameterList, nn.ParameterDict or nn.ModuleList, so that it is "
+    "trained, or read it with .detach()"
+)
 
 
 def _backward_hooks(step: _Step) -> list[Problem]:

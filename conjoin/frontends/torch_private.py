@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch._export import utils as export_utils
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch._ops import OpOverload
@@ -400,6 +401,8 @@ def has_alias_info(op: OpOverload) -> bool:
 def storages_of(traced: Any) -> frozenset[int]:
     """The memory that traced tensors lie in; two of the same memory are views of one another."""
     if isinstance(traced, Tensor):
+        if is_batchedtensor(traced):  # of `torch.vmap`
+            return storages_of(get_unwrapped(traced))
         return frozenset({traced.untyped_storage()._cdata})
     return frozenset[int]().union(*map(storages_of, traced)) if isinstance(traced, tuple | list) else frozenset()
 
@@ -450,17 +453,25 @@ class FollowedCalls(TorchFunctionMode):
     `torch.rand(()) < p` for p <= 0 or p >= 1 holds never or always: published models skip layers at random that way,
     and with a rate of 0 by default. `x.data` is taken as `x.detach()`, which differs only in what autograd checks.
     A hook on a gradient is left out, and told to `note_hook`; what takes gradients itself is an `InnerGradient`.
-    torch 2.11 gives the states of an LSTM a dim too many.
+    torch 2.11 gives the states of an LSTM a dim too many. What has values and wants a gradient is none of the stand-ins
+    for the model's parameters: `note_beside` is told, and whether it is read without a gradient.
     """
 
-    def __init__(self, note_hook: Callable[[FrameType | None], None]) -> None:
+    def __init__(
+        self,
+        note_hook: Callable[[FrameType | None], None],
+        note_beside: Callable[[Tensor, bool, FrameType | None], None],
+    ) -> None:
         super().__init__()
         self._draws: list[Tensor] = []
         self._note_hook = note_hook
+        self._note_beside = note_beside
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _FOLLOWED:
-            return func(*args, **(kwargs or {}))
+            made = func(*args, **(kwargs or {}))
+            self._look_for_beside(func, (*args, *(kwargs or {}).values()), made, sys._getframe(1))
+            return made
         if func in _GRADIENTS:
             raise InnerGradient(func.__name__)
         if func in _LESS and any(args[0] is draw for draw in self._draws):
@@ -478,6 +489,21 @@ class FollowedCalls(TorchFunctionMode):
         if func is torch.lstm and result[1].dim() > args[1][0].dim():
             return result[0], *(new.reshape(old.shape) for new, old in zip(result[1:], args[1], strict=True))
         return result
+
+    def _look_for_beside(self, func: Any, args: Sequence[Any], made: Any, frame: FrameType) -> None:
+        """Tell of parameters that a tensor is made of, but not of a question for a shape or a dtype."""
+        for beside in _with_values_and_gradients(args):
+            if any(isinstance(x, Tensor) for x in (made if isinstance(made, tuple | list) else (made,))):
+                self._note_beside(beside, func is Tensor.detach or not torch.is_grad_enabled(), frame)
+
+
+def _with_values_and_gradients(args: Sequence[Any]) -> Iterator[Tensor]:
+    """Tensors among arguments that somebody made to be trained, and that are no stand-ins."""
+    for arg in args:
+        if isinstance(arg, tuple | list):
+            yield from _with_values_and_gradients(arg)
+        elif type(arg) in (Tensor, nn.Parameter) and arg.requires_grad and arg.is_leaf:
+            yield arg
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -86,6 +86,7 @@ from conjoin.ir.plan import (
 )
 from conjoin.ir.plan_files import load_plan, pipeline_from_json
 from conjoin.ir.printer import arguments_text, node_text, value_text
+from conjoin.ir.python_state import changed_names, generator_states, python_state
 from conjoin.ir.regions import (
     Range,
     Region,
@@ -191,6 +192,7 @@ __all__ = [
     "calls_as_they_lie",
     "can_expand",
     "captured_graph",
+    "changed_names",
     "check_pipeline",
     "check_plan",
     "check_registered",
@@ -217,6 +219,7 @@ __all__ = [
     "fingerprint_of",
     "fixed_nodes",
     "flatten_tree",
+    "generator_states",
     "graph_form",
     "has_parts",
     "holds",
@@ -275,6 +278,7 @@ __all__ = [
     "plan_from_json",
     "plan_to_json",
     "plan_to_text",
+    "python_state",
     "read_json",
     "recompute_actions",
     "recomputed_segments",

@@ -504,6 +504,49 @@ def test_state_kept_under_another_name_is_not_frozen(kept: Any, name: str, devic
     assert re.search(f"it is the memory of {re.escape(name)}|DeviceMismatch|Device Propagation", told)
 
 
+class Hidden(nn.Module):
+    """Weights that `model.parameters()` does not have."""
+
+    def __init__(self, read: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.read = nn.Linear(4, 4), read
+        self.listed = [nn.Parameter(torch.randn(4, 4))]
+        self.named = {"w": torch.randn(4, requires_grad=True)}
+        self.parts = (nn.Linear(4, 4, bias=False),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(self, self.layer(x))
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (lambda m, h: h @ m.listed[0], "listed[0]"),
+        (lambda m, h: torch.stack([m.listed[0], m.layer.weight]).sum(0) @ h.mT, "listed[0]"),
+        (lambda m, h: nn.functional.layer_norm(h, (4,), weight=m.named["w"]), "named['w']"),
+        (lambda m, h: m.parts[0](h), "parts[0].weight"),
+    ],
+    ids=["list", "stacked", "dict", "module in a tuple"],
+)
+def test_a_parameter_in_a_plain_container_is_refused_by_name(read: Any, name: str) -> None:
+    told = refused(Hidden(read))
+    assert f"a parameter {name} of shape" in told and "model.parameters() does not have" in told
+    assert "nn.ParameterList" in told and "test_errors.py" in told
+
+
+def test_a_hidden_parameter_that_is_read_without_gradients_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A teacher in a list: shapes may be asked for, values are kept as they are, and that is said."""
+
+    def read(m: Any, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            taught = m.parts[0](h)
+        return (h - taught) * m.listed[0].detach()[0] * m.listed[0].shape[0]
+
+    capture(Hidden(read), X)
+    assert all(f"a parameter {n}" in caplog.text for n in ("parts[0].weight", "listed[0]"))
+    assert "the graph keeps it as it was at capture" in caplog.text and "named" not in caplog.text
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_loss_over_a_parameter_does_not_freeze_it(device: str) -> None:
     model = nn.Linear(4, 4, device=device)

@@ -155,9 +155,30 @@ WRITES = (
     "{h}[..., ::2] = {h}[..., :1].detach()", "{h}.squeeze().mul_({c})", "{h}.fill_diagonal_({c})",
     "{h}.movedim({d}, {e}).tanh_()",
 )  # fmt: skip
+RECIPES = (
+    "{x} + torch.randn_like({x}) * ({x} * 0.1).exp()", "({x}.log_softmax({d}) + {y}.tanh()).logsumexp({d})",
+    "{x} * {x}.norm(dim={d}, keepdim=True) / (1 + {x}.square().sum({d}, keepdim=True))", "{x}.tanh() * {x}.sigmoid()",
+    "F.cosine_similarity({x}, {y} + {c}, dim={d})", "F.pairwise_distance({x}, {x}.flip(0))",
+    "F.huber_loss({x}, {y}.detach().expand_as({x}), reduction='none')",
+    "torch.cat([torch.ones_like({x}[..., :1]), (1 - {x}.sigmoid()).cumprod(-1)], -1)",
+    "torch.cat([f({x} * 2**i) for i in range(2) for f in (torch.sin, torch.cos)], -1)",
+    "(lambda a, b: torch.cat([a, b * a.tanh().exp() + a], -1))(*{x}.chunk(2, -1))",
+    "(lambda f: f(f({x})))(lambda h: h + 0.1 * (h * {c}).tanh())", "{x}.unsqueeze(-1) * {x}.unsqueeze(-2)",
+    "{x}.masked_fill({b}, float('-inf')).softmax({d}).nan_to_num()", "F.gumbel_softmax({x}, dim={d})",
+    "{x}.index_select({d}, {i}.flatten().abs() % {x}.shape[{d}])", "{x}.flip({d}).cumsum({d}).flip({d}) * 0.3",
+    "torch.var_mean({x}, {d})[0]", "sum({x}.unbind({d}))", "torch.stack([h * {c} for h in {x}])",
+    "torch.baddbmm({x} @ {x}.mT, {x}, {x}.mT) * 0.3", "torch.vmap(lambda row: (row * row).sum())({x})",
+    "torch.vmap(lambda row: row.softmax(-1) * {c})({x})", "F.interpolate({x}, scale_factor=2)",
+    "F.pixel_unshuffle({x}, 2)", "F.unfold({x}, 2)", "{x}.new_zeros({x}.shape).add({x})",
+    "torch.einsum('bii->b', {x} @ {x}.mT)", "({x} @ {x}.mT).diagonal(dim1=-2, dim2=-1).sum(-1)",
+    "F.pad({x}, (1, 0))[..., :-1]",
+    "F.kl_div({x}.log_softmax({d}), {x}.detach().flip(0).softmax({d}), reduction='none')",
+)  # fmt: skip
+"""What models of textbooks and tutorials do in a line or two."""
 PATTERNS: tuple[tuple[int, tuple[str, ...]], ...] = (
     (6, POINTWISE), (8, BINARY), (8, REDUCTIONS), (4, SOFTMAXES), (9, MOVES), (5, BOOLEANS), (5, INTEGERS),
     (3, PRODUCTS), (3, DRAWS), (1, STOPS), (9, REGROUPED), (3, ADDRESSED), (3, ORDERED),
+    (4, RECIPES),
 )  # fmt: skip
 
 

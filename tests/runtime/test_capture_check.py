@@ -122,6 +122,25 @@ def test_what_forward_takes_from_outside_is_refused_with_its_line(name: str) -> 
     assert graph.loss == 0
 
 
+def test_a_seldom_branch_by_a_number_from_outside_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Every run agrees, but for one in many: only that something was drawn shows it."""
+    numpy = __import__("numpy")
+    drawer, again = random.Random(3), numpy.random.default_rng(3)
+
+    def body(m: Any, h: Tensor) -> Tensor:
+        m.seen[0] = m.seen[0] + 1
+        seldom = random.random() < 1e-9 or m.drawer.random() < 1e-9 or m.again.random() < 1e-9
+        return h.relu() if seldom or numpy.random.rand() < 1e-9 else h
+
+    model = Layer(body)
+    model.drawer, model.again, model.seen = drawer, again, [0]  # type: ignore[assignment]
+    conjoin.capture(model, (X, Y), functional.mse_loss)
+    for name in ("random (Python's generator)", "numpy.random (NumPy's generator)"):
+        assert f"{name}: forward draws from it, the graph keeps what it drew" in caplog.text
+    for name in ("drawer", "again", "seen"):
+        assert f"attribute {name}: forward changes it" in caplog.text
+
+
 def test_what_is_drawn_outside_is_drawn_again_by_the_caller() -> None:
     random.seed(5)
     before = random.getstate()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import CellType, FunctionType
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conjoin.ir import Graph, copied_model
+from conjoin.ir import Graph, changed_names, copied_model, python_state
 from conjoin.runtime.verification.fresh_batches import Freshness, fresh_batches
 from conjoin.runtime.verification.steps import Reference, train
 
@@ -61,16 +61,14 @@ class PlainModel:
         """Train on the freshest batches that the model takes; the error of the batch itself where it takes none."""
         for freshness in Freshness:
             batches, own = fresh_batches(batch, num_steps, freshness), self.changed()
-            before = plain_values(own.model)
+            before = python_state(own.model)
             try:
                 reference = own.train_on(batches, graph, mode)
             except Exception:  # a user's model may raise anything on a batch it was not made for
                 if freshness is Freshness.GIVEN:
                     raise
                 continue
-            after = plain_values(own.model)
-            changed = tuple(name for name in after if name not in before or before[name] != after[name])
-            return PlainRun(reference, freshness, changed)
+            return PlainRun(reference, freshness, changed_names(before, python_state(own.model)))
         raise AssertionError("the last batch is returned or raises")
 
     def train_on(
@@ -128,16 +126,3 @@ def _outside_kept() -> Iterator[None]:
         random.setstate(states[0])
         if numpy:
             numpy.random.set_state(states[1])
-
-
-def plain_values(model: nn.Module) -> Mapping[str, Any]:
-    """What a model holds beside tensors and modules, by path: numbers and words, and how long its containers are."""
-    found: dict[str, Any] = {}
-    for path, part in model.named_modules():
-        for name, value in vars(part).items():
-            where = f"{path}.{name}" if path else name
-            if isinstance(value, bool | int | float | str | None) and not name.startswith("_"):
-                found[where] = value
-            elif isinstance(value, list | dict | set | tuple) and not name.startswith("_"):
-                found[where] = len(value)
-    return found
