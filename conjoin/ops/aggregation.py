@@ -232,7 +232,7 @@ def sum_along(x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
         x, weight = x.contiguous(), None if weight is None else weight.contiguous()
         made = x.new_empty(num_rows, *x.shape[1:])
         shape = num_rows, heads, size // heads
-        run_kernel("sum", x, order.first, order.others, weight, None, made, *shape)
+        run_kernel("sum", x, order.first, order.others, weight, made, *shape)
         return made
     if x.is_cuda and heads == 1 and _is_sparse_product(x, order, weight):
         return _sparse_product(x, order, weight)
