@@ -30,7 +30,7 @@ from conjoin.ops import At, Layout, TensorType, split_axes
 from conjoin.sim.bundles import accumulating, schedule_bundles
 from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, NUM_STREAMS, Fragment, Instruction, Phase, to_ticks
 from conjoin.sim.fragments import Departure, Drafts, Supply, local_shape, ordered
-from conjoin.sim.host_inputs import Streaming, in_blocks, streaming_of
+from conjoin.sim.host_inputs import EdgesHere, Streaming, in_blocks, streaming_along_edges, streaming_of
 from conjoin.sim.offloads import Copies, Offloads, update_by_parts
 from conjoin.sim.parameter_uses import FoundBundles, ParameterUses, bundle_uses
 from conjoin.sim.parts import part_spans
@@ -189,6 +189,9 @@ class Program:
         if reader is None:
             return None
         operator, operands = self.skeleton.operators[position], self.choices[position].operands
+        if reader.is_by_edges:
+            node, placed = self.drafts.node(self.numbers[position], self.choices[position])
+            return streaming_along_edges(EdgesHere.of(node, placed, self.drafts.mesh), reader, operator.needs)
         types = tuple(self.skeleton.roots[root].type for root in operator.reads)
 
         def held(i: int) -> int:
