@@ -14,7 +14,7 @@ from conjoin.comm.cross_mesh import (
 from conjoin.comm.edge_inputs import EdgeInput, edge_inputs
 from conjoin.comm.exchanges import ExchangedBytes, NodeExchanges, node_exchanges
 from conjoin.comm.gradients import Entry, GradientFlow, gradient_flow
-from conjoin.comm.halo import OVER_EDGES, Halo, HaloBytes, halo_bytes, halo_call, halo_of, moved_edges
+from conjoin.comm.halo import OVER_EDGES, Halo, HaloBytes, halo_bytes, halo_call, halo_of, halo_rows, moved_edges
 from conjoin.comm.made_once import MadeOnce, find_made_once
 from conjoin.comm.movement import Movement, move_regions, movement
 from conjoin.comm.offloads import (
@@ -76,9 +76,10 @@ __all__ = [
     "bundle_parameters", "bytes_sent", "changes_places", "changes_places_between", "chunking_of", "common_places",
     "cut_blocks", "dual_layout", "edge_inputs", "exchanges_in_passes", "find_bundles", "find_made_once",
     "flights_backward", "flights_forward", "form_seconds", "gradient_flow", "halo_bytes", "halo_call", "halo_of",
-    "has_places", "held_bytes", "held_in_blocks", "is_product", "leaves_early", "move_regions", "moved_edges",
-    "movement", "moves_fewer_rows", "node_exchanges", "num_ahead", "num_blocks", "num_devices", "plan_crossing",
-    "plan_transfer", "recomputed", "reduced_for_transfer", "reshard", "ring_bytes", "ring_bytes_of", "ring_members",
-    "ring_of", "route_bytes", "routed_bytes", "routed_call", "routing_of", "run_again", "score_bytes", "sent_bytes",
+    "halo_rows", "has_places", "held_bytes", "held_in_blocks", "is_product", "leaves_early", "move_regions",
+    "moved_edges", "movement", "moves_fewer_rows", "node_exchanges", "num_ahead", "num_blocks", "num_devices",
+    "plan_crossing", "plan_transfer", "recomputed", "reduced_for_transfer", "reshard", "ring_bytes",
+    "ring_bytes_of", "ring_members", "ring_of", "route_bytes", "routed_bytes", "routed_call",
+    "routing_of", "run_again", "score_bytes", "sent_bytes",
     "splits_evenly", "stage_grid", "step_bytes", "step_load", "sum_per_rank", "total_bytes", "updated_together",
 ]  # fmt: skip

@@ -98,7 +98,9 @@ def _told(h: Any) -> str:
     return f"a tensor of shape {tuple(h.shape)} and {h.dtype}" if isinstance(h, Tensor) else f"a {type(h).__name__}"
 
 
-def _product(matrix: Any, h: Any) -> Tensor:
+def _product(matrix: Any, h: Any, reduce: str = "sum") -> Tensor:
+    if reduce != "sum":
+        raise refuse_sparse(f"What neighbours are reduced with by {reduce!r}, a matrix of shape {tuple(matrix.shape)},")
     if not isinstance(matrix, NeighbourMatrix):
         raise refuse_sparse(f"What a tensor is multiplied with from the left, a matrix of shape {tuple(h.shape)},")
     made: Tensor = matrix @ h

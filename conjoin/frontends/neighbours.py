@@ -2,6 +2,7 @@
 
     zeros.index_add(0, target, x[source] * weight)           ->   conjoin::aggregate(x, source, target, weight, "sum")
     zeros.scatter_reduce(0, target, x[source], "mean")       ->   conjoin::aggregate(x, source, target, None, "mean")
+    zeros.scatter_reduce(0, target, x[source], "amin")       ->   0 - conjoin::aggregate(0 - x, .., None, "max")
     exp(s - peak[target]) / zeros.index_add(..)[target]      ->   conjoin::edge_softmax(s, target)
     aggregate(x, .., edge_softmax(leaky(a[source] + b[target])))   ->   conjoin::graph_attention(x, a, b, ..)
 
@@ -29,8 +30,9 @@ from conjoin.ops import AGGREGATE, EDGE_SOFTMAX, GRAPH_ATTENTION, check_ends
 PARTS = ((2,), (3,), (2, 2), (2, 3), (2, 2, 2))
 """Into how many parts vertices are taken to be split, one cut inside the other, as axes of a machine do."""
 _ZEROS = ("zeros", "zeros_like", "new_zeros")
-_ADDED = ("index_add", "scatter_add", "scatter_reduce.two")
-_REDUCED = {"sum": "sum", "mean": "mean", "amax": "max"}
+_ADDED = ("index_add", "index_put", "index_reduce", "scatter_add", "scatter_reduce.two")
+_LEAST = "min"
+_REDUCED = {"sum": "sum", "mean": "mean", "amax": "max", "amin": _LEAST}
 _NEGLIGIBLE = 1e-12
 """What is added to a sum of at least 1 to keep it from 0."""
 
@@ -52,6 +54,8 @@ class _Found:
 
     op: str
     args: tuple[Any, ...]
+    turned: bool = False
+    """Whether of what it reads first, and of what it makes, the sign is turned: the least is the greatest then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +78,11 @@ def _replaced(graph: Graph, find: Callable[[Node], _Found | None]) -> Graph:
 
     for node in graph.nodes:
         if node in found:
-            args = (new(node, arg) for arg in found[node].args)
-            work.values[Value(node)] = work.emit(node, found[node].op, *args)
+            made, args = found[node], [new(node, arg) for arg in found[node].args]
+            if made.turned:
+                args[0] = work.emit(node, "rsub.Scalar", args[0], 0, 1)
+            value = work.emit(node, made.op, *args)
+            work.values[Value(node)] = work.emit(node, "rsub.Scalar", value, 0, 1) if made.turned else value
         else:
             work.keep(node)
     return drop_unused(work.finish())
@@ -98,12 +105,20 @@ class _Added:
 
 
 def _find_added(node: Node) -> _Added | None:
-    if node.op not in _ADDED or node.call.dim() != 0 or _made_by(node.args[0], *_ZEROS) is None:
+    along = node.op in _ADDED and (node.op == "index_put" or node.call.dim() == 0)
+    if not along or _made_by(node.args[0], *_ZEROS) is None:
         return None
     shape = node.types[0].shape
-    if node.op == "index_add":
+    if node.op in ("index_add", "index_reduce"):
         target, rows = node.args[2], node.args[3]
-        if node.call["alpha"] != 1:
+        if node.op == "index_add" and node.call["alpha"] != 1:
+            return None
+    elif node.op == "index_put":
+        places, rows = node.args[1:3]
+        if not node.call["accumulate"] or len(places) != 1 or places[0] is None:
+            return None
+        (target,) = places
+        if target.type.dtype == torch.bool or rows.type.shape[:1] != target.type.shape:
             return None
     else:
         spread, rows = node.args[2], node.args[3]
@@ -111,7 +126,7 @@ def _find_added(node: Node) -> _Added | None:
         if found is None:
             return None
         target = found
-    reduce = _REDUCED.get(node.call["reduce"]) if node.op == "scatter_reduce.two" else "sum"
+    reduce = _REDUCED.get(node.call["reduce"]) if node.op in ("scatter_reduce.two", "index_reduce") else "sum"
     if reduce is None or (reduce != "sum" and node.call["include_self"]):
         return None
     if reduce == "mean" and not rows.type.dtype.is_floating_point:  # rounded down
@@ -136,11 +151,18 @@ def _spread_from(value: Value) -> Value | None:
 
 def _find_read(value: Any) -> tuple[Value, Value] | None:
     """What rows are read from, and at which numbers."""
-    node = _made_by(value, "index.Tensor", "index_select")
+    node = _made_by(value, "index.Tensor", "index_select", "gather", "embedding")
     if node is None:
         return None
     if node.op == "index_select":
         return (node.args[0], node.args[2]) if node.call.dim() == 0 else None
+    if node.op == "gather":
+        spread = _spread_from(node.args[2])
+        is_rows = node.call.dim() == 0 and node.args[2].type.shape[1:] == node.args[0].type.shape[1:]
+        return (node.args[0], spread) if is_rows and spread is not None else None
+    if node.op == "embedding":
+        is_plain = node.call["padding_idx"] < 0 and not node.call["scale_grad_by_freq"] and not node.call["sparse"]
+        return node.args[:2] if is_plain and len(node.args[1].type.shape) == 1 else None
     taken = node.args[1]
     plain = len(taken) == 1 and taken[0] is not None and len(taken[0].type.shape) == 1
     return (node.args[0], taken[0]) if plain and taken[0].type.dtype != torch.bool else None
@@ -152,9 +174,12 @@ def _find_sum(node: Node) -> _Found | None:
         return None
     for rows, weight in _weighted(added.rows):
         read = _find_read(rows)
-        if read is not None and (added.reduce != "max" or weight is None) and read[0].type.dtype == rows.type.dtype:
-            args = (*read, added.target, weight, added.vertices, added.reduce, (), ())
-            return _Found(AGGREGATE, args)
+        greatest, least = added.reduce in ("max", _LEAST), added.reduce == _LEAST
+        if read is not None and not (greatest and weight is not None) and read[0].type.dtype == rows.type.dtype:
+            if least and not rows.type.dtype.is_floating_point:  # of some whole numbers there is no other sign
+                return None
+            reduce = "max" if least else added.reduce
+            return _Found(AGGREGATE, (*read, added.target, weight, added.vertices, reduce, (), ()), turned=least)
     return None
 
 

@@ -15,10 +15,12 @@ from conjoin.ir.graph import Graph
 from conjoin.ir.legality import plain_call
 from conjoin.ir.nodes import Leaf, LeafKind, Node, Value
 from conjoin.ir.reshards import is_parallel
-from conjoin.ops import AGGREGATE, GRAPH_ATTENTION, Factors, NotationError, Split, notation_of
+from conjoin.ops import AGGREGATE, GRAPH_ATTENTION, PARTITION, REPLICATE, Factors, NotationError, notation_of
 
 _OVER_EDGES = (AGGREGATE, GRAPH_ATTENTION)
 _EDGES = ("source", "target", "weight")
+_LOCAL_RESHARDS = (PARTITION, REPLICATE)
+"""Of what all devices have: each reads a part of it, or all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +62,11 @@ def host_readers(graph: Graph, names: Collection[str]) -> dict[Node, HostReader]
 
 
 def _on_host(graph: Graph, inputs: list[Leaf]) -> dict[Value, str]:
-    """The inputs and the views of them, each with the name of the input."""
+    """The inputs, the views of them, and the part that a device reads; each with the name of the input."""
     there = {Value(leaf): leaf.name for leaf in inputs}
     for node in graph.nodes:
-        if node.spec is not None and node.spec.view and len(node.inputs) == 1 and node.inputs[0] in there:
+        is_view = node.op in _LOCAL_RESHARDS or (node.spec is not None and node.spec.view)
+        if is_view and len(node.inputs) == 1 and node.inputs[0] in there:
             there.update((value, there[node.inputs[0]]) for value in node.outputs())
     return there
 
@@ -78,14 +81,11 @@ def _reader(node: Node, host: tuple[int, ...], name: str) -> HostReader:
 
 
 def _edge_reader(node: Node, host: tuple[int, ...], name: str) -> HostReader:
-    """What goes along edges that all lie on the host, with their weights, of vertices that are not split."""
+    """What goes along edges that all lie on the host, with their weights."""
     call = plain_call(node)
     edges = tuple(i for i, operand in enumerate(call.operand_names) if operand in _EDGES)
     if host != edges:
         raise ValueError(f"{name} is to lie on the host during the step, and not all that is said of its edges does")
-    layouts = [kind.layout for kind in (*(value.type for value in node.inputs), *node.types)]
-    if any(isinstance(placement, Split) and placement.dim == 0 for layout in layouts for _, placement in layout):
-        raise ValueError(f"{name} is to lie on the host during the step, and its vertices are split over devices")
     return HostReader(host, ())
 
 

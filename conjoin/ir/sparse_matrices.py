@@ -24,7 +24,10 @@ class SparseMatrix(NamedTuple):
     rows: int
     columns: int
     layout: str
-    """`coo`, with entries in any order; `coalesced`, where they are in that of rows and columns; or `csr`."""
+    """`coo`, with entries in any order; `coalesced`, where they are in that of rows and columns; `csr`; or `csc`."""
+
+
+_COMPRESSED = {torch.sparse_csr: "csr", torch.sparse_csc: "csc"}
 
 
 def is_matrix(leaf: Any) -> bool:
@@ -32,7 +35,7 @@ def is_matrix(leaf: Any) -> bool:
     if not isinstance(leaf, Tensor) or leaf.dim() != 2:
         return False
     return (leaf.layout is torch.sparse_coo and leaf.dense_dim() == 0) or (
-        leaf.layout is torch.sparse_csr and leaf.values().dim() == 1
+        leaf.layout in _COMPRESSED and leaf.values().dim() == 1
     )
 
 
@@ -45,8 +48,8 @@ def as_parts(leaf: Any) -> Any:
     if not is_matrix(leaf):
         return leaf
     rows, columns = leaf.shape
-    if leaf.layout is torch.sparse_csr:
-        return SparseMatrix(_indices_of(leaf), leaf.values(), rows, columns, "csr")
+    if leaf.layout in _COMPRESSED:
+        return SparseMatrix(_indices_of(leaf), leaf.values(), rows, columns, _COMPRESSED[leaf.layout])
     if leaf.requires_grad:  # its gradient comes by this way alone
         leaf = leaf.coalesce()
         return SparseMatrix(leaf.indices(), leaf.values(), rows, columns, "coalesced")
@@ -58,6 +61,9 @@ def as_matrix(parts: SparseMatrix) -> Any:
     """The matrix itself; on the meta device, where torch makes none, its parts, which are taken for it."""
     if parts.indices.is_meta:
         return parts
+    if parts.layout == "csc":  # by its columns what the other way round is by its rows
+        turned = parts.indices.flip(0), parts.values, parts.columns, parts.rows, "csr"
+        return as_matrix(SparseMatrix(*turned)).t()
     indices, values, shape = parts.indices, parts.values, (parts.rows, parts.columns)
     if parts.layout == "coo":
         return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
@@ -73,15 +79,19 @@ def as_matrix(parts: SparseMatrix) -> Any:
 
 
 _ROWS: MutableMapping[Tensor, tuple[object, Tensor]] = WeakTensorKeyDictionary()
-"""The row and the column of every entry of matrices that say only where each row begins, and what they were made of."""
+"""The row and the column of every entry of matrices that say only where each row begins, or each column, and what they
+were made of."""
 
 
 def _indices_of(matrix: Tensor) -> Tensor:
-    first, columns = matrix.crow_indices(), matrix.col_indices()
-    mark = identity(first), identity(columns)
-    held, made = _ROWS.get(matrix, (None, columns))
-    if held != mark or not tells_of_writes(first) or not tells_of_writes(columns):
-        rows = torch.arange(matrix.shape[0], dtype=columns.dtype, device=columns.device)
-        made = torch.stack((rows.repeat_interleave(first.diff(), output_size=len(columns)), columns))
+    by_rows = matrix.layout is torch.sparse_csr
+    first = matrix.crow_indices() if by_rows else matrix.ccol_indices()
+    others = matrix.col_indices() if by_rows else matrix.row_indices()
+    mark = identity(first), identity(others)
+    held, made = _ROWS.get(matrix, (None, others))
+    if held != mark or not tells_of_writes(first) or not tells_of_writes(others):
+        lines = torch.arange(len(first) - 1, dtype=others.dtype, device=others.device)
+        spread = lines.repeat_interleave(first.diff(), output_size=len(others))
+        made = torch.stack((spread, others) if by_rows else (others, spread))
         _ROWS[matrix] = mark, made
     return made

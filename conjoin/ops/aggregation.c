@@ -5,52 +5,100 @@
    have many edges and some none. No two threads write the same row, so that sums come out alike whatever the threads. */
 
 #include <stdint.h>
+#include <string.h>
 
 #define ROWS_AT_ONCE 64
-#define AHEAD 4 /* edges whose rows are fetched while one is added */
+#define AHEAD 8 /* edges whose rows are fetched while one is added */
 #define LINE 64
-#define TILE 64 /* numbers of a row that are added up at once: four of the widest registers in single precision */
+
+/* Vectors as wide as registers are, and how many of them are added up at once, in registers. */
+#if defined(__AVX512F__)
+#define VECTOR 64
+#define SPAN 8
+#elif defined(__AVX__)
+#define VECTOR 32
+#define SPAN 8
+#else
+#define VECTOR 16
+#if defined(__aarch64__)
+#define SPAN 16
+#else
+#define SPAN 8
+#endif
+#endif
+
+/* The edges of a row over COUNT vectors from `at` on, of which the last begins at `tail`: it may cover some of the one
+   before once more. */
+#define ADD_UP(T, NAME, COUNT)                                                                                         \
+    case COUNT: {                                                                                                      \
+        vector_##NAME sums[COUNT];                                                                                     \
+        for (int k = 0; k < COUNT; k++) sums[k] = (vector_##NAME){0};                                                  \
+        for (int64_t e = first[v]; e < first[v + 1]; e++) {                                                            \
+            if (at == 0 && e + AHEAD < num_edges) {                                                                    \
+                const char *next = (const char *)(x + (int64_t)others[e + AHEAD] * n);                                 \
+                for (int64_t i = 0; i < n * (int64_t)sizeof(T); i += LINE) __builtin_prefetch(next + i);               \
+            }                                                                                                          \
+            const T *r = x + (int64_t)others[e] * n + at;                                                              \
+            const T w = weight ? weight[e * heads + h] : 1;                                                            \
+            for (int k = 0; k < COUNT; k++) {                                                                          \
+                vector_##NAME y;                                                                                       \
+                memcpy(&y, r + (k < COUNT - 1 ? k * lanes : tail), VECTOR);                                            \
+                sums[k] += w * y;                                                                                      \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (int k = 0; k < COUNT; k++) memcpy(o + at + (k < COUNT - 1 ? k * lanes : tail), &sums[k], VECTOR);         \
+        break;                                                                                                         \
+    }
+
+#define UP_TO_8(T, NAME)                                                                                               \
+    ADD_UP(T, NAME, 1)                                                                                                 \
+    ADD_UP(T, NAME, 2)                                                                                                 \
+    ADD_UP(T, NAME, 3)                                                                                                 \
+    ADD_UP(T, NAME, 4)                                                                                                 \
+    ADD_UP(T, NAME, 5)                                                                                                 \
+    ADD_UP(T, NAME, 6)                                                                                                 \
+    ADD_UP(T, NAME, 7)                                                                                                 \
+    ADD_UP(T, NAME, 8)
+
+#if SPAN == 8
+#define UP_TO_SPAN(T, NAME) UP_TO_8(T, NAME)
+#else
+#define UP_TO_SPAN(T, NAME)                                                                                            \
+    UP_TO_8(T, NAME)                                                                                                   \
+    ADD_UP(T, NAME, 9)                                                                                                 \
+    ADD_UP(T, NAME, 10)                                                                                                \
+    ADD_UP(T, NAME, 11)                                                                                                \
+    ADD_UP(T, NAME, 12)                                                                                                \
+    ADD_UP(T, NAME, 13)                                                                                                \
+    ADD_UP(T, NAME, 14)                                                                                                \
+    ADD_UP(T, NAME, 15)                                                                                                \
+    ADD_UP(T, NAME, 16)
+#endif
 
 #define KERNELS(T, NAME)                                                                                               \
-    void sum_##NAME(const T *x, const int64_t *first, const int32_t *others, const T *weight, const T *scale, T *out,  \
-                    int64_t rows, int64_t heads, int64_t width, int threads) {                                         \
-        const int64_t n = heads * width;                                                                               \
+    typedef T vector_##NAME __attribute__((vector_size(VECTOR)));                                                      \
+                                                                                                                       \
+    void sum_##NAME(const T *x, const int64_t *first, const int32_t *others, const T *weight, T *out, int64_t rows,    \
+                    int64_t heads, int64_t width, int threads) {                                                       \
+        const int64_t n = heads * width, lanes = VECTOR / sizeof(T), num_edges = first[rows];                          \
         _Pragma("omp parallel for schedule(dynamic, ROWS_AT_ONCE) num_threads(threads)") for (int64_t v = 0; v < rows; \
                                                                                               v++) {                   \
             T *restrict o = out + v * n;                                                                               \
-            const int64_t last = first[v + 1], tiled = heads == 1 ? n - n % TILE : 0;                                  \
-            for (int64_t t = 0; t < tiled; t += TILE) { /* sums that stay in registers */                              \
-                T sums[TILE] = {0};                                                                                    \
-                for (int64_t e = first[v]; e < last; e++) {                                                            \
-                    if (t == 0 && e + AHEAD < last) {                                                                  \
-                        const char *next = (const char *)(x + (int64_t)others[e + AHEAD] * n);                         \
-                        for (int64_t i = 0; i < n * (int64_t)sizeof(T); i += LINE) __builtin_prefetch(next + i);       \
-                    }                                                                                                  \
-                    const T *restrict r = x + (int64_t)others[e] * n + t;                                              \
-                    const T w = weight ? weight[e] : 1;                                                                \
-                    for (int i = 0; i < TILE; i++) sums[i] += w * r[i];                                                \
+            for (int64_t h = 0; width >= lanes && h < heads; h++)                                                      \
+                for (int64_t done = 0; done < width; done += SPAN * lanes) {                                           \
+                    const int64_t at = h * width + done, left = width - done;                                          \
+                    const int64_t count = left > SPAN * lanes ? SPAN : (left + lanes - 1) / lanes;                     \
+                    const int64_t tail = left > SPAN * lanes ? (SPAN - 1) * lanes : left - lanes;                      \
+                    switch (count) { UP_TO_SPAN(T, NAME) }                                                             \
                 }                                                                                                      \
-                for (int i = 0; i < TILE; i++) o[t + i] = sums[i];                                                     \
-            }                                                                                                          \
-            for (int64_t i = tiled; i < n; i++) o[i] = 0;                                                              \
-            for (int64_t e = first[v]; tiled < n && e < last; e++) {                                                   \
-                if (tiled == 0 && e + AHEAD < last) {                                                                  \
-                    const char *next = (const char *)(x + (int64_t)others[e + AHEAD] * n);                             \
-                    for (int64_t i = 0; i < n * (int64_t)sizeof(T); i += LINE) __builtin_prefetch(next + i);           \
-                }                                                                                                      \
+            for (int64_t i = 0; width < lanes && i < n; i++) o[i] = 0;                                                 \
+            for (int64_t e = first[v]; width < lanes && e < first[v + 1]; e++) {                                       \
+                if (e + AHEAD < num_edges) __builtin_prefetch(x + (int64_t)others[e + AHEAD] * n);                     \
                 const T *restrict r = x + (int64_t)others[e] * n;                                                      \
-                if (!weight) {                                                                                         \
-                    for (int64_t i = tiled; i < n; i++) o[i] += r[i];                                                  \
-                } else {                                                                                               \
-                    for (int64_t h = 0; h < heads; h++) {                                                              \
-                        const T w = weight[e * heads + h];                                                             \
-                        for (int64_t i = h * width + tiled; i < (h + 1) * width; i++) o[i] += w * r[i];                \
-                    }                                                                                                  \
+                for (int64_t h = 0; h < heads; h++) {                                                                  \
+                    const T w = weight ? weight[e * heads + h] : 1;                                                    \
+                    for (int64_t i = h * width; i < (h + 1) * width; i++) o[i] += w * r[i];                            \
                 }                                                                                                      \
-            }                                                                                                          \
-            if (scale) {                                                                                               \
-                const T s = scale[v];                                                                                  \
-                for (int64_t i = 0; i < n; i++) o[i] *= s;                                                             \
             }                                                                                                          \
         }                                                                                                              \
     }                                                                                                                  \

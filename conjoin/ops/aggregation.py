@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from math import prod
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -135,17 +135,43 @@ def graph_attention(  # noqa: PLR0913 - a graph is two tensors, and a part of it
     With `loops` each is its own neighbour, once, whatever edges it has to itself.
     """
     edges = edges_of(source, target, window_of(x, vertices, window), loops=loops)
-    return attend_over(edges, x, by_source, by_target, slope)
+    return ON_DEVICE.attended(edges, x, by_source, by_target, slope)
 
 
-def attend_over(edges: Edges, x: Tensor, by_source: Tensor, by_target: Tensor, slope: float) -> Tensor:
-    """Attention along edges that are in order."""
-    order, targets = edges.by_target, edges.targets
-    sources = order.others.long()
-    scores = functional.leaky_relu(by_source.index_select(0, sources) + by_target.index_select(0, targets), slope)
-    weight = edge_softmax(scores, targets, edges.window.num_targets)
-    made: Tensor = _Sum.apply(x, weight, edges, True)  # type: ignore[no-untyped-call]
-    return made
+class AlongEdges(Protocol):
+    """What goes along edges that are in order."""
+
+    def summed(self, edges: Edges, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Weighted sums; weights are those of the graph's edges."""
+
+    def greatest(self, edges: Edges, x: Tensor) -> Tensor:
+        """The greatest of each number."""
+
+    def attended(self, edges: Edges, x: Tensor, by_source: Tensor, by_target: Tensor, slope: float) -> Tensor:
+        """Attention."""
+
+
+class _OnDevice:
+    """Edges that are on the device of the rows."""
+
+    def summed(self, edges: Edges, x: Tensor, weight: Tensor | None) -> Tensor:
+        made: Tensor = _Sum.apply(x, weight, edges, False)  # type: ignore[no-untyped-call]
+        return made
+
+    def greatest(self, edges: Edges, x: Tensor) -> Tensor:
+        made: Tensor = _Greatest.apply(x, edges)  # type: ignore[no-untyped-call]
+        return made
+
+    def attended(self, edges: Edges, x: Tensor, by_source: Tensor, by_target: Tensor, slope: float) -> Tensor:
+        order, targets = edges.by_target, edges.targets
+        sources = order.others.long()
+        scores = functional.leaky_relu(by_source.index_select(0, sources) + by_target.index_select(0, targets), slope)
+        weight = edge_softmax(scores, targets, edges.window.num_targets)
+        made: Tensor = _Sum.apply(x, weight, edges, True)  # type: ignore[no-untyped-call]
+        return made
+
+
+ON_DEVICE: AlongEdges = _OnDevice()
 
 
 def window_of(x: Tensor, vertices: int, window: tuple[int, ...]) -> EdgeWindow:
@@ -154,20 +180,24 @@ def window_of(x: Tensor, vertices: int, window: tuple[int, ...]) -> EdgeWindow:
     return EdgeWindow(first_source, x.shape[0], first_target, vertices, sources, targets)
 
 
-def aggregate_over(edges: Edges, x: Tensor, weight: Tensor | None, reduce: str) -> Tensor:
+def aggregate_over(
+    edges: Edges, x: Tensor, weight: Tensor | None, reduce: str, along: AlongEdges = ON_DEVICE
+) -> Tensor:
     """The same along edges that are in order; weights are those of the graph's edges."""
     if reduce == "max":
-        greatest: Tensor = _Greatest.apply(x, edges)  # type: ignore[no-untyped-call]
-        return greatest
+        return along.greatest(edges, x)
     if weight is not None and weight.shape[:1] != (edges.num_edges,):
         raise UsageError(
             f"A graph of {edges.num_edges} edges was given with weights of shape {list(weight.shape)}. Every edge has "
             f"its own, in the order of the edges. Give as many weights as edges."
         )
-    total: Tensor = _Sum.apply(x, weight, edges, False)  # type: ignore[no-untyped-call]
-    if reduce == "sum":
-        return total
-    return total / edges.num_incoming.to(total.dtype).view(-1, *(1,) * (total.dim() - 1))
+    total = along.summed(edges, x, weight)
+    return total if reduce == "sum" else total / column_like(edges.num_incoming, total)
+
+
+def column_like(counts: Tensor, rows: Tensor) -> Tensor:
+    """A number for every row, by which rows can be divided."""
+    return counts.to(rows).view(-1, *(1,) * (rows.dim() - 1))
 
 
 class _Sum(torch.autograd.Function):
@@ -232,7 +262,7 @@ def sum_along(x: Tensor, order: Order, weight: Tensor | None) -> Tensor:
         x, weight = x.contiguous(), None if weight is None else weight.contiguous()
         made = x.new_empty(num_rows, *x.shape[1:])
         shape = num_rows, heads, size // heads
-        run_kernel("sum", x, order.first, order.others, weight, None, made, *shape)
+        run_kernel("sum", x, order.first, order.others, weight, made, *shape)
         return made
     if x.is_cuda and heads == 1 and _is_sparse_product(x, order, weight):
         return _sparse_product(x, order, weight)

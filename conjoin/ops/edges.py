@@ -37,7 +37,7 @@ class EdgeWindow(NamedTuple):
     all_targets: int
 
 
-class _Last:
+class LastMade:
     """What was made last of a tensor, while its memory is held by others and not written to."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Order:
     """The row at the other end of each edge, in 32 bits."""
     edges: Tensor | None
     """Which edge of the graph each one is; None where they are all of them and as they were."""
-    _last: _Last = field(default_factory=_Last)
+    _last: LastMade = field(default_factory=LastMade)
 
     def of_edges(self, values: Tensor, *, stay: bool = False) -> Tensor:
         """What was said of every edge of the graph, in this order; kept where it is likely to `stay` the same."""

@@ -61,8 +61,8 @@ from conjoin.sim.skeleton import Task
 from conjoin.sim.symmetry import Classes
 
 _BY_ENGINE = 0.3
-"""What the host takes where autograd's engine adds up gradients, mostly in place, of what that call takes in Python: 4.1
-µs each of the 1,803 in the backward of DenseNet-201 on an H200's host, where the call takes 13.4 (2026-11-19)."""
+"""What the host takes where autograd's engine adds up gradients, mostly in place, of what that call takes in Python:
+4.1 µs each of the 1,803 in the backward of DenseNet-201 on an H200's host, where the call takes 13.4 (2026-11-19)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, NUM_STREAMS, Fragment, 
 from conjoin.sim.fragment_order import FragmentOrder
 from conjoin.sim.fragments import Departure, Drafts, Supply
 from conjoin.sim.held_for_step import HeldForStep, reads_stored
-from conjoin.sim.host_inputs import Streaming, in_blocks, streaming_of
+from conjoin.sim.host_inputs import EdgesHere, Streaming, in_blocks, streaming_along_edges, streaming_of
 from conjoin.sim.instructions import ordered
 from conjoin.sim.offloads import Copies, Offloads, update_by_parts
 from conjoin.sim.parameter_uses import FoundBundles, ParameterUses, bundle_uses
@@ -153,6 +153,9 @@ class Program:
         if reader is None:
             return None
         operator, operands = self.skeleton.operators[position], self.choices[position].operands
+        if reader.is_by_edges:
+            node, placed = self.drafts.node(self.numbers[position], self.choices[position])
+            return streaming_along_edges(EdgesHere.of(node, placed, self.drafts.mesh), reader, operator.needs)
         types = tuple(self.skeleton.roots[root].type for root in operator.reads)
 
         def held(i: int) -> int:

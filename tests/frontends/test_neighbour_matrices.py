@@ -72,6 +72,8 @@ def matrix(kind: str, edges: int = EDGES) -> Tensor:
             return made.coalesce()
         case "csr":
             return made.coalesce().to_sparse_csr()
+        case "csc":
+            return made.coalesce().to_sparse_csc()
     made = made.coalesce().to_sparse_csr()
     parts = made.crow_indices().int(), made.col_indices().int(), made.values()
     return torch.sparse_csr_tensor(*parts, made.shape)
@@ -118,7 +120,7 @@ def test_products_of_a_matrix_of_the_batch(name: str) -> None:
     check(Network(PRODUCTS[name]), batch_of(matrix("coalesced")), ("vertex-parallel",))
 
 
-@pytest.mark.parametrize("kind", ["coo", "csr", "csr of 32 bits"])
+@pytest.mark.parametrize("kind", ["coo", "csr", "csc", "csr of 32 bits"])
 def test_matrices_in_other_layouts(kind: str) -> None:
     torch.manual_seed(0)
     check(Network(torch.sparse.mm), batch_of(matrix(kind)), ("vertex-parallel",))

@@ -41,6 +41,11 @@ KNOWN: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "scatter_add": lambda x, s, t, w: torch.zeros(V, F).scatter_add(0, t[:, None].expand(-1, F), x[s]),
     "mean": lambda x, s, t, w: torch.zeros_like(x).scatter_reduce(0, spread(t, x[s]), x[s], "mean", include_self=False),
     "amax": lambda x, s, t, w: torch.zeros_like(x).scatter_reduce(0, spread(t, x[s]), x[s], "amax", include_self=False),
+    "amin": lambda x, s, t, w: torch.zeros_like(x).scatter_reduce(0, spread(t, x[s]), x[s], "amin", include_self=False),
+    "index_reduce": lambda x, s, t, w: torch.zeros_like(x).index_reduce(0, t, x[s], "mean", include_self=False),
+    "index_put": lambda x, s, t, w: torch.zeros_like(x).index_put((t,), x[s] * w[:, None], accumulate=True),
+    "gather": lambda x, s, t, w: torch.zeros_like(x).index_add(0, t, x.gather(0, s[:, None].expand(-1, F))),
+    "embedding": lambda x, s, t, w: torch.zeros_like(x).index_add(0, t, functional.embedding(s, x)),
     "of numbers": lambda x, s, t, w: torch.zeros(V).index_add(0, t, x.sum(1)[s] * w),
 }
 OTHERS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
@@ -49,6 +54,11 @@ OTHERS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "of both ends": lambda x, s, t, w: torch.zeros_like(x).index_add(0, t, x[s] + x[t]),
     "not of rows": lambda x, s, t, w: torch.zeros_like(x).index_add(0, t, x[s].relu()),
     "mean with the zero": lambda x, s, t, w: torch.zeros_like(x).scatter_reduce(0, spread(t, x[s]), x[s], "mean"),
+    "the last": lambda x, s, t, w: torch.zeros_like(x).index_put((t[:1],), x[s[:1]]),
+    "gathered by columns": lambda x, s, t, w: torch.zeros_like(x).index_add(0, t[:F], x.gather(0, s[:F].expand(F, F))),
+    "padded": lambda x, s, t, w: torch.zeros_like(x).index_add(0, t, functional.embedding(s, x, padding_idx=1)),
+    "least with the zero": lambda x, s, t, w: torch.zeros_like(x).scatter_reduce(0, spread(t, x[s]), x[s], "amin"),
+    "product": lambda x, s, t, w: x.new_zeros(V, F).index_reduce(0, t, x[s], "prod", include_self=False),
     "by columns": lambda x, s, t, w: torch.zeros_like(x).scatter_add(0, t[:F].expand(F, F), x[s[:F]]),
     "mean of whole numbers": lambda x, s, t, w: x * mean_of((x.detach() * 8).long(), s, t),
 }
@@ -79,12 +89,14 @@ def same_as_plain(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[str]:
     return [node.op for node in graph.nodes]
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("name", KNOWN)
 def test_rows_that_are_put_together_are_one_call(name: str) -> None:
     ops = same_as_plain(Model(KNOWN[name]), batch())
     assert ops.count(AGGREGATE) == 1 and not {"index.Tensor", "index_select", "index_add"} & set(ops)
 
 
+@pytest.mark.filterwarnings("ignore:index_reduce")
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_looks_alike_stays(name: str) -> None:
     assert AGGREGATE not in same_as_plain(Model(OTHERS[name]), batch())

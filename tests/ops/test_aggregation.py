@@ -77,6 +77,18 @@ def test_aggregation_is_scattering(graph: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_rows_of_any_width(dtype: torch.dtype) -> None:
+    """Around what processors add up at once: whole vectors, and a last one that covers some of the one before."""
+    source, target = (torch.tensor(ends) for ends in GRAPHS["loops"])
+    for width in (2, 3, 4, 7, 8, 9, 15, 16, 17, 41, 64, 65, 127, 128, 129, 144, 300):
+        for heads in ((), (2,)):
+            x, weight = drawn(5, *heads, width, dtype=dtype), drawn(len(source), *heads, dtype=dtype)
+            got = find_operator(AGGREGATE)(x, source, target, weight, 5, "sum")
+            same(got, scattered(x, source, target, weight, "sum"), x, weight)
+
+
+@pytest.mark.usefixtures("way")
 def test_bfloat16_is_aggregated_too() -> None:
     x, ends = drawn(5, 3, dtype=torch.bfloat16), torch.tensor([0, 1, 2])
     same(find_operator(AGGREGATE)(x, ends, ends, None, 5, "sum"), scattered(x, ends, ends, None, "sum"), x)

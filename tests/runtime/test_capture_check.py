@@ -271,6 +271,24 @@ def test_the_report_says_why_it_was_not(caplog: pytest.LogCaptureFixture, monkey
     assert "not checked against the model: it has 6.2e+01 elements" in told_of(nn.Linear(6, 2), X, caplog)
 
 
+class Rows(nn.Module):
+    """A matrix that is made of where its rows begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, first: Tensor, columns: Tensor) -> Tensor:
+        return torch.sparse_csr_tensor(first, columns, x.new_ones(len(columns)), (8, 8)) @ self.layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_places_that_are_drawn_are_not_read_beyond_their_memory() -> None:
+    """Torch would read where a matrix says, and the process would end there."""
+    batch = X, torch.tensor([0, 3, 3, 40, 41, 41, 41, 60, 64]), torch.arange(64) % 8, Y
+    assert verified(Rows(), batch, num_steps=1).passed
+
+
 def test_a_model_that_does_not_run_by_itself_is_told() -> None:
     model = Layer(lambda m, h: h)
     graph = captured_unchecked(model, (X, Y), functional.mse_loss)

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,15 +34,23 @@ from conjoin.ir import (
     recompute_actions,
 )
 from conjoin.machine import parse_machine
+from conjoin.ops import aggregation
 from conjoin.ops.compiled_kernels import is_compiled_for
 from conjoin.report import diff_plans, explain, explanation_text
 from conjoin.runtime.parallel import ParallelModule
-from conjoin.runtime.ranks.threads import alone
+from conjoin.runtime.ranks.communicator import Communicator
+from conjoin.runtime.ranks.threads import alone, run_ranks
 from conjoin.runtime.state.storage import Store
 from conjoin.runtime.verification.plan_check import Case, verify_in_process
 from conjoin.search import Wish, find_plan, make_pipeline, make_plan
 from conjoin.sim import MachinePrices, Wanted, measure_memory, predict, simulate
 from tests.ir.wording import assert_three_sentences
+from tests.runtime.gloo_ranks import run_processes
+from tests.runtime.hand_plans import module_on
+from tests.runtime.random_graphs import Sample
+from tests.runtime.test_halo import alone as alone_on
+from tests.runtime.test_halo import check, together
+from tests.runtime.test_halo import edges as edges_of_kind
 from tests.sim.test_memory import Storages
 from tests.sim.test_offloads import OnDevice
 from zoo.gnn import DeepGcn, Gat, Gcn, Gin, GnnConfig, GraphSage
@@ -126,10 +135,60 @@ def test_training_is_as_on_one_device(make: Callable[[GnnConfig], nn.Module], na
     assert verify_in_process(Case(plan, graph, model, batch), 2).passed
 
 
-@pytest.mark.parametrize("strategy", ["vertex-parallel:parts=3", "data-parallel"])
-def test_rows_of_features_come_to_every_rank_from_its_host(strategy: str) -> None:
+EVERYTHING = {"x_VF", "edge_index_2E", "weight_E"}
+
+
+@pytest.mark.parametrize(
+    ("make", "ranks", "names"),
+    [
+        (Gcn, 1, EVERYTHING), (Gcn, 2, EVERYTHING), (Gcn, 3, EVERYTHING), (Gcn, 4, EVERYTHING),
+        (Gin, 3, {"edge_index_2E"}), (GraphSage, 2, {"edge_index_2E"}), (GraphSage, 4, {"edge_index_2E"}),
+        (Gat, 2, {"x_VF", "edge_index_2E"}), (Gat, 4, {"x_VF", "edge_index_2E"}),
+        (Greatest, 3, {"x_VF", "edge_index_2E"}), (Looped, 3, {"x_VF", "edge_index_2E"}),
+    ],
+)  # fmt: skip
+def test_parts_of_the_vertices_train_as_one_device(
+    make: Callable[[GnnConfig], nn.Module], ranks: int, names: set[str]
+) -> None:
+    """Every rank has its edges, in the order of its own vertices and of the rows that it gets, on its host."""
+    model, batch, graph = sample(make)
+    plan = on_host(graph, "vertex-parallel", ranks)
+    assert host_inputs(plan) == names
+    assert verify_in_process(Case(plan, graph, model, batch), 2).passed
+
+
+@pytest.mark.parametrize("kind", ["one corner", "star", "one loop"])
+def test_parts_without_any_edge(kind: str) -> None:
+    """Edges are few, and what others send is nothing."""
+    model, batch, _ = sample(Gat)
+    batch = batch[0], edges_of_kind(kind, len(batch[0])), batch[-1]
+    graph = capture(model, batch, F.cross_entropy)
+    plan = on_host(graph, "vertex-parallel", 4)
+    assert "edge_index_2E" in host_inputs(plan)
+    assert verify_in_process(Case(plan, graph, model, batch), 1).passed
+
+
+def on_a_process(plan: Plan, given: Sample, num_bytes: int, communicator: Communicator) -> tuple[tuple[Any, ...], int]:
+    offloads.BLOCK_BYTES, aggregation._FEW = num_bytes, 0
+    return together(plan, given, 2, communicator), peak_of_a_rank(plan, given, communicator)
+
+
+def test_on_processes_parts_train_as_the_plain_model_within_what_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offloads, "BLOCK_BYTES", 1 << 16)
+    model, batch, graph = sample(Gcn, 2000, 30000)
+    given, plan = Sample(graph, model, batch), on_host(graph, "vertex-parallel", 2)
+    found = run_processes(plan.mesh, partial(on_a_process, plan, given, 1 << 16), tmp_path)
+    check(plan, alone_on(given, F.cross_entropy, 2), [trained for trained, _ in found])
+    told = measure_memory(simulate(plan, Wanted()).program, "sgd", "cpu")
+    if is_compiled_for(batch[0]):
+        assert told.peak == pytest.approx(max(peak for _, peak in found), rel=0.1)
+
+
+def test_features_come_to_every_rank_from_its_host() -> None:
     model, batch, graph = sample(Gcn)
-    plan = on_host(graph, strategy, 3)
+    plan = on_host(graph, "data-parallel", 3)
     assert "x_VF" in host_inputs(plan)
     assert verify_in_process(Case(plan, graph, model, batch), 2).passed
 
@@ -171,16 +230,41 @@ def module_of(plan: Plan, model: nn.Module) -> ParallelModule:
 
 def peak_of(plan: Plan, model: nn.Module, batch: tuple[Tensor, ...]) -> int:
     """The bytes that the second step has on its device; what is left of the first is the order of edges on the host."""
-    module = module_of(plan, model)
+    return peak_on(module_of(plan, model), batch)
+
+
+def peak_on(module: ParallelModule, batch: tuple[Tensor, ...]) -> int:
     with Storages() as first:
         module(*batch).backward()
         module.zero_grad()
     gc.collect()
     left = [torch.empty(0).set_(storage) for storage in first.alive]
     hosts = [x for x, part in zip(batch, module.input_parts(), strict=True) if part.on_host]
-    with OnDevice([*left, *hosts], *module.parameters(), *batch) as storages:
+    with OnDevice([*left, *hosts], *(p.as_subclass(Tensor) for p in module.parameters()), *batch) as storages:
         module(*batch).backward()
     return storages.peak
+
+
+def peak_of_a_rank(plan: Plan, given: Sample, communicator: Communicator) -> int:
+    module, parts = module_on(plan, given, communicator), list[Tensor]()
+    for x, part in zip(given.inputs, module.input_parts(), strict=True):
+        parts.append(x[tuple(slice(*span) for span in part.region)].clone())
+    return peak_on(module, tuple(parts))
+
+
+@pytest.mark.parametrize(("make", "vertices"), [(Gat, 500), (Greatest, 2000)])
+def test_what_is_told_of_a_rank_is_what_lives_on_its_device(
+    make: Callable[[GnnConfig], nn.Module], vertices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offloads, "BLOCK_BYTES", 2**5 * vertices)
+    model, batch, graph = sample(make, vertices, 15 * vertices)
+    if not is_compiled_for(batch[0]):
+        pytest.skip("no C compiler")
+    monkeypatch.setattr(aggregation, "_FEW", 0)  # what torch does itself makes a row for every edge
+    plan = on_host(graph, "vertex-parallel", 2)
+    told = measure_memory(simulate(plan, Wanted()).program, "sgd", "cpu")
+    peaks = run_ranks(plan.mesh, partial(peak_of_a_rank, plan, Sample(graph, model, batch)))
+    assert told.peak == pytest.approx(max(peaks), rel=0.1)
 
 
 @pytest.mark.parametrize(("make", "vertices"), [(Gcn, 8000), (Gat, 1000), (Greatest, 4000)])

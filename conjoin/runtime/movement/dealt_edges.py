@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from math import prod
 from typing import Any
 
@@ -20,7 +20,17 @@ from torch import Tensor
 from conjoin.comm import Halo
 from conjoin.errors import UsageError
 from conjoin.ir import Range
-from conjoin.ops import Edges, EdgeWindow, are_equal, check_ends, first_order, identity, tells_of_writes, with_loops
+from conjoin.ops import (
+    Edges,
+    EdgeWindow,
+    LastMade,
+    are_equal,
+    check_ends,
+    first_order,
+    identity,
+    tells_of_writes,
+    with_loops,
+)
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.ranks.communicator import Communicator, Work
 
@@ -51,6 +61,14 @@ class Part:
     """Of the edges' weights; None where every edge lies with its target."""
     kept: Tensor | None = None
     """Which of the edges that are here they are; None where that are all of them."""
+    _last: LastMade = field(default_factory=LastMade)
+
+    def kept_of(self, weight: Tensor) -> Tensor:
+        """The weights of its edges; made once while they stay the same."""
+        if self.kept is None:
+            return weight
+        make = partial(weight.index_select, 0, self.kept)
+        return self._last.find(weight, make) if tells_of_writes(weight) and not weight.requires_grad else make()
 
     @cached_property
     @torch.inference_mode(False)
@@ -113,12 +131,12 @@ class Exchange:
 
     def send(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """So many rows to each member, so many from each."""
-        return self.start(rows, sent, received).wait()
+        return self.start(rows, sent, received).wait().to(rows.device)
 
     def start(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> OnTheWay:
-        """The same, to be waited for later."""
-        width = prod(rows.shape[1:])
-        arrived, rows = rows.new_empty(sum(received), *rows.shape[1:]), rows.contiguous()
+        """The same, to be waited for later; what lies on the host goes by the device."""
+        width, rows = prod(rows.shape[1:]), self.on_device(rows).contiguous()
+        arrived = rows.new_empty(sum(received), *rows.shape[1:])
         sizes = [width * count for count in received], [width * count for count in sent]
         work = self._communicator.all_to_all(arrived.view(-1), rows.view(-1), sizes, self._axes)
         return OnTheWay(work, rows, arrived)
@@ -133,6 +151,9 @@ class Exchange:
         told = torch.tensor(numbers, device=self._communicator.device)
         self._communicator.all_reduce(told, self._axes, largest=True).wait()
         return told.tolist()
+
+    def on_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._communicator.device)
 
     @property
     def bytes_sent(self) -> int:
@@ -214,7 +235,7 @@ def part_of_piece(source: Tensor, target: Tensor, halo: Halo, exchange: Exchange
     count = stop - start + len(wanted)
     places[wanted] = torch.arange(stop - start, count, device=source.device)
     sizes = stop - start, count, last - first
-    route = Route(rows, answer.received, asked)
+    route = Route(exchange.on_device(rows), answer.received, asked)
     return Part((places[source], target - first), sizes, route, moved if is_moved else None)
 
 

@@ -21,13 +21,11 @@ from conjoin.ops import (
     Edges,
     Order,
     dots_along,
-    edges_of,
     first_order,
     greatest_along,
     rows_of,
     shares_along,
     sum_along,
-    window_of,
 )
 from conjoin.runtime.movement.host_blocks import Pinned, each_block
 from conjoin.runtime.movement.host_copies import Engines
@@ -37,7 +35,7 @@ OfBlock = Callable[[slice, Order, Tensor | None], None]
 
 
 class EdgeBlocks:
-    """The edges of a graph on the host, block by block."""
+    """Goes along edges of graphs on the host, block by block."""
 
     def __init__(self, engines: Engines) -> None:
         self._engines, self._pinned = engines, Pinned(engines)
@@ -60,6 +58,18 @@ class EdgeBlocks:
             run(slice(*span), Order(rows - rows[:1], ends, None), weights[0] if weights else None)
 
         each_block(self._engines, cut_blocks(before), cut, run_block)
+
+    def summed(self, edges: Edges, x: Tensor, weight: Tensor | None) -> Tensor:
+        made: Tensor = _Sums.apply(x, self, edges, weight)  # type: ignore[no-untyped-call]
+        return made
+
+    def greatest(self, edges: Edges, x: Tensor) -> Tensor:
+        made: Tensor = _Greatest.apply(x, self, edges)  # type: ignore[no-untyped-call]
+        return made
+
+    def attended(self, edges: Edges, x: Tensor, by_source: Tensor, by_target: Tensor, slope: float) -> Tensor:
+        made: Tensor = _Attention.apply(x, by_source, by_target, self, edges, slope)  # type: ignore[no-untyped-call]
+        return made
 
 
 class _Sums(torch.autograd.Function):
@@ -117,33 +127,6 @@ class _Greatest(torch.autograd.Function):
         return made, None, None
 
 
-class EdgeCall:
-    """Sums, means and greatest values along edges that lie on the host, with their weights."""
-
-    def __init__(self, engines: Engines) -> None:
-        self._blocks = EdgeBlocks(engines)
-
-    def __call__(  # noqa: PLR0913 – as the operator has them
-        self,
-        x: Tensor,
-        source: Tensor,
-        target: Tensor,
-        weight: Tensor | None,
-        vertices: int,
-        reduce: str,
-        window: tuple[int, ...] = (),
-        halos: tuple[int, ...] = (),
-    ) -> Tensor:
-        edges = edges_of(source, target, window_of(x, vertices, window))
-        if reduce == "max":
-            greatest: Tensor = _Greatest.apply(x, self._blocks, edges)  # type: ignore[no-untyped-call]
-            return greatest
-        total: Tensor = _Sums.apply(x, self._blocks, edges, weight)  # type: ignore[no-untyped-call]
-        if reduce == "sum":
-            return total
-        return total / edges.num_incoming.to(total.device, total.dtype).view(-1, *(1,) * (total.dim() - 1))
-
-
 class _Attention(torch.autograd.Function):
     """Rows added up by the softmax of leaky scores of both ends."""
 
@@ -189,27 +172,3 @@ class _Attention(torch.autograd.Function):
 
         ctx.blocks.each(ctx.edges.by_source, run, made_bytes=score_bytes(ours.shape[1], ours.itemsize))
         return of_x, of_ours, of_theirs, None, None, None
-
-
-class AttentionCall:
-    """Attention along edges that lie on the host."""
-
-    def __init__(self, engines: Engines) -> None:
-        self._blocks = EdgeBlocks(engines)
-
-    def __call__(  # noqa: PLR0913 – as the operator has them
-        self,
-        x: Tensor,
-        by_source: Tensor,
-        by_target: Tensor,
-        source: Tensor,
-        target: Tensor,
-        vertices: int,
-        slope: float,
-        window: tuple[int, ...] = (),
-        halos: tuple[int, ...] = (),
-        loops: bool = False,
-    ) -> Tensor:
-        edges = edges_of(source, target, window_of(x, vertices, window), loops=loops)
-        made: Tensor = _Attention.apply(x, by_source, by_target, self._blocks, edges, slope)  # type: ignore[no-untyped-call]
-        return made

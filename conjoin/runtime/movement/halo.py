@@ -15,15 +15,28 @@ from torch import Tensor
 
 from conjoin.comm import Halo
 from conjoin.ir import Range
-from conjoin.ops import GRAPH_ATTENTION, aggregate_over, attend_over, check_ends, first_order, of_graph
+from conjoin.ops import (
+    GRAPH_ATTENTION,
+    ON_DEVICE,
+    AlongEdges,
+    aggregate_over,
+    bind_args,
+    check_ends,
+    column_like,
+    edges_of,
+    first_order,
+    of_graph,
+    signature,
+    window_of,
+)
 from conjoin.runtime.movement.dealt_edges import DealtEdges, Exchange, OnTheWay, Part, Route, Sent
 from conjoin.runtime.movement.layer_clock import clock_now, paused
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.ranks.communicator import Communicator, uncompiled
 
 
-def part_of(source: Tensor, target: Tensor, halo: Halo, limits: tuple[int, int]) -> Part:
-    """The part of a rank, from all edges and how many vertices they may come from and go to."""
+def part_of(source: Tensor, target: Tensor, halo: Halo, limits: tuple[int, int], device: torch.device) -> Part:
+    """The part of a rank, from all edges and how many vertices they may come from and go to; rows are on a device."""
     check_ends(source, "source", limits[0])
     check_ends(target, "target", limits[1])
     (start, stop), own = halo.read[halo.own], halo.own
@@ -43,11 +56,8 @@ def part_of(source: Tensor, target: Tensor, halo: Halo, limits: tuple[int, int])
         rows.append(asked - start)
     first, last = halo.made[own]
     sizes = stop - start, count, last - first
-    return Part((places[read], target[kept] - first), sizes, Route(torch.cat(rows), sent, received), None, kept)
-
-
-def _as_column(counts: Tensor, rows: Tensor) -> Tensor:
-    return counts.to(rows.dtype).view(-1, *(1,) * (rows.dim() - 1))
+    route = Route(torch.cat(rows).to(device), sent, received)
+    return Part((places[read], target[kept] - first), sizes, route, None, kept)
 
 
 def _distinct(values: Tensor) -> Tensor:
@@ -134,7 +144,9 @@ class _Arrived(torch.autograd.Function):
         return gradients[0], None
 
 
-def _added_meanwhile(part: Part, x: Tensor, weight: Tensor | None, exchange: Exchange) -> Tensor:
+def _added_meanwhile(
+    part: Part, x: Tensor, weight: Tensor | None, exchange: Exchange, along: AlongEdges
+) -> Tensor:
     """Weighted sums over edges, first those from rows that are here, while the others come.
 
     The backward pass goes the other way round: gradients of the others' rows are sent first, for autograd goes back
@@ -142,9 +154,9 @@ def _added_meanwhile(part: Part, x: Tensor, weight: Tensor | None, exchange: Exc
     """
     passage = _Passage(part.halo, exchange)
     arriving: Tensor = _Begun.apply(x, passage)  # type: ignore[no-untyped-call]
-    own = aggregate_over(part.from_own, x, weight, "sum")
+    own = aggregate_over(part.from_own, x, weight, "sum", along)
     others: Tensor = _Arrived.apply(arriving, passage)  # type: ignore[no-untyped-call]
-    return own + aggregate_over(part.from_others, others, weight, "sum")
+    return own + aggregate_over(part.from_others, others, weight, "sum", along)
 
 
 def _note_layer(x: Tensor) -> None:
@@ -165,9 +177,44 @@ def _weights_here(weight: Tensor | None, part: Part, exchange: Exchange) -> Tens
     if weight is None:
         return None
     if part.weights is None:
-        return weight if part.kept is None else weight.index_select(0, part.kept)
+        return part.kept_of(weight)
     arrived: Tensor = Sent.apply(weight, part.weights, exchange.send)  # type: ignore[no-untyped-call]
     return arrived
+
+
+class _Given:
+    """What a call of an operator over edges was given, by the names of its parameters."""
+
+    def __init__(self, op: str, args: tuple[Any, ...]) -> None:
+        names = (parameter.name for parameter in signature(op).parameters)
+        self._given = dict(zip(names, bind_args(op, args, {}), strict=True))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._given[name]
+
+    @property
+    def ends(self) -> tuple[Tensor, Tensor]:
+        return self["source"], self["target"]
+
+    @property
+    def loops(self) -> bool:
+        """Whether each vertex has an edge to itself instead of those that it has."""
+        return bool(self._given.get("loops", False))
+
+
+def along_edges(op: str, along: AlongEdges) -> Function:
+    """An operator over edges of which all are here that it reads, as a function."""
+
+    @uncompiled
+    def run(*args: Any) -> Tensor:
+        given = _Given(op, args)
+        x = given["x"]
+        edges = edges_of(*given.ends, window_of(x, given["vertices"], given["window"]), loops=given.loops)
+        if op == GRAPH_ATTENTION:
+            return along.attended(edges, x, given["by_source"], given["by_target"], given["slope"])
+        return aggregate_over(edges, x, given["weight"], given["reduce"], along)
+
+    return run
 
 
 class HaloCarrier:
@@ -178,31 +225,35 @@ class HaloCarrier:
         self._dealt: dict[Halo, DealtEdges] = {}
         """Layers share what was made of a graph."""
 
-    def carry(self, op: str, halo: Halo) -> Function:
-        """An operator whose vertices are split."""
+    def carry(self, op: str, halo: Halo, along: AlongEdges = ON_DEVICE) -> Function:
+        """An operator whose vertices are split; its edges are where the rows are, or on the host."""
         exchange = Exchange(self._communicator, halo.axes)
         dealt = self._dealt.setdefault(halo, DealtEdges(halo, exchange)) if halo.is_dealt else None
 
-        def find_part(source: Tensor, target: Tensor, vertices: int) -> Part:
+        def find_part(given: _Given) -> Part:
             if dealt is not None:
-                return dealt.find(source, target, vertices)
-            limits = max(stop for _, stop in halo.read), vertices
-            return of_graph(source, target, halo, partial(part_of, halo=halo, limits=limits))
+                return dealt.find(*given.ends, given["vertices"])
+            limits, device = (max(stop for _, stop in halo.read), given["vertices"]), given["x"].device
+            return of_graph(*given.ends, (halo, device), partial(part_of, halo=halo, limits=limits, device=device))
 
         @uncompiled
-        def aggregated(x: Tensor, source: Tensor, target: Tensor, weight: Tensor | None, *rest: Any) -> Tensor:
+        def aggregated(*args: Any) -> Tensor:
+            given = _Given(op, args)
+            x, reduce = given["x"], given["reduce"]
             _note_layer(x)
-            part, reduce = find_part(source, target, rest[0]), rest[1]
+            part = find_part(given)
             if reduce == "max":
-                return aggregate_over(part.edges, _bring(x, part, exchange), None, reduce)
-            made = _added_meanwhile(part, x, _weights_here(weight, part, exchange), exchange)
-            return made if reduce == "sum" else made / _as_column(part.num_incoming, made)
+                return aggregate_over(part.edges, _bring(x, part, exchange), None, reduce, along)
+            made = _added_meanwhile(part, x, _weights_here(given["weight"], part, exchange), exchange, along)
+            return made if reduce == "sum" else made / column_like(part.num_incoming, made)
 
         @uncompiled
-        def attended(x: Tensor, ours: Tensor, theirs: Tensor, source: Tensor, target: Tensor, *rest: Any) -> Tensor:
-            _note_layer(x)
-            part = find_part(source, target, rest[0])
-            x, ours = _bring(x, part, exchange), _bring(ours, part, exchange)
-            return attend_over(part.with_loops if rest[4] else part.edges, x, ours, theirs, rest[1])
+        def attended(*args: Any) -> Tensor:
+            given = _Given(op, args)
+            _note_layer(given["x"])
+            part = find_part(given)
+            x, ours = (_bring(given[name], part, exchange) for name in ("x", "by_source"))
+            edges = part.with_loops if given.loops else part.edges
+            return along.attended(edges, x, ours, given["by_target"], given["slope"])
 
         return attended if op == GRAPH_ATTENTION else aggregated

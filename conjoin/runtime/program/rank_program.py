@@ -34,12 +34,12 @@ from conjoin.ir import (
     region_of,
     region_shape,
 )
-from conjoin.ops import GRAPH_ATTENTION, Layout, find_function
+from conjoin.ops import ON_DEVICE, AlongEdges, Layout, find_function
 from conjoin.runtime.movement.bundles import Bundle, Dropping, make_bundles
 from conjoin.runtime.movement.carriers import carry_move, carry_reshard, prepare_move
 from conjoin.runtime.movement.chunked_products import Product, carry_chunked
-from conjoin.runtime.movement.edge_blocks import AttentionCall, EdgeCall
-from conjoin.runtime.movement.halo import HaloCarrier
+from conjoin.runtime.movement.edge_blocks import EdgeBlocks
+from conjoin.runtime.movement.halo import HaloCarrier, along_edges
 from conjoin.runtime.movement.host_blocks import RowCall
 from conjoin.runtime.movement.host_copies import Engines
 from conjoin.runtime.movement.ring_attention import carry_ring
@@ -93,7 +93,11 @@ class _RankCarriers:
             self.offloaded = {tuple(operators[place].outputs())[i]: tell for place, i in tensors}
         readers = host_readers(plan.graph, host_inputs(plan))
         engines = Engines(device) if readers else None
-        self.streamed = {node: _read_by_blocks(node, reader, engines) for node, reader in readers.items() if engines}
+        self._along: dict[Node, AlongEdges] = {
+            node: EdgeBlocks(engines) for node, reader in readers.items() if engines and reader.is_by_edges
+        }
+        """What goes along edges that lie on the host."""
+        self.streamed = {node: self._by_blocks(node, reader, engines) for node, reader in readers.items() if engines}
         """What runs each operator that reads inputs from the host."""
         self._by_entry = {entry: bundle for bundle in self.bundles for entry in bundle.entries}
 
@@ -114,7 +118,12 @@ class _RankCarriers:
         if routing is not None:
             return carry_routing(routing, self._communicator)
         halo = halo_of(node, placed, self.mesh, self.rank)
-        return None if halo is None else self._halos.carry(node.op, halo)
+        return None if halo is None else self._halos.carry(node.op, halo, self._along.get(node, ON_DEVICE))
+
+    def _by_blocks(self, node: Node, reader: HostReader, engines: Engines) -> Function:
+        if reader.is_by_edges:
+            return along_edges(node.op, self._along[node])
+        return uncompiled(RowCall(find_function(node.op), reader, engines).__call__)
 
     def bundle(self, root: Value, layout: Layout) -> Bundle | None:
         return self._by_entry.get((root, layout))
@@ -131,14 +140,6 @@ class _RankCarriers:
 
     def draws_whole(self) -> bool:
         return self.streams.exact
-
-
-def _read_by_blocks(node: Node, reader: HostReader, engines: Engines) -> Function:
-    """What runs an operator that reads inputs from the host."""
-    if not reader.is_by_edges:
-        return uncompiled(RowCall(find_function(node.op), reader, engines).__call__)
-    over_edges = AttentionCall(engines) if node.op == GRAPH_ATTENTION else EdgeCall(engines)
-    return uncompiled(over_edges.__call__)
 
 
 def _compile(carriers: _RankCarriers, program: fx.Graph, name: str) -> tuple[Compiled, str]:

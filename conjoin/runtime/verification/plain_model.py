@@ -63,7 +63,8 @@ class PlainModel:
             batches, own = fresh_batches(batch, num_steps, freshness), self.changed()
             before = python_state(own.model)
             try:
-                reference = own.train_on(batches, graph, mode)
+                with _sparse_checked(freshness is not Freshness.GIVEN):
+                    reference = own.train_on(batches, graph, mode)
             except Exception:  # a user's model may raise anything on a batch it was not made for
                 if freshness is Freshness.GIVEN:
                     raise
@@ -81,6 +82,16 @@ class PlainModel:
 
         with _outside_kept(), mode or nullcontext():
             return train(self.model, batches, graph, self.device, call)
+
+
+@contextmanager
+def _sparse_checked(is_drawn: bool) -> Iterator[None]:
+    """Where a batch was drawn, let torch refuse sparse matrices that are none: by itself it reads where nothing is."""
+    if not is_drawn:
+        yield
+        return
+    with torch.sparse.check_sparse_tensor_invariants():
+        yield
 
 
 def changed_copy(model: nn.Module, change: Callable[[Tensor], Tensor], memo: dict[int, Any] | None = None) -> nn.Module:

@@ -162,7 +162,7 @@ def train_alone(case: Case, num_steps: int, device: torch.device | None = None) 
         batches = fresh_batches(case.batch, num_steps, freshness)
         try:
             return train(_alone(case, device), batches, case.graph, device)
-        except (NoNumber, RuntimeError, IndexError):
+        except (NoNumber, RuntimeError, IndexError, UsageError):
             if freshness is Freshness.GIVEN:
                 raise
     raise AssertionError("the last batch is returned or raises")
