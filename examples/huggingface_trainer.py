@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import recursively_apply
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -29,7 +30,11 @@ class WholeBatches(Accelerator):  # type: ignore[misc]
         return tensor
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        return input_data
+        """What is there; of a smaller last batch as much as it has (a trainer repeats its loss for a full batch)."""
+        state = self.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return input_data
+        return recursively_apply(lambda x: x[: state.remainder], input_data)
 
 
 class ConjoinTrainer(Trainer):  # type: ignore[misc]
@@ -82,8 +87,8 @@ def make_config() -> LlamaConfig:
     return LlamaConfig(vocab_size=16, use_cache=False, **sizes)
 
 
-def train(folder: str, resume: str | None = None, **arguments: Any) -> tuple[list[float], float]:
-    """The losses that the trainer logs, and that of evaluation."""
+def train(folder: str, resume: str | None = None, **arguments: Any) -> tuple[list[float], list[float]]:
+    """The losses that the trainer logs, and those of evaluation."""
     config, ranks = make_config(), int(os.environ.get("WORLD_SIZE", 1))
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).double()
@@ -93,12 +98,13 @@ def train(folder: str, resume: str | None = None, **arguments: Any) -> tuple[lis
     asked = TrainingArguments(
         folder, per_device_train_batch_size=8, per_device_eval_batch_size=8, max_steps=8, learning_rate=1e-2,
         lr_scheduler_type="cosine", warmup_steps=2, max_grad_norm=0.5, logging_steps=1, save_steps=4, report_to=[],
-        use_cpu=not torch.cuda.is_available(), disable_tqdm=True, **arguments,
+        eval_strategy="steps", eval_steps=4, use_cpu=not torch.cuda.is_available(), disable_tqdm=True, **arguments,
     )  # fmt: skip
     trainer = ConjoinTrainer(step, config, asked, train_dataset=Sentences(), eval_dataset=Sentences())
     trainer.train(resume_from_checkpoint=resume)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, trainer.evaluate()["eval_loss"]
+    trainer.evaluate()
+    log = trainer.state.log_history
+    return [now["loss"] for now in log if "loss" in now], [now["eval_loss"] for now in log if "eval_loss" in now]
 
 
 if __name__ == "__main__":

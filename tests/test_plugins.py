@@ -38,6 +38,7 @@ def register():
 """
 ENTRIES = "[conjoin.plugins]\nall = plugged:register\nbroken = plugged_wrong\n"
 ASKED = {
+    "machines": "'plugged-office' in registered_names()",
     "machine": "parse_machine('plugged-office:2').num_devices == 16",
     "strategy": "str(read_request('plugged+micro=2')) == 'fsdp+recompute=full+micro=2'",
     "operator": "find_spec('plugged::halved').terms == 'x'",
@@ -47,7 +48,7 @@ ASKED = {
 PROGRAM = """
 import json, os, sys
 import conjoin, conjoin.api, torch._dynamo
-from conjoin.machine import parse_machine
+from conjoin.machine import parse_machine, registered_names
 from conjoin.ops import find_spec
 from conjoin.search import read_request
 

@@ -39,7 +39,7 @@ class Report:
     def __str__(self) -> str:
         lines = [str(entry) for entry in self.opaque]
         lines += self.dropped
-        found = f"{len(lines)} thing(s) not understood; the rest is still optimized:" if lines else _COMPLETE
+        found = f"Not understood ({len(lines)}), while the rest is still optimized:" if lines else _COMPLETE
         return "\n  ".join([found, *lines, *([self.checked] if self.checked else [])])
 
 

@@ -44,6 +44,7 @@ from conjoin.ops import (
     run_local,
     space_of,
     spec_for,
+    why_opaque,
 )
 
 _ADDING = ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar", "rsub.Scalar")
@@ -84,6 +85,14 @@ def _first_other(graph: Graph, other: Graph) -> str:
 def _where(graph: Graph, node: Node) -> str:
     source = graph.source_of(node)
     return f" ({source.module or source.file}:{source.line})" if source else ""
+
+
+def _at_once(node: Node) -> str:
+    """Why a node has to have the whole batch."""
+    if node.spec is not None:
+        return "needs all samples at once"
+    reason = why_opaque(node.call, tuple(type.laid_out(()) for type in node.types))
+    return f"is given all samples at once: {reason or 'its declaration does not cover this form'}"
 
 
 def _has_statistics(node: Node) -> bool:
@@ -226,7 +235,7 @@ class Cutting:
         elif self._take_rows(node) or self._add_share(node):
             return
         elif any(value not in self._wholes for value in node.outputs()):
-            raise self._cannot(node, "needs all samples at once")
+            raise self._cannot(node, _at_once(node))
 
     def _add_share(self, node: Node) -> bool:
         """A number that is added to a sum over samples, as to a loss: every micro-batch adds an equal share."""
@@ -261,7 +270,7 @@ class Cutting:
         rule = next((rule for rule in rules if all(map(self._reads, node.inputs, rule.operands))), None)
         if rule is None or node.types[0].shape[0] != size:
             draws = is_random(node.op, node.args)
-            why = "draws random numbers that all samples share" if draws else "needs all samples at once"
+            why = "draws random numbers that all samples share" if draws else _at_once(node)
             raise self._cannot(node, why)
         self._emit(node, rule)
 

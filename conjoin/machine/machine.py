@@ -21,13 +21,12 @@ from conjoin.machine.limits import (
     check_label,
     check_total,
     shown,
-    suggestion,
 )
 from conjoin.machine.links import Link, NodeKind
 from conjoin.machine.mesh import Axis, Mesh
 from conjoin.machine.preset_devices import known_device
 from conjoin.machine.preset_nodes import one_node
-from conjoin.machine.presets import OWN, PRESETS
+from conjoin.machine.presets import OWN, PRESETS, nearest_preset
 from conjoin.machine.reserve import usable_bytes
 from conjoin.machine.toml_form import read_file, read_toml, write_file
 from conjoin.machine.toml_writing import write_toml
@@ -103,7 +102,7 @@ class Machine:
             return OWN[name] if nodes is None else OWN[name].with_nodes(nodes)
         if name not in PRESETS:
             raise UsageError(
-                f"There is no machine named {shown(name)}. {suggestion(str(name), (*OWN, *PRESETS))} "
+                f"There is no machine named {shown(name)}. {nearest_preset(str(name))} "
                 f"A machine of your own is described in a file whose name ends in .toml."
             )
         known = PRESETS[name]

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from conjoin.machine import preset_nodes
+from conjoin.machine.limits import suggestion
 from conjoin.machine.links import NodeKind
+from conjoin.plugins import load_plugins
 
 if TYPE_CHECKING:
     from conjoin.machine.machine import Machine
@@ -179,5 +181,27 @@ def preset_names() -> tuple[str, ...]:
 
 
 def registered_names() -> tuple[str, ...]:
-    """The names that programs have registered."""
+    """The names that programs and installed packages have registered."""
+    load_plugins("machines")
     return tuple(OWN)
+
+
+def nearest_preset(name: str) -> str:
+    """A sentence that names the machines with devices of that name, those of its family, or the nearest name.
+
+    >>> nearest_preset("A10G"), nearest_preset("g5.12xlarge")
+    ('Machines with such devices: g5.48xlarge; g5.48xlarge:1x4 is four of them.', \
+'Machines of this family: g5.48xlarge; g5.48xlarge:1x4 is four devices of it.')
+    """
+    family, dot, _ = name.partition(".")
+    same = [known for known in PRESETS if dot and known.startswith(f"{family}.")]
+    if same:
+        return f"Machines of this family: {', '.join(same)}; {same[0]}:1x4 is four devices of it."
+    having = [known for known, preset in PRESETS.items() if _first_device(preset).startswith(f"{name[:60]}-".lower())]
+    if having:
+        return f"Machines with such devices: {', '.join(having)}; {having[0]}:1x4 is four of them."
+    return suggestion(name, (*OWN, *PRESETS))
+
+
+def _first_device(preset: Preset) -> str:
+    return f"{preset.node(preset.fixed_num_nodes or 1).devices[0].name}-".lower()

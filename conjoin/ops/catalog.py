@@ -108,7 +108,7 @@ def _judge(call: Call) -> tuple[OpSpec | None, str]:
     """The declaration that covers a call, or why there is none."""
     spec = find_spec(call.op)
     if spec is None:
-        return None, "nobody declared it"
+        return None, "nobody declared it" + (" by conjoin.register_operator" if is_custom(call.op) else "")
     try:
         output_types(spec, call)
     except NotationError as error:

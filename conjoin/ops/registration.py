@@ -13,7 +13,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from conjoin.errors import DeclarationError
-from conjoin.ops.aten import NotRegistered, is_custom, operator_name, signature
+from conjoin.ops.aten import Kind, NotRegistered, is_custom, operator_name, signature
 from conjoin.ops.autograd_functions import define_operator
 from conjoin.ops.call_cache import forget_calls
 from conjoin.ops.catalog import declare
@@ -67,6 +67,7 @@ def register_operator(  # noqa: PLR0913 – what may be said of an operator
         domain=domain, constants=constants, smooth=smooth,
     )  # fmt: skip
     _check_names(spec)
+    _check_count(spec)
     _check_true(spec)
     declare(spec, sys._getframe(1).f_globals.get("__name__", ""))
     return spec
@@ -150,6 +151,20 @@ def _check_names(spec: OpSpec) -> None:
                     f"The operator {spec.name} was declared with {what} of {name[:40]!r}. It takes {', '.join(has)}, "
                     f"and nothing of that name. {f'Did you mean {near[0]}?' if near else 'Name what it takes.'}"
                 )
+
+
+def _check_count(spec: OpSpec) -> None:
+    """Notation of more or fewer operands than the operator takes would be read as that of others."""
+    if not isinstance(spec.index, str):
+        return
+    kinds = [parameter.kind for parameter in signature(spec.name).parameters]
+    notation, taken = parse_notation(spec.index), kinds.count(Kind.TENSOR)
+    said = max(len(notation.operands), 1)
+    if Kind.TENSORS not in kinds and said > taken:
+        raise DeclarationError(
+            f"The operator {spec.name} was declared as {spec.index[:100]!r}. That has {said} operands, and it takes "
+            f"{taken} tensor{'s' * (taken != 1)}. Write the dims of each tensor that it takes, in its order."
+        )
 
 
 def _check_true(spec: OpSpec) -> None:

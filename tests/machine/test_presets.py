@@ -65,6 +65,8 @@ def test_a_fixed_number_of_nodes_may_be_repeated() -> None:
     [
         ("Sumit", None, ["no machine named 'Sumit'", "Did you mean summit?", ".toml"]),
         ("dgx-h10", None, ["Did you mean dgx-h100?"]),
+        ("h100", None, ["Machines with such devices: dgx-h100, h100-pcie, ", "dgx-h100:1x4 is four of them"]),
+        ("g5.12xlarge", None, ["Machines of this family: g5.48xlarge; g5.48xlarge:1x4 is four devices of it"]),
         ("???", None, ["Use one of summit, p3.8xlarge, "]),
         ("x" * 5000, None, ["(5,000 characters)"]),
         ("a100-2x16", 3, ["a100-2x16 was asked for with 3 nodes", "always has 2", "Leave the number out"]),

@@ -179,6 +179,7 @@ UNTRIED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: register_operator(doubled, "b -> b", sample={"tims": (2,)}), "sample of 'tims'.* Did you mean times?"
     ),
     "no such constant": (lambda: register_operator(centred, "b! c -> b! c", constants=("z",)), "with constants of 'z'"),
+    "operands": (lambda: register_operator(centred, "b c, c -> b c"), "That has 2 operands, and it takes 1 tensor"),
     "ranks": (lambda: register_operator(scan, "b, c -> b c"), "could not be put to the test"),
 }
 
@@ -279,6 +280,8 @@ def test_what_was_thought_before_it_was_declared_is_forgotten() -> None:
     ask: Any = {"loss": lambda y: y, "strategy": "data-parallel"}
     opaque = conjoin.plan(model, x, "local:2", **ask)
     assert "opaque" not in str(opaque.graph) and "conjoin_tests::late" in conjoin.inspect(opaque.graph).opaque
+    with pytest.raises(conjoin.ConjoinError, match=r"all samples at once: nobody declared it by conjoin\.reg"):
+        conjoin.plan(model, x, "local:2", **{**ask, "strategy": "fsdp+micro=2"})
     register_operator(late, "b t c, c -> b t c", terms="x decay")
     plan = conjoin.plan(model, x, "local:2", **ask)
     (before,), (after,) = ([n for n in p.graph.nodes if n.op.endswith("late")] for p in (opaque, plan))

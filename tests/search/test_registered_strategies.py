@@ -66,6 +66,8 @@ def test_a_short_name_stands_for_a_request() -> None:
     with pytest.raises(UsageError, match="short for zero3") as told:
         read_request("wide:tp=4")
     assert_three_sentences(told.value)
+    with pytest.raises(UsageError, match=r"The strategies are .*, wide, wider, and those .* Did you mean wider"):
+        read_request("widerr")
 
 
 def nothing(facts: Facts, mesh: Mesh, request: Request) -> Any:
@@ -109,7 +111,7 @@ def test_a_registration_that_makes_no_sense(case: tuple[Callable[[], object], st
     ("draft", "asked", "message"),
     [
         (nothing, "mine", "gave a NoneType instead of a Draft"),
-        (failing, "mine", "failed with KeyError: 'no such layer'"),
+        (failing, "mine", r"failed at .*strategies\.py:\d+ with KeyError: 'no such layer'"),
         (illegal, "mine", "is no legal plan"),
         (without_batch, "fsdp+mine", "It has 0 flows of the role dp"),
         (by_batch, "mine:tp=2", "unknown key 'tp'"),

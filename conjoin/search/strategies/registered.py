@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -91,7 +92,7 @@ def read_request(strategy: str) -> Request:
     if not names <= {*STRATEGIES, PIPELINE, *ALIASES, *OWN, *SHORT, *OPTIONS}:
         load_plugins(strategy[:60])
     known = {**{name: found.keys for name, found in known_strategies().items()}, PIPELINE: PIPELINE_KEYS}
-    return parse_request(_expanded(strategy), known, ALIASES)
+    return parse_request(_expanded(strategy), known, {**ALIASES, **SHORT})
 
 
 def _expanded(strategy: str) -> str:
@@ -114,6 +115,13 @@ def _written_out(part: str) -> str:
 
 def _name_of(part: str) -> str:
     return re.split("[:@=]", part.strip(), maxsplit=1)[0].strip()
+
+
+def _place_of(error: Exception) -> str:
+    """Where a user's function failed: the innermost line of the file that it stands in."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the caller's
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def _check_name(name: str) -> None:
@@ -139,7 +147,7 @@ def _guarded(name: str, draft: Drafter) -> Drafter:
             raise
         except Exception as error:  # a user's function may raise anything; it is told, never swallowed
             raise StrategyError(
-                f"The strategy {name} was asked for {facts.graph.name}. Its function failed with "
+                f"The strategy {name} was asked for {facts.graph.name}. Its function failed{_place_of(error)} with "
                 f"{type(error).__name__}: {str(error)[:200]}. The error is in the program that registered it, not in "
                 f"conjoin."
             ) from error
