@@ -27,6 +27,7 @@ from conjoin.ops.aten import (
     signature,
     state_signature,
 )
+from conjoin.ops.attention_blocks import Attending, Mixed
 from conjoin.ops.autograd_functions import operator_of
 from conjoin.ops.call_cache import call_cache
 from conjoin.ops.catalog import all_ops, declaring_module, find_spec, spec_for, why_opaque
@@ -44,6 +45,7 @@ from conjoin.ops.composites import (
     AGGREGATE,
     AGGREGATE_ONCE,
     ASSIGN,
+    ATTENTION_FROM_ROW,
     ATTENTION_PEAK,
     ATTENTION_SUMS,
     BATCH,
@@ -133,6 +135,7 @@ __all__ = [
     "AGGREGATE",
     "AGGREGATE_ONCE",
     "ASSIGN",
+    "ATTENTION_FROM_ROW",
     "ATTENTION_PEAK",
     "ATTENTION_SUMS",
     "BATCH",
@@ -171,6 +174,7 @@ __all__ = [
     "Access",
     "Args",
     "At",
+    "Attending",
     "Call",
     "CheckFailed",
     "Copies",
@@ -186,6 +190,7 @@ __all__ = [
     "Kind",
     "Layout",
     "LocalForm",
+    "Mixed",
     "NotRegistered",
     "Notation",
     "NotationError",

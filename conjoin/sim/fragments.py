@@ -243,11 +243,11 @@ class Drafts:
         return self._nodes[number, choice]
 
     def kept(self, number: int, choice: Choice, kind: str) -> Kept:
-        """What the first rank that runs an operator keeps of it for its backward pass on a device of a kind."""
+        """What the rank with the most to do of an operator keeps of it for its backward pass on a device of a kind."""
         key = number, choice, kind
         if key not in self._kept:
             node, placed = self.node(number, choice)
-            rank = self.mesh.rank_at(dict(placed.at))
+            rank = self._busiest(self._tasks[number].call, placed)
             self._kept[key] = kept_by(node, placed, self._tasks[number].needs, self.mesh, rank, kind)
         return self._kept[key]
 
@@ -431,7 +431,7 @@ class Drafts:
             return _summed([self._costs_of(halo_call(node, placed, self.mesh, 0), needs)])
         alike = not (unlike_axes(node, placed, self.mesh) or self.prices.unlike_axes())
         call = self._tasks[number].call
-        first = (self.mesh.rank_at(dict(placed.at)),), np.zeros(1, np.int64)
+        first = (self._busiest(call, placed),), np.zeros(1, np.int64)
         ranks, numbers = first if alike else self._unlike_ranks(call, placed)
         found = [self._costs(call, placed, needs, rank) for rank in ranks]
         where = self.classes.at(placed.at)
@@ -442,6 +442,13 @@ class Drafts:
             _only_where(to_ticks(sum(cost.host_backward for cost in found[numbers[0]])), where),
             weakest(*(source for costs in found for c in costs for source in (c.forward.source, c.backward.source))),
         )
+
+    def _busiest(self, call: Call, placed: Placed) -> int:
+        """The rank that has the most to do of those that run alike pieces of a call."""
+        spec, at = spec_for(call), dict(placed.at)
+        for index, axes in placed.splits if spec is not None else ():
+            at |= {axis: self.mesh.sizes[axis] - 1 for axis in axes if index in spec.grows}
+        return self.mesh.rank_at(at)
 
     def _unlike_ranks(self, call: Call, placed: Placed) -> tuple[tuple[int, ...], NDArray[np.int64]]:
         """Of the ranks that stand for classes some that run unlike pieces of a call or are of unlike devices, and for
