@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from math import log2
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from conjoin.cost.classes import classes_of
 from conjoin.cost.curves import Curves
 from conjoin.cost.interpolation import Point, interpolate
-from conjoin.cost.kernels import CAST_FLOPS, Casts, casts_of, kernels_of, largest_of
+from conjoin.cost.kernels import CAST_FLOPS, FLASH_BESIDE_CUDNN, HALVES, Casts, casts_of, kernels_of, largest_of
 from conjoin.cost.keys import read_key, write_key
 from conjoin.cost.measurement import Measurement
 from conjoin.cost.medians import Fit, HostTime, any_of
@@ -30,8 +30,8 @@ from conjoin.cost.work import (
     parts_of,
     work_of,
 )
-from conjoin.machine import DeviceType
-from conjoin.ops import Access, Call, Kind, call_cache, space_of, spec_for
+from conjoin.machine import DeviceType, architecture_of, preset_name
+from conjoin.ops import ATTENTION_FROM_ROW, Access, Call, Kind, call_cache, space_of, spec_for
 
 _IN_PYTHON = 2
 """Launches of a gradient that the host could make in the time in which it calls one that is written in Python."""
@@ -100,13 +100,20 @@ class DeviceCosts:
             cost = _as_measured(measured, needs, self._host.find(call, needs, measured))
         else:
             alone = call.op in FUSED and not self._kin(call)
-            kernels = kernels_of(call, needs) if self.device.kind == "cuda" else ()
+            in_blocks = call.op == ATTENTION_FROM_ROW
+            kernels = kernels_of(call, needs) if self.device.kind == "cuda" or in_blocks else ()
             if kernels:
                 cost = reduce(_and, (self.find(*part) for part in kernels))
+                cost = self._by_flash(cost) if in_blocks and call.tensors[0].dtype in HALVES else cost
             else:
                 cost = self._add_up(call, needs) if alone else self._reckon(call, needs)
         self.known[call, needs] = cost
         return cost
+
+    def _by_flash(self, cost: OperatorCost) -> OperatorCost:
+        """What blocks of attention take by the kernel that they run."""
+        slower = FLASH_BESIDE_CUDNN.get(architecture_of(preset_name(self.device)), 1.0)
+        return replace(cost, forward=cost.forward * slower, backward=cost.backward * slower)
 
     def _add_up(self, call: Call, needs: tuple[int, ...]) -> OperatorCost:
         """A product and a function of it by what is known of each; on a GPU the function is part of its kernel."""

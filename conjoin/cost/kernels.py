@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from conjoin.ops import CAST, Call, TensorType, bind_args, output_types, spec_for
+from conjoin.ops import ATTENTION_FROM_ROW, CAST, Call, TensorType, bind_args, output_types, spec_for
 
 Asked = tuple[Call, tuple[int, ...]]
 """A call, and which of its operands get a gradient."""
@@ -19,7 +19,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 ATTENTION = "scaled_dot_product_attention"
 _FUSED_RANK, _ALIGNMENT = 4, 16
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 
 
 def kernels_of(call: Call, needs: tuple[int, ...]) -> tuple[Asked, ...]:
@@ -30,6 +30,8 @@ def kernels_of(call: Call, needs: tuple[int, ...]) -> tuple[Asked, ...]:
     >>> [(part.op, needs) for part, needs in parts]
     [('conv2d', (1,)), ('add.Tensor', (0, 1))]
     """
+    if call.op == ATTENTION_FROM_ROW:
+        return tuple(_from_row(call, needs))
     if call.op == ATTENTION:
         shapes = tuple(tensor.shape for tensor in call.tensors)
         return () if fuses_attention(call, shapes, needs, "cuda") else tuple(_spelled_out(call, needs))
@@ -72,6 +74,24 @@ def largest_of(tensor: TensorType) -> tuple[Call, ...]:
     return Call("amax", bind_args("amax", (flat, (0,)), {})), tiny, tiny, tiny
 
 
+def _from_row(call: Call, needs: tuple[int, ...]) -> Iterator[Asked]:
+    """Attention to the keys before the first row, and to the others."""
+    query, key, value = call.tensors
+    first, length = call["first"], key.shape[2]
+    for seen, causal in ((first, False), (length - first, True)):
+        if seen:
+            pair = (TensorType((*x.shape[:2], seen, x.shape[3]), x.dtype) for x in (key, value))
+            yield Call(ATTENTION, (query, *pair, None, 0.0, causal, call["scale"], call["enable_gqa"])), needs
+
+
+FLASH_BESIDE_CUDNN = {"Hopper": 1.67}
+"""How many times as long attention takes by the kernel of torch that gives logarithms of sums, FlashAttention-2, as by
+the one that torch 2.11 takes by itself, cuDNN's, which was measured. FlashAttention-3, which is as fast as cuDNN's, is
+1.5 to 2.0 times as fast as FlashAttention-2 forward and 1.5 to 1.75 times backward (Shah et al., arXiv 2407.08608,
+section 4.1): the geometric mean. Torch's benchmark has 631 against 329 teraflops forward on an H100, of each of the two
+(pytorch issue 142132, 2024-12-05). Elsewhere torch takes FlashAttention-2 by itself."""
+
+
 def _then_bias(call: Call, needs: tuple[int, ...]) -> tuple[Asked, ...]:
     bare = Call(call.op, tuple(None if i == 2 else arg for i, arg in enumerate(call.args)), call.channels_last)
     spec = spec_for(bare)
@@ -96,17 +116,17 @@ def fuses_attention(call: Call, shapes: Shapes, needs: tuple[int, ...], kind: st
         return len(query) == _FUSED_RANK
     if dtype.itemsize > torch.float32.itemsize or any(call.operand_names[i] == "attn_mask" for i in needs):
         return False
-    groups = dtype in _HALVES and bool(call["enable_gqa"])
+    groups = dtype in HALVES and bool(call["enable_gqa"])
     if query[0] != key[0] or (query[1] != key[1] and not groups):
         return False
     aligned = all(size * dtype.itemsize % _ALIGNMENT == 0 for size in (query[-1], value[-1]))
-    return aligned or (dtype in _HALVES and call["attn_mask"] is None)
+    return aligned or (dtype in HALVES and call["attn_mask"] is None)
 
 
 def _spelled_out(call: Call, needs: tuple[int, ...]) -> Iterator[Asked]:
     query, key, value = call.tensors[:3]
     learns = bool(needs)
-    wide = query.dtype if query.dtype not in _HALVES else torch.float32
+    wide = query.dtype if query.dtype not in HALVES else torch.float32
     q, k, v = (TensorType(x.shape, wide) for x in (query, key, value))
     if wide is not query.dtype:
         yield from (_asked(CAST, (x,), (i in needs,), dtype=wide) for i, x in enumerate((query, key, value)))

@@ -29,6 +29,10 @@ class Seconds:
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(self.value + other.value, weakest(self.source, other.source))
 
+    def __mul__(self, factor: float) -> "Seconds":
+        """As many times as long; that is an estimate, unless it is once."""
+        return self if factor == 1 else Seconds(self.value * factor, weakest(self.source, Source.ESTIMATED))
+
 
 def weakest(*sources: Source) -> Source:
     """The least firm of these sources; of none, MEASURED: nothing takes no time.

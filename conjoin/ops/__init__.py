@@ -29,6 +29,7 @@ from conjoin.ops.aten import (
     signature,
     state_signature,
 )
+from conjoin.ops.attention_blocks import Attending, Mixed
 from conjoin.ops.autograd_functions import operator_of
 from conjoin.ops.call_cache import call_cache
 from conjoin.ops.catalog import all_ops, declaring_module, find_spec, spec_for, why_opaque
@@ -46,6 +47,7 @@ from conjoin.ops.composites import (
     AGGREGATE,
     AGGREGATE_ONCE,
     ASSIGN,
+    ATTENTION_FROM_ROW,
     ATTENTION_PEAK,
     ATTENTION_SUMS,
     BATCH,
@@ -136,6 +138,7 @@ __all__ = [
     "AGGREGATE",
     "AGGREGATE_ONCE",
     "ASSIGN",
+    "ATTENTION_FROM_ROW",
     "ATTENTION_PEAK",
     "ATTENTION_SUMS",
     "BATCH",
@@ -176,6 +179,7 @@ __all__ = [
     "AlongEdges",
     "Args",
     "At",
+    "Attending",
     "Call",
     "CheckFailed",
     "Copies",
@@ -192,6 +196,7 @@ __all__ = [
     "LastMade",
     "Layout",
     "LocalForm",
+    "Mixed",
     "NotRegistered",
     "Notation",
     "NotationError",

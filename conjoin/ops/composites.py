@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from conjoin.ops.aggregation import aggregate, aggregate_once, edge_softmax, graph_attention
+from conjoin.ops.attention_blocks import attention_from_row
 from conjoin.ops.attention_sums import attention_peak, attention_sums
 from conjoin.ops.batch_statistics import batch_moments, batch_norm_by_pieces, mean_and_variance, normalize_channels
 from conjoin.ops.experts import expert_linear, expert_network, routed_experts
@@ -30,6 +31,7 @@ AGGREGATE, EDGE_SOFTMAX = "conjoin::aggregate", "conjoin::edge_softmax"
 GRAPH_ATTENTION, AGGREGATE_ONCE = "conjoin::graph_attention", "conjoin::aggregate_once"
 PEAK = "conjoin::peak"
 RING_ATTENTION = "conjoin::ring_attention"
+ATTENTION_FROM_ROW = "conjoin::attention_from_row"
 ATTENTION_PEAK, ATTENTION_SUMS = "conjoin::attention_peak", "conjoin::attention_sums"
 TOKEN_ENTROPY, TOKEN_LIKELIHOOD = "conjoin::token_entropy", "conjoin::token_likelihood"
 OVERWRITE, STRIDED_VIEW, STRIDED_WRITE = "conjoin::overwrite", "conjoin::strided_view", "conjoin::strided_write"
@@ -163,6 +165,7 @@ COMPOSITES: dict[str, Callable[..., Tensor | tuple[Tensor, ...]]] = {
     ATTENTION_PEAK: attention_peak,
     ATTENTION_SUMS: attention_sums,
     RING_ATTENTION: ring_attention,
+    ATTENTION_FROM_ROW: attention_from_row,
     TOKEN_ENTROPY: token_entropy,
     TOKEN_LIKELIHOOD: token_likelihood,
     OVERWRITE: overwrite,

@@ -244,6 +244,8 @@ class OpSpec:
     """How a piece is computed where the operator on the pieces of its operands is not the piece of its output."""
     asks_where: tuple[str, ...] | None = None
     """The indices of which its own local form asks where a piece starts, not only how long it is; None for any."""
+    grows: tuple[str, ...] = ()
+    """The indices of which a later piece has more to do than an earlier one of the same length."""
     expansion: Callable[[LocalForm], Any] | None = None
     """The same operator as a composition of others, which may be split where this one may not, and is as fast."""
     by_parts: Callable[[LocalForm], Any] | None = None

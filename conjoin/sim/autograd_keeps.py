@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conjoin.comm import halo_call, halo_of, ring_of, routed_call, routing_of
+from conjoin.comm import Ring, halo_call, halo_of, ring_of, routed_call, routing_of
 from conjoin.cost import ATTENTION, fuses_attention
 from conjoin.ir import Node, Placed, plain_call, region_of, region_shape, wanted_region
 from conjoin.machine import Mesh
@@ -69,9 +69,10 @@ def kept_by(node: Node, placed: Placed, needs: tuple[int, ...], mesh: Mesh, rank
     if halo_of(node, placed, mesh, rank) is not None:
         made = tuple(TensorType(region_shape(region_of(t.shape, t.layout, mesh, rank)), t.dtype) for t in node.types)
         return kept_of(halo_call(node, placed, mesh, rank), made, needs, kind)
-    if ring_of(node, placed, mesh) is not None:
+    ring = ring_of(node, placed, mesh)
+    if ring is not None:
         local = tuple(region_shape(region_of(v.type.shape, v.type.layout, mesh, rank)) for v in node.inputs)
-        found = _kept_by_attention(local, call, needs)
+        found = _with_messages(_kept_by_attention(local, call, needs), local, call, ring)
         return found if call["attn_mask"] is None else _with_scores(found, local)
     pieces = placed.pieces(space_of(spec, call).sizes, mesh, rank)
     shapes = tuple(region_shape(wanted_region(node, i, placed, mesh, rank)) for i in range(len(call.tensors)))
@@ -91,7 +92,9 @@ def _kept(
     call: Call, shapes: Shapes, pieces: Ranges, types: tuple[TensorType, ...], needs: tuple[int, ...], kind: str
 ) -> Kept:
     if call.op == ATTENTION and fuses_attention(call, shapes, needs, kind):
-        return _kept_by_attention(shapes, call, needs)
+        found = _kept_by_attention(shapes, call, needs)
+        starts_later = call["is_causal"] and dict(pieces).get("l", (0, 0))[0] > 0
+        return _with_blocks(found, shapes, call) if starts_later else found
     kernel = kernel_bytes(call, shapes) if kind == "cuda" else None
     try:
         found = _ask(call, shapes, pieces, needs)
@@ -123,6 +126,31 @@ def _kept_by_attention(shapes: Shapes, call: Call, needs: tuple[int, ...]) -> Ke
     rows = TensorType(query[:-1], torch.float32).bytes
     gradients, passing = _own_gradients(shapes, call, needs), attention_workspace(shapes)
     return Kept(tuple(range(len(shapes))), (0,), rows, (-1,), (output,), 0, gradients, passing)
+
+
+def _with_blocks(found: Kept, shapes: Shapes, call: Call) -> Kept:
+    """Blocks of keys are put together in the dtype of sums, and their gradients joined."""
+    (*rows, _), key, value = shapes[:3]
+    dtype = call.tensors[0].dtype
+    mixed = TensorType((*rows, value[-1]), torch.promote_types(dtype, torch.float32)).bytes
+    joined = TensorType(key, dtype).bytes + TensorType(value, dtype).bytes
+    return replace(found, passing=found.passing + 2 * mixed, passing_back=found.passing_back + mixed + joined)
+
+
+def _with_messages(found: Kept, shapes: Shapes, call: Call, ring: Ring) -> Kept:
+    """Of a ring: what goes, what comes and what came before; and what is put together, in the dtype of sums.
+
+    Where halves are swapped, what each device computes with are copies, and so is the gradient that comes.
+    """
+    dtype = call.tensors[0].dtype
+    wide = torch.promote_types(dtype, torch.float32).itemsize // dtype.itemsize
+    query, key, value = (TensorType(shape, dtype).bytes for shape in shapes[:3])
+    out, pair = TensorType((*shapes[0][:-1], shapes[2][-1]), dtype).bytes, key + value
+    widened, rounds = out * wide if wide > 1 else 0, 2 if ring.size == 2 else 3
+    there = rounds * pair + 2 * out * wide + out + (query + pair if ring.swaps else 0)
+    sent = pair + pair * wide
+    back = rounds * sent + query * wide + pair * wide + query + pair + widened + (out if ring.swaps else 0)
+    return replace(found, passing=found.passing + there, passing_back=back)
 
 
 def _with_scores(found: Kept, shapes: Shapes) -> Kept:

@@ -54,7 +54,7 @@ from conjoin.sim.autograd_keeps import Kept, kept_by
 from conjoin.sim.chunk_calls import beside_each_other, chunk_call
 from conjoin.sim.engine import BETWEEN, COMPUTE, INSIDE, Fragment, Instruction, Phase, Ticks, to_ticks
 from conjoin.sim.instructions import computed, computing, folded, only_where, ordered, phases, waits_for
-from conjoin.sim.operator_work import Work, Works, calls_on
+from conjoin.sim.operator_work import Work, Works, busiest, calls_on
 from conjoin.sim.prices import Prices
 from conjoin.sim.ring_calls import ring_calls
 from conjoin.sim.skeleton import Task
@@ -233,11 +233,11 @@ class Drafts:
         return self._nodes[number, choice]
 
     def kept(self, number: int, choice: Choice, kind: str) -> Kept:
-        """What the first rank that runs an operator keeps of it for its backward pass on a device of a kind."""
+        """What the rank with the most to do of an operator keeps of it for its backward pass on a device of a kind."""
         key = number, choice, kind
         if key not in self._kept:
             node, placed = self.node(number, choice)
-            rank = self.mesh.rank_at(dict(placed.at))
+            rank = busiest(self._tasks[number].call, placed, self.mesh)
             self._kept[key] = kept_by(node, placed, self._tasks[number].needs, self.mesh, rank, kind)
         return self._kept[key]
 

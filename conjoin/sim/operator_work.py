@@ -53,7 +53,7 @@ class Works:
         if halo_of(node, placed, self.mesh) is not None:
             return _summed([self.prices.operator(halo_call(node, placed, self.mesh, 0), needs, 0)])
         alike = not (unlike_axes(node, placed, self.mesh) or self.prices.unlike_axes())
-        first = (self.mesh.rank_at(dict(placed.at)),), np.zeros(1, np.int64)
+        first = (busiest(call, placed, self.mesh),), np.zeros(1, np.int64)
         ranks, numbers = first if alike else self._unlike_ranks(call, placed)
         found = [self._costs(call, placed, needs, rank) for rank in ranks]
         where = self.classes.at(placed.at)
@@ -81,6 +81,15 @@ class Works:
     def _costs(self, call: Call, placed: Placed, needs: tuple[int, ...], rank: int) -> list[OperatorCost]:
         calls = calls_on(call, placed, needs, self.mesh, rank)
         return [self.prices.operator(local.call, local.needs, rank) for local in calls]
+
+
+def busiest(call: Call, placed: Placed, mesh: Mesh) -> int:
+    """The rank that has the most to do of those that run alike pieces of a call."""
+    spec, at = spec_for(call), dict(placed.at)
+    grows = spec.grows if spec is not None else ()
+    for index, axes in placed.splits:
+        at |= {axis: mesh.sizes[axis] - 1 for axis in axes if index in grows}
+    return mesh.rank_at(at)
 
 
 def calls_on(call: Call, placed: Placed, needs: tuple[int, ...], mesh: Mesh, rank: int) -> tuple[LocalCall, ...]:

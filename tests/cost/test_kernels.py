@@ -113,3 +113,18 @@ def test_a_gpu_under_another_name_has_the_same_prices(gpu: Any, told: str | None
     other, model = replace(gpu, name=told or names[gpu.name]), shipped()
     for call in (convolution(64, 64, 64, 56, 3), attention(torch.bfloat16)):
         assert model.operator(call, (0, 1, 2), other) == model.operator(call, (0, 1, 2), gpu)
+
+
+@pytest.mark.parametrize(("device", "slower"), [(H200, 1.67), (H100, 1.67), (A100, 1.0)])
+def test_blocks_of_keys_take_the_kernel_that_gives_logarithms(device: Any, slower: float) -> None:
+    """Two calls of attention, by FlashAttention-2 where torch would take cuDNN's on Hopper."""
+    q, kv = (TensorType((1, 8, rows, 128), torch.bfloat16) for rows in (4096, 16384))
+    before, own = (TensorType((1, 8, rows, 128), torch.bfloat16) for rows in (12288, 4096))
+    whole = Call("conjoin::attention_from_row", (q, kv, kv, 12288, None, False))
+    parts = [
+        Call("scaled_dot_product_attention", (q, x, x, None, 0.0, causal, None, False))
+        for x, causal in ((before, False), (own, True))
+    ]
+    found, one, other = (shipped().operator(call, (0, 1, 2), device) for call in (whole, *parts))
+    assert found.forward.value == pytest.approx(slower * (one.forward.value + other.forward.value))
+    assert found.backward.value == pytest.approx(slower * (one.backward.value + other.backward.value))

@@ -40,14 +40,11 @@ def test_a_split_window_pads_what_lies_outside_itself() -> None:
     assert conv["padding"] == (0, 0) and conv.tensors[0].shape == (2, 3, 6, 10)
 
 
-def test_a_causal_mask_that_starts_later_is_made_first() -> None:
+def test_a_causal_mask_that_starts_later_is_made_where_something_is_dropped() -> None:
     q = f32(1, 2, 8, 4)
-    call = Call("scaled_dot_product_attention", (q, q, q, None, 0.0, True, None, False))
-    assert [local.call.op for local in local_calls(call, (("l", (4, 8)),))] == [
-        "new_ones",
-        "tril",
-        "scaled_dot_product_attention",
-    ]
+    calls = [Call("scaled_dot_product_attention", (q, q, q, None, rate, True, None, False)) for rate in (0.0, 0.5)]
+    made = [[local.call.op for local in local_calls(call, (("l", (4, 8)),))] for call in calls]
+    assert made == [["conjoin::attention_from_row"], ["new_ones", "tril", "scaled_dot_product_attention"]]
 
 
 def test_an_opaque_call_has_no_pieces() -> None:

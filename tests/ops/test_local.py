@@ -102,8 +102,14 @@ def test_a_mean_counts_for_what_its_piece_is_of_the_whole() -> None:
 
 def test_later_queries_see_more_of_a_causal_mask() -> None:
     q = f(1, 2, 8, 4)
-    lines = emitted("scaled_dot_product_attention", q, q, q, None, 0.0, True, pieces={"l": (4, 8)})
-    assert lines[:2] == ["new_ones(x0, (4,8), torch.bool)", "tril(%0, 4)"]
+    op = "scaled_dot_product_attention"
+    assert emitted(op, q, q, q, None, 0.0, True, pieces={"l": (2, 4)}) == [
+        "slice.Tensor(x1, 2, 0, 4, 1)",
+        "slice.Tensor(x2, 2, 0, 4, 1)",
+        "conjoin::attention_from_row(x0, %0, %1, 2, None, False)",
+    ]
+    drops = emitted(op, q, q, q, None, 0.5, True, pieces={"l": (4, 8)})
+    assert drops[:2] == ["new_ones(x0, (4,8), torch.bool)", "tril(%0, 4)"], "what is drawn is drawn for all keys"
 
 
 def test_a_copied_dim_is_repeated_only_here() -> None:

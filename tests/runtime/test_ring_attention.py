@@ -140,8 +140,9 @@ def test_uneven_pieces_beside_data_parallelism_send_what_is_told() -> None:
     assert [found for found, _, _ in steps] == pytest.approx([loss.item()] * 6, rel=1e-12)
 
 
-def test_a_long_sequence_takes_less_than_half_the_time_and_memory_of_gathered_keys() -> None:
-    """A causal step on eight devices is bound by the last of them unless pieces are swapped; what is sent is hidden."""
+def test_a_long_sequence_takes_three_quarters_of_the_time_of_gathered_keys_and_less_memory() -> None:
+    """A causal step on eight devices is bound by the last of them unless pieces are swapped; what is sent is hidden.
+    The last one has 7.5 pieces of keys to look at, one of a ring 4, but in smaller kernels."""
     machine, length, width = parse_machine("dgx-h100"), 65536, 512
     with torch.device("meta"):
         model = Tower(width=width).bfloat16()
@@ -149,7 +150,7 @@ def test_a_long_sequence_takes_less_than_half_the_time_and_memory_of_gathered_ke
     graph = conjoin.capture(model, batch, functional.mse_loss)
     plans = [make_plan(graph, machine, f"context:cp=8{flag}") for flag in (",ring", "")]
     ring, gathered = (predict(plan, machine, CostModel()) for plan in plans)
-    assert ring.seconds < 0.5 * gathered.seconds and ring.memory.peak < gathered.memory.peak
+    assert ring.seconds < 0.75 * gathered.seconds and ring.memory.peak < gathered.memory.peak
 
 
 class Latents(nn.Module):

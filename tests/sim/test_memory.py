@@ -186,6 +186,29 @@ def test_what_stays_is_counted_exactly(tiny_plan: Callable[..., Plan], prices: P
     assert found.peak == max(found.curve) == found.curve[found.peak_place]
 
 
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(("strategy", "error"), [("context:cp=2", 0.001), ("context:cp=2,ring", 0.03)])
+def test_ranks_hold_what_was_predicted_of_a_split_sequence(
+    strategy: str, error: float, prices: Prices, tmp_path: Path
+) -> None:
+    """Of the last rank, which looks at the most keys; and of all around a ring, with what goes and comes."""
+    model, batch = Attends(), (torch.randn(2, 256, 32), torch.randn(2, 256, 32))
+    graph = capture(model, batch, functional.mse_loss)
+    plan = make_plan(graph, parse_machine("local:2"), strategy)
+    predicted = measure_memory(simulate(plan, prices).program, "sgd", "cpu")
+    held = held_by_ranks(plan, Sample(graph, model, batch), tmp_path)
+    assert predicted.peak - predicted.inputs == pytest.approx(held, rel=error)
+
+
 def test_storing_in_pieces_and_gathering_again_take_less(tiny_plan: Callable[..., Plan], prices: Prices) -> None:
     def peak(strategy: str) -> int:
         return measure_memory(simulate(tiny_plan("mlp", "local:4", strategy), prices).program, "adam").peak

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from random import Random
 from typing import Any, NamedTuple
 
 import torch
 
 from conjoin.ops.aten import CAST
-from conjoin.ops.composites import ATTENTION_PEAK, ATTENTION_SUMS, RING_ATTENTION
+from conjoin.ops.composites import ATTENTION_FROM_ROW, ATTENTION_PEAK, ATTENTION_SUMS, RING_ATTENTION
 from conjoin.ops.dtypes import Dtype
 from conjoin.ops.local import LocalForm
 from conjoin.ops.notation import NotationError, broadcast_names
@@ -88,12 +89,11 @@ def _local_ring(form: LocalForm) -> Any:
     sequence = form.pieces.get("t")
     if sequence is None:
         return form.run()
-    query, mask, (first, last) = form["query"], form["attn_mask"], sequence
-    if form.call["is_causal"]:
-        ones = form.emit("new_ones", query, (last - first, last), torch.bool)
-        mask = form.emit("tril", ones, first)
-    parts = query, form["key"], form["value"], mask
-    return form.emit("scaled_dot_product_attention", *parts, 0.0, False, form.call["scale"], form.call["enable_gqa"])
+    query, mask, rest = form["query"], form["attn_mask"], (form.call["scale"], form.call["enable_gqa"])
+    causal, pair = form.call["is_causal"], (form["key"], form["value"])
+    if causal and sequence[0]:
+        return form.emit(ATTENTION_FROM_ROW, query, *pair, sequence[0], *rest)
+    return form.emit("scaled_dot_product_attention", query, *pair, mask, 0.0, causal, *rest)
 
 
 def _ring_sample(rng: Random) -> Args:
@@ -135,11 +135,55 @@ def _terms(call: Call) -> str:
 
 def _flops(call: Call, sizes: Mapping[str, int]) -> float:
     """Two matrix products and the softmax between them; half of it under a causal mask."""
-    pairs = 1.0
-    for name, size in sizes.items():
-        pairs *= size if name not in ("e", "f") else 1
-    work = pairs * (2 * sizes["e"] + 2 * sizes["f"] + 12)
-    return work / 2 if call["is_causal"] else work
+    return _unmasked_flops(sizes) / (2 if call["is_causal"] else 1)
+
+
+def _unmasked_flops(sizes: Mapping[str, int]) -> float:
+    pairs = prod(size for name, size in sizes.items() if name not in ("e", "f"))
+    return float(pairs * (2 * sizes["e"] + 2 * sizes["f"] + 12))
+
+
+def _local_attention(form: LocalForm) -> Any:
+    """A piece of causal queries sees the keys up to its own: whole before its first row, a triangle from there on."""
+    rows = form.pieces.get("l")
+    if rows is None or not form.call["is_causal"]:
+        return form.run()
+    (first, last), keys = rows, form.space.sizes["s"]
+    if first >= keys:
+        return form.run(is_causal=False)
+    if form.call["dropout_p"] or last > keys or not _is_plain(form.call):
+        return _local(form)
+    key, value = form["key"], form["value"]
+    if last < keys:
+        key, value = (form.emit("slice.Tensor", x, 2, 0, last, 1) for x in (key, value))
+    if first == 0:
+        return form.run(key=key, value=value)
+    return form.emit(ATTENTION_FROM_ROW, form["query"], key, value, first, form.call["scale"], form.call["enable_gqa"])
+
+
+def _is_plain(call: Call) -> bool:
+    """Whether there are a batch and heads, and nothing is broadcast."""
+    q, k, v = (call[name].shape for name in ("query", "key", "value"))
+    return len(q) == len(k) == len(v) == 4 and q[0] == k[0] and k[:2] == v[:2] and (call["enable_gqa"] or q[1] == k[1])
+
+
+def _from_row(call: Call) -> Indexed:
+    """Rows stay together: what each sees depends on where it is."""
+    q, k = call["query"].shape, call["key"].shape
+    heads, sizes = ("(h r)", (("r", q[1] // k[1]),)) if call["enable_gqa"] else ("h", ())
+    return Indexed(f"b {heads} l! e!, b h s! e!, b h s! f! -> b {heads} l! f!", sizes)
+
+
+def _from_row_sample(rng: Random) -> Args:
+    b, h, g, first, e, f = (rng.randint(1, 3) for _ in range(6))
+    length, gqa = first + rng.randint(0, 3), rng.random() < 0.4
+    query = real(b, h * g if gqa else h, max(length - first, 1), e)
+    return query, real(b, h, length, e), real(b, h, length, f), first, rng.choice((None, 0.3)), gqa
+
+
+def _from_row_flops(call: Call, sizes: Mapping[str, int]) -> float:
+    """What stands before the first row is seen by all, of the rest half."""
+    return float(_unmasked_flops(sizes) * (call["first"] + sizes["s"]) / (2 * sizes["s"]))
 
 
 def _local(form: LocalForm) -> Any:
@@ -180,10 +224,13 @@ def _peak_flops(call: Call, sizes: Mapping[str, int]) -> float:
 
 
 OPS: tuple[OpSpec, ...] = (
-    OpSpec("scaled_dot_product_attention", _attention, _sample, terms=_terms, flops=_flops, local=_local,
-           asks_where=("l", "s"), one_dtype=True, rate="dropout_p", by_parts=attention_by_parts, family="attention"),
+    OpSpec("scaled_dot_product_attention", _attention, _sample, terms=_terms, flops=_flops,
+           local=_local_attention, asks_where=("l", "s"), grows=("l",), one_dtype=True, rate="dropout_p",
+           by_parts=attention_by_parts, family="attention"),
     OpSpec(RING_ATTENTION, _ring, _ring_sample, terms="value", flops=_ring_flops, local=_local_ring,
-           reaches={"t": _keys_reached}, asks_where=("t",), one_dtype=True, family="attention"),
+           reaches={"t": _keys_reached}, asks_where=("t",), grows=("t",), one_dtype=True, family="attention"),
+    OpSpec(ATTENTION_FROM_ROW, _from_row, _from_row_sample, terms="value", flops=_from_row_flops, one_dtype=True,
+           family="attention"),
     OpSpec(ATTENTION_PEAK, _peak, _peak_sample, dtype=Dtype.WIDE, flops=_peak_flops, local=_local, smooth=False,
            asks_where=("l", "s"), family="contraction"),
     OpSpec(ATTENTION_SUMS, _sums, _sums_sample, dtype=Dtype.WIDE, flops=_flops, local=_local, constants=("peak",),

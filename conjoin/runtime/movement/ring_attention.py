@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from conjoin.comm import Ring
-from conjoin.ops import first_order
-from conjoin.runtime.movement.attention_blocks import Attending, Mixed
+from conjoin.ops import Attending, Mixed, first_order
 from conjoin.runtime.program.functions import Function
 from conjoin.runtime.ranks.communicator import Communicator, Work, uncompiled
 
@@ -206,7 +204,6 @@ def carry_ring(ring: Ring, members: Sequence[int], communicator: Communicator) -
         __: bool,
         mask: Tensor | None = None,
     ) -> Tensor:
-        attending = Attending(1 / sqrt(query.shape[-1]) if scale is None else scale, query.shape[1] // key.shape[1])
-        return _Around.apply(query, key, value, mask, circle, attending)  # type: ignore[no-any-return, no-untyped-call]
+        return _Around.apply(query, key, value, mask, circle, Attending.of(query, key, scale))  # type: ignore[no-any-return, no-untyped-call]
 
     return around

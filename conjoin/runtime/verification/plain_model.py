@@ -90,7 +90,7 @@ def _sparse_checked(is_drawn: bool) -> Iterator[None]:
     if not is_drawn:
         yield
         return
-    with torch.sparse.check_sparse_tensor_invariants():
+    with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
         yield
 
 

@@ -112,7 +112,7 @@ class OperatorSeconds:
                 costs = [self.prices.operator(task.call, task.needs, 0)]
             else:
                 sizes = space_of(spec, task.call).sizes
-                pieces = tuple((index, (0, ceil(sizes[index] / n))) for index, n in ways)
+                pieces = tuple((index, _busiest(sizes[index], n, index in spec.grows)) for index, n in ways)
                 calls = local_calls(task.call, pieces, task.needs)
                 costs = [self.prices.operator(local.call, local.needs, 0) for local in calls]
             busy = [_busy(cost) for cost in costs]
@@ -127,6 +127,12 @@ class OperatorSeconds:
         if key not in self._halos:
             self._halos[key] = _halo_bytes(task, dict(ways))
         return self._halos[key]
+
+
+def _busiest(size: int, parts: int, grows: bool) -> tuple[int, int]:
+    """Of the pieces of an index the one with the most to do."""
+    length = ceil(size / parts)
+    return (size - length, size) if grows else (0, length)
 
 
 def _busy(cost: OperatorCost) -> tuple[float, float]:

@@ -8,12 +8,16 @@ are taken where they give both; else scores are written out.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from conjoin.runtime.torch_private import flash_attention, flash_attention_backward
+from conjoin.ops.first_order import first_order
+from conjoin.ops.torch_private import flash_attention, flash_attention_backward
 
 
 @dataclass(slots=True)
@@ -45,6 +49,11 @@ class Attending:
     scale: float
     repeats: int
     """Heads of queries for each of keys."""
+
+    @staticmethod
+    def of(query: Tensor, key: Tensor, scale: float | None) -> Attending:
+        """By the usual scale where none is given."""
+        return Attending(1 / sqrt(query.shape[-1]) if scale is None else scale, query.shape[1] // key.shape[1])
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None = None
@@ -106,6 +115,56 @@ class Attending:
             return gradient
         batch, heads, *rest = gradient.shape
         return gradient.view(batch, heads // self.repeats, self.repeats, *rest).sum(2)
+
+
+def attention_from_row(
+    query: Tensor, key: Tensor, value: Tensor, first: int, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    """Causal attention of the last rows of a sequence: they see the first keys, and of the rest those up to their own.
+
+    There is no mask, so torch's fast kernels run, and what is computed is what is seen.
+
+    >>> q, rows = torch.zeros(1, 1, 2, 4), torch.arange(3.0)[None, None, :, None].expand(1, 1, 3, 4)
+    >>> attention_from_row(q, rows, rows, 1, None, False)[0, 0, :, 0]
+    tensor([0.5000, 1.0000])
+    """
+    return _FromRow.apply(query, key, value, first, scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _FromRow(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, first: int, scale: float | None
+    ) -> Tensor:
+        attending, mixed = Attending.of(query, key, scale), Mixed.nothing(query, value.shape[-1])
+        for some, causal in _blocks(first, key):
+            mixed.add(slice(None), *attending.forward(query, key[:, :, some], value[:, :, some], causal))
+        out = mixed.out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, mixed.lse)
+        ctx.first, ctx.attending = first, attending
+        return out
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        g_query = torch.zeros(query.shape, dtype=lse.dtype, device=query.device)
+        parts = []
+        for some, causal in _blocks(ctx.first, key):
+            pair, mixed = (key[:, :, some], value[:, :, some]), (out.to(lse.dtype), lse)
+            found = ctx.attending.backward(gradients[0], query, pair, mixed, causal)
+            g_query.add_(found[0])
+            parts.append(found[1:3])
+        g_key, g_value = (torch.cat(each, 2) for each in zip(*parts, strict=True))
+        return g_query.to(query.dtype), g_key.to(key.dtype), g_value.to(value.dtype), None, None
+
+
+def _blocks(first: int, key: Tensor) -> Iterator[tuple[slice, bool]]:
+    """Keys that all queries see, and those of their own rows; where there are such."""
+    if first:
+        yield slice(None, first), False
+    if first < key.shape[2]:
+        yield slice(first, None), True
 
 
 def _finite(lse: Tensor) -> Tensor:
